@@ -1,0 +1,196 @@
+"""Everything that can be known to be wrong before the queue, all of it in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+from hpcinit.config.schema import Config
+from hpcinit.facts import quoting
+from hpcinit.facts.errors import RequestError
+from hpcinit.facts.layout import Layout
+from hpcinit.facts.timeouts import TimeoutLaw
+
+CHOICES = {
+    "cluster.engine": ("slurm", "local"),
+    "cluster.gpu_flag": ("gpus-per-node", "gres", None),
+    "comm.backend": ("auto", "nccl", "gloo"),
+    "launch.kind": ("srun",),
+}
+AT_LEAST_ONE = ("nodes", "ranks_per_node", "cpus_per_rank", "time_min", "cluster.time_min", "cluster.cpus_per_node")
+AT_LEAST_ZERO = ("cluster.gpus_per_node", "mem_gb", "cluster.mem_gb", "launch.wait_s")
+
+# sbatch and srun options that hpcinit sets itself, and the key that sets them.
+OWNED = {
+    "nodes": "nodes",
+    "ntasks": "ranks_per_node",
+    "ntasks-per-node": "ranks_per_node",
+    "cpus-per-task": "cpus_per_rank",
+    "time": "time_min",
+    "partition": "partition",
+    "account": "account",
+    "qos": "qos",
+    "mem": "mem_gb",
+    "comment": "comment",
+    "job-name": "name",
+    "chdir": "job.workdir",
+    "gpus-per-node": "cluster.gpus_per_node",
+    "gres": "cluster.gpu_flag",
+    "exclusive": "cluster.exclusive",
+    "kill-on-bad-exit": "launch.kill_on_bad_exit",
+    "wait": "launch.wait_s",
+    "cpu-bind": "launch.cpu_bind",
+    "gpu-bind": "launch.gpu_bind",
+    "output": "runs_dir",
+    "error": "runs_dir",
+    "open-mode": None,
+    "unbuffered": None,
+    "parsable": None,
+    "array": None,
+    "wckey": None,
+}
+# Two of these are fine for srun or sbatch alone.
+PASSED_ON = {"wckey"}
+
+
+def problems(config: Config) -> list[str]:
+    """One complete message per problem; empty if the request can be rendered."""
+    found: list[str] = []
+    for check in (_choices, _numbers, _names, _texts, _extra_options, _program, _partition, _gpus):
+        found.extend(check(config))
+    if not found:  # arithmetic on numbers that are wrong by themselves only adds noise
+        found.extend(_arithmetic(config))
+    return found
+
+
+def ranks_per_node(config: Config) -> int:
+    return config.ranks_per_node or config.cluster.gpus_per_node or 1
+
+
+def _get(config: Config, key: str) -> object:
+    value: object = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _choices(config: Config) -> Iterator[str]:
+    for key, choices in CHOICES.items():
+        value = _get(config, key)
+        if value not in choices:
+            names = ", ".join("null" if c is None else c for c in choices)
+            yield f"{key} is {value!r}, expected one of: {names}"
+
+
+def _numbers(config: Config) -> Iterator[str]:
+    for keys, least in ((AT_LEAST_ONE, 1), (AT_LEAST_ZERO, 0)):
+        for key in keys:
+            value = _get(config, key)
+            if isinstance(value, (int, float)) and value < least:
+                yield f"{key} is {value}, expected {least} or more"
+
+
+def _names(config: Config) -> Iterator[str]:
+    if not quoting.PLAIN_NAME.fullmatch(config.name):
+        yield (
+            f"name is {config.name!r}, expected letters, digits, '.', '_' and '-' only, the first a letter or a "
+            "digit: it becomes the job's name and part of the run folder's"
+        )
+    for key, env in (("cluster.env", config.cluster.env), ("job.env", config.job.env)):
+        for name in env:
+            if not quoting.ENV_NAME.fullmatch(name):
+                yield f"{key} has {name!r}, expected a name of letters, digits and '_'"
+
+
+def _texts(config: Config) -> Iterator[str]:
+    """Every text that reaches the script. Arguments of the program do not: they travel in spec.json."""
+    for key, text in _leaves("", config):
+        if key.startswith(("job.args", "job.script", "job.module", "job.command", "cluster.setup")):
+            if "\0" in text:
+                yield f"{key} contains a NUL character, which no program can be given"
+        elif reason := quoting.unsafe(text):
+            yield f"{key} is {text!r}: it {reason}, and it would become part of the script; remove it"
+
+
+def _leaves(prefix: str, value: object) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield prefix, value
+    elif is_dataclass(value):
+        for item in fields(value):
+            yield from _leaves(f"{prefix}.{item.name}".lstrip("."), getattr(value, item.name))
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _leaves(f"{prefix}.{name}", str(name))
+            yield from _leaves(f"{prefix}.{name}", item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _leaves(prefix, item)
+
+
+def _extra_options(config: Config) -> Iterator[str]:
+    for key, options in (("cluster.sbatch", config.cluster.sbatch), ("cluster.srun", config.cluster.srun)):
+        for option, value in options.items():
+            if option in OWNED and option not in PASSED_ON:
+                instead = f"use {OWNED[option]} instead" if OWNED[option] else "hpcinit sets it itself"
+                yield f"{key}.{option}: {instead}"
+            elif not quoting.PLAIN_NAME.fullmatch(str(option)) or len(str(option)) == 1:
+                yield f"{key} has {option!r}, expected the long name of an option without its dashes, as in mail-type"
+            elif isinstance(value, (list, dict)):
+                yield f"{key}.{option} is {value!r}, expected one value"
+
+
+def _program(config: Config) -> Iterator[str]:
+    job = config.job
+    given = [name for name in ("script", "module", "command") if getattr(job, name)]
+    if len(given) != 1:
+        yield (
+            f"job has {' and '.join(given) or 'none of script, module, command'}, expected exactly one: choose "
+            "job=NAME, or put the program after --, as in: hpcinit submit nodes=2 -- train.py"
+        )
+    workdir = Path(job.workdir or ".").expanduser()
+    if not workdir.is_dir():
+        yield f"job.workdir is {str(workdir)!r}, expected a folder that exists"
+    elif job.script and not (workdir / job.script).is_file():
+        yield f"job.script is {job.script!r}, expected a file: {(workdir / job.script).absolute()} does not exist"
+
+
+def _partition(config: Config) -> Iterator[str]:
+    known = config.cluster.partitions.get(config.partition or "")
+    if known is None:
+        return
+    for key, asked, most in (
+        ("nodes", config.nodes, known.nodes),
+        ("time_min", config.time_min, known.time_min),
+    ):
+        if most is not None and asked > most:
+            yield f"{key}={asked}, but partition {config.partition!r} of cluster {config.cluster.name} has at most {most}"
+
+
+def _gpus(config: Config) -> Iterator[str]:
+    gpus, ranks = config.cluster.gpus_per_node, ranks_per_node(config)
+    if gpus and ranks > gpus:
+        yield (
+            f"ranks_per_node={ranks}, but a node of cluster {config.cluster.name} has {gpus} GPUs "
+            "(cluster.gpus_per_node): a rank needs one of its own"
+        )
+    cores, asked = config.cluster.cpus_per_node, (config.cpus_per_rank or 1) * ranks
+    if cores and asked > cores:
+        yield (
+            f"{ranks} ranks x {config.cpus_per_rank or 1} cores = {asked} cores per node, but a node of cluster "
+            f"{config.cluster.name} has {cores} (cluster.cpus_per_node)"
+        )
+
+
+def _arithmetic(config: Config) -> Iterator[str]:
+    p, c = config.parallel, config.comm
+    world_size = config.nodes * ranks_per_node(config)
+    checks: tuple[Callable[[], object], ...] = (
+        lambda: Layout(p.pp, p.dp_replicate, p.dp_shard, p.cp, p.tp).over(world_size),
+        lambda: TimeoutLaw(c.timeout_base_s, c.timeout_per_node_s, c.timeout_max_s),
+    )
+    for check in checks:
+        try:
+            check()
+        except RequestError as error:
+            yield str(error)

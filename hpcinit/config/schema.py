@@ -1,0 +1,126 @@
+"""Every config key: its type, its default and what it means.
+
+Plain dataclasses, because Hydra fills them in. Nobody changes one afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional  # noqa: UP035 - OmegaConf reads these annotations
+
+from omegaconf import MISSING
+
+# OmegaConf 2.3 evaluates the annotations and does not know `X | None` before Python 3.10's types.UnionType;
+# Optional[] works everywhere.
+# ruff: noqa: UP045, UP007
+
+
+def key(help: str, default: Any = None) -> Any:
+    """A field with its explanation, from which `--help` and the reference page are made."""
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: default.copy(), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class Partition:
+    nodes: Optional[int] = key("nodes in the partition: a request for more is refused before the queue")
+    time_min: Optional[int] = key("longest time limit in minutes")
+
+
+@dataclass
+class Cluster:
+    """A site. All that is known of one stands in conf/cluster/NAME.yaml, nothing of it in Python."""
+
+    name: str = key("how messages call it", MISSING)
+    engine: str = key("slurm, or local: this machine plays the nodes", "slurm")
+    partition: Optional[str] = key("default partition; null: Slurm's own default")
+    partitions: dict[str, Partition] = key("what is known of each partition", {})
+    account: Optional[str] = key("default account")
+    qos: Optional[str] = key("default quality of service")
+    time_min: int = key("default time limit in minutes", 60)
+    gpus_per_node: int = key("GPUs of a node; 0: none", 0)
+    gpu_type: Optional[str] = key("GPU type where the site asks for one, as in --gpus-per-node=a100:4")
+    gpu_flag: Optional[str] = key("how to ask for GPUs: gpus-per-node or gres; null: not at all", "gpus-per-node")
+    cpus_per_node: Optional[int] = key("cores that Slurm counts on a node, shared out among its ranks")
+    mem_gb: Optional[float] = key("memory to ask for per node; 0: all of it; null: no --mem flag")
+    mem_gb_per_rank: float = key("memory a rank needs at least; the local engine counts with it", 0.5)
+    exclusive: bool = key("whole nodes only", False)
+    python: Optional[str] = key("Python on the compute nodes; null: the one that submits")
+    interface: Optional[str] = key("network interface for NCCL and gloo, as in ib0")
+    setup: list[str] = key("shell lines before the ranks start (module load ...); shell by design", [])
+    env: dict[str, str] = key("environment variables of the job", {})
+    sbatch: dict[str, Any] = key("further sbatch options, long names: {reservation: x}", {})
+    srun: dict[str, Any] = key("further srun options, long names", {})
+
+
+@dataclass
+class Parallel:
+    """How the ranks are divided; one degree may be -1: what is left over."""
+
+    pp: int = key("pipeline parallel degree", 1)
+    dp_replicate: int = key("data parallel degree, parameters replicated", -1)
+    dp_shard: int = key("data parallel degree, parameters sharded", 1)
+    cp: int = key("context (sequence) parallel degree", 1)
+    tp: int = key("tensor parallel degree", 1)
+
+
+@dataclass
+class Comm:
+    """How the process group is brought up."""
+
+    backend: str = key("nccl, gloo, or auto: nccl on GPUs and gloo on CPUs", "auto")
+    deepspeed: bool = key("initialise DeepSpeed too, after torch", False)
+    timeout_base_s: float = key("start-up timeout: base", 300.0)
+    timeout_per_node_s: float = key("start-up timeout: added per node", 3.5)
+    timeout_max_s: float = key("start-up timeout: at most", 3600.0)
+    collective_timeout_s: Optional[float] = key("timeout of collectives once training runs; null: as start-up")
+
+
+@dataclass
+class Job:
+    """What the ranks run: exactly one of script, module and command."""
+
+    name: str = key("short name, part of the job's and the folder's", MISSING)
+    script: Optional[str] = key("a Python file")
+    module: Optional[str] = key("a Python module, as in python -m")
+    command: Optional[str] = key("any program, found on PATH")
+    args: list[str] = key("its arguments", [])
+    env: dict[str, str] = key("environment variables of this job", {})
+    workdir: Optional[str] = key("where it runs; null: where it was submitted")
+
+
+@dataclass
+class Launch:
+    """How the ranks are started on the nodes."""
+
+    kind: str = key("srun: one Slurm task per rank", "srun")
+    kill_on_bad_exit: bool = key("end the step when one rank fails; srun's own default waits for ever", True)
+    wait_s: Optional[int] = key("end the step this long after the first rank has ended; 0: never; null: the site's", 0)
+    cpu_bind: Optional[str] = key("srun --cpu-bind; null: the site's")
+    gpu_bind: Optional[str] = key("srun --gpu-bind; none: every rank sees all GPUs of its node, which keeps peer-to-peer", "none")
+
+
+@dataclass
+class Config:
+    """Everything that `hpcinit submit` takes."""
+
+    cluster: Cluster = field(default_factory=Cluster)
+    parallel: Parallel = field(default_factory=Parallel)
+    comm: Comm = field(default_factory=Comm)
+    job: Job = field(default_factory=Job)
+    launch: Launch = field(default_factory=Launch)
+    name: str = key("name of the run", "${job.name}")
+    nodes: int = key("number of nodes", 1)
+    ranks_per_node: Optional[int] = key("ranks on each node; null: the cluster's GPUs per node, or 1")
+    cpus_per_rank: Optional[int] = key("cores per rank; null: the node's cores shared out")
+    partition: Optional[str] = key("partition", "${cluster.partition}")
+    account: Optional[str] = key("account", "${cluster.account}")
+    qos: Optional[str] = key("quality of service", "${cluster.qos}")
+    time_min: int = key("time limit in minutes", "${cluster.time_min}")
+    mem_gb: Optional[float] = key("memory per node", "${cluster.mem_gb}")
+    comment: Optional[str] = key("sbatch --comment")
+    seed: int = key("seed of Python, NumPy and torch", 0)
+    runs_dir: str = key("where run folders are made; must be shared with the nodes", "runs")
+    wait: bool = key("follow the job to its end and return its exit status", False)
+    dry_run: bool = key("print the script that would be submitted, and submit nothing", False)

@@ -1,0 +1,20 @@
+"""A process that nothing launched: the only rank of its world."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from hpcinit.facts import ports
+from hpcinit.facts.world import World
+
+NAME = "single"
+
+
+def present(env: Mapping[str, str]) -> bool:
+    return True
+
+
+def read(env: Mapping[str, str]) -> World:
+    job = f"pid{os.getpid()}"
+    return World(NAME, 0, 1, 0, 1, 0, ("127.0.0.1",), "127.0.0.1", ports.candidates(job), job)

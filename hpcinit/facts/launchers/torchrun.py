@@ -1,0 +1,38 @@
+"""Ranks started by torchrun (`python -m torch.distributed.run`).
+
+Variables: https://docs.pytorch.org/docs/stable/elastic/run.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hpcinit.facts.errors import WorldError
+from hpcinit.facts.world import World, number
+
+NAME = "torchrun"
+DO = "torchrun sets it for every worker; start the ranks with torchrun"
+
+
+def present(env: Mapping[str, str]) -> bool:
+    return "TORCHELASTIC_RUN_ID" in env
+
+
+def read(env: Mapping[str, str]) -> World:
+    """Every value from torchrun's own variables. It does not name the hosts."""
+    address = env.get("MASTER_ADDR")
+    if not address:
+        raise WorldError(f"MASTER_ADDR is not set, expected rank 0's host: {DO}")
+    restart = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return World(
+        launcher=NAME,
+        rank=number(env, "RANK", DO),
+        world_size=number(env, "WORLD_SIZE", DO),
+        local_rank=number(env, "LOCAL_RANK", DO),
+        local_world_size=number(env, "LOCAL_WORLD_SIZE", DO),
+        node_rank=number(env, "GROUP_RANK", DO),
+        hosts=(),
+        master_addr=address,
+        master_ports=(number(env, "MASTER_PORT", DO),),
+        job=f"{env.get('TORCHELASTIC_RUN_ID', '')}.{restart}",
+    )

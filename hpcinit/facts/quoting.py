@@ -1,0 +1,35 @@
+"""Values that reach a script are data: what may stand in one, and how it is quoted."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+# What a file name pattern of Slurm's, a path and a shell agree on.
+PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def unsafe(text: str) -> str | None:
+    """Why `text` cannot stand in an #SBATCH line, or None if it can.
+
+    sbatch reads a directive line by line and knows '...' and "..." (opt.c: _get_next_opt_from_batch_script):
+    a newline ends the directive and what follows is run, NUL ends the script, an unmatched quote is fatal.
+    """
+    for character in text:
+        if ord(character) < 32 or ord(character) == 127:
+            return f"contains the control character {character!r}"
+    for quote in "'\"":
+        if text.count(quote) % 2:
+            return f"contains an unbalanced {quote}"
+    return None
+
+
+def shell(text: str) -> str:
+    """`text` as one word of a shell command."""
+    return shlex.quote(text)
+
+
+def pattern(path: str) -> str:
+    """`path` with what Slurm would replace in a file name pattern taken literally: %% is a percent sign."""
+    return path.replace("%", "%%")

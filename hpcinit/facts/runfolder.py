@@ -1,0 +1,16 @@
+"""Names of the files in a run folder: the one place where login node and job meet."""
+
+from __future__ import annotations
+
+SPEC = "spec.json"  # login node writes, ranks read
+CONFIG = "config.yaml"  # the composed config, to read and to run again
+SCRIPT = "job.sh"  # the script as submitted
+PROVENANCE = "provenance.json"  # versions, git commit, command line
+SUBMISSION = "submission.json"  # the job id; its presence means: submitted
+EXIT = "exit.json"  # written by the batch script as it ends
+PROGRESS = "progress.json"  # written by rank 0
+LOGS = "logs"
+JOB_LOG = "logs/job.log"  # the batch script's own output
+RANK_LOG = "logs/rank-{rank}.log"
+ERRORS = "errors"  # one record per rank that raised: errors/rank-3.json
+ENV_FOLDER = "HPCINIT_RUN"  # environment variable: the run folder, in every process of the job

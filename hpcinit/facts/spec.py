@@ -1,0 +1,97 @@
+"""What crosses from the login node to the job: one JSON file, `spec.json`, in the run folder.
+
+JSON and not a pickle: it is read by another Python on another machine, hours later, and a pickle in a
+shared folder is code that anyone who can write there runs as you.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcinit.facts.errors import RequestError, SpecError
+from hpcinit.facts.layout import Layout
+from hpcinit.facts.timeouts import TimeoutLaw
+
+FORMAT = 1
+KINDS = ("script", "module", "command")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the ranks run. kind: script (a .py file), module (as `python -m`) or command (any argv)."""
+
+    kind: str
+    target: str
+    args: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise SpecError(f"program.kind is {self.kind!r}, expected one of: {', '.join(KINDS)}")
+
+
+@dataclass(frozen=True)
+class Comm:
+    """How the process group is brought up. backend and deepspeed: 'auto' chooses from what is there."""
+
+    backend: str = "auto"
+    deepspeed: bool = False
+    timeout: TimeoutLaw = field(default_factory=TimeoutLaw)
+    collective_timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One submission, as the job needs to know it.
+
+    nonce: random, the same on every rank, unknown to other jobs. workdir: where the user's code runs.
+    """
+
+    name: str
+    cluster: str
+    nodes: int
+    ranks_per_node: int
+    program: Program
+    workdir: str
+    nonce: str
+    seed: int = 0
+    layout: Layout = field(default_factory=Layout)
+    comm: Comm = field(default_factory=Comm)
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
+
+
+def load(path: Path) -> Spec:
+    """The Spec in `path`. Raises SpecError if it is not one that this version can use."""
+    try:
+        document = json.loads(path.read_text())
+    except OSError as error:
+        raise SpecError(
+            f"cannot read {path}: {error.strerror}; is the run folder on a file system that this node shares?"
+        ) from None
+    except ValueError as error:
+        raise SpecError(f"{path} is not JSON ({error}); submit again") from None
+    if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
+        raise SpecError(
+            f"{path} is not of format {FORMAT}: the hpcinit that submitted and the one in the job differ; "
+            "use the same environment on both sides"
+        )
+    try:
+        return _from_document(document)
+    except (KeyError, TypeError, RequestError) as error:
+        raise SpecError(f"{path} does not hold a spec: {error}; submit again") from None
+
+
+def _from_document(document: Mapping[str, Any]) -> Spec:
+    comm = {**document["comm"], "timeout": TimeoutLaw(**document["comm"]["timeout"])}
+    program = {**document["program"], "args": tuple(document["program"]["args"])}
+    rest = {k: v for k, v in document.items() if k not in {"comm", "program", "layout"}}
+    return Spec(**rest, comm=Comm(**comm), program=Program(**program), layout=Layout(**document["layout"]))

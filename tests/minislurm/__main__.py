@@ -1,0 +1,76 @@
+"""python -m tests.minislurm up | down | status | install: a real Slurm on this machine, from the shell."""
+
+import argparse
+import sys
+
+from tests.minislurm.cluster import MiniSlurm, names
+from tests.minislurm.errors import MiniSlurmError
+from tests.minislurm.packages import install, missing
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        return options.do(options)
+    except MiniSlurmError as error:
+        print(f"minislurm: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.minislurm", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    for do in (_up, _down, _status, _install):
+        command = commands.add_parser(do.__name__.strip("_"), help=do.__doc__, description=do.__doc__)
+        command.set_defaults(do=do)
+        if do in (_up, _down):
+            command.add_argument("--name", default="hpcinit", help="several may be up at a time (default: hpcinit)")
+        if do is _up:
+            command.add_argument("--nodes", type=int, default=4)
+            command.add_argument("--gpus", type=int, default=8, help="stand-in GPUs per node (default: 8)")
+            command.add_argument("--accounting", action="store_true", help="with slurmdbd, for sacct")
+    return parser
+
+
+def _up(options: argparse.Namespace) -> int:
+    """bring a cluster up; it stays until `down`"""
+    lacks = missing(options.accounting)
+    if lacks:
+        hint = "as root: python -m tests.minislurm install"
+        print("this machine lacks:", *lacks, hint, sep="\n  ", file=sys.stderr)
+        return 1
+    cluster = MiniSlurm(options.nodes, options.gpus, options.accounting, options.name, owned=False).up()
+    print(f"Slurm {cluster.version()}: {options.nodes} nodes with {options.gpus} stand-in GPUs each, partitions main and high")
+    print(f"# Use it: put the next line into your shell, then e.g. `srun -N{options.nodes} hostname`.")
+    print(f"# Stop it: python -m tests.minislurm down --name {options.name}")
+    print(f"export SLURM_CONF={cluster.conf}")
+    return 0
+
+
+def _down(options: argparse.Namespace) -> int:
+    """end a cluster and all that runs in it"""
+    MiniSlurm(name=options.name).down()
+    return 0
+
+
+def _status(_: argparse.Namespace) -> int:
+    """what is up on this machine"""
+    for name in names():
+        cluster = MiniSlurm(name=name)
+        up = cluster.answers()
+        print(f"{name}: {'up' if up else 'left over, does not answer'}, SLURM_CONF={cluster.conf}")
+        if up:
+            print(cluster.run("sinfo"))
+    if not names():
+        print("no cluster is up")
+    return 0
+
+
+def _install(_: argparse.Namespace) -> int:
+    """install the Debian packages that are missing (root)"""
+    print("installed:", *(install() or ["nothing, all was there"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""Makes a cluster and takes it away."""
+
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tests.minislurm import accounting as accounting_daemons
+from tests.minislurm import config, network
+from tests.minislurm.daemons import launch, wait_started
+from tests.minislurm.errors import MiniSlurmError
+from tests.minislurm.packages import missing
+from tests.minislurm.processes import kill_all, node_of, start_time
+from tests.minislurm.running import RunningCluster
+
+BASE = Path("/var/lib/minislurm")  # one folder per cluster, by its name
+
+
+class MiniSlurm(RunningCluster):
+    """N nodes n1..nN with a controller ctl; partitions main (default) and high, which preempts main by requeue.
+
+    `options` are lines of slurm.conf to set or to replace: {"MaxArraySize": "11"}. A cluster belongs to the
+    process that brought it up unless `owned` is false; `sweep()` takes down those whose owner has ended.
+    """
+
+    def __init__(
+        self, nodes: int = 4, gpus: int = 8, accounting: bool = False, name: str = "hpcinit",
+        directory: Path | None = None, *, cpus: int = 16, options: Mapping[str, str] | None = None,
+        owned: bool = True,
+    ) -> None:  # fmt: skip
+        if not re.fullmatch(r"[a-z][a-z0-9-]{0,31}", name):
+            raise MiniSlurmError(f"bad cluster name {name!r}: expected a-z, 0-9 and '-', 32 characters at most")
+        if not 1 <= nodes <= 1000:
+            raise MiniSlurmError(f"{nodes} nodes: expected 1 to 1000 (a bridge has 1024 ports)")
+        super().__init__(name, Path(directory).absolute() if directory else BASE / name)
+        if len(str(self.directory)) > 80:
+            raise MiniSlurmError(f"{self.directory}: too long, the path of a socket ends at 107 characters")
+        self.shape = config.Shape(nodes, gpus, cpus, accounting, dict(options or {}))
+        self._owner = [os.getpid(), start_time(os.getpid())] if owned else None
+
+    def __enter__(self) -> "MiniSlurm":
+        return self.up()
+
+    def __exit__(self, *_: object) -> None:
+        self.down()
+
+    def up(self) -> "MiniSlurm":
+        """Brings the cluster up; a leftover of the same name is taken away first. Up already: nothing to do."""
+        lacks = missing(self.shape.accounting)
+        if lacks:
+            raise MiniSlurmError("this machine lacks: " + "; ".join(lacks))
+        if self._is_up():
+            return self
+        self.down()
+        try:
+            self._make()
+        except BaseException:
+            self.down()
+            raise
+        return self
+
+    def down(self) -> None:
+        """Ends every process of the cluster and removes its interface and its folder. Idempotent."""
+        left = self._left_state()
+        if left and left["owner"] != self._owner and _alive(left["owner"]):
+            raise MiniSlurmError(f"cluster {self.name!r} belongs to process {left['owner'][0]}, which runs")
+        kill_all(self.name)
+        network.remove_link(self.name)
+        if left:
+            shutil.rmtree(self.directory)
+        elif self.directory.exists() and any(self.directory.iterdir()):
+            raise MiniSlurmError(f"{self.directory} holds files but no minislurm.json: not a cluster's folder")
+        with suppress(OSError):  # not there, or another cluster is in it
+            BASE.rmdir()
+
+    def _is_up(self) -> bool:
+        left = self._left_state()
+        if not left or left["shape"] != dataclasses.asdict(self.shape) or left["owner"] != self._owner:
+            return False
+        pids = [self.directory / f"run/{node}.pid" for node in self.nodes]
+        return self.answers() and all(pid.exists() and node_of(int(pid.read_text()), self.name) for pid in pids)
+
+    def _left_state(self) -> dict | None:
+        try:
+            return self.state
+        except (MiniSlurmError, json.JSONDecodeError):
+            return None
+
+    def _make(self) -> None:
+        net, controller = self._make_nodes()
+        self._start_munged(controller)
+        if self.shape.accounting:
+            accounting_daemons.start(self.name, net, self.directory, controller)
+        self.start_controller()
+        for node, slurmd in [(node, self._launch_slurmd(node)) for node in self.nodes]:
+            wait_started(slurmd, f"slurmd of {node}", self.log(node))
+        self.wait_idle()
+
+    def _make_nodes(self) -> tuple[network.Network, int]:
+        """Lays out the folder and makes the namespaces; the subnet and the controller's holder."""
+        hosts = self.directory / "etc/hosts"
+        with _one_at_a_time():  # until this machine has its interface, the subnet looks free to others
+            net = network.free_network(self.name)
+            self._claim(net)
+            config.write(self.name, self.shape, net, self.directory)
+            switch = network.hold(self.name, "switch", hosts)
+            network.make_switch(self.name, net, switch)
+        holders = {node: network.hold(self.name, node, hosts) for node in ["ctl", *self.shape.node_names]}
+        for node, pid in holders.items():
+            network.wire(net, node, pid, switch)
+        network.plug(switch, list(holders))
+        (self.directory / "run/holders.json").write_text(json.dumps(holders | {"switch": switch}))
+        return net, holders["ctl"]
+
+    def _claim(self, net: network.Network) -> None:
+        """Writes first of all to whom the folder belongs, so that an unclean end can be cleaned up."""
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o755)
+        state = {"name": self.name, "shape": dataclasses.asdict(self.shape), "owner": self._owner, **dataclasses.asdict(net)}
+        (self.directory / "minislurm.json").write_text(json.dumps(state, indent=2))
+
+    def _start_munged(self, controller: int) -> None:
+        """--force: munged minds that its log's folder can be read by all."""
+        run, log = self.directory / "run", self.log("munged")
+        files = {"key-file": self.directory / "etc/munge.key", "socket": self.directory / "munge.sock",
+                 "log-file": log, "pid-file": run / "munged.pid", "seed-file": run / "munge.seed"}  # fmt: skip
+        command = ["munged", "--force", *(f"--{option}={path}" for option, path in files.items())]
+        wait_started(launch(controller, command, self.directory, log), "munged", log)
+
+
+def names() -> list[str]:
+    """The clusters that have a folder in the usual place, up or left over."""
+    return sorted(path.parent.name for path in BASE.glob("*/minislurm.json"))
+
+
+def sweep() -> list[str]:
+    """Takes down the clusters whose owner has ended without doing so; their names."""
+    swept = []
+    for name in names():
+        cluster = MiniSlurm(name=name)
+        owner = (cluster._left_state() or {}).get("owner")
+        if owner and not _alive(owner):
+            cluster.down()
+            swept.append(name)
+    return swept
+
+
+def _alive(owner: list[int] | None) -> bool:
+    return owner is not None and start_time(owner[0]) == owner[1]
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    BASE.mkdir(parents=True, exist_ok=True, mode=0o755)
+    descriptor = os.open(BASE, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

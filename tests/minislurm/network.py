@@ -1,0 +1,99 @@
+"""The cluster's addresses, and the namespaces that are its nodes."""
+
+import ipaddress
+import json
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.minislurm.errors import MiniSlurmError
+from tests.minislurm.processes import mark
+from tests.minislurm.shell import run
+
+# RFC 2544 sets 198.18.0.0/15 aside for tests of interconnects: nobody's office or cloud is in there.
+POOL = list(ipaddress.ip_network("198.18.0.0/15").subnets(new_prefix=22))
+FIRST_NODE = 11  # n1 is x.x.x.11; the login node .1, the controller .2
+
+# $1 host name, $2 mark, $3 hosts file. The sleep outlives the shell and holds the namespaces.
+HOLD = """
+set -e
+hostname "$1"
+mount -t tmpfs -o mode=1777 "$2" /dev/shm
+mount --bind "$3" /etc/hosts
+ip link set lo up
+sleep infinity </dev/null >/dev/null 2>&1 &
+echo $!
+"""
+
+
+@dataclass(frozen=True)
+class Network:
+    """The subnet of one cluster: who has which address."""
+
+    subnet: str  # "198.18.4.0/22"
+
+    def address(self, node: str) -> str:
+        """login, ctl, n1, n2, ..."""
+        offset = {"login": 1, "ctl": 2}.get(node) or FIRST_NODE - 1 + int(node.removeprefix("n"))
+        return str(ipaddress.ip_network(self.subnet)[offset])
+
+    def interface(self, node: str) -> str:
+        """The address with the length of the prefix, as `ip address add` takes it."""
+        return f"{self.address(node)}/{self.subnet.rpartition('/')[2]}"
+
+
+def link_name(cluster: str) -> str:
+    """The machine's interface into the cluster; a checksum, since names end at 15 characters."""
+    return f"ms-{zlib.crc32(cluster.encode()):08x}"
+
+
+def free_network(cluster: str) -> Network:
+    """A subnet that overlaps with no route of this machine; the same one for the same name where possible."""
+    routes = [route["dst"] for route in json.loads(run(["ip", "-json", "-4", "route", "show", "table", "all"]))]
+    taken = [ipaddress.ip_network(dst) for dst in routes if dst != "default"]
+    first = zlib.crc32(cluster.encode()) % len(POOL)
+    for subnet in POOL[first:] + POOL[:first]:
+        if not any(subnet.overlaps(other) for other in taken):
+            return Network(str(subnet))
+    raise MiniSlurmError("every part of 198.18.0.0/15 is routed already (ip route show table all)")
+
+
+def hold(cluster: str, node: str, hosts_file: Path) -> int:
+    """Makes the namespaces of a node; the identifier of the process that keeps them."""
+    namespaces = ["unshare", "--net", "--uts", "--mount", "--propagation", "private"]
+    return int(run(["setsid", *namespaces, "sh", "-c", HOLD, "sh", node, mark(cluster, node), str(hosts_file)]))
+
+
+def make_switch(cluster: str, network: Network, switch: int) -> None:
+    """A bridge in the namespace of `switch`, and the machine's own interface into it.
+
+    Not a bridge on the machine: where Docker set the policy of FORWARD to DROP, it would drop our frames too.
+    """
+    run(["nsenter", "--target", str(switch), "--net", "ip", "-batch", "-"],
+        stdin="link add br0 type bridge\nlink set br0 up\n")  # fmt: skip
+    name = link_name(cluster)
+    run(["ip", "link", "add", name, "type", "veth", "peer", "name", "login", "netns", str(switch)])
+    run(["ip", "address", "add", network.interface("login"), "dev", name])
+    run(["ip", "link", "set", name, "up"])
+    plug(switch, ["login"])
+
+
+def wire(network: Network, node: str, pid: int, switch: int) -> None:
+    """Gives the node eth0 with its address; the other end waits in the switch under the node's name."""
+    run(
+        ["nsenter", "--target", str(pid), "--net", "ip", "-batch", "-"],
+        stdin=f"link add eth0 type veth peer name {node} netns {switch}\n"
+        f"address add {network.interface(node)} dev eth0\n"
+        "link set eth0 up\n",
+    )
+
+
+def plug(switch: int, nodes: list[str]) -> None:
+    lines = (f"link set {node} master br0 up\n" for node in nodes)
+    run(["nsenter", "--target", str(switch), "--net", "ip", "-batch", "-"], stdin="".join(lines))
+
+
+def remove_link(cluster: str) -> None:
+    name = link_name(cluster)
+    if Path("/sys/class/net", name).exists():
+        run(["ip", "link", "delete", name])

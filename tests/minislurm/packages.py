@@ -1,0 +1,89 @@
+"""What this machine lacks for a cluster, and how Debian and Ubuntu get it."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.minislurm.errors import MiniSlurmError
+from tests.minislurm.shell import PATH, run
+
+# command that must be there: Debian package that has it
+BASE = {
+    "slurmctld": "slurmctld", "slurmd": "slurmd", "srun": "slurm-client", "munged": "munge",
+    "ip": "iproute2", "unshare": "util-linux", "setsid": "util-linux",
+}  # fmt: skip
+ACCOUNTING = {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server"}
+
+POLICY = Path("/usr/sbin/policy-rc.d")
+# Everything a cluster does to the kernel, in namespaces that vanish with the command.
+REHEARSAL = "ip link add a type veth peer name b && ip link add c type bridge && mount -t tmpfs none /dev/shm"
+
+
+def missing(accounting: bool = False) -> list[str]:
+    """What stands between this machine and a cluster, one line each; empty when nothing does."""
+    lacks = _packages(accounting)
+    found = [f"Debian package {package}" for package in lacks]
+    if os.geteuid() != 0:
+        return ["root (namespaces and daemons need it)", *found]
+    if not {"iproute2", "util-linux"} & set(lacks):
+        try:
+            run(["unshare", "--net", "--uts", "--mount", "sh", "-c", REHEARSAL])
+        except MiniSlurmError as error:
+            said = str(error).splitlines()[-1].strip()
+            found.append(f"the right to make namespaces and interfaces (in a container: --privileged): {said}")
+    return found
+
+
+def _packages(accounting: bool) -> list[str]:
+    wanted = BASE | ACCOUNTING if accounting else BASE
+    lacks = [package for command, package in wanted.items() if not shutil.which(command, path=PATH)]
+    return list(dict.fromkeys(lacks))
+
+
+def install(accounting: bool = True) -> list[str]:
+    """Installs the packages that are missing, with apt-get; says which. Leaves no daemon running.
+
+    Debian's packages make /etc/slurm, /etc/munge and /etc/mysql; the clusters made here use none of them.
+    """
+    packages = _packages(accounting)
+    if not packages:
+        return []
+    if os.geteuid() != 0:
+        raise MiniSlurmError(f"not root: cannot install {' '.join(packages)}")
+    if not shutil.which("apt-get", path=PATH):
+        raise MiniSlurmError(f"no apt-get here: install what holds {' '.join(packages)} on this system")
+    with _services_stay_off():
+        for command in (["update"], ["install", "--yes", "--no-install-recommends", *packages]):
+            done = subprocess.run(
+                ["apt-get", *command], env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"}, check=False
+            )
+            if done.returncode:
+                raise MiniSlurmError(f"apt-get {' '.join(command)}: exit status {done.returncode}")
+    _disable_services(packages)
+    return packages
+
+
+@contextmanager
+def _services_stay_off() -> Iterator[None]:
+    """While packages are installed, Debian asks this file whether it may start a service: 101 is no."""
+    if POLICY.exists():  # as in Debian's and Ubuntu's container images
+        yield
+        return
+    POLICY.write_text("#!/bin/sh\nexit 101\n")
+    POLICY.chmod(0o755)
+    try:
+        yield
+    finally:
+        POLICY.unlink()
+
+
+def _disable_services(packages: list[str]) -> None:
+    """So that the next boot does not start them either; only those that were installed just now."""
+    services = {"slurmctld": "slurmctld", "slurmd": "slurmd", "munge": "munge", "slurmdbd": "slurmdbd",
+                "mariadb-server": "mariadb"}  # fmt: skip
+    units = [services[package] for package in packages if package in services]
+    if units and Path("/run/systemd/system").is_dir():
+        subprocess.run(["systemctl", "disable", "--now", *units], check=False)
