@@ -24,7 +24,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(do.__name__.strip("_"), help=do.__doc__, description=do.__doc__)
         command.set_defaults(do=do)
         if do in (_up, _down):
-            command.add_argument("--name", default="hpcinit", help="several may be up at a time (default: hpcinit)")
+            command.add_argument("--name", default="hpcinit", help="default: hpcinit; several may be up")
         if do is _up:
             command.add_argument("--nodes", type=int, default=4)
             command.add_argument("--gpus", type=int, default=8, help="stand-in GPUs per node (default: 8)")
@@ -40,7 +40,8 @@ def _up(options: argparse.Namespace) -> int:
         print("this machine lacks:", *lacks, hint, sep="\n  ", file=sys.stderr)
         return 1
     cluster = MiniSlurm(options.nodes, options.gpus, options.accounting, options.name, owned=False).up()
-    print(f"Slurm {cluster.version()}: {options.nodes} nodes with {options.gpus} stand-in GPUs each, partitions main and high")
+    print(f"Slurm {cluster.version()}: {options.nodes} nodes with {options.gpus} stand-in GPUs each")
+    print("# Partitions: main (default) and high, which preempts main by requeue.")
     print(f"# Use it: put the next line into your shell, then e.g. `srun -N{options.nodes} hostname`.")
     print(f"# Stop it: python -m tests.minislurm down --name {options.name}")
     print(f"export SLURM_CONF={cluster.conf}")

@@ -45,7 +45,7 @@ def _start_mariadb(directory: Path, controller: int) -> None:
     )  # fmt: skip
     # mariadbd stays in the foreground; it is ours to find by its mark, nobody waits for it.
     sock = directory / "run/mariadb.sock"
-    files = [f"--datadir={data}", f"--socket={sock}", f"--log-error={log}", f"--pid-file={directory}/run/mariadb.pid"]
+    files = [f"--datadir={data}", f"--socket={sock}", f"--log-error={log}", "--pid-file=mariadb.pid"]
     server = launch(controller, ["mariadbd", *MARIADB, *files], directory, log)
 
     def ready() -> bool:

@@ -12,17 +12,17 @@ from pathlib import Path
 
 from tests.minislurm import accounting as accounting_daemons
 from tests.minislurm import config, network
-from tests.minislurm.daemons import launch, wait_started
+from tests.minislurm.daemons import daemon_pid, launch, wait_started
 from tests.minislurm.errors import MiniSlurmError
 from tests.minislurm.packages import missing
-from tests.minislurm.processes import kill_all, node_of, start_time
+from tests.minislurm.processes import kill_all, start_time
 from tests.minislurm.running import RunningCluster
 
 BASE = Path("/var/lib/minislurm")  # one folder per cluster, by its name
 
 
 class MiniSlurm(RunningCluster):
-    """N nodes n1..nN with a controller ctl; partitions main (default) and high, which preempts main by requeue.
+    """N nodes n1..nN and a controller ctl; partitions main (default) and high, which preempts main (requeue).
 
     `options` are lines of slurm.conf to set or to replace: {"MaxArraySize": "11"}. A cluster belongs to the
     process that brought it up unless `owned` is false; `sweep()` takes down those whose owner has ended.
@@ -34,7 +34,7 @@ class MiniSlurm(RunningCluster):
         owned: bool = True,
     ) -> None:  # fmt: skip
         if not re.fullmatch(r"[a-z][a-z0-9-]{0,31}", name):
-            raise MiniSlurmError(f"bad cluster name {name!r}: expected a-z, 0-9 and '-', 32 characters at most")
+            raise MiniSlurmError(f"bad cluster name {name!r}: expected at most 32 of a-z, 0-9 and '-'")
         if not 1 <= nodes <= 1000:
             raise MiniSlurmError(f"{nodes} nodes: expected 1 to 1000 (a bridge has 1024 ports)")
         super().__init__(name, Path(directory).absolute() if directory else BASE / name)
@@ -50,7 +50,7 @@ class MiniSlurm(RunningCluster):
         self.down()
 
     def up(self) -> "MiniSlurm":
-        """Brings the cluster up; a leftover of the same name is taken away first. Up already: nothing to do."""
+        """Brings the cluster up; a leftover of the same name is taken away first. Idempotent."""
         lacks = missing(self.shape.accounting)
         if lacks:
             raise MiniSlurmError("this machine lacks: " + "; ".join(lacks))
@@ -74,7 +74,7 @@ class MiniSlurm(RunningCluster):
         if left:
             shutil.rmtree(self.directory)
         elif self.directory.exists() and any(self.directory.iterdir()):
-            raise MiniSlurmError(f"{self.directory} holds files but no minislurm.json: not a cluster's folder")
+            raise MiniSlurmError(f"{self.directory} is no cluster's folder: files, but no minislurm.json")
         with suppress(OSError):  # not there, or another cluster is in it
             BASE.rmdir()
 
@@ -82,8 +82,8 @@ class MiniSlurm(RunningCluster):
         left = self._left_state()
         if not left or left["shape"] != dataclasses.asdict(self.shape) or left["owner"] != self._owner:
             return False
-        pids = [self.directory / f"run/{node}.pid" for node in self.nodes]
-        return self.answers() and all(pid.exists() and node_of(int(pid.read_text()), self.name) for pid in pids)
+        pid_files = [self.directory / f"run/{node}.pid" for node in self.nodes]
+        return self.answers() and all(daemon_pid(file, self.name) for file in pid_files)
 
     def _left_state(self) -> dict | None:
         try:
@@ -120,14 +120,20 @@ class MiniSlurm(RunningCluster):
     def _claim(self, net: network.Network) -> None:
         """Writes first of all to whom the folder belongs, so that an unclean end can be cleaned up."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o755)
-        state = {"name": self.name, "shape": dataclasses.asdict(self.shape), "owner": self._owner, **dataclasses.asdict(net)}
+        shape = dataclasses.asdict(self.shape)
+        state = {"name": self.name, "shape": shape, "owner": self._owner, "subnet": net.subnet}
         (self.directory / "minislurm.json").write_text(json.dumps(state, indent=2))
 
     def _start_munged(self, controller: int) -> None:
         """--force: munged minds that its log's folder can be read by all."""
         run, log = self.directory / "run", self.log("munged")
-        files = {"key-file": self.directory / "etc/munge.key", "socket": self.directory / "munge.sock",
-                 "log-file": log, "pid-file": run / "munged.pid", "seed-file": run / "munge.seed"}  # fmt: skip
+        files = {
+            "key-file": self.directory / "etc/munge.key",
+            "socket": self.directory / "munge.sock",
+            "log-file": log,
+            "pid-file": run / "munged.pid",
+            "seed-file": run / "munge.seed",
+        }
         command = ["munged", "--force", *(f"--{option}={path}" for option, path in files.items())]
         wait_started(launch(controller, command, self.directory, log), "munged", log)
 

@@ -59,9 +59,9 @@ def slurm_conf(name: str, shape: Shape, network: Network, directory: Path) -> st
         **shape.options,
     }
     lines = [f"{key}={value}" for key, value in entries.items()]
-    gres = f" Gres=gpu:{shape.gpus}" if shape.gpus else ""
+    has = f"CPUs={shape.cpus} RealMemory=4000" + (f" Gres=gpu:{shape.gpus}" if shape.gpus else "")
     for node in shape.node_names:
-        lines.append(f"NodeName={node} NodeAddr={network.address(node)} CPUs={shape.cpus} RealMemory=4000{gres}")
+        lines.append(f"NodeName={node} NodeAddr={network.address(node)} {has}")
     lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=1:00:00 State=UP PriorityTier=1")
     lines.append("PartitionName=high Nodes=ALL MaxTime=1:00:00 State=UP PriorityTier=10")
     return "\n".join(lines) + "\n"
@@ -69,7 +69,10 @@ def slurm_conf(name: str, shape: Shape, network: Network, directory: Path) -> st
 
 def _accounting(on: bool, network: Network, directory: Path) -> dict[str, str]:
     if not on:
-        return {"AccountingStorageType": "accounting_storage/none", "JobAcctGatherType": "jobacct_gather/none"}
+        return {
+            "AccountingStorageType": "accounting_storage/none",
+            "JobAcctGatherType": "jobacct_gather/none",
+        }
     return {
         "AccountingStorageType": "accounting_storage/slurmdbd",
         "AccountingStorageHost": network.address("ctl"),

@@ -40,7 +40,9 @@ def wait_started(daemon: subprocess.Popen[bytes], what: str, log: Path, timeout_
     except subprocess.TimeoutExpired as expired:
         daemon.kill()
         daemon.wait()
-        raise MiniSlurmError(told(f"{what} did not go to the background within {timeout_s:g} s", log)) from expired
+        raise MiniSlurmError(
+            told(f"{what} did not go to the background within {timeout_s:g} s", log)
+        ) from expired
     if status:
         raise MiniSlurmError(told(f"{what} did not start: exit status {status}", log))
 

@@ -48,9 +48,9 @@ def link_name(cluster: str) -> str:
 
 
 def free_network(cluster: str) -> Network:
-    """A subnet that overlaps with no route of this machine; the same one for the same name where possible."""
-    routes = [route["dst"] for route in json.loads(run(["ip", "-json", "-4", "route", "show", "table", "all"]))]
-    taken = [ipaddress.ip_network(dst) for dst in routes if dst != "default"]
+    """A subnet that overlaps with no route of this machine; for one name the same one where possible."""
+    routes = json.loads(run(["ip", "-json", "-4", "route", "show", "table", "all"]))
+    taken = [ipaddress.ip_network(route["dst"]) for route in routes if route["dst"] != "default"]
     first = zlib.crc32(cluster.encode()) % len(POOL)
     for subnet in POOL[first:] + POOL[:first]:
         if not any(subnet.overlaps(other) for other in taken):
@@ -60,8 +60,8 @@ def free_network(cluster: str) -> Network:
 
 def hold(cluster: str, node: str, hosts_file: Path) -> int:
     """Makes the namespaces of a node; the identifier of the process that keeps them."""
-    namespaces = ["unshare", "--net", "--uts", "--mount", "--propagation", "private"]
-    return int(run(["setsid", *namespaces, "sh", "-c", HOLD, "sh", node, mark(cluster, node), str(hosts_file)]))
+    unshare = ["setsid", "unshare", "--net", "--uts", "--mount", "--propagation", "private"]
+    return int(run([*unshare, "sh", "-c", HOLD, "sh", node, mark(cluster, node), str(hosts_file)]))
 
 
 def make_switch(cluster: str, network: Network, switch: int) -> None:
@@ -94,6 +94,10 @@ def plug(switch: int, nodes: list[str]) -> None:
 
 
 def remove_link(cluster: str) -> None:
+    """Its other end is in the switch, so it may go by itself at this very moment."""
     name = link_name(cluster)
-    if Path("/sys/class/net", name).exists():
+    try:
         run(["ip", "link", "delete", name])
+    except MiniSlurmError:
+        if Path("/sys/class/net", name).exists():
+            raise

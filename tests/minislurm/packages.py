@@ -19,7 +19,12 @@ ACCOUNTING = {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server"}
 
 POLICY = Path("/usr/sbin/policy-rc.d")
 # Everything a cluster does to the kernel, in namespaces that vanish with the command.
-REHEARSAL = "ip link add a type veth peer name b && ip link add c type bridge && mount -t tmpfs none /dev/shm"
+REHEARSAL = """
+set -e
+ip link add one type veth peer name two
+ip link add br0 type bridge
+mount -t tmpfs none /dev/shm
+"""
 
 
 def missing(accounting: bool = False) -> list[str]:
@@ -33,7 +38,7 @@ def missing(accounting: bool = False) -> list[str]:
             run(["unshare", "--net", "--uts", "--mount", "sh", "-c", REHEARSAL])
         except MiniSlurmError as error:
             said = str(error).splitlines()[-1].strip()
-            found.append(f"the right to make namespaces and interfaces (in a container: --privileged): {said}")
+            found.append(f"the right to make namespaces and links (in a container: --privileged): {said}")
     return found
 
 

@@ -48,10 +48,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if reasons:
         lacks = reasons[0].partition(LEFT_OUT)[2]
         terminalreporter.section("Slurm", sep="!", red=True)
-        terminalreporter.line(f"{len(reasons)} Slurm tests were LEFT OUT: this machine lacks {lacks}", red=True)
+        terminalreporter.line(f"{len(reasons)} Slurm tests LEFT OUT: this machine lacks {lacks}", red=True)
         terminalreporter.line(f"To run them too, as root: {HINT}")
     elif deselected := _deselected(terminalreporter):
-        terminalreporter.line(f"{deselected} Slurm tests were left out by -m '{terminalreporter.config.option.markexpr}'")
+        expression = terminalreporter.config.option.markexpr
+        terminalreporter.line(f"{deselected} Slurm tests were left out by -m '{expression}'")
 
 
 def _deselected(terminalreporter: pytest.TerminalReporter) -> int:

@@ -77,7 +77,9 @@ def kill(pids: Iterable[int], cluster: str) -> None:
         send(pid, signal.SIGKILL, cluster)
 
 
-def kill_all(cluster: str, *, spare: Iterable[int] = (), node: str | None = None, timeout_s: float = 20) -> None:
+def kill_all(
+    cluster: str, *, spare: Iterable[int] = (), node: str | None = None, timeout_s: float = 20
+) -> None:
     """Ends what runs in the cluster, or in one node of it, and waits until it is gone."""
     spared, deadline = set(spare), time.monotonic() + timeout_s
     while True:
@@ -86,6 +88,6 @@ def kill_all(cluster: str, *, spare: Iterable[int] = (), node: str | None = None
             return
         if time.monotonic() > deadline:
             told = ", ".join(f"{pid} ({command_name(pid)})" for pid in left)
-            raise MiniSlurmError(f"cluster {cluster!r}: processes survive SIGKILL for {timeout_s:g} s: {told}")
+            raise MiniSlurmError(f"cluster {cluster!r}: alive {timeout_s:g} s after SIGKILL: {told}")
         kill(left, cluster)
         time.sleep(0.02)

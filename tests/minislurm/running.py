@@ -1,4 +1,4 @@
-"""A cluster that is up, known by its name and its folder: what clients need, and the faults a test may ask for."""
+"""A cluster that is up, known by its name and its folder: what clients need, and the faults of tests."""
 
 import json
 import signal
@@ -129,7 +129,7 @@ class RunningCluster:
         )
 
     def start_controller(self) -> None:
-        """Starts the controller with the state it left, if it does not run, and waits until it can be asked."""
+        """Starts the controller with the state it left, if it does not run; returns when it can be asked."""
         log = self.log("slurmctld")
         if self._controller_pid() is None:
             wait_started(launch(self._holder("ctl"), ["slurmctld"], self.directory, log), "slurmctld", log)
@@ -143,7 +143,7 @@ class RunningCluster:
         try:
             return json.loads((self.directory / "minislurm.json").read_text())
         except FileNotFoundError:
-            raise MiniSlurmError(f"cluster {self.name!r} is not up: no {self.directory}/minislurm.json") from None
+            raise MiniSlurmError(f"cluster {self.name!r} is not up: no {self.directory}") from None
 
     def log(self, daemon: str) -> Path:
         """n1, n2, ..., slurmctld, slurmdbd, mariadb, munged."""
@@ -161,7 +161,7 @@ class RunningCluster:
     def _controller(self) -> int:
         pid = self._controller_pid()
         if pid is None:
-            raise MiniSlurmError(told(f"cluster {self.name!r}: slurmctld does not run", self.log("slurmctld")))
+            raise MiniSlurmError(told(f"{self.name!r}: slurmctld does not run", self.log("slurmctld")))
         return pid
 
     def _launch_slurmd(self, node: str) -> "subprocess.Popen[bytes]":

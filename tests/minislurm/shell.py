@@ -10,8 +10,10 @@ from tests.minislurm.errors import MiniSlurmError
 PATH = os.environ.get("PATH", "/usr/bin:/bin") + ":/usr/sbin:/sbin"
 
 
-def run(command: Sequence[str], *, env: dict[str, str] | None = None, stdin: str = "", timeout_s: float = 30) -> str:
-    """What the command printed. Its environment is PATH and `env`, nothing that leaks in from the caller."""
+def run(
+    command: Sequence[str], *, env: dict[str, str] | None = None, stdin: str = "", timeout_s: float = 30
+) -> str:
+    """What the command printed. Its environment is PATH and `env`, nothing of the caller's."""
     try:
         done = subprocess.run(
             list(command), input=stdin, capture_output=True, text=True, check=False, timeout=timeout_s,
