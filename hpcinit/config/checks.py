@@ -129,6 +129,8 @@ def _leaves(prefix: str, value: object) -> Iterator[tuple[str, str]]:
 
 
 def _extra_options(config: Config) -> Iterator[str]:
+    if config.cluster.engine == "local" and config.cluster.srun:
+        yield f"cluster.srun is {config.cluster.srun}, but cluster {config.cluster.name} has no srun (engine: local)"
     for key, options in (("cluster.sbatch", config.cluster.sbatch), ("cluster.srun", config.cluster.srun)):
         for option, value in options.items():
             if option in OWNED and option not in PASSED_ON:

@@ -28,7 +28,7 @@ from hpcinit.config.schema import Config
 from hpcinit.facts.errors import ConfigError
 
 NAME = "hpcinit"  # of the primary config: conf/hpcinit.yaml
-Task = Callable[[Config, str], int]  # (config, the same as YAML) -> exit status
+Task = Callable[[Config, dict[str, Any]], int]  # (config, the same as plain containers) -> exit status
 
 
 def main(overrides: Sequence[str], task: Task) -> int:
@@ -82,7 +82,7 @@ def _every_problem(overrides: Sequence[str]) -> Iterator[str]:
             yield _explain(error, override)
 
 
-def _typed(config: DictConfig) -> tuple[Config, str]:
+def _typed(config: DictConfig) -> tuple[Config, dict[str, Any]]:
     with open_dict(config):
         del config["hydra"]
     try:
@@ -90,8 +90,9 @@ def _typed(config: DictConfig) -> tuple[Config, str]:
         value = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
         raise ConfigError(_explain(error, "")) from None
-    assert isinstance(value, Config)
-    return value, OmegaConf.to_yaml(config)
+    document = OmegaConf.to_container(config)
+    assert isinstance(value, Config) and isinstance(document, dict)
+    return value, {str(k): v for k, v in document.items()}
 
 
 def _through_hydra_main(argv: list[str], task: Task) -> int:

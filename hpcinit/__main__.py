@@ -1,0 +1,5 @@
+import sys
+
+from hpcinit.cli import main
+
+sys.exit(main())

@@ -1,0 +1,81 @@
+"""`hpcinit COMMAND ...`, and how every command ends: with a message and an exit status, never a traceback."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from hpcinit.facts.errors import ConfigError, HpcinitError
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells say
+
+COMMANDS = {
+    "submit": ("hpcinit.submit", "compose, check, render and submit a job"),
+    "status": ("hpcinit.observe.status", "how a run is doing"),
+    "logs": ("hpcinit.observe.logs", "what a run's ranks printed"),
+    "cancel": ("hpcinit.observe.cancel", "end a run"),
+    "run": ("hpcinit.run", "inside a job: become a rank and run a program"),
+    "world": ("hpcinit.world", "inside a job: which rank am I, as JSON"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in {"-h", "--help", "help"}:
+        print(usage())
+        return 0
+    if words[0] == "--version":
+        from importlib.metadata import version  # noqa: PLC0415
+
+        print(f"hpcinit {version('hpcinit')}")
+        return 0
+    if words[0] in {"-sc", "--shell-completion"}:  # Hydra's, which knows the program's name only
+        words.insert(0, "submit")
+    if words[0] not in COMMANDS:
+        close = difflib.get_close_matches(words[0], COMMANDS, n=1)
+        guess = f"; did you mean {close[0]!r}?" if close else ""
+        print(f"hpcinit: error: no command {words[0]!r}, expected one of: {', '.join(COMMANDS)}{guess}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(COMMANDS[words[0]][0])
+    return guarded(module.main, words[1:])
+
+
+def usage() -> str:
+    lines = [f"  {name:8} {about}" for name, (_, about) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "hpcinit: PyTorch on a Slurm cluster, from submission to a process group that is up.",
+            "",
+            *lines,
+            "",
+            "  hpcinit submit                                    a smoke test on this machine",
+            "  hpcinit submit cluster=x nodes=8 -- train.py      your script on 8 nodes",
+            "  hpcinit submit --help                             every key and choice",
+        ]
+    )
+
+
+def guarded(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """Run a command; errors meant for a person become a message on stderr and an exit status."""
+    try:
+        return command(argv)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"hpcinit: error: {problem}", file=sys.stderr)
+        return error.exit_status
+    except HpcinitError as error:
+        print(f"hpcinit: error: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("hpcinit: interrupted; nothing was submitted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # `hpcinit logs ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""The default job: every rank joins, all-reduces once and reports. If this runs, training code will start."""
+
+from __future__ import annotations
+
+import socket
+
+import torch
+import torch.distributed as dist
+
+import hpcinit
+
+
+def main() -> None:
+    with hpcinit.session() as run:
+        total = torch.tensor([float(run.rank)], device=run.device)
+        dist.all_reduce(total)
+        expected = run.world_size * (run.world_size - 1) / 2
+        host = run.world.host or socket.gethostname()
+        print(
+            f"rank {run.rank} of {run.world_size}: host {host}, node {run.node_rank}, local rank {run.local_rank} of "
+            f"{run.local_world_size}, {run.backend} on {run.device}, all-reduce {total.item():g}",
+            flush=True,
+        )
+        if total.item() != expected:
+            raise SystemExit(f"the sum of all ranks is {total.item():g}, expected {expected:g}")
+
+
+if __name__ == "__main__":
+    main()

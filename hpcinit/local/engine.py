@@ -1,0 +1,103 @@
+"""A job without Slurm: a process of its own that runs the batch script, keeps its time limit and records its end.
+
+    python -m hpcinit.local.engine RUN_FOLDER TIME_MIN
+
+Not a scheduler: a job starts at once, and nothing is shared out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpcinit.facts import runfolder
+from hpcinit.facts.errors import SubmitError
+from hpcinit.facts.spec import load
+from hpcinit.local import environment, processes
+
+STATE = "local.json"  # in the run folder: what squeue would say
+KILL_WAIT_S = 5  # between SIGTERM and SIGKILL; Slurm's KillWait is 30
+
+
+def start(path: Path, time_min: int, env: Mapping[str, str]) -> tuple[str, Sequence[str]]:
+    """Start the job of a filled run folder in the background; its id (the process's) and the command used."""
+    command = [sys.executable, "-m", "hpcinit.local.engine", str(path), str(time_min)]
+    try:
+        with (path / runfolder.JOB_LOG).open("ab") as log:
+            process = subprocess.Popen(
+                command, env=dict(env), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+    except OSError as error:
+        raise SubmitError(f"cannot start the local engine: {error}; nothing was submitted") from None
+    # The engine would notice by itself a moment later; a state that is there at once spares readers a case.
+    write_state(path, {"state": "RUNNING", "pid": process.pid, "started": time.time()})
+    return str(process.pid), command
+
+
+def main(argv: Sequence[str]) -> int:
+    path, time_min = Path(argv[0]), int(argv[1])
+    spec = load(path / runfolder.SPEC)
+    env = dict(os.environ)
+    env |= environment.batch(os.getpid(), spec.name, spec.nodes, spec.ranks_per_node, spec.workdir)
+    state: dict[str, object] = {"state": "RUNNING", "pid": os.getpid(), "started": time.time()}
+    asked: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: asked.append(number))
+    write_state(path, state)
+    job = subprocess.Popen(
+        ["bash", str(path / runfolder.SCRIPT)],
+        env=env,
+        cwd=spec.workdir,
+        start_new_session=True,
+        preexec_fn=processes.end_with_parent,
+    )
+    end = _watch(job, asked, time.monotonic() + 60 * time_min)
+    status = job.returncode if job.returncode >= 0 else 128 - job.returncode
+    outcome = end or ("COMPLETED" if status == 0 else "FAILED")
+    write_state(path, {**state, "state": outcome, "exit_status": status, "ended": time.time()})
+    return status
+
+
+def _watch(job: subprocess.Popen[bytes], asked: Sequence[int], deadline: float) -> str | None:
+    """Wait for the job; end it when asked to or when its time is up. Returns why, if one of these."""
+    why = None
+    while job.poll() is None:
+        if asked or time.monotonic() > deadline:
+            why = "CANCELLED" if asked else "TIMEOUT"
+            print(f"hpcinit: job {os.getpid()} on 127.0.0.1 {why}", flush=True)
+            _end(job)
+            break
+        time.sleep(0.05)
+    return why
+
+
+def _end(job: subprocess.Popen[bytes]) -> None:
+    """SIGTERM to the batch script and its steps, SIGKILL to what is left, as slurmd does it.
+
+    The script is gone at once, its step needs a moment to end the ranks: wait for the whole group.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        processes.signal_group(job.pid, number)
+        deadline = time.monotonic() + KILL_WAIT_S
+        while time.monotonic() < deadline:
+            job.poll()
+            if not processes.signal_group(job.pid, 0):
+                break
+            time.sleep(0.02)
+    job.wait()
+
+
+def write_state(path: Path, state: Mapping[str, object]) -> None:
+    temporary = path / f"{STATE}.{os.getpid()}.tmp"
+    temporary.write_text(json.dumps(state) + "\n")
+    temporary.replace(path / STATE)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

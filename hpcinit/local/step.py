@@ -1,0 +1,120 @@
+"""The local engine's srun: starts the tasks, one process each, and ends them together.
+
+    python -m hpcinit.local.step --nodes=2 --ntasks=4 --ntasks-per-node=2 ... command [args]
+
+It takes the options that hpcinit renders for srun and means the same by them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from hpcinit.local import environment, processes
+
+KILL_WAIT_S = 2.0
+
+
+class Step:
+    """The tasks of one step. `run()` returns what srun would: the highest exit code of any task."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.tasks: dict[int, subprocess.Popen[bytes]] = {}
+        self.statuses: dict[int, int] = {}
+        self.signals: list[int] = []
+        self.logs: list[IO[bytes]] = []
+
+    def run(self) -> int:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, lambda number, frame: self.signals.append(number))
+        try:
+            for rank in range(self.options.ntasks):
+                self.tasks[rank] = self._start(rank)
+            self._wait()
+        finally:
+            self._end()
+            for log in self.logs:
+                log.close()
+        return max(self.statuses.values(), default=0)
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        per_node = self.options.ntasks_per_node
+        env = {**os.environ, **environment.task(os.environ, self.options.nodes, per_node, rank)}
+        log = Path(self.options.output.replace("%t", str(rank)).replace("%%", "%")).open("ab", buffering=0)
+        self.logs.append(log)
+        return subprocess.Popen(
+            self.options.command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # so that what a rank starts (data loaders) ends with it
+            preexec_fn=processes.end_with_parent,
+        )
+
+    def _wait(self) -> None:
+        while len(self.statuses) < len(self.tasks):
+            while self.signals:
+                number = self.signals.pop(0)
+                self._signal(number)
+                if number in (signal.SIGTERM, signal.SIGINT):
+                    return
+            for rank, task in self.tasks.items():
+                if rank not in self.statuses and task.poll() is not None:
+                    self._note(rank, task.returncode)
+                    if task.returncode != 0 and self.options.kill_on_bad_exit:
+                        return
+            time.sleep(0.02)
+
+    def _note(self, rank: int, code: int) -> None:
+        self.statuses[rank] = code if code >= 0 else 128 - code
+        if code != 0:
+            node = rank // self.options.ntasks_per_node + 1
+            how = f"Exited with exit code {code}" if code > 0 else signal.strsignal(-code)
+            print(f"hpcinit: error: 127.0.0.{node}: task {rank}: {how}", file=sys.stderr, flush=True)
+
+    def _signal(self, number: int) -> None:
+        for rank, task in self.tasks.items():
+            if rank not in self.statuses or number == signal.SIGKILL:
+                processes.signal_group(task.pid, number)
+
+    def _end(self) -> None:
+        """Nothing of this step is left: SIGTERM to what runs, then SIGKILL to every group."""
+        if len(self.statuses) < len(self.tasks):
+            self._signal(signal.SIGTERM)
+            deadline = time.monotonic() + KILL_WAIT_S
+            while time.monotonic() < deadline and any(t.poll() is None for t in self.tasks.values()):
+                time.sleep(0.02)
+        self._signal(signal.SIGKILL)
+        for rank, task in self.tasks.items():
+            task.wait()
+            if rank not in self.statuses:
+                self.statuses[rank] = task.returncode if task.returncode >= 0 else 128 - task.returncode
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m hpcinit.local.step", allow_abbrev=False)
+    parser.add_argument("--nodes", type=int, default=int(os.environ.get("SLURM_NNODES", "1")))
+    parser.add_argument("--ntasks", type=int, required=True)
+    parser.add_argument("--ntasks-per-node", type=int, required=True)
+    parser.add_argument("--kill-on-bad-exit", type=int, default=0)
+    parser.add_argument("--output", required=True, help="log file of a task; %%t: its rank")
+    # Taken and not acted on: this machine's cores are not shared out, and output is appended in any case.
+    for name in ("--cpus-per-task", "--wait", "--cpu-bind", "--gpu-bind", "--open-mode"):
+        parser.add_argument(name)
+    parser.add_argument("--unbuffered", action="store_true")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    processes.end_with_parent()
+    sys.exit(Step(parse(sys.argv[1:])).run())

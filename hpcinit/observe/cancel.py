@@ -1,0 +1,44 @@
+"""`hpcinit cancel RUN`: end a run, on Slurm with scancel."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcinit.facts.errors import Failure
+from hpcinit.observe import find, state
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="hpcinit cancel", description="End a run.")
+    parser.add_argument("run", nargs="+", help="run folder, its name, or a job id")
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
+    options = parser.parse_args(argv)
+    for word in options.run:
+        path = find.find(word, options.runs_dir)
+        now = state.read(path)
+        if now.over:
+            print(f"{path.name}: was over already, {now.name}")
+            continue
+        _end(now)
+        print(f"{path.name}: job {now.job_id} is being cancelled")
+    return 0
+
+
+def _end(now: state.State) -> None:
+    if now.engine == "local":
+        try:
+            os.kill(int(now.job_id), signal.SIGTERM)
+        except ProcessLookupError:
+            pass  # it ended by itself a moment ago
+        return
+    try:
+        done = subprocess.run(["scancel", now.job_id], capture_output=True, text=True, timeout=60, check=False)
+    except FileNotFoundError:
+        raise Failure("scancel is not on PATH: cancel where the job was submitted") from None
+    if done.returncode != 0:
+        raise Failure(f"scancel {now.job_id}: {done.stderr.strip()}")

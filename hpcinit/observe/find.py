@@ -1,0 +1,28 @@
+"""Which run is meant: by its folder, by the last part of its name, or by its job id."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hpcinit.facts import runfolder
+from hpcinit.facts.errors import RequestError
+
+
+def runs(runs_dir: Path) -> list[Path]:
+    """All submitted runs below `runs_dir`, the last submitted last."""
+    found = [entry.parent for entry in runs_dir.glob(f"*/{runfolder.SUBMISSION}")]
+    return sorted(found, key=lambda path: (path / runfolder.SUBMISSION).stat().st_mtime_ns)
+
+
+def find(word: str, runs_dir: Path = Path("runs")) -> Path:
+    """The run folder that `word` means. Raises RequestError with what there is."""
+    for path in (Path(word), runs_dir / word):
+        if (path / runfolder.SCRIPT).is_file():
+            return path
+    known = runs(runs_dir)
+    for path in known:
+        if json.loads((path / runfolder.SUBMISSION).read_text())["job_id"] == word:
+            return path
+    last = ", ".join(path.name for path in known[-5:]) or "none"
+    raise RequestError(f"no run {word!r}: neither a run folder nor a job id; the last in {runs_dir.absolute()}: {last}")

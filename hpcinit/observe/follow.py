@@ -1,0 +1,78 @@
+"""Follow a run to its end: state, progress, rank 0's output, and at a failure the first cause."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hpcinit.facts import runfolder
+from hpcinit.observe import logs, progress, state
+
+QUICK_S, SLOW_S = 1.0, 10.0  # between two questions to the controller; slower after the first minute
+
+
+def follow(path: Path) -> int:
+    """Until the run is over, then its exit status. Ctrl-C gives up waiting, the job goes on (130)."""
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        end = _watch(path, console)
+    except KeyboardInterrupt:
+        console.print(f"\nno longer waiting; the job goes on. See it:  hpcinit status {path}", markup=False)
+        console.print(f"watch it:  hpcinit logs -f {path}    end it:  hpcinit cancel {path}", markup=False)
+        return 130
+    status = end.exit_status if end.exit_status is not None else 1
+    if end.name != "COMPLETED" and status == 0:
+        status = 1
+    _report(path, end, status, console)
+    return status
+
+
+def _watch(path: Path, console: Console) -> state.State:
+    tail = logs.Tail(logs.of_rank(path, 0))
+    began, asked, now, shown = time.monotonic(), 0.0, state.read(path), ""
+    with console.status("") as line:
+        while True:
+            for text in tail.lines():
+                console.print(text, markup=False)
+            if now.over:
+                return now
+            passed = time.monotonic() - began
+            about = f"{now.name} {now.reason}".strip()
+            if about != shown and not console.is_terminal:
+                console.print(f"[{passed:.0f} s] {about}", markup=False)
+            shown = about
+            line.update(f"{about}  {passed:.0f} s  {progress.line(path)}")
+            if time.monotonic() - asked > (QUICK_S if passed < 60 else SLOW_S) or now.engine == "local":
+                now, asked = state.read(path), time.monotonic()
+            time.sleep(0.2)
+
+
+def _report(path: Path, end: state.State, status: int, console: Console) -> None:
+    if end.name == "COMPLETED":
+        console.print(f"COMPLETED  {progress.line(path)}".rstrip(), markup=False)
+        console.print(f"logs of all ranks:  hpcinit logs --all {path}", markup=False)
+        console.print(f"run it again by hand:  bash or sbatch {path / runfolder.SCRIPT}", markup=False)
+        return
+    console.print(f"{end.name} {end.reason}".rstrip() + f", exit status {status}", markup=False)
+    for record in errors(path)[:1]:
+        console.print(f"first error: rank {record['rank']} on {record['host']}: {record['error']}", markup=False)
+        console.print(f"  see  hpcinit logs --rank {record['rank']} {path}", markup=False)
+    job_log = path / runfolder.JOB_LOG
+    for text in job_log.read_text(errors="replace").splitlines()[-5:] if job_log.exists() else []:
+        console.print(f"  {text}", markup=False)
+    console.print(f"everything:  {path / runfolder.LOGS}", markup=False)
+
+
+def errors(path: Path) -> list[dict[str, Any]]:
+    """The ranks' error records, the first in time first."""
+    records = []
+    for file in (path / runfolder.ERRORS).glob("rank-*.json"):
+        try:
+            records.append(json.loads(file.read_text()))
+        except ValueError:
+            continue  # half written by a rank that was killed
+    return sorted(records, key=lambda record: record["time"])

@@ -1,0 +1,31 @@
+"""`hpcinit status [RUN ...] [--json]`: a line per run; without RUN all of ./runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcinit.facts.errors import RequestError
+from hpcinit.observe import find, progress, state
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="hpcinit status", description="How a run is doing.")
+    parser.add_argument("run", nargs="*", help="run folder, its name, or a job id; default: all")
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    options = parser.parse_args(argv)
+    paths = [find.find(word, options.runs_dir) for word in options.run] or find.runs(options.runs_dir)
+    if not paths:
+        raise RequestError(f"no runs in {options.runs_dir.absolute()}; --runs-dir names another folder")
+    for path in paths:
+        now = state.read(path)
+        if options.json:
+            print(json.dumps({"run": str(path), **now.to_json(), "progress": progress.read(path)}))
+            continue
+        status = "" if now.exit_status is None else f"exit status {now.exit_status}"
+        details = "  ".join(text for text in (now.reason, status, progress.line(path)) if text)
+        print(f"{path.name:24} {now.job_id:>9}  {now.name:10} {details}".rstrip())
+    return 0

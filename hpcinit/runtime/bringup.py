@@ -1,0 +1,235 @@
+"""init, shutdown and session: what training code uses."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hpcinit.facts import launchers, runfolder
+from hpcinit.facts.errors import BringUpError
+from hpcinit.facts.layout import Layout
+from hpcinit.facts.spec import Comm, Spec, load
+from hpcinit.facts.world import World
+from hpcinit.runtime import devices, mesh, rendezvous, seeds
+
+PROGRESS_EVERY_S = 1.0
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A rank whose process group is up.
+
+    device: torch.device, already current. timeout: of the start-up; collective_timeout: of what follows.
+    mesh: one dimension per kind of parallelism in use. folder: the run folder, None without a submission.
+    """
+
+    world: World
+    device: torch.device
+    backend: str
+    timeout: timedelta
+    collective_timeout: timedelta
+    mesh: DeviceMesh
+    seed: int
+    folder: Path | None = None
+    _last: dict[str, float] = field(default_factory=dict, repr=False)
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.world.world_size
+
+    @property
+    def local_rank(self) -> int:
+        return self.world.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        return self.world.local_world_size
+
+    @property
+    def node_rank(self) -> int:
+        return self.world.node_rank
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return self.world.hosts
+
+    def progress(self, step: int, total: int, **values: float) -> None:
+        """Tell those who wait how far the training is: `run.progress(step, total, loss=1.2)`.
+
+        Only rank 0 writes, at most once a second and always at the last step; elsewhere this does nothing.
+        """
+        now = time.monotonic()
+        if self.rank or self.folder is None:
+            return
+        if step < total and now - self._last.get("progress", float("-inf")) < PROGRESS_EVERY_S:
+            return
+        self._last["progress"] = now
+        document = {"step": step, "total": total, "values": values, "time": time.time()}
+        temporary = self.folder / f"{runfolder.PROGRESS}.tmp"
+        temporary.write_text(json.dumps(document) + "\n")
+        temporary.replace(self.folder / runfolder.PROGRESS)
+
+
+@dataclass(frozen=True)
+class _Request:
+    backend: str | None
+    timeout: timedelta | None
+    collective_timeout: timedelta | None
+    seed: int | None
+    layout: Layout | None
+    deepspeed: bool | None
+    launcher: str | None
+
+
+_current: tuple[_Request, Runtime] | None = None
+
+
+def init(
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    collective_timeout: timedelta | None = None,
+    seed: int | None = None,
+    layout: Layout | None = None,
+    deepspeed: bool | None = None,
+    launcher: str | None = None,
+) -> Runtime:
+    """Bring this rank's process group up and return its Runtime; every rank must call it.
+
+    What is not given comes from the submission's config, and without one from the defaults: nccl on GPUs and
+    gloo on CPUs, a start-up timeout that grows with the node count, collectives the same, seed 0, plain data
+    parallelism, no DeepSpeed, the launcher that the environment shows.
+
+    A second call with the same request returns the same object. Raises WorldError if the environment tells no
+    consistent world, BringUpError if the group did not come up, or is up already and was asked for differently.
+    """
+    global _current  # noqa: PLW0603 - a process has one default process group, and so does this module
+    request = _Request(backend, timeout, collective_timeout, seed, layout, deepspeed, launcher)
+    if _current is not None:
+        if _current[0] != request:
+            raise BringUpError(f"init was called before as {_current[0]}, and now as {request}: call it once")
+        return _current[1]
+    if dist.is_initialized():
+        raise BringUpError("a process group is up that hpcinit did not make: call hpcinit.init() instead of it")
+    world = launchers.read(os.environ, launcher)
+    spec, folder = _spec(world)
+    _current = (request, _bring_up(request, world, spec, folder))
+    atexit.register(shutdown)
+    return _current[1]
+
+
+def _bring_up(request: _Request, world: World, spec: Spec | None, folder: Path | None) -> Runtime:
+    began = time.monotonic()
+    comm = spec.comm if spec else Comm()
+    device = devices.choose(world)  # before the group exists: NCCL takes the current device
+    backend = devices.backend(device, request.backend or comm.backend)
+    timeout = request.timeout or comm.timeout.start_up(world.nodes)
+    later = request.collective_timeout or _seconds(comm.collective_timeout_s) or timeout
+    store = rendezvous.open_store(world, spec.nonce if spec else "", timeout)
+    # No device_id: it binds the group to eager NCCL, and groups made of some ranks only then hang in
+    # ncclCommSplit (https://github.com/allenai/open-instruct/pull/1311).
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
+    dist.barrier()
+    if later != timeout:
+        # torch takes one timeout for the start and for all that follows, unless told otherwise afterwards.
+        dist.distributed_c10d._set_pg_timeout(later)
+    if request.deepspeed if request.deepspeed is not None else comm.deepspeed:
+        _deepspeed(backend, later)
+    seed = request.seed if request.seed is not None else spec.seed if spec else 0
+    seeds.seed_all(seed)
+    layout = (request.layout or (spec.layout if spec else Layout())).over(world.world_size)
+    if world.rank == 0:
+        law = comm.timeout.formula(world.nodes) if request.timeout is None else f"{timeout.total_seconds():g} s"
+        print(
+            f"hpcinit: {world.world_size} ranks on {world.nodes} nodes ({world.launcher}), rank 0 at "
+            f"{world.master_addr}:{world.master_ports[0]}, {backend} on {device}, up in "
+            f"{time.monotonic() - began:.1f} s; start-up timeout {law}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return Runtime(world, device, backend, timeout, later, mesh.build(layout, device), seed, folder)
+
+
+def _deepspeed(backend: str, timeout: timedelta) -> None:
+    """DeepSpeed on top of torch's group; it adopts what is there, and ignores in silence what it was asked."""
+    try:
+        import deepspeed  # noqa: PLC0415 - over a second to import
+    except ImportError as error:
+        raise BringUpError(f"comm.deepspeed is true, and DeepSpeed cannot be imported: {error}") from error
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout)
+    if dist.get_backend() != backend:
+        raise BringUpError(f"asked for backend {backend}, and with DeepSpeed on top it is {dist.get_backend()}")
+
+
+def _spec(world: World) -> tuple[Spec | None, Path | None]:
+    """The submission's spec, if this process belongs to one and has its size."""
+    folder = os.environ.get(runfolder.ENV_FOLDER)
+    if not folder:
+        return None, None
+    spec = load(Path(folder) / runfolder.SPEC)
+    # A user's own srun inside the job may be of another size: its layout is not the submission's.
+    return (spec, Path(folder)) if spec.world_size == world.world_size else (None, None)
+
+
+def _seconds(number: float | None) -> timedelta | None:
+    return None if number is None else timedelta(seconds=number)
+
+
+def shutdown() -> None:
+    """Take the process group down, DeepSpeed's module state too; init works again afterwards.
+
+    Runs by itself at exit. Calling it twice, or without init, does nothing.
+    """
+    global _current  # noqa: PLW0603
+    if _current is None:
+        return
+    _current = None
+    atexit.unregister(shutdown)
+    if "deepspeed.comm.comm" in sys.modules:
+        # Left set, a later init would talk to the dead group (DeepSpeed 0.19.8).
+        sys.modules["deepspeed.comm.comm"].cdb = None  # type: ignore[attr-defined]
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def session(
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    collective_timeout: timedelta | None = None,
+    seed: int | None = None,
+    layout: Layout | None = None,
+    deepspeed: bool | None = None,
+    launcher: str | None = None,
+) -> Iterator[Runtime]:
+    """`with hpcinit.session() as run:` - init, and shutdown however the block ends."""
+    runtime = init(
+        backend=backend,
+        timeout=timeout,
+        collective_timeout=collective_timeout,
+        seed=seed,
+        layout=layout,
+        deepspeed=deepspeed,
+        launcher=launcher,
+    )
+    try:
+        yield runtime
+    finally:
+        shutdown()

@@ -1,0 +1,103 @@
+"""Run the user's program in this process, as Python itself would, and leave a record if it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+import types
+from pathlib import Path
+
+from hpcinit.facts import runfolder
+from hpcinit.facts.errors import RequestError
+from hpcinit.facts.spec import Program
+from hpcinit.facts.world import World
+
+
+def run(program: Program, world: World) -> int:
+    """Returns what the process should end with; does not return for a command, which replaces it.
+
+    An exception of the program is printed with its own traceback, recorded, and becomes exit status 1.
+    """
+    if program.kind == "command":
+        return _command(program)
+    sys.argv = [program.target, *program.args]
+    try:
+        if program.kind == "script":
+            _script(Path(program.target))
+        else:
+            _module(program.target)
+    except SystemExit as error:
+        return _status(error)
+    except KeyboardInterrupt:
+        return 130
+    except BaseException as error:
+        _print(error)
+        record(error, world)
+        return 1
+    return 0
+
+
+def _script(path: Path) -> None:
+    """As `python path` does: sys.path[0] is its folder, and it is sys.modules['__main__']."""
+    try:
+        code = compile(path.read_bytes(), str(path), "exec")
+    except OSError as error:
+        raise RequestError(f"cannot read {path.absolute()}: {error.strerror}; is it shared with this node?") from None
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=str(path), __builtins__=__builtins__)
+    sys.modules["__main__"] = main  # stays: data loader workers and pickles look their classes up in it
+    sys.path[0] = str(path.parent.absolute())
+    exec(code, main.__dict__)
+
+
+def _module(name: str) -> None:
+    sys.path[0] = os.getcwd()  # as `python -m` does
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _command(program: Program) -> int:
+    sys.stdout.flush()
+    try:
+        os.execvp(program.target, [program.target, *program.args])
+    except OSError as error:
+        raise RequestError(f"cannot run {program.target!r}: {error.strerror}; looked for it on PATH") from None
+
+
+def _status(error: SystemExit) -> int:
+    """What Python would end with: None is 0, a text is printed and 1."""
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _print(error: BaseException) -> None:
+    """The program's own frames; those of hpcinit and runpy above them say nothing."""
+    here = {__file__, runpy.__file__, "<frozen runpy>"}
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in here:
+        frames = frames.tb_next
+    traceback.print_exception(type(error), error, frames)
+
+
+def record(error: BaseException, world: World) -> None:
+    """errors/rank-N.json in the run folder, if there is one: time, rank, host, error, traceback."""
+    folder = os.environ.get(runfolder.ENV_FOLDER)
+    if not folder:
+        return
+    document = {
+        "time": time.time(),
+        "rank": world.rank,
+        "host": world.host or os.uname().nodename,
+        "error": "".join(traceback.format_exception_only(error)).strip(),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    try:
+        path = Path(folder) / runfolder.ERRORS / f"rank-{world.rank}.json"
+        path.write_text(json.dumps(document, indent=2) + "\n")
+    except OSError as problem:  # the disk may be what failed; the traceback is in the log all the same
+        print(f"hpcinit: cannot write {path}: {problem.strerror}", file=sys.stderr)

@@ -1,0 +1,79 @@
+"""The run folder: claimed, filled, and marked as submitted only when it is."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpcinit.facts import runfolder
+from hpcinit.facts.errors import SubmitError
+
+PRIVATE = 0o700
+
+
+def next_path(runs_dir: Path, name: str) -> Path:
+    """runs_dir/NAME-0001, or the number after the highest there is. Touches nothing."""
+    pattern = re.compile(re.escape(name) + r"-(\d{4,})")
+    taken = [0]
+    if runs_dir.is_dir():
+        taken += [int(m[1]) for entry in runs_dir.iterdir() if (m := pattern.fullmatch(entry.name))]
+    return runs_dir / f"{name}-{max(taken) + 1:04d}"
+
+
+def claim(runs_dir: Path, name: str) -> Path:
+    """Make the next run folder, mode 0700. Safe beside others that do the same: mkdir decides.
+
+    Raises SubmitError where it cannot be made (read-only, full, no permission).
+    """
+    for _ in range(100):
+        path = next_path(runs_dir, name)
+        try:
+            runs_dir.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=PRIVATE)
+            (path / runfolder.LOGS).mkdir(mode=PRIVATE)
+            (path / runfolder.ERRORS).mkdir(mode=PRIVATE)
+            return path
+        except FileExistsError:
+            if not runs_dir.is_dir():
+                raise SubmitError(f"runs_dir is {str(runs_dir)!r}, which is not a folder") from None
+        except OSError as error:
+            discard(path)
+            raise _cannot_write(path, error) from None
+    raise SubmitError(f"100 others claimed a run folder in {runs_dir} before this one; submit again")
+
+
+def fill(path: Path, files: Mapping[str, str]) -> None:
+    """Write the files, name to text. Raises SubmitError, and then the folder is gone."""
+    try:
+        for name, text in files.items():
+            (path / name).write_text(text)
+    except OSError as error:
+        discard(path)
+        raise _cannot_write(path, error) from None
+
+
+def mark_submitted(path: Path, submission: Mapping[str, object]) -> None:
+    """Write submission.json whole or not at all: its presence means that the job exists."""
+    temporary = path / f"{runfolder.SUBMISSION}.tmp"
+    temporary.write_text(json.dumps(submission, indent=2) + "\n")
+    temporary.replace(path / runfolder.SUBMISSION)
+
+
+def discard(path: Path) -> None:
+    """Take away a run folder that never became a job."""
+    if not (path / runfolder.SUBMISSION).exists():
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _cannot_write(path: Path, error: OSError) -> SubmitError:
+    do = {
+        errno.ENOSPC: "the file system is full; free some space or choose another runs_dir=...",
+        errno.EDQUOT: "your quota is used up; free some space or choose another runs_dir=...",
+        errno.EROFS: "the file system is read-only; choose another runs_dir=...",
+        errno.EACCES: "you may not write there; choose another runs_dir=...",
+    }.get(error.errno or 0, "choose another runs_dir=...")
+    return SubmitError(f"cannot write the run folder {path}: {error.strerror}; {do}; nothing was submitted")

@@ -1,0 +1,113 @@
+"""From a Config to the text of the batch script. A dry run prints this very text."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from hpcinit.config.checks import ranks_per_node
+from hpcinit.config.schema import Config
+from hpcinit.facts import quoting, runfolder
+
+# What the batch script leaves behind as it ends, whatever ended it but SIGKILL. Shell and not Python: the
+# environment may be what is broken.
+EXIT_RECORD = (
+    """trap 'printf "{\\"exit_status\\": %d, \\"ended\\": %d, \\"job\\": \\"%s\\", \\"restart\\": %d}\\n" """
+    """"$?" "$(date +%s)" "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" """
+    f"""> "${runfolder.ENV_FOLDER}/{runfolder.EXIT}.tmp" """
+    f"""&& mv "${runfolder.ENV_FOLDER}/{runfolder.EXIT}.tmp" "${runfolder.ENV_FOLDER}/{runfolder.EXIT}"' EXIT"""
+)
+
+
+def render(config: Config, folder: Path, workdir: Path) -> str:
+    """The script of the run in `folder`. The config must have passed its checks."""
+    # Imported here: submitit costs a login node 0.08 s, and only what renders needs it.
+    from hpcinit.submission import slurm_executor  # noqa: PLC0415
+
+    return slurm_executor.render(folder, _step(config, folder), parameters(config, folder, workdir))
+
+
+def parameters(config: Config, folder: Path, workdir: Path) -> dict[str, Any]:
+    """submitit's parameters; whatever is None gets no directive."""
+    cluster = config.cluster
+    known = {
+        "job_name": config.name,
+        "nodes": config.nodes,
+        "ntasks_per_node": ranks_per_node(config),
+        "cpus_per_task": cpus_per_rank(config),
+        "time": config.time_min,
+        "partition": config.partition,
+        "account": config.account,
+        "qos": config.qos,
+        "comment": config.comment,
+        "mem": None if config.mem_gb is None else _mem(config.mem_gb),
+        "exclusive": cluster.exclusive or None,
+        "stderr_to_stdout": True,
+        "setup": _setup(config, folder),
+    }
+    extra: dict[str, Any] = {
+        "chdir": str(workdir),
+        "output": quoting.pattern(str(folder / runfolder.JOB_LOG)),
+    }
+    if cluster.gpus_per_node and cluster.gpu_flag:
+        kind = f"{cluster.gpu_type}:" if cluster.gpu_type else ""
+        prefix = "gpu:" if cluster.gpu_flag == "gres" else ""
+        extra[cluster.gpu_flag] = f"{prefix}{kind}{cluster.gpus_per_node}"
+    extra.update(cluster.sbatch)
+    kept = {key: value for key, value in extra.items() if value is not None and value is not False}
+    return {k: v for k, v in known.items() if v is not None} | {"additional_parameters": kept}
+
+
+def cpus_per_rank(config: Config) -> int | None:
+    """Cores of one rank: as asked, or the node's shared out; None where the cluster does not say."""
+    if config.cpus_per_rank is not None or config.cluster.cpus_per_node is None:
+        return config.cpus_per_rank
+    return max(1, config.cluster.cpus_per_node // ranks_per_node(config))
+
+
+def _mem(gb: float) -> str:
+    # Slurm's --mem=0 means all memory of the node; fractions of a gigabyte have no spelling but megabytes.
+    return f"{int(gb)}G" if gb == int(gb) and gb else f"{math.ceil(gb * 1024)}M" if gb else "0"
+
+
+def _setup(config: Config, folder: Path) -> list[str]:
+    lines = [f"export {runfolder.ENV_FOLDER}={quoting.shell(str(folder))}", EXIT_RECORD]
+    if config.cluster.interface:
+        name = quoting.shell(config.cluster.interface)
+        lines += [f"export NCCL_SOCKET_IFNAME={name}", f"export GLOO_SOCKET_IFNAME={name}"]
+    env = {**config.cluster.env, **config.job.env}
+    lines += [f"export {name}={quoting.shell(value)}" for name, value in env.items()]
+    if config.cluster.setup:
+        lines += ["# cluster.setup, shell by design:", *config.cluster.setup]
+    return lines
+
+
+def _step(config: Config, folder: Path) -> str:
+    """The line that starts the ranks. On cluster=local only its first words differ."""
+    python = [config.cluster.python or sys.executable]
+    launcher = ["srun"] if config.cluster.engine == "slurm" else [*python, "-m", "hpcinit.local.step"]
+    ranks, cores, launch = ranks_per_node(config), cpus_per_rank(config), config.launch
+    options: dict[str, Any] = {
+        "nodes": config.nodes,
+        "ntasks": config.nodes * ranks,
+        "ntasks-per-node": ranks,
+        # Stated again: srun of Slurm 22.05 to 23.02 does not inherit it from sbatch.
+        "cpus-per-task": cores,
+        "kill-on-bad-exit": int(launch.kill_on_bad_exit),
+        "wait": launch.wait_s,
+        "cpu-bind": launch.cpu_bind,
+        "gpu-bind": launch.gpu_bind if config.cluster.gpus_per_node and config.cluster.gpu_flag else None,
+        "unbuffered": True,
+        "open-mode": "append",  # a requeued job must not overwrite what the first attempt wrote
+        "output": quoting.pattern(str(folder / runfolder.LOGS)) + "/rank-%t.log",
+        **config.cluster.srun,
+    }
+    flags = [
+        f"--{name}" if value is True else f"--{name}={value}"
+        for name, value in options.items()
+        if value is not None and value is not False
+    ]
+    run = ["-u", "-m", "hpcinit.run", str(folder / runfolder.SPEC)]
+    return " ".join(quoting.shell(word) for word in [*launcher, *flags, *python, *run])

@@ -1,0 +1,97 @@
+"""submitit's SlurmExecutor as renderer and submitter, without its pickles. The only file that knows submitit.
+
+What is overridden, and why (submitit 1.5.4): docs/decisions/0004-submitit-as-renderer.md.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
+
+from hpcinit.facts.errors import SubmitError
+
+# sbatch itself retries a full queue 15 times with growing sleeps, 120 s in all (sbatch.c: MAX_RETRIES).
+SBATCH_PATIENCE_S = 180
+
+
+class ScriptExecutor(SlurmExecutor):  # type: ignore[misc]  # submitit's class is untyped here
+    """Renders one batch script and submits it; what runs in it is a shell command, not a pickle."""
+
+    @classmethod
+    def affinity(cls) -> int:
+        """Rendering needs no Slurm on this machine; submitit's own answer asks for srun."""
+        return 2
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        text: str = _make_sbatch_string(command=command, folder=self.folder, use_srun=False, **self.parameters)
+        return "\n".join(line for line in text.splitlines() if not line.endswith(_DROPPED)) + "\n"
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        return ["sbatch", "--parsable", str(submission_file_path)]
+
+    @staticmethod
+    def _get_job_id_from_submission_command(string: bytes | str) -> str:
+        """'4242' or, in a federation, '4242;cluster' (sbatch --parsable). Raises SubmitError for other text."""
+        text = string if isinstance(string, str) else string.decode(errors="replace")
+        # A site's wrapper may print a banner first; the id is the last line.
+        last = text.strip().splitlines()[-1] if text.strip() else ""
+        job_id = last.partition(";")[0]
+        if not job_id.isdigit():
+            raise SubmitError(
+                f"sbatch --parsable printed {text!r}, expected a job id as its last line: the job may exist, look "
+                "with squeue --me before you submit again"
+            )
+        return job_id
+
+
+# submitit always writes --signal=USR2@90, which kills every program that does not handle USR2; it is
+# rendered with this value, which is then dropped, where no signal is asked for.
+_DROPPED = "=hpcinit-drops-this-line"
+
+
+def render(folder: Path, command: str, parameters: Mapping[str, Any]) -> str:
+    """The batch script. parameters: submitit's, further sbatch options under additional_parameters."""
+    executor = ScriptExecutor(folder)
+    extra = {"signal": "hpcinit-drops-this-line", **parameters["additional_parameters"]}
+    executor.parameters.update({**parameters, "wckey": None, "additional_parameters": extra})
+    return executor._make_submission_file_text(command, uid="")
+
+
+def sbatch(script: Path, env: Mapping[str, str]) -> tuple[str, Sequence[str]]:
+    """Submit `script`; the job id and the command used. Raises SubmitError with sbatch's own words.
+
+    In a session of its own, so that Ctrl-C in the terminal cannot end it half-way.
+    """
+    executor = ScriptExecutor(script.parent)
+    command = executor._make_submission_command(script)
+    try:
+        done = subprocess.run(
+            command,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=SBATCH_PATIENCE_S,
+            start_new_session=True,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise SubmitError("sbatch is not on PATH: is this a login node, and is the slurm module loaded?") from None
+    except subprocess.TimeoutExpired:
+        raise MaybeSubmitted(f"sbatch did not answer in {SBATCH_PATIENCE_S} s") from None
+    if done.returncode != 0:
+        words = done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}, and no word"
+        raise MaybeSubmitted(words) if any(sign in words for sign in LOST_CONTROLLER) else SubmitError(words)
+    return executor._get_job_id_from_submission_command(done.stdout), command
+
+
+# The controller may have taken the job although sbatch failed (seen with slurmctld stopped by SIGSTOP).
+LOST_CONTROLLER = ("Socket timed out", "Unable to contact slurm controller", "Zero Bytes were transmitted")
+
+
+class MaybeSubmitted(SubmitError):
+    """sbatch failed in a way in which the job may exist all the same."""

@@ -1,0 +1,29 @@
+"""`python -m hpcinit.world`: what hpcinit makes of the environment it stands in, as one JSON object."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from hpcinit.cli import guarded
+from hpcinit.facts import launchers
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m hpcinit.world",
+        description="Which rank am I: one JSON object on stdout, or a message and exit status 2.",
+    )
+    parser.add_argument("--launcher", help="choose by hand: " + ", ".join(m.NAME for m in launchers.LAUNCHERS))
+    options = parser.parse_args(argv)
+    world = launchers.read(os.environ, options.launcher)
+    print(json.dumps(asdict(world)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main, sys.argv[1:]))
