@@ -6,14 +6,14 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from hpcinit.facts.errors import ConfigError, HpcinitError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells say
 
 COMMANDS = {
-    "submit": ("hpcinit.submit", "compose, check, render and submit a job"),
+    "submit": ("hpcinit.submission.command", "compose, check, render and submit a job"),
     "status": ("hpcinit.observe.status", "how a run is doing"),
     "logs": ("hpcinit.observe.logs", "what a run's ranks printed"),
     "cancel": ("hpcinit.observe.cancel", "end a run"),
@@ -39,8 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         guess = f"; did you mean {close[0]!r}?" if close else ""
         print(f"hpcinit: error: no command {words[0]!r}, expected one of: {', '.join(COMMANDS)}{guess}", file=sys.stderr)
         return 2
-    module = importlib.import_module(COMMANDS[words[0]][0])
-    return guarded(module.main, words[1:])
+    return guarded(COMMANDS[words[0]][0], words[1:])
 
 
 def usage() -> str:
@@ -58,10 +57,11 @@ def usage() -> str:
     )
 
 
-def guarded(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """Run a command; errors meant for a person become a message on stderr and an exit status."""
+def guarded(module: str, argv: Sequence[str]) -> int:
+    """Run `module.main(argv)`; errors meant for a person become a message on stderr and an exit status."""
     try:
-        return command(argv)
+        status: int = importlib.import_module(module).main(argv)
+        return status
     except ConfigError as error:
         for problem in error.problems:
             print(f"hpcinit: error: {problem}", file=sys.stderr)
@@ -70,7 +70,7 @@ def guarded(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int
         print(f"hpcinit: error: {error}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
-        print("hpcinit: interrupted; nothing was submitted", file=sys.stderr)
+        print("hpcinit: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # `hpcinit logs ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

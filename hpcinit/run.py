@@ -47,4 +47,4 @@ def _program(words: list[str]) -> Program:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main, sys.argv[1:]))
+    sys.exit(guarded("hpcinit.run", sys.argv[1:]))

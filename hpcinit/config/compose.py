@@ -18,7 +18,7 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -133,6 +133,11 @@ def _explain(error: Exception, override: str) -> str:
         missing = str(getattr(error, "missing_cfg_file", ""))
         group, _, choice = missing.rpartition("/")
         return f"{group}={choice}: no such {group}, expected one of: {', '.join(options)}{_guess(choice, options)}"
+    if isinstance(error, OverrideParseException) or "LexerNoViableAlt" in str(error):
+        return (
+            f"{override or error}: not a key=value that Hydra can read; quote what is special in it once for Hydra "
+            "and once for the shell, as in 'comment=\"it is, well: special\"'"
+        )
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     full_key = getattr(cause, "full_key", None)
     detail = str(cause).partition("\n")[0]

@@ -15,6 +15,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import SubmitError
@@ -25,7 +28,7 @@ STATE = "local.json"  # in the run folder: what squeue would say
 KILL_WAIT_S = 5  # between SIGTERM and SIGKILL; Slurm's KillWait is 30
 
 
-def start(path: Path, time_min: int, env: Mapping[str, str]) -> tuple[str, Sequence[str]]:
+def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Sequence[str]]:
     """Start the job of a filled run folder in the background; its id (the process's) and the command used."""
     command = [sys.executable, "-m", "hpcinit.local.engine", str(path), str(time_min)]
     try:
@@ -41,7 +44,7 @@ def start(path: Path, time_min: int, env: Mapping[str, str]) -> tuple[str, Seque
 
 
 def main(argv: Sequence[str]) -> int:
-    path, time_min = Path(argv[0]), int(argv[1])
+    path, time_min = Path(argv[0]), float(argv[1])
     spec = load(path / runfolder.SPEC)
     env = dict(os.environ)
     env |= environment.batch(os.getpid(), spec.name, spec.nodes, spec.ranks_per_node, spec.workdir)
@@ -91,6 +94,40 @@ def _end(job: subprocess.Popen[bytes]) -> None:
                 break
             time.sleep(0.02)
     job.wait()
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The last state of the run in `path`; NODE_FAIL if its engine was killed before it could write one."""
+    state = _read(path)
+    if state.get("state") == "RUNNING" and not _is_alive(state):
+        state = _read(path)  # the engine writes its last state before it ends
+        if state.get("state") == "RUNNING":
+            return {**state, "state": "NODE_FAIL", "exit_status": 128 + signal.SIGKILL}
+    return state
+
+
+def cancel(path: Path) -> None:
+    """Ask the engine of the run in `path` to end its job."""
+    state = _read(path)
+    if _is_alive(state):
+        os.kill(int(state["pid"]), signal.SIGTERM)
+
+
+def _is_alive(state: Mapping[str, Any]) -> bool:
+    """Is the process with the recorded id still the engine? Ids are used again: compare the start time."""
+    try:
+        process = psutil.Process(int(state["pid"]))
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() < float(state["started"]) + 2
+    except (psutil.NoSuchProcess, KeyError):
+        return False
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document: dict[str, Any] = json.loads((path / STATE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return document
 
 
 def write_state(path: Path, state: Mapping[str, object]) -> None:

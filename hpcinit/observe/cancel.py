@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 from hpcinit.facts.errors import Failure
+from hpcinit.local import engine
 from hpcinit.observe import find, state
 
 
@@ -24,17 +23,14 @@ def main(argv: Sequence[str]) -> int:
         if now.over:
             print(f"{path.name}: was over already, {now.name}")
             continue
-        _end(now)
+        _end(path, now)
         print(f"{path.name}: job {now.job_id} is being cancelled")
     return 0
 
 
-def _end(now: state.State) -> None:
+def _end(path: Path, now: state.State) -> None:
     if now.engine == "local":
-        try:
-            os.kill(int(now.job_id), signal.SIGTERM)
-        except ProcessLookupError:
-            pass  # it ended by itself a moment ago
+        engine.cancel(path)
         return
     try:
         done = subprocess.run(["scancel", now.job_id], capture_output=True, text=True, timeout=60, check=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import RequestError
-from hpcinit.local.processes import signal_group
+from hpcinit.local import engine
 
 WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESIZING", "SUSPENDED"}
 ACTIVE = {"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED"}
@@ -63,14 +63,9 @@ def submission(path: Path) -> dict[str, Any]:
 
 
 def _local(path: Path, job_id: str) -> State:
-    state: dict[str, Any] = _json(path / "local.json")
-    name = state.get("state", "UNKNOWN")
-    if name == "RUNNING" and not signal_group(int(job_id), 0):
-        # The engine writes its last state before it ends: read once more before calling it lost.
-        state = _json(path / "local.json")
-        if (name := state.get("state", "UNKNOWN")) == "RUNNING":
-            return State("NODE_FAIL", job_id, "local", "the local engine was killed", 137, "local.json")
-    return State(name, job_id, "local", "", state.get("exit_status"), "local.json")
+    left = engine.read_state(path)
+    reason = "the local engine was killed" if left.get("state") == "NODE_FAIL" else ""
+    return State(left.get("state", "UNKNOWN"), job_id, "local", reason, left.get("exit_status"), engine.STATE)
 
 
 def _squeue(job_id: str) -> State | None:
