@@ -1,0 +1,205 @@
+"""How long does a submission take, from the shell's point of view, against what people use otherwise?
+
+    python -m benchmarks.submit [--rounds 15] [--venv DIR]
+
+Whole processes, started one after the other in rounds (A B C, A B C, ...), the first round not counted, on
+the real Slurm of the tests (root; see tests/minislurm). All submit the same thing, `true` on 2 nodes. The
+partition is DOWN, in which Slurm queues jobs and starts none: so no job takes the processor from the next
+submission. Jobs are cancelled between two submissions, and each must have been there to be cancelled.
+
+The other programs run in a virtual environment of their own, made on first use, with the Hydra and the
+submitit that hpcinit itself runs with here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+
+from tests.minislurm import MiniSlurm, MiniSlurmError
+
+PEERS = Path(__file__).parent / "peers"
+TORCHX = "0.7.0"
+BASELINE = "bare `@hydra.main` program"
+
+
+@dataclass
+class Contender:
+    """One way to submit. Its seconds, one per round: on the clock, and of the processor."""
+
+    name: str
+    command: Sequence[str]
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+
+class SubmissionFailed(Exception):
+    """A contender made no job: there is nothing to compare."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    contenders, missing = _contenders(options.venv)
+    try:
+        with MiniSlurm(nodes=2, gpus=8, name=f"bench-{os.getpid()}") as slurm, _project() as project:
+            slurm.run("scontrol", "update", "PartitionName=main", "State=DOWN")
+            for number in range(options.rounds + 1):
+                if sys.stderr.isatty():
+                    print(f"round {number} of {options.rounds}", end="\r", file=sys.stderr)
+                for contender in contenders:
+                    _measure(contender, slurm, project, counted=number > 0)
+            slurm_version = slurm.version()
+    except (MiniSlurmError, SubmissionFailed) as error:
+        print(f"benchmarks.submit: {error}", file=sys.stderr)
+        return 1
+    print(_report(contenders, missing, slurm_version, options.rounds))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.submit", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--rounds", type=int, default=15, help="counted rounds (default: 15)")
+    parser.add_argument(
+        "--venv", type=Path, default=cache / "hpcinit" / f"benchmarks-{sys.implementation.cache_tag}",
+        help="where the other programs are installed (default: %(default)s)",
+    )  # fmt: skip
+    return parser
+
+
+# --- who takes part
+
+
+def _contenders(peers_venv: Path) -> tuple[list[Contender], dict[str, str]]:
+    """Those that are there; and of the others, why not."""
+    python = str(peers_venv.absolute() / "bin/python")
+    overrides = ["cluster=mini", "nodes=2", "ranks_per_node=1", "time_min=10"]
+    table = (
+        ("bare `sbatch job.sh`", "", ["sbatch", "job.sh"]),
+        (BASELINE, "hydra-core", [python, "hydra_program.py"]),
+        ("submitit `AutoExecutor`", "submitit", [python, "submitit_program.py"]),
+        ("torchx, Slurm scheduler", "torchx", [python, "torchx_program.py"]),
+        ("`hpcinit.submit`", "", [sys.executable, "-m", "hpcinit.submit", *overrides, "--", "true"]),
+    )
+    present = _install(peers_venv)
+    missing = {name: f"pip could not install {needs}" for name, needs, _ in table if needs and needs not in present}
+    return [Contender(name, command) for name, _, command in table if name not in missing], missing
+
+
+def _requirements() -> dict[str, str]:
+    return {"hydra-core": version("hydra-core"), "submitit": version("submitit"), "torchx": TORCHX}
+
+
+def _install(folder: Path) -> set[str]:
+    """Make the environment if it is not there; the packages that are in it."""
+    python = folder / "bin/python"
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+    present = set()
+    for package, wanted in _requirements().items():
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        ask = [str(python), "-c", f"from importlib.metadata import version; print(version({package!r}))"]
+        if subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip() != wanted:
+            print(f"installing {package} {wanted} into {folder}", file=sys.stderr)
+            if subprocess.run([*pip, f"{package}=={wanted}"], stdout=sys.stderr, check=False).returncode:
+                continue
+        present.add(package)
+    return present
+
+
+@contextmanager
+def _project() -> Iterator[Path]:
+    """A user's project, the peers' files in a git repository: hpcinit asks git for the commit."""
+    with tempfile.TemporaryDirectory(prefix="hpcinit-bench-") as name:
+        project = Path(name) / "project"
+        shutil.copytree(PEERS, project)
+        if shutil.which("git"):
+            git = ["git", "-c", "user.name=bench", "-c", "user.email=bench@localhost"]
+            for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "bench"]):
+                subprocess.run([*git, *words], cwd=project, check=True)
+        yield project
+
+
+# --- the clock
+
+
+def _measure(contender: Contender, slurm: MiniSlurm, project: Path, *, counted: bool) -> None:
+    env = _environment(slurm.env)
+    cpu_before, start = _children_cpu_s(), time.perf_counter()
+    done = subprocess.run(contender.command, cwd=project, env=env, capture_output=True, text=True, check=False)
+    wall, cpu = time.perf_counter() - start, _children_cpu_s() - cpu_before
+    # torchx makes a heterogeneous job, '7+0' and '7+1', which can only be cancelled as a whole.
+    jobs = {name.partition("+")[0] for name in slurm.run("squeue", "--noheader", "--format=%i").split()}
+    if done.returncode or not jobs:
+        said = (done.stderr or done.stdout).strip()
+        raise SubmissionFailed(f"{contender.name}: exit status {done.returncode}, {len(jobs)} jobs queued\n{said}")
+    slurm.run("scancel", *jobs)
+    if counted:
+        contender.wall.append(wall)
+        contender.cpu.append(cpu)
+
+
+def _environment(slurm_env: Mapping[str, str]) -> dict[str, str]:
+    """The user's own, without what would make Python slower (PYTHONDONTWRITEBYTECODE) or find other modules."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")} | dict(slurm_env)
+
+
+def _children_cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+# --- the table
+
+
+def _report(contenders: Sequence[Contender], missing: Mapping[str, str], slurm_version: str, rounds: int) -> str:
+    base = next((c for c in contenders if c.name == BASELINE), None)
+    lines = [
+        f"{datetime.date.today()}, {os.cpu_count()} cores {platform.machine()}, {_system()}, Python "
+        f"{platform.python_version()}, Slurm {slurm_version}, "
+        + ", ".join(f"{k} {v}" for k, v in _requirements().items())
+        + f"; {rounds} rounds, load average at the end {os.getloadavg()[0]:.1f}",
+        "",
+        "| submitting with | median ms | min | max | CPU ms | x bare Hydra, of medians | x bare Hydra, per round |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for c in contenders:
+        numbers = [f"{1000 * s:.0f}" for s in (median(c.wall), min(c.wall), max(c.wall), median(c.cpu))]
+        lines.append(f"| {' | '.join([c.name, *numbers, *_ratios(c, base)])} |")
+    lines += [f"| {name} | missing: {why} | | | | | |" for name, why in missing.items()]
+    return "\n".join(lines)
+
+
+def _ratios(contender: Contender, base: Contender | None) -> list[str]:
+    """The ratio of the medians; and the median of each round's own ratio, which other load moves less."""
+    if base is None:
+        return ["", ""]
+    per_round = median(mine / its for mine, its in zip(contender.wall, base.wall, strict=True))
+    return [f"{median(contender.wall) / median(base.wall):.2f}", f"{per_round:.2f}"]
+
+
+def _system() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except OSError:
+        return platform.system()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
