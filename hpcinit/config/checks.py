@@ -150,6 +150,7 @@ def _program(config: Config) -> Iterator[str]:
             f"job has {' and '.join(given) or 'none of script, module, command'}, expected exactly one: choose "
             "job=NAME, or put the program after --, as in: hpcinit submit nodes=2 -- train.py"
         )
+        return
     workdir = Path(job.workdir or ".").expanduser()
     if not workdir.is_dir():
         yield f"job.workdir is {str(workdir)!r}, expected a folder that exists"

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
@@ -28,6 +30,7 @@ from hpcinit.config.schema import Config
 from hpcinit.facts.errors import ConfigError
 
 NAME = "hpcinit"  # of the primary config: conf/hpcinit.yaml
+UNUSABLE = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)  # what a wrong request raises
 Task = Callable[[Config, dict[str, Any]], int]  # (config, the same as plain containers) -> exit status
 
 
@@ -58,7 +61,7 @@ def compose(overrides: Sequence[str]) -> Config:
 def _compose(overrides: Sequence[str]) -> DictConfig:
     try:
         return _compose_once(overrides)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except UNUSABLE as error:
         problems = list(_every_problem(overrides))
         raise ConfigError(*(problems or [_explain(error, "")])) from None
 
@@ -78,7 +81,7 @@ def _every_problem(overrides: Sequence[str]) -> Iterator[str]:
         try:
             _compose_once([*good, override])
             good.append(override)
-        except (HydraException, OmegaConfBaseException, ValueError) as error:
+        except UNUSABLE as error:
             yield _explain(error, override)
 
 
@@ -108,7 +111,7 @@ def _through_hydra_main(argv: list[str], task: Task) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra prints a traceback and exits by itself otherwise
     try:
         hydra.main(config_path=str(folder()), config_name=NAME, version_base="1.3")(job)()
-    except (HydraException, OmegaConfBaseException) as error:
+    except UNUSABLE as error:
         raise ConfigError(_explain(error, "")) from None
     finally:
         sys.argv = saved_argv
@@ -119,7 +122,7 @@ def _through_hydra_main(argv: list[str], task: Task) -> int:
     return max(statuses)
 
 
-def _typed_copy(config: DictConfig) -> tuple[Config, str]:
+def _typed_copy(config: DictConfig) -> tuple[Config, dict[str, Any]]:
     composed = config.copy()
     with open_dict(composed):
         composed["hydra"] = None
@@ -130,25 +133,37 @@ def _explain(error: Exception, override: str) -> str:
     """One sentence: the key, the value, what was expected, the choices."""
     options: list[str] | None = getattr(error, "options", None)
     if options is not None:
-        missing = str(getattr(error, "missing_cfg_file", ""))
-        group, _, choice = missing.rpartition("/")
+        group, _, choice = str(getattr(error, "missing_cfg_file", "")).rpartition("/")
         return f"{group}={choice}: no such {group}, expected one of: {', '.join(options)}{_guess(choice, options)}"
     if isinstance(error, OverrideParseException) or "LexerNoViableAlt" in str(error):
         return (
             f"{override or error}: not a key=value that Hydra can read; quote what is special in it once for Hydra "
             "and once for the shell, as in 'comment=\"it is, well: special\"'"
         )
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    full_key = getattr(cause, "full_key", None)
-    detail = str(cause).partition("\n")[0]
+    if isinstance(error, yaml.YAMLError):
+        return f"{override}: {' '.join(str(error).split())}"
+    file, detail, full_key = _details(error)
+    where = f"{override}: " if override else ""
+    where += f"in {file}.yaml: " if file else ""
     if full_key and ("not in '" in detail or "not in struct" in detail):
         known = _keys_beside(full_key)
-        named = f"{override}: " if override else ""
-        where = "" if override else f" ({str(error).partition(chr(10))[0]})"
-        return f"{named}no such key {full_key!r}{where}, expected one of: {', '.join(known)}{_guess(full_key.split('.')[-1], known)}"
-    if full_key and full_key not in override:
-        detail = f"{full_key}: {detail}"
-    return f"{override}: {detail}" if override else detail
+        guess = _guess(full_key.split(".")[-1], known)
+        return f"{where}no such key {full_key!r}, expected one of: {', '.join(known)}{guess}"
+    return f"{where}{full_key}: {detail}" if full_key and full_key not in override else f"{where}{detail}"
+
+
+def _details(error: Exception) -> tuple[str, str, str]:
+    """The config file that an error of Hydra or OmegaConf is about, what is wrong in it, and the key; or ''.
+
+    Hydra wraps OmegaConf's error, as its cause for an override and as text for a file:
+    "In 'cluster/x': ConfigKeyError raised while composing config:\\nKey 'y' not in 'Cluster'\\n  full_key: cluster.y"
+    """
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    text = str(cause)
+    in_file = re.match(r"In '([^']+)': \w+ raised while composing config:\n", text)
+    rest = text[in_file.end() :] if in_file else text
+    full_key = re.search(r"full_key: (\S+)", text)
+    return in_file[1] if in_file else "", rest.partition("\n")[0], full_key[1] if full_key else ""
 
 
 def _keys_beside(full_key: str) -> list[str]:

@@ -15,7 +15,7 @@ refuse, because a repaired name is a host that nobody has:
     n1,,n2           n1, n2              error
     (null)           (null)              error
     None assigned    None, assigned      error
-    n[3-1]           nothing, exit 0     error
+    n[3-1]           nothing             error
 
 The rules come from `src/common/hostlist.c` (_hostlist_create_bracketed, _parse_single_range) of Slurm.
 """
@@ -23,9 +23,10 @@ The rules come from `src/common/hostlist.c` (_hostlist_create_bracketed, _parse_
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from itertools import product
+from collections.abc import Sequence
+from itertools import groupby, product
 from math import prod
+from operator import add
 from typing import NamedTuple
 
 from hpcinit.facts.errors import NodelistError
@@ -42,13 +43,13 @@ _ELEMENT = re.compile(rf"(?!-){_LITERAL}(?:\[[^][]*\]{_LITERAL})*")
 _PARTS = re.compile(r"\[([^]]*)\]")
 _RANGE = re.compile(rf"([0-9]{{1,{MAX_DIGITS}}})(?:-([0-9]{{1,{MAX_DIGITS}}}))?")
 _NUMBERED = re.compile(rf"(.*?)([0-9]{{1,{MAX_DIGITS}}})", re.DOTALL)
+_MOST = f"{MAX_HOSTS:,} (4 x Slurm's largest cluster)"
+_TAILS = [f"{number:03d}" for number in range(1000)]
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([1-9][0-9]{0,8})\))?")
+_COUNTS = "tasks-per-node list"
 
-
-class _Range(NamedTuple):
-    low: int
-    high: int
-    width: int  # digits of the low end: 098-102 is 098 099 100 101 102, and 1-010 is 1 ... 10
+# (low, high, width): the width is that of the low end, so 098-102 is 098 ... 102 and 1-010 is 1 ... 10.
+_Range = tuple[int, int, int]
 
 
 class _Name(NamedTuple):
@@ -56,6 +57,9 @@ class _Name(NamedTuple):
 
     literals: list[str]
     brackets: list[list[_Range]]
+
+    def size(self) -> int:
+        return prod(sum(high - low + 1 for low, high, _ in ranges) for ranges in self.brackets)
 
 
 def expand(text: str) -> list[str]:
@@ -65,17 +69,20 @@ def expand(text: str) -> list[str]:
     from the ranges, before any name is made).
     """
     hosts: list[str] = []
-    for literals, brackets in list(_parse(text)):
+    for literals, brackets in _parse(text):
         if not brackets:
             hosts.append(literals[0])
             continue
+        *outer, last = brackets
+        tails = [tail for span in last for tail in _names(literals[-2], span, literals[-1])]
+        if not outer:
+            hosts += tails
+            continue
         # Slurm's order: the last bracket runs fastest, then the first, the second, ... (_push_range_list).
-        numbers = [[n for span in ranges for n in _names("", span, "")] for ranges in brackets[:-1]]
+        numbers = [[n for span in ranges for n in _names("", span, "")] for ranges in outer]
         for picked in product(*reversed(numbers)):
-            inner = zip(literals[:-2], reversed(picked), strict=True)
-            prefix = "".join(literal + number for literal, number in inner) + literals[-2]
-            for span in brackets[-1]:
-                hosts += _names(prefix, span, literals[-1])
+            head = "".join(map(add, literals[:-2], reversed(picked)))
+            hosts += [head + tail for tail in tails]
     return hosts
 
 
@@ -85,9 +92,9 @@ def first(text: str) -> str:
     Raises NodelistError exactly where `expand` does: the whole text is read, so the time grows with the
     length of the text (microseconds for what Slurm writes) and not with the number of hosts.
     """
-    literals, brackets = list(_parse(text))[0]
-    numbers = [f"{ranges[0].low:0{ranges[0].width}d}" for ranges in brackets]
-    return "".join(literal + number for literal, number in zip(literals, [*numbers, ""], strict=True))
+    literals, brackets = _parse(text)[0]
+    numbers = [f"{low:0{width}d}" for (low, _, width), *_ in brackets]
+    return "".join(map(add, literals, [*numbers, ""]))
 
 
 def compress(hosts: Sequence[str]) -> str:
@@ -96,19 +103,13 @@ def compress(hosts: Sequence[str]) -> str:
     `expand` gives the same hosts back in the same order, since only neighbours fold. Names are taken as they
     are; no hosts give "". Raises nothing.
     """
-    groups: list[tuple[str, list[tuple[str, str]]]] = []  # ("n", [("1", "3"), ("7", "7")])
-    for host in hosts:
-        found = _NUMBERED.fullmatch(host)
-        prefix, digits = found.groups() if found else (host, "")
-        if not digits or not groups or groups[-1][0] != prefix or not groups[-1][1][0][0]:
-            groups.append((prefix, [(digits, digits)]))
-            continue
-        low, high = groups[-1][1][-1]
-        if digits == f"{int(high) + 1:0{len(low)}d}":
-            groups[-1][1][-1] = (low, digits)
-        else:
-            groups[-1][1].append((digits, digits))
-    return ",".join(prefix + _bracket(spans) for prefix, spans in groups)
+    pieces: list[str] = []
+    for (prefix, numbered), group in groupby(
+        map(_split, hosts), key=lambda split: (split[0], bool(split[1]))
+    ):
+        numbers = [digits for _, digits in group]
+        pieces += [prefix + _bracket(numbers)] if numbered else [prefix] * len(numbers)
+    return ",".join(pieces)
 
 
 def expand_counts(text: str) -> list[int]:
@@ -124,61 +125,71 @@ def expand_counts(text: str) -> list[int]:
             raise _fault(f"bad count '{_printable(item)}', expected N or N(xREPEAT),", text, column, _COUNTS)
         count, repeat = int(found[1]), int(found[2] or 1)
         if len(counts) + repeat > MAX_HOSTS:
-            raise _fault(f"more than {MAX_HOSTS:,} nodes (4 x Slurm's largest cluster)", text, column, _COUNTS)
+            raise _fault(f"more nodes than {_MOST}", text, column, _COUNTS)
         counts += [count] * repeat
         column += len(item) + 1
     return counts
 
 
-_COUNTS = "tasks-per-node list"
-
-
-def _names(prefix: str, span: _Range, suffix: str) -> Iterator[str]:
-    """Every host of one range. Formatting with a width is slow; in 098-102 the zeros change once."""
+def _names(prefix: str, span: _Range, suffix: str) -> list[str]:
+    """Every host of one range; from 1000 on by the thousand, two times faster than a format for each host."""
     low, high, width = span
-    while low <= high:
-        digits = len(str(low))
-        last = min(high, 10**digits - 1)
-        head = prefix + "0" * (width - digits)
-        yield from [f"{head}{number}{suffix}" for number in range(low, last + 1)]
-        low = last + 1
+    if low == high:
+        return [f"{prefix}{low:0{width}d}{suffix}"]
+    names = [f"{prefix}{number:0{width}d}{suffix}" for number in range(low, min(high, 999) + 1)]
+    for thousand in range(max(low // 1000, 1), high // 1000 + 1):
+        head = f"{prefix}{thousand:0{max(width - 3, 0)}d}"
+        tails = _TAILS[max(low - thousand * 1000, 0) : high - thousand * 1000 + 1]
+        names += [f"{head}{tail}{suffix}" for tail in tails] if suffix else [head + tail for tail in tails]
+    return names
 
 
-def _bracket(spans: list[tuple[str, str]]) -> str:
-    ranges = ",".join(low if low == high else f"{low}-{high}" for low, high in spans)
-    return ranges if len(spans) == 1 and spans[0][0] == spans[0][1] else f"[{ranges}]"
+def _split(host: str) -> tuple[str, str]:
+    found = _NUMBERED.fullmatch(host)
+    return (found[1], found[2]) if found else (host, "")
 
 
-def _parse(text: str) -> Iterator[_Name]:
-    """Each comma-separated name; raises at the first character that does not fit."""
-    start, total = 0, 0
-    while True:
+def _bracket(numbers: list[str]) -> str:
+    if len(numbers) == 1:
+        return numbers[0]
+    spans: list[list[str]] = []  # [["1", "3"], ["7", "7"]]
+    for digits in numbers:
+        if spans and digits == f"{int(spans[-1][1]) + 1:0{len(spans[-1][0])}d}":
+            spans[-1][1] = digits
+        else:
+            spans.append([digits, digits])
+    return "[" + ",".join(low if low == high else f"{low}-{high}" for low, high in spans) + "]"
+
+
+def _parse(text: str) -> list[_Name]:
+    """The comma-separated names, none expanded; raises at the first character that does not fit."""
+    names, start, total = [], 0, 0
+    while start <= len(text):
         found = _ELEMENT.match(text, start)
         end = found.end() if found else start
         if end == start or (end < len(text) and text[end] != ","):
             raise _misfit(text, start, end)
-        name = _parse_name(text, start, end)
-        total += prod(sum(high - low + 1 for low, high, _ in ranges) for ranges in name.brackets)
+        element = text[start:end]
+        name = _parse_name(element, text, start) if "[" in element else _Name([element], [])
+        # A host is never longer than its element, so only long elements need the sum.
+        if end - start > MAX_NAME < sum(map(len, name.literals)) + MAX_DIGITS * len(name.brackets):
+            raise _fault(f"a name that can exceed {MAX_NAME} characters", text, start)
+        total += name.size() if name.brackets else 1
         if total > MAX_HOSTS:
-            raise _fault(f"more than {MAX_HOSTS:,} hosts (4 x Slurm's largest cluster)", text, start)
-        yield name
-        if end == len(text):
-            return
+            raise _fault(f"more hosts than {_MOST}", text, start)
+        names.append(name)
         start = end + 1
+    return names
 
 
-def _parse_name(text: str, start: int, end: int) -> _Name:
+def _parse_name(element: str, text: str, column: int) -> _Name:
     # "r[1-2]n[01-02]" splits into "r" "1-2" "n" "01-02" ""
-    parts = _PARTS.split(text[start:end])
+    parts = _PARTS.split(element)
     brackets = []
-    column = start
-    for literal, inside in zip(parts[0::2], parts[1::2]):  # noqa: B905 - the last literal has no bracket
+    for literal, inside in zip(parts[0::2], parts[1::2], strict=False):
         column += len(literal) + 1
         brackets.append(_parse_ranges(inside, text, column))
         column += len(inside) + 1
-    digits = (max(max(width, len(str(high))) for _, high, width in ranges) for ranges in brackets)
-    if sum(map(len, parts[0::2])) + sum(digits) > MAX_NAME:
-        raise _fault(f"a name longer than {MAX_NAME} characters", text, start)
     return _Name(parts[0::2], brackets)
 
 
@@ -190,10 +201,12 @@ def _parse_ranges(inside: str, text: str, column: int) -> list[_Range]:
             long = re.fullmatch(r"[0-9]+(-[0-9]+)?", item)
             what = f"more than {MAX_DIGITS} digits in the" if long else "bad"
             raise _fault(f"{what} range '{_printable(item)}'", text, column)
-        low, high = int(found[1]), int(found[2] or found[1])
+        first_digits, last_digits = found.groups()
+        low = int(first_digits)
+        high = int(last_digits) if last_digits else low
         if low > high:
             raise _fault(f"backward range '{item}'", text, column)
-        ranges.append(_Range(low, high, len(found[1])))
+        ranges.append((low, high, len(first_digits)))
         column += len(item) + 1
     return ranges
 
@@ -211,7 +224,7 @@ def _misfit(text: str, start: int, at: int) -> NodelistError:
     if text[at] == "[":
         inner = re.compile(r"[][]").search(text, at + 1)
         return _fault("'[' inside '['", text, inner.start()) if inner else _fault("'[' without ']'", text, at)
-    return _fault(f"unexpected character {ascii(text[at])}", text, at)
+    return _fault(f"unexpected character {text[at]!a}", text, at)
 
 
 def _printable(text: str, most: int = 40) -> str:

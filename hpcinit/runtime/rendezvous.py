@@ -6,13 +6,14 @@ import os
 import socket
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed import DistError, HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.world import World, exports
 
 
-def open_store(world: World, nonce: str, timeout: timedelta) -> dist.Store:
+def open_store(world: World, nonce: str, timeout: timedelta) -> Store:
     """A store that all ranks of this start share, and no other start of the same job.
 
     A rank left over from before a requeue keeps trying the same address; behind the nonce and the job's
@@ -21,13 +22,13 @@ def open_store(world: World, nonce: str, timeout: timedelta) -> dist.Store:
     """
     os.environ.update(exports(world))
     if world.world_size == 1:
-        return dist.HashStore()
+        return HashStore()
     try:
         # env:// and not a TCPStore of our own: under torchrun the agent holds the store already.
-        store, _, _ = next(dist.rendezvous("env://", world.rank, world.world_size, timeout=timeout))
-    except (dist.DistError, OSError) as error:
+        store, _, _ = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))
+    except (DistError, OSError) as error:
         raise BringUpError(_why(world, timeout, error)) from error
-    return dist.PrefixStore(f"hpcinit/{nonce}/{world.job}", store)
+    return PrefixStore(f"hpcinit/{nonce}/{world.job}", store)
 
 
 def _why(world: World, timeout: timedelta, error: Exception) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcinit.config import compose
+from hpcinit.config import checks, compose
 from hpcinit.config.schema import Config
 from hpcinit.facts import quoting
 from hpcinit.submission import submit as submission
@@ -66,7 +66,7 @@ def _submit(config: Config, document: dict[str, Any], argv: Sequence[str]) -> in
     done = submission.submit(config, document, ["hpcinit", "submit", *argv])
     if done.dropped:
         print(f"not passed on to the job: {', '.join(done.dropped)}", file=sys.stderr)
-    per_node = submission.checks.ranks_per_node(config)
+    per_node = checks.ranks_per_node(config)
     print(f"job {done.job_id} on {config.cluster.name}: {config.name}, {config.nodes} nodes x {per_node} ranks")
     print(f"run folder: {done.path}", flush=True)
     if done.interrupted:

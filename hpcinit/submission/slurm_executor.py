@@ -18,7 +18,7 @@ from hpcinit.facts.errors import SubmitError
 SBATCH_PATIENCE_S = 180
 
 
-class ScriptExecutor(SlurmExecutor):  # type: ignore[misc]  # submitit's class is untyped here
+class ScriptExecutor(SlurmExecutor):
     """Renders one batch script and submits it; what runs in it is a shell command, not a pickle."""
 
     @classmethod

@@ -8,15 +8,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 from hpcinit.facts.errors import WorldError
 from hpcinit.facts.launchers import mpi, single, slurm, torchrun
 from hpcinit.facts.world import World
 
+
+
+class Launcher(Protocol):
+    """The questions that each module answers."""
+
+    NAME: str
+
+    def present(self, env: Mapping[str, str]) -> bool: ...
+    def read(self, env: Mapping[str, str]) -> World: ...
+
+
 # In this order: torchrun inside a Slurm step is torchrun's world (the step's tasks are its agents), and
 # mpirun inside an allocation is MPI's. `srun` is what is left. A stale RANK alone does not look like
 # torchrun, which always sets TORCHELASTIC_RUN_ID.
-LAUNCHERS = (torchrun, mpi, slurm, single)
+LAUNCHERS: tuple[Launcher, ...] = (torchrun, mpi, slurm, single)
 
 
 def read(env: Mapping[str, str], launcher: str | None = None) -> World:

@@ -1,0 +1,203 @@
+"""The demo: a small character-level GPT, trained data-parallel on the source of Python's standard library.
+
+    hpcinit submit nodes=2 ranks_per_node=2 job=train_gpt wait=true
+
+What is particular to training on several ranks stands in `train`: the session, DistributedDataParallel,
+batches of its own for each rank, and numbers that are averaged before rank 0 prints them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hpcinit
+
+VOCABULARY = bytes([10, *range(32, 127)])  # newline and printable ASCII; other characters are left out
+HELD_OUT = 0.1  # the last part of the text is for evaluation only
+EVAL_WINDOWS = 16  # pieces of the held-out text that each rank evaluates
+
+
+def standard_library() -> Tensor:
+    """The text as token numbers (uint8): every top-level module, in alphabetical order.
+
+    The same on all machines with the same Python, so without the files that a site generates or edits.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = sorted(path for path in folder.glob("*.py") if not path.name.startswith(("_sysconfig", "site")))
+    source = b"".join(path.read_bytes() for path in files)
+    if not source:
+        raise SystemExit(f"no text to train on: {folder} has no .py files; is this Python stripped of its source?")
+    number = bytes(max(VOCABULARY.find(byte), 0) for byte in range(256))
+    others = bytes(set(range(256)) - set(VOCABULARY))
+    return torch.frombuffer(bytearray(source.translate(number, others)), dtype=torch.uint8)
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each on the normalised input and added to it."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.feed_forward(self.norm_2(x))
+
+
+class GPT(nn.Module):
+    """Token numbers (batch, length) to the logits of each next token (batch, length, vocabulary)."""
+
+    def __init__(self, context: int, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.context = context
+        self.token, self.position = nn.Embedding(len(VOCABULARY), width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(VOCABULARY), bias=False)
+        for embedding in (self.token, self.position):
+            nn.init.normal_(embedding.weight, std=float(__import__("os").environ.get("STD","0.02")))
+        nn.init.normal_(self.head.weight, std=0.02)  # small logits: the first loss is that of guessing
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        return self.head(self.norm(self.blocks(x)))
+
+
+def loss_at(model: nn.Module, text: Tensor, starts: Tensor, context: int, device: torch.device) -> Tensor:
+    """The mean loss over the pieces of `text` that begin at `starts`."""
+    pieces = text[starts[:, None] + torch.arange(context + 1)].long().to(device)
+    logits = model(pieces[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), pieces[:, 1:].flatten())
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    """The same number on every rank, so that all of them decide alike on it."""
+    if dist.is_initialized():
+        value = value.detach().clone()
+        dist.all_reduce(value)
+        value /= dist.get_world_size()
+    return value.item()
+
+
+def same_on_all_ranks(value: Tensor) -> bool:
+    """Whether every rank holds the same whole number."""
+    ends = torch.stack([value, -value])
+    if dist.is_initialized():
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    return bool(ends[0] == -ends[1])
+
+
+def checksum(parameters: list[Tensor]) -> Tensor:
+    """A whole number that any change of any bit changes: rounding cannot hide a difference."""
+    return torch.stack([p.detach().view(torch.int32).sum() for p in parameters]).sum()
+
+
+@torch.no_grad()
+def sample(model: GPT, prompt: str, length: int, seed: int) -> str:
+    """`prompt` and what the model writes after it."""
+    device = model.head.weight.device
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.tensor([[VOCABULARY.index(byte) for byte in prompt.encode()]], device=device)
+    for _ in range(length):
+        likely = F.softmax(model(tokens[:, -model.context :])[0, -1] / 0.8, dim=-1).cpu()
+        chosen = torch.multinomial(likely, 1, generator=generator).to(device)
+        tokens = torch.cat([tokens, chosen[None]], dim=1)
+    return bytes(VOCABULARY[token] for token in tokens[0].tolist()).decode()
+
+
+def train(run: hpcinit.Runtime, options: argparse.Namespace) -> None:
+    """Train, print as rank 0, and end with a message and exit status 1 if nothing was learnt."""
+    text = standard_library()
+    if not same_on_all_ranks(text.long().sum().to(run.device)):
+        raise SystemExit("the ranks read different texts: run the same Python version on all nodes")
+    cut = int(len(text) * (1 - HELD_OUT))
+    training, held_out = text[:cut], text[cut:]
+
+    # The session has seeded every rank alike, so all begin with the same weights.
+    gpt = GPT(options.context, options.width, options.layers, options.heads).to(run.device)
+    parameters = list(gpt.parameters())
+    # Averages the gradients over the ranks while the backward pass still runs.
+    model: nn.Module = DistributedDataParallel(gpt) if run.world_size > 1 else gpt
+    optimizer = torch.optim.AdamW(parameters, lr=options.lr)
+    warm_up = max(1, options.steps // 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda t: min((t + 1) / warm_up, 0.5 + 0.5 * math.cos(math.pi * t / options.steps))
+    )
+
+    # Batches must differ between the ranks: a generator of its own for each (seed, rank).
+    generator = torch.Generator().manual_seed(run.seed * 2**20 + run.rank)
+    windows = torch.linspace(0, len(held_out) - options.context - 1, EVAL_WINDOWS * run.world_size).long()
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        mine = windows[run.rank :: run.world_size]
+        return mean_over_ranks(loss_at(gpt, held_out, mine, options.context, run.device))
+
+    def say(line: str) -> None:
+        if run.rank == 0:
+            print(line, flush=True)
+
+    tokens = run.world_size * options.micro_batch * options.context
+    say(f"{sum(p.numel() for p in parameters):,} parameters, {len(training):,} characters of Python's own source")
+    say(f"{run.world_size} ranks x {options.micro_batch} pieces x {options.context} characters = {tokens:,} per step")
+    first = loss = math.nan
+    began = time.monotonic()
+    for step in range(1, options.steps + 1):
+        starts = torch.randint(len(training) - options.context, (options.micro_batch,), generator=generator)
+        batch_loss = loss_at(model, training, starts, options.context, run.device)
+        optimizer.zero_grad()
+        batch_loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        loss = mean_over_ranks(batch_loss)
+        first = loss if step == 1 else first
+        if not math.isfinite(loss):
+            raise SystemExit(f"the loss is {loss} at step {step}: try a smaller --lr than {options.lr:g}")
+        run.progress(step, options.steps, loss=loss)
+        if step == 1 or step % options.eval_every == 0 or step == options.steps:
+            speed = step * tokens / (time.monotonic() - began)
+            say(f"step {step:4d}  loss {loss:.3f}  held-out {evaluate():.3f}  {speed:,.0f} tokens/s")
+
+    if not same_on_all_ranks(checksum(parameters)):
+        raise SystemExit("the parameters differ between the ranks after training")
+    if run.rank == 0:
+        print(f"--- it writes:\n{sample(gpt, 'def ', 200, run.seed)}\n---")
+    summary = f"loss {first:.2f} -> {loss:.2f} in {options.steps} steps, held-out {evaluate():.2f}"
+    say(summary)
+    if loss >= first:
+        raise SystemExit(f"the loss did not go down: {summary}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="train_gpt", description="Train a small GPT on the standard library.")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--micro-batch", type=int, default=8, help="pieces of text per rank and step")
+    parser.add_argument("--context", type=int, default=128, help="length of a piece in characters")
+    parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--eval-every", type=int, default=10, help="steps between two lines of output")
+    with hpcinit.session() as run:
+        train(run, parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Overrides in, a Config out, or every problem at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcinit.config.compose import compose, folder
+from hpcinit.facts.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("HPCINIT_CONF", raising=False)
+
+
+def problems(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        compose(overrides)
+    assert caught.value.exit_status == 2
+    return list(caught.value.problems)
+
+
+def test_defaults_are_the_local_machine_and_the_smoke_test() -> None:
+    """With no override at all there is a complete request: the smoke test on one local rank."""
+    config = compose([])
+    assert (config.cluster.name, config.job.name, config.nodes, config.name) == ("local", "smoke", 1, "smoke")
+
+
+@pytest.mark.parametrize("cluster", sorted(path.stem for path in (folder() / "cluster").glob("*.yaml")))
+def test_every_shipped_cluster_composes(cluster: str) -> None:
+    """Each cluster in conf/ passes the schema and calls itself by its file's name."""
+    assert compose([f"cluster={cluster}"]).cluster.name == cluster
+
+
+def test_what_the_command_line_does_not_say_comes_from_the_cluster() -> None:
+    """Partition and time limit are the cluster's unless given."""
+    assert (compose(["cluster=mini"]).partition, compose(["cluster=mini"]).time_min) == ("main", 10)
+    given = compose(["cluster=mini", "partition=high", "time_min=5"])
+    assert (given.partition, given.time_min) == ("high", 5)
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("cluster=nope", ["no such cluster", "example, local, mini"]),
+        ("nodez=3", ["no such key 'nodez'", "did you mean 'nodes'?"]),
+        ("cluster.partitionz=3", ["no such key 'cluster.partitionz'", "did you mean 'partition'?", "engine"]),
+        ("nodes=abc", ["nodes=abc", "could not be converted to Integer"]),
+        ("nodes=1.5", ["nodes=1.5", "could not be converted to Integer"]),
+        ("job.args=3", ["job.args=3", "is not a ListConfig"]),
+        ("nodes=[1", ["nodes=[1", "quote what is special"]),
+        ("name=a'b", ["name=a'b", "quote what is special"]),
+        ("nodes", ["nodes", "quote what is special"]),
+        ("name=${nope}", ["Interpolation key 'nope' not found"]),
+        ("nodes=1,2", ["Ambiguous value for argument 'nodes=1,2'"]),
+    ],
+)
+def test_a_wrong_override_is_one_message(override: str, parts: list[str]) -> None:
+    """A wrong override gives exactly one message, with the key, the value and what was expected."""
+    (message,) = problems(override)
+    for part in parts:
+        assert part in message
+
+
+def test_all_problems_come_at_once() -> None:
+    """Three wrong overrides are three messages, in one go, and a right one among them is none."""
+    found = problems("cluster=nope", "nodes=abc", "seed=3", "nodez=1")
+    assert len(found) == 3
+    assert [any(word in message for message in found) for word in ("nope", "abc", "nodez")] == [True] * 3
+
+
+def test_extra_keys_and_interpolation_work() -> None:
+    """`+key=` adds a key of one's own, and others may refer to it."""
+    config = compose(["+lr=0.1", "job.args=[--lr,${lr}]", "+cluster.sbatch.reservation=x"])
+    assert config.job.args == ["--lr", "0.1"]
+    assert config.cluster.sbatch == {"reservation": "x"}
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_own_clusters_are_found_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """./conf comes before $HPCINIT_CONF, that before ~/.config/hpcinit, and all before the package's own."""
+    places = [tmp_path / "conf", tmp_path / "named", tmp_path / "home/.config/hpcinit"]
+    for number, place in reversed(list(enumerate(places))):
+        write(place / "cluster/mini.yaml", f"name: from-{number}\n")
+        if number == 1:
+            monkeypatch.setenv("HPCINIT_CONF", str(place))
+        assert compose(["cluster=mini"]).cluster.name == f"from-{number}"
+
+
+def test_a_job_of_ones_own_needs_no_change_to_the_package(tmp_path: Path) -> None:
+    """A YAML file in ./conf/job is a choice for job=."""
+    write(tmp_path / "conf/job/mine.yaml", "name: mine\nscript: train.py\nargs: [--lr, '3e-4']\n")
+    config = compose(["job=mine"])
+    assert (config.job.script, config.job.args) == ("train.py", ["--lr", "3e-4"])
+
+
+def test_a_mistake_in_ones_own_yaml_names_file_and_key(tmp_path: Path) -> None:
+    """A key that the schema does not know is named together with the file it stands in."""
+    write(tmp_path / "conf/cluster/own.yaml", "name: own\ngpus_per_nod: 4\n")
+    (message,) = problems("cluster=own")
+    assert "cluster/own" in message and "gpus_per_nod" in message and "gpus_per_node" in message
+
+
+def test_hpcinit_conf_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A $HPCINIT_CONF that is no folder is an error, not silence."""
+    monkeypatch.setenv("HPCINIT_CONF", str(tmp_path / "nowhere"))
+    (message,) = problems()
+    assert "HPCINIT_CONF" in message and "nowhere" in message

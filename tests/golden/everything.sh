@@ -1,0 +1,36 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --account=proj-1
+#SBATCH --chdir=/shared/me/project
+#SBATCH --comment='two words, a # and $HOME'
+#SBATCH --cpus-per-task=7
+#SBATCH --exclusive
+#SBATCH --gres=gpu:a100:4
+#SBATCH --job-name=smoke
+#SBATCH --mail-type=NONE
+#SBATCH --mem=512M
+#SBATCH --nodes=3
+#SBATCH --ntasks-per-node=2
+#SBATCH --open-mode=append
+#SBATCH --output=/shared/me/runs/x-0001/logs/job.log
+#SBATCH --partition=gpu
+#SBATCH --qos=long
+#SBATCH --requeue
+#SBATCH --signal=USR2@120
+#SBATCH --time=90
+
+# setup
+export HPCINIT_RUN=/shared/me/runs/x-0001
+trap 'printf "{\"exit_status\": %d, \"ended\": %d, \"job\": \"%s\", \"restart\": %d}\n" "$?" "$(date +%s)" "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" > "$HPCINIT_RUN/exit.json.tmp" && mv "$HPCINIT_RUN/exit.json.tmp" "$HPCINIT_RUN/exit.json"' EXIT
+export NCCL_SOCKET_IFNAME=ib0
+export GLOO_SOCKET_IFNAME=ib0
+export NCCL_DEBUG=WARN
+export GREETING='hello world'
+# cluster.setup, shell by design:
+module purge
+module load gcc cuda
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --nodes=3 --ntasks=6 --ntasks-per-node=2 --cpus-per-task=7 --kill-on-bad-exit=0 --cpu-bind=cores --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log --mpi=none /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

@@ -1,0 +1,26 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --chdir=/shared/me/project
+#SBATCH --cpus-per-task=16
+#SBATCH --gpus-per-node=4
+#SBATCH --job-name=smoke
+#SBATCH --mail-type=NONE
+#SBATCH --nodes=8
+#SBATCH --ntasks-per-node=4
+#SBATCH --open-mode=append
+#SBATCH --output=/shared/me/runs/x-0001/logs/job.log
+#SBATCH --partition=gpu
+#SBATCH --time=60
+
+# setup
+export HPCINIT_RUN=/shared/me/runs/x-0001
+trap 'printf "{\"exit_status\": %d, \"ended\": %d, \"job\": \"%s\", \"restart\": %d}\n" "$?" "$(date +%s)" "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" > "$HPCINIT_RUN/exit.json.tmp" && mv "$HPCINIT_RUN/exit.json.tmp" "$HPCINIT_RUN/exit.json"' EXIT
+export NCCL_DEBUG=WARN
+# cluster.setup, shell by design:
+module purge
+module load gcc cuda
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --nodes=8 --ntasks=32 --ntasks-per-node=4 --cpus-per-task=16 --kill-on-bad-exit=1 --wait=0 --gpu-bind=none --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log --mpi=none /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

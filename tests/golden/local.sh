@@ -1,0 +1,20 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --chdir=/shared/me/project
+#SBATCH --job-name=smoke
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=2
+#SBATCH --open-mode=append
+#SBATCH --output=/shared/me/runs/x-0001/logs/job.log
+#SBATCH --time=60
+
+# setup
+export HPCINIT_RUN=/shared/me/runs/x-0001
+trap 'printf "{\"exit_status\": %d, \"ended\": %d, \"job\": \"%s\", \"restart\": %d}\n" "$?" "$(date +%s)" "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" > "$HPCINIT_RUN/exit.json.tmp" && mv "$HPCINIT_RUN/exit.json.tmp" "$HPCINIT_RUN/exit.json"' EXIT
+export GLOO_SOCKET_IFNAME=lo
+export OMP_NUM_THREADS=1
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+/shared/me/venv/bin/python -m hpcinit.local.step --nodes=2 --ntasks=4 --ntasks-per-node=2 --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

@@ -1,0 +1,22 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --chdir=/shared/me/project
+#SBATCH --cpus-per-task=8
+#SBATCH --gpus-per-node=8
+#SBATCH --job-name=train_gpt
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=2
+#SBATCH --open-mode=append
+#SBATCH --output=/shared/me/runs/x-0001/logs/job.log
+#SBATCH --partition=main
+#SBATCH --time=10
+
+# setup
+export HPCINIT_RUN=/shared/me/runs/x-0001
+trap 'printf "{\"exit_status\": %d, \"ended\": %d, \"job\": \"%s\", \"restart\": %d}\n" "$?" "$(date +%s)" "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" > "$HPCINIT_RUN/exit.json.tmp" && mv "$HPCINIT_RUN/exit.json.tmp" "$HPCINIT_RUN/exit.json"' EXIT
+export OMP_NUM_THREADS=1
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --nodes=4 --ntasks=8 --ntasks-per-node=2 --cpus-per-task=8 --kill-on-bad-exit=1 --wait=0 --gpu-bind=none --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

@@ -1,0 +1,96 @@
+"""The rendered batch script, held whole against golden files.
+
+HPCINIT_WRITE_GOLDEN=1 pytest tests/submission/test_script.py writes them anew; read the diff before you commit.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpcinit.config.compose import compose
+from hpcinit.submission import script
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+FOLDER, WORKDIR = Path("/shared/me/runs/x-0001"), Path("/shared/me/project")
+PYTHON = "cluster.python=/shared/me/venv/bin/python"
+
+CASES = {
+    "local": ["cluster=local", "nodes=2", "ranks_per_node=2"],
+    "mini": ["cluster=mini", "nodes=4", "ranks_per_node=2", "job=train_gpt"],
+    "example": ["cluster=example", "nodes=8"],
+    "everything": [
+        "cluster=example", "nodes=3", "ranks_per_node=2", "cpus_per_rank=7", "time_min=90", "account=proj-1",
+        "qos=long", "mem_gb=0.5", "comment='two words, a # and $HOME'", "cluster.exclusive=true",
+        "cluster.gpu_flag=gres", "cluster.gpu_type=a100", "cluster.interface=ib0", "+job.env.GREETING='hello world'",
+        "launch.cpu_bind=cores", "launch.gpu_bind=null", "launch.wait_s=null", "launch.kill_on_bad_exit=false",
+        "+cluster.sbatch.signal=USR2@120", "+cluster.sbatch.requeue=true", "+cluster.sbatch.mail-user=null",
+    ],
+}  # fmt: skip
+
+
+def render(*overrides: str, folder: Path = FOLDER) -> str:
+    return script.render(compose([*overrides, PYTHON]), folder, WORKDIR)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_script_is_the_golden_one(name: str) -> None:
+    """The whole script of a typical request is what was reviewed."""
+    text, path = render(*CASES[name]), GOLDEN / f"{name}.sh"
+    if os.environ.get("HPCINIT_WRITE_GOLDEN") == "1":
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_script_is_valid_bash(name: str) -> None:
+    """bash parses every golden script."""
+    subprocess.run(["bash", "-n", GOLDEN / f"{name}.sh"], check=True)
+
+
+def test_local_and_slurm_differ_in_the_launcher_only() -> None:
+    """On cluster=local the script is the same but for the words that start the step."""
+    same = ["nodes=2", "ranks_per_node=2", "cluster.gpus_per_node=0", "cluster.gpu_flag=null"]
+    slurm = render("cluster=local", *same, "cluster.engine=slurm")
+    local = render("cluster=local", *same)
+    ours = "/shared/me/venv/bin/python -m hpcinit.local.step --"
+    assert local.replace(ours, "srun --") == slurm and ours in local
+
+
+def test_directives_come_before_any_command() -> None:
+    """sbatch ignores a directive after the first command, in silence: there is none."""
+    lines = render(*CASES["everything"]).splitlines()
+    directives = [i for i, line in enumerate(lines) if line.startswith("#SBATCH")]
+    commands = [i for i, line in enumerate(lines) if line and not line.startswith("#")]
+    assert max(directives) < min(commands)
+
+
+def test_none_and_false_drop_an_option() -> None:
+    """null and false leave an option out; submitit itself would render =None and =False."""
+    text = render("+cluster.sbatch.reservation=null", "+cluster.sbatch.requeue=false", "+cluster.sbatch.hold=true")
+    assert "reservation" not in text and "requeue" not in text
+    assert "#SBATCH --hold\n" in text
+
+
+def test_no_wckey_and_no_signal_unless_asked_for() -> None:
+    """submitit's --wckey=submitit breaks sites without wckeys, and its --signal kills what does not handle it."""
+    assert "wckey" not in render() and "signal" not in render()
+    assert "#SBATCH --wckey=mine\n" in render("+cluster.sbatch.wckey=mine")
+
+
+def test_percent_signs_in_paths_are_not_patterns() -> None:
+    """A % in the run folder's path is doubled where Slurm would take it for a file name pattern."""
+    text = render(folder=Path("/shared/50%_done/x-0001"))
+    assert "--output=/shared/50%%_done/x-0001/logs/job.log" in text
+    assert "--output=/shared/50%%_done/x-0001/logs/rank-%t.log" in text
+    assert "hpcinit.run /shared/50%_done/x-0001/spec.json" in text
+
+
+def test_memory_has_slurms_spellings() -> None:
+    """0 GB means all memory of the node, whole gigabytes are G and fractions megabytes."""
+    for gb, flag in (("0", "--mem=0\n"), ("3", "--mem=3G\n"), ("1.5", "--mem=1536M\n")):
+        assert flag in render(f"mem_gb={gb}")
+    assert "--mem" not in render()

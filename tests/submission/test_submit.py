@@ -1,0 +1,167 @@
+"""`hpcinit submit` without a cluster: what it prints, writes, refuses, and leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Run
+
+NO_SLURM = {"PATH": f"{Path(sys.executable).parent}:/nowhere"}
+
+
+def test_dry_run_needs_no_slurm_and_touches_nothing(hpcinit: Run, tmp_path: Path) -> None:
+    """dry_run prints the script and nothing else on stdout, without Slurm on PATH, and writes no file."""
+    done = hpcinit("submit", "cluster=mini", "nodes=4", "dry_run=true", env=NO_SLURM)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("#!/bin/bash\n") and "srun --nodes=4" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_is_byte_for_byte_what_is_written(hpcinit: Run, tmp_path: Path) -> None:
+    """The script in the run folder is exactly what a dry run printed just before."""
+    words = ["submit", "nodes=2", "--", "true", "an argument"]
+    printed = hpcinit(*words[:2], "dry_run=true", *words[2:]).stdout
+    assert hpcinit(*words).returncode == 0
+    assert (tmp_path / "runs/true-0001/job.sh").read_text() == printed
+
+
+def test_run_folder_holds_everything_to_run_again(hpcinit: Run, tmp_path: Path) -> None:
+    """Config, script, spec, versions and commit are there, in a private folder, and no pickle."""
+    assert hpcinit("submit", "wait=true", "--", "true").returncode == 0
+    folder = tmp_path / "runs/true-0001"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not list(folder.rglob("*.pkl"))
+    spec = json.loads((folder / "spec.json").read_text())
+    assert spec["program"] == {"kind": "command", "target": "true", "args": []} and len(spec["nonce"]) == 32
+    provenance = json.loads((folder / "provenance.json").read_text())
+    assert provenance["command"] == ["hpcinit", "submit", "wait=true", "--", "true"]
+    assert {"hpcinit", "torch", "submitit"} <= set(provenance["versions"])
+    assert "command: 'true'" in (folder / "config.yaml").read_text()
+
+
+def test_git_commit_is_recorded(hpcinit: Run, tmp_path: Path) -> None:
+    """The commit of the checkout that submitted is recorded, with a mark where it was edited."""
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@x.invalid"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "a.py").write_text("")
+    subprocess.run([*git, "add", "a.py"], check=True)
+    subprocess.run([*git, "commit", "-qm", "x"], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    hpcinit("submit", "--", "true")
+    (tmp_path / "a.py").write_text("edited")
+    hpcinit("submit", "--", "true")
+    found = [json.loads((tmp_path / f"runs/true-000{i}/provenance.json").read_text())["git_commit"] for i in (1, 2)]
+    assert found == [commit, f"{commit}-dirty"]
+
+
+def test_run_again_by_hand(hpcinit: Run, tmp_path: Path) -> None:
+    """The run folder's spec is all that a rank needs: hpcinit run SPEC works by hand."""
+    hpcinit("submit", "wait=true", "--", "sh", "-c", 'echo "rank $RANK of $WORLD_SIZE"')
+    done = hpcinit("run", "runs/sh-0001/spec.json")
+    assert (done.returncode, done.stdout) == (0, "rank 0 of 1\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["cluster=nope"], 2, "no such cluster, expected one of: example, local, mini"),
+        (["nodes=0"], 2, "nodes is 0, expected 1 or more"),
+        (["nodes=-1"], 2, "nodes is -1, expected 1 or more"),
+        (["nodes=abc"], 2, "nodes=abc: Value 'abc'"),
+        (["cluster=mini", "nodes=5"], 2, "partition 'main' of cluster mini has at most 4"),
+        (["cluster=mini"], 1, "sbatch is not on PATH, and cluster mini needs it"),
+        (["nodes=1", "--", "nope.py"], 2, "nope.py does not exist"),
+        (["comment='a\nb'"], 2, "contains the control character '\\n'"),
+        (["comment='a\0b'"], 2, "contains the control character '\\x00'"),
+        (['comment="it\'s"'], 2, "contains an unbalanced '"),
+        (["runs_dir=/proc/nowhere"], 1, "cannot write the run folder /proc/nowhere"),
+        (["ranks_per_node=1000"], 2, "this machine has"),
+        (["nodes=500"], 2, "cluster=local has at most 254"),
+        (["--frob"], 2, "unrecognized arguments: --frob"),
+    ],
+)  # fmt: skip
+def test_bad_input_gets_one_message_and_leaves_nothing(
+    hpcinit: Run, tmp_path: Path, words: list[str], status: int, message: str
+) -> None:
+    """Bad input: a message on stderr, nothing on stdout, the right exit status, no traceback, no folder."""
+    if any("\0" in word for word in words):
+        # No process can be given a NUL as an argument; a YAML file can hold one.
+        (tmp_path / "conf/job").mkdir(parents=True)
+        (tmp_path / "conf/job/nul.yaml").write_text('name: nul\nmodule: x\nenv: {A: "a\\0b"}\n')
+        words = ["job=nul"]
+    done = hpcinit("submit", *words, env=NO_SLURM)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert message in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists() or list((tmp_path / "runs").iterdir()) == []
+
+
+def test_command_line_mistakes_are_guessed(hpcinit: Run) -> None:
+    """A mistyped command names the commands and the likeliest."""
+    done = hpcinit("submitt")
+    assert done.returncode == 2 and "did you mean 'submit'?" in done.stderr
+
+
+def interrupt(process: subprocess.Popen[str], after: str) -> tuple[str, str]:
+    """SIGINT as soon as `after` appears on stdout, as a terminal does on Ctrl-C; the rest of its streams."""
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if after in line:
+            break
+    time.sleep(0.5)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    return seen + out, err
+
+
+def test_interrupted_while_waiting_the_job_goes_on(hpcinit: Run, tmp_path: Path) -> None:
+    """Ctrl-C while waiting gives up waiting; the job ends by itself, and it was said how to find it."""
+    command = [sys.executable, "-m", "hpcinit", "submit", "wait=true", "--", "sh", "-c", "sleep 3; echo done"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    out, _ = interrupt(process, "RUNNING")
+    assert process.returncode == 130 and f"hpcinit status {tmp_path}/runs/sh-0001" in out
+    assert "RUNNING" in hpcinit("status", "sh-0001").stdout
+    assert "done" in hpcinit("logs", "--follow", "sh-0001").stdout
+    assert "COMPLETED" in hpcinit("status", "sh-0001").stdout
+
+
+SLOW = """#!/bin/sh
+# Stands for a {name} that takes its time, so that Ctrl-C comes while it runs.
+echo x > {name}-was-called
+sleep 2
+echo 4242
+"""
+
+
+@pytest.mark.parametrize(
+    ("slow", "said"), [("git", "nothing was submitted"), ("sbatch", "the job was submitted already; hpcinit cancel")]
+)
+def test_interrupted_while_submitting(tmp_path: Path, hpcinit: Run, slow: str, said: str) -> None:
+    """Ctrl-C before sbatch leaves nothing; during it, the job that sbatch makes is recorded and named."""
+    (tmp_path / "bin").mkdir()
+    for name in {slow, "sbatch"}:
+        (tmp_path / "bin" / name).write_text(SLOW.format(name=name))
+        (tmp_path / "bin" / name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    command = [sys.executable, "-m", "hpcinit", "submit", "cluster=mini", "--", "true"]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 20
+    while not (tmp_path / f"{slow}-was-called").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and said in err and "Traceback" not in err
+    submitted = slow == "sbatch"
+    assert ((tmp_path / "runs/true-0001/submission.json").exists(), "job 4242" in out) == (submitted, submitted)
+    assert (tmp_path / "sbatch-was-called").exists() == submitted

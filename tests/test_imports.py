@@ -1,0 +1,108 @@
+"""Who may import whom, and what must stay out of a login node."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hpcinit
+
+PACKAGE = Path(hpcinit.__file__).parent
+HEAVY = ("torch", "deepspeed")
+# Room -> the rooms it may import from. Top-level modules (cli, submit, run, world) may import all.
+MAY_IMPORT = {
+    "facts": {"facts"},
+    "config": {"facts", "config"},
+    "local": {"facts", "local"},
+    "submission": {"facts", "config", "local", "submission", "observe"},
+    "observe": {"facts", "local", "observe"},
+    "runtime": {"facts", "runtime"},
+    "jobs": set(),  # the public interface only, as users write it
+}
+ONLY_IN = {
+    "submitit": {"submission/slurm_executor.py"},
+    "hydra": {"config/compose.py"},
+    "omegaconf": {"config/compose.py", "config/schema.py"},
+}
+SITES = ("juwels", "jupiter", "jean", "leonardo", "lumi", "perlmutter", "frontier", "delta", "alps", "mini")
+
+
+def imports(path: Path) -> set[str]:
+    """Full names of the modules that a file imports anywhere, functions included."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def modules_after(statement: str) -> set[str]:
+    """sys.modules of a fresh interpreter that ran `statement`."""
+    code = f"{statement}\nimport sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import hpcinit",
+        "import hpcinit.cli, hpcinit.submit, hpcinit.world, hpcinit.run, hpcinit.nodelist",
+        "from hpcinit.submission import command, script, slurm_executor",
+        "from hpcinit.observe import follow, status, logs, cancel",
+    ],
+)
+def test_login_node_never_imports_torch(statement: str) -> None:
+    """Neither `import hpcinit` nor anything on the login node's path imports torch or DeepSpeed."""
+    assert not modules_after(statement) & set(HEAVY)
+
+
+def test_a_whole_submission_never_imports_torch(tmp_path: Path) -> None:
+    """Composing, checking and rendering a request imports neither torch nor DeepSpeed."""
+    code = f"import os; os.chdir({str(tmp_path)!r}); from hpcinit.cli import main; main(['submit', 'cluster=mini', 'dry_run=true'])"
+    assert not modules_after(code) & set(HEAVY)
+
+
+def test_the_check_for_torch_can_fail() -> None:
+    """The check above sees torch where it is imported: the first use of hpcinit.init brings it in."""
+    assert "torch" in modules_after("import hpcinit; hpcinit.init")
+
+
+def test_import_hpcinit_is_the_standard_library_only() -> None:
+    """`import hpcinit` brings in no third-party package at all."""
+    new = modules_after("import hpcinit") - modules_after("pass")
+    roots = {name.partition(".")[0] for name in new}
+    assert roots - set(sys.stdlib_module_names) == {"hpcinit"}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_run_downhill(path: Path) -> None:
+    """A room imports only from the rooms below it, and one file alone knows each dependency we do not own."""
+    relative = path.relative_to(PACKAGE)
+    room = relative.parts[0] if len(relative.parts) > 1 else ""
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "hpcinit" and room in MAY_IMPORT and len(parts) > 1 and parts[1] in MAY_IMPORT:
+            assert parts[1] in MAY_IMPORT[room], f"{relative} imports {name}"
+        if parts[0] in ONLY_IN:
+            assert str(relative) in ONLY_IN[parts[0]], f"{relative} imports {name}"
+
+
+def test_facts_need_the_standard_library_only() -> None:
+    """Everything in facts/ imports the standard library and facts/ alone."""
+    for path in (PACKAGE / "facts").rglob("*.py"):
+        roots = {name.partition(".")[0] for name in imports(path)}
+        assert roots <= set(sys.stdlib_module_names) | {"hpcinit", "__future__"}, path
+
+
+def test_nothing_in_python_names_a_site() -> None:
+    """All site knowledge is YAML: no file of the package mentions a cluster by name."""
+    for path in PACKAGE.rglob("*.py"):
+        words = {word.strip("'\"`.,:;()=").lower() for word in path.read_text().split()}
+        assert not words & {f"cluster={site}" for site in SITES[:-1]} and not words & set(SITES[:-1]), path
