@@ -56,7 +56,7 @@ class MiniSlurm(RunningCluster):
             raise MiniSlurmError("this machine lacks: " + "; ".join(lacks))
         if self._is_up():
             return self
-        self.down()
+        self._claim()
         try:
             self._make()
         except BaseException:
@@ -66,6 +66,11 @@ class MiniSlurm(RunningCluster):
 
     def down(self) -> None:
         """Ends every process of the cluster and removes its interface and its folder. Idempotent."""
+        self._clear()
+        with suppress(OSError):  # not there, or another cluster is in it
+            BASE.rmdir()
+
+    def _clear(self) -> None:
         left = self._left_state()
         if left and left["owner"] != self._owner and _alive(left["owner"]):
             raise MiniSlurmError(f"cluster {self.name!r} belongs to process {left['owner'][0]}, which runs")
@@ -75,8 +80,6 @@ class MiniSlurm(RunningCluster):
             shutil.rmtree(self.directory)
         elif self.directory.exists() and any(self.directory.iterdir()):
             raise MiniSlurmError(f"{self.directory} is no cluster's folder: files, but no minislurm.json")
-        with suppress(OSError):  # not there, or another cluster is in it
-            BASE.rmdir()
 
     def _is_up(self) -> bool:
         left = self._left_state()
@@ -91,8 +94,21 @@ class MiniSlurm(RunningCluster):
         except (MiniSlurmError, json.JSONDecodeError):
             return None
 
+    def _claim(self) -> None:
+        """Takes the name and a subnet; whatever ends us from here on, the folder says whose it was."""
+        with _one_at_a_time():  # until this machine has its interface, the subnet looks free to others
+            self._clear()
+            net = network.free_network(self.name)
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o755)
+            shape = dataclasses.asdict(self.shape)
+            state = {"name": self.name, "shape": shape, "owner": self._owner, "subnet": net.subnet}
+            (self.directory / "minislurm.json").write_text(json.dumps(state, indent=2))
+            network.make_link(self.name, net)
+
     def _make(self) -> None:
-        net, controller = self._make_nodes()
+        net = network.Network(self.state["subnet"])
+        config.write(self.name, self.shape, net, self.directory)
+        controller = self._make_nodes(net)
         self._start_munged(controller)
         if self.shape.accounting:
             accounting_daemons.start(self.name, net, self.directory, controller)
@@ -101,28 +117,17 @@ class MiniSlurm(RunningCluster):
             wait_started(slurmd, f"slurmd of {node}", self.log(node))
         self.wait_idle()
 
-    def _make_nodes(self) -> tuple[network.Network, int]:
-        """Lays out the folder and makes the namespaces; the subnet and the controller's holder."""
+    def _make_nodes(self, net: network.Network) -> int:
+        """Makes the namespaces and the wires between them; the process that holds the controller's."""
         hosts = self.directory / "etc/hosts"
-        with _one_at_a_time():  # until this machine has its interface, the subnet looks free to others
-            net = network.free_network(self.name)
-            self._claim(net)
-            config.write(self.name, self.shape, net, self.directory)
-            switch = network.hold(self.name, "switch", hosts)
-            network.make_switch(self.name, net, switch)
-        holders = {node: network.hold(self.name, node, hosts) for node in ["ctl", *self.shape.node_names]}
-        for node, pid in holders.items():
-            network.wire(net, node, pid, switch)
-        network.plug(switch, list(holders))
-        (self.directory / "run/holders.json").write_text(json.dumps(holders | {"switch": switch}))
-        return net, holders["ctl"]
-
-    def _claim(self, net: network.Network) -> None:
-        """Writes first of all to whom the folder belongs, so that an unclean end can be cleaned up."""
-        self.directory.mkdir(parents=True, exist_ok=True, mode=0o755)
-        shape = dataclasses.asdict(self.shape)
-        state = {"name": self.name, "shape": shape, "owner": self._owner, "subnet": net.subnet}
-        (self.directory / "minislurm.json").write_text(json.dumps(state, indent=2))
+        nodes = ["ctl", *self.shape.node_names]
+        holders = {node: network.hold(self.name, node, hosts) for node in [*nodes, "switch"]}
+        network.make_switch(self.name, holders["switch"])
+        for node in nodes:
+            network.wire(net, node, holders[node], holders["switch"])
+        network.plug(holders["switch"], ["login", *nodes])
+        (self.directory / "run/holders.json").write_text(json.dumps(holders))
+        return holders["ctl"]
 
     def _start_munged(self, controller: int) -> None:
         """--force: munged minds that its log's folder can be read by all."""

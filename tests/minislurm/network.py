@@ -64,33 +64,40 @@ def hold(cluster: str, node: str, hosts_file: Path) -> int:
     return int(run([*unshare, "sh", "-c", HOLD, "sh", node, mark(cluster, node), str(hosts_file)]))
 
 
-def make_switch(cluster: str, network: Network, switch: int) -> None:
-    """A bridge in the namespace of `switch`, and the machine's own interface into it.
+def make_link(cluster: str, network: Network) -> None:
+    """This machine's interface into the cluster; its other end, `login`, still has to go into the switch."""
+    name = link_name(cluster)
+    run(["ip", "link", "add", name, "type", "veth", "peer", "name", f"{name}-in"])
+    run(["ip", "address", "add", network.interface("login"), "dev", name])
+
+
+def make_switch(cluster: str, switch: int) -> None:
+    """A bridge in the namespace of `switch`, with this machine plugged in.
 
     Not a bridge on the machine: where Docker set the policy of FORWARD to DROP, it would drop our frames too.
     """
-    run(["nsenter", "--target", str(switch), "--net", "ip", "-batch", "-"],
-        stdin="link add br0 type bridge\nlink set br0 up\n")  # fmt: skip
     name = link_name(cluster)
-    run(["ip", "link", "add", name, "type", "veth", "peer", "name", "login", "netns", str(switch)])
-    run(["ip", "address", "add", network.interface("login"), "dev", name])
+    run(["ip", "link", "set", f"{name}-in", "netns", str(switch), "name", "login"])
     run(["ip", "link", "set", name, "up"])
-    plug(switch, ["login"])
+    _in_namespace(switch, "link add br0 type bridge\nlink set br0 up\n")
 
 
 def wire(network: Network, node: str, pid: int, switch: int) -> None:
     """Gives the node eth0 with its address; the other end waits in the switch under the node's name."""
-    run(
-        ["nsenter", "--target", str(pid), "--net", "ip", "-batch", "-"],
-        stdin=f"link add eth0 type veth peer name {node} netns {switch}\n"
+    _in_namespace(
+        pid,
+        f"link add eth0 type veth peer name {node} netns {switch}\n"
         f"address add {network.interface(node)} dev eth0\n"
         "link set eth0 up\n",
     )
 
 
 def plug(switch: int, nodes: list[str]) -> None:
-    lines = (f"link set {node} master br0 up\n" for node in nodes)
-    run(["nsenter", "--target", str(switch), "--net", "ip", "-batch", "-"], stdin="".join(lines))
+    _in_namespace(switch, "".join(f"link set {node} master br0 up\n" for node in nodes))
+
+
+def _in_namespace(pid: int, lines: str) -> None:
+    run(["nsenter", "--target", str(pid), "--net", "ip", "-batch", "-"], stdin=lines)
 
 
 def remove_link(cluster: str) -> None:

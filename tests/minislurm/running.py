@@ -10,7 +10,7 @@ from typing import Any
 from tests.minislurm.daemons import daemon_pid, entered, launch, listens, told, until, wait_started
 from tests.minislurm.errors import MiniSlurmError
 from tests.minislurm.network import Network
-from tests.minislurm.processes import kill_all, members, send
+from tests.minislurm.processes import command_name, kill_all, members, send
 from tests.minislurm.shell import run
 
 
@@ -64,7 +64,7 @@ class RunningCluster:
         return dict(line.split() for line in lines)
 
     def wait_idle(self, timeout_s: float = 60) -> None:
-        """Waits until no job is left and every node is ready for one."""
+        """Waits until no job runs and every node is ready for one."""
         states: dict[str, str] = {}
 
         def idle() -> bool:
@@ -93,6 +93,9 @@ class RunningCluster:
 
     def network_up(self, node: str) -> None:
         run(self.inside(node, ["ip", "link", "set", "eth0", "up"]))
+        # The controller asks a node that is down only once in 50 s; on SIGHUP slurmd reports by itself.
+        if pid := daemon_pid(self.directory / f"run/{node}.pid", self.name):
+            send(pid, signal.SIGHUP, self.name)
 
     def kill_node(self, node: str) -> None:
         """Ends all that runs in a node at once, slurmd and its steps first: none of them reports anything."""
@@ -133,7 +136,16 @@ class RunningCluster:
         log = self.log("slurmctld")
         if self._controller_pid() is None:
             wait_started(launch(self._holder("ctl"), ["slurmctld"], self.directory, log), "slurmctld", log)
-        until(self.answers, lambda: told("slurmctld does not listen on port 6817", log))
+
+        def ready() -> bool:
+            if self.answers():
+                return True
+            # Twice: it forks twice, and one look can fall between a parent that left and a child not listed.
+            if not self._has_slurmctld() and not self._has_slurmctld():
+                raise MiniSlurmError(told("slurmctld ended as soon as it was started", log))
+            return False
+
+        until(ready, lambda: told("slurmctld does not listen on port 6817", log))
 
     # --- inside
 
@@ -154,6 +166,9 @@ class RunningCluster:
         if node not in holders:
             raise MiniSlurmError(f"no node {node!r} in cluster {self.name!r}: it has {', '.join(holders)}")
         return holders[node]
+
+    def _has_slurmctld(self) -> bool:
+        return "slurmctld" in map(command_name, self.pids("ctl"))
 
     def _controller_pid(self) -> int | None:
         return daemon_pid(self.directory / "run/slurmctld.pid", self.name)
