@@ -42,7 +42,6 @@ _LITERAL = r"[A-Za-z0-9._-]*"
 _ELEMENT = re.compile(rf"(?!-){_LITERAL}(?:\[[^][]*\]{_LITERAL})*")
 _PARTS = re.compile(r"\[([^]]*)\]")
 _RANGE = re.compile(rf"([0-9]{{1,{MAX_DIGITS}}})(?:-([0-9]{{1,{MAX_DIGITS}}}))?")
-_NUMBERED = re.compile(rf"(.*?)([0-9]{{1,{MAX_DIGITS}}})", re.DOTALL)
 _MOST = f"{MAX_HOSTS:,} (4 x Slurm's largest cluster)"
 _TAILS = [f"{number:03d}" for number in range(1000)]
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([1-9][0-9]{0,8})\))?")
@@ -145,8 +144,9 @@ def _names(prefix: str, span: _Range, suffix: str) -> list[str]:
 
 
 def _split(host: str) -> tuple[str, str]:
-    found = _NUMBERED.fullmatch(host)
-    return (found[1], found[2]) if found else (host, "")
+    prefix = host.rstrip("0123456789")
+    digits = host[len(prefix) :]
+    return (prefix, digits) if len(digits) <= MAX_DIGITS else (host, "")
 
 
 def _bracket(numbers: list[str]) -> str:

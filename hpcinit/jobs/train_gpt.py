@@ -12,6 +12,7 @@ import argparse
 import math
 import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ import hpcinit
 
 VOCABULARY = bytes([10, *range(32, 127)])  # newline and printable ASCII; other characters are left out
 HELD_OUT = 0.1  # the last part of the text is for evaluation only
-EVAL_WINDOWS = 16  # pieces of the held-out text that each rank evaluates
+EVAL_PIECES = 16  # pieces of the held-out text that each rank evaluates
 
 
 def standard_library() -> Tensor:
@@ -103,9 +104,9 @@ def same_on_all_ranks(value: Tensor) -> bool:
     return bool(ends[0] == -ends[1])
 
 
-def checksum(parameters: list[Tensor]) -> Tensor:
-    """A whole number that any change of any bit changes: rounding cannot hide a difference."""
-    return torch.stack([p.detach().view(torch.int32).sum() for p in parameters]).sum()
+def checksum(model: nn.Module) -> Tensor:
+    """A whole number made of the bits of all parameters: rounding cannot hide a difference."""
+    return torch.stack([p.detach().view(torch.int32).sum() for p in model.parameters()]).sum()
 
 
 @torch.no_grad()
@@ -121,82 +122,100 @@ def sample(model: GPT, prompt: str, length: int, seed: int) -> str:
     return bytes(VOCABULARY[token] for token in tokens[0].tolist()).decode()
 
 
-def train(run: hpcinit.Runtime, options: argparse.Namespace) -> None:
-    """Train, print as rank 0, and end with a message and exit status 1 if nothing was learnt."""
+def read_text(run: hpcinit.Runtime) -> tuple[Tensor, Tensor]:
+    """The text to train on, and the text to evaluate on."""
     text = standard_library()
     if not same_on_all_ranks(text.long().sum().to(run.device)):
         raise SystemExit("the ranks read different texts: run the same Python version on all nodes")
     cut = int(len(text) * (1 - HELD_OUT))
-    training, held_out = text[:cut], text[cut:]
+    return text[:cut], text[cut:]
 
+
+@torch.no_grad()
+def evaluate(run: hpcinit.Runtime, gpt: GPT, text: Tensor) -> float:
+    """The mean loss on pieces spread over `text`; every rank does its share of them."""
+    starts = torch.linspace(0, len(text) - gpt.context - 1, EVAL_PIECES * run.world_size).long()
+    return mean_over_ranks(loss_at(gpt, text, starts[run.rank :: run.world_size], gpt.context, run.device))
+
+
+def train(run: hpcinit.Runtime, options: argparse.Namespace) -> None:
+    """Train, print as rank 0, and end with a message and exit status 1 if nothing was learnt."""
+    text, held_out = read_text(run)
     # The session has seeded every rank alike, so all begin with the same weights.
     gpt = GPT(options.context, options.width, options.layers, options.heads).to(run.device)
-    parameters = list(gpt.parameters())
     # Averages the gradients over the ranks while the backward pass still runs.
-    model: nn.Module = DistributedDataParallel(gpt) if run.world_size > 1 else gpt
-    optimizer = torch.optim.AdamW(parameters, lr=options.lr)
-    warm_up = max(1, options.steps // 10)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda t: min((t + 1) / warm_up, 0.5 + 0.5 * math.cos(math.pi * t / options.steps))
-    )
-
-    # Batches must differ between the ranks: a generator of its own for each (seed, rank).
+    model = DistributedDataParallel(gpt) if run.world_size > 1 else gpt
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=options.lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_and_cosine(options.steps))
+    # Batches must differ between the ranks: a generator for each (seed, rank).
     generator = torch.Generator().manual_seed(run.seed * 2**20 + run.rank)
-    windows = torch.linspace(0, len(held_out) - options.context - 1, EVAL_WINDOWS * run.world_size).long()
-
-    @torch.no_grad()
-    def evaluate() -> float:
-        mine = windows[run.rank :: run.world_size]
-        return mean_over_ranks(loss_at(gpt, held_out, mine, options.context, run.device))
-
-    def say(line: str) -> None:
-        if run.rank == 0:
-            print(line, flush=True)
-
     tokens = run.world_size * options.micro_batch * options.context
-    say(f"{sum(p.numel() for p in parameters):,} parameters, {len(training):,} characters of Python's own source")
-    say(f"{run.world_size} ranks x {options.micro_batch} pieces x {options.context} characters = {tokens:,} per step")
-    first = loss = math.nan
+    if run.rank == 0:
+        size = sum(parameter.numel() for parameter in gpt.parameters())
+        print(f"{size:,} parameters, {len(text):,} characters of text, {tokens:,} of them a step", flush=True)
+
+    losses: list[float] = []
     began = time.monotonic()
     for step in range(1, options.steps + 1):
-        starts = torch.randint(len(training) - options.context, (options.micro_batch,), generator=generator)
-        batch_loss = loss_at(model, training, starts, options.context, run.device)
+        starts = torch.randint(len(text) - options.context, (options.micro_batch,), generator=generator)
+        loss = loss_at(model, text, starts, options.context, run.device)
         optimizer.zero_grad()
-        batch_loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
+        loss.backward()
+        nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        loss = mean_over_ranks(batch_loss)
-        first = loss if step == 1 else first
-        if not math.isfinite(loss):
-            raise SystemExit(f"the loss is {loss} at step {step}: try a smaller --lr than {options.lr:g}")
-        run.progress(step, options.steps, loss=loss)
-        if step == 1 or step % options.eval_every == 0 or step == options.steps:
+        losses.append(mean_over_ranks(loss))
+        if not math.isfinite(losses[-1]):
+            raise SystemExit(f"the loss is {losses[-1]} at step {step}; try a smaller --lr than {options.lr:g}")
+        run.progress(step, options.steps, loss=losses[-1])
+        if step in {1, options.steps} or step % options.eval_every == 0:
             speed = step * tokens / (time.monotonic() - began)
-            say(f"step {step:4d}  loss {loss:.3f}  held-out {evaluate():.3f}  {speed:,.0f} tokens/s")
+            held_out_loss = evaluate(run, gpt, held_out)
+            if run.rank == 0:
+                line = f"step {step:4d}  loss {losses[-1]:.3f}  held-out {held_out_loss:.3f}  {speed:,.0f} tokens/s"
+                print(line, flush=True)
+    finish(run, gpt, losses, held_out_loss)
 
-    if not same_on_all_ranks(checksum(parameters)):
+
+def warm_up_and_cosine(steps: int) -> Callable[[int], float]:
+    """The factor of the learning rate at each step: up within the first tenth, then down to nothing."""
+    first = max(1, steps // 10)
+    return lambda step: min((step + 1) / first, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+
+
+def finish(run: hpcinit.Runtime, gpt: GPT, losses: list[float], held_out_loss: float) -> None:
+    """Check what came of it; the last line of rank 0 is the result."""
+    if not same_on_all_ranks(checksum(gpt)):
         raise SystemExit("the parameters differ between the ranks after training")
+    result = f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in {len(losses)} steps, held-out {held_out_loss:.2f}"
     if run.rank == 0:
-        print(f"--- it writes:\n{sample(gpt, 'def ', 200, run.seed)}\n---")
-    summary = f"loss {first:.2f} -> {loss:.2f} in {options.steps} steps, held-out {evaluate():.2f}"
-    say(summary)
-    if loss >= first:
-        raise SystemExit(f"the loss did not go down: {summary}")
+        print(f"--- it writes:\n{sample(gpt, 'def ', 200, run.seed)}\n---\n{result}", flush=True)
+    if losses[-1] >= losses[0]:
+        raise SystemExit(f"the loss did not go down: {result}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="train_gpt", description="Train a small GPT on the standard library.")
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="train_gpt", description="Train a small GPT on Python's own source.")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--micro-batch", type=int, default=8, help="pieces of text per rank and step")
     parser.add_argument("--context", type=int, default=128, help="length of a piece in characters")
-    parser.add_argument("--width", type=int, default=96)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=6e-3)
     parser.add_argument("--eval-every", type=int, default=10, help="steps between two lines of output")
+    options = parser.parse_args()
+    if options.steps < 2:
+        parser.error(f"--steps {options.steps}: expected at least 2, or the loss cannot go down")
+    if options.width % options.heads:
+        parser.error(f"--width {options.width} is not divisible by --heads {options.heads}")
+    return options
+
+
+def main() -> None:
+    options = arguments()
     with hpcinit.session() as run:
-        train(run, parser.parse_args())
+        train(run, options)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: asked.append(number))
     write_state(path, state)
+    processes.adopt_orphans()  # of a step that was killed: nothing of the job may outlive it
     job = subprocess.Popen(
         ["bash", str(path / runfolder.SCRIPT)],
         env=env,
@@ -61,6 +62,7 @@ def main(argv: Sequence[str]) -> int:
         preexec_fn=processes.end_with_parent,
     )
     end = _watch(job, asked, time.monotonic() + 60 * time_min)
+    processes.kill_descendants()
     status = job.returncode if job.returncode >= 0 else 128 - job.returncode
     outcome = end or ("COMPLETED" if status == 0 else "FAILED")
     write_state(path, {**state, "state": outcome, "exit_status": status, "ended": time.time()})

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 
-PR_SET_PDEATHSIG = 1  # prctl(2): the signal that this process gets when its parent dies
+import psutil
+
+# prctl(2)
+PR_SET_PDEATHSIG = 1  # the signal that this process gets when its parent dies
+PR_SET_CHILD_SUBREAPER = 36  # orphaned descendants become children of this process, not of init
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -15,6 +20,19 @@ def end_with_parent() -> None:
     """SIGTERM for this process when its parent dies, however it dies. Linux only; elsewhere nothing."""
     if _libc is not None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent dies. Linux only; elsewhere nothing."""
+    if _libc is not None:
+        _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_descendants() -> None:
+    """SIGKILL to everything that this process started, adopted orphans included."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def signal_group(group: int, number: int) -> bool:

@@ -31,6 +31,7 @@ class Step:
         self.statuses: dict[int, int] = {}
         self.signals: list[int] = []
         self.logs: list[IO[bytes]] = []
+        self.parent = os.getppid()  # the batch script
 
     def run(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
@@ -62,6 +63,8 @@ class Step:
 
     def _wait(self) -> None:
         while len(self.statuses) < len(self.tasks):
+            if os.getppid() != self.parent or self.parent == 1:
+                return  # the batch script is gone, however it ended: so is this step
             while self.signals:
                 number = self.signals.pop(0)
                 self._signal(number)
@@ -116,5 +119,4 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    processes.end_with_parent()
     sys.exit(Step(parse(sys.argv[1:])).run())

@@ -1,0 +1,142 @@
+"""cluster=local: a job as on Slurm, without Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hpcinit.local import engine, step
+from tests.conftest import Run
+
+
+def wait_for(condition: Callable[[], object], timeout: float = 20) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def processes_with(word: str) -> list[psutil.Process]:
+    """Live processes that have `word` among their arguments."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        if word in (process.info["cmdline"] or []) and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+@pytest.fixture
+def number() -> Iterator[str]:
+    """Seconds to sleep that no other test uses; what still sleeps so long after the test is ended."""
+    number = str(random.randint(100_000, 999_999))
+    yield number
+    for process in processes_with(number):
+        process.kill()
+
+
+def start(hpcinit: Run, script: str, *words: str) -> Path:
+    """Submit `sh -c script` and return its run folder."""
+    done = hpcinit("submit", *words, "--", "sh", "-c", script)
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.partition("run folder: ")[2].strip())
+
+
+def test_ranks_on_virtual_nodes(hpcinit: Run) -> None:
+    """Four ranks on two virtual nodes see their world in torch's variables, a log each."""
+    folder = start(hpcinit, 'echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR"', "nodes=2", "ranks_per_node=2")  # fmt: skip
+    wait_for(lambda: engine.read_state(folder)["state"] == "COMPLETED")
+    logs = [(folder / f"logs/rank-{rank}.log").read_text().strip() for rank in range(4)]
+    assert logs == [f"{rank}/4 {rank % 2}/2 {rank // 2} 127.0.0.1" for rank in range(4)]
+
+
+def test_returns_at_once_and_status_follows(hpcinit: Run) -> None:
+    """Submitting returns while the job runs; status says RUNNING, then COMPLETED with its exit status."""
+    folder = start(hpcinit, "sleep 2")
+    assert "RUNNING" in hpcinit("status", folder.name).stdout
+    wait_for(lambda: "COMPLETED  exit status 0" in hpcinit("status", folder.name).stdout)
+    document = json.loads(hpcinit("status", "--json").stdout)
+    assert (document["name"], document["exit_status"], document["engine"]) == ("COMPLETED", 0, "local")
+
+
+def test_cancel_ends_every_process(hpcinit: Run, number: str) -> None:
+    """After cancel the state is CANCELLED and no process of the job is left, data loaders included."""
+    folder = start(hpcinit, f"sleep {number} & sleep {number}", "nodes=2")
+    wait_for(lambda: len(processes_with(number)) == 4)
+    assert hpcinit("cancel", folder.name).returncode == 0
+    wait_for(lambda: engine.read_state(folder)["state"] == "CANCELLED")
+    wait_for(lambda: not processes_with(number))
+    assert "was over already" in hpcinit("cancel", folder.name).stdout
+
+
+def test_one_failing_rank_ends_the_others(hpcinit: Run, number: str) -> None:
+    """A rank that fails brings the job down at once, with a line that names it and a failed state."""
+    folder = start(hpcinit, f'[ "$RANK" = 1 ] && exit 7; sleep {number}', "nodes=2")
+    wait_for(lambda: engine.read_state(folder)["state"] == "FAILED", timeout=10)
+    assert "127.0.0.2: task 1: Exited with exit code 7" in hpcinit("logs", "--job", folder.name).stdout
+    assert not processes_with(number)
+    assert "FAILED" in hpcinit("status", folder.name).stdout
+
+
+@pytest.mark.parametrize(("script", "status"), [("exit 3", 3), ("kill -9 $$", 137)])
+def test_wait_returns_the_exit_status(hpcinit: Run, script: str, status: int) -> None:
+    """With wait=true the exit status is the rank's, 128 + signal if one ended it."""
+    done = hpcinit("submit", "wait=true", "--", "sh", "-c", script)
+    assert done.returncode == status and f"exit status {status}" in done.stdout
+
+
+def test_time_limit(hpcinit: Run, number: str, tmp_path: Path) -> None:
+    """A job over its time limit is ended and its state is TIMEOUT."""
+    folder = start(hpcinit, "true")
+    wait_for(lambda: engine.read_state(folder)["state"] == "COMPLETED")
+    spec = json.loads((folder / "spec.json").read_text())
+    spec["program"]["args"] = ["-c", f"sleep {number}"]
+    (folder / "spec.json").write_text(json.dumps(spec))
+    engine.start(folder, 2 / 60, os.environ)  # the config counts in minutes; 2 s here
+    wait_for(lambda: processes_with(number))
+    wait_for(lambda: engine.read_state(folder)["state"] == "TIMEOUT")
+    wait_for(lambda: not processes_with(number))
+
+
+@pytest.mark.parametrize("victim", ["hpcinit.local.engine", "hpcinit.local.step"])
+def test_nothing_is_orphaned_by_kill_9(hpcinit: Run, number: str, victim: str) -> None:
+    """kill -9 of the engine, or of the step's starter, leaves no rank behind, and status tells."""
+    folder = start(hpcinit, f"sleep {number}", "nodes=2")
+    wait_for(lambda: len(processes_with(number)) == 2)
+    for process in processes_with(victim):
+        if str(folder) in " ".join(process.cmdline()):
+            process.kill()
+    wait_for(lambda: not processes_with(number))
+    wait_for(lambda: engine.read_state(folder)["state"] in {"NODE_FAIL", "FAILED"})
+
+
+def test_a_reused_process_id_is_not_the_engine(tmp_path: Path) -> None:
+    """A state file whose process id now belongs to somebody else is a dead engine, and cancel spares the other."""
+    engine.write_state(tmp_path, {"state": "RUNNING", "pid": os.getpid(), "started": time.time() - 10**6})
+    assert engine.read_state(tmp_path)["state"] == "NODE_FAIL"
+    engine.cancel(tmp_path)  # must not end this very process
+
+
+def test_signals_reach_the_ranks(hpcinit: Run) -> None:
+    """A SIGUSR1 sent to the step reaches every rank, as with srun."""
+    folder = start(hpcinit, 'trap "echo got it; exit 0" USR1; while :; do sleep 0.1; done', "nodes=2")
+    wait_for(lambda: len(list((folder / "logs").glob("rank-*"))) == 2)
+    time.sleep(1)
+    for process in processes_with("hpcinit.local.step"):
+        if str(folder) in " ".join(process.cmdline()):
+            process.send_signal(signal.SIGUSR1)
+    wait_for(lambda: engine.read_state(folder)["state"] == "COMPLETED")
+    assert all("got it\n" in (folder / f"logs/rank-{rank}.log").read_text() for rank in (0, 1))
+
+
+def test_unknown_option_of_the_step_is_refused() -> None:
+    """The local step takes the options that hpcinit renders, and no other in silence."""
+    with pytest.raises(SystemExit):
+        step.parse(["--ntasks=1", "--ntasks-per-node=1", "--output=x", "--frob=1", "true"])

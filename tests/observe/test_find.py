@@ -1,0 +1,53 @@
+"""Runs are found by folder, name and job id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcinit.facts.errors import RequestError
+from hpcinit.observe import find, state
+from hpcinit.observe.logs import Tail
+from hpcinit.submission import folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = folder.claim(tmp_path, "x")
+    folder.fill(path, {"job.sh": ""})
+    folder.mark_submitted(path, {"job_id": "77", "engine": "local"})
+    return path
+
+
+def test_by_folder_name_and_job_id(run: Path) -> None:
+    """A run folder, its name and its job id all mean the same run."""
+    assert [find.find(word, run.parent) for word in (str(run), "x-0001", "77")] == [run] * 3
+
+
+def test_unknown_run_says_what_there_is(run: Path) -> None:
+    """A word that means no run is answered with the last ones."""
+    with pytest.raises(RequestError, match="no run 'y': neither a run folder nor a job id; .*x-0001"):
+        find.find("y", run.parent)
+
+
+def test_a_folder_that_never_became_a_job(tmp_path: Path) -> None:
+    """A folder without a submission record is said to be just that."""
+    path = folder.claim(tmp_path, "x")
+    with pytest.raises(RequestError, match="is not a run folder"):
+        state.read(path)
+    folder.fill(path, {"job.sh": ""})
+    with pytest.raises(RequestError, match="was never submitted"):
+        state.read(path)
+
+
+def test_tail_yields_whole_lines_only(tmp_path: Path) -> None:
+    """A line comes when its end is there, also when the file appears late or a character is cut in two."""
+    path = tmp_path / "log"
+    tail = Tail(path)
+    assert list(tail.lines()) == []
+    path.write_bytes("one\ntw\N{GREEK SMALL LETTER OMEGA}".encode()[:-1])
+    assert list(tail.lines()) == ["one"]
+    with path.open("ab") as file:
+        file.write("\N{GREEK SMALL LETTER OMEGA}".encode()[-1:] + b"\n")
+    assert list(tail.lines()) == ["tw\N{GREEK SMALL LETTER OMEGA}"]
