@@ -47,8 +47,8 @@ _TAILS = [f"{number:03d}" for number in range(1000)]
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([1-9][0-9]{0,8})\))?")
 _COUNTS = "tasks-per-node list"
 
-# (low, high, width): the width is that of the low end, so 098-102 is 098 ... 102 and 1-010 is 1 ... 10.
-_Range = tuple[int, int, int]
+# ("098", 98, 102). Slurm pads to the digits of the low end: 098-102 is 098 ... 102, and 1-010 is 1 ... 10.
+_Range = tuple[str, int, int]
 
 
 class _Name(NamedTuple):
@@ -58,7 +58,7 @@ class _Name(NamedTuple):
     brackets: list[list[_Range]]
 
     def size(self) -> int:
-        return prod(sum(high - low + 1 for low, high, _ in ranges) for ranges in self.brackets)
+        return prod(sum(high - low + 1 for _, low, high in ranges) for ranges in self.brackets)
 
 
 def expand(text: str) -> list[str]:
@@ -73,12 +73,12 @@ def expand(text: str) -> list[str]:
             hosts.append(literals[0])
             continue
         *outer, last = brackets
-        tails = [tail for span in last for tail in _names(literals[-2], span, literals[-1])]
+        tails = _names(literals[-2], last, literals[-1])
         if not outer:
             hosts += tails
             continue
         # Slurm's order: the last bracket runs fastest, then the first, the second, ... (_push_range_list).
-        numbers = [[n for span in ranges for n in _names("", span, "")] for ranges in outer]
+        numbers = [_names("", ranges, "") for ranges in outer]
         for picked in product(*reversed(numbers)):
             head = "".join(map(add, literals[:-2], reversed(picked)))
             hosts += [head + tail for tail in tails]
@@ -92,7 +92,7 @@ def first(text: str) -> str:
     length of the text (microseconds for what Slurm writes) and not with the number of hosts.
     """
     literals, brackets = _parse(text)[0]
-    numbers = [f"{low:0{width}d}" for (low, _, width), *_ in brackets]
+    numbers = [ranges[0][0] for ranges in brackets]
     return "".join(map(add, literals, [*numbers, ""]))
 
 
@@ -130,16 +130,24 @@ def expand_counts(text: str) -> list[int]:
     return counts
 
 
-def _names(prefix: str, span: _Range, suffix: str) -> list[str]:
-    """Every host of one range; from 1000 on by the thousand, two times faster than a format for each host."""
-    low, high, width = span
-    if low == high:
-        return [f"{prefix}{low:0{width}d}{suffix}"]
-    names = [f"{prefix}{number:0{width}d}{suffix}" for number in range(low, min(high, 999) + 1)]
-    for thousand in range(max(low // 1000, 1), high // 1000 + 1):
-        head = f"{prefix}{thousand:0{max(width - 3, 0)}d}"
-        tails = _TAILS[max(low - thousand * 1000, 0) : high - thousand * 1000 + 1]
-        names += [f"{head}{tail}{suffix}" for tail in tails] if suffix else [head + tail for tail in tails]
+def _names(prefix: str, ranges: list[_Range], suffix: str) -> list[str]:
+    """Every host of one bracket; by the thousand where that saves to format each host, two times faster."""
+    names: list[str] = []
+    for digits, low, high in ranges:
+        if low == high:
+            names.append(prefix + digits + suffix)
+            continue
+        width = len(digits)
+        short = width <= 3  # else 0007 is "0" + "007", like 1007
+        if short:
+            template = f"{prefix}%0{width}d{suffix}"
+            names += [template % number for number in range(low, min(high, 999) + 1)]
+        for thousand in range(max(low // 1000, int(short)), high // 1000 + 1):
+            head = f"{prefix}{thousand:0{max(width - 3, 0)}d}"
+            tails = _TAILS[max(low - thousand * 1000, 0) : high - thousand * 1000 + 1]
+            names += (
+                [f"{head}{tail}{suffix}" for tail in tails] if suffix else [head + tail for tail in tails]
+            )
     return names
 
 
@@ -206,7 +214,7 @@ def _parse_ranges(inside: str, text: str, column: int) -> list[_Range]:
         high = int(last_digits) if last_digits else low
         if low > high:
             raise _fault(f"backward range '{item}'", text, column)
-        ranges.append((low, high, len(first_digits)))
+        ranges.append((first_digits, low, high))
         column += len(item) + 1
     return ranges
 
