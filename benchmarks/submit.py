@@ -53,7 +53,10 @@ class SubmissionFailed(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.rounds < 1:
+        parser.error(f"--rounds is {options.rounds}, expected 1 or more")
     contenders, missing = _contenders(options.venv)
     try:
         with MiniSlurm(nodes=2, gpus=8, name=f"bench-{os.getpid()}") as slurm, _project() as project:
@@ -98,7 +101,8 @@ def _contenders(peers_venv: Path) -> tuple[list[Contender], dict[str, str]]:
         ("`hpcinit.submit`", "", [sys.executable, "-m", "hpcinit.submit", *overrides, "--", "true"]),
     )
     present = _install(peers_venv)
-    missing = {name: f"pip could not install {needs}" for name, needs, _ in table if needs and needs not in present}
+    lacking = [(name, needs) for name, needs, _ in table if needs and needs not in present]
+    missing = {name: f"pip could not install {needs}" for name, needs in lacking}
     return [Contender(name, command) for name, _, command in table if name not in missing], missing
 
 
@@ -142,13 +146,15 @@ def _project() -> Iterator[Path]:
 def _measure(contender: Contender, slurm: MiniSlurm, project: Path, *, counted: bool) -> None:
     env = _environment(slurm.env)
     cpu_before, start = _children_cpu_s(), time.perf_counter()
-    done = subprocess.run(contender.command, cwd=project, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        contender.command, cwd=project, env=env, capture_output=True, text=True, check=False
+    )
     wall, cpu = time.perf_counter() - start, _children_cpu_s() - cpu_before
     # torchx makes a heterogeneous job, '7+0' and '7+1', which can only be cancelled as a whole.
     jobs = {name.partition("+")[0] for name in slurm.run("squeue", "--noheader", "--format=%i").split()}
     if done.returncode or not jobs:
-        said = (done.stderr or done.stdout).strip()
-        raise SubmissionFailed(f"{contender.name}: exit status {done.returncode}, {len(jobs)} jobs queued\n{said}")
+        seen = f"exit status {done.returncode}, {len(jobs)} jobs queued"
+        raise SubmissionFailed(f"{contender.name}: {seen}\n{(done.stderr or done.stdout).strip()}")
     slurm.run("scancel", *jobs)
     if counted:
         contender.wall.append(wall)
@@ -156,7 +162,7 @@ def _measure(contender: Contender, slurm: MiniSlurm, project: Path, *, counted: 
 
 
 def _environment(slurm_env: Mapping[str, str]) -> dict[str, str]:
-    """The user's own, without what would make Python slower (PYTHONDONTWRITEBYTECODE) or find other modules."""
+    """The user's own, without what makes Python slower (PYTHONDONTWRITEBYTECODE) or find other modules."""
     return {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")} | dict(slurm_env)
 
 
@@ -168,7 +174,9 @@ def _children_cpu_s() -> float:
 # --- the table
 
 
-def _report(contenders: Sequence[Contender], missing: Mapping[str, str], slurm_version: str, rounds: int) -> str:
+def _report(
+    contenders: Sequence[Contender], missing: Mapping[str, str], slurm_version: str, rounds: int
+) -> str:
     base = next((c for c in contenders if c.name == BASELINE), None)
     lines = [
         f"{datetime.date.today()}, {os.cpu_count()} cores {platform.machine()}, {_system()}, Python "
@@ -176,7 +184,7 @@ def _report(contenders: Sequence[Contender], missing: Mapping[str, str], slurm_v
         + ", ".join(f"{k} {v}" for k, v in _requirements().items())
         + f"; {rounds} rounds, load average at the end {os.getloadavg()[0]:.1f}",
         "",
-        "| submitting with | median ms | min | max | CPU ms | x bare Hydra, of medians | x bare Hydra, per round |",
+        "| submitting with | median ms | min | max | CPU ms | x bare Hydra | x bare Hydra, per round |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for c in contenders:
