@@ -36,8 +36,9 @@ def _up(options: argparse.Namespace) -> int:
     """bring a cluster up; it stays until `down`"""
     lacks = missing(options.accounting)
     if lacks:
-        hint = "as root: python -m tests.minislurm install"
-        print("this machine lacks:", *lacks, hint, sep="\n  ", file=sys.stderr)
+        print("this machine lacks:", *lacks, sep="\n  ", file=sys.stderr)
+        if any(line.startswith("Debian package") for line in lacks):
+            print("Packages come with, as root: python -m tests.minislurm install", file=sys.stderr)
         return 1
     cluster = MiniSlurm(options.nodes, options.gpus, options.accounting, options.name, owned=False).up()
     print(f"Slurm {cluster.version()}: {options.nodes} nodes with {options.gpus} stand-in GPUs each")
