@@ -111,6 +111,10 @@ def _texts(config: Config) -> Iterator[str]:
                 yield f"{key} contains a NUL character, which no program can be given"
         elif reason := quoting.unsafe(text):
             yield f"{key} is {text!r}: it {reason}, and it would become part of the script; remove it"
+    for key, place in (("runs_dir", config.runs_dir), ("job.workdir", config.job.workdir or ".")):
+        path = str(Path(place).expanduser().absolute())
+        if not quoting.unsafe(place) and (reason := quoting.unsafe_path(path)):
+            yield f"{key} means the folder {path!r}: its name {reason}, which sbatch would misread; use another folder"
 
 
 def _leaves(prefix: str, value: object) -> Iterator[tuple[str, str]]:

@@ -98,7 +98,9 @@ class Launch:
     kill_on_bad_exit: bool = key("end the step when one rank fails; srun's own default waits for ever", True)
     wait_s: Optional[int] = key("end the step this long after the first rank has ended; 0: never; null: the site's", 0)
     cpu_bind: Optional[str] = key("srun --cpu-bind; null: the site's")
-    gpu_bind: Optional[str] = key("srun --gpu-bind; none: every rank sees all GPUs of its node, which keeps peer-to-peer", "none")
+    # Not none: with it, Slurm 22.05 sets no CUDA_VISIBLE_DEVICES at all, and on a shared node without device
+    # constraints a rank sees other jobs' GPUs. --gpus-per-node alone binds nothing: a rank sees all of its node's.
+    gpu_bind: Optional[str] = key("srun --gpu-bind; null: every rank sees all GPUs that the job has on its node")
 
 
 @dataclass

@@ -25,6 +25,11 @@ def unsafe(text: str) -> str | None:
     return None
 
 
+def unsafe_path(path: str) -> str | None:
+    """Why `path` cannot stand in an #SBATCH line. A backslash switches all of Slurm's replacements off."""
+    return unsafe(path) or ("contains a backslash" if "\\" in path else None)
+
+
 def shell(text: str) -> str:
     """`text` as one word of a shell command."""
     return shlex.quote(text)

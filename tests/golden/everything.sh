@@ -33,4 +33,4 @@ module load gcc cuda
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --nodes=3 --ntasks=6 --ntasks-per-node=2 --cpus-per-task=7 --kill-on-bad-exit=0 --cpu-bind=cores --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log --mpi=none /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
+srun --nodes=3 --ntasks=6 --ntasks-per-node=2 --cpus-per-task=7 --kill-on-bad-exit=0 --cpu-bind=cores --gpu-bind=closest --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log --mpi=none /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

@@ -23,4 +23,4 @@ module load gcc cuda
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --nodes=8 --ntasks=32 --ntasks-per-node=4 --cpus-per-task=16 --kill-on-bad-exit=1 --wait=0 --gpu-bind=none --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log --mpi=none /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
+srun --nodes=8 --ntasks=32 --ntasks-per-node=4 --cpus-per-task=16 --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log --mpi=none /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

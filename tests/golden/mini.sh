@@ -19,4 +19,4 @@ export OMP_NUM_THREADS=1
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --nodes=4 --ntasks=8 --ntasks-per-node=2 --cpus-per-task=8 --kill-on-bad-exit=1 --wait=0 --gpu-bind=none --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
+srun --nodes=4 --ntasks=8 --ntasks-per-node=2 --cpus-per-task=8 --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

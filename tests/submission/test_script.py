@@ -26,7 +26,7 @@ CASES = {
         "cluster=example", "nodes=3", "ranks_per_node=2", "cpus_per_rank=7", "time_min=90", "account=proj-1",
         "qos=long", "mem_gb=0.5", "comment='two words, a # and $HOME'", "cluster.exclusive=true",
         "cluster.gpu_flag=gres", "cluster.gpu_type=a100", "cluster.interface=ib0", "+job.env.GREETING='hello world'",
-        "launch.cpu_bind=cores", "launch.gpu_bind=null", "launch.wait_s=null", "launch.kill_on_bad_exit=false",
+        "launch.cpu_bind=cores", "launch.gpu_bind=closest", "launch.wait_s=null", "launch.kill_on_bad_exit=false",
         "+cluster.sbatch.signal=USR2@120", "+cluster.sbatch.requeue=true", "+cluster.sbatch.mail-user=null",
     ],
 }  # fmt: skip

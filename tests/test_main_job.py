@@ -1,0 +1,213 @@
+"""The main job on a real Slurm of four nodes: compose, render, submit, bring up, train."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcinit.local import environment
+from tests.conftest import Run
+from tests.minislurm import MiniSlurm
+
+pytestmark = pytest.mark.slurm
+
+
+def submit(hpcinit: Run, slurm: MiniSlurm, *words: str, **options: float) -> subprocess.CompletedProcess[str]:
+    return hpcinit("submit", "cluster=mini", *words, env=slurm.env, **options)
+
+
+def folder_of(done: subprocess.CompletedProcess[str]) -> Path:
+    assert "run folder: " in done.stdout, done.stderr
+    return Path(done.stdout.partition("run folder: ")[2].partition("\n")[0])
+
+
+def job_id_of(done: subprocess.CompletedProcess[str]) -> str:
+    record: dict[str, str] = json.loads((folder_of(done) / "submission.json").read_text())
+    return record["job_id"]
+
+
+def test_train_gpt_on_four_nodes(hpcinit: Run, slurm: MiniSlurm) -> None:
+    """Eight ranks on four nodes train the demo, the loss goes down, every rank has its log."""
+    done = submit(hpcinit, slurm, "nodes=4", "ranks_per_node=2", "job=train_gpt", "wait=true", timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = folder_of(done)
+    assert sorted(path.name for path in (folder / "logs").glob("rank-*.log")) == [f"rank-{r}.log" for r in range(8)]
+    assert "held-out" in (folder / "logs/rank-0.log").read_text().splitlines()[-1]
+    assert "COMPLETED" in done.stdout
+
+
+def test_every_rank_knows_its_place(hpcinit: Run, slurm: MiniSlurm) -> None:
+    """Ranks 0 to 7 sit two by two on n1 to n4, and MASTER_ADDR is the host of rank 0 for all of them."""
+    print_world = 'echo "$RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR $(uname -n)"'
+    done = submit(hpcinit, slurm, "nodes=4", "ranks_per_node=2", "wait=true", "--", "sh", "-c", print_world)
+    logs = [(folder_of(done) / f"logs/rank-{rank}.log").read_text().strip() for rank in range(8)]
+    assert logs == [f"{rank} 8 {rank % 2} 2 {rank // 2} n1 n{rank // 2 + 1}" for rank in range(8)]
+
+
+def test_ranks_per_node_is_the_clusters_gpus(hpcinit: Run, slurm: MiniSlurm) -> None:
+    """Without ranks_per_node there is one rank per GPU of the node, and each sees all of its node's."""
+    done = submit(hpcinit, slurm, "wait=true", "--", "sh", "-c", "echo $WORLD_SIZE $CUDA_VISIBLE_DEVICES")
+    assert (folder_of(done) / "logs/rank-7.log").read_text() == "8 0,1,2,3,4,5,6,7\n"
+
+
+def test_smoke_all_reduces(hpcinit: Run, slurm: MiniSlurm) -> None:
+    """The default job brings the group up on three nodes and all-reduces right."""
+    done = submit(hpcinit, slurm, "nodes=3", "ranks_per_node=1", "wait=true")
+    assert done.returncode == 0 and "rank 0 of 3: host n1" in done.stdout and "all-reduce 3" in done.stdout
+
+
+def test_slurm_holds_the_very_script_of_the_dry_run(hpcinit: Run, slurm: MiniSlurm) -> None:
+    """What the controller stores is byte for byte what dry_run printed and what lies in the run folder."""
+    words = ["nodes=2", "ranks_per_node=1", "--", "sleep", "30"]
+    printed = submit(hpcinit, slurm, "dry_run=true", *words).stdout
+    done = submit(hpcinit, slurm, *words)
+    folder = folder_of(done)
+    job_id = json.loads((folder / "submission.json").read_text())["job_id"]
+    stored = slurm.run("scontrol", "write", "batch_script", job_id, "-")
+    assert hpcinit("cancel", folder.name, env=slurm.env).returncode == 0
+    assert (folder / "job.sh").read_text() == printed
+    assert stored.rstrip("\n") == printed.rstrip("\n")
+
+
+def test_status_logs_and_cancel(hpcinit: Run, slurm: MiniSlurm) -> None:
+    """A running job shows as such, its output is there while it runs, and cancel ends it."""
+    done = submit(hpcinit, slurm, "ranks_per_node=1", "--", "sh", "-c", "echo here; sleep 300")
+    folder = folder_of(done)
+    deadline = time.monotonic() + 30
+    while "here" not in hpcinit("logs", "--all", folder.name, env=slurm.env).stdout:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert "RUNNING" in hpcinit("status", folder.name, env=slurm.env).stdout
+    hpcinit("cancel", folder.name, env=slurm.env)
+    while "CANCELLED" not in hpcinit("status", folder.name, env=slurm.env).stdout:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_status_of_a_job_that_slurm_forgot(hpcinit: Run, slurm: MiniSlurm) -> None:
+    """Where Slurm knows nothing of a job any more, and without accounting, its own exit record tells."""
+    folder = folder_of(submit(hpcinit, slurm, "ranks_per_node=1", "wait=true", "--", "sh", "-c", "exit 5"))
+    record = json.loads((folder / "submission.json").read_text())
+    (folder / "submission.json").write_text(json.dumps({**record, "job_id": "999999"}))
+    state = json.loads(hpcinit("status", "--json", folder.name, env=slurm.env).stdout)
+    assert (state["name"], state["exit_status"], state["source"]) == ("FAILED", 5, "exit.json")
+
+
+def test_a_failing_rank_fails_the_job_and_is_named(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """One rank that raises ends the job within seconds; the report names rank, host and error."""
+    (tmp_path / "boom.py").write_text(
+        "import os, time\nif os.environ['RANK'] == '2':\n    raise ValueError('no such shard')\ntime.sleep(100)\n"
+    )
+    begin = time.monotonic()
+    done = submit(hpcinit, slurm, "nodes=2", "ranks_per_node=2", "wait=true", "--", "boom.py")
+    assert done.returncode != 0 and time.monotonic() - begin < 60
+    assert "first error: rank 2 on n2: ValueError: no such shard" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("word", "said", "option"),
+    [
+        ("partition=zzz", "invalid partition specified: zzz", "partition: #SBATCH --partition=zzz"),
+        ("+cluster.sbatch.constraint=zzz", "Invalid feature specification", "constraint: #SBATCH --constraint=zzz"),
+        ("cluster.gpu_type=h999", "node configuration is not available", "cluster.gpus_per_node"),
+        ("+cluster.sbatch.frob=1", "unrecognized option '--frob=1'", "cluster.sbatch"),
+        ("+cluster.sbatch.dependency='afterok:xx'", "dependency", "dependency: #SBATCH --dependency=afterok:xx"),
+    ],
+)
+def test_sbatch_refuses(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, word: str, said: str, option: str) -> None:
+    """What sbatch refuses comes in its own words with the key that caused it, and leaves no run folder."""
+    done = submit(hpcinit, slurm, word, "--", "true")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert said.lower() in done.stderr.lower() and option in done.stderr and "nothing was submitted" in done.stderr
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_no_controller(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """With the controller stopped, the folder is kept, not marked as submitted, and the message says how to look."""
+    slurm.stop_controller()
+    try:
+        done = submit(hpcinit, slurm, "--", "true")
+    finally:
+        slurm.start_controller()
+    assert done.returncode == 1 and "the job may exist all the same" in done.stderr and "squeue --me" in done.stderr
+    assert not (tmp_path / "runs/true-0001/submission.json").exists()
+    status = hpcinit("status", "true-0001", env=slurm.env)
+    assert status.returncode == 2 and "was never submitted" in status.stderr
+
+
+HOSTILE = ["$(touch HACKED)", "`touch HACKED`", "x; touch HACKED", "a b  c", "#SBATCH --nodes=3", "x # y", "$HOME \\$HOME",
+           '"quoted" \'twice\'', "--nodes=3", "%j %t %%", "\\", "ünï", "*", "~", "!", "&& touch HACKED", "a\\nb"]  # fmt: skip
+
+
+def test_hostile_values_are_data(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """Shell in a comment, in environment variables and in arguments arrives as text; nothing of it is run."""
+    env = "".join(f"  V{i}: {json.dumps(text)}\n" for i, text in enumerate(HOSTILE))
+    (tmp_path / "conf/job").mkdir(parents=True)
+    (tmp_path / "conf/job/hostile.yaml").write_text(f"name: hostile\nenv:\n{env}")
+    (tmp_path / "show.py").write_text(
+        "import json, os, sys\n"
+        "print(json.dumps([sys.argv[1:], [v for k, v in os.environ.items() if k[0] == 'V' and k[1:].isdigit()]]))\n"
+    )
+    arguments = [*HOSTILE, "it's", "new\nline", ""]
+    comment = "$(touch HACKED); `touch HACKED` # 'x' \"y\""
+    override = "comment='" + comment.replace("'", "\\'") + "'"  # as Hydra quotes
+    done = submit(hpcinit, slurm, "job=hostile", override, "ranks_per_node=1", "wait=true", "--", "show.py", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    shown = json.loads((folder_of(done) / "logs/rank-0.log").read_text())
+    assert (shown[0], sorted(shown[1])) == (arguments, sorted(HOSTILE))
+    assert not list(tmp_path.rglob("HACKED"))
+    assert f"Comment={comment}" in slurm.run("scontrol", "show", "job", str(job_id_of(done)))
+
+
+WEIRD = ["with space", "50% %j", "$HOME", "ünï", "a;b", "#x", "(p)", "-dash", "two 'single' quotes", "~", "*"]
+
+
+@pytest.mark.parametrize("name", WEIRD)
+def test_weird_folders(
+    hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Submitting from a folder of nearly any name works: working folder, run folder, logs and script."""
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    (tmp_path / name / "hi.py").write_text("import os; print(os.getcwd())")
+    done = submit(hpcinit, slurm, "ranks_per_node=1", "wait=true", "--", "hi.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert Path("runs/hi-0001/logs/rank-0.log").read_text() == f"{tmp_path / name}\n"
+
+
+@pytest.mark.parametrize(("name", "reason"), [("it's", "unbalanced '"), ("a\nb", "control character"), ("w\\b", "backslash")])
+def test_folders_that_cannot_be_named_in_a_script(
+    hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reason: str
+) -> None:
+    """A folder name that sbatch would misread is refused before anything is written."""
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    done = submit(hpcinit, slurm, "--", "true")
+    assert done.returncode == 2 and reason in done.stderr and not Path("runs").exists()
+
+
+def test_leftovers_of_another_job_do_not_reach_the_new_one(hpcinit: Run, slurm: MiniSlurm) -> None:
+    """SBATCH_ and SLURM_ variables of a surrounding job change nothing, and one line says what was dropped."""
+    env = {**slurm.env, "SBATCH_PARTITION": "zzz", "SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "RANK": "7"}
+    done = hpcinit("submit", "cluster=mini", "ranks_per_node=1", "wait=true", "--", "sh", "-c", "echo $RANK", env=env)
+    assert done.returncode == 0 and "not passed on to the job: RANK, SBATCH_PARTITION, SLURM_CPU_BIND" in done.stderr
+    assert (folder_of(done) / "logs/rank-0.log").read_text() == "0\n"
+
+
+def test_local_engine_sets_what_slurm_sets(hpcinit: Run, slurm: MiniSlurm) -> None:
+    """Each variable that the local engine sets is set by a real Slurm step of the same shape, alike but for names."""
+    shape = ["nodes=2", "ranks_per_node=2", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null"]
+    show = ["wait=true", "--", "python", "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
+    real = folder_of(submit(hpcinit, slurm, *shape, *show))
+    local = folder_of(hpcinit("submit", "cluster=local", *shape, *show))
+    for rank in range(4):
+        theirs, ours = (json.loads((f / f"logs/rank-{rank}.log").read_text()) for f in (real, local))
+        names = {k for k in ours if k.startswith("SLURM")} - {"SLURM_CONF"}
+        assert names <= set(theirs), sorted(names - set(theirs))
+        same = {k for k in names if not any(word in k for word in ("NODELIST", "ADDR", "HOST", "JOB_ID", "JOBID", "PARTITION", "CLUSTER_NAME", "NODENAME"))}
+        assert {k: ours[k] for k in same} == {k: theirs[k] for k in same}
+    assert environment.nodelist(2) == "127.0.0.[1-2]"
