@@ -28,16 +28,15 @@ HELD_OUT = 0.1  # the last part of the text is for evaluation only
 EVAL_PIECES = 16  # pieces of the held-out text that each rank evaluates
 
 
-def standard_library() -> Tensor:
-    """The text as token numbers (uint8): every top-level module, in alphabetical order.
+def read_modules(folder: Path) -> Tensor:
+    """The text as token numbers (uint8): the modules that lie in `folder`, in alphabetical order.
 
-    The same on all machines with the same Python, so without the files that a site generates or edits.
+    Of the standard library, those that are the same wherever the Python is: none that a site makes or edits.
     """
-    folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(path for path in folder.glob("*.py") if not path.name.startswith(("_sysconfig", "site")))
     source = b"".join(path.read_bytes() for path in files)
     if not source:
-        raise SystemExit(f"no text to train on: {folder} has no .py files; is this Python stripped of its source?")
+        raise SystemExit(f"no text: {folder} has no .py files; is this Python stripped of its source?")
     number = bytes(max(VOCABULARY.find(byte), 0) for byte in range(256))
     others = bytes(set(range(256)) - set(VOCABULARY))
     return torch.frombuffer(bytearray(source.translate(number, others)), dtype=torch.uint8)
@@ -71,8 +70,7 @@ class GPT(nn.Module):
         self.token, self.position = nn.Embedding(len(VOCABULARY), width), nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(VOCABULARY), bias=False)
-        for embedding in (self.token, self.position):
-            nn.init.normal_(embedding.weight, std=float(__import__("os").environ.get("STD","0.02")))
+        nn.init.normal_(self.position.weight, std=0.1)  # what stands there says more than where it stands
         nn.init.normal_(self.head.weight, std=0.02)  # small logits: the first loss is that of guessing
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -122,9 +120,9 @@ def sample(model: GPT, prompt: str, length: int, seed: int) -> str:
     return bytes(VOCABULARY[token] for token in tokens[0].tolist()).decode()
 
 
-def read_text(run: hpcinit.Runtime) -> tuple[Tensor, Tensor]:
-    """The text to train on, and the text to evaluate on."""
-    text = standard_library()
+def read_text(run: hpcinit.Runtime, folder: Path) -> tuple[Tensor, Tensor]:
+    """The text to train on, and the text to evaluate on; the same for every rank."""
+    text = read_modules(folder)
     if not same_on_all_ranks(text.long().sum().to(run.device)):
         raise SystemExit("the ranks read different texts: run the same Python version on all nodes")
     cut = int(len(text) * (1 - HELD_OUT))
@@ -140,7 +138,7 @@ def evaluate(run: hpcinit.Runtime, gpt: GPT, text: Tensor) -> float:
 
 def train(run: hpcinit.Runtime, options: argparse.Namespace) -> None:
     """Train, print as rank 0, and end with a message and exit status 1 if nothing was learnt."""
-    text, held_out = read_text(run)
+    text, held_out = read_text(run, Path(sysconfig.get_path("stdlib")))
     # The session has seeded every rank alike, so all begin with the same weights.
     gpt = GPT(options.context, options.width, options.layers, options.heads).to(run.device)
     # Averages the gradients over the ranks while the backward pass still runs.
@@ -164,17 +162,18 @@ def train(run: hpcinit.Runtime, options: argparse.Namespace) -> None:
         nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        losses.append(mean_over_ranks(loss))
-        if not math.isfinite(losses[-1]):
-            raise SystemExit(f"the loss is {losses[-1]} at step {step}; try a smaller --lr than {options.lr:g}")
-        run.progress(step, options.steps, loss=losses[-1])
+        mean = mean_over_ranks(loss)
+        losses.append(mean)
+        if not math.isfinite(mean):
+            raise SystemExit(f"the loss is {mean} at step {step}; try a smaller --lr than {options.lr:g}")
+        run.progress(step, options.steps, loss=mean)
         if step in {1, options.steps} or step % options.eval_every == 0:
             speed = step * tokens / (time.monotonic() - began)
-            held_out_loss = evaluate(run, gpt, held_out)
+            unseen = evaluate(run, gpt, held_out)
             if run.rank == 0:
-                line = f"step {step:4d}  loss {losses[-1]:.3f}  held-out {held_out_loss:.3f}  {speed:,.0f} tokens/s"
+                line = f"step {step:4d}  loss {mean:.3f}  held-out {unseen:.3f}  {speed:,.0f} tokens/s"
                 print(line, flush=True)
-    finish(run, gpt, losses, held_out_loss)
+    finish(run, gpt, losses, unseen)
 
 
 def warm_up_and_cosine(steps: int) -> Callable[[int], float]:
@@ -183,11 +182,11 @@ def warm_up_and_cosine(steps: int) -> Callable[[int], float]:
     return lambda step: min((step + 1) / first, 0.5 + 0.5 * math.cos(math.pi * step / steps))
 
 
-def finish(run: hpcinit.Runtime, gpt: GPT, losses: list[float], held_out_loss: float) -> None:
+def finish(run: hpcinit.Runtime, gpt: GPT, losses: list[float], unseen: float) -> None:
     """Check what came of it; the last line of rank 0 is the result."""
     if not same_on_all_ranks(checksum(gpt)):
         raise SystemExit("the parameters differ between the ranks after training")
-    result = f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in {len(losses)} steps, held-out {held_out_loss:.2f}"
+    result = f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in {len(losses)} steps, held-out {unseen:.2f}"
     if run.rank == 0:
         print(f"--- it writes:\n{sample(gpt, 'def ', 200, run.seed)}\n---\n{result}", flush=True)
     if losses[-1] >= losses[0]:
@@ -195,7 +194,7 @@ def finish(run: hpcinit.Runtime, gpt: GPT, losses: list[float], held_out_loss: f
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="train_gpt", description="Train a small GPT on Python's own source.")
+    parser = argparse.ArgumentParser("train_gpt", description="Train a small GPT on Python's source.")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--micro-batch", type=int, default=8, help="pieces of text per rank and step")
     parser.add_argument("--context", type=int, default=128, help="length of a piece in characters")

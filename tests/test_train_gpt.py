@@ -1,0 +1,113 @@
+"""The demo learns, on one rank and on several, and says so when it does not."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMALL = ["--steps=8", "--micro-batch=4", "--context=32", "--width=32", "--heads=2", "--layers=1"]
+RESULT = re.compile(r"loss (\S+) -> (\S+) in (\d+) steps, held-out (\S+)")
+
+
+def python(folder: Path, *words: str, timeout_s: float = 90) -> subprocess.CompletedProcess[str]:
+    """Python run in `folder`, a thread per rank, as a process that belongs to no job."""
+    foreign = ("SLURM", "TORCHELASTIC", "OMPI", "HPCINIT")
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=outside | {"OMP_NUM_THREADS": "1"}, timeout=timeout_s,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def submit(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return python(folder, "-m", "hpcinit.submit", "cluster=local", "wait=true", *words)
+
+
+def train(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return python(folder, "-m", "hpcinit.jobs.train_gpt", *SMALL, *words)
+
+
+def test_the_loss_goes_down_on_two_nodes(tmp_path: Path) -> None:
+    """Submitted to 2 nodes x 2 ranks it learns, prints so, and ends with 0."""
+    done = submit(tmp_path, "nodes=2", "ranks_per_node=2", "job=train_gpt", f"job.args={SMALL}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, last, steps, _ = RESULT.findall(done.stdout)[-1]
+    assert steps == "8"
+    assert 4.3 < float(first) < 4.9, "ln 96 = 4.6 is the loss of guessing"
+    assert float(last) < float(first) - 0.1
+
+
+def test_the_same_command_gives_the_same_losses(tmp_path: Path) -> None:
+    """Two runs on 2 ranks print the same losses at every step and the same text."""
+    args = f"job.args={[*SMALL, '--eval-every', '1']}"
+    logs = []
+    for number in (1, 2):
+        done = submit(tmp_path, "nodes=1", "ranks_per_node=2", "job=train_gpt", args)
+        assert done.returncode == 0, done.stdout + done.stderr
+        log = (tmp_path / f"runs/train_gpt-000{number}/logs/rank-0.log").read_text()
+        logs.append(re.sub(r"\S+ tokens/s|rank 0 at .*", "", log))
+    assert len(re.findall("step .* loss .* held-out", logs[0])) == 8
+    assert logs[0] == logs[1]
+
+
+def test_ranks_compare_bits_and_texts(tmp_path: Path) -> None:
+    """One rank with one bit more in one parameter is noticed, and so is one that reads another text."""
+    (tmp_path / "compare.py").write_text(f"""
+import pathlib, torch, hpcinit
+from hpcinit.jobs import train_gpt
+with hpcinit.session() as run:
+    model = train_gpt.GPT(context=4, width=4, layers=1, heads=1)
+    print("same:", train_gpt.same_on_all_ranks(train_gpt.checksum(model)))
+    if run.rank == 1:
+        model.head.weight.data.view(torch.int32)[0, 0] += 1
+    print("same:", train_gpt.same_on_all_ranks(train_gpt.checksum(model)))
+    folder = pathlib.Path({str(tmp_path)!r}, f"modules-{{run.rank}}")
+    folder.mkdir()
+    (folder / "a.py").write_text("x = " + "1" * run.rank)
+    train_gpt.read_text(run, folder)
+""")
+    done = submit(tmp_path, "nodes=1", "ranks_per_node=2", "--", "compare.py")
+    assert done.stdout.count("same: True") == 1
+    assert done.stdout.count("same: False") == 1
+    assert "the ranks read different texts: run the same Python version on all nodes" in done.stdout
+    assert done.returncode != 0
+
+
+def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
+    """Started by hand, without submission, it is one rank and learns."""
+    done = train(tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, last, _, _ = RESULT.findall(done.stdout.splitlines()[-1])[0]
+    assert float(last) < float(first)
+    assert "--- it writes:\ndef " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["--lr", "100"], 1, r"the loss did not go down: loss 4\.\d+ -> \S+ in 8 steps"),
+        (["--lr", "1e30"], 1, r"the loss is (nan|inf) at step \d; try a smaller --lr than 1e\+30"),
+        (["--steps", "1"], 2, r"--steps 1: expected at least 2, or the loss cannot go down"),
+        (["--width", "30", "--heads", "4"], 2, r"--width 30 is not divisible by --heads 4"),
+    ],
+)
+def test_it_fails_with_a_reason(tmp_path: Path, words: list[str], status: int, message: str) -> None:
+    """A run that learns nothing ends with 1, a wrong argument with 2, each with a line that says why."""
+    done = train(tmp_path, *words)
+    assert done.returncode == status, done.stdout
+    assert re.search(message, done.stderr), done.stderr
+
+
+def test_the_text_is_the_modules_that_every_machine_has(tmp_path: Path) -> None:
+    """Modules are read in alphabetical order, without those of a site and without characters beyond ASCII."""
+    pytest.importorskip("torch")
+    from hpcinit.jobs.train_gpt import VOCABULARY, read_modules  # noqa: PLC0415 - torch
+
+    with pytest.raises(SystemExit, match=r"no text: .* has no \.py files; is this Python stripped"):
+        read_modules(tmp_path)
+    for name, text in {"b": "B\té\n", "a": "A ~\n", "sitecustomize": "no", "_sysconfigdata_x": "no"}.items():
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+    assert bytes(VOCABULARY[token] for token in read_modules(tmp_path)) == b"A ~\nB\n"
