@@ -37,10 +37,10 @@ def choose(world: World) -> torch.device:
 def backend(device: torch.device, asked: str = "auto") -> str:
     """The backend to use on `device`. Raises BringUpError if torch was built without the one asked for."""
     name = asked if asked != "auto" else torch.distributed.get_default_backend_for_device(device)
-    if not torch.distributed.is_backend_available(name):
-        raise BringUpError(f"backend {name!r} is not in this build of torch {torch.__version__}")
     if name == "nccl" and device.type == "cpu":
         raise BringUpError(
             f"backend nccl needs a GPU, and torch {torch.__version__} finds none here; use comm.backend=auto or gloo"
         )
+    if not torch.distributed.is_backend_available(name):
+        raise BringUpError(f"backend {name!r} is not in this build of torch {torch.__version__}")
     return name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import runpy
@@ -9,10 +10,11 @@ import sys
 import time
 import traceback
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 from hpcinit.facts import runfolder
-from hpcinit.facts.errors import RequestError
+from hpcinit.facts.errors import HpcinitError, RequestError
 from hpcinit.facts.spec import Program
 from hpcinit.facts.world import World
 
@@ -24,16 +26,19 @@ def run(program: Program, world: World) -> int:
     """
     if program.kind == "command":
         return _command(program)
+    start = _script(Path(program.target)) if program.kind == "script" else _module(program.target)
     sys.argv = [program.target, *program.args]
     try:
-        if program.kind == "script":
-            _script(Path(program.target))
-        else:
-            _module(program.target)
+        start()
     except SystemExit as error:
         return _status(error)
     except KeyboardInterrupt:
         return 130
+    except HpcinitError as error:
+        # The message says it all; where it was raised from stands in the record.
+        print(f"hpcinit: error: {error}", file=sys.stderr, flush=True)
+        record(error, world)
+        return error.exit_status
     except BaseException as error:
         _print(error)
         record(error, world)
@@ -41,22 +46,36 @@ def run(program: Program, world: World) -> int:
     return 0
 
 
-def _script(path: Path) -> None:
+def _script(path: Path) -> Callable[[], None]:
     """As `python path` does: sys.path[0] is its folder, and it is sys.modules['__main__']."""
     try:
-        code = compile(path.read_bytes(), str(path), "exec")
+        source = path.read_bytes()
     except OSError as error:
         raise RequestError(f"cannot read {path.absolute()}: {error.strerror}; is it shared with this node?") from None
-    main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=str(path), __builtins__=__builtins__)
-    sys.modules["__main__"] = main  # stays: data loader workers and pickles look their classes up in it
-    sys.path[0] = str(path.parent.absolute())
-    exec(code, main.__dict__)
+
+    def start() -> None:
+        main = types.ModuleType("__main__")
+        main.__dict__.update(__file__=str(path), __builtins__=__builtins__)
+        sys.modules["__main__"] = main  # stays: data loader workers and pickles look their classes up in it
+        sys.path[0] = str(path.parent.absolute())
+        exec(compile(source, str(path), "exec"), main.__dict__)
+
+    return start
 
 
-def _module(name: str) -> None:
+def _module(name: str) -> Callable[[], None]:
     sys.path[0] = os.getcwd()  # as `python -m` does
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # of a parent package
+        found = None
+    if found is None:
+        raise RequestError(f"no module {name!r} on this node: looked in {sys.path[0]} and in {sys.prefix}")
+
+    def start() -> None:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+    return start
 
 
 def _command(program: Program) -> int:

@@ -1,0 +1,41 @@
+"""spec.json: what goes in comes out, and what is not one is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpcinit.facts.errors import SpecError
+from hpcinit.facts.layout import Layout
+from hpcinit.facts.spec import Comm, Program, Spec, load
+from hpcinit.facts.timeouts import TimeoutLaw
+
+SPEC = Spec(
+    name="x", cluster="mini", nodes=2, ranks_per_node=3, program=Program("script", "a.py", ("--x", "it's\n")),
+    workdir="/w", nonce="n", seed=4, layout=Layout(dp_replicate=3, tp=2), comm=Comm("gloo", True, TimeoutLaw(1, 2, 3), 4.0),
+)  # fmt: skip
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    """A spec written and read is equal, types and all."""
+    (tmp_path / "spec.json").write_text(SPEC.to_json())
+    assert load(tmp_path / "spec.json") == SPEC
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": 2}, "is not of format 1: the hpcinit that submitted and the one in the job differ"),
+        ({"program": {"kind": "pickle", "target": "x", "args": []}}, "program.kind is 'pickle', expected one of"),
+        ({"comm": {}}, "does not hold a spec"),
+        ({"unknown": 1}, "does not hold a spec"),
+    ],
+)
+def test_other_documents_are_refused(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    """A document of another version or shape is refused with the file's name."""
+    (tmp_path / "spec.json").write_text(json.dumps({**json.loads(SPEC.to_json()), **change}))
+    with pytest.raises(SpecError, match=said) as caught:
+        load(tmp_path / "spec.json")
+    assert str(tmp_path) in str(caught.value) or "program.kind" in str(caught.value)

@@ -1,0 +1,192 @@
+"""init, shutdown and session with real processes and a real process group."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Run
+
+
+def ranks(hpcinit: Run, tmp_path: Path, code: str, *words: str, nodes: int = 2) -> list[str]:
+    """Run `code` on that many ranks of cluster=local; each rank's last line, and no rank may fail."""
+    (tmp_path / "code.py").write_text(textwrap.dedent(code))
+    done = hpcinit("submit", f"nodes={nodes}", "wait=true", *words, "--", "code.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = Path(done.stdout.partition("run folder: ")[2].partition("\n")[0])
+    return [(folder / f"logs/rank-{rank}.log").read_text().splitlines()[-1] for rank in range(nodes)]
+
+
+def test_runtime_tells_everything(hpcinit: Run, tmp_path: Path) -> None:
+    """The object that init returns knows rank, sizes, hosts, device, backend, timeouts and mesh, and agrees with torch."""
+    code = """
+        import json, hpcinit, torch.distributed as dist
+        run = hpcinit.init()
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (run.rank, run.world_size, run.backend)
+        print(json.dumps([run.rank, run.world_size, run.local_rank, run.local_world_size, run.node_rank, run.hosts,
+            str(run.device), run.backend, run.timeout.total_seconds(), run.collective_timeout.total_seconds(),
+            run.mesh.mesh_dim_names, list(run.mesh.shape), run.seed, run.folder.name]))
+    """
+    words = ["comm.timeout_base_s=60", "comm.timeout_per_node_s=10", "comm.collective_timeout_s=33", "seed=5"]
+    expected = ["127.0.0.1", "127.0.0.2"], "cpu", "gloo", 80.0, 33.0, ["dp_replicate"], [2], 5, "code-0001"
+    found = [json.loads(line) for line in ranks(hpcinit, tmp_path, code, *words)]
+    assert found == [[rank, 2, 0, 1, rank, *expected] for rank in range(2)]
+
+
+def test_timeouts_are_torchs(hpcinit: Run, tmp_path: Path) -> None:
+    """After init torch's group has the timeout for collectives: a peer that never comes fails it after that long."""
+    code = """
+        import time, torch, torch.distributed as dist, hpcinit
+        run = hpcinit.init()
+        begin = time.monotonic()
+        if run.rank == 0:
+            try:
+                dist.all_reduce(torch.zeros(1))
+            except RuntimeError:
+                print(round(time.monotonic() - begin) in (2, 3, 4))
+        else:
+            time.sleep(6)
+            print(True)
+    """
+    assert ranks(hpcinit, tmp_path, code, "comm.collective_timeout_s=2") == ["True", "True"]
+
+
+def test_once_per_process(hpcinit: Run, tmp_path: Path) -> None:
+    """The same request gives the same object, another one is an error, and after shutdown init works again."""
+    code = """
+        import hpcinit, torch, torch.distributed as dist
+        first = hpcinit.init(seed=1)
+        assert hpcinit.init(seed=1) is first
+        try:
+            hpcinit.init(seed=2)
+        except hpcinit.HpcinitError as error:
+            assert "init was called before" in str(error)
+        hpcinit.shutdown()
+        hpcinit.shutdown()
+        assert not dist.is_initialized()
+        with hpcinit.session() as run:
+            value = torch.ones(1)
+            dist.all_reduce(value)
+        assert not dist.is_initialized()
+        print(value.item())
+    """
+    assert ranks(hpcinit, tmp_path, code) == ["2.0", "2.0"]
+
+
+def test_a_group_that_is_there_is_not_taken_over(hpcinit: Run, tmp_path: Path) -> None:
+    """A process group made before by somebody else is an error with the way out, not a silent reuse."""
+    code = """
+        import hpcinit, torch.distributed as dist
+        dist.init_process_group("gloo")
+        try:
+            hpcinit.init()
+        except hpcinit.HpcinitError as error:
+            print("that hpcinit did not make" in str(error))
+        dist.destroy_process_group()
+    """
+    assert ranks(hpcinit, tmp_path, code) == ["True", "True"]
+
+
+def test_scripts_for_torchrun_run_unchanged(hpcinit: Run, tmp_path: Path) -> None:
+    """A script that calls init_process_group() with env:// alone works under hpcinit."""
+    code = """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        value = torch.tensor([float(dist.get_rank() + 1)])
+        dist.all_reduce(value)
+        print(value.item())
+        dist.destroy_process_group()
+    """
+    assert ranks(hpcinit, tmp_path, code) == ["3.0", "3.0"]
+
+
+def test_seeds_are_the_same_on_every_rank(hpcinit: Run, tmp_path: Path) -> None:
+    """Python, NumPy and torch draw the same on every rank, and something else with another seed."""
+    code = """
+        import random, numpy, torch, hpcinit
+        with hpcinit.session():
+            print(random.random(), numpy.random.rand(), torch.rand(1).item())
+    """
+    one, two = ranks(hpcinit, tmp_path, code), ranks(hpcinit, tmp_path, code, "seed=9")
+    assert one[0] == one[1] and two[0] == two[1] and one[0] != two[0]
+
+
+def test_mesh_of_a_layout(hpcinit: Run, tmp_path: Path) -> None:
+    """With tp 2 the mesh has two dimensions, and neighbouring ranks are in one tensor parallel group."""
+    code = """
+        import hpcinit, torch.distributed as dist
+        with hpcinit.session() as run:
+            print(run.mesh.mesh_dim_names, run.mesh.mesh.tolist(), dist.get_process_group_ranks(run.mesh["tp"].get_group()))
+    """
+    lines = ranks(hpcinit, tmp_path, code, "parallel.tp=2", nodes=4)
+    assert lines == [f"('dp_replicate', 'tp') [[0, 1], [2, 3]] {[0, 1] if r < 2 else [2, 3]}" for r in range(4)]
+
+
+def test_progress_is_seen_outside(hpcinit: Run, tmp_path: Path) -> None:
+    """What rank 0 tells of its progress is what status shows."""
+    code = """
+        import hpcinit
+        with hpcinit.session() as run:
+            for step in range(1, 41):
+                run.progress(step, 40, loss=1 / step)
+        print("done")
+    """
+    ranks(hpcinit, tmp_path, code)
+    assert "step 40/40  loss 0.025" in hpcinit("status", "code-0001").stdout
+
+
+def test_deepspeed_comes_after_torch(hpcinit: Run, tmp_path: Path) -> None:
+    """With comm.deepspeed DeepSpeed's collectives run on the group that torch made, and shutdown clears both."""
+    code = """
+        import hpcinit, torch, torch.distributed as dist
+        run = hpcinit.init()
+        import deepspeed
+        value = torch.ones(1)
+        deepspeed.comm.all_reduce(value)
+        hpcinit.shutdown()
+        print(value.item(), dist.is_initialized(), deepspeed.comm.is_initialized())
+    """
+    assert ranks(hpcinit, tmp_path, code, "comm.deepspeed=true") == ["2.0 False False"] * 2
+
+
+def test_torchrun_is_a_launcher_too(hpcinit: Run, tmp_path: Path) -> None:
+    """Under torchrun, with no hpcinit on the submit side, init brings the group up from torchrun's variables."""
+    (tmp_path / "code.py").write_text(
+        "import hpcinit, torch.distributed as dist\n"
+        "with hpcinit.session() as run:\n    print(run.world.launcher, run.rank, dist.get_world_size())\n"
+    )
+    done = hpcinit("run", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "code.py")
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("torchrun")) == ["torchrun 0 2", "torchrun 1 2"]
+
+
+def test_no_launcher_at_all(hpcinit: Run, tmp_path: Path) -> None:
+    """A plain `python train.py` is a world of one rank, and collectives work in it."""
+    (tmp_path / "code.py").write_text(
+        "import hpcinit, torch, torch.distributed as dist\nwith hpcinit.session() as run:\n    x = torch.ones(1)\n"
+        "    dist.all_reduce(x)\n    print(run.world.launcher, run.world_size, x.item())\n"
+    )
+    assert hpcinit("run", "code.py").stdout == "single 1 1.0\n"
+
+
+def test_rank_0_that_cannot_listen_says_so(hpcinit: Run, tmp_path: Path) -> None:
+    """A port that is taken gives an error with rank, address and port, and the job fails."""
+    (tmp_path / "code.py").write_text(
+        "import json, os, socket, hpcinit\nfrom hpcinit.facts import launchers\n"
+        "world = launchers.read(os.environ)\n"
+        "if world.rank == 0:\n    taken = socket.create_server(('', world.master_ports[0]))\n"
+        "hpcinit.init()\n"
+    )
+    done = hpcinit("submit", "nodes=2", "wait=true", "comm.timeout_base_s=8", "--", "code.py")
+    assert done.returncode != 0
+    assert "rank 0 on 127.0.0.1 could not listen at 127.0.0.1:" in done.stdout
+
+
+@pytest.mark.parametrize(("asked", "said"), [("nccl", "backend nccl needs a GPU"), ("mpi", "is not in this build of torch")])
+def test_backend_that_is_not_there(hpcinit: Run, tmp_path: Path, asked: str, said: str) -> None:
+    """A backend that this machine or this torch lacks is refused with the reason."""
+    (tmp_path / "code.py").write_text(f"import hpcinit\nhpcinit.init(backend={asked!r})\n")
+    done = hpcinit("run", "code.py")
+    assert done.returncode == 1 and said in done.stderr
