@@ -67,9 +67,7 @@ def _scontrol() -> dict[str, Expand | None]:
     if not path:
         return {"scontrol": None}
     conf = Path(tempfile.mkdtemp(), "slurm.conf")
-    conf.write_text(
-        "ClusterName=none\nSlurmctldHost=localhost\nNodeName=localhost\nPartitionName=p Nodes=localhost\n"
-    )
+    conf.write_text("ClusterName=none\nSlurmctldHost=localhost\nNodeName=localhost\nPartitionName=p Nodes=localhost\n")
     env = {**os.environ, "SLURM_CONF": str(conf)}
 
     def show(text: str) -> list[str]:

@@ -146,9 +146,7 @@ def _project() -> Iterator[Path]:
 def _measure(contender: Contender, slurm: MiniSlurm, project: Path, *, counted: bool) -> None:
     env = _environment(slurm.env)
     cpu_before, start = _children_cpu_s(), time.perf_counter()
-    done = subprocess.run(
-        contender.command, cwd=project, env=env, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(contender.command, cwd=project, env=env, capture_output=True, text=True, check=False)
     wall, cpu = time.perf_counter() - start, _children_cpu_s() - cpu_before
     # torchx makes a heterogeneous job, '7+0' and '7+1', which can only be cancelled as a whole.
     jobs = {name.partition("+")[0] for name in slurm.run("squeue", "--noheader", "--format=%i").split()}
@@ -174,9 +172,7 @@ def _children_cpu_s() -> float:
 # --- the table
 
 
-def _report(
-    contenders: Sequence[Contender], missing: Mapping[str, str], slurm_version: str, rounds: int
-) -> str:
+def _report(contenders: Sequence[Contender], missing: Mapping[str, str], slurm_version: str, rounds: int) -> str:
     base = next((c for c in contenders if c.name == BASELINE), None)
     lines = [
         f"{datetime.date.today()}, {os.cpu_count()} cores {platform.machine()}, {_system()}, Python "

@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         close = difflib.get_close_matches(words[0], COMMANDS, n=1)
         guess = f"; did you mean {close[0]!r}?" if close else ""
-        print(f"hpcinit: error: no command {words[0]!r}, expected one of: {', '.join(COMMANDS)}{guess}", file=sys.stderr)
+        print(
+            f"hpcinit: error: no command {words[0]!r}, expected one of: {', '.join(COMMANDS)}{guess}", file=sys.stderr
+        )
         return 2
     return guarded(COMMANDS[words[0]][0], words[1:])
 

@@ -73,9 +73,7 @@ SHAPES = {
         "export SLURM_HOSTFILE=$PWD/hosts\nsrun --distribution=arbitrary --label ./probe",
         files=(("hosts", "n3\nn1\nn3\nn2\n"),),
     ),
-    "ntasks_per_node_larger_than_used": Shape(
-        "sbatch -N3 --ntasks-per-node=4", "srun -n5 --label ./probe", tasks=5
-    ),
+    "ntasks_per_node_larger_than_used": Shape("sbatch -N3 --ntasks-per-node=4", "srun -n5 --label ./probe", tasks=5),
     "multi_prog": Shape(
         "sbatch -N2 -n3",
         "srun --multi-prog --label programs",
@@ -87,9 +85,7 @@ SHAPES = {
     "subset_exclude": Shape("sbatch -N4 --ntasks-per-node=2", "srun -x n1 -N3 -n3 --label ./probe", tasks=3),
     "subset_relative": Shape("sbatch -N4 --ntasks-per-node=2", "srun --relative=2 -N2 -n4 --label ./probe"),
     "subset_fewer_nodes": Shape("sbatch -N4 --ntasks-per-node=2", "srun -N2 -n3 --label ./probe", tasks=3),
-    "overlap": Shape(
-        "sbatch -N2 --ntasks-per-node=2", "srun sleep 60 &\nsleep 1\nsrun --overlap --label ./probe"
-    ),
+    "overlap": Shape("sbatch -N2 --ntasks-per-node=2", "srun sleep 60 &\nsleep 1\nsrun --overlap --label ./probe"),
     "exclusive_step": Shape(
         "sbatch -N2 --ntasks-per-node=4",
         "srun --exclusive -N1 -n2 sleep 60 &\nsleep 1\nsrun --exclusive -N2 -n4 --label ./probe",
@@ -97,9 +93,7 @@ SHAPES = {
     "exclusive_job": Shape("sbatch -N2 --exclusive --ntasks-per-node=2", SRUN),
     # Heterogeneous jobs.
     "het_both": Shape(HET, "srun --het-group=0,1 --label ./probe", tasks=5),
-    "het_both_reversed_hosts": Shape(
-        "sbatch -w n4 -n2 : -w n1,n2 -n2", "srun --het-group=0,1 --label ./probe"
-    ),
+    "het_both_reversed_hosts": Shape("sbatch -w n4 -n2 : -w n1,n2 -n2", "srun --het-group=0,1 --label ./probe"),
     "het_colon": Shape(HET, "srun --label -n1 ./probe : -n3 ./probe"),
     "het_component_0": Shape(HET, "srun --het-group=0 --label ./probe", tasks=2),
     "het_component_1": Shape(HET, "srun --het-group=1 --label ./probe", tasks=3),
@@ -202,7 +196,9 @@ def launch(slurm: MiniSlurm, shape: Shape, folder: Path) -> list[str]:
     deadline = time.monotonic() + 30
     while (reports := sum(len(TOKEN.findall(text)) for text in printed)) != shape.tasks:
         if time.monotonic() > deadline:
-            raise SystemExit(f"{shape.command}: {reports} tasks and not {shape.tasks} in 30 s:\n{printed}")
+            everything = "".join(path.read_text() for path in folder.glob("job-*.out"))
+            queue = slurm.run("squeue", "--format=%A %T %r %S")
+            raise SystemExit(f"{shape.command}: {reports} of {shape.tasks} tasks in 30 s\n{queue}{everything}")
         time.sleep(0.1)
         start_requeued(slurm)
         texts = [path.read_text() for path in sorted(folder.glob("job-*.out"))]
@@ -227,13 +223,13 @@ def start_requeued(slurm: MiniSlurm) -> None:
     for job in slurm.run("squeue", "--noheader", "--states=PENDING", "--format=%A %r").splitlines():
         number, _, reason = job.partition(" ")
         if reason == "BeginTime":
+            slurm.wait_idle()  # the first attempt has left its nodes
+            time.sleep(1)
             slurm.run("scontrol", "update", f"JobId={number}", "StartTime=now")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="*", choices=SHAPES, default=list(SHAPES), metavar="SHAPE")
     options = parser.parse_args()

@@ -179,7 +179,9 @@ def test_weird_folders(
     assert Path("runs/hi-0001/logs/rank-0.log").read_text() == f"{tmp_path / name}\n"
 
 
-@pytest.mark.parametrize(("name", "reason"), [("it's", "unbalanced '"), ("a\nb", "control character"), ("w\\b", "backslash")])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("it's", "unbalanced '"), ("a\nb", "control character"), ("w\\b", "backslash")]
+)
 def test_folders_that_cannot_be_named_in_a_script(
     hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reason: str
 ) -> None:
@@ -208,6 +210,13 @@ def test_local_engine_sets_what_slurm_sets(hpcinit: Run, slurm: MiniSlurm) -> No
         theirs, ours = (json.loads((f / f"logs/rank-{rank}.log").read_text()) for f in (real, local))
         names = {k for k in ours if k.startswith("SLURM")} - {"SLURM_CONF"}
         assert names <= set(theirs), sorted(names - set(theirs))
-        same = {k for k in names if not any(word in k for word in ("NODELIST", "ADDR", "HOST", "JOB_ID", "JOBID", "PARTITION", "CLUSTER_NAME", "NODENAME"))}
+        same = {
+            k
+            for k in names
+            if not any(
+                word in k
+                for word in ("NODELIST", "ADDR", "HOST", "JOB_ID", "JOBID", "PARTITION", "CLUSTER_NAME", "NODENAME")
+            )
+        }
         assert {k: ours[k] for k in same} == {k: theirs[k] for k in same}
     assert environment.nodelist(2) == "127.0.0.[1-2]"

@@ -25,10 +25,14 @@ def test_every_command_of_the_readme_runs(tmp_path: Path) -> None:
     lines = [line.partition("  #")[0].strip() for line in blocks("bash")[1].splitlines()]
     assert len(lines) == 8 and all(line.startswith("hpcinit ") for line in lines)
     for line in lines:
-        done = subprocess.run(line, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
+        done = subprocess.run(
+            line, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False
+        )
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
         if "-- train.py" in line:  # the next lines look at it
-            subprocess.run("hpcinit logs --follow train-0001", shell=True, cwd=tmp_path, env=env, timeout=100, check=True)
+            subprocess.run(
+                "hpcinit logs --follow train-0001", shell=True, cwd=tmp_path, env=env, timeout=100, check=True
+            )
         if line.startswith("hpcinit logs"):
             assert "0: rank 0 of 2 on 127.0.0.1: 2" in done.stdout and "1: rank 1 of 2 on 127.0.0.2: 2" in done.stdout
 

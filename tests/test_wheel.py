@@ -15,13 +15,26 @@ ROOT = Path(__file__).parent.parent
 
 def test_wheel_submits_from_any_folder(tmp_path: Path) -> None:
     """A built wheel, unpacked where no checkout is near, renders every cluster and has the sbatch scripts."""
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(ROOT)]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(tmp_path),
+        str(ROOT),
+    ]
     subprocess.run(build, check=True, capture_output=True)
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         wheel.extractall(site)
-    assert {path.name for path in (site / "hpcinit/sbatch").iterdir()} == {path.name for path in (ROOT / "sbatch").iterdir()}
+    assert {path.name for path in (site / "hpcinit/sbatch").iterdir()} == {
+        path.name for path in (ROOT / "sbatch").iterdir()
+    }
     env = {**os.environ, "PYTHONPATH": str(site)}
     where = subprocess.run(
         [sys.executable, "-c", "import hpcinit; print(hpcinit.__file__)"],

@@ -171,7 +171,8 @@ def _partition(config: Config) -> Iterator[str]:
         ("time_min", config.time_min, known.time_min),
     ):
         if most is not None and asked > most:
-            yield f"{key}={asked}, but partition {config.partition!r} of cluster {config.cluster.name} has at most {most}"
+            where = f"partition {config.partition!r} of cluster {config.cluster.name}"
+            yield f"{key}={asked}, but {where} has at most {most}"
 
 
 def _gpus(config: Config) -> Iterator[str]:

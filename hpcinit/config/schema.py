@@ -6,19 +6,19 @@ Plain dataclasses, because Hydra fills them in. Nobody changes one afterwards.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Optional  # noqa: UP035 - OmegaConf reads these annotations
+from typing import Any, Optional
 
 from omegaconf import MISSING
 
 # OmegaConf 2.3 evaluates the annotations and does not know `X | None` before Python 3.10's types.UnionType;
 # Optional[] works everywhere.
-# ruff: noqa: UP045, UP007
+# ruff: noqa: UP045
 
 
 def key(help: str, default: Any = None) -> Any:
     """A field with its explanation, from which `--help` and the reference page are made."""
     if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: default.copy(), metadata={"help": help})
+        return field(default_factory=default.copy, metadata={"help": help})
     return field(default=default, metadata={"help": help})
 
 

@@ -103,9 +103,7 @@ def compress(hosts: Sequence[str]) -> str:
     are; no hosts give "". Raises nothing.
     """
     pieces: list[str] = []
-    for (prefix, numbered), group in groupby(
-        map(_split, hosts), key=lambda split: (split[0], bool(split[1]))
-    ):
+    for (prefix, numbered), group in groupby(map(_split, hosts), key=lambda split: (split[0], bool(split[1]))):
         numbers = [digits for _, digits in group]
         pieces += [prefix + _bracket(numbers)] if numbered else [prefix] * len(numbers)
     return ",".join(pieces)
@@ -145,9 +143,7 @@ def _names(prefix: str, ranges: list[_Range], suffix: str) -> list[str]:
         for thousand in range(max(low // 1000, int(short)), high // 1000 + 1):
             head = f"{prefix}{thousand:0{max(width - 3, 0)}d}"
             tails = _TAILS[max(low - thousand * 1000, 0) : high - thousand * 1000 + 1]
-            names += (
-                [f"{head}{tail}{suffix}" for tail in tails] if suffix else [head + tail for tail in tails]
-            )
+            names += [f"{head}{tail}{suffix}" for tail in tails] if suffix else [head + tail for tail in tails]
     return names
 
 

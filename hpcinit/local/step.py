@@ -49,7 +49,7 @@ class Step:
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         per_node = self.options.ntasks_per_node
         env = {**os.environ, **environment.task(os.environ, self.options.nodes, per_node, rank)}
-        log = Path(self.options.output.replace("%t", str(rank)).replace("%%", "%")).open("ab", buffering=0)
+        log = Path(self.options.output.replace("%t", str(rank)).replace("%%", "%")).open("ab", buffering=0)  # noqa: SIM115 - closed by run()
         self.logs.append(log)
         return subprocess.Popen(
             self.options.command,

@@ -64,7 +64,7 @@ def _script(path: Path) -> Callable[[], None]:
 
 
 def _module(name: str) -> Callable[[], None]:
-    sys.path[0] = os.getcwd()  # as `python -m` does
+    sys.path[0] = str(Path.cwd())  # as `python -m` does
     try:
         found = importlib.util.find_spec(name)
     except ModuleNotFoundError:  # of a parent package

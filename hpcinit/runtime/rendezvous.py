@@ -6,7 +6,8 @@ import os
 import socket
 from datetime import timedelta
 
-from torch.distributed import DistError, HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
 from hpcinit.facts.errors import BringUpError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 
 import torch
 
@@ -13,8 +12,8 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     torch.manual_seed(seed)
     try:
-        import numpy  # noqa: PLC0415, ICN001 - optional
+        import numpy  # noqa: PLC0415 - optional
 
         numpy.random.seed(seed % 2**32)  # NumPy takes 32 bits only
     except ImportError:
-        sys.modules.pop("numpy", None)
+        return

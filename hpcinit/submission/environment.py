@@ -7,7 +7,16 @@ from collections.abc import Mapping
 # SBATCH_* beats #SBATCH lines; SLURM_* of a surrounding job binds the new one's steps to the wrong cores
 # (https://github.com/goodfire-ai/spd/issues/955) or memory; the others make a rank believe in another world.
 FOREIGN = ("SBATCH_", "SLURM_", "SLURMD_", "SRUN_", "SALLOC_", "PMI_", "PMIX_", "OMPI_", "TORCHELASTIC_", "HPCINIT_RUN")
-RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"}
+RANKS = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
 # How clients find Slurm at all: without SLURM_CONF, sbatch looks in DNS
 # (https://github.com/facebookincubator/submitit/issues/1814).
 KEPT = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_CONF_SERVER"}

@@ -57,7 +57,7 @@ def _versions() -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for place in sys.path:
-        for name in os.listdir(place or ".") if Path(place).is_dir() else ():
+        for name in os.listdir(place or ".") if Path(place).is_dir() else ():  # noqa: PTH208 - names only, it is quicker
             if match := METADATA.fullmatch(name):
                 found.setdefault(match[1].replace("_", "-").lower(), match[2])
     return {name: found[name] for name in PACKAGES if name in found}

@@ -24,9 +24,7 @@ MOST_HOSTS = 40  # in one case, so that the file stays small
 SUFFIX_SINCE = (23, 11)  # n[1-2]-ib: "Invalid hostlist" before
 
 # scontrol reads any slurm.conf with these names; it asks no controller for `show hostnames`.
-MINIMAL_CONF = (
-    "ClusterName=none\nSlurmctldHost=localhost\nNodeName=localhost\nPartitionName=p Nodes=localhost\n"
-)
+MINIMAL_CONF = "ClusterName=none\nSlurmctldHost=localhost\nNodeName=localhost\nPartitionName=p Nodes=localhost\n"
 
 LITERALS = ["n", "n", "gpu", "a-b", "x_", "n1", "10.0.", "node-0", "", "0", "r0.", "b9-", "N-a_b.c-"]
 
@@ -70,9 +68,7 @@ MALFORMED = [
 
 
 def number(rnd: random.Random) -> str:
-    value = rnd.choice(
-        [rnd.randrange(12), rnd.randrange(120), rnd.randrange(1200), 10 ** rnd.randrange(1, 5) - 1]
-    )
+    value = rnd.choice([rnd.randrange(12), rnd.randrange(120), rnd.randrange(1200), 10 ** rnd.randrange(1, 5) - 1])
     return f"{value:0{rnd.choice([0, 0, 0, 2, 3, 4, 5])}d}"
 
 
@@ -134,9 +130,7 @@ def record(scontrol: Scontrol) -> dict[str, list[list[object]]]:
     rnd = random.Random(SEED)
     expansions: list[list[object]] = []
     while len(expansions) < EXPANSIONS:
-        text = ",".join(name(rnd, suffix=scontrol.suffixes) for _ in range(rnd.choice([1, 1, 2, 3]))).lstrip(
-            "-"
-        )
+        text = ",".join(name(rnd, suffix=scontrol.suffixes) for _ in range(rnd.choice([1, 1, 2, 3]))).lstrip("-")
         lines = scontrol.valid("hostnames", text) if text and ",," not in text else []
         if 0 < len(lines) <= MOST_HOSTS:
             expansions.append([text, " ".join(lines)])
@@ -162,8 +156,7 @@ def main() -> None:
     path = Path(__file__).parents[1] / "data" / f"nodelists-{scontrol.version}.json"
     path.parent.mkdir(exist_ok=True)
     body = [
-        f" {json.dumps(key)}: [\n  " + ",\n  ".join(map(json.dumps, cases)) + "\n ]"
-        for key, cases in sections.items()
+        f" {json.dumps(key)}: [\n  " + ",\n  ".join(map(json.dumps, cases)) + "\n ]" for key, cases in sections.items()
     ]  # one case per line, for readable diffs
     head = f' "scontrol": {json.dumps(scontrol.version)},\n "seed": {SEED},\n'
     path.write_text("{\n" + head + ",\n".join(body) + "\n}\n")

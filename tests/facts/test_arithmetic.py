@@ -46,5 +46,7 @@ def test_the_product_is_the_world_size_or_it_is_refused(sizes: list[int], world_
 
 def test_what_would_fit_is_said() -> None:
     """The refusal of a layout names a degree that would fit."""
-    with pytest.raises(RequestError, match=r"tp 3 = 3 ranks is not a divisor of the 8 .*fits: parallel.tp=8 or a divisor"):
+    with pytest.raises(
+        RequestError, match=r"tp 3 = 3 ranks is not a divisor of the 8 .*fits: parallel.tp=8 or a divisor"
+    ):
         Layout(tp=3).over(8)

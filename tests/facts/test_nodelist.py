@@ -21,9 +21,7 @@ from hpcinit.facts.errors import HpcinitError
 from hpcinit.nodelist import MAX_HOSTS, NodelistError, compress, expand, expand_counts, first
 from tests.facts.record_nodelists import MINIMAL_CONF
 
-RECORDED = [
-    json.loads(path.read_text()) for path in sorted(Path(__file__).parents[1].glob("data/nodelists-*.json"))
-]
+RECORDED = [json.loads(path.read_text()) for path in sorted(Path(__file__).parents[1].glob("data/nodelists-*.json"))]
 recorded = pytest.mark.parametrize("record", RECORDED, ids=[f"scontrol-{r['scontrol']}" for r in RECORDED])
 
 
@@ -368,9 +366,7 @@ def test_first_does_not_expand() -> None:
     assert min(times) < 0.001
 
 
-@pytest.mark.parametrize(
-    "text", ["[" * 50_000, "n[1-2" * 20_000, "-" * 100_000, "a" * 100_000, "n[" + "1" * 100_000]
-)
+@pytest.mark.parametrize("text", ["[" * 50_000, "n[1-2" * 20_000, "-" * 100_000, "a" * 100_000, "n[" + "1" * 100_000])
 def test_refusing_takes_linear_time(text: str) -> None:
     """No text makes the regular expressions backtrack."""
     start = time.perf_counter()

@@ -27,7 +27,7 @@ def test_by_folder_name_and_job_id(run: Path) -> None:
 
 def test_unknown_run_says_what_there_is(run: Path) -> None:
     """A word that means no run is answered with the last ones."""
-    with pytest.raises(RequestError, match="no run 'y': neither a run folder nor a job id; .*x-0001"):
+    with pytest.raises(RequestError, match=r"no run 'y': neither a run folder nor a job id; .*x-0001"):
         find.find("y", run.parent)
 
 

@@ -159,7 +159,10 @@ def test_torchrun_is_a_launcher_too(hpcinit: Run, tmp_path: Path) -> None:
         "with hpcinit.session() as run:\n    print(run.world.launcher, run.rank, dist.get_world_size())\n"
     )
     done = hpcinit("run", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "code.py")
-    assert sorted(line for line in done.stdout.splitlines() if line.startswith("torchrun")) == ["torchrun 0 2", "torchrun 1 2"]
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("torchrun")) == [
+        "torchrun 0 2",
+        "torchrun 1 2",
+    ]
 
 
 def test_no_launcher_at_all(hpcinit: Run, tmp_path: Path) -> None:
@@ -184,7 +187,9 @@ def test_rank_0_that_cannot_listen_says_so(hpcinit: Run, tmp_path: Path) -> None
     assert "rank 0 on 127.0.0.1 could not listen at 127.0.0.1:" in done.stdout
 
 
-@pytest.mark.parametrize(("asked", "said"), [("nccl", "backend nccl needs a GPU"), ("mpi", "is not in this build of torch")])
+@pytest.mark.parametrize(
+    ("asked", "said"), [("nccl", "backend nccl needs a GPU"), ("mpi", "is not in this build of torch")]
+)
 def test_backend_that_is_not_there(hpcinit: Run, tmp_path: Path, asked: str, said: str) -> None:
     """A backend that this machine or this torch lacks is refused with the reason."""
     (tmp_path / "code.py").write_text(f"import hpcinit\nhpcinit.init(backend={asked!r})\n")

@@ -45,7 +45,9 @@ def test_module_and_command(hpcinit: Run, tmp_path: Path) -> None:
         ("x = (", 1, "SyntaxError: '(' was never closed\n"),
     ],
 )
-def test_exit_status_and_message_are_the_programs(hpcinit: Run, tmp_path: Path, code: str, status: int, said: str) -> None:
+def test_exit_status_and_message_are_the_programs(
+    hpcinit: Run, tmp_path: Path, code: str, status: int, said: str
+) -> None:
     """However a script ends, the status and the last line are what Python itself gives, without our frames."""
     (tmp_path / "code.py").write_text(code + "\n")
     done = hpcinit("run", "code.py")
