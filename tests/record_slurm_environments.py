@@ -238,7 +238,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name in options.only:
             found = record(slurm, SHAPES[name])
-            (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+            (folder / f"{name}.json").write_text(json.dumps(found, indent=0) + "\n")
             print(
                 name,
                 *(f"{task['launch']}/{task['rank']}={task['host']}" for task in found["tasks"]),

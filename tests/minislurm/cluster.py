@@ -107,7 +107,7 @@ class MiniSlurm(RunningCluster):
 
     def _make(self) -> None:
         net = network.Network(self.state["subnet"])
-        config.write(self.name, self.shape, net, self.directory)
+        config.write(self.name, self.version(), self.shape, net, self.directory)
         controller = self._make_nodes(net)
         self._start_munged(controller)
         if self.shape.accounting:

@@ -106,12 +106,22 @@ def hosts(shape: Shape, network: Network) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(name: str, shape: Shape, network: Network, directory: Path) -> None:
+def cgroup_conf(version: str) -> str:
+    """Nothing here needs cgroups, so the clusters come up whichever version of them a machine has mounted.
+
+    Left to itself slurmd asks systemd for a scope, or ends where cgroups are not as it wants them. 'disabled'
+    exists since 23.02; before, the plugin for version 1 is the one that touches nothing unless it is used.
+    """
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return f"CgroupPlugin={'disabled' if (major, minor) >= (23, 2) else 'cgroup/v1'}\n"
+
+
+def write(name: str, version: str, shape: Shape, network: Network, directory: Path) -> None:
     """Lays the cluster's folder out: configuration, key, stand-in GPUs, and the folders that daemons need."""
     for folder in ("etc", "run", "log", "state", "gpu", *(f"spool/{node}" for node in shape.node_names)):
         (directory / folder).mkdir(parents=True, exist_ok=True, mode=0o755)
     (directory / "etc/slurm.conf").write_text(slurm_conf(name, shape, network, directory))
-    (directory / "etc/cgroup.conf").write_text("CgroupAutomount=no\n")
+    (directory / "etc/cgroup.conf").write_text(cgroup_conf(version))
     (directory / "etc/hosts").write_text(hosts(shape, network))
     _private(directory / "etc/munge.key", os.urandom(1024))
     _private(directory / "etc/slurmdbd.conf", slurmdbd_conf(network, directory).encode())

@@ -14,7 +14,8 @@ from tests.minislurm.shell import PATH
 def entered(pid: int, command: Sequence[str]) -> list[str]:
     """The command as it is run inside the node that `pid` holds."""
     # Not `ip netns exec`: that remounts /sys, where slurmd then finds no cgroup file system and stops.
-    return ["nsenter", "--target", str(pid), "--net", "--uts", "--mount", "--", *command]
+    # --root: under chroot, entering a mount namespace would leave it.
+    return ["nsenter", "--target", str(pid), "--net", "--uts", "--mount", "--root", "--", *command]
 
 
 def launch(pid: int, command: Sequence[str], directory: Path, log: Path) -> subprocess.Popen[bytes]:
@@ -40,9 +41,7 @@ def wait_started(daemon: subprocess.Popen[bytes], what: str, log: Path, timeout_
     except subprocess.TimeoutExpired as expired:
         daemon.kill()
         daemon.wait()
-        raise MiniSlurmError(
-            told(f"{what} did not go to the background within {timeout_s:g} s", log)
-        ) from expired
+        raise MiniSlurmError(told(f"{what} did not go to the background within {timeout_s:g} s", log)) from expired
     if status:
         raise MiniSlurmError(told(f"{what} did not start: exit status {status}", log))
 
