@@ -1,0 +1,317 @@
+"""The scripts in sbatch/ do, without hpcinit's submitter, what their headers say, on a real Slurm."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.minislurm import MiniSlurm
+
+FOLDER = Path(__file__).parent.parent / "sbatch"
+SCRIPTS = sorted(FOLDER.glob("*.sbatch"))
+BARE = ("ddp.sbatch", "torchrun.sbatch", "deepspeed.sbatch")  # those that need no container
+AWKWARD = ["two words", "*", "$HOME", "it's", 'a "quote"', "", "--lr=3e-4"]
+
+# What the shell that submits may have in it, from another job or from a tutorial.
+STALE = {
+    "RANK": "7",
+    "WORLD_SIZE": "9",
+    "MASTER_ADDR": "elsewhere",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "stale",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
+    "SLURM_DISTRIBUTION": "cyclic",
+}
+
+# Plain torch: what a user's own script looks like that knows nothing of hpcinit.
+REPORT = """
+import json, os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([float(dist.get_rank())])
+dist.all_reduce(total)
+print(json.dumps({"host": os.uname().nodename, "rank": dist.get_rank(), "size": dist.get_world_size(),
+    "local_rank": int(os.environ["LOCAL_RANK"]), "master": os.environ["MASTER_ADDR"],
+    "port": int(os.environ["MASTER_PORT"]), "total": total.item(), "argv": sys.argv[1:],
+    "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}))
+dist.destroy_process_group()
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    state: str
+    exit_code: str
+    log: str
+
+    def reports(self) -> list[dict]:
+        """What the ranks printed as JSON, in the order of ranks, without srun's label."""
+        lines = (line.partition(": ")[2] for line in self.log.splitlines())
+        return sorted((json.loads(line) for line in lines if line.startswith("{")), key=lambda r: r["rank"])
+
+
+def start(slurm: MiniSlurm, folder: Path, *words: str, env: Mapping[str, str] | None = None) -> str:
+    """The id of the job that `sbatch WORDS` in `folder` made."""
+    given = {"PYTHON": sys.executable, "TMPDIR": str(folder), **STALE, **(env or {})}
+    done = subprocess.run(
+        ["sbatch", "--parsable", "--time=5", "--output=job.log", *words], cwd=folder,
+        env=os.environ | given | slurm.env, timeout=60, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def finish(slurm: MiniSlurm, folder: Path, job: str, timeout_s: float = 120) -> Job:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        words = slurm.run("scontrol", "--oneliner", "show", "job", job).split()
+        shown = dict(word.partition("=")[::2] for word in words)
+        log = (folder / "job.log").read_text() if (folder / "job.log").exists() else ""
+        if shown["JobState"] not in {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING"}:
+            return Job(shown["JobState"], shown["ExitCode"], log)
+        if time.monotonic() > deadline:
+            slurm.run("scancel", job)
+            pytest.fail(f"job {job} is {shown['JobState']} after {timeout_s:g} s:\n{log}")
+        time.sleep(0.1)
+
+
+def run(slurm: MiniSlurm, folder: Path, *words: str, env: Mapping[str, str] | None = None) -> Job:
+    return finish(slurm, folder, start(slurm, folder, *words, env=env))
+
+
+def locally(script: Path, *words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(script), *words], env={"PATH": os.environ["PATH"], **(env or {})}, timeout=30,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+# --- as text
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_shellcheck(script: Path) -> None:
+    """shellcheck finds nothing to say about any of the scripts."""
+    if not shutil.which("shellcheck"):
+        left_out = "shellcheck is not installed: the scripts in sbatch/ go unchecked"
+        pytest.fail(left_out) if os.environ.get("CI") == "true" else pytest.skip(left_out)
+    done = subprocess.run(["shellcheck", str(script)], timeout=60, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_directives_stand_before_the_first_command(script: Path) -> None:
+    """Slurm sees every #SBATCH line: it stops looking at the first command."""
+    lines = script.read_text().splitlines()
+    first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    assert lines[first] == "set -euo pipefail"
+    assert sum(line.startswith("#SBATCH") for line in lines[:first]) == 6
+    assert not any(line.startswith("#SBATCH") for line in lines[first:])
+
+
+def test_what_is_common_is_the_same_text() -> None:
+    """Each script stands alone, and yet counts ranks and cleans the environment like the others."""
+    texts = [script.read_text() for script in SCRIPTS]
+    assert len({text[text.index("gpus=") : text.index('"${!OMPI_@}"')] for text in texts}) == 1
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_nothing_to_run(script: Path) -> None:
+    """Without a program the job ends at once with 2 and shows how to submit."""
+    done = locally(script)
+    assert done.returncode == 2
+    assert done.stderr.startswith("nothing to run, expected: ")
+    assert f"sbatch --nodes=8 {script.name} train.py" in done.stderr
+
+
+# --- on the cluster
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize(
+    ("script", "option", "gpus"),
+    [
+        ("ddp.sbatch", "--gpus-per-node=2", "0,1"),  # a rank per GPU
+        ("torchrun.sbatch", "--ntasks-per-node=2", "0,1,2,3,4,5,6,7"),  # whole nodes, so all of their GPUs
+        ("deepspeed.sbatch", "--gpus-per-node=2", "0,1"),
+    ],
+)
+def test_ranks_meet(slurm: MiniSlurm, tmp_path: Path, script: str, option: str, gpus: str) -> None:
+    """A plain torch script gets 4 ranks on 2 nodes, its arguments intact, and all GPUs of the job in each rank."""
+    (tmp_path / "my train.py").write_text(REPORT)
+    job = run(slurm, tmp_path, "--nodes=2", option, str(FOLDER / script), "my train.py", *AWKWARD)
+    assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), job.log
+    reports = job.reports()
+    assert [(r["rank"], r["size"], r["local_rank"]) for r in reports] == [(0, 4, 0), (1, 4, 1), (2, 4, 0), (3, 4, 1)]
+    hosts = [r["host"] for r in reports]
+    assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
+    for report in reports:
+        assert report["argv"] == AWKWARD
+        assert report["total"] == 6
+        assert report["gpus"] == gpus
+        assert report["master"] == hosts[0]
+        assert 20_000 <= report["port"] < 32_768, "outside of the ports of outgoing connections"
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("script", BARE)
+def test_a_failing_rank_ends_the_job(slurm: MiniSlurm, tmp_path: Path, script: str) -> None:
+    """One rank ends with 7, the others would sleep for ten minutes: the job has failed long before."""
+    (tmp_path / "train.py").write_text(
+        "import os, sys, time\nos.environ['RANK'] == '1' and sys.exit(7)\ntime.sleep(600)"
+    )
+    job = run(slurm, tmp_path, "--nodes=2", "--ntasks-per-node=2", str(FOLDER / script), "train.py")
+    assert job.state == "FAILED"
+    assert job.exit_code != "0:0"
+    assert "Exited with exit code" in job.log
+
+
+@pytest.mark.slurm
+def test_a_signal_to_the_batch_script_reaches_every_rank(slurm: MiniSlurm, tmp_path: Path) -> None:
+    """`sbatch --signal=B:USR1@60` warns the ranks: what the batch shell would get, srun hands on."""
+    (tmp_path / "train.py").write_text("""
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(print("warned", os.environ["RANK"])))
+pathlib.Path("ready-" + os.environ["RANK"]).touch()
+time.sleep(600)
+""")
+    number = start(slurm, tmp_path, "--nodes=2", "--ntasks-per-node=2", str(FOLDER / "ddp.sbatch"), "train.py")
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("ready-*"))) < 4 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    slurm.run("scancel", "--batch", "--signal=USR1", number)
+    job = finish(slurm, tmp_path, number)
+    assert job.state == "COMPLETED", job.log
+    assert sorted(line for line in job.log.splitlines() if "warned" in line) == [f"{r}: warned {r}" for r in range(4)]
+
+
+@pytest.mark.slurm
+def test_deepspeed_trains(slurm: MiniSlurm, tmp_path: Path) -> None:
+    """deepspeed.initialize trains on 4 ranks with no mpi4py, and finds caches that belong to the job.
+
+    On a CPU DeepSpeed compiles an operator for shared memory before it looks for a group, for most of a
+    minute; the script tells it not to, since nothing here depends on it.
+    """
+    if not importlib.util.find_spec("deepspeed"):
+        left_out = "DeepSpeed is not installed: pip install 'hpcinit[deepspeed]'"
+        pytest.fail(left_out) if os.environ.get("CI") == "true" else pytest.skip(left_out)
+    (tmp_path / "train.py").write_text("""
+import json, os
+import torch, deepspeed
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+deepspeed.init_distributed("gloo")
+optimizer = {"type": "Adam", "params": {"lr": 0.1, "torch_adam": True}}
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer, "zero_optimization": {"stage": 1}}
+engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 1), config=config)
+losses = []
+for _ in range(3):
+    loss = (engine(torch.ones(1, 4)) - 10).square().sum()
+    engine.backward(loss)
+    engine.step()
+    losses.append(loss.item())
+caches = [os.environ["TORCH_EXTENSIONS_DIR"], os.environ["TRITON_CACHE_DIR"]]
+print(json.dumps({"rank": engine.global_rank, "size": engine.world_size, "losses": losses, "caches": caches,
+    "weight": engine.module.weight.tolist()}))
+deepspeed.comm.destroy_process_group()
+""")
+    words = ["--nodes=2", "--ntasks-per-node=2", str(FOLDER / "deepspeed.sbatch"), "train.py"]
+    number = start(slurm, tmp_path, *words, env={"TRITON_CACHE_DIR": "/mine"})
+    job = finish(slurm, tmp_path, number)
+    assert job.state == "COMPLETED", job.log
+    reports = job.reports()
+    assert [(report["rank"], report["size"]) for report in reports] == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    own = tmp_path / f"deepspeed-{number}.0"
+    assert own.stat().st_mode & 0o777 == 0o700
+    for report in reports:
+        assert report["losses"][-1] < report["losses"][0]
+        assert report["weight"] == reports[0]["weight"]
+        assert report["caches"] == [f"{own}/torch_extensions", "/mine"], "a user's own folder is kept"
+
+
+# --- containers
+
+
+def stand_in(folder: Path, name: str, text: str) -> dict[str, str]:
+    """A program of this name, and the PATH on which it is found first."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+    (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+@pytest.mark.slurm
+def test_apptainer_is_called_for_every_rank(slurm: MiniSlurm, tmp_path: Path) -> None:
+    """Each rank is one `apptainer exec` in which the ranks meet.
+
+    A stand-in, since no container runtime works where these tests run: it notes how it was called and runs
+    the command outside of any image. What this does not show is that an image starts.
+    """
+    note = f'printf "%s\\n" "$@" > "{tmp_path}/called-$SLURM_PROCID"; while [[ "$1" != my.sif ]]; do shift; done'
+    env = stand_in(tmp_path / "bin", "apptainer", f'{note}; shift; exec "$@"')
+    (tmp_path / "train.py").write_text(REPORT)
+    words = ["--nodes=2", "--gpus-per-node=2", str(FOLDER / "container.sbatch"), "train.py", *AWKWARD]
+    job = run(slurm, tmp_path, *words, env=env | {"IMAGE": "my.sif", "MOUNTS": "/data:/d"})
+    assert job.state == "COMPLETED", job.log
+    assert [report["total"] for report in job.reports()] == [6, 6, 6, 6]
+    assert all(report["argv"] == AWKWARD for report in job.reports())
+    expected = ["exec", "--bind", f"{tmp_path}:{tmp_path},/data:/d", "--pwd", str(tmp_path), "--nv", "my.sif"]
+    for rank in range(4):
+        called = (tmp_path / f"called-{rank}").read_text().split("\n")
+        assert called[:8] == [*expected, sys.executable]
+
+
+ALLOCATION = {"SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "8", "IMAGE": "org/image:1"}
+
+
+def test_pyxis_is_taken_where_srun_has_it(tmp_path: Path) -> None:
+    """Where `srun --help` lists --container-image, the image is an option of srun.
+
+    A stand-in srun, since Pyxis needs Enroot and user namespaces: it only says how it was called.
+    """
+    say = 'if [[ "$*" == --help ]]; then echo "      --container-image=[USER@][REGISTRY#]IMAGE"; else printf "%s\\n" "$@"; fi'
+    env = stand_in(tmp_path, "srun", say) | ALLOCATION
+    done = locally(FOLDER / "container.sbatch", "train.py", "two words", env=env)
+    assert done.returncode == 0, done.stderr
+    called = done.stdout.splitlines()
+    assert f"--container-image={ALLOCATION['IMAGE']}" in called
+    assert f"--container-workdir={Path.cwd()}" in called
+    assert called[-6:] == ["python", "-u", "-m", "hpcinit.run", "train.py", "two words"]
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"IMAGE": ""}, "IMAGE is not set, expected: IMAGE=train.sif sbatch"),
+        ({"CONTAINER_RUNTIME": "docker"}, "container runtime: docker, expected one of pyxis"),
+    ],
+)
+def test_container_that_cannot_be(env: dict[str, str], message: str) -> None:
+    """No image, or a runtime that the script does not know, ends the job with 2 and says what is possible."""
+    done = locally(FOLDER / "container.sbatch", "train.py", env=ALLOCATION | env)
+    assert done.returncode == 2
+    assert done.stderr.startswith(message)
+
+
+def test_no_container_runtime(tmp_path: Path) -> None:
+    """Where neither Pyxis nor Apptainer is there, the job ends with 2 and says what it looked for.
+
+    A stand-in srun without Pyxis, and a PATH with nothing else but grep.
+    """
+    stand_in(tmp_path, "srun", 'echo "  --nodes=N"')
+    for name in ("bash", "grep"):
+        (tmp_path / name).symlink_to(shutil.which(name) or name)
+    done = locally(FOLDER / "container.sbatch", "train.py", env=ALLOCATION | {"PATH": str(tmp_path)})
+    assert done.returncode == 2
+    assert done.stderr.startswith("container runtime: none found, expected one of pyxis")
