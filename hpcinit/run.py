@@ -13,8 +13,7 @@ from pathlib import Path
 from hpcinit.cli import guarded
 from hpcinit.facts import launchers, runfolder
 from hpcinit.facts.errors import RequestError
-from hpcinit.facts.spec import Program, load
-from hpcinit.facts.world import exports
+from hpcinit.facts.spec import Program, Spec, load
 from hpcinit.runtime import program
 
 
@@ -22,22 +21,28 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in {"-h", "--help"}:
         print(__doc__)
         return 0 if argv else 2
-    what = _program(list(argv))
+    spec = _spec(argv)
+    what = spec.program if spec else _program(list(argv))
     world = launchers.read(os.environ)
-    os.environ.update(exports(world))
-    return program.run(what, world)
+    # By hand, or from a step of another size, a spec's sizes and layout are not this world's.
+    mine = spec if spec and spec.world_size == world.world_size else None
+    return program.run(what, world, mine)
 
 
-def _program(words: list[str]) -> Program:
-    if words[0].endswith(".json") and len(words) == 1:
-        path = Path(words[0]).absolute()
+def _spec(argv: Sequence[str]) -> Spec | None:
+    if argv[0].endswith(".json") and len(argv) == 1:
+        path = Path(argv[0]).absolute()
         spec = load(path)
         os.environ[runfolder.ENV_FOLDER] = str(path.parent)
         try:
             os.chdir(spec.workdir)
         except OSError as error:
             raise RequestError(f"cannot enter the working folder {spec.workdir}: {error.strerror}") from None
-        return spec.program
+        return spec
+    return None
+
+
+def _program(words: list[str]) -> Program:
     if words[0] == "-m":
         if len(words) == 1:
             raise RequestError("-m names no module, expected: -m package.module args...")

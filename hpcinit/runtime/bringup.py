@@ -23,8 +23,12 @@ from hpcinit.facts.layout import Layout
 from hpcinit.facts.spec import Comm, Spec, load
 from hpcinit.facts.world import World
 from hpcinit.runtime import devices, mesh, rendezvous, seeds
+from hpcinit.runtime.meeting.door import Door
+from hpcinit.runtime.store import open_store
+from hpcinit.runtime.watchdog import Watchdog, end_hard
 
 PROGRESS_EVERY_S = 1.0
+LATE_S = 15.0  # after the deadline of the start-up, for the errors that have names in them to come first
 
 
 @dataclass(frozen=True)
@@ -141,11 +145,7 @@ def _bring_up(request: _Request, world: World, spec: Spec | None, folder: Path |
     backend = devices.backend(device, request.backend or comm.backend)
     timeout = request.timeout or comm.timeout.start_up(world.nodes)
     later = request.collective_timeout or _seconds(comm.collective_timeout_s) or timeout
-    store = rendezvous.open_store(world, spec.nonce if spec else "", timeout)
-    # No device_id: it binds the group to eager NCCL, and groups made of some ranks only then hang in
-    # ncclCommSplit (https://github.com/allenai/open-instruct/pull/1311).
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
-    dist.barrier()
+    master = _make_group(world, spec, backend, timeout)
     if later != timeout:
         # torch takes one timeout for the start and for all that follows, unless told otherwise afterwards.
         dist.distributed_c10d._set_pg_timeout(later)
@@ -158,12 +158,47 @@ def _bring_up(request: _Request, world: World, spec: Spec | None, folder: Path |
         law = comm.timeout.formula(world.nodes) if request.timeout is None else f"{timeout.total_seconds():g} s"
         print(
             f"hpcinit: {world.world_size} ranks on {world.nodes} nodes ({world.launcher}), rank 0 at "
-            f"{world.master_addr}:{world.master_ports[0]}, {backend} on {device}, up in "
+            f"{master}, {backend} on {device}, up in "
             f"{time.monotonic() - began:.1f} s; start-up timeout {law}",
             file=sys.stderr,
             flush=True,
         )
     return Runtime(world, device, backend, timeout, later, mesh.build(layout, device), seed, folder)
+
+
+def _make_group(world: World, spec: Spec | None, backend: str, timeout: timedelta) -> str:
+    """torch's default group, or an error that names who is missing. Returns where rank 0 was met."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    meeting: rendezvous.Meeting | None = None
+
+    def about() -> str:
+        missing = meeting.missing("up") if meeting else ""
+        return (
+            f"rank {world.rank} is not up after {timeout.total_seconds() + LATE_S:g} s. {missing or 'Rank 0 does not answer.'}"
+        )
+
+    with Watchdog(timeout.total_seconds() + LATE_S, about):
+        try:
+            meeting = rendezvous.meet(world, spec, timeout)
+            os.environ.update(rendezvous.program_environment(world, meeting))
+            if meeting:
+                meeting.tell("imported")
+            store = open_store(world, meeting, deadline)
+            if meeting:
+                # From here on this thread is inside torch and cannot look up: if a rank dies, end at once.
+                meeting.on_failure = end_hard
+                meeting.tell("joined")
+            # No device_id: it binds the group to eager NCCL, and groups made of some ranks only then hang in
+            # ncclCommSplit (https://github.com/allenai/open-instruct/pull/1311).
+            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
+            dist.barrier()
+            if meeting:
+                meeting.on_failure = lambda reason: None
+                meeting.tell("up")
+        except BaseException as error:
+            rendezvous.leave(str(error) or type(error).__name__)
+            raise
+    return f"{world.master_addr}:{meeting.port if isinstance(meeting, Door) else world.master_ports[0]}"
 
 
 def _deepspeed(backend: str, timeout: timedelta) -> None:
@@ -201,6 +236,7 @@ def shutdown() -> None:
         return
     _current = None
     atexit.unregister(shutdown)
+    rendezvous.leave()
     if "deepspeed.comm.comm" in sys.modules:
         # Left set, a later init would talk to the dead group (DeepSpeed 0.19.8).
         sys.modules["deepspeed.comm.comm"].cdb = None  # type: ignore[attr-defined]

@@ -15,33 +15,53 @@ from pathlib import Path
 
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import HpcinitError, RequestError
-from hpcinit.facts.spec import Program
+from hpcinit.facts.spec import Program, Spec
+from hpcinit.facts.timeouts import TimeoutLaw
 from hpcinit.facts.world import World
+from hpcinit.runtime import rendezvous
 
 
-def run(program: Program, world: World) -> int:
+def run(program: Program, world: World, spec: Spec | None = None) -> int:
     """Returns what the process should end with; does not return for a command, which replaces it.
 
-    An exception of the program is printed with its own traceback, recorded, and becomes exit status 1.
+    An exception of the program is printed with its own traceback, recorded, and becomes exit status 1. The other
+    ranks are met first, so that a program's own rendezvous has a port that is free on rank 0's host.
     """
+    law = spec.comm.timeout if spec else TimeoutLaw()
+    timeout = law.start_up(world.nodes)
+    meeting = rendezvous.meet(world, spec, timeout)
+    os.environ.update(rendezvous.program_environment(world, meeting))
     if program.kind == "command":
+        rendezvous.leave_together(world, timeout)
         return _command(program)
+    status = _python(program, world)
+    if status == 0:
+        rendezvous.leave_together(world, timeout)
+    return status
+
+
+def _python(program: Program, world: World) -> int:
     start = _script(Path(program.target)) if program.kind == "script" else _module(program.target)
     sys.argv = [program.target, *program.args]
     try:
         start()
     except SystemExit as error:
-        return _status(error)
+        status = _status(error)
+        if status != 0:
+            rendezvous.leave(f"exit status {status}")
+        return status
     except KeyboardInterrupt:
         return 130
     except HpcinitError as error:
         # The message says it all; where it was raised from stands in the record.
         print(f"hpcinit: error: {error}", file=sys.stderr, flush=True)
         record(error, world)
+        rendezvous.leave(str(error))
         return error.exit_status
     except BaseException as error:
         _print(error)
         record(error, world)
+        rendezvous.leave("".join(traceback.format_exception_only(error)).strip())
         return 1
     return 0
 

@@ -174,17 +174,19 @@ def test_no_launcher_at_all(hpcinit: Run, tmp_path: Path) -> None:
     assert hpcinit("run", "code.py").stdout == "single 1 1.0\n"
 
 
-def test_rank_0_that_cannot_listen_says_so(hpcinit: Run, tmp_path: Path) -> None:
-    """A port that is taken gives an error with rank, address and port, and the job fails."""
+def test_a_call_that_never_returns_is_ended(hpcinit: Run, tmp_path: Path) -> None:
+    """When torch itself hangs, the watchdog ends every rank at the deadline, with the stacks and exit status 1."""
     (tmp_path / "code.py").write_text(
-        "import json, os, socket, hpcinit\nfrom hpcinit.facts import launchers\n"
-        "world = launchers.read(os.environ)\n"
-        "if world.rank == 0:\n    taken = socket.create_server(('', world.master_ports[0]))\n"
-        "hpcinit.init()\n"
+        "import time, torch.distributed as dist, hpcinit\nfrom hpcinit.runtime import bringup\n"
+        "bringup.LATE_S = 1\ndist.barrier = lambda: time.sleep(600)\nhpcinit.init()\n"
     )
-    done = hpcinit("submit", "nodes=2", "wait=true", "comm.timeout_base_s=8", "--", "code.py")
-    assert done.returncode != 0
-    assert "rank 0 on 127.0.0.1 could not listen at 127.0.0.1:" in done.stdout
+    words = ["comm.timeout_base_s=12", "comm.timeout_per_node_s=0", "launch.kill_on_bad_exit=false"]
+    done = hpcinit("submit", "nodes=2", "wait=true", *words, "--", "code.py")
+    assert done.returncode == 1
+    logs = [(tmp_path / f"runs/code-0001/logs/rank-{rank}.log").read_text() for rank in (0, 1)]
+    # The first to end says who was missing; the other may only see it die.
+    assert "is not up after 13 s. 2 of 2 ranks are missing: rank 0 on 127.0.0.1" in logs[0] + logs[1]
+    assert 'File "code.py", line 5 in <module>' in logs[0] + logs[1]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,88 @@
+"""Who has come, how far each got, and how to say who has not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+# In this order a rank tells them. 'started': hpcinit.run or init has found the door. 'imported': it is in
+# init. 'joined': torch's store has answered. 'up': the process group works.
+PHASES = ("started", "imported", "joined", "up")
+
+
+@dataclass
+class Guest:
+    """One rank that came in."""
+
+    rank: int
+    host: str
+    pid: int
+    phase: str = PHASES[0]
+    since: float = field(default_factory=time.monotonic)
+    error: str = ""
+    gone: bool = False
+
+    def move(self, phase: str) -> None:
+        self.phase, self.since = phase, time.monotonic()
+
+    def reached(self, phase: str) -> bool:
+        return PHASES.index(self.phase) >= PHASES.index(phase)
+
+
+class Roll:
+    """The list of all ranks of one start. Not locked: its owner does that."""
+
+    def __init__(self, world_size: int, hosts: Sequence[str]) -> None:
+        self.world_size = world_size
+        self.hosts = hosts
+        self.guests: dict[int, Guest] = {}
+
+    def all_reached(self, phase: str) -> bool:
+        return len(self.guests) == self.world_size and all(g.reached(phase) for g in self.guests.values())
+
+    def dead(self) -> list[Guest]:
+        """Those who left before they were up, the first to leave first."""
+        lost = (g for g in self.guests.values() if g.gone and not g.reached("up"))
+        return sorted(lost, key=lambda guest: guest.since)
+
+    def missing(self, phase: str) -> str:
+        """'4 of 8 ranks are missing: ranks 4-5 never arrived (nobody came from n3), rank 6 on n4 ...' or ''."""
+        absent = [rank for rank in range(self.world_size) if rank not in self.guests]
+        late = [g for g in self.guests.values() if not g.reached(phase)]
+        if not absent and not late:
+            return ""
+        parts = []
+        if absent:
+            empty = sorted(set(self.hosts) - {g.host for g in self.guests.values()}, key=list(self.hosts).index)
+            where = f" (nobody came from {', '.join(empty)})" if empty else ""
+            parts.append(f"{ranks(absent)} never arrived{where}")
+        for guest in sorted(late, key=lambda guest: guest.rank)[:16]:
+            waited = time.monotonic() - guest.since
+            parts.append(
+                f"rank {guest.rank} on {guest.host} (pid {guest.pid}) {guest.phase} {waited:.0f} s ago and no further"
+            )
+        if len(late) > 16:
+            parts.append(f"and {len(late) - 16} more")
+        return f"{len(absent) + len(late)} of {self.world_size} ranks are missing: " + "; ".join(parts)
+
+    def lost(self) -> str:
+        """'rank 3 on n2 (pid 77) died when it had started: ValueError: boom', or ''."""
+        first = self.dead()[:1]
+        return "".join(
+            f"rank {g.rank} on {g.host} (pid {g.pid}) died during start-up, when it had {g.phase}"
+            + (f": {g.error}" if g.error else "; its own log may say why")
+            for g in first
+        )
+
+
+def ranks(numbers: Iterable[int]) -> str:
+    """'rank 3', 'ranks 4-6,9'."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'s' if len(runs) > 1 or runs[0][0] != runs[0][1] else ''} {text}"

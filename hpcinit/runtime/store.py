@@ -1,0 +1,61 @@
+"""torch's store for a meeting: on a socket that was bound before anybody was told its port."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import DistError
+from torch.distributed.rendezvous import rendezvous
+
+from hpcinit.facts.errors import BringUpError
+from hpcinit.facts.world import World, exports
+from hpcinit.runtime.meeting.door import Door
+from hpcinit.runtime.rendezvous import Meeting, said_every_s
+
+
+def open_store(world: World, meeting: Meeting | None, deadline: float) -> Store:
+    """A store that all ranks of this start share and no other process can take for its own.
+
+    deadline: on the monotonic clock. Raises BringUpError that names the ranks that are missing.
+    """
+    if world.world_size == 1:
+        return HashStore()
+    if meeting is None:
+        return _torchruns(world, _left(deadline))
+    every_s = said_every_s(world)
+    if isinstance(meeting, Door):
+        server = socket.create_server((meeting.address, 0), family=_family(meeting.address), backlog=4096)
+        meeting.offer_store(server.getsockname()[1])
+        port = meeting.wait_for_store(deadline, every_s)
+        fd = server.detach()  # torch closes it
+        store = TCPStore(
+            meeting.address, port, world.world_size, True, _left(deadline), wait_for_workers=False, master_listen_fd=fd
+        )
+    else:
+        port = meeting.wait_for_store(deadline, every_s)
+        store = TCPStore(meeting.address, port, world.world_size, False, _left(deadline), wait_for_workers=False)
+    return PrefixStore(f"hpcinit/{world.job}", store)
+
+
+def _torchruns(world: World, timeout: timedelta) -> Store:
+    """The store that torchrun's agent holds."""
+    os.environ.update(exports(world))
+    try:
+        store: Store = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))[0]
+    except (DistError, OSError) as error:
+        where = f"{world.master_addr}:{world.master_ports[0]}"
+        first = str(error).partition("\n")[0]
+        raise BringUpError(f"rank {world.rank} could not reach torchrun's store at {where}: {first}") from error
+    return PrefixStore(f"hpcinit/{world.job}", store)
+
+
+def _left(deadline: float) -> timedelta:
+    return timedelta(seconds=max(1.0, deadline - time.monotonic()))
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,0 +1,47 @@
+"""A deadline that holds even when a call into torch never returns."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+# torch's own timeout is no deadline: a client whose port belonged to a silent server was still waiting after
+# 200 s with a timeout of 5 s (torch 2.13).
+
+
+class Watchdog:
+    """Ends the process hard when the block takes longer than `seconds`: message, all stacks, exit status 1.
+
+    about() gives the message, and must not block for long.
+    """
+
+    def __init__(self, seconds: float, about: Callable[[], str]) -> None:
+        self._about = about
+        self._timer = threading.Timer(seconds, self._bark)
+        self._timer.daemon = True
+
+    def __enter__(self) -> Watchdog:
+        self._timer.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+
+    def _bark(self) -> None:
+        end_hard(self._about(), stacks=True)
+
+
+def end_hard(reason: str, stacks: bool = False) -> None:
+    """Say why and end at once: no exit handler may hang on a group whose peers are dead."""
+    print(f"hpcinit: error: {reason}", file=sys.stderr, flush=True)
+    if stacks:
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
