@@ -56,6 +56,13 @@ def install(accounting: bool = True) -> list[str]:
     packages = _packages(accounting)
     if not packages:
         return []
+    fetch(packages)
+    _disable_services(packages)
+    return packages
+
+
+def fetch(packages: list[str]) -> None:
+    """apt-get install, and no service started."""
     if os.geteuid() != 0:
         raise MiniSlurmError(f"not root: cannot install {' '.join(packages)}")
     if not shutil.which("apt-get", path=PATH):
@@ -67,8 +74,6 @@ def install(accounting: bool = True) -> list[str]:
             )
             if done.returncode:
                 raise MiniSlurmError(f"apt-get {' '.join(command)}: exit status {done.returncode}")
-    _disable_services(packages)
-    return packages
 
 
 @contextmanager

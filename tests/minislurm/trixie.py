@@ -1,0 +1,200 @@
+"""python -m tests.minislurm.trixie COMMAND...: the command on Debian trixie, whose Slurm is 24.11 (root).
+
+Trixie lies in a folder that debootstrap makes once. The command sees it as /, with this machine's Python,
+checkout and /tmp in their places. It writes into memory (all but what it puts into those), so the folder
+stays as it was made, and any number of commands can run on it at a time. Mounts, network and processes are
+in namespaces of the command's own: all are gone when it ends, however it ends.
+"""
+
+import argparse
+import fcntl
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from tests.minislurm.errors import MiniSlurmError
+from tests.minislurm.packages import fetch
+from tests.minislurm.shell import PATH, run
+
+SUITE = "trixie"
+PACKAGES = (
+    "slurmctld", "slurmd", "slurm-client", "munge", "iproute2",  # a cluster
+    "slurmdbd", "mariadb-server",  # accounting
+    "libbz2-1.0", "libexpat1", "libffi8", "libsqlite3-0", "libssl3t64",  # what this machine's Python links to
+)  # fmt: skip
+
+# In $1, `tree` is Debian and `mnt` an empty folder; $2 is /etc/hosts and $3 the working folder; then folders
+# and files to show, up to '--', and the command. A process that stays is the first one of its namespace: it
+# takes in the daemons that tests leave behind.
+ENTER = """
+set -e
+cd "$1"; hosts=$2; cwd=$3; shift 3
+mount -t tmpfs -o mode=755 minislurm mnt
+mkdir mnt/new mnt/work mnt/root
+mount -t overlay -o lowerdir=tree,upperdir=mnt/new,workdir=mnt/work minislurm mnt/root
+mount -t proc proc mnt/root/proc
+mount -t sysfs sysfs mnt/root/sys
+mount --rbind /sys/fs/cgroup mnt/root/sys/fs/cgroup
+mount --rbind /dev mnt/root/dev
+while [ "$1" != -- ]; do
+    if [ -d "$1" ]; then mkdir -p "mnt/root$1"; else mkdir -p "mnt/root${1%/*}"; : > "mnt/root$1"; fi
+    mount --rbind "$1" "mnt/root$1"
+    shift
+done
+shift
+printf '%s\n' "$hosts" > mnt/root/etc/hosts
+mkdir -p "mnt/root$HOME"
+ip link set lo up
+exec chroot mnt/root sh -c 'cd "$0"; "$@"; exit $?' "$cwd" "$@"
+"""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.minislurm.trixie", description=__doc__)
+    parser.add_argument("--cache", type=Path, default=cache(), help="default: %(default)s")
+    parser.add_argument("--mirror", help="where Debian's packages are; default: where apt has them from")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args(arguments)
+    try:
+        folder = made(options.cache.absolute(), options.mirror)
+    except MiniSlurmError as error:
+        sys.exit(f"minislurm: {error}")
+    enter(folder, options.command or ["slurmctld", "-V"])
+
+
+def cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hpcinit"
+
+
+# --- the folder
+
+
+def made(cache: Path, mirror: str | None = None) -> Path:
+    """The folder with trixie in it; made whole or not at all."""
+    folder = folder_in(cache)
+    if os.geteuid() != 0:
+        raise MiniSlurmError("not root: mounts, and the folder's devices and owners, need it")
+    cache.mkdir(parents=True, exist_ok=True)
+    with _one_at_a_time(cache):
+        if not folder.exists():
+            for left in cache.glob(f"{folder.name}.part-*"):  # of a make that was killed
+                shutil.rmtree(left)
+            _make(folder, mirror)
+    return folder
+
+
+def folder_in(cache: Path) -> Path:
+    """Its name goes with the packages: another list of them is another folder."""
+    return cache / f"{SUITE}-{zlib.crc32(' '.join(PACKAGES).encode()):08x}"
+
+
+def _make(folder: Path, mirror: str | None) -> None:
+    if not shutil.which("debootstrap", path=PATH):
+        fetch(["debootstrap"])
+    mirror = mirror or apts_mirror()
+    print(f"{folder}: Debian {SUITE} from {mirror}, this once", flush=True)
+    part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.part-", dir=folder.parent))
+    try:
+        part.chmod(0o755)
+        (part / "mnt").mkdir()
+        _debootstrap(part / "tree", mirror)
+        shutil.rmtree(part / "tree/var/cache/apt/archives")  # what was unpacked
+        part.rename(folder)
+    except BaseException:
+        shutil.rmtree(part)
+        raise
+
+
+def _debootstrap(tree: Path, mirror: str) -> None:
+    """--force-check-gpg: without it a machine that lacks Debian's keys takes anything."""
+    log = tree.parent / "debootstrap.out"
+    # In a mount namespace: it mounts /proc and /sys in the tree, and leaves them there when it is interrupted.
+    command = ["unshare", "--mount", "debootstrap", "--force-check-gpg", "--variant=minbase"]
+    with log.open("wb") as out:
+        done = subprocess.run(
+            [*command, f"--include={','.join(PACKAGES)}", SUITE, str(tree), mirror],
+            stdin=subprocess.DEVNULL, stdout=out, stderr=out, check=False, close_fds=False,
+            env={**os.environ, **_apts_proxies(), "PATH": PATH, "DEBIAN_FRONTEND": "noninteractive"},
+        )  # fmt: skip
+    if done.returncode:
+        said = [*_end(log), *_end(tree / "debootstrap/debootstrap.log")]
+        raise MiniSlurmError("\n  ".join([f"debootstrap: exit status {done.returncode}", *said]))
+
+
+def _end(log: Path, lines: int = 8) -> list[str]:
+    return log.read_text(errors="replace").splitlines()[-lines:] if log.exists() else []
+
+
+def apts_mirror() -> str:
+    """The first archive of Debian that apt is set up with; security and other vendors' are not it."""
+    ask = ["indextargets", "--format", "$(SITE)", "Created-By: Packages", "Origin: Debian", "Label: Debian"]
+    sites = run(["apt-get", *ask]).split() if shutil.which("apt-get", path=PATH) else []
+    if not sites:
+        raise MiniSlurmError("apt has no archive of Debian here (or no lists: apt-get update); give --mirror URL")
+    return sites[0]
+
+
+def _apts_proxies() -> dict[str, str]:
+    """debootstrap fetches with wget, which does not read apt's configuration."""
+    proxies = {}
+    for scheme in ("http", "https") if shutil.which("apt-config", path=PATH) else ():
+        said = run(["apt-config", "--format", "%v%n", "dump", f"Acquire::{scheme}::Proxy"]).strip()
+        if said and said != "DIRECT":
+            proxies[f"{scheme}_proxy"] = said
+    return proxies
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.set_inheritable(descriptor, True)  # a debootstrap whose maker was killed keeps others out until it ends
+        yield
+    finally:
+        os.close(descriptor)
+
+
+# --- the command
+
+
+def enter(folder: Path, command: list[str]) -> NoReturn:
+    """Becomes the command; its exit status is that of this process."""
+    hosts = f"127.0.0.1 localhost\n::1 localhost\n127.0.1.1 {socket.gethostname()}"
+    alone = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child"]
+    shown = [str(path) for path in visible()]
+    os.environ["PATH"] = PATH
+    os.execvp(
+        "unshare",
+        [*alone, "sh", "-c", ENTER, "sh", str(folder), hosts, str(Path.cwd()), *shown, "--", *command],
+    )
+
+
+def visible() -> list[Path]:
+    """What of this machine the command sees: the checkout, /tmp, and all that this Python consists of."""
+    prefixes = [path for path in (sys.prefix, sys.base_prefix) if path != "/usr"]  # a distribution's own Python
+    python = [*_hops(Path(sys.executable)), *(path for path in sys.path if Path(path).is_dir())]
+    wanted: list[str | Path] = [*prefixes, *python, Path.cwd(), tempfile.gettempdir()]
+    # Under its name and under the one behind the links: either may be the one that a venv points to.
+    paths = {Path(path).absolute() for path in wanted} | {Path(path).resolve() for path in wanted}
+    return sorted(path for path in paths if not paths & set(path.parents))
+
+
+def _hops(path: Path) -> Iterator[Path]:
+    """.venv/bin/python, .venv/bin/python3, /usr/bin/python3, /usr/bin/python3.11"""
+    while path.is_symlink():
+        yield path
+        path = path.parent / path.readlink()
+    yield path
+
+
+if __name__ == "__main__":
+    main()
