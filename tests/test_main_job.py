@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -203,7 +204,7 @@ def test_leftovers_of_another_job_do_not_reach_the_new_one(hpcinit: Run, slurm: 
 def test_local_engine_sets_what_slurm_sets(hpcinit: Run, slurm: MiniSlurm) -> None:
     """Each variable that the local engine sets is set by a real Slurm step of the same shape, alike but for names."""
     shape = ["nodes=2", "ranks_per_node=2", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null"]
-    show = ["wait=true", "--", "python", "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
+    show = ["wait=true", "--", sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
     real = folder_of(submit(hpcinit, slurm, *shape, *show))
     local = folder_of(hpcinit("submit", "cluster=local", *shape, *show))
     for rank in range(4):
