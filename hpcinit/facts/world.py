@@ -20,6 +20,10 @@ class World:
     hosts: node names in the order of node_rank; empty where the launcher does not tell (torchrun).
     master_addr: the host of rank 0. master_ports: candidates in order of preference.
     job: what names this start of this job and no other (job, step, restart), for ports and nonces.
+    warnings: values of other launchers in the environment that contradict these, one sentence each.
+    master_known: False where this rank cannot tell for sure who hosts rank 0. master_addr is then a guess, the
+        order of hosts another, and rank 0, whose master_addr is its own host, must publish it.
+    node_count: the number of nodes where the launcher counts them without naming them; else 0.
 
     Raises WorldError if the values contradict each other.
     """
@@ -34,6 +38,9 @@ class World:
     master_addr: str
     master_ports: tuple[int, ...]
     job: str = ""
+    warnings: tuple[str, ...] = ()
+    master_known: bool = True
+    node_count: int = 0
 
     def __post_init__(self) -> None:
         _within("rank", self.rank, "world_size", self.world_size)
@@ -51,7 +58,7 @@ class World:
     @property
     def nodes(self) -> int:
         """Number of nodes; where the launcher does not name them, counted from the sizes."""
-        return len(self.hosts) or -(-self.world_size // self.local_world_size)
+        return len(self.hosts) or self.node_count or -(-self.world_size // self.local_world_size)
 
     @property
     def host(self) -> str:
@@ -75,10 +82,16 @@ def number(env: Mapping[str, str], key: str, do: str) -> int:
         raise WorldError(f"{key} is {text!r}, expected a number: {do}") from None
 
 
+# With it, hpcinit knows MASTER_ADDR and MASTER_PORT again as its own: they may name another address or port
+# than a second look would choose, and are not the user's.
+ENV_WORLD = "HPCINIT_WORLD"
+
+
 def exports(world: World) -> dict[str, str]:
     """The variables of torch's `env://` and of torchrun, so that scripts written for either just run.
 
-    Names: https://docs.pytorch.org/docs/stable/elastic/run.html (environment variables).
+    Names: https://docs.pytorch.org/docs/stable/elastic/run.html (environment variables). One is our own and says
+    to whom the others belong: HPCINIT_WORLD, the world's job.
     """
     return {
         "RANK": str(world.rank),
@@ -88,4 +101,5 @@ def exports(world: World) -> dict[str, str]:
         "GROUP_RANK": str(world.node_rank),
         "MASTER_ADDR": world.master_addr,
         "MASTER_PORT": str(world.master_ports[0]),
+        ENV_WORLD: world.job,
     }

@@ -1,47 +1,105 @@
 """What started the ranks. Each module answers the same questions about one launcher:
 
-    NAME                  what messages call it
-    present(env) -> bool  did it start this process
-    read(env) -> World    everything, from its variables alone
+NAME                           what messages call it, and HPCINIT_LAUNCHER
+VARIABLES                      which variable holds the rank, the size, ...
+present(env) -> bool           did it start this process
+read(env, process) -> World    everything, from its variables alone
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol
 
+from hpcinit.facts import process as processes
 from hpcinit.facts.errors import WorldError
-from hpcinit.facts.launchers import mpi, single, slurm, torchrun
-from hpcinit.facts.world import World
+from hpcinit.facts.launchers import contradictions, horovod, mpich, openmpi, single, slurm, torch_env, torchrun
+from hpcinit.facts.process import UNKNOWN, Process
+from hpcinit.facts.world import ENV_WORLD, World
 
+ENV_LAUNCHER = "HPCINIT_LAUNCHER"
 
 
 class Launcher(Protocol):
     """The questions that each module answers."""
 
     NAME: str
+    VARIABLES: dict[str, str]
 
     def present(self, env: Mapping[str, str]) -> bool: ...
-    def read(self, env: Mapping[str, str]) -> World: ...
+    def read(self, env: Mapping[str, str], process: Process = UNKNOWN) -> World: ...
 
 
-# In this order: torchrun inside a Slurm step is torchrun's world (the step's tasks are its agents), and
-# mpirun inside an allocation is MPI's. `srun` is what is left. A stale RANK alone does not look like
-# torchrun, which always sets TORCHELASTIC_RUN_ID.
-LAUNCHERS: tuple[Launcher, ...] = (torchrun, mpi, slurm, single)
+# In this order: torchrun inside a Slurm step is torchrun's world (the step's tasks are its agents), and mpirun
+# inside an allocation is MPI's. `srun` is what is left. The last is never absent, and the one before it never
+# present: it is there to be named.
+LAUNCHERS: tuple[Launcher, ...] = (torchrun, horovod, openmpi, mpich, slurm, torch_env, single)
 
 
-def read(env: Mapping[str, str], launcher: str | None = None) -> World:
-    """The world as the launcher that started this process describes it.
+def read(env: Mapping[str, str], launcher: str | None = None, process: Process | None = None) -> World:
+    """The world as the launcher that started this process describes it, and warnings of what contradicts it.
 
-    env: usually os.environ. launcher: a name from LAUNCHERS, to choose by hand.
-    Raises WorldError if the chosen launcher's variables are absent or contradict each other.
+    env: usually os.environ; then this process's parents are looked at too. launcher: a name from LAUNCHERS, to
+    choose by hand; HPCINIT_LAUNCHER does the same from outside. process: for tests.
+
+    Raises WorldError if the chosen launcher's variables are absent or contradict each other, or if it cannot be
+    told which launcher is right.
     """
-    if launcher is not None:
-        for module in LAUNCHERS:
-            if launcher == module.NAME:
-                return module.read(env)
-        names = ", ".join(module.NAME for module in LAUNCHERS)
-        raise WorldError(f"launcher {launcher!r} is not known, expected one of: {names}")
-    chosen = next(module for module in LAUNCHERS if module.present(env))
-    return chosen.read(env)
+    if process is None:
+        process = processes.here() if env is os.environ else UNKNOWN
+    by_hand = launcher or env.get(ENV_LAUNCHER)
+    chosen = _named(by_hand) if by_hand else _present(env, process)
+    world = chosen.read(env, process)
+    if not by_hand:
+        _refuse_two_launchers(env, world, chosen)
+        _refuse_ranks_of_nobody(env, world, chosen, process)
+    horovod.check(world)
+    # torchrun and torch_env share their variables, and single has none.
+    others = [(m.NAME, m.VARIABLES) for m in LAUNCHERS if m is not chosen and m is not torchrun]
+    others.append(("PMIx", {"rank": "PMIX_RANK"}))
+    return replace(world, warnings=contradictions.find(env, world, chosen.VARIABLES, others))
+
+
+def _named(name: str) -> Launcher:
+    for module in LAUNCHERS:
+        if name == module.NAME:
+            return module
+    names = ", ".join(module.NAME for module in LAUNCHERS)
+    raise WorldError(f"launcher {name!r} is not known, expected one of: {names} (from launcher= or {ENV_LAUNCHER})")
+
+
+def _present(env: Mapping[str, str], process: Process) -> Launcher:
+    if slurm.present(env) and slurm.starts_this_very_process(env, process):
+        return slurm  # the others were inherited, however fresh they look
+    return next(module for module in LAUNCHERS if module.present(env))
+
+
+def _refuse_two_launchers(env: Mapping[str, str], world: World, chosen: Launcher) -> None:
+    """MPI's launchers and Horovod's do not nest in a known order."""
+    if chosen not in (horovod, openmpi, mpich):
+        return
+    for other in (openmpi, mpich):
+        names = other.VARIABLES["rank"], other.VARIABLES["world_size"]
+        said = tuple(env.get(name) for name in names)
+        if other is chosen or not other.present(env) or said == (str(world.rank), str(world.world_size)):
+            continue
+        raise WorldError(
+            f"{chosen.NAME} started rank {world.rank} of {world.world_size}, and {other.NAME} rank {said[0]} of "
+            f"{said[1]} ({', '.join(names)}): it cannot be told which of them is inside the other; say "
+            f"{ENV_LAUNCHER}={chosen.NAME} or {ENV_LAUNCHER}={other.NAME}"
+        )
+
+
+def _refuse_ranks_of_nobody(env: Mapping[str, str], world: World, chosen: Launcher, process: Process) -> None:
+    """Ranks that torch's variables speak of although nothing is to be seen that started them."""
+    if world.world_size > 1 or chosen not in (single, slurm) or not torch_env.many(env):
+        return
+    if ENV_WORLD in env or slurm.starts_this_very_process(env, process):
+        return  # inherited from a rank of hpcinit's, or from before srun
+    raise WorldError(
+        f"RANK is {env['RANK']} and WORLD_SIZE is {env['WORLD_SIZE']}, but nothing is to be seen that started "
+        f"so many ranks ({chosen.NAME} says 1): if they are left over, unset them or say {ENV_LAUNCHER}={chosen.NAME}; "
+        f"if a launcher of yours has set them, say {ENV_LAUNCHER}=env"
+    )

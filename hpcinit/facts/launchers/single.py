@@ -6,15 +6,17 @@ import os
 from collections.abc import Mapping
 
 from hpcinit.facts import ports
+from hpcinit.facts.process import UNKNOWN, Process
 from hpcinit.facts.world import World
 
 NAME = "single"
+VARIABLES: dict[str, str] = {}
 
 
 def present(env: Mapping[str, str]) -> bool:
     return True
 
 
-def read(env: Mapping[str, str]) -> World:
+def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
     job = f"pid{os.getpid()}"
     return World(NAME, 0, 1, 0, 1, 0, ("127.0.0.1",), "127.0.0.1", ports.candidates(job), job)

@@ -1,4 +1,4 @@
-"""Ranks started by torchrun (`python -m torch.distributed.run`).
+"""Ranks started by torchrun (`python -m torch.distributed.run`), and by what is built on it, such as accelerate.
 
 Variables: https://docs.pytorch.org/docs/stable/elastic/run.html
 """
@@ -8,18 +8,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpcinit.facts.errors import WorldError
+from hpcinit.facts.process import UNKNOWN, Process
 from hpcinit.facts.world import World, number
 
 NAME = "torchrun"
+VARIABLES = {
+    "rank": "RANK",
+    "world_size": "WORLD_SIZE",
+    "local_rank": "LOCAL_RANK",
+    "local_world_size": "LOCAL_WORLD_SIZE",
+}
 DO = "torchrun sets it for every worker; start the ranks with torchrun"
 
 
 def present(env: Mapping[str, str]) -> bool:
+    """A stale RANK alone does not look like torchrun, which always sets TORCHELASTIC_RUN_ID."""
     return "TORCHELASTIC_RUN_ID" in env
 
 
-def read(env: Mapping[str, str]) -> World:
-    """Every value from torchrun's own variables. It does not name the hosts."""
+def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
+    """Every value from torchrun's own variables. It does not name the hosts, but counts them."""
     address = env.get("MASTER_ADDR")
     if not address:
         raise WorldError(f"MASTER_ADDR is not set, expected rank 0's host: {DO}")
@@ -35,4 +43,5 @@ def read(env: Mapping[str, str]) -> World:
         master_addr=address,
         master_ports=(number(env, "MASTER_PORT", DO),),
         job=f"{env.get('TORCHELASTIC_RUN_ID', '')}.{restart}",
+        node_count=number(env, "GROUP_WORLD_SIZE", DO) if "GROUP_WORLD_SIZE" in env else 0,
     )

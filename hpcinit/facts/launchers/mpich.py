@@ -1,0 +1,78 @@
+"""Ranks started by Hydra, the process manager of MPICH, Intel MPI and MVAPICH, or by another that speaks PMI.
+
+PMI_RANK and PMI_SIZE are PMI's; MPI_LOCALRANKID and MPI_LOCALNRANKS Hydra's (recorded from 4.0.2, Debian 12);
+PMI_LOCAL_RANK and PMI_LOCAL_SIZE are what Cray's launcher calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hpcinit.facts.errors import WorldError
+from hpcinit.facts.launchers import meeting
+from hpcinit.facts.process import UNKNOWN, Process
+from hpcinit.facts.world import World, number
+
+NAME = "mpich"
+VARIABLES = {
+    "rank": "PMI_RANK",
+    "world_size": "PMI_SIZE",
+    "local_rank": "MPI_LOCALRANKID",
+    "local_world_size": "MPI_LOCALNRANKS",
+}
+LOCAL_RANKS = ("MPI_LOCALRANKID", "PMI_LOCAL_RANK")
+LOCAL_SIZES = ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+DO = "mpiexec sets it for every rank; start the ranks with mpiexec"
+NO_SIZE = (
+    "PMIX_RANK is {rank!r} and nothing tells the number of ranks: PMIx keeps it out of the environment; start the "
+    "ranks with srun, with Open MPI's mpirun or with torchrun (or say HPCINIT_LAUNCHER=single, for a process alone)"
+)
+
+
+def present(env: Mapping[str, str]) -> bool:
+    """`srun --mpi=pmi2` sets PMI_RANK and `srun --mpi=pmix` PMIX_RANK in a Slurm step: these are Slurm's.
+
+    In a Slurm job it takes the local rank, which srun never sets, to see that mpiexec stands in between.
+    """
+    if "SLURM_JOB_ID" in env or "SLURM_JOBID" in env:
+        return "PMI_RANK" in env and any(name in env for name in LOCAL_RANKS)
+    return "PMI_RANK" in env or "PMIX_RANK" in env
+
+
+def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
+    """Every value from PMI's and Hydra's variables; the master is known on one node, or where MASTER_ADDR was given.
+
+    Raises WorldError if a value is absent, or if nothing tells where to meet.
+    """
+    if "PMI_RANK" not in env and "PMIX_RANK" in env:
+        raise WorldError(NO_SIZE.format(rank=env["PMIX_RANK"]))
+    rank, size = number(env, "PMI_RANK", DO), number(env, "PMI_SIZE", DO)
+    local_size = number(env, _first(env, LOCAL_SIZES), DO)
+    job = env.get("PMI_JOBID") or env.get("SLURM_JOB_ID", "")
+    place = meeting.meet(
+        env,
+        job,
+        one_node=local_size == size,
+        rank=rank,
+        own=env.get("MPIR_CVAR_CH3_INTERFACE_HOSTNAME", ""),
+        guess="",
+        do=f"mpiexec started {size} ranks, {local_size} of them on this node, and does not say where rank 0 is: give "
+        "its host to all of them (mpiexec -genv MASTER_ADDR ...), or start them with srun",
+    )
+    return World(
+        launcher=NAME,
+        rank=rank,
+        world_size=size,
+        local_rank=number(env, _first(env, LOCAL_RANKS), DO),
+        local_world_size=local_size,
+        node_rank=rank // max(local_size, 1),  # Hydra fills nodes in order, unless told otherwise
+        hosts=(),
+        master_addr=place.address,
+        master_ports=place.ports,
+        job=job,
+        master_known=place.known,
+    )
+
+
+def _first(env: Mapping[str, str], names: tuple[str, ...]) -> str:
+    return next((name for name in names if name in env), names[0])
