@@ -181,10 +181,11 @@ def enter(folder: Path, command: list[str]) -> NoReturn:
 def visible() -> list[Path]:
     """What of this machine the command sees: the checkout, /tmp, and all that this Python consists of."""
     prefixes = [path for path in (sys.prefix, sys.base_prefix) if path != "/usr"]  # a distribution's own Python
-    python = [*_hops(Path(sys.executable)), *(path for path in sys.path if Path(path).is_dir())]
-    wanted: list[str | Path] = [*prefixes, *python, Path.cwd(), tempfile.gettempdir()]
+    modules = [path for path in map(Path, sys.path) if path.is_dir()]
+    python = [*map(Path, prefixes), *modules, *_hops(Path(sys.executable))]
+    wanted = [*python, Path.cwd(), Path(tempfile.gettempdir())]
     # Under its name and under the one behind the links: either may be the one that a venv points to.
-    paths = {Path(path).absolute() for path in wanted} | {Path(path).resolve() for path in wanted}
+    paths = {path.absolute() for path in wanted} | {path.resolve() for path in wanted}
     return sorted(path for path in paths if not paths & set(path.parents))
 
 
