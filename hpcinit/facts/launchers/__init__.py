@@ -83,7 +83,9 @@ def _refuse_two_launchers(env: Mapping[str, str], world: World, chosen: Launcher
     for other in (openmpi, mpich):
         names = other.VARIABLES["rank"], other.VARIABLES["world_size"]
         said = tuple(env.get(name) for name in names)
-        if other is chosen or not other.present(env) or said == (str(world.rank), str(world.world_size)):
+        # Under MpiDefault=pmi2 srun gives PMI_RANK to mpirun's daemons, which is not Hydra's and no reason to refuse.
+        present = other is not chosen and other.present(env) and None not in said
+        if not present or said == (str(world.rank), str(world.world_size)):
             continue
         raise WorldError(
             f"{chosen.NAME} started rank {world.rank} of {world.world_size}, and {other.NAME} rank {said[0]} of "

@@ -1,0 +1,188 @@
+"""Names of nodes, and the addresses behind them."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from hpcinit.facts import hosts
+from hpcinit.facts.errors import ConfigError, WorldError
+
+HERE = socket.gethostname()
+
+
+def resolver(table: Mapping[str, Sequence[str]]) -> hosts.Resolver:
+    """A DNS of its own."""
+
+    def resolve(host: str) -> Sequence[str]:
+        if host not in table:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return table[host]
+
+    return resolve
+
+
+@pytest.mark.parametrize(
+    ("host", "template", "name"),
+    [
+        ("n1", "", "n1"),
+        ("jwb0001", "{host}i", "jwb0001i"),
+        ("n1", "{host}-ib0", "n1-ib0"),
+        ("n1", "ib-{host}.fabric", "ib-n1.fabric"),
+        ("n1", "i", "n1i"),
+        ("n1", "-ib0", "n1-ib0"),
+        ("n1.site.org", "i", "n1i.site.org"),
+        ("127.0.0.2", "i", "127.0.0.2"),
+    ],
+)
+def test_rename(host: str, template: str, name: str) -> None:
+    """A template puts the host in its place, a plain suffix goes to the first label."""
+    assert hosts.rename(host, template) == name
+
+
+@pytest.mark.parametrize("template", ["{host}{host}", "{node}i", "{host", "host}", "{host}{}", "{0}"])
+def test_a_template_with_other_braces(template: str) -> None:
+    """Anything in braces but one {host} is an error that shows the template and how it should be."""
+    with pytest.raises(ConfigError) as caught:
+        hosts.rename("n1", template)
+    assert str(caught.value) == (
+        f"the host template {template!r} is not understood, expected {{host}} once and no other braces, as in "
+        "'{host}-ib0', or a plain suffix"
+    )
+
+
+@pytest.mark.parametrize("template", ["{host} i", "-{host}", "{host}.", "$(x)", "{host}-", "{host}..ib", "i" * 255])
+def test_a_template_that_makes_no_name(template: str) -> None:
+    """What comes out must be a host name; a trailing dot is one."""
+    if template == "{host}.":
+        assert hosts.rename("n1", template) == "n1."
+        return
+    with pytest.raises(WorldError, match="of the node 'n1', which is no host name: expected letters, digits"):
+        hosts.rename("n1", template)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "nodes", "own", "chosen"),
+    [
+        (["10.0.0.1"], 4, [], "10.0.0.1"),
+        (["127.0.1.1", "10.0.0.1"], 4, [], "10.0.0.1"),
+        (["fd00::1", "10.0.0.1"], 4, [], "10.0.0.1"),
+        (["fd00::1"], 4, [], "fd00::1"),
+        (["::1", "fe80::1%eth0", "fd00::1"], 4, [], "fd00::1"),
+        (["10.0.0.1", "192.168.0.1"], 4, [], "10.0.0.1"),
+        (["10.0.0.1", "192.168.0.1"], 4, ["127.0.0.1", "192.168.0.1"], "192.168.0.1"),
+        (["10.0.0.1", "fd00::1"], 4, ["fd00::1", "fe80::1%eth0"], "fd00::1"),
+        (["10.0.0.1"], 4, ["10.9.9.9"], "10.0.0.1"),
+        (["127.0.1.1"], 1, [], "127.0.1.1"),
+        (["::1"], 1, [], "::1"),
+    ],
+)
+def test_pick(addresses: list[str], nodes: int, own: list[str], chosen: str) -> None:
+    """No loopback among several nodes, IPv4 before IPv6, an address of this machine before both."""
+    assert hosts.pick("n1", addresses, nodes, own) == chosen
+
+
+@pytest.mark.parametrize(
+    "addresses", [["127.0.1.1"], ["127.0.0.1"], ["127.0.1.1", "::1"], ["fe80::1%eth0"], ["0.0.0.0"], []]
+)
+def test_an_address_that_no_other_node_reaches(addresses: list[str]) -> None:
+    """127.0.1.1 on a job of several nodes is an error that names the file at fault."""
+    with pytest.raises(WorldError) as caught:
+        hosts.pick("n1", addresses, 4)
+    assert str(caught.value) == (
+        f"n1 is {', '.join(addresses) or 'no address'} on {HERE}, expected an address that the other 3 nodes can connect "
+        f"to: a line of /etc/hosts on {HERE} maps the name to the machine itself; take the name off that line"
+    )
+
+
+def test_a_name_that_resolves_needs_no_slurm() -> None:
+    """Slurm is not asked where the name resolves."""
+    assert hosts.find("n1", 2, resolver({"n1": ["10.0.0.1"]}), node_addr=lambda _: pytest.fail()) == ("10.0.0.1", "")
+
+
+def test_an_address_needs_no_dns() -> None:
+    """A host that is an address already stays it, the local engine's loopback nodes too."""
+    assert hosts.find("10.0.0.1", 2, resolver({})).address == "10.0.0.1"
+    assert hosts.find("127.0.0.2", 2, resolver({})).address == "127.0.0.2"
+
+
+@pytest.mark.parametrize(("addr", "address"), [("10.0.0.9", "10.0.0.9"), ("other", "10.0.0.8")])
+def test_a_name_that_does_not_resolve_falls_back_to_slurm_and_says_so(addr: str, address: str) -> None:
+    """Slurm's address for the node, itself a name or not, is used with a note."""
+    found = hosts.find("n1", 2, resolver({"other": ["10.0.0.8"]}), node_addr=lambda host: {"n1": addr}[host])
+    assert found.address == address
+    assert found.note == (
+        f"n1 does not resolve on {HERE}: Name or service not known; Slurm's address for it is used, {addr}"
+    )
+
+
+@pytest.mark.parametrize("addr", [None, "", "n1"])
+def test_a_name_that_nobody_knows(addr: str | None) -> None:
+    """Without an address from Slurm either, the message names the host, where it was asked and what to do."""
+    with pytest.raises(WorldError) as caught:
+        hosts.find("n1", 2, resolver({}), node_addr=lambda _: addr)
+    assert str(caught.value) == (
+        f"n1 does not resolve on {HERE}: Name or service not known, and Slurm has no other address for it; expected a "
+        "name that every node can look up: have the node added to DNS or /etc/hosts, or give the cluster a host "
+        "template if its nodes have other names"
+    )
+
+
+def test_slurms_name_for_it_does_not_resolve_either() -> None:
+    """Both names are in the message."""
+    with pytest.raises(WorldError, match=r"n1 does not .*, and neither does Slurm's address for it, n1x: Name or"):
+        hosts.find("n1", 2, resolver({}), node_addr=lambda _: "n1x")
+
+
+def test_an_error_without_text() -> None:
+    """An OSError that has a number only is shown by it."""
+
+    def broken(host: str) -> Sequence[str]:
+        raise OSError(errno.EIO)
+
+    with pytest.raises(WorldError, match=rf"n1 does not resolve on {HERE}: {errno.EIO}, and Slurm"):
+        hosts.find("n1", 2, broken)
+
+
+def test_the_systems_own_resolver() -> None:
+    """localhost is a loopback address, each only once."""
+    found = hosts.resolve("localhost")
+    assert set(found) <= {"127.0.0.1", "::1"} and len(found) == len(set(found)) > 0
+    assert hosts.find("localhost", 1).address in found
+
+
+def test_in_url() -> None:
+    """IPv6 gets its brackets."""
+    assert hosts.in_url("n1", 20000) == "n1:20000"
+    assert hosts.in_url("10.0.0.1", 20000) == "10.0.0.1:20000"
+    assert hosts.in_url("fd00::1", 20000) == "[fd00::1]:20000"
+
+
+@pytest.mark.parametrize(
+    ("text", "addresses"),
+    [
+        ("", {}),
+        ("(null)", {}),
+        ("ec0:10.0.0.7:host-7", {"ec0": "10.0.0.7"}),
+        ("ec0:10.0.0.7:host-7,ec1:[fd00::8]:host-8", {"ec0": "10.0.0.7", "ec1": "fd00::8"}),
+        ("ec0:n7.site:host-7,ec1::", {"ec0": "n7.site"}),
+    ],
+)
+def test_node_aliases(text: str, addresses: dict[str, str]) -> None:
+    """NODE:ADDRESS:HOSTNAME,... with IPv6 in brackets; '(null)' is what Slurm writes for nothing."""
+    assert hosts.node_aliases(text) == addresses
+
+
+@pytest.mark.parametrize(
+    ("text", "column"), [("ec0", 1), ("ec0:1.2.3.4", 1), ("a:1:h,", 7), ("a:1:h,b:[1:h", 7), ("a:1:h:x", 1)]
+)
+def test_node_aliases_that_slurm_did_not_write(text: str, column: int) -> None:
+    """Other text is an error that shows where."""
+    with pytest.raises(WorldError) as caught:
+        hosts.node_aliases(text)
+    assert str(caught.value) == (
+        f"SLURM_NODE_ALIASES cannot be read at column {column}: {text[column - 1 :]!r}, expected NODE:ADDRESS:HOSTNAME,..."
+    )
