@@ -1,0 +1,284 @@
+"""`python -m hpcinit.world`, under every launcher that this machine has, started for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.minislurm import MiniSlurm
+
+# command: Debian package. `make test` installs them where it may.
+MPI_PACKAGES = {"mpirun.openmpi": "openmpi-bin", "mpiexec.hydra": "hydra"}
+WORLD = f"{sys.executable} -m hpcinit.world"
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def world(*words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hpcinit.world", *words]
+    return subprocess.run(command, env={**os.environ, **(env or {})}, capture_output=True, text=True, check=False)
+
+
+def run(command: list[str], folder: Path, env: Mapping[str, str] | None = None) -> str:
+    """What the command printed; it must succeed."""
+    done = subprocess.run(
+        command, env={**os.environ, **(env or {})}, cwd=folder, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def ranks(folder: Path, command: list[str], variable: str, env: Mapping[str, str] | None = None) -> list[Any]:
+    """The world of each rank that the command starts, by the rank that the launcher's own variable says."""
+    run([*command, "sh", "-c", f"{WORLD} > world-${variable}"], folder, env)
+    return [json.loads((folder / f"world-{rank}").read_text()) for rank in range(len(list(folder.glob("world-*"))))]
+
+
+def mpi(command: str) -> str:
+    """The command, or a skip that says what to install; with CI=true, where a skip would go unseen, a failure."""
+    if not shutil.which(command):
+        message = f"needs {command}: apt-get install {MPI_PACKAGES[command]}"
+        pytest.fail(message, pytrace=False) if os.environ.get("CI") == "true" else pytest.skip(message)
+    return command
+
+
+# --- by itself
+
+
+def test_one_json_object_with_every_field() -> None:
+    """A process on its own prints its world as one JSON object, and nothing else."""
+    done = world()
+    found = json.loads(done.stdout)
+    assert (done.returncode, done.stderr, found["launcher"]) == (0, "", "single")
+    assert list(found) == [
+        "launcher", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "hosts", "master_addr",
+        "master_ports", "job", "warnings", "master_known", "node_count",
+    ]  # fmt: skip
+
+
+def test_an_error_is_a_message_and_status_2() -> None:
+    """No JSON, no traceback: the message on stderr."""
+    done = world(env={"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "hpcinit: error: SLURM_STEP_ID is not set. The job has 8 tasks and this process is none of them: as a rank it "
+        "would wait for the others for ever; sbatch and salloc alone set no rank, start the ranks with srun (or say "
+        "HPCINIT_LAUNCHER=single, for one process on its own)\n"
+    )
+
+
+def test_a_launcher_by_hand() -> None:
+    """--launcher and HPCINIT_LAUNCHER pick; the contradiction is in the JSON."""
+    env = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}
+    for done in (world("--launcher", "single", env=env), world(env={**env, "HPCINIT_LAUNCHER": "single"})):
+        found = json.loads(done.stdout)
+        assert found["world_size"] == 1
+        assert found["warnings"] == [
+            "left aside from slurm: SLURM_NTASKS is 8, world_size is 1. In use is what single says"
+        ]
+    assert "expected one of: torchrun, horovod, openmpi, mpich, slurm, env, single" in world("--launcher", "x").stderr
+
+
+def test_without_torch() -> None:
+    """The command imports neither torch nor Horovod nor anything else that is not Python's own or hpcinit's."""
+    code = "import sys; from hpcinit import world; world.main([]); print(*(m.partition('.')[0] for m in sys.modules))"
+    names = set(run([sys.executable, "-c", code], Path.cwd()).splitlines()[1].split())
+    outside = {
+        name for name in names - set(sys.stdlib_module_names) - {"hpcinit", "__main__"} if not name.startswith("_")
+    }
+    assert not {"torch", "horovod", "numpy", "mpi4py"} & names
+    assert outside <= {"sitecustomize", "usercustomize", "distutils"}, outside
+
+
+# --- launchers
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    """Two workers of a real torchrun are ranks 0 and 1, and meet where torchrun says."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    found = ranks(tmp_path, command, "RANK")
+    assert [(w["launcher"], w["rank"], w["local_rank"], w["world_size"], w["node_count"]) for w in found] == [
+        ("torchrun", 0, 0, 2, 1), ("torchrun", 1, 1, 2, 1)
+    ]  # fmt: skip
+    assert len({(w["master_addr"], *w["master_ports"], w["job"]) for w in found}) == 1
+    assert all(w["warnings"] == [] for w in found)
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "launcher", "variable"),
+    [
+        ("mpirun.openmpi", ["--oversubscribe"], "openmpi", "OMPI_COMM_WORLD_RANK"),
+        ("mpiexec.hydra", [], "mpich", "PMI_RANK"),
+    ],
+)
+def test_mpi(command: str, options: list[str], launcher: str, variable: str, tmp_path: Path) -> None:
+    """Three ranks of a real mpirun are 0 to 2 of 3 on one node, and agree on where to meet."""
+    found = ranks(tmp_path, [mpi(command), *options, "-np", "3"], variable, AS_ROOT)
+    assert [(w["launcher"], w["rank"], w["local_rank"]) for w in found] == [(launcher, rank, rank) for rank in range(3)]
+    for each in found:
+        assert (each["world_size"], each["local_world_size"], each["master_addr"]) == (3, 3, "127.0.0.1")
+        assert each["master_known"] and each["warnings"] == []
+    assert len({(*w["master_ports"], w["job"]) for w in found}) == 1
+
+
+# --- on the real Slurm
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank as Slurm shows it: srun's label, the kernel's host name, and what hpcinit.world printed."""
+
+    label: int | None
+    host: str
+    said: str
+
+    @property
+    def world(self) -> Any:
+        return json.loads(self.said)
+
+
+SAY = f"sh -c 'echo \"$(uname -n) $({WORLD} 2>&1)\"'"
+
+
+def launched(slurm: MiniSlurm, folder: Path, allocation: str, script: str, output: str = "out") -> list[Place]:
+    """What `sbatch ALLOCATION` of the script left in `output`, sorted by srun's label."""
+    (folder / "job").write_text(f"#!/bin/sh\n{script}\n")
+    run(["sbatch", "--wait", "--output=out", *allocation.split(), "job"], folder, slurm.env)
+    text = (folder / output).read_text()
+    places = []
+    for line in text.splitlines():
+        label, colon, rest = line.partition(": ")
+        place = line if not (colon and label.strip().isdigit()) else rest
+        host, _, said = place.partition(" ")
+        places.append(Place(int(label) if place is rest else None, host, said))
+    return sorted(places, key=lambda place: place.label or 0)
+
+
+HOSTS = "printf 'n3\\nn1\\nn3\\nn2\\n' > hosts; export SLURM_HOSTFILE=$PWD/hosts; "
+LIVE = {
+    "block": ("-N2 --ntasks-per-node=2", f"srun --label {SAY}"),
+    "cyclic": ("-N3 --ntasks-per-node=2 --distribution=cyclic", f"srun --label {SAY}"),
+    "uneven": ("-N3 -n4", f"srun --label {SAY}"),
+    "subset": ("-N4 --ntasks-per-node=2", f"srun -w n2,n4 -N2 -n4 --label {SAY}"),
+    "arbitrary": ("-N3 -n4", f"{HOSTS}srun --distribution=arbitrary --label {SAY}"),
+    "heterogeneous": ("-w n4 -n2 : -w n1,n2 -n2", f"srun --het-group=0,1 --label {SAY}"),
+    "one component": ("-n1 : -w n2,n3 -n3", f"srun --het-group=1 --label {SAY}"),
+    "preserve-env": ("-N2 -n4", f"srun --preserve-env -N1 -n2 --label {SAY}"),
+    "array": ("-N2 -n2 --array=3", f"srun --label {SAY}"),
+}
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("shape", LIVE)
+def test_slurm(shape: str, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """Rank, host, sizes and rank 0's host are what srun's labels and the kernel say."""
+    places = launched(slurm, tmp_path, *LIVE[shape])
+    assert len(places) > 1 and [place.label for place in places] == list(range(len(places)))
+    for place in places:
+        found = place.world
+        mates = [each.label for each in places if each.host == place.host]
+        assert (found["rank"], found["world_size"]) == (place.label, len(places))
+        assert (found["local_rank"], found["local_world_size"]) == (mates.index(place.label), len(mates))
+        assert found["hosts"][found["node_rank"]] == place.host
+        assert (found["master_addr"], found["master_known"], found["warnings"]) == (places[0].host, True, [])
+    assert len({place.world["job"] for place in places}) == 1
+
+
+@pytest.mark.slurm
+def test_slurm_where_rank_0s_host_is_told_nowhere(slurm: MiniSlurm, tmp_path: Path) -> None:
+    """--distribution=arbitrary with a nodelist: rank 0 names itself, and all say that it is not certain."""
+    script = f"srun --distribution=arbitrary -w n3,n1,n3,n2 -n4 --label {SAY}"
+    places = launched(slurm, tmp_path, "-N3 -n4", script)
+    assert [place.host for place in places] == ["n3", "n1", "n3", "n2"]
+    assert places[0].world["master_addr"] == "n3"
+    assert [place.world["master_known"] for place in places] == [False] * 4
+
+
+NESTED = "srun --overlap sh -c '[ $SLURM_PROCID != 1 ] || "
+WITHOUT_RANK = {
+    "batch script": ("-N2 -n4", SAY, "out", "SLURM_STEP_ID is not set. The job has 4 tasks"),
+    "nodes only": ("-N2", SAY, "out", "SLURM_STEP_ID is not set. The job has 2 nodes"),
+    "interactive": (
+        "-N2 -n4",
+        f"srun --interactive --preserve-env {SAY}",
+        "out",
+        "SLURM_STEP_ID is 4294967290: an int",
+    ),
+    "nested": (
+        "-N2 -n2",
+        f"{NESTED}sbatch --wait -N2 -n2 --output=nested say'",
+        "nested",
+        ".batch, a batch script, not in ",
+    ),
+    "nested salloc": (
+        "-N2 -n2",
+        f"{NESTED}salloc -N2 -n2 ./say > nested'",
+        "nested",
+        "SLURM_STEP_ID is inherited: Slurm ",
+    ),
+}
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("shape", WITHOUT_RANK)
+def test_no_rank_on_slurm(shape: str, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """Batch scripts and shells, nested ones of the same shape too, are told at once to use srun."""
+    allocation, script, output, message = WITHOUT_RANK[shape]
+    (tmp_path / "say").write_text(f"#!/bin/sh\n{SAY}\n")
+    (tmp_path / "say").chmod(0o755)
+    (place,) = launched(slurm, tmp_path, allocation, script, output)
+    assert message in place.said and "start the ranks with srun" in place.said
+
+
+@pytest.mark.slurm
+def test_a_stale_rank_on_slurm(slurm: MiniSlurm, tmp_path: Path) -> None:
+    """A RANK from the shell that submitted arrives in the tasks, is named, and is not used."""
+    script = f"export RANK=7 WORLD_SIZE=8 MASTER_ADDR=old MASTER_PORT=1\nsrun --label {SAY}"
+    for place in launched(slurm, tmp_path, "-N2 -n2", script):
+        assert place.world["rank"] == place.label
+        assert f"RANK is 7, SLURM_PROCID is {place.label}" in place.world["warnings"][0]
+        assert "MASTER_ADDR is old, rank 0's host is n1" in place.world["warnings"][1]
+
+
+@pytest.mark.slurm
+def test_torchrun_inside_srun(slurm: MiniSlurm, tmp_path: Path) -> None:
+    """Two agents with two workers each are torchrun's four ranks on two nodes; Slurm's two are named."""
+    agent = "-m torch.distributed.run --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=n1:29411"
+    script = f"srun {sys.executable} {agent} --no-python sh -c '{WORLD} > world-$RANK'"
+    launched(slurm, tmp_path, "-N2 --ntasks-per-node=1", script)
+    found = [json.loads((tmp_path / f"world-{rank}").read_text()) for rank in range(4)]
+    assert [(w["launcher"], w["rank"], w["local_rank"], w["node_count"]) for w in found] == [
+        ("torchrun", rank, rank % 2, 2) for rank in range(4)
+    ]
+    assert all("SLURM_NTASKS is 2, WORLD_SIZE is 4" in w["warnings"][0] for w in found)
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize(
+    ("command", "launcher", "variable"),
+    [("mpirun.openmpi", "openmpi", "OMPI_COMM_WORLD_RANK"), ("mpiexec.hydra", "mpich", "PMI_RANK")],
+)
+def test_mpi_inside_an_allocation(command: str, launcher: str, variable: str, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """mpirun in a batch script on two nodes: MPI's four ranks, a guess for rank 0's host, Slurm's values named."""
+    if not shutil.which(command):
+        pytest.skip(f"needs {command}: test_mpi says where it comes from")
+    script = f"{command} -np 4 sh -c 'echo \"$(uname -n) $({WORLD})\" > world-${variable}'"
+    (tmp_path / "out").write_text("")
+    allow = "".join(f"export {name}={value}\n" for name, value in AS_ROOT.items())
+    launched(slurm, tmp_path, "-N2 --ntasks-per-node=2", allow + script)
+    lines = [(tmp_path / f"world-{rank}").read_text().partition(" ") for rank in range(4)]
+    found = [json.loads(said) for _, _, said in lines]
+    assert [(w["launcher"], w["rank"], w["world_size"], w["local_rank"]) for w in found] == [
+        (launcher, rank, 4, rank % 2) for rank in range(4)
+    ]
+    assert {w["master_addr"] for w in found} == {lines[0][0]} and not any(w["master_known"] for w in found)
+    assert len({(*w["master_ports"], w["job"]) for w in found}) == 1
+    assert "left aside from slurm: SLURM_PROCID is" in found[3]["warnings"][0]
