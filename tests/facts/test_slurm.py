@@ -245,6 +245,17 @@ def test_of_two_hosts_the_other_is_the_master() -> None:
     assert (world.master_addr, world.master_known) == ("n1", True)
 
 
+def test_rank_0_on_a_later_node() -> None:
+    """If SLURM_GTIDS puts rank 0 on another node than the first, the order is not what it seems: rank 0 says where."""
+    env = block() | {
+        "SLURM_STEP_NODELIST": "n[1-3]",
+        "SLURM_JOB_NODELIST": "n[1-3]",
+        "SLURM_STEP_TASKS_PER_NODE": "1,2,1",
+    }
+    first = launchers.read(env | {"SLURM_GTIDS": "0,1", "SLURM_PROCID": "0"})
+    assert (first.master_addr, first.master_known, first.host) == ("n2", False, "n2")
+
+
 def test_mpi_variables_of_srun_are_slurms() -> None:
     """--mpi=pmi2 and --mpi=pmix set PMI_* and PMIX_* in a Slurm step, which stays Slurm's without a warning."""
     for name, variable in (("mpi_pmi2", "PMI_RANK"), ("mpi_pmix", "PMIX_RANK")):
@@ -265,3 +276,5 @@ def test_the_local_engine_is_read_as_slurm() -> None:
     ]  # fmt: skip
     with pytest.raises(WorldError, match=r"SLURM_STEP_ID is not set\. The job has 4 tasks"):
         launchers.read(job)
+    inside_a_real_step = Process(0, "4711.0")
+    assert launchers.read(job | local.task(job, 2, 2, 3), process=inside_a_real_step).rank == 3

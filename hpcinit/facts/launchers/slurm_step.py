@@ -1,7 +1,7 @@
 """Is this process really a task of the step that its environment describes?
 
 A batch script has SLURM_PROCID=0 and looks like rank 0 of all its tasks, and a job that was submitted from inside
-a step inherits the step's variables. Measured on 74 launches (tests/data/slurm and tests/data/worlds):
+a step inherits the step's variables. Measured on Slurm 22.05.8 and 24.11.5 (tests/data/slurm, tests/data/worlds):
 
     what a batch script shows                           sees through
     no SLURM_STEP_ID                                    sbatch and salloc from a login node
@@ -42,7 +42,8 @@ def doubt(env: Mapping[str, str], process: Process) -> str:
         return "SLURM_STEP_ID is not set"
     if step in NO_RANKS:
         return f"SLURM_STEP_ID is {step}: {NO_RANKS[step]}"
-    if process.step:
+    # slurmstepd sets SLURM_TASK_PID. hpcinit's local engine does not, and may itself run inside a step.
+    if process.step and "SLURM_TASK_PID" in env:
         return _doubt_from_process(env, process)
     reason = _doubt_from_umask(env) or _doubt_from_hosts(env) or _doubt_from_counts(env)
     if not reason:
@@ -67,7 +68,6 @@ def _doubt_from_process(env: Mapping[str, str], process: Process) -> str:
 
 def _doubt_from_umask(env: Mapping[str, str]) -> str:
     first = all(env.get(f"SLURM_{name}") == "0" for name in ("PROCID", "LOCALID", "NODEID", "GTIDS"))
-    # SLURM_TASK_PID: slurmstepd started this, and not hpcinit's local engine, which sets neither.
     if first and "SLURM_TASK_PID" in env and "SLURM_UMASK" not in env:
         return (
             "SLURM_STEP_ID is inherited from the step that submitted this job: SLURM_UMASK, which srun sets for every "
