@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,22 +12,9 @@ import pytest
 from hpcinit.local import environment
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
+from tests.submitting import folder_of, job_id_of, submit
 
 pytestmark = pytest.mark.slurm
-
-
-def submit(hpcinit: Run, slurm: MiniSlurm, *words: str, **options: float) -> subprocess.CompletedProcess[str]:
-    return hpcinit("submit", "cluster=mini", *words, env=slurm.env, **options)
-
-
-def folder_of(done: subprocess.CompletedProcess[str]) -> Path:
-    assert "run folder: " in done.stdout, done.stderr
-    return Path(done.stdout.partition("run folder: ")[2].partition("\n")[0])
-
-
-def job_id_of(done: subprocess.CompletedProcess[str]) -> str:
-    record: dict[str, str] = json.loads((folder_of(done) / "submission.json").read_text())
-    return record["job_id"]
 
 
 def test_train_gpt_on_four_nodes(hpcinit: Run, slurm: MiniSlurm) -> None:

@@ -147,6 +147,8 @@ def _explain(error: Exception, override: str) -> str:
     where += f"in {file}.yaml: " if file else ""
     if full_key and ("not in '" in detail or "not in struct" in detail):
         known = _keys_beside(full_key)
+        if not known:  # a table of the user's own, such as cluster.env
+            return f"{where}no such key {full_key!r} yet, add it with a plus sign: +{override or full_key}"
         guess = _guess(full_key.split(".")[-1], known)
         return f"{where}no such key {full_key!r}, expected one of: {', '.join(known)}{guess}"
     return f"{where}{full_key}: {detail}" if full_key and full_key not in override else f"{where}{detail}"

@@ -172,10 +172,8 @@ def _make_group(world: World, spec: Spec | None, backend: str, timeout: timedelt
     meeting: rendezvous.Meeting | None = None
 
     def about() -> str:
-        missing = meeting.missing("up") if meeting else ""
-        return (
-            f"rank {world.rank} is not up after {timeout.total_seconds() + LATE_S:g} s. {missing or 'Rank 0 does not answer.'}"
-        )
+        missing = (meeting.missing("up") if meeting else "") or "Rank 0 does not answer."
+        return f"rank {world.rank} is not up after {timeout.total_seconds() + LATE_S:g} s. {missing}"
 
     with Watchdog(timeout.total_seconds() + LATE_S, about):
         try:

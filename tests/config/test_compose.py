@@ -49,6 +49,7 @@ def test_what_the_command_line_does_not_say_comes_from_the_cluster() -> None:
         ("cluster=nope", ["no such cluster", "example, local, mini"]),
         ("nodez=3", ["no such key 'nodez'", "did you mean 'nodes'?"]),
         ("cluster.partitionz=3", ["no such key 'cluster.partitionz'", "did you mean 'partition'?", "engine"]),
+        ("cluster.sbatch.x=3", ["no such key 'cluster.sbatch.x' yet", "+cluster.sbatch.x=3"]),
         ("nodes=abc", ["nodes=abc", "could not be converted to Integer"]),
         ("nodes=1.5", ["nodes=1.5", "could not be converted to Integer"]),
         ("job.args=3", ["job.args=3", "is not a ListConfig"]),

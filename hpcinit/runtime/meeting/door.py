@@ -169,6 +169,9 @@ class Door:
             guest.move(str(message["phase"]))
         if "error" in message:
             guest.error = str(message["error"])
+            if not guest.reached("up"):
+                guest.gone = True
+                self._fail(self.roll.lost())
         if "who" in message:
             self._send(connection, {"missing": self.roll.missing(str(message["who"]))})
         connection.left |= "bye" in message

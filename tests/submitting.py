@@ -1,0 +1,25 @@
+"""Submitting to the real test cluster, for tests."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+from tests.conftest import Run
+from tests.minislurm import MiniSlurm
+
+
+def submit(hpcinit: Run, slurm: MiniSlurm, *words: str, **options: float) -> subprocess.CompletedProcess[str]:
+    """`hpcinit submit cluster=mini ...` on this cluster."""
+    return hpcinit("submit", "cluster=mini", *words, env=slurm.env, **options)
+
+
+def folder_of(done: subprocess.CompletedProcess[str]) -> Path:
+    assert "run folder: " in done.stdout, done.stderr
+    return Path(done.stdout.partition("run folder: ")[2].partition("\n")[0])
+
+
+def job_id_of(done: subprocess.CompletedProcess[str]) -> str:
+    record: dict[str, str] = json.loads((folder_of(done) / "submission.json").read_text())
+    return record["job_id"]

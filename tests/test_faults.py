@@ -1,0 +1,152 @@
+"""Start-ups that go wrong, on a real Slurm: who is named, to whom, and after how long.
+
+Each test says in its assertions what every rank printed; the times are bounded generously, the measured ones stand
+in docs/faults.md.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcinit.facts import ports
+from tests.conftest import Run
+from tests.minislurm import MiniSlurm
+from tests.submitting import folder_of, submit
+
+pytestmark = pytest.mark.slurm
+
+# 20 s for a start-up on four nodes; ranks are not ended by srun, so that each can say what it saw.
+PATIENT = ["nodes=4", "ranks_per_node=1", "wait=true", "comm.timeout_base_s=20", "comm.timeout_per_node_s=0",
+           "launch.kill_on_bad_exit=false", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null"]  # fmt: skip
+
+BRING_UP = "import hpcinit\nwith hpcinit.session() as run:\n    print('up', run.rank)\n"
+
+
+def start(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, before: str, *words: str) -> tuple[int, list[str]]:
+    """Run `before` and then a bring-up on four nodes: the exit status, and each rank's log."""
+    (tmp_path / "code.py").write_text("import os, signal, time\nrank = int(os.environ['RANK'])\n" + before + BRING_UP)
+    done = submit(hpcinit, slurm, *PATIENT, *words, "--", "code.py", timeout=150)
+    logs = [folder_of(done) / f"logs/rank-{rank}.log" for rank in range(4)]
+    return done.returncode, [log.read_text() if log.exists() else "" for log in logs]
+
+
+def python_that(tmp_path: Path, first: str) -> str:
+    """A stand-in for the interpreter that runs shell lines first, for faults before hpcinit itself starts."""
+    path = tmp_path / "python"
+    path.write_text(f'#!/bin/bash\n{first}\nexec {sys.executable} "$@"\n')
+    path.chmod(0o755)
+    return f"cluster.python={path}"
+
+
+def test_a_rank_that_never_starts(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """A rank whose interpreter never comes up is named to all others at the deadline, with its host."""
+    stuck = python_that(tmp_path, '[ "$SLURM_PROCID" = 3 ] && exec sleep 60')
+    begin = time.monotonic()
+    status, logs = start(hpcinit, slurm, tmp_path, "", stuck, "launch.wait_s=3")
+    assert status != 0 and time.monotonic() - begin < 60
+    for log in logs[:3]:
+        assert "1 of 4 ranks are missing: rank 3 never arrived (nobody came from n4)" in log
+
+
+def test_a_rank_killed_while_importing(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """kill -9 of a rank before it is in init brings the others down within seconds, and they name it."""
+    begin = time.monotonic()
+    status, logs = start(hpcinit, slurm, tmp_path, "if rank == 2:\n    time.sleep(1); os.kill(os.getpid(), 9)\n")
+    assert status != 0 and time.monotonic() - begin < 18
+    for rank in (0, 1, 3):
+        assert "rank 2 on n3 (pid " in logs[rank] and "died during start-up, when it had started" in logs[rank]
+
+
+def test_a_rank_whose_import_fails(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """An exception before init reaches every other rank in its own words."""
+    status, logs = start(hpcinit, slurm, tmp_path, "if rank == 1:\n    time.sleep(1)\n    import flash_attn_99\n")
+    assert status != 0
+    for rank in (0, 2, 3):
+        assert "rank 1 on n2" in logs[rank] and "ModuleNotFoundError: No module named 'flash_attn_99'" in logs[rank]
+
+
+def test_a_frozen_rank(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """A rank that is stopped is named at the deadline, with how far it got; rank 0 says for whom it waits before."""
+    freeze = "if rank == 3:\n    os.system('(sleep 40; kill -9 %d) >/dev/null 2>&1 &' % os.getpid()); os.kill(os.getpid(), 19)\n"
+    status, logs = start(hpcinit, slurm, tmp_path, freeze)
+    assert status != 0
+    assert "waiting: 1 of 4 ranks are missing: rank 3 on n4" in logs[0]
+    for log in logs[:3]:
+        assert "rank 3 on n4 (pid " in log and "s ago and no further" in log
+
+
+def test_a_node_that_loses_its_network(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """With a node's interface taken down in mid-start, both sides say for whom they waited."""
+    cut = "if rank == 3:\n    os.system('ip link set eth0 down'); time.sleep(1)\n"
+    try:
+        _, logs = start(hpcinit, slurm, tmp_path, cut, "comm.timeout_base_s=12", "+cluster.sbatch.no-requeue=true")
+    finally:
+        slurm.network_up("n4")
+        slurm.wait_idle()
+    assert "rank 3 on n4 (pid " in logs[0] and "s ago and no further" in logs[0]
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_foreign_server_on_the_port(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, silent: bool) -> None:
+    """A server of somebody else on the first port, silent or talking, does not keep the ranks from meeting."""
+    done = submit(hpcinit, slurm, "wait=true", "ranks_per_node=1", "--", "true")
+    last = int(json.loads((folder_of(done) / "submission.json").read_text())["job_id"])
+    port = ports.candidates(f"{last + 1}.0.0")[0]
+    code = (
+        "import socket, time\n"
+        f"server = socket.create_server(('', {port})); print('ready', flush=True); kept = []\n"
+        "while True:\n    kept.append(server.accept()[0])\n"
+        + ("" if silent else "    kept[-1].sendall(b'HTTP/1.1 400 Bad Request\\r\\n\\r\\n')\n")
+    )
+    foreign = subprocess.Popen(slurm.inside("n1", [sys.executable, "-c", code]), stdout=subprocess.PIPE, text=True)
+    try:
+        assert foreign.stdout is not None and foreign.stdout.readline() == "ready\n"
+        status, logs = start(hpcinit, slurm, tmp_path, "")
+    finally:
+        foreign.kill()
+        foreign.wait()
+    assert status == 0 and all(f"up {rank}" in log for rank, log in enumerate(logs))
+    assert f"rank 0 at n1:{ports.candidates(f'{last + 1}.0.0')[1]}" in logs[0]
+
+
+def test_a_name_that_does_not_resolve(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """On a node where rank 0's name means nothing, that is what the rank says, and rank 0 names the rank that is missing."""
+    hosts = '[ "$SLURM_PROCID" = 2 ] && exec unshare -m sh -c \'mount --bind /dev/null /etc/hosts; exec "$0" "$@"\' '
+    status, logs = start(hpcinit, slurm, tmp_path, "", python_that(tmp_path, f'{hosts}{sys.executable} "$@"'))
+    assert status != 0
+    assert "rank 2 on n3 did not find rank 0 at n1: n1: does not resolve on this node" in logs[2]
+    assert "1 of 4 ranks are missing: rank 2 never arrived (nobody came from n3)" in logs[0]
+
+
+def test_a_rank_of_the_attempt_before(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """A rank left over from before a requeue, same job and same rank, cannot join the next attempt."""
+    # Rank 3 first starts a second process with the restart count of an attempt before, which tries to join.
+    stale = (
+        "if rank == 3:\n    import subprocess, sys\n"
+        "    env = {**os.environ, 'SLURM_RESTART_COUNT': '7'}\n"
+        "    old = subprocess.Popen([sys.executable, '-m', 'hpcinit.run', 'code2.py'], env=env, stderr=open('stale.log', 'w'))\n"
+        "    time.sleep(4)\n"
+    )
+    (tmp_path / "code2.py").write_text(BRING_UP)
+    status, logs = start(hpcinit, slurm, tmp_path, stale)
+    assert status == 0 and all(f"up {rank}" in log for rank, log in enumerate(logs))
+    assert "up" not in (tmp_path / "stale.log").read_text()
+
+
+def test_a_second_process_that_claims_a_rank(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """Two processes with one rank: the second is refused, and both are named."""
+    twice = (
+        "if rank == 3:\n    import subprocess, sys\n"
+        "    done = subprocess.run([sys.executable, '-m', 'hpcinit.run', 'code2.py'], capture_output=True, text=True)\n"
+        "    print(done.returncode, done.stderr)\n"
+    )
+    (tmp_path / "code2.py").write_text(BRING_UP)
+    status, logs = start(hpcinit, slurm, tmp_path, twice)
+    assert status == 0 and all(f"up {rank}" in log for rank, log in enumerate(logs))
+    assert "two processes claim rank 3: pid " in logs[3] and "on n4" in logs[3] and "refused: two processes" in logs[0]
