@@ -9,6 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 help:
 	@echo "make demo          train a small GPT on 2 virtual nodes x 2 ranks of this machine"
 	@echo "make test          every test; as root also those on a real Slurm, which it installs"
+	@echo "make test-slurm24  the Slurm tests again on Slurm 24.11 (root; makes a folder with Debian trixie, once)"
 	@echo "make cluster       start a real 4-node Slurm on this machine (root); make cluster-down ends it"
 	@echo "make bench         submit latency beside peers (root)"
 	@echo "make lint          ruff, mypy, shellcheck"
@@ -23,6 +24,8 @@ test: $(VENV)/dev slurm lint
 # it left out where it is not.
 slurm: $(VENV)/dev
 	@if [ "$$(id -u)" = 0 ]; then $(BIN)/python -m tests.minislurm install; fi
+	@if [ "$$(id -u)" = 0 ] && ! { command -v mpirun.openmpi && command -v mpiexec.hydra; } >/dev/null; then \
+	  apt-get install -qq -y openmpi-bin hydra >/dev/null; fi
 
 # The same Slurm tests on Slurm 24.11, in a folder with Debian trixie that is made once (root; 640 MB, two minutes).
 .PHONY: test-slurm24

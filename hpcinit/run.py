@@ -13,7 +13,7 @@ from pathlib import Path
 from hpcinit.cli import guarded
 from hpcinit.facts import launchers, runfolder
 from hpcinit.facts.errors import RequestError
-from hpcinit.facts.spec import Program, Spec, load
+from hpcinit.facts.spec import Program, Spec, load, of_this_run
 from hpcinit.runtime import program
 
 
@@ -24,9 +24,10 @@ def main(argv: Sequence[str]) -> int:
     spec = _spec(argv)
     what = spec.program if spec else _program(list(argv))
     world = launchers.read(os.environ)
-    # By hand, or from a step of another size, a spec's sizes and layout are not this world's.
-    mine = spec if spec and spec.world_size == world.world_size else None
-    return program.run(what, world, mine)
+    if world.rank == 0:
+        for warning in world.warnings:
+            print(f"hpcinit: warning: {warning}", file=sys.stderr, flush=True)
+    return program.run(what, world, of_this_run(os.environ, world.world_size)[0])
 
 
 def _spec(argv: Sequence[str]) -> Spec | None:

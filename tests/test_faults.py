@@ -116,12 +116,10 @@ def test_a_foreign_server_on_the_port(hpcinit: Run, slurm: MiniSlurm, tmp_path: 
 
 
 def test_a_name_that_does_not_resolve(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
-    """On a node where rank 0's name means nothing, that is what the rank says, and rank 0 names the rank that is missing."""
+    """On a node where rank 0's name means nothing, Slurm's own address for the node is used."""
     hosts = '[ "$SLURM_PROCID" = 2 ] && exec unshare -m sh -c \'mount --bind /dev/null /etc/hosts; exec "$0" "$@"\' '
     status, logs = start(hpcinit, slurm, tmp_path, "", python_that(tmp_path, f'{hosts}{sys.executable} "$@"'))
-    assert status != 0
-    assert "rank 2 on n3 did not find rank 0 at n1: n1: does not resolve on this node" in logs[2]
-    assert "1 of 4 ranks are missing: rank 2 never arrived (nobody came from n3)" in logs[0]
+    assert status == 0 and all(f"up {rank}" in log for rank, log in enumerate(logs))
 
 
 def test_a_rank_of_the_attempt_before(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 from hpcinit.config.schema import Config
-from hpcinit.facts import quoting
+from hpcinit.facts import hosts, quoting
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.timeouts import TimeoutLaw
@@ -195,6 +195,7 @@ def _arithmetic(config: Config) -> Iterator[str]:
     world_size = config.nodes * ranks_per_node(config)
     checks: tuple[Callable[[], object], ...] = (
         lambda: Layout(p.pp, p.dp_replicate, p.dp_shard, p.cp, p.tp).over(world_size),
+        lambda: hosts.rename("node", config.cluster.host_template),
         lambda: TimeoutLaw(c.timeout_base_s, c.timeout_per_node_s, c.timeout_max_s),
     )
     for check in checks:

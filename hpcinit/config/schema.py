@@ -48,6 +48,7 @@ class Cluster:
     exclusive: bool = key("whole nodes only", False)
     python: Optional[str] = key("Python on the compute nodes; null: the one that submits")
     interface: Optional[str] = key("network interface for NCCL and gloo, as in ib0")
+    host_template: str = key("what nodes are called on the fast network: {host}-ib0, or a suffix", "")
     setup: list[str] = key("shell lines before the ranks start (module load ...); shell by design", [])
     env: dict[str, str] = key("environment variables of the job", {})
     sbatch: dict[str, Any] = key("further sbatch options, long names: {reservation: x}", {})

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpcinit.facts import runfolder
 from hpcinit.facts.errors import RequestError, SpecError
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.timeouts import TimeoutLaw
@@ -35,12 +36,13 @@ class Program:
 
 @dataclass(frozen=True)
 class Comm:
-    """How the process group is brought up. backend and deepspeed: 'auto' chooses from what is there."""
+    """How the process group is brought up. backend: 'auto' chooses by the device. host_template: hosts.rename()."""
 
     backend: str = "auto"
     deepspeed: bool = False
     timeout: TimeoutLaw = field(default_factory=TimeoutLaw)
     collective_timeout_s: float | None = None
+    host_template: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,19 @@ def load(path: Path) -> Spec:
         return _from_document(document)
     except (KeyError, TypeError, RequestError) as error:
         raise SpecError(f"{path} does not hold a spec: {error}; submit again") from None
+
+
+def of_this_run(env: Mapping[str, str], world_size: int) -> tuple[Spec, Path] | tuple[None, None]:
+    """The spec and the folder of the run that this process belongs to, if it has the run's size.
+
+    A user's own srun inside the job, or a rank run by hand, may be of another size: sizes, layout and nonce of the
+    submission are then not its own.
+    """
+    folder = env.get(runfolder.ENV_FOLDER)
+    if not folder:
+        return None, None
+    spec = load(Path(folder) / runfolder.SPEC)
+    return (spec, Path(folder)) if spec.world_size == world_size else (None, None)
 
 
 def _from_document(document: Mapping[str, Any]) -> Spec:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hpcinit.facts import launchers, runfolder
 from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.layout import Layout
-from hpcinit.facts.spec import Comm, Spec, load
+from hpcinit.facts.spec import Comm, Spec, of_this_run
 from hpcinit.facts.world import World
 from hpcinit.runtime import devices, mesh, rendezvous, seeds
 from hpcinit.runtime.meeting.door import Door
@@ -132,7 +132,10 @@ def init(
     if dist.is_initialized():
         raise BringUpError("a process group is up that hpcinit did not make: call hpcinit.init() instead of it")
     world = launchers.read(os.environ, launcher)
-    spec, folder = _spec(world)
+    if world.rank == 0:
+        for warning in world.warnings:
+            rendezvous.say(f"warning: {warning}")
+    spec, folder = of_this_run(os.environ, world.world_size)
     _current = (request, _bring_up(request, world, spec, folder))
     atexit.register(shutdown)
     return _current[1]
@@ -208,16 +211,6 @@ def _deepspeed(backend: str, timeout: timedelta) -> None:
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout)
     if dist.get_backend() != backend:
         raise BringUpError(f"asked for backend {backend}, and with DeepSpeed on top it is {dist.get_backend()}")
-
-
-def _spec(world: World) -> tuple[Spec | None, Path | None]:
-    """The submission's spec, if this process belongs to one and has its size."""
-    folder = os.environ.get(runfolder.ENV_FOLDER)
-    if not folder:
-        return None, None
-    spec = load(Path(folder) / runfolder.SPEC)
-    # A user's own srun inside the job may be of another size: its layout is not the submission's.
-    return (spec, Path(folder)) if spec.world_size == world.world_size else (None, None)
 
 
 def _seconds(number: float | None) -> timedelta | None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
+import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
-from hpcinit.facts import runfolder
-from hpcinit.facts.errors import BringUpError
+from hpcinit.facts import hosts, runfolder
 from hpcinit.facts.spec import Spec
 from hpcinit.facts.world import World, exports
 from hpcinit.runtime.meeting import card
@@ -41,22 +39,16 @@ def meet(world: World, spec: Spec | None, timeout: timedelta) -> Meeting | None:
     folder = Path(os.environ[runfolder.ENV_FOLDER]) if spec else None
     key, made_of = _key(world, spec), card.fingerprint(folder)
     if world.rank == 0:
-        _current = _open_door(world, key, job, made_of)
+        _publish(world)
+        found = address(world, spec)
+        if found.note:
+            say(found.note)
+        _current = Door(world, found.address, key, job, made_of)
     else:
         deadline = time.monotonic() + timeout.total_seconds()
-        _current = Visit(world, lambda: addresses(world), key, job, made_of, deadline)
+        _current = Visit(world, lambda: [address(world, spec).address], key, job, made_of, deadline)
     _generation += 1
     return _current
-
-
-def _open_door(world: World, key: str, job: str, made_of: Mapping[str, str]) -> Door:
-    problems = []
-    for address in _own_addresses(world):
-        try:
-            return Door(world, address, key, job, made_of)
-        except BringUpError as error:
-            problems.append(str(error))
-    raise BringUpError("\n".join(problems))
 
 
 def leave(error: str = "") -> None:
@@ -94,34 +86,46 @@ def _key(world: World, spec: Spec | None) -> str:
     return hashlib.sha256(f"{secret}|{world.job}".encode()).hexdigest()
 
 
-def addresses(world: World) -> list[str]:
-    """What rank 0's name means on this node, IPv4 first. Raises OSError if it means nothing."""
-    found = socket.getaddrinfo(world.master_addr, None, type=socket.SOCK_STREAM)
-    unique = dict.fromkeys(str(entry[4][0]) for entry in sorted(found, key=lambda entry: entry[0] != socket.AF_INET))
-    routable = [address for address in unique if not _loopback(address)]
-    # A host that maps its own name to 127.0.1.1 would listen where nobody else can reach it.
-    return routable or list(unique)
+def address(world: World, spec: Spec | None) -> hosts.Found:
+    """Where rank 0 is, as this node sees it. Raises WorldError with what to mend."""
+    name = hosts.rename(_published(world) or world.master_addr, spec.comm.host_template if spec else "")
+    return hosts.find(name, world.nodes, node_addr=_node_addr)
 
 
-def _own_addresses(world: World) -> list[str]:
-    """Where rank 0 may listen: the addresses that its name means, the loopback only among nodes that are loopback."""
+def _node_addr(host: str) -> str | None:
+    """What Slurm calls the node's address, for names that do not resolve; None where nobody says."""
+    if alias := hosts.node_aliases(os.environ.get("SLURM_NODE_ALIASES", "")).get(host):
+        return alias
     try:
-        found = addresses(world)
-    except OSError as error:
-        raise BringUpError(
-            f"rank 0's own name {world.master_addr!r} does not resolve on its node: {error.strerror}; mend /etc/hosts "
-            "or DNS there"
-        ) from None
-    if world.nodes > 1 and all(map(_loopback, found)) and not world.master_addr.startswith("127."):
-        raise BringUpError(
-            f"rank 0's name {world.master_addr!r} means {', '.join(found)} on its own node, where no other node can "
-            "reach it: see the line for it in /etc/hosts"
+        done = subprocess.run(
+            ["scontrol", "show", "node", host], capture_output=True, text=True, timeout=20, check=False
         )
-    return found
+    except (OSError, subprocess.TimeoutExpired):
+        return None  # containers often have no scontrol
+    return next((word.partition("=")[2] for word in done.stdout.split() if word.startswith("NodeAddr=")), None)
 
 
-def _loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
+def _publication(world: World) -> Path | None:
+    folder = os.environ.get(runfolder.ENV_FOLDER)
+    return Path(folder) / f"rank-0-of-{world.job}.txt" if folder else None
+
+
+def _publish(world: World) -> None:
+    """Rank 0 writes where it is, for ranks that cannot compute it (--distribution=arbitrary without its file)."""
+    path = _publication(world)
+    if path is not None and not world.master_known:
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(world.master_addr)
+        temporary.replace(path)
+
+
+def _published(world: World) -> str:
+    """What rank 0 has published, or ''."""
+    path = _publication(world)
+    try:
+        return path.read_text() if path is not None else ""
+    except OSError:
+        return ""
 
 
 def said_every_s(world: World) -> float:

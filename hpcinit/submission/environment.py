@@ -6,13 +6,29 @@ from collections.abc import Mapping
 
 # SBATCH_* beats #SBATCH lines; SLURM_* of a surrounding job binds the new one's steps to the wrong cores
 # (https://github.com/goodfire-ai/spd/issues/955) or memory; the others make a rank believe in another world.
-FOREIGN = ("SBATCH_", "SLURM_", "SLURMD_", "SRUN_", "SALLOC_", "PMI_", "PMIX_", "OMPI_", "TORCHELASTIC_", "HPCINIT_RUN")
+FOREIGN = (
+    "SBATCH_",
+    "SLURM_",
+    "SLURMD_",
+    "SRUN_",
+    "SALLOC_",
+    "PMI_",
+    "PMIX_",
+    "OMPI_",
+    "HOROVOD_",
+    "HYDI_",
+    "MPI_LOCAL",
+    "TORCHELASTIC_",
+    "HPCINIT_RUN",
+    "HPCINIT_WORLD",
+)
 RANKS = {
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
     "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
     "ROLE_RANK",
     "MASTER_ADDR",
     "MASTER_PORT",

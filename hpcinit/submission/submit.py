@@ -181,7 +181,7 @@ def make_spec(config: Config, workdir: Path) -> Spec:
         nonce=secrets.token_hex(16),
         seed=config.seed,
         layout=layout.over(config.nodes * per_node),
-        comm=Comm(comm.backend, comm.deepspeed, law, comm.collective_timeout_s),
+        comm=Comm(comm.backend, comm.deepspeed, law, comm.collective_timeout_s, config.cluster.host_template),
     )
 
 

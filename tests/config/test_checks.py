@@ -64,6 +64,7 @@ def test_the_shipped_choices_are_right() -> None:
         (["nodes=4", "parallel.dp_replicate=2"], "dp_replicate 2 = 2 ranks is not equal to the 4 ranks there are"),
         (["parallel.tp=-1"], "parallel.dp_replicate and parallel.tp are -1"),
         (["parallel.tp=0"], "parallel.tp is 0, expected 1 or more, or -1"),
+        (["cluster.host_template='{node}-ib'"], "the host template '{node}-ib' is not understood, expected {host} once"),
         (["comm.timeout_base_s=0"], "expected base and max above 0"),
     ],
 )  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpcinit.facts.errors import BringUpError
+from hpcinit.facts.errors import BringUpError, WorldError
 from hpcinit.facts.world import World
 from hpcinit.runtime.meeting import card, wire
 from hpcinit.runtime.meeting.door import Door
@@ -237,9 +237,9 @@ def test_a_name_that_does_not_resolve(world: World) -> None:
     """A master name that means nothing on this node is said to be just that."""
 
     def resolve() -> list[str]:
-        raise socket.gaierror(-2, "Name or service not known")
+        raise WorldError("n1 does not resolve on n7")
 
-    with pytest.raises(BringUpError, match=r"127.0.0.1: does not resolve on this node \(Name or service not known\)"):
+    with pytest.raises(BringUpError, match=r"did not find rank 0 at 127.0.0.1: 127.0.0.1: n1 does not resolve on n7"):
         visit(world, 1, within_s=0.5, resolve=resolve)
 
 

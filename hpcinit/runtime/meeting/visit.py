@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hpcinit.facts.errors import BringUpError
+from hpcinit.facts.errors import BringUpError, WorldError
 from hpcinit.facts.world import World
 from hpcinit.runtime.meeting import card, wire
 
@@ -24,7 +24,8 @@ class Refused(BringUpError):
 class Visit:
     """A connection to rank 0's door, from the first knock until everybody is up.
 
-    resolve: gives the addresses to try, anew each time (a name may resolve a moment later). deadline: on the
+    resolve: gives the addresses to try, anew each time (a name may resolve a moment later), or raises WorldError with
+    the reason why there is none. deadline: on the
     monotonic clock. Raises BringUpError, with what was seen at each port, if the door does not open by then.
     """
 
@@ -61,8 +62,8 @@ class Visit:
                     for port in self._world.master_ports:
                         if connection := self._knock(address, port, deadline, seen):
                             return connection
-            except OSError as error:
-                seen[self._world.master_addr] = f"does not resolve on this node ({error.strerror})"
+            except WorldError as error:
+                seen[self._world.master_addr] = str(error)
             if time.monotonic() > deadline:
                 raise BringUpError(self._no_door(seen))
             time.sleep(pause * random.uniform(0.5, 1.5))  # thousands of ranks must not knock in step
