@@ -160,7 +160,7 @@ def _bring_up(request: _Request, world: World, spec: Spec | None, folder: Path |
     if world.rank == 0:
         law = comm.timeout.formula(world.nodes) if request.timeout is None else f"{timeout.total_seconds():g} s"
         print(
-            f"hpcinit: {world.world_size} ranks on {world.nodes} nodes ({world.launcher}), rank 0 at "
+            f"hpcinit: {_count(world.world_size, 'rank')} on {_count(world.nodes, 'node')} ({world.launcher}), rank 0 at "
             f"{master}, {backend} on {device}, up in "
             f"{time.monotonic() - began:.1f} s; start-up timeout {law}",
             file=sys.stderr,
@@ -211,6 +211,10 @@ def _deepspeed(backend: str, timeout: timedelta) -> None:
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout)
     if dist.get_backend() != backend:
         raise BringUpError(f"asked for backend {backend}, and with DeepSpeed on top it is {dist.get_backend()}")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _seconds(number: float | None) -> timedelta | None:

@@ -67,7 +67,8 @@ def _submit(config: Config, document: dict[str, Any], argv: Sequence[str]) -> in
     if done.dropped:
         print(f"not passed on to the job: {', '.join(done.dropped)}", file=sys.stderr)
     per_node = checks.ranks_per_node(config)
-    print(f"job {done.job_id} on {config.cluster.name}: {config.name}, {config.nodes} nodes x {per_node} ranks")
+    shape = f"{config.nodes} node{'s' * (config.nodes != 1)} x {per_node} rank{'s' * (per_node != 1)}"
+    print(f"job {done.job_id} on {config.cluster.name}: {config.name}, {shape}")
     print(f"run folder: {done.path}", flush=True)
     if done.interrupted:
         print(f"interrupted, but the job was submitted already; hpcinit cancel {done.path} ends it", file=sys.stderr)
