@@ -159,12 +159,10 @@ def _bring_up(request: _Request, world: World, spec: Spec | None, folder: Path |
     layout = (request.layout or (spec.layout if spec else Layout())).over(world.world_size)
     if world.rank == 0:
         law = comm.timeout.formula(world.nodes) if request.timeout is None else f"{timeout.total_seconds():g} s"
-        print(
-            f"hpcinit: {_count(world.world_size, 'rank')} on {_count(world.nodes, 'node')} ({world.launcher}), rank 0 at "
-            f"{master}, {backend} on {device}, up in "
-            f"{time.monotonic() - began:.1f} s; start-up timeout {law}",
-            file=sys.stderr,
-            flush=True,
+        shape = f"{_count(world.world_size, 'rank')} on {_count(world.nodes, 'node')} ({world.launcher})"
+        took_s = time.monotonic() - began
+        rendezvous.say(
+            f"{shape}, rank 0 at {master}, {backend} on {device}, up in {took_s:.1f} s; start-up timeout {law}"
         )
     return Runtime(world, device, backend, timeout, later, mesh.build(layout, device), seed, folder)
 
