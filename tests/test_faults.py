@@ -116,10 +116,16 @@ def test_a_foreign_server_on_the_port(hpcinit: Run, slurm: MiniSlurm, tmp_path: 
 
 
 def test_a_name_that_does_not_resolve(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
-    """On a node where rank 0's name means nothing, Slurm's own address for the node is used."""
-    hosts = '[ "$SLURM_PROCID" = 2 ] && exec unshare -m sh -c \'mount --bind /dev/null /etc/hosts; exec "$0" "$@"\' '
-    status, logs = start(hpcinit, slurm, tmp_path, "", python_that(tmp_path, f'{hosts}{sys.executable} "$@"'))
+    """On a node where rank 0's name means nothing, Slurm's own address for the node is used, and the rank says so."""
+    lost = (
+        "if [ $SLURM_PROCID = 2 ]; then exec unshare -m bash -c '\n"
+        '    grep -w n3 /etc/hosts > "$TMPDIR/hosts"; mount --bind "$TMPDIR/hosts" /etc/hosts; exec "$0" "$@"\n'
+        f'\' {sys.executable} "$@"; fi'
+    )
+    words = [python_that(tmp_path, lost), f"+cluster.env.TMPDIR={tmp_path}"]
+    status, logs = start(hpcinit, slurm, tmp_path, "", *words)
     assert status == 0 and all(f"up {rank}" in log for rank, log in enumerate(logs))
+    assert "n1 does not resolve on n3" in logs[2] and "Slurm's address for it is used" in logs[2]
 
 
 def test_a_rank_of_the_attempt_before(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:

@@ -38,15 +38,21 @@ def meet(world: World, spec: Spec | None, timeout: timedelta) -> Meeting | None:
     job = f"{world.job}#{_generation}"
     folder = Path(os.environ[runfolder.ENV_FOLDER]) if spec else None
     key, made_of = _key(world, spec), card.fingerprint(folder)
+    notes: list[str] = []
+
+    def resolve() -> list[str]:
+        found = address(world, spec)
+        notes[:] = [found.note] if found.note else []
+        return [found.address]
+
     if world.rank == 0:
         _publish(world)
-        found = address(world, spec)
-        if found.note:
-            say(found.note)
-        _current = Door(world, found.address, key, job, made_of)
+        _current = Door(world, resolve()[0], key, job, made_of)
     else:
         deadline = time.monotonic() + timeout.total_seconds()
-        _current = Visit(world, lambda: [address(world, spec).address], key, job, made_of, deadline)
+        _current = Visit(world, resolve, key, job, made_of, deadline)
+    for note in notes:
+        say(note)
     _generation += 1
     return _current
 
