@@ -19,7 +19,8 @@ CHOICES = {
     "launch.kind": ("srun",),
 }
 AT_LEAST_ONE = ("nodes", "ranks_per_node", "cpus_per_rank", "time_min", "cluster.time_min", "cluster.cpus_per_node")
-AT_LEAST_ZERO = ("cluster.gpus_per_node", "mem_gb", "cluster.mem_gb", "launch.wait_s")
+AT_LEAST_ZERO = ("cluster.gpus_per_node", "mem_gb", "cluster.mem_gb", "launch.wait_s", "seed")
+MOST_SEED = 2**63 - 1  # what torch.manual_seed takes
 
 # sbatch and srun options that hpcinit sets itself, and the key that sets them.
 OWNED = {
@@ -48,16 +49,13 @@ OWNED = {
     "unbuffered": None,
     "parsable": None,
     "array": None,
-    "wckey": None,
 }
-# Two of these are fine for srun or sbatch alone.
-PASSED_ON = {"wckey"}
 
 
 def problems(config: Config) -> list[str]:
     """One complete message per problem; empty if the request can be rendered."""
     found: list[str] = []
-    for check in (_choices, _numbers, _names, _texts, _extra_options, _program, _partition, _gpus):
+    for check in (_choices, _numbers, _more_numbers, _names, _texts, _extra_options, _program, _partition, _gpus):
         found.extend(check(config))
     if not found:  # arithmetic on numbers that are wrong by themselves only adds noise
         found.extend(_arithmetic(config))
@@ -89,6 +87,17 @@ def _numbers(config: Config) -> Iterator[str]:
             value = _get(config, key)
             if isinstance(value, (int, float)) and value < least:
                 yield f"{key} is {value}, expected {least} or more"
+
+
+def _more_numbers(config: Config) -> Iterator[str]:
+    if config.seed > MOST_SEED:
+        yield f"seed is {config.seed}, expected at most {MOST_SEED} (2**63 - 1)"
+    for key in ("comm.collective_timeout_s", "comm.timeout_base_s", "comm.timeout_max_s"):
+        value = _get(config, key)
+        if isinstance(value, (int, float)) and value <= 0:
+            yield f"{key} is {value:g}, expected more than 0"
+    if config.comm.timeout_per_node_s < 0:
+        yield f"comm.timeout_per_node_s is {config.comm.timeout_per_node_s:g}, expected 0 or more"
 
 
 def _names(config: Config) -> Iterator[str]:
@@ -137,10 +146,10 @@ def _extra_options(config: Config) -> Iterator[str]:
         yield f"cluster.srun is {config.cluster.srun}, but cluster {config.cluster.name} has no srun (engine: local)"
     for key, options in (("cluster.sbatch", config.cluster.sbatch), ("cluster.srun", config.cluster.srun)):
         for option, value in options.items():
-            if option in OWNED and option not in PASSED_ON:
+            if option in OWNED:
                 instead = f"use {OWNED[option]} instead" if OWNED[option] else "hpcinit sets it itself"
                 yield f"{key}.{option}: {instead}"
-            elif not quoting.PLAIN_NAME.fullmatch(str(option)) or len(str(option)) == 1:
+            elif not quoting.OPTION_NAME.fullmatch(str(option)):
                 yield f"{key} has {option!r}, expected the long name of an option without its dashes, as in mail-type"
             elif isinstance(value, (list, dict)):
                 yield f"{key}.{option} is {value!r}, expected one value"

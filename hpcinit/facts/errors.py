@@ -8,6 +8,7 @@
     │   └── ConfigError      config or overrides; may carry several problems
     └── Failure              the request was right and could not be carried out  exit status 1
         ├── SubmitError      sbatch or the local engine refused
+        │   └── MaybeSubmitted   or gave no clear answer: look before you submit again
         └── BringUpError     the process group did not come up as asked
 
 A message says what we looked at, what we saw, what we expected and what to do.
@@ -57,6 +58,10 @@ class Failure(HpcinitError):
 
 class SubmitError(Failure):
     pass
+
+
+class MaybeSubmitted(SubmitError):
+    """Submitting failed in a way in which the job may exist all the same."""
 
 
 class BringUpError(Failure):

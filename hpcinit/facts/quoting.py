@@ -7,6 +7,7 @@ import shlex
 
 # What a file name pattern of Slurm's, a path and a shell agree on.
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+OPTION_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+|[a-z0-9]{2,}")  # a long option of sbatch or srun, without dashes
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -17,7 +18,9 @@ def unsafe(text: str) -> str | None:
     a newline ends the directive and what follows is run, NUL ends the script, an unmatched quote is fatal.
     """
     for character in text:
-        if ord(character) < 32 or ord(character) == 127:
+        # Line ends of Unicode too (NEL, LS, PS): programs do not agree on whether they end a line. Surrogates stand
+        # for bytes that are not UTF-8, and cannot be written.
+        if ord(character) < 32 or character in "\x7f\x85\u2028\u2029" or "\ud800" <= character <= "\udfff":
             return f"contains the control character {character!r}"
     for quote in "'\"":
         if text.count(quote) % 2:

@@ -25,8 +25,8 @@ class TimeoutLaw:
     def __post_init__(self) -> None:
         if not (self.base_s > 0 and self.per_node_s >= 0 and self.max_s > 0):
             raise RequestError(
-                f"timeout {self.max_s=:g}, {self.base_s=:g}, {self.per_node_s=:g}: expected base and max "
-                "above 0 and per_node at least 0"
+                f"timeouts: base {self.base_s:g} s, per node {self.per_node_s:g} s, at most {self.max_s:g} s; expected "
+                "base and maximum above 0, and per node at least 0"
             )
 
     def start_up(self, nodes: int) -> timedelta:

@@ -38,8 +38,12 @@ def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Seq
             )
     except OSError as error:
         raise SubmitError(f"cannot start the local engine: {error}; nothing was submitted") from None
-    # The engine would notice by itself a moment later; a state that is there at once spares readers a case.
-    write_state(path, {"state": "RUNNING", "pid": process.pid, "started": time.time()})
+    # The engine writes its state a moment later; one that is there at once spares readers a case.
+    try:
+        write_state(path, {"state": "RUNNING", "pid": process.pid, "started": time.time()})
+    except OSError as error:
+        process.kill()
+        raise SubmitError(f"cannot write {path / STATE}: {error.strerror}; nothing was submitted") from None
     return str(process.pid), command
 
 
@@ -59,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         env=env,
         cwd=spec.workdir,
         start_new_session=True,
-        preexec_fn=processes.end_with_parent,
+        preexec_fn=processes.die_with_parent,
     )
     end = _watch(job, asked, time.monotonic() + 60 * time_min)
     processes.kill_descendants()

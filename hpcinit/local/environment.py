@@ -54,6 +54,9 @@ def task(job: Mapping[str, str], nodes: int, per_node: int, rank: int, step: int
     hosts, tasks = nodelist(nodes), counts(per_node, nodes)
     gtids = range(node * per_node, (node + 1) * per_node)
     return {
+        # By hand, without the engine, there is no job: this step is one.
+        "SLURM_JOB_ID": job.get("SLURM_JOB_ID", str(os.getpid())),
+        "SLURM_JOB_NODELIST": job.get("SLURM_JOB_NODELIST", hosts),
         "SLURM_STEP_ID": str(step),
         "SLURM_STEPID": str(step),
         "SLURM_STEP_NODELIST": hosts,

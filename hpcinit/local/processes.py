@@ -22,6 +22,12 @@ def end_with_parent() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def die_with_parent() -> None:
+    """The same with SIGKILL: a shell that traps SIGTERM acts on it only when its foreground command has ended."""
+    if _libc is not None:
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent dies. Linux only; elsewhere nothing."""
     if _libc is not None:

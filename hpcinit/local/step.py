@@ -63,7 +63,7 @@ class Step:
 
     def _wait(self) -> None:
         while len(self.statuses) < len(self.tasks):
-            if os.getppid() != self.parent or self.parent == 1:
+            if os.getppid() != self.parent:
                 return  # the batch script is gone, however it ended: so is this step
             while self.signals:
                 number = self.signals.pop(0)

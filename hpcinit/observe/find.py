@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 from pathlib import Path
 
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import RequestError
+from hpcinit.observe import state
 
 
 def runs(runs_dir: Path) -> list[Path]:
@@ -22,7 +23,8 @@ def find(word: str, runs_dir: Path = Path("runs")) -> Path:
             return path
     known = runs(runs_dir)
     for path in known:
-        if json.loads((path / runfolder.SUBMISSION).read_text())["job_id"] == word:
-            return path
+        with contextlib.suppress(RequestError):
+            if state.submission(path)["job_id"] == word:
+                return path
     last = ", ".join(path.name for path in known[-5:]) or "none"
     raise RequestError(f"no run {word!r}: neither a run folder nor a job id; the last in {runs_dir.absolute()}: {last}")

@@ -39,6 +39,8 @@ def _watch(path: Path, console: Console) -> state.State:
             for text in tail.lines():
                 console.print(text, markup=False)
             if now.over:
+                if rest := tail.rest():
+                    console.print(rest, markup=False)
                 return now
             passed = time.monotonic() - began
             about = f"{now.name} {now.reason}".strip()

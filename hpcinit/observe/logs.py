@@ -33,6 +33,11 @@ class Tail:
         for line in whole:
             yield line.decode(errors="replace").rstrip("\r")
 
+    def rest(self) -> str:
+        """What stands after the last line end, once: the last words of a rank that was killed."""
+        rest, self._rest = self._rest, b""
+        return rest.decode(errors="replace")
+
 
 def ranks(path: Path) -> list[int]:
     """The ranks that have a log."""
@@ -64,6 +69,8 @@ def main(argv: Sequence[str]) -> int:
         for prefix, tail in tails.items():
             for line in tail.lines():
                 print(prefix + line)
+            if over and (rest := tail.rest()):
+                print(prefix + rest)
         sys.stdout.flush()
         if over:
             return 0

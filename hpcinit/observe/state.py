@@ -12,8 +12,11 @@ from hpcinit.facts import runfolder
 from hpcinit.facts.errors import RequestError
 from hpcinit.local import engine
 
-WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESIZING", "SUSPENDED"}
-ACTIVE = {"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED"}
+# Slurm's words for a job that will not run again (squeue(1), JOB STATE CODES). What is not listed is not over.
+FINAL = {
+    "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
+    "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class State:
 
     @property
     def over(self) -> bool:
-        return self.name not in WAITING | ACTIVE | {"UNKNOWN"}
+        return self.name in FINAL
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -44,7 +47,10 @@ def read(path: Path) -> State:
     record = submission(path)
     if record["engine"] == "local":
         return _local(path, record["job_id"])
-    state = _squeue(record["job_id"]) or _sacct(record["job_id"]) or _left_behind(path, record["job_id"])
+    try:
+        state = _squeue(record["job_id"]) or _sacct(record["job_id"]) or _left_behind(path, record["job_id"])
+    except NoAnswer as error:
+        return State("UNKNOWN", record["job_id"], "slurm", str(error))
     if not state.over:
         return state
     left = _left_behind(path, record["job_id"])
@@ -54,11 +60,15 @@ def read(path: Path) -> State:
 def submission(path: Path) -> dict[str, Any]:
     """submission.json. Raises RequestError that says what is there instead."""
     try:
-        document: dict[str, Any] = json.loads((path / runfolder.SUBMISSION).read_text())
-    except (OSError, ValueError):
+        document = json.loads((path / runfolder.SUBMISSION).read_text())
+    except FileNotFoundError:
         if (path / runfolder.SCRIPT).exists():
             raise RequestError(f"{path} was never submitted: it has a script and no {runfolder.SUBMISSION}") from None
         raise RequestError(f"{path} is not a run folder: it has no {runfolder.SUBMISSION}") from None
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path / runfolder.SUBMISSION} cannot be read: {error}") from None
+    if not isinstance(document, dict) or not {"job_id", "engine"} <= set(document):
+        raise RequestError(f"{path / runfolder.SUBMISSION} does not say job_id and engine; was it edited?")
     return document
 
 
@@ -96,14 +106,26 @@ def _left_behind(path: Path, job_id: str) -> State:
     return State("COMPLETED" if status == 0 else "FAILED", job_id, "slurm", "", status, runfolder.EXIT)
 
 
+class NoAnswer(Exception):
+    """Slurm did not say anything about the job, not even that it does not know it."""
+
+
 def _ask(*command: str) -> list[str]:
+    """The answer's lines; none if there is no such job, or no accounting. Raises NoAnswer if nobody answers."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
         )
-    except (FileNotFoundError, subprocess.TimeoutExpired):
+    except FileNotFoundError:
+        raise NoAnswer(f"{command[0]} is not on PATH") from None
+    except subprocess.TimeoutExpired:
+        raise NoAnswer(f"{command[0]} did not answer in 60 s") from None
+    if done.returncode == 0:
+        return done.stdout.splitlines()
+    # Without accounting sacct fails at once, and says so; a forgotten job is 'Invalid job id specified'.
+    if command[0] == "sacct" or "Invalid job id" in done.stderr:
         return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    raise NoAnswer(f"{command[0]}: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'failed'}")
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,13 @@ def main(argv: Sequence[str]) -> int:
     if not paths:
         raise RequestError(f"no runs in {options.runs_dir.absolute()}; --runs-dir names another folder")
     for path in paths:
-        now = state.read(path)
+        try:
+            now = state.read(path)
+        except RequestError as error:
+            if options.run:
+                raise
+            print(f"{path.name:24} {error}", file=sys.stderr)  # one odd folder must not hide the others
+            continue
         if options.json:
             print(json.dumps({"run": str(path), **now.to_json(), "progress": progress.read(path)}))
             continue

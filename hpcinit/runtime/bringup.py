@@ -136,7 +136,11 @@ def init(
         for warning in world.warnings:
             rendezvous.say(f"warning: {warning}")
     spec, folder = of_this_run(os.environ, world.world_size)
-    _current = (request, _bring_up(request, world, spec, folder))
+    try:
+        _current = (request, _bring_up(request, world, spec, folder))
+    except BaseException:
+        _destroy()  # half a runtime would be in the way of a second try
+        raise
     atexit.register(shutdown)
     return _current[1]
 
@@ -148,6 +152,7 @@ def _bring_up(request: _Request, world: World, spec: Spec | None, folder: Path |
     backend = devices.backend(device, request.backend or comm.backend)
     timeout = request.timeout or comm.timeout.start_up(world.nodes)
     later = request.collective_timeout or _seconds(comm.collective_timeout_s) or timeout
+    layout = (request.layout or (spec.layout if spec else Layout())).over(world.world_size)
     master = _make_group(world, spec, backend, timeout)
     if later != timeout:
         # torch takes one timeout for the start and for all that follows, unless told otherwise afterwards.
@@ -156,7 +161,6 @@ def _bring_up(request: _Request, world: World, spec: Spec | None, folder: Path |
         _deepspeed(backend, later)
     seed = request.seed if request.seed is not None else spec.seed if spec else 0
     seeds.seed_all(seed)
-    layout = (request.layout or (spec.layout if spec else Layout())).over(world.world_size)
     if world.rank == 0:
         law = comm.timeout.formula(world.nodes) if request.timeout is None else f"{timeout.total_seconds():g} s"
         shape = f"{_count(world.world_size, 'rank')} on {_count(world.nodes, 'node')} ({world.launcher})"
@@ -185,14 +189,14 @@ def _make_group(world: World, spec: Spec | None, backend: str, timeout: timedelt
             store = open_store(world, meeting, deadline)
             if meeting:
                 # From here on this thread is inside torch and cannot look up: if a rank dies, end at once.
-                meeting.on_failure = end_hard
+                meeting.on_failure(end_hard)
                 meeting.tell("joined")
             # No device_id: it binds the group to eager NCCL, and groups made of some ranks only then hang in
             # ncclCommSplit (https://github.com/allenai/open-instruct/pull/1311).
             dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
             dist.barrier()
             if meeting:
-                meeting.on_failure = lambda reason: None
+                meeting.on_failure(None)
                 meeting.tell("up")
         except BaseException as error:
             rendezvous.leave(str(error) or type(error).__name__)
@@ -219,6 +223,16 @@ def _seconds(number: float | None) -> timedelta | None:
     return None if number is None else timedelta(seconds=number)
 
 
+def _after_fork() -> None:
+    """In a forked child: the group is the parent's, and must not be destroyed from here."""
+    global _current  # noqa: PLW0603
+    _current = None
+    atexit.unregister(shutdown)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def shutdown() -> None:
     """Take the process group down, DeepSpeed's module state too; init works again afterwards.
 
@@ -229,6 +243,10 @@ def shutdown() -> None:
         return
     _current = None
     atexit.unregister(shutdown)
+    _destroy()
+
+
+def _destroy() -> None:
     rendezvous.leave()
     if "deepspeed.comm.comm" in sys.modules:
         # Left set, a later init would talk to the dead group (DeepSpeed 0.19.8).

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpcinit.facts import runfolder
-from hpcinit.facts.errors import HpcinitError, RequestError
+from hpcinit.facts.errors import BringUpError, HpcinitError, RequestError
 from hpcinit.facts.spec import Program, Spec
 from hpcinit.facts.timeouts import TimeoutLaw
 from hpcinit.facts.world import World
@@ -36,14 +36,18 @@ def run(program: Program, world: World, spec: Spec | None = None) -> int:
         return _command(program)
     status = _python(program, world)
     if status == 0:
-        rendezvous.leave_together(world, timeout)
+        try:
+            rendezvous.leave_together(world, timeout)
+        except BringUpError as error:  # the program is done all the same
+            rendezvous.say(f"this rank has ended well, but {error}")
+            rendezvous.leave()
     return status
 
 
 def _python(program: Program, world: World) -> int:
-    start = _script(Path(program.target)) if program.kind == "script" else _module(program.target)
     sys.argv = [program.target, *program.args]
     try:
+        start = _script(Path(program.target)) if program.kind == "script" else _module(program.target)
         start()
     except SystemExit as error:
         status = _status(error)
@@ -87,7 +91,9 @@ def _module(name: str) -> Callable[[], None]:
     sys.path[0] = str(Path.cwd())  # as `python -m` does
     try:
         found = importlib.util.find_spec(name)
-    except ModuleNotFoundError:  # of a parent package
+    except ModuleNotFoundError as error:
+        if error.name != name and not name.startswith(f"{error.name}."):
+            raise  # the package is there, and what it imports is not
         found = None
     if found is None:
         raise RequestError(f"no module {name!r} on this node: looked in {sys.path[0]} and in {sys.prefix}")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import ipaddress
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from hpcinit.facts import hosts, runfolder
+from hpcinit.facts import hosts, ports, runfolder
+from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.spec import Spec
 from hpcinit.facts.world import World, exports
 from hpcinit.runtime.meeting import card
@@ -35,19 +40,20 @@ def meet(world: World, spec: Spec | None, timeout: timedelta) -> Meeting | None:
         return None
     if _current is not None:
         return _current
+    world = _with_ports_for_a_door(world)
     job = f"{world.job}#{_generation}"
     folder = Path(os.environ[runfolder.ENV_FOLDER]) if spec else None
     key, made_of = _key(world, spec), card.fingerprint(folder)
     notes: list[str] = []
 
     def resolve() -> list[str]:
-        found = address(world, spec)
+        found, *others = addresses(world, spec)
         notes[:] = [found.note] if found.note else []
-        return [found.address]
+        return [found.address, *(other.address for other in others)]
 
     if world.rank == 0:
         _publish(world)
-        _current = Door(world, resolve()[0], key, job, made_of)
+        _current = _open_door(world, resolve(), key, job, made_of)
     else:
         deadline = time.monotonic() + timeout.total_seconds()
         _current = Visit(world, resolve, key, job, made_of, deadline)
@@ -55,6 +61,29 @@ def meet(world: World, spec: Spec | None, timeout: timedelta) -> Meeting | None:
         say(note)
     _generation += 1
     return _current
+
+
+def _with_ports_for_a_door(world: World) -> World:
+    """`world` with candidates for the door where its one port is the user's own, which the program will want.
+
+    Hydra's mpiexec names no job: without one, two of them on a node would share ports and key. What the ranks of one
+    node share then is their parent.
+    """
+    job = world.job or (f"parent{os.getppid()}" if world.nodes == 1 else f"port{world.master_ports[0]}")
+    if len(world.master_ports) == 1 or not world.job:
+        return replace(world, job=job, master_ports=ports.candidates(job))
+    return world
+
+
+def _open_door(world: World, places: list[str], key: str, job: str, made_of: Mapping[str, str]) -> Door:
+    """At the first of rank 0's addresses that is one of this node."""
+    problems = []
+    for place in places:
+        try:
+            return Door(world, place, key, job, made_of)
+        except BringUpError as error:
+            problems.append(str(error))
+    raise BringUpError("\n".join(problems))
 
 
 def leave(error: str = "") -> None:
@@ -78,10 +107,21 @@ def leave_together(world: World, timeout: timedelta) -> None:
     leave()
 
 
+def _after_fork() -> None:
+    """In a forked child: the meeting is the parent's. Close the copies of its sockets without a word."""
+    global _current  # noqa: PLW0603
+    if _current is not None:
+        _current.forget()
+        _current = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def program_environment(world: World, meeting: Meeting | None) -> dict[str, str]:
     """torch's `env://` variables, with a port that was free on rank 0's host a moment ago."""
     env = exports(world)
-    if meeting is not None:
+    if meeting is not None and len(world.master_ports) > 1:  # one alone is the user's own
         env["MASTER_PORT"] = str(meeting.program_port)
     return env
 
@@ -92,12 +132,19 @@ def _key(world: World, spec: Spec | None) -> str:
     return hashlib.sha256(f"{secret}|{world.job}".encode()).hexdigest()
 
 
-def address(world: World, spec: Spec | None) -> hosts.Found:
-    """Where rank 0 is, as this node sees it. Raises WorldError with what to mend."""
+def addresses(world: World, spec: Spec | None) -> list[hosts.Found]:
+    """Where rank 0 is, as this node sees it: the likeliest first. Raises WorldError with what to mend."""
     name = hosts.rename(_published(world) or world.master_addr, spec.comm.host_template if spec else "")
-    return hosts.find(name, world.nodes, node_addr=_node_addr)
+    best = hosts.find(name, world.nodes, node_addr=_node_addr)
+    try:
+        # A name with several addresses may list them in another order on another node.
+        others = [text for text in hosts.resolve(name) if text != best.address]
+    except OSError:
+        others = []
+    return [best, *(hosts.Found(text) for text in others if not ipaddress.ip_address(text.split("%")[0]).is_loopback)]
 
 
+@functools.cache
 def _node_addr(host: str) -> str | None:
     """What Slurm calls the node's address, for names that do not resolve; None where nobody says."""
     if alias := hosts.node_aliases(os.environ.get("SLURM_NODE_ALIASES", "")).get(host):

@@ -16,6 +16,8 @@ from hpcinit.facts.world import World, exports
 from hpcinit.runtime.meeting.door import Door
 from hpcinit.runtime.rendezvous import Meeting, said_every_s
 
+_rounds = 0
+
 
 def open_store(world: World, meeting: Meeting | None, deadline: float) -> Store:
     """A store that all ranks of this start share and no other process can take for its own.
@@ -43,6 +45,8 @@ def open_store(world: World, meeting: Meeting | None, deadline: float) -> Store:
 
 def _torchruns(world: World, timeout: timedelta) -> Store:
     """The store that torchrun's agent holds."""
+    global _rounds  # noqa: PLW0603 - the agent's store outlives a shutdown, and so do the keys in it
+    _rounds += 1
     os.environ.update(exports(world))
     try:
         store: Store = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))[0]
@@ -50,7 +54,7 @@ def _torchruns(world: World, timeout: timedelta) -> Store:
         where = f"{world.master_addr}:{world.master_ports[0]}"
         first = str(error).partition("\n")[0]
         raise BringUpError(f"rank {world.rank} could not reach torchrun's store at {where}: {first}") from error
-    return PrefixStore(f"hpcinit/{world.job}", store)
+    return PrefixStore(f"hpcinit/{world.job}/{_rounds}", store)
 
 
 def _left(deadline: float) -> timedelta:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import sys
@@ -34,14 +35,25 @@ class Watchdog:
         self._timer.cancel()
 
     def _bark(self) -> None:
-        end_hard(self._about(), stacks=True)
+        try:
+            reason = self._about()
+        except Exception as error:
+            reason = f"the start-up is not over in time, and why cannot be said: {error!r}"
+        end_hard(reason, stacks=True)
 
 
 def end_hard(reason: str, stacks: bool = False) -> None:
-    """Say why and end at once: no exit handler may hang on a group whose peers are dead."""
-    print(f"hpcinit: error: {reason}", file=sys.stderr, flush=True)
-    if stacks:
-        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    """Say why and end at once: no exit handler may hang on a group whose peers are dead.
+
+    Nothing on the way may keep it from ending: the program may have replaced or closed its streams.
+    """
+    try:
+        with contextlib.suppress(Exception):
+            print(f"hpcinit: error: {reason}", file=sys.stderr, flush=True)
+        if stacks:
+            with contextlib.suppress(Exception):
+                faulthandler.dump_traceback(file=2, all_threads=True)  # 2: what stderr was when the process began
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+    finally:
+        os._exit(1)

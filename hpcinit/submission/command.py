@@ -11,6 +11,7 @@ from typing import Any
 from hpcinit.config import checks, compose
 from hpcinit.config.schema import Config
 from hpcinit.facts import quoting
+from hpcinit.facts.errors import RequestError
 from hpcinit.submission import submit as submission
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells say
@@ -18,6 +19,8 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells say
 
 def main(argv: Sequence[str]) -> int:
     words, program = _split(list(argv))
+    if "--" in argv and not program:
+        raise RequestError("nothing stands after --, expected a program: hpcinit submit nodes=2 -- train.py")
     if program and not any(word.startswith("job=") for word in words):
         words.append("job=program")
 

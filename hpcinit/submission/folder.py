@@ -50,7 +50,7 @@ def fill(path: Path, files: Mapping[str, str]) -> None:
     """Write the files, name to text. Raises SubmitError, and then the folder is gone."""
     try:
         for name, text in files.items():
-            (path / name).write_text(text)
+            (path / name).write_text(text, encoding="utf-8")
     except OSError as error:
         discard(path)
         raise _cannot_write(path, error) from None

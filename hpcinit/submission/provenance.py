@@ -27,7 +27,7 @@ class Provenance:
                 ["git", "-C", str(workdir), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             )  # fmt: skip
-        except FileNotFoundError:
+        except OSError:  # no git, or none that we may run
             self._git = None
 
     def to_json(self) -> str:

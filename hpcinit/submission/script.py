@@ -12,7 +12,9 @@ from hpcinit.config.schema import Config
 from hpcinit.facts import quoting, runfolder
 
 # What the batch script leaves behind as it ends, whatever ended it but SIGKILL. Shell and not Python: the
-# environment may be what is broken.
+# environment may be what is broken. A record of the attempt before a requeue goes first. bash's EXIT trap sees status
+# 0 when SIGTERM ends it, hence the second trap.
+BEGIN = f"""rm -f "${runfolder.ENV_FOLDER}/{runfolder.EXIT}"; trap 'exit 143' TERM"""
 EXIT_RECORD = (
     """trap 'printf "{\\"exit_status\\": %d, \\"ended\\": %d, \\"job\\": \\"%s\\", \\"restart\\": %d}\\n" """
     """"$?" "$(date +%s)" "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" """
@@ -73,7 +75,7 @@ def _mem(gb: float) -> str:
 
 
 def _setup(config: Config, folder: Path) -> list[str]:
-    lines = [f"export {runfolder.ENV_FOLDER}={quoting.shell(str(folder))}", EXIT_RECORD]
+    lines = [f"export {runfolder.ENV_FOLDER}={quoting.shell(str(folder))}", BEGIN, EXIT_RECORD]
     if config.cluster.interface:
         name = quoting.shell(config.cluster.interface)
         lines += [f"export NCCL_SOCKET_IFNAME={name}", f"export GLOO_SOCKET_IFNAME={name}"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
 
-from hpcinit.facts.errors import SubmitError
+from hpcinit.facts.errors import MaybeSubmitted, SubmitError
 
 # sbatch itself retries a full queue 15 times with growing sleeps, 120 s in all (sbatch.c: MAX_RETRIES).
 SBATCH_PATIENCE_S = 180
@@ -28,7 +28,7 @@ class ScriptExecutor(SlurmExecutor):
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         text: str = _make_sbatch_string(command=command, folder=self.folder, use_srun=False, **self.parameters)
-        return "\n".join(line for line in text.splitlines() if not line.endswith(_DROPPED)) + "\n"
+        return "\n".join(line for line in text.split("\n") if not line.endswith(_DROPPED))
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         return ["sbatch", "--parsable", str(submission_file_path)]
@@ -41,10 +41,7 @@ class ScriptExecutor(SlurmExecutor):
         last = text.strip().splitlines()[-1] if text.strip() else ""
         job_id = last.partition(";")[0]
         if not job_id.isdigit():
-            raise SubmitError(
-                f"sbatch --parsable printed {text!r}, expected a job id as its last line: the job may exist, look "
-                "with squeue --me before you submit again"
-            )
+            raise MaybeSubmitted(f"sbatch --parsable printed {text!r}, expected a job id as its last line")
         return job_id
 
 
@@ -91,7 +88,3 @@ def sbatch(script: Path, env: Mapping[str, str]) -> tuple[str, Sequence[str]]:
 
 # The controller may have taken the job although sbatch failed (seen with slurmctld stopped by SIGSTOP).
 LOST_CONTROLLER = ("Socket timed out", "Unable to contact slurm controller", "Zero Bytes were transmitted")
-
-
-class MaybeSubmitted(SubmitError):
-    """sbatch failed in a way in which the job may exist all the same."""

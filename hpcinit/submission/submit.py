@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
@@ -19,7 +18,7 @@ import yaml
 from hpcinit.config import checks
 from hpcinit.config.schema import Config
 from hpcinit.facts import runfolder
-from hpcinit.facts.errors import ConfigError, SubmitError
+from hpcinit.facts.errors import ConfigError, MaybeSubmitted, SubmitError
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.spec import Comm, Program, Spec
 from hpcinit.facts.timeouts import TimeoutLaw
@@ -85,7 +84,7 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
             env, dropped = environment.clean(os.environ)
             job_id, command = _hand_over(config, path, env)
         except BaseException as error:
-            if not _may_exist(error):
+            if not isinstance(error, MaybeSubmitted):
                 folder.discard(path)
             raise
         record = {
@@ -95,8 +94,19 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
             "submitted": time.time(),
             "command": list(command),
         }
-        folder.mark_submitted(path, record)
+        _mark(path, record)
     return Submitted(job_id, path, dropped, bool(interrupts))
+
+
+def _mark(path: Path, record: Mapping[str, object]) -> None:
+    try:
+        folder.mark_submitted(path, record)
+    except OSError as error:
+        end = f"scancel {record['job_id']}" if record["engine"] == "slurm" else f"kill {record['job_id']}"
+        raise MaybeSubmitted(
+            f"job {record['job_id']} was submitted, but its record {path / runfolder.SUBMISSION} cannot be written: "
+            f"{error.strerror}; it runs, and `{end}` ends it"
+        ) from None
 
 
 def _hand_over(config: Config, path: Path, env: Mapping[str, str]) -> tuple[str, Sequence[str]]:
@@ -108,8 +118,8 @@ def _hand_over(config: Config, path: Path, env: Mapping[str, str]) -> tuple[str,
 
     try:
         return slurm_executor.sbatch(path / runfolder.SCRIPT, env)
-    except slurm_executor.MaybeSubmitted as error:
-        raise slurm_executor.MaybeSubmitted(
+    except MaybeSubmitted as error:
+        raise MaybeSubmitted(
             f"{error}\nthe job may exist all the same: look for {path / runfolder.SCRIPT} in the output of\n"
             f"  squeue --me --format '%i %o'\nbefore you submit again; the run folder was kept"
         ) from None
@@ -119,6 +129,8 @@ def _hand_over(config: Config, path: Path, env: Mapping[str, str]) -> tuple[str,
 
 # What sbatch says, and the key that set the option it means. Texts of Slurm 22.05 to 24.11, slurm_errno.c.
 BLAME = {
+    "account/partition combination": ("account or partition", "account"),
+    "accounting/qos policy": ("qos, account, nodes or time_min", "qos"),
     "partition": ("partition", "partition"),
     "account": ("account", "account"),
     "qos": ("qos", "qos"),
@@ -143,10 +155,6 @@ def _options_to_blame(words: str, path: Path) -> str:
             lines = [line for line in text.splitlines() if option and line.startswith(f"#SBATCH --{option}=")]
             return f"the option was set by {key}" + (f": {lines[0]}" if lines else "") + "\n"
     return ""
-
-
-def _may_exist(error: BaseException) -> bool:
-    return type(error).__name__ == "MaybeSubmitted"
 
 
 @contextmanager
@@ -191,12 +199,3 @@ def _workdir(config: Config) -> Path:
 
 def _runs_dir(config: Config) -> Path:
     return Path(config.runs_dir).expanduser().absolute()
-
-
-def read_submission(path: Path) -> dict[str, Any]:
-    """submission.json of a run folder. Raises SubmitError if it was never submitted."""
-    try:
-        document: dict[str, Any] = json.loads((path / runfolder.SUBMISSION).read_text())
-    except (OSError, ValueError):
-        raise SubmitError(f"{path} has no {runfolder.SUBMISSION}: it was never submitted") from None
-    return document

@@ -40,6 +40,8 @@ def test_the_shipped_choices_are_right() -> None:
         (["+cluster.env.A-B=1"], "cluster.env has 'A-B', expected a name of letters"),
         (["comment='a\nb'"], "comment is 'a\\nb': it contains the control character '\\n'"),
         (["+cluster.env.A='x\0y'"], "contains the control character '\\x00'"),
+        (["comment='a\u2028b'"], "contains the control character '\\u2028'"),
+        (["comment='a\x85b'"], "contains the control character '\\x85'"),
         (['comment="it\'s"'], "contains an unbalanced '"),
         (["partition='a\"'"], 'contains an unbalanced "'),
         (["runs_dir='a\nb'"], "runs_dir is 'a\\nb'"),
@@ -65,7 +67,11 @@ def test_the_shipped_choices_are_right() -> None:
         (["parallel.tp=-1"], "parallel.dp_replicate and parallel.tp are -1"),
         (["parallel.tp=0"], "parallel.tp is 0, expected 1 or more, or -1"),
         (["cluster.host_template='{node}-ib'"], "the host template '{node}-ib' is not understood, expected {host} once"),
-        (["comm.timeout_base_s=0"], "expected base and max above 0"),
+        (["comm.timeout_base_s=0"], "comm.timeout_base_s is 0, expected more than 0"),
+        (["comm.collective_timeout_s=-5"], "comm.collective_timeout_s is -5, expected more than 0"),
+        (["comm.timeout_per_node_s=-1"], "comm.timeout_per_node_s is -1, expected 0 or more"),
+        (["seed=99999999999999999999"], "seed is 99999999999999999999, expected at most 9223372036854775807"),
+        (["+cluster.sbatch.ntasks_per_node=9"], "cluster.sbatch has 'ntasks_per_node', expected the long name"),
     ],
 )  # fmt: skip
 def test_refused_with_the_key_to_change(overrides: list[str], message: str) -> None:

@@ -15,6 +15,7 @@
 
 # setup
 export HPCINIT_RUN=/shared/me/runs/x-0001
+rm -f "$HPCINIT_RUN/exit.json"; trap 'exit 143' TERM
 trap 'printf "{\"exit_status\": %d, \"ended\": %d, \"job\": \"%s\", \"restart\": %d}\n" "$?" "$(date +%s)" "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" > "$HPCINIT_RUN/exit.json.tmp" && mv "$HPCINIT_RUN/exit.json.tmp" "$HPCINIT_RUN/exit.json"' EXIT
 export NCCL_DEBUG=WARN
 # cluster.setup, shell by design:

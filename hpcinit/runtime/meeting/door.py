@@ -42,12 +42,14 @@ class Door:
     def __init__(self, world: World, address: str, key: str, job: str, made_of: Mapping[str, str]) -> None:
         self.roll = Roll(world.world_size, world.hosts)
         self.failure = ""
-        self.on_failure: Callable[[str], None] = lambda reason: None
+        self._on_failure: Callable[[str], None] | None = None
+        self._inside: list[_Connection] = []  # of ranks that were let in; changed and walked under _changed
         self._key, self._job, self._made_of = key, job, made_of
         self._changed = threading.Condition()
         self._store_port: int | None = None
         self._all_came = False
         self._said_store = False
+        _allow_many_files(world.world_size)
         self._listener, self.program_port = _open(address, world.master_ports)
         self.address: str = self._listener.getsockname()[0]
         self.port: int = self._listener.getsockname()[1]
@@ -83,7 +85,7 @@ class Door:
         """Says every `every_s` seconds for whom it waits; at the deadline tells everybody who is missing."""
         said = time.monotonic()
         with self._changed:
-            while not done():
+            while self.failure or not done():
                 if self.failure:
                     raise BringUpError(self.failure)
                 if time.monotonic() > deadline:
@@ -98,17 +100,33 @@ class Door:
         with self._changed:
             return self.roll.missing(phase)
 
-    def fail(self, error: str) -> None:
-        """This rank raised: tell all others why."""
+    def on_failure(self, act: Callable[[str], None] | None) -> None:
+        """Call `act` when a rank fails, at once if one has already; None: nobody looks any more."""
         with self._changed:
+            self._on_failure = act
+            failure = self.failure
+        if act and failure:
+            act(failure)
+
+    def fail(self, error: str) -> None:
+        """This rank raised: tell all others why. This rank knows."""
+        with self._changed:
+            self._on_failure = None
             guest = self.roll.guests[0]
             if not guest.reached("up") and not self.failure:
-                guest.error, guest.gone = error, True
+                guest.error, guest.gone = error[: wire.LONGEST_ERROR], True
                 self._fail(self.roll.lost())
 
     def close(self) -> None:
-        self._closing = True
+        with self._changed:
+            self._close()
         self._thread.join(2)
+
+    def forget(self) -> None:
+        """Close this process's copies of the sockets; they live on in the parent."""
+        for connection in self._inside:
+            connection.socket.close()
+        self._listener.close()
 
     # --- the thread
 
@@ -144,7 +162,7 @@ class Door:
                     self._react()
         except BlockingIOError:
             return
-        except (OSError, EOFError, wire.NotOurs, KeyError, ValueError, TypeError):
+        except Exception:  # whatever a peer sends must not end this thread: all other ranks depend on it
             self._lose(connection)
 
     def _take(self, connection: _Connection, message: dict[str, Any]) -> None:
@@ -157,7 +175,9 @@ class Door:
             answer = wire.proof(self._key, "door", message["challenge"], self._job)
             self._send(connection, {"hello": wire.GREETING, "proof": answer, "challenge": connection.challenge})
         else:
-            rank = int(message["rank"])
+            rank = message["rank"]
+            if not isinstance(rank, int):
+                raise wire.NotOurs("no rank")
             if not wire.same(message["proof"], wire.proof(self._key, "guest", connection.challenge, str(rank))):
                 raise wire.NotOurs("no proof")
             self._register(connection, Guest(rank, str(message["host"]), int(message["pid"])), message["made_of"])
@@ -192,6 +212,7 @@ class Door:
             self._send(connection, {"refused": refusal})
             raise wire.NotOurs(refusal)
         connection.guest = self.roll.guests[guest.rank] = guest
+        self._inside.append(connection)
         self._send(connection, {"welcome": self.program_port})
         if different := card.differences(self._made_of, made_of):
             self._fail(f"rank {guest.rank} on {guest.host} is not made like rank 0: {', '.join(different)}")
@@ -205,23 +226,33 @@ class Door:
             self._said_store = True
             self._send_all({"store": self._store_port})
         if self.roll.all_reached("up"):
-            self._closing = True
+            self._close()
         self._changed.notify_all()
+
+    def _close(self) -> None:
+        """Say that the end of the connections is none of a rank; under the lock."""
+        if not self._closing:
+            self._send_all({"closed": True})
+            self._closing = True
 
     def _fail(self, reason: str) -> None:
         if not self.failure:
             self.failure = reason
             self._send_all({"failed": reason})
-            self.on_failure(reason)
             self._changed.notify_all()
+            if self._on_failure:
+                self._on_failure(reason)
 
     def _lose(self, connection: _Connection) -> None:
         self._selector.unregister(connection.socket)
-        connection.socket.close()
-        guest = connection.guest
-        if guest is None or connection.left or guest.reached("up"):
-            return
         with self._changed:
+            connection.socket.close()
+            guest = connection.guest
+            if guest is None:
+                return
+            self._inside.remove(connection)
+            if connection.left or guest.reached("up"):
+                return
             guest.gone = True
             self._fail(self.roll.lost())
 
@@ -233,9 +264,8 @@ class Door:
                 stranger.socket.close()
 
     def _send_all(self, message: dict[str, Any]) -> None:
-        for key in list(self._selector.get_map().values()):
-            if key.data is not None and key.data.guest is not None:
-                self._send(key.data, message)
+        for connection in self._inside:
+            self._send(connection, message)
 
     def _send(self, connection: _Connection, message: dict[str, Any]) -> None:
         # A line or two: the kernel's buffer takes it whole unless the peer has stopped reading. If the peer is
@@ -245,8 +275,10 @@ class Door:
 
 
 def _open(address: str, candidates: tuple[int, ...]) -> tuple[socket.socket, int]:
-    """A listener on the first free candidate, and the next free port, for a program's own rendezvous."""
-    _allow_many_files()
+    """A listener on the first free candidate, and the next free port, for a program's own rendezvous.
+
+    The last candidate is never the door's: a program's rendezvous must have a port too.
+    """
     listener, refused = None, []
     for port in candidates:
         try:
@@ -254,9 +286,12 @@ def _open(address: str, candidates: tuple[int, ...]) -> tuple[socket.socket, int
         except OSError as error:
             refused.append(f"{port}: {os.strerror(error.errno or 0)}")
             continue
-        if listener is None:
+        if listener is None and port != candidates[-1]:
             listener = found
             continue
+        if listener is None:
+            found.close()
+            break
         found.close()
         return listener, port
     if listener is None:
@@ -264,15 +299,21 @@ def _open(address: str, candidates: tuple[int, ...]) -> tuple[socket.socket, int
             f"rank 0 cannot listen at {address}, tried ports {'; '.join(refused)}: is {address} an address of this "
             "node, and are all these ports taken?"
         )
-    return listener, candidates[-1]
+    listener.close()
+    raise BringUpError(
+        f"rank 0 found one free port at {address} and needs two, tried {'; '.join(refused)}: end what listens there"
+    )
 
 
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _allow_many_files() -> None:
-    """One descriptor per rank: up to what the administrator allows."""
+def _allow_many_files(ranks: int) -> None:
+    """One descriptor per rank, and some for the program; up to what the administrator allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    needed = ranks + 1024
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        with contextlib.suppress(ValueError, OSError):
+            most = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -39,13 +39,13 @@ class Visit:
         deadline: float,
     ) -> None:
         self.failure = ""
-        self.on_failure: Callable[[str], None] = lambda reason: None
+        self._on_failure: Callable[[str], None] | None = None
         self.address = ""
         self.program_port = 0
         self._world, self._key, self._job, self._made_of = world, key, job, made_of
         self._changed = threading.Condition()
         self._store_port: int | None = None
-        self._all_came = False
+        self._all_came = self._closed = False
         self._missing: str | None = None
         self._lines = wire.Lines()
         self._socket = self._find(resolve, deadline)
@@ -93,17 +93,18 @@ class Visit:
 
     def _introduce(self, connection: socket.socket) -> int:
         """The handshake; the port for a program's own rendezvous. The key itself is never sent."""
+        until = time.monotonic() + KNOCK_S
         mine = wire.challenge()
         lines = self._lines = wire.Lines()
         connection.sendall(wire.encode({"hello": wire.GREETING, "job": self._job, "challenge": mine}))
-        (answer,) = wire.receive(connection, lines)[:1]
+        (answer,) = wire.receive(connection, lines, until)[:1]
         if not wire.same(answer["proof"], wire.proof(self._key, "door", mine, self._job)):
             raise wire.NotOurs("no proof")
         rank = self._world.rank
         vouched = wire.proof(self._key, "guest", answer["challenge"], str(rank))
         hand = {"rank": rank, "proof": vouched, "made_of": dict(self._made_of), **card.identity()}
         connection.sendall(wire.encode(hand))
-        first, *rest = wire.receive(connection, lines)
+        first, *rest = wire.receive(connection, lines, until)
         if "refused" in first:
             raise Refused(first["refused"])
         for message in rest:
@@ -125,7 +126,7 @@ class Visit:
 
     def _wait(self, done: Callable[[], bool], phase: str, deadline: float) -> None:
         with self._changed:
-            while not done():
+            while self.failure or not done():
                 if self.failure:
                     raise BringUpError(self.failure)
                 if time.monotonic() > deadline:
@@ -142,15 +143,28 @@ class Visit:
             self._changed.wait_for(lambda: self._missing is not None or bool(self.failure), 2)
             return self.failure or self._missing or ""
 
+    def on_failure(self, act: Callable[[str], None] | None) -> None:
+        """Call `act` when a rank fails, at once if one has already; None: nobody looks any more."""
+        with self._changed:
+            self._on_failure = act
+            failure = self.failure
+        if act and failure:
+            act(failure)
+
     def fail(self, error: str) -> None:
-        self._send({"error": error})
+        self._send({"error": error[: wire.LONGEST_ERROR]})
 
     def close(self) -> None:
-        """Leave in peace: rank 0 does not take it for a death."""
+        """Leave in peace: rank 0 does not take it for a death, nor this rank rank 0's leave for one."""
+        self._closed = True
         self._send({"bye": True})
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(2)
+        self._socket.close()
+
+    def forget(self) -> None:
+        """Close this process's copy of the socket; it lives on in the parent."""
         self._socket.close()
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -163,8 +177,8 @@ class Visit:
                 for message in wire.receive(self._socket, self._lines):
                     self._take(message)
         except (OSError, EOFError, wire.NotOurs, ValueError):
-            # All are up and the door has closed; or rank 0 is gone, and then whoever waits must hear of it.
-            if self._store_port is None and not self.failure:
+            # All are up, or rank 0's program needed no more and it said so; else rank 0 is gone.
+            if not self._closed and not self.failure:
                 self._failed(f"rank 0 on {self._world.master_addr} ended during start-up; its log says why")
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -172,6 +186,7 @@ class Visit:
             self._failed(str(message["failed"]))
         with self._changed:
             self._all_came |= "all" in message
+            self._closed |= "closed" in message
             if "store" in message:
                 self._store_port = int(message["store"])
             if "missing" in message:
@@ -181,8 +196,10 @@ class Visit:
     def _failed(self, reason: str) -> None:
         with self._changed:
             self.failure = self.failure or reason
+            act = self._on_failure
             self._changed.notify_all()
-        self.on_failure(reason)
+        if act:
+            act(reason)
 
     def _no_door(self, seen: Mapping[str, str]) -> str:
         me = f"rank {self._world.rank} on {card.identity()['host']}"

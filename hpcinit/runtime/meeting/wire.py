@@ -7,9 +7,11 @@ import hmac
 import json
 import secrets
 import socket
+import time
 from typing import Any
 
 GREETING = "hpcinit-meeting-1"
+LONGEST_ERROR = 4_000  # characters of a rank's error that the others are told
 LONGEST_LINE = 65_536  # a peer that sends more without a line end is none of ours
 
 
@@ -49,7 +51,7 @@ class Lines:
         for line in lines:
             try:
                 message = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise NotOurs(f"not JSON: {line[:40]!r}") from None
             if not isinstance(message, dict):
                 raise NotOurs(f"not an object: {line[:40]!r}")
@@ -57,9 +59,13 @@ class Lines:
         return messages
 
 
-def receive(connection: socket.socket, lines: Lines) -> list[dict[str, Any]]:
-    """At least one message, blocking as long as the socket's timeout allows. Raises NotOurs, OSError, EOFError."""
+def receive(connection: socket.socket, lines: Lines, deadline: float | None = None) -> list[dict[str, Any]]:
+    """At least one message, until `deadline` on the monotonic clock. Raises NotOurs, OSError, EOFError."""
     while True:
+        if deadline is not None:  # not the socket's timeout alone: a server may trickle
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
+            if time.monotonic() > deadline:
+                raise TimeoutError("no whole line in time")
         data = connection.recv(65_536)
         if not data:
             raise EOFError("the connection was closed")
