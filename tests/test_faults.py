@@ -134,7 +134,7 @@ def test_a_rank_of_the_attempt_before(hpcinit: Run, slurm: MiniSlurm, tmp_path: 
     stale = (
         "if rank == 3:\n    import subprocess, sys\n"
         "    env = {**os.environ, 'SLURM_RESTART_COUNT': '7'}\n"
-        "    old = subprocess.Popen([sys.executable, '-m', 'hpcinit.run', 'code2.py'], env=env, stderr=open('stale.log', 'w'))\n"
+        "    old = subprocess.Popen([sys.executable, '-m', 'hpcinit.run', 'code2.py'], env=env, stdout=open('stale.log', 'w'), stderr=subprocess.STDOUT)\n"
         "    time.sleep(4)\n"
     )
     (tmp_path / "code2.py").write_text(BRING_UP)

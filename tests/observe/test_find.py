@@ -51,3 +51,29 @@ def test_tail_yields_whole_lines_only(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write("\N{GREEK SMALL LETTER OMEGA}".encode()[-1:] + b"\n")
     assert list(tail.lines()) == ["tw\N{GREEK SMALL LETTER OMEGA}"]
+
+
+def test_last_words_without_a_line_end(tmp_path: Path) -> None:
+    """What a killed rank printed last is there, once, also without a line end."""
+    (tmp_path / "log").write_text("one\nfatal: last words")
+    tail = Tail(tmp_path / "log")
+    assert (list(tail.lines()), tail.rest(), tail.rest()) == (["one"], "fatal: last words", "")
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[1]"])
+def test_an_odd_record_is_said_to_be_one(run: Path, text: str) -> None:
+    """A submission record that was edited or cut off is named, and does not hide other runs."""
+    (run / "submission.json").write_text(text)
+    with pytest.raises(RequestError, match=r"submission.json (cannot be read|does not say job_id and engine)"):
+        state.read(run)
+    with pytest.raises(RequestError, match="no run '78'"):
+        find.find("78", run.parent)
+
+
+@pytest.mark.parametrize(
+    ("word", "over"),
+    [("COMPLETED", True), ("OUT_OF_MEMORY", True), ("RUNNING", False), ("REQUEUE_HOLD", False), ("A_NEW_WORD", False)],
+)
+def test_only_final_states_are_over(word: str, over: bool) -> None:
+    """A word that Slurm may invent tomorrow does not end the waiting for a job that runs."""
+    assert state.State(word, "1", "slurm").over is over

@@ -197,3 +197,32 @@ def test_backend_that_is_not_there(hpcinit: Run, tmp_path: Path, asked: str, sai
     (tmp_path / "code.py").write_text(f"import hpcinit\nhpcinit.init(backend={asked!r})\n")
     done = hpcinit("run", "code.py")
     assert done.returncode == 1 and said in done.stderr
+
+
+def test_forked_children_disturb_nobody(hpcinit: Run, tmp_path: Path) -> None:
+    """A child that a program forks before init and that ends by itself neither leaves the meeting nor waits in it."""
+    code = """
+        import os, sys, hpcinit
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        with hpcinit.session() as run:
+            print(run.world_size)
+    """
+    assert ranks(hpcinit, tmp_path, code) == ["2", "2"]
+
+
+def test_a_layout_that_does_not_fit_leaves_nothing_behind(hpcinit: Run, tmp_path: Path) -> None:
+    """An init that is refused can be tried again with a right request."""
+    code = """
+        import hpcinit
+        from hpcinit.facts.layout import Layout
+        try:
+            hpcinit.init(layout=Layout(tp=3))
+        except hpcinit.HpcinitError as error:
+            print("tp 3 = 3 ranks" in str(error))
+        with hpcinit.session() as run:
+            print(run.mesh.mesh_dim_names)
+    """
+    assert ranks(hpcinit, tmp_path, code) == ["('dp_replicate',)"] * 2

@@ -165,3 +165,43 @@ def test_interrupted_while_submitting(tmp_path: Path, hpcinit: Run, slow: str, s
     submitted = slow == "sbatch"
     assert ((tmp_path / "runs/true-0001/submission.json").exists(), "job 4242" in out) == (submitted, submitted)
     assert (tmp_path / "sbatch-was-called").exists() == submitted
+
+
+def fake_sbatch(tmp_path: Path, shell: str) -> dict[str, str]:
+    """An sbatch that does as `shell` says: what no real one can be made to do on demand."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/sbatch").write_text(f"#!/bin/sh\n{shell}\n")
+    (tmp_path / "bin/sbatch").chmod(0o755)
+    return {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+
+
+def test_an_answer_without_a_job_id_keeps_the_folder(hpcinit: Run, tmp_path: Path) -> None:
+    """When sbatch's answer cannot be read the job may exist: the folder stays, and the message says how to look."""
+    env = fake_sbatch(tmp_path, "echo Submitted batch job 77 on cluster x")
+    done = hpcinit("submit", "cluster=mini", "--", "true", env=env)
+    assert done.returncode == 1 and "expected a job id as its last line" in done.stderr
+    assert "the job may exist all the same" in done.stderr and "nothing was submitted" not in done.stderr
+    assert (tmp_path / "runs/true-0001/job.sh").exists()
+
+
+@pytest.mark.parametrize(
+    ("answer", "job_id"), [("4242", "4242"), ("4242;federation", "4242"), ("Welcome!\n4242", "4242")]
+)
+def test_job_ids_as_sbatch_prints_them(hpcinit: Run, tmp_path: Path, answer: str, job_id: str) -> None:
+    """A plain id, one with its cluster, and one below a banner are all read."""
+    done = hpcinit("submit", "cluster=mini", "--", "true", env=fake_sbatch(tmp_path, f"printf '{answer}\\n'"))
+    assert f"job {job_id} on mini" in done.stdout
+
+
+def test_a_record_that_cannot_be_written_loses_no_job(hpcinit: Run, tmp_path: Path) -> None:
+    """When the disk is full after sbatch has taken the job, its id is told, and its folder stays."""
+    env = fake_sbatch(tmp_path, "mkdir runs/true-0001/submission.json.tmp; echo 4242")
+    done = hpcinit("submit", "cluster=mini", "--", "true", env=env)
+    assert done.returncode == 1 and "job 4242 was submitted, but its record" in done.stderr
+    assert "scancel 4242" in done.stderr and (tmp_path / "runs/true-0001/job.sh").exists()
+
+
+def test_nothing_after_the_dashes(hpcinit: Run, tmp_path: Path) -> None:
+    """`hpcinit submit --` is refused, and does not run the smoke test instead."""
+    done = hpcinit("submit", "--")
+    assert done.returncode == 2 and "nothing stands after --" in done.stderr and not (tmp_path / "runs").exists()
