@@ -13,6 +13,8 @@ from hpcinit.facts.errors import RequestError
 from hpcinit.local import engine
 
 # Slurm's words for a job that will not run again (squeue(1), JOB STATE CODES). What is not listed is not over.
+ANSWER_S = 30  # longer than Slurm's MessageTimeout (10 s), after which its clients give up by themselves
+NOBODY = "nobody"  # the source of a state when Slurm did not answer
 FINAL = {
     "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
     "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL",
@@ -42,15 +44,20 @@ class State:
         return asdict(self)
 
 
-def read(path: Path) -> State:
-    """The state of the run in `path`. Raises RequestError if it is no run folder of a submitted job."""
+def read(path: Path, ask: bool = True) -> State:
+    """The state of the run in `path`. Raises RequestError if it is no run folder of a submitted job.
+
+    ask: False where Slurm has just not answered: only what the job itself left behind is read.
+    """
     record = submission(path)
     if record["engine"] == "local":
         return _local(path, record["job_id"])
+    if not ask:
+        return _left_behind(path, record["job_id"])
     try:
         state = _squeue(record["job_id"]) or _sacct(record["job_id"]) or _left_behind(path, record["job_id"])
     except NoAnswer as error:
-        return State("UNKNOWN", record["job_id"], "slurm", str(error))
+        return State("UNKNOWN", record["job_id"], "slurm", str(error), None, NOBODY)
     if not state.over:
         return state
     left = _left_behind(path, record["job_id"])
@@ -114,12 +121,14 @@ def _ask(*command: str) -> list[str]:
     """The answer's lines; none if there is no such job, or no accounting. Raises NoAnswer if nobody answers."""
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S, check=False
         )
     except FileNotFoundError:
         raise NoAnswer(f"{command[0]} is not on PATH") from None
     except subprocess.TimeoutExpired:
-        raise NoAnswer(f"{command[0]} did not answer in 60 s") from None
+        raise NoAnswer(
+            f"{command[0]} did not answer in {ANSWER_S} s: is SLURM_CONF right, is the controller up?"
+        ) from None
     if done.returncode == 0:
         return done.stdout.splitlines()
     # Without accounting sacct fails at once, and says so; a forgotten job is 'Invalid job id specified'.

@@ -21,9 +21,11 @@ def main(argv: Sequence[str]) -> int:
     paths = [find.find(word, options.runs_dir) for word in options.run] or find.runs(options.runs_dir)
     if not paths:
         raise RequestError(f"no runs in {options.runs_dir.absolute()}; --runs-dir names another folder")
+    answers = True  # a controller that is away costs many seconds a question: ask it once
     for path in paths:
         try:
-            now = state.read(path)
+            now = state.read(path, answers)
+            answers &= now.source != state.NOBODY
         except RequestError as error:
             if options.run:
                 raise
