@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hpcinit {version('hpcinit')}")
         return 0
     if words[0] in {"-sc", "--shell-completion"}:  # Hydra's, which knows the program's name only
+        if words[1:] and words[1].startswith("query=") and not _completes_a_submission():
+            return 0
         words.insert(0, "submit")
     if words[0] not in COMMANDS:
         close = difflib.get_close_matches(words[0], COMMANDS, n=1)
@@ -42,6 +44,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     return guarded(COMMANDS[words[0]][0], words[1:])
+
+
+def _completes_a_submission() -> bool:
+    """Hydra completes 'hpcinit key=value ...': take `submit` out of the line. Other commands are completed here."""
+    line = os.environ.get("COMP_LINE", "")
+    program, _, rest = line.partition(" ")
+    command, space, keys = rest.lstrip().partition(" ")
+    if not space:
+        print(" ".join(name for name in COMMANDS if name.startswith(command)))
+        return False
+    if command != "submit" or " -- " in line:
+        return False
+    os.environ["COMP_LINE"] = f"{program} {keys}"
+    os.environ["COMP_POINT"] = str(len(os.environ["COMP_LINE"]))
+    return True
 
 
 def usage() -> str:
@@ -71,12 +88,16 @@ def guarded(module: str, argv: Sequence[str]) -> int:
     except HpcinitError as error:
         print(f"hpcinit: error: {error}", file=sys.stderr)
         return error.exit_status
-    except KeyboardInterrupt:
-        print("hpcinit: interrupted", file=sys.stderr)
-        return INTERRUPTED
     except BrokenPipeError:  # `hpcinit logs ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"hpcinit: error: {where}{error.strerror}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("hpcinit: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ def main(argv: Sequence[str]) -> int:
     if world.rank == 0:
         for warning in world.warnings:
             print(f"hpcinit: warning: {warning}", file=sys.stderr, flush=True)
-    return program.run(what, world, of_this_run(os.environ, world.world_size)[0])
+    status = program.run(what, world, of_this_run(os.environ, world.world_size)[0])
+    program.end(status)
+    return status
 
 
 def _spec(argv: Sequence[str]) -> Spec | None:

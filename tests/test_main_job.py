@@ -100,7 +100,7 @@ def test_a_failing_rank_fails_the_job_and_is_named(hpcinit: Run, slurm: MiniSlur
     [
         ("partition=zzz", "invalid partition specified: zzz", "partition: #SBATCH --partition=zzz"),
         ("+cluster.sbatch.constraint=zzz", "Invalid feature specification", "constraint: #SBATCH --constraint=zzz"),
-        ("cluster.gpu_type=h999", "node configuration is not available", "cluster.gpus_per_node"),
+        ("cluster.gpu_type=h999", "node configuration is not available", "cluster.gpus_per_node or cluster.gpu_type"),
         ("+cluster.sbatch.frob=1", "unrecognized option '--frob=1'", "cluster.sbatch"),
         ("+cluster.sbatch.dependency='afterok:xx'", "dependency", "dependency: #SBATCH --dependency=afterok:xx"),
     ],

@@ -95,7 +95,8 @@ def _end(job: subprocess.Popen[bytes]) -> None:
         processes.signal_group(job.pid, number)
         deadline = time.monotonic() + KILL_WAIT_S
         while time.monotonic() < deadline:
-            job.poll()
+            if job.poll() is not None:
+                processes.reap()  # a step that was adopted is a zombie, and its group there, until then
             if not processes.signal_group(job.pid, 0):
                 break
             time.sleep(0.02)

@@ -34,6 +34,13 @@ def adopt_orphans() -> None:
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
+def reap() -> None:
+    """Collect every child that has ended. Not while somebody waits for one of them."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
 def kill_descendants() -> None:
     """SIGKILL to everything that this process started, adopted orphans included."""
     for process in psutil.Process().children(recursive=True):
