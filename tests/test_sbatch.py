@@ -42,10 +42,10 @@ import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor([float(dist.get_rank())])
 dist.all_reduce(total)
-print(json.dumps({"host": os.uname().nodename, "rank": dist.get_rank(), "size": dist.get_world_size(),
+os.write(1, (json.dumps({"host": os.uname().nodename, "rank": dist.get_rank(), "size": dist.get_world_size(),
     "local_rank": int(os.environ["LOCAL_RANK"]), "master": os.environ["MASTER_ADDR"],
     "port": int(os.environ["MASTER_PORT"]), "total": total.item(), "argv": sys.argv[1:],
-    "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}))
+    "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}) + "\\n").encode())
 dist.destroy_process_group()
 """
 
@@ -222,8 +222,8 @@ for _ in range(3):
     engine.step()
     losses.append(loss.item())
 caches = [os.environ["TORCH_EXTENSIONS_DIR"], os.environ["TRITON_CACHE_DIR"]]
-print(json.dumps({"rank": engine.global_rank, "size": engine.world_size, "losses": losses, "caches": caches,
-    "weight": engine.module.weight.tolist()}))
+os.write(1, (json.dumps({"rank": engine.global_rank, "size": engine.world_size, "losses": losses, "caches": caches,
+    "weight": engine.module.weight.tolist()}) + "\\n").encode())
 deepspeed.comm.destroy_process_group()
 """)
     words = ["--nodes=2", "--ntasks-per-node=2", str(FOLDER / "deepspeed.sbatch"), "train.py"]
