@@ -8,9 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from hpcinit.facts.errors import ConfigError, HpcinitError
-
-INTERRUPTED = 130  # 128 + SIGINT, as shells say
+from hpcinit.facts.errors import INTERRUPTED, ConfigError, HpcinitError
 
 COMMANDS = {
     "submit": ("hpcinit.submission.command", "compose, check, render and submit a job"),

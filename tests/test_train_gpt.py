@@ -103,7 +103,6 @@ def test_it_fails_with_a_reason(tmp_path: Path, words: list[str], status: int, m
 
 def test_the_text_is_the_modules_that_every_machine_has(tmp_path: Path) -> None:
     """Modules are read in alphabetical order, without those of a site and without characters beyond ASCII."""
-    pytest.importorskip("torch")
     from hpcinit.jobs.train_gpt import VOCABULARY, read_modules
 
     with pytest.raises(SystemExit, match=r"no text: .* has no \.py files; is this Python stripped"):

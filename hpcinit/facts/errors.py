@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+INTERRUPTED = 130  # the exit status after Ctrl-C: 128 + SIGINT, as shells say
+
 
 class HpcinitError(Exception):
     """Base of all. `exit_status` is what a command line program ends with."""

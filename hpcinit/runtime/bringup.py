@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpcinit.facts import launchers, runfolder
+from hpcinit.facts import hosts, launchers, runfolder
 from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.spec import Comm, Spec, of_this_run
@@ -201,7 +201,7 @@ def _make_group(world: World, spec: Spec | None, backend: str, timeout: timedelt
         except BaseException as error:
             rendezvous.leave(str(error) or type(error).__name__)
             raise
-    return f"{world.master_addr}:{meeting.port if isinstance(meeting, Door) else world.master_ports[0]}"
+    return hosts.in_url(world.master_addr, meeting.port if isinstance(meeting, Door) else world.master_ports[0])
 
 
 def _deepspeed(backend: str, timeout: timedelta) -> None:

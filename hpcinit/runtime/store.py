@@ -13,6 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.world import World, exports
+from hpcinit.runtime.meeting import wire
 from hpcinit.runtime.meeting.door import Door
 from hpcinit.runtime.rendezvous import Meeting, said_every_s
 
@@ -30,7 +31,7 @@ def open_store(world: World, meeting: Meeting | None, deadline: float) -> Store:
         return _torchruns(world, _left(deadline))
     every_s = said_every_s(world)
     if isinstance(meeting, Door):
-        server = socket.create_server((meeting.address, 0), family=_family(meeting.address), backlog=4096)
+        server = socket.create_server((meeting.address, 0), family=wire.family(meeting.address), backlog=4096)
         meeting.offer_store(server.getsockname()[1])
         port = meeting.wait_for_store(deadline, every_s)
         fd = server.detach()  # torch closes it
@@ -59,7 +60,3 @@ def _torchruns(world: World, timeout: timedelta) -> Store:
 
 def _left(deadline: float) -> timedelta:
     return timedelta(seconds=max(1.0, deadline - time.monotonic()))
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -11,10 +11,8 @@ from typing import Any
 from hpcinit.config import checks, compose
 from hpcinit.config.schema import Config
 from hpcinit.facts import quoting
-from hpcinit.facts.errors import RequestError
+from hpcinit.facts.errors import INTERRUPTED, RequestError
 from hpcinit.submission import submit as submission
-
-INTERRUPTED = 130  # 128 + SIGINT, as shells say
 
 
 def main(argv: Sequence[str]) -> int:

@@ -282,7 +282,7 @@ def _open(address: str, candidates: tuple[int, ...]) -> tuple[socket.socket, int
     listener, refused = None, []
     for port in candidates:
         try:
-            found = socket.create_server((address, port), family=_family(address), backlog=4096, reuse_port=False)
+            found = socket.create_server((address, port), family=wire.family(address), backlog=4096, reuse_port=False)
         except OSError as error:
             refused.append(f"{port}: {os.strerror(error.errno or 0)}")
             continue
@@ -303,10 +303,6 @@ def _open(address: str, candidates: tuple[int, ...]) -> tuple[socket.socket, int
     raise BringUpError(
         f"rank 0 found one free port at {address} and needs two, tried {'; '.join(refused)}: end what listens there"
     )
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _allow_many_files(ranks: int) -> None:

@@ -71,3 +71,8 @@ def receive(connection: socket.socket, lines: Lines, deadline: float | None = No
             raise EOFError("the connection was closed")
         if messages := lines.feed(data):
             return messages
+
+
+def family(address: str) -> socket.AddressFamily:
+    """Of a numeric address."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
