@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -24,6 +25,9 @@ def _not_a_job() -> None:
     os.environ.clear()
     os.environ.update({k: v for k, v in clean.items() if k != "HPCINIT_CONF"})
     os.environ["OMP_NUM_THREADS"] = "1"
+    # A shell that starts the tests with & has them ignore Ctrl-C, and what they start inherits that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
