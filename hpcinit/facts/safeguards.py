@@ -5,23 +5,141 @@ They are set only where the user has not, before torch is imported, and each is 
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from hpcinit.facts import scratch
 
-def safeguards(env: Mapping[str, str], scratch: Path | None, dumps: Path | None) -> dict[str, str]:
-    """The variables to add to `env`, and nothing that it has already (under any of its names)."""
-    raise NotImplementedError
+ENV_SET = "HPCINIT_SAFEGUARDS"  # "JOB NAME NAME...": what was set here, so that a job within this job knows
+FLIGHT = "flight"  # in the run folder: flight/JOB.rank_N, for `torchfrtrace FOLDER/flight --prefix JOB.rank_`
+
+# With its second name alone, torch warns that it is deprecated (seen with 2.13); torch 2.4 knows no other. The first
+# is torch's own name at the latest since 2.11 (strings of its library).
+NEW_NAMES = (2, 11)
+
+
+@dataclass(frozen=True)
+class _Variable:
+    """older: the name that older versions of torch know. also: where a user may have decided the same."""
+
+    name: str
+    value: str
+    older: str = ""
+    also: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> set[str]:
+        return {self.name, *self.also, *([self.older] if self.older else [])}
+
+
+def _recorder(dumps: str) -> list[_Variable]:
+    """torch's flight recorder: on by default in 2.13, off in 2.4, and it writes to one place for all jobs.
+
+    That place is ~/.cache/torch/comm_lib_trace_rank_N, or /tmp/nccl_trace_rank_N in 2.4; the folder is never made.
+    """
+    found = [
+        # torch's default as long as there is one ("a temporary option", says ProcessGroupNCCL.hpp): a rank whose
+        # collective failed ends, rather than train on with what it has.
+        _Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", also=("NCCL_ASYNC_ERROR_HANDLING",)),
+        _Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+        _Variable("TORCH_FR_BUFFER_SIZE", "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+    ]
+    if dumps:
+        found.append(_Variable("TORCH_FR_DUMP_TEMP_FILE", dumps, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"))
+    return found
+
+
+def _caches(folder: Path) -> list[_Variable]:
+    """A build that was killed leaves a lock for which every later one waits without end
+    (https://github.com/microsoft/DeepSpeed/issues/5205), and a home on NFS makes ranks race."""
+    return [
+        _Variable("TORCH_EXTENSIONS_DIR", f"{folder}/torch_extensions"),
+        _Variable("TRITON_CACHE_DIR", f"{folder}/triton", also=("TRITON_HOME",)),
+        _Variable("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor"),
+    ]
+
+
+CACHES = tuple(variable.name for variable in _caches(Path()))
+
+
+def safeguards(
+    env: Mapping[str, str], caches: Path | None, dumps: str, torch: tuple[int, ...] = ()
+) -> dict[str, str]:
+    """The variables to add to `env`, and none that it has already, under this or another of its names.
+
+    caches: a private folder on this node's disk, None if there is none. dumps: the flight recorder's files without the
+    rank at their end, '' if they have no place. torch: its version; () where it is not known, and then both old and new
+    names are set.
+    """
+    found = {}
+    for variable in _recorder(dumps) + (_caches(caches) if caches else []):
+        if not variable.names & env.keys():
+            found[variable.name] = variable.value
+            if variable.older and torch < NEW_NAMES:
+                found[variable.older] = variable.value
+    return found
 
 
 def apply(environ: MutableMapping[str, str], folder: Path | None, job: str) -> tuple[str, ...]:
-    """Add the safeguards to `environ` and return their names; () where another call of this job did it before.
+    """Add the safeguards to `environ` and return their names; () if that was done for this job before.
 
-    folder: the run folder, None without a submission. job: World.job.
+    Call it before torch is imported. What was set for another job, around this one, is set anew. A disk that is full
+    or not ours is no error: what needs it is left out, and describe() says so.
+
+    folder: the run folder, None without a submission. job: World.job, which names this start and no other, so that a
+    restart finds neither the locks nor the half-built files of the start before.
     """
-    raise NotImplementedError
+    before, *names = environ.get(ENV_SET, "").split(" ")
+    if ENV_SET in environ and before == scratch.folder_name(job):
+        return ()
+    for name in names:
+        environ.pop(name, None)
+    added = safeguards(environ, _cache_folder(environ, job), _dumps(environ, folder, job), _torch_version())
+    environ.update(added)
+    environ[ENV_SET] = " ".join((scratch.folder_name(job), *added))
+    return tuple(added)
+
+
+def _cache_folder(environ: Mapping[str, str], job: str) -> Path | None:
+    if all(name in environ for name in CACHES):
+        return None
+    try:
+        parent = scratch.base(environ)
+        if parent is None:
+            return None
+        scratch.sweep(parent)
+        return scratch.take(parent, job)
+    except OSError:
+        return None
+
+
+def _dumps(environ: Mapping[str, str], folder: Path | None, job: str) -> str:
+    parent = folder or scratch.base(environ)
+    if parent is None:
+        return ""
+    try:
+        (parent / FLIGHT).mkdir(mode=0o700, exist_ok=True)
+    except OSError:
+        return ""
+    return f"{parent / FLIGHT / scratch.folder_name(job)}.rank_"
+
+
+def _torch_version() -> tuple[int, ...]:
+    """(2, 13), read from its metadata: importing torch would be too early here. () without it."""
+    try:
+        words = importlib.metadata.version("torch").split(".")[:2]
+        return tuple(int(word) for word in words)
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return ()
 
 
 def describe(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
-    """The one line for the log, '' if nothing was set. Only what was set is shown, never what was given."""
-    raise NotImplementedError
+    """The one line for the log, '' if nothing was set. It shows what was set, and nothing that was given."""
+    if not names:
+        return ""
+    line = "set for this run, where you had not: " + " ".join(f"{name}={environ[name]}" for name in names)
+    if not any(name in environ for name in CACHES):
+        line += "; caches of compiled code stay shared: no folder in TMPDIR, /tmp or /var/tmp is private and executable"
+    return line

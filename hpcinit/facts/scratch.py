@@ -1,0 +1,97 @@
+"""A private folder on this node's own disk, for as long as a process of the job lives.
+
+Slurm leaves /tmp as the job left it. So every process that uses a folder holds a shared lock in it, which the kernel
+drops however the process ends; the last one out removes the folder, and the next start on the node removes what the
+killed have left.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+LOCK = "in-use"
+GONE = ".gone"  # a folder that is being removed has left its name, so that nobody can begin to use it
+TRIES = 100
+
+
+def folder_name(job: str) -> str:
+    """'43.0.1' for World.job; what a file name should not hold becomes '-'."""
+    return re.sub(r"[^\w.+-]", "-", job) or "job"
+
+
+def base(env: Mapping[str, str]) -> Path | None:
+    """This user's folder below TMPDIR, /tmp or /var/tmp: the first that is ours alone and may hold programs.
+
+    Compiled extensions are loaded from it, so a mount with noexec will not do; and what another user can write there
+    would run as this one, so neither will a folder that somebody else has made or can enter.
+    """
+    for parent in (env.get("TMPDIR", ""), "/tmp", "/var/tmp"):
+        folder = Path(parent) / f"hpcinit-{os.geteuid()}"
+        with contextlib.suppress(OSError):
+            if not folder.is_absolute() or os.statvfs(parent).f_flag & os.ST_NOEXEC:
+                continue
+            folder.mkdir(mode=0o700, exist_ok=True)
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+                return folder
+    return None
+
+
+def take(parent: Path, job: str) -> Path:
+    """The folder of `job` on this node, below base(), until the last process that took it ends. Raises OSError."""
+    # With the host's name: TMPDIR may be on a shared disk.
+    folder = parent / f"{folder_name(job)}-{os.uname().nodename}"
+    for _ in range(TRIES):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # removed under our hands, by one that was the last
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            with contextlib.suppress(OSError):  # a disk without locks: nobody removes anything then
+                fcntl.flock(lock, fcntl.LOCK_SH)
+            if _is_still(folder / LOCK, lock):
+                os.set_inheritable(lock, True)  # a command that takes this process's place goes on using it
+                atexit.register(_leave, folder, lock)
+                return folder
+            os.close(lock)
+    raise OSError(f"{folder} was removed {TRIES} times while it was made")
+
+
+def sweep(parent: Path) -> None:
+    """Remove the folders that nobody uses any more: those of jobs that were killed."""
+    for folder in parent.iterdir():
+        if folder.name.endswith(GONE):
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            _remove_unused(folder)
+
+
+def _is_still(path: Path, opened: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(opened))
+    except FileNotFoundError:
+        return False
+
+
+def _leave(folder: Path, lock: int) -> None:
+    os.close(lock)
+    _remove_unused(folder)
+
+
+def _remove_unused(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # in use, without a lock (not ours to judge), or gone already
+        lock = os.open(folder / LOCK, os.O_RDWR)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_still(folder / LOCK, lock):
+                gone = folder.with_name(f".{folder.name}.{os.getpid()}{GONE}")
+                folder.rename(gone)
+                shutil.rmtree(gone, ignore_errors=True)
+        finally:
+            os.close(lock)
