@@ -59,6 +59,28 @@ class Layout:
             f"({self._fitting(world_size)})"
         )
 
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """The rank's place in each dimension: the last one counts fastest, as in torch's init_device_mesh.
+
+        Raises RequestError if a degree is still open, or if there is no such rank.
+        """
+        world_size = math.prod(self.degrees().values())
+        if self._open() or not 0 <= rank < world_size:
+            have = f"parallel.{self._open()[0]} is -1, use over(world_size)" if self._open() else f"{world_size} ranks"
+            raise RequestError(f"rank {rank} has no place in {self}: {have}")
+        found = {}
+        for name, degree in reversed(self.degrees().items()):
+            rank, found[name] = divmod(rank, degree)
+        return dict(reversed(found.items()))
+
+    def data_rank(self, rank: int) -> int:
+        """Which share of the data the rank works on, of dp_replicate x dp_shard shares.
+
+        One share belongs to all ranks of a pipeline, context and tensor parallel group. Raises RequestError.
+        """
+        place = self.coordinate(rank)
+        return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
+
     def _fitting(self, world_size: int) -> str:
         """What would fit with all other degrees as they are, for the message."""
         tried = [name for name, degree in self.degrees().items() if degree > 1] or ["dp_replicate"]
