@@ -6,6 +6,7 @@ import functools
 import hashlib
 import ipaddress
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -14,8 +15,8 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from hpcinit.facts import hosts, ports, runfolder
-from hpcinit.facts.errors import BringUpError
+from hpcinit.facts import hosts, interfaces, ports, runfolder
+from hpcinit.facts.errors import BringUpError, WorldError
 from hpcinit.facts.spec import Spec
 from hpcinit.facts.world import World, exports
 from hpcinit.runtime.meeting import card
@@ -23,6 +24,7 @@ from hpcinit.runtime.meeting.door import Door
 from hpcinit.runtime.meeting.visit import Visit
 
 Meeting = Door | Visit
+ENV_GLOO = "GLOO_SOCKET_IFNAME"
 
 # The meeting of this process: hpcinit.run begins it, init goes on with it. After a shutdown a next one begins,
 # with a number of its own, so that ranks of two generations never mix.
@@ -119,11 +121,28 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def program_environment(world: World, meeting: Meeting | None) -> dict[str, str]:
-    """torch's `env://` variables, with a port that was free on rank 0's host a moment ago."""
+    """torch's `env://` variables, with a port that was free on rank 0's host a moment ago, and gloo's interface."""
     env = exports(world)
-    if meeting is not None and len(world.master_ports) > 1:  # one alone is the user's own
+    if meeting is None:
+        return env
+    if len(world.master_ports) > 1:  # one alone is the user's own
         env["MASTER_PORT"] = str(meeting.program_port)
-    return env
+    if not world.master_known:
+        env["MASTER_ADDR"] = meeting.address  # where rank 0 was found
+    return env | _interface_for_gloo(world, meeting)
+
+
+def _interface_for_gloo(world: World, meeting: Meeting) -> dict[str, str]:
+    """The interface that reaches rank 0, where gloo would take an address that other nodes cannot reach."""
+    if world.nodes == 1 or ENV_GLOO in os.environ:
+        return {}
+    reason = interfaces.blind_spot(socket.gethostname())
+    name = interfaces.holding(meeting.own_address) if reason else ""
+    if not name or ipaddress.ip_address(meeting.own_address).is_loopback:
+        return {}
+    if world.local_rank == 0:
+        say(f"{reason}, where no other node reaches it: {ENV_GLOO} is set to {name}, the interface that reaches rank 0")
+    return {ENV_GLOO: name}
 
 
 def _key(world: World, spec: Spec | None) -> str:
@@ -135,7 +154,13 @@ def _key(world: World, spec: Spec | None) -> str:
 def addresses(world: World, spec: Spec | None) -> list[hosts.Found]:
     """Where rank 0 is, as this node sees it: the likeliest first. Raises WorldError with what to mend."""
     name = hosts.rename(_published(world) or world.master_addr, spec.comm.host_template if spec else "")
-    best = hosts.find(name, world.nodes, node_addr=_node_addr)
+    try:
+        best = hosts.find(name, world.nodes, node_addr=_node_addr)
+    except WorldError as error:
+        own = _towards_the_others(world) if world.rank == 0 else ""
+        if not own:
+            raise
+        best = hosts.Found(own, f"{error}; until then rank 0 listens at {own}, which reaches the other nodes")
     try:
         # A name with several addresses may list them in another order on another node.
         others = [text for text in hosts.resolve(name) if text != best.address]
@@ -158,25 +183,51 @@ def _node_addr(host: str) -> str | None:
     return next((word.partition("=")[2] for word in done.stdout.split() if word.startswith("NodeAddr=")), None)
 
 
+def _towards_the_others(world: World) -> str:
+    """This node's address on the way to another node of the world; '' where none can be found."""
+    for host in world.hosts:
+        if host != world.host:
+            try:
+                return interfaces.towards(hosts.find(host, world.nodes).address)
+            except WorldError:
+                continue
+    return ""
+
+
 def _publication(world: World) -> Path | None:
     folder = os.environ.get(runfolder.ENV_FOLDER)
     return Path(folder) / f"rank-0-of-{world.job}.txt" if folder else None
 
 
 def _publish(world: World) -> None:
-    """Rank 0 writes where it is, for ranks that cannot compute it (--distribution=arbitrary without its file)."""
-    path = _publication(world)
-    if path is not None and not world.master_known:
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(world.master_addr)
-        temporary.replace(path)
+    """Rank 0 writes where it is, for ranks that cannot compute it (--distribution=arbitrary without its file).
+
+    The file also shows a second process that claims rank 0 on another node, where it would open a door of its own.
+    Raises BringUpError that names both.
+    """
+    path, me = _publication(world), card.identity()
+    if path is None or world.nodes == 1:
+        return
+    try:
+        with path.open("x") as file:
+            file.write(f"{world.master_addr}\n{me['host']}\n{me['pid']}\n")
+    except FileExistsError:
+        _, host, pid, *_ = [*path.read_text().split("\n"), "", "", ""]
+        if host and host != me["host"]:
+            raise BringUpError(
+                f"two processes claim rank 0: pid {pid} on {host}, which came first (so says {path}), and pid "
+                f"{me['pid']} on {me['host']}; is RANK or SLURM_PROCID left over in one of them?"
+            ) from None
+    except OSError:
+        if not world.master_known:
+            raise
 
 
 def _published(world: World) -> str:
     """What rank 0 has published, or ''."""
     path = _publication(world)
     try:
-        return path.read_text() if path is not None else ""
+        return path.read_text().partition("\n")[0] if path is not None else ""
     except OSError:
         return ""
 

@@ -15,8 +15,9 @@ from hpcinit.facts.errors import BringUpError, WorldError
 from hpcinit.facts.world import World
 from hpcinit.runtime.meeting import card, wire
 from hpcinit.runtime.meeting.door import Door
+from hpcinit.runtime.meeting.knocking import Refused
 from hpcinit.runtime.meeting.roll import Guest, Roll, ranks
-from hpcinit.runtime.meeting.visit import Refused, Visit
+from hpcinit.runtime.meeting.visit import Visit
 
 HERE = "127.0.0.1"
 MADE_OF = {"python": "3.11.7", "torch": "2.13.0"}
@@ -97,8 +98,7 @@ def test_everybody_hears_of_the_store_when_all_are_ready(world: World) -> None:
     assert one.program_port == two.program_port == host.program_port in world.master_ports
     for member in (host, one, two):
         member.tell("up")
-    host._thread.join(5)
-    assert not host._thread.is_alive()  # the door closes by itself
+    assert host._callers.join(5)  # the door closes by itself
     assert (host.failure, one.failure, two.failure) == ("", "", "")
 
 
@@ -155,6 +155,65 @@ def test_two_processes_that_claim_a_rank(world: World) -> None:
     ):
         visit(world, 1)
     assert host.failure == "" and first.failure == ""
+
+
+def test_a_second_rank_0(world: World) -> None:
+    """A second process that claims rank 0 is refused at once, with both named; the first one's ranks meet undisturbed."""
+    host = door(world)
+    begin = time.monotonic()
+    with pytest.raises(
+        Refused, match=r"two processes claim rank 0: pid \d+ on .*, which came first, and pid \d+ on .*left over"
+    ):
+        door(world)
+    assert time.monotonic() - begin < 2
+    assert [visit(world, rank).failure for rank in (1, 2)] == ["", ""] and host.roll.all_reached("started")
+
+
+def test_a_second_rank_0_on_a_port_that_has_become_free(world: World) -> None:
+    """Nor can it take an earlier port that was somebody else's when the first one came."""
+    with stranger(world.master_ports[0], STRANGERS["closes"]):
+        first = door(world)
+    with pytest.raises(Refused, match="two processes claim rank 0"):
+        door(world)
+    assert first.port == world.master_ports[1] and visit(world, 1).failure == ""
+
+
+def test_two_ranks_0_at_the_same_time(world: World) -> None:
+    """Of two that begin at the same moment one is refused within a second, and the other goes on."""
+    begin = time.monotonic()
+    one, other = sorted(in_threads(lambda: door(world), lambda: door(world)), key=lambda o: isinstance(o, Refused))
+    assert isinstance(one, Door) and isinstance(other, Refused) and time.monotonic() - begin < 2
+    assert visit(world, 1).failure == ""
+
+
+def test_rank_0_on_a_node_that_is_not_rank_0s(world: World) -> None:
+    """Rank 0 that cannot listen where it should asks who is there; with nobody there, it names itself and the address."""
+    elsewhere = "192.0.2.77"  # of nobody: RFC 5737
+    with pytest.raises(
+        BringUpError, match=rf"rank 0 \(pid \d+ on .*\) cannot listen at {elsewhere}, tried ports .*: Cann"
+    ):
+        door(world, address=elsewhere)
+
+
+def test_a_door_that_nobody_finds(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 to whom nobody comes says where it waits, while it waits and at the deadline."""
+    host = door(world)
+    with pytest.raises(BringUpError, match=rf"nobody at all came to rank 0's door at {HERE}:{host.port}"):
+        host.wait_for_all(time.monotonic() + 0.5, 0.2)
+    assert "waiting: 2 of 3 ranks are missing: ranks 1-2 never arrived (nobody came from" in capfd.readouterr().err
+
+
+def test_an_idle_door_sleeps(world: World) -> None:
+    """A door that is kept for a program which never calls init wakes up for strangers only, and still hears its ranks."""
+    host, one, two = door(world), visit(world, 1), visit(world, 2)
+    assert host._callers._patience_s() is None
+    with socket.create_connection((HERE, host.port)):
+        time.sleep(0.2)
+        assert 5 < (host._callers._patience_s() or 0) < 10
+    for member in (one, two):
+        member.tell("imported")
+    time.sleep(0.2)
+    assert host._callers._patience_s() is None and [g.phase for g in host.roll.guests.values()][1:] == ["imported"] * 2
 
 
 def test_a_rank_out_of_range(world: World) -> None:

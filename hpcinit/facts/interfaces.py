@@ -1,0 +1,82 @@
+"""This node's network interfaces and addresses, as far as a program needs them to be found by others. Linux."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcinit.facts.hosts import Resolver, resolve
+
+SIOCGIFCONF = 0x8912  # linux/sockios.h: all IPv4 addresses, with the names of their interfaces
+_IFREQ = 40  # bytes of struct ifreq on 64 bits: 16 of name, 2 of family, 2 of port, 4 of address, and padding
+_MOST = 512
+
+
+def holding(address: str) -> str:
+    """The interface that has `address`, such as 'eth0'; '' where none has it or that cannot be told."""
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    try:
+        found = _ipv4() if wanted.version == 4 else _ipv6()
+    except (OSError, ValueError):
+        return ""
+    # An address that was given a label of its own says 'eth0:1'.
+    return next((name.partition(":")[0] for name, held in found if held == wanted), "")
+
+
+def towards(address: str) -> str:
+    """The address of this node that the kernel would use to reach `address`; '' without a route. Sends nothing."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
+def blind_spot(name: str, resolver: Resolver = resolve) -> str:
+    """Why other nodes could not connect to a program that listens at this node's own `name`; '' if they can.
+
+    gloo takes the first of the name's addresses that it can bind, and loopback where there is none
+    (torch, GlooDeviceFactory.cpp). Debian's installer maps a machine's own name to 127.0.1.1.
+    """
+    try:
+        bound = _first_of_ours(resolver(name))
+    except OSError as error:
+        return f"{name} does not resolve on {name} itself ({error.strerror or error})"
+    if not bound:
+        return f"{name} is not an address of this node on {name} itself"
+    return f"{name} is {bound} on {name} itself" if ipaddress.ip_address(bound).is_loopback else ""
+
+
+def _first_of_ours(addresses: Sequence[str]) -> str:
+    for address in addresses:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((address, 0))
+            except OSError:
+                continue
+            return address.partition("%")[0]
+    return ""
+
+
+def _ipv4() -> list[tuple[str, ipaddress.IPv4Address]]:
+    buffer = array.array("B", bytes(_MOST * _IFREQ))
+    at, size = buffer.buffer_info()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        answer = fcntl.ioctl(asked, SIOCGIFCONF, struct.pack("iP", size, at))
+    filled = struct.unpack("iP", answer)[0]
+    entries = [buffer[i : i + _IFREQ].tobytes() for i in range(0, filled, _IFREQ)]
+    return [(e[:16].partition(b"\0")[0].decode(), ipaddress.IPv4Address(e[20:24])) for e in entries]
+
+
+def _ipv6() -> list[tuple[str, ipaddress.IPv6Address]]:
+    # "fd000000000000000000000000000002 02 40 00 80     eth0"
+    lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+    return [(words[5], ipaddress.IPv6Address(bytes.fromhex(words[0]))) for words in lines]

@@ -1,0 +1,82 @@
+"""Rank 0's ports: the first free candidate for the door, the next for a program's own rendezvous."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import time
+from collections.abc import Iterable
+
+from hpcinit.facts.errors import BringUpError
+from hpcinit.runtime.meeting import card, wire
+from hpcinit.runtime.meeting.knocking import KNOCK_S, Claim, knock
+
+
+def open_door(address: str, candidates: tuple[int, ...], claim: Claim) -> tuple[socket.socket, int]:
+    """A listener, and the port for the program. Raises BringUpError; Refused if another process is rank 0 already.
+
+    The last candidate is never the door's: a program's rendezvous must have a port too.
+    """
+    door, port, refused = _take(address, candidates)
+    try:
+        before = candidates.index(door.getsockname()[1]) if door else len(candidates)
+        look_for_another(address, candidates[:before], claim)
+        if door is None or port is None:
+            raise _no_ports(address, door, refused)
+    except BaseException:
+        if door:
+            door.close()
+        raise
+    return door, port
+
+
+def _take(address: str, candidates: tuple[int, ...]) -> tuple[socket.socket | None, int | None, list[str]]:
+    """The first free candidate as a listener, the next as a number, and why not the others."""
+    door, refused = None, []
+    for port in candidates:
+        try:
+            found = socket.create_server((address, port), family=wire.family(address), backlog=4096, reuse_port=False)
+        except OSError as error:
+            refused.append(f"{port}: {os.strerror(error.errno or 0)}")
+            continue
+        if door is None and port != candidates[-1]:
+            door = found
+            continue
+        found.close()
+        return door, port if door else None, refused
+    return door, None, refused
+
+
+def _no_ports(address: str, door: socket.socket | None, refused: list[str]) -> BringUpError:
+    tried, here = "; ".join(refused), card.identity()
+    if door is not None:
+        return BringUpError(
+            f"rank 0 found one free port at {address} and needs two, tried {tried}: end what listens there"
+        )
+    return BringUpError(
+        f"rank 0 (pid {here['pid']} on {here['host']}) cannot listen at {address}, tried ports {tried}: is {address} "
+        "an address of this node, and are all these ports taken?"
+    )
+
+
+def look_for_another(address: str, ports: Iterable[int], claim: Claim) -> None:
+    """Raises Refused, in the words of the other, if another rank 0 of this very start has its door at one of `ports`.
+
+    Takes no longer than one stranger's silence in all.
+    """
+    until = time.monotonic() + KNOCK_S
+    for port in ports:
+        with contextlib.suppress(wire.NotOurs):
+            knock(address, port, claim, max(0.01, until - time.monotonic()))
+
+
+def allow_many_files(ranks: int) -> None:
+    """One descriptor per rank, and some for the program; up to what the administrator allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = ranks + 1024
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        with contextlib.suppress(ValueError, OSError):
+            most = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
