@@ -1,0 +1,101 @@
+"""torch itself, in a process that the safeguards were applied to: does it use what they set?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+BEFORE = """
+import os
+from pathlib import Path
+from hpcinit.facts import safeguards
+safeguards.apply(os.environ, Path(os.environ["RUN"]), "7.0.0")
+"""
+
+
+def python(code: str, tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """`code` after the safeguards, with a home and a TMPDIR of its own."""
+    home, run = tmp_path / "home", tmp_path / "run"
+    home.mkdir()
+    run.mkdir()
+    environ = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(tmp_path), "RUN": str(run), **env}
+    words = [sys.executable, "-c", BEFORE + textwrap.dedent(code)]
+    return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120, check=True)
+
+
+def test_caches_are_where_they_were_put(tmp_path: Path) -> None:
+    """torch's extension builder, Inductor and its Triton use the run's folder; the home is not written to."""
+    done = python(
+        """
+        from torch.utils import cpp_extension
+        from torch._inductor.runtime import cache_dir_utils
+        print(cpp_extension._get_build_directory("fused_adam", verbose=False))
+        print(cache_dir_utils.cache_dir())
+        print(cache_dir_utils.triton_cache_dir(0))
+        """,
+        tmp_path,
+    )
+    folder = f"{tmp_path}/hpcinit-{os.geteuid()}/7.0.0-{os.uname().nodename}"
+    names = ("torch_extensions/fused_adam", "inductor", "triton")
+    assert done.stdout.splitlines() == [f"{folder}/{name}" for name in names]
+    assert not list((tmp_path / "home").iterdir()) and not Path(folder).exists()
+
+
+def test_the_recorder_records_and_does_not_warn(tmp_path: Path) -> None:
+    """torch reads the recorder's size under the name that was set: a collective is in it, and no name is deprecated."""
+    code = """
+        import torch, torch.distributed as dist
+        from torch._C._distributed_c10d import _dump_fr_trace_json
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1))
+        print(_dump_fr_trace_json().decode().count('"gloo:all_reduce"'))
+        """
+    done = python(code, tmp_path)
+    assert done.stdout == "3\n" and "deprecated" not in done.stderr
+
+
+def test_the_users_size_counts(tmp_path: Path) -> None:
+    """A recorder that the user switched off stays off: so the test above can fail."""
+    (tmp_path / "off").mkdir()
+    code = """
+        import torch, torch.distributed as dist
+        from torch._C._distributed_c10d import _dump_fr_trace_json
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.all_reduce(torch.ones(1))
+        print(_dump_fr_trace_json().decode().count('"gloo:all_reduce"'))
+        """
+    assert python(code, tmp_path / "off", TORCH_NCCL_TRACE_BUFFER_SIZE="0").stdout == "0\n"
+
+
+def test_dumps_land_in_the_run_folder(tmp_path: Path) -> None:
+    """torch's own writer of recorder files writes to the run folder, without a warning.
+
+    Only NCCL's watchdog calls it, which needs GPUs; here it is called by its C++ name.
+    """
+    done = python(
+        """
+        import ctypes, torch
+        class String(ctypes.Structure):  # libstdc++'s std::string
+            _fields_ = [("text", ctypes.c_char_p), ("size", ctypes.c_size_t), ("short", ctypes.c_char * 16)]
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cpu.so"))
+        writer, write = (library["_ZN4c10d15DebugInfoWriter" + rest] for rest in (
+            "9getWriterEi", "5writeERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"))
+        writer.restype, write.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.POINTER(String)]
+        write(writer(3), ctypes.byref(String(b"trace", 5, b"")))
+        """,
+        tmp_path,
+    )
+    assert (tmp_path / "run/flight/7.0.0.rank_3").read_text() == "trace"
+    assert "deprecated" not in done.stderr
+
+
+def test_what_torch_says_of_error_handling() -> None:
+    """3 is still torch's default for failed collectives; the day it is not, look again at what we set."""
+    code = "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
+    folder = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    header = Path(folder, "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp").read_text()
+    assert "the default value (3 - SkipCleanUp)" in header
