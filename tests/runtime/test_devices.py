@@ -1,0 +1,189 @@
+"""The device of a rank. There is no GPU here: where a test needs some, torch is told that there are."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hpcinit.facts.errors import BringUpError
+from hpcinit.runtime import devices
+from tests.facts.recordings import shapes
+from tests.facts.test_visible import CUDA_LISTS, world
+
+
+class Gpus:
+    """Stands in for torch.accelerator's view of a machine; keeps what was made current."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, kind: str) -> None:
+        self.current: list[int] = []
+        device = torch.device(kind) if count else None
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: device)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+        monkeypatch.setattr(torch.accelerator, "set_device_index", self.current.append)
+
+
+@pytest.mark.parametrize(
+    ("kind", "hip", "env", "count", "index"),
+    [
+        ("cuda", None, {}, 4, 3),
+        ("cuda", None, {"CUDA_VISIBLE_DEVICES": "5"}, 1, 0),
+        ("cuda", "6.4", {"ROCR_VISIBLE_DEVICES": "4,5,6,7", "HIP_VISIBLE_DEVICES": "2"}, 1, 0),
+        ("xpu", None, {"ZE_AFFINITY_MASK": "0.1"}, 1, 0),
+        ("xpu", None, {"ZE_AFFINITY_MASK": "0,1,2,3"}, 4, 3),
+    ],
+)
+def test_the_device_is_made_current(
+    monkeypatch: pytest.MonkeyPatch, kind: str, hip: str | None, env: dict[str, str], count: int, index: int
+) -> None:
+    """Local rank 3 gets the index that its own variables give, on CUDA, ROCm and XPU, and it is current (stand-ins)."""
+    gpus = Gpus(monkeypatch, count, kind)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert devices.choose(world(3, 4), env) == torch.device(kind, index)
+    assert gpus.current == [index]
+
+
+def test_too_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two devices (stand-ins) for four ranks are an error before anything is made current."""
+    gpus = Gpus(monkeypatch, 2, "cuda")
+    with pytest.raises(BringUpError, match=r"4 ranks are on the node .*, and 2 of its devices can be seen"):
+        devices.choose(world(0, 4), {"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert gpus.current == []
+
+
+def test_no_device_is_the_cpu() -> None:
+    """Where torch finds no accelerator, as here, any local rank has the CPU."""
+    assert devices.choose(world(3, 4), {}) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("value", "names", "source"), CUDA_LISTS)
+def test_torch_reads_the_variable_alike(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, names: tuple[str, ...] | None, source: str
+) -> None:
+    """torch's own parser of CUDA_VISIBLE_DEVICES, which works without a GPU, agrees with every case of the table."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    found = tuple(str(name) for name in torch.cuda._parse_visible_devices())
+    assert found == (names if names is not None else tuple(map(str, range(64)))), source
+
+
+# --- given, and not seen
+
+
+def test_given_and_unseen() -> None:
+    """With the variables of a real Slurm job with GPUs, a rank on the CPU is told so, with torch's build and all of them."""
+    env = next(s for s in shapes() if str(s) == "22.05.8-gpus_per_task").tasks[1].env
+    assert devices.unseen(torch.device("cpu"), env) == (
+        f"this rank runs on the CPU: torch {torch.__version__} (built for {built()}) finds no accelerator, although "
+        "SLURM_STEP_GPUS=1, SLURM_JOB_GPUS=0,1, CUDA_VISIBLE_DEVICES=1, ROCR_VISIBLE_DEVICES=1; install a build for "
+        "this cluster's devices, or ask for none"
+    )
+
+
+def built() -> str:
+    return "CPUs only" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+
+
+def test_nothing_to_warn_of() -> None:
+    """Nothing is said to a rank that was given nothing, hid its devices itself, or has one."""
+    assert devices.unseen(torch.device("cpu"), {}) == ""
+    assert devices.unseen(torch.device("cpu"), {"SLURM_JOB_GPUS": "0", "CUDA_VISIBLE_DEVICES": ""}) == ""
+    assert devices.unseen(torch.device("cuda", 0), {"SLURM_JOB_GPUS": "0"}) == ""
+
+
+# --- what it is
+
+
+def with_properties(monkeypatch: pytest.MonkeyPatch, **properties: object) -> None:
+    module = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(**properties))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+
+
+def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device is described by name, uuid and PCI address as sysfs writes it (stand-in properties)."""
+    with_properties(monkeypatch, name="H100", uuid="8932f937", pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
+    found = {"device": "cuda:0", "name": "H100", "uuid": "8932f937", "pci": "0000:dc:00.0"}
+    assert devices.describe(torch.device("cuda", 0)) == found
+
+
+def test_describe_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch does not tell is left out, as the PCI address of XPUs."""
+    with_properties(monkeypatch, name="Max 1550")
+    assert devices.describe(torch.device("xpu", 1)) == {"device": "xpu:1", "name": "Max 1550"}
+    assert devices.describe(torch.device("cpu")) == {"device": "cpu"}
+
+
+# --- DeepSpeed
+
+DEEPSPEED = """
+import json, os, sys
+import deepspeed, torch, torch.distributed as dist
+from deepspeed.accelerator import set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from hpcinit.runtime import devices
+
+asked = []
+
+class Recording(CPU_Accelerator):
+    def set_device(self, device_index):
+        asked.append(str(device_index))
+
+    def device_name(self, device_index=None):
+        asked.extend([] if device_index is None else [str(device_index)])
+        return "cpu"
+
+set_accelerator(Recording())
+for index in map(int, sys.argv[1:]):
+    devices.for_deepspeed(torch.device("cuda", index))
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for half a minute
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+with deepspeed.zero.Init():
+    torch.nn.Linear(4, 4)
+optimizer = {"type": "Adam", "params": {"torch_adam": True}}
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer, "zero_optimization": {"stage": 1}}
+engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 4), config=config)
+engine.backward(engine(torch.ones(1, 4)).sum())
+engine.step()
+local_ranks = [engine.local_rank, deepspeed.comm.get_local_rank(), int(os.environ["LOCAL_RANK"])]
+print(json.dumps([sorted(set(asked) - {"cpu"}), local_ranks]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "indices"),
+    [((), ["3"]), (("0",), ["0"]), (("1", "0"), ["0"])],
+    ids=["alone", "with ours", "with another first"],
+)
+def test_deepspeed_takes_our_index(tmp_path: Path, words: tuple[str, ...], indices: list[str]) -> None:
+    """On local rank 3 DeepSpeed asks its accelerator for device 3, and for ours once it is told; local ranks stay 3.
+
+    Real DeepSpeed: zero.Init, engine, a step. Its accelerator stands in for a GPU: it records which index it is
+    asked for, and computes on the CPU.
+    """
+    if not importlib.util.find_spec("deepspeed"):
+        left_out = "DeepSpeed is not installed: pip install 'hpcinit[deepspeed]'"
+        pytest.fail(left_out) if os.environ.get("CI") == "true" else pytest.skip(left_out)
+    (tmp_path / "code.py").write_text(DEEPSPEED)
+    env = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "code.py"), *words], env=env, cwd=tmp_path, capture_output=True, text=True,
+        check=False, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [indices, [3, 3, 3]]
+
+
+def test_a_cpu_needs_no_deepspeed() -> None:
+    """For a rank on the CPU nothing is changed, and DeepSpeed is not even imported."""
+    code = "import sys, torch; from hpcinit.runtime import devices; devices.for_deepspeed(torch.device('cpu')); print('deepspeed' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
