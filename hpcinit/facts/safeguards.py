@@ -64,9 +64,7 @@ def _caches(folder: Path) -> list[_Variable]:
 CACHES = tuple(variable.name for variable in _caches(Path()))
 
 
-def safeguards(
-    env: Mapping[str, str], caches: Path | None, dumps: str, torch: tuple[int, ...] = ()
-) -> dict[str, str]:
+def safeguards(env: Mapping[str, str], caches: Path | None, dumps: str, torch: tuple[int, ...] = ()) -> dict[str, str]:
     """The variables to add to `env`, and none that it has already, under this or another of its names.
 
     caches: a private folder on this node's disk, None if there is none. dumps: the flight recorder's files without the
@@ -82,8 +80,11 @@ def safeguards(
     return found
 
 
+_applied = False
+
+
 def apply(environ: MutableMapping[str, str], folder: Path | None, job: str) -> tuple[str, ...]:
-    """Add the safeguards to `environ` and return their names; () if that was done for this job before.
+    """Add the safeguards to `environ` and return their names; () if this process or this job has done so before.
 
     Call it before torch is imported. What was set for another job, around this one, is set anew. A disk that is full
     or not ours is no error: what needs it is left out, and describe() says so.
@@ -91,9 +92,11 @@ def apply(environ: MutableMapping[str, str], folder: Path | None, job: str) -> t
     folder: the run folder, None without a submission. job: World.job, which names this start and no other, so that a
     restart finds neither the locks nor the half-built files of the start before.
     """
+    global _applied  # noqa: PLW0603 - what is set for a process is set once, whoever asks: hpcinit.run or init
     before, *names = environ.get(ENV_SET, "").split(" ")
-    if ENV_SET in environ and before == scratch.folder_name(job):
+    if _applied or before == scratch.folder_name(job):
         return ()
+    _applied = True
     for name in names:
         environ.pop(name, None)
     added = safeguards(environ, _cache_folder(environ, job), _dumps(environ, folder, job), _torch_version())

@@ -50,8 +50,9 @@ def take(parent: Path, job: str) -> Path:
     # With the host's name: TMPDIR may be on a shared disk.
     folder = parent / f"{folder_name(job)}-{os.uname().nodename}"
     for _ in range(TRIES):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # removed under our hands, by one that was the last
+        # Either may come of a folder that is removed under our hands, by one that was the last.
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
+            folder.mkdir(mode=0o700, exist_ok=True)
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             with contextlib.suppress(OSError):  # a disk without locks: nobody removes anything then
                 fcntl.flock(lock, fcntl.LOCK_SH)
@@ -60,7 +61,7 @@ def take(parent: Path, job: str) -> Path:
                 atexit.register(_leave, folder, lock)
                 return folder
             os.close(lock)
-    raise OSError(f"{folder} was removed {TRIES} times while it was made")
+    raise OSError(f"{folder} is no folder, or was removed {TRIES} times while it was made")
 
 
 def sweep(parent: Path) -> None:

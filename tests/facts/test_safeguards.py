@@ -28,13 +28,17 @@ sys.stdin.read()
 """
 
 
-def rank(tmp: Path, *words: str, env: dict[str, str] | None = None, code: str = RANK) -> subprocess.Popen[str]:
-    """A process with TMPDIR=tmp that applied the safeguards (its first line has been read)."""
+def rank(
+    tmp: Path, *words: str, env: dict[str, str] | None = None, code: str = RANK, first: bool = True
+) -> subprocess.Popen[str]:
+    """A process with TMPDIR=tmp that applies the safeguards; it has, and its first line is read, if `first`."""
     environ = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp), **(env or {})}
     process = subprocess.Popen(
         [sys.executable, "-c", code, *words], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout and process.stdout.readline()
+    assert process.stdout
+    if first:
+        assert process.stdout.readline()
     return process
 
 
@@ -111,20 +115,28 @@ def test_the_line_tells_no_more_than_was_set(tmp_path: Path) -> None:
     assert "secret" not in process.stdout and "TRITON" not in process.stdout and "KEY" not in process.stdout
 
 
-def test_once_for_each_job(tmp_path: Path) -> None:
-    """The second call for a job sets nothing; for a job within the job all is set anew, and the user's stays."""
-    process = rank(tmp_path, "", "7.0.0", "7.0.0", "8.0.0", env={"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"})
-    second, third = end(process).splitlines()
-    assert second == '[[], ""]'
-    assert f"/8.0.0-{HOST}/triton" in third and "flight/8.0.0.rank_" in third and "DUMP_ON_TIMEOUT" not in third
+def test_once_for_each_process_and_job(tmp_path: Path) -> None:
+    """A second call sets nothing, whatever it calls the job, and neither does a process that the first one starts."""
+    then = "os.execvpe('sh', ['sh', '-c', 'cat; exec \"$0\" -c \"$CODE\" \"\" 7.0.0', sys.executable], os.environ)"
+    code = RANK.replace("sys.stdin.read()", then)
+    process = rank(tmp_path, "", "7.0.0", "7.0.0", "8.0.0", code=code, env={"CODE": RANK})
+    assert end(process).splitlines() == ['[[], ""]'] * 3
+
+
+def test_a_job_within_a_job(tmp_path: Path) -> None:
+    """A job that inherits the environment of another sets all anew, but what the user set stays."""
+    then = "os.execvpe('sh', ['sh', '-c', 'cat; exec \"$0\" -c \"$CODE\" \"\" 8.0.0', sys.executable], os.environ)"
+    code = RANK.replace("sys.stdin.read()", then)
+    line = end(rank(tmp_path, "", "7.0.0", code=code, env={"CODE": RANK, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}))
+    assert f"/8.0.0-{HOST}/triton" in line and "flight/8.0.0.rank_" in line
+    assert "DUMP_ON_TIMEOUT" not in line and "7.0.0" not in line
 
 
 def test_dumps_go_to_the_run_folder(tmp_path: Path) -> None:
     """With a submission the recorder's files are the run's, a set for each start; the folder is there and private."""
     run = tmp_path / "run"
     run.mkdir()
-    process = rank(tmp_path, str(run), "7.0.0", "7.0.1")
-    assert f"TORCH_FR_DUMP_TEMP_FILE={run}/flight/7.0.1.rank_" in end(process)
+    assert f"TORCH_FR_DUMP_TEMP_FILE={run}/flight/7.0.1.rank_" in end(rank(tmp_path, str(run), "7.0.1", first=False))
     assert (run / "flight").stat().st_mode & 0o777 == 0o700
 
 
@@ -202,8 +214,7 @@ def test_a_disk_without_programs_is_not_used(tmp_path: Path) -> None:
 def test_a_run_folder_that_takes_nothing_is_no_error(tmp_path: Path) -> None:
     """A run folder that cannot be written to leaves the dumps where torch puts them, and the rest is set."""
     (tmp_path / "run").touch()
-    process = rank(tmp_path, str(tmp_path / "run"), "7.0.0", "8.0.0")
-    line = end(process)
+    line = end(rank(tmp_path, str(tmp_path / "run"), "7.0.0", first=False))
     assert "TORCH_FR_DUMP_TEMP_FILE" not in line and "TRITON_CACHE_DIR" in line
 
 
