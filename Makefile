@@ -20,12 +20,10 @@ demo: $(VENV)/job
 test: $(VENV)/dev slurm lint
 	$(BIN)/python -m pytest $(PYTEST)
 
-# What the tests on a real Slurm need, from Debian's packages, where this is root; pytest says loudly what
-# it left out where it is not.
+# Slurm, MPI and the shells that the tests use, those missing, from Debian's packages, where this is root; pytest
+# says loudly what it left out where it is not.
 slurm: $(VENV)/dev
 	@if [ "$$(id -u)" = 0 ]; then $(BIN)/python -m tests.minislurm install; fi
-	@if [ "$$(id -u)" = 0 ] && ! { command -v mpirun.openmpi && command -v mpiexec.hydra; } >/dev/null; then \
-	  apt-get install -qq -y openmpi-bin hydra >/dev/null; fi
 
 # The same Slurm tests on Slurm 24.11, in a folder with Debian trixie that is made once (root; 640 MB, two minutes).
 .PHONY: test-slurm24

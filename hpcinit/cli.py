@@ -5,71 +5,122 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from hpcinit.facts.errors import INTERRUPTED, ConfigError, HpcinitError
 
+
+class Command(NamedTuple):
+    module: str  # whose main(argv) it is
+    about: str
+    examples: str = ""  # of submit: conf/hydra/help
+
+
 COMMANDS = {
-    "submit": ("hpcinit.submission.command", "compose, check, render and submit a job"),
-    "status": ("hpcinit.observe.status", "how a run is doing"),
-    "logs": ("hpcinit.observe.logs", "what a run's ranks printed"),
-    "cancel": ("hpcinit.observe.cancel", "end a run"),
-    "run": ("hpcinit.run", "inside a job: become a rank and run a program"),
-    "world": ("hpcinit.world", "inside a job: which rank am I, as JSON"),
+    "submit": Command("hpcinit.submission.command", "compose, check, render and submit a job"),
+    "status": Command(
+        "hpcinit.observe.status",
+        "how runs are doing",
+        """
+  hpcinit status                    a line for each run in ./runs
+  hpcinit status train-0001         one run; a job id or a path will do too
+  hpcinit status --json             one JSON object per line, for programs""",
+    ),
+    "logs": Command(
+        "hpcinit.observe.logs",
+        "what a run's ranks printed",
+        """
+  hpcinit logs train-0001           rank 0
+  hpcinit logs --rank 3 train-0001
+  hpcinit logs --all train-0001     every rank, each line with its rank in front
+  hpcinit logs -f train-0001        until the run is over
+  hpcinit logs --job train-0001     what the batch script and Slurm itself said""",
+    ),
+    "cancel": Command(
+        "hpcinit.observe.cancel",
+        "end a run",
+        """
+  hpcinit cancel train-0001
+  hpcinit cancel 4242               by its job id""",
+    ),
+    "run": Command(
+        "hpcinit.run",
+        "inside a job: become a rank and run a program",
+        """
+  srun python -m hpcinit.run train.py --lr 3e-4
+  srun python -m hpcinit.run -m package.train""",
+    ),
+    "world": Command(
+        "hpcinit.world",
+        "inside a job: which rank am I, as JSON",
+        """
+  srun -n 2 python -m hpcinit.world""",
+    ),
 }
+HELP, COMPLETION = {"-h", "--help"}, {"-sc", "--shell-completion"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in {"-h", "--help", "help"}:
+    if words[:1] == ["help"] and len(words) > 1:
+        words = [words[1], "--help"]
+    if not words or words[0] in HELP | {"help"}:
         print(usage())
         return 0
-    if words[0] == "--version":
+    if "--version" in (words[0], *words[1:2]):
         from importlib.metadata import version  # noqa: PLC0415
 
         print(f"hpcinit {version('hpcinit')}")
         return 0
-    if words[0] in {"-sc", "--shell-completion"}:  # Hydra's, which knows the program's name only
-        if words[1:] and words[1].startswith("query=") and not _completes_a_submission():
-            return 0
-        words.insert(0, "submit")
+    own = words[: words.index("--")] if "--" in words else words
+    if COMPLETION & set(own[:2]):  # also where Hydra has it, `hpcinit submit --shell-completion ...`
+        return guarded("hpcinit.completion", words[1 if words[0] in COMPLETION else 2 :])
     if words[0] not in COMMANDS:
-        close = difflib.get_close_matches(words[0], COMMANDS, n=1)
-        guess = f"; did you mean {close[0]!r}?" if close else ""
-        print(
-            f"hpcinit: error: no command {words[0]!r}, expected one of: {', '.join(COMMANDS)}{guess}", file=sys.stderr
-        )
+        print(f"hpcinit: error: {_no_such(words)}", file=sys.stderr)
         return 2
-    return guarded(COMMANDS[words[0]][0], words[1:])
+    # What follows `run` is a program, whose own --help it may be.
+    if HELP & set(own[1:2] if words[0] == "run" else own[1:]):
+        return _help(words)
+    return guarded(COMMANDS[words[0]].module, words[1:])
 
 
-def _completes_a_submission() -> bool:
-    """Hydra completes 'hpcinit key=value ...': take `submit` out of the line. Other commands are completed here."""
-    line = os.environ.get("COMP_LINE", "")
-    program, _, rest = line.partition(" ")
-    command, space, keys = rest.lstrip().partition(" ")
-    if not space:
-        print(" ".join(name for name in COMMANDS if name.startswith(command)))
-        return False
-    if command != "submit" or " -- " in line:
-        return False
-    os.environ["COMP_LINE"] = f"{program} {keys}"
-    os.environ["COMP_POINT"] = str(len(os.environ["COMP_LINE"]))
-    return True
+def _no_such(words: list[str]) -> str:
+    first = words[0]
+    close = difflib.get_close_matches(first, COMMANDS, n=1)
+    guess = f"; did you mean {close[0]!r}?" if close else ""
+    if "=" in first or first.endswith(".py"):
+        guess = f"; did you mean: hpcinit submit {'' if '=' in first else '-- '}{shlex.join(words)}"
+    return f"no command {first!r}, expected one of: {', '.join(COMMANDS)}{guess}"
+
+
+def _help(words: list[str]) -> int:
+    """What the command's own parser says of its options, and examples."""
+    try:
+        status = guarded(COMMANDS[words[0]].module, words[1:])
+    except SystemExit as end:  # argparse, once it has printed its help
+        status = int(end.code or 0)
+    if status == 0 and COMMANDS[words[0]].examples:
+        print(f"\nexamples:{COMMANDS[words[0]].examples}")
+    return status
 
 
 def usage() -> str:
-    lines = [f"  {name:8} {about}" for name, (_, about) in COMMANDS.items()]
+    lines = [f"  {name:8} {command.about}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
-            "hpcinit: PyTorch on a Slurm cluster, from submission to a process group that is up.",
+            "hpcinit: PyTorch on a Slurm cluster, from one command to a process group that is up.",
+            "",
+            "usage: hpcinit COMMAND ...",
             "",
             *lines,
             "",
             "  hpcinit submit                                    a smoke test on this machine",
             "  hpcinit submit cluster=x nodes=8 -- train.py      your script on 8 nodes",
-            "  hpcinit submit --help                             every key and choice",
+            "  hpcinit COMMAND --help                            options and examples of a command",
+            "  hpcinit --shell-completion install=bash           prints TAB completion for bash, zsh or fish",
         ]
     )
 

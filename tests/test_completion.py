@@ -1,34 +1,149 @@
-"""Shell completion, as bash asks for it."""
+"""Shell completion, in real shells at a terminal: what stands in the line after TAB."""
 
 from __future__ import annotations
 
 import os
+import pty
+import select
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-ASK = """
-eval "$(hpcinit submit -sc install=bash)"
-COMP_POINT=${#COMP_LINE}; COMP_WORDS=($COMP_LINE); COMP_CWORD=$((${#COMP_WORDS[@]}-1)); COMPREPLY=()
-hydra_bash_completion hpcinit "${COMP_WORDS[$COMP_CWORD]}" ""
-echo "${COMPREPLY[*]}"
-"""
+SHELLS = {
+    "bash": ["bash", "--norc", "--noprofile", "-i"],
+    "zsh": ["zsh", "--no-rcs", "-i"],
+    "fish": ["fish", "--no-config", "-i"],
+}
+INSTALL = {
+    "bash": 'eval "$(hpcinit -sc install=bash)"',
+    "zsh": 'eval "$(hpcinit -sc install=zsh)"',
+    "fish": "hpcinit -sc install=fish | source",
+}
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+TIMEOUT_S = 60
+TO_START, TO_END, TAB = "\x01", "\x05", "\t"
+
+
+class Terminal:
+    """A shell as a person has it in front of them: keys go in, and all that it shows is kept."""
+
+    def __init__(self, shell: str, folder: Path, completion: str) -> None:
+        self.folder, self.shown = folder, ""
+        env = {"PATH": PATH, "HOME": str(folder), "TERM": "xterm", "LC_ALL": "C.UTF-8"}
+        self._pid, self._fd = pty.fork()
+        if self._pid == 0:
+            os.chdir(folder)
+            os.execvpe(shell, SHELLS[shell], env)
+        self.enter(completion)
+
+    def enter(self, line: str) -> None:
+        """Press these keys and ENTER, and wait until the shell has done with them."""
+        ended = self.folder / "ended"
+        os.write(self._fd, f"{line}\recho > ended\r".encode())
+        deadline = time.monotonic() + TIMEOUT_S
+        while not ended.exists():
+            assert time.monotonic() < deadline, self.shown
+            if select.select([self._fd], [], [], 0.05)[0]:
+                self.shown += os.read(self._fd, 65536).decode(errors="replace")
+        ended.unlink()
+
+    def completed(self, line: str) -> str:
+        """What stands in the command line after TAB at the end of `line`, once the shell has read it."""
+        self.enter(f"{line}{TAB}{TO_START}echo {TO_END} > answer")
+        return (self.folder / "answer").read_text().strip()
+
+    def close(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+        os.close(self._fd)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A user's project with a script and a run, and ~/bin/hpcinit."""
+    (tmp_path / "train.py").touch()
+    (tmp_path / "runs/train-0001").mkdir(parents=True)
+    (tmp_path / "runs/train-0001/submission.json").write_text('{"job_id": "1", "engine": "local"}')
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/hpcinit").symlink_to(Path(sys.executable).parent / "hpcinit")
+    return tmp_path
+
+
+CASES = {
+    "hpcinit st": "hpcinit status",
+    "hpcinit help wo": "hpcinit help world",
+    "hpcinit logs tr": "hpcinit logs train-0001",
+    "hpcinit submit cluster=mini time_mi": "hpcinit submit cluster=mini time_min=",
+    "hpcinit submit cluster=mi": "hpcinit submit cluster=mini",
+    "hpcinit submit job=mi": "hpcinit submit job=mi",
+    "hpcinit submit -- trai": "hpcinit submit -- train.py",
+}
+
+
+@pytest.mark.parametrize(
+    ("shell", "install"),
+    [*INSTALL.items(), ("zsh", INSTALL["bash"])],  # Hydra's --hydra-help sends zsh's users to bash's script
+    ids=["bash", "zsh", "fish", "zsh-with-bash"],
+)
+def test_tab_completes(folder: Path, shell: str, install: str) -> None:
+    """TAB completes commands, runs, keys, choices and files, and shows nothing when a config is broken."""
+    if not shutil.which(shell):
+        left_out = f"{shell} is not installed: its completion goes untested"
+        pytest.fail(left_out) if os.environ.get("CI") == "true" else pytest.skip(left_out)
+    terminal = Terminal(shell, folder, install)
+    try:
+        assert {line: terminal.completed(line) for line in CASES} == CASES
+        assert terminal.completed("~/bin/hpcinit can") == f"{folder}/bin/hpcinit cancel"
+        terminal.enter("export HPCINIT_CONF=nowhere")
+        assert terminal.completed("hpcinit submit cluster=mi") == "hpcinit submit cluster=mi"
+        terminal.enter(install.replace("-sc install", "-sc uninstall"))
+        assert terminal.completed("hpcinit st") == "hpcinit st"
+        assert "error" not in terminal.shown
+    finally:
+        terminal.close()
 
 
 @pytest.mark.parametrize(
     ("line", "answer"),
     [
+        ("hpcinit ", "cancel logs run status submit world"),
         ("hpcinit submit cluster=", "cluster=example cluster=local cluster=mini"),
-        ("hpcinit submit cluster=mini node", "nodes="),
-        ("hpcinit sub", "submit"),
-        ("hpcinit submit -- trai", ""),
-        ("hpcinit logs x", ""),
+        ("hpcinit submit cluster=mini no", "nodes="),
+        ("hpcinit submit clust", "cluster. cluster="),
+        ("hpcinit submit hydra.laun", "hydra.launcher."),
+        ("hpcinit logs --runs-dir ./runs t", "train-0001"),
+        ("hpcinit", ""),
+        ("", ""),
     ],
 )
-def test_bash_completes(tmp_path: Path, line: str, answer: str) -> None:
-    """Commands, keys and choices are completed, and nothing else is printed into the prompt."""
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COMP_LINE": line}
-    done = subprocess.run(["bash", "-c", ASK], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert (done.stdout.strip(), done.stderr) == (answer, "")
+def test_candidates(folder: Path, line: str, answer: str) -> None:
+    """The answer to a shell is whole words, one per line, and nothing else."""
+    done = ask(folder, ["query=bash"], COMP_LINE=line)
+    assert (done.stdout.split("\n")[:-1], done.stderr, done.returncode) == (answer.split(), "", 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["install=csh"], "no completion for the shell 'csh', expected one of: bash, zsh, fish"),
+        (["install"], "no completion for the shell '', expected one of: bash, zsh, fish"),
+        ([], "--shell-completion: expected install=SHELL or uninstall=SHELL, SHELL one of: bash, zsh, fish"),
+    ],
+)
+def test_a_shell_that_nobody_knows(folder: Path, words: list[str], message: str) -> None:
+    """A wrong --shell-completion is one message with the choices, with `submit` in front and without."""
+    for command in ([], ["submit"]):
+        done = ask(folder, words, *command)
+        assert (done.stderr, done.stdout, done.returncode) == (f"hpcinit: error: {message}\n", "", 2)
+
+
+def ask(folder: Path, words: list[str], *command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["hpcinit", *command, "--shell-completion", *words], cwd=folder, env=os.environ | {"PATH": PATH} | env,
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip

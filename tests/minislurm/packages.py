@@ -16,6 +16,8 @@ BASE = {
     "ip": "iproute2", "unshare": "util-linux", "setsid": "util-linux",
 }  # fmt: skip
 ACCOUNTING = {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server"}
+# What other tests use; a cluster does without. MPICH's Hydra comes with mpich: the package hydra cracks passwords.
+OTHERS = {"mpirun.openmpi": "openmpi-bin", "mpiexec.hydra": "mpich", "zsh": "zsh", "fish": "fish"}
 
 POLICY = Path("/usr/sbin/policy-rc.d")
 # Everything a cluster does to the kernel, in namespaces that vanish with the command.
@@ -29,7 +31,7 @@ mount -t tmpfs none /dev/shm
 
 def missing(accounting: bool = False) -> list[str]:
     """What stands between this machine and a cluster, one line each; empty when nothing does."""
-    lacks = _packages(accounting)
+    lacks = _lacking(BASE | ACCOUNTING if accounting else BASE)
     found = [f"Debian package {package}" for package in lacks]
     if os.geteuid() != 0:
         return ["root (namespaces and daemons need it)", *found]
@@ -42,18 +44,17 @@ def missing(accounting: bool = False) -> list[str]:
     return found
 
 
-def _packages(accounting: bool) -> list[str]:
-    wanted = BASE | ACCOUNTING if accounting else BASE
+def _lacking(wanted: dict[str, str]) -> list[str]:
     lacks = [package for command, package in wanted.items() if not shutil.which(command, path=PATH)]
     return list(dict.fromkeys(lacks))
 
 
-def install(accounting: bool = True) -> list[str]:
-    """Installs the packages that are missing, with apt-get; says which. Leaves no daemon running.
+def install() -> list[str]:
+    """Installs the packages that the tests miss here, with apt-get; says which. Leaves no daemon running.
 
     Debian's packages make /etc/slurm, /etc/munge and /etc/mysql; the clusters made here use none of them.
     """
-    packages = _packages(accounting)
+    packages = _lacking(BASE | ACCOUNTING | OTHERS)
     if not packages:
         return []
     fetch(packages)

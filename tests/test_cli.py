@@ -1,0 +1,83 @@
+"""What `hpcinit` says to somebody who does not know it yet."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from hpcinit import cli
+from tests.conftest import Run
+
+
+def examples(text: str) -> list[str]:
+    """The lines of the paragraph under 'examples:', of which there is one."""
+    (after,) = text.split("\nexamples:\n")[1:]
+    return [line.strip() for line in after.partition("\n\n")[0].splitlines()]
+
+
+@pytest.mark.parametrize("words", [[], ["-h"], ["--help"], ["help"]])
+def test_usage(hpcinit: Run, words: list[str]) -> None:
+    """Alone or asked for help, it lists every command and says how to go on."""
+    done = hpcinit(*words)
+    assert done.returncode == 0 and not done.stderr
+    assert all(f"  {name} " in done.stdout for name in cli.COMMANDS)
+    assert "hpcinit COMMAND --help" in done.stdout
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_each_command_teaches_with_examples(hpcinit: Run, name: str) -> None:
+    """`hpcinit COMMAND --help`, `-h` and `hpcinit help COMMAND` end with examples of that very command."""
+    said = {(done.stdout, done.stderr, done.returncode)
+            for done in (hpcinit(name, "--help"), hpcinit(name, "-h"), hpcinit("help", name))}  # fmt: skip
+    assert len(said) == 1
+    out, err, status = said.pop()
+    assert (err, status) == ("", 0)
+    assert all(f"hpcinit {name}" in line or f"hpcinit.{name}" in line for line in examples(out))
+
+
+def test_examples_of_submit_are_right(hpcinit: Run, tmp_path: Path) -> None:
+    """Each example of `hpcinit submit --help` is a request that can be rendered."""
+    (tmp_path / "train.py").touch()
+    lines = examples(hpcinit("submit", "--help").stdout)
+    column = lines[0].index("a smoke test")  # where the explanations stand
+    for line in lines:
+        words = line[:column].split()
+        at = words.index("--") if "--" in words else len(words)
+        done = hpcinit(*words[1:at], "dry_run=true", *words[at:])
+        assert done.returncode == 0 and "#!/bin/bash" in done.stdout, f"{line}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("words", [["--version"], ["submit", "--version"], ["status", "--version"]])
+def test_version(hpcinit: Run, words: list[str]) -> None:
+    """The version is hpcinit's own, not Hydra's, wherever it is asked for."""
+    assert hpcinit(*words).stdout == f"hpcinit {version('hpcinit')}\n"
+
+
+def test_a_programs_own_options_are_its_own(hpcinit: Run) -> None:
+    """What stands after the program of `hpcinit run`, or after --, is not hpcinit's to answer."""
+    echo = [sys.executable, "-c", "import sys; print(sys.argv[1:])"]
+    assert hpcinit("run", *echo, "--help", "-sc").stdout == "['--help', '-sc']\n"
+    done = hpcinit("submit", "dry_run=true", "--", "train", "--help", "-sc", "--version")
+    assert done.stdout.startswith("#!/bin/bash"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "guess"),
+    [
+        ("sumbit nodes=2", "; did you mean 'submit'?"),
+        ("help statsu", "; did you mean 'status'?"),
+        ("nodes=2 cluster=mini", "; did you mean: hpcinit submit nodes=2 cluster=mini"),
+        ("train.py --lr 'a b'", "; did you mean: hpcinit submit -- train.py --lr 'a b'"),
+        ("--nodes", ""),
+    ],
+)
+def test_no_such_command(hpcinit: Run, line: str, guess: str) -> None:
+    """A word that is no command gets one message: the word, the commands, and what was probably meant."""
+    done = hpcinit(*shlex.split(line))
+    word = line.removeprefix("help ").split()[0]
+    assert done.stderr == f"hpcinit: error: no command '{word}', expected one of: {', '.join(cli.COMMANDS)}{guess}\n"
+    assert (done.stdout, done.returncode) == ("", 2)
