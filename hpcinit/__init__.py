@@ -15,19 +15,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpcinit.facts.errors import HpcinitError
+    from hpcinit.facts.layout import Layout
     from hpcinit.facts.world import World
-    from hpcinit.runtime.bringup import Runtime, init, session, shutdown
+    from hpcinit.runtime.bringup import init, session, shutdown
+    from hpcinit.runtime.groups import side_group
+    from hpcinit.runtime.runtime import Runtime
 
 _PUBLIC = {
     "init": "hpcinit.runtime.bringup",
     "shutdown": "hpcinit.runtime.bringup",
     "session": "hpcinit.runtime.bringup",
-    "Runtime": "hpcinit.runtime.bringup",
+    "side_group": "hpcinit.runtime.groups",
+    "Runtime": "hpcinit.runtime.runtime",
+    "Layout": "hpcinit.facts.layout",
     "World": "hpcinit.facts.world",
     "HpcinitError": "hpcinit.facts.errors",
 }
 
-__all__ = ["HpcinitError", "Runtime", "World", "init", "session", "shutdown"]
+__all__ = ["HpcinitError", "Layout", "Runtime", "World", "init", "session", "shutdown", "side_group"]
 
 
 def __getattr__(name: str) -> Any:

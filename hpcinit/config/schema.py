@@ -75,7 +75,8 @@ class Comm:
     timeout_base_s: float = key("start-up timeout: base", 300.0)
     timeout_per_node_s: float = key("start-up timeout: added per node", 3.5)
     timeout_max_s: float = key("start-up timeout: at most", 3600.0)
-    collective_timeout_s: Optional[float] = key("timeout of collectives once training runs; null: as start-up")
+    collective_timeout_s: Optional[float] = key("timeout of collectives once training runs; null: as start-up", 300.0)
+    device_id: str = key("bind the group to its device, so that NCCL starts at once: never, auto or always", "never")
 
 
 @dataclass
@@ -124,6 +125,8 @@ class Config:
     mem_gb: Optional[float] = key("memory per node", "${cluster.mem_gb}")
     comment: Optional[str] = key("sbatch --comment")
     seed: int = key("seed of Python, NumPy and torch", 0)
+    seed_by: str = key("the same seed for all, or one by rank, or by data: other ranks, other samples", "same")
+    deterministic: bool = key("only deterministic algorithms: slower, and an error where torch has none", False)
     runs_dir: str = key("where run folders are made; must be shared with the nodes", "runs")
     wait: bool = key("follow the job to its end and return its exit status", False)
     dry_run: bool = key("print the script that would be submitted, and submit nothing", False)

@@ -15,10 +15,17 @@ from typing import Any
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import RequestError, SpecError
 from hpcinit.facts.layout import Layout
-from hpcinit.facts.timeouts import TimeoutLaw
+from hpcinit.facts.timeouts import COLLECTIVE_S, TimeoutLaw
 
 FORMAT = 1
 KINDS = ("script", "module", "command")
+DEVICE_ID = ("never", "auto", "always")
+SEED_BY = ("same", "rank", "data")
+
+
+def one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise SpecError(f"{key} is {value!r}, expected one of: {', '.join(choices)}")
 
 
 @dataclass(frozen=True)
@@ -30,26 +37,34 @@ class Program:
     args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise SpecError(f"program.kind is {self.kind!r}, expected one of: {', '.join(KINDS)}")
+        one_of("program.kind", self.kind, KINDS)
 
 
 @dataclass(frozen=True)
 class Comm:
-    """How the process group is brought up. backend: 'auto' chooses by the device. host_template: hosts.rename()."""
+    """How the process group is brought up.
+
+    backend: 'auto' chooses by the device. collective_timeout_s: None means as long as the start-up. host_template:
+    hosts.rename(). device_id: 'never', 'auto' or 'always' given to torch, which then starts NCCL at once.
+    """
 
     backend: str = "auto"
     deepspeed: bool = False
     timeout: TimeoutLaw = field(default_factory=TimeoutLaw)
-    collective_timeout_s: float | None = None
+    collective_timeout_s: float | None = COLLECTIVE_S
     host_template: str = ""
+    device_id: str = "never"
+
+    def __post_init__(self) -> None:
+        one_of("comm.device_id", self.device_id, DEVICE_ID)
 
 
 @dataclass(frozen=True)
 class Spec:
     """One submission, as the job needs to know it.
 
-    nonce: random, the same on every rank, unknown to other jobs. workdir: where the user's code runs.
+    nonce: random, the same on every rank, unknown to other jobs. workdir: where the user's code runs. seed_by: the
+    'same' on every rank, another on every 'rank', or another where ranks see other 'data'.
     """
 
     name: str
@@ -62,6 +77,11 @@ class Spec:
     seed: int = 0
     layout: Layout = field(default_factory=Layout)
     comm: Comm = field(default_factory=Comm)
+    seed_by: str = "same"
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("seed_by", self.seed_by, SEED_BY)
 
     @property
     def world_size(self) -> int:

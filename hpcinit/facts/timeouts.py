@@ -1,6 +1,6 @@
-"""How long a start-up may take, as a function of the node count.
+"""How long a start-up may take, as a function of the node count and of what is left of the job.
 
-    start_up = min(max, base + per_node x nodes)
+    start_up = min(max, base + per_node x nodes, what is left of the job - 30)
 
 Where the default coefficients come from: docs/timeouts.md.
 """
@@ -8,10 +8,19 @@ Where the default coefficients come from: docs/timeouts.md.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 from hpcinit.facts.errors import RequestError
+
+COLLECTIVE_S = 300.0  # of collectives once training runs: docs/timeouts.md
+# The errors that name who is missing must be out before Slurm ends the job: 15 s for the watchdog's lateness, and as
+# much again for clocks that differ.
+RESERVE_S = 30.0
+# In seconds since 1970. Slurm 24.11 sets the first and 22.05 does not (tests/data/slurm); the second is what a batch
+# script can say there.
+JOB_END = ("SLURM_JOB_END_TIME", "HPCINIT_JOB_END_TIME")
 
 
 @dataclass(frozen=True)
@@ -29,12 +38,43 @@ class TimeoutLaw:
                 "base and maximum above 0, and per node at least 0"
             )
 
-    def start_up(self, nodes: int) -> timedelta:
-        """Time until all ranks of `nodes` nodes have joined; whole seconds."""
-        return timedelta(seconds=min(self.max_s, self.base_s + math.ceil(self.per_node_s * nodes)))
+    def start_up(self, nodes: int, left: timedelta | None = None) -> timedelta:
+        """Time until all ranks of `nodes` nodes have joined; whole seconds.
 
-    def formula(self, nodes: int) -> str:
-        """The law with its numbers, for the log line: 'min(3600, 300 + 3.5 x 8 nodes) = 328 s'."""
-        seconds = self.start_up(nodes).total_seconds()
+        left: of the job, see left_of_job(); None where nobody knows. Raises RequestError if it is not enough for any
+        start-up.
+        """
+        seconds = min(self.max_s, self.base_s + math.ceil(self.per_node_s * nodes))
+        if left is None:
+            return timedelta(seconds=seconds)
+        usable = math.floor(left.total_seconds() - RESERVE_S)
+        if usable <= 0:
+            raise RequestError(
+                f"the job ends in {left.total_seconds():.0f} s ({' or '.join(JOB_END)} says when), and of a start-up's "
+                f"time {RESERVE_S:g} s are kept for its errors: ask for more (time_min). If the job's limit was raised "
+                "since it started, give init a timeout: then nobody looks at this clock"
+            )
+        return timedelta(seconds=min(seconds, usable))
+
+    def formula(self, nodes: int, left: timedelta | None = None) -> str:
+        """The law with its numbers, for the log line: 'min(3600, 300 + 3.5 x 8 nodes) = 328 s'.
+
+        With `left`, the third term: 'min(3600, 300 + 3.5 x 8 nodes, 200 left of the job - 30) = 170 s'.
+        """
+        seconds = self.start_up(nodes, left).total_seconds()
         terms = f"{self.base_s:g} + {self.per_node_s:g} x {nodes} node{'s' if nodes != 1 else ''}"
+        if left is not None:
+            terms += f", {math.floor(left.total_seconds())} left of the job - {RESERVE_S:g}"
         return f"min({self.max_s:g}, {terms}) = {seconds:g} s"
+
+
+def left_of_job(env: Mapping[str, str], now_s: float) -> timedelta | None:
+    """How long the job that this process belongs to may still run; None where its environment does not say.
+
+    now_s: seconds since 1970. Negative once the job should be over.
+    """
+    for name in JOB_END:
+        text = env.get(name, "")
+        if text.isdecimal() and int(text) > 0:
+            return timedelta(seconds=int(text) - now_s)
+    return None

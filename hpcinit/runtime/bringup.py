@@ -3,105 +3,43 @@
 from __future__ import annotations
 
 import atexit
-import json
+import functools
 import os
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import ParamSpec
 
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import ProcessGroup
 
-from hpcinit.facts import hosts, launchers, runfolder
+from hpcinit.facts import launchers, safeguards
 from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.layout import Layout
-from hpcinit.facts.spec import Comm, Spec, of_this_run
+from hpcinit.facts.spec import Spec, of_this_run
 from hpcinit.facts.world import World
-from hpcinit.runtime import devices, mesh, rendezvous, seeds
-from hpcinit.runtime.meeting.door import Door
-from hpcinit.runtime.store import open_store
-from hpcinit.runtime.watchdog import Watchdog, end_hard
+from hpcinit.runtime import binding, deepspeed, devices, foreign, mesh, process_group, rendezvous, seeds, teardown
+from hpcinit.runtime.request import Plan, Request, resolve
+from hpcinit.runtime.runtime import Runtime, _Changing
 
-PROGRESS_EVERY_S = 1.0
-LATE_S = 15.0  # after the deadline of the start-up, for the errors that have names in them to come first
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """A rank whose process group is up.
-
-    device: torch.device, already current. timeout: of the start-up; collective_timeout: of what follows.
-    mesh: one dimension per kind of parallelism in use. folder: the run folder, None without a submission.
-    """
-
-    world: World
-    device: torch.device
-    backend: str
-    timeout: timedelta
-    collective_timeout: timedelta
-    mesh: DeviceMesh
-    seed: int
-    folder: Path | None = None
-    _last: dict[str, float] = field(default_factory=dict, repr=False)
-
-    @property
-    def rank(self) -> int:
-        return self.world.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.world.world_size
-
-    @property
-    def local_rank(self) -> int:
-        return self.world.local_rank
-
-    @property
-    def local_world_size(self) -> int:
-        return self.world.local_world_size
-
-    @property
-    def node_rank(self) -> int:
-        return self.world.node_rank
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        return self.world.hosts
-
-    def progress(self, step: int, total: int, **values: float) -> None:
-        """Tell those who wait how far the training is: `run.progress(step, total, loss=1.2)`.
-
-        Only rank 0 writes, at most once a second and always at the last step; elsewhere this does nothing.
-        """
-        now = time.monotonic()
-        if self.rank or self.folder is None:
-            return
-        if step < total and now - self._last.get("progress", float("-inf")) < PROGRESS_EVERY_S:
-            return
-        self._last["progress"] = now
-        document = {"step": step, "total": total, "values": values, "time": time.time()}
-        temporary = self.folder / f"{runfolder.PROGRESS}.tmp"
-        temporary.write_text(json.dumps(document) + "\n")
-        temporary.replace(self.folder / runfolder.PROGRESS)
+# A group whose peers are alive goes down in well under a second; Slurm itself waits 30 s (KillWait) before it kills.
+SHUTDOWN = timedelta(seconds=30)
 
 
 @dataclass(frozen=True)
-class _Request:
-    backend: str | None
-    timeout: timedelta | None
-    collective_timeout: timedelta | None
-    seed: int | None
-    layout: Layout | None
-    deepspeed: bool | None
-    launcher: str | None
+class _Current:
+    """kept: the groups that were there before, None where the default group is ours. deepspeed: started from here."""
+
+    request: Request
+    runtime: Runtime
+    kept: frozenset[ProcessGroup] | None
+    deepspeed: bool
 
 
-_current: tuple[_Request, Runtime] | None = None
+_current: _Current | None = None
 
 
 def init(
@@ -109,118 +47,121 @@ def init(
     backend: str | None = None,
     timeout: timedelta | None = None,
     collective_timeout: timedelta | None = None,
-    seed: int | None = None,
-    layout: Layout | None = None,
+    device_id: str | None = None,
     deepspeed: bool | None = None,
+    layout: Layout | None = None,
+    seed: int | None = None,
+    seed_by: str | None = None,
+    deterministic: bool | None = None,
     launcher: str | None = None,
 ) -> Runtime:
     """Bring this rank's process group up and return its Runtime; every rank must call it.
 
-    What is not given comes from the submission's config, and without one from the defaults: nccl on GPUs and
-    gloo on CPUs, a start-up timeout that grows with the node count, collectives the same, seed 0, plain data
-    parallelism, no DeepSpeed, the launcher that the environment shows.
+    What is not given comes from the submission's config, and without one from the defaults: nccl on GPUs and gloo on
+    CPUs; a start-up timeout that grows with the node count and ends before the job does; 300 s for collectives; no
+    device_id ('never', 'auto' or 'always'); no DeepSpeed; plain data parallelism; seed 0, by 'same' ('rank', 'data');
+    algorithms as torch chooses them; the launcher that the environment shows.
 
-    A second call with the same request returns the same object. Raises WorldError if the environment tells no
-    consistent world, BringUpError if the group did not come up, or is up already and was asked for differently.
+    A second call with the same request returns the same object. A group that is up already and was made by somebody
+    else is taken if it matches. Raises WorldError if the environment tells no consistent world, BringUpError if the
+    group did not come up, or is up already and was asked for differently.
     """
-    global _current  # noqa: PLW0603 - a process has one default process group, and so does this module
-    request = _Request(backend, timeout, collective_timeout, seed, layout, deepspeed, launcher)
+    request = Request(
+        backend, timeout, collective_timeout, device_id, deepspeed, layout, seed, seed_by, deterministic, launcher
+    )
     if _current is not None:
-        if _current[0] != request:
-            raise BringUpError(f"init was called before as {_current[0]}, and now as {request}: call it once")
-        return _current[1]
-    if dist.is_initialized():
-        raise BringUpError("a process group is up that hpcinit did not make: call hpcinit.init() instead of it")
-    world = launchers.read(os.environ, launcher)
+        if different := _current.request.differences(request):
+            raise BringUpError(f"init was called before with another request: {different}; call it once, or shutdown()")
+        return _current.runtime
+    teardown.refuse_if_stuck()
+    return _first_init(request)
+
+
+def _first_init(request: Request) -> Runtime:
+    global _current  # noqa: PLW0603 - a process has one default process group, and so does this module
+    world = launchers.read(os.environ, request.launcher)
     if world.rank == 0:
         for warning in world.warnings:
             rendezvous.say(f"warning: {warning}")
     spec, folder = of_this_run(os.environ, world.world_size)
+    theirs = dist.is_initialized()
     try:
-        _current = (request, _bring_up(request, world, spec, folder))
+        _current = _bring_up(request, world, spec, folder)
     except BaseException:
-        _destroy()  # half a runtime would be in the way of a second try
+        if not theirs:  # half a runtime would be in the way of a second try
+            _destroy(None, above=True, timeout=SHUTDOWN)
         raise
     atexit.register(shutdown)
-    return _current[1]
+    return _current.runtime
 
 
-def _bring_up(request: _Request, world: World, spec: Spec | None, folder: Path | None) -> Runtime:
+def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | None) -> _Current:
     began = time.monotonic()
-    comm = spec.comm if spec else Comm()
+    protected = safeguards.apply(os.environ, folder, world.job)
     device = devices.choose(world)  # before the group exists: NCCL takes the current device
-    backend = devices.backend(device, request.backend or comm.backend)
-    timeout = request.timeout or comm.timeout.start_up(world.nodes)
-    later = request.collective_timeout or _seconds(comm.collective_timeout_s) or timeout
-    layout = (request.layout or (spec.layout if spec else Layout())).over(world.world_size)
-    master = _make_group(world, spec, backend, timeout)
-    if later != timeout:
-        # torch takes one timeout for the start and for all that follows, unless told otherwise afterwards.
-        dist.distributed_c10d._set_pg_timeout(later)
-    if request.deepspeed if request.deepspeed is not None else comm.deepspeed:
-        _deepspeed(backend, later)
-    seed = request.seed if request.seed is not None else spec.seed if spec else 0
-    seeds.seed_all(seed)
+    plan = resolve(request, world, spec, device)
+    notes = [binding.bind(world, device), plan.binding.why]
+    if plan.deterministic:
+        notes.extend(seeds.make_deterministic(os.environ))
+    kept, where = _group(world, spec, plan)
+    above = plan.deepspeed and deepspeed.start(plan.backend, plan.collective_timeout, device)
+    made = mesh.build(plan.layout, device)
+    collectives = _settle(plan, keep=kept is not None and request.collective_timeout is None)
+    share = plan.layout.data_rank(world.rank)
+    seeds.seed_all(seeds.of(plan.seed, plan.seed_by, world.rank, share))
     if world.rank == 0:
-        law = comm.timeout.formula(world.nodes) if request.timeout is None else f"{timeout.total_seconds():g} s"
-        shape = f"{_count(world.world_size, 'rank')} on {_count(world.nodes, 'node')} ({world.launcher})"
         took_s = time.monotonic() - began
-        rendezvous.say(
-            f"{shape}, rank 0 at {master}, {backend} on {device}, up in {took_s:.1f} s; start-up timeout {law}"
-        )
-    return Runtime(world, device, backend, timeout, later, mesh.build(layout, device), seed, folder)
+        _report(world, plan, f"{where}, {plan.backend} on {device}, up in {took_s:.1f} s", collectives, notes)
+        for line in (devices.unseen(device), safeguards.describe(os.environ, protected)):
+            if line:
+                rendezvous.say(line)
+    runtime = Runtime(
+        world,
+        device,
+        plan.backend,
+        plan.timeout,
+        made,
+        plan.seed,
+        plan.seed_by,
+        share,
+        folder,
+        _Changing(collectives),
+    )
+    return _Current(request, runtime, kept, above)
 
 
-def _make_group(world: World, spec: Spec | None, backend: str, timeout: timedelta) -> str:
-    """torch's default group, or an error that names who is missing. Returns where rank 0 was met."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    meeting: rendezvous.Meeting | None = None
-
-    def about() -> str:
-        missing = (meeting.missing("up") if meeting else "") or "Rank 0 does not answer."
-        return f"rank {world.rank} is not up after {timeout.total_seconds() + LATE_S:g} s. {missing}"
-
-    with Watchdog(timeout.total_seconds() + LATE_S, about):
-        try:
-            meeting = rendezvous.meet(world, spec, timeout)
-            os.environ.update(rendezvous.program_environment(world, meeting))
-            if meeting:
-                meeting.tell("imported")
-            store = open_store(world, meeting, deadline)
-            if meeting:
-                # From here on this thread is inside torch and cannot look up: if a rank dies, end at once.
-                meeting.on_failure(end_hard)
-                meeting.tell("joined")
-            # No device_id: it binds the group to eager NCCL, and groups made of some ranks only then hang in
-            # ncclCommSplit (https://github.com/allenai/open-instruct/pull/1311).
-            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
-            dist.barrier()
-            if meeting:
-                meeting.on_failure(None)
-                meeting.tell("up")
-        except BaseException as error:
-            rendezvous.leave(str(error) or type(error).__name__)
-            raise
-    return hosts.in_url(world.master_addr, meeting.port if isinstance(meeting, Door) else world.master_ports[0])
+def _group(world: World, spec: Spec | None, plan: Plan) -> tuple[frozenset[ProcessGroup] | None, str]:
+    """The default group, ours or the one that is there; and where rank 0 was met."""
+    if not dist.is_initialized():
+        met = process_group.make(world, spec, plan.backend, plan.timeout, plan.binding.device)
+        return None, f"rank 0 at {met}"
+    kept = foreign.adopt(world, plan)
+    rendezvous.leave()  # all have come: they are in the group
+    return kept, "in the process group that was there"
 
 
-def _deepspeed(backend: str, timeout: timedelta) -> None:
-    """DeepSpeed on top of torch's group; it adopts what is there, and ignores in silence what it was asked."""
-    try:
-        import deepspeed  # noqa: PLC0415 - over a second to import
-    except ImportError as error:
-        raise BringUpError(f"comm.deepspeed is true, and DeepSpeed cannot be imported: {error}") from error
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout)
-    if dist.get_backend() != backend:
-        raise BringUpError(f"asked for backend {backend}, and with DeepSpeed on top it is {dist.get_backend()}")
+def _settle(plan: Plan, keep: bool) -> timedelta:
+    """The timeout for collectives, which is another than the start-up's; then everything is read back.
+
+    keep: as it is, since somebody else made the group and nobody asked.
+    """
+    changed = False if keep else process_group.set_timeout(plan.collective_timeout)
+    bound = plan.binding.device or process_group.bound_to()
+    process_group.verify(plan.device, plan.backend, plan.collective_timeout if changed else None, bound)
+    found = process_group.timeout_of(plan.device) or plan.timeout
+    if not changed and not keep:
+        rendezvous.say(f"warning: backend {plan.backend} cannot change its timeout: collectives have {found} too")
+    return found
+
+
+def _report(world: World, plan: Plan, how: str, collectives: timedelta, notes: list[str]) -> None:
+    shape = f"{_count(world.world_size, 'rank')} on {_count(world.nodes, 'node')} ({world.launcher})"
+    timeouts = f"start-up timeout {plan.law}, of collectives {collectives.total_seconds():g} s"
+    rendezvous.say("; ".join([f"{shape}, {how}", timeouts, *filter(None, notes)]))
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def _seconds(number: float | None) -> timedelta | None:
-    return None if number is None else timedelta(seconds=number)
 
 
 def _after_fork() -> None:
@@ -233,50 +174,51 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def shutdown() -> None:
+def shutdown(timeout: timedelta = SHUTDOWN) -> None:
     """Take the process group down, DeepSpeed's module state too; init works again afterwards.
 
-    Runs by itself at exit. Calling it twice, or without init, does nothing.
+    Runs by itself at exit. Calling it twice, or without init, does nothing. A group that hpcinit did not make stays. If
+    a peer that is dead or stuck holds the group up for longer than `timeout`, a warning says so and the process goes on
+    to its end, without another group, with exit status 1.
     """
-    global _current  # noqa: PLW0603
+    global _current
     if _current is None:
         return
-    _current = None
+    ended, _current = _current, None
     atexit.unregister(shutdown)
-    _destroy()
+    _destroy(ended.kept, ended.deepspeed, timeout, ended.runtime)
 
 
-def _destroy() -> None:
+def _destroy(
+    kept: frozenset[ProcessGroup] | None, above: bool, timeout: timedelta, runtime: Runtime | None = None
+) -> None:
+    """above: DeepSpeed is on top of the group, and was started from here."""
     rendezvous.leave()
-    if "deepspeed.comm.comm" in sys.modules:
-        # Left set, a later init would talk to the dead group (DeepSpeed 0.19.8).
-        sys.modules["deepspeed.comm.comm"].cdb = None  # type: ignore[attr-defined]
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if kept is None or above:
+        deepspeed.forget()
+    if kept is None:
+        teardown.destroy(timeout, runtime.device if runtime else None)
+    else:
+        foreign.leave(kept)
 
 
-@contextmanager
-def session(
-    *,
-    backend: str | None = None,
-    timeout: timedelta | None = None,
-    collective_timeout: timedelta | None = None,
-    seed: int | None = None,
-    layout: Layout | None = None,
-    deepspeed: bool | None = None,
-    launcher: str | None = None,
-) -> Iterator[Runtime]:
-    """`with hpcinit.session() as run:` - init, and shutdown however the block ends."""
-    runtime = init(
-        backend=backend,
-        timeout=timeout,
-        collective_timeout=collective_timeout,
-        seed=seed,
-        layout=layout,
-        deepspeed=deepspeed,
-        launcher=launcher,
-    )
-    try:
-        yield runtime
-    finally:
-        shutdown()
+_P = ParamSpec("_P")
+
+
+def _as_session(start: Callable[_P, Runtime]) -> Callable[_P, AbstractContextManager[Runtime]]:
+    """`with hpcinit.session(...) as run:` - init(...), and shutdown however the block ends."""
+
+    @functools.wraps(start, assigned=())
+    @contextmanager
+    def session(*args: _P.args, **kwargs: _P.kwargs) -> Iterator[Runtime]:
+        runtime = start(*args, **kwargs)
+        try:
+            yield runtime
+        finally:
+            shutdown()
+
+    session.__doc__ = _as_session.__doc__
+    return session
+
+
+session = _as_session(init)

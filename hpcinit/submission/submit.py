@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,12 +19,14 @@ import yaml
 from hpcinit.config import checks
 from hpcinit.config.schema import Config
 from hpcinit.facts import runfolder
-from hpcinit.facts.errors import ConfigError, MaybeSubmitted, SubmitError
+from hpcinit.facts.errors import ConfigError, MaybeSubmitted, RequestError, SubmitError
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.spec import Comm, Program, Spec
 from hpcinit.facts.timeouts import TimeoutLaw
-from hpcinit.submission import environment, folder, script
+from hpcinit.submission import environment, folder, refusal, script
 from hpcinit.submission.provenance import Provenance
+
+LONGEST_NAME = 240  # of 255 bytes that a file system allows: room for -0001, and for a temporary file's ending
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,15 @@ class Submitted:
 
 def check(config: Config) -> None:
     """Raises ConfigError with everything that is wrong with the request."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise RequestError("the current folder was deleted under this shell: cd to one that exists") from None
     problems = checks.problems(config)
+    if len(config.name) > LONGEST_NAME:
+        problems.append(
+            f"name has {len(config.name)} characters, expected at most {LONGEST_NAME}: a folder is named so"
+        )
     if not problems and config.cluster.engine == "local":
         from hpcinit.local.capacity import problem  # noqa: PLC0415 - psutil, for this engine only
 
@@ -102,7 +113,7 @@ def _mark(path: Path, record: Mapping[str, object]) -> None:
     try:
         folder.mark_submitted(path, record)
     except OSError as error:
-        end = f"scancel {record['job_id']}" if record["engine"] == "slurm" else f"kill {record['job_id']}"
+        end = f"{'scancel' if record['engine'] == 'slurm' else 'kill'} {record['job_id']}"
         raise MaybeSubmitted(
             f"job {record['job_id']} was submitted, but its record {path / runfolder.SUBMISSION} cannot be written: "
             f"{error.strerror}; it runs, and `{end}` ends it"
@@ -124,55 +135,27 @@ def _hand_over(config: Config, path: Path, env: Mapping[str, str]) -> tuple[str,
             f"  squeue --me --format '%i %o'\nbefore you submit again; the run folder was kept"
         ) from None
     except SubmitError as error:
-        raise SubmitError(f"{error}\n{_options_to_blame(str(error), path)}nothing was submitted") from None
-
-
-# What sbatch says, and the key that set the option it means. Texts of Slurm 22.05 to 24.11, slurm_errno.c.
-BLAME = {
-    "account/partition combination": ("account or partition", "account"),
-    "accounting/qos policy": ("qos, account, nodes or time_min", "qos"),
-    "partition": ("partition", "partition"),
-    "account": ("account", "account"),
-    "qos": ("qos", "qos"),
-    "generic resource": ("cluster.gpu_flag, cluster.gpu_type, cluster.gpus_per_node", "gpus-per-node"),
-    "time limit": ("time_min", "time"),
-    "memory": ("mem_gb", "mem"),
-    "node count": ("nodes", "nodes"),
-    "node configuration": (
-        "nodes, ranks_per_node, cpus_per_rank, mem_gb, cluster.gpus_per_node or cluster.gpu_type",
-        "nodes",
-    ),
-    "constraint": ("cluster.sbatch.constraint", "constraint"),
-    "feature": ("cluster.sbatch.constraint", "constraint"),
-    "reservation": ("cluster.sbatch.reservation", "reservation"),
-    "dependency": ("cluster.sbatch.dependency", "dependency"),
-    "unrecognized option": ("cluster.sbatch", ""),
-}
-
-
-def _options_to_blame(words: str, path: Path) -> str:
-    """The directive that sbatch's words are about, and the key that set it."""
-    text = (path / runfolder.SCRIPT).read_text()
-    for sign, (key, option) in BLAME.items():
-        if sign in words.lower():
-            lines = [line for line in text.splitlines() if option and line.startswith(f"#SBATCH --{option}=")]
-            return f"the option was set by {key}" + (f": {lines[0]}" if lines else "") + "\n"
-    return ""
+        text = (path / runfolder.SCRIPT).read_text(encoding="utf-8")
+        raise SubmitError(f"{error}\n{refusal.explain(str(error), text)}nothing was submitted") from None
 
 
 @contextmanager
 def _deferred_interrupt() -> Iterator[list[int]]:
-    """Ctrl-C between sbatch's start and the record of its job id would lose a job: note it, act after."""
+    """Ctrl-C between sbatch's start and the record of its job id would lose a job: note it, act after.
+
+    A closed terminal (SIGHUP) and SIGTERM too. What is ignored (nohup, a script's `&`) stays ignored.
+    """
     noted: list[int] = []
-    try:
-        before = signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
-    except ValueError:  # not the main thread: Ctrl-C does not come here
-        yield noted
-        return
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # signals come to no other
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                before[number] = signal.signal(number, lambda number, frame: noted.append(number))
     try:
         yield noted
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def make_spec(config: Config, workdir: Path) -> Spec:
@@ -192,7 +175,16 @@ def make_spec(config: Config, workdir: Path) -> Spec:
         nonce=secrets.token_hex(16),
         seed=config.seed,
         layout=layout.over(config.nodes * per_node),
-        comm=Comm(comm.backend, comm.deepspeed, law, comm.collective_timeout_s, config.cluster.host_template),
+        comm=Comm(
+            comm.backend,
+            comm.deepspeed,
+            law,
+            comm.collective_timeout_s,
+            config.cluster.host_template,
+            comm.device_id,
+        ),
+        seed_by=config.seed_by,
+        deterministic=config.deterministic,
     )
 
 

@@ -1,0 +1,142 @@
+"""torch's default group: made with the ranks that have met, with a timeout for later, and read back."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+
+from hpcinit.facts import hosts
+from hpcinit.facts.errors import BringUpError
+from hpcinit.facts.spec import Spec
+from hpcinit.facts.world import World
+from hpcinit.runtime import rendezvous
+from hpcinit.runtime.meeting.door import Door
+from hpcinit.runtime.store import open_store
+from hpcinit.runtime.watchdog import Watchdog, end_hard
+
+LATE_S = 15.0  # after the deadline of the start-up, for the errors that have names in them to come first
+SIDE = "hpcinit-side/"  # what names of side groups begin with
+
+
+def make(world: World, spec: Spec | None, backend: str, timeout: timedelta, device_id: torch.device | None) -> str:
+    """torch's default group, or an error that names who is missing. Returns where rank 0 was met.
+
+    device_id: what the group is bound to, None for nothing.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    meeting: rendezvous.Meeting | None = None
+
+    def about() -> str:
+        missing = (meeting.missing("up") if meeting else "") or "Rank 0 does not answer."
+        return f"rank {world.rank} is not up after {timeout.total_seconds() + LATE_S:g} s. {missing}"
+
+    with Watchdog(timeout.total_seconds() + LATE_S, about):
+        try:
+            meeting = rendezvous.meet(world, spec, timeout)
+            os.environ.update(rendezvous.program_environment(world, meeting))
+            if meeting:
+                meeting.tell("imported")
+            store = open_store(world, meeting, deadline)
+            if meeting:
+                # From here on this thread is inside torch and cannot look up: if a rank dies, end at once.
+                meeting.on_failure(end_hard)
+                meeting.tell("joined")
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=world.rank,
+                world_size=world.world_size,
+                timeout=timeout,
+                device_id=device_id,
+            )
+            dist.barrier()
+            if meeting:
+                meeting.on_failure(None)
+                meeting.tell("up")
+        except BaseException as error:
+            rendezvous.leave(str(error) or type(error).__name__)
+            raise
+    return hosts.in_url(world.master_addr, meeting.port if isinstance(meeting, Door) else world.master_ports[0])
+
+
+def set_timeout(timeout: timedelta) -> bool:
+    """Of the collectives of all groups that this process is in, side groups left out; False if a backend cannot.
+
+    torch takes one timeout for a group's start and for all that follows, unless told otherwise afterwards; groups that
+    are made later, a mesh's too, have torch's own (10 minutes with NCCL, 30 with gloo) whatever the first was given.
+    """
+    done = True
+    for group, name in list(c10d._world.pg_names.items()):
+        if not str(name).startswith(SIDE):
+            for backend in _backends(group):
+                change = getattr(backend, "_set_default_timeout", None) or getattr(backend, "set_timeout", None)
+                try:
+                    if change is None:
+                        raise NotImplementedError
+                    change(timeout)
+                except (RuntimeError, NotImplementedError):  # of torch's own, gloo and NCCL can
+                    done = False
+    return done
+
+
+def timeout_of(device: torch.device, group: ProcessGroup | None = None) -> timedelta | None:
+    """What the group's collectives on `device` are given; None where its backend does not say."""
+    backend = _unwrapped((group or c10d._get_default_group())._get_backend(device))
+    found = getattr(getattr(backend, "options", None), "_timeout", None)
+    return found if isinstance(found, timedelta) else None
+
+
+def backend_on(device: torch.device) -> str:
+    """The name of the default group's backend for tensors on `device`, '' if it has none."""
+    # "cpu:gloo,cuda:nccl"; get_backend() says "undefined" where a group was made without naming one.
+    by_device = dict(pair.split(":", 1) for pair in dist.get_backend_config().split(","))
+    return by_device.get(device.type, "")
+
+
+def bound_to() -> torch.device | None:
+    """The device_id that the default group was given, None for none."""
+    found: torch.device | None = c10d._get_default_group().bound_device_id
+    return found
+
+
+def verify(device: torch.device, backend: str, timeout: timedelta | None, device_id: torch.device | None) -> None:
+    """Read back what the group and the process have now. Raises BringUpError with both values of what differs.
+
+    timeout: of collectives, None where it is not looked at. DeepSpeed takes a backend, a timeout and a device, and
+    drops them in silence if a group is there.
+    """
+    current = device
+    if device.type != "cpu":
+        current = torch.device(device.type, torch.accelerator.current_device_index())
+    found_timeout = timeout_of(device) if timeout else None
+    differences = [
+        f"asked for {name} {asked}, and it is {found}"
+        for name, asked, found in (
+            ("backend", backend, backend_on(device)),
+            ("a collective timeout of", timeout, timeout if found_timeout is None else found_timeout),
+            ("device", device, current),
+            ("device_id", device_id, bound_to()),
+        )
+        if asked != found
+    ]
+    if differences:
+        raise BringUpError(f"the process group is up, and not as asked: {'; '.join(differences)}")
+
+
+def _backends(group: ProcessGroup) -> Iterator[object]:
+    for device in group._device_types:
+        yield _unwrapped(group._get_backend(device))
+
+
+def _unwrapped(backend: object) -> object:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL wraps a backend in one that compares the ranks' calls."""
+    while hasattr(backend, "wrapped_pg"):
+        backend = backend.wrapped_pg
+    return backend

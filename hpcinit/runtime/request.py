@@ -1,0 +1,102 @@
+"""From what init was asked, what was submitted and what is there, to what will be done."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from hpcinit.facts.layout import Layout
+from hpcinit.facts.spec import SEED_BY, Comm, Spec, one_of
+from hpcinit.facts.timeouts import left_of_job
+from hpcinit.facts.world import World
+from hpcinit.runtime import deepspeed, device_id, devices
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of init; None is what the caller left open."""
+
+    backend: str | None
+    timeout: timedelta | None
+    collective_timeout: timedelta | None
+    device_id: str | None
+    deepspeed: bool | None
+    layout: Layout | None
+    seed: int | None
+    seed_by: str | None
+    deterministic: bool | None
+    launcher: str | None
+
+    def differences(self, other: Request) -> str:
+        """'seed was 1 and is 2 now', for the fields that differ only; '' for the same request."""
+        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return ", ".join(f"{name} was {_shown(a)} and is {_shown(b)} now" for name, a, b in pairs if a != b)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be done; nothing is open any more. law: the start-up timeout with its terms, for the log line."""
+
+    device: torch.device
+    backend: str
+    timeout: timedelta
+    law: str
+    collective_timeout: timedelta
+    binding: device_id.Binding
+    deepspeed: bool
+    layout: Layout
+    seed: int
+    seed_by: str
+    deterministic: bool
+
+
+def resolve(request: Request, world: World, spec: Spec | None, device: torch.device) -> Plan:
+    """The request first, then the submission, then the defaults. Raises RequestError or BringUpError."""
+    comm = _comm(request, spec)
+    timeout, law = _start_up(request, comm, world)
+    later = request.collective_timeout or _seconds(comm.collective_timeout_s) or comm.timeout.start_up(world.nodes)
+    seed_by = _first(request.seed_by, spec and spec.seed_by, "same")
+    one_of("seed_by", seed_by, SEED_BY)
+    above = deepspeed.version() if comm.deepspeed else None
+    return Plan(
+        device=device,
+        backend=devices.backend(device, comm.backend),
+        timeout=timeout,
+        law=law,
+        collective_timeout=later,
+        binding=device_id.decide(comm.device_id, device, world.world_size, torch.__version__, above),
+        deepspeed=comm.deepspeed,
+        layout=_first(request.layout, spec and spec.layout, Layout()).over(world.world_size),
+        seed=_first(request.seed, spec and spec.seed, 0),
+        seed_by=seed_by,
+        deterministic=_first(request.deterministic, spec and spec.deterministic, False),
+    )
+
+
+def _comm(request: Request, spec: Spec | None) -> Comm:
+    given = {name: getattr(request, name) for name in ("backend", "deepspeed", "device_id")}
+    return replace(spec.comm if spec else Comm(), **{k: v for k, v in given.items() if v is not None})
+
+
+def _start_up(request: Request, comm: Comm, world: World) -> tuple[timedelta, str]:
+    if request.timeout is not None:
+        return request.timeout, f"{request.timeout.total_seconds():g} s"
+    left = left_of_job(os.environ, time.time())
+    return comm.timeout.start_up(world.nodes, left), comm.timeout.formula(world.nodes, left)
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
+
+
+def _seconds(number: float | None) -> timedelta | None:
+    return None if number is None else timedelta(seconds=number)
+
+
+def _shown(value: object) -> str:
+    return "not given" if value is None else str(value)

@@ -1,0 +1,114 @@
+"""What init returns: a rank whose process group is up."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from hpcinit.facts import runfolder
+from hpcinit.facts.errors import BringUpError
+from hpcinit.facts.world import World
+from hpcinit.runtime import process_group, seeds
+
+PROGRESS_EVERY_S = 1.0
+
+
+@dataclass
+class _Changing:
+    collective_timeout: timedelta
+    progress_at: float = float("-inf")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A rank whose process group is up.
+
+    world: all that is known of this rank's place; the commonest are properties here. device: torch.device, already
+    current. backend: of the group on that device. timeout: what the start-up was given. mesh: one dimension per kind of
+    parallelism in use. seed: as asked, before it is made this rank's by seed_by ('same', 'rank' or 'data'). data_rank:
+    which share of the samples is this rank's. folder: the run folder, None without a submission.
+    """
+
+    world: World
+    device: torch.device
+    backend: str
+    timeout: timedelta
+    mesh: DeviceMesh
+    seed: int
+    seed_by: str
+    data_rank: int
+    folder: Path | None
+    _changing: _Changing = field(repr=False, compare=False)
+
+    @property
+    def rank(self) -> int:
+        """0 to world_size - 1."""
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the job."""
+        return self.world.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """0 to local_world_size - 1, among the ranks of this node. The device's index is device.index."""
+        return self.world.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        """Number of ranks on this node; other nodes may have more or fewer."""
+        return self.world.local_world_size
+
+    @property
+    def node_rank(self) -> int:
+        """This node's place in `hosts`."""
+        return self.world.node_rank
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Node names in the order of node_rank; empty where the launcher does not tell (torchrun)."""
+        return self.world.hosts
+
+    @property
+    def collective_timeout(self) -> timedelta:
+        """How long a collective may take before it fails, as last set."""
+        return self._changing.collective_timeout
+
+    def set_collective_timeout(self, timeout: timedelta) -> None:
+        """From now on, of all groups that this rank is in by now; every rank should call it with the same.
+
+        A group that is made afterwards (dist.new_group, DeepSpeed) starts with torch's own until this is called again.
+        Raises BringUpError for a timeout that is not positive, or a backend that cannot change it.
+        """
+        if timeout <= timedelta():
+            raise BringUpError(f"collective timeout {timeout}, expected more than 0")
+        if not process_group.set_timeout(timeout):
+            raise BringUpError(f"backend {self.backend} cannot change its timeout, it stays {self.collective_timeout}")
+        self._changing.collective_timeout = timeout
+
+    def loader_options(self, epoch: int = 0) -> dict[str, torch.Generator]:
+        """`DataLoader(dataset, **run.loader_options(epoch))`: an order and workers that are this data share's own."""
+        return seeds.loader_options(self.seed, self.data_rank, epoch)
+
+    def progress(self, step: int, total: int, **values: float) -> None:
+        """Tell those who wait how far the training is: `run.progress(step, total, loss=1.2)`.
+
+        Only rank 0 writes, at most once a second and always at the last step; elsewhere this does nothing.
+        """
+        now = time.monotonic()
+        if self.rank or self.folder is None:
+            return
+        if step < total and now - self._changing.progress_at < PROGRESS_EVERY_S:
+            return
+        self._changing.progress_at = now
+        document = {"step": step, "total": total, "values": values, "time": time.time()}
+        temporary = self.folder / f"{runfolder.PROGRESS}.tmp"
+        temporary.write_text(json.dumps(document) + "\n")
+        temporary.replace(self.folder / runfolder.PROGRESS)

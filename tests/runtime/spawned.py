@@ -1,0 +1,57 @@
+"""Ranks as processes of the test itself: no launcher ends them when one of them fails, or hangs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+# To stand before the code of ranks that use DeepSpeed: its kernel for shared memory takes a minute to compile.
+DEEPSPEED = "import deepspeed\ndeepspeed.ops.__compatible_ops__.clear()\n"
+PATIENCE_S = 120  # for the imports of torch on a busy machine
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+class Rank:
+    """A process that runs `code`, its stdout and stderr together in a file."""
+
+    def __init__(self, code: str, log: Path, env: Mapping[str, str]) -> None:
+        self._log = log
+        with log.open("w") as stream:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-c", textwrap.dedent(code)],
+                env={**os.environ, **env},
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+            )
+
+    def end(self) -> tuple[int, str]:
+        """Exit status and everything it printed, once it has ended."""
+        status = self.process.wait(PATIENCE_S)
+        return status, self._log.read_text()
+
+
+@contextmanager
+def ranks(code: str, number: int, folder: Path, **env: str) -> Iterator[list[Rank]]:
+    """`number` ranks of one job on this machine; what is left of them at the end is killed."""
+    where = {"HPCINIT_LAUNCHER": "env", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    found: list[Rank] = []
+    try:
+        for rank in range(number):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(number)}
+            found.append(Rank(code, folder / f"rank-{rank}.log", {**where, **place, **env}))
+        yield found
+    finally:
+        for rank_ in found:
+            rank_.process.kill()
+            rank_.process.wait()

@@ -1,0 +1,94 @@
+"""shutdown: with peers that are dead or frozen, with a torch that hangs, and before another init."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.spawned import DEEPSPEED, ranks
+
+
+@pytest.mark.parametrize(("how", "victim"), [("SIGKILL", 0), ("SIGSTOP", 0), ("SIGSTOP", 2)])
+def test_a_dead_or_frozen_peer_does_not_hold_the_others(tmp_path: Path, how: str, victim: int) -> None:
+    """When a rank is killed or frozen, the host of the store or another, the others shut down and end well."""
+    code = f"""
+        import os, signal, time, torch, torch.distributed as dist, hpcinit
+        run = hpcinit.init()
+        dist.all_reduce(torch.ones(1))
+        if run.rank == {victim}:
+            os.kill(os.getpid(), signal.{how})
+        time.sleep(1)
+        hpcinit.shutdown()
+        print("down", dist.is_initialized())
+    """
+    with ranks(code, 3, tmp_path) as started:
+        ended = [started[rank].end() for rank in range(3) if rank != victim]
+    assert [(status, log.splitlines()[-1]) for status, log in ended] == [(0, "down False")] * 2
+
+
+def test_a_group_that_never_goes_down_is_left_behind() -> None:
+    """When torch hangs in taking the group down, the process says so, goes on, refuses another init, and ends with 1.
+
+    torch's function is replaced by one that hangs: gloo's own never did.
+    """
+    code = """
+        import atexit, time, datetime, torch.distributed as dist, hpcinit
+        hpcinit.init()
+        atexit.register(print, "the program's own exit handler")
+        dist.destroy_process_group = lambda: time.sleep(600)
+        hpcinit.shutdown(datetime.timedelta(seconds=0.5))
+        print("on it goes")
+        try:
+            hpcinit.init()
+        except hpcinit.HpcinitError as error:
+            print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=100, check=False
+    )
+    said = "the process group did not go down in 0.5 s: a peer that died or hangs holds it up"
+    assert done.returncode == 1
+    assert done.stdout.startswith(f"on it goes\nno second process group in this process: {said}")
+    assert done.stdout.endswith("the program's own exit handler\n")
+    assert f"hpcinit: warning: {said}" in done.stderr and f"hpcinit: error: {said}" in done.stderr
+
+
+def test_init_again_with_another_world(tmp_path: Path) -> None:
+    """After a shutdown two of three ranks come up as a world of two, and compute together."""
+    code = """
+        import os, torch, torch.distributed as dist, hpcinit
+        with hpcinit.session() as run:
+            dist.barrier()
+        if run.rank < 2:
+            os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+            with hpcinit.session() as run:
+                value = torch.ones(1)
+                dist.all_reduce(value)
+                print(run.world_size, run.mesh.shape, value.item())
+    """
+    with ranks(code, 3, tmp_path) as started:
+        ended = [rank.end() for rank in started]
+    assert [status for status, _ in ended] == [0, 0, 0]
+    assert [log.splitlines()[-1] for _, log in ended[:2]] == ["2 (2,) 2.0"] * 2
+
+
+def test_deepspeed_forgets_its_groups(tmp_path: Path) -> None:
+    """What DeepSpeed cached of a group is gone after shutdown, and it works on the next group."""
+    code = """
+        import torch, hpcinit, torch.distributed as dist
+        for again in range(2):
+            with hpcinit.session(deepspeed=True) as run:
+                import deepspeed
+                from deepspeed.utils import groups
+                value = torch.ones(1)
+                deepspeed.comm.all_reduce(value, group=groups._clone_world_group())
+            assert groups._WORLD_GROUP is None and deepspeed.comm.comm.cdb is None and not dist.is_initialized()
+        print(value.item())
+    """
+    with ranks(DEEPSPEED + textwrap.dedent(code), 2, tmp_path) as started:
+        ended = [rank.end() for rank in started]
+    assert [(status, log.splitlines()[-1]) for status, log in ended] == [(0, "2.0")] * 2
