@@ -89,7 +89,9 @@ def test_a_node_that_loses_its_network(hpcinit: Run, slurm: MiniSlurm, tmp_path:
     finally:
         slurm.network_up("n4")
         slurm.wait_idle()
-    assert "rank 3 on n4 (pid " in logs[0] and "s ago and no further" in logs[0]
+    for log in logs[:3]:
+        assert "rank 3 on n4 (pid " in log and "s ago and no further" in log
+    assert "rank 0 on n1 does not answer rank 3 on n4 any more" in logs[3]
 
 
 @pytest.mark.parametrize("silent", [True, False])
@@ -115,17 +117,39 @@ def test_a_foreign_server_on_the_port(hpcinit: Run, slurm: MiniSlurm, tmp_path: 
     assert f"rank 0 at n1:{ports.candidates(f'{last + 1}.0.0')[1]}" in logs[0]
 
 
-def test_a_name_that_does_not_resolve(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
-    """On a node where rank 0's name means nothing, Slurm's own address for the node is used, and the rank says so."""
+def with_hosts(tmp_path: Path, rank: int, change: str) -> list[str]:
+    """Words for a submission in which one rank sees /etc/hosts after `change`, a filter."""
     lost = (
-        "if [ $SLURM_PROCID = 2 ]; then exec unshare -m bash -c '\n"
-        '    grep -w n3 /etc/hosts > "$TMPDIR/hosts"; mount --bind "$TMPDIR/hosts" /etc/hosts; exec "$0" "$@"\n'
+        f"if [ $SLURM_PROCID = {rank} ]; then exec unshare -m bash -c '\n"
+        f'    {change} < /etc/hosts > "$TMPDIR/hosts"; mount --bind "$TMPDIR/hosts" /etc/hosts; exec "$0" "$@"\n'
         f'\' {sys.executable} "$@"; fi'
     )
-    words = [python_that(tmp_path, lost), f"+cluster.env.TMPDIR={tmp_path}"]
-    status, logs = start(hpcinit, slurm, tmp_path, "", *words)
+    return [python_that(tmp_path, lost), f"+cluster.env.TMPDIR={tmp_path}"]
+
+
+def test_a_name_that_does_not_resolve(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """On a node where rank 0's name means nothing, Slurm's own address for the node is used, and the rank says so."""
+    status, logs = start(hpcinit, slurm, tmp_path, "", *with_hosts(tmp_path, 2, "grep -w n3"))
     assert status == 0 and all(f"up {rank}" in log for rank, log in enumerate(logs))
     assert "n1 does not resolve on n3" in logs[2] and "Slurm's address for it is used" in logs[2]
+    assert "GLOO_SOCKET_IFNAME" not in "".join(logs)  # all of them resolve their own names
+
+
+@pytest.mark.parametrize(
+    ("rank", "change", "said"),
+    [
+        (2, "grep -vw n3", "n3 does not resolve on n3 itself ("),
+        (2, r'sed "s/.*\bn3$/127.0.1.1 n3/"', "n3 is 127.0.1.1 on n3 itself"),
+        (0, r'sed "s/.*\bn1$/127.0.1.1 n1/"', "n1 is 127.0.1.1 on n1 itself"),
+    ],
+)
+def test_a_node_that_does_not_know_its_own_address(
+    hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, rank: int, change: str, said: str
+) -> None:
+    """Where gloo would listen on loopback, it is given the interface that reaches rank 0, and the group works."""
+    status, logs = start(hpcinit, slurm, tmp_path, "", *with_hosts(tmp_path, rank, change))
+    assert status == 0 and all(f"up {number}" in log for number, log in enumerate(logs)), "\n".join(logs)
+    assert said in logs[rank] and "where no other node reaches it: GLOO_SOCKET_IFNAME is set to eth0" in logs[rank]
 
 
 def test_a_rank_of_the_attempt_before(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
@@ -154,3 +178,22 @@ def test_a_second_process_that_claims_a_rank(hpcinit: Run, slurm: MiniSlurm, tmp
     status, logs = start(hpcinit, slurm, tmp_path, twice)
     assert status == 0 and all(f"up {rank}" in log for rank, log in enumerate(logs))
     assert "two processes claim rank 3: pid " in logs[3] and "on n4" in logs[3] and "refused: two processes" in logs[0]
+
+
+@pytest.mark.parametrize("knows_its_node", [True, False])
+def test_a_second_rank_0_on_another_node(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, knows_its_node: bool) -> None:
+    """A process elsewhere with rank 0's variables ends at once, whether it takes n1 or its own node for rank 0's."""
+    stray = {f"SLURM_{name}": "0" for name in ("PROCID", "LOCALID", "NODEID", "GTIDS")}
+    twice = (
+        "if rank == 3:\n    import subprocess, sys\n"
+        f"    env = os.environ | {stray!r}\n"
+        + ("" if knows_its_node else "    del env['SLURMD_NODENAME']\n")
+        + "    begin = time.monotonic()\n"
+        "    done = subprocess.run([sys.executable, '-m', 'hpcinit.run', 'code2.py'], capture_output=True, text=True, env=env)\n"
+        "    print(done.returncode, done.stderr, time.monotonic() - begin < 10)\n"
+    )
+    (tmp_path / "code2.py").write_text(BRING_UP)
+    status, logs = start(hpcinit, slurm, tmp_path, twice)
+    assert status == 0 and all(f"up {rank}" in log for rank, log in enumerate(logs))
+    assert "\nhpcinit: error: two processes claim rank 0: pid " in logs[3]
+    assert " on n1, which came first" in logs[3] and " on n4; is RANK" in logs[3] and "\n True\n" in logs[3]

@@ -68,8 +68,8 @@ def meet(world: World, spec: Spec | None, timeout: timedelta) -> Meeting | None:
 def _with_ports_for_a_door(world: World) -> World:
     """`world` with candidates for the door where its one port is the user's own, which the program will want.
 
-    Hydra's mpiexec names no job: without one, two of them on a node would share ports and key. What the ranks of one
-    node share then is their parent.
+    Some launchers name no job (a PMI that is not Hydra's): without one, two of them on a node would share ports and
+    key. What the ranks of one node share then is their parent.
     """
     job = world.job or (f"parent{os.getppid()}" if world.nodes == 1 else f"port{world.master_ports[0]}")
     if len(world.master_ports) == 1 or not world.job:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from hpcinit.facts import hosts
+from hpcinit.facts import hosts, interfaces
 from hpcinit.facts.errors import ConfigError, WorldError
 
 HERE = socket.gethostname()
@@ -186,3 +186,39 @@ def test_node_aliases_that_slurm_did_not_write(text: str, column: int) -> None:
     assert str(caught.value) == (
         f"SLURM_NODE_ALIASES cannot be read at column {column}: {text[column - 1 :]!r}, expected NODE:ADDRESS:HOSTNAME,..."
     )
+
+
+# --- this node's own addresses
+
+
+def test_which_interface_has_an_address() -> None:
+    """The kernel's loopback has its two addresses, and an address of nobody is on no interface."""
+    assert [interfaces.holding(ip) for ip in ("127.0.0.1", "::1", "192.0.2.254", "2001:db8::1")] == ["lo", "lo", "", ""]
+
+
+def test_the_address_on_the_way_to_another() -> None:
+    """The kernel's choice of a source, without a packet; '' where there is no route."""
+    assert (interfaces.towards("127.0.0.9"), interfaces.towards("::1")) == ("127.0.0.1", "::1")
+    assert interfaces.towards("255.255.255.255") == ""
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"n1": ["127.0.0.1"]}, "n1 is 127.0.0.1 on n1 itself"),
+        ({"n1": ["192.0.2.254", "::1"]}, "n1 is ::1 on n1 itself"),
+        ({"n1": ["192.0.2.254"]}, "n1 is not an address of this node on n1 itself"),
+        ({}, "n1 does not resolve on n1 itself (Name or service not known)"),
+    ],
+)
+def test_a_node_that_does_not_know_itself(table: dict[str, list[str]], said: str) -> None:
+    """The first of the own name's addresses that can be bound counts, as for gloo."""
+    assert interfaces.blind_spot("n1", resolver(table)) == said
+
+
+def test_a_node_that_knows_itself() -> None:
+    """A name with an address of this machine that is no loopback is fine; needs such an address."""
+    own = [str(address) for _, address in interfaces._ipv4() if not address.is_loopback]
+    if not own:
+        pytest.skip("this machine has no IPv4 address but loopback")
+    assert interfaces.blind_spot("n1", resolver({"n1": ["192.0.2.254", own[0]]})) == ""

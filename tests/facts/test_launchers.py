@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import socket
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +15,7 @@ import pytest
 
 from hpcinit.facts import launchers
 from hpcinit.facts.errors import WorldError
+from hpcinit.facts.launchers import hydra
 from hpcinit.facts.process import Process
 from hpcinit.facts.world import World, exports
 from tests.facts.recordings import shapes
@@ -295,6 +300,27 @@ def test_crays_names_of_the_local_rank() -> None:
     """PMI_LOCAL_RANK and PMI_LOCAL_SIZE stand in for Hydra's."""
     world = launchers.read({"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"})
     assert (world.launcher, world.local_rank, world.local_world_size) == ("mpich", 1, 2)
+
+
+@pytest.mark.skipif(not shutil.which("mpiexec.hydra"), reason="needs mpiexec.hydra (Debian: hydra)")
+def test_two_mpiexecs_of_hydra(tmp_path: Path) -> None:
+    """Ranks below different proxies of one mpiexec agree on job and ports; those of another mpiexec have others."""
+    world = f"{sys.executable} -m hpcinit.world > $0-$PMI_RANK"
+    # Two proxies, as on two nodes, and a shell in between, so that the ranks share no parent.
+    one = ["mpiexec.hydra", "-launcher", "fork", "-hosts", f"{socket.gethostname()},localhost", "-ppn", "2", "-np", "4"]
+    env = os.environ | {"MASTER_ADDR": "m1"}
+    paths = [tmp_path / "first", tmp_path / "second"]
+    begun = [subprocess.Popen([*one, "sh", "-c", f"{world}; true", str(path)], env=env) for path in paths]
+    assert [process.wait(60) for process in begun] == [0, 0]
+    said = [[json.loads(Path(f"{path}-{rank}").read_text()) for rank in range(4)] for path in paths]
+    assert all((w["rank"], w["local_world_size"]) == (rank, 2) for job in said for rank, w in enumerate(job))
+    named = [{(w["job"], *w["master_ports"]) for w in job} for job in said]
+    assert [len(names) for names in named] == [1, 1] and not named[0] & named[1]
+
+
+def test_no_proxy_to_be_seen(tmp_path: Path) -> None:
+    """Where no proxy of Hydra's is above a process, or /proc cannot be read, there is no name, and no error."""
+    assert hydra.control_port(os.getpid()) == "" and hydra.control_port(os.getpid(), tmp_path) == ""
 
 
 # --- Horovod itself

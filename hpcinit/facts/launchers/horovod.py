@@ -21,6 +21,10 @@ VARIABLES = {
     "local_world_size": "HOROVOD_LOCAL_SIZE",
 }
 DO = "horovodrun sets it for every rank; start the ranks with horovodrun"
+LOST = (
+    "horovodrun started {size} ranks, {here} of them on this node, and HOROVOD_GLOO_RENDEZVOUS_ADDR is not set: give "
+    "rank 0's host to all of them (MASTER_ADDR)"
+)
 
 
 def present(env: Mapping[str, str]) -> bool:
@@ -32,37 +36,20 @@ def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
 
     Raises WorldError if a value is absent, or if nothing tells where to meet.
     """
-    rank, size = number(env, "HOROVOD_RANK", DO), number(env, "HOROVOD_SIZE", DO)
-    local_rank = number(env, "HOROVOD_LOCAL_RANK", DO)
     driver = env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "")  # where horovodrun runs, which need not be rank 0's host
-    job = f"{driver}:{env.get('HOROVOD_GLOO_RENDEZVOUS_PORT', '')}"
-    local_size = number(env, "HOROVOD_LOCAL_SIZE", DO)
-    place = meeting.meet(
-        env,
-        job,
-        one_node=local_size == size,
-        rank=rank,
+    # CROSS_SIZE counts the nodes that have this local rank: all of them only for local rank 0.
+    counts = env.get("HOROVOD_LOCAL_RANK") == "0" and "HOROVOD_CROSS_SIZE" in env
+    told = meeting.Told(
+        NAME,
+        job=f"{driver}:{env.get('HOROVOD_GLOO_RENDEZVOUS_PORT', '')}",
         own=env.get("HOROVOD_HOSTNAME", ""),
         guess=driver,
-        do=f"horovodrun started {size} ranks, {local_size} of them on this node, and HOROVOD_GLOO_RENDEZVOUS_ADDR "
-        "is not set: give rank 0's host to all of them (MASTER_ADDR)",
-    )
-    return World(
-        launcher=NAME,
-        rank=rank,
-        world_size=size,
-        local_rank=local_rank,
-        local_world_size=local_size,
+        lost=LOST,
         # Among the ranks with this local rank, which is the node's number where all nodes have as many ranks.
-        node_rank=number(env, "HOROVOD_CROSS_RANK", DO),
-        hosts=(),
-        master_addr=place.address,
-        master_ports=place.ports,
-        job=job,
-        master_known=place.known,
-        # CROSS_SIZE counts the nodes that have this local rank: all of them only for local rank 0.
-        node_count=number(env, "HOROVOD_CROSS_SIZE", DO) if local_rank == 0 and "HOROVOD_CROSS_SIZE" in env else 0,
+        node_rank="HOROVOD_CROSS_RANK",
+        node_count=number(env, "HOROVOD_CROSS_SIZE", DO) if counts else 0,
     )
+    return meeting.world(env, VARIABLES, DO, told)
 
 
 def check(world: World) -> None:

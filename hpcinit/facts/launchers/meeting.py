@@ -1,4 +1,4 @@
-"""Where ranks meet whose launcher does not say where rank 0 is: the MPI launchers and Horovod."""
+"""Worlds of launchers that do not say where rank 0 is: the MPI launchers and Horovod."""
 
 from __future__ import annotations
 
@@ -7,32 +7,59 @@ from typing import NamedTuple
 
 from hpcinit.facts import nodelist, ports
 from hpcinit.facts.errors import WorldError
-from hpcinit.facts.world import number
+from hpcinit.facts.world import World, number
 
 
-class Meeting(NamedTuple):
-    """What World calls master_addr, master_ports and master_known."""
+class Told(NamedTuple):
+    """What such a launcher tells of itself.
 
-    address: str
-    ports: tuple[int, ...]
-    known: bool
-
-
-def meet(env: Mapping[str, str], job: str, *, one_node: bool, rank: int, own: str, guess: str, do: str) -> Meeting:
-    """MASTER_ADDR if it was given; this machine if it is the only one; else a guess, which rank 0 must correct.
-
-    own: this node's name. guess: an address that the launcher mentions. Raises WorldError, which says `do`, where
-    there is nothing to guess from.
+    job: names this start. own: this node's name. guess: an address that it mentions, which may be rank 0's. lost: what
+    to do where there is none; {size} and {here} are filled in. node_rank: the variable that holds it; without one the
+    nodes are filled in order. node_count: 0 where it does not tell.
     """
-    chosen = (number(env, "MASTER_PORT", do),) if env.get("MASTER_PORT") else ports.candidates(job)
+
+    launcher: str
+    job: str
+    own: str
+    guess: str
+    lost: str
+    node_rank: str = ""
+    node_count: int = 0
+
+
+def world(env: Mapping[str, str], names: Mapping[str, str], do: str, told: Told) -> World:
+    """Every value from the variables `names`, by what they hold.
+
+    Raises WorldError, which says `do`, if a value is absent; and one if nothing tells where to meet.
+    """
+    rank, size, local_rank, here = (
+        number(env, names[name], do) for name in ("rank", "world_size", "local_rank", "local_world_size")
+    )
+    address, known = _place(env, told, one_node=here == size, rank=rank)
+    if not address:
+        raise WorldError(told.lost.format(size=size, here=here))
+    return World(
+        launcher=told.launcher,
+        rank=rank,
+        world_size=size,
+        local_rank=local_rank,
+        local_world_size=here,
+        node_rank=number(env, told.node_rank, do) if told.node_rank else rank // max(here, 1),
+        hosts=(),
+        master_addr=address,
+        master_ports=(number(env, "MASTER_PORT", do),) if env.get("MASTER_PORT") else ports.candidates(told.job),
+        job=told.job,
+        master_known=known,
+        node_count=told.node_count,
+    )
+
+
+def _place(env: Mapping[str, str], told: Told, *, one_node: bool, rank: int) -> tuple[str, bool]:
+    """MASTER_ADDR if it was given; this machine if it is the only one; else a guess, which rank 0 must correct."""
     job_list = env.get("SLURM_JOB_NODELIST")
-    guess = (own if rank == 0 else "") or (nodelist.first(job_list) if job_list else "") or guess
+    guess = (told.own if rank == 0 else "") or (nodelist.first(job_list) if job_list else "") or told.guess
     given = env.get("MASTER_ADDR")
     # hpcinit.run exports the guess too; seen again, it is still one.
     if given and (given != guess or one_node):
-        return Meeting(given, chosen, known=True)
-    if one_node:
-        return Meeting("127.0.0.1", chosen, known=True)
-    if not guess:
-        raise WorldError(do)
-    return Meeting(guess, chosen, known=False)
+        return given, True
+    return ("127.0.0.1", True) if one_node else (guess, False)

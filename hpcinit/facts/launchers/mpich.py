@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpcinit.facts.errors import WorldError
-from hpcinit.facts.launchers import meeting
+from hpcinit.facts.launchers import hydra, meeting
 from hpcinit.facts.process import UNKNOWN, Process
-from hpcinit.facts.world import World, number
+from hpcinit.facts.world import World
 
 NAME = "mpich"
 VARIABLES = {
@@ -23,6 +23,10 @@ VARIABLES = {
 LOCAL_RANKS = ("MPI_LOCALRANKID", "PMI_LOCAL_RANK")
 LOCAL_SIZES = ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
 DO = "mpiexec sets it for every rank; start the ranks with mpiexec"
+LOST = (
+    "mpiexec started {size} ranks, {here} of them on this node, and does not say where rank 0 is: give its host to all "
+    "of them (mpiexec -genv MASTER_ADDR ...), or start them with srun"
+)
 NO_SIZE = (
     "PMIX_RANK is {rank!r} and nothing tells the number of ranks: PMIx keeps it out of the environment; start the "
     "ranks with srun, with Open MPI's mpirun or with torchrun (or say HPCINIT_LAUNCHER=single, for a process alone)"
@@ -46,32 +50,17 @@ def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
     """
     if "PMI_RANK" not in env and "PMIX_RANK" in env:
         raise WorldError(NO_SIZE.format(rank=env["PMIX_RANK"]))
-    rank, size = number(env, "PMI_RANK", DO), number(env, "PMI_SIZE", DO)
-    local_size = number(env, _first(env, LOCAL_SIZES), DO)
-    job = env.get("PMI_JOBID") or env.get("SLURM_JOB_ID", "")
-    place = meeting.meet(
-        env,
-        job,
-        one_node=local_size == size,
-        rank=rank,
+    names = VARIABLES | {"local_rank": _first(env, LOCAL_RANKS), "local_world_size": _first(env, LOCAL_SIZES)}
+    mpiexec = hydra.control_port(process.pid) if process.pid else ""
+    told = meeting.Told(
+        NAME,
+        # Several mpiexec may run in one Slurm job, or with none on the same nodes.
+        job=env.get("PMI_JOBID") or "-".join(filter(None, (env.get("SLURM_JOB_ID"), mpiexec))),
         own=env.get("MPIR_CVAR_CH3_INTERFACE_HOSTNAME", ""),
         guess="",
-        do=f"mpiexec started {size} ranks, {local_size} of them on this node, and does not say where rank 0 is: give "
-        "its host to all of them (mpiexec -genv MASTER_ADDR ...), or start them with srun",
+        lost=LOST,
     )
-    return World(
-        launcher=NAME,
-        rank=rank,
-        world_size=size,
-        local_rank=number(env, _first(env, LOCAL_RANKS), DO),
-        local_world_size=local_size,
-        node_rank=rank // max(local_size, 1),  # Hydra fills nodes in order, unless told otherwise
-        hosts=(),
-        master_addr=place.address,
-        master_ports=place.ports,
-        job=job,
-        master_known=place.known,
-    )
+    return meeting.world(env, names, DO, told)
 
 
 def _first(env: Mapping[str, str], names: tuple[str, ...]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from hpcinit.facts.launchers import meeting
 from hpcinit.facts.process import UNKNOWN, Process
-from hpcinit.facts.world import World, number
+from hpcinit.facts.world import World
 
 NAME = "openmpi"
 VARIABLES = {
@@ -21,6 +21,10 @@ VARIABLES = {
     "local_world_size": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }
 DO = "mpirun sets it for every rank; start the ranks with mpirun"
+LOST = (
+    "mpirun started {size} ranks, {here} of them on this node, and does not say where rank 0 is: give its host to all "
+    "of them (mpirun -x MASTER_ADDR=...), or start them with srun"
+)
 # OMPI_MCA_orte_hnp_uri "1522139136.0;tcp://192.0.2.2,198.19.44.1:46631;tcp6://[fd00::2]:45453": of mpirun itself,
 # which runs on the first host if it runs in an allocation.
 _MPIRUN = re.compile(r"tcp://([0-9.]+)")
@@ -35,35 +39,16 @@ def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
 
     Raises WorldError if a value is absent, or if nothing tells where to meet.
     """
-    rank = number(env, "OMPI_COMM_WORLD_RANK", DO)
-    size = number(env, "OMPI_COMM_WORLD_SIZE", DO)
-    local_size = number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", DO)
-    job = env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE", "")
     mpirun = _MPIRUN.search(env.get("OMPI_MCA_orte_hnp_uri", ""))
-    place = meeting.meet(
-        env,
-        job,
-        one_node=local_size == size,
-        rank=rank,
+    nodes = env.get("OMPI_MCA_orte_num_nodes", "0")
+    told = meeting.Told(
+        NAME,
+        job=env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE", ""),
         own=env.get("PMIX_HOSTNAME", ""),
         guess=mpirun[1] if mpirun else "",
-        do=f"mpirun started {size} ranks, {local_size} of them on this node, and does not say where rank 0 is: give "
-        "its host to all of them (mpirun -x MASTER_ADDR=...), or start them with srun",
-    )
-    nodes = env.get("OMPI_MCA_orte_num_nodes", "0")
-    return World(
-        launcher=NAME,
-        rank=rank,
-        world_size=size,
-        local_rank=number(env, "OMPI_COMM_WORLD_LOCAL_RANK", DO),
-        local_world_size=local_size,
+        lost=LOST,
         # Open MPI does not number the nodes (OMPI_COMM_WORLD_NODE_RANK is a rank within the node); by slot, its
         # default, it fills them in order.
-        node_rank=rank // max(local_size, 1),
-        hosts=(),
-        master_addr=place.address,
-        master_ports=place.ports,
-        job=job,
-        master_known=place.known,
         node_count=int(nodes) if nodes.isdigit() else 0,
     )
+    return meeting.world(env, VARIABLES, DO, told)
