@@ -1,0 +1,112 @@
+"""Programs that know nothing of hpcinit, started by it on a real Slurm: 2 nodes x 2 ranks, each on its own.
+
+Models are made from a config and data from torch: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Run
+from tests.minislurm import MiniSlurm
+from tests.submitting import folder_of, submit
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("lightning", "accelerate", "transformers"):
+        if not importlib.util.find_spec(package):
+            left_out = f"{package} is not installed: pip install 'hpcinit[test]'"
+            pytest.fail(left_out) if os.environ.get("CI") == "true" else pytest.skip(left_out)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def reports(texts: Iterable[str]) -> list[dict]:
+    """What the ranks printed as JSON, in the order of ranks."""
+    lines = [line for text in texts for line in text.splitlines() if line.startswith('{"')]
+    return sorted((json.loads(line) for line in lines), key=lambda report: report["rank"])
+
+
+def logs(folder: Path) -> list[str]:
+    return [path.read_text() for path in sorted(folder.glob("logs/*.log"))]
+
+
+def assert_one_world_of_4(found: list[dict], samples: Iterable[int]) -> None:
+    """Each sample was seen by one rank alone, and yet all ranks have the same gradients and weights."""
+    assert [(r["rank"], r["local_rank"], r["world"]) for r in found] == [(0, 0, 4), (1, 1, 4), (2, 0, 4), (3, 1, 4)]
+    assert [r["sum"] for r in found] == [0 + 1 + 2 + 3] * 4
+    assert sorted(sample for r in found for sample in r["seen"]) == list(samples)
+    assert len({len(r["seen"]) for r in found}) == 1
+    for report in found[1:]:
+        assert report["gradient"] == found[0]["gradient"]
+        assert report["weights"] == found[0]["weights"]
+    assert found[0]["gradient"]
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("lightning_fit.py", []),
+        ("accelerate_loop.py", ['+cluster.env.ACCELERATE_USE_CPU="true"']),  # as `accelerate launch --cpu` sets it
+        ("hf_trainer.py", []),
+    ],
+)
+def test_trains_as_one_world(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, name: str, setting: list[str]) -> None:
+    """The library's own training loop, as submitted, shares its data and averages its gradients over all 4 ranks."""
+    words = ["nodes=2", "ranks_per_node=2", "wait=true", *setting, "--", str(PROGRAMS / name)]
+    done = submit(hpcinit, slurm, *words)
+    folder = folder_of(done)
+    assert done.returncode == 0, logs(folder)
+    assert_one_world_of_4(reports(logs(folder)), range(8))
+
+
+@pytest.mark.slurm
+def test_accelerate_alone_makes_worlds_of_one_on_cpu(slurm: MiniSlurm, tmp_path: Path) -> None:
+    """`Accelerator()` takes no notice of the ranks where there is no GPU, unless told cpu=True or ACCELERATE_USE_CPU.
+
+    accelerate's own doing (the same under torchrun); here so that we hear of it when it changes, since
+    docs/faults.md says so. Also the way without a submitter: `srun python -m hpcinit.run`.
+    """
+    step = ["srun", "-N1", "-n2", f"--chdir={tmp_path}", sys.executable, "-m", "hpcinit.run"]
+    printed = slurm.run(*step, str(PROGRAMS / "accelerate_loop.py"))
+    assert [(r["rank"], r["world"], len(r["seen"])) for r in reports([printed])] == [(0, 1, 8)] * 2
+
+
+def test_lightning_names_a_wrong_number_of_devices(hpcinit: Run, tmp_path: Path) -> None:
+    """Lightning reads the step's variables: devices that do not match the ranks of a node end every rank, by name."""
+    words = ["cluster=local", "nodes=1", "ranks_per_node=2", "wait=true", "launch.kill_on_bad_exit=false"]
+    done = hpcinit("submit", *words, "--", str(PROGRAMS / "lightning_fit.py"), env={"DEVICES": "4"})
+    assert done.returncode != 0
+    for rank in (0, 1):
+        record = json.loads((folder_of(done) / f"errors/rank-{rank}.json").read_text())
+        assert "You set `devices=4` in Lightning" in record["error"] and "--ntasks-per-node=2" in record["error"]
+
+
+@pytest.mark.slurm
+def test_torchruns_elastic_restart(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """torchrun's agents, a task per node, meet at the address that hpcinit.run exports and restart all after a failure.
+
+    The second attempt begins where the first one's state ended. Its workers run under hpcinit.run, too, since
+    Python's own exit may abort a rank that has ended well (hpcinit/runtime/program.py: end). Without
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE a restarted gloo finds the addresses of the dead ranks in the agents'
+    store (https://github.com/pytorch/pytorch/issues/135712), with torch alone just the same.
+    """
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--max-restarts=1",
+             "--rdzv-backend=c10d", "--rdzv-id=test", '--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"']  # fmt: skip
+    line = " ".join(["exec", *agent, "-m", "hpcinit.run", str(PROGRAMS / "elastic_ddp.py"), "--fail-once"])
+    words = ["nodes=2", "ranks_per_node=1", "wait=true", '+cluster.env.TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"']
+    done = submit(hpcinit, slurm, *words, "--", "bash", "-c", line)
+    folder = folder_of(done)
+    assert done.returncode == 0, logs(folder)
+    assert sum(text.count("RuntimeError: a bad day for this rank") for text in logs(folder)) == 1
+    assert_one_world_of_4(reports(logs(folder)), range(4, 8))
