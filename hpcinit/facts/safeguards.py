@@ -1,6 +1,6 @@
 """Variables that protect a run: where a hang leaves its traces, and caches that no other job shares.
 
-They are set only where the user has not, before torch is imported, and each is named in one line.
+They are set only where the user has not, before torch first looks at them, and each is named in one line.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from hpcinit.facts import scratch
 ENV_SET = "HPCINIT_SAFEGUARDS"  # "JOB NAME NAME...": what was set here, so that a job within this job knows
 FLIGHT = "flight"  # in the run folder: flight/JOB.rank_N, for `torchfrtrace FOLDER/flight --prefix JOB.rank_`
 
-# With its second name alone, torch warns that it is deprecated (seen with 2.13); torch 2.4 knows no other. The first
-# is torch's own name at the latest since 2.11 (strings of its library).
+# Two of the recorder's variables have an older name: torch 2.13 warns that it is deprecated, torch 2.7 knows no other
+# (https://github.com/pytorch/pytorch/pull/152563). From this version on the new name is known for certain.
 NEW_NAMES = (2, 11)
 
 
@@ -35,10 +35,8 @@ class _Variable:
 
 
 def _recorder(dumps: str) -> list[_Variable]:
-    """torch's flight recorder: on by default in 2.13, off in 2.4, and it writes to one place for all jobs.
-
-    That place is ~/.cache/torch/comm_lib_trace_rank_N, or /tmp/nccl_trace_rank_N in 2.4; the folder is never made.
-    """
+    """torch's flight recorder. Left alone it writes to one place for all jobs, in the shared home:
+    ~/.cache/torch/comm_lib_trace_rank_N. It makes no folder that it is given."""
     found = [
         # torch's default as long as there is one ("a temporary option", says ProcessGroupNCCL.hpp): a rank whose
         # collective failed ends, rather than train on with what it has.
@@ -86,8 +84,9 @@ _applied = False
 def apply(environ: MutableMapping[str, str], folder: Path | None, job: str) -> tuple[str, ...]:
     """Add the safeguards to `environ` and return their names; () if this process or this job has done so before.
 
-    Call it before torch is imported. What was set for another job, around this one, is set anew. A disk that is full
-    or not ours is no error: what needs it is left out, and describe() says so.
+    Call it before a process group is made and before anything is compiled: torch reads each variable at its first use.
+    What was set for another job, around this one, is set anew. A disk that is full or not ours is no error: what needs
+    it is left out, and describe() says so.
 
     folder: the run folder, None without a submission. job: World.job, which names this start and no other, so that a
     restart finds neither the locks nor the half-built files of the start before.

@@ -102,11 +102,10 @@ def make_deterministic(environ: MutableMapping[str, str] = os.environ) -> tuple[
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False  # measures, and chooses what was fastest this time
     words = ["deterministic algorithms", "cudnn.benchmark off"]
-    late = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     for name, (value, fine) in DETERMINISTIC.items():
         if name not in environ:
             environ[name] = value
-            words.append(f"{name}={value}" + (" (late: CUDA is in use, and may have been without it)" if late else ""))
+            words.append(f"{name}={value}")
         elif not set(environ[name].split(",")) <= fine:
             words.append(f"{name} stays as you set it, which is not known to be deterministic ({value} is)")
     if environ.get("PYTHONHASHSEED", "random") == "random":
