@@ -6,30 +6,68 @@ Inside a job, once per rank: read the world, export torch's variables, run the p
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpcinit.cli import guarded
 from hpcinit.facts import launchers, runfolder
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.spec import Program, Spec, load, of_this_run
+from hpcinit.facts.world import World
 from hpcinit.runtime import program
+
+# What lies beside the spec and could be taken for it.
+NOT_SPECS = {runfolder.PROVENANCE, runfolder.SUBMISSION, runfolder.EXIT, runfolder.PROGRESS}
 
 
 def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in {"-h", "--help"}:
         print(__doc__)
         return 0 if argv else 2
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise RequestError("the current folder was deleted: start this in one that exists") from None
+    _refuse_what_cannot_be_run(argv)
     spec = _spec(argv)
     what = spec.program if spec else _program(list(argv))
     world = launchers.read(os.environ)
     if world.rank == 0:
-        for warning in world.warnings:
+        for warning in (*world.warnings, *_of_another_size(spec, world, argv)):
             print(f"hpcinit: warning: {warning}", file=sys.stderr, flush=True)
     status = program.run(what, world, of_this_run(os.environ, world.world_size)[0])
     program.end(status)
     return status
+
+
+def _refuse_what_cannot_be_run(argv: Sequence[str]) -> None:
+    """Files of a run folder that are not the spec, and options that are none of ours."""
+    path = Path(argv[0])
+    file = path.suffix in {".yaml", ".yml"} or path.name in NOT_SPECS or (path.suffix == ".json" and len(argv) > 1)
+    folder = path.is_dir() and not shutil.which(argv[0])
+    option = argv[0].startswith("-") and argv[0] != "-m"
+    if not (file or folder or option):
+        return
+    spec = (path if path.is_dir() else path.parent) / runfolder.SPEC
+    near = f"; did you mean {shlex.quote(str(spec))}?" if spec.is_file() else ""
+    raise RequestError(
+        f"{shlex.join(argv)}: nothing that can be run, expected one of: SPEC (a run folder's {runfolder.SPEC}, alone), "
+        f"script.py args..., -m module args..., command args...{near}"
+    )
+
+
+def _of_another_size(spec: Spec | None, world: World, argv: Sequence[str]) -> Iterator[str]:
+    """A warning and no refusal: one rank on its own, under a debugger, is a good reason to be of another size."""
+    if spec and world.world_size != spec.world_size:
+        script = shlex.quote(str(Path(argv[0]).absolute().parent / runfolder.SCRIPT))
+        yield (
+            f"{argv[0]} is of {spec.nodes} nodes x {spec.ranks_per_node} ranks = {spec.world_size} ranks, and "
+            f"{world.launcher} started {world.world_size}: its layout, timeouts and seed are not used; "
+            f"{script} starts all of them"
+        )
 
 
 def _spec(argv: Sequence[str]) -> Spec | None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,51 +26,77 @@ from hpcinit.facts.spec import load
 from hpcinit.local import environment, processes
 
 STATE = "local.json"  # in the run folder: what squeue would say
+GO = b"go\n"  # on the engine's stdin: the job is on record, run it
+ENDING = (signal.SIGTERM, signal.SIGINT)
 KILL_WAIT_S = 5  # between SIGTERM and SIGKILL; Slurm's KillWait is 30
 
 
 def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Sequence[str]]:
     """Start the job of a filled run folder in the background; its id (the process's) and the command used."""
     command = [sys.executable, "-m", "hpcinit.local.engine", str(path), str(time_min)]
+    # The engine starts with these signals blocked and takes them when its handlers stand: none is lost, none kills it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         with (path / runfolder.JOB_LOG).open("ab") as log:
             process = subprocess.Popen(
-                command, env=dict(env), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command, env=dict(env), stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
     except OSError as error:
         raise SubmitError(f"cannot start the local engine: {error}; nothing was submitted") from None
-    # The engine writes its state a moment later; one that is there at once spares readers a case.
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert process.stdin is not None  # PIPE
+    # Nothing is run before its state is on disk: a reader always finds one, and the engine's own comes after it.
     try:
         write_state(path, {"state": "RUNNING", "pid": process.pid, "started": time.time()})
+        process.stdin.write(GO)
+        process.stdin.close()
     except OSError as error:
         process.kill()
-        raise SubmitError(f"cannot write {path / STATE}: {error.strerror}; nothing was submitted") from None
+        process.wait()
+        raise SubmitError(f"cannot start the job of {path}: {error.strerror}; nothing was submitted") from None
     return str(process.pid), command
 
 
 def main(argv: Sequence[str]) -> int:
+    asked: list[int] = []
+    for number in ENDING:
+        signal.signal(number, lambda number, frame: asked.append(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    if sys.stdin.buffer.read() != GO:
+        return 1  # who submits was killed before it could say so: there is no job
     path, time_min = Path(argv[0]), float(argv[1])
     spec = load(path / runfolder.SPEC)
     env = dict(os.environ)
     env |= environment.batch(os.getpid(), spec.name, spec.nodes, spec.ranks_per_node, spec.workdir)
+    env[processes.ENV_ENGINE] = str(os.getpid())
     state: dict[str, object] = {"state": "RUNNING", "pid": os.getpid(), "started": time.time()}
-    asked: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: asked.append(number))
-    write_state(path, state)
     processes.adopt_orphans()  # of a step that was killed: nothing of the job may outlive it
-    job = subprocess.Popen(
-        ["bash", str(path / runfolder.SCRIPT)],
-        env=env,
-        cwd=spec.workdir,
-        start_new_session=True,
-        preexec_fn=processes.die_with_parent,
-    )
+    try:
+        job = subprocess.Popen(
+            ["bash", str(path / runfolder.SCRIPT)],
+            env=env,
+            cwd=spec.workdir,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=partial(processes.die_with_parent, os.getpid()),
+        )
+    except OSError as error:
+        print(f"hpcinit: error: cannot start the batch script in {spec.workdir}: {error}", flush=True)
+        return _ended(path, state, "FAILED", 1)
     end = _watch(job, asked, time.monotonic() + 60 * time_min)
     processes.kill_descendants()
     status = job.returncode if job.returncode >= 0 else 128 - job.returncode
-    outcome = end or ("COMPLETED" if status == 0 else "FAILED")
-    write_state(path, {**state, "state": outcome, "exit_status": status, "ended": time.time()})
+    return _ended(path, state, end or ("COMPLETED" if status == 0 else "FAILED"), status)
+
+
+def _ended(path: Path, state: Mapping[str, object], outcome: str, status: int) -> int:
+    """Record the end, in place where the disk has no room for a second file."""
+    state = {**state, "state": outcome, "exit_status": status, "ended": time.time()}
+    try:
+        write_state(path, state)
+    except OSError:
+        (path / STATE).write_text(json.dumps(state) + "\n")
     return status
 
 
@@ -106,7 +133,7 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 def read_state(path: Path) -> dict[str, Any]:
     """The last state of the run in `path`; NODE_FAIL if its engine was killed before it could write one."""
     state = _read(path)
-    if state.get("state") == "RUNNING" and not _is_alive(state):
+    if state.get("state") == "RUNNING" and not is_alive(state):
         state = _read(path)  # the engine writes its last state before it ends
         if state.get("state") == "RUNNING":
             return {**state, "state": "NODE_FAIL", "exit_status": 128 + signal.SIGKILL}
@@ -116,11 +143,11 @@ def read_state(path: Path) -> dict[str, Any]:
 def cancel(path: Path) -> None:
     """Ask the engine of the run in `path` to end its job."""
     state = _read(path)
-    if _is_alive(state):
+    if is_alive(state):
         os.kill(int(state["pid"]), signal.SIGTERM)
 
 
-def _is_alive(state: Mapping[str, Any]) -> bool:
+def is_alive(state: Mapping[str, Any]) -> bool:
     """Is the process with the recorded id still the engine? Ids are used again: compare the start time."""
     try:
         process = psutil.Process(int(state["pid"]))

@@ -7,8 +7,11 @@ import ctypes
 import os
 import signal
 import sys
+import time
 
 import psutil
+
+ENV_ENGINE = "HPCINIT_ENGINE"  # environment variable: the engine's process id, in all that it starts
 
 # prctl(2)
 PR_SET_PDEATHSIG = 1  # the signal that this process gets when its parent dies
@@ -16,16 +19,21 @@ PR_SET_CHILD_SUBREAPER = 36  # orphaned descendants become children of this proc
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def end_with_parent() -> None:
+def end_with_parent(parent: int) -> None:
     """SIGTERM for this process when its parent dies, however it dies. Linux only; elsewhere nothing."""
-    if _libc is not None:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    _signal_at_death_of(parent, signal.SIGTERM)
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int) -> None:
     """The same with SIGKILL: a shell that traps SIGTERM acts on it only when its foreground command has ended."""
+    _signal_at_death_of(parent, signal.SIGKILL)
+
+
+def _signal_at_death_of(parent: int, number: int) -> None:
     if _libc is not None:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _libc.prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it died before prctl, which then says nothing of it
+        os._exit(128 + number)
 
 
 def adopt_orphans() -> None:
@@ -42,10 +50,19 @@ def reap() -> None:
 
 
 def kill_descendants() -> None:
-    """SIGKILL to everything that this process started, adopted orphans included."""
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    """SIGKILL to everything that this process started, adopted orphans included, until nothing is left.
+
+    One look is not enough: what forks meanwhile has children that were not seen.
+    """
+    for _ in range(100):
+        reap()
+        left = psutil.Process().children(recursive=True)
+        if not left:
+            return
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        time.sleep(0.01)
 
 
 def signal_group(group: int, number: int) -> bool:

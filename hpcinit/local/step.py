@@ -14,8 +14,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO
+
+import psutil
 
 from hpcinit.local import environment, processes
 
@@ -58,13 +61,13 @@ class Step:
             stdout=log,
             stderr=log,
             start_new_session=True,  # so that what a rank starts (data loaders) ends with it
-            preexec_fn=processes.end_with_parent,
+            preexec_fn=partial(processes.end_with_parent, os.getpid()),
         )
 
     def _wait(self) -> None:
         while len(self.statuses) < len(self.tasks):
-            if os.getppid() != self.parent:
-                return  # the batch script is gone, however it ended: so is this step
+            if self._is_left_alone():
+                return
             while self.signals:
                 number = self.signals.pop(0)
                 self._signal(number)
@@ -76,6 +79,11 @@ class Step:
                     if task.returncode != 0 and self.options.kill_on_bad_exit:
                         return
             time.sleep(0.02)
+
+    def _is_left_alone(self) -> bool:
+        """The batch script is gone, however it ended, or the engine, maybe before this process came so far."""
+        engine = os.environ.get(processes.ENV_ENGINE, "")
+        return os.getppid() != self.parent or (engine.isdigit() and not psutil.pid_exists(int(engine)))
 
     def _note(self, rank: int, code: int) -> None:
         self.statuses[rank] = code if code >= 0 else 128 - code
@@ -118,5 +126,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def main(argv: Sequence[str]) -> int:
+    try:
+        return Step(parse(argv)).run()
+    except OSError as error:  # a log that cannot be opened, no more processes
+        print(f"hpcinit: error: cannot start a task: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
 if __name__ == "__main__":
-    sys.exit(Step(parse(sys.argv[1:])).run())
+    sys.exit(main(sys.argv[1:]))

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcinit.facts.errors import Failure
+from hpcinit.facts.errors import Failure, RequestError
 from hpcinit.local import engine
 from hpcinit.observe import find, state
 
@@ -30,6 +30,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _end(path: Path, now: state.State) -> None:
     if now.engine == "local":
+        if now.by_hand:
+            raise RequestError(f"{path.name} was started by hand as process {now.job_id}: end it there, with Ctrl-C")
         engine.cancel(path)
         return
     try:

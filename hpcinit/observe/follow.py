@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,21 @@ from typing import Any
 from rich.console import Console
 
 from hpcinit.facts import runfolder
-from hpcinit.observe import logs, progress, state
-
-QUICK_S, SLOW_S = 1.0, 10.0  # between two questions to the controller; slower after the first minute
+from hpcinit.facts.errors import INTERRUPTED
+from hpcinit.observe import logs, progress, reasons, state
+from hpcinit.observe.poll import Poll
 
 
 def follow(path: Path) -> int:
     """Until the run is over, then its exit status. Ctrl-C gives up waiting, the job goes on (130)."""
     console = Console(highlight=False, soft_wrap=True)
+    run = shlex.quote(str(path))
     try:
         end = _watch(path, console)
     except KeyboardInterrupt:
-        console.print(f"\nno longer waiting; the job goes on. See it:  hpcinit status {path}", markup=False)
-        console.print(f"watch it:  hpcinit logs -f {path}    end it:  hpcinit cancel {path}", markup=False)
-        return 130
+        console.print(f"\nno longer waiting; the job goes on. See it:  hpcinit status {run}", markup=False)
+        console.print(f"watch it:  hpcinit logs -f {run}    end it:  hpcinit cancel {run}", markup=False)
+        return INTERRUPTED
     status = end.exit_status if end.exit_status is not None else 1
     if end.name != "COMPLETED" and status == 0:
         status = 1
@@ -33,12 +35,13 @@ def follow(path: Path) -> int:
 
 def _watch(path: Path, console: Console) -> state.State:
     tail = logs.Tail(logs.of_rank(path, 0))
-    began, asked, now, shown = time.monotonic(), 0.0, state.read(path), ""
+    began, poll, shown = time.monotonic(), Poll(path), ""
     with console.status("") as line:
         while True:
+            over, now = poll.ask(), poll.now
             for text in tail.lines():
                 console.print(text, markup=False)
-            if now.over:
+            if over:
                 if rest := tail.rest():
                     console.print(rest, markup=False)
                 return now
@@ -46,27 +49,28 @@ def _watch(path: Path, console: Console) -> state.State:
             about = f"{now.name} {now.reason}".strip()
             if about != shown and not console.is_terminal:
                 console.print(f"[{passed:.0f} s] {about}", markup=False)
+            if about != shown and (meaning := reasons.explain(now.reason)):
+                console.print(f"{now.reason}: {meaning}", markup=False)
             shown = about
             line.update(f"{about}  {passed:.0f} s  {progress.line(path)}")
-            if time.monotonic() - asked > (QUICK_S if passed < 60 else SLOW_S) or now.engine == "local":
-                now, asked = state.read(path), time.monotonic()
             time.sleep(0.2)
 
 
 def _report(path: Path, end: state.State, status: int, console: Console) -> None:
     if end.name == "COMPLETED":
         console.print(f"COMPLETED  {progress.line(path)}".rstrip(), markup=False)
-        console.print(f"logs of all ranks:  hpcinit logs --all {path}", markup=False)
-        console.print(f"run it again by hand:  bash or sbatch {path / runfolder.SCRIPT}", markup=False)
+        again = f"{'bash' if end.engine == 'local' else 'sbatch'} {shlex.quote(str(path / runfolder.SCRIPT))}"
+        console.print(f"logs of all ranks:  hpcinit logs --all {shlex.quote(str(path))}", markup=False)
+        console.print(f"run it again by hand:  {again}", markup=False)
         return
     console.print(f"{end.name} {end.reason}".rstrip() + f", exit status {status}", markup=False)
     for record in errors(path)[:1]:
         console.print(f"first error: rank {record['rank']} on {record['host']}: {record['error']}", markup=False)
-        console.print(f"  see  hpcinit logs --rank {record['rank']} {path}", markup=False)
+        console.print(f"  see  hpcinit logs --rank {record['rank']} {shlex.quote(str(path))}", markup=False)
     job_log = path / runfolder.JOB_LOG
     for text in job_log.read_text(errors="replace").splitlines()[-5:] if job_log.exists() else []:
         console.print(f"  {text}", markup=False)
-    console.print(f"everything:  {path / runfolder.LOGS}", markup=False)
+    console.print(f"everything:  {shlex.quote(str(path / runfolder.LOGS))}", markup=False)
 
 
 def errors(path: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import RequestError
-from hpcinit.observe import find, state
+from hpcinit.observe import find
+from hpcinit.observe.poll import Poll
 
 
 class Tail:
@@ -63,8 +64,9 @@ def main(argv: Sequence[str]) -> int:
     if not (options.follow or options.all or options.job) and options.rank not in ranks(path):
         raise RequestError(f"{path} has no log of rank {options.rank}; there are: {ranks(path) or 'none yet'}")
     tails: dict[str, Tail] = {}
+    poll = Poll(path) if options.follow else None
     while True:
-        over = not options.follow or state.read(path).over
+        over = poll is None or poll.ask()
         _tails(tails, path, options)
         for prefix, tail in tails.items():
             for line in tail.lines():

@@ -26,7 +26,7 @@ class State:
     """name: Slurm's word (PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, ...), or UNKNOWN.
 
     reason: why it waits or what ended it, as Slurm says. exit_status: once it has ended and is known.
-    source: who told.
+    source: who told. by_hand: of the run's last attempt, which somebody started with the script, not hpcinit.
     """
 
     name: str
@@ -35,10 +35,16 @@ class State:
     reason: str = ""
     exit_status: int | None = None
     source: str = ""
+    by_hand: bool = False
 
     @property
     def over(self) -> bool:
         return self.name in FINAL
+
+    @property
+    def forgotten(self) -> bool:
+        """Slurm has answered, and knows nothing of the job, which left no word of its end either."""
+        return self.name == "UNKNOWN" and self.source == ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -50,18 +56,38 @@ def read(path: Path, ask: bool = True) -> State:
     ask: False where Slurm has just not answered: only what the job itself left behind is read.
     """
     record = submission(path)
+    submitted, job_id = record["job_id"], last_job(path) or record["job_id"]
     if record["engine"] == "local":
-        return _local(path, record["job_id"])
-    if not ask:
-        return _left_behind(path, record["job_id"])
-    try:
-        state = _squeue(record["job_id"]) or _sacct(record["job_id"]) or _left_behind(path, record["job_id"])
-    except NoAnswer as error:
-        return State("UNKNOWN", record["job_id"], "slurm", str(error), None, NOBODY)
-    if not state.over:
+        return _local(path, job_id) if job_id == submitted else _by_hand(path, job_id)
+    state = _slurm(path, job_id, ask)
+    if job_id == submitted:
         return state
-    left = _left_behind(path, record["job_id"])
-    return state if left.exit_status is None else replace(state, exit_status=left.exit_status)
+    left = _left_behind(path, job_id)
+    # Run inside a job that goes on (salloc), the script ends before its job does.
+    state = left if left.over and state.name == "RUNNING" else state
+    return replace(state, by_hand=True)
+
+
+def last_job(path: Path) -> str:
+    """The id of the job that ran the script last: another than the submitted where it was started again by hand."""
+    return str(_json(path / runfolder.EXIT).get("job", ""))
+
+
+def exit_status(path: Path) -> int | None:
+    """What the batch script of the last attempt ended with, as it says itself; None while it has not."""
+    status = _json(path / runfolder.EXIT).get("exit_status")
+    return status if isinstance(status, int) else None
+
+
+def _slurm(path: Path, job_id: str, ask: bool) -> State:
+    left = _left_behind(path, job_id)
+    if not ask:
+        return left
+    try:
+        state = _squeue(job_id) or _sacct(job_id) or left
+    except NoAnswer as error:
+        return State("UNKNOWN", job_id, "slurm", str(error), None, NOBODY)
+    return replace(state, exit_status=left.exit_status) if state.over and left.over else state
 
 
 def submission(path: Path) -> dict[str, Any]:
@@ -81,8 +107,18 @@ def submission(path: Path) -> dict[str, Any]:
 
 def _local(path: Path, job_id: str) -> State:
     left = engine.read_state(path)
-    reason = "the local engine was killed" if left.get("state") == "NODE_FAIL" else ""
+    reason = "the local engine ended without a word: killed, or no room for one" * (left.get("state") == "NODE_FAIL")
     return State(left.get("state", "UNKNOWN"), job_id, "local", reason, left.get("exit_status"), engine.STATE)
+
+
+def _by_hand(path: Path, job_id: str) -> State:
+    """`bash job.sh`, without the engine: all that is known is the script's own record."""
+    attempt = _json(path / runfolder.EXIT)
+    status = exit_status(path)
+    if status is not None:
+        return State("COMPLETED" if status == 0 else "FAILED", job_id, "local", "", status, runfolder.EXIT, True)
+    alive = engine.is_alive({"pid": attempt.get("pid", 0), "started": attempt.get("began", 0)})
+    return State("RUNNING" if alive else "NODE_FAIL", job_id, "local", "", None, runfolder.EXIT, True)
 
 
 def _squeue(job_id: str) -> State | None:
@@ -91,7 +127,8 @@ def _squeue(job_id: str) -> State | None:
     if not lines:
         return None
     name, _, reason = lines[0].partition("|")
-    return State(name, job_id, "slurm", "" if reason == "None" else reason, None, "squeue")
+    # A job that was cancelled while it waited keeps the reason why it waited.
+    return State(name, job_id, "slurm", "" if reason == "None" or name == "CANCELLED" else reason, None, "squeue")
 
 
 def _sacct(job_id: str) -> State | None:
@@ -107,8 +144,8 @@ def _sacct(job_id: str) -> State | None:
 
 def _left_behind(path: Path, job_id: str) -> State:
     """From exit.json: right with accounting off, and when Slurm has forgotten the job."""
-    status = _json(path / runfolder.EXIT).get("exit_status")
-    if not isinstance(status, int):
+    status = exit_status(path)
+    if status is None:
         return State("UNKNOWN", job_id, "slurm", "Slurm does not know the job, and it left no exit record")
     return State("COMPLETED" if status == 0 else "FAILED", job_id, "slurm", "", status, runfolder.EXIT)
 
@@ -139,7 +176,7 @@ def _ask(*command: str) -> list[str]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        document: dict[str, Any] = json.loads(path.read_text())
+        document = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return document
+    return document if isinstance(document, dict) else {}

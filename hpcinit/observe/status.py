@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcinit.facts.errors import RequestError
-from hpcinit.observe import find, progress, state
+from hpcinit.observe import find, progress, reasons, state
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,6 +35,9 @@ def main(argv: Sequence[str]) -> int:
             print(json.dumps({"run": str(path), **now.to_json(), "progress": progress.read(path)}))
             continue
         status = "" if now.exit_status is None else f"exit status {now.exit_status}"
-        details = "  ".join(text for text in (now.reason, status, progress.line(path)) if text)
+        how = "started by hand" if now.by_hand else ""
+        details = "  ".join(text for text in (how, now.reason, status, progress.line(path)) if text)
         print(f"{path.name:24} {now.job_id:>9}  {now.name:10} {details}".rstrip())
+        if meaning := reasons.explain(now.reason):
+            print(f"{'':24} {'':>9}  {meaning}")
     return 0

@@ -11,15 +11,24 @@ from hpcinit.config.checks import ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.facts import quoting, runfolder
 
-# What the batch script leaves behind as it ends, whatever ended it but SIGKILL. Shell and not Python: the
-# environment may be what is broken. A record of the attempt before a requeue goes first. bash's EXIT trap sees status
-# 0 when SIGTERM ends it, hence the second trap.
-BEGIN = f"""rm -f "${runfolder.ENV_FOLDER}/{runfolder.EXIT}"; trap 'exit 143' TERM"""
-EXIT_RECORD = (
-    """trap 'printf "{\\"exit_status\\": %d, \\"ended\\": %d, \\"job\\": \\"%s\\", \\"restart\\": %d}\\n" """
-    """"$?" "$(date +%s)" "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" """
-    f"""> "${runfolder.ENV_FOLDER}/{runfolder.EXIT}.tmp" """
-    f"""&& mv "${runfolder.ENV_FOLDER}/{runfolder.EXIT}.tmp" "${runfolder.ENV_FOLDER}/{runfolder.EXIT}"' EXIT"""
+# What the batch script leaves behind: a record of its start, and one of its end in its place, whatever ended it but
+# SIGKILL. Shell and not Python: the environment may be what is broken. A record of an attempt before goes first. By
+# hand and without Slurm, the job's name is the script's process id. bash's EXIT trap sees status 0 when SIGTERM ends
+# it, hence the TERM trap.
+RECORD = f"${runfolder.ENV_FOLDER}/{runfolder.EXIT}"
+ATTEMPT = [
+    "hpcinit_record() {",
+    r"""  printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s}\n' \ """.rstrip(),
+    r"""    "${SLURM_JOB_ID:-$$}" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:-}" \ """.rstrip(),
+    f"""    > "{RECORD}.tmp" && mv "{RECORD}.tmp" "{RECORD}\"""",
+    "}",
+    f"""rm -f "{RECORD}"; hpcinit_record began; trap 'exit 143' TERM""",
+    r"""trap 'hpcinit_record ended ", \"exit_status\": $?"' EXIT""",
+]
+# srun outside of a job makes one of its own, without GPUs, partition and account: it reads no #SBATCH line.
+IN_A_JOB = (
+    """[ -n "${SLURM_JOB_ID:-}" ] || """
+    """{ echo "$0 is not in a job; start it with: sbatch $(printf %q "$0")" >&2; exit 2; }"""
 )
 
 
@@ -75,7 +84,8 @@ def _mem(gb: float) -> str:
 
 
 def _setup(config: Config, folder: Path) -> list[str]:
-    lines = [f"export {runfolder.ENV_FOLDER}={quoting.shell(str(folder))}", BEGIN, EXIT_RECORD]
+    lines = [IN_A_JOB] if config.cluster.engine == "slurm" else []
+    lines += [f"export {runfolder.ENV_FOLDER}={quoting.shell(str(folder))}", *ATTEMPT]
     if config.cluster.interface:
         name = quoting.shell(config.cluster.interface)
         lines += [f"export NCCL_SOCKET_IFNAME={name}", f"export GLOO_SOCKET_IFNAME={name}"]

@@ -6,6 +6,7 @@ What is overridden, and why (submitit 1.5.4): docs/decisions/0004-submitit-as-re
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,11 +79,16 @@ def sbatch(script: Path, env: Mapping[str, str]) -> tuple[str, Sequence[str]]:
         )
     except FileNotFoundError:
         raise SubmitError("sbatch is not on PATH: is this a login node, and is the slurm module loaded?") from None
+    except OSError as error:
+        raise SubmitError(f"cannot run sbatch: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         raise MaybeSubmitted(f"sbatch did not answer in {SBATCH_PATIENCE_S} s") from None
     if done.returncode != 0:
         words = done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}, and no word"
-        raise MaybeSubmitted(words) if any(sign in words for sign in LOST_CONTROLLER) else SubmitError(words)
+        unclear = done.returncode < 0 or any(sign in words for sign in LOST_CONTROLLER)  # < 0: a signal ended it
+        raise MaybeSubmitted(words) if unclear else SubmitError(words)
+    if done.stderr.strip():  # what the site's submit filter says of a job that it takes
+        print(done.stderr.strip(), file=sys.stderr)
     return executor._get_job_id_from_submission_command(done.stdout), command
 
 

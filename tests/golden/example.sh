@@ -14,9 +14,15 @@
 #SBATCH --time=60
 
 # setup
+[ -n "${SLURM_JOB_ID:-}" ] || { echo "$0 is not in a job; start it with: sbatch $(printf %q "$0")" >&2; exit 2; }
 export HPCINIT_RUN=/shared/me/runs/x-0001
-rm -f "$HPCINIT_RUN/exit.json"; trap 'exit 143' TERM
-trap 'printf "{\"exit_status\": %d, \"ended\": %d, \"job\": \"%s\", \"restart\": %d}\n" "$?" "$(date +%s)" "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" > "$HPCINIT_RUN/exit.json.tmp" && mv "$HPCINIT_RUN/exit.json.tmp" "$HPCINIT_RUN/exit.json"' EXIT
+hpcinit_record() {
+  printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s}\n' \
+    "${SLURM_JOB_ID:-$$}" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:-}" \
+    > "$HPCINIT_RUN/exit.json.tmp" && mv "$HPCINIT_RUN/exit.json.tmp" "$HPCINIT_RUN/exit.json"
+}
+rm -f "$HPCINIT_RUN/exit.json"; hpcinit_record began; trap 'exit 143' TERM
+trap 'hpcinit_record ended ", \"exit_status\": $?"' EXIT
 export NCCL_DEBUG=WARN
 # cluster.setup, shell by design:
 module purge

@@ -11,8 +11,13 @@
 
 # setup
 export HPCINIT_RUN=/shared/me/runs/x-0001
-rm -f "$HPCINIT_RUN/exit.json"; trap 'exit 143' TERM
-trap 'printf "{\"exit_status\": %d, \"ended\": %d, \"job\": \"%s\", \"restart\": %d}\n" "$?" "$(date +%s)" "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" > "$HPCINIT_RUN/exit.json.tmp" && mv "$HPCINIT_RUN/exit.json.tmp" "$HPCINIT_RUN/exit.json"' EXIT
+hpcinit_record() {
+  printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s}\n' \
+    "${SLURM_JOB_ID:-$$}" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:-}" \
+    > "$HPCINIT_RUN/exit.json.tmp" && mv "$HPCINIT_RUN/exit.json.tmp" "$HPCINIT_RUN/exit.json"
+}
+rm -f "$HPCINIT_RUN/exit.json"; hpcinit_record began; trap 'exit 143' TERM
+trap 'hpcinit_record ended ", \"exit_status\": $?"' EXIT
 export GLOO_SOCKET_IFNAME=lo
 export OMP_NUM_THREADS=1
 

@@ -6,6 +6,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 
 from hpcinit.local import engine, step
 from tests.conftest import Run
+from tests.submitting import folder_of
 
 
 def wait_for(condition: Callable[[], object], timeout: float = 20) -> None:
@@ -47,6 +50,13 @@ def start(hpcinit: Run, script: str, *words: str) -> Path:
     done = hpcinit("submit", *words, "--", "sh", "-c", script)
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.partition("run folder: ")[2].strip())
+
+
+def edit_program(folder: Path, script: str) -> None:
+    """Make `sh -c script` what the run would do if it were started again."""
+    spec = json.loads((folder / "spec.json").read_text())
+    spec["program"]["args"] = ["-c", script]
+    (folder / "spec.json").write_text(json.dumps(spec))
 
 
 def test_ranks_on_virtual_nodes(hpcinit: Run) -> None:
@@ -96,9 +106,7 @@ def test_time_limit(hpcinit: Run, number: str, tmp_path: Path) -> None:
     """A job over its time limit is ended and its state is TIMEOUT."""
     folder = start(hpcinit, "true")
     wait_for(lambda: engine.read_state(folder)["state"] == "COMPLETED")
-    spec = json.loads((folder / "spec.json").read_text())
-    spec["program"]["args"] = ["-c", f"sleep {number}"]
-    (folder / "spec.json").write_text(json.dumps(spec))
+    edit_program(folder, f"sleep {number}")
     engine.start(folder, 2 / 60, os.environ)  # the config counts in minutes; 2 s here
     wait_for(lambda: processes_with(number))
     wait_for(lambda: engine.read_state(folder)["state"] == "TIMEOUT")
@@ -134,6 +142,75 @@ def test_signals_reach_the_ranks(hpcinit: Run) -> None:
             process.send_signal(signal.SIGUSR1)
     wait_for(lambda: engine.read_state(folder)["state"] == "COMPLETED")
     assert all("got it\n" in (folder / f"logs/rank-{rank}.log").read_text() for rank in (0, 1))
+
+
+def test_a_signal_at_once_is_not_lost(hpcinit: Run, tmp_path: Path, number: str) -> None:
+    """SIGTERM before the engine has so much as imported is a cancelled job, not a lost node."""
+    folder = start(hpcinit, "true")
+    wait_for(lambda: engine.read_state(folder)["state"] == "COMPLETED")
+    edit_program(folder, f"sleep {number}")
+    pid, _ = engine.start(folder, 1, os.environ)
+    os.kill(int(pid), signal.SIGTERM)
+    wait_for(lambda: engine.read_state(folder)["state"] != "RUNNING")
+    assert engine.read_state(folder)["state"] == "CANCELLED" and not processes_with(number)
+
+
+def test_no_word_to_go_no_job(hpcinit: Run, tmp_path: Path) -> None:
+    """An engine whose submitter died before it recorded the state runs nothing."""
+    folder = start(hpcinit, "echo ran")
+    wait_for(lambda: engine.read_state(folder)["state"] == "COMPLETED")
+    command = [sys.executable, "-m", "hpcinit.local.engine", str(folder), "1"]
+    assert subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode == 1
+    assert (folder / "logs/rank-0.log").read_text() == "ran\n"
+
+
+def test_a_batch_script_that_cannot_start_is_a_failure(hpcinit: Run, tmp_path: Path) -> None:
+    """When the working folder is gone the job has failed, and its log says why."""
+    folder = start(hpcinit, "true")
+    wait_for(lambda: engine.read_state(folder)["state"] == "COMPLETED")
+    spec = json.loads((folder / "spec.json").read_text())
+    (folder / "spec.json").write_text(json.dumps({**spec, "workdir": "/nowhere"}))
+    engine.start(folder, 1, os.environ)
+    wait_for(lambda: engine.read_state(folder)["state"] == "FAILED")
+    assert "cannot start the batch script in /nowhere" in (folder / "logs/job.log").read_text()
+
+
+def test_run_again_by_hand(hpcinit: Run, number: str) -> None:
+    """bash job.sh gives all ranks again, and status follows it: running, ended, or killed."""
+    done = hpcinit("submit", "nodes=2", "wait=true", "--", "sh", "-c", "echo $RANK/$WORLD_SIZE; exit 3")
+    folder = folder_of(done)
+    assert subprocess.run(["bash", folder / "job.sh"], stderr=subprocess.DEVNULL, check=False).returncode == 3
+    assert [(folder / f"logs/rank-{r}.log").read_text() for r in (0, 1)] == ["0/2\n" * 2, "1/2\n" * 2]
+    assert "FAILED     started by hand  exit status 3" in hpcinit("status").stdout
+    edit_program(folder, f"sleep {number}")
+    script = subprocess.Popen(["bash", folder / "job.sh"])
+    wait_for(lambda: len(processes_with(number)) == 2)
+    assert f"{script.pid}  RUNNING    started by hand" in hpcinit("status", str(script.pid)).stdout
+    refused = hpcinit("cancel", folder.name)
+    assert refused.returncode == 2 and "end it there, with Ctrl-C" in refused.stderr
+    script.kill()
+    script.wait()
+    wait_for(lambda: not processes_with(number))
+    assert "NODE_FAIL  started by hand" in hpcinit("status").stdout
+
+
+def test_paths_with_blanks_can_be_pasted(hpcinit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command that is printed to run a job again is one that a shell runs."""
+    (tmp_path / "a b").mkdir()
+    monkeypatch.chdir(tmp_path / "a b")
+    done = hpcinit("submit", "wait=true", "--", "sh", "-c", "echo ran")
+    command = done.stdout.partition("run it again by hand:  ")[2]
+    assert command == f"bash '{tmp_path}/a b/runs/sh-0001/job.sh'\n"
+    subprocess.run(command, shell=True, check=True)
+    assert Path("runs/sh-0001/logs/rank-0.log").read_text() == "ran\n" * 2
+
+
+def test_no_room_for_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the disk has no room for a second file, the end is written over the first."""
+    engine.write_state(tmp_path, {"state": "RUNNING", "pid": os.getpid(), "started": 0})
+    (tmp_path / f"local.json.{os.getpid()}.tmp").mkdir()  # stands for a disk that takes no new file
+    assert engine._ended(tmp_path, {}, "COMPLETED", 0) == 0
+    assert engine.read_state(tmp_path)["state"] == "COMPLETED"
 
 
 def test_unknown_option_of_the_step_is_refused() -> None:

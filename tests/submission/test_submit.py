@@ -76,7 +76,7 @@ def test_run_again_by_hand(hpcinit: Run, tmp_path: Path) -> None:
         (["cluster=nope"], 2, "no such cluster, expected one of: example, local, mini"),
         (["nodes=0"], 2, "nodes is 0, expected 1 or more"),
         (["nodes=-1"], 2, "nodes is -1, expected 1 or more"),
-        (["nodes=abc"], 2, "nodes=abc: Value 'abc'"),
+        (["nodes=abc"], 2, "nodes=abc: expected a whole number"),
         (["cluster=mini", "nodes=5"], 2, "partition 'main' of cluster mini has at most 4"),
         (["cluster=mini"], 1, "sbatch is not on PATH, and cluster mini needs it"),
         (["nodes=1", "--", "nope.py"], 2, "nope.py does not exist"),
@@ -86,7 +86,7 @@ def test_run_again_by_hand(hpcinit: Run, tmp_path: Path) -> None:
         (["runs_dir=/proc/nowhere"], 1, "cannot write the run folder /proc/nowhere"),
         (["ranks_per_node=1000"], 2, "this machine has"),
         (["nodes=500"], 2, "cluster=local has at most 254"),
-        (["--frob"], 2, "unrecognized arguments: --frob"),
+        (["--frob"], 2, "--frob: no such option, expected key=value"),
     ],
 )  # fmt: skip
 def test_bad_input_gets_one_message_and_leaves_nothing(
@@ -205,3 +205,120 @@ def test_nothing_after_the_dashes(hpcinit: Run, tmp_path: Path) -> None:
     """`hpcinit submit --` is refused, and does not run the smoke test instead."""
     done = hpcinit("submit", "--")
     assert done.returncode == 2 and "nothing stands after --" in done.stderr and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("sink", [">/dev/full", ">&-", "| true"])
+def test_a_job_id_is_not_lost_with_stdout(tmp_path: Path, sink: str) -> None:
+    """Where stdout cannot take the job id, it stands on stderr."""
+    code = "import time; time.sleep(0.2); from hpcinit.submission.say import say; say('job 4242'); say('folder x')"
+    command = f'set -o pipefail; {sys.executable} -c "{code}" {sink}'
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "job 4242\nfolder x\n")
+
+
+def test_a_name_that_no_folder_can_have(hpcinit: Run, tmp_path: Path) -> None:
+    """A name too long for a file system is refused before anything is written."""
+    done = hpcinit("submit", f"name={'a' * 300}", "--", "true")
+    assert done.returncode == 2 and "name has 300 characters, expected at most 240" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_longest_name_works(hpcinit: Run) -> None:
+    """The longest name that is not refused makes a run folder and a job."""
+    assert hpcinit("submit", f"name={'a' * 240}", "wait=true", "--", "true").returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_closed_terminal_loses_no_job(hpcinit: Run, tmp_path: Path, number: signal.Signals) -> None:
+    """SIGTERM or SIGHUP while sbatch runs: the job that it makes is on record."""
+    env = {**os.environ, **fake_sbatch(tmp_path, "touch called; sleep 1; echo 4242")}
+    command = [sys.executable, "-m", "hpcinit", "submit", "cluster=mini", "--", "true"]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "called").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=30)
+    assert (
+        "job 4242" in out and json.loads((tmp_path / "runs/true-0001/submission.json").read_text())["job_id"] == "4242"
+    )
+
+
+def test_ctrl_c_of_a_whole_terminal_while_waiting(hpcinit: Run, tmp_path: Path) -> None:
+    """Ctrl-C goes to the terminal's whole process group; the job is in another and goes on."""
+    command = [
+        sys.executable,
+        "-m",
+        "hpcinit",
+        "submit",
+        "wait=true",
+        "--",
+        "sh",
+        "-c",
+        "echo here; sleep 2; echo done",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    while "here" not in process.stdout.readline():
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 130 and "no longer waiting; the job goes on" in out
+    assert "done" in hpcinit("logs", "--follow", "sh-0001").stdout
+
+
+def test_an_sbatch_that_was_killed_may_have_submitted(hpcinit: Run, tmp_path: Path) -> None:
+    """When a signal ends sbatch the job may exist: the folder stays."""
+    done = hpcinit("submit", "cluster=mini", "--", "true", env=fake_sbatch(tmp_path, "kill -9 $$"))
+    assert done.returncode == 1 and "the job may exist all the same" in done.stderr
+    assert (tmp_path / "runs/true-0001/job.sh").exists()
+
+
+def test_what_sbatch_says_of_a_job_that_it_takes(hpcinit: Run, tmp_path: Path) -> None:
+    """The words of a site's submit filter reach the user although the job was taken."""
+    env = fake_sbatch(tmp_path, "echo 'sbatch: lua: moved to partition long' >&2; echo 4242")
+    done = hpcinit("submit", "cluster=mini", "--", "true", env=env)
+    assert done.returncode == 0 and "sbatch: lua: moved to partition long" in done.stderr
+
+
+def test_an_sbatch_that_cannot_be_run(hpcinit: Run, tmp_path: Path) -> None:
+    """An sbatch that the machine cannot execute is named, and nothing was submitted."""
+    env = fake_sbatch(tmp_path, "")
+    (tmp_path / "bin/sbatch").write_bytes(b"\x7fELF not really")
+    done = hpcinit("submit", "cluster=mini", "--", "true", env={**env, "PATH": f"{tmp_path}/bin"})
+    assert done.returncode == 1 and "cannot run sbatch: Exec format error" in done.stderr
+    assert "nothing was submitted" in done.stderr and not list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.parametrize("words", [("submit", "--", "true"), ("run", "x.py")])
+def test_a_folder_that_was_deleted_under_the_shell(
+    hpcinit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """In a working folder that is gone, that is what the message says."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    done = hpcinit(*words)
+    monkeypatch.chdir(tmp_path)
+    assert done.returncode == 2 and "the current folder was deleted" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [["config.yaml"], ["runs/true-0001"], ["runs/true-0001/submission.json"], ["-x"], ["spec.json", "3"]]
+)
+def test_what_run_takes(hpcinit: Run, words: list[str]) -> None:
+    """What cannot be run is answered with what can, and with the spec that was meant."""
+    if words[0].startswith("runs"):
+        hpcinit("submit", "wait=true", "--", "true")
+    done = hpcinit("run", *words)
+    assert done.returncode == 2 and "expected one of: SPEC (a run folder's spec.json, alone), script.py" in done.stderr
+    assert ("did you mean runs/true-0001/spec.json?" in done.stderr) == words[0].startswith("runs")
+
+
+def test_a_spec_of_another_size(hpcinit: Run, tmp_path: Path) -> None:
+    """One rank by hand of a run of two is run, with a warning that names both sizes."""
+    hpcinit("submit", "nodes=2", "wait=true", "--", "sh", "-c", "echo $RANK/$WORLD_SIZE")
+    done = hpcinit("run", "runs/sh-0001/spec.json")
+    assert (done.returncode, done.stdout) == (0, "0/1\n")
+    assert "is of 2 nodes x 1 ranks = 2 ranks, and single started 1" in done.stderr
+    assert f"{tmp_path}/runs/sh-0001/job.sh starts all of them" in done.stderr

@@ -1,0 +1,82 @@
+"""Why sbatch refuses: the #SBATCH lines that its words are about, each with the key that set it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from hpcinit.config.checks import OWNED
+
+# What sbatch says, and the options that it can mean, the likeliest first. The first text that is found decides: 'Memory
+# specification can not be satisfied' is followed by 'Requested node configuration is not available'.
+# Texts of Slurm 22.05 to 24.11 (slurm_errno.c, opt.c), provoked on 22.05.8: tests/submission/test_refusal.py.
+SIZE = ("nodes", "ntasks-per-node", "cpus-per-task")
+GPUS = ("gpus-per-node", "gres", "gpus", "gpus-per-task")
+MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
+SIGNS: tuple[tuple[str, Sequence[str]], ...] = (
+    ("account/partition combination", ("account", "partition")),
+    ("accounting/qos policy", ("qos", "account", *SIZE, "time")),
+    ("memory specification", MEMORY),
+    ("memory required by task", MEMORY),
+    ("cpu count per node", ("cpus-per-task", "ntasks-per-node", "mincpus")),
+    ("more processors requested", ("cpus-per-task", "ntasks-per-node", "nodes")),
+    ("temporary disk specification", ("tmp",)),
+    ("socket, core and/or thread", ("sockets-per-node", "cores-per-socket", "threads-per-core", "extra-node-info")),
+    ("generic resource", GPUS),
+    ("gpu:", GPUS),
+    ("node configuration", (*GPUS, *MEMORY, *SIZE, "constraint", "exclude", "nodelist", "exclusive")),
+    ("node name", ("nodelist", "exclude")),
+    ("node count", ("nodes", "nodelist")),
+    ("number of nodes", ("nodes", "nodelist")),
+    ("time limit", ("time", "time-min")),
+    ("partition", ("partition",)),
+    ("account", ("account",)),
+    ("qos", ("qos",)),
+    ("wckey", ("wckey",)),
+    ("feature", ("constraint", "prefer")),
+    ("constraint", ("constraint", "prefer")),
+    ("reservation", ("reservation",)),
+    ("dependency", ("dependency",)),
+    ("license", ("licenses",)),
+    ("environment file", ("export-file",)),
+)  # fmt: skip
+# Keys that do not follow from the option's name, or of which there are two.
+KEYS = {
+    "gpus-per-node": "cluster.gpus_per_node and cluster.gpu_type",
+    "gres": "cluster.gpus_per_node and cluster.gpu_type",
+    "cpus-per-task": "cpus_per_rank or cluster.cpus_per_node",
+}
+
+
+def explain(words: str, script: str) -> str:
+    """The lines of `script` that sbatch's `words` are about; '' where that cannot be told."""
+    named = re.findall(r"--([a-z][a-z-]+)", words)  # "Invalid --begin specification", "unrecognized option '--frob=1'"
+    found = list(_lines(script, named))
+    if found:
+        return _quoted(found)
+    options = next((options for sign, options in SIGNS if sign in words.lower()), ())
+    found = list(_lines(script, options))
+    if found:
+        return _quoted(found)
+    if options:
+        return f"no #SBATCH line sets --{options[0]}; {_key(options[0])}=... does\n"
+    return ""
+
+
+def _lines(script: str, options: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(line, key) of each directive of one of these options."""
+    for option in dict.fromkeys(options):
+        pattern = re.compile(rf"#SBATCH --{re.escape(option)}(=.*)?")
+        for line in script.splitlines():
+            if pattern.fullmatch(line):
+                yield line, _key(option)
+
+
+def _key(option: str) -> str:
+    return KEYS.get(option) or OWNED.get(option) or f"cluster.sbatch.{option}"
+
+
+def _quoted(found: Sequence[tuple[str, str]]) -> str:
+    width = max(len(line) for line, _ in found)
+    head = "it is about this line of the script" if len(found) == 1 else "it is about one or more of these lines"
+    return "\n".join([f"{head}:", *(f"  {line:{width}}  set by {key}" for line, key in found)]) + "\n"

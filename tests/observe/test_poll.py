@@ -1,0 +1,64 @@
+"""How often the controller is asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpcinit.observe import poll, state
+from hpcinit.submission import folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = folder.claim(tmp_path, "x")
+    folder.mark_submitted(path, {"job_id": "77", "engine": "slurm"})
+    return path
+
+
+class Clock:
+    """A second later at each look."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, run: Path, name: str, seconds: int) -> tuple[int, bool]:
+    """How often squeue was asked in so many seconds, and whether the run was then over."""
+    questions: list[str] = []
+
+    def answer(*command: str) -> list[str]:
+        questions.append(command[0])
+        return [f"{name}|None"] if name else []
+
+    monkeypatch.setattr(state, "_ask", answer)
+    monkeypatch.setattr(poll, "time", Clock())
+    polling = poll.Poll(run)
+    over = [polling.ask() for _ in range(seconds)]
+    return questions.count("squeue"), over[-1]
+
+
+def test_slower_after_the_first_minute(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In ten minutes the controller is asked some ninety times, not six hundred."""
+    questions, over = asked(monkeypatch, run, "RUNNING", 600)
+    assert 60 <= questions <= 100 and not over
+
+
+def test_the_end_is_not_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the batch script has left its exit status the controller is asked at every turn again."""
+    (run / "exit.json").write_text(json.dumps({"job": "77", "exit_status": 0}))
+    questions, _ = asked(monkeypatch, run, "COMPLETING", 600)
+    assert questions >= 290
+
+
+def test_a_job_that_slurm_forgot_is_not_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that Slurm does not know and that left no exit record is given up after a minute."""
+    _, over = asked(monkeypatch, run, "", 50)
+    assert not over
+    _, over = asked(monkeypatch, run, "", 70)
+    assert over
