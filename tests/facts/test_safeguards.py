@@ -44,8 +44,10 @@ def rank(
 
 def end(process: subprocess.Popen[str]) -> str:
     """Let it end well; what else it printed."""
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 0
+    assert process.stdin and process.stdout
+    process.stdin.close()
+    output = process.stdout.read()  # communicate() would lose what readline() has read too far
+    assert process.wait(timeout=30) == 0
     return output
 
 
