@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib.util
+import io
 import json
 import os
 import runpy
@@ -15,7 +17,9 @@ import time
 import traceback
 import types
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from typing import TextIO
 
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import BringUpError, HpcinitError, RequestError
@@ -51,20 +55,42 @@ def run(program: Program, world: World, spec: Spec | None = None) -> int:
 def end(status: int) -> None:
     """End as the interpreter would, but for its last step, if torch is there; without torch, return.
 
-    In that last step a thread of torch's that still lets go of a tensor asks for the interpreter lock of an
-    interpreter that is gone, and the process aborts ('terminate called without an active exception': seen twice in
-    some 800 ranks that had ended well). What the program's own module holds (open files) is let go of before.
+    In that last step a thread of gloo's that lets go of a tensor asks for the interpreter lock of an interpreter
+    that is gone, and the process aborts ('terminate called without an active exception', also in ranks that have
+    destroyed their group): https://github.com/pytorch/pytorch/issues/190489 and pull request 179291 there. So what
+    that step does is done here: open files, also those that the C library holds, are written out. What is left out
+    are the destructors of C++.
     """
     if "torch" not in sys.modules:
         return
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for the program's threads, as Python does
+    with contextlib.suppress(KeyboardInterrupt):
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for the program's threads, as Python does
     atexit._run_exitfuncs()
     sys.modules["__main__"].__dict__.clear()
     gc.collect()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+    _write_out()
+    status = status & 0xFF if _flushed(sys.stdout) and _flushed(sys.stderr) else 120  # Python's own 120
     os._exit(status)
+
+
+def _write_out() -> None:
+    """What stands in buffers: of files that some module or object still holds, and of C code's streams."""
+    for thing in gc.get_objects():
+        if issubclass(type(thing), io.IOBase) and thing not in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                thing.flush()
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).fflush(None)
+
+
+def _flushed(stream: TextIO | None) -> bool:
+    """False if what was printed could not be written: a full disk, a closed pipe."""
+    try:
+        if stream is not None and not stream.closed:
+            stream.flush()
+    except Exception:
+        return False
+    return True
 
 
 def _python(program: Program, world: World) -> int:
@@ -94,18 +120,23 @@ def _python(program: Program, world: World) -> int:
 
 
 def _script(path: Path) -> Callable[[], None]:
-    """As `python path` does: sys.path[0] is its folder, and it is sys.modules['__main__']."""
+    """As `python path` does: sys.path[0] is its folder, and it is sys.modules['__main__'].
+
+    __file__ is absolute: after a chdir, spawned workers still find it.
+    """
+    file = str(path.absolute())
     try:
         source = path.read_bytes()
     except OSError as error:
-        raise RequestError(f"cannot read {path.absolute()}: {error.strerror}; is it shared with this node?") from None
+        raise RequestError(f"cannot read {file}: {error.strerror}; is it shared with this node?") from None
 
     def start() -> None:
         main = types.ModuleType("__main__")
-        main.__dict__.update(__file__=str(path), __builtins__=__builtins__)
+        loader = SourceFileLoader("__main__", file)
+        main.__dict__.update(__file__=file, __builtins__=__builtins__, __loader__=loader)
         sys.modules["__main__"] = main  # stays: data loader workers and pickles look their classes up in it
-        sys.path[0] = str(path.parent.absolute())
-        exec(compile(source, str(path), "exec"), main.__dict__)
+        sys.path[0] = str(Path(file).parent)
+        exec(compile(source, file, "exec"), main.__dict__)
 
     return start
 

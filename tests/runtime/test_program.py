@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,95 @@ def test_script_sees_what_python_would_show(hpcinit: Run, tmp_path: Path) -> Non
     )
     done = hpcinit("run", "sub/code.py", "--a", "b c")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "['sub/code.py', '--a', 'b c'] sub/code.py [4]\n"
+    assert done.stdout == f"['sub/code.py', '--a', 'b c'] {tmp_path}/sub/code.py [4]\n"
+
+
+def test_main_module_is_as_pythons(hpcinit: Run, tmp_path: Path) -> None:
+    """A script, a module with -m and a package with -m have the name, file, package and loader that Python itself gives."""
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg/near.py").write_text("value = 3\n")
+    (tmp_path / "pkg/__main__.py").write_text("from .near import value\nimport pkg.show\n")
+    show = "print(__name__, __file__, __package__, __spec__ and __spec__.name, __loader__.name)\n"
+    (tmp_path / "pkg/show.py").write_text(show)
+    (tmp_path / "pkg/tool.py").write_text("from .near import value\n" + show)
+    for words in (["pkg/show.py"], ["-m", "pkg.tool"], ["-m", "pkg"]):
+        python = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert hpcinit("run", *words).stdout == python.stdout != ""
+
+
+def test_data_loader_workers(hpcinit: Run, tmp_path: Path) -> None:
+    """Forked and spawned workers of a DataLoader, and torch's own spawn, find what the script defines, after a chdir."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/code.py").write_text("""
+import argparse, os, torch
+from torch.utils.data import DataLoader, Dataset
+class Squares(Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, index): return index ** 2
+def work(index, queue): queue.put(index)
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--how", nargs="+")
+    os.chdir("/")
+    for how in parser.parse_args().how:
+        print(how, [batch.tolist() for batch in DataLoader(Squares(), 2, num_workers=1, multiprocessing_context=how)])
+    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    torch.multiprocessing.spawn(work, (queue,), nprocs=1)
+    print("spawned", queue.get())
+""")
+    done = hpcinit("run", "sub/code.py", "--how", "fork", "spawn")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "fork [[0, 1], [4, 9]]\nspawn [[0, 1], [4, 9]]\nspawned 0\n"
+
+
+# What program.end looks for; torch itself would only cost time.
+WITH_TORCH = "import sys\nsys.modules['torch'] = sys\n"
+
+
+def test_nothing_is_lost_at_the_end_beside_torch(hpcinit: Run, tmp_path: Path) -> None:
+    """Where torch is loaded, threads, exit handlers and every buffered file have their turn before the process ends.
+
+    A stand-in for torch, since only its presence is looked at.
+    """
+    (tmp_path / "neighbour.py").write_text("log = open('module.txt', 'w')\nlog.write('a')\n")
+    (tmp_path / "code.py").write_text(
+        WITH_TORCH
+        + """
+import atexit, ctypes, threading, time, neighbour
+mine = open("main.txt", "w")
+mine.write("b")
+class Holder: file = open("class.txt", "w")
+Holder.file.write("c")
+neighbour.holder = Holder
+def late():
+    time.sleep(0.2)
+    print("thread")
+threading.Thread(target=late).start()
+atexit.register(print, "handler")
+atexit.register(lambda: 1 / 0)
+ctypes.CDLL(None).printf(b"from C\\n")
+sys.exit(3)
+"""
+    )
+    done = hpcinit("run", "code.py")
+    assert done.returncode == 3 and "ZeroDivisionError" in done.stderr
+    assert sorted(done.stdout.splitlines()) == ["from C", "handler", "thread"]
+    assert [(tmp_path / f"{name}.txt").read_text() for name in ("module", "main", "class")] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "last",
+    ["sys.exit(256 + 7)", "sys.exit(-1)", "sys.exit(2 ** 40)", "os._exit(5)", "print('x'); sys.stdout = open('/dev/full', 'w'); print('y')"],
+)  # fmt: skip
+def test_exit_status_beside_torch(hpcinit: Run, tmp_path: Path, last: str) -> None:
+    """The status is what Python itself would give, also where it does not fit and where output cannot be written.
+
+    A stand-in for torch, since only its presence is looked at.
+    """
+    (tmp_path / "code.py").write_text("import os\n" + WITH_TORCH + last + "\n")
+    python = subprocess.run([sys.executable, "code.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = hpcinit("run", "code.py")
+    assert (done.returncode, done.stdout) == (python.returncode, python.stdout)
 
 
 def test_module_and_command(hpcinit: Run, tmp_path: Path) -> None:
