@@ -10,17 +10,22 @@ from hpcinit.config.schema import Config
 from hpcinit.facts import hosts, quoting
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.layout import Layout
+from hpcinit.facts.spec import DEVICE_ID, SEED_BY
 from hpcinit.facts.timeouts import TimeoutLaw
 
 CHOICES = {
     "cluster.engine": ("slurm", "local"),
     "cluster.gpu_flag": ("gpus-per-node", "gres", None),
     "comm.backend": ("auto", "nccl", "gloo"),
+    "comm.device_id": DEVICE_ID,
+    "seed_by": SEED_BY,
     "launch.kind": ("srun",),
 }
 AT_LEAST_ONE = ("nodes", "ranks_per_node", "cpus_per_rank", "time_min", "cluster.time_min", "cluster.cpus_per_node")
 AT_LEAST_ZERO = ("cluster.gpus_per_node", "mem_gb", "cluster.mem_gb", "launch.wait_s", "seed")
 MOST_SEED = 2**63 - 1  # what torch.manual_seed takes
+# Texts that become an option or a path: '' is no value for one, as null is.
+NOT_EMPTY = ("runs_dir", "partition", "account", "qos", "comment", "launch.cpu_bind", "launch.gpu_bind", "cluster.name")
 
 # sbatch and srun options that hpcinit sets itself, and the key that sets them.
 OWNED = {
@@ -73,6 +78,11 @@ def _get(config: Config, key: str) -> object:
     return value
 
 
+def _list(config: Config, key: str) -> list[object]:
+    value = _get(config, key)
+    return value if isinstance(value, list) else []
+
+
 def _choices(config: Config) -> Iterator[str]:
     for key, choices in CHOICES.items():
         value = _get(config, key)
@@ -106,6 +116,10 @@ def _names(config: Config) -> Iterator[str]:
             f"name is {config.name!r}, expected letters, digits, '.', '_' and '-' only, the first a letter or a "
             "digit: it becomes the job's name and part of the run folder's"
         )
+    for key in NOT_EMPTY:
+        if _get(config, key) == "":
+            otherwise = "a name" if key == "cluster.name" else "a folder" if key == "runs_dir" else "a value, or null"
+            yield f"{key} is '', expected {otherwise}"
     for key, env in (("cluster.env", config.cluster.env), ("job.env", config.job.env)):
         for name in env:
             if not quoting.ENV_NAME.fullmatch(name):
@@ -114,7 +128,13 @@ def _names(config: Config) -> Iterator[str]:
 
 def _texts(config: Config) -> Iterator[str]:
     """Every text that reaches the script. Arguments of the program do not: they travel in spec.json."""
+    for key in ("job.args", "cluster.setup"):
+        for item in _list(config, key):
+            if not isinstance(item, str):
+                yield f"{key} has {item!r}, expected a list of texts; quote an item that has brackets or ': ' in it"
     for key, text in _leaves("", config):
+        if key == "name":  # has its own, stricter rule
+            continue
         if key.startswith(("job.args", "job.script", "job.module", "job.command", "cluster.setup")):
             if "\0" in text:
                 yield f"{key} contains a NUL character, which no program can be given"

@@ -1,209 +1,253 @@
-"""From overrides to a Config, through Hydra. The only file that knows Hydra and OmegaConf.
-
-Where YAML is looked for, first match wins: ./conf, $HPCINIT_CONF, ~/.config/hpcinit, the package's own.
-"""
+"""From overrides to Configs, through Hydra. The only file that knows Hydra and OmegaConf."""
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import hydra
 import yaml
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from hpcinit.config import explain, unread, words
+from hpcinit.config.folders import find, folder, user_folders
+from hpcinit.config.request import Prepare, Request, Task
 from hpcinit.config.schema import Config
-from hpcinit.facts.errors import ConfigError
+from hpcinit.facts.errors import ConfigError, HpcinitError
+
+__all__ = ["compose", "folder", "main"]
 
 NAME = "hpcinit"  # of the primary config: conf/hpcinit.yaml
-UNUSABLE = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)  # what a wrong request raises
-Task = Callable[[Config, dict[str, Any]], int]  # (config, the same as plain containers) -> exit status
+UNUSABLE = (
+    HydraException,
+    OmegaConfBaseException,
+    yaml.YAMLError,
+    ValueError,
+    AttributeError,
+)  # what a wrong request raises
+# Hydra's flags that print something and end.
+SHOW = ("cfg", "help", "hydra_help", "info", "shell_completion", "experimental_rerun")
 
 
-def main(overrides: Sequence[str], task: Task) -> int:
-    """Compose and run `task` on it, once, or once per combination with --multirun.
+def main(line: Sequence[str], prepare: Prepare, task: Task) -> int:
+    """Compose, `prepare` every request, and hand them all to `task`: one, or with --multirun one per combination.
 
-    overrides: Hydra's command line, flags such as --cfg, --help and --multirun included.
-    Returns the exit status: the task's own, the highest of several. Raises ConfigError.
+    line: Hydra's command line, flags such as --cfg, --help and --multirun included.
+    Returns the task's exit status. Raises ConfigError with the problems of all requests, before any reaches `task`.
     """
-    _register()
-    args = get_args_parser().parse_intermixed_args(list(overrides))
-    flags = {k: v for k, v in vars(args).items() if v and k not in {"overrides", "run"}}
-    if not flags and not any("hydra." in override for override in args.overrides):
-        composed = _compose(args.overrides)
+    args = words.parse(get_args_parser(), line)
+    _register(args.config_dir)
+    name = args.config_name or NAME
+    multirun = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
+    show = any(getattr(args, flag) for flag in SHOW)
+    if show or (any("hydra." in override for override in args.overrides) and not multirun):
+        # Hydra's own parser wants the flags together: `nodes=1,2 -m name=x` fails there.
+        return _by_hydras_hand([w for w in line if w not in args.overrides], args.overrides, name, prepare, task)
+    if not multirun:
+        composed = _compose(args.overrides, name)
         if composed.hydra.mode in (None, RunMode.RUN):
-            return task(*_typed(composed))
-    # Hydra's own parser wants the flags together: `nodes=1,2 -m name=x` fails there.
-    options = [word for word in overrides if word not in args.overrides]
-    return _through_hydra_main([*options, *args.overrides], task)
+            request = _request(composed, args.overrides)
+            prepare(request)
+            return task([request])
+    return task(_sweep(args.overrides, name, prepare))
 
 
 def compose(overrides: Sequence[str]) -> Config:
     """The Config for these overrides. Raises ConfigError with every problem at once."""
-    _register()
-    return _typed(_compose(overrides))[0]
+    _register(None)
+    return _request(_compose(overrides, NAME), overrides).config
 
 
-def _compose(overrides: Sequence[str]) -> DictConfig:
+def _compose(overrides: Sequence[str], name: str) -> DictConfig:
+    if found := list(words.removals(overrides)):
+        raise ConfigError(*found)
     try:
-        return _compose_once(overrides)
+        return _compose_once(overrides, name)
     except UNUSABLE as error:
-        problems = list(_every_problem(overrides))
-        raise ConfigError(*(problems or [_explain(error, "")])) from None
+        problems = list(_every_problem(overrides, name))
+        raise ConfigError(*(problems or [explain.sentence(error)])) from None
 
 
-def _compose_once(overrides: Sequence[str]) -> DictConfig:
+def _compose_once(overrides: Sequence[str], name: str) -> DictConfig:
     with hydra.initialize_config_dir(config_dir=str(folder()), version_base="1.3", job_name=NAME):
-        config = hydra.compose(NAME, list(overrides), return_hydra_config=True)
+        config = hydra.compose(name, list(overrides), return_hydra_config=True)
+    if OmegaConf.get_type(config) is not Config:
+        raise ConfigError(
+            f"{find(name)} does not build on hpcinit's own: its defaults list must begin with hpcinit, and the file "
+            "have another name (--config-name), or with hpcinit_schema"
+        )
     HydraConfig.instance().set_config(config)  # for ${hydra:...} interpolations
     return config
 
 
-def _every_problem(overrides: Sequence[str]) -> Iterator[str]:
+def _every_problem(overrides: Sequence[str], name: str) -> Iterator[str]:
     """Hydra stops at the first problem; add the overrides one by one and report each that breaks."""
+    try:
+        _compose_once([], name)
+    except UNUSABLE as error:
+        yield explain.sentence(error)
+        return
     good: list[str] = []
     # Choices first: whether cluster.x exists depends on the cluster.
     for override in sorted(overrides, key=lambda text: "." in text.partition("=")[0]):
         try:
-            _compose_once([*good, override])
+            _compose_once([*good, override], name)
             good.append(override)
         except UNUSABLE as error:
-            yield _explain(error, override)
+            yield explain.sentence(error, override)
 
 
-def _typed(config: DictConfig) -> tuple[Config, dict[str, Any]]:
+def _request(config: DictConfig, overrides: Sequence[str], combination: str = "") -> Request:
+    choices = {str(k): str(v) for k, v in config.hydra.runtime.choices.items()}
     with open_dict(config):
         del config["hydra"]
+    warnings = [*words.repeated(overrides)]
+    if any(override.startswith("+") for override in overrides):
+        warnings += unread.keys(overrides, OmegaConf.to_container(config), choices)
     try:
         OmegaConf.resolve(config)
         value = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
-        raise ConfigError(_explain(error, "")) from None
+        raise ConfigError(*_unresolved(config, error, choices)) from None
+    document = {str(k): v for k, v in OmegaConf.to_container(config).items()}  # type: ignore[union-attr]
+    return Request(value, document, combination, warnings)  # type: ignore[arg-type]
+
+
+def _unresolved(config: DictConfig, error: Exception, choices: dict[str, str]) -> list[str]:
+    """Mandatory values that are missing, or else the interpolations that lead nowhere."""
     document = OmegaConf.to_container(config)
-    assert isinstance(value, Config) and isinstance(document, dict)
-    return value, {str(k): v for k, v in document.items()}
+    if missing := [key for key, raw in unread.texts(document) if raw == MISSING]:
+        # name is ${job.name} and missing only because that is
+        return explain.unset([key for key in missing if "." in key] or missing, choices)
+    found: dict[str, str] = {}  # by what Hydra says, as other keys refer to the first that is wrong
+    for key, raw in unread.references(document):
+        try:
+            OmegaConf.select(config, key)
+        except OmegaConfBaseException as wrong:
+            found.setdefault(str(wrong).partition("\n")[0], explain.reference(key, raw, wrong))
+    return list(found.values()) or [explain.sentence(error)]
 
 
-def _through_hydra_main(argv: list[str], task: Task) -> int:
-    """Everything else that Hydra can do, by its own hand: --cfg, --help, --multirun, completion."""
-    statuses = [0]
+def _sweep(overrides: Sequence[str], name: str, prepare: Prepare) -> list[Request]:
+    """One request per combination, all of them composed and prepared, or ConfigError with what is wrong in any."""
+    combinations = _combinations(overrides, name)
+    requests, found = [], dict[str, list[str]]()
+    for number, chosen in enumerate(combinations):
+        label = " ".join(word for at, word in enumerate(chosen) if len({c[at] for c in combinations}) > 1)
+        try:
+            composed = _compose(chosen, name)
+            with read_write(composed.hydra), open_dict(composed.hydra):
+                composed.hydra.job.num, composed.hydra.job.id = number, str(number)
+            HydraConfig.instance().set_config(composed)  # for ${hydra:job.num}
+            request = _request(composed, chosen, label)
+            prepare(request)
+            requests.append(request)
+        except HpcinitError as error:
+            for problem in getattr(error, "problems", [str(error)]):
+                found.setdefault(problem, []).append(label)
+    if found:
+        raise ConfigError(*explain.of_combinations(found, len(combinations)))
+    return requests
+
+
+def _combinations(overrides: Sequence[str], name: str) -> list[list[str]]:
+    """What Hydra's own sweeper makes of 1,2 and range() and choice() and glob(), and of hydra.sweeper.params."""
+    with hydra.initialize_config_dir(config_dir=str(folder()), version_base="1.3", job_name=NAME):
+        loader = GlobalHydra.instance().config_loader()
+        parser = OverridesParser.create(config_loader=loader)
+        parsed = _parsed(parser, overrides)
+        with suppress(*UNUSABLE):  # what is wrong here is wrong in every combination, and reported there
+            fixed = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
+            own = hydra.compose(name, fixed, return_hydra_config=True).hydra
+            for part in ("sweeper", "launcher"):
+                if not own[part]._target_.endswith(f".Basic{part.title()}"):
+                    raise ConfigError(f"hydra/{part} is {own[part]._target_}: hpcinit submits a sweep itself, leave it")
+            parsed = _parsed(parser, [f"{k}={v}" for k, v in (own.sweeper.params or {}).items()]) + parsed
+        for override in parsed:
+            if override.is_sweep_override() and override.is_hydra_override():
+                raise ConfigError(f"{override.input_line}: expected one value, Hydra's own keys cannot be swept over")
+            if override.is_sweep_override() and not override.is_discrete_sweep():
+                raise ConfigError(f"{override.input_line}: expected values to count, as in 1,2 or range(1,3)")
+        combinations = [list(chosen) for chosen in BasicSweeper.split_arguments(parsed, None)[0]]
+    if not combinations:
+        raise ConfigError(f"{' '.join(overrides)}: no combination at all, a range() or glob() in it is empty")
+    return combinations
+
+
+def _parsed(parser: OverridesParser, overrides: Sequence[str]) -> list[Override]:
+    parsed, wrong = [], []
+    for override in overrides:
+        try:
+            parsed += parser.parse_overrides([override])
+        except UNUSABLE as error:
+            wrong.append(explain.sentence(error, override))
+    if wrong:
+        raise ConfigError(*wrong)
+    return parsed
+
+
+def _by_hydras_hand(flags: list[str], overrides: list[str], name: str, prepare: Prepare, task: Task) -> int:
+    """What else Hydra can do: --cfg, --help, completion, and hydra.run, hydra.job and the like for one submission."""
+    statuses: list[int | HpcinitError] = [0]
 
     def job(config: DictConfig) -> None:
-        statuses.append(task(*_typed_copy(config)))
+        try:
+            with open_dict(config):
+                config["hydra"] = HydraConfig.get()
+            request = _request(config, overrides)
+            prepare(request)
+            statuses.append(task([request]))
+        except HpcinitError as error:  # kept: Hydra writes its own word to stderr about one that comes through
+            statuses.append(error)
 
     job.__module__ = "hpcinit.submit"  # the name that Hydra shows for the program
     saved_argv, saved_flag = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = [sys.argv[0], *argv]
+    sys.argv = [sys.argv[0], *flags, *overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra prints a traceback and exits by itself otherwise
     try:
         hydra.main(config_path=str(folder()), config_name=NAME, version_base="1.3")(job)()
     except UNUSABLE as error:
-        raise ConfigError(_explain(error, "")) from None
+        raise ConfigError(*(list(_every_problem(overrides, name)) or [explain.sentence(error)])) from None
     finally:
         sys.argv = saved_argv
         if saved_flag is None:
             del os.environ["HYDRA_FULL_ERROR"]
         else:
             os.environ["HYDRA_FULL_ERROR"] = saved_flag
-    return max(statuses)
+    if isinstance(statuses[-1], HpcinitError):
+        raise statuses[-1]
+    return statuses[-1]
 
 
-def _typed_copy(config: DictConfig) -> tuple[Config, dict[str, Any]]:
-    composed = config.copy()
-    with open_dict(composed):
-        composed["hydra"] = None
-    return _typed(composed)
+class _Folders(SearchPathPlugin):
+    """Where YAML is looked for, first match wins: the user's folders, the package's own, --config-dir."""
 
+    last: Path | None = None
 
-def _explain(error: Exception, override: str) -> str:
-    """One sentence: the key, the value, what was expected, the choices."""
-    options: list[str] | None = getattr(error, "options", None)
-    if options is not None:
-        group, _, choice = str(getattr(error, "missing_cfg_file", "")).rpartition("/")
-        return f"{group}={choice}: no such {group}, expected one of: {', '.join(options)}{_guess(choice, options)}"
-    if isinstance(error, OverrideParseException) or "LexerNoViableAlt" in str(error):
-        return (
-            f"{override or error}: not a key=value that Hydra can read; quote what is special in it once for Hydra "
-            "and once for the shell, as in 'comment=\"it is, well: special\"'"
-        )
-    if isinstance(error, yaml.YAMLError):
-        return f"{override}: {' '.join(str(error).split())}"
-    file, detail, full_key = _details(error)
-    where = f"{override}: " if override else ""
-    where += f"in {file}.yaml: " if file else ""
-    if full_key and ("not in '" in detail or "not in struct" in detail):
-        known = _keys_beside(full_key)
-        if not known:  # a table of the user's own, such as cluster.env
-            return f"{where}no such key {full_key!r} yet, add it with a plus sign: +{override or full_key}"
-        guess = _guess(full_key.split(".")[-1], known)
-        return f"{where}no such key {full_key!r}, expected one of: {', '.join(known)}{guess}"
-    return f"{where}{full_key}: {detail}" if full_key and full_key not in override else f"{where}{detail}"
-
-
-def _details(error: Exception) -> tuple[str, str, str]:
-    """The config file that an error of Hydra or OmegaConf is about, what is wrong in it, and the key; or ''.
-
-    Hydra wraps OmegaConf's error, as its cause for an override and as text for a file:
-    "In 'cluster/x': ConfigKeyError raised while composing config:\\nKey 'y' not in 'Cluster'\\n  full_key: cluster.y"
-    """
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    text = str(cause)
-    in_file = re.match(r"In '([^']+)': \w+ raised while composing config:\n", text)
-    rest = text[in_file.end() :] if in_file else text
-    full_key = re.search(r"full_key: (\S+)", text)
-    return in_file[1] if in_file else "", rest.partition("\n")[0], full_key[1] if full_key else ""
-
-
-def _keys_beside(full_key: str) -> list[str]:
-    """The keys that exist where `full_key` was looked for."""
-    with hydra.initialize_config_dir(config_dir=str(folder()), version_base="1.3", job_name=NAME):
-        config: Any = hydra.compose(NAME)
-    parent = full_key.rpartition(".")[0]
-    node = OmegaConf.select(config, parent) if parent else config
-    return sorted(str(k) for k in node) if isinstance(node, DictConfig) else []
-
-
-def _guess(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def folder() -> Path:
-    """The package's own conf/: inside the wheel, or beside the package in a checkout."""
-    inside = Path(__file__).parent.parent / "conf"
-    return inside if inside.is_dir() else Path(__file__).parent.parent.parent / "conf"
-
-
-def user_folders() -> list[Path]:
-    """Where a user's own YAML lies, first match first; only folders that exist."""
-    named = os.environ.get("HPCINIT_CONF")
-    places = [Path("conf"), Path(named) if named else None, Path("~/.config/hpcinit").expanduser()]
-    found = [place.absolute() for place in places if place is not None and place.is_dir()]
-    if named and not Path(named).is_dir():
-        raise ConfigError(f"HPCINIT_CONF is {named!r}, expected a folder that exists")
-    return found
-
-
-class _UserFolders(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for place in reversed([p for p in user_folders() if p != folder().absolute()]):
             search_path.prepend("user", f"file://{place}")
+        if self.last is not None:
+            search_path.append("command-line", f"file://{self.last}")
 
 
-def _register() -> None:
-    Plugins.instance().register(_UserFolders)
+def _register(config_dir: str | None) -> None:
+    _Folders.last = Path(config_dir).absolute() if config_dir else None
+    Plugins.instance().register(_Folders)
     ConfigStore.instance().store(name="hpcinit_schema", node=Config)

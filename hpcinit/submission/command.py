@@ -9,29 +9,39 @@ from pathlib import Path
 from typing import Any
 
 from hpcinit.config import checks, compose
+from hpcinit.config.request import Request
 from hpcinit.config.schema import Config
 from hpcinit.facts import quoting
-from hpcinit.facts.errors import INTERRUPTED, RequestError
+from hpcinit.facts.errors import INTERRUPTED, MaybeSubmitted, RequestError, SubmitError
 from hpcinit.submission import submit as submission
 
 
 def main(argv: Sequence[str]) -> int:
     words, program = _split(list(argv))
+    if "--version" in words:
+        from importlib.metadata import version  # noqa: PLC0415
+
+        print(f"hpcinit {version('hpcinit')}")
+        return 0
     if "--" in argv and not program:
         raise RequestError("nothing stands after --, expected a program: hpcinit submit nodes=2 -- train.py")
+    if program == ["-m"]:
+        raise RequestError("nothing stands after -- -m, expected a module: hpcinit submit nodes=2 -- -m package.train")
     if program and not any(word.startswith("job=") for word in words):
         words.append("job=program")
 
-    def task(config: Config, document: dict[str, Any]) -> int:
+    def prepare(request: Request) -> None:
         if program:
-            _put(program, config, document)
-        return _submit(config, document, argv)
+            _put(program, request.config, request.document)
+        submission.check(request.config)
 
+    jobs: list[tuple[Request, submission.Submitted]] = []
     try:
-        return compose.main(words, task)
+        return compose.main(words, prepare, lambda requests: _all(requests, argv, jobs))
     except KeyboardInterrupt:
-        # submit() never lets one through once a job exists; of a sweep the earlier jobs have been reported.
-        print("hpcinit: interrupted; nothing was submitted", file=sys.stderr)
+        # submit() lets none through once its job exists.
+        said = f"; {len(jobs)} were submitted, the others were not" if jobs else "; nothing was submitted"
+        print(f"hpcinit: interrupted{said}", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -47,7 +57,7 @@ def _put(program: list[str], config: Config, document: dict[str, Any]) -> None:
     """Make `train.py --lr 3`, `-m package.train ...` or `any-command ...` what the job runs."""
     job = config.job
     job.script = job.module = job.command = None
-    if program[0] == "-m" and len(program) > 1:
+    if program[0] == "-m":
         job.module, job.args = program[1], program[2:]
     elif program[0].endswith(".py"):
         job.script, job.args = program[0], program[1:]
@@ -60,22 +70,74 @@ def _put(program: list[str], config: Config, document: dict[str, Any]) -> None:
     document["job"] |= {k: getattr(job, k) for k in ("script", "module", "command", "args")}
 
 
-def _submit(config: Config, document: dict[str, Any], argv: Sequence[str]) -> int:
-    if config.dry_run:
-        sys.stdout.write(submission.dry_run(config))
-        return 0
-    done = submission.submit(config, document, ["hpcinit", "submit", *argv])
+def _all(requests: Sequence[Request], argv: Sequence[str], jobs: list[tuple[Request, submission.Submitted]]) -> int:
+    """Submit one after the other, into `jobs`, then follow those that are waited for. The highest exit status."""
+    for warning in dict.fromkeys(warning for request in requests for warning in request.warnings):
+        print(f"hpcinit: warning: {warning}", file=sys.stderr)
+    status = 0
+    for number, request in enumerate(requests):
+        if request.config.dry_run:
+            _print_script(request)
+            continue
+        try:
+            done = _submit(request, argv)
+        except SubmitError as error:
+            if not request.combination:
+                raise
+            said = str(error).removesuffix("nothing was submitted").rstrip("; \n")
+            left = number + isinstance(error, MaybeSubmitted)
+            raise type(error)(f"with {request.combination}: {said}{_others(requests, left)}") from None
+        jobs.append((request, done))
+        if done.interrupted:
+            end = f"interrupted, but the job was submitted already; hpcinit cancel {done.path} ends it"
+            print(f"{end}{_others(requests, number + 1)}", file=sys.stderr)
+            return INTERRUPTED
+        # This machine has no queue: with wait=true the jobs of a sweep run one after the other on it.
+        if request.config.wait and request.config.cluster.engine == "local":
+            status = max(status, followed := _follow(request, done))
+            if followed == INTERRUPTED:
+                print(f"hpcinit: interrupted{_others(requests, number + 1)}", file=sys.stderr)
+                return INTERRUPTED
+    for request, done in jobs:
+        if request.config.wait and request.config.cluster.engine != "local" and status != INTERRUPTED:
+            status = max(status, _follow(request, done))
+    return status
+
+
+def _print_script(request: Request) -> None:
+    if request.combination:
+        print(f"# {request.combination}", file=sys.stderr, flush=True)
+    sys.stdout.write(submission.dry_run(request.config))
+    sys.stdout.flush()
+
+
+def _submit(request: Request, argv: Sequence[str]) -> submission.Submitted:
+    config = request.config
+    done = submission.submit(config, request.document, ["hpcinit", "submit", *argv])
     if done.dropped:
         print(f"not passed on to the job: {', '.join(done.dropped)}", file=sys.stderr)
+    if request.combination:
+        print(f"{request.combination} -> job {done.job_id} on {config.cluster.name}, {done.path}", flush=True)
+        return done
     per_node = checks.ranks_per_node(config)
     shape = f"{config.nodes} node{'s' * (config.nodes != 1)} x {per_node} rank{'s' * (per_node != 1)}"
     print(f"job {done.job_id} on {config.cluster.name}: {config.name}, {shape}")
     print(f"run folder: {done.path}", flush=True)
-    if done.interrupted:
-        print(f"interrupted, but the job was submitted already; hpcinit cancel {done.path} ends it", file=sys.stderr)
-        return INTERRUPTED
-    if not config.wait:
-        return 0
+    return done
+
+
+def _follow(request: Request, done: submission.Submitted) -> int:
     from hpcinit.observe.follow import follow  # noqa: PLC0415 - rich, only for those who wait
 
+    if request.combination:
+        print(f"== {request.combination}, {done.path.name} ==", flush=True)
     return follow(done.path)
+
+
+def _others(requests: Sequence[Request], number: int) -> str:
+    """What became of a sweep that ends before its request `number`; nothing to say of a single request."""
+    if len(requests) == 1 or number == len(requests):
+        return ""
+    if number == 0:
+        return f"; none of the {len(requests)} combinations was submitted"
+    return f"\nnot submitted: {'; '.join(request.combination for request in requests[number:])}"

@@ -6,7 +6,7 @@ import errno
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from hpcinit.facts import runfolder
@@ -15,13 +15,23 @@ from hpcinit.facts.errors import SubmitError
 PRIVATE = 0o700
 
 
+_promised: set[Path] = set()  # by next_path in this process: the dry run of a sweep prints several scripts
+
+
 def next_path(runs_dir: Path, name: str) -> Path:
-    """runs_dir/NAME-0001, or the number after the highest there is. Touches nothing."""
+    """The folder that claim() would make, and at the next call the one after it. Touches nothing."""
+    path = _free(runs_dir, name, _promised)
+    _promised.add(path)
+    return path
+
+
+def _free(runs_dir: Path, name: str, promised: Collection[Path] = ()) -> Path:
+    """runs_dir/NAME-0001, or the number after the highest there is."""
     pattern = re.compile(re.escape(name) + r"-(\d{4,})")
-    taken = [0]
-    if runs_dir.is_dir():
-        taken += [int(m[1]) for entry in runs_dir.iterdir() if (m := pattern.fullmatch(entry.name))]
-    return runs_dir / f"{name}-{max(taken) + 1:04d}"
+    there = [path for path in promised if path.parent == runs_dir]
+    there += list(runs_dir.iterdir()) if runs_dir.is_dir() else []
+    taken = [int(m[1]) for path in there if (m := pattern.fullmatch(path.name))]
+    return runs_dir / f"{name}-{max(taken, default=0) + 1:04d}"
 
 
 def claim(runs_dir: Path, name: str) -> Path:
@@ -30,7 +40,7 @@ def claim(runs_dir: Path, name: str) -> Path:
     Raises SubmitError where it cannot be made (read-only, full, no permission).
     """
     for _ in range(100):
-        path = next_path(runs_dir, name)
+        path = _free(runs_dir, name)
         try:
             runs_dir.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=PRIVATE)

@@ -35,6 +35,8 @@ def test_the_shipped_choices_are_right() -> None:
         (["cluster.engine=pbs"], "cluster.engine is 'pbs', expected one of: slurm, local"),
         (["cluster.gpu_flag=gpus"], "cluster.gpu_flag is 'gpus', expected one of: gpus-per-node, gres, null"),
         (["comm.backend=mpi"], "comm.backend is 'mpi', expected one of: auto, nccl, gloo"),
+        (["comm.device_id=maybe"], "comm.device_id is 'maybe', expected one of: never, auto, always"),
+        (["seed_by=node"], "seed_by is 'node', expected one of: same, rank, data"),
         (["name='../x'"], "name is '../x', expected letters"),
         (["name='%x'"], "name is '%x', expected letters"),
         (["+cluster.env.A-B=1"], "cluster.env has 'A-B', expected a name of letters"),

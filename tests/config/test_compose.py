@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from hpcinit.config.compose import compose, folder
+from hpcinit.config.compose import compose, folder, main
+from hpcinit.config.request import Request
 from hpcinit.facts.errors import ConfigError
 
 
@@ -43,30 +45,6 @@ def test_what_the_command_line_does_not_say_comes_from_the_cluster() -> None:
     assert (given.partition, given.time_min) == ("high", 5)
 
 
-@pytest.mark.parametrize(
-    ("override", "parts"),
-    [
-        ("cluster=nope", ["no such cluster", "example, local, mini"]),
-        ("nodez=3", ["no such key 'nodez'", "did you mean 'nodes'?"]),
-        ("cluster.partitionz=3", ["no such key 'cluster.partitionz'", "did you mean 'partition'?", "engine"]),
-        ("cluster.sbatch.x=3", ["no such key 'cluster.sbatch.x' yet", "+cluster.sbatch.x=3"]),
-        ("nodes=abc", ["nodes=abc", "could not be converted to Integer"]),
-        ("nodes=1.5", ["nodes=1.5", "could not be converted to Integer"]),
-        ("job.args=3", ["job.args=3", "is not a ListConfig"]),
-        ("nodes=[1", ["nodes=[1", "quote what is special"]),
-        ("name=a'b", ["name=a'b", "quote what is special"]),
-        ("nodes", ["nodes", "quote what is special"]),
-        ("name=${nope}", ["Interpolation key 'nope' not found"]),
-        ("nodes=1,2", ["Ambiguous value for argument 'nodes=1,2'"]),
-    ],
-)
-def test_a_wrong_override_is_one_message(override: str, parts: list[str]) -> None:
-    """A wrong override gives exactly one message, with the key, the value and what was expected."""
-    (message,) = problems(override)
-    for part in parts:
-        assert part in message
-
-
 def test_all_problems_come_at_once() -> None:
     """Three wrong overrides are three messages, in one go, and a right one among them is none."""
     found = problems("cluster=nope", "nodes=abc", "seed=3", "nodez=1")
@@ -79,6 +57,59 @@ def test_extra_keys_and_interpolation_work() -> None:
     config = compose(["+lr=0.1", "job.args=[--lr,${lr}]", "+cluster.sbatch.reservation=x"])
     assert config.job.args == ["--lr", "0.1"]
     assert config.cluster.sbatch == {"reservation": "x"}
+
+
+def test_a_sweep_that_is_refused_submits_nothing() -> None:
+    """With --multirun every combination is composed and prepared before the task sees the first."""
+    seen: list[int] = []
+
+    def prepare(request: Request) -> None:
+        if request.config.nodes == 3:
+            raise ConfigError("three is too many")
+
+    def task(requests: Sequence[Request]) -> int:
+        seen.extend(request.config.nodes for request in requests)
+        return 0
+
+    with pytest.raises(ConfigError, match=r"^with nodes=3: three is too many$"):
+        main(["-m", "nodes=1,2,3"], prepare, task)
+    assert seen == []
+    assert main(["nodes=1,2", "seed=range(0,2)", "-m", "name=x"], prepare, task) == 0 and seen == [1, 1, 2, 2]
+
+
+def test_a_sweep_knows_its_own_numbers(tmp_path: Path) -> None:
+    """${hydra:job.num} counts the combinations, and hydra.sweeper.params stands for overrides."""
+    write(
+        tmp_path / "conf/mine.yaml",
+        "defaults: [hpcinit, _self_]\nname: x-${hydra:job.num}\nhydra: {mode: MULTIRUN, sweeper: {params: {nodes: '1,2'}}}\n",
+    )
+    seen: list[tuple[str, str]] = []
+
+    def task(requests: Sequence[Request]) -> int:
+        seen.extend((request.config.name, request.combination) for request in requests)
+        return 0
+
+    assert main(["--config-name", "mine"], lambda request: None, task) == 0
+    assert seen == [("x-0", "nodes=1"), ("x-1", "nodes=2")]
+
+
+def test_primary_configs_of_ones_own(tmp_path: Path) -> None:
+    """--config-name finds a file of one's own, --config-dir a folder, with and without --multirun."""
+    write(tmp_path / "conf/mine.yaml", "defaults: [hpcinit, _self_]\nnodes: 7\n")
+    write(tmp_path / "more/cluster/own.yaml", "name: own\n")
+    seen: list[tuple[int, str]] = []
+
+    def task(requests: Sequence[Request]) -> int:
+        seen.extend((request.config.nodes, request.config.cluster.name) for request in requests)
+        return 0
+
+    for words in (
+        ["--config-name", "mine"],
+        ["--config-dir", "more", "cluster=own"],
+        ["-cd", "more", "-m", "cluster=own,mini"],
+    ):
+        assert main(words, lambda request: None, task) == 0
+    assert seen == [(7, "local"), (1, "own"), (1, "own"), (1, "mini")]
 
 
 def write(path: Path, text: str) -> None:

@@ -1,0 +1,27 @@
+"""One request, composed: what a task of `compose.main` is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpcinit.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Request:
+    """A Config and where it came from.
+
+    document: the config as plain containers. combination: in a sweep, the overrides that make it this one, else ''.
+    warnings: what was not refused and is worth a look, one sentence each.
+    """
+
+    config: Config
+    document: dict[str, Any]
+    combination: str
+    warnings: Sequence[str]
+
+
+Prepare = Callable[[Request], None]  # changes a request or refuses it with an HpcinitError
+Task = Callable[[Sequence[Request]], int]  # -> exit status

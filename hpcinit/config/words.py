@@ -1,0 +1,103 @@
+"""Words of the command line that are no key=value, and what was probably meant by them."""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentParser, Namespace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from hpcinit.config import keys
+from hpcinit.config.checks import OWNED
+from hpcinit.facts.errors import ConfigError
+
+SHORT = {"N": "nodes", "p": "partition", "A": "account", "q": "qos", "c": "cpus-per-task", "t": "time",
+         "J": "job-name", "n": "ntasks", "D": "chdir", "o": "output", "e": "error", "G": "gpus-per-node"}  # fmt: skip
+# Options of sbatch whose value means the same in our key; --time=1:00:00 and --mem=4G do not.
+SAME_VALUE = {"nodes", "partition", "account", "qos", "comment", "job-name", "ntasks-per-node", "cpus-per-task"}
+
+
+def parse(parser: ArgumentParser, line: Sequence[str]) -> Namespace:
+    """Hydra's flags and the overrides among them. Raises ConfigError where argparse would print its usage and exit."""
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(message)
+
+    parser.error = refuse  # type: ignore[method-assign]
+    args, unknown = parser.parse_known_intermixed_args(list(line))
+    if found := mistakes(line, unknown, args.overrides):
+        raise ConfigError(*found)
+    if (args.package or args.resolve) and not (args.cfg or args.help):
+        flag = f"-p {args.package}" if args.package else "--resolve"
+        raise ConfigError(f"{flag}: says what --cfg shows, and needs it; the partition is partition=NAME")
+    if args.config_path:
+        raise ConfigError(f"--config-path {args.config_path}: hpcinit's own configs stay in place; use --config-dir")
+    if args.config_dir and not Path(args.config_dir).is_dir():
+        raise ConfigError(f"--config-dir {args.config_dir}: expected a folder that exists")
+    return args
+
+
+def mistakes(words: Sequence[str], unknown: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """One message for each flag that does not exist and each pair of words such as `nodes 4`.
+
+    words: all of the command line; unknown, overrides: those of them that are unknown flags, and no flags.
+    """
+    found: list[str] = []
+    at = 0
+    while at < len(words):
+        word, value = words[at], words[at + 1] if at + 1 < len(words) else ""
+        value = value if value in {*overrides, *unknown} and _is_bare(value) else ""
+        if word in unknown:
+            found.append(_flag(word, value))
+        elif value and word in overrides and _is_bare(word) and (key := keys.nearest(word)):
+            found.append(f"{word} {value}: expected key=value, as in {key}={value}")
+        else:
+            value = ""
+        at += 2 if value else 1
+    return found
+
+
+def removals(overrides: Sequence[str]) -> Iterator[str]:
+    """~nodes would quietly mean the default, and ~cluster no cluster at all."""
+    for override in overrides:
+        key, _, _ = override.removeprefix("~").partition("=")
+        if override.startswith("~") and keys.kind(key) is not None and not keys.is_table(key.rpartition(".")[0] or key):
+            choice = "null" if keys.expected(key).endswith("or null") else "..."
+            yield f"{override}: hpcinit's own keys cannot be taken away; give it another value: {key}={choice}"
+
+
+def repeated(overrides: Sequence[str]) -> Iterator[str]:
+    """A key that is given twice: the last one counts, as wrappers with defaults of their own rely on."""
+    given = Counter(_key(override) for override in overrides if "=" in override)
+    for key, times in given.items():
+        if times > 1 and key:
+            last = [override for override in overrides if _key(override) == key][-1]
+            yield f"{key} is given {times} times; the last one counts: {last}"
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
+
+
+def _is_bare(word: str) -> bool:
+    return "=" not in word and not word.startswith(("-", "~"))
+
+
+def _flag(word: str, value: str) -> str:
+    """`--wait`, `--nodes 4`, `--nodes=4`, `-N4`, `--constraint=x`."""
+    name, _, inline = word.lstrip("-").partition("=")
+    if not word.startswith("--") and name[:1] in SHORT:
+        name, inline = SHORT[name[:1]], name[1:] or inline
+    wrong, value = f"{word} {value}".rstrip() + ": no such option, expected key=value", inline or value
+    key = name.replace("-", "_")
+    if keys.kind(key) is not None:
+        return f"{wrong}: {key}={value or ('true' if keys.kind(key) is bool else '...')}"
+    if own := OWNED.get(name):
+        return f"{wrong}: {own}={value if value and name in SAME_VALUE else '...'}"
+    if near := keys.nearest(key):
+        return f"{wrong}; did you mean {near}={value or '...'}"
+    if value and re.fullmatch(r"[a-z][a-z-]+", name):
+        return f"{wrong}; one of sbatch's own: +cluster.sbatch.{name}={value}"
+    return f"{wrong}, as in nodes=4; hpcinit submit --help shows them all"

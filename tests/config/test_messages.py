@@ -1,0 +1,213 @@
+"""Everything that is easily typed wrong: one clear line, exit status 2, nothing of Hydra's own words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcinit.cli import main
+from hpcinit.submission import command
+from tests.conftest import Run
+
+FILES = {
+    "cluster/noname.yaml": b"engine: local\n",
+    "job/noname.yaml": b"module: x\n",
+    "cluster/latin.yaml": "name: caf\xe9\n".encode("latin1"),
+    "cluster/alist.yaml": b"- name\n",
+    "cluster/text.yaml": b"just text\n",
+    "cluster/tab.yaml": b"name: x\nenv:\n\tA: 1\n",
+    "cluster/twice.yaml": b"name: x\nname: y\n",
+    "cluster/type.yaml": b"name: x\ngpus_per_node: many\n",
+    "cluster/badref.yaml": b"name: x\npartition: ${nosuch.key}\n",
+    "job/scalar.yaml": b"name: x\nmodule: y\nargs: 3\n",
+    "bare.yaml": b"nodes: 2\n",
+    "wrong.yaml": b"defaults: [hpcinit, _self_]\nnodez: 2\n",
+}
+JARGON = (
+    "ListConfig",
+    "DictConfig",
+    "Structured",
+    "full_key",
+    "Interpolation",
+    "override must",
+    "object_type",
+    "usage:",
+)
+
+CASES = [
+    # several values, and values of another type
+    ("nodes=1,2", "nodes=1,2: several values; add --multirun for one job each, or quote it"),
+    ("nodes=range(1,3)", "nodes=range(1,3): several values; add --multirun"),
+    ("cluster=local,mini", "cluster=local,mini: several values; add --multirun"),
+    ("nodes=abc", "nodes=abc: expected a whole number"),
+    ("nodes=[1,2]", "nodes=[1,2]: expected a whole number"),
+    ("nodes=null", "nodes=null: expected a whole number"),
+    ("mem_gb=much", "mem_gb=much: expected a number, or null"),
+    ("wait=maybe", "wait=maybe: expected true or false"),
+    ("name=[a]", "name=[a]: expected text"),
+    ("job.args=3", "job.args=3: expected a list, as in job.args=[a,b]"),
+    ("job.args=[[a]]", "job.args has ['a'], expected a list of texts"),
+    ("cluster.setup=[{a: b}]", "cluster.setup has {'a': 'b'}, expected a list of texts"),
+    ("comm.backend=[nccl]", "comm.backend=[nccl]: expected one of: auto, nccl, gloo"),
+    ("cluster.name=null", "cluster.name=null: expected text"),
+    ("cluster.name=''", "cluster.name is '', expected a name"),
+    ("cluster.env=3", "cluster.env=3: expected a table, one entry is +cluster.env.NAME=VALUE"),
+    ("seed=-1", "seed is -1, expected 0 or more"),
+    ("runs_dir=", "runs_dir is '', expected a folder"),
+    ("partition=", "partition is '', expected a value, or null"),
+    ("name='a\nb'", "name is 'a\\nb', expected letters"),
+    (f"name={'a' * 300}", "name has 300 characters, expected at most 2"),
+    # choices
+    ("cluster=nope", "cluster=nope: no such cluster, expected one of: alist"),
+    ("cluster=null", "cluster=null: expected one of: alist"),
+    ("cluster=", "cluster=: no such cluster, expected one of: alist"),
+    ("cluster=../x", "cluster=../x: no such cluster, expected one of: alist"),
+    ("cluster=a/b", "cluster=a/b: no such cluster, expected one of: alist"),
+    ("parallel=2", "parallel=2: expected one of: ddp"),
+    ("hydra/launcher=nosuch", "hydra/launcher=nosuch: no such hydra/launcher, expected one of: basic"),
+    # a user's own YAML
+    ("cluster=noname", "cluster.name is not set, expected text: add `name: ...` to conf/cluster/noname.yaml"),
+    ("job=noname", "job.name is not set, expected text: add `name: ...` to conf/job/noname.yaml"),
+    ("cluster=latin", "cluster=latin: conf/cluster/latin.yaml is not UTF-8 (byte 0xe9 at position 9)"),
+    ("cluster=alist", "conf/cluster/alist.yaml holds a list, expected lines of key: value"),
+    ("cluster=text", "conf/cluster/text.yaml holds 'just text', expected lines of key: value"),
+    ("cluster=tab", "conf/cluster/tab.yaml, line 3: found character '\\t' that cannot start any token; YAML wants blanks"),
+    ("cluster=twice", "conf/cluster/twice.yaml, line 2: found duplicate key name"),
+    ("cluster=type", "conf/cluster/type.yaml: cluster.gpus_per_node is 'many', expected a whole number"),
+    ("cluster=badref", "cluster.partition=${nosuch.key}: there is no key 'nosuch.key'"),
+    ("job=scalar", "conf/job/scalar.yaml: job.args: expected a list, as in job.args=[a,b]"),
+    # interpolation
+    ("name=${nope}", "name=${nope}: there is no key 'nope'"),
+    ("name=${name}", "name=${name}: refers to itself"),
+    ("comment=${partition} partition=${comment}", "partition=${comment}: refers to itself, directly or through another"),
+    ("nodes=${job.name}", "nodes=${job.name}: stands for 'smoke', expected a whole number"),
+    ("comment=${oc.env:NOSUCH}", "comment=${oc.env:NOSUCH}: the environment variable NOSUCH is not set"),
+    ("comment=${nosuch:1}", "comment=${nosuch:1}: nothing is called nosuch, expected a key or oc.env"),
+    ("comment=${cluster}", "comment=${cluster}: stands for a table or a list, expected text, or null"),
+    # plus, tilde, at
+    ("nodez=3", "nodez=3: no such key 'nodez', expected one of: account"),
+    ("NODES=3", "did you mean 'nodes'?"),
+    ("~nodes", "~nodes: hpcinit's own keys cannot be taken away; give it another value: nodes=..."),
+    ("~cluster", "~cluster: hpcinit's own keys cannot be taken away"),
+    ("~nosuch", "~nosuch: there is no nosuch to take away"),
+    ("+nodes=2", "+nodes=2: nodes exists already; leave the plus away: nodes=2"),
+    ("+cluster=mini", "+cluster=mini: cluster exists already; leave the plus away: cluster=mini"),
+    ("cluster.env.X=1", "cluster.env has no 'X' yet, add it with a plus: +cluster.env.X=1"),
+    ("+cluster.partitions.a.nodes=3", "partitions are described in the cluster's file"),
+    ("cluster@foo=mini", "cluster@foo=mini: expected a key without '@'"),
+    # words that are no key=value
+    ("nodes", "nodes: expected key=value, as in nodes=..."),
+    ("nodes 4", "nodes 4: expected key=value, as in nodes=4"),
+    (["nodes 4"], "nodes 4: expected key=value: nodes=4"),
+    (["nodes = 4"], "nodes = 4: expected key=value: nodes=4"),
+    ("nodez 4", "nodez 4: expected key=value, as in nodes=4"),
+    ("nodes:4", "nodes:4: expected key=value: nodes=4"),
+    ("=4", "=4: expected key=value"),
+    ("train.py", "train.py: expected key=value; what is to run stands after --: hpcinit submit -- train.py"),
+    ("name=it's", "name=it's: expected key=value; a value with blanks, commas, quotes or brackets needs quotes"),
+    (["comment=a\n'b"], "comment=a\\n'b: expected key=value"),
+    ("comment=f(1)", "comment=f(1): expected key=value; a value with blanks"),
+    # flags
+    ("--wait", "--wait: no such option, expected key=value: wait=true"),
+    ("--waitt", "--waitt: no such option, expected key=value; did you mean wait=..."),
+    ("--dry-run", "--dry-run: no such option, expected key=value: dry_run=true"),
+    ("--nodes 4", "--nodes 4: no such option, expected key=value: nodes=4"),
+    ("--nodes=4", "--nodes=4: no such option, expected key=value: nodes=4"),
+    ("-N 4", "-N 4: no such option, expected key=value: nodes=4"),
+    ("-N4", "-N4: no such option, expected key=value: nodes=4"),
+    ("--time=1:00", "--time=1:00: no such option, expected key=value: time_min=..."),
+    ("--constraint=x", "one of sbatch's own: +cluster.sbatch.constraint=x"),
+    ("-p high", "-p high: says what --cfg shows, and needs it; the partition is partition=NAME"),
+    ("--cfg", "argument --cfg/-c: expected one argument"),
+    ("--cfg x", "invalid choice: 'x' (choose from"),
+    ("-- -m", "nothing stands after -- -m, expected a module"),
+    ("--", "nothing stands after --, expected a program"),
+    ("--config-name x", "--config-name x: no x.yaml, expected one of: bare, hpcinit, wrong"),
+    ("--config-name bare", "conf/bare.yaml does not build on hpcinit's own: its defaults list must begin with hpcinit"),
+    ("--config-name wrong", "conf/wrong.yaml: no such key 'nodez', expected one of: account"),
+    ("--config-dir nosuch", "--config-dir nosuch: expected a folder that exists"),
+    ("--config-path /", "--config-path /: hpcinit's own configs stay in place; use --config-dir"),
+    ("--cfg job nodes=abc", "nodes=abc: expected a whole number"),
+    ("hydra.verbose=true nodes=0", "nodes is 0, expected 1 or more"),
+    # sweeps
+    ("-m nodes=0,1", "with nodes=0: nodes is 0, expected 1 or more"),
+    ("-m nodes=abc,1 seed=1,2", "with nodes=abc seed=1 and 1 more combination: nodes=abc: expected a whole number"),
+    ("-m nodes=1,2 seed=-1", "hpcinit: error: seed is -1, expected 0 or more"),
+    ("-m cluster=local,nope", "hpcinit: error: cluster=nope: no such cluster"),
+    ("-m nodes=1,2 nodez=3", "hpcinit: error: nodez=3: no such key 'nodez'"),
+    ("-m nodes=1,'2", "nodes=1,'2: expected key=value"),
+    ("-m nodes=range(3,1)", "nodes=range(3,1): no combination at all"),
+    ("-m nodes=interval(1,2)", "nodes=interval(1,2): expected values to count, as in 1,2 or range(1,3)"),
+    ("-m hydra.verbose=true,false", "hydra.verbose=true,false: expected one value"),
+    ("-m nodes=1,2 hydra/launcher=nosuch", "hydra/launcher=nosuch: no such hydra/launcher"),
+    ("-m nodes=1,2 hydra.sweeper._target_=x.Y", "hydra/sweeper is x.Y: hpcinit submits a sweep itself"),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _own_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, content in FILES.items():
+        (tmp_path / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "conf" / name).write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("HPCINIT_CONF", raising=False)
+
+
+@pytest.mark.parametrize(("line", "message"), CASES, ids=[str(line)[:40] for line, _ in CASES])
+def test_one_clear_line(
+    line: str | list[str], message: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong request is one line on stderr, in our words, with exit status 2, and nothing is left behind."""
+    words = line.split() if isinstance(line, str) and "\n" not in line and "{a: b}" not in line else line
+    words = [words] if isinstance(words, str) else words
+    monkeypatch.setattr(command.submission, "submit", None)  # none of these may come that far
+    assert main(["submit", *words]) == 2
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and err.startswith("hpcinit: error: ")
+    assert message in err and not [word for word in JARGON if word in err]
+    assert [path.name for path in Path().iterdir()] == ["conf"]
+
+
+@pytest.mark.parametrize(
+    ("line", "warning"),
+    [
+        ("nodes=1 nodes=2", "nodes is given 2 times; the last one counts: nodes=2"),
+        ("+foo=1", "+foo=1: nothing reads foo, neither hpcinit nor another key with ${foo}"),
+        ("+cluster.gpus_per_nod=1", "nothing reads cluster.gpus_per_nod, neither hpcinit nor another key with "
+         "${cluster.gpus_per_nod}; did you mean 'gpus_per_node'?"),
+    ],
+)  # fmt: skip
+def test_legal_but_odd_is_a_warning(line: str, warning: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """What Hydra's users may do on purpose is done, with one line on stderr."""
+    assert main(["submit", "dry_run=true", *line.split()]) == 0
+    out, err = capfd.readouterr()
+    assert out.startswith("#!/bin/bash") and (err.count("\n"), err.startswith("hpcinit: warning: ")) == (1, True)
+    assert warning in err
+
+
+@pytest.mark.parametrize(
+    "line", ["+cluster.env.X=1", "+lr=1 job.args=[${lr}]", "~cluster.env.OMP_NUM_THREADS", "++nodes=2", "-m nodes=1"]
+)
+def test_legal_and_usual_is_silent(line: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """A new entry of a table, a key that another one reads, and the like get no warning."""
+    assert main(["submit", "dry_run=true", *line.split()]) == 0
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "printed"),
+    [
+        ("--version", "hpcinit 0."),
+        ("--help", "cluster: alist"),
+        ("--hydra-help", "--multirun"),
+        ("--info searchpath", "file://"),
+        ("--cfg job nodes=3", "nodes: 3"),
+        ("--cfg hydra", "job_logging"),
+    ],
+)
+def test_what_hydra_prints(hpcinit: Run, line: str, printed: str) -> None:
+    """Hydra's own pages are there, and --version is ours."""
+    done = hpcinit("submit", *line.split())
+    assert (done.returncode, done.stderr) == (0, "") and printed in done.stdout
