@@ -120,10 +120,7 @@ def _python(program: Program, world: World) -> int:
 
 
 def _script(path: Path) -> Callable[[], None]:
-    """As `python path` does: sys.path[0] is its folder, and it is sys.modules['__main__'].
-
-    __file__ is absolute: after a chdir, spawned workers still find it.
-    """
+    """As `python path` does: sys.path[0] is its folder, it is sys.modules['__main__'], its __file__ is absolute."""
     file = str(path.absolute())
     try:
         source = path.read_bytes()
