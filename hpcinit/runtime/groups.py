@@ -22,6 +22,7 @@ from hpcinit.runtime.meeting import wire
 from hpcinit.runtime.process_group import SIDE
 
 LOOK_S = 0.1  # between two looks at who has come
+LINGER_S = 1.0  # several looks
 NAMED = 8  # so many missing ranks are named, and the others counted
 
 
@@ -108,22 +109,38 @@ def _resolved(address: str) -> str:
 
 
 def _gather(store: Store, rank: int, world_size: int, backend: str, deadline: float, where: str) -> None:
-    """Until all have come. Raises BringUpError."""
-    me = f"{socket.gethostname()} (pid {os.getpid()})"
-    first = store.compare_set(f"came/{rank}", "", me).decode()
-    if first != me:
-        raise BringUpError(f"{where}: two processes claim rank {rank}: {first}, which came first, and {me}")
+    """Until all have come. Raises BringUpError, and lets the others raise it."""
+    missing = list(range(world_size))
+    try:
+        _claim(store, rank, world_size, backend)
+        while missing := [number for number in missing if not store.check([f"came/{number}"])]:
+            if store.check(["failed"]):
+                raise BringUpError(store.get("failed").decode())
+            if time.monotonic() > deadline:
+                raise BringUpError(
+                    f"{_named(missing)} of {world_size} never came; here are {_here(store, missing, world_size)}"
+                )
+            time.sleep(LOOK_S)
+    except BringUpError as error:
+        store.set("failed", str(error))
+        if rank == 0:
+            time.sleep(LINGER_S)  # the store goes with rank 0: the others must have read it
+        raise BringUpError(f"{where}: {error}") from None
+    except RuntimeError as error:  # torch's DistError: the store is gone
+        raise BringUpError(
+            f"{where}: rank 0 ended while rank {rank} waited for {_named(missing)} of {world_size}: its log says why"
+        ) from error
+
+
+def _claim(store: Store, rank: int, world_size: int, backend: str) -> None:
     asked = json.dumps({"world_size": world_size, "backend": backend})
     found = store.compare_set("made", "", asked).decode()
     if found != asked:
-        raise BringUpError(f"{where}: rank {rank} asks for {asked}, and who came first for {found}")
-    missing = list(range(world_size))
-    while missing := [number for number in missing if not store.check([f"came/{number}"])]:
-        if time.monotonic() > deadline:
-            raise BringUpError(
-                f"{where}: {_named(missing)} of {world_size} never came; {_came(store, missing, world_size)}"
-            )
-        time.sleep(LOOK_S)
+        raise BringUpError(f"rank {rank} asks for {asked}, and who came first for {found}")
+    me = f"{socket.gethostname()} (pid {os.getpid()})"
+    first = store.compare_set(f"came/{rank}", "", me).decode()
+    if first != me:
+        raise BringUpError(f"two processes claim rank {rank}: {first}, which came first, and {me}")
 
 
 def _named(missing: Sequence[int]) -> str:
@@ -131,11 +148,9 @@ def _named(missing: Sequence[int]) -> str:
     return f"rank{'s' * (len(missing) > 1)} {listed}"
 
 
-def _came(store: Store, missing: Sequence[int], world_size: int) -> str:
+def _here(store: Store, missing: Sequence[int], world_size: int) -> str:
     here = [number for number in range(world_size) if number not in set(missing)]
-    return "here are " + ", ".join(
-        f"rank {number} on {store.get(f'came/{number}').decode()}" for number in here[:NAMED]
-    )
+    return ", ".join(f"rank {number} on {store.get(f'came/{number}').decode()}" for number in here[:NAMED])
 
 
 def _left(deadline: float) -> float:
