@@ -80,8 +80,9 @@ def test_status_logs_and_cancel(hpcinit: Run, slurm: MiniSlurm) -> None:
 def test_status_of_a_job_that_slurm_forgot(hpcinit: Run, slurm: MiniSlurm) -> None:
     """Where Slurm knows nothing of a job any more, and without accounting, its own exit record tells."""
     folder = folder_of(submit(hpcinit, slurm, "ranks_per_node=1", "wait=true", "--", "sh", "-c", "exit 5"))
-    record = json.loads((folder / "submission.json").read_text())
-    (folder / "submission.json").write_text(json.dumps({**record, "job_id": "999999"}))
+    for name, key in (("submission.json", "job_id"), ("exit.json", "job")):
+        record = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**record, key: "999999"}))
     state = json.loads(hpcinit("status", "--json", folder.name, env=slurm.env).stdout)
     assert (state["name"], state["exit_status"], state["source"]) == ("FAILED", 5, "exit.json")
 
