@@ -55,11 +55,11 @@ def run(program: Program, world: World, spec: Spec | None = None) -> int:
 def end(status: int) -> None:
     """End as the interpreter would, but for its last step, if torch is there; without torch, return.
 
-    In that last step a thread of gloo's that lets go of a tensor asks for the interpreter lock of an interpreter
-    that is gone, and the process aborts ('terminate called without an active exception', also in ranks that have
-    destroyed their group): https://github.com/pytorch/pytorch/issues/190489 and pull request 179291 there. So what
-    that step does is done here: open files, also those that the C library holds, are written out. What is left out
-    are the destructors of C++.
+    In that last step a thread of gloo's that lets go of a tensor (ProcessGroupGloo::runLoop, decref_pyobject) asks
+    for the lock of an interpreter that is gone, and the process aborts: 'terminate called without an active
+    exception', also in ranks that have destroyed their group. https://github.com/pytorch/pytorch/issues/190489 and
+    pull request 179291 there. So what that step does is done here: open files, also those that the C library holds,
+    are written out. What is left out are the destructors of C++.
     """
     if "torch" not in sys.modules:
         return
