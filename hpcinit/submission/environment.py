@@ -19,6 +19,7 @@ FOREIGN = (
     "HYDI_",
     "MPI_LOCAL",
     "TORCHELASTIC_",
+    "HPCINIT_ENGINE",
     "HPCINIT_RUN",
     "HPCINIT_WORLD",
 )

@@ -14,6 +14,7 @@ def test_another_jobs_variables_are_dropped_and_named() -> None:
         "PMIX_RANK": "0",
         "RANK": "7",
         "OMPI_COMM_WORLD_RANK": "1",
+        "HPCINIT_ENGINE": "1",
     }
     own = {"SLURM_CONF": "/etc/slurm.conf", "PATH": "/bin", "RANKING": "1", "SLURM_JWT": "t"}
     assert clean({**foreign, **own}) == (own, sorted(foreign))
