@@ -199,7 +199,7 @@ def _combinations(config: Mapping[str, Any]) -> list[str]:
     found = []
     if _autotp(config) and not at(config, "bf16.enabled"):
         found.append(
-            f"ds_config {_TP} {at(config, _TP)}: bf16.enabled is not true, and AutoTP needs it; set precision.param=bf16"
+            f"ds_config {_TP} {at(config, _TP)}: bf16.enabled is not true, AutoTP needs it: precision.param=bf16"
         )
     if _deepcompile(config) and stage(config) == 0:
         found.append(
