@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import hydra
@@ -26,7 +26,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from hpcinit.config import explain, unread, words
-from hpcinit.config.folders import find, folder, user_folders
+from hpcinit.config.folders import folder, user_folders
 from hpcinit.config.request import Prepare, Request, Task
 from hpcinit.config.schema import Config
 from hpcinit.facts.errors import ConfigError, HpcinitError
@@ -41,8 +41,7 @@ UNUSABLE = (
     ValueError,
     AttributeError,
 )  # what a wrong request raises
-# Hydra's flags that print something and end.
-SHOW = ("cfg", "help", "hydra_help", "info", "shell_completion", "experimental_rerun")
+SHOW = ("cfg", "help", "hydra_help", "info", "shell_completion", "experimental_rerun")  # flags that print and end
 
 
 def main(line: Sequence[str], prepare: Prepare, task: Task) -> int:
@@ -55,8 +54,7 @@ def main(line: Sequence[str], prepare: Prepare, task: Task) -> int:
     _register(args.config_dir)
     name = args.config_name or NAME
     multirun = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
-    show = any(getattr(args, flag) for flag in SHOW)
-    if show or (any("hydra." in override for override in args.overrides) and not multirun):
+    if any(getattr(args, flag) for flag in SHOW) or (any("hydra." in o for o in args.overrides) and not multirun):
         # Hydra's own parser wants the flags together: `nodes=1,2 -m name=x` fails there.
         return _by_hydras_hand([w for w in line if w not in args.overrides], args.overrides, name, prepare, task)
     if not multirun:
@@ -88,10 +86,7 @@ def _compose_once(overrides: Sequence[str], name: str) -> DictConfig:
     with hydra.initialize_config_dir(config_dir=str(folder()), version_base="1.3", job_name=NAME):
         config = hydra.compose(name, list(overrides), return_hydra_config=True)
     if OmegaConf.get_type(config) is not Config:
-        raise ConfigError(
-            f"{find(name)} does not build on hpcinit's own: its defaults list must begin with hpcinit, and the file "
-            "have another name (--config-name), or with hpcinit_schema"
-        )
+        raise ConfigError(explain.not_ours(name))
     HydraConfig.instance().set_config(config)  # for ${hydra:...} interpolations
     return config
 
@@ -117,9 +112,9 @@ def _request(config: DictConfig, overrides: Sequence[str], combination: str = ""
     choices = {str(k): str(v) for k, v in config.hydra.runtime.choices.items()}
     with open_dict(config):
         del config["hydra"]
-    warnings = [*words.repeated(overrides)]
-    if any(override.startswith("+") for override in overrides):
-        warnings += unread.keys(overrides, OmegaConf.to_container(config), choices)
+    added = [override for override in overrides if override.startswith("+")]
+    unused = unread.keys(added, OmegaConf.to_container(config), choices) if added else ()
+    warnings = [*words.repeated(overrides), *unused]
     try:
         OmegaConf.resolve(config)
         value = OmegaConf.to_object(config)
@@ -146,18 +141,17 @@ def _unresolved(config: DictConfig, error: Exception, choices: dict[str, str]) -
 
 def _sweep(overrides: Sequence[str], name: str, prepare: Prepare) -> list[Request]:
     """One request per combination, all of them composed and prepared, or ConfigError with what is wrong in any."""
-    combinations = _combinations(overrides, name)
-    requests, found = [], dict[str, list[str]]()
+    combinations, requests, found = _combinations(overrides, name), [], dict[str, list[str]]()
+    swept = [at for at, words_at in enumerate(zip(*combinations, strict=True)) if len(set(words_at)) > 1]
     for number, chosen in enumerate(combinations):
-        label = " ".join(word for at, word in enumerate(chosen) if len({c[at] for c in combinations}) > 1)
+        label = " ".join(chosen[at] for at in swept)
         try:
             composed = _compose(chosen, name)
             with read_write(composed.hydra), open_dict(composed.hydra):
                 composed.hydra.job.num, composed.hydra.job.id = number, str(number)
             HydraConfig.instance().set_config(composed)  # for ${hydra:job.num}
-            request = _request(composed, chosen, label)
-            prepare(request)
-            requests.append(request)
+            requests.append(_request(composed, overrides, label))
+            prepare(requests[-1])
         except HpcinitError as error:
             for problem in getattr(error, "problems", [str(error)]):
                 found.setdefault(problem, []).append(label)
@@ -169,8 +163,7 @@ def _sweep(overrides: Sequence[str], name: str, prepare: Prepare) -> list[Reques
 def _combinations(overrides: Sequence[str], name: str) -> list[list[str]]:
     """What Hydra's own sweeper makes of 1,2 and range() and choice() and glob(), and of hydra.sweeper.params."""
     with hydra.initialize_config_dir(config_dir=str(folder()), version_base="1.3", job_name=NAME):
-        loader = GlobalHydra.instance().config_loader()
-        parser = OverridesParser.create(config_loader=loader)
+        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         parsed = _parsed(parser, overrides)
         with suppress(*UNUSABLE):  # what is wrong here is wrong in every combination, and reported there
             fixed = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
@@ -180,10 +173,8 @@ def _combinations(overrides: Sequence[str], name: str) -> list[list[str]]:
                     raise ConfigError(f"hydra/{part} is {own[part]._target_}: hpcinit submits a sweep itself, leave it")
             parsed = _parsed(parser, [f"{k}={v}" for k, v in (own.sweeper.params or {}).items()]) + parsed
         for override in parsed:
-            if override.is_sweep_override() and override.is_hydra_override():
-                raise ConfigError(f"{override.input_line}: expected one value, Hydra's own keys cannot be swept over")
-            if override.is_sweep_override() and not override.is_discrete_sweep():
-                raise ConfigError(f"{override.input_line}: expected values to count, as in 1,2 or range(1,3)")
+            if override.is_interval_sweep() or (override.is_sweep_override() and override.is_hydra_override()):
+                raise ConfigError(f"{override.input_line}: expected values to count, as in 1,2, of a key of hpcinit's")
         combinations = [list(chosen) for chosen in BasicSweeper.split_arguments(parsed, None)[0]]
     if not combinations:
         raise ConfigError(f"{' '.join(overrides)}: no combination at all, a range() or glob() in it is empty")
@@ -204,7 +195,7 @@ def _parsed(parser: OverridesParser, overrides: Sequence[str]) -> list[Override]
 
 def _by_hydras_hand(flags: list[str], overrides: list[str], name: str, prepare: Prepare, task: Task) -> int:
     """What else Hydra can do: --cfg, --help, completion, and hydra.run, hydra.job and the like for one submission."""
-    statuses: list[int | HpcinitError] = [0]
+    statuses: list[int | Exception] = [0]
 
     def job(config: DictConfig) -> None:
         try:
@@ -213,26 +204,31 @@ def _by_hydras_hand(flags: list[str], overrides: list[str], name: str, prepare: 
             request = _request(config, overrides)
             prepare(request)
             statuses.append(task([request]))
-        except HpcinitError as error:  # kept: Hydra writes its own word to stderr about one that comes through
+        except Exception as error:  # kept: Hydra writes a line of its own about one that comes through
             statuses.append(error)
 
     job.__module__ = "hpcinit.submit"  # the name that Hydra shows for the program
-    saved_argv, saved_flag = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = [sys.argv[0], *flags, *overrides]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra prints a traceback and exits by itself otherwise
     try:
-        hydra.main(config_path=str(folder()), config_name=NAME, version_base="1.3")(job)()
+        with _as_hydra_reads([*flags, *overrides]):
+            hydra.main(config_path=str(folder()), config_name=NAME, version_base="1.3")(job)()
     except UNUSABLE as error:
         raise ConfigError(*(list(_every_problem(overrides, name)) or [explain.sentence(error)])) from None
-    finally:
-        sys.argv = saved_argv
-        if saved_flag is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = saved_flag
-    if isinstance(statuses[-1], HpcinitError):
+    if isinstance(statuses[-1], Exception):
         raise statuses[-1]
     return statuses[-1]
+
+
+@contextmanager
+def _as_hydra_reads(line: list[str]) -> Iterator[None]:
+    """Its own command line; and with HYDRA_FULL_ERROR=1 it raises, where it prints a traceback and exits otherwise."""
+    argv, flag = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = [argv[0], *line], "1"
+    try:
+        yield
+    finally:
+        sys.argv, os.environ["HYDRA_FULL_ERROR"] = argv, flag or ""
+        if flag is None:
+            del os.environ["HYDRA_FULL_ERROR"]
 
 
 class _Folders(SearchPathPlugin):

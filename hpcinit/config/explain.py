@@ -59,6 +59,14 @@ def unset(names: Sequence[str], chosen: Mapping[str, str]) -> list[str]:
     return found
 
 
+def not_ours(config: str) -> str:
+    """A primary config that hpcinit's schema is no part of."""
+    return (
+        f"{folders.find(config)} does not build on hpcinit's own: its defaults list must begin with hpcinit, and the "
+        "file have another name (--config-name), or with hpcinit_schema"
+    )
+
+
 def reference(key: str, raw: str, error: Exception) -> str:
     """An interpolation that cannot be resolved: `raw` is what `key` is set to."""
     said = _take_apart(error)

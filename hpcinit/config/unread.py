@@ -8,15 +8,16 @@ from typing import Any
 from hpcinit.config import keys as schema
 
 
-def keys(overrides: Sequence[str], document: Any, chosen: Mapping[str, str]) -> Iterator[str]:
+def keys(added: Sequence[str], document: Any, chosen: Mapping[str, str]) -> Iterator[str]:
     """A warning for each +key that neither hpcinit nor any other key reads.
 
-    document: the config with its interpolations as written. chosen: group -> choice, as +experiment=x is one.
+    added: overrides with a plus. document: the config with its interpolations as written. chosen: group -> choice,
+    as +experiment=x is one.
     """
     written = [raw for _, raw in references(document)]
-    for override in overrides:
+    for override in added:
         key = override.lstrip("+").partition("=")[0]
-        if not override.startswith("+") or key in chosen or schema.kind(key) is not None or key.startswith("hydra"):
+        if key in chosen or schema.kind(key) is not None or key.startswith("hydra"):
             continue
         if not any(key in raw for raw in written):
             near = schema.guess(key.rpartition(".")[2], schema.beside(key))

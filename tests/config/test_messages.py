@@ -138,8 +138,8 @@ CASES = [
     ("-m nodes=1,2 nodez=3", "hpcinit: error: nodez=3: no such key 'nodez'"),
     ("-m nodes=1,'2", "nodes=1,'2: expected key=value"),
     ("-m nodes=range(3,1)", "nodes=range(3,1): no combination at all"),
-    ("-m nodes=interval(1,2)", "nodes=interval(1,2): expected values to count, as in 1,2 or range(1,3)"),
-    ("-m hydra.verbose=true,false", "hydra.verbose=true,false: expected one value"),
+    ("-m nodes=interval(1,2)", "nodes=interval(1,2): expected values to count, as in 1,2"),
+    ("-m hydra.verbose=true,false", "hydra.verbose=true,false: expected values to count, as in 1,2, of a key of hpcinit"),
     ("-m nodes=1,2 hydra/launcher=nosuch", "hydra/launcher=nosuch: no such hydra/launcher"),
     ("-m nodes=1,2 hydra.sweeper._target_=x.Y", "hydra/sweeper is x.Y: hpcinit submits a sweep itself"),
 ]  # fmt: skip
@@ -173,7 +173,7 @@ def test_one_clear_line(
 @pytest.mark.parametrize(
     ("line", "warning"),
     [
-        ("nodes=1 nodes=2", "nodes is given 2 times; the last one counts: nodes=2"),
+        ("-m nodes=1 nodes=2", "nodes is given 2 times; the last one counts: nodes=2"),
         ("+foo=1", "+foo=1: nothing reads foo, neither hpcinit nor another key with ${foo}"),
         ("+cluster.gpus_per_nod=1", "nothing reads cluster.gpus_per_nod, neither hpcinit nor another key with "
          "${cluster.gpus_per_nod}; did you mean 'gpus_per_node'?"),
