@@ -14,7 +14,8 @@ from hpcinit.facts.timeouts import TimeoutLaw
 
 SPEC = Spec(
     name="x", cluster="mini", nodes=2, ranks_per_node=3, program=Program("script", "a.py", ("--x", "it's\n")),
-    workdir="/w", nonce="n", seed=4, layout=Layout(dp_replicate=3, tp=2), comm=Comm("gloo", True, TimeoutLaw(1, 2, 3), 4.0),
+    workdir="/w", nonce="n", seed=4, layout=Layout(dp_replicate=3, tp=2), comm=Comm("gloo", True, TimeoutLaw(1, 2, 3), 4.0, "", "auto"),
+    seed_by="rank", deterministic=True,
 )  # fmt: skip
 
 
@@ -24,12 +25,22 @@ def test_round_trip(tmp_path: Path) -> None:
     assert load(tmp_path / "spec.json") == SPEC
 
 
+def test_specs_of_before_are_read(tmp_path: Path) -> None:
+    """A spec that was written before a field was added has the field's default."""
+    document = json.loads(SPEC.to_json())
+    del document["seed_by"], document["deterministic"], document["comm"]["device_id"]
+    (tmp_path / "spec.json").write_text(json.dumps(document))
+    spec = load(tmp_path / "spec.json")
+    assert (spec.seed_by, spec.deterministic, spec.comm.device_id) == ("same", False, "never")
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"format": 2}, "is not of format 1: the hpcinit that submitted and the one in the job differ"),
         ({"program": {"kind": "pickle", "target": "x", "args": []}}, "program.kind is 'pickle', expected one of"),
         ({"comm": {}}, "does not hold a spec"),
+        ({"seed_by": "x"}, "seed_by is 'x', expected one of: same, rank, data"),
         ({"unknown": 1}, "does not hold a spec"),
     ],
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -63,7 +65,7 @@ def test_once_per_process(hpcinit: Run, tmp_path: Path) -> None:
         try:
             hpcinit.init(seed=2)
         except hpcinit.HpcinitError as error:
-            assert "init was called before" in str(error)
+            assert str(error).startswith("init was called before with another request: seed was 1 and is 2 now; call")
         hpcinit.shutdown()
         hpcinit.shutdown()
         assert not dist.is_initialized()
@@ -76,18 +78,118 @@ def test_once_per_process(hpcinit: Run, tmp_path: Path) -> None:
     assert ranks(hpcinit, tmp_path, code) == ["2.0", "2.0"]
 
 
-def test_a_group_that_is_there_is_not_taken_over(hpcinit: Run, tmp_path: Path) -> None:
-    """A process group made before by somebody else is an error with the way out, not a silent reuse."""
+def test_timeout_of_collectives_can_change(hpcinit: Run, tmp_path: Path) -> None:
+    """set_collective_timeout holds from then on for the default group, a mesh's groups and those made before."""
     code = """
-        import hpcinit, torch.distributed as dist
-        dist.init_process_group("gloo")
+        import time, torch, torch.distributed as dist, hpcinit
+        from datetime import timedelta
+        run = hpcinit.init(layout=hpcinit.Layout(dp_replicate=1, dp_shard=1, tp=2))
+        groups = [run.mesh["tp"].get_group(), dist.new_group([0, 1]), dist.group.WORLD]
+        run.set_collective_timeout(timedelta(seconds=1))
+        dist.barrier()
+        found = []
+        for group in groups if run.rank == 0 else ():
+            begin = time.monotonic()
+            try:
+                dist.all_reduce(torch.zeros(1), group=group)
+            except RuntimeError:
+                found.append(time.monotonic() - begin < 20)
+        if run.rank:
+            time.sleep(6)
+        print(found, run.collective_timeout)
+    """
+    assert ranks(hpcinit, tmp_path, code) == ["[True, True, True] 0:00:01", "[] 0:00:01"]
+
+
+def test_a_group_that_is_there_is_adopted(hpcinit: Run, tmp_path: Path) -> None:
+    """A process group that the program made is taken as it is if it matches, and outlives shutdown."""
+    code = """
+        import hpcinit, torch, torch.distributed as dist
+        from datetime import timedelta
+        dist.init_process_group("gloo", timeout=timedelta(seconds=77))
+        theirs = dist.group.WORLD
+        for again in range(2):
+            with hpcinit.session(layout=hpcinit.Layout(tp=2)) as run:
+                told = run.rank, run.world_size, run.collective_timeout.total_seconds(), run.mesh.mesh_dim_names
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        print(told, dist.group.WORLD is theirs, value.item())
+        dist.destroy_process_group()
+    """
+    expected = [f"({rank}, 4, 77.0, ('dp_replicate', 'tp')) True 4.0" for rank in range(4)]
+    assert ranks(hpcinit, tmp_path, code, nodes=4) == expected
+
+
+def test_deepspeeds_own_group_is_adopted(hpcinit: Run, tmp_path: Path) -> None:
+    """A program that has started DeepSpeed by itself can call init, and has both as before after shutdown."""
+    code = """
+        import deepspeed
+        deepspeed.ops.__compatible_ops__.clear()  # its kernel for shared memory takes a minute to compile
+        import hpcinit, torch
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+        with hpcinit.session(deepspeed=True) as run:
+            pass
+        value = torch.ones(1)
+        deepspeed.comm.all_reduce(value)
+        print(run.world_size, deepspeed.comm.is_initialized(), value.item())
+    """
+    assert ranks(hpcinit, tmp_path, code) == ["2 True 2.0"] * 2
+
+
+def test_another_group_is_refused(hpcinit: Run, tmp_path: Path) -> None:
+    """A process group with other ranks and another size than the launcher's is an error that names each difference."""
+    code = """
+        import os, hpcinit, torch.distributed as dist
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
             hpcinit.init()
         except hpcinit.HpcinitError as error:
-            print("that hpcinit did not make" in str(error))
+            print(error)
+        assert dist.is_initialized()
         dist.destroy_process_group()
     """
-    assert ranks(hpcinit, tmp_path, code) == ["True", "True"]
+    first, second = ranks(hpcinit, tmp_path, code)
+    said = "a process group is up that hpcinit did not make, and it is another than init is asked for: its "
+    assert first.startswith(
+        f"{said}world size is 1, and slurm says 2. Call hpcinit.init() in the place of what made it"
+    )
+    assert second.startswith(f"{said}rank is 0, and slurm says 1; its world size is 1, and slurm says 2. Call")
+
+
+def test_what_is_up_is_read_back(hpcinit: Run, tmp_path: Path) -> None:
+    """What differs from what was asked for is an error with both values.
+
+    torch is kept from changing the timeout, and told of another backend: none here drops either by itself.
+    """
+    (tmp_path / "code.py").write_text(
+        textwrap.dedent("""
+        import hpcinit, torch.distributed as dist
+        from hpcinit.runtime import process_group
+        process_group.set_timeout = lambda timeout: True
+        process_group.backend_on = lambda device: "nccl"
+        try:
+            hpcinit.init()
+        except hpcinit.HpcinitError as error:
+            print(error)
+        print(dist.is_initialized())
+        """)
+    )
+    said = "asked for backend gloo, and it is nccl; asked for a collective timeout of 0:05:00, and it is 0:05:04"
+    assert hpcinit("run", "code.py").stdout == f"the process group is up, and not as asked: {said}\nFalse\n"
+
+
+def test_the_log_line(hpcinit: Run, tmp_path: Path) -> None:
+    """Rank 0 says the start-up timeout with its terms, what is left of the job among them, and what it set."""
+    (tmp_path / "code.py").write_text("import hpcinit\nhpcinit.init(device_id='auto', deterministic=True)\n")
+    end = str(int(time.time()) + 200)
+    said = hpcinit("run", "code.py", env={"SLURM_JOB_END_TIME": end}).stderr
+    assert re.search(
+        r"start-up timeout min\(3600, 300 \+ 3.5 x 1 node, 1\d\d left of the job - 30\) = 1[0-6]\d s, of", said
+    )
+    assert "of collectives 300 s; cpus " in said and "no device_id: gloo on a CPU has no device to bind to" in said
+    assert "; deterministic algorithms; " in said
+    too_late = hpcinit("run", "code.py", env={"SLURM_JOB_END_TIME": str(int(time.time()) + 20)})
+    assert too_late.returncode == 2 and "the job ends in " in too_late.stderr
 
 
 def test_scripts_for_torchrun_run_unchanged(hpcinit: Run, tmp_path: Path) -> None:
@@ -112,6 +214,21 @@ def test_seeds_are_the_same_on_every_rank(hpcinit: Run, tmp_path: Path) -> None:
     """
     one, two = ranks(hpcinit, tmp_path, code), ranks(hpcinit, tmp_path, code, "seed=9")
     assert one[0] == one[1] and two[0] == two[1] and one[0] != two[0]
+
+
+def test_seeds_by_rank_and_by_data(hpcinit: Run, tmp_path: Path) -> None:
+    """By rank no two ranks draw alike; by data those of a tensor parallel group do, and their loaders too."""
+    code = """
+        import torch, hpcinit
+        with hpcinit.session() as run:
+            print(torch.rand(1).item(), torch.rand(1, **run.loader_options()).item(), run.data_rank)
+    """
+    words = ["parallel.tp=2", "seed_by=data"]
+    by_data = [line.split() for line in ranks(hpcinit, tmp_path, code, *words, nodes=4)]
+    assert by_data[0] == by_data[1] and by_data[2] == by_data[3] and [line[2] for line in by_data] == list("0011")
+    assert by_data[0][0] != by_data[2][0] and by_data[0][1] != by_data[2][1]
+    by_rank = {line.split()[0] for line in ranks(hpcinit, tmp_path, code, "parallel.tp=2", "seed_by=rank", nodes=4)}
+    assert len(by_rank) == 4
 
 
 def test_mesh_of_a_layout(hpcinit: Run, tmp_path: Path) -> None:
@@ -141,9 +258,10 @@ def test_progress_is_seen_outside(hpcinit: Run, tmp_path: Path) -> None:
 def test_deepspeed_comes_after_torch(hpcinit: Run, tmp_path: Path) -> None:
     """With comm.deepspeed DeepSpeed's collectives run on the group that torch made, and shutdown clears both."""
     code = """
+        import deepspeed
+        deepspeed.ops.__compatible_ops__.clear()  # its kernel for shared memory takes a minute to compile
         import hpcinit, torch, torch.distributed as dist
         run = hpcinit.init()
-        import deepspeed
         value = torch.ones(1)
         deepspeed.comm.all_reduce(value)
         hpcinit.shutdown()
@@ -156,7 +274,8 @@ def test_torchrun_is_a_launcher_too(hpcinit: Run, tmp_path: Path) -> None:
     """Under torchrun, with no hpcinit on the submit side, init brings the group up from torchrun's variables."""
     (tmp_path / "code.py").write_text(
         "import hpcinit, torch.distributed as dist\n"
-        "with hpcinit.session() as run:\n    print(run.world.launcher, run.rank, dist.get_world_size())\n"
+        "with hpcinit.session() as run:\n"
+        "    print(f'{run.world.launcher} {run.rank} {dist.get_world_size()}\\n', end='')\n"  # one write: the ranks share a pipe
     )
     done = hpcinit("run", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "code.py")
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("torchrun")) == [
@@ -177,8 +296,8 @@ def test_no_launcher_at_all(hpcinit: Run, tmp_path: Path) -> None:
 def test_a_call_that_never_returns_is_ended(hpcinit: Run, tmp_path: Path) -> None:
     """When torch itself hangs, the watchdog ends every rank at the deadline, with the stacks and exit status 1."""
     (tmp_path / "code.py").write_text(
-        "import time, torch.distributed as dist, hpcinit\nfrom hpcinit.runtime import bringup\n"
-        "bringup.LATE_S = 1\ndist.barrier = lambda: time.sleep(600)\nhpcinit.init()\n"
+        "import time, torch.distributed as dist, hpcinit\nfrom hpcinit.runtime import process_group\n"
+        "process_group.LATE_S = 1\ndist.barrier = lambda: time.sleep(600)\nhpcinit.init()\n"
     )
     words = ["comm.timeout_base_s=12", "comm.timeout_per_node_s=0", "launch.kill_on_bad_exit=false"]
     done = hpcinit("submit", "nodes=2", "wait=true", *words, "--", "code.py")
@@ -186,7 +305,7 @@ def test_a_call_that_never_returns_is_ended(hpcinit: Run, tmp_path: Path) -> Non
     logs = [(tmp_path / f"runs/code-0001/logs/rank-{rank}.log").read_text() for rank in (0, 1)]
     # The first to end says who was missing; the other may only see it die.
     assert "is not up after 13 s. 2 of 2 ranks are missing: rank 0 on 127.0.0.1" in logs[0] + logs[1]
-    assert 'File "code.py", line 5 in <module>' in logs[0] + logs[1]
+    assert 'code.py", line 5 in <module>' in logs[0] + logs[1]
 
 
 @pytest.mark.parametrize(
