@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import test_completion
+from tests.minislurm import MiniSlurm
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -18,23 +21,76 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
+SHELL = re.compile(r"(?:hpcinit|python|make|sbatch|pip|eval|\.) ")
+ON_SLURM = [
+    "python -m hpcinit.submit cluster=mini nodes=4 -- train.py --lr 3e-4",
+    "sbatch --nodes=4 sbatch/ddp.sbatch train.py",
+]
+# Run by other tests, or by what stands above all tests.
+ELSEWHERE = {
+    *test_completion.INSTALL.values(),  # in their shells
+    "pip install .",  # tests/test_wheel.py: what pip would install, from a folder without the checkout
+    ". .venv/bin/activate",  # of Python's own venv, in the folder where the Makefile makes it
+    "make demo",  # the same submission as test_train_gpt.py's
+    "make test",  # .ci/run
+    "make cluster",  # test_minislurm.py: `python -m tests.minislurm up`
+}
+
+
+def commands(block: str) -> list[str]:
+    return [re.split("  +#", line)[0].strip() for line in block.splitlines()]
+
+
+def test_no_command_of_the_readme_is_left_out() -> None:
+    """Whatever looks like a command, in a block or in a line, is run by a test that is named here."""
+    text = re.sub(r"```python.*?```", "", README, flags=re.DOTALL)
+    shown = [line for block in blocks("bash") for line in commands(block)]
+    shown += [line.strip() for line in re.findall(r"^    (.*)$", text, re.MULTILINE)]
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    shown += [line for line in re.findall(r"`([^`]+)`", prose) if SHELL.match(line) and line != "python -m"]
+    assert set(shown) == {*commands(blocks("bash")[1]), *ON_SLURM, *ELSEWHERE}
+
+
+@pytest.mark.slurm
+def test_commands_on_a_cluster_are_accepted(idle_slurm: MiniSlurm, tmp_path: Path) -> None:
+    """The README's submissions to a cluster are queued as written, by one who has just read it.
+
+    The partition is down, so that 32 ranks do not start; test_main_job.py and test_sbatch.py run them.
+    """
+    (tmp_path / "train.py").write_text(blocks("python")[0])
+    (tmp_path / "sbatch").symlink_to(ROOT / "sbatch")
+    idle_slurm.run("scontrol", "update", "PartitionName=main", "State=DOWN")
+    try:
+        for line in ON_SLURM:
+            done = shell(line, tmp_path, **idle_slurm.env)
+            assert done.returncode == 0, done.stderr
+    finally:
+        idle_slurm.cancel_all()
+        idle_slurm.run("scontrol", "update", "PartitionName=main", "State=UP")
+    runs = shell("hpcinit status", tmp_path, **idle_slurm.env).stdout
+    assert "train-0001" in runs and "CANCELLED" in runs
+
+
 def test_every_command_of_the_readme_runs(tmp_path: Path) -> None:
     """Each line under 'Use it' ends with 0, in order, in an empty folder that holds the README's train.py."""
     (tmp_path / "train.py").write_text(blocks("python")[0])
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(tmp_path)}
-    lines = [line.partition("  #")[0].strip() for line in blocks("bash")[1].splitlines()]
-    assert len(lines) == 8 and all(line.startswith("hpcinit ") for line in lines)
+    lines = commands(blocks("bash")[1])
+    assert len(lines) == 9 and all(line.startswith("hpcinit ") for line in lines)
     for line in lines:
-        done = subprocess.run(
-            line, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False
-        )
+        done = shell(line, tmp_path)
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
         if "-- train.py" in line:  # the next lines look at it
-            subprocess.run(
-                "hpcinit logs --follow train-0001", shell=True, cwd=tmp_path, env=env, timeout=100, check=True
-            )
+            assert shell("hpcinit logs --follow train-0001", tmp_path).returncode == 0
         if line.startswith("hpcinit logs"):
             assert "0: rank 0 of 2 on 127.0.0.1: 2" in done.stdout and "1: rank 1 of 2 on 127.0.0.2: 2" in done.stdout
+
+
+def shell(line: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.run(
+        line, shell=True, cwd=folder, env=os.environ | {"PATH": path, "HOME": str(folder)} | env,
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
 
 
 def test_make_targets_of_the_readme_exist() -> None:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+import venv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,13 @@ def locally(script: Path, *words: str, env: Mapping[str, str] | None = None) -> 
     )  # fmt: skip
 
 
+def require(script: str) -> None:
+    """deepspeed.sbatch refuses to start without DeepSpeed, even what would not use it."""
+    if script == "deepspeed.sbatch" and not importlib.util.find_spec("deepspeed"):
+        left_out = "DeepSpeed is not installed: pip install 'hpcinit[deepspeed]'"
+        pytest.fail(left_out) if os.environ.get("CI") == "true" else pytest.skip(left_out)
+
+
 # --- as text
 
 
@@ -127,13 +135,20 @@ def test_what_is_common_is_the_same_text() -> None:
     assert len({text[text.index("gpus=") : text.index('"${!OMPI_@}"')] for text in texts}) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "nothing to run, expected: "),
+        (["train.py"], "not in a batch job: SLURM_CPUS_ON_NODE is not set, expected: "),
+    ],
+)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_nothing_to_run(script: Path) -> None:
-    """Without a program the job ends at once with 2 and shows how to submit."""
-    done = locally(script)
+def test_not_submitted(script: Path, words: list[str], message: str) -> None:
+    """Without a program, or with bash in the place of sbatch, it ends at once with 2 and shows how to submit."""
+    done = locally(script, *words)
     assert done.returncode == 2
-    assert done.stderr.startswith("nothing to run, expected: ")
-    assert f"sbatch --nodes=8 {script.name} train.py" in done.stderr
+    image = "IMAGE=train.sif " * (script.name == "container.sbatch")
+    assert done.stderr == f"{message}{image}sbatch --nodes=8 {script.name} train.py ...\n"
 
 
 # --- on the cluster
@@ -149,9 +164,14 @@ def test_nothing_to_run(script: Path) -> None:
     ],
 )
 def test_ranks_meet(slurm: MiniSlurm, tmp_path: Path, script: str, option: str, gpus: str) -> None:
-    """A plain torch script gets 4 ranks on 2 nodes, its arguments intact, and all GPUs of the job in each rank."""
+    """A plain torch script gets 4 ranks on 2 nodes, its arguments intact, and all GPUs of the job in each rank.
+
+    With a copy of the script, as one makes it: it needs nothing of the folder that it comes from.
+    """
+    require(script)
     (tmp_path / "my train.py").write_text(REPORT)
-    job = run(slurm, tmp_path, "--nodes=2", option, str(FOLDER / script), "my train.py", *AWKWARD)
+    shutil.copy(FOLDER / script, tmp_path / "my.sbatch")
+    job = run(slurm, tmp_path, "--nodes=2", option, "my.sbatch", "my train.py", *AWKWARD)
     assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), job.log
     reports = job.reports()
     assert [(r["rank"], r["size"], r["local_rank"]) for r in reports] == [(0, 4, 0), (1, 4, 1), (2, 4, 0), (3, 4, 1)]
@@ -166,9 +186,37 @@ def test_ranks_meet(slurm: MiniSlurm, tmp_path: Path, script: str, option: str, 
 
 
 @pytest.mark.slurm
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_no_such_script(slurm: MiniSlurm, tmp_path: Path, script: Path) -> None:
+    """A script that is not there is one line in the log, and not one from each rank."""
+    job = run(slurm, tmp_path, "--nodes=2", str(script), "nosuch.py", "--lr=1", env={"IMAGE": "my.sif"})
+    assert (job.state, job.exit_code) == ("FAILED", "2:0")
+    expected = f"no script nosuch.py in {tmp_path} on n1, expected one on a disk that all nodes share\n"
+    assert job.log == expected
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("script", BARE)
+def test_no_python_that_could(slurm: MiniSlurm, tmp_path: Path, script: str) -> None:
+    """A python that is not there, or has not what the script needs, is told once, with what it lacks."""
+    (tmp_path / "train.py").touch()
+    empty = tmp_path / "empty"
+    venv.create(empty)
+    for python in ("nopython", f"{empty}/bin/python"):
+        job = run(slurm, tmp_path, str(FOLDER / script), "train.py", env={"PYTHON": python})
+        first, last = job.log.splitlines()
+        assert (job.state, job.exit_code) == ("FAILED", "2:0")
+        assert last.startswith(f"{python} on n1 is not found or lacks ") and "PYTHON=.../bin/python sbatch" in last
+        lacks = last.partition("lacks ")[2].partition(",")[0]
+        assert "command not found" in first if python == "nopython" else first.split(", ") == lacks.split(" or ")
+        (tmp_path / "job.log").unlink()
+
+
+@pytest.mark.slurm
 @pytest.mark.parametrize("script", BARE)
 def test_a_failing_rank_ends_the_job(slurm: MiniSlurm, tmp_path: Path, script: str) -> None:
     """One rank ends with 7, the others would sleep for ten minutes: the job has failed long before."""
+    require(script)
     (tmp_path / "train.py").write_text(
         "import os, sys, time\nos.environ['RANK'] == '1' and sys.exit(7)\ntime.sleep(600)"
     )
@@ -204,9 +252,7 @@ def test_deepspeed_trains(slurm: MiniSlurm, tmp_path: Path) -> None:
     On a CPU DeepSpeed compiles an operator for shared memory before it looks for a group, for most of a
     minute; the script tells it not to, since nothing here depends on it.
     """
-    if not importlib.util.find_spec("deepspeed"):
-        left_out = "DeepSpeed is not installed: pip install 'hpcinit[deepspeed]'"
-        pytest.fail(left_out) if os.environ.get("CI") == "true" else pytest.skip(left_out)
+    require("deepspeed.sbatch")
     (tmp_path / "train.py").write_text("""
 import json, os
 import torch, deepspeed
@@ -273,6 +319,7 @@ def test_apptainer_is_called_for_every_rank(slurm: MiniSlurm, tmp_path: Path) ->
 
 
 ALLOCATION = {"SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "8", "IMAGE": "org/image:1"}
+INSIDE = "/image/train.py"  # not looked for outside
 
 
 def test_pyxis_is_taken_where_srun_has_it(tmp_path: Path) -> None:
@@ -282,12 +329,12 @@ def test_pyxis_is_taken_where_srun_has_it(tmp_path: Path) -> None:
     """
     say = 'if [[ "$*" == --help ]]; then echo "      --container-image=[USER@][REGISTRY#]IMAGE"; else printf "%s\\n" "$@"; fi'
     env = stand_in(tmp_path, "srun", say) | ALLOCATION
-    done = locally(FOLDER / "container.sbatch", "train.py", "two words", env=env)
+    done = locally(FOLDER / "container.sbatch", INSIDE, "two words", env=env)
     assert done.returncode == 0, done.stderr
     called = done.stdout.splitlines()
     assert f"--container-image={ALLOCATION['IMAGE']}" in called
     assert f"--container-workdir={Path.cwd()}" in called
-    assert called[-6:] == ["python", "-u", "-m", "hpcinit.run", "train.py", "two words"]
+    assert called[-6:] == ["python", "-u", "-m", "hpcinit.run", INSIDE, "two words"]
 
 
 @pytest.mark.parametrize(
@@ -299,7 +346,7 @@ def test_pyxis_is_taken_where_srun_has_it(tmp_path: Path) -> None:
 )
 def test_container_that_cannot_be(env: dict[str, str], message: str) -> None:
     """No image, or a runtime that the script does not know, ends the job with 2 and says what is possible."""
-    done = locally(FOLDER / "container.sbatch", "train.py", env=ALLOCATION | env)
+    done = locally(FOLDER / "container.sbatch", INSIDE, env=ALLOCATION | env)
     assert done.returncode == 2
     assert done.stderr.startswith(message)
 
@@ -312,6 +359,6 @@ def test_no_container_runtime(tmp_path: Path) -> None:
     stand_in(tmp_path, "srun", 'echo "  --nodes=N"')
     for name in ("bash", "grep"):
         (tmp_path / name).symlink_to(shutil.which(name) or name)
-    done = locally(FOLDER / "container.sbatch", "train.py", env=ALLOCATION | {"PATH": str(tmp_path)})
+    done = locally(FOLDER / "container.sbatch", INSIDE, env=ALLOCATION | {"PATH": str(tmp_path)})
     assert done.returncode == 2
     assert done.stderr.startswith("container runtime: none found, expected one of pyxis")
