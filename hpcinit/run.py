@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpcinit.cli import guarded
-from hpcinit.facts import launchers, runfolder
+from hpcinit.facts import launchers, runfolder, safeguards
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.spec import Program, Spec, load, of_this_run
 from hpcinit.facts.world import World
@@ -38,7 +38,12 @@ def main(argv: Sequence[str]) -> int:
     if world.rank == 0:
         for warning in (*world.warnings, *_of_another_size(spec, world, argv)):
             print(f"hpcinit: warning: {warning}", file=sys.stderr, flush=True)
-    status = program.run(what, world, of_this_run(os.environ, world.world_size)[0])
+    own, folder = of_this_run(os.environ, world.world_size)
+    # Before the program imports torch, which reads some of them only once.
+    protected = safeguards.apply(os.environ, folder, world.job)
+    if world.rank == 0 and protected:
+        print(f"hpcinit: {safeguards.describe(os.environ, protected)}", file=sys.stderr, flush=True)
+    status = program.run(what, world, own)
     program.end(status)
     return status
 

@@ -24,7 +24,7 @@ from typing import TextIO
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import BringUpError, HpcinitError, RequestError
 from hpcinit.facts.spec import Program, Spec
-from hpcinit.facts.timeouts import TimeoutLaw
+from hpcinit.facts.timeouts import TimeoutLaw, left_of_job
 from hpcinit.facts.world import World
 from hpcinit.runtime import rendezvous
 
@@ -36,7 +36,7 @@ def run(program: Program, world: World, spec: Spec | None = None) -> int:
     ranks are met first, so that a program's own rendezvous has a port that is free on rank 0's host.
     """
     law = spec.comm.timeout if spec else TimeoutLaw()
-    timeout = law.start_up(world.nodes)
+    timeout = law.start_up(world.nodes, left_of_job(os.environ, time.time()))
     meeting = rendezvous.meet(world, spec, timeout)
     os.environ.update(rendezvous.program_environment(world, meeting))
     if program.kind == "command":

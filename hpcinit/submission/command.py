@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from hpcinit.config.schema import Config
 from hpcinit.facts import quoting
 from hpcinit.facts.errors import INTERRUPTED, MaybeSubmitted, RequestError, SubmitError
 from hpcinit.submission import submit as submission
+from hpcinit.submission.say import say
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,7 +42,10 @@ def main(argv: Sequence[str]) -> int:
         return compose.main(words, prepare, lambda requests: _all(requests, argv, jobs))
     except KeyboardInterrupt:
         # submit() lets none through once its job exists.
-        said = f"; {len(jobs)} were submitted, the others were not" if jobs else "; nothing was submitted"
+        if len(jobs) == 1:
+            said = f", but the job goes on: hpcinit status {shlex.quote(str(jobs[0][1].path))}"
+        else:
+            said = f"; {len(jobs)} were submitted, the others were not" if jobs else "; nothing was submitted"
         print(f"hpcinit: interrupted{said}", file=sys.stderr)
         return INTERRUPTED
 
@@ -80,16 +85,18 @@ def _all(requests: Sequence[Request], argv: Sequence[str], jobs: list[tuple[Requ
             _print_script(request)
             continue
         try:
-            done = _submit(request, argv)
+            done = submission.submit(request.config, request.document, ["hpcinit", "submit", *argv])
+            jobs.append((request, done))
+            _announce(request, done)
         except SubmitError as error:
             if not request.combination:
                 raise
             said = str(error).removesuffix("nothing was submitted").rstrip("; \n")
             left = number + isinstance(error, MaybeSubmitted)
             raise type(error)(f"with {request.combination}: {said}{_others(requests, left)}") from None
-        jobs.append((request, done))
         if done.interrupted:
-            end = f"interrupted, but the job was submitted already; hpcinit cancel {done.path} ends it"
+            run = shlex.quote(str(done.path))
+            end = f"interrupted, but the job was submitted already; hpcinit cancel {run} ends it"
             print(f"{end}{_others(requests, number + 1)}", file=sys.stderr)
             return INTERRUPTED
         # This machine has no queue: with wait=true the jobs of a sweep run one after the other on it.
@@ -111,19 +118,16 @@ def _print_script(request: Request) -> None:
     sys.stdout.flush()
 
 
-def _submit(request: Request, argv: Sequence[str]) -> submission.Submitted:
+def _announce(request: Request, done: submission.Submitted) -> None:
     config = request.config
-    done = submission.submit(config, request.document, ["hpcinit", "submit", *argv])
     if done.dropped:
         print(f"not passed on to the job: {', '.join(done.dropped)}", file=sys.stderr)
     if request.combination:
-        print(f"{request.combination} -> job {done.job_id} on {config.cluster.name}, {done.path}", flush=True)
-        return done
+        say(f"{request.combination} -> job {done.job_id} on {config.cluster.name}, {done.path}")
+        return
     per_node = checks.ranks_per_node(config)
     shape = f"{config.nodes} node{'s' * (config.nodes != 1)} x {per_node} rank{'s' * (per_node != 1)}"
-    print(f"job {done.job_id} on {config.cluster.name}: {config.name}, {shape}")
-    print(f"run folder: {done.path}", flush=True)
-    return done
+    say(f"job {done.job_id} on {config.cluster.name}: {config.name}, {shape}", f"run folder: {done.path}")
 
 
 def _follow(request: Request, done: submission.Submitted) -> int:

@@ -86,6 +86,8 @@ def _mem(gb: float) -> str:
 def _setup(config: Config, folder: Path) -> list[str]:
     lines = [IN_A_JOB] if config.cluster.engine == "slurm" else []
     lines += [f"export {runfolder.ENV_FOLDER}={quoting.shell(str(folder))}", *ATTEMPT]
+    # Slurm 24.11 says when the job ends; 22.05 does not, and no start-up should wait beyond it.
+    lines += [f'export HPCINIT_JOB_END_TIME="${{SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * {config.time_min}))}}"']
     if config.cluster.interface:
         name = quoting.shell(config.cluster.interface)
         lines += [f"export NCCL_SOCKET_IFNAME={name}", f"export GLOO_SOCKET_IFNAME={name}"]
