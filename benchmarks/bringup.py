@@ -1,6 +1,6 @@
 """How much longer does `hpcinit.init()` take than a bare `init_process_group`?
 
-    python -m benchmarks.bringup [--ranks 8 16 32] [--rounds 9] [--whole]
+    python -m benchmarks.bringup [--ranks 8 16 32] [--rounds 9] [--whole 3]
 
 One node, loopback, gloo. The ranks are started once and have imported everything; in every round each program is
 run once, in turns, the first round not counted. Inside the clock: from a moment that all ranks were told beforehand
@@ -159,15 +159,20 @@ def whole(count: int, rounds: int) -> dict[str, list[float]]:
 # --- the table
 
 
-def table(head: str, by_count: Mapping[int, Mapping[str, Sequence[float]]], unit_ms: float) -> str:
+def table(head: str, by_count: Mapping[int, Mapping[str, Sequence[float]]], scale: int, digits: int) -> str:
+    """Median (min to max), and the ratios of the medians."""
     ways = list(next(iter(by_count.values())))
-    lines = [f"| ranks | {' | '.join(f'{way}, {head}' for way in ways)} | init / bare | per round |"]
-    lines.append("|--:|" + "--:|" * (len(ways) + 2))
+    others = [way for way in ways if way != INIT]
+    lines = [f"| ranks | {' | '.join([*(f'{way}, {head}' for way in ways), *(f'init / {way}' for way in others)])} |"]
+    lines.append("|--:|" + "--:|" * (len(ways) + len(others)))
     for count, took in by_count.items():
-        cells = [f"{unit_ms * median(took[way]):,.1f}" for way in ways]
-        ratio = median(took[INIT]) / median(took[BARE])
-        per_round = median(mine / its for mine, its in zip(took[INIT], took[BARE], strict=True))
-        lines.append(f"| {count} | {' | '.join(cells)} | {ratio:.3f} | {per_round:.3f} |")
+        cells = [
+            f"{scale * median(took[way]):,.{digits}f} ({scale * min(took[way]):,.{digits}f} to "
+            f"{scale * max(took[way]):,.{digits}f})"
+            for way in ways
+        ]
+        cells += [f"{median(took[INIT]) / median(took[way]):.2f}" for way in others]
+        lines.append(f"| {count} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -176,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32])
     parser.add_argument("--rounds", type=int, default=9, help="counted rounds (default: 9)")
-    parser.add_argument("--whole", action="store_true", help="whole processes, in a second table")
+    parser.add_argument("--whole", type=int, default=0, help="rounds of whole processes, for a second table")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--once", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -192,9 +197,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{os.cpu_count()} cores {platform.machine()}, Python {platform.python_version()}, torch {version('torch')}"
     )
     print(f"{datetime.date.today()}, {machine}; medians of {options.rounds}; load average before {load:.1f}\n")
-    print(table("ms", called, 1000))
+    print(table("ms", called, 1000, 0))
     if options.whole:
-        print("\n" + table("s, whole processes", {n: whole(n, options.rounds) for n in options.ranks}, 1))
+        print("\n" + table("whole processes, s", {n: whole(n, options.whole) for n in options.ranks}, 1, 1))
     return 0
 
 
