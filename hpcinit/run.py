@@ -39,8 +39,8 @@ def main(argv: Sequence[str]) -> int:
         for warning in (*world.warnings, *_of_another_size(spec, world, argv)):
             print(f"hpcinit: warning: {warning}", file=sys.stderr, flush=True)
     own, folder = of_this_run(os.environ, world.world_size)
-    # Before the program imports torch, which reads some of them only once.
-    protected = safeguards.apply(os.environ, folder, world.job)
+    # Before the program imports torch, which reads some of them only once. One process by itself is no job.
+    protected = safeguards.apply(os.environ, folder, world.job) if world.launcher != "single" else ()
     if world.rank == 0 and protected:
         print(f"hpcinit: {safeguards.describe(os.environ, protected)}", file=sys.stderr, flush=True)
     status = program.run(what, world, own)

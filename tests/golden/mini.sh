@@ -22,6 +22,7 @@ hpcinit_record() {
 }
 rm -f "$HPCINIT_RUN/exit.json"; hpcinit_record began; trap 'exit 143' TERM
 trap 'hpcinit_record ended ", \"exit_status\": $?"' EXIT
+export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 10))}"
 export OMP_NUM_THREADS=1
 
 # command
