@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
+from hpcinit.config import parallel
 from hpcinit.config.schema import Config
 from hpcinit.facts import hosts, quoting
 from hpcinit.facts.errors import RequestError
-from hpcinit.facts.layout import Layout
-from hpcinit.facts.spec import DEVICE_ID, SEED_BY
+from hpcinit.facts.layout import CP_KINDS
+from hpcinit.facts.spec import CHECKPOINTING, DEVICE_ID, PARAM, REDUCE, SEED_BY, WRAPS
 from hpcinit.facts.timeouts import TimeoutLaw
 
 CHOICES = {
@@ -19,6 +20,11 @@ CHOICES = {
     "comm.backend": ("auto", "nccl", "gloo"),
     "comm.device_id": DEVICE_ID,
     "seed_by": SEED_BY,
+    "parallel.wrap": WRAPS,
+    "parallel.cp_kind": CP_KINDS,
+    "precision.param": PARAM,
+    "precision.reduce": REDUCE,
+    "activation_checkpointing": CHECKPOINTING,
     "launch.kind": ("srun",),
 }
 AT_LEAST_ONE = ("nodes", "ranks_per_node", "cpus_per_rank", "time_min", "cluster.time_min", "cluster.cpus_per_node")
@@ -220,10 +226,9 @@ def _gpus(config: Config) -> Iterator[str]:
 
 
 def _arithmetic(config: Config) -> Iterator[str]:
-    p, c = config.parallel, config.comm
-    world_size = config.nodes * ranks_per_node(config)
+    c, per_node = config.comm, ranks_per_node(config)
     checks: tuple[Callable[[], object], ...] = (
-        lambda: Layout(p.pp, p.dp_replicate, p.dp_shard, p.cp, p.tp).over(world_size),
+        lambda: parallel.layout(config).over(config.nodes * per_node, per_node),
         lambda: hosts.rename("node", config.cluster.host_template),
         lambda: TimeoutLaw(c.timeout_base_s, c.timeout_per_node_s, c.timeout_max_s),
     )

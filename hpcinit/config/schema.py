@@ -40,6 +40,7 @@ class Cluster:
     qos: Optional[str] = key("default quality of service")
     time_min: int = key("default time limit in minutes", 60)
     gpus_per_node: int = key("GPUs of a node; 0: none", 0)
+    gpu_mem_gb: Optional[float] = key("memory of a GPU; null: not known, and `hpcinit plan` cannot say whether it fits")
     gpu_type: Optional[str] = key("GPU type where the site asks for one, as in --gpus-per-node=a100:4")
     gpu_flag: Optional[str] = key("how to ask for GPUs: gpus-per-node or gres; null: not at all", "gpus-per-node")
     cpus_per_node: Optional[int] = key("cores that Slurm counts on a node, shared out among its ranks")
@@ -64,6 +65,68 @@ class Parallel:
     dp_shard: int = key("data parallel degree, parameters sharded", 1)
     cp: int = key("context (sequence) parallel degree", 1)
     tp: int = key("tensor parallel degree", 1)
+    ep: int = key("expert parallel degree: a part of the data parallel ranks, no factor of its own", 1)
+    cp_kind: str = key("context parallelism by all-to-all over the heads, or around a ring: ulysses or ring", "ulysses")
+    tp_across_nodes: bool = key("let tensor parallel groups span nodes", False)
+    wrap: str = key("what run.wrap makes of the model: ddp, fsdp (HSDP with dp_replicate), deepspeed or none", "ddp")
+
+
+@dataclass
+class Batch:
+    """Samples of a step: global = micro x accumulation x data parallel size. Give two, one or none."""
+
+    micro: Optional[int] = key("samples of one forward pass of a rank")
+    accumulation: Optional[int] = key("forward passes of a step")
+    # `global` is the word for it, and no attribute that can be written in Python: hence neither in init nor in repr.
+    __annotations__["global"] = Optional[int]
+    vars()["global"] = field(
+        default=None, init=False, repr=False, compare=False, metadata={"help": "samples of a step over all ranks"}
+    )
+
+    @property
+    def total(self) -> Optional[int]:
+        """The key `global`."""
+        value: Optional[int] = getattr(self, "global")
+        return value
+
+
+@dataclass
+class Precision:
+    """What numbers a model is trained with."""
+
+    param: str = key("parameters in forward and backward: fp32, bf16 or fp16", "fp32")
+    reduce: str = key("gradients while they are summed over ranks: fp32 or bf16", "fp32")
+
+
+@dataclass
+class Model:
+    """What is known of the model before it exists, for `hpcinit plan` and for what must divide its heads."""
+
+    params: Optional[float] = key("number of parameters, as in 7e9")
+    layers: Optional[int] = key("number of layers")
+    hidden: Optional[int] = key("hidden size")
+    heads: Optional[int] = key("attention heads")
+    sequence: Optional[int] = key("tokens of a sample")
+
+
+@dataclass
+class DeepSpeed:
+    """Options of parallel.wrap=deepspeed, from which the ds_config is made. One field for each of facts' Options."""
+
+    zero_stage: int = key("ZeRO stage, 0 to 3", 0)
+    offload_param: str = key("where parameters wait: none, cpu or nvme; stage 3 only", "none")
+    offload_optimizer: str = key("where optimizer states live: none, cpu or nvme; from stage 1 on", "none")
+    nvme_path: str = key("folder on the node's disk for nvme", "")
+    hpz: int = key("ranks of ZeRO++'s second, smaller partition of the parameters; 1: none", 1)
+    overlap_comm: Optional[bool] = key("reduce gradients while the backward pass runs; null: DeepSpeed's default")
+    gradient_clipping: float = key("largest norm of the gradients; 0: no clipping", "${gradient_clip}")
+    autotp: bool = key("DeepSpeed splits the model over parallel.tp", True)
+    mpu: bool = key("the program hands DeepSpeed an mpu that knows the groups", False)
+    deepcompile: bool = key("DeepCompile, stages 1 to 3", False)
+    universal_checkpoint: bool = key("load checkpoints that were made universal", False)
+    optimizer: str = key("none: the program's own; adamw, torch_adamw (nothing is compiled) or muon", "none")
+    optimizer_params: dict[str, Any] = key("its parameters, as in {lr: 1e-4}", {})
+    ds_config: dict[str, Any] = key("keys of DeepSpeed's own, which win over all of the above", {})
 
 
 @dataclass
@@ -71,7 +134,7 @@ class Comm:
     """How the process group is brought up."""
 
     backend: str = key("nccl, gloo, or auto: nccl on GPUs and gloo on CPUs", "auto")
-    deepspeed: bool = key("initialise DeepSpeed too, after torch", False)
+    deepspeed: bool = key("initialise DeepSpeed too, after torch; parallel.wrap=deepspeed does so by itself", False)
     timeout_base_s: float = key("start-up timeout: base", 300.0)
     timeout_per_node_s: float = key("start-up timeout: added per node", 3.5)
     timeout_max_s: float = key("start-up timeout: at most", 3600.0)
@@ -111,6 +174,10 @@ class Config:
 
     cluster: Cluster = field(default_factory=Cluster)
     parallel: Parallel = field(default_factory=Parallel)
+    batch: Batch = field(default_factory=Batch)
+    precision: Precision = field(default_factory=Precision)
+    deepspeed: DeepSpeed = field(default_factory=DeepSpeed)
+    model: Model = field(default_factory=Model)
     comm: Comm = field(default_factory=Comm)
     job: Job = field(default_factory=Job)
     launch: Launch = field(default_factory=Launch)
@@ -127,6 +194,9 @@ class Config:
     seed: int = key("seed of Python, NumPy and torch", 0)
     seed_by: str = key("the same seed for all, or one by rank, or by data: other ranks, other samples", "same")
     deterministic: bool = key("only deterministic algorithms: slower, and an error where torch has none", False)
+    activation_checkpointing: str = key("full: recompute each layer in the backward pass; none", "none")
+    compile: bool = key("torch.compile the model", False)
+    gradient_clip: float = key("largest norm of the gradients, whatever wraps the model; 0: no clipping", 0.0)
     runs_dir: str = key("where run folders are made; must be shared with the nodes", "runs")
     wait: bool = key("follow the job to its end and return its exit status", False)
     dry_run: bool = key("print the script that would be submitted, and submit nothing", False)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcinit.facts import runfolder
+from hpcinit.facts.batch import Batch, solve
 from hpcinit.facts.errors import RequestError, SpecError
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.timeouts import COLLECTIVE_S, TimeoutLaw
@@ -21,6 +22,10 @@ FORMAT = 1
 KINDS = ("script", "module", "command")
 DEVICE_ID = ("never", "auto", "always")
 SEED_BY = ("same", "rank", "data")
+WRAPS = ("ddp", "fsdp", "deepspeed", "none")
+PARAM = ("fp32", "bf16", "fp16")
+REDUCE = ("fp32", "bf16")
+CHECKPOINTING = ("none", "full")
 
 
 def one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
@@ -60,6 +65,50 @@ class Comm:
 
 
 @dataclass(frozen=True)
+class Samples:
+    """What was asked of the batch; None was left open. total: the global batch."""
+
+    micro: int | None = None
+    accumulation: int | None = None
+    total: int | None = None
+
+    def over(self, data_parallel: int) -> Batch:
+        """The Batch of so many data parallel ranks. Raises RequestError."""
+        return solve(self.micro, self.accumulation, self.total, data_parallel)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """param: of the parameters in forward and backward. reduce: of gradients while they are summed over ranks."""
+
+    param: str = "fp32"
+    reduce: str = "fp32"
+
+    def __post_init__(self) -> None:
+        one_of("precision.param", self.param, PARAM)
+        one_of("precision.reduce", self.reduce, REDUCE)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How run.wrap makes a trainable model of a model.
+
+    gradient_clip: the largest norm of the gradients, 0 for any. deepspeed: for deepspeed_config.options().
+    """
+
+    wrap: str = "ddp"
+    precision: Precision = field(default_factory=Precision)
+    activation_checkpointing: str = "none"
+    compile: bool = False
+    gradient_clip: float = 0.0
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        one_of("parallel.wrap", self.wrap, WRAPS)
+        one_of("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
+
+
+@dataclass(frozen=True)
 class Spec:
     """One submission, as the job needs to know it.
 
@@ -79,6 +128,8 @@ class Spec:
     comm: Comm = field(default_factory=Comm)
     seed_by: str = "same"
     deterministic: bool = False
+    batch: Samples = field(default_factory=Samples)
+    training: Training = field(default_factory=Training)
 
     def __post_init__(self) -> None:
         one_of("seed_by", self.seed_by, SEED_BY)
@@ -128,5 +179,13 @@ def of_this_run(env: Mapping[str, str], world_size: int) -> tuple[Spec, Path] | 
 def _from_document(document: Mapping[str, Any]) -> Spec:
     comm = {**document["comm"], "timeout": TimeoutLaw(**document["comm"]["timeout"])}
     program = {**document["program"], "args": tuple(document["program"]["args"])}
-    rest = {k: v for k, v in document.items() if k not in {"comm", "program", "layout"}}
-    return Spec(**rest, comm=Comm(**comm), program=Program(**program), layout=Layout(**document["layout"]))
+    training = dict(document.get("training", {}))
+    precision = Precision(**training.pop("precision", {}))
+    parts = {
+        "comm": Comm(**comm),
+        "program": Program(**program),
+        "layout": Layout(**document["layout"]),
+        "batch": Samples(**document.get("batch", {})),
+        "training": Training(**training, precision=precision),
+    }
+    return Spec(**{**document, **parts})

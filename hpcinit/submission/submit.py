@@ -16,11 +16,10 @@ from typing import Any
 
 import yaml
 
-from hpcinit.config import checks
+from hpcinit.config import checks, parallel
 from hpcinit.config.schema import Config
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import ConfigError, MaybeSubmitted, RequestError, SubmitError
-from hpcinit.facts.layout import Layout
 from hpcinit.facts.spec import Comm, Program, Spec
 from hpcinit.facts.timeouts import TimeoutLaw
 from hpcinit.submission import environment, folder, refusal, script
@@ -160,10 +159,8 @@ def _deferred_interrupt() -> Iterator[list[int]]:
 
 def make_spec(config: Config, workdir: Path) -> Spec:
     """What the job needs to know, from a config that has passed its checks."""
-    job, comm, parallel = config.job, config.comm, config.parallel
+    job, comm = config.job, config.comm
     kind = next(k for k in ("script", "module", "command") if getattr(job, k))
-    law = TimeoutLaw(comm.timeout_base_s, comm.timeout_per_node_s, comm.timeout_max_s)
-    layout = Layout(parallel.pp, parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp)
     per_node = checks.ranks_per_node(config)
     return Spec(
         name=config.name,
@@ -174,17 +171,19 @@ def make_spec(config: Config, workdir: Path) -> Spec:
         workdir=str(workdir),
         nonce=secrets.token_hex(16),
         seed=config.seed,
-        layout=layout.over(config.nodes * per_node),
+        layout=parallel.layout(config).over(config.nodes * per_node, per_node),
         comm=Comm(
             comm.backend,
-            comm.deepspeed,
-            law,
+            comm.deepspeed or config.parallel.wrap == "deepspeed",
+            TimeoutLaw(comm.timeout_base_s, comm.timeout_per_node_s, comm.timeout_max_s),
             comm.collective_timeout_s,
             config.cluster.host_template,
             comm.device_id,
         ),
         seed_by=config.seed_by,
         deterministic=config.deterministic,
+        batch=parallel.samples(config),
+        training=parallel.training(config),
     )
 
 

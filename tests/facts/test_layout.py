@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -53,3 +54,47 @@ def test_an_open_degree_is_refused() -> None:
     """Without the world size there is no coordinate to tell."""
     with pytest.raises(RequestError, match=r"parallel.dp_replicate is -1, use over\(world_size\)"):
         Layout(tp=2).data_rank(0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "per_node", "said"),
+    [
+        (Layout(dp_replicate=4, tp=8), 24, 8, "dp_replicate 4 x tp 8 = 32 ranks, but 3 nodes x 8 ranks = 24; with tp 8: dp_replicate 3; nodes=4"),
+        (Layout(tp=3), 8, 8, "tp 3 = 3 ranks, which does not divide 1 node x 8 ranks = 8; tp 2 or 4"),
+        (Layout(tp=3), 8, None, "tp 3 = 3 ranks, which does not divide 8 ranks; tp 2 or 4"),
+        (Layout(cp=3, tp=2), 32, 8, "cp 3 x tp 2 = 6 ranks, which does not divide 4 nodes x 8 ranks = 32; with tp 2: cp 2 or 4; nodes=3 or 6"),
+        (Layout(1, 2, 3, 1, 5), 16, 8, "30 ranks, but 2 nodes x 8 ranks = 16; nearest: dp_replicate 2 x dp_shard 2 x tp 4"),
+        (Layout(1, 2, 3, 5), 14, 2, "30 ranks, but 7 nodes x 2 ranks = 14; nodes=15"),
+        (Layout(dp_replicate=1), 8, 4, "one rank each = 1 rank, but 2 nodes x 4 ranks = 8; dp_replicate 8"),
+        (Layout(tp=16), 32, 8, "tp 16 does not divide the 8 ranks of a node, and tensor parallel groups stay inside a node: parallel.tp=8, or"),
+        (Layout(tp=3), 18, 6, ""),
+        (Layout(tp=4), 24, 6, "tp 4 does not divide the 6 ranks of a node, and tensor parallel groups stay inside a node: parallel.tp=3 or parallel.tp=6, or parallel.tp_across_nodes=true"),
+        (Layout(tp=4, tp_across_nodes=True), 24, 6, ""),
+        (Layout(dp_replicate=1, tp=-1), 24, 6, "tp 24 does not divide the 6 ranks of a node"),
+        (Layout(dp_replicate=1, dp_shard=-1, tp=4, ep=3), 32, 8, "ep 3 does not divide dp_shard 8, whose ranks the experts are divided among: parallel.ep=2 or parallel.ep=4"),
+        (Layout(dp_replicate=-1, ep=3), 8, 8, "ep 3 does not divide dp_replicate 8"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_and_what_would(layout: Layout, ranks: int, per_node: int | None, said: str) -> None:
+    """A layout that does not fit is refused with the equation, its numbers and the nearest that do fit."""
+    if not said:
+        assert layout.over(ranks, per_node).data_parallel * layout.tp == ranks
+        return
+    with pytest.raises(RequestError) as caught:
+        layout.over(ranks, per_node)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"ep": 0}, "parallel.ep is 0, expected 1 or more"),
+        ({"cp_kind": "tree"}, "parallel.cp_kind is 'tree', expected one of: ulysses, ring"),
+        ({"dp_shard": 6, "ep": 4}, "ep 4 does not divide dp_shard 6, whose ranks the experts are divided among: parallel.ep=3 or parallel.ep=6"),
+    ],
+)  # fmt: skip
+def test_values_that_are_none(wrong: dict[str, Any], said: str) -> None:
+    """A layout with an impossible value does not exist."""
+    with pytest.raises(RequestError) as caught:
+        Layout(**wrong)
+    assert said in str(caught.value)
