@@ -1,0 +1,65 @@
+"""`hpcinit build-ops`: compile DeepSpeed's ops once, where jobs find them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcinit.facts import deepspeed_ops
+from hpcinit.facts.errors import RequestError
+from hpcinit.facts.versions import installed
+from hpcinit.runtime import ops
+
+
+def main(argv: Sequence[str]) -> int:
+    given = _parser().parse_args(argv)
+    if not installed("deepspeed"):
+        raise RequestError("DeepSpeed is not installed in this environment: install hpcinit[deepspeed]")
+    if not given.ops and not given.ds_config:
+        raise RequestError("nothing to build: give --ops cpu_adam,... or --ds-config FILE, the config to train with")
+    here = _device()
+    device = given.device or here
+    if device != here:  # DeepSpeed builds for what it sees, whatever we ask for
+        raise RequestError(f"--device {device}, but this node has {here}: build on a node of the kind that trains")
+    names = given.ops or ops.ops_needed(_read(given.ds_config), device)
+    if unknown := [name for name in names if name not in deepspeed_ops.BUILDERS]:
+        raise RequestError(f"no op {unknown[0]!r}, expected one of: {', '.join(sorted(deepspeed_ops.BUILDERS))}")
+    if not names:
+        print(f"{given.ds_config} on {device} needs no compiled op")
+        return 0
+    root = Path(given.into) if given.into else ops.shared_cache(os.environ)
+    ops.build(names, root.absolute())
+    print(f"{', '.join(names)} in {root}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "hpcinit build-ops",
+        description="Compile DeepSpeed's ops once, for this Python, torch, DeepSpeed and processor. "
+        "Run it on the kind of node that trains: ops for a GPU need one.",
+    )
+    parser.add_argument("--ops", type=lambda text: text.split(","), help="by name: cpu_adam,fused_adam,...")
+    parser.add_argument("--ds-config", type=Path, help="a JSON file: what it needs")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
+    parser.add_argument("--into", help="another folder; jobs find it with TORCH_EXTENSIONS_DIR")
+    return parser
+
+
+def _device() -> str:
+    import torch  # noqa: PLC0415 - not for --help
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise RequestError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise RequestError(f"{path} holds {type(found).__name__}, expected a ds_config: an object of keys")
+    return found

@@ -1,0 +1,269 @@
+"""Building ops once, and the locks that a killed build leaves.
+
+The op is a C++ function of one line, through torch's own cpp_extension as DeepSpeed's are: cpu_adam takes minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcinit.facts import safeguards
+from hpcinit.facts.errors import BringUpError, RequestError
+from hpcinit.runtime import build_ops, op_locks, ops
+
+SOURCE = 'extern "C" int one() { return 1; }\n'
+LOAD = """
+import sys
+from pathlib import Path
+from torch.utils.cpp_extension import load
+from hpcinit.runtime import ops
+
+folder = Path(sys.argv[1])
+def tiny():
+    load("tiny", [str(folder / "tiny.cpp")], is_python_module=False, keep_intermediates=True)
+"""
+BUILD = LOAD + "ops.build(['tiny'], folder / 'cache', print, {'tiny': tiny})\n"
+
+
+def run(code: str, folder: Path, **env: str) -> subprocess.Popen[str]:
+    """A process of its own session: what it starts ends with it."""
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", code, str(folder)],
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def until(path: Path, process: subprocess.Popen[str], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < end, f"{path} did not come"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tiny.cpp").write_text(SOURCE)
+    compiler = tmp_path / "slow"
+    # torch asks its compiler for its version before it takes the lock. ninja gives a compiler a process group of its
+    # own, so it outlives a killed build, as in the field; here until `compiling` ends.
+    compiler.write_text(
+        '#!/bin/sh\ncase "$*" in *version*|*-v*) exec c++ "$@";; esac\n'
+        'touch "$0.began"; while [ -e "$0.began" ]; do sleep 0.1; done\n'
+    )
+    compiler.chmod(0o755)
+    return tmp_path
+
+
+@contextlib.contextmanager
+def compiling(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A real build whose compiler does not come to an end."""
+    process = run(BUILD, folder, CXX=str(folder / "slow"))
+    try:
+        until(folder / "slow.began", process)
+        yield process
+    finally:
+        kill(process)
+        (folder / "slow.began").unlink(missing_ok=True)
+
+
+def test_a_killed_build_leaves_a_lock_that_the_next_one_names_and_removes(folder: Path) -> None:
+    """SIGKILL in a real compile leaves torch's lock; the next build says whose it was, removes it and builds."""
+    with compiling(folder) as process:
+        lock = folder / "cache" / "tiny" / op_locks.TORCH_LOCK
+        assert op_locks.judge(lock).state == "held"
+        assert op_locks.holder(lock) == process.pid
+    assert lock.exists()
+    found = op_locks.judge(lock)
+    assert found.state == "stale" and f"process {process.pid} on {os.uname().nodename}, building tiny" in found.why
+    env = {"TORCH_EXTENSIONS_DIR": str(folder / "cache")}
+    with pytest.raises(BringUpError, match=rf"torch would wait for ever for the lock {lock}.*rm {lock}"):
+        ops.check({}, "cpu", env)
+    said, _ = run(BUILD, folder).communicate(timeout=120)
+    assert f"removed the stale lock {lock}" in said and "tiny: built in" in said
+    assert not lock.exists() and (lock.parent / "tiny.so").exists() and op_locks.read_builder(folder / "cache") is None
+    said, _ = run(BUILD, folder).communicate(timeout=120)
+    assert "tiny: built before" in said
+
+
+def test_torch_itself_waits_for_a_lock_that_nobody_holds(folder: Path) -> None:
+    """What the check is for: with a lock left behind, torch's own load does not come back."""
+    lock = folder / "cache" / "tiny" / op_locks.TORCH_LOCK
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    process = run(LOAD + "print('loading', flush=True)\ntiny()\n", folder, TORCH_EXTENSIONS_DIR=str(folder / "cache"))
+    try:
+        assert process.stdout is not None
+        while "loading" not in process.stdout.readline():
+            assert process.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=3)
+    finally:
+        kill(process)
+    assert lock.exists() and not (lock.parent / "tiny.so").exists()
+
+
+def test_a_second_builder_waits_and_then_finds_it_built(folder: Path) -> None:
+    """Of two builders of a cache one compiles, the other waits for it and compiles nothing."""
+    first, second = run(BUILD, folder), run(BUILD, folder)
+    said = [process.communicate(timeout=180)[0] for process in (first, second)]
+    assert [process.returncode for process in (first, second)] == [0, 0]
+    assert sorted("tiny: built in" in each for each in said) == [False, True]
+    assert sorted("tiny: built before" in each for each in said) == [False, True]
+
+
+def test_the_wait_for_a_builder_ends_with_a_message(tmp_path: Path) -> None:
+    """Who waits longer than allowed says for whom, and what to do."""
+    code = (
+        "import sys, time; from pathlib import Path; from hpcinit.runtime import op_locks\n"
+        "with op_locks.one_builder(Path(sys.argv[1]), print) as building:\n building('cpu_adam'); time.sleep(600)\n"
+    )
+    process = run(code, tmp_path)
+    try:
+        while op_locks.read_builder(tmp_path) is None:
+            assert process.poll() is None
+            time.sleep(0.05)
+        with pytest.raises(BringUpError) as raised, op_locks.one_builder(tmp_path, print, wait_s=0.3):
+            pass
+        assert f"waited 0 s for process {process.pid} on {os.uname().nodename}, building cpu_adam" in str(raised.value)
+        assert "set TORCH_EXTENSIONS_DIR to another folder" in str(raised.value)
+    finally:
+        kill(process)
+    with op_locks.one_builder(tmp_path, print, wait_s=10):  # the kernel has dropped the dead one's lock
+        left = op_locks.read_builder(tmp_path)
+        assert left is not None and not left.alive()
+
+
+def test_a_lock_that_may_be_held_on_another_node_is_named_and_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk that other nodes write to, a lock that nobody here holds is not removed; after 30 minutes it stops us.
+
+    The disk is said to be NFS: there is none here.
+    """
+    monkeypatch.setattr(op_locks, "file_system", lambda path: "nfs4")
+    lock = tmp_path / "cpu_adam" / op_locks.TORCH_LOCK
+    lock.parent.mkdir()
+    lock.touch()
+    said: list[str] = []
+    env = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    ops.check({}, "cpu", env, said.append)
+    assert said[0].startswith(f"waiting for the lock {lock}") and "another node may (nfs4)" in said[0]
+    with pytest.raises(BringUpError, match="if nothing compiles there, remove it"):
+        ops.build(["cpu_adam"], tmp_path, said.append)
+    for path in (lock, lock.parent):
+        os.utime(path, (time.time() - ops.QUIET_S - 60,) * 2)
+    with pytest.raises(BringUpError, match=r"18\d\d s old"):
+        ops.check({}, "cpu", env, said.append)
+    assert lock.exists()
+
+
+def test_a_lock_of_a_builder_on_another_node_is_not_taken_for_a_dead_one(tmp_path: Path) -> None:
+    """A record of another host proves nothing here, whatever process has its number."""
+    record = {"host": "elsewhere", "pid": os.getpid(), "started": "1", "op": "cpu_adam"}
+    (tmp_path / op_locks.OUR_LOCK).write_text(json.dumps(record))
+    lock = tmp_path / "cpu_adam" / op_locks.TORCH_LOCK
+    lock.parent.mkdir()
+    lock.touch()
+    assert "elsewhere" not in op_locks.judge(lock).why
+    assert not op_locks.Builder(os.uname().nodename, os.getpid(), "1", "cpu_adam").alive()
+    assert op_locks.Builder(os.uname().nodename, os.getpid(), op_locks.start_of(os.getpid()), "cpu_adam").alive()
+
+
+def test_what_was_built_before_is_copied_into_a_job_s_own_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job with a cache of its own takes the built op, without a lock that lies there, and compiles nothing."""
+    cache, own = tmp_path / "xdg", tmp_path / "own"
+    env = {"XDG_CACHE_HOME": str(cache), "TORCH_EXTENSIONS_DIR": str(own), safeguards.ENV_SET: "1 TORCH_EXTENSIONS_DIR"}
+    built = ops.shared_cache(env) / "deepspeed_shm_comm"
+    assert built.is_relative_to(cache) and "-deepspeed" in built.parent.name
+    built.mkdir(parents=True)
+    for name in (ops.BUILT, "deepspeed_shm_comm.so", op_locks.TORCH_LOCK):
+        (built / name).write_text(name)
+    monkeypatch.setattr(ops, "loader", lambda name: pytest.fail(f"{name} would be compiled"))
+    ops.prepare({}, "cpu", env, pytest.fail)
+    assert sorted(path.name for path in (own / "deepspeed_shm_comm").iterdir()) == [ops.BUILT, "deepspeed_shm_comm.so"]
+    assert env["TORCH_EXTENSIONS_DIR"] == str(own)
+
+
+def test_a_cache_of_the_user_s_is_used_as_it_is(tmp_path: Path) -> None:
+    """TORCH_EXTENSIONS_DIR that the user has set is where ops are built and looked for; nothing is needed on a GPU."""
+    env = {"TORCH_EXTENSIONS_DIR": str(tmp_path), safeguards.ENV_SET: "1 TRITON_CACHE_DIR"}
+    assert ops.shared_cache(env) == tmp_path
+    ops.prepare({}, "cuda", env, pytest.fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_build_that_fails_says_which_op_and_where(tmp_path: Path) -> None:
+    """A compiler's error comes with the op and the folder, and leaves nobody as the builder."""
+
+    def broken() -> None:
+        raise RuntimeError("Error building extension 'tiny'")
+
+    with pytest.raises(BringUpError, match=rf"op tiny could not be built in {tmp_path}: Error building extension"):
+        ops.build(["tiny"], tmp_path, print, {"tiny": broken})
+    assert op_locks.read_builder(tmp_path) is None and not (tmp_path / "tiny" / ops.BUILT).exists()
+
+
+WRONG = [
+    ([], "nothing to build: give --ops"),
+    (["--ops", "cpu_adm"], "no op 'cpu_adm', expected one of: async_io"),
+    (["--ops", "cpu_adam", "--device", "cuda"], "--device cuda, but this node has cpu"),
+    (["--ds-config", "broken.json"], "broken.json is not JSON"),
+    (["--ds-config", "list.json"], "list.json holds list, expected a ds_config"),
+]
+
+
+@pytest.mark.parametrize(("argv", "words"), WRONG)
+def test_build_ops_refuses(argv: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong request says what was given and what is expected. (The node is said to have no GPU.)"""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ops, "loader", pytest.fail)
+    monkeypatch.setattr(build_ops, "_device", lambda: "cpu")
+    Path("broken.json").write_text("{")
+    Path("list.json").write_text("[]")
+    with pytest.raises(RequestError) as raised:
+        build_ops.main(argv)
+    assert words in str(raised.value)
+
+
+def test_build_ops_builds_what_a_config_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`build-ops --ds-config` builds its ops into --into. (What compiles is stood in for: minutes.)"""
+    path = tmp_path / "ds.json"
+    path.write_text('{"optimizer": {"type": "AdamW"}, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}')
+    monkeypatch.setattr(build_ops, "_device", lambda: "cpu")
+    where: list[str] = []
+
+    def loader(name: str) -> object:
+        (tmp_path / "into" / name).mkdir()
+        return lambda: where.append(os.environ["TORCH_EXTENSIONS_DIR"])
+
+    monkeypatch.setattr(ops, "loader", loader)
+    before = os.environ.get("TORCH_EXTENSIONS_DIR")
+    assert build_ops.main(["--ds-config", str(path), "--into", str(tmp_path / "into")]) == 0
+    out, err = capfd.readouterr()
+    assert out == f"cpu_adam, deepspeed_shm_comm in {tmp_path / 'into'}\n"
+    assert "hpcinit: cpu_adam: compiling\n" in err and "hpcinit: deepspeed_shm_comm: built in 0 s\n" in err
+    assert where == [str(tmp_path / "into")] * 2 and os.environ.get("TORCH_EXTENSIONS_DIR") == before
