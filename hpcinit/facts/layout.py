@@ -160,7 +160,7 @@ class Layout:
         found = [dict(zip(wanted, each, strict=False)) for each in _factors(world_size, parts)]
         found = [each for each in found if self._would_do(world_size, ranks_per_node, **each)]
         found.sort(key=lambda each: sum(abs(math.log(each[name] / wanted[name])) for name in wanted))
-        return [f"nearest: {_product(each)}" for each in found[:1]] or ["nothing that is near fits"]
+        return [f"nearest: {_terms(each)}" for each in found[:1]] or ["nothing that is near fits"]
 
     def _would_do(self, world_size: int, ranks_per_node: int | None, **changed: Any) -> bool:
         try:
@@ -195,7 +195,11 @@ def _divisors(number: int) -> tuple[int, ...]:
 
 
 def _product(degrees: dict[str, int]) -> str:
-    return " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one rank each"
+    return _terms({name: degree for name, degree in degrees.items() if degree > 1}) or "one rank each"
+
+
+def _terms(degrees: dict[str, int]) -> str:
+    return " x ".join(f"{name} {degree}" for name, degree in degrees.items())
 
 
 def _count(number: int, noun: str) -> str:

@@ -64,7 +64,7 @@ def test_the_shipped_choices_are_right() -> None:
         (["cluster=mini", "time_min=61"], "time_min=61, but partition 'main' of cluster mini has at most 60"),
         (["cluster=mini", "ranks_per_node=9"], "ranks_per_node=9, but a node of cluster mini has 8 GPUs"),
         (["cluster=mini", "cpus_per_rank=3"], "8 ranks x 3 cores = 24 cores per node, but a node of cluster mini has 16"),
-        (["nodes=2", "parallel.tp=4"], "tp 4 = 4 ranks, which does not divide 2 nodes x 1 rank = 2; nodes=4"),
+        (["nodes=2", "parallel.tp=4"], "tp 4 = 4 ranks, which does not divide 2 nodes x 1 rank = 2; nearest: tp 1"),
         (["nodes=4", "parallel.dp_replicate=2"], "dp_replicate 2 = 2 ranks, but 4 nodes x 1 rank = 4; dp_replicate 4; nodes=2"),
         (["parallel.tp=-1"], "parallel.dp_replicate and parallel.tp are -1"),
         (["parallel.tp=0"], "parallel.tp is 0, expected 1 or more, or -1"),
