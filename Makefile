@@ -11,7 +11,7 @@ help:
 	@echo "make test          every test; as root also those on a real Slurm, which it installs"
 	@echo "make test-slurm24  the Slurm tests again on Slurm 24.11 (root; makes a folder with Debian trixie, once)"
 	@echo "make cluster       start a real 4-node Slurm on this machine (root); make cluster-down ends it"
-	@echo "make bench         submit latency beside peers (root)"
+	@echo "make bench         submit latency and bring-up beside peers (root)"
 	@echo "make lint          ruff, mypy, shellcheck"
 
 demo: $(VENV)/job
@@ -39,6 +39,8 @@ cluster-down: $(VENV)/dev
 
 bench: $(VENV)/dev slurm
 	$(BIN)/python -m benchmarks.submit
+	$(BIN)/python -m benchmarks.bringup
+	$(BIN)/python -m benchmarks.nodelist
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -23,3 +23,9 @@ def folder_of(done: subprocess.CompletedProcess[str]) -> Path:
 def job_id_of(done: subprocess.CompletedProcess[str]) -> str:
     record: dict[str, str] = json.loads((folder_of(done) / "submission.json").read_text())
     return record["job_id"]
+
+
+def printed(folder: Path, rank: int) -> str:
+    """What the program of a rank printed: its log without hpcinit's own lines."""
+    text = (folder / f"logs/rank-{rank}.log").read_text()
+    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("hpcinit: "))

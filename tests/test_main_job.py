@@ -14,7 +14,7 @@ import pytest
 from hpcinit.local import environment
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
-from tests.submitting import folder_of, job_id_of, submit
+from tests.submitting import folder_of, job_id_of, printed, submit
 
 pytestmark = pytest.mark.slurm
 
@@ -33,7 +33,7 @@ def test_every_rank_knows_its_place(hpcinit: Run, slurm: MiniSlurm) -> None:
     """Ranks 0 to 7 sit two by two on n1 to n4, and MASTER_ADDR is the host of rank 0 for all of them."""
     print_world = 'echo "$RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR $(uname -n)"'
     done = submit(hpcinit, slurm, "nodes=4", "ranks_per_node=2", "wait=true", "--", "sh", "-c", print_world)
-    logs = [(folder_of(done) / f"logs/rank-{rank}.log").read_text().strip() for rank in range(8)]
+    logs = [printed(folder_of(done), rank).strip() for rank in range(8)]
     assert logs == [f"{rank} 8 {rank % 2} 2 {rank // 2} n1 n{rank // 2 + 1}" for rank in range(8)]
 
 
@@ -177,7 +177,7 @@ def test_hostile_values_are_data(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path)
     override = "comment='" + comment.replace("'", "\\'") + "'"  # as Hydra quotes
     done = submit(hpcinit, slurm, "job=hostile", override, "ranks_per_node=1", "wait=true", "--", "show.py", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
-    shown = json.loads((folder_of(done) / "logs/rank-0.log").read_text())
+    shown = json.loads(printed(folder_of(done), 0))
     assert (shown[0], sorted(shown[1])) == (arguments, sorted(HOSTILE))
     assert not list(tmp_path.rglob("HACKED"))
     assert f"Comment={comment}" in slurm.run("scontrol", "show", "job", str(job_id_of(done)))
@@ -196,7 +196,7 @@ def test_weird_folders(
     (tmp_path / name / "hi.py").write_text("import os; print(os.getcwd())")
     done = submit(hpcinit, slurm, "ranks_per_node=1", "wait=true", "--", "hi.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert Path("runs/hi-0001/logs/rank-0.log").read_text() == f"{tmp_path / name}\n"
+    assert printed(Path("runs/hi-0001"), 0) == f"{tmp_path / name}\n"
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_leftovers_of_another_job_do_not_reach_the_new_one(hpcinit: Run, slurm: 
     env = {**slurm.env, "SBATCH_PARTITION": "zzz", "SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "RANK": "7"}
     done = hpcinit("submit", "cluster=mini", "ranks_per_node=1", "wait=true", "--", "sh", "-c", "echo $RANK", env=env)
     assert done.returncode == 0 and "not passed on to the job: RANK, SBATCH_PARTITION, SLURM_CPU_BIND" in done.stderr
-    assert (folder_of(done) / "logs/rank-0.log").read_text() == "0\n"
+    assert printed(folder_of(done), 0) == "0\n"
 
 
 def test_local_engine_sets_what_slurm_sets(hpcinit: Run, slurm: MiniSlurm) -> None:
@@ -227,7 +227,7 @@ def test_local_engine_sets_what_slurm_sets(hpcinit: Run, slurm: MiniSlurm) -> No
     real = folder_of(submit(hpcinit, slurm, *shape, *show))
     local = folder_of(hpcinit("submit", "cluster=local", *shape, *show))
     for rank in range(4):
-        theirs, ours = (json.loads((f / f"logs/rank-{rank}.log").read_text()) for f in (real, local))
+        theirs, ours = (json.loads(printed(f, rank)) for f in (real, local))
         names = {k for k in ours if k.startswith("SLURM")} - {"SLURM_CONF"}
         assert names <= set(theirs), sorted(names - set(theirs))
         same = {

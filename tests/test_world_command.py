@@ -17,7 +17,7 @@ import pytest
 from tests.minislurm import MiniSlurm
 
 # command: Debian package. `make test` installs them where it may.
-MPI_PACKAGES = {"mpirun.openmpi": "openmpi-bin", "mpiexec.hydra": "hydra"}
+MPI_PACKAGES = {"mpirun.openmpi": "openmpi-bin", "mpiexec.hydra": "mpich"}
 WORLD = f"{sys.executable} -m hpcinit.world"
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,17 +42,19 @@ def _from_cgroup(proc: Path) -> str:
 
 
 def _from_parents(proc: Path) -> str:
-    pid = str(os.getpid())
+    titles = (_TITLE.match(line) for line in command_lines(os.getpid(), proc))
+    return next((f"{found[1]}.{found[2]}" for found in titles if found), "")
+
+
+def command_lines(pid: int, proc: Path = Path("/proc")) -> Iterator[str]:
+    """Of process `pid` and of those above it, the nearest first; NUL between the words. Ends where nothing is seen."""
     for _ in range(GENERATIONS):
+        yield _read(proc / str(pid) / "cmdline")
         # "4242 (name with ) and blanks) S 4241 ...": the parent is the second word after the last bracket
-        words = _read(proc / pid / "stat").rpartition(")")[2].split()
-        if len(words) < 2 or words[1] in {"0", "1"}:
-            return ""
-        pid = words[1]
-        found = _TITLE.match(_read(proc / pid / "cmdline"))
-        if found:
-            return f"{found[1]}.{found[2]}"
-    return ""
+        words = _read(proc / str(pid) / "stat").rpartition(")")[2].split()
+        if len(words) < 2 or int(words[1]) < 2:
+            return
+        pid = int(words[1])
 
 
 def _read(path: Path) -> str:

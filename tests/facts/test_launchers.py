@@ -20,7 +20,7 @@ from hpcinit.facts.process import Process
 from hpcinit.facts.world import World, exports
 from tests.facts.recordings import shapes
 
-# Two ranks each of `mpirun -np 2`, `mpiexec.hydra -np 2` (Debian 12's openmpi-bin and hydra) and
+# Two ranks each of `mpirun -np 2`, `mpiexec.hydra -np 2` (Debian 12's openmpi-bin and mpich) and
 # `horovodrun -np 2 --gloo`: what env printed. The order of the lists is that of the ranks that they reported.
 RECORDED = json.loads((Path(__file__).parents[1] / "data/launchers.json").read_text())
 OPENMPI, HYDRA, HOROVOD = (RECORDED[name] for name in ("openmpi 4.1.4", "hydra 4.0.2", "horovodrun 0.28.1"))

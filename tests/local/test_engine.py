@@ -17,7 +17,7 @@ import pytest
 
 from hpcinit.local import engine, step
 from tests.conftest import Run
-from tests.submitting import folder_of
+from tests.submitting import folder_of, printed
 
 
 def wait_for(condition: Callable[[], object], timeout: float = 20) -> None:
@@ -63,7 +63,7 @@ def test_ranks_on_virtual_nodes(hpcinit: Run) -> None:
     """Four ranks on two virtual nodes see their world in torch's variables, a log each."""
     folder = start(hpcinit, 'echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR"', "nodes=2", "ranks_per_node=2")  # fmt: skip
     wait_for(lambda: engine.read_state(folder)["state"] == "COMPLETED")
-    logs = [(folder / f"logs/rank-{rank}.log").read_text().strip() for rank in range(4)]
+    logs = [printed(folder, rank).strip() for rank in range(4)]
     assert logs == [f"{rank}/4 {rank % 2}/2 {rank // 2} 127.0.0.1" for rank in range(4)]
 
 
@@ -161,7 +161,7 @@ def test_no_word_to_go_no_job(hpcinit: Run, tmp_path: Path) -> None:
     wait_for(lambda: engine.read_state(folder)["state"] == "COMPLETED")
     command = [sys.executable, "-m", "hpcinit.local.engine", str(folder), "1"]
     assert subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode == 1
-    assert (folder / "logs/rank-0.log").read_text() == "ran\n"
+    assert printed(folder, 0) == "ran\n"
 
 
 def test_a_batch_script_that_cannot_start_is_a_failure(hpcinit: Run, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_run_again_by_hand(hpcinit: Run, number: str) -> None:
     done = hpcinit("submit", "nodes=2", "wait=true", "--", "sh", "-c", "echo $RANK/$WORLD_SIZE; exit 3")
     folder = folder_of(done)
     assert subprocess.run(["bash", folder / "job.sh"], stderr=subprocess.DEVNULL, check=False).returncode == 3
-    assert [(folder / f"logs/rank-{r}.log").read_text() for r in (0, 1)] == ["0/2\n" * 2, "1/2\n" * 2]
+    assert [printed(folder, r) for r in (0, 1)] == ["0/2\n" * 2, "1/2\n" * 2]
     assert "FAILED     started by hand  exit status 3" in hpcinit("status").stdout
     edit_program(folder, f"sleep {number}")
     script = subprocess.Popen(["bash", folder / "job.sh"])
@@ -202,7 +202,7 @@ def test_paths_with_blanks_can_be_pasted(hpcinit: Run, tmp_path: Path, monkeypat
     command = done.stdout.partition("run it again by hand:  ")[2]
     assert command == f"bash '{tmp_path}/a b/runs/sh-0001/job.sh'\n"
     subprocess.run(command, shell=True, check=True)
-    assert Path("runs/sh-0001/logs/rank-0.log").read_text() == "ran\n" * 2
+    assert printed(Path("runs/sh-0001"), 0) == "ran\n" * 2
 
 
 def test_no_room_for_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
