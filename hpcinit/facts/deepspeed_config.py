@@ -86,20 +86,28 @@ def build(chosen: Options, batch: Batch, layout: Layout, precision: Precision) -
     ranks = batch.data_parallel * layout.cp * layout.tp
     if ranks % chosen.hpz:  # DeepSpeed floors the number of groups, and the last ranks would be in none
         raise RequestError(f"deepspeed.hpz is {chosen.hpz}, expected a divisor of the {ranks} ranks")
-    config = {
-        **_triple(batch, counted),
-        **_precision(precision),
+    config = {**_triple(batch, counted), **_precision(precision), **_parallel(chosen, batch, layout), **_alone(chosen)}
+    merged, said = deepspeed_merge.merge(config, chosen.ds_config, counted)
+    return merged, notes + said
+
+
+def without_ranks(chosen: Options) -> dict[str, Any]:
+    """What of build() depends on neither ranks nor batch nor precision: enough to know what it compiles."""
+    theirs = {name: value for name, value in chosen.ds_config.items() if name not in deepspeed_merge.TRIPLE}
+    return deepspeed_merge.merge(_alone(chosen), theirs, 1)[0]
+
+
+def _alone(chosen: Options) -> dict[str, Any]:
+    found = {
         "zero_optimization": _zero(chosen),
         "gradient_clipping": chosen.gradient_clipping,  # always: the default was 0, and is 1 since 0.19.3
         **_optimizer(chosen),
-        **_parallel(chosen, batch, layout),
     }
     if chosen.deepcompile:
-        config["compile"] = {"deepcompile": True}
+        found["compile"] = {"deepcompile": True}
     if chosen.universal_checkpoint:
-        config["checkpoint"] = {"load_universal": True}
-    merged, said = deepspeed_merge.merge(config, chosen.ds_config, counted)
-    return merged, notes + said
+        found["checkpoint"] = {"load_universal": True}
+    return found
 
 
 def build_eval(chosen: Options, batch: Batch, layout: Layout, precision: Precision) -> tuple[dict[str, Any], list[str]]:

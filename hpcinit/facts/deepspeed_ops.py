@@ -36,12 +36,11 @@ _ZERO = "zero_optimization."
 
 
 def needed(config: Mapping[str, Any], device: str) -> tuple[str, ...]:
-    """The ops, sorted; () for a torch optimizer on a GPU. device: a torch device type, 'cuda' or 'cpu'.
+    """The ops, sorted; () for a torch optimizer. device: a torch device type, 'cuda' or 'cpu'.
 
-    On a CPU DeepSpeed's own start, deepspeed.init_distributed, loads an op already, whatever the config.
+    Not deepspeed_shm_comm, which DeepSpeed's start on a CPU compiles whatever the config: ops.start_uncompiled().
     """
-    found = {"deepspeed_shm_comm"} if device == "cpu" else set()
-    found.add(_of_optimizer(config))
+    found = {_of_optimizer(config)}
     offload = [at(config, f"{_ZERO}{name}.device") for name in ("offload_optimizer", "offload_param")]
     if "nvme" in offload:
         found.add("gds" if at(config, "aio.use_gds") else "async_io")

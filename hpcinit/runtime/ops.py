@@ -25,9 +25,10 @@ from hpcinit.facts.errors import BringUpError, RequestError
 from hpcinit.facts.versions import installed
 from hpcinit.runtime import op_locks
 
-__all__ = ["build", "check", "environment", "ops_needed", "prepare", "shared_cache"]
+__all__ = ["build", "check", "environment", "ops_needed", "prepare", "shared_cache", "start_uncompiled"]
 
 BUILT = ".hpcinit-built"  # in an op's folder, once it has been compiled and loaded
+SHARED_MEMORY = "deepspeed_shm_comm"
 VARIABLE = "TORCH_EXTENSIONS_DIR"
 QUIET_S = 1800.0  # a folder in which nothing changed for so long is not being compiled in
 PROGRESS_S = 10.0
@@ -115,6 +116,16 @@ def check(
         if found.state == "stale" or (found.state == "unknown" and found.age_s > QUIET_S):
             raise BringUpError(_remove_it(found))
         say(f"waiting for the lock {found}")
+
+
+def start_uncompiled(deepspeed: Any, env: Mapping[str, str] = os.environ) -> None:
+    """Keep DeepSpeed's start on a CPU from compiling an op, a minute or more: call it before init_distributed.
+
+    Only inference_all_reduce uses it, and does without. What has been built in this cache is left as it is.
+    """
+    built = env.get(VARIABLE) and (Path(env[VARIABLE]) / SHARED_MEMORY / BUILT).exists()
+    if not built and not _comes_compiled(SHARED_MEMORY):
+        deepspeed.ops.__compatible_ops__[SHARED_MEMORY] = False  # comm/torch.py: build_shm_op looks here
 
 
 def build(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcinit.facts.batch import Batch
-from hpcinit.facts.deepspeed_config import Options, build, build_eval, options
+from hpcinit.facts.deepspeed_config import Options, build, build_eval, options, without_ranks
 from hpcinit.facts.deepspeed_versions import check
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.layout import Layout
@@ -334,3 +334,14 @@ def test_a_batch_by_hand_that_does_not_divide_is_refused() -> None:
         build(Options(ds_config={"train_batch_size": 26}), BATCH, DP4, FP32)
     with pytest.raises(RequestError, match=r"ds_config.train_batch_size is 2.5, expected a whole number"):
         build(Options(ds_config={"train_batch_size": 2.5}), BATCH, DP4, FP32)
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases())
+def test_what_depends_on_no_ranks_is_part_of_the_whole(case: tuple[Options, Batch, Layout, Precision]) -> None:
+    """without_ranks() says of optimizer, ZeRO and compiler what build() says, and leaves a batch by hand alone."""
+    chosen, batch, layout, precision = case
+    whole, _ = build(chosen, batch, layout, precision)
+    part = without_ranks(Options(**{**vars(chosen), "ds_config": {"train_batch_size": 7}}))
+    assert part.items() <= whole.items()
+    assert {"optimizer", "zero_optimization", "compile"} & whole.keys() <= part.keys()

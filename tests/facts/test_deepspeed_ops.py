@@ -27,15 +27,15 @@ CASES = [
     ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, "cuda", ()),
     ({"compile": {"deepcompile": True}}, "cuda", ("dc",)),
     ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "cuda", ("quantizer",)),
-    ({}, "cpu", ("deepspeed_shm_comm",)),
-    (config("AdamW"), "cpu", ("deepspeed_shm_comm", "fused_adam")),
-    ({"compile": {"deepcompile": True}}, "cpu", ("deepspeed_shm_comm",)),
+    ({}, "cpu", ()),
+    (config("AdamW"), "cpu", ("fused_adam",)),
+    ({"compile": {"deepcompile": True}}, "cpu", ()),
 ]
 
 
 @pytest.mark.parametrize(("ds_config", "device", "expected"), CASES)
 def test_needed(ds_config: dict[str, Any], device: str, expected: tuple[str, ...]) -> None:
-    """An op for the optimizer where it lives, for NVMe, for DeepCompile, for quantized ZeRO++, and on a CPU one for any."""
+    """An op for the optimizer where it lives, for NVMe, for DeepCompile and for quantized ZeRO++."""
     assert needed(ds_config, device) == expected
 
 

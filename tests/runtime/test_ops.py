@@ -17,10 +17,12 @@ from pathlib import Path
 
 import pytest
 
+from hpcinit import build_ops
 from hpcinit.facts import safeguards
 from hpcinit.facts.errors import BringUpError, RequestError
-from hpcinit.runtime import build_ops, op_locks, ops
+from hpcinit.runtime import op_locks, ops
 
+ADAMW = {"optimizer": {"type": "AdamW"}}
 SOURCE = 'extern "C" int one() { return 1; }\n'
 LOAD = """
 import sys
@@ -97,7 +99,7 @@ def test_a_killed_build_leaves_a_lock_that_the_next_one_names_and_removes(folder
     assert found.state == "stale" and f"process {process.pid} on {os.uname().nodename}, building tiny" in found.why
     env = {"TORCH_EXTENSIONS_DIR": str(folder / "cache")}
     with pytest.raises(BringUpError, match=rf"torch would wait for ever for the lock {lock}.*rm {lock}"):
-        ops.check({}, "cpu", env)
+        ops.check(ADAMW, "cuda", env)
     said, _ = run(BUILD, folder).communicate(timeout=120)
     assert f"removed the stale lock {lock}" in said and "tiny: built in" in said
     assert not lock.exists() and (lock.parent / "tiny.so").exists() and op_locks.read_builder(folder / "cache") is None
@@ -166,14 +168,14 @@ def test_a_lock_that_may_be_held_on_another_node_is_named_and_left(
     lock.touch()
     said: list[str] = []
     env = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    ops.check({}, "cpu", env, said.append)
+    ops.check(ADAMW, "cuda", env, said.append)
     assert said[0].startswith(f"waiting for the lock {lock}") and "another node may (nfs4)" in said[0]
     with pytest.raises(BringUpError, match="if nothing compiles there, remove it"):
         ops.build(["cpu_adam"], tmp_path, said.append)
     for path in (lock, lock.parent):
         os.utime(path, (time.time() - ops.QUIET_S - 60,) * 2)
     with pytest.raises(BringUpError, match=r"18\d\d s old"):
-        ops.check({}, "cpu", env, said.append)
+        ops.check(ADAMW, "cuda", env, said.append)
     assert lock.exists()
 
 
@@ -195,14 +197,14 @@ def test_what_was_built_before_is_copied_into_a_job_s_own_cache(
     """A job with a cache of its own takes the built op, without a lock that lies there, and compiles nothing."""
     cache, own = tmp_path / "xdg", tmp_path / "own"
     env = {"XDG_CACHE_HOME": str(cache), "TORCH_EXTENSIONS_DIR": str(own), safeguards.ENV_SET: "1 TORCH_EXTENSIONS_DIR"}
-    built = ops.shared_cache(env) / "deepspeed_shm_comm"
+    built = ops.shared_cache(env) / "fused_adam"
     assert built.is_relative_to(cache) and "-deepspeed" in built.parent.name
     built.mkdir(parents=True)
-    for name in (ops.BUILT, "deepspeed_shm_comm.so", op_locks.TORCH_LOCK):
+    for name in (ops.BUILT, "fused_adam.so", op_locks.TORCH_LOCK):
         (built / name).write_text(name)
     monkeypatch.setattr(ops, "loader", lambda name: pytest.fail(f"{name} would be compiled"))
-    ops.prepare({}, "cpu", env, pytest.fail)
-    assert sorted(path.name for path in (own / "deepspeed_shm_comm").iterdir()) == [ops.BUILT, "deepspeed_shm_comm.so"]
+    ops.prepare(ADAMW, "cuda", env, pytest.fail)
+    assert sorted(path.name for path in (own / "fused_adam").iterdir()) == [ops.BUILT, "fused_adam.so"]
     assert env["TORCH_EXTENSIONS_DIR"] == str(own)
 
 
@@ -226,7 +228,7 @@ def test_a_build_that_fails_says_which_op_and_where(tmp_path: Path) -> None:
 
 
 WRONG = [
-    ([], "nothing to build: give --ops"),
+    ([], "nothing to build: give the overrides to submit with"),
     (["--ops", "cpu_adm"], "no op 'cpu_adm', expected one of: async_io"),
     (["--ops", "cpu_adam", "--device", "cuda"], "--device cuda, but this node has cpu"),
     (["--ds-config", "broken.json"], "broken.json is not JSON"),
@@ -252,6 +254,7 @@ def test_build_ops_builds_what_a_config_needs(
 ) -> None:
     """`build-ops --ds-config` builds its ops into --into. (What compiles is stood in for: minutes.)"""
     path = tmp_path / "ds.json"
+    monkeypatch.chdir(tmp_path)
     path.write_text('{"optimizer": {"type": "AdamW"}, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}')
     monkeypatch.setattr(build_ops, "_device", lambda: "cpu")
     where: list[str] = []
@@ -264,6 +267,43 @@ def test_build_ops_builds_what_a_config_needs(
     before = os.environ.get("TORCH_EXTENSIONS_DIR")
     assert build_ops.main(["--ds-config", str(path), "--into", str(tmp_path / "into")]) == 0
     out, err = capfd.readouterr()
-    assert out == f"cpu_adam, deepspeed_shm_comm in {tmp_path / 'into'}\n"
-    assert "hpcinit: cpu_adam: compiling\n" in err and "hpcinit: deepspeed_shm_comm: built in 0 s\n" in err
-    assert where == [str(tmp_path / "into")] * 2 and os.environ.get("TORCH_EXTENSIONS_DIR") == before
+    assert out == f"cpu_adam in {tmp_path / 'into'}\n"
+    assert "hpcinit: cpu_adam: compiling\n" in err and "hpcinit: cpu_adam: built in 0 s\n" in err
+    assert where == [str(tmp_path / "into")] and os.environ.get("TORCH_EXTENSIONS_DIR") == before
+
+
+def test_build_ops_takes_the_overrides_of_submit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With submit's overrides it builds what that run compiles, and nothing for one without DeepSpeed's optimizers."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(build_ops, "_device", lambda: "cpu")
+    asked: list[object] = []
+    monkeypatch.setattr(ops, "build", lambda names, root: asked.append(names))
+    assert build_ops.main(["parallel=zero3_offload", "deepspeed.optimizer=adamw", "--into", "x"]) == 0
+    assert asked == [("cpu_adam",)]
+    assert (
+        build_ops.main(["parallel=zero3_offload"]) == build_ops.main(["parallel=ddp", "deepspeed.optimizer=adamw"]) == 0
+    )
+    assert (
+        asked == [("cpu_adam",)] and capfd.readouterr().out.count("nothing to build: this config compiles no op") == 2
+    )
+
+
+def test_deepspeed_starts_on_a_cpu_without_compiling(tmp_path: Path) -> None:
+    """Its start compiles an op on a CPU; told before, it does not, and its all_reduce for inference works without."""
+    code = """
+import sys, deepspeed, torch, torch.distributed as dist
+from hpcinit.runtime import ops
+ops.start_uncompiled(deepspeed)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meet", rank=0, world_size=1)
+deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+ones = torch.ones(2)
+deepspeed.comm.inference_all_reduce(ones)
+print("sum", ones.tolist())
+"""
+    env = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "cache"), "DS_ACCELERATOR": "cpu"}
+    env |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    said, _ = run(code, tmp_path, **env).communicate(timeout=120)
+    assert "sum [1.0, 1.0]" in said, said
+    assert not (tmp_path / "cache").exists()

@@ -7,8 +7,9 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from hpcinit.facts import deepspeed_ops
+from hpcinit.facts import deepspeed_config, deepspeed_ops
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.versions import installed
 from hpcinit.runtime import ops
@@ -18,17 +19,20 @@ def main(argv: Sequence[str]) -> int:
     given = _parser().parse_args(argv)
     if not installed("deepspeed"):
         raise RequestError("DeepSpeed is not installed in this environment: install hpcinit[deepspeed]")
-    if not given.ops and not given.ds_config:
-        raise RequestError("nothing to build: give --ops cpu_adam,... or --ds-config FILE, the config to train with")
+    if not given.ops and not given.ds_config and not given.overrides:
+        raise RequestError(
+            "nothing to build: give the overrides to submit with (parallel=zero3_offload deepspeed.optimizer=adamw), "
+            "--ds-config FILE, or --ops cpu_adam,..."
+        )
     here = _device()
     device = given.device or here
     if device != here:  # DeepSpeed builds for what it sees, whatever we ask for
         raise RequestError(f"--device {device}, but this node has {here}: build on a node of the kind that trains")
-    names = given.ops or ops.ops_needed(_read(given.ds_config), device)
+    names = given.ops or ops.ops_needed(_config(given), device)
     if unknown := [name for name in names if name not in deepspeed_ops.BUILDERS]:
         raise RequestError(f"no op {unknown[0]!r}, expected one of: {', '.join(sorted(deepspeed_ops.BUILDERS))}")
     if not names:
-        print(f"{given.ds_config} on {device} needs no compiled op")
+        print(f"nothing to build: this config compiles no op on {device}")
         return 0
     root = Path(given.into) if given.into else ops.shared_cache(os.environ)
     ops.build(names, root.absolute())
@@ -42,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Compile DeepSpeed's ops once, for this Python, torch, DeepSpeed and processor. "
         "Run it on the kind of node that trains: ops for a GPU need one.",
     )
+    parser.add_argument("overrides", nargs="*", help="as for submit: what that run needs")
     parser.add_argument("--ops", type=lambda text: text.split(","), help="by name: cpu_adam,fused_adam,...")
     parser.add_argument("--ds-config", type=Path, help="a JSON file: what it needs")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
@@ -55,7 +60,18 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _read(path: Path) -> dict[str, object]:
+def _config(given: argparse.Namespace) -> dict[str, Any]:
+    if given.ds_config:
+        return _read(given.ds_config)
+    from hpcinit.config import compose, parallel  # noqa: PLC0415 - Hydra, which the other ways do without
+
+    chosen = parallel.training(compose.compose(given.overrides))
+    if chosen.wrap != "deepspeed":
+        return {}
+    return deepspeed_config.without_ranks(deepspeed_config.options(chosen.deepspeed))
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
