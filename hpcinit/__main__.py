@@ -1,5 +1,5 @@
 import sys
 
-from hpcinit.cli import main
+from hpcinit.cli import entry
 
-sys.exit(main())
+sys.exit(entry())

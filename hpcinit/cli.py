@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import os
 import shlex
@@ -61,6 +62,21 @@ COMMANDS = {
     ),
 }
 HELP, COMPLETION = {"-h", "--help"}, {"-sc", "--shell-completion"}
+
+
+def entry(argv: Sequence[str] | None = None) -> int:
+    """What the shell starts. A submission ends here and now: Python's own ending takes apart, object by object, what
+    Hydra has built, a tenth of the whole time (mypy ends in the same way)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    status = main(words)
+    if words[:1] == ["submit"]:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except OSError:
+            return status  # Python says what is wrong with them
+        os._exit(status)
+    return status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,6 +157,9 @@ def guarded(module: str, argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
+        if error.errno == errno.ENOENT and error.filename is None:
+            print("hpcinit: error: the current folder was deleted: cd to one that exists", file=sys.stderr)
+            return 1
         where = f"{error.filename}: " if error.filename else ""
         print(f"hpcinit: error: {where}{error.strerror}", file=sys.stderr)
         return 1
@@ -150,4 +169,4 @@ def guarded(module: str, argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(entry())

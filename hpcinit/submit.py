@@ -2,7 +2,7 @@
 
 import sys
 
-from hpcinit.cli import main
+from hpcinit.cli import entry
 
 if __name__ == "__main__":
-    sys.exit(main(["submit", *sys.argv[1:]]))
+    sys.exit(entry(["submit", *sys.argv[1:]]))
