@@ -47,6 +47,13 @@ COMMANDS = {
   hpcinit cancel train-0001
   hpcinit cancel 4242               by its job id""",
     ),
+    "build-ops": Command(
+        "hpcinit.build_ops",
+        "compile DeepSpeed's ops once, before ranks need them",
+        """
+  hpcinit build-ops parallel=zero3_offload deepspeed.optimizer=adamw
+  hpcinit build-ops --ops cpu_adam""",
+    ),
     "run": Command(
         "hpcinit.run",
         "inside a job: become a rank and run a program",
@@ -124,7 +131,7 @@ def _help(words: list[str]) -> int:
 
 
 def usage() -> str:
-    lines = [f"  {name:8} {command.about}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:9} {command.about}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
             "hpcinit: PyTorch on a Slurm cluster, from one command to a process group that is up.",

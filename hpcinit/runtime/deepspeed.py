@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 
 from hpcinit.facts.errors import BringUpError
-from hpcinit.runtime import devices
+from hpcinit.runtime import devices, ops
 
 # What DeepSpeed 0.19.8 lets go of in deepspeed.utils.groups._release_process_group_references; 0.18.5 lacks that
 # function and keeps the same names.
@@ -56,6 +56,8 @@ def start(backend: str, timeout: timedelta, device: torch.device) -> bool:
     devices.for_deepspeed(device)
     if deepspeed.comm.is_initialized():
         return False
+    if device.type == "cpu":
+        ops.start_uncompiled(deepspeed)  # a minute of compiling, for nothing that training uses
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout)
     return True
 
