@@ -81,8 +81,8 @@ class Layout:
         if ranks_per_node and not full.tp_across_nodes and ranks_per_node % full.tp:
             near = " or ".join(f"parallel.tp={tp}" for tp in divisors_around(ranks_per_node, full.tp))
             raise RequestError(
-                f"tp {full.tp} does not divide the {ranks_per_node} ranks of a node, and tensor parallel groups stay "
-                f"inside a node: {near}, or parallel.tp_across_nodes=true"
+                f"tp {full.tp} does not divide the {_count(ranks_per_node, 'rank')} of a node, and tensor parallel "
+                f"groups stay inside a node: {near}, or parallel.tp_across_nodes=true"
             )
         return full
 
@@ -126,18 +126,18 @@ class Layout:
         relation = f"which does not divide {have}" if self._open() else f"but {have}"
         ways = [*self._other_degrees(world_size, per_node), *self._other_nodes(product, world_size, per_node)]
         ways = ways or self._other_layout(world_size, per_node)
-        return f"{_product(fixed)} = {_count(product, 'rank')}, {relation}; {'; '.join(ways)}"
+        return "; ".join([f"{_product(fixed)} = {_count(product, 'rank')}, {relation}", *ways])
 
     def _other_degrees(self, world_size: int, ranks_per_node: int | None) -> Iterator[str]:
         """'with tp 8: dp_replicate 3', for each degree that mends it alone."""
-        wanted = {name: degree for name, degree in self.degrees().items() if degree > 1} or {"dp_replicate": 1}
+        wanted = self._wanted()
         for name, degree in wanted.items():
             rest, remainder = divmod(world_size, math.prod(d for n, d in wanted.items() if n != name))
             if remainder or not rest:
                 continue
             near = divisors_around(rest, degree) if self._open() else [rest]
             near = [one for one in near if self._would_do(world_size, ranks_per_node, **{name: one})]
-            others = ", ".join(f"{n} {d}" for n, d in wanted.items() if n != name)
+            others = ", ".join(f"{n} {d}" for n, d in wanted.items() if n != name and d > 1)
             if near:
                 yield (f"with {others}: " if others else "") + f"{name} {' or '.join(map(str, near))}"
 
@@ -154,13 +154,22 @@ class Layout:
         return [f"nodes={' or '.join(map(str, near))}"] if near else []
 
     def _other_layout(self, world_size: int, ranks_per_node: int | None) -> list[str]:
-        """Where no one degree mends it: all of them changed, by as little as can be."""
-        wanted = {name: degree for name, degree in self.degrees().items() if degree > 1}
-        parts = len(wanted) + bool(self._open())
-        found = [dict(zip(wanted, each, strict=False)) for each in _factors(world_size, parts)]
-        found = [each for each in found if self._would_do(world_size, ranks_per_node, **each)]
-        found.sort(key=lambda each: sum(abs(math.log(each[name] / wanted[name])) for name in wanted))
-        return [f"nearest: {_terms(each)}" for each in found[:1]] or ["nothing that is near fits"]
+        """Where no one degree mends it: all of them changed, by as little as can be, and if need be without ep."""
+        wanted = self._wanted()
+        made = [
+            dict(zip(wanted, each, strict=False)) for each in _factors(world_size, len(wanted) + bool(self._open()))
+        ]
+        made.sort(key=lambda each: sum(abs(math.log(each[name] / wanted[name])) for name in wanted))
+        for ep in (self.ep, 1):
+            for each in made:
+                if self._would_do(world_size, ranks_per_node, **each, ep=ep):
+                    return [f"nearest: {_terms(each | {'ep': 1} if ep != self.ep else each)}"]
+        return []
+
+    def _wanted(self) -> dict[str, int]:
+        """The degrees that were chosen; data parallelism among them unless what is left goes elsewhere."""
+        free = not self._open() and self.data_parallel == 1
+        return {n: d for n, d in self.degrees().items() if d > 1 or (free and n == "dp_replicate")}
 
     def _would_do(self, world_size: int, ranks_per_node: int | None, **changed: Any) -> bool:
         try:

@@ -1,0 +1,128 @@
+"""The device mesh of a layout. torch runs in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from tests.runtime.spawned import ranks
+from tests.runtime.test_seeds import python
+
+FAKE = """
+import json, math, random, torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from hpcinit.facts import grouping
+from hpcinit.facts.errors import RequestError
+from hpcinit.facts.layout import DIMENSIONS, Layout
+from hpcinit.runtime import mesh
+
+def built(layout, rank):
+    size = math.prod(layout.degrees().values())
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    return mesh.build(layout, torch.device("cpu"))
+"""
+
+
+def test_groups_are_those_of_the_arithmetic(tmp_path: Path) -> None:
+    """Every group of torch's mesh, combinations included, holds the ranks that the arithmetic says, in 150 random
+    layouts and on random ranks (torch's fake backend: the mesh is real, its groups carry nothing)."""
+    found = python(
+        FAKE
+        + textwrap.dedent("""
+        random.seed(4)
+        wrong, names = [], set()
+        for _ in range(150):
+            degrees = [random.choice([1, 1, 2, 3, 4]) for _ in DIMENSIONS]
+            taken = degrees[2] if degrees[2] > 1 else degrees[1]
+            layout = Layout(*degrees, ep=random.choice([1, *(n for n in (2, 3, 4) if taken % n == 0)]))
+            size = math.prod(degrees)
+            rank = random.randrange(size)
+            made = built(layout, rank)
+            for name in grouping.MEANING:
+                expected = next(list(each) for each in grouping.groups(layout, name) if rank in each)
+                group = mesh.group(made, name)
+                ranks = [rank] if group is None else dist.get_process_group_ranks(group)
+                names |= {name} if group else set()
+                if (ranks, mesh.size(made, name), ranks[mesh.place(made, name)]) != (expected, len(expected), rank):
+                    wrong.append([str(layout), rank, name, ranks, expected])
+            dist.destroy_process_group()
+        print(json.dumps([wrong, sorted(names) == sorted(grouping.MEANING)]))
+        """),
+        tmp_path,
+    )
+    assert found == [[], True]
+
+
+def test_no_group_that_nobody_needs(tmp_path: Path) -> None:
+    """Plain data parallelism makes no group beyond the default one, and a combination that is the same as a dimension,
+    as another or as the world makes none either (fake backend, with torch's own count of its groups)."""
+    found = python(
+        FAKE
+        + textwrap.dedent("""
+        counts = []
+        for layout in (Layout(1, 8), Layout(1, 1, 8), Layout(1, 4, 1, 1, 2), Layout(1, 2, 4), Layout(1, 2, 2, 2)):
+            built(layout, 0)
+            counts.append(len(dist.distributed_c10d._world.pg_map) - 1)
+            dist.destroy_process_group()
+        print(json.dumps(counts))
+        """),
+        tmp_path,
+    )
+    # dp_replicate, tp; dp_replicate, dp_shard; those, cp, and dp and fsdp of 4 ranks, while loss is the world
+    assert found == [0, 0, 2, 2, 5]
+
+
+def test_parts_of_size_one(tmp_path: Path) -> None:
+    """What a layout does not use is of size 1, without a group and without a mesh; parts of several dimensions come
+    without those of size 1; a name that is none is refused (fake backend)."""
+    found = python(
+        FAKE
+        + textwrap.dedent("""
+        made = built(Layout(1, 2, 2, 2, 1), 5)
+        try:
+            mesh.size(made, "sp")
+        except RequestError as error:
+            refusal = str(error)
+        hsdp = mesh.part(made, "dp_replicate", "fsdp", "tp")
+        print(json.dumps(dict(
+            tp=[mesh.size(made, "tp"), mesh.group(made, "tp"), mesh.part(made, "tp"), mesh.place(made, "tp")],
+            hsdp=[hsdp.mesh_dim_names, list(hsdp.shape), hsdp.get_coordinate()],
+            own=made["loss"].size(), places=[mesh.place(made, name) for name in ("dp", "fsdp", "loss")], refusal=refusal)))
+        """),
+        tmp_path,
+    )
+    assert found == {
+        "tp": [1, None, None, 0],
+        "hsdp": [["dp_replicate", "fsdp"], [2, 4], [1, 1]],
+        "own": 8,
+        "places": [2, 1, 5],
+        "refusal": found["refusal"],
+    }
+    assert found["refusal"].startswith("a mesh has no part 'sp', expected one of: pp, dp_replicate, dp_shard")
+
+
+def test_real_groups_of_eight_ranks(tmp_path: Path) -> None:
+    """Eight real ranks on gloo: a sum over each group is the sum of the ranks that the arithmetic puts into it."""
+    code = """
+        import json, torch, torch.distributed as dist, hpcinit
+        from hpcinit.facts import grouping
+        from hpcinit.runtime import mesh
+        layout = hpcinit.Layout(1, 2, 2, 1, 2, ep=2)
+        run = hpcinit.init(layout=layout)
+        sums = {}
+        for name in ("dp_replicate", "dp_shard", "ep", "tp", "dp", "loss"):
+            value = torch.tensor([float(2**run.rank)])
+            dist.all_reduce(value, group=mesh.group(run.mesh, name))
+            expected = next(sum(2**rank for rank in each) for each in grouping.groups(layout, name) if run.rank in each)
+            sums[name] = [int(value), expected]
+        assert mesh.group(run.mesh, "cp") is None
+        print(json.dumps(sums))
+    """
+    with ranks(code, 8, tmp_path, OMP_NUM_THREADS="1") as started:
+        ended = [rank.end() for rank in started]
+    assert [status for status, _ in ended] == [0] * 8, ended
+    for _, output in ended:
+        sums: dict[str, Any] = json.loads(output.splitlines()[-1])
+        assert len(sums) == 6 and all(summed == expected for summed, expected in sums.values())
