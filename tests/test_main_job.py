@@ -128,7 +128,7 @@ def test_run_again_by_hand(hpcinit: Run, slurm: MiniSlurm) -> None:
     while f"{again}  COMPLETED  started by hand  exit status 0" not in hpcinit("status", again, env=slurm.env).stdout:
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    logs = [(folder / f"logs/rank-{rank}.log").read_text() for rank in range(4)]
+    logs = [printed(folder, rank) for rank in range(4)]
     assert logs == [f"{rank}/4\n" * 2 for rank in range(4)]
 
 

@@ -223,11 +223,11 @@ def test_seeds_by_rank_and_by_data(hpcinit: Run, tmp_path: Path) -> None:
         with hpcinit.session() as run:
             print(torch.rand(1).item(), torch.rand(1, **run.loader_options()).item(), run.data_rank)
     """
-    words = ["parallel.tp=2", "seed_by=data"]
+    words = ["parallel.tp=2", "parallel.tp_across_nodes=true", "seed_by=data"]
     by_data = [line.split() for line in ranks(hpcinit, tmp_path, code, *words, nodes=4)]
     assert by_data[0] == by_data[1] and by_data[2] == by_data[3] and [line[2] for line in by_data] == list("0011")
     assert by_data[0][0] != by_data[2][0] and by_data[0][1] != by_data[2][1]
-    by_rank = {line.split()[0] for line in ranks(hpcinit, tmp_path, code, "parallel.tp=2", "seed_by=rank", nodes=4)}
+    by_rank = {line.split()[0] for line in ranks(hpcinit, tmp_path, code, *words[:2], "seed_by=rank", nodes=4)}
     assert len(by_rank) == 4
 
 
@@ -238,7 +238,7 @@ def test_mesh_of_a_layout(hpcinit: Run, tmp_path: Path) -> None:
         with hpcinit.session() as run:
             print(run.mesh.mesh_dim_names, run.mesh.mesh.tolist(), dist.get_process_group_ranks(run.mesh["tp"].get_group()))
     """
-    lines = ranks(hpcinit, tmp_path, code, "parallel.tp=2", nodes=4)
+    lines = ranks(hpcinit, tmp_path, code, "parallel.tp=2", "parallel.tp_across_nodes=true", nodes=4)
     assert lines == [f"('dp_replicate', 'tp') [[0, 1], [2, 3]] {[0, 1] if r < 2 else [2, 3]}" for r in range(4)]
 
 
