@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
-from hpcinit.config import parallel
+from hpcinit.config import training
 from hpcinit.config.schema import Config
 from hpcinit.facts import hosts, quoting
+from hpcinit.facts.deepspeed_options import OFFLOAD, OPTIMIZERS
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.layout import CP_KINDS
 from hpcinit.facts.spec import CHECKPOINTING, DEVICE_ID, PARAM, REDUCE, SEED_BY, WRAPS
@@ -25,10 +26,17 @@ CHOICES = {
     "precision.param": PARAM,
     "precision.reduce": REDUCE,
     "activation_checkpointing": CHECKPOINTING,
+    "deepspeed.offload_param": OFFLOAD,
+    "deepspeed.offload_optimizer": OFFLOAD,
+    "deepspeed.optimizer": OPTIMIZERS,
     "launch.kind": ("srun",),
 }
-AT_LEAST_ONE = ("nodes", "ranks_per_node", "cpus_per_rank", "time_min", "cluster.time_min", "cluster.cpus_per_node")
-AT_LEAST_ZERO = ("cluster.gpus_per_node", "mem_gb", "cluster.mem_gb", "launch.wait_s", "seed")
+AT_LEAST_ONE = (
+    *("nodes", "ranks_per_node", "cpus_per_rank", "time_min", "cluster.time_min", "cluster.cpus_per_node"),
+    *("model.params", "model.layers", "model.hidden", "model.heads", "model.sequence"),
+)
+AT_LEAST_ZERO = ("cluster.gpus_per_node", "mem_gb", "cluster.mem_gb", "launch.wait_s", "seed", "gradient_clip")
+MORE_THAN_ZERO = ("comm.collective_timeout_s", "comm.timeout_base_s", "comm.timeout_max_s", "cluster.gpu_mem_gb")
 MOST_SEED = 2**63 - 1  # what torch.manual_seed takes
 # Texts that become an option or a path: '' is no value for one, as null is.
 NOT_EMPTY = ("runs_dir", "partition", "account", "qos", "comment", "launch.cpu_bind", "launch.gpu_bind", "cluster.name")
@@ -84,11 +92,6 @@ def _get(config: Config, key: str) -> object:
     return value
 
 
-def _list(config: Config, key: str) -> list[object]:
-    value = _get(config, key)
-    return value if isinstance(value, list) else []
-
-
 def _choices(config: Config) -> Iterator[str]:
     for key, choices in CHOICES.items():
         value = _get(config, key)
@@ -108,7 +111,7 @@ def _numbers(config: Config) -> Iterator[str]:
 def _more_numbers(config: Config) -> Iterator[str]:
     if config.seed > MOST_SEED:
         yield f"seed is {config.seed}, expected at most {MOST_SEED} (2**63 - 1)"
-    for key in ("comm.collective_timeout_s", "comm.timeout_base_s", "comm.timeout_max_s"):
+    for key in MORE_THAN_ZERO:
         value = _get(config, key)
         if isinstance(value, (int, float)) and value <= 0:
             yield f"{key} is {value:g}, expected more than 0"
@@ -135,11 +138,11 @@ def _names(config: Config) -> Iterator[str]:
 def _texts(config: Config) -> Iterator[str]:
     """Every text that reaches the script. Arguments of the program do not: they travel in spec.json."""
     for key in ("job.args", "cluster.setup"):
-        for item in _list(config, key):
+        for item in _get(config, key):  # type: ignore[attr-defined]
             if not isinstance(item, str):
                 yield f"{key} has {item!r}, expected a list of texts; quote an item that has brackets or ': ' in it"
     for key, text in _leaves("", config):
-        if key == "name":  # has its own, stricter rule
+        if key == "name" or key.startswith("deepspeed."):  # has its own, stricter rule; travels in spec.json only
             continue
         if key.startswith(("job.args", "job.script", "job.module", "job.command", "cluster.setup")):
             if "\0" in text:
@@ -226,9 +229,8 @@ def _gpus(config: Config) -> Iterator[str]:
 
 
 def _arithmetic(config: Config) -> Iterator[str]:
-    c, per_node = config.comm, ranks_per_node(config)
+    c = config.comm
     checks: tuple[Callable[[], object], ...] = (
-        lambda: parallel.layout(config).over(config.nodes * per_node, per_node),
         lambda: hosts.rename("node", config.cluster.host_template),
         lambda: TimeoutLaw(c.timeout_base_s, c.timeout_per_node_s, c.timeout_max_s),
     )
@@ -237,3 +239,9 @@ def _arithmetic(config: Config) -> Iterator[str]:
             check()
         except RequestError as error:
             yield str(error)
+    yield from training.problems(config, ranks_per_node(config))
+
+
+def warnings(config: Config) -> list[str]:
+    """What is not refused and is worth a look, of a config without problems."""
+    return list(training.warnings(config, ranks_per_node(config)))

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
 
 from hpcinit.config import checks
-from hpcinit.config.compose import compose
+from hpcinit.config.compose import compose, folder
+from hpcinit.config.schema import DeepSpeed
+from hpcinit.facts import versions
+from hpcinit.facts.deepspeed_options import Options, options
+from hpcinit.facts.spec import Precision
+from hpcinit.submission.submit import make_spec
 
 
 def found(*overrides: str) -> list[str]:
@@ -22,6 +29,17 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_shipped_choices_are_right() -> None:
     """A plain request has no problem."""
     assert found() == [] and found("cluster=mini", "nodes=4") == [] and found("cluster=example") == []
+
+
+@pytest.mark.parametrize("choice", sorted(path.stem for path in (folder() / "parallel").glob("*.yaml")))
+def test_every_shipped_parallelism_is_right(choice: str) -> None:
+    """Each choice of `parallel` has no problem on two nodes of eight, nothing to warn of, and fills all sixteen ranks."""
+    config = compose(["cluster=mini", "nodes=2", f"parallel={choice}"])
+    assert checks.problems(config) == [] and checks.warnings(config) == []
+    spec = make_spec(config, Path.cwd())
+    assert math.prod(spec.layout.degrees().values()) == spec.world_size == 16
+    assert spec.comm.deepspeed == (spec.training.wrap == "deepspeed") == choice.startswith("zero")
+    assert options(spec.training.deepspeed).zero_stage == int(choice[4] if choice.startswith("zero") else 0)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +86,32 @@ def test_the_shipped_choices_are_right() -> None:
         (["nodes=4", "parallel.dp_replicate=2"], "dp_replicate 2 = 2 ranks, but 4 nodes x 1 rank = 4; dp_replicate 4; nodes=2"),
         (["parallel.tp=-1"], "parallel.dp_replicate and parallel.tp are -1"),
         (["parallel.tp=0"], "parallel.tp is 0, expected 1 or more, or -1"),
+        (["cluster=mini", "nodes=3", "parallel.tp=8", "parallel.dp_replicate=4"], "dp_replicate 4 x tp 8 = 32 ranks, but 3 nodes x 8 ranks = 24; with tp 8: dp_replicate 3; nodes=4"),
+        (["cluster=mini", "nodes=2", "parallel.tp=16"], "tp 16 does not divide the 8 ranks of a node, and tensor parallel groups stay inside a node"),
+        (["cluster=mini", "parallel.ep=3"], "ep 3 does not divide dp_replicate 8, whose ranks the experts are divided among: parallel.ep=2 or parallel.ep=4"),
+        (["parallel.cp_kind=tree"], "parallel.cp_kind is 'tree', expected one of: ulysses, ring"),
+        (["parallel.wrap=zero"], "parallel.wrap is 'zero', expected one of: ddp, fsdp, deepspeed, none"),
+        (["precision.param=fp8"], "precision.param is 'fp8', expected one of: fp32, bf16, fp16"),
+        (["precision.reduce=fp16"], "precision.reduce is 'fp16', expected one of: fp32, bf16"),
+        (["activation_checkpointing=some"], "activation_checkpointing is 'some', expected one of: none, full"),
+        (["gradient_clip=-1"], "gradient_clip is -1.0, expected 0 or more"),
+        (["model.heads=0"], "model.heads is 0, expected 1 or more"),
+        (["cluster.gpu_mem_gb=0"], "cluster.gpu_mem_gb is 0, expected more than 0"),
+        (["batch.micro=0"], "batch.micro is 0, expected 1 or more"),
+        (["nodes=8", "batch.global=63"], "batch.global 63 is not a multiple of accumulation 1 x data parallel 8 = 8; nearest that work: batch.global=56 or 64"),
+        (["nodes=8", "batch.micro=2", "batch.accumulation=2", "batch.global=40"], "micro 2 x accumulation 2 x data parallel 8 = 32: give two of the three, or batch.global=32"),
+        (["nodes=4", "parallel.wrap=fsdp"], "parallel.wrap is fsdp with dp_replicate 4 and dp_shard 1: nothing would be divided; parallel=fsdp,"),
+        (["nodes=4", "parallel=fsdp", "parallel.wrap=ddp"], "parallel.wrap is ddp with dp_shard 4: DDP divides no parameters; parallel.wrap=fsdp"),
+        (["nodes=4", "parallel=zero3", "parallel.dp_replicate=2"], "deepspeed with dp_replicate 2 and dp_shard 2: ZeRO divides over all data parallel ranks"),
+        (["deepspeed.zero_stage=2"], "deepspeed.zero_stage is 2, but parallel.wrap is ddp: parallel=zero2, or take it out"),
+        (["+deepspeed.ds_config.steps_per_print=1"], "but parallel.wrap is ddp: parallel.wrap=deepspeed, or take it out"),
+        (["deepspeed.optimizer=sgd"], "deepspeed.optimizer is 'sgd', expected one of: none, adamw"),
+        (["parallel=zero2", "deepspeed.offload_param=cpu"], "deepspeed.offload_param is cpu with deepspeed.zero_stage 2, and DeepSpeed does so in stage 3 only"),
+        (["parallel=zero3", "nodes=4", "deepspeed.hpz=3"], "deepspeed.hpz is 3, expected a divisor of the 4 ranks"),
+        (["parallel=zero1", "nodes=8", "batch.global=63"], "batch.global 63 is not a multiple"),
+        (["cluster=mini", "parallel=tp", "parallel.tp=8", "model.heads=12"], "model.heads 12 is not a multiple of tp 8: parallel.tp=6 or parallel.tp=12"),
+        (["cluster=mini", "parallel=ulysses", "parallel.cp=4", "parallel.tp=2", "model.heads=12"], "model.heads 12 / tp 2 = 6 is not a multiple of cp 4, and Ulysses divides the heads: parallel.cp=3 or parallel.cp=6, or parallel.cp_kind=ring"),
+        (["nodes=2", "parallel=ulysses", "parallel.cp_kind=ring", "model.sequence=1022"], "model.sequence 1022 is not a multiple of cp 2 x 2 (ring): model.sequence=1020 or model.sequence=1024"),
         (["cluster.host_template='{node}-ib'"], "the host template '{node}-ib' is not understood, expected {host} once"),
         (["comm.timeout_base_s=0"], "comm.timeout_base_s is 0, expected more than 0"),
         (["comm.collective_timeout_s=-5"], "comm.collective_timeout_s is -5, expected more than 0"),
@@ -80,6 +124,54 @@ def test_refused_with_the_key_to_change(overrides: list[str], message: str) -> N
     """Each wrong request is refused by exactly one message that names the key."""
     (problem,) = found(*overrides)
     assert message in problem
+
+
+def test_the_installed_deepspeed_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the installed DeepSpeed cannot do is refused; where none is installed, or the job has another Python, that is
+    said instead (versions are stood in for)."""
+    have = {"deepspeed": "0.19.3", "torch": "2.13.0"}
+    monkeypatch.setattr(versions, "installed", lambda package: have[package])
+    autotp = ["cluster=mini", "parallel=zero3", "parallel.tp=2", "precision.param=bf16"]
+    (problem,) = found(*autotp)
+    assert "tensor_parallel.autotp_size 2: DeepSpeed 0.19.3 is installed, it needs DeepSpeed 0.19.4 or later" in problem
+    elsewhere = [*autotp, "cluster.python=/opt/python"]
+    assert found(*elsewhere) == [] and "DeepSpeed is looked at in the job" in warned(*elsewhere)[-1]
+    have["deepspeed"] = "0.19.4"
+    assert found(*autotp) == []
+    have["deepspeed"] = ""
+    assert found(*autotp) == [] and "deepspeed not installed here" in warned(*autotp)[-1]
+
+
+def warned(*overrides: str) -> list[str]:
+    return checks.warnings(compose(overrides))
+
+
+def test_what_is_worth_a_look() -> None:
+    """What the user's own ds_config contradicts is named, and what run.wrap will not do; it is not refused."""
+    assert warned("parallel=zero1", "+deepspeed.ds_config.zero_optimization.stage=2") == [
+        "ds_config.zero_optimization.stage: 2, by your hand, and not 1 as the options say"
+    ]
+    (pipeline,) = warned("nodes=2", "parallel.pp=2")
+    assert "parallel.pp is 2: run.mesh has its groups, but run.wrap refuses it" in pipeline
+    assert warned("nodes=2", "parallel.pp=2", "parallel.wrap=none") == warned() == []
+
+
+def test_what_was_asked_arrives_in_the_job() -> None:
+    """Batch, precision and options go into the spec as they were given; one gradient_clip is for every wrapper."""
+    asked = ["batch.global=64", "batch.micro=2", "precision.param=bf16", "compile=true", "gradient_clip=0.5"]
+    spec = make_spec(compose(["nodes=4", "parallel=zero2", '+deepspeed.ds_config.a.b="it\'s"', *asked]), Path.cwd())
+    assert spec.batch.over(spec.layout.data_parallel).equation() == "micro 2 x accumulation 8 x data parallel 4 = 64"
+    training = spec.training
+    assert (training.precision, training.compile, training.gradient_clip) == (Precision("bf16", "fp32"), True, 0.5)
+    assert training.deepspeed["gradient_clipping"] == 0.5 and training.deepspeed["ds_config"] == {"a": {"b": "it's"}}
+
+
+def test_the_schema_has_deepspeeds_options() -> None:
+    """`deepspeed.*` are exactly the fields of facts' Options, with their defaults."""
+    schema, facts = ({each.name: each for each in fields(kind)} for kind in (DeepSpeed, Options))
+    assert list(schema) == list(facts)
+    chosen = compose([]).deepspeed
+    assert {name: getattr(chosen, name) for name in schema} == asdict(Options())
 
 
 def test_all_problems_in_one_pass() -> None:

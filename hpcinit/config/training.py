@@ -1,0 +1,134 @@
+"""What contradicts itself between layout, batch, model, wrapper and DeepSpeed, known before the queue."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+from hpcinit.config import parallel
+from hpcinit.config.schema import Config, DeepSpeed
+from hpcinit.facts.deepspeed_options import options
+from hpcinit.facts.errors import RequestError
+from hpcinit.facts.layout import Layout, divisors_around
+
+
+def problems(config: Config, ranks_per_node: int) -> Iterator[str]:
+    """One message per problem."""
+    try:
+        layout = _layout(config, ranks_per_node)
+    except RequestError as error:
+        yield str(error)
+        return
+    wrong = list(_said(lambda: parallel.samples(config).over(layout.data_parallel)))
+    yield from (*wrong, *_wrap(config, layout), *_model(config, layout))
+    if config.parallel.wrap != "deepspeed":
+        yield from _unused(config)
+    elif not wrong:  # its numbers are the batch's
+        yield from _deepspeed(config, layout)[0]
+
+
+def warnings(config: Config, ranks_per_node: int) -> Iterator[str]:
+    """What is not refused and is worth a look, of a config that has no problem."""
+    layout = _layout(config, ranks_per_node)
+    if config.parallel.wrap != "none" and layout.pp * layout.ep > 1:
+        name = "pp" if layout.pp > 1 else "ep"
+        yield (
+            f"parallel.{name} is {getattr(layout, name)}: run.mesh has its groups, but run.wrap refuses it; "
+            "parallel.wrap=none says that the program does it all"
+        )
+    if config.parallel.wrap == "deepspeed":
+        yield from _deepspeed(config, layout)[1]
+
+
+def _layout(config: Config, ranks_per_node: int) -> Layout:
+    return parallel.layout(config).over(config.nodes * ranks_per_node, ranks_per_node)
+
+
+def _said(check: Callable[[], object]) -> Iterator[str]:
+    try:
+        check()
+    except RequestError as error:
+        yield str(error)
+
+
+def _wrap(config: Config, layout: Layout) -> Iterator[str]:
+    wrap, replicate, shard = config.parallel.wrap, layout.dp_replicate, layout.dp_shard
+    if wrap == "fsdp" and shard * layout.cp == 1 and replicate > 1:
+        yield (
+            f"parallel.wrap is fsdp with dp_replicate {replicate} and dp_shard 1: nothing would be divided; "
+            f"parallel=fsdp, parallel.dp_shard={replicate} parallel.dp_replicate=1, or parallel.wrap=ddp"
+        )
+    if wrap == "ddp" and shard > 1:
+        yield (
+            f"parallel.wrap is ddp with dp_shard {shard}: DDP divides no parameters; parallel.wrap=fsdp, or "
+            "parallel.dp_replicate=-1 parallel.dp_shard=1"
+        )
+    if wrap == "deepspeed" and replicate > 1 and shard > 1:
+        yield (
+            f"parallel.wrap is deepspeed with dp_replicate {replicate} and dp_shard {shard}: ZeRO divides over "
+            "all data parallel ranks; parallel.dp_replicate=1 parallel.dp_shard=-1, with deepspeed.hpz if wanted"
+        )
+
+
+def _model(config: Config, layout: Layout) -> Iterator[str]:
+    """What must divide the heads and the tokens, where they are known."""
+    heads, sequence = config.model.heads, config.model.sequence
+    ulysses = layout.cp_kind == "ulysses"
+    if heads and heads % layout.tp:
+        yield f"model.heads {heads} is not a multiple of tp {layout.tp}: {_near('tp', heads, layout.tp)}"
+    elif heads and ulysses and (heads // layout.tp) % layout.cp:
+        mine = heads // layout.tp
+        each = f" / tp {layout.tp} = {mine}" if layout.tp > 1 else ""
+        yield (
+            f"model.heads {heads}{each} is not a multiple of cp {layout.cp}, and Ulysses divides the heads: "
+            f"{_near('cp', mine, layout.cp)}, or parallel.cp_kind=ring"
+        )
+    pieces = layout.cp * (2 if not ulysses and layout.cp > 1 else 1)
+    if sequence and sequence % pieces:
+        times = " x 2 (ring)" if pieces > layout.cp else ""
+        below = sequence // pieces * pieces
+        near = " or ".join(f"model.sequence={n}" for n in (below, below + pieces) if n)
+        yield f"model.sequence {sequence} is not a multiple of cp {layout.cp}{times}: {near}"
+
+
+def _near(name: str, number: int, degree: int) -> str:
+    return " or ".join(f"parallel.{name}={each}" for each in divisors_around(number, degree))
+
+
+def _unused(config: Config) -> Iterator[str]:
+    """DeepSpeed's options where DeepSpeed is not used. gradient_clipping follows gradient_clip, which is for all."""
+    default = DeepSpeed()
+    for key in fields(DeepSpeed):
+        value = getattr(config.deepspeed, key.name)
+        if key.name != "gradient_clipping" and value != getattr(default, key.name):
+            zero = key.name == "zero_stage" and value in {1, 2, 3}
+            use = f"parallel=zero{value}" if zero else "parallel.wrap=deepspeed"
+            wrap = config.parallel.wrap
+            yield f"deepspeed.{key.name} is {value!r}, but parallel.wrap is {wrap}: {use}, or take it out"
+
+
+def _deepspeed(config: Config, layout: Layout) -> tuple[list[str], list[str]]:
+    """Problems and warnings of the ds_config that these options make."""
+    from hpcinit.facts import deepspeed_config, deepspeed_versions, versions  # noqa: PLC0415 - for this wrapper only
+
+    try:
+        batch = parallel.samples(config).over(layout.data_parallel)
+        asked = parallel.training(config)
+        made, notes = deepspeed_config.build(options(asked.deepspeed), batch, layout, asked.precision)
+    except RequestError as error:
+        return [str(error)], []
+    if _elsewhere(config):
+        return [], [*notes, f"cluster.python is {config.cluster.python}: its DeepSpeed is looked at in the job only"]
+    found: dict[str, Any] = {name: versions.installed(name) for name in ("deepspeed", "torch")}
+    if missing := [name for name, version in found.items() if not version]:
+        return [], [
+            *notes,
+            f"{' and '.join(missing)} not installed here: what the version can do is seen in the job only",
+        ]
+    return deepspeed_versions.check(made, **found), notes
+
+
+def _elsewhere(config: Config) -> bool:
+    return config.cluster.python not in (None, sys.executable)
