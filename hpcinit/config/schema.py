@@ -58,7 +58,10 @@ class Cluster:
 
 @dataclass
 class Parallel:
-    """How the ranks are divided; one degree may be -1: what is left over."""
+    """How the ranks are divided; one degree may be -1: what is left over.
+
+    Ranks count through tp first, then cp, dp_shard, dp_replicate and pp: a tensor parallel group is neighbours.
+    """
 
     pp: int = key("pipeline parallel degree", 1)
     dp_replicate: int = key("data parallel degree, parameters replicated", -1)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpcinit.facts import grouping
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.layout import DIMENSIONS, Layout
 
@@ -98,3 +99,28 @@ def test_values_that_are_none(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(RequestError) as caught:
         Layout(**wrong)
     assert said in str(caught.value)
+
+
+def test_the_table_shows_who_is_with_whom() -> None:
+    """Each dimension and combination is a line with its size and the first group; plain data parallelism has none."""
+    assert grouping.table(Layout(dp_replicate=64)) == ""
+    assert grouping.table(Layout(dp_replicate=2, dp_shard=8, tp=4)).splitlines() == [
+        "dimension     size  with rank 0",
+        "dp_replicate     2  0 32           other samples, the same parameters",
+        "dp_shard         8  0 4 8 ... 28   other samples, parameters divided",
+        "tp               4  0 1 2 3        parts of a layer",
+        "dp              16  0 4 8 ... 60   other samples (dp_replicate x dp_shard)",
+        "loss            16  0 4 8 ... 60   losses and gradients averaged (dp_replicate x dp_shard)",
+    ]
+
+
+def test_experts_are_taken_from_the_data_parallel_ranks() -> None:
+    """With ep 2 a data parallel dimension of 4 is two, and neighbours in it hold different experts; the other data
+    parallel dimension stays as it is."""
+    layout = Layout(dp_replicate=2, dp_shard=4, tp=2, ep=2)
+    assert grouping.dimensions(layout) == {"dp_replicate": 2, "edp_shard": 2, "ep": 2, "tp": 2}
+    assert [list(each) for each in grouping.groups(layout, "ep")][:2] == [[0, 2], [1, 3]]
+    assert [list(each) for each in grouping.groups(layout, "edp_shard")][:2] == [[0, 4], [1, 5]]
+    assert list(grouping.groups(layout, "dp_replicate")[0]) == [0, 8]
+    assert list(grouping.groups(layout, "dp_shard")[0]) == [0, 2, 4, 6]
+    assert grouping.dimensions(Layout(dp_replicate=4, ep=4)) == {"edp_replicate": 1, "ep": 4}
