@@ -106,11 +106,11 @@ def test_the_table_shows_who_is_with_whom() -> None:
     assert grouping.table(Layout(dp_replicate=64)) == ""
     assert grouping.table(Layout(dp_replicate=2, dp_shard=8, tp=4)).splitlines() == [
         "dimension     size  with rank 0",
-        "dp_replicate     2  0 32           other samples, the same parameters",
-        "dp_shard         8  0 4 8 ... 28   other samples, parameters divided",
-        "tp               4  0 1 2 3        parts of a layer",
-        "dp              16  0 4 8 ... 60   other samples (dp_replicate x dp_shard)",
-        "loss            16  0 4 8 ... 60   losses and gradients averaged (dp_replicate x dp_shard)",
+        "dp_replicate     2  0 32          other samples, the same parameters",
+        "dp_shard         8  0 4 8 ... 28  other samples, parameters divided",
+        "tp               4  0 1 2 3       parts of a layer",
+        "dp              16  0 4 8 ... 60  other samples (dp_replicate x dp_shard)",
+        "loss            16  0 4 8 ... 60  losses and gradients averaged (dp_replicate x dp_shard)",
     ]
 
 
