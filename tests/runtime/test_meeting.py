@@ -13,7 +13,8 @@ import pytest
 
 from hpcinit.facts.errors import BringUpError, WorldError
 from hpcinit.facts.world import World
-from hpcinit.runtime.meeting import card, wire
+from hpcinit.runtime.meeting import card, knocking, wire
+from hpcinit.runtime.meeting.callers import Caller
 from hpcinit.runtime.meeting.door import Door
 from hpcinit.runtime.meeting.knocking import Refused
 from hpcinit.runtime.meeting.roll import Guest, Roll, ranks
@@ -360,3 +361,21 @@ def test_fingerprint_needs_no_imports_and_finds_the_commit(tmp_path, monkeypatch
     assert card.commit(tmp_path / "sub") == "def456"
     (tmp_path / ".git/HEAD").write_text("0a1b\n")
     assert card.commit(tmp_path) == "0a1b"
+
+
+def test_a_door_that_is_slow_to_welcome_loses_nobody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guest that has seen the door's proof waits for its welcome, however busy that node is: to hang up is death."""
+    monkeypatch.setattr(knocking, "KNOCK_S", 0.3)
+    opened = door(world)
+    send = Caller.send
+
+    def late(caller: Caller, message: dict[str, object]) -> None:
+        if "welcome" in message:
+            time.sleep(1)
+        send(caller, message)
+
+    monkeypatch.setattr(Caller, "send", late)
+    guest = visit(world, 1)
+    assert opened.failure == ""
+    guest.close()
+    opened.close()

@@ -37,8 +37,12 @@ class Welcome(NamedTuple):
     rest: list[dict[str, Any]]
 
 
-def knock(address: str, port: int, claim: Claim, patience_s: float = KNOCK_S) -> Welcome:
-    """Raises Refused, and NotOurs with what was seen where this is not our door."""
+def knock(address: str, port: int, claim: Claim, patience_s: float = KNOCK_S, deadline: float = 0.0) -> Welcome:
+    """Raises Refused, and NotOurs with what was seen where this is not our door.
+
+    patience_s: for the proof that it is ours. deadline: for its welcome then, on the monotonic clock; who hangs up after
+    the proof is taken for dead, and a door on a busy node may well be slow.
+    """
     until = time.monotonic() + patience_s
     try:
         connection = socket.create_connection((address, port), patience_s)
@@ -46,7 +50,7 @@ def knock(address: str, port: int, claim: Claim, patience_s: float = KNOCK_S) ->
         raise wire.NotOurs((error.strerror or str(error)).lower()) from None
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return _introduce(connection, claim, until)
+        return _introduce(connection, claim, until, max(until, deadline))
     except TimeoutError:
         connection.close()
         raise wire.NotOurs("somebody listens there who says nothing") from None
@@ -58,7 +62,7 @@ def knock(address: str, port: int, claim: Claim, patience_s: float = KNOCK_S) ->
         raise
 
 
-def _introduce(connection: socket.socket, claim: Claim, until: float) -> Welcome:
+def _introduce(connection: socket.socket, claim: Claim, until: float, deadline: float) -> Welcome:
     """The key itself is never sent."""
     mine, lines = wire.challenge(), wire.Lines()
     connection.sendall(wire.encode({"hello": wire.GREETING, "job": claim.job, "challenge": mine}))
@@ -68,7 +72,7 @@ def _introduce(connection: socket.socket, claim: Claim, until: float) -> Welcome
     vouched = wire.proof(claim.key, "guest", answer["challenge"], str(claim.rank))
     hand = {"rank": claim.rank, "proof": vouched, "made_of": dict(claim.made_of), **card.identity()}
     connection.sendall(wire.encode(hand))
-    first, *rest = wire.receive(connection, lines, until)
+    first, *rest = wire.receive(connection, lines, deadline)
     if "refused" in first:
         raise Refused(first["refused"])
     return Welcome(connection, lines, int(first["welcome"]), rest)

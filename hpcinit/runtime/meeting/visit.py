@@ -60,7 +60,7 @@ class Visit(Party):
                     for port in self._world.master_ports:
                         patience = max(0.1, min(knocking.KNOCK_S, deadline - time.monotonic()))
                         try:
-                            return knocking.knock(address, port, self._claim, patience)
+                            return knocking.knock(address, port, self._claim, patience, deadline)
                         except wire.NotOurs as error:
                             seen[f"{address}:{port}"] = str(error)
             except WorldError as error:
