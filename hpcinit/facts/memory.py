@@ -1,7 +1,8 @@
 """What a rank holds: parameters, gradients, optimizer states and the buffers around them, in bytes.
 
-P is the number of parameters over tp and pp; N the ranks that they are sharded among. All of it was measured on real
-ranks but what NVMe holds (tests/facts/test_memory.py). Sources:
+P is the number of parameters over tp and pp; N the ranks that they are sharded among. The states and
+gradients were measured on real ranks (tests/facts/test_memory.py); what NVMe holds, DDP's buckets, temporaries,
+autocast's copies and what ZeRO 3 gathers come from the sources alone (docs/memory.md). Sources:
 
 ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (Rajbhandari et al. 2019, arXiv:1910.02054),
     section 3.1: mixed precision with Adam needs 2P + 2P + KP bytes with K = 12 (master copy, momentum, variance: 4
