@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import hpcinit
@@ -43,26 +44,33 @@ def read_modules(folder: Path) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each on the normalised input and added to it."""
+    """Attention and a feed-forward layer, each on the normalised input and added to it.
+
+    The rows of `qkv` are ordered head by head, so that a piece of them is a number of heads: a rank of a tensor
+    parallel group has fewer heads, and works on them as it would on all.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        qkv = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        batch, length, _ = x.shape
+        qkv = self.qkv(self.norm_1(x)).view(batch, length, -1, 3, self.head_width)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.feed_forward(self.norm_2(x))
 
 
 class GPT(nn.Module):
-    """Token numbers (batch, length) to the logits of each next token (batch, length, vocabulary)."""
+    """Token numbers (batch, length) to the logits of each next token (batch, length, vocabulary).
+
+    positions: (length,), where in the text the tokens stand, if these are a part of it.
+    """
 
     def __init__(self, context: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
@@ -73,9 +81,20 @@ class GPT(nn.Module):
         nn.init.normal_(self.position.weight, std=0.1)  # what stands there says more than where it stands
         nn.init.normal_(self.head.weight, std=0.02)  # small logits: the first loss is that of guessing
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.token(tokens) + self.position(positions)
         return self.head(self.norm(self.blocks(x)))
+
+
+# Which layers a tensor parallel group divides: by output, then by input, with one sum over the ranks after each pair.
+TENSOR_PARALLEL: dict[str, ParallelStyle] = {
+    "blocks.*.qkv": ColwiseParallel(),
+    "blocks.*.out": RowwiseParallel(),
+    "blocks.*.feed_forward.0": ColwiseParallel(),
+    "blocks.*.feed_forward.2": RowwiseParallel(),
+}
 
 
 def loss_at(model: nn.Module, text: Tensor, starts: Tensor, context: int, device: torch.device) -> Tensor:
@@ -145,8 +164,8 @@ def train(run: hpcinit.Runtime, options: argparse.Namespace) -> None:
     model = DistributedDataParallel(gpt) if run.world_size > 1 else gpt
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=options.lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_and_cosine(options.steps))
-    # Batches must differ between the ranks: a generator for each (seed, rank).
-    generator = torch.Generator().manual_seed(run.seed * 2**20 + run.rank)
+    # Batches must differ between the ranks that see different data: a generator that is this data share's own.
+    generator = run.loader_options()["generator"]
     tokens = run.world_size * options.micro_batch * options.context
     if run.rank == 0:
         size = sum(parameter.numel() for parameter in gpt.parameters())

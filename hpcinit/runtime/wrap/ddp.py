@@ -1,0 +1,28 @@
+"""DistributedDataParallel: the whole model on every rank, gradients averaged while the backward pass runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+
+def wrap(
+    model: nn.Module, device: torch.device, reduce: torch.dtype
+) -> tuple[Callable[..., Any], Callable[[bool], None]]:
+    """The forward, and what says before it whether its gradients are averaged over the ranks.
+
+    Parameters and gradients stay in float32. reduce: what gradients are sent in.
+    """
+    replica = DistributedDataParallel(model, device_ids=None if device.type == "cpu" else [device])
+    if reduce == torch.bfloat16:
+        replica.register_comm_hook(None, bf16_compress_hook)
+
+    def synchronise(on: bool) -> None:
+        replica.require_backward_grad_sync = on  # all that no_sync() does, which would have to be held open
+
+    return replica, synchronise

@@ -1,0 +1,142 @@
+"""DeepSpeed's engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from hpcinit.facts import deepspeed_config
+from hpcinit.facts.batch import Batch
+from hpcinit.facts.errors import RequestError
+from hpcinit.facts.layout import Layout
+from hpcinit.facts.spec import Training
+from hpcinit.runtime import deepspeed as starting
+from hpcinit.runtime import process_group, rendezvous
+from hpcinit.runtime.wrap.sequence import Attention
+from hpcinit.runtime.wrap.wrapped import MakeOptimizer, Wrapped
+
+
+def wrap(
+    model: nn.Module,
+    layout: Layout,
+    device: torch.device,
+    batch: Batch,
+    training: Training,
+    make: MakeOptimizer | None,
+    attention: Attention,
+    mesh: DeviceMesh,
+    mpu: Any,
+) -> Wrapped:
+    """Starts DeepSpeed if nobody did. mpu: the program's own, or None. Raises RequestError, BringUpError."""
+    timeout = process_group.timeout_of(device) or timedelta(minutes=30)
+    starting.start(dist.get_backend(), timeout, device)
+    import deepspeed  # noqa: PLC0415 - over a second to import
+    from deepspeed.utils import groups  # noqa: PLC0415
+
+    options = deepspeed_config.options(training.deepspeed)
+    if not options.gradient_clipping:
+        options = replace(options, gradient_clipping=training.gradient_clip)
+    if mpu is None and layout.cp > 1:
+        mpu = SequenceGroups(mesh["cp"].get_group())
+    if mpu is not None:
+        options = replace(options, mpu=True)
+    groups.mpu = mpu  # or those of an engine before it
+    trains = make is not None or options.optimizer != "none" or "optimizer" in options.ds_config
+    build = deepspeed_config.build if trains else deepspeed_config.build_eval
+    config, notes = build(options, batch, layout, training.precision)
+    if dist.get_rank() == 0:
+        for note in notes:
+            rendezvous.say(note)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=model,
+        model_parameters=parameters if trains and make is None else None,
+        optimizer=make(parameters) if make else None,
+        config=config,
+        mpu=mpu,
+        dist_init_required=False,
+    )
+    return Engine(engine, optimizer if trains else None, batch, attention)
+
+
+class SequenceGroups:
+    """Which ranks share a sequence, as DeepSpeed asks an `mpu` (its own: runtime/sequence_parallel/parallel_state_sp).
+
+    Not by sequence_parallel_size in the ds_config: with it DeepSpeed 0.19.8 averages gradients over the ranks of one
+    part of the sequences only, and the copies of the model drift apart.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._all = dist.group.WORLD
+
+    def initialize_sequence_parallel(self, size: int) -> None:
+        """By its name DeepSpeed tells that this is not about tensor parallelism."""
+
+    def get_sequence_parallel_group(self) -> ProcessGroup:
+        return self._group
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._group)
+
+    def get_sequence_parallel_rank(self) -> int:
+        return dist.get_rank(self._group)
+
+    def get_sequence_data_parallel_group(self) -> ProcessGroup | None:
+        return self._all
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._all)
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        return dist.get_rank(self._all)
+
+    get_model_parallel_group = get_sequence_parallel_group
+    get_model_parallel_world_size = get_sequence_parallel_world_size
+    get_model_parallel_rank = get_sequence_parallel_rank
+
+
+class Engine(Wrapped):
+    """engine: DeepSpeed's own, for what only it can do. grad_norm is None in ZeRO 0, for which it keeps none."""
+
+    def __init__(self, engine: Any, optimizer: Any, batch: Batch, attention: Attention) -> None:
+        super().__init__(engine.module, optimizer, batch, attention)
+        self.engine = engine
+        self._summed = _summed(engine)
+
+    def _forward(self, boundary: bool, *args: Any, **kwargs: Any) -> Any:
+        return self.engine(*args, **kwargs)
+
+    def _backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss / self._summed)
+
+    def _step(self, complete: bool) -> None:
+        self.engine.step()
+        if complete:
+            norm = self.engine.get_global_grad_norm()
+            self.grad_norm = None if norm is None else float(norm)
+
+
+def _summed(engine: Any) -> int:
+    """Over how many ranks of a sequence DeepSpeed sums gradients where it averages them over all others.
+
+    All of them in stages 0 to 2 (stage_1_and_2.py: world size / sequence_parallel_size); none in stage 3, whose
+    reduce_scatter_coalesced divides by the world size (the same in 0.18.5 and 0.19.8). Raises RequestError where stage
+    3 does the one for some parameters and the other for others.
+    """
+    size: int = engine.sequence_parallel_size
+    if engine.zero_optimization_stage() < 3 or size == 1:
+        return size
+    if not engine.zero_reduce_scatter():
+        raise RequestError(
+            "ZeRO 3 with parallel.cp > 1 and zero_optimization.reduce_scatter false: DeepSpeed scales gradients by "
+            "the size of a parameter; leave reduce_scatter at true (Muon sets it to false)"
+        )
+    return 1

@@ -1,0 +1,115 @@
+"""DDP, FSDP and a model alone: torch's own, with torch's optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.optim import Optimizer
+
+from hpcinit.facts.batch import Batch
+from hpcinit.facts.errors import RequestError
+from hpcinit.facts.layout import Layout
+from hpcinit.facts.spec import Training
+from hpcinit.runtime.wrap import blocks as repeated
+from hpcinit.runtime.wrap import clipping, ddp, fsdp, start, tensor
+from hpcinit.runtime.wrap.sequence import Attention
+from hpcinit.runtime.wrap.wrapped import MakeOptimizer, Wrapped
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def wrap(
+    model: nn.Module,
+    blocks: Sequence[nn.Module] | None,
+    plan: Mapping[str, ParallelStyle] | None,
+    mesh: DeviceMesh,
+    layout: Layout,
+    device: torch.device,
+    batch: Batch,
+    training: Training,
+    make: MakeOptimizer | None,
+    attention: Attention,
+) -> Wrapped:
+    """Raises RequestError."""
+    sharded = training.wrap == "fsdp" or layout.tp > 1
+    _check_fp16(training, device, sharded)
+    param, reduce = DTYPES[training.precision.param], DTYPES[training.precision.reduce]
+    start.same_on_all_ranks(model, device)
+    forward: Callable[..., Any] = model
+    synchronise: Callable[[bool], None] = _ignore
+    if sharded:
+        data, divided = fsdp.meshes(mesh, layout, device, training.wrap == "fsdp")
+        if divided is not None and plan:
+            tensor.divide(model, divided, plan)
+        parts = repeated.prepare(model, blocks, training, attention.again)
+        forward, synchronise = fsdp.wrap(model, parts, data, param, reduce)
+        param = torch.float32  # fully_shard casts by itself
+    else:
+        repeated.prepare(model.to(device), blocks, training, attention.again)
+        if dist.get_world_size() > 1:
+            forward, synchronise = ddp.wrap(model, device, reduce)
+    optimizer = make(_groups(model)) if make else None
+    return Native(model, optimizer, batch, attention, forward, synchronise, device, param, training.gradient_clip)
+
+
+def _ignore(synchronise: bool) -> None:
+    """One rank has nothing to average."""
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    """Parameters, in groups where they lie on different meshes."""
+    groups = clipping.by_mesh(p for p in model.parameters() if p.requires_grad)
+    return groups[0] if len(groups) == 1 else [{"params": group} for group in groups]
+
+
+def _check_fp16(training: Training, device: torch.device, sharded: bool) -> None:
+    if training.precision.param != "fp16":
+        return
+    if device.type == "cpu" or sharded:
+        where = "on a CPU" if device.type == "cpu" else "with parallel.wrap=fsdp or tensor parallelism"
+        raise RequestError(
+            f"precision.param is fp16 {where}, where gradients are not scaled against its small range: bf16"
+        )
+
+
+class Native(Wrapped):
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        batch: Batch,
+        attention: Attention,
+        forward: Callable[..., Any],
+        synchronise: Callable[[bool], None],
+        device: torch.device,
+        dtype: torch.dtype,
+        gradient_clip: float,
+    ) -> None:
+        super().__init__(model, optimizer, batch, attention)
+        self._run, self._synchronise = forward, synchronise
+        self._device, self._dtype, self._clip = device, dtype, gradient_clip
+        self._scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+
+    def _forward(self, boundary: bool, *args: Any, **kwargs: Any) -> Any:
+        self._synchronise(boundary)
+        with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
+            return self._run(*args, **kwargs)
+
+    def _backward(self, loss: Tensor) -> None:
+        torch.autograd.backward(self._scaler.scale(loss / self.batch.accumulation))
+
+    def _step(self, complete: bool) -> None:
+        if not complete or self.optimizer is None:
+            return
+        if self._clip:
+            self._scaler.unscale_(self.optimizer)
+            self.grad_norm = clipping.clip(self.model.parameters(), self._clip)
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        self.optimizer.zero_grad()

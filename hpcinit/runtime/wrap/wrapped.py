@@ -1,0 +1,110 @@
+"""What run.wrap returns: one training loop for every strategy.
+
+for x, y in loader:
+    loss = F.cross_entropy(wrapped(x), y)
+    wrapped.backward(loss)
+    if wrapped.step():
+        schedule.step()
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from hpcinit.facts.batch import Batch
+from hpcinit.facts.errors import RequestError
+from hpcinit.runtime.wrap.sequence import Attention, Ulysses
+
+# Of parameters, or of groups of them as torch's optimizers take them.
+MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
+
+
+class Wrapped(abc.ABC):
+    """A model that trains on all ranks, and its optimizer.
+
+    model: the model itself, for its parameters and its state; with FSDP and tensor parallelism each rank holds its
+    shards of them. optimizer: None if there is none. grad_norm: of all gradients of the last step before they were
+    clipped; None before the first, and without gradient_clip.
+    """
+
+    grad_norm: float | None = None
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None, batch: Batch, attention: Attention) -> None:
+        self.model, self.optimizer, self.batch = model, optimizer, batch
+        self._attention = attention
+        self._behind = 0  # backward passes since the last step
+        self._to_step = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward; tensors of 16 bits that it returns come as float32."""
+        with self._attention.forward() as mode:
+            found = self._forward(self._at_boundary(), *args, **kwargs)
+        if isinstance(mode, Ulysses) and not mode.calls:
+            raise RequestError(
+                f"parallel.cp > 1, and {type(self.model).__name__} made no call of F.scaled_dot_product_attention: its "
+                "attention would see parts of sequences; have it use that (Hugging Face: attn_implementation='sdpa')"
+            )
+        return tree_map_only(Tensor, _in_float32, found)
+
+    def backward(self, loss: Tensor) -> None:
+        """loss: the mean over this rank's samples; averaged over the ranks and over the step's accumulation.
+
+        Raises RequestError unless step() was called after the one before.
+        """
+        if self._to_step:
+            raise RequestError(
+                "backward() a second time without step(): call step() after each, it knows when it is due"
+            )
+        with self._attention.backward():
+            self._backward(loss)
+        self._to_step = True
+
+    def step(self) -> bool:
+        """True if the accumulation was complete and the optimizer made its step; gradients are then zero.
+
+        Raises RequestError without a backward() before it, or without an optimizer.
+        """
+        if self.optimizer is None:
+            raise RequestError("step() without an optimizer: give run.wrap one, optimizer=lambda p: AdamW(p, lr=1e-3)")
+        if not self._to_step:
+            raise RequestError("step() without a backward() since the last: it counts the passes of the accumulation")
+        complete = self._at_boundary()
+        self._step(complete)
+        self._to_step = False
+        self._behind = 0 if complete else self._behind + 1
+        return complete
+
+    def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
+        """For backward(): the mean over the tokens of all ranks, where ranks do not have equally many.
+
+        total: the sum of this rank's losses. count: of how many tokens. A mean of each rank's own would give a token
+        more weight where there are few. Averaged over the ranks, the result is the mean over all tokens of this
+        forward pass; the passes of an accumulation weigh the same. Called by every rank.
+        """
+        counts = torch.as_tensor(count, device=total.device, dtype=torch.int64).clone()
+        dist.all_reduce(counts)  # tensor parallel ranks have the same ones: they count in both numbers
+        return total * (dist.get_world_size() / counts.clamp(min=1))
+
+    def _at_boundary(self) -> bool:
+        return self._behind + 1 == self.batch.accumulation
+
+    @abc.abstractmethod
+    def _forward(self, boundary: bool, *args: Any, **kwargs: Any) -> Any: ...
+
+    @abc.abstractmethod
+    def _backward(self, loss: Tensor) -> None: ...
+
+    @abc.abstractmethod
+    def _step(self, complete: bool) -> None: ...
+
+
+def _in_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in {torch.bfloat16, torch.float16} else tensor

@@ -1,0 +1,162 @@
+"""A program for 8 ranks: the same 20 steps of the demo's GPT in every way that run.wrap knows, one after the other.
+
+Rank 0 writes {name: {"loss": [...], "norm": [...]}} to the file named by the first argument. Stands beside the test and
+not in it, since it is what the ranks run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import hpcinit
+from hpcinit.facts.batch import Batch
+from hpcinit.facts.layout import Layout
+from hpcinit.facts.spec import Training
+from hpcinit.jobs.train_gpt import GPT, TENSOR_PARALLEL
+from hpcinit.runtime import mesh
+from hpcinit.runtime import wrap as wrapping
+from hpcinit.runtime.wrap import sequence
+
+STEPS, CONTEXT, GLOBAL_BATCH, LR = 20, 32, 16, 0.3
+CLIP = 0.5  # the norm is above it in the first steps and below it in the last ones
+IGNORED = -100  # F.cross_entropy leaves such targets out
+
+warnings.simplefilter("ignore")  # DeepSpeed's of deprecated calls, one at each collective
+deepspeed.ops.__compatible_ops__.clear()  # its kernel for shared memory takes a minute to compile
+
+
+def layouts() -> dict[str, tuple[Layout, Training, int]]:
+    """Name -> layout, how, and the accumulation."""
+    ddp, fsdp = Training("ddp", gradient_clip=CLIP), Training("fsdp", gradient_clip=CLIP)
+    found = {
+        "ddp 8": (Layout(dp_replicate=8), ddp, 1),
+        "ddp 8, accumulation 2": (Layout(dp_replicate=8), ddp, 2),
+        "fsdp 8, accumulation 2, checkpointing": (
+            Layout(dp_replicate=1, dp_shard=8),
+            Training("fsdp", activation_checkpointing="full", gradient_clip=CLIP),
+            2,
+        ),
+        "hsdp 2x4": (Layout(dp_replicate=2, dp_shard=4), fsdp, 1),
+        "tp 2 x ddp 4": (Layout(dp_replicate=4, tp=2), ddp, 2),
+        "tp 2 x fsdp 4": (Layout(dp_replicate=1, dp_shard=4, tp=2), fsdp, 1),
+        "sp 2 x ddp 4": (Layout(dp_replicate=4, cp=2), ddp, 2),
+        "sp 2 x fsdp 4, checkpointing": (
+            Layout(dp_replicate=1, dp_shard=4, cp=2),
+            Training("fsdp", activation_checkpointing="full", gradient_clip=CLIP),
+            1,
+        ),
+        "sp 2 x tp 2 x hsdp 2x1": (Layout(dp_replicate=2, cp=2, tp=2), fsdp, 1),
+        "zero 0, sp 2 x dp 4": (Layout(dp_replicate=4, cp=2), zero(0), 1),
+        "zero 2, sp 2 x dp 4": (Layout(dp_replicate=4, cp=2), zero(2), 2),
+        "zero 3, sp 2 x dp 4": (Layout(dp_replicate=4, cp=2), zero(3), 1),
+    }
+    for stage in range(4):
+        found[f"zero {stage}"] = (Layout(dp_replicate=8), zero(stage), 1 + stage % 2)
+        if stage:
+            found[f"zero {stage}, offload"] = (Layout(dp_replicate=8), zero(stage, offload_optimizer="cpu"), 1)
+    everything = zero(3, offload_optimizer="cpu", offload_param="cpu")
+    return {**found, "zero 3, offload of parameters": (Layout(dp_replicate=8), everything, 1)}
+
+
+def zero(stage: int, **more: str) -> Training:
+    return Training("deepspeed", gradient_clip=CLIP, deepspeed={"zero_stage": stage, **more})
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """Tokens and targets of each step, (global batch, context). A token follows from the one before, but for slips.
+
+    In every second sample the targets of the last quarter do not count: ranks have unequally many that do.
+    """
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(96, (STEPS, GLOBAL_BATCH, CONTEXT + 1), generator=generator)
+    slips = torch.rand(tokens.shape, generator=generator) < 0.1
+    for at in range(1, CONTEXT + 1):
+        follows = (5 * tokens[..., at - 1] + 7) % 96
+        tokens[..., at] = torch.where(slips[..., at], tokens[..., at], follows)
+    wanted = tokens[..., 1:].clone()
+    wanted[:, 1::2, -CONTEXT // 4 :] = IGNORED
+    return list(zip(tokens[..., :-1], wanted, strict=True))
+
+
+def model() -> GPT:
+    torch.manual_seed(7)
+    return GPT(context=CONTEXT, width=32, layers=2, heads=4)
+
+
+def alone(lr: float = LR) -> dict[str, list[float]]:
+    """One rank with all data and plain torch: what the others are compared with."""
+    gpt, losses, norms = model(), [], []
+    optimizer = torch.optim.SGD(gpt.parameters(), lr=lr, momentum=0.9)
+    for tokens, wanted in batches():
+        loss = F.cross_entropy(gpt(tokens).flatten(0, 1), wanted.flatten(), ignore_index=IGNORED)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(gpt.parameters(), CLIP)))
+        optimizer.step()
+        losses.append(loss.item())
+    return {"loss": losses, "norm": norms}
+
+
+def together(run: hpcinit.Runtime, layout: Layout, training: Training, accumulation: int) -> dict[str, list[float]]:
+    """The same on all ranks, each with its part of the data."""
+    batch = Batch(GLOBAL_BATCH // accumulation // layout.data_parallel, accumulation, layout.data_parallel)
+    wrapped = wrapping.wrap(
+        model(),
+        mesh=mesh.build(layout, run.device),
+        layout=layout,
+        device=run.device,
+        batch=batch,
+        training=training,
+        # SGD, since Adam is blind to gradients that are all wrong by the same factor.
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=0.9),
+        tp_plan=TENSOR_PARALLEL if layout.tp > 1 else None,
+    )
+    losses: list[float] = []
+    norms: list[float] = []
+    for step in batches():
+        # Each pass has the same mixture of samples, and so equally many tokens that count.
+        passes = zip(*(each.chunk(accumulation) for each in step), strict=True)
+        sums = torch.stack([one_pass(run, wrapped, layout, *each) for each in passes])
+        dist.all_reduce(sums)
+        losses.append(float((sums[:, 0] / sums[:, 1]).mean()))
+        norms.append(wrapped.grad_norm)
+    return {"loss": losses, "norm": norms}
+
+
+def one_pass(run: hpcinit.Runtime, wrapped: wrapping.Wrapped, layout: Layout, tokens: Tensor, wanted: Tensor) -> Tensor:
+    """Forward, backward and step; the sum of this rank's losses, and of how many tokens."""
+    mine = slice(layout.data_rank(run.rank), None, layout.data_parallel)
+    tokens, wanted = sequence.shard(layout, run.rank, tokens[mine], wanted[mine])
+    (positions,) = sequence.shard(layout, run.rank, torch.arange(CONTEXT), dim=0)
+    logits = wrapped(tokens, positions)
+    total = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED, reduction="sum")
+    count = (wanted != IGNORED).sum()
+    wrapped.backward(wrapped.mean(total, count))
+    wrapped.step()
+    return torch.stack([total.detach(), count.float()])
+
+
+def main() -> None:
+    with hpcinit.session(deepspeed=True) as run:
+        curves = {"alone": alone(), "alone, learning rate 1 % higher": alone(LR * 1.01)}
+        for name, (layout, training, accumulation) in layouts().items():
+            began = time.monotonic()
+            curves[name] = together(run, layout, training, accumulation)
+            if run.rank == 0:
+                print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
+        if run.rank == 0:
+            Path(sys.argv[1]).write_text(json.dumps(curves))
+
+
+if __name__ == "__main__":
+    main()
