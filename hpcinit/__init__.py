@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpcinit.facts.errors import HpcinitError
     from hpcinit.facts.layout import Layout
+    from hpcinit.facts.spec import Precision, Samples, Training
     from hpcinit.facts.world import World
     from hpcinit.runtime.bringup import init, session, shutdown
     from hpcinit.runtime.groups import side_group
@@ -28,11 +29,26 @@ _PUBLIC = {
     "side_group": "hpcinit.runtime.groups",
     "Runtime": "hpcinit.runtime.runtime",
     "Layout": "hpcinit.facts.layout",
+    "Precision": "hpcinit.facts.spec",
+    "Samples": "hpcinit.facts.spec",
+    "Training": "hpcinit.facts.spec",
     "World": "hpcinit.facts.world",
     "HpcinitError": "hpcinit.facts.errors",
 }
 
-__all__ = ["HpcinitError", "Layout", "Runtime", "World", "init", "session", "shutdown", "side_group"]
+__all__ = [
+    "HpcinitError",
+    "Layout",
+    "Precision",
+    "Runtime",
+    "Samples",
+    "Training",
+    "World",
+    "init",
+    "session",
+    "shutdown",
+    "side_group",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,6 +22,13 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "submit": Command("hpcinit.submission.command", "compose, check, render and submit a job"),
+    "plan": Command(
+        "hpcinit.submission.plan",
+        "what each rank will hold, and whether it fits",
+        """
+  hpcinit plan cluster=x nodes=8 parallel=zero3 model.params=7e9
+  hpcinit plan cluster=x nodes=8 parallel=fsdp model.params=7e9 --json""",
+    ),
     "status": Command(
         "hpcinit.observe.status",
         "how runs are doing",
@@ -164,15 +171,17 @@ def guarded(module: str, argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if error.errno == errno.ENOENT and error.filename is None:
-            print("hpcinit: error: the current folder was deleted: cd to one that exists", file=sys.stderr)
-            return 1
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"hpcinit: error: {where}{error.strerror}", file=sys.stderr)
+        print(f"hpcinit: error: {_of_the_system(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("hpcinit: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _of_the_system(error: OSError) -> str:
+    if error.errno == errno.ENOENT and error.filename is None:
+        return "the current folder was deleted: cd to one that exists"
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
 
 
 if __name__ == "__main__":

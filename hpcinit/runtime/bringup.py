@@ -16,10 +16,10 @@ from typing import ParamSpec
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hpcinit.facts import launchers, safeguards
+from hpcinit.facts import grouping, launchers, safeguards
 from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.layout import Layout
-from hpcinit.facts.spec import Spec, of_this_run
+from hpcinit.facts.spec import Samples, Spec, Training, of_this_run
 from hpcinit.facts.world import World
 from hpcinit.runtime import binding, deepspeed, devices, foreign, mesh, process_group, rendezvous, seeds, teardown
 from hpcinit.runtime.request import Plan, Request, resolve
@@ -50,6 +50,8 @@ def init(
     device_id: str | None = None,
     deepspeed: bool | None = None,
     layout: Layout | None = None,
+    batch: Samples | None = None,
+    training: Training | None = None,
     seed: int | None = None,
     seed_by: str | None = None,
     deterministic: bool | None = None,
@@ -59,15 +61,27 @@ def init(
 
     What is not given comes from the submission's config, and without one from the defaults: nccl on GPUs and gloo on
     CPUs; a start-up timeout that grows with the node count and ends before the job does; 300 s for collectives; no
-    device_id ('never', 'auto' or 'always'); no DeepSpeed; plain data parallelism; seed 0, by 'same' ('rank', 'data');
-    algorithms as torch chooses them; the launcher that the environment shows.
+    device_id ('never', 'auto' or 'always'); no DeepSpeed; plain data parallelism with micro batches of 1; DDP in
+    run.wrap; seed 0, by 'same' ('rank', 'data'); algorithms as torch chooses them; the launcher that the environment
+    shows.
 
     A second call with the same request returns the same object. A group that is up already and was made by somebody
     else is taken if it matches. Raises WorldError if the environment tells no consistent world, BringUpError if the
     group did not come up, or is up already and was asked for differently.
     """
     request = Request(
-        backend, timeout, collective_timeout, device_id, deepspeed, layout, seed, seed_by, deterministic, launcher
+        backend=backend,
+        timeout=timeout,
+        collective_timeout=collective_timeout,
+        device_id=device_id,
+        deepspeed=deepspeed,
+        layout=layout,
+        batch=batch,
+        training=training,
+        seed=seed,
+        seed_by=seed_by,
+        deterministic=deterministic,
+        launcher=launcher,
     )
     if _current is not None:
         if different := _current.request.differences(request):
@@ -112,20 +126,24 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
     if world.rank == 0:
         took_s = time.monotonic() - began
         _report(world, plan, f"{where}, {plan.backend} on {device}, up in {took_s:.1f} s", collectives, notes)
-        for line in (devices.unseen(device), safeguards.describe(os.environ, protected)):
+        table = f"layout\n{grouping.table(plan.layout)}" if grouping.table(plan.layout) else ""
+        for line in (table, devices.unseen(device), safeguards.describe(os.environ, protected)):
             if line:
                 rendezvous.say(line)
     runtime = Runtime(
-        world,
-        device,
-        plan.backend,
-        plan.timeout,
-        made,
-        plan.seed,
-        plan.seed_by,
-        share,
-        folder,
-        _Changing(collectives),
+        world=world,
+        device=device,
+        backend=plan.backend,
+        timeout=plan.timeout,
+        layout=plan.layout,
+        mesh=made,
+        batch=plan.batch,
+        training=plan.training,
+        seed=plan.seed,
+        seed_by=plan.seed_by,
+        data_rank=share,
+        folder=folder,
+        _changing=_Changing(collectives),
     )
     return _Current(request, runtime, kept, above)
 

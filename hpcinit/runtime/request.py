@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from hpcinit.facts.batch import Batch
 from hpcinit.facts.layout import Layout
-from hpcinit.facts.spec import SEED_BY, Comm, Spec, one_of
+from hpcinit.facts.spec import SEED_BY, Comm, Samples, Spec, Training, one_of
 from hpcinit.facts.timeouts import left_of_job
 from hpcinit.facts.world import World
 from hpcinit.runtime import deepspeed, device_id, devices
@@ -27,6 +28,8 @@ class Request:
     device_id: str | None
     deepspeed: bool | None
     layout: Layout | None
+    batch: Samples | None
+    training: Training | None
     seed: int | None
     seed_by: str | None
     deterministic: bool | None
@@ -50,6 +53,8 @@ class Plan:
     binding: device_id.Binding
     deepspeed: bool
     layout: Layout
+    batch: Batch
+    training: Training
     seed: int
     seed_by: str
     deterministic: bool
@@ -57,12 +62,14 @@ class Plan:
 
 def resolve(request: Request, world: World, spec: Spec | None, device: torch.device) -> Plan:
     """The request first, then the submission, then the defaults. Raises RequestError or BringUpError."""
-    comm = _comm(request, spec)
+    training = _first(request.training, spec and spec.training, Training())
+    comm = _comm(request, spec, training)
     timeout, law = _start_up(request, comm, world)
     later = request.collective_timeout or _seconds(comm.collective_timeout_s) or comm.timeout.start_up(world.nodes)
     seed_by = _first(request.seed_by, spec and spec.seed_by, "same")
     one_of("seed_by", seed_by, SEED_BY)
     above = deepspeed.version() if comm.deepspeed else None
+    layout = _first(request.layout, spec and spec.layout, Layout()).over(world.world_size, spec and spec.ranks_per_node)
     return Plan(
         device=device,
         backend=devices.backend(device, comm.backend),
@@ -71,16 +78,23 @@ def resolve(request: Request, world: World, spec: Spec | None, device: torch.dev
         collective_timeout=later,
         binding=device_id.decide(comm.device_id, device, world.world_size, torch.__version__, above),
         deepspeed=comm.deepspeed,
-        layout=_first(request.layout, spec and spec.layout, Layout()).over(world.world_size),
+        layout=layout,
+        batch=_first(request.batch, spec and spec.batch, Samples()).over(layout.data_parallel),
+        training=training,
         seed=_first(request.seed, spec and spec.seed, 0),
         seed_by=seed_by,
         deterministic=_first(request.deterministic, spec and spec.deterministic, False),
     )
 
 
-def _comm(request: Request, spec: Spec | None) -> Comm:
+def _comm(request: Request, spec: Spec | None, training: Training) -> Comm:
     given = {name: getattr(request, name) for name in ("backend", "deepspeed", "device_id")}
-    return replace(spec.comm if spec else Comm(), **{k: v for k, v in given.items() if v is not None})
+    comm = replace(spec.comm if spec else Comm(), **{k: v for k, v in given.items() if v is not None})
+    return comm if request.deepspeed is not None else replace(comm, deepspeed=_needs_deepspeed(comm, training))
+
+
+def _needs_deepspeed(comm: Comm, training: Training) -> bool:
+    return comm.deepspeed or training.wrap == "deepspeed"
 
 
 def _start_up(request: Request, comm: Comm, world: World) -> tuple[timedelta, str]:

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpcinit.facts import runfolder
+from hpcinit.facts.batch import Batch
 from hpcinit.facts.errors import BringUpError
+from hpcinit.facts.layout import Layout
+from hpcinit.facts.spec import Training
 from hpcinit.facts.world import World
 from hpcinit.runtime import process_group, seeds
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    from hpcinit.runtime.wrap import Wrapped
+    from hpcinit.runtime.wrap.wrapped import MakeOptimizer
 
 PROGRESS_EVERY_S = 1.0
 
@@ -30,16 +42,20 @@ class Runtime:
     """A rank whose process group is up.
 
     world: all that is known of this rank's place; the commonest are properties here. device: torch.device, already
-    current. backend: of the group on that device. timeout: what the start-up was given. mesh: one dimension per kind of
-    parallelism in use. seed: as asked, before it is made this rank's by seed_by ('same', 'rank' or 'data'). data_rank:
-    which share of the samples is this rank's. folder: the run folder, None without a submission.
+    current. backend: of the group on that device. timeout: what the start-up was given. layout: every degree known.
+    mesh: one dimension per kind of parallelism in use. batch: samples of a step. training: what wrap() goes by. seed:
+    as asked, before it is made this rank's by seed_by ('same', 'rank' or 'data'). data_rank: which share of the samples
+    is this rank's. folder: the run folder, None without a submission.
     """
 
     world: World
     device: torch.device
     backend: str
     timeout: timedelta
+    layout: Layout
     mesh: DeviceMesh
+    batch: Batch
+    training: Training
     seed: int
     seed_by: str
     data_rank: int
@@ -96,6 +112,37 @@ class Runtime:
     def loader_options(self, epoch: int = 0) -> dict[str, torch.Generator]:
         """`DataLoader(dataset, **run.loader_options(epoch))`: an order and workers that are this data share's own."""
         return seeds.loader_options(self.seed, self.data_rank, epoch)
+
+    def wrap(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: MakeOptimizer | None = None,
+        tp_plan: Mapping[str, ParallelStyle] | None = None,
+        blocks: Sequence[nn.Module] | None = None,
+        mpu: Any = None,
+    ) -> Wrapped:
+        """`model`, trainable on all ranks as the config says: DDP, FSDP or DeepSpeed. See hpcinit.runtime.wrap.wrap."""
+        from hpcinit.runtime import wrap  # noqa: PLC0415 - a second to import, for those who train
+
+        return wrap.wrap(
+            model,
+            mesh=self.mesh,
+            layout=self.layout,
+            device=self.device,
+            batch=self.batch,
+            training=self.training,
+            optimizer=optimizer,
+            tp_plan=tp_plan,
+            blocks=blocks,
+            mpu=mpu,
+        )
+
+    def shard_sequence(self, *tensors: torch.Tensor, dim: int = 1) -> tuple[torch.Tensor, ...]:
+        """This rank's part of each tensor along `dim`, the sequence, with context parallelism; else the tensors."""
+        from hpcinit.runtime.wrap import sequence  # noqa: PLC0415 - as above
+
+        return sequence.shard(self.layout, self.rank, *tensors, dim=dim)
 
     def progress(self, step: int, total: int, **values: float) -> None:
         """Tell those who wait how far the training is: `run.progress(step, total, loss=1.2)`.

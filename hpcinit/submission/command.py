@@ -77,7 +77,8 @@ def _put(program: list[str], config: Config, document: dict[str, Any]) -> None:
 
 def _all(requests: Sequence[Request], argv: Sequence[str], jobs: list[tuple[Request, submission.Submitted]]) -> int:
     """Submit one after the other, into `jobs`, then follow those that are waited for. The highest exit status."""
-    for warning in dict.fromkeys(warning for request in requests for warning in request.warnings):
+    warnings = (text for request in requests for text in (*request.warnings, *checks.warnings(request.config)))
+    for warning in dict.fromkeys(warnings):
         print(f"hpcinit: warning: {warning}", file=sys.stderr)
     status = 0
     for number, request in enumerate(requests):

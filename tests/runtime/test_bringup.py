@@ -83,7 +83,7 @@ def test_timeout_of_collectives_can_change(hpcinit: Run, tmp_path: Path) -> None
     code = """
         import time, torch, torch.distributed as dist, hpcinit
         from datetime import timedelta
-        run = hpcinit.init(layout=hpcinit.Layout(dp_replicate=1, dp_shard=1, tp=2))
+        run = hpcinit.init(layout=hpcinit.Layout(dp_replicate=1, dp_shard=1, tp=2, tp_across_nodes=True))
         groups = [run.mesh["tp"].get_group(), dist.new_group([0, 1]), dist.group.WORLD]
         run.set_collective_timeout(timedelta(seconds=1))
         dist.barrier()
@@ -109,7 +109,7 @@ def test_a_group_that_is_there_is_adopted(hpcinit: Run, tmp_path: Path) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=77))
         theirs = dist.group.WORLD
         for again in range(2):
-            with hpcinit.session(layout=hpcinit.Layout(tp=2)) as run:
+            with hpcinit.session(layout=hpcinit.Layout(tp=2, tp_across_nodes=True)) as run:
                 told = run.rank, run.world_size, run.collective_timeout.total_seconds(), run.mesh.mesh_dim_names
         value = torch.ones(1)
         dist.all_reduce(value)

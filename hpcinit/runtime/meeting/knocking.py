@@ -40,8 +40,8 @@ class Welcome(NamedTuple):
 def knock(address: str, port: int, claim: Claim, patience_s: float = KNOCK_S, deadline: float = 0.0) -> Welcome:
     """Raises Refused, and NotOurs with what was seen where this is not our door.
 
-    patience_s: for the proof that it is ours. deadline: for its welcome then, on the monotonic clock; who hangs up after
-    the proof is taken for dead, and a door on a busy node may well be slow.
+    patience_s: for the proof that it is ours. deadline: for its welcome then, on the monotonic clock; who hangs up
+    after the proof is taken for dead, and a door on a busy node may well be slow.
     """
     until = time.monotonic() + patience_s
     try:
