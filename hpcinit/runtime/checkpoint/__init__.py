@@ -1,0 +1,203 @@
+"""Checkpoints in the ecosystem's own formats: a step that is there is whole, and other ranks can go on from it.
+
+FOLDER/step-00000042/checkpoint.json   what it is, and the size of every file
+                     dcp/              torch.distributed.checkpoint: ddp, fsdp, tensor parallelism
+                     deepspeed/        DeepSpeed's; universal/ beside it once other ranks have loaded it
+                     loader/           place in the data, a file for each share of it
+                     extra.pt          what the program gave
+
+Both formats are read with pickle, by torch and by DeepSpeed: load what you wrote.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpcinit.facts.errors import RequestError
+from hpcinit.facts.layout import Layout
+from hpcinit.runtime import rendezvous
+from hpcinit.runtime.checkpoint import agreement, deepspeed, native
+from hpcinit.runtime.checkpoint import folder as of_steps
+from hpcinit.runtime.checkpoint import loader as of_data
+from hpcinit.runtime.checkpoint.folder import CheckpointError, Description
+from hpcinit.runtime.wrap.deepspeed import Engine
+from hpcinit.runtime.wrap.native import Native
+from hpcinit.runtime.wrap.wrapped import Wrapped
+
+__all__ = ["CheckpointError", "Loaded", "load", "save"]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """step, extra: as they were saved. samples: seen by all ranks together until then.
+
+    loader: whether the loader has its place again. False where none was saved or given, or where the data is divided
+    among another number of ranks: a place belongs to one of so many shares. Skip `samples` of the whole data then.
+    """
+
+    step: int
+    samples: int
+    extra: Any
+    loader: bool
+
+
+def save(
+    wrapped: Wrapped,
+    folder: Path,
+    step: int,
+    *,
+    layout: Layout,
+    seed: int,
+    loader: of_data.Stateful | None = None,
+    extra: Any = None,
+    samples: int | None = None,
+    keep: int | None = None,
+) -> Path:
+    """Called by every rank after `step` steps of the optimizer; the folder that holds it all, once it is whole.
+
+    folder: seen by all nodes. extra: plain values and tensors, such as a schedule's state_dict(); rank 0's is written.
+    samples: seen so far, None for step x global batch. keep: how many to keep, the oldest go, None for all.
+
+    Raises RequestError for what cannot be saved, CheckpointError when it cannot be written: what was there is left.
+    """
+    of_data.check(loader)
+    if keep is not None and keep < 1:
+        raise RequestError(f"keep is {keep}, expected 1 or more, or None for all")
+    if wrapped._behind or wrapped._to_step:
+        raise RequestError("save() within an accumulation, whose gradients would be lost: after a step() that is True")
+    temporary = of_steps.unfinished(folder, step)
+    described = _describe(wrapped, step, wrapped.batch.total * step if samples is None else samples, layout, seed)
+    try:
+        agreement.on_rank_0(partial(of_steps.begin, folder, step))
+        files = _write(wrapped, temporary, layout, loader, extra)
+        final = agreement.on_rank_0(lambda: of_steps.publish(temporary, Description(**described, files=files)))
+    except CheckpointError as error:
+        raise CheckpointError(_undone(folder, temporary, step, error)) from error
+    except RequestError:
+        _clear(temporary)
+        raise
+    if keep is not None and dist.get_rank() == 0:
+        try:
+            of_steps.prune(folder, keep)
+        except OSError as error:
+            rendezvous.say(f"{final} is saved, and an older one could not be removed: {error}")
+    return final
+
+
+def load(wrapped: Wrapped, folder: Path, *, layout: Layout, loader: of_data.Stateful | None = None) -> Loaded | None:
+    """The newest whole step, into what run.wrap has just made; None if there is none. Called by every rank.
+
+    The number of ranks and the layout may be others than those that wrote it; the kind of wrapping may differ between
+    ddp and fsdp. Raises RequestError for what does not fit, CheckpointError for what cannot be read.
+    """
+    of_data.check(loader)
+    found = agreement.on_rank_0(lambda: of_steps.newest(folder, rendezvous.say))
+    if found is None:
+        return None
+    path, saved = found
+    _check(wrapped, path, saved)
+    if isinstance(wrapped, Engine):
+        deepspeed.load(wrapped.engine, path, saved, layout.tp)
+    else:
+        native.load(wrapped.model, wrapped.optimizer, path)
+    own = of_data.load_plain(path / of_data.EXTRA)
+    if isinstance(wrapped, Native) and own["scaler"]:
+        wrapped._scaler.load_state_dict(own["scaler"])
+    placed = _place(loader, layout, path, saved)
+    return Loaded(saved.step, saved.samples, own["extra"], placed)
+
+
+def _describe(wrapped: Wrapped, step: int, samples: int, layout: Layout, seed: int) -> dict[str, Any]:
+    engine = wrapped.engine if isinstance(wrapped, Engine) else None
+    versions = {"torch": str(torch.__version__)}
+    if engine is not None:
+        versions["deepspeed"] = importlib.metadata.version("deepspeed")
+    return {
+        "step": step,
+        "samples": samples,
+        "wrap": "torch" if engine is None else "deepspeed",
+        "world_size": dist.get_world_size(),
+        "layout": layout.degrees(),
+        "data_parallel": layout.data_parallel,
+        "seed": seed,
+        "zero_stage": None if engine is None else int(engine.zero_optimization_stage()),
+        "versions": versions,
+    }
+
+
+def _write(
+    wrapped: Wrapped, folder: Path, layout: Layout, loader: of_data.Stateful | None, extra: Any
+) -> Mapping[str, int]:
+    """All ranks' files. The program's own first: they are small, and may be what cannot be saved."""
+    rank = dist.get_rank()
+
+    def of_program() -> dict[str, int]:
+        files = of_data.save(loader, layout, rank, folder)
+        if rank == 0:
+            scaler = wrapped._scaler.state_dict() if isinstance(wrapped, Native) else {}
+            files |= of_data.save_plain({"extra": extra, "scaler": scaler}, of_data.EXTRA, folder, "extra")
+        return files
+
+    def of_model() -> dict[str, int]:
+        if isinstance(wrapped, Engine):
+            return deepspeed.save(wrapped.engine, folder)
+        return native.save(wrapped.model, wrapped.optimizer, folder)
+
+    told = agreement.everywhere(of_program)
+    mine = of_model()  # talks to the others: what fails on one rank fails on all, as CheckpointError
+    told += agreement.gather(mine, None)
+    return {name: size for files in told for name, size in files.items()}
+
+
+def _undone(folder: Path, temporary: Path, step: int, error: CheckpointError) -> str:
+    before = of_steps.newest(folder, lambda _: None)
+    _clear(temporary)
+    try:
+        free = f"; {shutil.disk_usage(folder).free / 1e9:.1f} GB are free there"
+    except OSError:
+        free = ""
+    left = f"{before[0].name} is the newest" if before else "there is no other"
+    return f"step {step} was not saved in {folder}: {error}{free}; {left}"
+
+
+def _clear(temporary: Path) -> None:
+    dist.barrier()  # nobody writes any more
+    if dist.get_rank() == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check(wrapped: Wrapped, path: Path, saved: Description) -> None:
+    kind = "deepspeed" if isinstance(wrapped, Engine) else "torch"
+    if saved.wrap != kind:
+        names = {"torch": "ddp or fsdp", "deepspeed": "deepspeed"}
+        raise RequestError(
+            f"{path} was written with parallel.wrap={names[saved.wrap]}, and this is {names[kind]}: their formats "
+            f"differ; parallel.wrap={names[saved.wrap]}, or another folder"
+        )
+
+
+def _place(loader: of_data.Stateful | None, layout: Layout, path: Path, saved: Description) -> bool:
+    """Whether the loader now has its place; one line by rank 0 where it was expected to and has not."""
+    there = of_data.is_in(saved.files)
+    if loader is not None and there and saved.data_parallel == layout.data_parallel:
+        of_data.load(loader, layout, dist.get_rank(), path)
+        return True
+    if dist.get_rank() == 0 and (loader is not None or there):
+        if loader is None:
+            why = "has the loader's place, and load() was given no loader"
+        elif not there:
+            why = "was saved without a loader, which begins anew"
+        else:
+            why = f"has the places of {saved.data_parallel} shares of the data, and there are {layout.data_parallel}"
+            why += ": the loader begins anew"
+        rendezvous.say(f"{path.name} {why}; {saved.samples} samples have been seen")
+    return False

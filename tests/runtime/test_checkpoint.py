@@ -1,0 +1,293 @@
+"""Checkpoints: saved by some ranks, gone on from by others, torn, and on a full disk."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcinit.facts.errors import RequestError
+from hpcinit.runtime.checkpoint import folder as of_steps
+from hpcinit.runtime.checkpoint.folder import CheckpointError, Description
+from tests.runtime import checkpointing
+from tests.runtime.spawned import ranks
+from tests.test_train_gpt import python
+
+TOLERANCE = 1e-5  # of losses between 3 and 4, after sums in another order: about 40 units in the last place
+NAMES = list(checkpointing.cases())
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """Number of ranks -> what checkpointing.py wrote: first 8 ranks on 2 nodes, then 4, then 2."""
+    folder = tmp_path_factory.mktemp("resumed")
+    found = {}
+    for nodes, per_node in ((2, 4), (1, 4), (1, 2)):
+        size = nodes * per_node
+        words = ["-m", "hpcinit.submit", "cluster=local", "wait=true", f"nodes={nodes}", f"ranks_per_node={per_node}"]
+        program = ["--", checkpointing.__file__, str(folder / "checkpoints"), str(folder / f"{size}.json")]
+        done = python(folder, *words, *program, timeout_s=280)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found[size] = json.loads((folder / f"{size}.json").read_text())
+    return found
+
+
+def difference(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_goes_on_with_the_same_losses(curves: dict[int, Any], name: str) -> None:
+    """What 8 ranks saved goes on with 8, 4 and 2 as if nobody had stopped, in every format and with other layouts."""
+    written = curves[8][name]
+    assert written["before"][0] - written["after"][-1] > 1, "it learns, so that an unloaded model would show"
+    for size, found in curves.items():
+        assert difference(found[name]["again"], written["after"]) < TOLERANCE, size
+
+
+def test_the_tolerance_is_tight(curves: dict[int, Any]) -> None:
+    """The same without the state of the optimizer is out of the tolerance a thousand times."""
+    assert difference(curves[8]["ddp"]["without the optimizer"], curves[8]["ddp"]["after"]) > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_came_back(curves: dict[int, Any], name: str) -> None:
+    """Step, samples and the program's own values come back; the loader's place does among equally many shares."""
+    for size, found in curves.items():
+        assert found[name]["loaded"] == [4, 64, [0, 1, 2], size == 8], size
+
+
+def whole(folder: Path, step: int, content: bytes = b"weights") -> Path:
+    of_steps.begin(folder, step)
+    temporary = of_steps.unfinished(folder, step)
+    of_steps.write(temporary / "dcp/file", content)
+    files = of_steps.sizes(temporary, "dcp/*")
+    return of_steps.publish(temporary, Description(step, 8 * step, "torch", 2, {"tp": 1}, 2, 0, files=files))
+
+
+TEARING = {
+    "has no checkpoint.json": lambda step: (step / "checkpoint.json").unlink(),
+    "checkpoint.json cannot be read (Expecting value": lambda step: (step / "checkpoint.json").write_text(""),
+    "format 2, and this version of hpcinit reads format 1": lambda step: (step / "checkpoint.json").write_text(
+        '{"format": 2}'
+    ),
+    "dcp/file cannot be read (No such file": lambda step: (step / "dcp/file").unlink(),
+    "dcp/file has 3 bytes, and 7 were written": lambda step: (step / "dcp/file").write_bytes(b"wei"),
+}
+
+
+@pytest.mark.parametrize("said", TEARING)
+def test_a_torn_step_is_skipped(tmp_path: Path, said: str) -> None:
+    """The latest whole step is found, with one line that says what is wrong with a later one; it can be saved anew."""
+    whole(tmp_path, 9)
+    TEARING[said](whole(tmp_path, 10))
+    lines: list[str] = []
+    found = of_steps.newest(tmp_path, lines.append)
+    assert found is not None and (found[0].name, found[1].samples) == ("step-00000009", 72)
+    assert len(lines) == 1 and said in lines[0] and "step-00000010 is skipped" in lines[0]
+    whole(tmp_path, 10)
+    assert of_steps.newest(tmp_path, lines.append) == (
+        tmp_path / "step-00000010",
+        of_steps.describe(tmp_path / "step-00000010"),
+    )
+    assert len(lines) == 1
+
+
+def test_nothing_to_load(tmp_path: Path) -> None:
+    """A folder that is not there, is empty or has an attempt alone has no step."""
+    assert of_steps.newest(tmp_path / "none", print) is None
+    of_steps.begin(tmp_path, 3)
+    assert of_steps.newest(tmp_path, print) is None
+
+
+def test_what_an_attempt_left_is_removed(tmp_path: Path) -> None:
+    """A file that a killed attempt left in the unfinished folder is not in the step that the next one saves."""
+    of_steps.begin(tmp_path, 3)
+    (of_steps.unfinished(tmp_path, 3) / "old").write_text("half")
+    assert sorted(path.name for path in whole(tmp_path, 3).iterdir()) == ["checkpoint.json", "dcp"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_a_whole_step_is_not_replaced(tmp_path: Path) -> None:
+    """Saving a step that is there already is refused, and so is one below 0."""
+    whole(tmp_path, 3)
+    with pytest.raises(RequestError, match="step-00000003 is there already: load it"):
+        of_steps.begin(tmp_path, 3)
+    with pytest.raises(RequestError, match="step -1, expected 0 or more"):
+        of_steps.begin(tmp_path, -1)
+
+
+def test_old_ones_go_after_the_new_one_is_whole(tmp_path: Path) -> None:
+    """keep=2 leaves the two newest whole steps: a torn one does not count, and goes when it is older than they."""
+    for step in (1, 2, 3, 4, 100_000_000):
+        whole(tmp_path, step)
+    for step in (2, 4):
+        (of_steps.describe(tmp_path / of_steps.name(step)), (tmp_path / of_steps.name(step) / "dcp/file").unlink())
+    of_steps.prune(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004", "step-100000000"]
+    of_steps.prune(tmp_path, 5)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_folder_that_nodes_do_not_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that another rank wrote and rank 0 does not see is an error, and no step."""
+    monkeypatch.setattr(of_steps, "VISIBLE_S", 0.1)
+    of_steps.begin(tmp_path, 3)
+    description = Description(3, 24, "torch", 2, {}, 2, 0, files={"dcp/__1_0.distcp": 5})
+    with pytest.raises(CheckpointError, match=r"1 of 1 files, as dcp/__1_0.distcp, .* a folder that all nodes share"):
+        of_steps.publish(of_steps.unfinished(tmp_path, 3), description)
+    assert of_steps.newest(tmp_path, print) is None
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 6 MB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def two_ranks(code: str, folder: Path, **env: str) -> list[tuple[Any, str]]:
+    """What `code` put into `found` on each of 2 ranks, and what each printed."""
+    begin = """
+        import json, os, shutil, sys
+        from pathlib import Path
+        import torch, hpcinit
+        from hpcinit.facts.layout import Layout
+        from hpcinit.facts.spec import Training
+        from hpcinit.runtime import checkpoint
+        from tests.runtime.checkpointing import Program, zero
+        run, found = hpcinit.init(deepspeed=True), {}
+        ddp, plain = Training("ddp"), Layout()
+        def error(work):
+            try:
+                return repr(work())
+            except hpcinit.HpcinitError as error:
+                return f"{type(error).__name__}: {error}"
+        def names(folder):
+            torch.distributed.barrier()
+            seen = sorted(path.name for path in folder.iterdir())
+            torch.distributed.barrier()
+            return seen
+    """
+    with ranks(begin + code + "\n        print(json.dumps(found))\n", 2, folder, OMP_NUM_THREADS="1", **env) as started:
+        ended = [rank.end() for rank in started]
+    assert [status for status, _ in ended] == [0, 0], ended
+    return [(json.loads(output.splitlines()[-1]), output) for _, output in ended]
+
+
+@pytest.mark.slurm  # as the clusters, it needs root and the right to mount
+def test_a_full_disk(small: Path, tmp_path: Path) -> None:
+    """On a full disk every rank raises, in both formats, and says how much is free and what is left to load; nothing
+    stays of the step, the one before can be loaded, and with room again the next can be saved."""
+    code = """
+        for name, training in {"ddp": ddp, "zero 1": zero(1), "zero 3": zero(3)}.items():
+            folder, ballast = Path(os.environ["SMALL"], name), Path(os.environ["SMALL"], f"ballast-{run.rank}")
+            program = Program(run, plain, training)
+            losses = program.steps(1)
+            program.save(folder, 1)
+            torch.distributed.barrier()
+            try:
+                with ballast.open("wb", buffering=0) as stream:
+                    while True:
+                        stream.write(bytes(4096))
+            except OSError:
+                torch.distributed.barrier()
+            if run.rank == 0:
+                os.truncate(ballast, ballast.stat().st_size - 200_000)  # enough to begin with
+            refused = [error(lambda: program.save(folder, 2)), names(folder)]
+            ballast.unlink()
+            torch.distributed.barrier()
+            old = Program(run, plain, training)
+            loaded = [old.load(folder).step, old.save(folder, 3).name]
+            found[name] = [refused, loaded, names(folder)]
+            torch.distributed.barrier()
+            if run.rank == 0:
+                shutil.rmtree(folder)
+            torch.distributed.barrier()
+    """
+    for found, output in two_ranks(code, tmp_path, SMALL=str(small)):
+        print(found)
+        assert set(found) == {"ddp", "zero 1", "zero 3"}
+        for name, ((refused, after), loaded, at_last) in found.items():
+            assert refused.startswith(f"CheckpointError: step 2 was not saved in {small / name}: rank "), output
+            assert refused.endswith("; 0.0 GB are free there; step-00000001 is the newest")
+            assert after == ["step-00000001"]
+            assert loaded == [1, "step-00000003"]
+            assert at_last == ["step-00000001", "step-00000003"]
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    """Every rank raises the same, whichever of them it concerns, and what was there stays as it was."""
+    code = """
+        folder = Path(os.environ["FOLDER"])
+        program = Program(run, plain, ddp)
+        found["nothing"] = error(lambda: checkpoint.load(program.wrapped, folder, layout=program.layout))
+        program.steps(1)
+        program.save(folder, 1)
+        found["twice"] = error(lambda: program.save(folder, 1))
+        found["keep"] = error(lambda: program.save(folder, 2, keep=0))
+        found["loader"] = error(lambda: program.save(folder, 2, loader=[1, 2]))
+        found["extra"] = error(lambda: program.save(folder, 2, extra={"a": Path("b")}))
+        class Bad:
+            def state_dict(self):
+                if run.rank == 1:
+                    raise OSError("no state")
+                return {}
+            def load_state_dict(self, state_dict):
+                raise AssertionError
+        found["one rank"] = error(lambda: program.save(folder, 2, loader=Bad()))
+        loss = program.wrapped(torch.zeros(8, 16, dtype=torch.long)).sum()
+        program.wrapped.backward(loss)
+        found["within"] = error(lambda: program.save(folder, 2))
+        found["another model"] = error(lambda: Program(run, plain, ddp, width=16).load(folder))
+        engine = Program(run, plain, zero(3))
+        found["torch's"] = error(lambda: engine.load(folder))
+        engine.steps(1)
+        engine.save(folder / "3", 1)
+        found["deepspeed's"] = error(lambda: program.load(folder / "3"))
+        found["stage"] = error(lambda: Program(run, plain, zero(1)).load(folder / "3"))
+        said = folder / "3/step-00000001/checkpoint.json"
+        written = json.loads(said.read_text())
+        for broken in sorted(said.parent.glob("deepspeed/*optim_states.pt"))[:1]:
+            torch.distributed.barrier()
+            if run.rank == 0:
+                broken.write_bytes(bytes(broken.stat().st_size))
+                said.write_text(json.dumps(written | {"world_size": 4}))
+            torch.distributed.barrier()
+        found["converter"] = error(lambda: Program(run, plain, zero(3)).load(folder / "3"))
+        found["names"] = [names(folder), names(said.parent)]
+    """
+    (zero, printed), (one, _) = two_ranks(code, tmp_path, FOLDER=str(tmp_path / "checkpoints"))
+    print(json.dumps(zero, indent=1))
+    assert zero == one
+    expected = {
+        "nothing": "None",
+        "twice": "RequestError: {folder}/step-00000001 is there already: load it and go on from there",
+        "keep": "RequestError: keep is 0, expected 1 or more",
+        "loader": "RequestError: loader is a list, which cannot tell its place",
+        "extra": "RequestError: extra holds more than numbers, text, lists, dicts and tensors",
+        "one rank": "CheckpointError: step 2 was not saved in {folder}: rank 1 on ",
+        "within": "RequestError: save() within an accumulation",
+        "another model": "CheckpointError: {folder}/step-00000001 does not fit this model and optimizer: rank 0: ",
+        "torch's": "RequestError: {folder}/step-00000001 was written with parallel.wrap=ddp or fsdp, and this is deepspeed",
+        "deepspeed's": "RequestError: {folder}/3/step-00000001 was written with parallel.wrap=deepspeed, and this is ddp",
+        "stage": "RequestError: the checkpoint of step 1 was written with deepspeed.zero_stage 3, and it is 1",
+        "converter": "CheckpointError: rank 0 on ",
+    }
+    for name, begin in expected.items():
+        assert zero[name].startswith(begin.format(folder=tmp_path / "checkpoints")), (name, zero[name])
+    assert "OSError: no state" in zero["one rank"] and zero["one rank"].endswith("; step-00000001 is the newest")
+    assert "GLOBAL pathlib.PosixPath was not an allowed global" in zero["extra"]
+    assert "ds_to_universal ended with 1 for " in zero["converter"]
+    assert zero["names"][0] == ["3", "step-00000001"]
+    assert "universal" not in " ".join(zero["names"][1])
+    assert "step-00000001 was written by 4 ranks: made universal for 2, once" in printed
