@@ -40,6 +40,23 @@ def test_the_loss_goes_down_on_two_nodes(tmp_path: Path) -> None:
     assert float(last) < float(first) - 0.1
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["ranks_per_node=4", "parallel=ulysses", "parallel.tp=2", "activation_checkpointing=full"],
+        ["ranks_per_node=2", "parallel=zero3", "batch.accumulation=2", "gradient_clip=1"],
+    ],
+    ids=["sequence and tensor parallel", "deepspeed"],
+)
+def test_the_config_alone_makes_another_parallelism_of_it(tmp_path: Path, words: list[str]) -> None:
+    """Sequence x tensor parallelism with FSDP, and ZeRO 3, learn with no change to the program."""
+    done = submit(tmp_path, "nodes=1", "job=train_gpt", f"job.args={[*SMALL, '--heads=4']}", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, last, steps, _ = RESULT.findall(done.stdout)[-1]
+    assert steps == "8" and float(last) < float(first) - 0.1
+    assert "--- it writes:\ndef " in done.stdout
+
+
 def test_the_same_command_gives_the_same_losses(tmp_path: Path) -> None:
     """Two runs on 2 ranks print the same losses at every step and the same text."""
     args = f"job.args={[*SMALL, '--eval-every', '1']}"

@@ -1,9 +1,10 @@
-"""The demo: a small character-level GPT, trained data-parallel on the source of Python's standard library.
+"""The demo: a small character-level GPT, trained on the source of Python's standard library.
 
     hpcinit submit nodes=2 ranks_per_node=2 job=train_gpt wait=true
+    hpcinit submit nodes=2 ranks_per_node=2 job=train_gpt wait=true parallel=fsdp
 
-What is particular to training on several ranks stands in `train`: the session, DistributedDataParallel,
-batches of its own for each rank, and numbers that are averaged before rank 0 prints them.
+What is particular to training on several ranks stands in `train`: the session, run.wrap, batches of its own for each
+share of the data, and numbers that are averaged before rank 0 prints them.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
-from torch.nn.parallel import DistributedDataParallel
 
 import hpcinit
 
@@ -97,11 +98,13 @@ TENSOR_PARALLEL: dict[str, ParallelStyle] = {
 }
 
 
-def loss_at(model: nn.Module, text: Tensor, starts: Tensor, context: int, device: torch.device) -> Tensor:
-    """The mean loss over the pieces of `text` that begin at `starts`."""
-    pieces = text[starts[:, None] + torch.arange(context + 1)].long().to(device)
-    logits = model(pieces[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1), pieces[:, 1:].flatten())
+def loss_at(run: hpcinit.Runtime, model: Callable[..., Tensor], text: Tensor, starts: Tensor, context: int) -> Tensor:
+    """The mean loss over the pieces of `text` that begin at `starts`, of their part that is this rank's."""
+    pieces = text[starts[:, None] + torch.arange(context + 1)].long().to(run.device)
+    tokens, targets = run.shard_sequence(pieces[:, :-1], pieces[:, 1:])
+    (positions,) = run.shard_sequence(torch.arange(context, device=run.device), dim=0)
+    logits = model(tokens, positions)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def mean_over_ranks(value: Tensor) -> float:
@@ -123,18 +126,18 @@ def same_on_all_ranks(value: Tensor) -> bool:
 
 def checksum(model: nn.Module) -> Tensor:
     """A whole number made of the bits of all parameters: rounding cannot hide a difference."""
-    return torch.stack([p.detach().view(torch.int32).sum() for p in model.parameters()]).sum()
+    whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
+    return torch.stack([p.detach().float().view(torch.int32).sum() for p in whole]).sum()
 
 
 @torch.no_grad()
-def sample(model: GPT, prompt: str, length: int, seed: int) -> str:
+def sample(run: hpcinit.Runtime, model: GPT, prompt: str, length: int) -> str:
     """`prompt` and what the model writes after it."""
-    device = model.head.weight.device
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.tensor([[VOCABULARY.index(byte) for byte in prompt.encode()]], device=device)
+    generator = torch.Generator().manual_seed(run.seed)
+    tokens = torch.tensor([[VOCABULARY.index(byte) for byte in prompt.encode()]], device=run.device)
     for _ in range(length):
-        likely = F.softmax(model(tokens[:, -model.context :])[0, -1] / 0.8, dim=-1).cpu()
-        chosen = torch.multinomial(likely, 1, generator=generator).to(device)
+        likely = F.softmax(model(tokens[:, -model.context :])[0, -1].float() / 0.8, dim=-1).cpu()
+        chosen = torch.multinomial(likely, 1, generator=generator).to(run.device)
         tokens = torch.cat([tokens, chosen[None]], dim=1)
     return bytes(VOCABULARY[token] for token in tokens[0].tolist()).decode()
 
@@ -149,46 +152,50 @@ def read_text(run: hpcinit.Runtime, folder: Path) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def evaluate(run: hpcinit.Runtime, gpt: GPT, text: Tensor) -> float:
-    """The mean loss on pieces spread over `text`; every rank does its share of them."""
-    starts = torch.linspace(0, len(text) - gpt.context - 1, EVAL_PIECES * run.world_size).long()
-    return mean_over_ranks(loss_at(gpt, text, starts[run.rank :: run.world_size], gpt.context, run.device))
+def evaluate(run: hpcinit.Runtime, model: Callable[..., Tensor], text: Tensor, context: int) -> float:
+    """The mean loss on pieces spread over `text`; every share of the data has its own."""
+    shares = run.layout.data_parallel
+    starts = torch.linspace(0, len(text) - context - 1, EVAL_PIECES * shares).long()
+    return mean_over_ranks(loss_at(run, model, text, starts[run.data_rank :: shares], context))
 
 
 def train(run: hpcinit.Runtime, options: argparse.Namespace) -> None:
     """Train, print as rank 0, and end with a message and exit status 1 if nothing was learnt."""
     text, held_out = read_text(run, Path(sysconfig.get_path("stdlib")))
-    # The session has seeded every rank alike, so all begin with the same weights.
-    gpt = GPT(options.context, options.width, options.layers, options.heads).to(run.device)
-    # Averages the gradients over the ranks while the backward pass still runs.
-    model = DistributedDataParallel(gpt) if run.world_size > 1 else gpt
-    optimizer = torch.optim.AdamW(gpt.parameters(), lr=options.lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_and_cosine(options.steps))
+    gpt = GPT(options.context, options.width, options.layers, options.heads)
+    size = sum(parameter.numel() for parameter in gpt.parameters())
+    # DDP, FSDP or DeepSpeed, over the ranks as the config divides them: parallel=fsdp, parallel.tp=2, ...
+    wrapped = run.wrap(
+        gpt,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=options.lr),
+        tp_plan=TENSOR_PARALLEL if run.layout.tp > 1 else None,
+    )
+    rate = warm_up_and_cosine(options.steps)
     # Batches must differ between the ranks that see different data: a generator that is this data share's own.
     generator = run.loader_options()["generator"]
-    tokens = run.world_size * options.micro_batch * options.context
+    tokens = run.batch.data_parallel * run.batch.accumulation * options.micro_batch * options.context
     if run.rank == 0:
-        size = sum(parameter.numel() for parameter in gpt.parameters())
         print(f"{size:,} parameters, {len(text):,} characters of text, {tokens:,} of them a step", flush=True)
 
     losses: list[float] = []
     began = time.monotonic()
     for step in range(1, options.steps + 1):
-        starts = torch.randint(len(text) - options.context, (options.micro_batch,), generator=generator)
-        loss = loss_at(model, text, starts, options.context, run.device)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        mean = mean_over_ranks(loss)
+        for group in wrapped.optimizer.param_groups if wrapped.optimizer else ():
+            group["lr"] = options.lr * rate(step - 1)
+        passes = []
+        for _ in range(run.batch.accumulation):
+            starts = torch.randint(len(text) - options.context, (options.micro_batch,), generator=generator)
+            passes.append(loss_at(run, wrapped, text, starts, options.context))
+            wrapped.backward(passes[-1])
+            wrapped.step()  # the optimizer's step after the last of them
+        mean = mean_over_ranks(torch.stack(passes).mean())
         losses.append(mean)
         if not math.isfinite(mean):
             raise SystemExit(f"the loss is {mean} at step {step}; try a smaller --lr than {options.lr:g}")
         run.progress(step, options.steps, loss=mean)
         if step in {1, options.steps} or step % options.eval_every == 0:
             speed = step * tokens / (time.monotonic() - began)
-            unseen = evaluate(run, gpt, held_out)
+            unseen = evaluate(run, wrapped, held_out, options.context)
             if run.rank == 0:
                 line = f"step {step:4d}  loss {mean:.3f}  held-out {unseen:.3f}  {speed:,.0f} tokens/s"
                 print(line, flush=True)
@@ -205,9 +212,12 @@ def finish(run: hpcinit.Runtime, gpt: GPT, losses: list[float], unseen: float) -
     """Check what came of it; the last line of rank 0 is the result."""
     if not same_on_all_ranks(checksum(gpt)):
         raise SystemExit("the parameters differ between the ranks after training")
+    # Where a rank holds a part of the model only, all have to take part in what it writes.
+    alone = run.training.wrap == "ddp" and run.layout.tp == 1
+    written = "" if alone and run.rank else sample(run, gpt, "def ", 200)
     result = f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in {len(losses)} steps, held-out {unseen:.2f}"
     if run.rank == 0:
-        print(f"--- it writes:\n{sample(gpt, 'def ', 200, run.seed)}\n---\n{result}", flush=True)
+        print(f"--- it writes:\n{written}\n---\n{result}", flush=True)
     if losses[-1] >= losses[0]:
         raise SystemExit(f"the loss did not go down: {result}")
 

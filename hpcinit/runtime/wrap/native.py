@@ -38,7 +38,7 @@ def wrap(
 ) -> Wrapped:
     """Raises RequestError."""
     sharded = training.wrap == "fsdp" or layout.tp > 1
-    _check_fp16(training, device, sharded)
+    _check_precision(training, device, sharded)
     param, reduce = DTYPES[training.precision.param], DTYPES[training.precision.reduce]
     start.same_on_all_ranks(model, device)
     forward: Callable[..., Any] = model
@@ -68,7 +68,11 @@ def _groups(model: nn.Module) -> list[Any]:
     return groups[0] if len(groups) == 1 else [{"params": group} for group in groups]
 
 
-def _check_fp16(training: Training, device: torch.device, sharded: bool) -> None:
+def _check_precision(training: Training, device: torch.device, sharded: bool) -> None:
+    if training.precision.reduce == "bf16" and device.type == "cpu" and not sharded:
+        raise RequestError(
+            "precision.reduce is bf16 with parallel.wrap=ddp on a CPU, where torch's DDP cannot: precision.reduce=fp32"
+        )
     if training.precision.param != "fp16":
         return
     if device.type == "cpu" or sharded:
