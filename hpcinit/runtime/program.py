@@ -103,8 +103,6 @@ def _python(program: Program, world: World) -> int:
         if status != 0:
             rendezvous.leave(f"exit status {status}")
         return status
-    except KeyboardInterrupt:
-        return 130
     except HpcinitError as error:
         # The message says it all; where it was raised from stands in the record.
         print(f"hpcinit: error: {error}", file=sys.stderr, flush=True)
@@ -115,7 +113,7 @@ def _python(program: Program, world: World) -> int:
         _print(error)
         record(error, world)
         rendezvous.leave("".join(traceback.format_exception_only(error)).strip())
-        return 1
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 

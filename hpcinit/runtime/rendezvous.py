@@ -95,6 +95,7 @@ def leave(error: str = "") -> None:
         meeting, _current = _current, None
         if error:
             meeting.fail(error)
+            meeting.tell_the_late()
         meeting.close()
 
 

@@ -32,6 +32,9 @@ def main(argv: Sequence[str]) -> int:
     """argv: as for `hpcinit submit`, and --json. Raises RequestError."""
     if "--" in argv:
         raise RequestError("-- and a program: plan runs none, leave it out; hpcinit submit takes it")
+    if {"-h", "--help"} & set(argv):
+        print(f"{__doc__}\nArguments as for hpcinit submit, whose --help shows every key; --json for programs.")
+        return 0
     as_json = "--json" in argv
     return compose.main(
         [word for word in argv if word != "--json"], _check, lambda requests: _show_all(requests, as_json)

@@ -379,3 +379,42 @@ def test_a_door_that_is_slow_to_welcome_loses_nobody(world: World, monkeypatch: 
     assert opened.failure == ""
     guest.close()
     opened.close()
+
+
+def test_who_comes_after_a_failure_is_told(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 fails before anybody has come: it waits a moment, and each rank that comes hears of it at once."""
+    opened = door(world)
+    opened.fail("no such script")
+    leaving = threading.Thread(target=lambda: (opened.tell_the_late(), opened.close()))
+    began = time.monotonic()
+    leaving.start()
+    for rank in (1, 2):
+        guest = visit(world, rank)
+        with pytest.raises(BringUpError, match=r"rank 0 .*no such script"):
+            guest.wait_for_all(time.monotonic() + 20, 10)
+        guest.close()
+    leaving.join(10)
+    assert not leaving.is_alive() and time.monotonic() - began < 10, "all have come: nobody is waited for"
+    assert "for those who come now: rank 0" in capsys.readouterr().err
+
+
+def test_no_second_wait_for_who_never_came(world: World) -> None:
+    """After a start-up that has waited to its deadline, rank 0 does not wait once more."""
+    opened = door(world)
+    with pytest.raises(BringUpError, match="never arrived"):
+        opened.wait_for_all(time.monotonic() + 0.1, 10)
+    began = time.monotonic()
+    opened.tell_the_late()
+    assert time.monotonic() - began < 5
+    opened.close()
+
+
+def test_rank_0_that_is_done_keeps_nobody_waiting_in_init(world: World) -> None:
+    """Rank 0's program ends without init: a rank that is in init is told so, not held until the deadline."""
+    opened = door(replace(world, world_size=2, hosts=("a", "b")))
+    guest = visit(world, 1)
+    guest.tell("imported")
+    opened.close()
+    with pytest.raises(BringUpError, match=r"rank 0 on .* has ended its part .* does every rank"):
+        guest.wait_for_store(time.monotonic() + 20, 10)
+    guest.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from hpcinit.runtime.meeting.callers import Caller, Callers
 from hpcinit.runtime.meeting.knocking import Claim
 from hpcinit.runtime.meeting.party import Party
 from hpcinit.runtime.meeting.roll import Guest, Roll
+
+LATE_S = 15.0  # ranks that come so long after a failure are told of it: Slurm starts its tasks within seconds
 
 
 class Door(Party):
@@ -29,7 +32,7 @@ class Door(Party):
         self.roll.guests[0] = Guest(0, **card.identity())
         self._inside: list[Caller] = []  # the ranks that were let in; changed and walked under _changed
         self._claim = Claim(0, key, job, made_of)
-        self._said_store = self._closing = False
+        self._said_store = self._closing = self._waited_long = False
         listening.allow_many_files(world.world_size)
         listener, self.program_port = listening.open_door(address, world.master_ports, self._claim)
         self.address = self.own_address = str(listener.getsockname()[0])
@@ -70,6 +73,18 @@ class Door(Party):
                 guest.error, guest.gone = error[: wire.LONGEST_ERROR], True
                 self._fail(self.roll.lost())
 
+    def tell_the_late(self) -> None:
+        deadline = time.monotonic() + LATE_S
+        with self._changed:
+            if not self.failure or self._waited_long or self._all_have_been_here():
+                return
+            print(f"hpcinit: up to {LATE_S:g} s for those who come now: {self.failure}", file=sys.stderr, flush=True)
+            while not self._all_have_been_here() and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+
+    def _all_have_been_here(self) -> bool:
+        return len(self.roll.guests) >= self.roll.world_size
+
     def close(self) -> None:
         with self._changed:
             self._close()
@@ -88,6 +103,7 @@ class Door(Party):
 
     def _too_late(self, phase: str) -> str:
         with self._changed:
+            self._waited_long = True
             self._fail(self.missing(phase))
             return self.failure
 
@@ -147,6 +163,8 @@ class Door(Party):
         caller.guest = self.roll.guests[guest.rank] = guest
         self._inside.append(caller)
         caller.send({"welcome": self.program_port})
+        if self.failure:
+            caller.send({"failed": self.failure})
         if different := card.differences(self._claim.made_of, made_of):
             self._fail(f"rank {guest.rank} on {guest.host} is not made like rank 0: {', '.join(different)}")
 

@@ -41,6 +41,10 @@ class Party(ABC):
         """This rank raised: tell all others why. This rank knows."""
 
     @abstractmethod
+    def tell_the_late(self) -> None:
+        """After fail(): give those who have not come yet a moment to hear of it. Rank 0 alone has something to do."""
+
+    @abstractmethod
     def close(self) -> None:
         """Leave in peace: nobody takes it for a death."""
 

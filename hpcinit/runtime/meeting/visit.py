@@ -73,6 +73,15 @@ class Visit(Party):
     def tell(self, phase: str) -> None:
         self._send({"phase": phase})
 
+    def wait_for_store(self, deadline: float, every_s: float) -> int:
+        self._wait(lambda: self._store_is_told() or self._closed, "imported", deadline, every_s)
+        if not self._store_is_told():
+            raise BringUpError(
+                f"rank 0 on {self._world.master_addr} has ended its part in the start-up, and rank {self._world.rank} "
+                "is in init: does every rank of the program call hpcinit.init()?"
+            )
+        return super().wait_for_store(deadline, every_s)
+
     def missing(self, phase: str) -> str:
         """Asks rank 0; '' if it does not answer."""
         self._send({"who": phase})
@@ -92,6 +101,9 @@ class Visit(Party):
 
     def fail(self, error: str) -> None:
         self._send({"error": error[: wire.LONGEST_ERROR]})
+
+    def tell_the_late(self) -> None:
+        """They come to rank 0."""
 
     def close(self) -> None:
         self._closed = True  # nor does this rank take rank 0's leave for a death
