@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from hpcinit.config import training
+from hpcinit.config import program, training
 from hpcinit.config.schema import Config
 from hpcinit.facts import hosts, quoting
 from hpcinit.facts.deepspeed_options import OFFLOAD, OPTIMIZERS
@@ -15,6 +17,7 @@ from hpcinit.facts.layout import CP_KINDS
 from hpcinit.facts.spec import CHECKPOINTING, DEVICE_ID, PARAM, REDUCE, SEED_BY, WRAPS
 from hpcinit.facts.timeouts import TimeoutLaw
 
+T = TypeVar("T")
 CHOICES = {
     "cluster.engine": ("slurm", "local"),
     "cluster.gpu_flag": ("gpus-per-node", "gres", None),
@@ -35,7 +38,10 @@ AT_LEAST_ONE = (
     *("nodes", "ranks_per_node", "cpus_per_rank", "time_min", "cluster.time_min", "cluster.cpus_per_node"),
     *("model.params", "model.layers", "model.hidden", "model.heads", "model.sequence"),
 )
-AT_LEAST_ZERO = ("cluster.gpus_per_node", "mem_gb", "cluster.mem_gb", "launch.wait_s", "seed", "gradient_clip")
+AT_LEAST_ZERO = (
+    *("cluster.gpus_per_node", "mem_gb", "cluster.mem_gb", "cluster.mem_gb_per_rank"),
+    *("launch.wait_s", "seed", "gradient_clip"),
+)
 MORE_THAN_ZERO = ("comm.collective_timeout_s", "comm.timeout_base_s", "comm.timeout_max_s", "cluster.gpu_mem_gb")
 MOST_SEED = 2**63 - 1  # what torch.manual_seed takes
 # Texts that become an option or a path: '' is no value for one, as null is.
@@ -74,7 +80,10 @@ OWNED = {
 def problems(config: Config) -> list[str]:
     """One complete message per problem; empty if the request can be rendered."""
     found: list[str] = []
-    for check in (_choices, _numbers, _more_numbers, _names, _texts, _extra_options, _program, _partition, _gpus):
+    for check in (
+        *(_choices, _finite, _numbers, _more_numbers, _names, _texts),
+        *(_extra_options, program.problems, _partition, _gpus),
+    ):
         found.extend(check(config))
     if not found:  # arithmetic on numbers that are wrong by themselves only adds noise
         found.extend(_arithmetic(config))
@@ -98,6 +107,12 @@ def _choices(config: Config) -> Iterator[str]:
         if value not in choices:
             names = ", ".join("null" if c is None else c for c in choices)
             yield f"{key} is {value!r}, expected one of: {names}"
+
+
+def _finite(config: Config) -> Iterator[str]:
+    for key, value in _leaves("", config, float):
+        if not math.isfinite(value):
+            yield f"{key} is {value}, expected a finite number"
 
 
 def _numbers(config: Config) -> Iterator[str]:
@@ -141,7 +156,7 @@ def _texts(config: Config) -> Iterator[str]:
         for item in _get(config, key):  # type: ignore[attr-defined]
             if not isinstance(item, str):
                 yield f"{key} has {item!r}, expected a list of texts; quote an item that has brackets or ': ' in it"
-    for key, text in _leaves("", config):
+    for key, text in _leaves("", config, str):
         if key == "name" or key.startswith("deepspeed."):  # has its own, stricter rule; travels in spec.json only
             continue
         if key.startswith(("job.args", "job.script", "job.module", "job.command", "cluster.setup")):
@@ -155,19 +170,19 @@ def _texts(config: Config) -> Iterator[str]:
             yield f"{key} means the folder {path!r}: its name {reason}, which sbatch would misread; use another folder"
 
 
-def _leaves(prefix: str, value: object) -> Iterator[tuple[str, str]]:
-    if isinstance(value, str):
+def _leaves(prefix: str, value: object, kind: type[T]) -> Iterator[tuple[str, T]]:
+    if isinstance(value, kind):
         yield prefix, value
     elif is_dataclass(value):
         for item in fields(value):
-            yield from _leaves(f"{prefix}.{item.name}".lstrip("."), getattr(value, item.name))
+            yield from _leaves(f"{prefix}.{item.name}".lstrip("."), getattr(value, item.name), kind)
     elif isinstance(value, dict):
         for name, item in value.items():
-            yield from _leaves(f"{prefix}.{name}", str(name))
-            yield from _leaves(f"{prefix}.{name}", item)
+            yield from _leaves(f"{prefix}.{name}", str(name), kind)
+            yield from _leaves(f"{prefix}.{name}", item, kind)
     elif isinstance(value, list):
         for item in value:
-            yield from _leaves(prefix, item)
+            yield from _leaves(prefix, item, kind)
 
 
 def _extra_options(config: Config) -> Iterator[str]:
@@ -182,22 +197,6 @@ def _extra_options(config: Config) -> Iterator[str]:
                 yield f"{key} has {option!r}, expected the long name of an option without its dashes, as in mail-type"
             elif isinstance(value, (list, dict)):
                 yield f"{key}.{option} is {value!r}, expected one value"
-
-
-def _program(config: Config) -> Iterator[str]:
-    job = config.job
-    given = [name for name in ("script", "module", "command") if getattr(job, name)]
-    if len(given) != 1:
-        yield (
-            f"job has {' and '.join(given) or 'none of script, module, command'}, expected exactly one: choose "
-            "job=NAME, or put the program after --, as in: hpcinit submit nodes=2 -- train.py"
-        )
-        return
-    workdir = Path(job.workdir or ".").expanduser()
-    if not workdir.is_dir():
-        yield f"job.workdir is {str(workdir)!r}, expected a folder that exists"
-    elif job.script and not (workdir / job.script).is_file():
-        yield f"job.script is {job.script!r}, expected a file: {(workdir / job.script).absolute()} does not exist"
 
 
 def _partition(config: Config) -> Iterator[str]:

@@ -96,8 +96,15 @@ def test_every_shipped_parallelism_is_right(choice: str) -> None:
         (["activation_checkpointing=some"], "activation_checkpointing is 'some', expected one of: none, full"),
         (["gradient_clip=-1"], "gradient_clip is -1.0, expected 0 or more"),
         (["model.heads=0"], "model.heads is 0, expected 1 or more"),
+        (["cluster.gpu_mem_gb=-1"], "cluster.gpu_mem_gb is -1, expected more than 0"),
+        (["cluster.mem_gb_per_rank=-1"], "cluster.mem_gb_per_rank is -1.0, expected 0 or more"),
+        (["mem_gb=inf"], "mem_gb is inf, expected a finite number"),
+        (["model.params=nan"], "model.params is nan, expected a finite number"),
         (["cluster.gpu_mem_gb=0"], "cluster.gpu_mem_gb is 0, expected more than 0"),
         (["batch.micro=0"], "batch.micro is 0, expected 1 or more"),
+        (["batch.global=0"], "batch.global is 0, expected 1 or more"),
+        (["batch.accumulation=0"], "batch.accumulation is 0, expected 1 or more"),
+        (["nodes=2", "batch.micro=3", "batch.global=7"], "batch.global 7 is not a multiple of micro 3 x data parallel 2 = 6; nearest that work: batch.global=6 or 12"),
         (["nodes=8", "batch.global=63"], "batch.global 63 is not a multiple of accumulation 1 x data parallel 8 = 8; nearest that work: batch.global=56 or 64"),
         (["nodes=8", "batch.micro=2", "batch.accumulation=2", "batch.global=40"], "micro 2 x accumulation 2 x data parallel 8 = 32: give two of the three, or batch.global=32"),
         (["nodes=4", "parallel.wrap=fsdp"], "parallel.wrap is fsdp with dp_replicate 4 and dp_shard 1: nothing would be divided; parallel=fsdp,"),
@@ -105,6 +112,9 @@ def test_every_shipped_parallelism_is_right(choice: str) -> None:
         (["nodes=4", "parallel=zero3", "parallel.dp_replicate=2"], "deepspeed with dp_replicate 2 and dp_shard 2: ZeRO divides over all data parallel ranks"),
         (["deepspeed.zero_stage=2"], "deepspeed.zero_stage is 2, but parallel.wrap is ddp: parallel=zero2, or take it out"),
         (["+deepspeed.ds_config.steps_per_print=1"], "but parallel.wrap is ddp: parallel.wrap=deepspeed, or take it out"),
+        (["parallel=zero1", "deepspeed.zero_stage=9"], "deepspeed.zero_stage is 9, expected one of: 0, 1, 2, 3"),
+        (["parallel=zero3", "deepspeed.offload_param=foo"], "deepspeed.offload_param is 'foo', expected one of: none, cpu, nvme"),
+        (["parallel=zero3", "deepspeed.offload_optimizer=disk"], "deepspeed.offload_optimizer is 'disk', expected one of: none, cpu, nvme"),
         (["deepspeed.optimizer=sgd"], "deepspeed.optimizer is 'sgd', expected one of: none, adamw"),
         (["parallel=zero2", "deepspeed.offload_param=cpu"], "deepspeed.offload_param is cpu with deepspeed.zero_stage 2, and DeepSpeed does so in stage 3 only"),
         (["parallel=zero3", "nodes=4", "deepspeed.hpz=3"], "deepspeed.hpz is 3, expected a divisor of the 4 ranks"),
@@ -124,6 +134,32 @@ def test_refused_with_the_key_to_change(overrides: list[str], message: str) -> N
     """Each wrong request is refused by exactly one message that names the key."""
     (problem,) = found(*overrides)
     assert message in problem
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("./nothere", "/work/nothere does not exist"),
+        (".", "/work is a folder"),
+        ("/etc", "/etc is a folder"),
+        ("./plain", "/work/plain may not be executed; chmod +x it, or name what runs it, as in: -- bash ./plain"),
+    ],
+)
+def test_a_command_that_is_no_program(tmp_path: Path, command: str, why: str) -> None:
+    """A command that is a path, counted from job.workdir, is refused unless it is a file that may be executed."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work/plain").write_text("true\n")
+    (problem,) = found("job=program", f"job.command={command}", "name=x", "job.workdir=work")
+    assert problem.startswith(f"job.command is {command!r}, expected an executable file: /") and problem.endswith(why)
+
+
+def test_commands_that_may_be_there(tmp_path: Path) -> None:
+    """A file that may be executed passes, and so does a bare name: the PATH of the nodes may be another."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work/go").write_text("true\n")
+    (tmp_path / "work/go").chmod(0o755)
+    for command in ("./go", str(tmp_path / "work/go"), "of-the-nodes-only"):
+        assert found("job=program", f"job.command={command}", "name=x", "job.workdir=work") == []
 
 
 def test_the_installed_deepspeed_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

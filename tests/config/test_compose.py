@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hpcinit.config.compose import compose, folder, main
 from hpcinit.config.request import Request
+from hpcinit.config.schema import Cluster, Partition
 from hpcinit.facts.errors import ConfigError
 
 
@@ -36,6 +39,15 @@ def test_defaults_are_the_local_machine_and_the_smoke_test() -> None:
 def test_every_shipped_cluster_composes(cluster: str) -> None:
     """Each cluster in conf/ passes the schema and calls itself by its file's name."""
     assert compose([f"cluster={cluster}"]).cluster.name == cluster
+
+
+def test_the_example_has_every_key_of_a_cluster() -> None:
+    """conf/cluster/example.yaml, which is there to be copied, has each key of a cluster and of a partition, and no other."""
+    example = yaml.safe_load((folder() / "cluster/example.yaml").read_text())
+    assert set(example) == {each.name for each in fields(Cluster)}
+    assert all(
+        set(partition) == {each.name for each in fields(Partition)} for partition in example["partitions"].values()
+    )
 
 
 def test_what_the_command_line_does_not_say_comes_from_the_cluster() -> None:

@@ -1,0 +1,44 @@
+"""Whether what the ranks are to run is there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpcinit.config.schema import Config
+
+
+def problems(config: Config) -> Iterator[str]:
+    """One message if it is not exactly one of script, module and command, or no file where its name is a path."""
+    job = config.job
+    given = [name for name in ("script", "module", "command") if getattr(job, name)]
+    if len(given) != 1:
+        yield (
+            f"job has {' and '.join(given) or 'none of script, module, command'}, expected exactly one: choose "
+            "job=NAME, or put the program after --, as in: hpcinit submit nodes=2 -- train.py"
+        )
+        return
+    workdir = Path(job.workdir or ".").expanduser()
+    if not workdir.is_dir():
+        yield f"job.workdir is {str(workdir)!r}, expected a folder that exists"
+    elif job.script and not (workdir / job.script).is_file():
+        yield f"job.script is {job.script!r}, expected a file: {(workdir / job.script).absolute()} does not exist"
+    elif job.command:
+        yield from _command(job.command, workdir)
+
+
+def _command(command: str, workdir: Path) -> Iterator[str]:
+    """A bare name is looked up on the PATH of the nodes, which this one need not have."""
+    if "/" not in command and command not in {".", ".."}:
+        return
+    path = workdir / command
+    if not path.exists():
+        why = "does not exist"
+    elif path.is_dir():
+        why = "is a folder"
+    elif not os.access(path, os.X_OK):
+        why = f"may not be executed; chmod +x it, or name what runs it, as in: -- bash {command}"
+    else:
+        return
+    yield f"job.command is {command!r}, expected an executable file: {path.absolute()} {why}"
