@@ -187,27 +187,29 @@ def two_ranks(code: str, folder: Path, **env: str) -> list[tuple[Any, str]]:
 @pytest.mark.slurm  # as the clusters, it needs root and the right to mount
 def test_a_full_disk(small: Path, tmp_path: Path) -> None:
     """On a full disk every rank raises, in both formats, and says how much is free and what is left to load; nothing
-    stays of the step, the one before can be loaded, and with room again the next can be saved."""
+    stays of the step, the one before can be loaded, and with room again the next
+    can be saved; only then keep=1 takes the one before."""
     code = """
         for name, training in {"ddp": ddp, "zero 1": zero(1), "zero 3": zero(3)}.items():
-            folder, ballast = Path(os.environ["SMALL"], name), Path(os.environ["SMALL"], f"ballast-{run.rank}")
+            folder, ballast = Path(os.environ["SMALL"], name), Path(os.environ["SMALL"], "ballast")
             program = Program(run, plain, training)
-            losses = program.steps(1)
+            program.steps(1)
             program.save(folder, 1)
-            torch.distributed.barrier()
-            try:
-                with ballast.open("wb", buffering=0) as stream:
-                    while True:
-                        stream.write(bytes(4096))
-            except OSError:
-                torch.distributed.barrier()
             if run.rank == 0:
-                os.truncate(ballast, ballast.stat().st_size - 200_000)  # enough to begin with
-            refused = [error(lambda: program.save(folder, 2)), names(folder)]
-            ballast.unlink()
+                try:
+                    with ballast.open("wb", buffering=0) as stream:
+                        while True:
+                            stream.write(bytes(4096))
+                except OSError:
+                    os.truncate(ballast, ballast.stat().st_size - 100_000)  # enough to begin with
+            torch.distributed.barrier()
+            refused = [error(lambda: program.save(folder, 2, keep=1)), names(folder)]
+            if run.rank == 0:
+                ballast.unlink()
             torch.distributed.barrier()
             old = Program(run, plain, training)
-            loaded = [old.load(folder).step, old.save(folder, 3).name]
+            loaded = [old.load(folder).step, old.save(folder, 3, keep=1).name]
+            torch.distributed.barrier()
             found[name] = [refused, loaded, names(folder)]
             torch.distributed.barrier()
             if run.rank == 0:
@@ -222,7 +224,7 @@ def test_a_full_disk(small: Path, tmp_path: Path) -> None:
             assert refused.endswith("; 0.0 GB are free there; step-00000001 is the newest")
             assert after == ["step-00000001"]
             assert loaded == [1, "step-00000003"]
-            assert at_last == ["step-00000001", "step-00000003"]
+            assert at_last == ["step-00000003"]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -263,6 +265,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
                 broken.write_bytes(bytes(broken.stat().st_size))
                 said.write_text(json.dumps(written | {"world_size": 4}))
             torch.distributed.barrier()
+        place = folder / "step-00000001/loader/data-00001.pt"
+        torch.distributed.barrier()
+        if run.rank == 0:
+            place.write_bytes(bytes(place.stat().st_size))
+        torch.distributed.barrier()
+        found["loader's file"] = error(lambda: Program(run, plain, ddp).load(folder))
         found["converter"] = error(lambda: Program(run, plain, zero(3)).load(folder / "3"))
         found["names"] = [names(folder), names(said.parent)]
     """
@@ -281,6 +289,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         "torch's": "RequestError: {folder}/step-00000001 was written with parallel.wrap=ddp or fsdp, and this is deepspeed",
         "deepspeed's": "RequestError: {folder}/3/step-00000001 was written with parallel.wrap=deepspeed, and this is ddp",
         "stage": "RequestError: the checkpoint of step 1 was written with deepspeed.zero_stage 3, and it is 1",
+        "loader's file": "CheckpointError: rank 1 on ",
         "converter": "CheckpointError: rank 0 on ",
     }
     for name, begin in expected.items():

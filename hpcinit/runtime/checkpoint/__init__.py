@@ -109,6 +109,12 @@ def load(wrapped: Wrapped, folder: Path, *, layout: Layout, loader: of_data.Stat
         deepspeed.load(wrapped.engine, path, saved, layout.tp)
     else:
         native.load(wrapped.model, wrapped.optimizer, path)
+    return agreement.everywhere(partial(_of_program, wrapped, loader, layout, path, saved))[dist.get_rank()]
+
+
+def _of_program(
+    wrapped: Wrapped, loader: of_data.Stateful | None, layout: Layout, path: Path, saved: Description
+) -> Loaded:
     own = of_data.load_plain(path / of_data.EXTRA)
     if isinstance(wrapped, Native) and own["scaler"]:
         wrapped._scaler.load_state_dict(own["scaler"])

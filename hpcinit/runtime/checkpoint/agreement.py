@@ -42,7 +42,7 @@ def gather(value: T | None, error: BaseException | None) -> list[T]:
         rank, host, text, asked = failed[0]
         if asked:
             raise RequestError(text) from error
-        others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+        others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         raise CheckpointError(f"rank {rank} on {host}{others}: {text}") from error
     return [value for value, _ in told]
 
