@@ -21,7 +21,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--launcher", help="choose by hand: " + ", ".join(m.NAME for m in launchers.LAUNCHERS))
     options = parser.parse_args(argv)
     world = launchers.read(os.environ, options.launcher)
-    print(json.dumps(asdict(world)))
+    # node_count is the launcher's own count, 0 where it names the nodes instead; whoever reads this wants the number.
+    print(json.dumps(asdict(world) | {"node_count": world.nodes}))
     return 0
 
 

@@ -7,6 +7,7 @@ in docs/faults.md.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -150,6 +151,46 @@ def test_a_node_that_does_not_know_its_own_address(
     status, logs = start(hpcinit, slurm, tmp_path, "", *with_hosts(tmp_path, rank, change))
     assert status == 0 and all(f"up {number}" in log for number, log in enumerate(logs)), "\n".join(logs)
     assert said in logs[rank] and "where no other node reaches it: GLOO_SOCKET_IFNAME is set to eth0" in logs[rank]
+
+
+def test_a_host_template_that_makes_no_names(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """Every rank falls back to rank 0's own name alike, and says in one line that the template is why."""
+    status, logs = start(hpcinit, slurm, tmp_path, "", "cluster.host_template='{host}-ib0'")
+    assert status == 0 and all(f"up {rank}" in log for rank, log in enumerate(logs)), "\n".join(logs)
+    for number, log in enumerate(logs, 1):
+        (line,) = [line for line in log.splitlines() if "ib0" in line]
+        assert line.startswith(
+            f"hpcinit: n1-ib0 (which cluster.host_template '{{host}}-ib0' makes of n1) does not resolve on n{number}: "
+        )
+        assert line.endswith("; n1 is used as it is: mend the template, or leave it out")
+
+
+def test_an_interface_that_is_not_there(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """Every rank says at once, in one line, which interfaces its node has; no traceback of torch's."""
+    begin = time.monotonic()
+    status, logs = start(hpcinit, slurm, tmp_path, "", "cluster.interface=eth9")
+    assert status != 0 and time.monotonic() - begin < 18
+    for number, log in enumerate(logs, 1):
+        assert "GLOO_SOCKET_IFNAME is eth9 (the config's cluster.interface sets it), and eth9 fits no interface" in log
+        assert f" of n{number}: it has eth0, lo; " in log and "Traceback" not in log, "\n".join(logs)
+
+
+def test_rank_0_fails_before_the_others_come(slurm: MiniSlurm, tmp_path: Path) -> None:
+    """Without --kill-on-bad-exit, a rank that comes after rank 0 has failed ends in seconds, with rank 0's error."""
+    late = tmp_path / "late"
+    late.write_text(
+        '#!/bin/sh\n[ "$SLURM_PROCID" = 0 ] || sleep 3\n'
+        f'exec {sys.executable} -m hpcinit.run nothere.py > "said-$SLURM_PROCID" 2>&1\n'
+    )
+    late.chmod(0o755)
+    begin = time.monotonic()
+    words = ["srun", "-N2", "-n2", "--kill-on-bad-exit=0", "./late"]
+    env = {**os.environ, **slurm.env}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, timeout=90, check=False)
+    said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
+    assert done.returncode != 0 and time.monotonic() - begin < 20, said
+    assert "error: cannot read nothere.py: No such file" in said[0] and "for those who come now" in said[0]
+    assert "rank 0 on n1 " in said[1] and "cannot read nothere.py: No such file" in said[1]
 
 
 def test_a_rank_of_the_attempt_before(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:

@@ -75,6 +75,21 @@ def test_an_error_is_a_message_and_status_2() -> None:
     )
 
 
+def test_slurm_by_hand_outside_of_slurm() -> None:
+    """What is missing is named, with status 2."""
+    done = world(env={"HPCINIT_LAUNCHER": "slurm"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("hpcinit: error: SLURM_JOB_ID is not set, expected a job's number: ")
+
+
+def test_the_number_of_nodes() -> None:
+    """node_count is the number of hosts where they are named, and follows from the sizes where nothing tells it."""
+    recorded = json.loads((Path(__file__).parent / "data/launchers.json").read_text())["hydra 4.0.2"][0]
+    assert json.loads(world(env=recorded).stdout)["node_count"] == 1
+    found = json.loads(world().stdout)
+    assert (len(found["hosts"]), found["node_count"]) == (1, 1)
+
+
 def test_a_launcher_by_hand() -> None:
     """--launcher and HPCINIT_LAUNCHER pick; the contradiction is in the JSON."""
     env = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}
@@ -188,6 +203,7 @@ def test_slurm(shape: str, slurm: MiniSlurm, tmp_path: Path) -> None:
         assert (found["rank"], found["world_size"]) == (place.label, len(places))
         assert (found["local_rank"], found["local_world_size"]) == (mates.index(place.label), len(mates))
         assert found["hosts"][found["node_rank"]] == place.host
+        assert found["node_count"] == len({each.host for each in places}) == len(found["hosts"])
         assert (found["master_addr"], found["master_known"], found["warnings"]) == (places[0].host, True, [])
     assert len({place.world["job"] for place in places}) == 1
 

@@ -69,23 +69,49 @@ def find(
     resolver: Resolver = resolve,
     node_addr: Callable[[str], str | None] = lambda _: None,
     own: Collection[str] = (),
+    template: str = "",
 ) -> Found:
-    """The address of `host` for a job on `nodes` nodes.
+    """The address of `host` for a job on `nodes` nodes: of its name by the template, else of its own, else Slurm's.
 
-    node_addr: what Slurm says the node's address is (NodeAddr), asked for only where the name does not resolve.
+    All nodes go the same way, unless some can look up what others cannot.
+    node_addr: what Slurm says the node's address is (NodeAddr), asked for only where no name resolves.
     own: addresses of this machine's interfaces, if it is the host in question. Raises WorldError.
     """
-    if _is_address(host):
-        return Found(host)  # 127.0.0.2 too: a node of the local engine
-    try:
-        return Found(pick(host, resolver(host), nodes, own))
-    except OSError as error:
-        reason = f"{host} does not resolve on {socket.gethostname()}: {error.strerror or error}"
+    renamed = rename(host, template) if template else host
+    made = f" (which cluster.host_template {template!r} makes of {host})" if renamed != host else ""
+    reason = note = ""
+    for name in dict.fromkeys((renamed, host)):
+        if _is_address(name):
+            return Found(name, note)  # 127.0.0.2 too: a node of the local engine
+        try:
+            return Found(pick(name, resolver(name), nodes, own), note)
+        except OSError as error:
+            why = error.strerror or error
+            said = f"{name}{made if name == renamed else ''} does not resolve on {socket.gethostname()}: {why}"
+            reason = f"{reason}; {said}" if reason else said
+            note = f"{reason}; {host} is used as it is: mend the template, or leave it out"
+    return _as_slurm_says(host, nodes, resolver, node_addr, own, reason, bool(made))
+
+
+def _as_slurm_says(
+    host: str,
+    nodes: int,
+    resolver: Resolver,
+    node_addr: Callable[[str], str | None],
+    own: Collection[str],
+    reason: str,
+    renamed: bool,
+) -> Found:
     address = node_addr(host)
     if not address or address == host:
+        template = (
+            "mend cluster.host_template, or leave it out"
+            if renamed
+            else "or give the cluster a host template if its nodes have other names"
+        )
         raise WorldError(
             f"{reason}, and Slurm has no other address for it; expected a name that every node can look up: have the "
-            "node added to DNS or /etc/hosts, or give the cluster a host template if its nodes have other names"
+            f"node added to DNS or /etc/hosts, {template}"
         )
     note = f"{reason}; Slurm's address for it is used, {address}"
     try:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import fcntl
 import ipaddress
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from hpcinit.facts.hosts import Resolver, resolve
@@ -52,6 +53,48 @@ def blind_spot(name: str, resolver: Resolver = resolve) -> str:
     if not bound:
         return f"{name} is not an address of this node on {name} itself"
     return f"{name} is {bound} on {name} itself" if ipaddress.ip_address(bound).is_loopback else ""
+
+
+def names() -> tuple[str, ...]:
+    """What this node's interfaces are called, sorted; labels of addresses, such as 'eth0:1', too."""
+    found = {name for _, name in socket.if_nameindex()}
+    with contextlib.suppress(OSError, ValueError):  # labels are rare
+        found.update(name for name, _ in _ipv4())
+    return tuple(sorted(found))
+
+
+def unmatched_by_gloo(value: str, there: Collection[str]) -> list[str]:
+    """What GLOO_SOCKET_IFNAME, 'eth0,eth1', names that is not there. torch wants all of them, each in full.
+
+    One character is as good as none to torch (2.13).
+    """
+    return [name for name in value.split(",") if name and name not in there] if len(value) > 1 else []
+
+
+def unmatched_by_nccl(value: str, there: Collection[str]) -> list[str]:
+    """What NCCL_SOCKET_IFNAME names, [value], if none of the interfaces that are there is left for NCCL; else [].
+
+        eth,ib              those that begin so             =eth0,ib0       these
+        ^docker,lo          all but those that begin so     ^=docker0       all but this
+
+    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
+    """
+    listed = value.removeprefix("^")
+    exact = listed.startswith("=")
+    # "eth0:1234" is an interface and a port.
+    wanted = [word.partition(":")[0] for word in listed.removeprefix("=").split(",")]
+    wanted = [word for word in wanted if word]
+    if len(value) <= 1 or not wanted:
+        return []
+    named = {name for name in there if (name in wanted if exact else name.startswith(tuple(wanted)))}
+    return [] if (named != set(there) if value.startswith("^") else named) else [value]
+
+
+# The backend that reads a variable, and how it does.
+READS: dict[str, tuple[str, Callable[[str, Collection[str]], list[str]]]] = {
+    "GLOO_SOCKET_IFNAME": ("gloo", unmatched_by_gloo),
+    "NCCL_SOCKET_IFNAME": ("nccl", unmatched_by_nccl),
+}
 
 
 def _first_of_ours(addresses: Sequence[str]) -> str:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from hpcinit.facts import hosts
+from hpcinit.facts import hosts, interfaces
 from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.spec import Spec
 from hpcinit.facts.world import World
@@ -41,6 +43,7 @@ def make(world: World, spec: Spec | None, backend: str, timeout: timedelta, devi
         try:
             meeting = rendezvous.meet(world, spec, timeout)
             os.environ.update(rendezvous.program_environment(world, meeting))
+            refuse_interfaces(os.environ, backend)  # once all can hear of it
             if meeting:
                 meeting.tell("imported")
             store = open_store(world, meeting, deadline)
@@ -48,15 +51,7 @@ def make(world: World, spec: Spec | None, backend: str, timeout: timedelta, devi
                 # From here on this thread is inside torch and cannot look up: if a rank dies, end at once.
                 meeting.on_failure(end_hard)
                 meeting.tell("joined")
-            dist.init_process_group(
-                backend,
-                store=store,
-                rank=world.rank,
-                world_size=world.world_size,
-                timeout=timeout,
-                device_id=device_id,
-            )
-            dist.barrier()
+            _in_torch(world, store, backend, timeout, device_id)
             if meeting:
                 meeting.on_failure(None)
                 meeting.tell("up")
@@ -64,6 +59,41 @@ def make(world: World, spec: Spec | None, backend: str, timeout: timedelta, devi
             rendezvous.leave(str(error) or type(error).__name__)
             raise
     return hosts.in_url(world.master_addr, meeting.port if isinstance(meeting, Door) else world.master_ports[0])
+
+
+def refuse_interfaces(env: Mapping[str, str], backend: str) -> None:
+    """Raises BringUpError if a variable names interfaces for `backend` that this node does not have."""
+    there = interfaces.names()
+    for variable, (reader, unmatched) in interfaces.READS.items():
+        missing = unmatched(env.get(variable, ""), there) if reader in backend else []
+        if missing:
+            raise BringUpError(
+                f"{variable} is {env[variable]} (the config's cluster.interface sets it), and {', '.join(missing)} "
+                f"fits no interface of {socket.gethostname()}: it has {', '.join(there)}; name one that every node "
+                "has, or none (cluster.interface=null), for gloo and NCCL to choose by themselves"
+            )
+
+
+def _in_torch(world: World, store: Store, backend: str, timeout: timedelta, device_id: torch.device | None) -> None:
+    """The group, and that all are in it. Raises BringUpError with the gist of torch's own error."""
+    try:
+        dist.init_process_group(
+            backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=device_id
+        )
+        dist.barrier()
+    except (RuntimeError, ValueError, OSError) as error:  # torch's own are RuntimeErrors
+        raise BringUpError(
+            f"torch did not make the process group ({backend}) on rank {world.rank}, {socket.gethostname()}: "
+            f"{_gist(error)}; TORCH_CPP_LOG_LEVEL=INFO has torch say more, and NCCL_DEBUG=INFO has NCCL"
+        ) from error
+
+
+def _gist(error: Exception) -> str:
+    """The first line, and where NCCL says so the reason, which stands at the end: 'Last error:\\nsocketStart...'."""
+    text = str(error).strip()
+    first = text.partition("\n")[0] or type(error).__name__
+    reason = " ".join(text.partition("Last error:")[2].split())
+    return f"{first} ({reason})" if reason else first
 
 
 def set_timeout(timeout: timedelta) -> bool:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -154,20 +154,24 @@ def _key(world: World, spec: Spec | None) -> str:
 
 def addresses(world: World, spec: Spec | None) -> list[hosts.Found]:
     """Where rank 0 is, as this node sees it: the likeliest first. Raises WorldError with what to mend."""
-    name = hosts.rename(_published(world) or world.master_addr, spec.comm.host_template if spec else "")
+    host, template = _published(world) or world.master_addr, spec.comm.host_template if spec else ""
     try:
-        best = hosts.find(name, world.nodes, node_addr=_node_addr)
+        best = hosts.find(host, world.nodes, node_addr=_node_addr, template=template)
     except WorldError as error:
         own = _towards_the_others(world) if world.rank == 0 else ""
         if not own:
             raise
         best = hosts.Found(own, f"{error}; until then rank 0 listens at {own}, which reaches the other nodes")
-    try:
-        # A name with several addresses may list them in another order on another node.
-        others = [text for text in hosts.resolve(name) if text != best.address]
-    except OSError:
-        others = []
+    # A name with several addresses may list them in another order on another node.
+    others = [text for text in _all_of(hosts.rename(host, template)) or _all_of(host) if text != best.address]
     return [best, *(hosts.Found(text) for text in others if not ipaddress.ip_address(text.split("%")[0]).is_loopback)]
+
+
+def _all_of(name: str) -> Sequence[str]:
+    try:
+        return hosts.resolve(name)
+    except OSError:
+        return ()
 
 
 @functools.cache

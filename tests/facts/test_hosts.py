@@ -131,6 +131,38 @@ def test_a_name_that_nobody_knows(addr: str | None) -> None:
     )
 
 
+OFF = f"n1-ib0 (which cluster.host_template '{{host}}-ib0' makes of n1) does not resolve on {HERE}: Name or service not known"
+
+
+def with_template(table: Mapping[str, Sequence[str]], addr: str | None) -> hosts.Found:
+    return hosts.find("n1", 2, resolver(table), lambda host: {"n1": addr}[host], template="{host}-ib0")
+
+
+def test_a_template_that_holds() -> None:
+    """The node's name on the fast network is used, without a word."""
+    assert with_template({"n1": ["10.0.0.1"], "n1-ib0": ["10.1.0.1"]}, None) == ("10.1.0.1", "")
+
+
+def test_a_template_whose_names_do_not_resolve() -> None:
+    """The node's own name is used, then Slurm's address for it, with the template and its name in one line."""
+    found = with_template({"n1": ["10.0.0.1"]}, "10.0.0.9")
+    assert found == ("10.0.0.1", f"{OFF}; n1 is used as it is: mend the template, or leave it out")
+    plain = f"n1 does not resolve on {HERE}: Name or service not known"
+    assert with_template({}, "10.0.0.9") == ("10.0.0.9", f"{OFF}; {plain}; Slurm's address for it is used, 10.0.0.9")
+    with pytest.raises(WorldError) as caught:
+        with_template({}, None)
+    assert str(caught.value) == (
+        f"{OFF}; {plain}, and Slurm has no other address for it; expected a name that every node can look up: have the "
+        "node added to DNS or /etc/hosts, mend cluster.host_template, or leave it out"
+    )
+
+
+def test_a_template_on_nodes_that_are_addresses() -> None:
+    """The local engine's nodes have addresses for names, which stay what they are."""
+    found = hosts.find("127.0.0.2", 2, resolver({}), template="{host}-ib0")
+    assert found.address == "127.0.0.2" and "127.0.0.2-ib0 (which cluster.host_template" in found.note
+
+
 def test_slurms_name_for_it_does_not_resolve_either() -> None:
     """Both names are in the message."""
     with pytest.raises(WorldError, match=r"n1 does not .*, and neither does Slurm's address for it, n1x: Name or"):
@@ -222,3 +254,51 @@ def test_a_node_that_knows_itself() -> None:
     if not own:
         pytest.skip("this machine has no IPv4 address but loopback")
     assert interfaces.blind_spot("n1", resolver({"n1": ["192.0.2.254", own[0]]})) == ""
+
+
+THERE = ("eth0", "ib0", "ib0:1", "ib1", "lo")
+
+
+@pytest.mark.parametrize(
+    ("value", "missing"),
+    [
+        ("", []),
+        ("eth0", []),
+        ("ib0:1", []),
+        ("lo,eth0", []),
+        ("eth9", ["eth9"]),
+        ("eth", ["eth"]),
+        ("lo,eth9,eth0,eth8", ["eth9", "eth8"]),
+        ("e", []),
+    ],
+)
+def test_interfaces_for_gloo(value: str, missing: list[str]) -> None:
+    """Every name of the list must be there, in full; torch takes a single character for none."""
+    assert interfaces.unmatched_by_gloo(value, THERE) == missing
+
+
+@pytest.mark.parametrize(
+    ("value", "fits"),
+    [
+        ("", True),
+        ("ib", True),
+        ("eth9,ib", True),
+        ("ib0:4711", True),
+        ("=ib0,eth9", True),
+        ("^docker,lo", True),
+        ("^=lo", True),
+        ("=", True),
+        ("eth9", False),
+        ("=ib", False),
+        ("^eth,ib,lo", False),
+        ("^eth0,ib0,ib1,lo", False),
+    ],
+)
+def test_interfaces_for_nccl(value: str, fits: bool) -> None:
+    """One interface must be left: by prefix, by '=' in full, by '^' none of those."""
+    assert interfaces.unmatched_by_nccl(value, THERE) == ([] if fits else [value])
+
+
+def test_the_names_of_interfaces() -> None:
+    """The kernel's own, loopback among them."""
+    assert "lo" in interfaces.names() and {name for _, name in socket.if_nameindex()} <= set(interfaces.names())

@@ -65,6 +65,14 @@ def test_torchrun() -> None:
     assert world == World("torchrun", 3, 4, 1, 2, 1, (), "n1", (29400,), "abc.1", node_count=2)
 
 
+def test_two_torchruns_without_an_id() -> None:
+    """torchrun calls every run 'none' unless told otherwise: the address and port of its store tell them apart."""
+    nameless = TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}
+    assert launchers.read(nameless).job == "none-n1-29400.1"
+    assert launchers.read(nameless | {"MASTER_PORT": "29401"}).job == "none-n1-29401.1"
+    assert launchers.read(nameless | {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}).job == "none-n1-29400.1"
+
+
 def test_single() -> None:
     """Nothing at all is one process on its own."""
     world = launchers.read({})
@@ -148,6 +156,16 @@ def test_half_of_torchs_variables() -> None:
     )
 
 
+def test_empty_values() -> None:
+    """An empty variable is shown as ''."""
+    assert launchers.read({"RANK": ""}).warnings == (
+        "left aside from env: RANK is '', rank is 0. In use is what single says",
+    )
+    (warning,) = launchers.read(step() | {"MASTER_ADDR": "", "MASTER_PORT": ""}).warnings
+    assert "MASTER_ADDR is '', rank 0's host is n1; MASTER_PORT is ''," in warning
+    assert "mpich rank '' of 2 (" in refusal(OPENMPI[0] | HYDRA[1] | {"PMI_RANK": ""})
+
+
 @pytest.mark.parametrize(("env", "name"), [({}, "single"), (step("one_task", 0), "slurm")])
 def test_ranks_that_nothing_started(env: dict[str, str], name: str) -> None:
     """A complete set of torch's variables with no launcher in sight may be stale or meant: it is refused."""
@@ -227,15 +245,16 @@ def test_an_unknown_launcher() -> None:
             "PMI_RANK is not set, expected a number: mpiexec sets it for every rank; start the ranks with mpiexec",
         ),
         ("horovod", "HOROVOD_RANK is not set, expected a number: horovodrun sets it for every rank; start the ranks"),
-        ("slurm", "SLURM_STEP_ID is not set"),
+        (
+            "slurm",
+            "SLURM_JOB_ID is not set, expected a job's number: Slurm sets it for every task, sbatch and salloc alone set "
+            "no rank, start the ranks with srun (or leave out the launcher 'slurm')",
+        ),
     ],
 )
 def test_a_launcher_that_is_not_there(launcher: str, message: str) -> None:
-    """Picking one whose variables are absent is an error that names the first, except for Slurm's job of one task."""
-    if launcher == "slurm":
-        assert message in refusal({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}, launcher)
-    else:
-        assert refusal({}, launcher).startswith(message)
+    """Picking one whose variables are absent is an error that names the first."""
+    assert refusal({}, launcher).startswith(message)
 
 
 # --- where MPI and Horovod meet
@@ -294,6 +313,13 @@ def test_a_given_master_is_known() -> None:
 def test_nowhere_to_meet(env: dict[str, str], message: str) -> None:
     """Where nothing tells rank 0's host, the message says how to give it."""
     assert refusal(env) == message
+
+
+def test_horovod_without_a_rendezvous() -> None:
+    """Half an address names no run: then there is no job, and the meeting finds another name."""
+    for lost in ("ADDR", "PORT"):
+        env = {name: text for name, text in HOROVOD[0].items() if name != f"HOROVOD_GLOO_RENDEZVOUS_{lost}"}
+        assert launchers.read(env).job == ""
 
 
 def test_crays_names_of_the_local_rank() -> None:

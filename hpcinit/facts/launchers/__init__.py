@@ -87,9 +87,10 @@ def _refuse_two_launchers(env: Mapping[str, str], world: World, chosen: Launcher
         present = other is not chosen and other.present(env) and None not in said
         if not present or said == (str(world.rank), str(world.world_size)):
             continue
+        theirs = [text or "''" for text in said]
         raise WorldError(
-            f"{chosen.NAME} started rank {world.rank} of {world.world_size}, and {other.NAME} rank {said[0]} of "
-            f"{said[1]} ({', '.join(names)}): it cannot be told which of them is inside the other; say "
+            f"{chosen.NAME} started rank {world.rank} of {world.world_size}, and {other.NAME} rank {theirs[0]} of "
+            f"{theirs[1]} ({', '.join(names)}): it cannot be told which of them is inside the other; say "
             f"{ENV_LAUNCHER}={chosen.NAME} or {ENV_LAUNCHER}={other.NAME}"
         )
 

@@ -37,8 +37,8 @@ def _differing(
         if text is None or name in chosen.values() or text.strip() == str(value):
             continue
         source = chosen.get(field, "")
-        own = f"{source} is {env[source]}" if source in env else f"{field} is {value}"
-        found.append(f"{name} is {text}, {own}")
+        own = f"{source} is {_shown(env[source])}" if source in env else f"{field} is {value}"
+        found.append(f"{name} is {_shown(text)}, {own}")
     return found
 
 
@@ -48,8 +48,12 @@ def _meeting(env: Mapping[str, str], world: World, chosen: Mapping[str, str]) ->
         return []
     found = []
     if env.get("MASTER_ADDR", world.master_addr) != world.master_addr:
-        found.append(f"MASTER_ADDR is {env['MASTER_ADDR']}, rank 0's host is {world.master_addr}")
+        found.append(f"MASTER_ADDR is {_shown(env['MASTER_ADDR'])}, rank 0's host is {world.master_addr}")
     ports = [str(port) for port in world.master_ports]
     if env.get("MASTER_PORT", ports[0]) not in ports:
-        found.append(f"MASTER_PORT is {env['MASTER_PORT']}, the port is {ports[0]}")
+        found.append(f"MASTER_PORT is {_shown(env['MASTER_PORT'])}, the port is {ports[0]}")
     return found
+
+
+def _shown(text: str) -> str:
+    return text or "''"

@@ -37,11 +37,12 @@ def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
     Raises WorldError if a value is absent, or if nothing tells where to meet.
     """
     driver = env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "")  # where horovodrun runs, which need not be rank 0's host
+    port = env.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
     # CROSS_SIZE counts the nodes that have this local rank: all of them only for local rank 0.
     counts = env.get("HOROVOD_LOCAL_RANK") == "0" and "HOROVOD_CROSS_SIZE" in env
     told = meeting.Told(
         NAME,
-        job=f"{driver}:{env.get('HOROVOD_GLOO_RENDEZVOUS_PORT', '')}",
+        job=f"{driver}:{port}" if driver and port else "",
         own=env.get("HOROVOD_HOSTNAME", ""),
         guess=driver,
         lost=LOST,

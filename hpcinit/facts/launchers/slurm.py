@@ -31,6 +31,11 @@ def present(env: Mapping[str, str]) -> bool:
 
 def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
     """The world of a Slurm step, or of a job with one task. Raises WorldError outside of one."""
+    if not (env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")):
+        raise WorldError(
+            f"SLURM_JOB_ID is not set, expected a job's number: Slurm sets it for every task, {USE_SRUN} (or leave out "
+            "the launcher 'slurm')"
+        )
     doubt = slurm_step.doubt(env, process)
     if doubt:
         return _without_step(env, doubt)

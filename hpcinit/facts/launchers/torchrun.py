@@ -31,7 +31,6 @@ def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
     address = env.get("MASTER_ADDR")
     if not address:
         raise WorldError(f"MASTER_ADDR is not set, expected rank 0's host: {DO}")
-    restart = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     return World(
         launcher=NAME,
         rank=number(env, "RANK", DO),
@@ -42,6 +41,17 @@ def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
         hosts=(),
         master_addr=address,
         master_ports=(number(env, "MASTER_PORT", DO),),
-        job=f"{env.get('TORCHELASTIC_RUN_ID', '')}.{restart}",
+        job=_job(env, address),
         node_count=number(env, "GROUP_WORLD_SIZE", DO) if "GROUP_WORLD_SIZE" in env else 0,
     )
+
+
+def _job(env: Mapping[str, str], address: str) -> str:
+    """'RUN.RESTART'; without --rdzv-id, where every run is called 'none', with the address and port of its store.
+
+    The agents agree on both, and give them to all workers; two torchruns on a node have different ports.
+    """
+    run = env.get("TORCHELASTIC_RUN_ID", "")
+    if run in {"", "none"}:
+        run = f"none-{address}-{env.get('MASTER_PORT', '')}"
+    return f"{run}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
