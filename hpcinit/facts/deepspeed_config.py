@@ -37,7 +37,7 @@ def build(chosen: Options, batch: Batch, layout: Layout, precision: Precision) -
     ranks = batch.data_parallel * layout.cp * layout.tp
     if ranks % chosen.hpz:  # DeepSpeed floors the number of groups, and the last ranks would be in none
         raise RequestError(f"deepspeed.hpz is {chosen.hpz}, expected a divisor of the {ranks} ranks")
-    config = {**_triple(batch, counted), **_precision(precision), **_parallel(chosen, batch, layout), **_alone(chosen)}
+    config = {**_triple(batch, counted), **_precision(precision), **_parallel(chosen, layout), **_alone(chosen)}
     merged, said = deepspeed_merge.merge(config, chosen.ds_config, counted)
     return merged, notes + said
 
@@ -77,7 +77,7 @@ def build_eval(chosen: Options, batch: Batch, layout: Layout, precision: Precisi
         **_triple(alone, counted),
         **_precision(precision),
         "zero_optimization": zero,
-        **_parallel(chosen, alone, layout),
+        **_parallel(chosen, layout),
     }
     merged, said = deepspeed_merge.merge(config, deepspeed_merge.without_training(chosen.ds_config), counted)
     return merged, notes + said
@@ -86,8 +86,8 @@ def build_eval(chosen: Options, batch: Batch, layout: Layout, precision: Precisi
 def _counted(chosen: Options, batch: Batch, layout: Layout) -> tuple[int, list[str]]:
     """How many ranks DeepSpeed takes for data parallel ones, and a line where that is not what they are.
 
-    runtime/config.py: the world; with sequence_parallel_size and data_parallel_size the latter; with an mpu what it
-    says. Nothing takes AutoTP's ranks out.
+    runtime/config.py: the world; with an mpu (as run.wrap's for context parallelism) what it says. Nothing takes
+    AutoTP's ranks out.
     """
     if layout.tp == 1 or chosen.mpu:
         return batch.data_parallel, []
@@ -164,10 +164,9 @@ def _optimizer(chosen: Options) -> dict[str, Any]:
     return {"optimizer": {"type": "AdamW", "params": params | torch_adam}}
 
 
-def _parallel(chosen: Options, batch: Batch, layout: Layout) -> dict[str, Any]:
+def _parallel(chosen: Options, layout: Layout) -> dict[str, Any]:
     if layout.tp > 1 and chosen.autotp and not chosen.mpu:
         return {"tensor_parallel": {"autotp_size": layout.tp}}
-    if layout.cp > 1 and not chosen.mpu:
-        # Both, or DeepSpeed makes no mesh: it then takes each rank's part of a sequence for a sample of its own.
-        return {"data_parallel_size": batch.data_parallel, "sequence_parallel_size": layout.cp}
+    # Nothing for context parallelism: with sequence_parallel_size DeepSpeed 0.19.8 lets the copies of the model drift
+    # apart, so run.wrap hands it an mpu (runtime/wrap/deepspeed.py).
     return {}

@@ -25,6 +25,8 @@ from hpcinit.runtime import process_group, seeds
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
+    from hpcinit.runtime.checkpoint import Loaded
+    from hpcinit.runtime.checkpoint.loader import Stateful
     from hpcinit.runtime.wrap import Wrapped
     from hpcinit.runtime.wrap.wrapped import MakeOptimizer
 
@@ -143,6 +145,38 @@ class Runtime:
         from hpcinit.runtime.wrap import sequence  # noqa: PLC0415 - as above
 
         return sequence.shard(self.layout, self.rank, *tensors, dim=dim)
+
+    def save(
+        self,
+        wrapped: Wrapped,
+        folder: Path | str,
+        step: int,
+        *,
+        loader: Stateful | None = None,
+        extra: Any = None,
+        samples: int | None = None,
+        keep: int | None = None,
+    ) -> Path:
+        """A checkpoint of all ranks in folder/step-N, there whole or not at all. See hpcinit.runtime.checkpoint.save."""
+        from hpcinit.runtime import checkpoint  # noqa: PLC0415 - as above
+
+        return checkpoint.save(
+            wrapped,
+            Path(folder),
+            step,
+            layout=self.layout,
+            seed=self.seed,
+            loader=loader,
+            extra=extra,
+            samples=samples,
+            keep=keep,
+        )
+
+    def load(self, wrapped: Wrapped, folder: Path | str, *, loader: Stateful | None = None) -> Loaded | None:
+        """The newest whole step, whatever number of ranks wrote it; None if there is none. See checkpoint.load."""
+        from hpcinit.runtime import checkpoint  # noqa: PLC0415 - as above
+
+        return checkpoint.load(wrapped, Path(folder), layout=self.layout, loader=loader)
 
     def progress(self, step: int, total: int, **values: float) -> None:
         """Tell those who wait how far the training is: `run.progress(step, total, loss=1.2)`.

@@ -50,8 +50,8 @@ class Read(dict[str, Any]):
 
 # Of these DeepSpeed makes a pydantic model that refuses what it does not know: test_sections_refuse_what_they_...
 STRICT = ("zero_optimization", "bf16", "fp16", "tensor_parallel", "compile")
-# Read by deepspeed.initialize, before the parser; optimizer parameters by the optimizer.
-ELSEWHERE = {"data_parallel_size", "optimizer.params"}
+# Optimizer parameters are read by the optimizer.
+ELSEWHERE = {"optimizer.params"}
 
 
 def unread(config: Read, at: str = "") -> set[str]:
@@ -64,14 +64,21 @@ def unread(config: Read, at: str = "") -> set[str]:
     return found
 
 
-def parse(config: dict[str, Any], world_size: int) -> Any:
+class Sequences:
+    """Stands for run.wrap's mpu: how many ranks share a sequence."""
+
+    def __init__(self, cp: int) -> None:
+        self.get_sequence_parallel_world_size = lambda: cp
+
+
+def parse(config: dict[str, Any], world_size: int, cp: int = 1) -> Any:
     """DeepSpeed's own parser, in a world of `world_size`: only what it asks the process group is stood in for."""
     from deepspeed.runtime import config as parser
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parser.dist, "get_rank", lambda *_, **__: 0)
         patch.setattr(parser.dist, "get_world_size", lambda *_, **__: world_size)
-        return parser.DeepSpeedConfig(config)
+        return parser.DeepSpeedConfig(config, mpu=Sequences(cp) if cp > 1 else None)
 
 
 def triple(parsed: Any) -> tuple[int, int, int]:
@@ -112,7 +119,7 @@ def test_deepspeed_reads_every_key_and_derives_our_batch(case: tuple[Options, Ba
     for builder, accumulation in ((build, batch.accumulation), (build_eval, 1)):
         config, notes = builder(chosen, batch, layout, precision)
         read = Read(config)
-        parsed = parse(read, batch.data_parallel * layout.tp * layout.cp)
+        parsed = parse(read, batch.data_parallel * layout.tp * layout.cp, layout.cp)
         assert unread(read) == set()
         assert triple(parsed) == (
             batch.micro,
@@ -134,7 +141,7 @@ def test_the_memory_of_keys_can_fail(case: tuple[Options, Batch, Layout, Precisi
     config, _ = build(chosen, batch, layout, precision)
     config |= {"no_such_key": 1, "checkpoint": {"load_universal": True, "no_such_key": 1}}
     read = Read(config)
-    parse(read, batch.data_parallel * layout.tp * layout.cp)
+    parse(read, batch.data_parallel * layout.tp * layout.cp, layout.cp)
     assert unread(read) == {"no_such_key", "checkpoint.no_such_key"} and name in read.seen
 
 
@@ -177,8 +184,6 @@ def test_a_whole_config() -> None:
         },
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
-        "data_parallel_size": 4,
-        "sequence_parallel_size": 2,
         "compile": {"deepcompile": True},
         "checkpoint": {"load_universal": True},
     }
