@@ -300,3 +300,23 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert zero["names"][0] == ["3", "step-00000001"]
     assert "universal" not in " ".join(zero["names"][1])
     assert "step-00000001 was written by 4 ranks: made universal for 2, once" in printed
+
+
+def test_the_runs_own_save_and_load(tmp_path: Path) -> None:
+    """`run.save` and `run.load` in one process: the step, the weights and the program's own values come back."""
+    (tmp_path / "own.py").write_text("""
+import hpcinit, torch
+with hpcinit.session() as run:
+    def wrapped():
+        return run.wrap(torch.nn.Linear(3, 1), optimizer=lambda p: torch.optim.AdamW(p, lr=0.1))
+    one = wrapped()
+    assert run.load(one, "steps") is None
+    one.backward(one(torch.ones(2, 3)).sum())
+    assert one.step()
+    print(run.save(one, "steps", 7, extra={"best": 0.5}, keep=2).name)
+    other = wrapped()
+    loaded = run.load(other, "steps")
+    print(loaded.step, loaded.extra, all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters())))
+""")
+    done = python(tmp_path, "own.py")
+    assert done.stdout.splitlines() == ["step-00000007", "7 {'best': 0.5} True"], done.stderr
