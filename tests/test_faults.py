@@ -177,10 +177,11 @@ def test_an_interface_that_is_not_there(hpcinit: Run, slurm: MiniSlurm, tmp_path
 
 def test_rank_0_fails_before_the_others_come(slurm: MiniSlurm, tmp_path: Path) -> None:
     """Without --kill-on-bad-exit, a rank that comes after rank 0 has failed ends in seconds, with rank 0's error."""
+    (tmp_path / "code.py").write_text(BRING_UP)
     late = tmp_path / "late"
     late.write_text(
-        '#!/bin/sh\n[ "$SLURM_PROCID" = 0 ] || sleep 3\n'
-        f'exec {sys.executable} -m hpcinit.run nothere.py > "said-$SLURM_PROCID" 2>&1\n'
+        '#!/bin/sh\ncode=nothere.py\n[ "$SLURM_PROCID" = 0 ] || { sleep 3; code=code.py; }\n'
+        f'exec {sys.executable} -m hpcinit.run $code > "said-$SLURM_PROCID" 2>&1\n'
     )
     late.chmod(0o755)
     begin = time.monotonic()
@@ -189,8 +190,9 @@ def test_rank_0_fails_before_the_others_come(slurm: MiniSlurm, tmp_path: Path) -
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, timeout=90, check=False)
     said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
     assert done.returncode != 0 and time.monotonic() - begin < 20, said
-    assert "error: cannot read nothere.py: No such file" in said[0] and "for those who come now" in said[0]
-    assert "rank 0 on n1 " in said[1] and "cannot read nothere.py: No such file" in said[1]
+    error = f"cannot read {tmp_path}/nothere.py: No such file or directory"
+    assert f"error: {error}" in said[0] and "hpcinit: up to 15 s for those who come now" in said[0]
+    assert "rank 0 on n1 (pid " in said[1] and error in said[1]
 
 
 def test_a_rank_of_the_attempt_before(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
