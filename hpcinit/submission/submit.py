@@ -22,7 +22,7 @@ from hpcinit.facts import runfolder
 from hpcinit.facts.errors import ConfigError, MaybeSubmitted, RequestError, SubmitError
 from hpcinit.facts.spec import Comm, Program, Spec
 from hpcinit.facts.timeouts import TimeoutLaw
-from hpcinit.submission import environment, folder, refusal, script
+from hpcinit.submission import environment, folder, refusal, script, syntax
 from hpcinit.submission.provenance import Provenance
 
 LONGEST_NAME = 240  # of 255 bytes that a file system allows: room for -0001, and for a temporary file's ending
@@ -54,6 +54,12 @@ def check(config: Config) -> None:
 
         world_size = config.nodes * checks.ranks_per_node(config)
         problems.extend(problem(config.nodes, world_size, config.cluster.mem_gb_per_rank))
+    setup = config.cluster.setup
+    if not problems and setup:
+        # The run's number is not known yet, and bash does not mind: a path is one quoted word.
+        text = script.render(config, _runs_dir(config) / config.name, _workdir(config))
+        if said := syntax.problem(text, setup):
+            problems.append(said)
     if problems:
         raise ConfigError(*problems)
 

@@ -86,6 +86,8 @@ def test_run_again_by_hand(hpcinit: Run, tmp_path: Path) -> None:
         (["runs_dir=/proc/nowhere"], 1, "cannot write the run folder /proc/nowhere"),
         (["ranks_per_node=1000"], 2, "this machine has"),
         (["nodes=500"], 2, "cluster=local has at most 254"),
+        (["cluster.setup=[\"echo 'open\"]"], 2, "bash: line"),
+        (["--", "./nope"], 2, "job.command is './nope', expected an executable file"),
         (["--frob"], 2, "--frob: no such option, expected key=value"),
     ],
 )  # fmt: skip
