@@ -133,8 +133,14 @@ def test_run_again_by_hand(hpcinit: Run, slurm: MiniSlurm) -> None:
 
 
 def test_a_job_that_can_never_start_says_so(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
-    """status puts a reason that does not pass by itself into words, and what to do."""
+    """More nodes than there are: Slurm 22.05 queues it and status puts the reason into words, with what to do; 24.11
+    refuses it."""
     done = submit(hpcinit, idle_slurm, "cluster.partitions.main.nodes=99", "nodes=9", "--", "true")
+    if tuple(map(int, idle_slurm.version().split(".")[:2])) >= (24, 11):
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "node configuration is not available" in done.stderr and "--nodes=9 " in done.stderr
+        assert done.stderr.endswith("set by cpus_per_rank or cluster.cpus_per_node\nnothing was submitted\n")
+        return
     deadline = time.monotonic() + 30
     while "more nodes" not in (said := hpcinit("status", folder_of(done).name, env=idle_slurm.env).stdout):
         assert time.monotonic() < deadline, said

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -34,7 +36,6 @@ REFUSED = [
     (["+cluster.sbatch.deadline=zzz"], "Invalid --deadline specification", ["deadline"]),
     (["+cluster.sbatch.exclude=zzz"], "Invalid node name specified", ["exclude"]),
     (["+cluster.sbatch.nodelist=n9", "+cluster.sbatch.exclude=n1"], "Invalid node name", ["nodelist", "exclude"]),
-    (["nodes=1", "+cluster.sbatch.nodelist='n1,n2'"], "invalid number of nodes", ["nodes", "nodelist"]),
     (["+cluster.sbatch.licenses=zzz"], "Invalid license specification", ["licenses"]),
     (["+cluster.sbatch.frob=1"], "unrecognized option '--frob=1'", ["frob"]),
     (["+cluster.sbatch.contiguous='x'"], "option '--contiguous' doesn't allow an argument", ["contiguous"]),
@@ -62,6 +63,25 @@ def test_each_refusal_shows_its_lines(slurm: MiniSlurm, tmp_path: Path) -> None:
             sbatch(path, {**os.environ, **slurm.env})
         assert part in str(caught.value), words
         assert shown(refusal.explain(str(caught.value), path.read_text())) == options, words
+
+
+@pytest.mark.slurm
+def test_more_nodes_named_than_asked_for(idle_slurm: MiniSlurm, tmp_path: Path) -> None:
+    """Slurm 22.05 refuses a nodelist that is longer than --nodes, and both lines are shown; 24.11 takes one of its nodes."""
+    path = tmp_path / "job.sh"
+    path.write_text(render(["nodes=1", "+cluster.sbatch.nodelist='n1,n2'"], tmp_path))
+    env = {**os.environ, **idle_slurm.env}
+    if tuple(map(int, idle_slurm.version().split(".")[:2])) >= (24, 11):
+        job, _ = sbatch(path, env)
+        deadline = time.monotonic() + 30
+        while not re.search(r"^ +NodeList=n[12]$", shows := idle_slurm.run("scontrol", "show", "job", job), re.M):
+            assert time.monotonic() < deadline, shows
+            time.sleep(0.2)
+        return
+    with pytest.raises(SubmitError) as caught:
+        sbatch(path, env)
+    assert "invalid number of nodes" in str(caught.value)
+    assert shown(refusal.explain(str(caught.value), path.read_text())) == ["nodes", "nodelist"]
 
 
 # From a cluster with slurmdbd, AccountingStorageEnforce=associations,limits,qos and EnforcePartLimits=ALL (22.05.8).
