@@ -157,7 +157,7 @@ class Runtime:
         samples: int | None = None,
         keep: int | None = None,
     ) -> Path:
-        """A checkpoint of all ranks in folder/step-N, there whole or not at all. See hpcinit.runtime.checkpoint.save."""
+        """A checkpoint of all ranks in folder/step-N, there whole or not at all. See runtime.checkpoint.save."""
         from hpcinit.runtime import checkpoint  # noqa: PLC0415 - as above
 
         return checkpoint.save(
