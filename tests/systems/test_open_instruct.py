@@ -1,0 +1,49 @@
+"""open-instruct's weight transfer: a second group beside a job that trains with DeepSpeed, on the real Slurm."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Run
+from tests.minislurm import MiniSlurm
+from tests.systems.jobs import (
+    PROGRAMS,
+    PYTHON,
+    alike,
+    said,
+    submitted,
+)
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(300)
+def test_open_instruct_weight_transfer(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
+    """ZeRO 3's weights reach two engines of another job bit by bit, by a group beside the job's own, which trains on.
+
+    On CPUs: that no group is bound to a device is looked at, that NCCL would not split it is not seen here.
+    """
+    trainer, engines, port = tmp_path / "trainer", tmp_path / "engines", "29473"
+    trainer.mkdir(), engines.mkdir()
+    command = ["srun", "-w", "n3,n4", "-N2", "-n2", f"--chdir={tmp_path}", PYTHON, str(PROGRAMS / "instruct_engine.py")]
+    with (tmp_path / "engines.log").open("w") as log:
+        waiting = subprocess.Popen(
+            [*command, str(engines), "n1", port], env={**os.environ, **idle_slurm.env}, stdout=log, stderr=log
+        )
+    try:
+        words = ('+cluster.sbatch.nodelist="n1,n2"',)
+        ranks = submitted(hpcinit, idle_slurm, "instruct_trainer.py", 4, trainer, *words, args=(port,))
+        assert waiting.wait(60) == 0, (tmp_path / "engines.log").read_text()
+    finally:
+        waiting.terminate()
+        waiting.wait()
+    for each in ranks:
+        assert each["made"] == [[None, False]], "one group, before DeepSpeed's start, without device_id"
+        assert each["deepspeed"] and each["bound"] is None
+        assert len({*each["sent"], each["last"]}) == 3, "it trained before, between and after"
+    alike(ranks, "sent", "last")
+    got = said(engines, 2)
+    assert [(each["got"], each["own"], each["world"]) for each in got] == [(ranks[0]["sent"], 2.0, 2)] * 2
