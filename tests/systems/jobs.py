@@ -75,7 +75,8 @@ def launched(
     lines = ["#!/bin/sh", "set -e", "export OMP_NUM_THREADS=1", *(f"export {k}={v}" for k, v in AS_ROOT.items())]
     for launcher, line in ways.items():
         (folder / launcher).mkdir()
-        lines.append(line(f"{PROGRAMS / name} {folder / launcher}"))
+        # Not the program alone: Python's own exit may abort a rank that has ended well (hpcinit/runtime/program.py: end).
+        lines.append(line(f"-m hpcinit.run {PROGRAMS / name} {folder / launcher}"))
     # Not sbatch --wait, which looks at the job ever more rarely.
     lines.insert(1, "trap 'echo $? > ended.tmp; mv ended.tmp ended' EXIT")
     (folder / "job").write_text("\n".join(lines) + "\n")

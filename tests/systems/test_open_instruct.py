@@ -28,7 +28,18 @@ def test_open_instruct_weight_transfer(hpcinit: Run, idle_slurm: MiniSlurm, tmp_
     """
     trainer, engines, port = tmp_path / "trainer", tmp_path / "engines", "29473"
     trainer.mkdir(), engines.mkdir()
-    command = ["srun", "-w", "n3,n4", "-N2", "-n2", f"--chdir={tmp_path}", PYTHON, str(PROGRAMS / "instruct_engine.py")]
+    command = [
+        "srun",
+        "-w",
+        "n3,n4",
+        "-N2",
+        "-n2",
+        f"--chdir={tmp_path}",
+        PYTHON,
+        "-m",
+        "hpcinit.run",
+        str(PROGRAMS / "instruct_engine.py"),
+    ]
     with (tmp_path / "engines.log").open("w") as log:
         waiting = subprocess.Popen(
             [*command, str(engines), "n1", port], env={**os.environ, **idle_slurm.env}, stdout=log, stderr=log
