@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from hpcinit.facts import deepspeed_merge
 from hpcinit.facts.batch import Batch
 from hpcinit.facts.deepspeed_options import Options, options
+from hpcinit.facts.deepspeed_versions import at, stage
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.layout import Layout
 
@@ -39,7 +40,7 @@ def build(chosen: Options, batch: Batch, layout: Layout, precision: Precision) -
         raise RequestError(f"deepspeed.hpz is {chosen.hpz}, expected a divisor of the {ranks} ranks")
     config = {**_triple(batch, counted), **_precision(precision), **_parallel(chosen, layout), **_alone(chosen)}
     merged, said = deepspeed_merge.merge(config, chosen.ds_config, counted)
-    return merged, notes + said
+    return _one_total(merged), notes + said
 
 
 def without_ranks(chosen: Options) -> dict[str, Any]:
@@ -80,7 +81,18 @@ def build_eval(chosen: Options, batch: Batch, layout: Layout, precision: Precisi
         **_parallel(chosen, layout),
     }
     merged, said = deepspeed_merge.merge(config, deepspeed_merge.without_training(chosen.ds_config), counted)
-    return merged, notes + said
+    return _one_total(merged), notes + said
+
+
+def _one_total(config: dict[str, Any]) -> dict[str, Any]:
+    """Without train_batch_size for AutoTP in stage 3, where DeepSpeed 0.19.8 reads the config twice.
+
+    The engine counts tensor parallel ranks, zero.Init with AutoTP's mpu does not, and each checks the product: no total
+    does for both. From the two other numbers each makes its own.
+    """
+    if stage(config) == 3 and int(at(config, "tensor_parallel.autotp_size") or 1) > 1:
+        config.pop("train_batch_size", None)
+    return config
 
 
 def _counted(chosen: Options, batch: Batch, layout: Layout) -> tuple[int, list[str]]:

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpcinit.facts import deepspeed_config
+from hpcinit.facts import deepspeed_config, deepspeed_versions
 from hpcinit.facts.batch import Batch
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.spec import Training
 from hpcinit.runtime import deepspeed as starting
-from hpcinit.runtime import process_group, rendezvous
+from hpcinit.runtime import ops, process_group, rendezvous
 from hpcinit.runtime.wrap.sequence import Attention
 from hpcinit.runtime.wrap.wrapped import MakeOptimizer, Wrapped
 
@@ -51,9 +51,12 @@ def wrap(
     trains = make is not None or options.optimizer != "none" or "optimizer" in options.ds_config
     build = deepspeed_config.build if trains else deepspeed_config.build_eval
     config, notes = build(options, batch, layout, training.precision)
+    if against := deepspeed_versions.check(config, starting.version(), torch.__version__):
+        raise RequestError("; ".join(against))  # the login node may have seen another DeepSpeed, or none
     if dist.get_rank() == 0:
         for note in notes:
             rendezvous.say(note)
+    ops.prepare(config, device.type)
     parameters = [p for p in model.parameters() if p.requires_grad]
     engine, optimizer, _, _ = deepspeed.initialize(
         model=model,

@@ -94,11 +94,7 @@ def llama() -> LlamaForCausalLM:
 def divided(run: hpcinit.Runtime, stage: int) -> dict[str, Any]:
     """AutoTP, tp 2 x dp 2 in bf16: one step of SGD, its output and its update beside those of the whole model."""
     layout = Layout(dp_replicate=2, tp=2)
-    options: dict[str, Any] = {"zero_stage": stage}
-    if stage == 3:
-        # zero.Init reads the config once more and does not count tensor parallel ranks: no total would do for both.
-        options["ds_config"] = {"train_batch_size": None}
-    training = Training("deepspeed", Precision("bf16", "fp32"), deepspeed=options)
+    training = Training("deepspeed", Precision("bf16", "fp32"), deepspeed={"zero_stage": stage})
     there = replace(
         run, training=training, layout=layout, mesh=mesh.build(layout, run.device), batch=Samples(2).over(2)
     )
