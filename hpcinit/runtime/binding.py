@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from hpcinit.facts.ranges import ranges
 from hpcinit.facts.visible import read
 from hpcinit.facts.world import World
 from hpcinit.runtime import devices
@@ -105,17 +106,6 @@ def cpus(text: str) -> set[int]:
         first, _, last = word.partition("-")
         found |= set(range(int(first), int(last or first) + 1))
     return found
-
-
-def ranges(numbers: Collection[int]) -> str:
-    """Numbers as the kernel writes them: {0, 1, 2, 3, 8} is '0-3,8'."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _everything(sysfs: Path, proc: Path) -> set[int]:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from hpcinit.facts.ranges import ranges
+
 # In this order a rank tells them. 'started': hpcinit.run or init has found the door. 'imported': it is in
 # init. 'joined': torch's store has answered. 'up': the process group works.
 PHASES = ("started", "imported", "joined", "up")
@@ -78,11 +80,5 @@ class Roll:
 
 def ranks(numbers: Iterable[int]) -> str:
     """'rank 3', 'ranks 4-6,9'."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank{'s' if len(runs) > 1 or runs[0][0] != runs[0][1] else ''} {text}"
+    text = ranges(numbers)
+    return f"rank{'' if text.isdecimal() else 's'} {text}"
