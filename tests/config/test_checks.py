@@ -139,17 +139,17 @@ def test_refused_with_the_key_to_change(overrides: list[str], message: str) -> N
 @pytest.mark.parametrize(
     ("command", "why"),
     [
-        ("./nothere", "/work/nothere does not exist"),
-        (".", "/work is a folder"),
+        ("./nothere", "/mine/nothere does not exist"),
+        (".", "/mine is a folder"),
         ("/etc", "/etc is a folder"),
-        ("./plain", "/work/plain may not be executed; chmod +x it, or name what runs it, as in: -- bash ./plain"),
+        ("./plain", "/mine/plain may not be executed; chmod +x it, or name what runs it, as in: -- bash ./plain"),
     ],
 )
 def test_a_command_that_is_no_program(tmp_path: Path, command: str, why: str) -> None:
     """A command that is a path, counted from job.workdir, is refused unless it is a file that may be executed."""
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work/plain").write_text("true\n")
-    (problem,) = found("job=program", f"job.command={command}", "name=x", "job.workdir=work")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/plain").write_text("true\n")
+    (problem,) = found("job=program", f"job.command={command}", "name=x", "job.workdir=mine")
     assert problem.startswith(f"job.command is {command!r}, expected an executable file: /") and problem.endswith(why)
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from hpcinit.facts import scratch
 from hpcinit.facts.safeguards import CACHES, describe, safeguards
+from tests.leaving_out import leave_out
 
 HOST = os.uname().nodename
 # Applies the safeguards to its own environment, says what it set, and lives until its input ends.
@@ -192,18 +193,20 @@ def test_a_folder_that_others_could_fill_is_not_used(tmp_path: Path, trap: str) 
     assert found in {Path(f"{parent}/hpcinit-{os.geteuid()}") for parent in ("/tmp", "/var/tmp")}
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: makes a folder of another user")
 def test_a_folder_of_another_user_is_not_used(tmp_path: Path) -> None:
     """A private folder of our name that belongs to another user is passed over."""
+    if os.geteuid() != 0:
+        leave_out("needs root: makes a folder of another user")
     mine = tmp_path / "hpcinit-0"
     mine.mkdir(mode=0o700)
     os.chown(mine, 12345, 12345)
     assert scratch.base({"TMPDIR": str(tmp_path)}) != mine
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root: mounts a file system")
 def test_a_disk_without_programs_is_not_used(tmp_path: Path) -> None:
     """What is compiled could not be loaded from a mount with noexec: the next candidate is taken."""
+    if os.geteuid() != 0 or not shutil.which("unshare"):
+        leave_out("needs root and unshare: mounts a file system")
     code = "from hpcinit.facts import scratch; print(scratch.base({'TMPDIR': '%s'}))" % tmp_path  # noqa: UP031
     script = f'mount -t tmpfs -o %s none {tmp_path} && {sys.executable} -c "{code}"'
     for option, expected in [("exec", str(tmp_path)), ("noexec", "/tmp")]:

@@ -12,6 +12,7 @@ import pytest
 
 from hpcinit.facts.errors import SubmitError
 from hpcinit.submission import folder
+from tests.leaving_out import leave_out
 
 
 def test_numbers_go_up_and_are_private(tmp_path: Path) -> None:
@@ -45,7 +46,7 @@ def test_many_at_once_get_one_each(tmp_path: Path) -> None:
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A real file system that is full: a tmpfs of 64 KB; needs root, as the Slurm tests do."""
     if os.geteuid() != 0:
-        pytest.skip("needs a real Slurm, and this machine lacks: root")
+        leave_out("needs a real Slurm, and this machine lacks: root")
     place = tmp_path / "full"
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", place], check=True)
