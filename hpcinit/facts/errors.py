@@ -9,7 +9,8 @@
     └── Failure              the request was right and could not be carried out  exit status 1
         ├── SubmitError      sbatch or the local engine refused
         │   └── MaybeSubmitted   or gave no clear answer: look before you submit again
-        └── BringUpError     the process group did not come up as asked
+        ├── BringUpError     the process group did not come up as asked
+        └── CheckpointError  a checkpoint could not be written or read
 
 A message says what we looked at, what we saw, what we expected and what to do.
 """
@@ -68,3 +69,7 @@ class MaybeSubmitted(SubmitError):
 
 class BringUpError(Failure):
     pass
+
+
+class CheckpointError(Failure):
+    """A checkpoint could not be written or read."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 from datetime import timedelta
 
 import torch
 
 from hpcinit.facts.errors import BringUpError
+from hpcinit.facts.versions import installed
 from hpcinit.runtime import devices, ops
 
 # What DeepSpeed 0.19.8 lets go of in deepspeed.utils.groups._release_process_group_references; 0.18.5 lacks that
@@ -36,12 +36,11 @@ _RESET = {
 
 def version() -> str:
     """Of the installed DeepSpeed, without importing it. Raises BringUpError where there is none."""
-    try:
-        return importlib.metadata.version("deepspeed")
-    except importlib.metadata.PackageNotFoundError:
-        raise BringUpError(
-            f"comm.deepspeed is true, and DeepSpeed is not installed for {sys.executable}: install hpcinit[deepspeed]"
-        ) from None
+    if found := installed("deepspeed"):
+        return found
+    raise BringUpError(
+        f"comm.deepspeed is true, and DeepSpeed is not installed for {sys.executable}: install hpcinit[deepspeed]"
+    )
 
 
 def start(backend: str, timeout: timedelta, device: torch.device) -> bool:

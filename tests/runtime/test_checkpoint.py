@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from hpcinit.facts.errors import RequestError
+from hpcinit.facts.errors import CheckpointError, RequestError
 from hpcinit.runtime.checkpoint import folder as of_steps
-from hpcinit.runtime.checkpoint.folder import CheckpointError, Description
+from hpcinit.runtime.checkpoint.folder import Description
 from tests.runtime import checkpointing
 from tests.runtime.spawned import ranks
 from tests.test_train_gpt import python

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpcinit.facts.errors import RequestError
+from hpcinit.facts.errors import CheckpointError, RequestError
 from hpcinit.facts.layout import Layout
 from hpcinit.runtime import rendezvous
 from hpcinit.runtime.checkpoint import agreement, deepspeed, native
 from hpcinit.runtime.checkpoint import folder as of_steps
 from hpcinit.runtime.checkpoint import loader as of_data
-from hpcinit.runtime.checkpoint.folder import CheckpointError, Description
+from hpcinit.runtime.checkpoint.folder import Description
 from hpcinit.runtime.wrap.deepspeed import Engine
 from hpcinit.runtime.wrap.native import Native
 from hpcinit.runtime.wrap.wrapped import Wrapped

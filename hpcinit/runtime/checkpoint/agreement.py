@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from hpcinit.facts.errors import HpcinitError, RequestError
-from hpcinit.runtime.checkpoint.folder import CheckpointError
+from hpcinit.facts.errors import CheckpointError, HpcinitError, RequestError
 
 T = TypeVar("T")
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpcinit.facts.errors import RequestError
+from hpcinit.facts.errors import CheckpointError, RequestError
 from hpcinit.runtime import rendezvous
 from hpcinit.runtime.checkpoint import agreement
 from hpcinit.runtime.checkpoint import folder as of_steps
-from hpcinit.runtime.checkpoint.folder import CheckpointError, Description
+from hpcinit.runtime.checkpoint.folder import Description
 
 NATIVE, UNIVERSAL = "deepspeed", "universal"
 POLL_S = 0.5

@@ -16,16 +16,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts.errors import Failure, RequestError
+from hpcinit.facts.errors import CheckpointError, RequestError
 
 METADATA = "checkpoint.json"
 FORMAT = 1
 VISIBLE_S = 60.0  # NFS keeps what it knows of a folder for up to a minute (acdirmax)
 _STEP = re.compile(r"step-(\d{8,})")
-
-
-class CheckpointError(Failure):
-    """A checkpoint could not be written or read."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
+from hpcinit.facts.errors import CheckpointError
 from hpcinit.runtime.checkpoint import folder as of_steps
-from hpcinit.runtime.checkpoint.folder import CheckpointError
 
 FOLDER = "dcp"
 # Settings of each parameter by its name, not by the group that it was in: with another mesh there are other groups.
