@@ -36,6 +36,7 @@ CHOICES = {
 }
 AT_LEAST_ONE = (
     *("nodes", "ranks_per_node", "cpus_per_rank", "time_min", "cluster.time_min", "cluster.cpus_per_node"),
+    "cluster.max_array_size",
     *("model.params", "model.layers", "model.hidden", "model.heads", "model.sequence"),
 )
 AT_LEAST_ZERO = (

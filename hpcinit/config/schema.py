@@ -26,6 +26,10 @@ def key(help: str, default: Any = None) -> Any:
 class Partition:
     nodes: Optional[int] = key("nodes in the partition: a request for more is refused before the queue")
     time_min: Optional[int] = key("longest time limit in minutes")
+    gpus_per_node: Optional[int] = key("GPUs of a node; 0: it has none; null: as cluster.gpus_per_node")
+    gpu_type: Optional[str] = key("GPU type, as Slurm calls it; null: as cluster.gpu_type")
+    cpus_per_node: Optional[int] = key("cores that Slurm counts on a node; null: as cluster.cpus_per_node")
+    mem_gb: Optional[float] = key("memory that jobs may use on a node, in GB of 2^30 bytes as sbatch counts it")
 
 
 @dataclass
@@ -54,6 +58,12 @@ class Cluster:
     env: dict[str, str] = key("environment variables of the job", {})
     sbatch: dict[str, Any] = key("further sbatch options, long names: {reservation: x}", {})
     srun: dict[str, Any] = key("further srun options, long names", {})
+    max_array_size: Optional[int] = key("Slurm's MaxArraySize: an array's indices are smaller; null: not known")
+    accounting: Optional[bool] = key("whether Slurm keeps accounts (sacct, QOS); null: not known")
+    preemption: Optional[str] = key("Slurm's PreemptMode, as in OFF or REQUEUE; null: not known")
+    topology: Optional[str] = key("Slurm's TopologyPlugin, as in topology/tree; null: not known")
+    pyxis: bool = key("srun knows --container-image (NVIDIA's pyxis)", False)
+    slurm: Optional[str] = key("version of Slurm that was seen, as in 22.05.8; null: not known")
 
 
 @dataclass
