@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from hpcinit.config import program, training
+from hpcinit.config import program, surroundings, training
 from hpcinit.config.schema import Config
 from hpcinit.facts import hosts, quoting
 from hpcinit.facts.deepspeed_options import OFFLOAD, OPTIMIZERS
@@ -33,6 +33,7 @@ CHOICES = {
     "deepspeed.offload_optimizer": OFFLOAD,
     "deepspeed.optimizer": OPTIMIZERS,
     "launch.kind": ("srun",),
+    "cluster.container.runtime": surroundings.RUNTIMES,
 }
 AT_LEAST_ONE = (
     *("nodes", "ranks_per_node", "cpus_per_rank", "time_min", "cluster.time_min", "cluster.cpus_per_node"),
@@ -46,7 +47,11 @@ AT_LEAST_ZERO = (
 MORE_THAN_ZERO = ("comm.collective_timeout_s", "comm.timeout_base_s", "comm.timeout_max_s", "cluster.gpu_mem_gb")
 MOST_SEED = 2**63 - 1  # what torch.manual_seed takes
 # Texts that become an option or a path: '' is no value for one, as null is.
-NOT_EMPTY = ("runs_dir", "partition", "account", "qos", "comment", "launch.cpu_bind", "launch.gpu_bind", "cluster.name")
+NOT_EMPTY = (
+    *("runs_dir", "partition", "account", "qos", "comment", "launch.cpu_bind", "launch.gpu_bind", "cluster.name"),
+    *("cluster.venv", "cluster.conda", "cluster.scratch", "cluster.cache", "cluster.local_disk"),
+    *("container.image", "container.python"),
+)
 
 # sbatch and srun options that hpcinit sets itself, and the key that sets them.
 OWNED = {
@@ -69,6 +74,8 @@ OWNED = {
     "wait": "launch.wait_s",
     "cpu-bind": "launch.cpu_bind",
     "gpu-bind": "launch.gpu_bind",
+    "container-image": "container.image",
+    "container-mounts": "container.mounts",
     "output": "runs_dir",
     "error": "runs_dir",
     "open-mode": None,
@@ -83,7 +90,7 @@ def problems(config: Config) -> list[str]:
     found: list[str] = []
     for check in (
         *(_choices, _finite, _numbers, _more_numbers, _names, _texts),
-        *(_extra_options, program.problems, _partition, _gpus),
+        *(_extra_options, program.problems, surroundings.problems, _partition, _gpus),
     ):
         found.extend(check(config))
     if not found:  # arithmetic on numbers that are wrong by themselves only adds noise

@@ -33,6 +33,15 @@ class Partition:
 
 
 @dataclass
+class SiteContainer:
+    """How containers run at a site."""
+
+    runtime: Optional[str] = key("pyxis (srun's --container-* options), apptainer or singularity; null: no containers")
+    mounts: list[str] = key("folders of the node that every container sees: SRC:DST or SRC:DST:ro", [])
+    options: dict[str, Any] = key("options of pyxis without container-, or of apptainer exec: {rocm: true}", {})
+
+
+@dataclass
 class Cluster:
     """A site. All that is known of one stands in conf/cluster/NAME.yaml, nothing of it in Python."""
 
@@ -54,7 +63,16 @@ class Cluster:
     python: Optional[str] = key("Python on the compute nodes; null: the one that submits")
     interface: Optional[str] = key("network interface for NCCL and gloo, as in ib0")
     host_template: str = key("what nodes are called on the fast network: {host}-ib0, or a suffix", "")
-    setup: list[str] = key("shell lines before the ranks start (module load ...); shell by design", [])
+    module_purge: bool = key("begin with `module purge`", False)
+    module_paths: list[str] = key("folders of modules, for `module use`", [])
+    modules: list[str] = key("modules to load, in this order", [])
+    venv: Optional[str] = key("virtual environment to activate; its Python runs the ranks")
+    conda: Optional[str] = key("conda environment to activate, its name or folder; its Python runs the ranks")
+    setup: list[str] = key("shell lines after modules and environment, before the ranks start; shell by design", [])
+    container: SiteContainer = field(default_factory=SiteContainer)
+    scratch: Optional[str] = key("large shared folder, perhaps purged; the job has it as SCRATCH")
+    cache: Optional[str] = key("shared folder for what is downloaded once: HF_HOME and TORCH_HOME lie in it")
+    local_disk: Optional[str] = key("folder on the node's own disk, for caches of a job; null: TMPDIR or /tmp")
     env: dict[str, str] = key("environment variables of the job", {})
     sbatch: dict[str, Any] = key("further sbatch options, long names: {reservation: x}", {})
     srun: dict[str, Any] = key("further srun options, long names", {})
@@ -182,6 +200,16 @@ class Launch:
 
 
 @dataclass
+class Container:
+    """An image that the ranks run in. cluster.container says how the site runs one."""
+
+    image: Optional[str] = key("train.sif, train.sqsh, docker://..., 'nvcr.io#nvidia/pytorch:25.01-py3'; null: none")
+    python: str = key("Python inside the image, with torch and hpcinit", "python")
+    mounts: list[str] = key("further folders that it sees: SRC:DST or SRC:DST:ro", [])
+    options: dict[str, Any] = key("further options, as cluster.container.options", {})
+
+
+@dataclass
 class Config:
     """Everything that `hpcinit submit` takes."""
 
@@ -194,6 +222,7 @@ class Config:
     comm: Comm = field(default_factory=Comm)
     job: Job = field(default_factory=Job)
     launch: Launch = field(default_factory=Launch)
+    container: Container = field(default_factory=Container)
     name: str = key("name of the run", "${job.name}")
     nodes: int = key("number of nodes", 1)
     ranks_per_node: Optional[int] = key("ranks on each node; null: the cluster's GPUs per node, or 1")

@@ -96,7 +96,7 @@ def _flag(word: str, value: str) -> str:
         return f"{wrong}: {key}={value or ('true' if keys.kind(key) is bool else '...')}"
     if own := OWNED.get(name):
         return f"{wrong}: {own}={value if value and name in SAME_VALUE else '...'}"
-    if near := keys.nearest(key):
+    if (near := keys.nearest(key)) and not keys.is_group(near):
         return f"{wrong}; did you mean {near}={value or '...'}"
     if value and re.fullmatch(r"[a-z][a-z-]+", name):
         return f"{wrong}; one of sbatch's own: +cluster.sbatch.{name}={value}"

@@ -20,6 +20,7 @@ from pathlib import Path
 LOCK = "in-use"
 GONE = ".gone"  # a folder that is being removed has left its name, so that nobody can begin to use it
 TRIES = 100
+ENV_LOCAL_DISK = "HPCINIT_LOCAL_DISK"  # what the cluster's description says of the node's own disk
 
 
 def folder_name(job: str) -> str:
@@ -28,12 +29,13 @@ def folder_name(job: str) -> str:
 
 
 def base(env: Mapping[str, str]) -> Path | None:
-    """This user's folder below TMPDIR, /tmp or /var/tmp: the first that is ours alone and may hold programs.
+    """This user's folder below the site's local disk, TMPDIR, /tmp or /var/tmp.
 
-    Compiled extensions are loaded from it, so a mount with noexec will not do; and what another user can write there
-    would run as this one, so neither will a folder that somebody else has made or can enter.
+    The first of them that is ours alone and may hold programs. Compiled extensions are loaded from it, so a mount with
+    noexec will not do; and what another user can write there would run as this one, so neither will a folder that
+    somebody else has made or can enter.
     """
-    for parent in (env.get("TMPDIR", ""), "/tmp", "/var/tmp"):
+    for parent in (env.get(ENV_LOCAL_DISK, ""), env.get("TMPDIR", ""), "/tmp", "/var/tmp"):
         folder = Path(parent) / f"hpcinit-{os.geteuid()}"
         with contextlib.suppress(OSError):
             if not folder.is_absolute() or os.statvfs(parent).f_flag & os.ST_NOEXEC:

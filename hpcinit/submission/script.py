@@ -10,6 +10,8 @@ from typing import Any
 from hpcinit.config.checks import ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.facts import quoting, runfolder
+from hpcinit.facts.options import flags
+from hpcinit.submission import container, setup
 
 # What the batch script leaves behind: a record of its start, and one of its end in its place, whatever ended it but
 # SIGKILL. Shell and not Python: the environment may be what is broken. A record of an attempt before goes first. By
@@ -37,7 +39,7 @@ def render(config: Config, folder: Path, workdir: Path) -> str:
     # Imported here: submitit costs a login node 0.08 s, and only what renders needs it.
     from hpcinit.submission import slurm_executor  # noqa: PLC0415
 
-    return slurm_executor.render(folder, _step(config, folder), parameters(config, folder, workdir))
+    return slurm_executor.render(folder, _step(config, folder, workdir), parameters(config, folder, workdir))
 
 
 def parameters(config: Config, folder: Path, workdir: Path) -> dict[str, Any]:
@@ -88,20 +90,15 @@ def _setup(config: Config, folder: Path) -> list[str]:
     lines += [f"export {runfolder.ENV_FOLDER}={quoting.shell(str(folder))}", *ATTEMPT]
     # Slurm 24.11 says when the job ends; 22.05 does not, and no start-up should wait beyond it.
     lines += [f'export HPCINIT_JOB_END_TIME="${{SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * {config.time_min}))}}"']
-    if config.cluster.interface:
-        name = quoting.shell(config.cluster.interface)
-        lines += [f"export NCCL_SOCKET_IFNAME={name}", f"export GLOO_SOCKET_IFNAME={name}"]
-    env = {**config.cluster.env, **config.job.env}
-    lines += [f"export {name}={quoting.shell(value)}" for name, value in env.items()]
-    if config.cluster.setup:
-        lines += ["# cluster.setup, shell by design:", *config.cluster.setup]
+    lines += setup.lines(config)
     return lines
 
 
-def _step(config: Config, folder: Path) -> str:
+def _step(config: Config, folder: Path, workdir: Path) -> str:
     """The line that starts the ranks. On cluster=local only its first words differ."""
-    python = [config.cluster.python or sys.executable]
-    launcher = ["srun"] if config.cluster.engine == "slurm" else [*python, "-m", "hpcinit.local.step"]
+    python = _python(config)
+    here = sys.executable if config.container.image else python
+    launcher = ["srun"] if config.cluster.engine == "slurm" else [here, "-m", "hpcinit.local.step"]
     ranks, cores, launch = ranks_per_node(config), cpus_per_rank(config), config.launch
     options: dict[str, Any] = {
         "nodes": config.nodes,
@@ -116,12 +113,21 @@ def _step(config: Config, folder: Path) -> str:
         "unbuffered": True,
         "open-mode": "append",  # a requeued job must not overwrite what the first attempt wrote
         "output": quoting.pattern(str(folder / runfolder.LOGS)) + "/rank-%t.log",
+        **container.of_srun(config, folder, workdir),
         **config.cluster.srun,
     }
-    flags = [
-        f"--{name}" if value is True else f"--{name}={value}"
-        for name, value in options.items()
-        if value is not None and value is not False
-    ]
-    run = ["-u", "-m", "hpcinit.run", str(folder / runfolder.SPEC)]
-    return " ".join(quoting.shell(word) for word in [*launcher, *flags, *python, *run])
+    run = [python, "-u", "-m", "hpcinit.run", str(folder / runfolder.SPEC)]
+    words = [*launcher, *flags(options), *container.before_python(config, folder, workdir), *run]
+    return " ".join(quoting.shell(word) for word in words)
+
+
+def _python(config: Config) -> str:
+    """The interpreter of the ranks: of the image, as the cluster says, of its environment, or the one that submits."""
+    cluster = config.cluster
+    if config.container.image:
+        return config.container.python
+    if cluster.python:
+        return cluster.python
+    if cluster.venv:
+        return f"{cluster.venv}/bin/python"
+    return "python" if cluster.conda else sys.executable

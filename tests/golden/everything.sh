@@ -33,11 +33,13 @@ trap 'hpcinit_record ended ", \"exit_status\": $?"' EXIT
 export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 90))}"
 export NCCL_SOCKET_IFNAME=ib0
 export GLOO_SOCKET_IFNAME=ib0
+type module > /dev/null 2>&1 || . /etc/profile
+module purge
+module load gcc cuda || { echo 'hpcinit: error: cluster.modules: `module load` failed' "on $(hostname)" >&2; exit 1; }
 export NCCL_DEBUG=WARN
 export GREETING='hello world'
 # cluster.setup, shell by design:
-module purge
-module load gcc cuda
+ulimit -c 0
 
 # command
 export SUBMITIT_EXECUTOR=slurm

@@ -24,10 +24,12 @@ hpcinit_record() {
 rm -f "$HPCINIT_RUN/exit.json"; hpcinit_record began; trap 'exit 143' TERM
 trap 'hpcinit_record ended ", \"exit_status\": $?"' EXIT
 export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 60))}"
+type module > /dev/null 2>&1 || . /etc/profile
+module purge
+module load gcc cuda || { echo 'hpcinit: error: cluster.modules: `module load` failed' "on $(hostname)" >&2; exit 1; }
 export NCCL_DEBUG=WARN
 # cluster.setup, shell by design:
-module purge
-module load gcc cuda
+ulimit -c 0
 
 # command
 export SUBMITIT_EXECUTOR=slurm

@@ -17,7 +17,13 @@ BASE = {
 }  # fmt: skip
 ACCOUNTING = {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server"}
 # What other tests use; a cluster does without. MPICH's Hydra comes with mpich: the package hydra cracks passwords.
-OTHERS = {"mpirun.openmpi": "openmpi-bin", "mpiexec.hydra": "mpich", "zsh": "zsh", "fish": "fish"}
+OTHERS = {
+    "mpirun.openmpi": "openmpi-bin",
+    "mpiexec.hydra": "mpich",
+    "zsh": "zsh",
+    "fish": "fish",
+    "modulecmd": "environment-modules",
+}
 
 POLICY = Path("/usr/sbin/policy-rc.d")
 # Everything a cluster does to the kernel, in namespaces that vanish with the command.

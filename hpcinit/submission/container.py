@@ -1,0 +1,56 @@
+"""The words that put a rank into a container: options of srun (pyxis), or a command before its own (apptainer)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcinit.config.schema import Config
+from hpcinit.facts.options import flags
+from hpcinit.submission import setup
+
+PYXIS = "pyxis"
+
+
+def of_srun(config: Config, folder: Path, workdir: Path) -> dict[str, Any]:
+    """Options that srun gets; none where no image is asked for, or another runtime runs it.
+
+    https://github.com/NVIDIA/pyxis/wiki/Usage. --container-env: variables of the job that win over the image's own.
+    """
+    if not config.container.image or config.cluster.container.runtime != PYXIS:
+        return {}
+    known = {
+        "image": config.container.image,
+        "mounts": ",".join(_mounts(config, folder, workdir)),
+        "env": ",".join(setup.names(config)) or None,
+        **_options(config),
+    }
+    return {f"container-{name}" if not name.startswith("no-") else name: value for name, value in known.items()}
+
+
+def before_python(config: Config, folder: Path, workdir: Path) -> list[str]:
+    """The command that a rank's Python is an argument of, or none.
+
+    https://apptainer.org/docs/user/latest/cli/apptainer_exec.html; Singularity has the same options.
+    """
+    runtime = config.cluster.container.runtime
+    if not config.container.image or runtime in (PYXIS, None):
+        return []
+    options = {
+        "nv": bool(config.cluster.gpus_per_node) and "rocm" not in _options(config),
+        "pwd": str(workdir),
+        "bind": ",".join(_mounts(config, folder, workdir)),
+        **_options(config),
+    }
+    return [runtime, "exec", *flags(options), config.container.image]
+
+
+def _options(config: Config) -> Mapping[str, Any]:
+    return {**config.cluster.container.options, **config.container.options}
+
+
+def _mounts(config: Config, folder: Path, workdir: Path) -> Sequence[str]:
+    """The working folder and the run folder where they are, and what site and user add."""
+    own = [f"{place}:{place}" for place in dict.fromkeys((workdir, folder))]
+    return [*own, *config.cluster.container.mounts, *config.container.mounts]
