@@ -16,16 +16,17 @@ from hpcinit.facts.layout import Layout
 def build(layout: Layout, device: torch.device) -> DeviceMesh:
     """A mesh with the dimensions that are larger than 1, outermost first; a plain data parallel one if none is.
 
-    Combinations of several dimensions (dp, fsdp, loss) are part of it, `mesh["loss"]`; one that is a single dimension
-    or the same as another makes no group of its own, part() finds it. All groups are made here, as every rank has to
-    make them all in one order. layout: every degree known. Needs the process group.
+    Combinations of several dimensions (dp, fsdp, loss) are part of it, and part() finds them: `mesh["loss"]` does so
+    too, and torch warns of it from 2.11 on. One that is a single dimension or the same as another makes no group of its
+    own. All groups are made here, as every rank has to make them all in one order. layout: every degree known. Needs
+    the process group.
     """
     sizes = grouping.dimensions(layout)
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     for name in (*grouping.SPLIT, *grouping.COMBINED):
         made = grouping.members(tuple(sizes), name)
         if len(made) > 1 and _called(mesh, name) == name:
-            mesh[made]._flatten(name)  # private, and the only way: torchtitan's too
+            _flattened(mesh, name)
     return mesh
 
 
@@ -41,7 +42,17 @@ def part(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
     `part(mesh, "dp_replicate", "fsdp")` is what fully_shard takes for HSDP. Raises RequestError.
     """
     found = tuple(_called(mesh, name) for name in names if size(mesh, name) > 1)
-    return mesh[found] if found else None
+    if not found:
+        return None
+    flat = [name for name in found if name not in (mesh.mesh_dim_names or ())]
+    if not flat:
+        return mesh[found]
+    if len(found) == 1:
+        return _flattened(mesh, found[0])
+    if not hasattr(DeviceMesh, "_concatenate"):  # torch before 2.10, which slices flattened dimensions without a word
+        return mesh[found]
+    # fully_shard's own way (torch/distributed/fsdp/_fully_shard/_fsdp_init.py)
+    return DeviceMesh._concatenate([_flattened(mesh, name) if name in flat else mesh[name] for name in found])
 
 
 def group(mesh: DeviceMesh, name: str) -> ProcessGroup | None:
@@ -61,6 +72,11 @@ def _members(mesh: DeviceMesh, name: str) -> tuple[str, ...]:
     if name not in grouping.MEANING:
         raise RequestError(f"a mesh has no part {name!r}, expected one of: {', '.join(grouping.MEANING)}")
     return grouping.members(names, name)
+
+
+def _flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """A combination as one dimension: made the first time, and torch keeps it by its name (2.7 as well as 2.13)."""
+    return mesh[_members(mesh, name)]._flatten(name)  # private, and the only way: torchtitan's too
 
 
 def _called(mesh: DeviceMesh, name: str) -> str:

@@ -89,7 +89,7 @@ def test_parts_of_size_one(tmp_path: Path) -> None:
         print(json.dumps(dict(
             tp=[mesh.size(made, "tp"), mesh.group(made, "tp"), mesh.part(made, "tp"), mesh.place(made, "tp")],
             hsdp=[hsdp.mesh_dim_names, list(hsdp.shape), hsdp.get_coordinate()],
-            own=made["loss"].size(), places=[mesh.place(made, name) for name in ("dp", "fsdp", "loss")], refusal=refusal)))
+            own=mesh.part(made, "loss").size(), places=[mesh.place(made, name) for name in ("dp", "fsdp", "loss")], refusal=refusal)))
         """),
         tmp_path,
     )
@@ -101,6 +101,29 @@ def test_parts_of_size_one(tmp_path: Path) -> None:
         "refusal": found["refusal"],
     }
     assert found["refusal"].startswith("a mesh has no part 'sp', expected one of: pp, dp_replicate, dp_shard")
+
+
+def test_no_warning_comes_of_combinations(tmp_path: Path) -> None:
+    """Every part of a mesh, flattened ones alone and beside others too, comes without a warning of torch's, each time
+    with the same group; slicing a flattened one, as we did, warns (fake backend)."""
+    found = python(
+        FAKE
+        + textwrap.dedent("""
+        import warnings
+        made = built(Layout(1, 2, 2, 2, 2, ep=2), 5)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for names in (*((name,) for name in grouping.MEANING), ("dp_replicate", "fsdp"), ("dp", "cp", "tp")):
+                first, again = mesh.part(made, *names), mesh.part(made, *names)
+                assert first is None or [str(each.mesh_dim_names) for each in (first, again)] == [str(first.mesh_dim_names)] * 2
+                assert first is None or first.get_all_groups() == again.get_all_groups(), names
+            quiet = [str(each.message) for each in seen]
+            made["loss"]
+        print(json.dumps([quiet, [str(each.message).split(".")[0] for each in seen]]))
+        """),
+        tmp_path,
+    )
+    assert found == [[], ["Slicing a flattened dim from root mesh will be deprecated in PT 2"]]
 
 
 def test_real_groups_of_eight_ranks(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def save(
     of_data.check(loader)
     if keep is not None and keep < 1:
         raise RequestError(f"keep is {keep}, expected 1 or more, or None for all")
-    if wrapped._behind or wrapped._to_step:
+    if not wrapped.between_steps:
         raise RequestError("save() within an accumulation, whose gradients would be lost: after a step() that is True")
     temporary = of_steps.unfinished(folder, step)
     described = _describe(wrapped, step, wrapped.batch.total * step if samples is None else samples, layout, seed)
@@ -117,7 +117,7 @@ def _of_program(
 ) -> Loaded:
     own = of_data.load_plain(path / of_data.EXTRA)
     if isinstance(wrapped, Native) and own["scaler"]:
-        wrapped._scaler.load_state_dict(own["scaler"])
+        wrapped.scaler.load_state_dict(own["scaler"])
     placed = _place(loader, layout, path, saved)
     return Loaded(saved.step, saved.samples, own["extra"], placed)
 
@@ -149,7 +149,7 @@ def _write(
     def of_program() -> dict[str, int]:
         files = of_data.save(loader, layout, rank, folder)
         if rank == 0:
-            scaler = wrapped._scaler.state_dict() if isinstance(wrapped, Native) else {}
+            scaler = wrapped.scaler.state_dict() if isinstance(wrapped, Native) else {}
             files |= of_data.save_plain({"extra": extra, "scaler": scaler}, of_data.EXTRA, folder, "extra")
         return files
 

@@ -83,6 +83,8 @@ def _check_precision(training: Training, device: torch.device, sharded: bool) ->
 
 
 class Native(Wrapped):
+    """scaler: of gradients in fp16; it does nothing in other precisions."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -98,7 +100,7 @@ class Native(Wrapped):
         super().__init__(model, optimizer, batch, attention)
         self._run, self._synchronise = forward, synchronise
         self._device, self._dtype, self._clip = device, dtype, gradient_clip
-        self._scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
     def _forward(self, boundary: bool, *args: Any, **kwargs: Any) -> Any:
         self._synchronise(boundary)
@@ -106,14 +108,14 @@ class Native(Wrapped):
             return self._run(*args, **kwargs)
 
     def _backward(self, loss: Tensor) -> None:
-        torch.autograd.backward(self._scaler.scale(loss / self.batch.accumulation))
+        torch.autograd.backward(self.scaler.scale(loss / self.batch.accumulation))
 
     def _step(self, complete: bool) -> None:
         if not complete or self.optimizer is None:
             return
         if self._clip:
-            self._scaler.unscale_(self.optimizer)
+            self.scaler.unscale_(self.optimizer)
             self.grad_norm = clipping.clip(self.model.parameters(), self._clip)
-        self._scaler.step(self.optimizer)
-        self._scaler.update()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad()

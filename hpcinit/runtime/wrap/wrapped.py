@@ -40,7 +40,7 @@ class Wrapped(abc.ABC):
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, batch: Batch, attention: Attention) -> None:
         self.model, self.optimizer, self.batch = model, optimizer, batch
         self._attention = attention
-        self._behind = 0  # backward passes since the last step
+        self._behind = 0  # passes since the optimizer's last step
         self._to_step = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,6 +81,11 @@ class Wrapped(abc.ABC):
         self._to_step = False
         self._behind = 0 if complete else self._behind + 1
         return complete
+
+    @property
+    def between_steps(self) -> bool:
+        """Nothing of an accumulation is under way, whose gradients a checkpoint would lose."""
+        return not (self._behind or self._to_step)
 
     def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
         """For backward(): the mean over the tokens of all ranks, where ranks do not have equally many.
