@@ -8,9 +8,9 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from hpcinit.config import program, surroundings, training
+from hpcinit.config import program, secret_files, surroundings, training
 from hpcinit.config.schema import Config
-from hpcinit.facts import hosts, quoting
+from hpcinit.facts import hosts, quoting, secret_names
 from hpcinit.facts.deepspeed_options import OFFLOAD, OPTIMIZERS
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.layout import CP_KINDS
@@ -90,7 +90,7 @@ def problems(config: Config) -> list[str]:
     found: list[str] = []
     for check in (
         *(_choices, _finite, _numbers, _more_numbers, _names, _texts),
-        *(_extra_options, program.problems, surroundings.problems, _partition, _gpus),
+        *(_extra_options, program.problems, surroundings.problems, secret_files.problems, _partition, _gpus),
     ):
         found.extend(check(config))
     if not found:  # arithmetic on numbers that are wrong by themselves only adds noise
@@ -171,7 +171,9 @@ def _texts(config: Config) -> Iterator[str]:
             if "\0" in text:
                 yield f"{key} contains a NUL character, which no program can be given"
         elif reason := quoting.unsafe(text):
-            yield f"{key} is {text!r}: it {reason}, and it would become part of the script; remove it"
+            secret = secret_names.named(key.rpartition(".")[2]) and not key.startswith("secrets.")  # a path
+            shown = secret_names.HIDDEN if secret else repr(text)
+            yield f"{key} is {shown}: it {reason}, and it would become part of the script; remove it"
     for key, place in (("runs_dir", config.runs_dir), ("job.workdir", config.job.workdir or ".")):
         path = str(Path(place).expanduser().absolute())
         if not quoting.unsafe(place) and (reason := quoting.unsafe_path(path)):

@@ -241,4 +241,9 @@ class Config:
     gradient_clip: float = key("largest norm of the gradients, whatever wraps the model; 0: no clipping", 0.0)
     runs_dir: str = key("where run folders are made; must be shared with the nodes", "runs")
     wait: bool = key("follow the job to its end and return its exit status", False)
+    test_only: bool = key(
+        "ask Slurm itself before submitting, with sbatch --test-only, and show when it would start", True
+    )
+    secrets: dict[str, str] = key("variables that the job reads from files of mode 0600, as in {HF_TOKEN: ~/.hf}", {})
+    secret_names: list[str] = key("further names of secrets, as in MY_*; with - in front: none after all", [])
     dry_run: bool = key("print the script that would be submitted, and submit nothing", False)

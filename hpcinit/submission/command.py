@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     def prepare(request: Request) -> None:
         if program:
             _put(program, request.config, request.document)
-        submission.check(request.config)
+        submission.check(request.config, request.document)
 
     jobs: list[tuple[Request, submission.Submitted]] = []
     try:
@@ -121,8 +121,8 @@ def _print_script(request: Request) -> None:
 
 def _announce(request: Request, done: submission.Submitted) -> None:
     config = request.config
-    if done.dropped:
-        print(f"not passed on to the job: {', '.join(done.dropped)}", file=sys.stderr)
+    if said := str(done.dropped):
+        print(f"not passed on to the job: {said}", file=sys.stderr)
     if request.combination:
         say(f"{request.combination} -> job {done.job_id} on {config.cluster.name}, {done.path}")
         return

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from hpcinit.config.schema import Cluster, Config
 from hpcinit.facts import scratch
 from hpcinit.facts.quoting import shell
+from hpcinit.submission import secrets
 
 # A batch script's bash is no login shell; most sites hand the function `module` down all the same, as BASH_FUNC_module.
 HAVE_MODULES = "type module > /dev/null 2>&1 || . /etc/profile"
@@ -17,7 +18,9 @@ INTERFACE = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 def names(config: Config) -> list[str]:
     """The variables that the config sets, sorted."""
-    return sorted({*config.cluster.env, *config.job.env, *(INTERFACE if config.cluster.interface else ())})
+    return sorted(
+        {*config.cluster.env, *config.job.env, *config.secrets, *(INTERFACE if config.cluster.interface else ())}
+    )
 
 
 def lines(config: Config) -> Iterator[str]:
@@ -29,6 +32,7 @@ def lines(config: Config) -> Iterator[str]:
     yield from _environment(cluster)
     for name, value in {**cluster.env, **config.job.env}.items():
         yield f"export {name}={shell(value)}"
+    yield from secrets.lines(config.secrets)
     if cluster.setup:
         yield "# cluster.setup, shell by design:"
         yield from cluster.setup

@@ -16,9 +16,9 @@ from typing import Any
 
 import yaml
 
-from hpcinit.config import checks, parallel
+from hpcinit.config import checks, parallel, secret_files
 from hpcinit.config.schema import Config
-from hpcinit.facts import runfolder
+from hpcinit.facts import runfolder, secret_names
 from hpcinit.facts.errors import ConfigError, MaybeSubmitted, RequestError, SubmitError
 from hpcinit.facts.spec import Comm, Program, Spec
 from hpcinit.facts.timeouts import TimeoutLaw
@@ -34,17 +34,20 @@ class Submitted:
 
     job_id: str
     path: Path
-    dropped: Sequence[str]
+    dropped: environment.Dropped
     interrupted: bool
 
 
-def check(config: Config) -> None:
-    """Raises ConfigError with everything that is wrong with the request."""
+def check(config: Config, document: Mapping[str, Any] | None = None) -> None:
+    """Raises ConfigError with everything that is wrong with the request.
+
+    document: the config as it will be written, with the user's own keys.
+    """
     try:
         Path.cwd()
     except FileNotFoundError:
         raise RequestError("the current folder was deleted under this shell: cd to one that exists") from None
-    problems = checks.problems(config)
+    problems = [*checks.problems(config), *secret_files.in_document(document or {}, config.secret_names)]
     if len(config.name) > LONGEST_NAME:
         problems.append(
             f"name has {len(config.name)} characters, expected at most {LONGEST_NAME}: a folder is named so"
@@ -76,14 +79,14 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
     document: the config as plain containers, for config.yaml. argv: the command line, for the record.
     Raises ConfigError (nothing was done) or SubmitError (no job; the folder is gone).
     """
-    check(config)
+    check(config, document)
     if config.cluster.engine == "slurm" and shutil.which("sbatch") is None:
         raise SubmitError(
             f"sbatch is not on PATH, and cluster {config.cluster.name} needs it: is this a login node, and is the "
             "slurm module loaded? dry_run=true renders without it, cluster=local runs on this machine"
         )
     workdir = _workdir(config)
-    provenance = Provenance(workdir, argv)
+    provenance = Provenance(workdir, secret_names.masked(argv, config.secret_names))
     with _deferred_interrupt() as interrupts:
         path = folder.claim(_runs_dir(config), config.name)
         try:
@@ -97,7 +100,8 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
             folder.fill(path, files)
             if interrupts:
                 raise KeyboardInterrupt
-            env, dropped = environment.clean(os.environ)
+            slurm = config.cluster.engine == "slurm"
+            env, dropped = environment.of_job(os.environ, config.secrets, config.secret_names, devices=slurm)
             job_id, command = _hand_over(config, path, env)
         except BaseException as error:
             if not isinstance(error, MaybeSubmitted):

@@ -1,0 +1,152 @@
+"""Secrets reach the program, and nothing that is written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Run
+from tests.leaving_out import leave_out
+from tests.minislurm import MiniSlurm
+from tests.submitting import folder_of, printed
+
+SECRET = "s3cr3t-of-this-test"
+SHOW = ["--", "sh", "-c", 'echo "${#HF_TOKEN} ${HF_TOKEN}" | tr s X']  # logs have it with X for s
+
+
+def keep(folder: Path, mode: int = 0o600, text: str = SECRET + "\n") -> Path:
+    path = folder / "a token file"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def everything_written(folder: Path) -> str:
+    return "\n".join(path.read_text() for path in folder.rglob("*") if path.is_file())
+
+
+def given(path: Path) -> str:
+    return f'+secrets.HF_TOKEN="{path}"'
+
+
+def test_a_job_reads_its_secret_from_the_file(hpcinit: Run, tmp_path: Path) -> None:
+    """The program has the secret in its environment; no file of the run has it, though the script traces itself."""
+    path = keep(tmp_path)
+    setup = "cluster.setup=['set -x']"
+    done = hpcinit("submit", given(path), setup, "wait=true", *SHOW, env={"SHELLOPTS": "xtrace"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = folder_of(done)
+    assert printed(folder, 0) == f"{len(SECRET)} {SECRET.replace('s', 'X')}\n"
+    assert "+ export HPCINIT_RUN" in (folder / "logs/job.log").read_text()
+    assert SECRET not in everything_written(folder) + done.stdout + done.stderr
+
+
+@pytest.mark.slurm
+def test_on_slurm_neither(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """On the cluster too, and Slurm's own state has not got it either: not the file's and not the shell's."""
+    path = keep(tmp_path)
+    env = {"WANDB_API_KEY": SECRET, "MY_LOGIN": SECRET, **slurm.env}
+    words = ["cluster=mini", "cluster.gpu_flag=null", "ranks_per_node=1", given(path), "secret_names=[MY_*]"]
+    program = ["--", "sh", "-c", "echo ${#HF_TOKEN} ${WANDB_API_KEY:-none} ${MY_LOGIN:-none}"]
+    held = hpcinit("submit", *words, "+cluster.sbatch.hold=true", *program, env=env)
+    assert "not passed on to the job: MY_LOGIN, WANDB_API_KEY; MY_LOGIN looks like a secret" in held.stderr
+    assert "name it: '+secrets.MY_LOGIN=FILE'; if it is none: 'secret_names=[-MY_LOGIN]'" in held.stderr
+    state = [path for path in (slurm.directory / "state").rglob("*") if path.is_file()]
+    assert any(path.name.startswith("environment") for path in state)
+    assert not any(SECRET.encode() in path.read_bytes() for path in state)
+    slurm.cancel_all()
+    done = hpcinit("submit", *words, "wait=true", *program, env=env)
+    assert printed(folder_of(done), 0) == f"{len(SECRET)} none none\n"
+    assert SECRET not in everything_written(folder_of(done)) + done.stdout + done.stderr
+
+
+def test_a_name_that_is_no_secret_is_passed_on(hpcinit: Run) -> None:
+    """secret_names with a minus lets a variable through; a secret that the job reads itself is not told of."""
+    done = hpcinit("submit", "secret_names=[-HF_TOKEN]", "wait=true", *SHOW, env={"HF_TOKEN": "public"})
+    assert printed(folder_of(done), 0) == "6 public\n"
+    assert "not passed on" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["+job.env.HF_TOKEN=s3cr3t-of-this-test"], "job.env.HF_TOKEN"),
+        (["+cluster.env.MY_SECRET=s3cr3t-of-this-test"], "cluster.env.MY_SECRET"),
+        (["+wandb.api_key=s3cr3t-of-this-test"], "wandb.api_key"),
+        (["secret_names=[SITE_*]", "+job.env.SITE_X=s3cr3t-of-this-test"], "job.env.SITE_X"),
+        (["cluster.setup=['export A_TOKEN=s3cr3t-of-this-test']"], "cluster.setup sets A_TOKEN"),
+        (["--", "true", "--api-key", SECRET], "the program's argument --api-key"),
+        (["--", "true", f"password={SECRET}"], "the program's argument password"),
+        (["+job.env.HF_TOKEN='s3cr3t-of-this-test\t'"], "job.env.HF_TOKEN"),
+    ],
+)
+def test_a_secret_in_the_request(hpcinit: Run, tmp_path: Path, words: list[str], key: str) -> None:
+    """A secret in the config or among the arguments is refused, unprinted, with the way to do it; nothing is written."""
+    at = words.index("--") if "--" in words else len(words)
+    for dry in ("dry_run=true", "dry_run=false"):
+        done = hpcinit("submit", *words[:at], dry, *words[at:])
+        assert done.returncode == 2 and f"{key}" in done.stderr and "looks like a secret" in done.stderr
+        assert (
+            'and the job reads it from there with "+secrets.' in done.stderr and SECRET not in done.stderr + done.stdout
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overrides_that_were_taken_back_are_masked(hpcinit: Run) -> None:
+    """A secret on the command line that counts for nothing is not on record either."""
+    words = ["+job.env.HF_TOKEN=s3cr3t-of-this-test", "job.env.HF_TOKEN=''"]
+    done = hpcinit("submit", *words, "--", "true")
+    assert done.returncode == 0, done.stderr
+    text = everything_written(folder_of(done))
+    assert SECRET not in text and '"+job.env.HF_TOKEN=***"' in text
+
+
+FILES = [
+    (lambda folder: folder / "nowhere", "nowhere', expected a file that you can read: No such file"),
+    (lambda folder: folder, "expected a file that you can read: Is a directory"),
+    (lambda folder: keep(folder, 0o640), "with mode 0640: others can read it, expected 0600; chmod 600 '"),
+    (lambda folder: keep(folder, text=""), "which is empty"),
+    (lambda folder: Path("/dev/zero"), "expected a plain file"),
+]
+
+
+@pytest.mark.parametrize(("make", "said"), FILES)
+def test_a_file_that_cannot_hold_a_secret(hpcinit: Run, tmp_path: Path, make, said: str) -> None:
+    """A file that is missing, open to others, empty or none is refused with what to do."""
+    done = hpcinit("submit", given(make(tmp_path)), "--", "true")
+    assert done.returncode == 2 and "secrets.HF_TOKEN is '" in done.stderr and said in done.stderr
+
+
+def test_somebody_elses_file(hpcinit: Run, tmp_path: Path) -> None:
+    """A file of another user's is refused."""
+    if os.geteuid() != 0:
+        leave_out("only root can give a file away")
+    path = keep(tmp_path)
+    os.chown(path, 1234, 1234)
+    done = hpcinit("submit", given(path), "--", "true")
+    assert done.returncode == 2 and "which belongs to user 1234, expected one of your own" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["+secrets.A-B=/x"], "secrets has 'A-B', expected a name of letters"),
+        (["+secrets.A=/etc/hostname", "+job.env.A=1"], "secrets.A and job.env.A (or cluster.env) both set A: keep one"),
+    ],
+)
+def test_names_of_secrets(hpcinit: Run, words: list[str], said: str) -> None:
+    """A name that no variable can have, or that is set twice, is refused."""
+    done = hpcinit("submit", *words, "--", "true")
+    assert done.returncode == 2 and said in done.stderr
+
+
+def test_a_file_that_is_gone_when_the_job_starts(hpcinit: Run, tmp_path: Path) -> None:
+    """The job ends at once and says which secret it cannot read."""
+    path = keep(tmp_path)
+    done = hpcinit("submit", given(path), "--", "true")
+    path.unlink()
+    ended = subprocess.run(["bash", folder_of(done) / "job.sh"], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and f"secrets.HF_TOKEN: cannot read {path} on this node" in ended.stderr
