@@ -52,7 +52,8 @@ COMMANDS = {
         "end a run",
         """
   hpcinit cancel train-0001
-  hpcinit cancel 4242               by its job id""",
+  hpcinit cancel 4242               by its job id
+  hpcinit cancel --save train-0001  asks the training to save first: run.should_stop()""",
     ),
     "build-ops": Command(
         "hpcinit.build_ops",

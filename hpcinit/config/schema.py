@@ -200,6 +200,16 @@ class Launch:
 
 
 @dataclass
+class Stop:
+    """When `run.should_stop()` tells the ranks to save and end."""
+
+    margin_s: float = key("kept of the job's time for the last checkpoint, beside twice the longest so far", 60.0)
+    every_steps: Optional[int] = key("how often ranks agree on it; null: as often as costs under 1 % of a step")
+    signal: Optional[str] = key("signal that Slurm sends the ranks before the time limit, as in USR1; null: none")
+    signal_before_s: int = key("how long before", 120)
+
+
+@dataclass
 class Container:
     """An image that the ranks run in. cluster.container says how the site runs one."""
 
@@ -223,6 +233,7 @@ class Config:
     job: Job = field(default_factory=Job)
     launch: Launch = field(default_factory=Launch)
     container: Container = field(default_factory=Container)
+    stop: Stop = field(default_factory=Stop)
     name: str = key("name of the run", "${job.name}")
     nodes: int = key("number of nodes", 1)
     ranks_per_node: Optional[int] = key("ranks on each node; null: the cluster's GPUs per node, or 1")

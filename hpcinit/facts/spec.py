@@ -16,6 +16,7 @@ from hpcinit.facts import runfolder
 from hpcinit.facts.batch import Batch, solve
 from hpcinit.facts.errors import RequestError, SpecError
 from hpcinit.facts.layout import Layout
+from hpcinit.facts.stopping import Stopping
 from hpcinit.facts.timeouts import COLLECTIVE_S, TimeoutLaw
 
 FORMAT = 1
@@ -130,6 +131,7 @@ class Spec:
     deterministic: bool = False
     batch: Samples = field(default_factory=Samples)
     training: Training = field(default_factory=Training)
+    stop: Stopping = field(default_factory=Stopping)
 
     def __post_init__(self) -> None:
         one_of("seed_by", self.seed_by, SEED_BY)
@@ -187,5 +189,6 @@ def _from_document(document: Mapping[str, Any]) -> Spec:
         "layout": Layout(**document["layout"]),
         "batch": Samples(**document.get("batch", {})),
         "training": Training(**training, precision=precision),
+        "stop": Stopping(**document.get("stop", {})),
     }
     return Spec(**{**document, **parts})

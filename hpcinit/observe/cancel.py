@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpcinit.facts import runfolder
 from hpcinit.facts.errors import Failure, RequestError
 from hpcinit.local import engine
 from hpcinit.observe import find, state
@@ -16,6 +17,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="hpcinit cancel", description="End a run.")
     parser.add_argument("run", nargs="+", help="run folder, its name, or a job id")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
+    parser.add_argument(
+        "--save", action="store_true", help="ask the training to save and end by itself: run.should_stop()"
+    )
     options = parser.parse_args(argv)
     for word in options.run:
         path = find.find(word, options.runs_dir)
@@ -23,9 +27,19 @@ def main(argv: Sequence[str]) -> int:
         if now.over:
             print(f"{path.name}: was over already, {now.name}")
             continue
+        if options.save:
+            _ask(path, now)
+            print(f"{path.name}: asked to save and end; a training that never calls run.should_stop() goes on")
+            continue
         _end(path, now)
         print(f"{path.name}: job {now.job_id} is being cancelled")
     return 0
+
+
+def _ask(path: Path, now: state.State) -> None:
+    if now.name == "PENDING":
+        raise RequestError(f"{path.name} has not started, there is nothing to save: hpcinit cancel {path.name}")
+    (path / runfolder.STOP).touch()
 
 
 def _end(path: Path, now: state.State) -> None:

@@ -20,6 +20,7 @@ from hpcinit.facts import grouping, launchers, safeguards
 from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.spec import Samples, Spec, Training, of_this_run
+from hpcinit.facts.stopping import Stopping
 from hpcinit.facts.world import World
 from hpcinit.runtime import binding, deepspeed, devices, foreign, mesh, process_group, rendezvous, seeds, teardown
 from hpcinit.runtime.request import Plan, Request, resolve
@@ -143,6 +144,7 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
         seed_by=plan.seed_by,
         data_rank=share,
         folder=folder,
+        stopping=spec.stop if spec else Stopping(),
         _changing=_Changing(collectives),
     )
     return _Current(request, runtime, kept, above)
@@ -212,6 +214,8 @@ def _destroy(
 ) -> None:
     """above: DeepSpeed is on top of the group, and was started from here."""
     rendezvous.leave()
+    if runtime is not None and runtime._changing.stopper is not None:
+        runtime._changing.stopper.close()
     if kept is None or above:
         deepspeed.forget()
     if kept is None:

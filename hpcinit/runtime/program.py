@@ -11,6 +11,7 @@ import io
 import json
 import os
 import runpy
+import signal
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ from hpcinit.facts.spec import Program, Spec
 from hpcinit.facts.timeouts import TimeoutLaw, left_of_job
 from hpcinit.facts.world import World
 from hpcinit.runtime import rendezvous
+from hpcinit.runtime.lifecycle import signals
 
 
 def run(program: Program, world: World, spec: Spec | None = None) -> int:
@@ -42,6 +44,8 @@ def run(program: Program, world: World, spec: Spec | None = None) -> int:
     if program.kind == "command":
         rendezvous.leave_together(world, timeout)
         return _command(program)
+    if spec and spec.stop.signal:
+        signals.hold(signal.Signals[f"SIG{spec.stop.signal}"])
     status = _python(program, world)
     if status == 0:
         try:

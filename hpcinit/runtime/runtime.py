@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from hpcinit.facts.batch import Batch
 from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.spec import Training
+from hpcinit.facts.stopping import Stop, Stopping
+from hpcinit.facts.timeouts import left_of_job
 from hpcinit.facts.world import World
 from hpcinit.runtime import process_group, seeds
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
     from hpcinit.runtime.checkpoint import Loaded
     from hpcinit.runtime.checkpoint.loader import Stateful
+    from hpcinit.runtime.lifecycle.stopping import Stopper
     from hpcinit.runtime.wrap import Wrapped
     from hpcinit.runtime.wrap.wrapped import MakeOptimizer
 
@@ -37,6 +41,8 @@ PROGRESS_EVERY_S = 1.0
 class _Changing:
     collective_timeout: timedelta
     progress_at: float = float("-inf")
+    stopper: Stopper | None = None
+    longest_save: timedelta = timedelta()
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class Runtime:
     current. backend: of the group on that device. timeout: what the start-up was given. layout: every degree known.
     mesh: one dimension per kind of parallelism in use. batch: samples of a step. training: what wrap() goes by. seed:
     as asked, before it is made this rank's by seed_by ('same', 'rank' or 'data'). data_rank: which share of the samples
-    is this rank's. folder: the run folder, None without a submission.
+    is this rank's. folder: the run folder, None without a submission. stopping: what should_stop() goes by.
     """
 
     world: World
@@ -62,6 +68,7 @@ class Runtime:
     seed_by: str
     data_rank: int
     folder: Path | None
+    stopping: Stopping
     _changing: _Changing = field(repr=False, compare=False)
 
     @property
@@ -160,7 +167,8 @@ class Runtime:
         """A checkpoint of all ranks in folder/step-N, there whole or not at all. See runtime.checkpoint.save."""
         from hpcinit.runtime import checkpoint  # noqa: PLC0415 - as above
 
-        return checkpoint.save(
+        began = time.monotonic()
+        written = checkpoint.save(
             wrapped,
             Path(folder),
             step,
@@ -171,12 +179,34 @@ class Runtime:
             samples=samples,
             keep=keep,
         )
+        self._changing.longest_save = max(self._changing.longest_save, timedelta(seconds=time.monotonic() - began))
+        return written
 
     def load(self, wrapped: Wrapped, folder: Path | str, *, loader: Stateful | None = None) -> Loaded | None:
         """The newest whole step, whatever number of ranks wrote it; None if there is none. See checkpoint.load."""
         from hpcinit.runtime import checkpoint  # noqa: PLC0415 - as above
 
         return checkpoint.load(wrapped, Path(folder), layout=self.layout, loader=loader)
+
+    def should_stop(self) -> Stop | None:
+        """Whether to save and end now, and why: `if run.should_stop(): run.save(...); break`.
+
+        Every rank must call it after every step. All of them get the same answer at the same step, whichever of them
+        saw a reason: SIGTERM (preemption, scancel), the job's time limit with a margin, `hpcinit cancel --save`. From
+        the first call on SIGTERM ends a rank only when it is stuck.
+        """
+        if self._changing.stopper is None:
+            from hpcinit.runtime.lifecycle.stopping import Stopper  # noqa: PLC0415 - a group more, for those who ask
+
+            self._changing.stopper = Stopper(
+                self.world, self.stopping, self.collective_timeout, self.folder, dict(os.environ)
+            )
+        self._changing.stopper.longest_save = self._changing.longest_save
+        return self._changing.stopper.ask()
+
+    def time_left(self) -> timedelta | None:
+        """Until the job's time limit; None where nobody says when that is."""
+        return left_of_job(os.environ, time.time())
 
     def progress(self, step: int, total: int, **values: float) -> None:
         """Tell those who wait how far the training is: `run.progress(step, total, loss=1.2)`.

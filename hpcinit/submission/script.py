@@ -68,6 +68,8 @@ def parameters(config: Config, folder: Path, workdir: Path) -> dict[str, Any]:
         kind = f"{cluster.gpu_type}:" if cluster.gpu_type else ""
         prefix = "gpu:" if cluster.gpu_flag == "gres" else ""
         extra[cluster.gpu_flag] = f"{prefix}{kind}{cluster.gpus_per_node}"
+    if config.stop.signal:  # to the steps, whose ranks wait for it; B:USR1 would end the batch shell
+        extra["signal"] = f"{config.stop.signal}@{config.stop.signal_before_s}"
     extra.update(cluster.sbatch)
     kept = {key: value for key, value in extra.items() if value is not None and value is not False}
     return {k: v for k, v in known.items() if v is not None} | {"additional_parameters": kept}

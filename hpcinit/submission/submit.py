@@ -21,6 +21,7 @@ from hpcinit.config.schema import Config
 from hpcinit.facts import runfolder, secret_names
 from hpcinit.facts.errors import ConfigError, MaybeSubmitted, RequestError, SubmitError
 from hpcinit.facts.spec import Comm, Program, Spec
+from hpcinit.facts.stopping import Stopping
 from hpcinit.facts.timeouts import TimeoutLaw
 from hpcinit.submission import environment, folder, refusal, script, syntax
 from hpcinit.submission.provenance import Provenance
@@ -194,6 +195,7 @@ def make_spec(config: Config, workdir: Path) -> Spec:
         deterministic=config.deterministic,
         batch=parallel.samples(config),
         training=parallel.training(config),
+        stop=Stopping(config.stop.margin_s, config.stop.every_steps, config.stop.signal or ""),
     )
 
 

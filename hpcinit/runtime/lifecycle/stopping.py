@@ -1,0 +1,163 @@
+"""`run.should_stop()`: all ranks agree, at one and the same step, that it is time to save and end."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hpcinit.facts import runfolder
+from hpcinit.facts.stopping import SIGNAL_EARLY, Reason, Stop, Stopping
+from hpcinit.facts.timeouts import left_of_job
+from hpcinit.facts.world import World
+from hpcinit.runtime.lifecycle.signals import Watch
+
+SHARE = 0.005  # of the time of a step that agreeing may cost
+MOST_STEPS, MOST_S = 1000, 10.0  # between two agreements
+TIMED = 5  # so many agreements and steps are timed
+LOOK_S = 2.0  # between two looks for a user's request
+STUCK_S = 10.0  # after SIGTERM and beyond the longest step so far, a rank that comes to no step's end is stuck
+ASK_S = 2.0
+RANKS = 1 << 32
+
+
+class Stopper:
+    """Of one rank. Everything that is collective happens in ask(), which all ranks call after each step."""
+
+    def __init__(
+        self, world: World, asked: Stopping, timeout: timedelta, folder: Path | None, env: Mapping[str, str]
+    ) -> None:
+        self._world, self._asked, self._env = world, asked, env
+        self._had = left_of_job(env, time.time())
+        self._seen: Reason | None = None
+        self._stop: Stop | None = None
+        self._lock = threading.Lock()
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if world.world_size > 1 else None
+        self._every, self._calls = asked.every_steps or 1, 0
+        self._costs: list[float] = []
+        self._steps: list[float] = []
+        self._before, self._longest = time.monotonic(), 0.0
+        self.longest_save = timedelta()
+        self._watch = self._listen()
+        if world.rank == 0 and folder is not None:
+            threading.Thread(target=self._look, args=(folder,), name="hpcinit-stop", daemon=True).start()
+
+    def ask(self) -> Stop | None:
+        """What all ranks agreed on by now. Once it is a Stop it stays one."""
+        took = time.monotonic() - self._before
+        self._calls += 1
+        self._longest = max(self._longest, took)
+        if len(self._steps) < TIMED:
+            self._steps.append(took)
+        if self._stop is None and self._calls % self._every == 0:
+            self._agree()
+        self._before = time.monotonic()
+        return self._stop
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def _agree(self) -> None:
+        reason = self._reason()
+        began = time.monotonic()
+        (found,) = self._largest(0 if reason is None else reason * RANKS + RANKS - 1 - self._world.rank)
+        if self._asked.every_steps is None and len(self._costs) < TIMED:
+            self._costs.append(time.monotonic() - began)
+            if len(self._costs) == TIMED:  # the quickest of each: slow ones have waited for others
+                cost, step = self._largest(int(1e6 * min(self._costs)), int(1e6 * min(self._steps)))
+                self._every = every(cost / 1e6, step / 1e6)
+        if found:
+            reason, rank = Reason(found // RANKS), RANKS - 1 - found % RANKS
+            (told,) = self._largest(self._who_told(reason) if self._world.rank == 0 else reason)
+            self._stop = Stop(Reason(told), rank)
+
+    def _largest(self, *values: int) -> list[int]:
+        if self._group is None:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, self._group)
+        return [int(value) for value in tensor]
+
+    def _reason(self) -> Reason | None:
+        with self._lock:
+            if self._seen is not None:
+                return self._seen
+        left = left_of_job(self._env, time.time())
+        if left is not None and self._had is not None and left < self._asked.margin(self._had, self.longest_save):
+            return Reason.TIME_LIMIT
+        return None
+
+    def _who_told(self, reason: Reason) -> Reason:
+        """SIGTERM does not say from whom. Slurm does, where it can be asked: a job that is being preempted has a time
+        for it."""
+        if reason is not Reason.ENDED:
+            return reason
+        left = left_of_job(self._env, time.time())
+        if left is not None and left <= timedelta():
+            return Reason.TIME_LIMIT
+        job = self._env.get("SLURM_JOB_ID", "")
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            command = ["scontrol", "--oneliner", "show", "job", job]
+            said = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False).stdout
+            words = dict(word.partition("=")[::2] for word in said.split())
+            if words.get("PreemptTime", "None") not in {"None", "N/A"}:
+                return Reason.PREEMPTED
+        return reason
+
+    def _listen(self) -> Watch | None:
+        """None where this is no main thread, which alone may listen for signals."""
+        if threading.current_thread() is not threading.main_thread():
+            return None
+        return Watch({signal.SIGTERM, *self._own_signal()}, self._noted)
+
+    def _own_signal(self) -> set[signal.Signals]:
+        return {signal.Signals[f"SIG{self._asked.signal}"]} if self._asked.signal else set()
+
+    def _noted(self, number: int) -> None:
+        reason = Reason.ENDED if number == signal.SIGTERM else self._of_own_signal()
+        with self._lock:
+            self._seen = max(reason, self._seen or reason)
+        if number == signal.SIGTERM:
+            threading.Thread(target=self._end_if_stuck, name="hpcinit-stuck", daemon=True).start()
+
+    def _of_own_signal(self) -> Reason:
+        """--signal comes before the time limit, and by PreemptParameters=send_user_signal before a preemption."""
+        left = left_of_job(self._env, time.time())
+        near = left is None or self._had is None or left < max(SIGNAL_EARLY, 0.5 * self._had)
+        return Reason.TIME_LIMIT if near else Reason.USER
+
+    def _end_if_stuck(self) -> None:
+        """A peer is dead and its collective waits: end as SIGTERM asks, and do not make Slurm wait for SIGKILL."""
+        calls = self._calls
+        time.sleep(STUCK_S + self._longest)
+        if self._calls == calls and self._stop is None and self._watch is not None:
+            self._watch.die_of(signal.SIGTERM)
+
+    def _look(self, folder: Path) -> None:
+        while self._stop is None and self._watch is not None:
+            if (folder / runfolder.STOP).exists():
+                with self._lock:
+                    self._seen = max(Reason.USER, self._seen or Reason.USER)
+                with contextlib.suppress(OSError):
+                    (folder / runfolder.STOP).unlink()
+                return
+            time.sleep(LOOK_S)
+
+
+def every(cost_s: float, step_s: float) -> int:
+    """Steps from one agreement to the next, so that it costs SHARE of them, and never more than MOST_S apart."""
+    if step_s <= 0:
+        return 1
+    wanted = cost_s / (SHARE * step_s)
+    return max(1, min(math.ceil(wanted), int(MOST_S / step_s), MOST_STEPS))

@@ -1,0 +1,151 @@
+"""run.should_stop(): all ranks stop at the same step, whichever of them saw a reason, and the reason is told."""
+
+from __future__ import annotations
+
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from hpcinit.facts.errors import RequestError
+from hpcinit.facts.stopping import Reason, Stop, Stopping
+from tests.runtime.spawned import Rank, ranks
+
+TRAIN = """
+import os, sys, time
+import torch, torch.distributed as dist
+import hpcinit
+run = hpcinit.init(backend="gloo")
+for step in range(2000):
+    time.sleep(0.01 * (1 + run.rank))  # the ranks are not in step but for their collectives
+    dist.all_reduce(torch.ones(1))
+    print("step", step, flush=True)
+    if stop := run.should_stop():
+        print(f"stopped after {step}: {stop}", flush=True)
+        break
+"""
+
+
+def until(path: Path, text: str, timeout_s: float = 60) -> None:
+    end = time.monotonic() + timeout_s
+    while not (path.exists() and text in path.read_text()):
+        assert time.monotonic() < end, f"no {text!r} in {path.read_text() if path.exists() else path}"
+        time.sleep(0.05)
+
+
+def last_lines(found: list[Rank]) -> list[str]:
+    ends = [rank.end() for rank in found]
+    assert [status for status, _ in ends] == [0] * len(found), ends
+    return [text.strip().splitlines()[-1] for _, text in ends]
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_sigterm_to_one_rank_stops_all_at_one_step(tmp_path: Path, number: int) -> None:
+    """Preemption and scancel send it; here it comes to one rank only, and each says the same step and reason."""
+    with ranks(TRAIN, 3, tmp_path) as found:
+        until(tmp_path / f"rank-{number}.log", "step 20")
+        found[number].process.send_signal(signal.SIGTERM)
+        lines = last_lines(found)
+    assert len(set(lines)) == 1 and lines[0].startswith("stopped after "), lines
+    assert lines[0].endswith(f": told to end (rank {number})")
+
+
+def test_the_time_limit_is_seen_before_it_comes(tmp_path: Path) -> None:
+    """A fifth of the time that the job had is kept, as 60 s would be all of it."""
+    end = time.time() + 40  # more than start-up keeps for itself (30 s), and room for the imports
+    with ranks(TRAIN, 2, tmp_path, HPCINIT_JOB_END_TIME=str(int(end))) as found:
+        lines = last_lines(found)
+        assert time.time() < end
+    assert len(set(lines)) == 1 and lines[0].endswith(": time limit (rank 0)"), lines
+
+
+def test_a_user_asks_by_a_file_in_the_run_folder(tmp_path: Path) -> None:
+    """Rank 0 sees it and takes it away, so that the next attempt does not stop."""
+    code = TRAIN.replace("run = hpcinit.init", "from pathlib import Path\nrun = hpcinit.init").replace(
+        "for step in", f"object.__setattr__(run, 'folder', Path({str(tmp_path)!r}))\nfor step in"
+    )
+    with ranks(code, 2, tmp_path) as found:
+        until(tmp_path / "rank-0.log", "step 5")
+        (tmp_path / "stop").touch()
+        lines = last_lines(found)
+    assert lines[0] == lines[1] and lines[0].endswith(": asked by the user (rank 0)"), lines
+    assert not (tmp_path / "stop").exists()
+
+
+def test_a_signal_in_a_collective_is_noted_and_a_stuck_rank_ends(tmp_path: Path) -> None:
+    """The main thread waits for a peer that is stopped; the watching thread ends the process as SIGTERM would have."""
+    code = TRAIN.replace(
+        "for step in", "from hpcinit.runtime.lifecycle import stopping\nstopping.STUCK_S = 1\nfor step in"
+    )
+    with ranks(code, 2, tmp_path) as found:
+        until(tmp_path / "rank-0.log", "step 20")
+        found[1].process.send_signal(signal.SIGSTOP)
+        time.sleep(0.5)
+        found[0].process.send_signal(signal.SIGTERM)
+        assert found[0].process.wait(20) == -signal.SIGTERM
+        assert "stopped after" not in (tmp_path / "rank-0.log").read_text()
+
+
+def test_a_handler_of_the_programs_own_stays(tmp_path: Path) -> None:
+    """It runs, and the ranks agree all the same; asyncio's descriptor goes on hearing too."""
+    code = TRAIN.replace(
+        "for step in",
+        "import signal, socket\n"
+        "a, b = socket.socketpair(); b.setblocking(False); signal.set_wakeup_fd(b.fileno())\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('mine', a.recv(1)[0], flush=True))\nfor step in",
+    )
+    with ranks(code, 2, tmp_path) as found:
+        until(tmp_path / "rank-1.log", "step 20")
+        found[1].process.send_signal(signal.SIGTERM)
+        last_lines(found)
+    assert f"mine {int(signal.SIGTERM)}" in (tmp_path / "rank-1.log").read_text()
+
+
+def test_after_shutdown_sigterm_ends_a_process_again(tmp_path: Path) -> None:
+    """What was changed is put back: a program that goes on after training can be ended."""
+    code = TRAIN.replace("range(2000)", "range(3)") + "hpcinit.shutdown()\nprint('over', flush=True)\ntime.sleep(60)\n"
+    with ranks(code, 1, tmp_path) as (rank,):
+        until(tmp_path / "rank-0.log", "over")
+        rank.process.send_signal(signal.SIGTERM)
+        assert rank.process.wait(20) == -signal.SIGTERM
+
+
+def test_a_signal_before_anybody_listens_is_kept(tmp_path: Path) -> None:
+    """Slurm's early signal may come while the model is built; without a handler it would end the rank."""
+    code = TRAIN.replace(
+        "for step in",
+        "import signal\nfrom hpcinit.facts.stopping import Stopping\nfrom hpcinit.runtime.lifecycle import signals\n"
+        "object.__setattr__(run, 'stopping', Stopping(signal='USR1'))\n"
+        "signals.hold(signal.SIGUSR1); os.kill(os.getpid(), signal.SIGUSR1)\nfor step in",
+    )
+    with ranks(code, 1, tmp_path) as found:
+        assert last_lines(found) == ["stopped after 0: time limit (rank 0)"]
+
+
+@pytest.mark.parametrize(
+    ("cost_s", "step_s", "steps"),
+    [(0.0001, 0.05, 1), (0.0006, 0.05, 3), (0.00501, 0.05, 21), (1.0, 0.05, 200), (0.001, 60.0, 1), (0.1, 0.0, 1)],
+)
+def test_how_often_ranks_agree(cost_s: float, step_s: float, steps: int) -> None:
+    """At most half a percent of the steps between, and at most 10 s apart."""
+    from hpcinit.runtime.lifecycle.stopping import every
+
+    assert every(cost_s, step_s) == steps
+
+
+def test_what_is_kept_of_a_jobs_time() -> None:
+    """The margin and twice the longest save; of a short job a fifth, and always one save."""
+    margin = Stopping(margin_s=60).margin
+    assert margin(timedelta(hours=1), timedelta(seconds=20)) == timedelta(seconds=100)
+    assert margin(timedelta(seconds=100), timedelta()) == timedelta(seconds=20)
+    assert margin(timedelta(seconds=100), timedelta(seconds=30)) == timedelta(seconds=30)
+
+
+def test_words() -> None:
+    """What users read, and what is refused."""
+    assert str(Stop(Reason.PREEMPTED, 3)) == "preempted (rank 3)"
+    for wrong in ({"margin_s": -1.0}, {"every_steps": 0}):
+        with pytest.raises(RequestError, match="expected 0 or more, and 1 or more"):
+            Stopping(**wrong)  # type: ignore[arg-type]
