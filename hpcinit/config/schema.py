@@ -74,6 +74,8 @@ class Cluster:
     cache: Optional[str] = key("shared folder for what is downloaded once: HF_HOME and TORCH_HOME lie in it")
     local_disk: Optional[str] = key("folder on the node's own disk, for caches of a job; null: TMPDIR or /tmp")
     env: dict[str, str] = key("environment variables of the job", {})
+    submit_patience_s: float = key("how long submitting waits for a controller that does not answer", 300.0)
+    submit_confirm: bool = key("stay 7 s and look again: a controller killed in 5 s forgets a job it has taken", False)
     sbatch: dict[str, Any] = key("further sbatch options, long names: {reservation: x}", {})
     srun: dict[str, Any] = key("further srun options, long names", {})
     max_array_size: Optional[int] = key("Slurm's MaxArraySize: an array's indices are smaller; null: not known")
@@ -251,6 +253,7 @@ class Config:
     compile: bool = key("torch.compile the model", False)
     gradient_clip: float = key("largest norm of the gradients, whatever wraps the model; 0: no clipping", 0.0)
     runs_dir: str = key("where run folders are made; must be shared with the nodes", "runs")
+    again: bool = key("submit although the same request is in the queue already", False)
     wait: bool = key("follow the job to its end and return its exit status", False)
     test_only: bool = key(
         "ask Slurm itself before submitting, with sbatch --test-only, and show when it would start", True

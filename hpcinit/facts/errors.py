@@ -8,6 +8,7 @@
     │   └── ConfigError      config or overrides; may carry several problems
     └── Failure              the request was right and could not be carried out  exit status 1
         ├── SubmitError      sbatch or the local engine refused
+        │   ├── NotReached       the controller did not get the request: there is no job
         │   └── MaybeSubmitted   or gave no clear answer: look before you submit again
         ├── BringUpError     the process group did not come up as asked
         └── CheckpointError  a checkpoint could not be written or read
@@ -61,6 +62,10 @@ class Failure(HpcinitError):
 
 class SubmitError(Failure):
     pass
+
+
+class NotReached(SubmitError):
+    """The controller did not get the request: there is no job, and another attempt may succeed."""
 
 
 class MaybeSubmitted(SubmitError):

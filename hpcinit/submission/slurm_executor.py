@@ -13,7 +13,7 @@ from typing import Any
 
 from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
 
-from hpcinit.facts.errors import MaybeSubmitted, SubmitError
+from hpcinit.facts.errors import MaybeSubmitted, NotReached, SubmitError
 
 # sbatch itself retries a full queue 15 times with growing sleeps, 120 s in all (sbatch.c: MAX_RETRIES).
 SBATCH_PATIENCE_S = 180
@@ -59,13 +59,15 @@ def render(folder: Path, command: str, parameters: Mapping[str, Any]) -> str:
     return executor._make_submission_file_text(command, uid="")
 
 
-def sbatch(script: Path, env: Mapping[str, str]) -> tuple[str, Sequence[str]]:
-    """Submit `script`; the job id and the command used. Raises SubmitError with sbatch's own words.
+def sbatch(script: Path, env: Mapping[str, str], options: Sequence[str] = ()) -> tuple[str, Sequence[str]]:
+    """Submit `script`; the job id and the command used. options: words that beat the script's #SBATCH lines.
 
-    In a session of its own, so that Ctrl-C in the terminal cannot end it half-way.
+    In a session of its own, so that Ctrl-C in the terminal cannot end it half-way. Raises SubmitError with sbatch's
+    own words: NotReached where there is no job because nobody heard, MaybeSubmitted where there may be one.
     """
     executor = ScriptExecutor(script.parent)
-    command = executor._make_submission_command(script)
+    *words, path = executor._make_submission_command(script)
+    command = [*words, *options, path]
     try:
         done = subprocess.run(
             command,
@@ -84,13 +86,46 @@ def sbatch(script: Path, env: Mapping[str, str]) -> tuple[str, Sequence[str]]:
     except subprocess.TimeoutExpired:
         raise MaybeSubmitted(f"sbatch did not answer in {SBATCH_PATIENCE_S} s") from None
     if done.returncode != 0:
-        words = done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}, and no word"
-        unclear = done.returncode < 0 or any(sign in words for sign in LOST_CONTROLLER)  # < 0: a signal ended it
-        raise MaybeSubmitted(words) if unclear else SubmitError(words)
+        words_said = done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}, and no word"
+        raise _kind_of(words_said, done.returncode)(words_said)
     if done.stderr.strip():  # what the site's submit filter says of a job that it takes
         print(done.stderr.strip(), file=sys.stderr)
     return executor._get_job_id_from_submission_command(done.stdout), command
 
 
-# The controller may have taken the job although sbatch failed (seen with slurmctld stopped by SIGSTOP).
-LOST_CONTROLLER = ("Socket timed out", "Unable to contact slurm controller", "Zero Bytes were transmitted")
+# The request was not sent, or was sent back as it was (slurm_protocol_api.c of 22.05: slurm_send_recv_controller_msg
+# ends with 'connect failure' only before it sends; slurm_errno.c). Rate limit: since 23.02.
+NOT_SENT = (
+    "Unable to contact slurm controller (connect failure)",
+    "Communication connection failure",
+    "Connection refused",
+    "No route to host",
+    "Network is unreachable",
+    "Slurm backup controller in standby mode",
+    "Controller is in standby mode, try a different controller",
+    "Rate limit exceeded",
+)
+# The controller may have taken the job although sbatch failed (seen with slurmctld stopped by SIGSTOP, and killed).
+LOST_CONTROLLER = (
+    "Socket timed out",
+    "Unable to contact slurm controller",  # (send failure), (receive failure), (shutdown failure)
+    "Zero Bytes were transmitted",
+    "Message send failure",
+    "Message receive failure",
+    "Communication shutdown failure",
+    "Unexpected message received",
+    "Connection reset by peer",
+    "Connection timed out",
+    "Broken pipe",
+    "Transport endpoint is not connected",
+    "Resource temporarily unavailable",
+)
+
+
+def _kind_of(words: str, status: int) -> type[SubmitError]:
+    rest = words
+    for sign in NOT_SENT:
+        rest = rest.replace(sign, "")
+    if status < 0 or any(sign in rest for sign in LOST_CONTROLLER):  # < 0: a signal ended it
+        return MaybeSubmitted
+    return SubmitError if rest == words else NotReached

@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from hpcinit.facts.errors import ConfigError, MaybeSubmitted, RequestError, Subm
 from hpcinit.facts.spec import Comm, Program, Spec
 from hpcinit.facts.stopping import Stopping
 from hpcinit.facts.timeouts import TimeoutLaw
-from hpcinit.submission import environment, folder, refusal, script, syntax
+from hpcinit.submission import environment, folder, once, queue, refusal, script, syntax, twice
 from hpcinit.submission.provenance import Provenance
 
 LONGEST_NAME = 240  # of 255 bytes that a file system allows: room for -0001, and for a temporary file's ending
@@ -78,7 +78,8 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
     """Check, render, write the run folder and hand the script to Slurm or to the local engine.
 
     document: the config as plain containers, for config.yaml. argv: the command line, for the record.
-    Raises ConfigError (nothing was done) or SubmitError (no job; the folder is gone).
+    Raises ConfigError (nothing was done), RequestError where the same request is queued already, or SubmitError; then
+    there is no job and no folder, except with MaybeSubmitted.
     """
     check(config, document)
     if config.cluster.engine == "slurm" and shutil.which("sbatch") is None:
@@ -88,6 +89,11 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
         )
     workdir = _workdir(config)
     provenance = Provenance(workdir, secret_names.masked(argv, config.secret_names))
+    slurm = config.cluster.engine == "slurm"
+    env, dropped = environment.of_job(os.environ, config.secrets, config.secret_names, devices=slurm)
+    request = twice.request_hash(document, workdir, _runs_dir(config))
+    # Answered while we render.
+    question = queue.Question(env, over=False) if slurm and not config.again else None
     with _deferred_interrupt() as interrupts:
         path = folder.claim(_runs_dir(config), config.name)
         try:
@@ -99,11 +105,12 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
                 runfolder.PROVENANCE: provenance.to_json(),
             }
             folder.fill(path, files)
+            if question is not None:
+                twice.refuse(question, request)
             if interrupts:
                 raise KeyboardInterrupt
-            slurm = config.cluster.engine == "slurm"
-            env, dropped = environment.of_job(os.environ, config.secrets, config.secret_names, devices=slurm)
-            job_id, command = _hand_over(config, path, env)
+            token = once.token(request)
+            job_id, command = _hand_over(config, path, env, token, lambda: bool(interrupts))
         except BaseException as error:
             if not isinstance(error, MaybeSubmitted):
                 folder.discard(path)
@@ -112,6 +119,7 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
             "job_id": job_id,
             "engine": config.cluster.engine,
             "cluster": config.cluster.name,
+            "token": token,
             "submitted": time.time(),
             "command": list(command),
         }
@@ -130,20 +138,25 @@ def _mark(path: Path, record: Mapping[str, object]) -> None:
         ) from None
 
 
-def _hand_over(config: Config, path: Path, env: Mapping[str, str]) -> tuple[str, Sequence[str]]:
+def _hand_over(
+    config: Config, path: Path, env: Mapping[str, str], token: str, interrupted: Callable[[], bool]
+) -> tuple[str, Sequence[str]]:
     if config.cluster.engine == "local":
         from hpcinit.local import engine  # noqa: PLC0415
 
         return engine.start(path, config.time_min, env)
-    from hpcinit.submission import slurm_executor  # noqa: PLC0415
-
     try:
-        return slurm_executor.sbatch(path / runfolder.SCRIPT, env)
-    except MaybeSubmitted as error:
-        raise MaybeSubmitted(
-            f"{error}\nthe job may exist all the same: look for {path / runfolder.SCRIPT} in the output of\n"
-            f"  squeue --me --format '%i %o'\nbefore you submit again; the run folder was kept"
-        ) from None
+        return once.hand_over(
+            path / runfolder.SCRIPT,
+            env,
+            token,
+            comment=config.comment,
+            patience_s=config.cluster.submit_patience_s,
+            confirm=config.cluster.submit_confirm,
+            interrupted=interrupted,
+        )
+    except MaybeSubmitted:
+        raise
     except SubmitError as error:
         text = (path / runfolder.SCRIPT).read_text(encoding="utf-8")
         raise SubmitError(f"{error}\n{refusal.explain(str(error), text)}nothing was submitted") from None

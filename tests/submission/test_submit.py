@@ -180,7 +180,7 @@ def fake_sbatch(tmp_path: Path, shell: str) -> dict[str, str]:
 def test_an_answer_without_a_job_id_keeps_the_folder(hpcinit: Run, tmp_path: Path) -> None:
     """When sbatch's answer cannot be read the job may exist: the folder stays, and the message says how to look."""
     env = fake_sbatch(tmp_path, "echo Submitted batch job 77 on cluster x")
-    done = hpcinit("submit", "cluster=mini", "--", "true", env=env)
+    done = hpcinit("submit", "cluster=mini", "cluster.submit_patience_s=1", "--", "true", env=env)
     assert done.returncode == 1 and "expected a job id as its last line" in done.stderr
     assert "the job may exist all the same" in done.stderr and "nothing was submitted" not in done.stderr
     assert (tmp_path / "runs/true-0001/job.sh").exists()
@@ -271,7 +271,8 @@ def test_ctrl_c_of_a_whole_terminal_while_waiting(hpcinit: Run, tmp_path: Path) 
 
 def test_an_sbatch_that_was_killed_may_have_submitted(hpcinit: Run, tmp_path: Path) -> None:
     """When a signal ends sbatch the job may exist: the folder stays."""
-    done = hpcinit("submit", "cluster=mini", "--", "true", env=fake_sbatch(tmp_path, "kill -9 $$"))
+    words = ["submit", "cluster=mini", "cluster.submit_patience_s=1", "--", "true"]
+    done = hpcinit(*words, env=fake_sbatch(tmp_path, "kill -9 $$"))
     assert done.returncode == 1 and "the job may exist all the same" in done.stderr
     assert (tmp_path / "runs/true-0001/job.sh").exists()
 

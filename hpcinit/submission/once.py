@@ -1,0 +1,189 @@
+"""One request, one job: sbatch is tried again only when it is certain that the attempt before made none.
+
+Why it is done so, and what remains: docs/decisions/0013-submit-exactly-once.md.
+"""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from hpcinit.facts.errors import INTERRUPTED, MaybeSubmitted, NotReached, SubmitError
+from hpcinit.submission import queue
+from hpcinit.submission.waiting import Waiting
+
+PATIENCE_S = 300.0  # for the controller; a restart takes seconds to minutes
+# A request that sbatch gave up on waits in the controller's socket, and is served when the controller goes on: before
+# the question that was asked after it (connections are taken in order), but each by a thread of its own. So 'not there'
+# counts when it has been said twice, this far apart.
+SETTLE_S = 5.0
+# slurmctld writes its jobs to disk up to 5 s after it has taken one (SAVE_MAX_WAIT in state_save.c); killed before, it
+# forgets a job whose id sbatch has printed already.
+SAVED_S = 7.0
+PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 10.0)  # between two attempts; the last one again and again
+TICK_S = 0.2  # how soon Ctrl-C is seen
+
+
+def token(request: str = "") -> str:
+    """One for each submission: 12 hexadecimal digits of the request, 8 at random."""
+    return f"{request[:12] or 'x'}-{secrets.token_hex(4)}"
+
+
+def hand_over(
+    script: Path,
+    env: Mapping[str, str],
+    token: str,
+    options: Sequence[str] = (),
+    *,
+    comment: str | None = None,
+    patience_s: float = PATIENCE_S,
+    confirm: bool = False,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> tuple[str, Sequence[str]]:
+    """Submit `script` with sbatch, exactly once; the job id and the command used.
+
+    token: in the job's comment, behind the user's own `comment`; look for it to find the job. options: further words
+    of sbatch's command line. patience_s: how long the controller may stay away. confirm: look again after SAVED_S
+    whether the controller still has the job, which is done after any trouble anyway. interrupted: whether Ctrl-C came.
+
+    Raises SubmitError: there is no job. MaybeSubmitted: nobody could say whether there is one. KeyboardInterrupt:
+    there is none.
+    """
+    submission = _Submission(script, env, token, options, comment, patience_s, interrupted)
+    try:
+        return submission.run(confirm), submission.command
+    finally:
+        submission.waiting.end()
+
+
+class _Submission:
+    def __init__(
+        self,
+        script: Path,
+        env: Mapping[str, str],
+        token: str,
+        options: Sequence[str],
+        comment: str | None,
+        patience_s: float,
+        interrupted: Callable[[], bool],
+    ) -> None:
+        self.command: Sequence[str] = ()
+        self.waiting = Waiting()
+        self._script, self._env, self._token = script, env, token
+        self._words = [f"--comment={f'{comment} ' if comment else ''}{queue.MARK}{token}", *options]
+        self._alone = not options  # else other jobs may run the script: those of a chain
+        self._patience_s, self._interrupted = patience_s, interrupted
+        self._given_up_at: float | None = None  # on the clock, once there is trouble
+        self._trouble = ""  # what sbatch said last
+        self._unclear = False  # whether an attempt may have made a job that nobody has seen
+        self._attempts = 0
+
+    def run(self, confirm: bool) -> str:
+        while True:
+            job_id = self._submit() or (self._look() if self._unclear else None)
+            if job_id and (self._trouble or confirm):
+                job_id = self._kept(job_id)
+            if job_id:
+                return job_id
+            self._pause("sbatch is tried again")
+
+    def _submit(self) -> str | None:
+        from hpcinit.submission import slurm_executor  # noqa: PLC0415 - submitit takes 45 ms
+
+        self._attempts += 1
+        try:
+            job_id, self.command = slurm_executor.sbatch(self._script, self._env, self._words)
+            return job_id
+        except NotReached as error:
+            self._in_trouble(str(error))
+        except MaybeSubmitted as error:
+            self._in_trouble(str(error))
+            self._unclear = True
+        return None
+
+    def _in_trouble(self, words: str) -> None:
+        self._trouble = words
+        if self._given_up_at is None:
+            self._given_up_at = time.monotonic() + self._patience_s
+
+    def _look(self) -> str | None:
+        """The job that an attempt made although sbatch failed; None once it is certain that there is none."""
+        absent_at: float | None = None
+        number = 0
+        while True:
+            if absent_at is None:
+                self.waiting.show(f"{self._last_words()}; asking the controller whether the job is there")
+            jobs = queue.find(self._env, self._token, self._script, (), self._alone)
+            clock = time.monotonic()
+            if jobs:
+                return self._only(jobs)
+            if jobs is None:
+                absent_at = None
+                self._pause("waiting for the controller, to ask whether the job is there", number)
+                number += 1
+            elif absent_at is None:
+                absent_at = clock
+                self._rest(SETTLE_S, "the job is not in the queue so far; looking once more")
+            else:
+                self._unclear = False
+                return None
+
+    def _kept(self, job_id: str) -> str | None:
+        """`job_id`, or the job in its place, once the controller has had time to save it; None if it forgot it."""
+        try:
+            self._rest(SAVED_S, f"job {job_id} is there; looking once more, whether the controller keeps it")
+            number = 0
+            while (jobs := queue.find(self._env, self._token, self._script, [job_id], self._alone)) is None:
+                self._in_trouble(self._trouble or "squeue got no answer")
+                self._pause(f"job {job_id} is there; waiting for the controller, to ask whether it keeps it", number)
+                number += 1
+        except (KeyboardInterrupt, SubmitError):  # Ctrl-C, or no more patience: the job was there when we looked last
+            return job_id
+        if jobs:
+            return self._only(jobs)
+        self._in_trouble(f"the controller has forgotten job {job_id}: it was killed before it had saved it")
+        return None
+
+    def _only(self, jobs: Sequence[queue.Job]) -> str:
+        """Of several jobs of one request the one that runs, else the oldest; the others are cancelled."""
+        first, *others = sorted(jobs, key=lambda job: (job.state == "PENDING", int(job.job_id)))
+        if others:
+            surplus = [job.job_id for job in others]
+            subprocess.run(["scancel", *surplus], env=dict(self._env), check=False, start_new_session=True)
+            self.waiting.show(f"the controller took the request late: job {' '.join(surplus)} of it is cancelled")
+        self.command = self.command or ("sbatch", "--parsable", *self._words, str(self._script))
+        return first.job_id
+
+    def _pause(self, why: str, number: int | None = None) -> None:
+        number = self._attempts - 1 if number is None else number
+        self._rest(PAUSES_S[min(number, len(PAUSES_S) - 1)], f"{self._last_words()}; {why}, Ctrl-C gives up")
+
+    def _last_words(self) -> str:
+        return self._trouble.splitlines()[-1] if self._trouble else "no answer"
+
+    def _rest(self, seconds: float, message: str) -> None:
+        """Wait. Raises what is known when Ctrl-C has come or when patience is over."""
+        until = time.monotonic() + seconds
+        while (clock := time.monotonic()) < until:
+            if self._interrupted():
+                raise self._gave_up("interrupted") if self._unclear else KeyboardInterrupt
+            if self._given_up_at is not None and clock > self._given_up_at:
+                raise self._gave_up(
+                    f"the controller did not take the job in {self._patience_s:g} s (cluster.submit_patience_s)"
+                )
+            self.waiting.show(message)
+            time.sleep(min(TICK_S, until - clock))
+
+    def _gave_up(self, why: str) -> SubmitError:
+        if not self._unclear:
+            return SubmitError(f"{self._trouble}\n{why}")
+        error = MaybeSubmitted(
+            f"{self._trouble}\n{why}; the job may exist all the same: look for {queue.MARK}{self._token} in the output "
+            "of\n  squeue --me --states=all --format '%i %T %k'\nbefore you submit again; the run folder was kept"
+        )
+        if why == "interrupted":
+            error.exit_status = INTERRUPTED
+        return error

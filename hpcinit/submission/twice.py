@@ -1,0 +1,49 @@
+"""The same request submitted twice is a slip more often than a wish: what waits or runs already is named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcinit.facts.errors import RequestError
+from hpcinit.submission.queue import MARK, Job, Question
+from hpcinit.submission.waiting import Waiting
+
+# Keys that say how to submit, not what. Everything else makes another request, runs_dir too: who asks for the results
+# in another place wants both.
+NOT_THE_JOB = ("again", "wait", "dry_run", "test_only")
+ENDING = "COMPLETING"  # its processes are gone or going: submitting again is no slip
+
+
+def request_hash(document: Mapping[str, Any], workdir: Path, runs_dir: Path) -> str:
+    """12 hexadecimal digits: the same for the same config, program, arguments and folders.
+
+    document: the composed config as plain containers. Not what the program's file holds: a job reads it when it starts.
+    """
+    kept = {key: value for key, value in document.items() if key not in NOT_THE_JOB}
+    text = json.dumps([kept, str(workdir), str(runs_dir)], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def find(jobs: Sequence[Job], request: str) -> Job | None:
+    """The first of `jobs` that was made by the request with this hash."""
+    return next((job for job in jobs if f"{MARK}{request}-" in job.comment and job.state != ENDING), None)
+
+
+def refuse(question: Question, request: str) -> None:
+    """Raises RequestError if the request is in the queue. No answer: the submission will wait for the controller."""
+    waiting = Waiting()
+    jobs = question.answer(
+        lambda: waiting.show("waiting for squeue, to see whether the same request is queued already")
+    )
+    waiting.end()
+    if job := find(jobs or (), request):
+        cancel = f"hpcinit cancel {shlex.quote(str(job.folder))}"
+        raise RequestError(
+            f"already queued as {job.job_id}: {job.state}, run folder {job.folder}; expected a request that differs in "
+            f"something: again=true submits this one a second time, `{cancel}` ends the first"
+        )

@@ -1,0 +1,233 @@
+"""One request, one job, whatever the controller does meanwhile: on a real Slurm whose controller is stopped, restarted,
+killed, and slowed by SIGSTOP."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcinit.facts.errors import MaybeSubmitted, NotReached, SubmitError
+from hpcinit.submission import once
+from hpcinit.submission.slurm_executor import sbatch
+from tests.conftest import Run
+from tests.minislurm import MiniSlurm
+from tests.minislurm.plugin import require_slurm
+from tests.submitting import folder_of, job_id_of, submit
+
+SCRIPT = "#!/bin/bash\n#SBATCH --begin=now+1hour\nsleep 60\n"  # waits in the queue, also after a restart
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[MiniSlurm]:
+    """A cluster of these tests' own: others must not meet its faults."""
+    require_slurm()
+    with MiniSlurm(nodes=2, gpus=8, name=f"once-{os.getpid()}") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def env(cluster: MiniSlurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    for key, value in cluster.env.items():
+        monkeypatch.setenv(key, value)
+    yield dict(os.environ)
+    cluster.start_controller()
+    cluster.cancel_all()
+
+
+def script_in(folder: Path, text: str = SCRIPT) -> Path:
+    path = folder / "job.sh"
+    path.write_text(text)
+    return path
+
+
+def jobs_with(cluster: MiniSlurm, token: str) -> list[str]:
+    lines = cluster.run("squeue", "--noheader", "--states=all", "--format=%i|%T|%k").splitlines()
+    return [line.split("|")[0] for line in lines if token in line and "CANCELLED" not in line]
+
+
+@pytest.mark.slurm
+def test_the_token_stands_behind_the_users_comment(cluster: MiniSlurm, env: dict[str, str], tmp_path: Path) -> None:
+    """The job's comment is the user's own, then the token; further options reach sbatch."""
+    token = once.token("0123456789abcdef")
+    assert re.fullmatch("0123456789ab-[0-9a-f]{8}", token)
+    job_id, command = once.hand_over(script_in(tmp_path), env, token, ["--nice=7"], comment="mine | yours")
+    assert command[:2] == ["sbatch", "--parsable"] and "--nice=7" in command
+    assert (
+        cluster.run("squeue", "--noheader", f"--jobs={job_id}", "--format=%k").strip()
+        == f"mine | yours hpcinit={token}"
+    )
+    assert jobs_with(cluster, token) == [job_id]
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("away_s", [2, 12, 21])
+def test_a_controller_that_hangs_during_the_call(
+    cluster: MiniSlurm, env: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str], away_s: float
+) -> None:
+    """slurmctld stopped by SIGSTOP while sbatch waits: one job, whether sbatch gave up (10 s) or not."""
+    token = once.token()
+    cluster.pause_controller()
+    threading.Timer(away_s, cluster.resume_controller).start()
+    job_id, _ = once.hand_over(script_in(tmp_path), env, token)
+    time.sleep(1)
+    assert jobs_with(cluster, token) == [job_id]
+    assert ("hpcinit: " in capfd.readouterr().err) == (away_s > 10)
+
+
+@pytest.mark.slurm
+def test_a_controller_that_is_stopped_and_started(
+    cluster: MiniSlurm, env: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """While slurmctld is down the submission waits, says so, and makes one job when it is back."""
+    token = once.token()
+    cluster.stop_controller()
+    threading.Timer(12, cluster.start_controller).start()
+    job_id, _ = once.hand_over(script_in(tmp_path), env, token)
+    assert jobs_with(cluster, token) == [job_id]
+    said = capfd.readouterr().err
+    assert "Unable to contact slurm controller (connect failure); sbatch is tried again, Ctrl-C gives up" in said
+
+
+@pytest.mark.slurm
+def test_a_controller_that_is_killed_with_the_job_in_it(
+    cluster: MiniSlurm, env: dict[str, str], tmp_path: Path
+) -> None:
+    """A job whose id was printed and which the killed controller has forgotten is submitted again, with one token."""
+    once.hand_over(script_in(tmp_path), env, once.token())  # slurmctld saves now, and the next time in 5 s
+    token = once.token()
+    killer = threading.Timer(0.5, lambda: (kill(cluster), cluster.start_controller()))
+    killer.start()
+    job_id, _ = once.hand_over(script_in(tmp_path), env, token, confirm=True)
+    killer.join()
+    assert jobs_with(cluster, token) == [job_id]
+
+
+def kill(cluster: MiniSlurm) -> None:
+    """SIGKILL: nothing is saved."""
+    pid = cluster._controller_pid()
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
+        while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3]:
+            time.sleep(0.01)
+
+
+@pytest.mark.slurm
+def test_when_patience_is_over_nobody_knows(cluster: MiniSlurm, env: dict[str, str], tmp_path: Path) -> None:
+    """A controller that hangs for longer than patience: the message names the token to look for."""
+    token = once.token()
+    cluster.pause_controller()
+    try:
+        with pytest.raises(MaybeSubmitted) as raised:
+            once.hand_over(script_in(tmp_path), env, token, patience_s=1)
+    finally:
+        cluster.resume_controller()
+    assert f"look for hpcinit={token} in the output of\n  squeue --me --states=all" in str(raised.value)
+    assert "Socket timed out" in str(raised.value)
+    assert "the controller did not take the job in 1 s (cluster.submit_patience_s)" in str(raised.value)
+
+
+@pytest.mark.slurm
+def test_when_patience_is_over_and_nothing_was_sent(cluster: MiniSlurm, env: dict[str, str], tmp_path: Path) -> None:
+    """A controller that was down all the time: there is no job, and the error is not one that leaves it open."""
+    cluster.stop_controller()
+    with pytest.raises(SubmitError) as raised:
+        once.hand_over(script_in(tmp_path), env, once.token(), patience_s=1)
+    assert not isinstance(raised.value, MaybeSubmitted)
+    assert "Unable to contact slurm controller (connect failure)" in str(raised.value)
+
+
+@pytest.mark.slurm
+def test_two_jobs_of_one_token_are_made_one(
+    cluster: MiniSlurm, env: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A request that the controller served although all had given it up is cancelled when it shows."""
+    token, script = once.token(), script_in(tmp_path)
+    first, _ = sbatch(script, env, [f"--comment=hpcinit={token}"])
+    job_id, _ = once.hand_over(script, env, token, confirm=True)
+    assert job_id == first and jobs_with(cluster, token) == [first]
+    assert "the controller took the request late" in capfd.readouterr().err
+
+
+@pytest.mark.slurm
+def test_the_same_request_is_submitted_once(hpcinit: Run, cluster: MiniSlurm, env: dict[str, str]) -> None:
+    """A request that waits in the queue already: exit status 2, with its job, state and folder; again=true submits."""
+    words = ["nodes=2", "+cluster.sbatch.begin=now+1hour", "--", "true"]
+    first = submit(hpcinit, cluster, *words)
+    done = submit(hpcinit, cluster, *words)
+    assert done.returncode == 2 and done.stdout == ""
+    assert f"already queued as {job_id_of(first)}: PENDING, run folder {folder_of(first)};" in done.stderr
+    assert "again=true" in done.stderr and not (folder_of(first).parent / "true-0002").exists()
+    assert submit(hpcinit, cluster, *words[:-1], "false").returncode == 0
+    assert submit(hpcinit, cluster, "seed=1", *words).returncode == 0
+    assert submit(hpcinit, cluster, "again=true", *words).returncode == 0
+    assert submit(hpcinit, cluster, "again=true", "wait=false", *words).returncode == 0
+    record = json.loads((folder_of(first) / "submission.json").read_text())
+    assert jobs_with(cluster, record["token"]) == [record["job_id"]]
+
+
+@pytest.mark.slurm
+def test_ctrl_c_while_the_controller_is_away(
+    hpcinit: Run, cluster: MiniSlurm, env: dict[str, str], tmp_path: Path
+) -> None:
+    """Ctrl-C during retries that never reached the controller: nothing was submitted, and no folder stays."""
+    cluster.stop_controller()
+    command = [sys.executable, "-m", "hpcinit", "submit", "cluster=mini", "--", "true"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None and "waiting for squeue" in process.stderr.readline()
+    assert "sbatch is tried again" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "interrupted; nothing was submitted" in err
+    assert not list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.slurm
+def test_ctrl_c_while_nobody_knows(hpcinit: Run, cluster: MiniSlurm, env: dict[str, str], tmp_path: Path) -> None:
+    """Ctrl-C after an attempt without an answer: what is known, and the token to look for."""
+    cluster.pause_controller()
+    command = [sys.executable, "-m", "hpcinit", "submit", "cluster=mini", "--", "true"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        assert "waiting for squeue, to see whether the same request is queued already" in process.stderr.readline()
+        assert "asking the controller whether the job is there" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    finally:
+        cluster.resume_controller()
+    assert process.returncode == 130 and "interrupted; the job may exist all the same: look for hpcinit=" in err
+    assert (tmp_path / "runs/true-0001/job.sh").exists()
+
+
+@pytest.mark.parametrize(
+    ("shell", "kind"),
+    [
+        ("echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1", MaybeSubmitted),
+        ("echo 'sbatch: error: Batch job submission failed: Unable to contact slurm controller (receive failure)' >&2; exit 1", MaybeSubmitted),
+        ("echo 'sbatch: error: Batch job submission failed: Zero Bytes were transmitted or received' >&2; exit 1", MaybeSubmitted),
+        ("kill -9 $$", MaybeSubmitted),
+        ("echo 'sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)' >&2; exit 1", NotReached),
+        ("echo 'sbatch: error: Batch job submission failed: Rate limit exceeded, please retry momentarily' >&2; exit 1", NotReached),
+        ("echo 'sbatch: error: Batch job submission failed: Invalid qos specification' >&2; exit 1", SubmitError),
+    ],
+)  # fmt: skip
+def test_what_sbatch_says_decides_what_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: str, kind: type[SubmitError]
+) -> None:
+    """A stand-in for sbatch says what a real one cannot be made to say on demand; each text is of its kind."""
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\n{shell}\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(SubmitError) as raised:
+        sbatch(script_in(tmp_path), os.environ)
+    assert type(raised.value) is kind
