@@ -75,12 +75,18 @@ class Stopper:
         if self._asked.every_steps is None and len(self._costs) < TIMED:
             self._costs.append(time.monotonic() - began)
             if len(self._costs) == TIMED:  # the quickest of each: slow ones have waited for others
-                cost, step = self._largest(int(1e6 * min(self._costs)), int(1e6 * min(self._steps)))
-                self._every = every(cost / 1e6, step / 1e6)
+                mine = (min(self._costs), min(self._steps), -self._apart())
+                cost, step, apart = (value / 1e6 for value in self._largest(*(int(1e6 * value) for value in mine)))
+                self._every = every(cost, step, -apart)
         if found:
             reason, rank = Reason(found // RANKS), RANKS - 1 - found % RANKS
             (told,) = self._largest(self._who_told(reason) if self._world.rank == 0 else reason)
             self._stop = Stop(Reason(told), rank)
+
+    def _apart(self) -> float:
+        """Seconds between two agreements, at most: a short job's margin must not pass between them."""
+        margin = 4 * MOST_S if self._had is None else self._asked.margin(self._had, self.longest_save).total_seconds()
+        return max(0.0, min(MOST_S, margin / 4))
 
     def _largest(self, *values: int) -> list[int]:
         if self._group is None:
@@ -155,9 +161,9 @@ class Stopper:
             time.sleep(LOOK_S)
 
 
-def every(cost_s: float, step_s: float) -> int:
-    """Steps from one agreement to the next, so that it costs SHARE of them, and never more than MOST_S apart."""
+def every(cost_s: float, step_s: float, most_s: float = MOST_S) -> int:
+    """Steps from one agreement to the next, so that it costs SHARE of them, and never more than most_s apart."""
     if step_s <= 0:
         return 1
     wanted = cost_s / (SHARE * step_s)
-    return max(1, min(math.ceil(wanted), int(MOST_S / step_s), MOST_STEPS))
+    return max(1, min(math.ceil(wanted), int(most_s / step_s), MOST_STEPS))
