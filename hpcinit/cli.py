@@ -55,6 +55,14 @@ COMMANDS = {
   hpcinit cancel 4242               by its job id
   hpcinit cancel --save train-0001  asks the training to save first: run.should_stop()""",
     ),
+    "discover": Command(
+        "hpcinit.discover.command",
+        "ask Slurm what this cluster is, and describe it in conf/cluster",
+        """
+  hpcinit discover --name x         writes conf/cluster/x.yaml, for cluster=x
+  hpcinit discover --print          shows it, and writes nothing
+  hpcinit discover --name x --diff  what has changed since; exit status 1 if anything has""",
+    ),
     "build-ops": Command(
         "hpcinit.build_ops",
         "compile DeepSpeed's ops once, before ranks need them",

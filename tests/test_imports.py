@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "local": {"facts", "local"},
     "submission": {"facts", "config", "local", "submission", "observe"},
     "observe": {"facts", "local", "observe"},
+    "discover": {"facts", "discover"},
     "runtime": {"facts", "runtime"},
     "jobs": set(),  # the public interface only, as users write it
 }
@@ -56,6 +57,7 @@ def modules_after(statement: str) -> set[str]:
         "import hpcinit.cli, hpcinit.submit, hpcinit.world, hpcinit.run, hpcinit.nodelist",
         "from hpcinit.submission import command, script, slurm_executor",
         "from hpcinit.observe import follow, status, logs, cancel",
+        "from hpcinit.discover import command",
     ],
 )
 def test_login_node_never_imports_torch(statement: str) -> None:

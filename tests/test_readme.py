@@ -33,6 +33,7 @@ ELSEWHERE = {
     ". .venv/bin/activate",  # of Python's own venv, in the folder where the Makefile makes it
     "make demo",  # the same submission as test_train_gpt.py's
     "make test",  # .ci/run
+    "hpcinit discover --name NAME",  # tests/discover/test_discover.py
     "make cluster",  # test_minislurm.py: `python -m tests.minislurm up`
 }
 
