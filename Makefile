@@ -4,12 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test slurm cluster cluster-down bench lint clean
+# The oldest DeepSpeed that we support, in an environment that has the rest from the first one.
+DS18_VERSION := 0.18.5
+DS18 := $(VENV)/deepspeed-$(DS18_VERSION)
+
+.PHONY: help demo test test-deepspeed-0.18 slurm cluster cluster-down bench lint clean
 
 help:
 	@echo "make demo          train a small GPT on 2 virtual nodes x 2 ranks of this machine"
 	@echo "make test          every test; as root also those on a real Slurm, which it installs"
+	@echo "make test-deepspeed-0.18  a part of make test: what DeepSpeed does, with $(DS18_VERSION), the oldest we support"
 	@echo "make test-slurm24  the Slurm tests again on Slurm 24.11 (root; makes a folder with Debian trixie, once)"
+	@echo "make test-horovod  a real horovodrun; builds Horovod first, once (cmake, g++, 5 minutes)"
 	@echo "make cluster       start a real 4-node Slurm on this machine (root); make cluster-down ends it"
 	@echo "make bench         submit latency and bring-up beside peers (root)"
 	@echo "make lint          ruff, mypy, shellcheck"
@@ -19,6 +25,11 @@ demo: $(VENV)/job
 
 test: $(VENV)/dev slurm lint
 	$(BIN)/python -m pytest $(PYTEST)
+	$(MAKE) --no-print-directory test-deepspeed-0.18
+
+# The tests of what DeepSpeed does, again with the oldest that we support.
+test-deepspeed-0.18: $(DS18)/made slurm
+	$(DS18)/bin/python -m pytest -m deepspeed --deepspeed $(DS18_VERSION) $(PYTEST)
 
 # Slurm, MPI and the shells that the tests use, those missing, from Debian's packages, where this is root; pytest
 # says loudly what it left out where it is not.
@@ -30,6 +41,11 @@ slurm: $(VENV)/dev
 test-slurm24: $(VENV)/dev
 	$(BIN)/python -m tests.minislurm.trixie $(if $(MIRROR),--mirror $(MIRROR)) \
 		$(BIN)/python -m pytest -m slurm $(PYTEST)
+
+# A real Horovod, apart from make test: it is built from source, into a wheel that ~/.cache/hpcinit keeps.
+.PHONY: test-horovod
+test-horovod: $(VENV)/horovod/made
+	$(VENV)/horovod/bin/python -m pytest tests/systems/test_horovod.py $(PYTEST)
 
 cluster: slurm
 	@$(BIN)/python -m tests.minislurm up --nodes $(or $(NODES),4) $(if $(ACCOUNTING),--accounting)
@@ -61,4 +77,26 @@ $(VENV)/job: pyproject.toml constraints.txt
 $(VENV)/dev: $(VENV)/job
 	$(PIP) --editable '.[job,test]' setuptools wheel ninja
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation 'deepspeed>=0.18.5'
+	@touch $@
+
+# Further environments: their own packages come first on sys.path, and the rest are those of the first one. Not pip's
+# --target with PYTHONPATH: ranks get Slurm's environment, and each is started by the name of its Python.
+ALONE := --quiet --disable-pip-version-check --ignore-installed --no-deps
+define beside
+rm -rf $(1)
+$(BIN)/python -m venv --without-pip $(1)
+$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	> "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
+endef
+
+$(DS18)/made: $(VENV)/dev
+	$(call beside,$(DS18))
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install $(ALONE) --prefix $(DS18) \
+		--no-build-isolation deepspeed==$(DS18_VERSION)
+	@touch $@
+
+$(VENV)/horovod/made: $(VENV)/dev tests/systems/horovod_wheel.py
+	$(call beside,$(VENV)/horovod)
+	wheel=$$($(BIN)/python -m tests.systems.horovod_wheel) && \
+		$(BIN)/python -m pip install $(ALONE) --prefix $(VENV)/horovod "$$wheel"
 	@touch $@

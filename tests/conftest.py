@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -11,11 +12,33 @@ from pathlib import Path
 
 import pytest
 
+from hpcinit.facts.versions import installed
 from hpcinit.submission import environment
 
 pytest_plugins = ["tests.minislurm.plugin"]
+# `make test-horovod` has an environment with it; in the daily run its build would take as long as all the tests.
+collect_ignore = [] if importlib.util.find_spec("horovod") else ["systems/test_horovod.py"]
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--deepspeed", metavar="VERSION", help="the DeepSpeed that must be the one imported here")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Ends the session where another DeepSpeed than the one asked for would be tested under its name."""
+    asked = config.getoption("--deepspeed")
+    if asked is None:
+        return
+    code = "import deepspeed; print(deepspeed.__version__)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    found = (installed("deepspeed"), done.stdout.splitlines()[-1] if done.returncode == 0 else done.stderr[-500:])
+    if found != (asked, asked):
+        raise pytest.UsageError(
+            f"--deepspeed {asked}, and {sys.executable} has {found[0] or 'none'} installed and imports {found[1]}: "
+            f"make test-deepspeed-0.18 makes an environment with it"
+        )
 
 
 @pytest.fixture(autouse=True, scope="session")

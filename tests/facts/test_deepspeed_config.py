@@ -16,6 +16,8 @@ from hpcinit.facts.deepspeed_versions import check
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.layout import Layout
 
+pytestmark = pytest.mark.deepspeed
+
 
 @dataclass(frozen=True)
 class Precision:

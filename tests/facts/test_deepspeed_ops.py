@@ -39,6 +39,7 @@ def test_needed(ds_config: dict[str, Any], device: str, expected: tuple[str, ...
     assert needed(ds_config, device) == expected
 
 
+@pytest.mark.deepspeed
 def test_deepspeed_knows_each_op_by_our_name() -> None:
     """Each op that we name is built by the builder that we name, in a folder of that name."""
     from deepspeed.ops.op_builder import all_ops

@@ -14,6 +14,8 @@ from packaging.version import Version
 from hpcinit.facts.deepspeed_versions import FACTS, check, states_can_move
 from hpcinit.facts.versions import installed, key
 
+pytestmark = pytest.mark.deepspeed
+
 BF16 = {"bf16": {"enabled": True}}
 TP = BF16 | {"tensor_parallel": {"autotp_size": 2}}
 MUON = {"optimizer": {"type": "Muon", "params": {}}}

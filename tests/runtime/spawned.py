@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 # To stand before the code of ranks that use DeepSpeed: its kernel for shared memory takes a minute to compile.
-DEEPSPEED = "import deepspeed\ndeepspeed.ops.__compatible_ops__.clear()\n"
+DEEPSPEED = "import deepspeed\ndeepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n"
 PATIENCE_S = 120  # for the imports of torch on a busy machine
 
 

@@ -19,17 +19,20 @@ from tests.test_train_gpt import python
 
 TOLERANCE = 1e-5  # of losses between 3 and 4, after sums in another order: about 40 units in the last place
 NAMES = list(checkpointing.cases())
+DEEPSPEEDS = [name for name in NAMES if name.startswith("zero")]
+BY_NAME = [pytest.param(name, marks=pytest.mark.deepspeed if name in DEEPSPEEDS else ()) for name in NAMES]
 
 
 @pytest.fixture(scope="module")
-def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+def curves(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> dict[int, Any]:
     """Number of ranks -> what checkpointing.py wrote: first 8 ranks on 2 nodes, then 4, then 2."""
     folder = tmp_path_factory.mktemp("resumed")
+    names = DEEPSPEEDS if pytestconfig.getoption("--deepspeed") else NAMES
     found = {}
     for nodes, per_node in ((2, 4), (1, 4), (1, 2)):
         size = nodes * per_node
         words = ["-m", "hpcinit.submit", "cluster=local", "wait=true", f"nodes={nodes}", f"ranks_per_node={per_node}"]
-        program = ["--", checkpointing.__file__, str(folder / "checkpoints"), str(folder / f"{size}.json")]
+        program = ["--", checkpointing.__file__, str(folder / "checkpoints"), str(folder / f"{size}.json"), *names]
         done = python(folder, *words, *program, timeout_s=280)
         assert done.returncode == 0, done.stdout + done.stderr
         found[size] = json.loads((folder / f"{size}.json").read_text())
@@ -40,7 +43,7 @@ def difference(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_goes_on_with_the_same_losses(curves: dict[int, Any], name: str) -> None:
     """What 8 ranks saved goes on with 8, 4 and 2 as if nobody had stopped, in every format and with other layouts."""
     written = curves[8][name]
@@ -54,7 +57,7 @@ def test_the_tolerance_is_tight(curves: dict[int, Any]) -> None:
     assert difference(curves[8]["ddp"]["without the optimizer"], curves[8]["ddp"]["after"]) > 1000 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_what_came_back(curves: dict[int, Any], name: str) -> None:
     """Step, samples and the program's own values come back; the loader's place does among equally many shares."""
     for size, found in curves.items():
@@ -227,6 +230,7 @@ def test_a_full_disk(small: Path, tmp_path: Path) -> None:
             assert at_last == ["step-00000003"]
 
 
+@pytest.mark.deepspeed
 def test_what_is_refused(tmp_path: Path) -> None:
     """Every rank raises the same, whichever of them it concerns, and what was there stays as it was."""
     code = """

@@ -290,6 +290,7 @@ def test_build_ops_takes_the_overrides_of_submit(
     )
 
 
+@pytest.mark.deepspeed
 def test_deepspeed_starts_on_a_cpu_without_compiling(tmp_path: Path) -> None:
     """Its start compiles an op on a CPU; told before, it does not, and its all_reduce for inference works without."""
     code = """

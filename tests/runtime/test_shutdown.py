@@ -76,6 +76,7 @@ def test_init_again_with_another_world(tmp_path: Path) -> None:
     assert [log.splitlines()[-1] for _, log in ended[:2]] == ["2 (2,) 2.0"] * 2
 
 
+@pytest.mark.deepspeed
 def test_deepspeed_forgets_its_groups(tmp_path: Path) -> None:
     """What DeepSpeed cached of a group is gone after shutdown, and it works on the next group."""
     code = """

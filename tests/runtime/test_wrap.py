@@ -81,6 +81,7 @@ def on_two_ranks(code: str, folder: Path, **init: object) -> list[str]:
     return [output.splitlines()[-1] for _, output in ends]
 
 
+@pytest.mark.deepspeed
 def test_what_cannot_be_done_is_refused_with_the_way_out(tmp_path: Path) -> None:
     """Each wrong combination ends on every rank in a RequestError that says what to change."""
     lines = on_two_ranks(

@@ -60,6 +60,7 @@ def test_openrlhf_set_up(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None
     assert "batch.global 8 is not a multiple of micro 16 x data parallel 2 = 32" in none
 
 
+@pytest.mark.deepspeed
 @pytest.mark.slurm
 @pytest.mark.timeout(300)
 def test_openrlhf_deepspeed_environment(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
@@ -85,6 +86,7 @@ def test_openrlhf_deepspeed_environment(hpcinit: Run, slurm: MiniSlurm, tmp_path
         assert each["compiled"] == []
 
 
+@pytest.mark.deepspeed
 def test_openrlhf_version_guards() -> None:
     """Versions are compared as versions; what this DeepSpeed cannot is named, and what an optimizer compiles is known."""
     installed = {name: versions.installed(name) for name in ("deepspeed", "torch")}

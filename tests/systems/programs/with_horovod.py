@@ -1,0 +1,33 @@
+"""Horovod itself and hpcinit in one process, each with its own group. `with_horovod.py FOLDER [another]`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import horovod.torch as hvd
+import torch
+import torch.distributed as dist
+from saying import refusal, say
+
+import hpcinit
+
+
+def main() -> None:
+    folder, *another = sys.argv[1:]
+    told = {name: text for name, text in os.environ.items() if name.startswith("HOROVOD_")}
+    hvd.init()
+    if another:  # Horovod is told to be the other rank after it has started
+        os.environ["HOROVOD_RANK"] = str(1 - hvd.rank())
+        print(refusal(hpcinit.init), flush=True)
+        return
+    with hpcinit.session(seed=3) as run:
+        ours = torch.tensor(1.0 + run.rank)
+        dist.all_reduce(ours)
+        theirs = hvd.allreduce(torch.tensor(1.0 + run.rank), op=hvd.Sum)
+        say(folder, run, theirs=[hvd.rank(), hvd.size(), hvd.local_rank(), float(theirs)], ours=float(ours), told=told)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

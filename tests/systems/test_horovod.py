@@ -1,0 +1,65 @@
+"""A real horovodrun, with its Gloo launcher, on this machine: `make test-horovod`, which builds Horovod first."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from hpcinit.facts.versions import installed
+from tests.systems.horovod_wheel import VERSION
+from tests.systems.jobs import PROGRAMS, TOLERANCE, off, said
+
+# Not the script `horovodrun`: its first line names the Python that pip ran with, which has no Horovod.
+HOROVODRUN = ("-c", "from horovod.runner.launch import run_commandline; run_commandline()", "--gloo", "-np", "2")
+RECORDED = Path(__file__).parents[1] / "data/launchers.json"
+
+
+def horovodrun(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *HOROVODRUN, sys.executable, "-m", "hpcinit.run", str(PROGRAMS / program), *words]
+    return subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=200, check=False)
+
+
+def test_openflamingo_trains(tmp_path: Path) -> None:
+    """The ranks of a real horovodrun are two of one world, and train to the same weights with DDP and FSDP."""
+    done = horovodrun("flamingo.py", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = said(tmp_path, 2)
+    assert [(r["launcher"], r["rank"], r["local_rank"], r["world"]) for r in found] == [
+        ("horovod", 0, 0, 2),
+        ("horovod", 1, 1, 2),
+    ]
+    losses = found[0]["ddp"]["losses"]
+    assert losses[-2] < losses[0] / 1.5 and losses[-1] < losses[1] / 2, "it learns both of its batches"
+    for each in found:
+        for wrap in ("ddp", "fsdp"):
+            assert each[wrap]["bits"] == found[0][wrap]["bits"]
+            assert off(each[wrap]["weights"], found[0]["ddp"]["weights"]) < TOLERANCE
+    assert sum(rank["fsdp"]["held"] for rank in found) == len(found[0]["fsdp"]["weights"])
+
+
+def test_horovod_itself_goes_on_beside(tmp_path: Path) -> None:
+    """hvd.init() and hpcinit agree on rank and size, and each reduces over its own group; its variables are the ones
+    that the other tests have recorded."""
+    assert installed("horovod") == VERSION
+    done = horovodrun("with_horovod.py", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    recorded = json.loads(RECORDED.read_text())[f"horovodrun {VERSION}"]
+    for rank, each in enumerate(said(tmp_path, 2)):
+        assert each["theirs"] == [rank, 2, rank, 3.0] and each["ours"] == 3.0
+        changing = {"HOROVOD_GLOO_RENDEZVOUS_PORT", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_IFACE"}
+        expected = {name: text for name, text in recorded[rank].items() if name.startswith("HOROVOD_")}
+        assert each["told"].keys() == expected.keys()
+        assert {name for name in expected if each["told"][name] != expected[name]} <= changing
+
+
+def test_a_rank_that_is_another_one_for_horovod_is_refused(tmp_path: Path) -> None:
+    """The real Horovod is asked who it is, and told apart from what the environment says."""
+    done = horovodrun("with_horovod.py", str(tmp_path), "another")
+    for rank in range(2):
+        assert (
+            f"Horovod is initialised as rank {rank} of 2, and horovod started this process as rank {1 - rank} of 2"
+            in done.stdout
+        ), done.stderr
