@@ -22,6 +22,7 @@ WAYS = {
     "zero 0", "zero 1", "zero 2", "zero 3", "zero 1, offload", "zero 2, offload", "zero 3, offload",
     "zero 3, offload of parameters", "zero 0, sp 2 x dp 4", "zero 2, sp 2 x dp 4", "zero 3, sp 2 x dp 4",
 }  # fmt: skip
+FEW = {"zero 0", "zero 1", "zero 2, offload", "zero 2, sp 2 x dp 4", "zero 3"}
 
 
 @pytest.mark.deepspeed
@@ -31,9 +32,9 @@ def test_all_ways_give_the_curve_of_one_rank(
 ) -> None:
     """20 steps on 4 nodes x 2 ranks have the losses and gradient norms of one rank, however the ranks are used.
 
-    With the oldest DeepSpeed those ways that are its own.
+    With the oldest DeepSpeed a few of those ways that are its own.
     """
-    ways = {name for name in WAYS if name.startswith("zero")} if pytestconfig.getoption("--deepspeed") else WAYS
+    ways = FEW if pytestconfig.getoption("--deepspeed") else WAYS
     program = Path(__file__).with_name("equivalence.py")
     words = ("nodes=4", "ranks_per_node=2", "wait=true", "--", str(program), str(tmp_path / "curves.json"), *ways)
     done = submit(hpcinit, idle_slurm, *words, timeout=580)  # all in one job: most of its time are imports

@@ -186,7 +186,7 @@ class Runtime:
         """The newest whole step, whatever number of ranks wrote it; None if there is none. See checkpoint.load."""
         from hpcinit.runtime import checkpoint  # noqa: PLC0415 - as above
 
-        return checkpoint.load(wrapped, Path(folder), layout=self.layout, loader=loader)
+        return checkpoint.load(wrapped, Path(folder), layout=self.layout, loader=loader, seed_by=self.seed_by)
 
     def should_stop(self) -> Stop | None:
         """Whether to save and end now, and why: `if run.should_stop(): run.save(...); break`.

@@ -32,6 +32,11 @@ def of(seed: int, by: str, rank: int, data_rank: int) -> int:
     return seed if by == "same" else _mixed(str(seed), rank if by == "rank" else data_rank)
 
 
+def at_step(seed: int, step: int) -> int:
+    """A seed in the place of the run's for what begins anew at this step; 0 to 2**63 - 1, another for each step."""
+    return _mixed(f"{seed}/step", step)
+
+
 def _mixed(text: str, number: int) -> int:
     """31 bits of SHA-256 of both, then 32 bits that no other number of the same text has."""
     high = hashlib.sha256(f"{text}/{number}".encode()).digest()

@@ -9,12 +9,14 @@ since it is what the ranks run.
 from __future__ import annotations
 
 import json
+import random
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -67,18 +69,35 @@ def texts() -> Tensor:
     return tokens
 
 
+class Noisy(GPT):
+    """Drops what the generators of Python, NumPy and torch say."""
+
+    @staticmethod
+    def share() -> float:
+        return 0.2 + 0.2 * random.random() + 0.2 * float(np.random.random())
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        return F.dropout(super().forward(tokens, positions), self.share())
+
+
 class Program:
     """A model, its optimizer and a loader on this rank."""
 
     def __init__(
-        self, run: hpcinit.Runtime, layout: Layout, training: Training, lr: float = LR, width: int = 32
+        self,
+        run: hpcinit.Runtime,
+        layout: Layout,
+        training: Training,
+        lr: float = LR,
+        width: int = 32,
+        kind: type[GPT] = GPT,
     ) -> None:
         self.run, self.layout = run, layout.over(run.world_size)
         ranks = self.layout.data_parallel
         self.batch = Batch(GLOBAL_BATCH // ranks, 1, ranks)
         torch.manual_seed(7)
         self.wrapped = wrapping.wrap(
-            GPT(context=CONTEXT, width=width, layers=1, heads=4),
+            kind(context=CONTEXT, width=width, layers=1, heads=4),
             mesh=mesh.build(self.layout, run.device),
             layout=self.layout,
             device=run.device,
@@ -93,7 +112,7 @@ class Program:
         """A loader of this rank's share of the samples from `first` on, in the order of all of them."""
         data, mine = texts(), self.layout.data_rank(self.run.rank)
         order = range(first + mine, len(data), self.layout.data_parallel)
-        self.loader = StatefulDataLoader(data, batch_size=self.batch.micro, sampler=order)
+        self.loader = StatefulDataLoader(data, batch_size=self.batch.micro, sampler=order, generator=torch.Generator())
         self._batches: Iterator[Tensor] | None = None
 
     def steps(self, number: int) -> list[float]:
@@ -114,7 +133,7 @@ class Program:
         return checkpoint.save(self.wrapped, folder, step, layout=self.layout, seed=self.run.seed, **more)
 
     def load(self, folder: Path) -> checkpoint.Loaded:
-        loaded = checkpoint.load(self.wrapped, folder, layout=self.layout, loader=self.loader)
+        loaded = checkpoint.load(self.wrapped, folder, layout=self.layout, loader=self.loader, seed_by="rank")
         assert loaded is not None
         return loaded
 

@@ -61,7 +61,6 @@ ENGINE = """
 """
 
 
-@pytest.mark.deepspeed
 def test_weights_reach_a_process_outside_the_job(tmp_path: Path) -> None:
     """With DeepSpeed on top rank 0 sends weights to a process that has no other group, and the job's own steps go on."""
     side = {"SIDE": str(free_port())}

@@ -60,12 +60,12 @@ def test_openrlhf_set_up(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None
     assert "batch.global 8 is not a multiple of micro 16 x data parallel 2 = 32" in none
 
 
-@pytest.mark.deepspeed
 @pytest.mark.slurm
 @pytest.mark.timeout(300)
 def test_openrlhf_deepspeed_environment(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
     """ZeRO 0 to 3, with offload and a named optimizer, train alike; AutoTP halves a model; a reference model stays."""
-    found = submitted(hpcinit, slurm, "zero_ways.py", 4, tmp_path)
+    stages = ("1", "3") if versions.key(versions.installed("deepspeed")) >= versions.key("0.19.4") else ("1",)
+    found = submitted(hpcinit, slurm, "zero_ways.py", 4, tmp_path, args=stages)
     for each in found:
         assert {
             name: distance
@@ -77,6 +77,7 @@ def test_openrlhf_deepspeed_environment(hpcinit: Run, slurm: MiniSlurm, tmp_path
             "2": {"same": [True, True], "read": [0, 1], "optimizer": False},
             "3": {"same": [True, True], "read": [3, 1], "optimizer": False},
         }
+        assert tuple(each["divided"]) == stages
         for stage, divided in each["divided"].items():
             assert list(divided["shapes"].values()) == [[32], [16, 32], [32, 32]], stage
             assert divided["output"] < 0.02, "bf16 has 8 bits"

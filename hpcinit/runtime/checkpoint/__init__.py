@@ -4,6 +4,7 @@ FOLDER/step-00000042/checkpoint.json   what it is, and the size of every file
                      dcp/              torch.distributed.checkpoint: ddp, fsdp, tensor parallelism
                      deepspeed/        DeepSpeed's; universal/ beside it once other ranks have loaded it
                      loader/           place in the data, a file for each share of it
+                     random/           where the random generators stand, a file for each rank
                      extra.pt          what the program gave
 
 Both formats are read with pickle, by torch and by DeepSpeed: load what you wrote.
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from hpcinit.facts.errors import CheckpointError, RequestError
 from hpcinit.facts.layout import Layout
 from hpcinit.runtime import rendezvous
-from hpcinit.runtime.checkpoint import agreement, deepspeed, native
+from hpcinit.runtime.checkpoint import agreement, deepspeed, native, randomness
 from hpcinit.runtime.checkpoint import folder as of_steps
 from hpcinit.runtime.checkpoint import loader as of_data
 from hpcinit.runtime.checkpoint.folder import Description
@@ -42,12 +43,14 @@ class Loaded:
 
     loader: whether the loader has its place again. False where none was saved or given, or where the data is divided
     among another number of ranks: a place belongs to one of so many shares. Skip `samples` of the whole data then.
+    random: whether each rank's generators stand where they stood. False where the layout is another: see randomness.
     """
 
     step: int
     samples: int
     extra: Any
     loader: bool
+    random: bool
 
 
 def save(
@@ -93,11 +96,16 @@ def save(
     return final
 
 
-def load(wrapped: Wrapped, folder: Path, *, layout: Layout, loader: of_data.Stateful | None = None) -> Loaded | None:
+def load(
+    wrapped: Wrapped, folder: Path, *, layout: Layout, loader: of_data.Stateful | None = None, seed_by: str = "same"
+) -> Loaded | None:
     """The newest whole step, into what run.wrap has just made; None if there is none. Called by every rank.
 
     The number of ranks and the layout may be others than those that wrote it; the kind of wrapping may differ between
-    ddp and fsdp. Raises RequestError for what does not fit, CheckpointError for what cannot be read.
+    ddp and fsdp. Random numbers go on as if nobody had stopped, unless a DataLoader draws from torch's own generator
+    as it begins: give it one, as run.loader_options() does. seed_by: 'same', 'rank' or 'data', for another layout.
+
+    Raises RequestError for what does not fit, CheckpointError for what cannot be read.
     """
     of_data.check(loader)
     found = agreement.on_rank_0(lambda: of_steps.newest(folder, rendezvous.say))
@@ -109,17 +117,18 @@ def load(wrapped: Wrapped, folder: Path, *, layout: Layout, loader: of_data.Stat
         deepspeed.load(wrapped.engine, path, saved, layout.tp)
     else:
         native.load(wrapped.model, wrapped.optimizer, path)
-    return agreement.everywhere(partial(_of_program, wrapped, loader, layout, path, saved))[dist.get_rank()]
+    return agreement.everywhere(partial(_of_program, wrapped, loader, layout, path, saved, seed_by))[dist.get_rank()]
 
 
 def _of_program(
-    wrapped: Wrapped, loader: of_data.Stateful | None, layout: Layout, path: Path, saved: Description
+    wrapped: Wrapped, loader: of_data.Stateful | None, layout: Layout, path: Path, saved: Description, seed_by: str
 ) -> Loaded:
     own = of_data.load_plain(path / of_data.EXTRA)
     if isinstance(wrapped, Native) and own["scaler"]:
         wrapped.scaler.load_state_dict(own["scaler"])
     placed = _place(loader, layout, path, saved)
-    return Loaded(saved.step, saved.samples, own["extra"], placed)
+    drawn = randomness.load(path, saved, layout, seed_by)  # last: what comes before may draw
+    return Loaded(saved.step, saved.samples, own["extra"], placed, drawn)
 
 
 def _describe(wrapped: Wrapped, step: int, samples: int, layout: Layout, seed: int) -> dict[str, Any]:
@@ -147,7 +156,7 @@ def _write(
     rank = dist.get_rank()
 
     def of_program() -> dict[str, int]:
-        files = of_data.save(loader, layout, rank, folder)
+        files = randomness.save(rank, folder) | of_data.save(loader, layout, rank, folder)
         if rank == 0:
             scaler = wrapped.scaler.state_dict() if isinstance(wrapped, Native) else {}
             files |= of_data.save_plain({"extra": extra, "scaler": scaler}, of_data.EXTRA, folder, "extra")

@@ -1,4 +1,5 @@
-"""OpenRLHF's DeepSpeed environment on 2 nodes x 2 ranks: `zero_ways.py FOLDER`. Nothing in it is compiled."""
+"""OpenRLHF's DeepSpeed environment on 2 nodes x 2 ranks: `zero_ways.py FOLDER STAGE...`, with
+AutoTP in these stages. Nothing in it is compiled."""
 
 from __future__ import annotations
 
@@ -138,7 +139,7 @@ def main() -> None:
             engine, found["ways"][name] = train(run, options)
             found["stages"][name] = engine.zero_optimization_stage()
         found["evaluation"] = {stage: evaluation(run, stage) for stage in (2, 3)}
-        found["divided"] = {stage: divided(run, stage) for stage in (1, 3)}
+        found["divided"] = {stage: divided(run, stage) for stage in map(int, sys.argv[2:])}
         found["compiled"] = [path.name for path in Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*")]
         say(sys.argv[1], run, **found)
 
