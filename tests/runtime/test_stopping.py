@@ -26,6 +26,8 @@ for step in range(2000):
         print(f"stopped after {step}: {stop}", flush=True)
         break
 """
+# As hpcinit.run ends a rank: in Python's own last step gloo's threads may abort it (see runtime/program.py).
+END = "from hpcinit.runtime import program\nhpcinit.shutdown()\nprogram.end(0)\n"
 
 
 def until(path: Path, text: str, timeout_s: float = 60) -> None:
@@ -44,7 +46,7 @@ def last_lines(found: list[Rank]) -> list[str]:
 @pytest.mark.parametrize("number", [0, 2])
 def test_sigterm_to_one_rank_stops_all_at_one_step(tmp_path: Path, number: int) -> None:
     """Preemption and scancel send it; here it comes to one rank only, and each says the same step and reason."""
-    with ranks(TRAIN, 3, tmp_path) as found:
+    with ranks(TRAIN + END, 3, tmp_path) as found:
         until(tmp_path / f"rank-{number}.log", "step 20")
         found[number].process.send_signal(signal.SIGTERM)
         lines = last_lines(found)
@@ -56,7 +58,7 @@ def test_the_time_limit_is_seen_before_it_comes(tmp_path: Path) -> None:
     """A fifth of the time that the job had is kept, as 60 s would be all of it."""
     soon = "os.environ['HPCINIT_JOB_END_TIME'] = str(int(time.time()) + 8)\n"
     code = TRAIN.replace("for step in", f"{soon}for step in") + "print(run.time_left() > run.time_left() * 0)\n"
-    with ranks(code, 2, tmp_path) as found:
+    with ranks(code + END, 2, tmp_path) as found:
         ends = [rank.end()[1].strip().splitlines()[-2:] for rank in found]
     assert ends[0] == ends[1] and ends[0][0].endswith(": time limit (rank 0)"), ends
     assert ends[0][1] == "True"  # there was time left
@@ -67,7 +69,7 @@ def test_a_user_asks_by_a_file_in_the_run_folder(tmp_path: Path) -> None:
     code = TRAIN.replace("run = hpcinit.init", "from pathlib import Path\nrun = hpcinit.init").replace(
         "for step in", f"object.__setattr__(run, 'folder', Path({str(tmp_path)!r}))\nfor step in"
     )
-    with ranks(code, 2, tmp_path) as found:
+    with ranks(code + END, 2, tmp_path) as found:
         until(tmp_path / "rank-0.log", "step 5")
         (tmp_path / "stop").touch()
         lines = last_lines(found)
@@ -80,7 +82,7 @@ def test_a_signal_in_a_collective_is_noted_and_a_stuck_rank_ends(tmp_path: Path)
     code = TRAIN.replace(
         "for step in", "from hpcinit.runtime.lifecycle import stopping\nstopping.STUCK_S = 1\nfor step in"
     )
-    with ranks(code, 2, tmp_path) as found:
+    with ranks(code + END, 2, tmp_path) as found:
         until(tmp_path / "rank-0.log", "step 20")
         found[1].process.send_signal(signal.SIGSTOP)
         time.sleep(0.5)
@@ -97,7 +99,7 @@ def test_a_handler_of_the_programs_own_stays(tmp_path: Path) -> None:
         "a, b = socket.socketpair(); b.setblocking(False); signal.set_wakeup_fd(b.fileno())\n"
         "signal.signal(signal.SIGTERM, lambda *_: print('mine', a.recv(1)[0], flush=True))\nfor step in",
     )
-    with ranks(code, 2, tmp_path) as found:
+    with ranks(code + END, 2, tmp_path) as found:
         until(tmp_path / "rank-1.log", "step 20")
         found[1].process.send_signal(signal.SIGTERM)
         last_lines(found)
@@ -107,7 +109,7 @@ def test_a_handler_of_the_programs_own_stays(tmp_path: Path) -> None:
 def test_after_shutdown_sigterm_ends_a_process_again(tmp_path: Path) -> None:
     """What was changed is put back: a program that goes on after training can be ended."""
     code = TRAIN.replace("range(2000)", "range(3)") + "hpcinit.shutdown()\nprint('over', flush=True)\ntime.sleep(60)\n"
-    with ranks(code, 1, tmp_path) as (rank,):
+    with ranks(code + END, 1, tmp_path) as (rank,):
         until(tmp_path / "rank-0.log", "over")
         rank.process.send_signal(signal.SIGTERM)
         assert rank.process.wait(20) == -signal.SIGTERM
@@ -121,7 +123,7 @@ def test_a_signal_before_anybody_listens_is_kept(tmp_path: Path) -> None:
         "object.__setattr__(run, 'stopping', Stopping(signal='USR1'))\n"
         "signals.hold(signal.SIGUSR1); os.kill(os.getpid(), signal.SIGUSR1)\nfor step in",
     )
-    with ranks(code, 1, tmp_path) as found:
+    with ranks(code + END, 1, tmp_path) as found:
         assert last_lines(found) == ["stopped after 0: time limit (rank 0)"]
 
 
