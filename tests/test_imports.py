@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "local": {"facts", "local"},
     "submission": {"facts", "config", "local", "submission", "observe"},
     "observe": {"facts", "local", "observe"},
-    "discover": {"facts", "discover"},
+    "discover": {"facts", "config", "discover"},
     "runtime": {"facts", "runtime"},
     "jobs": set(),  # the public interface only, as users write it
 }

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from hpcinit.config import folders
 from hpcinit.discover import ask, describe, document, place, site
 from hpcinit.discover.document import Document
 from hpcinit.discover.site import Site, User
@@ -36,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
         if options.diff:
             return _diff(path, text, seen)
         if text is None:
+            _shadows(name, options.output)
             return _write(path, _render(_new(seen, name), seen), seen)
         return _again(path, document.parse(text), seen, options.force)
     except RequestError as error:
@@ -95,6 +97,13 @@ def _diff(path: Path, text: str | None, seen: Site) -> int:
     if lines:
         print(f"--- {path}\n+++ Slurm {seen.slurm} of cluster {seen.cluster}", *lines, sep="\n")
     return 1 if lines else 0
+
+
+def _shadows(name: str, output: Path | None) -> None:
+    """A word where cluster=NAME meant another file so far."""
+    other = folders.find(f"cluster/{name}")
+    if output is None and Path(other).is_file():
+        print(f"cluster={name} was {other} so far; here it is the new file from now on", file=sys.stderr)
 
 
 def _again(path: Path, before: Document, seen: Site, force: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from hpcinit.discover import ask
 from hpcinit.discover.site import MIB_PER_GB, Kind, Partition, Site
 
 DEFAULT_TIME_MIN = 60
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 MOST_KINDS, MOST_FEATURES = 6, 8  # in a comment
 
 
@@ -57,6 +59,9 @@ def choices(site: Site, name: str) -> list[Entry]:
         _entry("time_min", limit, ask.PARTITIONS, f"{why} ({main.name})"),
         _entry("gpu_type", None, ask.NODES, f"types: {', '.join(types) or 'none given'}; name one to ask for it"),
         _entry("gpu_flag", site.gpu_flag, ask.CONFIG, "gpus-per-node needs SelectType=select/cons_tres"),
+        _entry(
+            "mem_gb", None, ask.PARTITIONS, f"null: {main.default_memory or 'no DefMem, all of a node'} ({main.name})"
+        ),
         _entry("exclusive", main.exclusive, ask.PARTITIONS, f"OverSubscribe ({main.name})"),
     ]
 
@@ -88,7 +93,9 @@ def gb(mib: int) -> float:
 
 def scalar(value: Any) -> str:
     """As YAML writes it on one line: null, true, 4, 'on'."""
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    # Quoted unless it can be a word only: OmegaConf reads 1e5 as a number, PyYAML, which writes it, does not.
+    style = "'" if isinstance(value, str) and not _WORD.fullmatch(value) else None
+    text: str = yaml.safe_dump(value, default_style=style, default_flow_style=True, width=10**6, allow_unicode=True)
     return text.splitlines()[0]
 
 

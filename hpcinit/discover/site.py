@@ -45,6 +45,7 @@ class Partition:
     max_nodes: int | None
     max_cpus: int | None
     max_mem_mib: int | None
+    default_memory: str
     exclusive: bool
     preemption: str
     qos: str | None
@@ -103,7 +104,8 @@ def read(answers: Answers, user: User) -> Site:
     config = slurm_records.config(answers[ask.CONFIG])
     user = _with_accounts(answers, user)
     nodes = {node["NodeName"]: node for node in slurm_records.records(answers[ask.NODES], "NodeName")}
-    found = [_partition(each, nodes, user) for each in slurm_records.records(answers[ask.PARTITIONS], "PartitionName")]
+    records = slurm_records.records(answers[ask.PARTITIONS], "PartitionName")
+    found = [_partition(each, nodes, config, user) for each in records]
     site = Site(
         cluster=config.get("ClusterName", ""),
         slurm=config.get("SLURM_VERSION", ""),
@@ -141,7 +143,9 @@ def _with_accounts(answers: Answers, user: User) -> User:
     )
 
 
-def _partition(record: Mapping[str, str], nodes: Mapping[str, Mapping[str, str]], user: User) -> Partition:
+def _partition(
+    record: Mapping[str, str], nodes: Mapping[str, Mapping[str, str]], config: Mapping[str, str], user: User
+) -> Partition:
     hosts = told(record.get("Nodes"))  # (null) of a partition that waits for its nodes
     own = [nodes[host] for host in (nodelist.expand(hosts) if hosts else []) if host in nodes]
     kinds = _kinds(own)
@@ -158,11 +162,21 @@ def _partition(record: Mapping[str, str], nodes: Mapping[str, Mapping[str, str]]
         max_nodes=number(record.get("MaxNodes")),
         max_cpus=number(record.get("MaxCPUsPerNode")),
         max_mem_mib=number(record.get("MaxMemPerNode")) or None,
+        default_memory=_default_memory(record, config),
         exclusive=record.get("OverSubscribe") == "EXCLUSIVE",
         preemption=record.get("PreemptMode", ""),
         qos=told(record.get("QoS")),
         refused=_refused(record, user) or ("" if kinds else "it has no nodes"),
     )
+
+
+def _default_memory(*sources: Mapping[str, str]) -> str:
+    """'DefMemPerCPU=2000 MB': what a job gets that asks for none; '' where nobody says.
+
+    sources: the partition, which says UNLIMITED where it has none of its own, then slurm.conf.
+    """
+    found = ((key, each.get(key)) for each in sources for key in ("DefMemPerCPU", "DefMemPerNode"))
+    return next((f"{key}={value} MB" for key, value in found if number(value)), "")
 
 
 def _away(state: str) -> bool:

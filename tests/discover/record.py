@@ -21,6 +21,7 @@ DATA = Path(__file__).parent.parent / "data/discover"
 # Keys and values are joined with '=' to lines of slurm.conf.
 MIXED = {
     "MaxArraySize": "501",
+    "DefMemPerCPU": "200",
     "NodeName=big[1-3] NodeAddr": '127.0.0.2 CPUs=96 Sockets=2 CoresPerSocket=24 ThreadsPerCore=2 RealMemory=1031000 '
     'MemSpecLimit=4096 Gres=gpu:a100:4 Feature=a100,ib State=DOWN Reason="disk 3: CPUTot=999 RealMemory=9 is bad"',
     "NodeName=big4 NodeAddr": "127.0.0.2 CPUs=96 Sockets=2 CoresPerSocket=24 ThreadsPerCore=2 RealMemory=1031000 "
@@ -28,7 +29,7 @@ MIXED = {
     "NodeName=old[1-2] NodeAddr": "127.0.0.2 CPUs=32 RealMemory=192000 Gres=gpu:v100:2,gpu:t4:1 Feature=v100 State=DOWN",
     "NodeName=cpu[01-12] NodeAddr": "127.0.0.2 CPUs=128 RealMemory=256000 Feature=cpu State=DOWN",
     "PartitionName=gpu Nodes": "big[1-4],old[1-2] MaxTime=2-00:00:00 DefaultTime=30 OverSubscribe=EXCLUSIVE MaxNodes=3",
-    "PartitionName=cpu Nodes": "cpu[01-12] MaxTime=UNLIMITED MaxMemPerNode=200000 MaxCPUsPerNode=64 State=DRAIN",
+    "PartitionName=cpu Nodes": "cpu[01-12] MaxTime=UNLIMITED MaxMemPerNode=200000 MaxCPUsPerNode=64 DefMemPerNode=9000 State=DRAIN",
     "PartitionName=secret Nodes": "old1 Hidden=YES MaxTime=10",
     "PartitionName=chem Nodes": "old2 AllowAccounts=chem MaxTime=10",
     "PartitionName=staff Nodes": "old2 AllowGroups=slurm MaxTime=10",

@@ -102,6 +102,20 @@ def test_print_and_json_write_nothing(hpcinit: Run, slurm: MiniSlurm, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_another_file_of_that_name_is_told(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """Where cluster=NAME was a file elsewhere so far, a line says so; --output elsewhere changes nothing of that."""
+    other = tmp_path / "home/.config/hpcinit/cluster/y.yaml"
+    other.parent.mkdir(parents=True)
+    other.write_text("name: y\n")
+    elsewhere = hpcinit("discover", "--name", "y", "--output", "z/y.yaml", env=slurm.env)
+    assert (elsewhere.returncode, elsewhere.stderr) == (0, "")
+    done = hpcinit("discover", "--name", "y", env=slurm.env)
+    assert done.returncode == 0
+    assert (
+        done.stderr == "cluster=y was home/.config/hpcinit/cluster/y.yaml so far; here it is the new file from now on\n"
+    )
+
+
 def test_output_names_another_place(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
     """--output is where it is written, its folder is made, and its name is the cluster's."""
     done = hpcinit("discover", "--output", "new/site.yaml", env=slurm.env)

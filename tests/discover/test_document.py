@@ -6,6 +6,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from hpcinit.discover import describe, document, site
 from hpcinit.discover.document import Document
@@ -122,10 +123,14 @@ def test_a_file_that_cannot_be_written_again(text: str, words: str) -> None:
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("value", [None, True, 3, 0.5, "on", "1:30", "a: b", "# x", "", "null", "é", "x" * 300])
+@pytest.mark.parametrize(
+    "value", [None, True, 3, 0.5, "on", "1:30", "a: b", "# x", "", "null", "é", "x" * 300, "1e5", "0x1f", "inf"]
+)
 def test_a_value_stays_on_its_line(value: object) -> None:
-    """Any value of Slurm's is one line of YAML that means it."""
-    assert "\n" not in describe.scalar(value) and yaml.safe_load(f"k: {describe.scalar(value)}") == {"k": value}
+    """Any value of Slurm's is one line of YAML that means it, to PyYAML and to OmegaConf, which differ over 1e5."""
+    text = f"k: {describe.scalar(value)}"
+    assert len(text.splitlines()) == 1
+    assert yaml.safe_load(text) == OmegaConf.create(text) == {"k": value}
 
 
 @given(st.text())

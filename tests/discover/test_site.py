@@ -114,8 +114,20 @@ def test_choices(version: str) -> None:
     values = {entry.key: entry.value for entry in describe.choices(seen, "x")}
     assert values == {
         **{"name": "x", "partition": "main", "account": "phys", "qos": "normal", "time_min": 60},
-        **{"gpu_type": None, "gpu_flag": "gpus-per-node", "exclusive": False},
+        **{"gpu_type": None, "gpu_flag": "gpus-per-node", "mem_gb": None, "exclusive": False},
     }
+
+
+@each_version
+def test_memory_of_a_job_that_asks_for_none(version: str) -> None:
+    """A partition's own default beats slurm.conf's, and a comment says it where mem_gb is null."""
+    seen = site.read(answers(version), ANN)
+    said = {each.name: each.default_memory for each in seen.partitions}
+    assert (said["main"], said["cpu"]) == ("DefMemPerCPU=200 MB", "DefMemPerNode=9000 MB")
+    (text,) = [entry.text for entry in describe.choices(seen, "x") if entry.key == "mem_gb"]
+    assert text == "mem_gb: null  # scontrol --all show partition: null: DefMemPerCPU=200 MB (main)\n"
+    none = answers(version, CONFIG=answers(version)[ask.CONFIG].replace("DefMemPerCPU ", "x "))
+    assert site.read(none, ANN).main(None).default_memory == ""
 
 
 @each_version
