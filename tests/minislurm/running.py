@@ -131,6 +131,12 @@ class RunningCluster:
             lambda: told(f"slurmctld ({pid}) does not end on SIGTERM", self.log("slurmctld")),
         )
 
+    def kill_controller(self) -> None:
+        """SIGKILL: the controller saves nothing, and forgets what it took since it saved last. Jobs go on."""
+        pid = self._controller()
+        send(pid, signal.SIGKILL, self.name)
+        until(lambda: self._controller_pid() is None, lambda: f"slurmctld ({pid}) does not end on SIGKILL")
+
     def start_controller(self) -> None:
         """Starts the controller with the state it left, if it does not run; returns when it can be asked."""
         log = self.log("slurmctld")

@@ -105,20 +105,11 @@ def test_a_controller_that_is_killed_with_the_job_in_it(
     """A job whose id was printed and which the killed controller has forgotten is submitted again, with one token."""
     once.hand_over(script_in(tmp_path), env, once.token())  # slurmctld saves now, and the next time in 5 s
     token = once.token()
-    killer = threading.Timer(0.5, lambda: (kill(cluster), cluster.start_controller()))
+    killer = threading.Timer(0.5, lambda: (cluster.kill_controller(), cluster.start_controller()))
     killer.start()
     job_id, _ = once.hand_over(script_in(tmp_path), env, token, confirm=True)
     killer.join()
     assert jobs_with(cluster, token) == [job_id]
-
-
-def kill(cluster: MiniSlurm) -> None:
-    """SIGKILL: nothing is saved."""
-    pid = cluster._controller_pid()
-    if pid is not None:
-        os.kill(pid, signal.SIGKILL)
-        while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3]:
-            time.sleep(0.01)
 
 
 @pytest.mark.slurm
