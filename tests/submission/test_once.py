@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from hpcinit.facts.errors import MaybeSubmitted, NotReached, SubmitError
-from hpcinit.submission import once
+from hpcinit.submission import once, queue
 from hpcinit.submission.slurm_executor import sbatch
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
@@ -222,3 +223,78 @@ def test_what_sbatch_says_decides_what_is_known(
     with pytest.raises(SubmitError) as raised:
         sbatch(script_in(tmp_path), os.environ)
     assert type(raised.value) is kind
+
+
+@pytest.mark.slurm
+def test_a_job_that_the_controller_has_forgotten_left_a_word(
+    cluster: MiniSlurm, env: dict[str, str], tmp_path: Path
+) -> None:
+    """A job that is over and out of the controller's memory is known by its exit record, where no other ran the script."""
+    script = script_in(tmp_path)
+    assert queue.find(env, once.token(), script, [], alone=True) == []
+    (tmp_path / "exit.json").write_text('{"job": "4242", "pid": 1, "restart": 0, "began": 5}\n')
+    found = queue.find(env, once.token(), script, [], alone=True)
+    assert found is not None and [job.job_id for job in found] == ["4242"]
+    assert queue.find(env, once.token(), script, [], alone=False) == []
+
+
+@pytest.mark.slurm
+def test_a_site_that_writes_the_comment_itself(cluster: MiniSlurm, env: dict[str, str], tmp_path: Path) -> None:
+    """Where a site's filter replaces the comment, the job is known by the script, which is no other's."""
+    script, token = script_in(tmp_path), once.token()
+    job_id, _ = sbatch(script, env, ["--comment=the site's own"])
+    for known, alone in (([], True), ([job_id], False)):
+        found = queue.find(env, token, script, known, alone)
+        assert found is not None and [job.job_id for job in found] == [job_id]
+    assert queue.find(env, token, script, [], alone=False) == []
+    assert queue.find(env, token, tmp_path / "other.sh", [], alone=True) == []
+
+
+@pytest.mark.slurm
+def test_the_users_own_filters_hide_no_job(cluster: MiniSlurm, env: dict[str, str], tmp_path: Path) -> None:
+    """SQUEUE_* variables of the user do not make a job invisible."""
+    script, token = script_in(tmp_path), once.token()
+    job_id, _ = sbatch(script, env, [f"--comment=hpcinit={token}"])
+    found = queue.find({**env, "SQUEUE_PARTITION": "high", "SQUEUE_NAMES": "x"}, token, script, [], alone=False)
+    assert found is not None and [job.job_id for job in found] == [job_id]
+
+
+def test_no_squeue_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where squeue cannot be run nobody has said that there is no job."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert queue.find({"PATH": str(tmp_path)}, once.token(), tmp_path / "job.sh", [], alone=True) is None
+
+
+@pytest.mark.slurm
+def test_with_accounting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With slurmdbd: one job through a controller that hangs, and sacct knows the token of one that has ended."""
+    require_slurm(accounting=True)
+    with MiniSlurm(nodes=1, gpus=8, accounting=True, name=f"once-db-{os.getpid()}") as cluster:
+        monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
+        token = once.token()
+        cluster.pause_controller()
+        threading.Timer(12, cluster.resume_controller).start()
+        job_id, _ = once.hand_over(script_in(tmp_path), os.environ, token)
+        assert jobs_with(cluster, token) == [job_id]
+        token = once.token()
+        job_id, _ = once.hand_over(script_in(tmp_path, "#!/bin/bash\ntrue\n"), os.environ, token)
+        deadline = time.monotonic() + 60
+        while not (found := queue._in_accounting(os.environ, token)) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert [job.job_id for job in found] == [job_id]
+
+
+def test_what_waits_is_told(tmp_path: Path) -> None:
+    """Without a terminal each new message is a line of its own; in a terminal one line is updated."""
+    code = (
+        "from hpcinit.submission.waiting import Waiting; w = Waiting()\n"
+        "for word in ('one', 'one', 'two'): w.show(word)\n"
+        "w.end()\n"
+    )
+    plain = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+    assert plain == "hpcinit: one (0 s)\nhpcinit: two (0 s)\n"
+    mine, its = pty.openpty()
+    subprocess.run([sys.executable, "-c", code], stderr=its, check=True)
+    os.close(its)
+    seen = os.read(mine, 10000).decode()
+    assert seen == "\r\x1b[Khpcinit: one (0 s)" * 2 + "\r\x1b[Khpcinit: two (0 s)\r\n"
