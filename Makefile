@@ -16,6 +16,7 @@ help:
 	@echo "make test-deepspeed-0.18  a part of make test: what DeepSpeed does, with $(DS18_VERSION), the oldest we support"
 	@echo "make test-slurm24  the Slurm tests again on Slurm 24.11 (root; makes a folder with Debian trixie, once)"
 	@echo "make test-horovod  a real horovodrun; builds Horovod first, once (cmake, g++, 5 minutes)"
+	@echo "make test-exactly-once   200 submissions while the controller is killed 50 times (root)"
 	@echo "make cluster       start a real 4-node Slurm on this machine (root); make cluster-down ends it"
 	@echo "make bench         submit latency and bring-up beside peers (root)"
 	@echo "make lint          ruff, mypy, shellcheck"
@@ -46,6 +47,11 @@ test-slurm24: $(VENV)/dev
 .PHONY: test-horovod
 test-horovod: $(VENV)/horovod/made
 	$(VENV)/horovod/bin/python -m pytest tests/systems/test_horovod.py $(PYTEST)
+
+# 200 submissions while the controller is killed 50 times (`make test` has 40 and 10); some minutes, root.
+.PHONY: test-exactly-once
+test-exactly-once: $(VENV)/dev slurm
+	HPCINIT_EXACTLY_ONCE=200,50 $(BIN)/python -m pytest -s tests/submission/test_exactly_once.py $(PYTEST)
 
 cluster: slurm
 	@$(BIN)/python -m tests.minislurm up --nodes $(or $(NODES),4) $(if $(ACCOUNTING),--accounting)

@@ -1,6 +1,6 @@
 """One request, one job: sbatch is tried again only when it is certain that the attempt before made none.
 
-Why it is done so, and what remains: docs/decisions/0013-submit-exactly-once.md.
+Why it is done so, and what remains: docs/decisions/0015-submit-exactly-once.md.
 """
 
 from __future__ import annotations
