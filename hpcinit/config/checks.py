@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from hpcinit.config import program, secret_files, surroundings, training
+from hpcinit.config import chains, program, secret_files, surroundings, training
 from hpcinit.config.schema import Config
 from hpcinit.facts import hosts, quoting, secret_names
 from hpcinit.facts.deepspeed_options import OFFLOAD, OPTIMIZERS
@@ -36,6 +36,7 @@ CHOICES = {
     "launch.kind": ("srun",),
     "cluster.container.runtime": surroundings.RUNTIMES,
     "stop.signal": SIGNALS,
+    "snapshot": ("none", "git"),
 }
 AT_LEAST_ONE = (
     *("nodes", "ranks_per_node", "cpus_per_rank", "time_min", "cluster.time_min", "cluster.cpus_per_node"),
@@ -85,6 +86,7 @@ OWNED = {
     "unbuffered": None,
     "parsable": None,
     "array": None,
+    "dependency": "after",
 }
 
 
@@ -93,7 +95,8 @@ def problems(config: Config) -> list[str]:
     found: list[str] = []
     for check in (
         *(_choices, _finite, _numbers, _more_numbers, _names, _texts),
-        *(_extra_options, program.problems, surroundings.problems, secret_files.problems, _partition, _gpus),
+        *(_extra_options, program.problems, surroundings.problems, secret_files.problems, chains.problems),
+        *(_partition, _gpus),
     ):
         found.extend(check(config))
     if not found:  # arithmetic on numbers that are wrong by themselves only adds noise

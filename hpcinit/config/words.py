@@ -18,6 +18,8 @@ SHORT = {"N": "nodes", "p": "partition", "A": "account", "q": "qos", "c": "cpus-
 # Options of sbatch whose value means the same in our key; --time=1:00:00 and --mem=4G do not.
 SAME_VALUE = {"nodes", "partition", "account", "qos", "comment", "job-name", "ntasks-per-node", "cpus-per-task"}
 
+WAITS = {"after", "after_ok"}  # whose values are jobs' ids, '4242_7' of an array among them
+
 
 def parse(parser: ArgumentParser, line: Sequence[str]) -> Namespace:
     """Hydra's flags and the overrides among them. Raises ConfigError where argparse would print its usage and exit."""
@@ -27,6 +29,7 @@ def parse(parser: ArgumentParser, line: Sequence[str]) -> Namespace:
 
     parser.error = refuse  # type: ignore[method-assign]
     args, unknown = parser.parse_known_intermixed_args(list(line))
+    args.overrides = with_ids_as_text(args.overrides)
     if found := mistakes(line, unknown, args.overrides):
         raise ConfigError(*found)
     if (args.package or args.resolve) and not (args.cfg or args.help):
@@ -75,6 +78,14 @@ def repeated(overrides: Sequence[str]) -> Iterator[str]:
         if times > 1 and key:
             last = [override for override in overrides if _key(override) == key][-1]
             yield f"{key} is given {times} times; the last one counts: {last}"
+
+
+def with_ids_as_text(overrides: Sequence[str]) -> list[str]:
+    """after=4242_7 with its id in quotes: to Hydra it is the number 42427, as in Python."""
+    return [
+        re.sub(r"(?<![\w'\"./-])(\d+_\d+)(?![\w'\"./-])", r"'\1'", override) if _key(override) in WAITS else override
+        for override in overrides
+    ]
 
 
 def _key(override: str) -> str:

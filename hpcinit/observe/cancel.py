@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     for word in options.run:
         path = find.find(word, options.runs_dir)
         now = state.read(path)
-        if now.over:
+        if now.over and not now.others:
             print(f"{path.name}: was over already, {now.name}")
             continue
         if options.save:
@@ -32,7 +32,9 @@ def main(argv: Sequence[str]) -> int:
             print(f"{path.name}: asked to save and end; a training that never calls run.should_stop() goes on")
             continue
         _end(path, now)
-        print(f"{path.name}: job {now.job_id} is being cancelled")
+        jobs = [*([] if now.over else [now.job_id]), *now.others]
+        which = f"job {jobs[0]} is" if len(jobs) == 1 else f"jobs {', '.join(jobs)} are"
+        print(f"{path.name}: {which} being cancelled")
     return 0
 
 
@@ -48,9 +50,11 @@ def _end(path: Path, now: state.State) -> None:
             raise RequestError(f"{path.name} was started by hand as process {now.job_id}: end it there, with Ctrl-C")
         engine.cancel(path)
         return
+    # Of a chain the last first: the next would begin as soon as one has ended.
+    command = ["scancel", *reversed(now.others), *([] if now.over else [now.job_id])]
     try:
-        done = subprocess.run(["scancel", now.job_id], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except FileNotFoundError:
         raise Failure("scancel is not on PATH: cancel where the job was submitted") from None
     if done.returncode != 0:
-        raise Failure(f"scancel {now.job_id}: {done.stderr.strip()}")
+        raise Failure(f"{' '.join(command)}: {done.stderr.strip()}")

@@ -24,7 +24,7 @@ def find(word: str, runs_dir: Path = Path("runs")) -> Path:
     known = runs(runs_dir)
     for path in known:
         with contextlib.suppress(RequestError):
-            if word in (state.submission(path)["job_id"], state.last_job(path)):
+            if word in (*state.jobs(state.submission(path)), state.last_job(path)):
                 return path
     last = ", ".join(path.name for path in known[-5:]) or "none"
     raise RequestError(f"no run {word!r}: neither a run folder nor a job id; the last in {runs_dir.absolute()}: {last}")

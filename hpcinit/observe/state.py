@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ class State:
 
     reason: why it waits or what ended it, as Slurm says. exit_status: once it has ended and is known.
     source: who told. by_hand: of the run's last attempt, which somebody started with the script, not hpcinit.
+    link: 'job 2 of a chain of 5', or ''. others: jobs of the chain that are still in the queue beside this one.
     """
 
     name: str
@@ -36,6 +38,8 @@ class State:
     exit_status: int | None = None
     source: str = ""
     by_hand: bool = False
+    link: str = ""
+    others: tuple[str, ...] = ()
 
     @property
     def over(self) -> bool:
@@ -57,6 +61,8 @@ def read(path: Path, ask: bool = True) -> State:
     """
     record = submission(path)
     submitted, job_id = record["job_id"], last_job(path) or record["job_id"]
+    if len(jobs(record)) > 1 and job_id in {*jobs(record), submitted}:
+        return _chain(path, jobs(record), last_job(path), ask)
     if record["engine"] == "local":
         return _local(path, job_id) if job_id == submitted else _by_hand(path, job_id)
     state = _slurm(path, job_id, ask)
@@ -66,6 +72,11 @@ def read(path: Path, ask: bool = True) -> State:
     # Run inside a job that goes on (salloc), the script ends before its job does.
     state = left if left.over and state.name == "RUNNING" else state
     return replace(state, by_hand=True)
+
+
+def jobs(record: Mapping[str, Any]) -> list[str]:
+    """The ids of all jobs that were submitted for the run, of its submission.json: one, or those of a chain."""
+    return [str(job) for job in record.get("jobs", [record["job_id"]])]
 
 
 def last_job(path: Path) -> str:
@@ -83,11 +94,44 @@ def _slurm(path: Path, job_id: str, ask: bool) -> State:
     left = _left_behind(path, job_id)
     if not ask:
         return left
+    state = of_job(job_id, left)
+    return replace(state, exit_status=left.exit_status) if state.over and left.over else state
+
+
+def _chain(path: Path, ids: Sequence[str], last: str, ask: bool) -> State:
+    """The state of a chain: what its last attempt has decided, or else of the job that runs, waits or was the last."""
+    known: dict[str, State] = {}
     try:
-        state = _squeue(job_id) or _sacct(job_id) or left
+        known = {state.job_id: state for state in _squeue(*ids)} if ask else {}
+    except NoAnswer as error:
+        if not _decided(path):
+            return State("UNKNOWN", last or ids[0], "slurm", str(error), None, NOBODY)
+    open_ = [job for job in ids if job in known and not known[job].over]
+    going = sorted(open_, key=lambda job: known[job].name == "PENDING")  # the one that runs first
+    if _decided(path) or not going:
+        job_id = last or ids[-1]
+        left = _left_behind(path, job_id)
+        state = left if _decided(path) or not ask else known.get(job_id) or of_job(job_id, left)
+        state = replace(state, exit_status=left.exit_status) if state.over and left.over else state
+    else:
+        state = known[going[0]]
+    number = ids.index(state.job_id) + 1
+    others = tuple(job for job in open_ if job != state.job_id)
+    return replace(state, link=f"job {number} of a chain of {len(ids)}", others=others)
+
+
+def _decided(path: Path) -> bool:
+    """Whether no later job of a chain goes on: an attempt has ended well, or failed by itself."""
+    return exit_status(path) not in (None, runfolder.ENDED_EARLY)
+
+
+def of_job(job_id: str, left: State | None = None) -> State:
+    """What Slurm says of a job by its id, or `left` where it knows nothing of it."""
+    unknown = left or State("UNKNOWN", job_id, "slurm")
+    try:
+        return next(iter(_squeue(job_id)), None) or _sacct(job_id) or unknown
     except NoAnswer as error:
         return State("UNKNOWN", job_id, "slurm", str(error), None, NOBODY)
-    return replace(state, exit_status=left.exit_status) if state.over and left.over else state
 
 
 def submission(path: Path) -> dict[str, Any]:
@@ -121,14 +165,17 @@ def _by_hand(path: Path, job_id: str) -> State:
     return State("RUNNING" if alive else "NODE_FAIL", job_id, "local", "", None, runfolder.EXIT, True)
 
 
-def _squeue(job_id: str) -> State | None:
+def _squeue(*job_ids: str) -> list[State]:
+    """Of each job that is in the queue, or has left it not long ago."""
     # -t all: jobs that have ended stay here for MinJobAge (300 s).
-    lines = _ask("squeue", "--noheader", "--jobs", job_id, "--states=all", "--format=%T|%r")
-    if not lines:
-        return None
-    name, _, reason = lines[0].partition("|")
-    # A job that was cancelled while it waited keeps the reason why it waited.
-    return State(name, job_id, "slurm", "" if reason == "None" or name == "CANCELLED" else reason, None, "squeue")
+    lines = _ask("squeue", "--noheader", f"--jobs={','.join(job_ids)}", "--states=all", "--format=%i|%T|%r")
+    states = []
+    for line in lines:
+        job_id, name, reason = line.split("|", 2)
+        # A job that was cancelled while it waited keeps the reason why it waited.
+        reason = "" if reason == "None" or name == "CANCELLED" else reason
+        states.append(State(name, job_id, "slurm", reason, None, "squeue"))
+    return states
 
 
 def _sacct(job_id: str) -> State | None:

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
             continue
         status = "" if now.exit_status is None else f"exit status {now.exit_status}"
         how = "started by hand" if now.by_hand else ""
-        details = "  ".join(text for text in (how, now.reason, status, progress.line(path)) if text)
+        details = "  ".join(text for text in (how, now.link, now.reason, status, progress.line(path)) if text)
         print(f"{path.name:24} {now.job_id:>9}  {now.name:10} {details}".rstrip())
         if meaning := reasons.explain(now.reason):
             print(f"{'':24} {'':>9}  {meaning}")

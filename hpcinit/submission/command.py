@@ -89,6 +89,7 @@ def _all(requests: Sequence[Request], argv: Sequence[str], jobs: list[tuple[Requ
             done = submission.submit(request.config, request.document, ["hpcinit", "submit", *argv])
             jobs.append((request, done))
             _announce(request, done)
+            status = max(status, bool(done.missing))
         except SubmitError as error:
             if not request.combination:
                 raise
@@ -123,12 +124,15 @@ def _announce(request: Request, done: submission.Submitted) -> None:
     config = request.config
     if said := str(done.dropped):
         print(f"not passed on to the job: {said}", file=sys.stderr)
+    if done.missing:
+        print(f"hpcinit: error: {done.missing}", file=sys.stderr)
     if request.combination:
         say(f"{request.combination} -> job {done.job_id} on {config.cluster.name}, {done.path}")
         return
     per_node = checks.ranks_per_node(config)
     shape = f"{config.nodes} node{'s' * (config.nodes != 1)} x {per_node} rank{'s' * (per_node != 1)}"
-    say(f"job {done.job_id} on {config.cluster.name}: {config.name}, {shape}", f"run folder: {done.path}")
+    chain = [f"chain: jobs {', '.join(done.jobs)}, each after the one before"] if config.chain > 1 else []
+    say(f"job {done.job_id} on {config.cluster.name}: {config.name}, {shape}", *chain, f"run folder: {done.path}")
 
 
 def _follow(request: Request, done: submission.Submitted) -> int:

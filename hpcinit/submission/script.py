@@ -11,7 +11,7 @@ from hpcinit.config.checks import ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.facts import quoting, runfolder
 from hpcinit.facts.options import flags
-from hpcinit.submission import container, setup
+from hpcinit.submission import after, chain, container, setup
 
 # What the batch script leaves behind: a record of its start, and one of its end in its place, whatever ended it but
 # SIGKILL. Shell and not Python: the environment may be what is broken. A record of an attempt before goes first. By
@@ -63,6 +63,7 @@ def parameters(config: Config, folder: Path, workdir: Path) -> dict[str, Any]:
     extra: dict[str, Any] = {
         "chdir": str(workdir),
         "output": quoting.pattern(str(folder / runfolder.JOB_LOG)),
+        "dependency": after.dependency(config),
     }
     if cluster.gpus_per_node and cluster.gpu_flag:
         kind = f"{cluster.gpu_type}:" if cluster.gpu_type else ""
@@ -89,7 +90,8 @@ def _mem(gb: float) -> str:
 
 def _setup(config: Config, folder: Path) -> list[str]:
     lines = [IN_A_JOB] if config.cluster.engine == "slurm" else []
-    lines += [f"export {runfolder.ENV_FOLDER}={quoting.shell(str(folder))}", *ATTEMPT]
+    lines += [f"export {runfolder.ENV_FOLDER}={quoting.shell(str(folder))}"]
+    lines += [*chain.lines(config.chain), *ATTEMPT]
     # Slurm 24.11 says when the job ends; 22.05 does not, and no start-up should wait beyond it.
     lines += [f'export HPCINIT_JOB_END_TIME="${{SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * {config.time_min}))}}"']
     lines += setup.lines(config)

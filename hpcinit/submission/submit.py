@@ -23,7 +23,7 @@ from hpcinit.facts.errors import ConfigError, MaybeSubmitted, RequestError, Subm
 from hpcinit.facts.spec import Comm, Program, Spec
 from hpcinit.facts.stopping import Stopping
 from hpcinit.facts.timeouts import TimeoutLaw
-from hpcinit.submission import environment, folder, once, queue, refusal, script, syntax, twice
+from hpcinit.submission import after, chain, environment, folder, once, queue, refusal, script, syntax, twice
 from hpcinit.submission.provenance import Provenance
 
 LONGEST_NAME = 240  # of 255 bytes that a file system allows: room for -0001, and for a temporary file's ending
@@ -31,12 +31,17 @@ LONGEST_NAME = 240  # of 255 bytes that a file system allows: room for -0001, an
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job that exists. interrupted: Ctrl-C came while it was being submitted."""
+    """A job that exists. interrupted: Ctrl-C came while it was being submitted.
+
+    jobs: all of a chain. missing: why there are fewer than were asked for, else ''.
+    """
 
     job_id: str
     path: Path
     dropped: environment.Dropped
     interrupted: bool
+    jobs: Sequence[str]
+    missing: str
 
 
 def check(config: Config, document: Mapping[str, Any] | None = None) -> None:
@@ -58,6 +63,8 @@ def check(config: Config, document: Mapping[str, Any] | None = None) -> None:
 
         world_size = config.nodes * checks.ranks_per_node(config)
         problems.extend(problem(config.nodes, world_size, config.cluster.mem_gb_per_rank))
+    if not problems:
+        problems.extend(after.problems(config))
     setup = config.cluster.setup
     if not problems and setup:
         # The run's number is not known yet, and bash does not mind: a path is one quoted word.
@@ -110,21 +117,26 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
             if interrupts:
                 raise KeyboardInterrupt
             token = once.token(request)
-            job_id, command = _hand_over(config, path, env, token, lambda: bool(interrupts))
+
+            def one(*options: str) -> tuple[str, Sequence[str]]:
+                own = once.token(request) if options else token  # every job of a chain has its own
+                return _hand_over(config, path, env, own, options, lambda: bool(interrupts))
+
+            links = chain.hand_over(one, config)
         except BaseException as error:
             if not isinstance(error, MaybeSubmitted):
                 folder.discard(path)
             raise
         record = {
-            "job_id": job_id,
+            "job_id": links.jobs[0],
             "engine": config.cluster.engine,
             "cluster": config.cluster.name,
             "token": token,
             "submitted": time.time(),
-            "command": list(command),
+            "command": list(links.command),
         }
-        _mark(path, record)
-    return Submitted(job_id, path, dropped, bool(interrupts))
+        _mark(path, record | ({"jobs": list(links.jobs)} if config.chain > 1 else {}))
+    return Submitted(links.jobs[0], path, dropped, bool(interrupts), links.jobs, links.missing)
 
 
 def _mark(path: Path, record: Mapping[str, object]) -> None:
@@ -139,7 +151,12 @@ def _mark(path: Path, record: Mapping[str, object]) -> None:
 
 
 def _hand_over(
-    config: Config, path: Path, env: Mapping[str, str], token: str, interrupted: Callable[[], bool]
+    config: Config,
+    path: Path,
+    env: Mapping[str, str],
+    token: str,
+    options: Sequence[str],
+    interrupted: Callable[[], bool],
 ) -> tuple[str, Sequence[str]]:
     if config.cluster.engine == "local":
         from hpcinit.local import engine  # noqa: PLC0415
@@ -150,6 +167,7 @@ def _hand_over(
             path / runfolder.SCRIPT,
             env,
             token,
+            options,
             comment=config.comment,
             patience_s=config.cluster.submit_patience_s,
             confirm=config.cluster.submit_confirm,

@@ -1,0 +1,71 @@
+"""A training longer than the time limit: one run folder, several jobs of the same script, each after the one before.
+
+Why so: docs/decisions/0013-chains.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hpcinit.config.schema import Config
+from hpcinit.facts import runfolder
+from hpcinit.facts.errors import SubmitError
+
+# What the attempt before has left in exit.json decides. No record of its end: it was killed, or its node was lost. 143:
+# it was told to end (128 + SIGTERM), by the time limit, for another job, by scancel. A requeued job is no next link.
+LINES = f"""\
+hpcinit_before() {{ # one of a chain of jobs: what the one before has left decides
+  local left job= status=
+  left=$(cat "${runfolder.ENV_FOLDER}/{runfolder.EXIT}" 2>/dev/null) || return 0
+  [[ $left =~ '"job": "'([^\\"]*) ]] && job=${{BASH_REMATCH[1]}}
+  [[ $left =~ '"exit_status": '([0-9]+) ]] && status=${{BASH_REMATCH[1]}}
+  case $job:$status in
+    "$SLURM_JOB_ID":*|*:|*:{runfolder.ENDED_EARLY}) return ;;
+    *:0) echo "hpcinit: job $job of this chain has ended well: nothing is left to do for job $SLURM_JOB_ID" ;;
+    *) echo "hpcinit: job $job of this chain has failed by itself ($status): job $SLURM_JOB_ID runs nothing" ;;
+  esac
+  echo "hpcinit: to run the script again by hand, take ${runfolder.ENV_FOLDER}/{runfolder.EXIT} away"
+  exit "$status"
+}}
+hpcinit_before""".splitlines()
+
+
+@dataclass(frozen=True)
+class Links:
+    """jobs: their ids. command: that submitted the first. missing: why there are fewer than were asked for, else ''."""
+
+    jobs: Sequence[str]
+    command: Sequence[str]
+    missing: str = ""
+
+
+def lines(links: int) -> list[str]:
+    """What the script of a chain begins with; of a single job, nothing."""
+    return LINES if links > 1 else []
+
+
+def hand_over(submit: Callable[..., tuple[str, Sequence[str]]], config: Config) -> Links:
+    """Submit the jobs of a run. submit: takes options of sbatch, returns job id and command.
+
+    Raises SubmitError if there is not even a first; the jobs before one that is refused are kept, and it is told.
+    """
+    job_id, command = submit()
+    jobs = [job_id]
+    while len(jobs) < config.chain:
+        try:
+            # On sbatch's command line, where it takes the place of the script's own: the first alone waits for others.
+            job_id, _ = submit(f"--dependency=afterany:{jobs[-1]}" + ",singleton" * config.singleton)
+        except SubmitError as error:
+            return Links(jobs, command, _missing(str(error), jobs, config.chain))
+        jobs.append(job_id)
+    return Links(jobs, command)
+
+
+def _missing(error: str, jobs: Sequence[str], asked: int) -> str:
+    said = error.removesuffix("nothing was submitted").rstrip("; \n")
+    return (
+        f"job {len(jobs) + 1} of a chain of {asked}: {said}\n"
+        f"those before it stay in the queue ({', '.join(jobs)}): the run begins, with fewer jobs than were asked for; "
+        "hpcinit cancel takes them away"
+    )
