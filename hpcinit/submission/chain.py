@@ -12,23 +12,27 @@ from hpcinit.config.schema import Config
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import SubmitError
 
-# What the attempt before has left in exit.json decides. No record of its end: it was killed, or its node was lost. 143:
-# it was told to end (128 + SIGTERM), by the time limit, for another job, by scancel. A requeued job is no next link.
+# What the attempt before has left in exit.json decides. No record of its end: it was killed, or its first node lost.
+# 143: it was told to end (128 + SIGTERM), by the time limit, for another job, by scancel. Where another node is lost
+# the ranks on the others fail, and Slurm says why: 'srun: error: Node failure on n2', '*** JOB 15 ON n1 CANCELLED AT
+# ... DUE TO NODE FAILURE'. A requeued job is no next link.
 LINES = f"""\
 hpcinit_before() {{ # one of a chain of jobs: what the one before has left decides
-  local left job= status=
+  local left job= status= log="${runfolder.ENV_FOLDER}/{runfolder.JOB_LOG}"
   left=$(cat "${runfolder.ENV_FOLDER}/{runfolder.EXIT}" 2>/dev/null) || return 0
-  [[ $left =~ '"job": "'([^\\"]*) ]] && job=${{BASH_REMATCH[1]}}
+  [[ $left =~ '"job": "'([0-9]+) ]] && job=${{BASH_REMATCH[1]}}
   [[ $left =~ '"exit_status": '([0-9]+) ]] && status=${{BASH_REMATCH[1]}}
   case $job:$status in
     "$SLURM_JOB_ID":*|*:|*:{runfolder.ENDED_EARLY}) return ;;
     *:0) echo "hpcinit: job $job of this chain has ended well: nothing is left to do for job $SLURM_JOB_ID" ;;
-    *) echo "hpcinit: job $job of this chain has failed by itself ($status): job $SLURM_JOB_ID runs nothing" ;;
+    *) sed -n "/^hpcinit: job $job of a chain begins$/,\\$p" "$log" | grep -qi 'node failure' && return
+       echo "hpcinit: job $job of this chain has failed by itself ($status): job $SLURM_JOB_ID runs nothing" ;;
   esac
   echo "hpcinit: to run the script again by hand, take ${runfolder.ENV_FOLDER}/{runfolder.EXIT} away"
   exit "$status"
 }}
-hpcinit_before""".splitlines()
+hpcinit_before; echo "hpcinit: job $SLURM_JOB_ID of a chain begins"
+""".splitlines()
 
 
 @dataclass(frozen=True)
