@@ -15,6 +15,7 @@ import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -159,6 +160,19 @@ def evaluate(run: hpcinit.Runtime, model: Callable[..., Tensor], text: Tensor, c
     return mean_over_ranks(loss_at(run, model, text, starts[run.data_rank :: shares], context))
 
 
+class Place:
+    """Where in the data a share of it is: saved with a checkpoint, as a loader's place would be."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+
+
 def train(run: hpcinit.Runtime, options: argparse.Namespace) -> None:
     """Train, print as rank 0, and end with a message and exit status 1 if nothing was learnt."""
     text, held_out = read_text(run, Path(sysconfig.get_path("stdlib")))
@@ -173,13 +187,15 @@ def train(run: hpcinit.Runtime, options: argparse.Namespace) -> None:
     rate = warm_up_and_cosine(options.steps)
     # Batches must differ between the ranks that see different data: a generator that is this data share's own.
     generator = run.loader_options()["generator"]
+    folder = run.folder / "checkpoints" if run.folder and options.save_every else None
+    loaded = run.load(wrapped, folder, loader=Place(generator)) if folder else None
+    losses: list[float] = loaded.extra if loaded else []
     tokens = run.batch.data_parallel * run.batch.accumulation * options.micro_batch * options.context
     if run.rank == 0:
         print(f"{size:,} parameters, {len(text):,} characters of text, {tokens:,} of them a step", flush=True)
 
-    losses: list[float] = []
-    began = time.monotonic()
-    for step in range(1, options.steps + 1):
+    began, first = time.monotonic(), len(losses)
+    for step in range(first + 1, options.steps + 1):
         for group in wrapped.optimizer.param_groups if wrapped.optimizer else ():
             group["lr"] = options.lr * rate(step - 1)
         passes = []
@@ -194,11 +210,13 @@ def train(run: hpcinit.Runtime, options: argparse.Namespace) -> None:
             raise SystemExit(f"the loss is {mean} at step {step}; try a smaller --lr than {options.lr:g}")
         run.progress(step, options.steps, loss=mean)
         if step in {1, options.steps} or step % options.eval_every == 0:
-            speed = step * tokens / (time.monotonic() - began)
+            speed = (step - first) * tokens / (time.monotonic() - began)
             unseen = evaluate(run, wrapped, held_out, options.context)
             if run.rank == 0:
                 line = f"step {step:4d}  loss {mean:.3f}  held-out {unseen:.3f}  {speed:,.0f} tokens/s"
                 print(line, flush=True)
+        if folder and step % options.save_every == 0 and step < options.steps:
+            run.save(wrapped, folder, step, loader=Place(generator), extra=losses, keep=2)
     finish(run, gpt, losses, unseen)
 
 
@@ -232,6 +250,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--lr", type=float, default=6e-3)
     parser.add_argument("--eval-every", type=int, default=10, help="steps between two lines of output")
+    parser.add_argument("--save-every", type=int, default=0, help="steps between two checkpoints; 0: none")
     options = parser.parse_args()
     if options.steps < 2:
         parser.error(f"--steps {options.steps}: expected at least 2, or the loss cannot go down")

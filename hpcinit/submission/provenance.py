@@ -8,8 +8,9 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 PACKAGES = ("hpcinit", "hydra-core", "omegaconf", "submitit", "torch", "deepspeed", "numpy")
 # hydra_core-1.3.8.dist-info; from Debian's packages numpy-1.24.2.egg-info and pip-23.0-py3.11.egg-info
@@ -30,8 +31,11 @@ class Provenance:
         except OSError:  # no git, or none that we may run
             self._git = None
 
-    def to_json(self) -> str:
-        """{command, workdir, git_commit (null: no repository; '-dirty': uncommitted changes), versions, host}."""
+    def to_json(self, snapshot: Mapping[str, Any] | None = None) -> str:
+        """{command, workdir, git_commit (null: no repository; '-dirty': uncommitted changes), versions, host}.
+
+        snapshot: what is said of the copy that the run runs from, if there is one.
+        """
         commit = ""
         if self._git is not None:
             try:
@@ -45,6 +49,7 @@ class Provenance:
             "python": platform.python_version(),
             "versions": _versions(),
             "host": platform.node(),
+            **({"snapshot": dict(snapshot)} if snapshot else {}),
         }
         return json.dumps(document, indent=2) + "\n"
 

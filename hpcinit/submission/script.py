@@ -12,6 +12,7 @@ from hpcinit.config.schema import Config
 from hpcinit.facts import quoting, runfolder
 from hpcinit.facts.options import flags
 from hpcinit.submission import after, chain, container, setup
+from hpcinit.submission.snapshot import Plan
 
 # What the batch script leaves behind: a record of its start, and one of its end in its place, whatever ended it but
 # SIGKILL. Shell and not Python: the environment may be what is broken. A record of an attempt before goes first. By
@@ -34,15 +35,17 @@ IN_A_JOB = (
 )
 
 
-def render(config: Config, folder: Path, workdir: Path) -> str:
-    """The script of the run in `folder`. The config must have passed its checks."""
+def render(config: Config, folder: Path, workdir: Path, code: Plan | None = None) -> str:
+    """The script of the run in `folder`. The config must have passed its checks. code: of a run from a snapshot."""
     # Imported here: submitit costs a login node 0.08 s, and only what renders needs it.
     from hpcinit.submission import slurm_executor  # noqa: PLC0415
 
-    return slurm_executor.render(folder, _step(config, folder, workdir), parameters(config, folder, workdir))
+    if code:
+        workdir = code.place(folder)
+    return slurm_executor.render(folder, _step(config, folder, workdir), parameters(config, folder, workdir, code))
 
 
-def parameters(config: Config, folder: Path, workdir: Path) -> dict[str, Any]:
+def parameters(config: Config, folder: Path, workdir: Path, code: Plan | None = None) -> dict[str, Any]:
     """submitit's parameters; whatever is None gets no directive."""
     cluster = config.cluster
     known = {
@@ -58,7 +61,7 @@ def parameters(config: Config, folder: Path, workdir: Path) -> dict[str, Any]:
         "mem": None if config.mem_gb is None else _mem(config.mem_gb),
         "exclusive": cluster.exclusive or None,
         "stderr_to_stdout": True,
-        "setup": _setup(config, folder),
+        "setup": _setup(config, folder, code),
     }
     extra: dict[str, Any] = {
         "chdir": str(workdir),
@@ -88,13 +91,16 @@ def _mem(gb: float) -> str:
     return f"{int(gb)}G" if gb == int(gb) and gb else f"{math.ceil(gb * 1024)}M" if gb else "0"
 
 
-def _setup(config: Config, folder: Path) -> list[str]:
+def _setup(config: Config, folder: Path, code: Plan | None) -> list[str]:
     lines = [IN_A_JOB] if config.cluster.engine == "slurm" else []
     lines += [f"export {runfolder.ENV_FOLDER}={quoting.shell(str(folder))}"]
     lines += [*chain.lines(config.chain), *ATTEMPT]
     # Slurm 24.11 says when the job ends; 22.05 does not, and no start-up should wait beyond it.
     lines += [f'export HPCINIT_JOB_END_TIME="${{SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * {config.time_min}))}}"']
     lines += setup.lines(config)
+    if code:  # last, so that the snapshot's packages are found before those of anything above
+        path = quoting.shell(":".join(code.python_path(folder)))
+        lines += [f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}}"]
     return lines
 
 

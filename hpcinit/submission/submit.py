@@ -23,7 +23,19 @@ from hpcinit.facts.errors import ConfigError, MaybeSubmitted, RequestError, Subm
 from hpcinit.facts.spec import Comm, Program, Spec
 from hpcinit.facts.stopping import Stopping
 from hpcinit.facts.timeouts import TimeoutLaw
-from hpcinit.submission import after, chain, environment, folder, once, queue, refusal, script, syntax, twice
+from hpcinit.submission import (
+    after,
+    chain,
+    environment,
+    folder,
+    once,
+    queue,
+    refusal,
+    script,
+    snapshot,
+    syntax,
+    twice,
+)
 from hpcinit.submission.provenance import Provenance
 
 LONGEST_NAME = 240  # of 255 bytes that a file system allows: room for -0001, and for a temporary file's ending
@@ -64,7 +76,7 @@ def check(config: Config, document: Mapping[str, Any] | None = None) -> None:
         world_size = config.nodes * checks.ranks_per_node(config)
         problems.extend(problem(config.nodes, world_size, config.cluster.mem_gb_per_rank))
     if not problems:
-        problems.extend(after.problems(config))
+        problems.extend((*after.problems(config), *snapshot.problems(config, _workdir(config))))
     setup = config.cluster.setup
     if not problems and setup:
         # The run's number is not known yet, and bash does not mind: a path is one quoted word.
@@ -78,7 +90,8 @@ def check(config: Config, document: Mapping[str, Any] | None = None) -> None:
 def dry_run(config: Config) -> str:
     """The script that submit() would write and submit now."""
     check(config)
-    return script.render(config, folder.next_path(_runs_dir(config), config.name), _workdir(config))
+    path = folder.next_path(_runs_dir(config), config.name)
+    return script.render(config, path, _workdir(config), snapshot.of(config, _workdir(config)))
 
 
 def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> Submitted:
@@ -95,6 +108,7 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
             "slurm module loaded? dry_run=true renders without it, cluster=local runs on this machine"
         )
     workdir = _workdir(config)
+    code = snapshot.of(config, workdir)
     provenance = Provenance(workdir, secret_names.masked(argv, config.secret_names))
     slurm = config.cluster.engine == "slurm"
     env, dropped = environment.of_job(os.environ, config.secrets, config.secret_names, devices=slurm)
@@ -104,12 +118,12 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
     with _deferred_interrupt() as interrupts:
         path = folder.claim(_runs_dir(config), config.name)
         try:
-            text = script.render(config, path, workdir)
+            text = script.render(config, path, workdir, code)
             files = {
                 runfolder.SCRIPT: text,
-                runfolder.SPEC: make_spec(config, workdir).to_json(),
+                runfolder.SPEC: make_spec(config, workdir, code, path).to_json(),
                 runfolder.CONFIG: yaml.safe_dump(dict(document), sort_keys=False),
-                runfolder.PROVENANCE: provenance.to_json(),
+                runfolder.PROVENANCE: provenance.to_json(snapshot.take(code, path) if code else None),
             }
             folder.fill(path, files)
             if question is not None:
@@ -199,17 +213,23 @@ def _deferred_interrupt() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def make_spec(config: Config, workdir: Path) -> Spec:
-    """What the job needs to know, from a config that has passed its checks."""
+def make_spec(config: Config, workdir: Path, code: snapshot.Plan | None = None, path: Path | None = None) -> Spec:
+    """What the job needs to know, from a config that has passed its checks.
+
+    code: with a snapshot, from which the run in the folder `path` runs.
+    """
     job, comm = config.job, config.comm
     kind = next(k for k in ("script", "module", "command") if getattr(job, k))
+    target = getattr(job, kind)
+    if code and path:
+        workdir, target = code.place(path), code.target(path, target)
     per_node = checks.ranks_per_node(config)
     return Spec(
         name=config.name,
         cluster=config.cluster.name,
         nodes=config.nodes,
         ranks_per_node=per_node,
-        program=Program(kind, getattr(job, kind), tuple(job.args)),
+        program=Program(kind, target, tuple(job.args)),
         workdir=str(workdir),
         nonce=secrets.token_hex(16),
         seed=config.seed,

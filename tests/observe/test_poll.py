@@ -34,7 +34,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, run: Path, name: str, seconds: int) -
 
     def answer(*command: str) -> list[str]:
         questions.append(command[0])
-        return [f"{name}|None"] if name else []
+        return [f"77|{name}|None"] if name else []
 
     monkeypatch.setattr(state, "_ask", answer)
     monkeypatch.setattr(poll, "time", Clock())
@@ -54,7 +54,7 @@ def test_the_end_is_not_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -
     questions: list[float] = []
     clock = Clock()
     monkeypatch.setattr(poll, "time", clock)
-    monkeypatch.setattr(state, "_ask", lambda *command: questions.append(clock.now) or ["COMPLETING|None"])
+    monkeypatch.setattr(state, "_ask", lambda *command: questions.append(clock.now) or ["77|COMPLETING|None"])
     polling = poll.Poll(run)
     while clock.now < 305 or questions[-1] == clock.now:  # a moment at which no question is due
         polling.ask()

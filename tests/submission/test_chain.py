@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +18,7 @@ from hpcinit.config import checks
 from hpcinit.config.compose import compose
 from hpcinit.config.words import with_ids_as_text
 from tests.conftest import Run
+from tests.leaving_out import leave_out
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, printed, submit
 
@@ -262,6 +266,36 @@ def test_a_lost_node_does_not_end_a_chain(hpcinit: Run, idle_slurm: MiniSlurm, t
     assert printed(folder, 0).count("up") == 2
 
 
+@pytest.mark.slurm
+@pytest.mark.timeout(400)
+def test_a_training_longer_than_the_time_limit(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
+    """A real training that the time limit of a minute ends goes on in the next job from its checkpoint, and comes out
+    with the very loss of one that ran through."""
+    slurm = idle_slurm
+    args = "job.args=[--steps,24,--micro-batch,4,--context,32,--width,32,--heads,2,--layers,1,--save-every,4]"
+    common = ["nodes=2", "ranks_per_node=1", "job=train_gpt", args]
+    through = folder_of(submit(hpcinit, slurm, *common, "wait=true", timeout=200))
+    # In the first job every step takes long, so that the limit comes before the end; in the second none does.
+    slow = (
+        'import os, time; import torch.nn.functional as F; f = F.cross_entropy\nif os.path.exists("slow"):\n'
+        "    F.cross_entropy = lambda *a: (time.sleep(3), f(*a))[1]\n"
+    )
+    Path("sitecustomize.py").write_text(slow)
+    Path("slow").touch()
+    words = [*common, "chain=3", "time_min=1", f"+job.env.PYTHONPATH={Path.cwd()}"]
+    folder = folder_of(submit(hpcinit, slurm, *words))
+    ids = jobs(folder)
+    until(lambda: states(slurm, ids)[0] == "TIMEOUT", 150)
+    Path("slow").unlink()
+    until(lambda: states(slurm, ids)[2] in ("COMPLETED", "FAILED"), 150)
+    assert states(slurm, ids) == ["TIMEOUT", "COMPLETED", "COMPLETED"], (folder / "logs/rank-0.log").read_text()
+    assert status(hpcinit, slurm, folder)["link"] == "job 2 of a chain of 3"
+    last = [(run / "logs/rank-0.log").read_text().splitlines()[-1] for run in (through, folder)]
+    assert last[0] == last[1] and "in 24 steps" in last[0]
+    begun = re.findall(r"^step +(\d+) ", (folder / "logs/rank-0.log").read_text(), re.MULTILINE)
+    assert begun.count("1") == 1 and begun[-1] == "24", "the second job did not begin anew"
+
+
 # sbatch as a site's limit on jobs in the queue would have it; accounting, which keeps such limits, is not there.
 LIMIT = """#!/bin/sh
 case "$*" in *--dependency*) n=$(cat "{count}" 2>/dev/null || echo 0); echo $((n + 1)) > "{count}"
@@ -274,9 +308,6 @@ exec {sbatch} "$@"
 @pytest.mark.slurm
 def test_a_chain_that_is_cut_short_is_told(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
     """A third job that sbatch refuses is reported in its words; the two before it stay, and the exit status is 1."""
-    import os
-    import shutil
-
     slurm = idle_slurm
     (tmp_path / "bin").mkdir()
     fake = tmp_path / "bin/sbatch"
@@ -297,4 +328,6 @@ def test_the_script_is_valid_bash(hpcinit: Run, tmp_path: Path) -> None:
     text = hpcinit("submit", "cluster=mini", "chain=2", "dry_run=true", "--", "true").stdout
     (tmp_path / "job.sh").write_text(text)
     subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
+    if not shutil.which("shellcheck"):
+        leave_out("shellcheck is not installed: the lines of a chain go unchecked")
     subprocess.run(["shellcheck", "--severity=warning", tmp_path / "job.sh"], check=True)

@@ -1,0 +1,174 @@
+"""snapshot=git: the checkout as it is now, uncommitted work included, in the run folder, and the job runs from it."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from hpcinit.config.schema import Config
+from hpcinit.facts import runfolder
+from hpcinit.facts.errors import RequestError, SubmitError
+from hpcinit.submission import checkout
+
+MB = 10**6
+NAMED = 5  # of the largest files, in a refusal
+LFS = b"version https://git-lfs.github.com/spec/"  # the first line of a pointer in the place of a file
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a snapshot would hold. root: of the checkout, links resolved. files: relative to it. size: in bytes."""
+
+    root: Path
+    workdir: Path
+    files: tuple[str, ...]
+    size: int
+    holds: frozenset[str] = field(repr=False)  # the files, and all folders that they lie in
+
+    def place(self, folder: Path, path: Path | None = None) -> Path:
+        """Where a path of the checkout, by default its working folder, is in the snapshot of the run in `folder`."""
+        inside = (path or self.workdir).resolve()
+        return folder / runfolder.CODE / inside.relative_to(self.root) if inside.is_relative_to(self.root) else inside
+
+    def target(self, folder: Path, target: str) -> str:
+        """What the job runs: an absolute path into the checkout means the snapshot's file."""
+        return str(self.place(folder, Path(target))) if os.path.isabs(target) else target  # noqa: PTH117
+
+    def python_path(self, folder: Path) -> list[str]:
+        """The folders of the snapshot that stand for those of the checkout where this Python finds packages."""
+        places = [Path(entry or ".").resolve() for entry in sys.path]
+        # An editable install of setuptools is a finder and no path: its table says where the packages are.
+        tables = [getattr(m, "MAPPING", {}) for name, m in sys.modules.items() if name.startswith("__editable__")]
+        places += [Path(place).parent for table in tables for place in table.values()]
+        places += [self.root / "src", self.root]
+        relative = (os.path.relpath(place, self.root) for place in places if place.is_relative_to(self.root))
+        kept = [name for name in dict.fromkeys(relative) if name == "." or name in self.holds]
+        return [os.path.normpath(folder / runfolder.CODE / name) for name in kept]
+
+
+def of(config: Config, workdir: Path) -> Plan | None:
+    """What this request would take; None without snapshot=git. Raises RequestError. Looked up once a process."""
+    if config.snapshot != "git":
+        return None
+    return _plan(workdir.resolve(), tuple(config.snapshot_exclude), config.snapshot_max_mb)
+
+
+@cache
+def _plan(workdir: Path, exclude: tuple[str, ...], max_mb: float) -> Plan:
+    root = checkout.root(workdir)
+    names, sizes, folders = [], [], dict[Path, bool]()
+    for name in sorted(checkout.files(root)):
+        info = (root / name).lstat()
+        kind = stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode)
+        if kind and not _excluded(name, exclude) and not _of_a_run((root / name).parent, root, folders):
+            names.append(name)
+            sizes.append(info.st_size)
+    if sum(sizes) > max_mb * MB:
+        raise RequestError(_too_large(names, sizes, max_mb))
+    parents = {str(parent) for name in names for parent in PurePosixPath(name).parents}
+    return Plan(root, workdir, tuple(names), sum(sizes), frozenset({*names, *parents}))
+
+
+def _excluded(name: str, patterns: Sequence[str]) -> bool:
+    """'data' leaves out any file or folder of this name, '/data' and 'a/b' a path, '*.bin' and 'a/*.bin' what fits."""
+    places = [PurePosixPath(name), *PurePosixPath(name).parents][:-1]
+    for pattern in (pattern.rstrip("/") for pattern in patterns):
+        found = (str(place) if "/" in pattern else place.name for place in places)
+        if any(fnmatch.fnmatchcase(text, pattern.lstrip("/")) for text in found):
+            return True
+    return False
+
+
+def _of_a_run(folder: Path, root: Path, known: dict[Path, bool]) -> bool:
+    """Whether it lies in a run folder, whatever runs_dir was: a snapshot has none of them."""
+    if folder not in known:
+        here = (folder / runfolder.SPEC).is_file() and (folder / runfolder.SCRIPT).is_file()
+        known[folder] = here or (folder != root and _of_a_run(folder.parent, root, known))
+    return known[folder]
+
+
+def _too_large(names: Sequence[str], sizes: Sequence[int], max_mb: float) -> str:
+    largest = sorted(zip(sizes, names, strict=True), reverse=True)[:NAMED]
+    lines = "\n".join(f"  {size / MB:8.1f} MB  {name!r}" for size, name in largest)
+    return (
+        f"snapshot=git: {len(names)} files of {sum(sizes) / MB:.1f} MB, more than snapshot_max_mb={max_mb:g}; the "
+        f"largest:\n{lines}\nput what is data into .gitignore or into snapshot_exclude=[...], or raise snapshot_max_mb"
+    )
+
+
+def problems(config: Config, workdir: Path) -> Iterator[str]:
+    """Why there can be no snapshot, or why the program would not be in it."""
+    try:
+        plan = of(config, workdir)
+    except RequestError as error:
+        yield str(error)
+        return
+    program = config.job.script or (config.job.command if "/" in (config.job.command or "") else None)
+    path = (workdir / (program or ".")).resolve()
+    if plan and program and path.is_relative_to(plan.root) and str(path.relative_to(plan.root)) not in plan.holds:
+        yield (
+            f"job runs {program!r}, which the snapshot would not have: git ignores {path}, or snapshot_exclude names it"
+        )
+
+
+def take(plan: Plan, folder: Path) -> dict[str, Any]:
+    """Copy the files into the run folder; what provenance.json says of it. Raises SubmitError."""
+    digest, pointers = hashlib.sha256(), 0
+    (folder / runfolder.CODE).mkdir(mode=0o700)
+    try:
+        for name in plan.files:
+            source, target = plan.root / name, folder / runfolder.CODE / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            mode = source.lstat().st_mode
+            if stat.S_ISLNK(mode):
+                target.symlink_to(what := _link(plan, name))
+                content = what.encode(errors="surrogateescape")
+            else:
+                shutil.copy2(source, target)
+                content = target.read_bytes()
+                pointers += content.startswith(LFS)
+            # Name and mode too: a file that may be executed is another than one that may not.
+            digest.update(os.fsencode(f"{name}\0{stat.S_IMODE(mode) & 0o111:o}\0"))
+            digest.update(hashlib.sha256(content).digest())
+        changed = checkout.diff(plan.root)
+        (folder / runfolder.CODE_DIFF).write_bytes(changed)
+    except OSError as error:
+        raise SubmitError(
+            f"snapshot=git: cannot copy {error.filename} into {folder}: {error.strerror}; nothing was submitted"
+        ) from None
+    if pointers:
+        print(f"hpcinit: warning: {_pointers(pointers)}", file=sys.stderr)
+    return {
+        "root": str(plan.root),
+        "workdir": os.path.relpath(plan.workdir, plan.root),
+        "commit": checkout.commit(plan.root),
+        "untracked": [name for name in checkout.untracked(plan.root) if name in plan.holds],
+        "files": len(plan.files),
+        "bytes": plan.size,
+        "sha256": digest.hexdigest(),
+    }
+
+
+def _pointers(number: int) -> str:
+    are = "files are pointers" if number > 1 else "file is a pointer"
+    return f"snapshot=git: {number} {are} of Git LFS, as in the checkout; git lfs pull brings what they stand for"
+
+
+def _link(plan: Plan, name: str) -> str:
+    """A link into the snapshot leads to the snapshot's file; any other to where it leads now."""
+    source = plan.root / name
+    text = os.readlink(source)  # noqa: PTH115 - text, as it stands
+    leads = os.path.normpath(source.parent / text)
+    inside = os.path.relpath(leads, plan.root)
+    if inside in plan.holds:
+        return text if not os.path.isabs(text) else os.path.relpath(leads, source.parent)  # noqa: PTH117
+    return leads
