@@ -9,6 +9,7 @@ PROVENANCE = "provenance.json"  # versions, git commit, command line
 SUBMISSION = "submission.json"  # the job id; its presence means: submitted
 EXIT = "exit.json"  # the batch script's own record: of its start, and of its end in that one's place
 PROGRESS = "progress.json"  # written by rank 0
+STOPPED = "stopped.json"  # job and reason, where the ranks stopped before the end, not as the user asked
 STOP = "stop"  # made by `hpcinit cancel --save`: the ranks are to save and end
 LOGS = "logs"
 JOB_LOG = "logs/job.log"  # the batch script's own output

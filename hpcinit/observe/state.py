@@ -121,8 +121,10 @@ def _chain(path: Path, ids: Sequence[str], last: str, ask: bool) -> State:
 
 
 def _decided(path: Path) -> bool:
-    """Whether no later job of a chain goes on: an attempt has ended well, or failed by itself."""
-    return exit_status(path) not in (None, runfolder.ENDED_EARLY)
+    """Whether no later job of a chain goes on: an attempt has come to its end, or failed by itself."""
+    status = exit_status(path)
+    stopped = status == 0 and _json(path / runfolder.STOPPED).get("job") == last_job(path)
+    return status not in (None, runfolder.ENDED_EARLY) and not stopped
 
 
 def of_job(job_id: str, left: State | None = None) -> State:

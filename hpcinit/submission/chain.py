@@ -15,16 +15,18 @@ from hpcinit.facts.errors import SubmitError
 # What the attempt before has left in exit.json decides. No record of its end: it was killed, or its first node lost.
 # 143: it was told to end (128 + SIGTERM), by the time limit, for another job, by scancel. Where another node is lost
 # the ranks on the others fail, and Slurm says why: 'srun: error: Node failure on n2', '*** JOB 15 ON n1 CANCELLED AT
-# ... DUE TO NODE FAILURE'. A requeued job is no next link.
+# ... DUE TO NODE FAILURE'. A program that ends well because run.should_stop() said so is not done: stopped.json. A
+# requeued job is no next link.
 LINES = f"""\
 hpcinit_before() {{ # one of a chain of jobs: what the one before has left decides
-  local left job= status= log="${runfolder.ENV_FOLDER}/{runfolder.JOB_LOG}"
+  local left job='' status='' log="${runfolder.ENV_FOLDER}/{runfolder.JOB_LOG}"
   left=$(cat "${runfolder.ENV_FOLDER}/{runfolder.EXIT}" 2>/dev/null) || return 0
   [[ $left =~ '"job": "'([0-9]+) ]] && job=${{BASH_REMATCH[1]}}
   [[ $left =~ '"exit_status": '([0-9]+) ]] && status=${{BASH_REMATCH[1]}}
   case $job:$status in
     "$SLURM_JOB_ID":*|*:|*:{runfolder.ENDED_EARLY}) return ;;
-    *:0) echo "hpcinit: job $job of this chain has ended well: nothing is left to do for job $SLURM_JOB_ID" ;;
+    *:0) grep -qs "\\"job\\": \\"$job\\"" "${runfolder.ENV_FOLDER}/{runfolder.STOPPED}" && return
+       echo "hpcinit: job $job of this chain has ended well: nothing is left to do for job $SLURM_JOB_ID" ;;
     *) sed -n "/^hpcinit: job $job of a chain begins$/,\\$p" "$log" | grep -qi 'node failure' && return
        echo "hpcinit: job $job of this chain has failed by itself ($status): job $SLURM_JOB_ID runs nothing" ;;
   esac
@@ -60,8 +62,8 @@ def hand_over(submit: Callable[..., tuple[str, Sequence[str]]], config: Config) 
         try:
             # On sbatch's command line, where it takes the place of the script's own: the first alone waits for others.
             job_id, _ = submit(f"--dependency=afterany:{jobs[-1]}" + ",singleton" * config.singleton)
-        except SubmitError as error:
-            return Links(jobs, command, _missing(str(error), jobs, config.chain))
+        except (SubmitError, KeyboardInterrupt) as error:
+            return Links(jobs, command, _missing(str(error) or "interrupted", jobs, config.chain))
         jobs.append(job_id)
     return Links(jobs, command)
 

@@ -296,6 +296,44 @@ def test_a_training_longer_than_the_time_limit(hpcinit: Run, idle_slurm: MiniSlu
     assert begun.count("1") == 1 and begun[-1] == "24", "the second job did not begin anew"
 
 
+STOPPING = """
+import hpcinit, pathlib, time
+with hpcinit.session() as run:
+    print("up", flush=True)
+    while not pathlib.Path("finish").exists():
+        if stop := run.should_stop():
+            print(stop.reason, flush=True)
+            break
+        time.sleep(0.1)
+"""
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("asked", ["signal", "user"])
+def test_what_stops_in_time_goes_on_in_the_next_job(
+    hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path, asked: str
+) -> None:
+    """A program that ends well because run.should_stop() told it of the time limit is followed by the next job; one
+    that the user asked to end is not."""
+    slurm = idle_slurm
+    (tmp_path / "stop.py").write_text(STOPPING)
+    words = ["chain=2", "time_min=1", "nodes=2", "ranks_per_node=1", "stop.signal=USR1", "--", "stop.py"]
+    folder = folder_of(submit(hpcinit, slurm, *words))
+    ids = jobs(folder)
+    until(lambda: (folder / "logs/rank-1.log").exists() and "up" in printed(folder, 1))
+    (tmp_path / "finish").unlink(missing_ok=True)
+    if asked == "signal":
+        slurm.run("scancel", "--signal=USR1", ids[0])
+    else:
+        assert hpcinit("cancel", "--save", folder.name, env=slurm.env).returncode == 0
+    until(lambda: states(slurm, ids)[0] == "COMPLETED")
+    until(lambda: states(slurm, ids)[1] == ("RUNNING" if asked == "signal" else "COMPLETED"))
+    (tmp_path / "finish").touch()
+    until(lambda: states(slurm, ids)[1] == "COMPLETED")
+    assert printed(folder, 0) == ("up\ntime limit\nup\n" if asked == "signal" else "up\nasked by the user\n")
+    assert status(hpcinit, slurm, folder)["job_id"] == (ids[1] if asked == "signal" else ids[0])
+
+
 # sbatch as a site's limit on jobs in the queue would have it; accounting, which keeps such limits, is not there.
 LIMIT = """#!/bin/sh
 case "$*" in *--dependency*) n=$(cat "{count}" 2>/dev/null || echo 0); echo $((n + 1)) > "{count}"

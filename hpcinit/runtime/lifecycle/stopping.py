@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import signal
 import subprocess
@@ -36,7 +37,7 @@ class Stopper:
     def __init__(
         self, world: World, asked: Stopping, timeout: timedelta, folder: Path | None, env: Mapping[str, str]
     ) -> None:
-        self._world, self._asked, self._env = world, asked, env
+        self._world, self._asked, self._folder, self._env = world, asked, folder, env
         self._had = left_of_job(env, time.time())
         self._seen: Reason | None = None
         self._stop: Stop | None = None
@@ -82,6 +83,14 @@ class Stopper:
             reason, rank = Reason(found // RANKS), RANKS - 1 - found % RANKS
             (told,) = self._largest(self._who_told(reason) if self._world.rank == 0 else reason)
             self._stop = Stop(Reason(told), rank)
+            self._record(self._stop)
+
+    def _record(self, stop: Stop) -> None:
+        """For the next job of a chain: what ends well now is not done, unless the user asked for the end."""
+        if self._world.rank == 0 and self._folder is not None and stop.reason is not Reason.USER:
+            document = {"job": self._env.get("SLURM_JOB_ID", ""), "reason": str(stop.reason)}
+            with contextlib.suppress(OSError):
+                (self._folder / runfolder.STOPPED).write_text(json.dumps(document) + "\n")
 
     def _apart(self) -> float:
         """Seconds between two agreements, at most: a short job's margin must not pass between them."""
