@@ -317,7 +317,9 @@ def test_what_stops_in_time_goes_on_in_the_next_job(
     that the user asked to end is not."""
     slurm = idle_slurm
     (tmp_path / "stop.py").write_text(STOPPING)
-    words = ["chain=2", "time_min=1", "nodes=2", "ranks_per_node=1", "stop.signal=USR1", "--", "stop.py"]
+    # Of so short a job the signal means that the limit is near.
+    limit = f"time_min={1 if asked == 'signal' else 10}"
+    words = ["chain=2", limit, "nodes=2", "ranks_per_node=1", "stop.signal=USR1", "--", "stop.py"]
     folder = folder_of(submit(hpcinit, slurm, *words))
     ids = jobs(folder)
     until(lambda: (folder / "logs/rank-1.log").exists() and "up" in printed(folder, 1))
