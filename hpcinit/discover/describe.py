@@ -60,7 +60,7 @@ def choices(site: Site, name: str) -> list[Entry]:
         _entry("gpu_type", None, ask.NODES, f"types: {', '.join(types) or 'none given'}; name one to ask for it"),
         _entry("gpu_flag", site.gpu_flag, ask.CONFIG, "gpus-per-node needs SelectType=select/cons_tres"),
         _entry(
-            "mem_gb", None, ask.PARTITIONS, f"null: {main.default_memory or 'no DefMem, all of a node'} ({main.name})"
+            "mem_gb", None, ask.PARTITIONS, f"with null a job gets {main.default_memory or 'no limit'} ({main.name})"
         ),
         _entry("exclusive", main.exclusive, ask.PARTITIONS, f"OverSubscribe ({main.name})"),
     ]

@@ -125,7 +125,7 @@ def test_memory_of_a_job_that_asks_for_none(version: str) -> None:
     said = {each.name: each.default_memory for each in seen.partitions}
     assert (said["main"], said["cpu"]) == ("DefMemPerCPU=200 MB", "DefMemPerNode=9000 MB")
     (text,) = [entry.text for entry in describe.choices(seen, "x") if entry.key == "mem_gb"]
-    assert text == "mem_gb: null  # scontrol --all show partition: null: DefMemPerCPU=200 MB (main)\n"
+    assert text == "mem_gb: null  # scontrol --all show partition: with null a job gets DefMemPerCPU=200 MB (main)\n"
     none = answers(version, CONFIG=answers(version)[ask.CONFIG].replace("DefMemPerCPU ", "x "))
     assert site.read(none, ANN).main(None).default_memory == ""
 

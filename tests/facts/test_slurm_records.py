@@ -83,6 +83,7 @@ def test_short_times(text: str | None, expected: int | None) -> None:
         ("gpu:a100:4(S:0,3),gpu:v100:2(S:1),nvme:1T", [Gpus("a100", 4), Gpus("v100", 2)]),
         ("craynetwork:4,gpu:mi250:8", [Gpus("mi250", 8)]),
         ("gpu:tesla:no_consume:2", [Gpus("tesla", 2)]),
+        ("gpu:no_consume:2", [Gpus("", 2)]),
         ("gpu", [Gpus("", 1)]),
         ("gpu:a100", [Gpus("a100", 1)]),
         ("gpu:3g.20gb:2,gpu:1g.5gb:7", [Gpus("3g.20gb", 2), Gpus("1g.5gb", 7)]),
