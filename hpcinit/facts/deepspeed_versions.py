@@ -12,10 +12,13 @@ from typing import Any
 
 from hpcinit.facts.versions import key
 
+# ZeRO stage -> the first DeepSpeed whose engine.offload_states() does it: #6011, and #7421 for 1 and 2
+STATES_MOVE_SINCE = {1: "0.17.6", 2: "0.17.6", 3: "0.15.2"}
+
 
 def states_can_move(zero_stage: int, deepspeed: str) -> bool:
-    """Whether engine.offload_states() works: stage 3 from 0.15.2 (DeepSpeed#6011), 1 and 2 from 0.17.6 (#7421)."""
-    return zero_stage > 0 and key(deepspeed) >= key("0.15.2" if zero_stage == 3 else "0.17.6")
+    """Whether engine.offload_states() works; never in stage 0."""
+    return zero_stage in STATES_MOVE_SINCE and key(deepspeed) >= key(STATES_MOVE_SINCE[zero_stage])
 
 
 @dataclass(frozen=True)

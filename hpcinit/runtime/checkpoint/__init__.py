@@ -75,6 +75,7 @@ def save(
     of_data.check(loader)
     if keep is not None and keep < 1:
         raise RequestError(f"keep is {keep}, expected 1 or more, or None for all")
+    wrapped.refuse_offloaded("save()")
     if not wrapped.between_steps:
         raise RequestError("save() within an accumulation, whose gradients would be lost: after a step() that is True")
     temporary = of_steps.unfinished(folder, step)
@@ -108,6 +109,7 @@ def load(
     Raises RequestError for what does not fit, CheckpointError for what cannot be read.
     """
     of_data.check(loader)
+    wrapped.refuse_offloaded("load()")
     found = agreement.on_rank_0(lambda: of_steps.newest(folder, rendezvous.say))
     if found is None:
         return None

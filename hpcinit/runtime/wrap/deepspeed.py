@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +23,9 @@ from hpcinit.facts.layout import Layout
 from hpcinit.facts.spec import Training
 from hpcinit.runtime import deepspeed as starting
 from hpcinit.runtime import ops, process_group, rendezvous
+from hpcinit.runtime.wrap import first_step, zero_states
 from hpcinit.runtime.wrap.sequence import Attention
+from hpcinit.runtime.wrap.states import State
 from hpcinit.runtime.wrap.wrapped import MakeOptimizer, Wrapped
 
 
@@ -58,15 +64,37 @@ def wrap(
             rendezvous.say(note)
     ops.prepare(config, device.type)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    engine, optimizer, _, _ = deepspeed.initialize(
-        model=model,
-        model_parameters=parameters if trains and make is None else None,
-        optimizer=make(parameters) if make else None,
-        config=config,
-        mpu=mpu,
-        dist_init_required=False,
-    )
+    with _autotp_in_words(model, layout):
+        engine, optimizer, _, _ = deepspeed.initialize(
+            model=model,
+            model_parameters=parameters if trains and make is None else None,
+            optimizer=make(parameters) if make else None,
+            config=config,
+            mpu=mpu,
+            dist_init_required=False,
+        )
+    first_step.undo(engine)
     return Engine(engine, optimizer if trains else None, batch, attention)
+
+
+@contextmanager
+def _autotp_in_words(model: nn.Module, layout: Layout) -> Iterator[None]:
+    """AutoTP finds the layers to divide by the model's class and printed form, and ends in an assertion if it cannot.
+
+    module_inject/auto_tp.py, supported() and tp_parser(). Raises RequestError.
+    """
+    try:
+        yield
+    except AssertionError as error:
+        if not any(
+            "module_inject" in Path(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__)
+        ):
+            raise
+        raise RequestError(
+            f"parallel.tp is {layout.tp} with deepspeed.autotp, and DeepSpeed's AutoTP does not know how to divide "
+            f"{type(model).__name__} ({error}); parallel.wrap=fsdp and a tp_plan for run.wrap, parallel.tp=1, or name "
+            "its layers in deepspeed.ds_config: tensor_parallel.partition_config"
+        ) from error
 
 
 class SequenceGroups:
@@ -125,6 +153,14 @@ class Engine(Wrapped):
         if complete:
             norm = self.engine.get_global_grad_norm()
             self.grad_norm = None if norm is None else float(norm)
+
+    def _offload(self, chosen: frozenset[State], named: bool, pin_memory: bool, non_blocking: bool) -> frozenset[State]:
+        zero_states.check(self.engine, starting.version(), chosen if named else frozenset())
+        return zero_states.offload(self.engine, chosen, pin_memory, non_blocking)
+
+    def _reload(self, non_blocking: bool) -> None:
+        if self.offloaded:
+            self.engine.reload_states(non_blocking=non_blocking)
 
 
 def _summed(engine: Any) -> int:

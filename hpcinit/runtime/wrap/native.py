@@ -17,7 +17,7 @@ from hpcinit.facts.errors import RequestError
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.spec import Training
 from hpcinit.runtime.wrap import blocks as repeated
-from hpcinit.runtime.wrap import clipping, ddp, fsdp, start, tensor
+from hpcinit.runtime.wrap import clipping, ddp, fsdp, start, states, tensor
 from hpcinit.runtime.wrap.sequence import Attention
 from hpcinit.runtime.wrap.wrapped import MakeOptimizer, Wrapped
 
@@ -100,6 +100,7 @@ class Native(Wrapped):
         super().__init__(model, optimizer, batch, attention)
         self._run, self._synchronise = forward, synchronise
         self._device, self._dtype, self._clip = device, dtype, gradient_clip
+        self._moved: states.Moved = []
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
     def _forward(self, boundary: bool, *args: Any, **kwargs: Any) -> Any:
@@ -119,3 +120,19 @@ class Native(Wrapped):
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
+
+    def _offload(
+        self, chosen: frozenset[states.State], named: bool, pin_memory: bool, non_blocking: bool
+    ) -> frozenset[states.State]:
+        if others := chosen - {"optim_states"} if named else ():
+            raise RequestError(
+                f"offload_states() has {', '.join(sorted(others))} with parallel.wrap=ddp or fsdp, whose optim_states "
+                "alone can go; the others with parallel.wrap=deepspeed"
+            )
+        if "optim_states" in chosen and self.optimizer is not None:
+            self._moved += states.to_cpu(self.optimizer, pin_memory, non_blocking)
+        return chosen & {"optim_states"}
+
+    def _reload(self, non_blocking: bool) -> None:
+        states.back(self._moved, non_blocking)
+        self._moved = []

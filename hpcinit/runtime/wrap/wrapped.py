@@ -10,8 +10,8 @@ for x, y in loader:
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from hpcinit.facts.batch import Batch
 from hpcinit.facts.errors import RequestError
+from hpcinit.runtime.wrap import states
 from hpcinit.runtime.wrap.sequence import Attention, Ulysses
 
 # Of parameters, or of groups of them as torch's optimizers take them.
@@ -32,10 +33,11 @@ class Wrapped(abc.ABC):
 
     model: the model itself, for its parameters and its state; with FSDP and tensor parallelism each rank holds its
     shards of them. optimizer: None if there is none. grad_norm: of all gradients of the last step before they were
-    clipped; None before the first, and without gradient_clip.
+    clipped; None before the first, and without gradient_clip. offloaded: states that are not on the device now.
     """
 
     grad_norm: float | None = None
+    offloaded: frozenset[states.State] = frozenset()
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, batch: Batch, attention: Attention) -> None:
         self.model, self.optimizer, self.batch = model, optimizer, batch
@@ -45,6 +47,8 @@ class Wrapped(abc.ABC):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; tensors of 16 bits that it returns come as float32."""
+        if "lp_params" in self.offloaded:
+            self.refuse_offloaded("a forward pass")
         with self._attention.forward() as mode:
             found = self._forward(self._at_boundary(), *args, **kwargs)
         if isinstance(mode, Ulysses) and not mode.calls:
@@ -59,6 +63,7 @@ class Wrapped(abc.ABC):
 
         Raises RequestError unless step() was called after the one before.
         """
+        self.refuse_offloaded("backward()")
         if self._to_step:
             raise RequestError(
                 "backward() a second time without step(): call step() after each, it knows when it is due"
@@ -74,6 +79,7 @@ class Wrapped(abc.ABC):
         """
         if self.optimizer is None:
             raise RequestError("step() without an optimizer: give run.wrap one, optimizer=lambda p: AdamW(p, lr=1e-3)")
+        self.refuse_offloaded("step()")
         if not self._to_step:
             raise RequestError("step() without a backward() since the last: it counts the passes of the accumulation")
         complete = self._at_boundary()
@@ -86,6 +92,42 @@ class Wrapped(abc.ABC):
     def between_steps(self) -> bool:
         """Nothing of an accumulation is under way, whose gradients a checkpoint would lose."""
         return not (self._behind or self._to_step)
+
+    def offload_states(
+        self,
+        include: Collection[states.State] | None = None,
+        *,
+        device: Literal["cpu"] = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Between two steps: states go to the CPU's memory until reload_states(). Every rank calls it with the same.
+
+        include: which, by DeepSpeed's names (states.STATES), None for all that can go. Of DDP and FSDP these are
+        optim_states; of ZeRO all, stage 3 with deepspeed.optimizer=adamw only, or without optim_states and hp_params.
+        Meanwhile nothing is trained, saved or loaded; with lp_params away there is no forward pass either.
+
+        Raises RequestError for what cannot go.
+        """
+        chosen = states.checked(include, device)
+        if self.optimizer is None:
+            raise RequestError(
+                "offload_states() without an optimizer, of which DeepSpeed and torch have the states: give run.wrap "
+                "one, or deepspeed.offload_param=cpu for a model that is only evaluated in ZeRO 3"
+            )
+        if not self.between_steps:
+            raise RequestError("offload_states() within an accumulation: after a step() that is True")
+        self.offloaded |= self._offload(chosen, include is not None, pin_memory, non_blocking)
+
+    def reload_states(self, *, non_blocking: bool = False) -> None:
+        """All that offload_states() has moved, back where it was."""
+        self._reload(non_blocking)
+        self.offloaded = frozenset()
+
+    def refuse_offloaded(self, what: str) -> None:
+        """Raises RequestError while states are not on the device."""
+        if self.offloaded:
+            raise RequestError(f"{what} while {', '.join(sorted(self.offloaded))} are offloaded: reload_states() first")
 
     def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
         """For backward(): the mean over the tokens of all ranks, where ranks do not have equally many.
@@ -109,6 +151,15 @@ class Wrapped(abc.ABC):
 
     @abc.abstractmethod
     def _step(self, complete: bool) -> None: ...
+
+    @abc.abstractmethod
+    def _offload(
+        self, chosen: frozenset[states.State], named: bool, pin_memory: bool, non_blocking: bool
+    ) -> frozenset[states.State]:
+        """What it moved. named: `chosen` is what the user said, each of which has to move."""
+
+    @abc.abstractmethod
+    def _reload(self, non_blocking: bool) -> None: ...
 
 
 def _in_float32(tensor: Tensor) -> Tensor:
