@@ -156,7 +156,9 @@ class DeepSpeed:
     autotp: bool = key("DeepSpeed splits the model over parallel.tp", True)
     mpu: bool = key("the program hands DeepSpeed an mpu that knows the groups", False)
     deepcompile: bool = key("DeepCompile, stages 1 to 3", False)
-    universal_checkpoint: bool = key("load checkpoints that were made universal", False)
+    universal_checkpoint: bool = key(
+        "your own engine.load_checkpoint reads universal ones; run.load does as needed", False
+    )
     optimizer: str = key("none: the program's own; adamw, torch_adamw (nothing is compiled) or muon", "none")
     optimizer_params: dict[str, Any] = key("its parameters, as in {lr: 1e-4}", {})
     ds_config: dict[str, Any] = key("keys of DeepSpeed's own, which win over all of the above", {})

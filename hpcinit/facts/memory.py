@@ -1,7 +1,7 @@
 """What a rank holds: parameters, gradients, optimizer states and the buffers around them, in bytes.
 
 P is the number of parameters over tp and pp; N the ranks that they are sharded among. The states and
-gradients were measured on real ranks (tests/facts/test_memory.py); what NVMe holds, DDP's buckets, temporaries,
+gradients were measured on real ranks (tests/facts/test_memory.py); what NVMe holds, temporaries,
 autocast's copies and what ZeRO 3 gathers come from the sources alone (docs/memory.md). Sources:
 
 ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (Rajbhandari et al. 2019, arXiv:1910.02054),
@@ -24,7 +24,6 @@ from hpcinit.facts.layout import Layout
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 STATES = {"adamw": 8, "muon": 4, "momentum": 4, "sgd": 0}  # bytes per parameter: fp32, two states, one or none
-DDP_BUCKETS = "DDP's buckets"
 GPU, CPU, NVME = "gpu", "cpu", "nvme"
 ALWAYS, PASS, STEP = "always", "pass", "step"  # pass: forward and backward. step: of the optimizer, after it
 
@@ -143,12 +142,10 @@ def _temporaries(demand: Demand, shards: int = 1) -> Iterator[Part]:
 
 
 def _ddp(demand: Demand) -> Iterator[Part]:
-    """4P + 4P + states, all in fp32, also under autocast; buckets of 4P, as gradient_as_bucket_view is false."""
+    """4P + 4P + states, all in fp32, also under autocast; gradients lie in the buckets (gradient_as_bucket_view)."""
     yield _per("parameters", 4, demand.own)
     yield _per("gradients", 4, demand.own)
     yield _per("optimizer states", _states(demand), demand.own)
-    if demand.wrap == "ddp" and demand.copies > 1:
-        yield _per(DDP_BUCKETS, 4, demand.own)
     if demand.param != "fp32":  # autocast keeps what it cast to the end of the forward, and autograd until backward
         yield _per("autocast's copies", BYTES[demand.param], demand.own, during=PASS)
     yield from _temporaries(demand)

@@ -72,19 +72,20 @@ def optimizer(model: nn.Module) -> Measured:
     return Measured(model.parameters(), fused=True)  # no temporaries beside the states
 
 
-def plain(model: nn.Module, of: nn.Module) -> Built:
+def plain(model: nn.Module, of: nn.Module, set_to_none: bool = True) -> Built:
     adam = optimizer(of)
 
     def step() -> None:
         adam.step()
-        adam.zero_grad(set_to_none=True)
+        adam.zero_grad(set_to_none)
 
     return model, lambda loss: loss.backward(), step
 
 
 def ddp() -> tuple[nn.Module, Built]:
     model = layers()
-    return model, plain(DistributedDataParallel(model), model)
+    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)  # as run.wrap's
+    return model, plain(replica, model, set_to_none=False)
 
 
 def fsdp(param: str, *shape: int) -> tuple[nn.Module, Built]:

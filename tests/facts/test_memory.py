@@ -63,15 +63,17 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, in
 
 
 def predicted(wanted: Demand, *during: str) -> float:
-    """Bytes per parameter in all places: on a CPU all of them are the same memory. DDP's buckets are not Python's."""
-    parts = [part for part in memory.parts(wanted) if part.during in during and part.name != memory.DDP_BUCKETS]
+    """Bytes per parameter in all places: on a CPU all of them are the same memory."""
+    parts = [part for part in memory.parts(wanted) if part.during in during]
     return sum(part.bytes for part in parts) / P
 
 
 def gradients_that_come_and_go(wanted: Demand) -> float:
-    """torch's gradients are None between the steps, and so are hpZ's second shards; the plan has them as always."""
+    """Gradients outside of DDP's buckets are None between the steps, and so are hpZ's second shards; the plan has them
+    as always.
+    """
     fleeting = {"hpZ's second shard"}
-    if wanted.wrap != "deepspeed" or wanted.zero.stage == 0:
+    if wanted.wrap == "fsdp" or (wanted.wrap == "deepspeed" and wanted.zero.stage == 0):
         fleeting.add("gradients")
     return sum(part.bytes for part in memory.parts(wanted) if part.name in fleeting) / P
 

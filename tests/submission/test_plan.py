@@ -37,7 +37,7 @@ def test_the_table_says_what_a_rank_holds(capsys: pytest.CaptureFixture[str]) ->
 def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     """7e9 parameters under DDP do not fit 80 GB: exit status 1, and each way that is named fits when it is taken."""
     status, out, _ = plan(capsys, *SEVEN, "parallel=ddp", GPU80)
-    assert status == 1 and "does not fit: GPU, per rank needs 168.0 GB of 74.0 GB" in out
+    assert status == 1 and "does not fit: GPU, per rank needs 140.0 GB of 74.0 GB" in out
     ways = [line.strip().rpartition(": GPU")[0] for line in out.split("one change at a time:\n")[1].splitlines()]
     assert "parallel.wrap=fsdp parallel.dp_replicate=1 parallel.dp_shard=-1" in ways and "nodes=16" not in ways
     for way in ways:

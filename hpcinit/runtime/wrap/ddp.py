@@ -16,9 +16,12 @@ def wrap(
 ) -> tuple[Callable[..., Any], Callable[[bool], None]]:
     """The forward, and what says before it whether its gradients are averaged over the ranks.
 
-    Parameters and gradients stay in float32. reduce: what gradients are sent in.
+    Parameters and gradients stay in float32, gradients in the buckets that are sent: to be zeroed in place, as those of
+    a first pass of an accumulation would else get memory of their own beside them. reduce: what gradients are sent in.
     """
-    replica = DistributedDataParallel(model, device_ids=None if device.type == "cpu" else [device])
+    replica = DistributedDataParallel(
+        model, device_ids=None if device.type == "cpu" else [device], gradient_as_bucket_view=True
+    )
     if reduce == torch.bfloat16:
         replica.register_comm_hook(None, bf16_compress_hook)
 

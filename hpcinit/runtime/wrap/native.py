@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hpcinit.facts.batch import Batch
@@ -101,6 +102,7 @@ class Native(Wrapped):
         self._run, self._synchronise = forward, synchronise
         self._device, self._dtype, self._clip = device, dtype, gradient_clip
         self._moved: states.Moved = []
+        self._in_buckets = isinstance(forward, DistributedDataParallel)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
     def _forward(self, boundary: bool, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +121,7 @@ class Native(Wrapped):
             self.grad_norm = clipping.clip(self.model.parameters(), self._clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not self._in_buckets)
 
     def _offload(
         self, chosen: frozenset[states.State], named: bool, pin_memory: bool, non_blocking: bool
