@@ -14,7 +14,7 @@ from hpcinit.facts import hosts, quoting, secret_names
 from hpcinit.facts.deepspeed_options import OFFLOAD, OPTIMIZERS
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.layout import CP_KINDS
-from hpcinit.facts.spec import CHECKPOINTING, DEVICE_ID, PARAM, REDUCE, SEED_BY, WRAPS
+from hpcinit.facts.spec import CHECKPOINTING, DEVICE_ID, HANG_ACTIONS, PARAM, REDUCE, SEED_BY, WRAPS
 from hpcinit.facts.stopping import SIGNALS
 from hpcinit.facts.timeouts import TimeoutLaw
 
@@ -37,6 +37,7 @@ CHOICES = {
     "cluster.container.runtime": surroundings.RUNTIMES,
     "stop.signal": SIGNALS,
     "snapshot": ("none", "git"),
+    "hang.action": HANG_ACTIONS,
 }
 AT_LEAST_ONE = (
     *("nodes", "ranks_per_node", "cpus_per_rank", "time_min", "cluster.time_min", "cluster.cpus_per_node"),
@@ -46,7 +47,7 @@ AT_LEAST_ONE = (
 )
 AT_LEAST_ZERO = (
     *("cluster.gpus_per_node", "mem_gb", "cluster.mem_gb", "cluster.mem_gb_per_rank"),
-    *("launch.wait_s", "seed", "gradient_clip", "stop.margin_s"),
+    *("launch.wait_s", "seed", "gradient_clip", "stop.margin_s", "hang.after_s"),
 )
 MORE_THAN_ZERO = ("comm.collective_timeout_s", "comm.timeout_base_s", "comm.timeout_max_s", "cluster.gpu_mem_gb")
 MOST_SEED = 2**63 - 1  # what torch.manual_seed takes

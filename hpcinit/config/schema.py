@@ -214,6 +214,14 @@ class Stop:
 
 
 @dataclass
+class Hang:
+    """A training that takes no step leaves the stacks of its ranks, and a report of who waits for whom."""
+
+    after_s: float = key("silence that is a hang, at least, and 5 times the longest step so far; 0: never", 240.0)
+    action: str = key("report, or end: the ranks end too, with exit status 76", "report")
+
+
+@dataclass
 class Container:
     """An image that the ranks run in. cluster.container says how the site runs one."""
 
@@ -238,6 +246,7 @@ class Config:
     launch: Launch = field(default_factory=Launch)
     container: Container = field(default_factory=Container)
     stop: Stop = field(default_factory=Stop)
+    hang: Hang = field(default_factory=Hang)
     name: str = key("name of the run", "${job.name}")
     nodes: int = key("number of nodes", 1)
     ranks_per_node: Optional[int] = key("ranks on each node; null: the cluster's GPUs per node, or 1")

@@ -26,6 +26,7 @@ SEED_BY = ("same", "rank", "data")
 WRAPS = ("ddp", "fsdp", "deepspeed", "none")
 PARAM = ("fp32", "bf16", "fp16")
 REDUCE = ("fp32", "bf16")
+HANG_ACTIONS = ("report", "end")
 CHECKPOINTING = ("none", "full")
 
 
@@ -110,6 +111,17 @@ class Training:
 
 
 @dataclass(frozen=True)
+class Hang:
+    """after_s: how long without a step is a hang; 0: never. action: 'report' it only, or 'end' the ranks too."""
+
+    after_s: float = 240.0  # before the collectives' own 300 s, whose error says nothing of who did not come
+    action: str = "report"
+
+    def __post_init__(self) -> None:
+        one_of("hang.action", self.action, HANG_ACTIONS)
+
+
+@dataclass(frozen=True)
 class Spec:
     """One submission, as the job needs to know it.
 
@@ -132,6 +144,7 @@ class Spec:
     batch: Samples = field(default_factory=Samples)
     training: Training = field(default_factory=Training)
     stop: Stopping = field(default_factory=Stopping)
+    hang: Hang = field(default_factory=Hang)
 
     def __post_init__(self) -> None:
         one_of("seed_by", self.seed_by, SEED_BY)
@@ -190,5 +203,6 @@ def _from_document(document: Mapping[str, Any]) -> Spec:
         "batch": Samples(**document.get("batch", {})),
         "training": Training(**training, precision=precision),
         "stop": Stopping(**document.get("stop", {})),
+        "hang": Hang(**document.get("hang", {})),
     }
     return Spec(**{**document, **parts})

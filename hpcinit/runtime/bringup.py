@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from hpcinit.facts import grouping, launchers, safeguards
 from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.layout import Layout
-from hpcinit.facts.spec import Samples, Spec, Training, of_this_run
+from hpcinit.facts.spec import Hang, Samples, Spec, Training, of_this_run
 from hpcinit.facts.stopping import Stopping
 from hpcinit.facts.world import World
 from hpcinit.runtime import binding, deepspeed, devices, foreign, mesh, process_group, rendezvous, seeds, teardown
@@ -145,6 +145,7 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
         data_rank=share,
         folder=folder,
         stopping=spec.stop if spec else Stopping(),
+        hang=spec.hang if spec else Hang(),
         _changing=_Changing(collectives),
     )
     return _Current(request, runtime, kept, above)
@@ -214,8 +215,8 @@ def _destroy(
 ) -> None:
     """above: DeepSpeed is on top of the group, and was started from here."""
     rendezvous.leave()
-    if runtime is not None and runtime._changing.stopper is not None:
-        runtime._changing.stopper.close()
+    if runtime is not None:
+        runtime._changing.close()
     if kept is None or above:
         deepspeed.forget()
     if kept is None:

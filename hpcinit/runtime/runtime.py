@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpcinit.facts import runfolder
+from hpcinit.facts import runfolder, scratch
 from hpcinit.facts.batch import Batch
 from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.layout import Layout
-from hpcinit.facts.spec import Training
+from hpcinit.facts.spec import Hang, Training
 from hpcinit.facts.stopping import Stop, Stopping
 from hpcinit.facts.timeouts import left_of_job
 from hpcinit.facts.world import World
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from hpcinit.runtime.checkpoint import Loaded
     from hpcinit.runtime.checkpoint.loader import Stateful
+    from hpcinit.runtime.lifecycle.heartbeat import Heartbeat
     from hpcinit.runtime.lifecycle.stopping import Stopper
     from hpcinit.runtime.wrap import Wrapped
     from hpcinit.runtime.wrap.wrapped import MakeOptimizer
@@ -43,6 +44,16 @@ class _Changing:
     progress_at: float = float("-inf")
     stopper: Stopper | None = None
     longest_save: timedelta = timedelta()
+    heartbeat: Heartbeat | None = None
+    told: int = 0
+    asked: int = 0
+
+    def close(self) -> None:
+        """Put back what was changed in this process."""
+        for thing in (self.stopper, self.heartbeat):
+            if thing is not None:
+                thing.close()
+        self.stopper = self.heartbeat = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,8 @@ class Runtime:
     current. backend: of the group on that device. timeout: what the start-up was given. layout: every degree known.
     mesh: one dimension per kind of parallelism in use. batch: samples of a step. training: what wrap() goes by. seed:
     as asked, before it is made this rank's by seed_by ('same', 'rank' or 'data'). data_rank: which share of the samples
-    is this rank's. folder: the run folder, None without a submission. stopping: what should_stop() goes by.
+    is this rank's. folder: the run folder, None without a submission. stopping: what should_stop() goes by. hang:
+    how long without a step is one.
     """
 
     world: World
@@ -69,6 +81,7 @@ class Runtime:
     data_rank: int
     folder: Path | None
     stopping: Stopping
+    hang: Hang
     _changing: _Changing = field(repr=False, compare=False)
 
     @property
@@ -195,6 +208,8 @@ class Runtime:
         saw a reason: SIGTERM (preemption, scancel), the job's time limit with a margin, `hpcinit cancel --save`. From
         the first call on SIGTERM ends a rank only when it is stuck.
         """
+        self._changing.asked += 1
+        self._beat(self._changing.told or self._changing.asked)
         if self._changing.stopper is None:
             from hpcinit.runtime.lifecycle.stopping import Stopper  # noqa: PLC0415 - a group more, for those who ask
 
@@ -211,8 +226,10 @@ class Runtime:
     def progress(self, step: int, total: int, **values: float) -> None:
         """Tell those who wait how far the training is: `run.progress(step, total, loss=1.2)`.
 
-        Only rank 0 writes, at most once a second and always at the last step; elsewhere this does nothing.
+        Only rank 0 writes, at most once a second and always at the last step. On every rank it is a sign of life.
         """
+        self._changing.told = step
+        self._beat(step)
         now = time.monotonic()
         if self.rank or self.folder is None:
             return
@@ -223,3 +240,18 @@ class Runtime:
         temporary = self.folder / f"{runfolder.PROGRESS}.tmp"
         temporary.write_text(json.dumps(document) + "\n")
         temporary.replace(self.folder / runfolder.PROGRESS)
+
+    def _beat(self, step: int) -> None:
+        """A sign of life. step: as told by progress(), or how often should_stop() was asked where nothing is told."""
+        changing = self._changing
+        if self.folder is None or not self.hang.after_s:
+            return
+        if changing.heartbeat is None:
+            from hpcinit.runtime.lifecycle import heartbeat  # noqa: PLC0415 - for those who tell their steps
+
+            place = scratch.base(os.environ)
+            if place is None:
+                return
+            table = scratch.take(place, self.world.job) / heartbeat.TABLE
+            changing.heartbeat = heartbeat.Heartbeat(self.world, self.hang, self.folder, table)
+        changing.heartbeat.tell(step)

@@ -20,7 +20,7 @@ from hpcinit.config import checks, parallel, secret_files
 from hpcinit.config.schema import Config
 from hpcinit.facts import runfolder, secret_names
 from hpcinit.facts.errors import ConfigError, MaybeSubmitted, RequestError, SubmitError
-from hpcinit.facts.spec import Comm, Program, Spec
+from hpcinit.facts.spec import Comm, Hang, Program, Spec
 from hpcinit.facts.stopping import Stopping
 from hpcinit.facts.timeouts import TimeoutLaw
 from hpcinit.submission import (
@@ -247,6 +247,7 @@ def make_spec(config: Config, workdir: Path, code: snapshot.Plan | None = None, 
         batch=parallel.samples(config),
         training=parallel.training(config),
         stop=Stopping(config.stop.margin_s, config.stop.every_steps, config.stop.signal or ""),
+        hang=Hang(config.hang.after_s, config.hang.action),
     )
 
 

@@ -1,0 +1,154 @@
+"""A rank tells each step it takes; a silence that is too long leaves stacks and a report of who waits for whom.
+
+Ranks of a node share a table in memory (a file on its own disk), so that a step costs a microsecond and one rank writes
+for its node. A thread looks after it. Where C code keeps Python's lock it does not run, and the node's other ranks see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import mmap
+import os
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+
+from hpcinit.facts import beats, hangs, scratch
+from hpcinit.facts.beats import FRESH_PERIODS, Beat, Node
+from hpcinit.facts.errors import Failure
+from hpcinit.facts.spec import Hang
+from hpcinit.facts.world import World
+from hpcinit.runtime import program
+from hpcinit.runtime.rendezvous import say
+
+SLOT = struct.Struct("<qqqdd")  # rank, pid, step, when it was told, when the thread last looked (time.monotonic)
+TOLD, LOOKED = struct.Struct("<qd"), struct.Struct("<d")
+TOLD_AT, LOOKED_AT = 16, 32  # in a slot
+TABLE = "beats"  # of the ranks of a node, in their folder on its own disk
+PERIOD_S = 5.0
+PATIENCE = 5  # a silence is none before it is so many times as long as the longest between two steps so far
+SETTLE_PERIODS = 2  # until the other ranks have left their stacks too
+STATES = {"T": "stopped", "t": "stopped", "D": "in the kernel"}  # of /proc/PID/stat, proc(5)
+
+
+class Heartbeat:
+    """Of one rank. tell() is called by the training; all else happens in a thread."""
+
+    def __init__(self, world: World, asked: Hang, folder: Path, table: Path) -> None:
+        self._world, self._asked = world, asked
+        job = scratch.folder_name(world.job)
+        self._beats, self._hang = folder / beats.FOLDER / job, folder / hangs.FOLDER / job
+        self._period = min(PERIOD_S, asked.after_s / 4)
+        self._at = world.local_rank * SLOT.size
+        self._table = _shared(table, world.local_world_size * SLOT.size)
+        SLOT.pack_into(self._table, self._at, world.rank, os.getpid(), -1, 0.0, time.monotonic())
+        self._last = self._longest = 0.0
+        self._dumped = 0.0
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="hpcinit-heartbeat", daemon=True).start()
+
+    def tell(self, step: int) -> None:
+        now = time.monotonic()
+        if self._last:
+            self._longest = max(self._longest, now - self._last)
+        self._last = now
+        TOLD.pack_into(self._table, self._at + TOLD_AT, step, now)
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._period):
+            LOOKED.pack_into(self._table, self._at + LOOKED_AT, time.monotonic())
+            with contextlib.suppress(OSError):  # the disk of the run folder: it is not for us to end a training
+                if self._leads():
+                    self._publish()
+                self._look()
+
+    def _slots(self) -> list[tuple[int, int, int, float, float]]:
+        return [slot for slot in SLOT.iter_unpack(self._table[:]) if slot[1]]
+
+    def _leads(self) -> bool:
+        """The first rank of the node whose thread runs."""
+        fresh = time.monotonic() - FRESH_PERIODS * self._period
+        return next((slot[0] for slot in self._slots() if slot[4] > fresh), -1) == self._world.rank
+
+    def _publish(self) -> None:
+        now = time.monotonic()
+        found = []
+        for rank, pid, step, told, looked in self._slots():
+            state = "" if now - looked < FRESH_PERIODS * self._period else _state(pid)
+            found.append(Beat(rank, pid, step, round(now - told, 1) if told else None, state))
+        host = self._world.host or os.uname().nodename
+        _write(self._beats / f"{host}.json", Node(host, time.time(), tuple(found)).to_json())
+
+    def _look(self) -> None:
+        silent = time.monotonic() - self._last if self._last else 0.0
+        if silent <= max(self._asked.after_s, PATIENCE * self._longest):
+            if self._dumped:
+                self._dumped = 0.0
+                say(f"rank {self._world.rank} goes on")
+                for path in (self._stack(), self._hang / hangs.REPORT):
+                    path.unlink(missing_ok=True)
+            return
+        if not self._dumped:
+            self._dumped = time.monotonic()
+            self._dump()
+        elif time.monotonic() - self._dumped > SETTLE_PERIODS * self._period:
+            self._report(silent)
+
+    def _stack(self) -> Path:
+        return self._hang / hangs.STACK.format(rank=self._world.rank)
+
+    def _dump(self) -> None:
+        path = self._stack()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w") as file:
+            print(hangs.MAIN.format(ident=threading.main_thread().ident), file=file, flush=True)
+            faulthandler.dump_traceback(file=file, all_threads=True)
+
+    def _report(self, silent: float) -> None:
+        """By the rank that comes first; then, where it is asked for, the end of this one."""
+        path = self._hang / hangs.REPORT
+        lines = hangs.report(beats.read(self._beats), hangs.places(self._hang), time.time())
+        with contextlib.suppress(FileExistsError):
+            with path.open("x") as file:
+                file.write("\n".join(lines) + "\n")
+            say("the training hangs: " + "\n  ".join(lines))
+            if self._asked.action == "end":
+                program.record(Failure("the training hangs: " + "; ".join(lines)), self._world)
+        if self._asked.action == "end":
+            say(f"rank {self._world.rank} ends after {silent:.0f} s without a step (hang.action=end)")
+            sys.stdout.flush()
+            os._exit(hangs.HUNG)
+
+
+def _shared(path: Path, size: int) -> mmap.mmap:
+    """Ranks of a node open the same file; whoever comes first makes it. New bytes are zero: a slot not taken."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        if os.fstat(descriptor).st_size < size:
+            os.truncate(descriptor, size)
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def _state(pid: int) -> str:
+    """What the node sees of a process whose thread does not run."""
+    try:
+        # The name in the second field may hold blanks and brackets; the state follows the last ')'.
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+    except OSError:
+        return "gone"
+    return "gone" if state in "ZX" else STATES.get(state, "mute")
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)

@@ -1,0 +1,147 @@
+"""A training that hangs says who waits for whom: real ranks over gloo, one of which does not come."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpcinit.facts import beats, hangs
+from hpcinit.facts.beats import Beat, Node
+from tests.runtime.spawned import ranks
+from tests.runtime.test_stopping import END
+
+TRAIN = """
+import os, time
+from pathlib import Path
+import torch, torch.distributed as dist
+import hpcinit
+from hpcinit.facts.spec import Hang
+run = hpcinit.init(backend="gloo")
+object.__setattr__(run, "folder", Path(os.environ["FOLDER"]))
+object.__setattr__(run, "hang", Hang(after_s=2, action=os.environ.get("ACTION", "report")))
+def read(step):
+    while step == 20 and run.rank == 2 and not Path("go").exists():
+        time.sleep(0.05)
+for step in range(40):
+    time.sleep(0.02)
+    read(step)
+    dist.all_reduce(torch.ones(1))
+    run.progress(step, 40)
+print("done", flush=True)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "errors").mkdir()
+    (tmp_path / "disk").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("FOLDER", tmp_path), ("TMPDIR", tmp_path / "disk"), ("HPCINIT_RUN", "")):
+        monkeypatch.setenv(name, str(value))
+    return tmp_path
+
+
+def until(what: Callable[[], bool], timeout_s: float = 90) -> None:
+    end = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def report(folder: Path) -> str:
+    return next((path.read_text() for path in folder.glob(f"hang/*/{hangs.REPORT}")), "")
+
+
+def test_the_rank_that_does_not_come_is_named(folder: Path) -> None:
+    """The others wait in all_reduce, it is in a function of the program's; when it comes at last all goes on."""
+    with ranks(TRAIN + END, 3, folder) as found:
+        until(lambda: report(folder).count("\n") >= 3)
+        text = report(folder)
+        (folder / "go").touch()
+        ends = [rank.end() for rank in found]
+    assert [status for status, _ in ends] == [0, 0, 0], ends
+    assert "no step for " in text and "last told: step 19 by ranks 0-2" in text
+    assert "ranks 0-1 wait in all_reduce, called at <string>:16 in <module>" in text
+    assert "has not come to a collective: it is at <string>:12 in read" in text and "rank 2 on " in text
+    assert sum("the training hangs" in said for _, said in ends) == 1  # by one rank, not by all
+    assert "rank 2 goes on" in ends[2][1]
+    assert not list(folder.glob("hang/*/*"))
+
+
+def test_a_stopped_process_is_seen_by_its_neighbours(folder: Path) -> None:
+    """Its own thread cannot tell anything: the first rank of the node that runs looks at the process."""
+    with ranks(TRAIN.replace("step == 20", "step == 99") + END, 3, folder) as found:
+        until(lambda: "up in" in (folder / "rank-0.log").read_text())
+        until(lambda: bool(list(folder.glob("beats/*/*.json"))))
+        found[0].process.send_signal(signal.SIGSTOP)
+        until(lambda: "cannot be asked" in report(folder))
+        text = report(folder)
+        found[0].process.send_signal(signal.SIGCONT)
+        assert [rank.end()[0] for rank in found] == [0, 0, 0]
+    pid = found[0].process.pid
+    assert f"cannot be asked: process {pid} is stopped" in text and "ranks 1-2 wait in all_reduce" in text
+
+
+def test_a_hang_can_end_the_ranks(folder: Path) -> None:
+    """hang.action=end: all end with the status that says so, and one error record has the report."""
+    with ranks(TRAIN, 3, folder, ACTION="end", HPCINIT_RUN="") as found:
+        assert [rank.end()[0] for rank in found] == [hangs.HUNG] * 3
+    assert "rank 2 ends after" in (folder / "rank-2.log").read_text()
+
+
+# Written by faulthandler of Python 3.11 in a rank that waited in all_gather_object, shortened in the middle.
+STACK = """main thread 0x00007f6b1f0a8740
+Current thread 0x00007f6ae7fff6c0 (most recent call first):
+  File "/x/hpcinit/runtime/lifecycle/heartbeat.py", line 111 in _dump
+  File "/usr/lib/python3.11/threading.py", line 982 in run
+
+Thread 0x00007f6b1f0a8740 (most recent call first):
+  File "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 4033 in all_gather
+  File "/v/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
+  File "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3108 in all_gather_object
+  File "/home/me/train.py", line 57 in evaluate
+  File "/home/me/train.py", line 90 in <module>
+"""
+
+
+def test_a_stack_is_read() -> None:
+    """The outermost of torch's own names, and the program's own line."""
+    assert hangs.place(STACK) == hangs.Place("all_gather_object", "train.py:57 in evaluate")
+    backward = STACK.replace('distributed_c10d.py", line 3108 in all_gather_object', 'x.py", line 1 in y').replace(
+        'distributed/distributed_c10d.py", line 4033 in all_gather',
+        'autograd/graph.py", line 865 in _engine_run_backward',
+    )
+    assert hangs.place(backward).waits_in == "backward"
+    assert hangs.place("") == hangs.Place("", "")
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ("gone", "process 7 is gone"),
+        ("in the kernel", "process 7 waits in the kernel, for a disk or a driver"),
+        ("mute", "lets no other thread run"),
+        ("", "process 7 left no stack"),
+    ],
+)
+def test_ranks_that_cannot_be_asked(state: str, words: str) -> None:
+    """Each with what its node sees of it."""
+    lines = hangs.report([Node("n1", 100.0, (Beat(0, 7, 3, 9.0, state),))], {}, now_s=100.0)
+    assert lines[0] == "no step for 9 s; last told: step 3 by rank 0"
+    assert lines[1].startswith("rank 0 on n1 cannot be asked: ") and words in lines[1]
+
+
+def test_a_node_that_says_nothing_is_named(tmp_path: Path) -> None:
+    """Its file is old; half a file, as while it is replaced, is none."""
+    node = Node("n2", 1000.0, (Beat(2, 7, 3, 9.0), Beat(3, 8, 3, 9.0)))
+    (tmp_path / "n2.json").write_text(node.to_json())
+    (tmp_path / "n3.json").write_text('{"host": ')
+    (tmp_path / "n4.json").write_text(json.dumps({"host": "n4"}))
+    assert beats.read(tmp_path) == [node]
+    assert "node n2 has said nothing for 500 s: ranks 2-3 ran there" in hangs.report([node], {}, now_s=1500.0)
+    assert hangs.report([], {}, now_s=0.0) == ["no rank has told a step yet"]
