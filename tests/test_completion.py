@@ -113,7 +113,7 @@ def test_tab_completes(folder: Path, shell: str, install: str) -> None:
     ("line", "answer"),
     [
         ("hpcinit ", "build-ops cancel discover logs plan run status submit world"),
-        ("hpcinit submit cluster=", "cluster=example cluster=local cluster=mini"),
+        ("hpcinit submit cluster=lo", "cluster=local"),
         ("hpcinit submit cluster=mini no", "nodes="),
         ("hpcinit submit clust", "cluster. cluster="),
         ("hpcinit submit hydra.laun", "hydra.launcher."),

@@ -29,7 +29,11 @@ ONLY_IN = {
     "hydra": {"config/compose.py"},
     "omegaconf": {"config/compose.py", "config/schema.py"},
 }
-SITES = ("juwels", "jupiter", "jean", "leonardo", "lumi", "perlmutter", "frontier", "delta", "alps", "mini")
+SITES = (
+    *("juwels", "jupiter", "jean", "leonardo", "lumi", "marenostrum", "perlmutter", "frontier", "delta", "alps"),
+    *(path.stem for path in (PACKAGE.parent / "conf/cluster").glob("*_*.yaml")),  # lumi_g
+    *("clariden", "mini"),
+)
 
 
 def imports(path: Path) -> set[str]:

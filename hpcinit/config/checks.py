@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from hpcinit.config import chains, program, secret_files, surroundings, training
+from hpcinit.config import chains, needs, program, secret_files, surroundings, training
 from hpcinit.config.schema import Config
 from hpcinit.facts import hosts, quoting, secret_names
 from hpcinit.facts.deepspeed_options import OFFLOAD, OPTIMIZERS
@@ -97,7 +97,7 @@ def problems(config: Config) -> list[str]:
     for check in (
         *(_choices, _finite, _numbers, _more_numbers, _names, _texts),
         *(_extra_options, program.problems, surroundings.problems, secret_files.problems, chains.problems),
-        *(_partition, _gpus),
+        *(needs.problems, _partition, _gpus),
     ):
         found.extend(check(config))
     if not found:  # arithmetic on numbers that are wrong by themselves only adds noise

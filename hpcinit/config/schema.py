@@ -51,6 +51,7 @@ class Cluster:
     partitions: dict[str, Partition] = key("what is known of each partition", {})
     account: Optional[str] = key("default account")
     qos: Optional[str] = key("default quality of service")
+    needs: list[str] = key("keys that every user must give here: account, qos, partition", [])
     time_min: int = key("default time limit in minutes", 60)
     gpus_per_node: int = key("GPUs of a node; 0: none", 0)
     gpu_mem_gb: Optional[float] = key("memory of a GPU; null: not known, and `hpcinit plan` cannot say whether it fits")
@@ -60,6 +61,7 @@ class Cluster:
     mem_gb: Optional[float] = key("memory to ask for per node; 0: all of it; null: no --mem flag")
     mem_gb_per_rank: float = key("memory a rank needs at least; the local engine counts with it", 0.5)
     exclusive: bool = key("whole nodes only", False)
+    cpu_bind: Optional[str] = key("default of launch.cpu_bind, as in mask_cpu:fe,fe00: one mask per rank of a node")
     python: Optional[str] = key("Python on the compute nodes; null: the one that submits")
     interface: Optional[str] = key("network interface for NCCL and gloo, as in ib0")
     host_template: str = key("what nodes are called on the fast network: {host}-ib0, or a suffix", "")
@@ -197,7 +199,7 @@ class Launch:
     kind: str = key("srun: one Slurm task per rank", "srun")
     kill_on_bad_exit: bool = key("end the step when one rank fails; srun's own default waits for ever", True)
     wait_s: Optional[int] = key("end the step this long after the first rank has ended; 0: never; null: the site's", 0)
-    cpu_bind: Optional[str] = key("srun --cpu-bind; null: the site's")
+    cpu_bind: Optional[str] = key("srun --cpu-bind; null: the site's", "${cluster.cpu_bind}")
     # Not none: with it, Slurm 22.05 sets no CUDA_VISIBLE_DEVICES at all, and on a shared node without device
     # constraints a rank sees other jobs' GPUs. --gpus-per-node alone binds nothing: a rank sees all of its node's.
     gpu_bind: Optional[str] = key("srun --gpu-bind; null: every rank sees all GPUs that the job has on its node")

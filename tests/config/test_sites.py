@@ -1,0 +1,160 @@
+"""The public clusters in conf/cluster/: each fact has a source, what they need is asked for, their advice works."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from hpcinit.config import checks
+from hpcinit.config.compose import compose
+from hpcinit.config.schema import Config
+from hpcinit.facts.errors import ConfigError
+from tests import sites
+
+PAGE = Path(__file__).parent.parent.parent / "docs/clusters.md"
+GUESS = """
+name: x
+
+# source: https://example.org/nodes
+# 4 of them.
+gpus_per_node: 4
+
+# It is said that there are 64.
+cpus_per_node: 64
+"""
+
+
+@pytest.fixture(autouse=True)
+def user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of a site have the user's name in them."""
+    monkeypatch.setenv("USER", "me")
+
+
+@pytest.mark.parametrize("path", sites.FILES, ids=sites.NAMES)
+def test_every_fact_has_a_source(path: Path) -> None:
+    """Each block of keys begins with the page it is from, or says that it is unverified; the file with a date."""
+    text = path.read_text()
+    assert sites.CHECKED.search(text)
+    assert sites.unsourced(text) == []
+
+
+def test_a_guess_is_found() -> None:
+    """A block without a source is one that the test above would show."""
+    (found,) = sites.unsourced(GUESS)
+    assert "cpus_per_node" in found
+
+
+@pytest.mark.parametrize("name", sites.NAMES)
+def test_a_plain_request_has_no_problem(name: str) -> None:
+    """Two nodes, an account and a QOS are enough at every site, and nothing is warned of."""
+    config = compose([f"cluster={name}", *sites.ASKED])
+    assert checks.problems(config) == [] and checks.warnings(config) == []
+    assert config.cluster.gpus_per_node and config.cluster.gpu_mem_gb and config.cluster.cpus_per_node
+
+
+@pytest.mark.parametrize("path", sites.FILES, ids=sites.NAMES)
+def test_advice_in_comments_can_be_typed(path: Path) -> None:
+    """What a comment tells the user to put on the command line is understood."""
+    words = [f"cluster={path.stem}", *sites.ASKED]
+    for word in sites.advice(path.read_text()):
+        assert checks.problems(compose([*words, word])) == [], word
+
+
+def test_advice_is_found() -> None:
+    """The overrides of a comment are those typed, without words to fill in."""
+    text = "# unverified: account=... or cluster.scratch=/p/PROJECT, qos=fast\n# 'cluster.sbatch.constraint=\"a&b\"'.\n"
+    assert sites.advice(text) == ["qos=fast", 'cluster.sbatch.constraint="a&b"']
+    assert sum(len(sites.advice(path.read_text())) for path in sites.FILES) >= 10
+
+
+@pytest.mark.parametrize("name", sites.NAMES)
+def test_what_a_cluster_needs_is_asked_for(name: str) -> None:
+    """Without what a site needs, a request is refused with one message for each key that would help."""
+    config = compose([f"cluster={name}"])
+    found = checks.problems(config)
+    assert len(found) == len(config.cluster.needs)
+    for key, message in zip(config.cluster.needs, found, strict=True):
+        assert message.startswith(f"{key} is not set, and cluster {name} needs ") and f"{key}=..." in message
+
+
+def test_needs_are_keys() -> None:
+    """A cluster that needs what is no such key is told which there are."""
+    (message,) = checks.problems(compose(["cluster.needs=[budget]"]))
+    assert message == "cluster.needs has 'budget', expected keys out of: account, qos, partition"
+    assert len(checks.problems(compose(["cluster.needs=[account,qos,partition,account]"]))) == 3
+
+
+def test_a_file_of_ones_own_adds_to_a_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`defaults: [lumi_g]` in a user's own file keeps all of it, adds the account and changes what differs."""
+    (tmp_path / "conf/cluster").mkdir(parents=True)
+    (tmp_path / "conf/cluster/ours.yaml").write_text(
+        "defaults: [lumi_g]\nname: ours\naccount: project_465000000\npartition: dev-g\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = compose(["cluster=ours", "nodes=2"])
+    assert checks.problems(config) == []
+    assert (config.cluster.name, config.account, config.partition) == ("ours", "project_465000000", "dev-g")
+    assert (config.cluster.gpus_per_node, config.launch.cpu_bind) == (8, compose(["cluster=lumi_g"]).cluster.cpu_bind)
+
+
+def test_a_clusters_cpu_binding_can_be_left_out() -> None:
+    """launch.cpu_bind is the cluster's unless given; null is the site's own."""
+    assert str(compose(["cluster=frontier"]).launch.cpu_bind).startswith("mask_cpu:fe")
+    assert compose(["cluster=frontier", "launch.cpu_bind=null"]).launch.cpu_bind is None
+    assert compose(["cluster=leonardo"]).launch.cpu_bind is None
+
+
+@pytest.mark.parametrize("name", ["frontier", "lumi_g"])
+def test_masks_are_the_cores_beside_each_gpu(name: str) -> None:
+    """Eight masks of seven cores, none twice, none of them the system's, in the order of the GPUs' NUMA nodes."""
+    masks = [int(mask, 16) for mask in str(compose([f"cluster={name}"]).cluster.cpu_bind).split(":")[1].split(",")]
+    cores = [[core for core in range(64) if mask >> core & 1] for mask in masks]
+    assert len(cores) == 8 and all(len(mine) == 7 and mine[0] % 8 == 1 for mine in cores)
+    # https://docs.olcf.ornl.gov/systems/frontier_user_guide.html: GPUs 4 5, 2 3, 6 7 and 0 1 in NUMA nodes 0 to 3
+    assert [mine[0] // 16 for mine in cores] == [3, 3, 1, 1, 0, 0, 2, 2]
+    assert len({core for mine in cores for core in mine}) == 56
+
+
+def test_an_unknown_user_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with the user's name in it, and no USER: the message says which key and which variable."""
+    monkeypatch.delenv("USER")
+    with pytest.raises(ConfigError, match=r"cluster\.scratch=.*the environment variable USER is not set"):
+        compose(["cluster=clariden"])
+
+
+def _row(path: Path, config: Config) -> str:
+    cluster, text = config.cluster, path.read_text()
+    limits = [f"{name}: {limit(each.nodes, each.time_min)}" for name, each in cluster.partitions.items()]
+    gpus = f"{cluster.gpus_per_node} x {cluster.gpu_mem_gb:g} GB"
+    flag = cluster.gpu_flag or "whole nodes"
+    parts = sites.blocks(text)
+    known = " / ".join(str(sum(part.startswith(f"# {kind}: ") for part in parts)) for kind in sites.KINDS)
+    source = re.search(r"^# (?:source|quoted): (\S+)", text, re.MULTILINE)
+    checked = sites.CHECKED.search(text)
+    assert source and checked
+    cells = [
+        *(f"[{path.stem}](../conf/cluster/{path.name})", gpus, flag, "<br>".join(limits) or "the site's own"),
+        *(", ".join(cluster.needs) or "-", cluster.container.runtime or "-", f"[page]({source[1]})"),
+        *(known, checked[1]),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def limit(nodes: int | None, time_min: int | None) -> str:
+    hours = "?" if time_min is None else f"{time_min / 60:g} h"
+    return f"{'?' if nodes is None else nodes} nodes, {hours}"
+
+
+def test_the_page_has_every_cluster() -> None:
+    """docs/clusters.md has a row for each file, with what is in it. HPCINIT_WRITE_GOLDEN=1 writes the table anew."""
+    rows = [_row(path, compose([f"cluster={path.stem}"])) for path in sites.FILES]
+    text = PAGE.read_text()
+    table = re.search(r"(?<=\|\n)\| \[.*\|\n(?=\n)", text, re.DOTALL)
+    assert table
+    if os.environ.get("HPCINIT_WRITE_GOLDEN") == "1":
+        text = text.replace(table[0], "\n".join(rows) + "\n")
+        PAGE.write_text(text)
+    assert re.findall(r"^\| \[.*", text, re.MULTILINE) == rows

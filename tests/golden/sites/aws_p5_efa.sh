@@ -1,0 +1,33 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --account=proj01
+#SBATCH --chdir=/shared/me/project
+#SBATCH --cpus-per-task=24
+#SBATCH --exclusive
+#SBATCH --job-name=train_gpt
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --open-mode=append
+#SBATCH --output=/shared/me/runs/x-0001/logs/job.log
+#SBATCH --qos=normal
+#SBATCH --time=30
+
+# setup
+[ -n "${SLURM_JOB_ID:-}" ] || { echo "$0 is not in a job; start it with: sbatch $(printf %q "$0")" >&2; exit 2; }
+export HPCINIT_RUN=/shared/me/runs/x-0001
+hpcinit_record() {
+  printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s}\n' \
+    "${SLURM_JOB_ID:-$$}" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:-}" \
+    > "$HPCINIT_RUN/exit.json.tmp" && mv "$HPCINIT_RUN/exit.json.tmp" "$HPCINIT_RUN/exit.json"
+}
+rm -f "$HPCINIT_RUN/exit.json"; hpcinit_record began; trap 'exit 143' TERM
+trap 'hpcinit_record ended ", \"exit_status\": $?"' EXIT
+export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 30))}"
+[ -n "${SCRATCH:-}" ] || export SCRATCH=/fsx/me
+export NCCL_SOCKET_IFNAME=en
+export FI_EFA_USE_HUGE_PAGE=0
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=24 --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log --container-image=/fsx/images/pytorch.sqsh --container-mounts=/shared/me/project:/shared/me/project,/shared/me/runs/x-0001:/shared/me/runs/x-0001,/fsx:/fsx --container-env=FI_EFA_USE_HUGE_PAGE,NCCL_SOCKET_IFNAME python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

@@ -1,0 +1,40 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --account=proj01
+#SBATCH --chdir=/shared/me/project
+#SBATCH --cpus-per-task=7
+#SBATCH --gpus-per-node=8
+#SBATCH --job-name=train_gpt
+#SBATCH --network=disable_rdzv_get
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --open-mode=append
+#SBATCH --output=/shared/me/runs/x-0001/logs/job.log
+#SBATCH --partition=batch
+#SBATCH --qos=normal
+#SBATCH --time=30
+
+# setup
+[ -n "${SLURM_JOB_ID:-}" ] || { echo "$0 is not in a job; start it with: sbatch $(printf %q "$0")" >&2; exit 2; }
+export HPCINIT_RUN=/shared/me/runs/x-0001
+hpcinit_record() {
+  printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s}\n' \
+    "${SLURM_JOB_ID:-$$}" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:-}" \
+    > "$HPCINIT_RUN/exit.json.tmp" && mv "$HPCINIT_RUN/exit.json.tmp" "$HPCINIT_RUN/exit.json"
+}
+rm -f "$HPCINIT_RUN/exit.json"; hpcinit_record began; trap 'exit 143' TERM
+trap 'hpcinit_record ended ", \"exit_status\": $?"' EXIT
+export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 30))}"
+export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3
+export GLOO_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3
+type module > /dev/null 2>&1 || . /etc/profile
+module load PrgEnv-gnu/8.7.0 cpe/26.03 rocm/7.1.1 rccl-net-plugin craype-accel-amd-gfx90a || { echo 'hpcinit: error: cluster.modules: `module load` failed' "on $(hostname)" >&2; exit 1; }
+export MIOPEN_USER_DB_PATH=/tmp/me-miopen
+export MIOPEN_CUSTOM_CACHE_DIR=/tmp/me-miopen
+# cluster.setup, shell by design:
+export LD_LIBRARY_PATH="$CRAY_LD_LIBRARY_PATH:$LD_LIBRARY_PATH"
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=7 --kill-on-bad-exit=1 --wait=0 --cpu-bind=mask_cpu:fe000000000000,fe00000000000000,fe0000,fe000000,fe,fe00,fe00000000,fe0000000000 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

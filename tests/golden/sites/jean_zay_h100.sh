@@ -1,0 +1,36 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --account=proj01
+#SBATCH --chdir=/shared/me/project
+#SBATCH --constraint=h100
+#SBATCH --cpus-per-task=24
+#SBATCH --gres=gpu:4
+#SBATCH --hint=nomultithread
+#SBATCH --job-name=train_gpt
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --open-mode=append
+#SBATCH --output=/shared/me/runs/x-0001/logs/job.log
+#SBATCH --partition=gpu_p6
+#SBATCH --qos=normal
+#SBATCH --time=30
+
+# setup
+[ -n "${SLURM_JOB_ID:-}" ] || { echo "$0 is not in a job; start it with: sbatch $(printf %q "$0")" >&2; exit 2; }
+export HPCINIT_RUN=/shared/me/runs/x-0001
+hpcinit_record() {
+  printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s}\n' \
+    "${SLURM_JOB_ID:-$$}" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:-}" \
+    > "$HPCINIT_RUN/exit.json.tmp" && mv "$HPCINIT_RUN/exit.json.tmp" "$HPCINIT_RUN/exit.json"
+}
+rm -f "$HPCINIT_RUN/exit.json"; hpcinit_record began; trap 'exit 143' TERM
+trap 'hpcinit_record ended ", \"exit_status\": $?"' EXIT
+export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 30))}"
+type module > /dev/null 2>&1 || . /etc/profile
+module purge
+module load arch/h100 || { echo 'hpcinit: error: cluster.modules: `module load` failed' "on $(hostname)" >&2; exit 1; }
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=24 --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
