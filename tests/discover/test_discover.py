@@ -213,6 +213,8 @@ def test_another_user_sees_what_is_theirs(slurm: MiniSlurm) -> None:
     finally:
         slurm.run("scontrol", "delete", "PartitionName=staff")
         slurm.run("scontrol", "delete", "PartitionName=dark")
+    if done.returncode == 127 and "shared libraries" in done.stderr:  # in the folder of make test-slurm24
+        leave_out("needs a Python that an ordinary user can start")
     text = done.stdout
     assert done.returncode == 0, done.stderr
     assert "# Not for nobody: staff (AllowGroups=root)\n" in text and "  dark:  # hidden, " in text
