@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def sbatch(script: Path, env: Mapping[str, str], options: Sequence[str] = ()) ->
         words_said = done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}, and no word"
         raise _kind_of(words_said, done.returncode)(words_said)
     if done.stderr.strip():  # what the site's submit filter says of a job that it takes
-        print(done.stderr.strip(), file=sys.stderr)
+        with suppress(OSError):  # a closed terminal loses no job
+            print(done.stderr.strip(), file=sys.stderr)
     return executor._get_job_id_from_submission_command(done.stdout), command
 
 

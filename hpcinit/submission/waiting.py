@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from contextlib import suppress
 
 AGAIN_S = 60.0  # without a terminal the same message is repeated so often
 
@@ -22,14 +23,22 @@ class Waiting:
         text = f"hpcinit: {message} ({clock - self._began:.0f} s)"
         if self._terminal:
             width = shutil.get_terminal_size().columns - 1
-            print(f"\r\x1b[K{text[:width]}", end="", file=sys.stderr, flush=True)
+            _write(f"\r\x1b[K{text[:width]}")
         elif message != self._said or clock - self._at >= AGAIN_S:
-            print(text, file=sys.stderr, flush=True)
+            _write(f"{text}\n")
             self._at = clock
         self._said = message
 
     def end(self) -> None:
         """What is printed next stands on a line of its own."""
         if self._terminal and self._said:
-            print(file=sys.stderr, flush=True)
+            _write("\n")
         self._said = ""
+
+
+def _write(text: str) -> None:
+    """A terminal that was closed meanwhile must not end a submission whose job exists."""
+    if sys.stderr is not None:  # `2>&-`
+        with suppress(OSError):
+            sys.stderr.write(text)
+            sys.stderr.flush()
