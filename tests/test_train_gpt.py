@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 SMALL = ["--steps=8", "--micro-batch=4", "--context=32", "--width=32", "--heads=2", "--layers=1"]
+ONES = ["--steps=3", "--micro-batch=4", "--context=32", "--width=32", "--heads=4", "--layers=1", "--eval-every=1"]
 RESULT = re.compile(r"loss (\S+) -> (\S+) in (\d+) steps, held-out (\S+)")
 
 
@@ -55,6 +56,26 @@ def test_the_config_alone_makes_another_parallelism_of_it(tmp_path: Path, words:
     first, last, steps, _ = RESULT.findall(done.stdout)[-1]
     assert steps == "8" and float(last) < float(first) - 0.1
     assert "--- it writes:\ndef " in done.stdout
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "ways",
+    [("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3_offload"), ("ulysses", "tp")],
+    ids=["four shares of the data", "two"],
+)
+def test_every_parallelism_of_the_package_trains_alike(tmp_path: Path, ways: tuple[str, ...]) -> None:
+    """Each conf/parallel/*.yaml, with no other word, gives the demo the same losses on 2 nodes x 2 ranks."""
+    losses = {}
+    for way in ways:
+        words = ("nodes=2", "ranks_per_node=2", "job=train_gpt", f"job.args={ONES}", f"parallel={way}", f"name={way}")
+        done = submit(tmp_path, *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        log = (tmp_path / f"runs/{way}-0001/logs/rank-0.log").read_text()
+        losses[way] = [tuple(map(float, pair)) for pair in re.findall(r"loss (\S+)  held-out (\S+)", log)]
+    assert len(losses[ways[0]]) == 3 and losses[ways[0]][2][0] < losses[ways[0]][0][0] - 0.1, "it learns"
+    for way, found in losses.items():
+        assert found == [pytest.approx(pair, abs=0.0011) for pair in losses[ways[0]]], way  # three digits are printed
 
 
 def test_the_same_command_gives_the_same_losses(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ def main() -> None:
     if another:  # Horovod is told to be the other rank after it has started
         os.environ["HOROVOD_RANK"] = str(1 - hvd.rank())
         print(refusal(hpcinit.init), flush=True)
+        hvd.shutdown()
         return
     with hpcinit.session(seed=3) as run:
         ours = torch.tensor(1.0 + run.rank)
