@@ -1,35 +1,31 @@
-"""From overrides to Configs, through Hydra. The only file that knows Hydra and OmegaConf."""
+"""From overrides to Configs, through Hydra: one at a time; combinations.py and variations.py are for sweeps."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import hydra
 import yaml
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import MISSING, DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from hpcinit.config import explain, unread, words
 from hpcinit.config.folders import folder, user_folders
-from hpcinit.config.request import Prepare, Request, Task
+from hpcinit.config.request import Composer, Prepare, Request, Task
 from hpcinit.config.schema import Config
-from hpcinit.facts.errors import ConfigError, HpcinitError
+from hpcinit.facts.errors import ConfigError
 
 __all__ = ["compose", "folder", "main"]
 
@@ -63,7 +59,13 @@ def main(line: Sequence[str], prepare: Prepare, task: Task) -> int:
             request = _request(composed, args.overrides)
             prepare(request)
             return task([request])
-    return task(_sweep(args.overrides, name, prepare))
+    from hpcinit.config import combinations  # noqa: PLC0415 - for sweeps only
+
+    return task(combinations.requests(args.overrides, _composer(name), prepare))
+
+
+def _composer(name: str) -> Composer:
+    return Composer(name, lambda overrides: _compose(overrides, name), _request, UNUSABLE)
 
 
 def compose(overrides: Sequence[str]) -> Config:
@@ -137,60 +139,6 @@ def _unresolved(config: DictConfig, error: Exception, choices: dict[str, str]) -
         except OmegaConfBaseException as wrong:
             found.setdefault(str(wrong).partition("\n")[0], explain.reference(key, raw, wrong))
     return list(found.values()) or [explain.sentence(error)]
-
-
-def _sweep(overrides: Sequence[str], name: str, prepare: Prepare) -> list[Request]:
-    """One request per combination, all of them composed and prepared, or ConfigError with what is wrong in any."""
-    combinations, requests, found = _combinations(overrides, name), [], dict[str, list[str]]()
-    swept = [at for at, words_at in enumerate(zip(*combinations, strict=True)) if len(set(words_at)) > 1]
-    for number, chosen in enumerate(combinations):
-        label = " ".join(chosen[at] for at in swept)
-        try:
-            composed = _compose(chosen, name)
-            with read_write(composed.hydra), open_dict(composed.hydra):
-                composed.hydra.job.num, composed.hydra.job.id = number, str(number)
-            HydraConfig.instance().set_config(composed)  # for ${hydra:job.num}
-            requests.append(_request(composed, overrides, label))
-            prepare(requests[-1])
-        except HpcinitError as error:
-            for problem in getattr(error, "problems", [str(error)]):
-                found.setdefault(problem, []).append(label)
-    if found:
-        raise ConfigError(*explain.of_combinations(found, len(combinations)))
-    return requests
-
-
-def _combinations(overrides: Sequence[str], name: str) -> list[list[str]]:
-    """What Hydra's own sweeper makes of 1,2 and range() and choice() and glob(), and of hydra.sweeper.params."""
-    with hydra.initialize_config_dir(config_dir=str(folder()), version_base="1.3", job_name=NAME):
-        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-        parsed = _parsed(parser, overrides)
-        with suppress(*UNUSABLE):  # what is wrong here is wrong in every combination, and reported there
-            fixed = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
-            own = hydra.compose(name, fixed, return_hydra_config=True).hydra
-            for part in ("sweeper", "launcher"):
-                if not own[part]._target_.endswith(f".Basic{part.title()}"):
-                    raise ConfigError(f"hydra/{part} is {own[part]._target_}: hpcinit submits a sweep itself, leave it")
-            parsed = _parsed(parser, [f"{k}={v}" for k, v in (own.sweeper.params or {}).items()]) + parsed
-        for override in parsed:
-            if override.is_interval_sweep() or (override.is_sweep_override() and override.is_hydra_override()):
-                raise ConfigError(f"{override.input_line}: expected values to count, as in 1,2, of a key of hpcinit's")
-        combinations = [list(chosen) for chosen in BasicSweeper.split_arguments(parsed, None)[0]]
-    if not combinations:
-        raise ConfigError(f"{' '.join(overrides)}: no combination at all, a range() or glob() in it is empty")
-    return combinations
-
-
-def _parsed(parser: OverridesParser, overrides: Sequence[str]) -> list[Override]:
-    parsed, wrong = [], []
-    for override in overrides:
-        try:
-            parsed += parser.parse_overrides([override])
-        except UNUSABLE as error:
-            wrong.append(explain.sentence(error, override))
-    if wrong:
-        raise ConfigError(*wrong)
-    return parsed
 
 
 def _by_hydras_hand(flags: list[str], overrides: list[str], name: str, prepare: Prepare, task: Task) -> int:

@@ -1,0 +1,91 @@
+"""The combinations of a sweep, as Hydra's own sweeper takes them apart, and a request of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+
+from hpcinit.config import explain, variations
+from hpcinit.config.folders import folder
+from hpcinit.config.request import Composer, Prepare, Request
+from hpcinit.facts.errors import ConfigError, HpcinitError
+
+
+def requests(overrides: Sequence[str], composer: Composer, prepare: Prepare) -> list[Request]:
+    """One request per combination, all composed and prepared, or ConfigError with what is wrong in any."""
+    return of(split(overrides, composer), overrides, composer, prepare)
+
+
+def of(
+    combinations: Sequence[Sequence[str]],
+    overrides: Sequence[str],
+    composer: Composer,
+    prepare: Prepare,
+    first: int = 0,
+) -> list[Request]:
+    """The requests of `combinations`, numbered from `first`: each the overrides at the same places."""
+    found: dict[str, list[str]] = {}
+    swept = [at for at, words in enumerate(zip(*combinations, strict=True)) if len(set(words)) > 1]
+    quick, made = variations.Quick(combinations, swept, composer), []
+    for number, chosen in enumerate(combinations, first):
+        label = " ".join(chosen[at] for at in swept)
+        try:
+            request = quick.request(chosen, overrides, number, label) or _full(
+                chosen, overrides, number, label, composer
+            )
+            made.append(replace(request, number=number))
+            prepare(made[-1])
+        except HpcinitError as error:
+            for problem in getattr(error, "problems", [str(error)]):
+                found.setdefault(problem, []).append(label)
+    if found:
+        raise ConfigError(*explain.of_combinations(found, len(combinations)))
+    return made
+
+
+def split(overrides: Sequence[str], composer: Composer) -> list[list[str]]:
+    """What Hydra's own sweeper makes of 1,2 and range() and choice() and glob(), and of hydra.sweeper.params."""
+    with hydra.initialize_config_dir(config_dir=str(folder()), version_base="1.3", job_name=composer.name):
+        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+        parsed = parse(parser, overrides, composer.unusable)
+        with suppress(*composer.unusable):  # what is wrong here is wrong in every combination, and reported there
+            fixed = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
+            own = hydra.compose(composer.name, fixed, return_hydra_config=True).hydra
+            for part in ("sweeper", "launcher"):
+                if not own[part]._target_.endswith(f".Basic{part.title()}"):
+                    raise ConfigError(f"hydra/{part} is {own[part]._target_}: hpcinit submits a sweep itself, leave it")
+            params = [f"{k}={v}" for k, v in (own.sweeper.params or {}).items()]
+            parsed = parse(parser, params, composer.unusable) + parsed
+        for override in parsed:
+            if override.is_interval_sweep() or (override.is_sweep_override() and override.is_hydra_override()):
+                raise ConfigError(f"{override.input_line}: expected values to count, as in 1,2, of a key of hpcinit's")
+        combinations = [list(chosen) for chosen in BasicSweeper.split_arguments(parsed, None)[0]]
+    if not combinations:
+        raise ConfigError(f"{' '.join(overrides)}: no combination at all, a range() or glob() in it is empty")
+    return combinations
+
+
+def parse(parser: OverridesParser, overrides: Sequence[str], unusable: tuple[type[Exception], ...]) -> list[Override]:
+    """Each override as Hydra reads it. Raises ConfigError with all that it cannot read."""
+    parsed, wrong = [], []
+    for override in overrides:
+        try:
+            parsed += parser.parse_overrides([override])
+        except unusable as error:
+            wrong.append(explain.sentence(error, override))
+    if wrong:
+        raise ConfigError(*wrong)
+    return parsed
+
+
+def _full(chosen: Sequence[str], overrides: Sequence[str], number: int, label: str, composer: Composer) -> Request:
+    composed = composer.compose(chosen)
+    variations.number(composed, number)
+    return composer.request(composed, overrides, label)

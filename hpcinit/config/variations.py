@@ -1,0 +1,213 @@
+"""The combinations of a sweep from one composition, where Hydra would need tens of milliseconds for each.
+
+Combinations that choose the same groups differ in values only: the first is composed, and of the others only what
+depends on a swept value is evaluated anew. Where it is not certain that this gives what Hydra would, the combination
+has to be composed in full; tests/config/test_combinations.py holds the two together.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from hpcinit.config import unread
+from hpcinit.config.folders import folder
+from hpcinit.config.request import Composer, Request
+from hpcinit.facts.errors import HpcinitError
+
+PLAIN = (bool, int, float, str, type(None))
+REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")  # ${job.name}; what is not so simple is taken to depend on all
+NUMBERED = re.compile(r"\$\{hydra:job\.(num|id)\}")  # what Hydra itself says of a combination, and we know too
+Place = tuple[str | int, ...]
+
+
+def number(composed: DictConfig, at: int) -> None:
+    """Hydra's ${hydra:job.num} is `at` from here on, and its other settings those of `composed`."""
+    with read_write(composed.hydra), open_dict(composed.hydra):
+        composed.hydra.job.num, composed.hydra.job.id = at, str(at)
+    HydraConfig.instance().set_config(composed)
+
+
+class Quick:
+    """Requests from a base that was composed once for each choice of groups."""
+
+    def __init__(self, combinations: Sequence[Sequence[str]], swept: Sequence[int], composer: Composer) -> None:
+        self._composer, self._bases = composer, dict[tuple[str, ...], "_Base | None"]()
+        self._parsed: dict[str, Override] = {}
+        self._values, self._groups = self._places(combinations, swept)
+        self._few = len(combinations) < 3  # a base costs as much as a composition
+
+    def _places(self, combinations: Sequence[Sequence[str]], swept: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Which of the swept places are values that stand by themselves, and which everything else."""
+        with hydra.initialize_config_dir(config_dir=str(folder()), version_base="1.3", job_name=self._composer.name):
+            loader = GlobalHydra.instance().config_loader()
+            parser = OverridesParser.create(config_loader=loader)
+            try:
+                keys = [parser.parse_override(word).key_or_group for word in combinations[0]]
+                for word in {chosen[at] for chosen in combinations for at in swept}:
+                    self._parsed[word] = parser.parse_override(word)
+            except self._composer.unusable:
+                return [], list(swept)  # in full, which says what is wrong
+            group = loader.repository.group_exists  # type: ignore[attr-defined]
+            values = [at for at in swept if not group(keys[at]) and _alone(keys, at)]
+            values = [at for at in values if _alike([self._parsed[chosen[at]] for chosen in combinations])]
+        return values, [at for at in swept if at not in values]
+
+    def request(self, chosen: Sequence[str], overrides: Sequence[str], at: int, label: str) -> Request | None:
+        """None where the combination has to be composed in full."""
+        if self._few or not self._values:
+            return None
+        choice = tuple(chosen[place] for place in self._groups)
+        if choice not in self._bases:
+            swept = [self._parsed[chosen[place]] for place in self._values]
+            self._bases[choice] = _Base.make(chosen, overrides, swept, self._composer)
+        base = self._bases[choice]
+        return base.varied([self._parsed[chosen[place]] for place in self._values], at, label) if base else None
+
+
+def _alone(keys: Sequence[str], at: int) -> bool:
+    """Whether no other override is about the key at `at`, a part of it or what it is a part of."""
+    mine = f"{keys[at]}."
+    others = [f"{key}." for place, key in enumerate(keys) if place != at]
+    return not any(mine.startswith(other) or other.startswith(mine) for other in others)
+
+
+def _alike(overrides: Sequence[Override]) -> bool:
+    """The same key set in the same way to plain values, or to lists of them; none refers to another key."""
+    if len({(o.type, o.key_or_group, o.package) for o in overrides}) > 1:
+        return False
+    if overrides[0].package is not None or overrides[0].is_delete() or overrides[0].is_hydra_override():
+        return False
+    values = [override.value() for override in overrides]
+    if all(isinstance(value, list) for value in values):
+        return all(_plain(item) for value in values for item in value)  # type: ignore[union-attr]
+    return all(_plain(value) for value in values)
+
+
+def _plain(value: object) -> bool:
+    return isinstance(value, PLAIN) and not (isinstance(value, str) and ("${" in value or value == "???"))
+
+
+@dataclass(frozen=True)
+class _Base:
+    """A composed combination. written: with its interpolations. changing: the keys that depend on a swept value.
+
+    numbered: whether one of them asks for Hydra's number of the combination.
+    """
+
+    written: DictConfig
+    hydras: DictConfig
+    made: Request
+    swept: Mapping[str, Place]
+    changing: Mapping[str, Place]
+    numbered: bool
+
+    @classmethod
+    def make(
+        cls, chosen: Sequence[str], overrides: Sequence[str], swept: Sequence[Override], composer: Composer
+    ) -> _Base | None:
+        """None where a combination cannot be varied without composing it."""
+        try:
+            composed = composer.compose(chosen)
+            hydras = composed.copy()
+            made = composer.request(composed.copy(), overrides, "")
+        except HpcinitError:
+            return None  # said of the combination itself, in full
+        with open_dict(composed):
+            del composed["hydra"]
+        raw = OmegaConf.to_container(composed)
+        texts = dict(unread.references(raw))
+        if any("${hydra:" in NUMBERED.sub("", text) for text in texts.values()):
+            return None
+        keys = [override.key_or_group for override in swept]
+        changing = {key: _path(key) for key in _depending(texts, keys)}
+        paths = {key: _path(key) for key in keys}
+        if any(_at(raw, path) != texts[key] for key, path in changing.items()):  # a name with a dot in it
+            return None
+        if any(not _leaf(_at(made.document, path)) for path in changing.values()):
+            return None
+        numbered = any(NUMBERED.search(text) for text in texts.values())
+        return cls(composed, hydras, made, paths, changing, numbered)
+
+    def varied(self, swept: Sequence[Override], at: int, label: str) -> Request | None:
+        config, document = copy.copy(self.made.config), dict(self.made.document)
+        config.job, document["job"] = copy.copy(config.job), dict(document["job"])
+        try:
+            for override in swept:
+                add = override.is_add() or override.is_force_add()
+                OmegaConf.update(self.written, override.key_or_group, override.value(), merge=True, force_add=add)
+            if self.numbered:
+                number(self.hydras, at)
+            for key, path in (*self.swept.items(), *self.changing.items()):
+                value = OmegaConf.select(self.written, key, throw_on_missing=True)
+                value = OmegaConf.to_container(value) if OmegaConf.is_list(value) else value
+                if not _leaf(value) and not (key in self.swept and isinstance(value, list)):
+                    return None
+                config, document = _put(config, path, value), _put(document, path, value)
+        except OmegaConfBaseException:
+            return None
+        return Request(config, document, label, self.made.warnings)
+
+
+def _depending(texts: Mapping[str, str], swept: Sequence[str]) -> list[str]:
+    """The keys whose text refers to a swept key, directly or through others, or cannot be told not to."""
+    found = {key for key, text in texts.items() if "${" in REFERENCE.sub("", text)}
+    while True:
+        more = {
+            key
+            for key, text in texts.items()
+            if key not in found and any(_touches(name, other) for name in REFERENCE.findall(text)
+                                        for other in (*swept, *found))
+        }  # fmt: skip
+        if not more:
+            return sorted(found - set(swept))
+        found |= more
+
+
+def _touches(one: str, other: str) -> bool:
+    other = other.partition("[")[0]
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+def _path(key: str) -> Place:
+    """'job.args[1]' is ('job', 'args', 1)."""
+    parts = re.findall(r"[^.\[\]]+|\[\d+\]", key)
+    return tuple(int(part[1:-1]) if part.startswith("[") else part for part in parts)
+
+
+def _leaf(value: object) -> bool:
+    return isinstance(value, PLAIN)
+
+
+def _at(container: Any, path: Place) -> Any:
+    for part in path:
+        if not (isinstance(container, dict) and part in container) and not isinstance(part, int):
+            return ...
+        container = container[part]
+    return container
+
+
+def _put(container: Any, path: Place, value: Any) -> Any:
+    """`container` with another value at `path`; copies what it changes."""
+    if not path:
+        return copy.copy(value)
+    name = path[0]
+    changed = copy.copy(container)
+    if is_dataclass(container):
+        setattr(changed, str(name), _put(getattr(container, str(name)), path[1:], value))
+    elif isinstance(container, list) and isinstance(name, int):
+        changed[name] = _put(container[name], path[1:], value)
+    else:
+        changed[name] = _put(container.get(name), path[1:], value)
+    return changed

@@ -1,0 +1,122 @@
+"""The quick way to a sweep's configs gives what Hydra's own composition of each combination gives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from hpcinit.config import combinations, compose, variations
+from hpcinit.config.request import Request
+from hpcinit.facts.errors import ConfigError
+
+FILES = {
+    "hpcinit.yaml": "",
+    "experiment/a.yaml": "# @package _global_\nseed: 7\ndepth: {inner: '${seed}'}\n",
+    "experiment/b.yaml": "# @package _global_\nname: b-${nodes}\nlist: ['${name}', x]\n",
+    "job/mine.yaml": "name: mine\ncommand: 'true'\nargs: ['--seed', '${seed}', '${oc.env:HOME}']\nenv: {A: '1', B: 'x${nodes}'}\n",
+}
+SWEPT = (
+    *("seed=1,2,3", "nodes=1,2,4", "name=a,b,c", "job=smoke,mine,train_gpt", "time_min=5,10", "cluster.time_min=5,9"),
+    *("+lr=1e-3,1e-4,0.5", "+a.b.c=1,x,null", "++seed=4,5,6", "comment=null,'a b',x", "+experiment=a,b"),
+    *("job.name=p,q,r", "cluster=mini,local,example", "parallel=ddp,fsdp,zero3", "gradient_clip=0,1,2.5"),
+    *("comm.device_id=auto,never", "+job.env.B=1,2,'x y'", "job.args=[a],[b,c],[]", "wait=true,false,false"),
+    *("seed=range(0,5)", "gradient_clip=range(0,1,0.25)", "name='${job.name}-1',z,z2", "job.args=['${seed}'],[b],[c]"),
+    *("seed='1','2',3", "mem_gb=null,4,8.5", "job.script=a.py,b.py,null", "+cluster.sbatch.nice=1,2,3"),
+    *("deepspeed.zero_stage=0,1,2", "batch.global=8,16,32", "comm.backend=gloo,auto,nccl"),
+)
+FIXED = (
+    *("seed=9", "name=x-${seed}", "+sum=${nodes}-${seed}", "+deep.er=${a.b.c}", "job=mine", "cluster=mini"),
+    *("job.args=[--lr,'${lr}',x]", "job.args=['${job.name}','${hydra:job.num}']", "name=n${hydra:job.id}"),
+    *("+copy=${job}", "+copy=${job.env}", "+where=${oc.env:HOME}-${nodes}", "+rel.a=1", "+rel.b=${.a}", "~cluster.env"),
+    *("comment='${seed} it is'", "+name2=${hydra:job.name}", "+pick=${job.args[0]}", "+nest=${job.${comment}}"),
+    *(
+        "+experiment=a",
+        "gradient_clip=${seed}",
+        "+cluster.env.SEED='${seed}'",
+        "job.env={}",
+        "+when=${hydra:runtime.cwd}",
+    ),
+    *("+s=${hydra:overrides.task}", "partition=p${name}", "+lr=1"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in FILES.items():
+        if text:
+            (tmp_path / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "conf" / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+
+
+def sweep(words: Sequence[str]) -> list[Request] | list[str]:
+    """The requests, or the problems."""
+    compose._register(None)
+    try:
+        return combinations.requests(words, compose._composer("hpcinit"), lambda request: None)
+    except ConfigError as error:
+        return list(error.problems)
+
+
+def in_full(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> list[Request] | list[str]:
+    with monkeypatch.context() as patch:
+        patch.setattr(variations.Quick, "request", lambda *_: None)
+        return sweep(words)
+
+
+def as_dict(request: Request) -> dict[str, object]:
+    """All of the config; `vars` too, for keys that were added with a plus."""
+    config = request.config
+    return {"fields": dataclasses.asdict(config), "added": {k: v for k, v in vars(config).items() if not dataclasses.is_dataclass(v)}}  # fmt: skip
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    phases=[Phase.generate],  # to shrink takes minutes, Hydra being slow
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(st.lists(st.sampled_from(SWEPT), min_size=1, max_size=2, unique=True), st.lists(st.sampled_from(FIXED), max_size=4, unique=True), st.randoms(use_true_random=False))  # fmt: skip
+def test_the_quick_way_is_the_full_way(monkeypatch: pytest.MonkeyPatch, swept: list[str], fixed: list[str], shuffle) -> None:  # type: ignore[no-untyped-def]  # fmt: skip
+    """Config, document, label and warnings of each combination, or the problems of the sweep, are the same."""
+    words = [*fixed, *swept]
+    shuffle.shuffle(words)
+    quick, full = sweep(words), in_full(words, monkeypatch)
+    assert len(quick) == len(full)
+    for mine, its in zip(quick, full, strict=True):
+        if isinstance(its, str) or isinstance(mine, str):
+            assert mine == its
+            continue
+        assert mine.document == its.document and str(mine.document) == str(its.document)
+        assert as_dict(mine) == as_dict(its) and repr(mine.config) == repr(its.config)
+        assert (mine.combination, mine.number, list(mine.warnings)) == (its.combination, its.number, list(its.warnings))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["seed=range(0,9)"],
+        ["seed=range(0,9)", "cluster=mini,local"],
+        ["+lr=1,2,3", "job.args=[--lr,'${lr}']"],
+        ["name=x-${hydra:job.num}", "seed=1,2,3"],
+        ["job=mine", "nodes=1,2,3"],
+    ],
+)
+def test_common_sweeps_go_the_quick_way(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The groups are composed once for each of their choices, and nothing else is."""
+    composed = []
+    monkeypatch.setattr(compose, "_compose", lambda words, name, true=compose._compose: composed.append(words) or true(words, name))  # fmt: skip
+    assert len(sweep(words)) >= 3
+    assert len(composed) == (2 if "cluster=mini,local" in words else 1)
+
+
+def test_requests_of_a_sweep_share_nothing_that_changes() -> None:
+    """A program that is put into one request's job does not appear in another's, nor do other values."""
+    one, two, _ = sweep(["seed=1,2,3", "job.env={A: '1'}"])
+    one.config.job.script, one.document["job"]["script"] = "other.py", "other.py"  # type: ignore[union-attr]
+    assert (two.config.job.script, two.document["job"]["script"]) == (None, None)  # type: ignore[union-attr]
