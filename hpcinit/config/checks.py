@@ -43,7 +43,7 @@ AT_LEAST_ONE = (
     *("nodes", "ranks_per_node", "cpus_per_rank", "time_min", "cluster.time_min", "cluster.cpus_per_node"),
     *("stop.every_steps", "stop.signal_before_s"),
     "cluster.max_array_size",
-    *("model.params", "model.layers", "model.hidden", "model.heads", "model.sequence"),
+    *("sweep.at_once", "model.params", "model.layers", "model.hidden", "model.heads", "model.sequence"),
 )
 AT_LEAST_ZERO = (
     *("cluster.gpus_per_node", "mem_gb", "cluster.mem_gb", "cluster.mem_gb_per_rank"),

@@ -234,6 +234,13 @@ class Container:
 
 
 @dataclass
+class Sweep:
+    """How the job arrays of a --multirun are submitted."""
+
+    at_once: Optional[int] = key("how many tasks of a sweep may run at the same time; null: as many as fit")
+
+
+@dataclass
 class Config:
     """Everything that `hpcinit submit` takes."""
 
@@ -246,6 +253,7 @@ class Config:
     comm: Comm = field(default_factory=Comm)
     job: Job = field(default_factory=Job)
     launch: Launch = field(default_factory=Launch)
+    sweep: Sweep = field(default_factory=Sweep)
     container: Container = field(default_factory=Container)
     stop: Stop = field(default_factory=Stop)
     hang: Hang = field(default_factory=Hang)

@@ -10,7 +10,7 @@ from pathlib import Path
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import Failure, RequestError
 from hpcinit.local import engine
-from hpcinit.observe import find, state
+from hpcinit.observe import find, state, sweep
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,6 +23,9 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     for word in options.run:
         path = find.find(word, options.runs_dir)
+        if sweep.is_sweep(path):
+            _sweep(path)
+            continue
         now = state.read(path)
         if now.over and not now.others:
             print(f"{path.name}: was over already, {now.name}")
@@ -51,7 +54,21 @@ def _end(path: Path, now: state.State) -> None:
         engine.cancel(path)
         return
     # Of a chain the last first: the next would begin as soon as one has ended.
-    command = ["scancel", *reversed(now.others), *([] if now.over else [now.job_id])]
+    _scancel([*reversed(now.others), *([] if now.over else [now.job_id])])
+
+
+def _sweep(path: Path) -> None:
+    tasks = sweep.read(path)
+    jobs = sweep.open_jobs(tasks)
+    if not jobs:
+        print(f"{path.name}: was over already, {sweep.counts(tasks)}")
+        return
+    _scancel(jobs)
+    print(f"{path.name}: job{'s' * (len(jobs) > 1)} {', '.join(jobs)} being cancelled")
+
+
+def _scancel(jobs: Sequence[str]) -> None:
+    command = ["scancel", *jobs]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except FileNotFoundError:

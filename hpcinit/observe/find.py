@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import RequestError
-from hpcinit.observe import state
+from hpcinit.observe import state, sweep
 
 
 def runs(runs_dir: Path) -> list[Path]:
@@ -19,12 +19,15 @@ def runs(runs_dir: Path) -> list[Path]:
 def find(word: str, runs_dir: Path = Path("runs")) -> Path:
     """The run folder that `word` means. Raises RequestError with what there is."""
     for path in (Path(word), runs_dir / word):
-        if (path / runfolder.SCRIPT).is_file():
+        # A task of a sweep has its script with the others.
+        if any((path / name).is_file() for name in (runfolder.SCRIPT, runfolder.SPEC, runfolder.SWEEP)):
             return path
     known = runs(runs_dir)
     for path in known:
         with contextlib.suppress(RequestError):
             if word in (*state.jobs(state.submission(path)), state.last_job(path)):
-                return path
+                return sweep.of_job(word, path) or path
+            if task := sweep.of_job(word, path):
+                return task
     last = ", ".join(path.name for path in known[-5:]) or "none"
     raise RequestError(f"no run {word!r}: neither a run folder nor a job id; the last in {runs_dir.absolute()}: {last}")

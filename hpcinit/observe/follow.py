@@ -59,7 +59,7 @@ def _watch(path: Path, console: Console) -> state.State:
 def _report(path: Path, end: state.State, status: int, console: Console) -> None:
     if end.name == "COMPLETED":
         console.print(f"COMPLETED  {progress.line(path)}".rstrip(), markup=False)
-        again = f"{'bash' if end.engine == 'local' else 'sbatch'} {shlex.quote(str(path / runfolder.SCRIPT))}"
+        again = f"{'bash' if end.engine == 'local' else 'sbatch'} {_script(path, end)}"
         console.print(f"logs of all ranks:  hpcinit logs --all {shlex.quote(str(path))}", markup=False)
         console.print(f"run it again by hand:  {again}", markup=False)
         return
@@ -71,6 +71,15 @@ def _report(path: Path, end: state.State, status: int, console: Console) -> None
     for text in job_log.read_text(errors="replace").splitlines()[-5:] if job_log.exists() else []:
         console.print(f"  {text}", markup=False)
     console.print(f"everything:  {shlex.quote(str(path / runfolder.LOGS))}", markup=False)
+
+
+def _script(path: Path, end: state.State) -> str:
+    """The script as the words of a command; of a task, the sweep's with the task's index."""
+    own = path / runfolder.SCRIPT
+    if own.exists():
+        return shlex.quote(str(own))
+    words = state.submission(path)["command"]
+    return f"--array={end.job_id.partition('_')[2]} {shlex.quote(words[-1])}"
 
 
 def errors(path: Path) -> list[dict[str, Any]]:

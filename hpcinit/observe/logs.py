@@ -11,7 +11,8 @@ from pathlib import Path
 
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import RequestError
-from hpcinit.observe import find
+from hpcinit.facts.ranges import ranges
+from hpcinit.observe import find, sweep
 from hpcinit.observe.poll import Poll
 
 
@@ -61,6 +62,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--follow", "-f", action="store_true", help="go on until the run is over")
     options = parser.parse_args(argv)
     path = find.find(options.run, options.runs_dir)
+    if sweep.is_sweep(path):
+        numbers = ranges(sweep.combinations(path))
+        raise RequestError(f"{path} is a sweep of the tasks {numbers}, expected one: hpcinit logs {options.run}/0")
     if not (options.follow or options.all or options.job) and options.rank not in ranks(path):
         raise RequestError(f"{path} has no log of rank {options.rank}; there are: {ranks(path) or 'none yet'}")
     tails: dict[str, Tail] = {}

@@ -68,7 +68,7 @@ def read(path: Path, ask: bool = True) -> State:
     state = _slurm(path, job_id, ask)
     if job_id == submitted:
         return state
-    left = _left_behind(path, job_id)
+    left = left_behind(path, job_id)
     # Run inside a job that goes on (salloc), the script ends before its job does.
     state = left if left.over and state.name == "RUNNING" else state
     return replace(state, by_hand=True)
@@ -91,7 +91,7 @@ def exit_status(path: Path) -> int | None:
 
 
 def _slurm(path: Path, job_id: str, ask: bool) -> State:
-    left = _left_behind(path, job_id)
+    left = left_behind(path, job_id)
     if not ask:
         return left
     state = of_job(job_id, left)
@@ -110,7 +110,7 @@ def _chain(path: Path, ids: Sequence[str], last: str, ask: bool) -> State:
     going = sorted(open_, key=lambda job: known[job].name == "PENDING")  # the one that runs first
     if _decided(path) or not going:
         job_id = last or ids[-1]
-        left = _left_behind(path, job_id)
+        left = left_behind(path, job_id)
         state = left if _decided(path) or not ask else known.get(job_id) or of_job(job_id, left)
         state = replace(state, exit_status=left.exit_status) if state.over and left.over else state
     else:
@@ -170,7 +170,7 @@ def _by_hand(path: Path, job_id: str) -> State:
 def _squeue(*job_ids: str) -> list[State]:
     """Of each job that is in the queue, or has left it not long ago."""
     # -t all: jobs that have ended stay here for MinJobAge (300 s).
-    lines = _ask("squeue", "--noheader", f"--jobs={','.join(job_ids)}", "--states=all", "--format=%i|%T|%r")
+    lines = ask_slurm("squeue", "--noheader", f"--jobs={','.join(job_ids)}", "--states=all", "--format=%i|%T|%r")
     states = []
     for line in lines:
         job_id, name, reason = line.split("|", 2)
@@ -181,17 +181,21 @@ def _squeue(*job_ids: str) -> list[State]:
 
 
 def _sacct(job_id: str) -> State | None:
-    lines = _ask("sacct", "--noheader", "--parsable2", "-X", "--jobs", job_id, "--format=State,ExitCode")
+    lines = ask_slurm("sacct", "--noheader", "--parsable2", "-X", "--jobs", job_id, "--format=State,ExitCode")
     if not lines:
         return None
     name, _, code = lines[0].partition("|")
     words = name.split()  # 'CANCELLED by 1000'
+    return State(words[0], job_id, "slurm", " ".join(words[1:]), status_of(code), "sacct")
+
+
+def status_of(code: str) -> int | None:
+    """The exit status of sacct's ExitCode: '3:0' is 3, '0:9' (a signal) 137; None where it does not say."""
     status, _, number = code.partition(":")
-    exit_status = int(status) or (128 + int(number) if int(number or 0) else 0) if status.isdigit() else None
-    return State(words[0], job_id, "slurm", " ".join(words[1:]), exit_status, "sacct")
+    return int(status) or (128 + int(number) if int(number or 0) else 0) if status.isdigit() else None
 
 
-def _left_behind(path: Path, job_id: str) -> State:
+def left_behind(path: Path, job_id: str) -> State:
     """From exit.json: right with accounting off, and when Slurm has forgotten the job."""
     status = exit_status(path)
     if status is None:
@@ -203,7 +207,7 @@ class NoAnswer(Exception):
     """Slurm did not say anything about the job, not even that it does not know it."""
 
 
-def _ask(*command: str) -> list[str]:
+def ask_slurm(*command: str) -> list[str]:
     """The answer's lines; none if there is no such job, or no accounting. Raises NoAnswer if nobody answers."""
     try:
         done = subprocess.run(

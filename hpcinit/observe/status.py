@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcinit.facts.errors import RequestError
-from hpcinit.observe import find, progress, reasons, state
+from hpcinit.observe import find, progress, reasons, state, sweep
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,6 +24,9 @@ def main(argv: Sequence[str]) -> int:
     answers = True  # a controller that is away costs many seconds a question: ask it once
     for path in paths:
         try:
+            if sweep.is_sweep(path):
+                answers &= _sweep(path, answers, options)
+                continue
             now = state.read(path, answers)
             answers &= now.source != state.NOBODY
         except RequestError as error:
@@ -41,3 +44,18 @@ def main(argv: Sequence[str]) -> int:
         if meaning := reasons.explain(now.reason):
             print(f"{'':24} {'':>9}  {meaning}")
     return 0
+
+
+def _sweep(path: Path, answers: bool, options: argparse.Namespace) -> bool:
+    """A line for a sweep, and if it is asked for by name one for each task. False: Slurm does not answer."""
+    tasks = sweep.read(path, answers)
+    if options.json:
+        for task in tasks:
+            about = {"run": str(task.path), "task": task.number, "combination": task.combination}
+            print(json.dumps({**about, **task.state.to_json(), "progress": progress.read(task.path)}))
+    else:
+        jobs = [job for job in dict.fromkeys(task.state.job_id.partition("_")[0] for task in tasks) if job != "-"]
+        print(f"{path.name:24} {jobs[0] if jobs else '-':>9}  {len(tasks)} tasks: {sweep.counts(tasks)}")
+        if options.run:
+            print(*sweep.lines(tasks), sep="\n")
+    return all(task.state.source != state.NOBODY for task in tasks)

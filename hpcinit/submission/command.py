@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,10 @@ from hpcinit.config.schema import Config
 from hpcinit.facts import quoting
 from hpcinit.facts.errors import INTERRUPTED, MaybeSubmitted, RequestError, SubmitError
 from hpcinit.submission import submit as submission
+from hpcinit.submission import sweep
 from hpcinit.submission.say import say
+
+MOST_LINES = 40  # of a table that is printed without being asked for
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,6 +83,8 @@ def _all(requests: Sequence[Request], argv: Sequence[str], jobs: list[tuple[Requ
     warnings = (text for request in requests for text in (*request.warnings, *checks.warnings(request.config)))
     for warning in dict.fromkeys(warnings):
         print(f"hpcinit: warning: {warning}", file=sys.stderr)
+    if sweep.is_one(requests):
+        return _sweep(requests, argv)
     status = 0
     for number, request in enumerate(requests):
         if request.config.dry_run:
@@ -111,6 +116,53 @@ def _all(requests: Sequence[Request], argv: Sequence[str], jobs: list[tuple[Requ
         if request.config.wait and request.config.cluster.engine != "local" and status != INTERRUPTED:
             status = max(status, _follow(request, done))
     return status
+
+
+def _sweep(requests: Sequence[Request], argv: Sequence[str]) -> int:
+    """Submit all of them as job arrays; the exit status."""
+    config = requests[0].config
+    if config.dry_run:
+        for about, text in sweep.dry_run(requests):
+            print(f"# {about}", file=sys.stderr, flush=True)
+            sys.stdout.write(text)
+        sys.stdout.flush()
+        return 0
+    done = sweep.submit_all(requests, ["hpcinit", "submit", *argv])
+    if said := str(done.dropped):
+        print(f"not passed on to the job: {said}", file=sys.stderr)
+    run = shlex.quote(str(done.path))
+    jobs = list(dict.fromkeys(job.partition("_")[0] for job in done.ids.values()))
+    say(
+        *_table(requests, done.ids),
+        f"{len(done.ids)} tasks on {config.cluster.name} as job{'s' * (len(jobs) > 1)} {', '.join(jobs)}",
+        f"run folder: {done.path}",
+    )
+    left = [request.combination for request in requests if request.number not in done.ids]
+    if left:
+        why = f"{done.refused}\n" if done.refused else ""
+        print(f"hpcinit: error: {why}not submitted: {_some(left)}", file=sys.stderr)
+    if done.interrupted:
+        print(f"interrupted, but jobs were submitted already; hpcinit cancel {run} ends them", file=sys.stderr)
+        return INTERRUPTED
+    if config.wait:
+        from hpcinit.observe.sweep import follow  # noqa: PLC0415 - rich, only for those who wait
+
+        return max(bool(left), follow(done.path))
+    return int(bool(left))
+
+
+def _table(requests: Sequence[Request], ids: Mapping[int, str]) -> list[str]:
+    """'4242_17  17  seed=17': what each task is; of many the first and the last ones."""
+    lines = [f"{ids[r.number]:>12}  {r.number:>4}  {r.combination}" for r in requests if r.number in ids]
+    if len(lines) <= MOST_LINES:
+        return lines
+    more = f"{'...':>12}  and {len(lines) - MOST_LINES + 2} more; hpcinit status shows all"
+    return [*lines[: MOST_LINES - 4], more, *lines[-2:]]
+
+
+def _some(words: Sequence[str]) -> str:
+    shown = "; ".join(words[:MOST_LINES])
+    return shown if len(words) <= MOST_LINES else f"{shown}; and {len(words) - MOST_LINES} more"
 
 
 def _print_script(request: Request) -> None:

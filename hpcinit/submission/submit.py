@@ -76,11 +76,11 @@ def check(config: Config, document: Mapping[str, Any] | None = None) -> None:
         world_size = config.nodes * checks.ranks_per_node(config)
         problems.extend(problem(config.nodes, world_size, config.cluster.mem_gb_per_rank))
     if not problems:
-        problems.extend((*after.problems(config), *snapshot.problems(config, _workdir(config))))
+        problems.extend((*after.problems(config), *snapshot.problems(config, workdir_of(config))))
     setup = config.cluster.setup
     if not problems and setup:
         # The run's number is not known yet, and bash does not mind: a path is one quoted word.
-        text = script.render(config, _runs_dir(config) / config.name, _workdir(config))
+        text = script.render(config, runs_dir_of(config) / config.name, workdir_of(config))
         if said := syntax.problem(text, setup):
             problems.append(said)
     if problems:
@@ -90,8 +90,17 @@ def check(config: Config, document: Mapping[str, Any] | None = None) -> None:
 def dry_run(config: Config) -> str:
     """The script that submit() would write and submit now."""
     check(config)
-    path = folder.next_path(_runs_dir(config), config.name)
-    return script.render(config, path, _workdir(config), snapshot.of(config, _workdir(config)))
+    path = folder.next_path(runs_dir_of(config), config.name)
+    return script.render(config, path, workdir_of(config), snapshot.of(config, workdir_of(config)))
+
+
+def require_sbatch(config: Config) -> None:
+    """Raises SubmitError where the cluster has Slurm and this machine has no sbatch."""
+    if config.cluster.engine == "slurm" and shutil.which("sbatch") is None:
+        raise SubmitError(
+            f"sbatch is not on PATH, and cluster {config.cluster.name} needs it: is this a login node, and is the "
+            "slurm module loaded? dry_run=true renders without it, cluster=local runs on this machine"
+        )
 
 
 def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> Submitted:
@@ -102,21 +111,17 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
     there is no job and no folder, except with MaybeSubmitted.
     """
     check(config, document)
-    if config.cluster.engine == "slurm" and shutil.which("sbatch") is None:
-        raise SubmitError(
-            f"sbatch is not on PATH, and cluster {config.cluster.name} needs it: is this a login node, and is the "
-            "slurm module loaded? dry_run=true renders without it, cluster=local runs on this machine"
-        )
-    workdir = _workdir(config)
+    require_sbatch(config)
+    workdir = workdir_of(config)
     code = snapshot.of(config, workdir)
     provenance = Provenance(workdir, secret_names.masked(argv, config.secret_names))
     slurm = config.cluster.engine == "slurm"
     env, dropped = environment.of_job(os.environ, config.secrets, config.secret_names, devices=slurm)
-    request = twice.request_hash(document, workdir, _runs_dir(config))
+    request = twice.request_hash(document, workdir, runs_dir_of(config))
     # Answered while we render.
     question = queue.Question(env, over=False) if slurm and not config.again else None
-    with _deferred_interrupt() as interrupts:
-        path = folder.claim(_runs_dir(config), config.name)
+    with deferred_interrupt() as interrupts:
+        path = folder.claim(runs_dir_of(config), config.name)
         try:
             text = script.render(config, path, workdir, code)
             files = {
@@ -149,11 +154,11 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
             "submitted": time.time(),
             "command": list(links.command),
         }
-        _mark(path, record | ({"jobs": list(links.jobs)} if config.chain > 1 else {}))
+        mark(path, record | ({"jobs": list(links.jobs)} if config.chain > 1 else {}))
     return Submitted(links.jobs[0], path, dropped, bool(interrupts), links.jobs, links.missing)
 
 
-def _mark(path: Path, record: Mapping[str, object]) -> None:
+def mark(path: Path, record: Mapping[str, object]) -> None:
     try:
         folder.mark_submitted(path, record)
     except OSError as error:
@@ -176,9 +181,21 @@ def _hand_over(
         from hpcinit.local import engine  # noqa: PLC0415
 
         return engine.start(path, config.time_min, env)
+    return sbatch(config, path / runfolder.SCRIPT, env, token, options, interrupted)
+
+
+def sbatch(
+    config: Config,
+    batch: Path,
+    env: Mapping[str, str],
+    token: str,
+    options: Sequence[str],
+    interrupted: Callable[[], bool],
+) -> tuple[str, Sequence[str]]:
+    """Hand the script `batch` to Slurm; the job id and the command used. Raises SubmitError."""
     try:
         return once.hand_over(
-            path / runfolder.SCRIPT,
+            batch,
             env,
             token,
             options,
@@ -190,12 +207,12 @@ def _hand_over(
     except MaybeSubmitted:
         raise
     except SubmitError as error:
-        text = (path / runfolder.SCRIPT).read_text(encoding="utf-8")
+        text = batch.read_text(encoding="utf-8")
         raise SubmitError(f"{error}\n{refusal.explain(str(error), text)}nothing was submitted") from None
 
 
 @contextmanager
-def _deferred_interrupt() -> Iterator[list[int]]:
+def deferred_interrupt() -> Iterator[list[int]]:
     """Ctrl-C between sbatch's start and the record of its job id would lose a job: note it, act after.
 
     A closed terminal (SIGHUP) and SIGTERM too. What is ignored (nohup, a script's `&`) stays ignored.
@@ -251,9 +268,9 @@ def make_spec(config: Config, workdir: Path, code: snapshot.Plan | None = None, 
     )
 
 
-def _workdir(config: Config) -> Path:
+def workdir_of(config: Config) -> Path:
     return Path(config.job.workdir or ".").expanduser().absolute()
 
 
-def _runs_dir(config: Config) -> Path:
+def runs_dir_of(config: Config) -> Path:
     return Path(config.runs_dir).expanduser().absolute()

@@ -117,6 +117,6 @@ def test_common_sweeps_go_the_quick_way(words: list[str], monkeypatch: pytest.Mo
 
 def test_requests_of_a_sweep_share_nothing_that_changes() -> None:
     """A program that is put into one request's job does not appear in another's, nor do other values."""
-    one, two, _ = sweep(["seed=1,2,3", "job.env={A: '1'}"])
+    one, two, _ = sweep(["seed=1,2,3", "+job.env.A=x"])
     one.config.job.script, one.document["job"]["script"] = "other.py", "other.py"  # type: ignore[union-attr]
     assert (two.config.job.script, two.document["job"]["script"]) == (None, None)  # type: ignore[union-attr]

@@ -1,0 +1,197 @@
+"""A sweep: the state of each of its tasks from one question to Slurm, whatever their number."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from hpcinit.facts import runfolder
+from hpcinit.facts.errors import INTERRUPTED, RequestError
+from hpcinit.facts.ranges import ranges
+from hpcinit.observe import progress, reasons, state
+
+QUICK_S, SLOW_S = 1.0, 10.0  # between two questions to the controller
+PATIENCE = 5  # after n seconds in which no task ended, every n/5
+FORGOTTEN_S = 60.0  # after which a job that Slurm knows nothing of will not come back
+NOT_SUBMITTED = "NOT_SUBMITTED"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One combination. state: of name NOT_SUBMITTED where sbatch refused the job that it was to be in."""
+
+    number: int
+    combination: str
+    path: Path
+    state: state.State
+
+    @property
+    def status(self) -> int:
+        """What a program that waits should end with for it."""
+        known = self.state.exit_status
+        return (known or 1) if self.state.name != "COMPLETED" else known or 0
+
+
+def is_sweep(path: Path) -> bool:
+    return (path / runfolder.SWEEP).is_file()
+
+
+def combinations(path: Path) -> dict[int, str]:
+    """What each task is, by its number. Raises RequestError."""
+    try:
+        document = json.loads((path / runfolder.SWEEP).read_text())
+        return {int(number): str(text) for number, text in document["tasks"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RequestError(f"{path / runfolder.SWEEP} cannot be read: {error}; was it edited?") from None
+
+
+def read(path: Path, ask: bool = True) -> list[Task]:
+    """All tasks with their states. ask: False where Slurm has just not answered."""
+    known = combinations(path)
+    ids = {number: _job_id(path / str(number)) for number in known}
+    said: dict[str, state.State] = {}
+    silent = "" if ask else "Slurm did not answer"
+    if ask:
+        try:
+            said = _ask({job_id for job_id in ids.values() if job_id})
+        except state.NoAnswer as error:
+            silent = str(error)
+    return [
+        Task(number, text, path / str(number), _state(path / str(number), ids[number], said, silent))
+        for number, text in known.items()
+    ]
+
+
+def of_job(word: str, path: Path) -> Path | None:
+    """The task that is job `word` ('4242_17'), or the sweep itself if one of its arrays is ('4242')."""
+    jobs = [str(job["job_id"]) for job in state.submission(path).get("sweep", [])]
+    if word in jobs and (path / runfolder.SWEEP).is_file():
+        alone = [path / str(number) for number in combinations(path) if _job_id(path / str(number)) == word]
+        return alone[0] if alone else path
+    if word.partition("_")[0] not in jobs:
+        return None
+    tasks = (path / str(number) for number in combinations(path))
+    return next((task for task in tasks if _job_id(task) == word), None)
+
+
+def open_jobs(tasks: Sequence[Task]) -> list[str]:
+    """The jobs that are not over yet, as scancel takes them."""
+    return sorted({task.state.job_id.partition("_")[0] for task in tasks if _is_open(task)})
+
+
+def failed(path: Path) -> list[int]:
+    """The tasks that have ended in another way than well, for a second attempt."""
+    return [task.number for task in read(path) if task.state.over and task.status]
+
+
+def counts(tasks: Sequence[Task]) -> str:
+    """'3 COMPLETED, 1 FAILED, 996 PENDING'."""
+    return ", ".join(f"{number} {name}" for name, number in Counter(task.state.name for task in tasks).most_common())
+
+
+def lines(tasks: Sequence[Task]) -> Iterator[str]:
+    """The table: number, job, state, combination, and what else is known."""
+    for task in tasks:
+        status = "" if task.state.exit_status is None else f"exit status {task.state.exit_status}"
+        details = "  ".join(text for text in (task.state.reason, status, progress.line(task.path)) if text)
+        yield f"{task.number:>6}  {task.state.job_id:>12}  {task.state.name:13} {task.combination}  {details}".rstrip()
+    for reason in dict.fromkeys(task.state.reason for task in tasks):
+        if meaning := reasons.explain(reason):
+            yield f"{reason}: {meaning}"
+
+
+def follow(path: Path) -> int:
+    """Until all tasks are over, then the highest of their exit statuses. Ctrl-C gives up waiting (130)."""
+    console = Console(highlight=False, soft_wrap=True)
+    run = shlex.quote(str(path))
+    try:
+        tasks = _watch(path, console)
+    except KeyboardInterrupt:
+        console.print(f"\nno longer waiting; the jobs go on. See them:  hpcinit status {run}", markup=False)
+        console.print(f"end them:  hpcinit cancel {run}", markup=False)
+        return INTERRUPTED
+    bad = [task.number for task in tasks if task.status]
+    console.print(counts(tasks), markup=False)
+    if bad:
+        console.print(f"not COMPLETED: {ranges(bad)}; the first:  hpcinit logs {run}/{bad[0]}", markup=False)
+    return max(task.status for task in tasks)
+
+
+def _watch(path: Path, console: Console) -> list[Task]:
+    told: set[int] = set()
+    began = happened = known = time.monotonic()
+    shown = ""
+    with console.status("") as line:
+        while True:
+            tasks, clock = [task for task in read(path) if task.state.name != NOT_SUBMITTED], time.monotonic()
+            for task in tasks:
+                if task.state.over and task.number not in told:
+                    told.add(task.number)
+                    happened = clock
+                    if task.status:
+                        console.print(f"task {task.number}  {task.combination}: {_end(task)}", markup=False)
+            if not any(task.state.forgotten for task in tasks):
+                known = clock
+            if all(task.state.over for task in tasks) or clock - known > FORGOTTEN_S:
+                return tasks
+            about = counts(tasks)
+            if about != shown and not console.is_terminal:
+                console.print(f"[{clock - began:.0f} s] {about}", markup=False)
+            shown = about
+            line.update(f"{about}  {clock - began:.0f} s")
+            time.sleep(min(SLOW_S, max(QUICK_S, (clock - happened) / PATIENCE)))
+
+
+def _end(task: Task) -> str:
+    return f"{task.state.name} {task.state.reason}".rstrip() + f", exit status {task.status}"
+
+
+def _is_open(task: Task) -> bool:
+    return not task.state.over and task.state.name != NOT_SUBMITTED
+
+
+def _job_id(task: Path) -> str:
+    try:
+        return str(state.submission(task)["job_id"])
+    except RequestError:
+        return ""
+
+
+def _state(task: Path, job_id: str, said: Mapping[str, state.State], silent: str) -> state.State:
+    if not job_id:
+        return state.State(NOT_SUBMITTED, "-", "slurm")
+    left = state.left_behind(task, job_id)
+    if silent:
+        return left if left.over else state.State("UNKNOWN", job_id, "slurm", silent, None, state.NOBODY)
+    now = said.get(job_id, left)
+    return replace(now, exit_status=left.exit_status) if now.over and left.over else now
+
+
+def _ask(ids: set[str]) -> dict[str, state.State]:
+    """The state of every task that Slurm knows, by its id: from squeue, then from sacct."""
+    known: dict[str, state.State] = {}
+    if not ids:
+        return known
+    which = f"--jobs={','.join(sorted({job_id.partition('_')[0] for job_id in ids}))}"
+    for line in state.ask_slurm("squeue", "--noheader", "--array", which, "--states=all", "--format=%i|%T|%r"):
+        job_id, name, reason = line.split("|", 2)
+        reason = "" if reason == "None" or name == "CANCELLED" else reason
+        known[job_id] = state.State(name, job_id, "slurm", reason, None, "squeue")
+    if ids <= set(known):
+        return known
+    for line in state.ask_slurm(
+        "sacct", "--noheader", "--parsable2", "-X", "--array", which, "--format=JobID,State,ExitCode"
+    ):
+        job_id, name, code = line.split("|", 2)
+        words = name.split()  # 'CANCELLED by 1000'
+        known.setdefault(
+            job_id, state.State(words[0], job_id, "slurm", " ".join(words[1:]), state.status_of(code), "sacct")
+        )
+    return known
