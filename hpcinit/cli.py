@@ -63,6 +63,22 @@ COMMANDS = {
   hpcinit discover --print          shows it, and writes nothing
   hpcinit discover --name x --diff  what has changed since; exit status 1 if anything has""",
     ),
+    "resubmit": Command(
+        "hpcinit.submission.resubmit",
+        "submit a run's request once more",
+        """
+  hpcinit resubmit train-0001
+  hpcinit resubmit train-0001 time_min=120
+  hpcinit resubmit --fresh-code train-0001    snapshot=git: the checkout as it is now""",
+    ),
+    "render": Command(
+        "hpcinit.submission.compare",
+        "a run's script, and how two runs differ",
+        """
+  hpcinit render train-0001                  the script as it would be now
+  hpcinit render train-0001 train-0002       a diff of config and script
+  hpcinit render train-0001 nodes=8          what nodes=8 would change""",
+    ),
     "build-ops": Command(
         "hpcinit.build_ops",
         "compile DeepSpeed's ops once, before ranks need them",

@@ -20,4 +20,5 @@ ERRORS = "errors"  # one record per rank that raised: errors/rank-3.json
 ENV_FOLDER = "HPCINIT_RUN"  # environment variable: the run folder, in every process of the job
 ENDED_EARLY = 143  # exit status in EXIT of an attempt that was told to end: 128 + SIGTERM
 CODE = "code"  # snapshot=git: the checkout as it was, from which the job runs
+CODE_FILES = "code.json"  # the names of its files
 CODE_DIFF = "code.diff"  # what in it was not committed

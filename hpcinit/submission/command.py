@@ -40,9 +40,14 @@ def main(argv: Sequence[str]) -> int:
             _put(program, request.config, request.document)
         submission.check(request.config, request.document)
 
+    return compose.main(words, prepare, lambda requests: submit_all(requests, ["hpcinit", "submit", *argv]))
+
+
+def submit_all(requests: Sequence[Request], said: Sequence[str]) -> int:
+    """Submit what is composed and checked, and follow it with wait=true. said: the command line, for the record."""
     jobs: list[tuple[Request, submission.Submitted]] = []
     try:
-        return compose.main(words, prepare, lambda requests: _all(requests, argv, jobs))
+        return _all(requests, said, jobs)
     except KeyboardInterrupt:
         # submit() lets none through once its job exists.
         if len(jobs) == 1:
@@ -91,7 +96,7 @@ def _all(requests: Sequence[Request], argv: Sequence[str], jobs: list[tuple[Requ
             _print_script(request)
             continue
         try:
-            done = submission.submit(request.config, request.document, ["hpcinit", "submit", *argv])
+            done = submission.submit(request.config, request.document, argv)
             jobs.append((request, done))
             _announce(request, done)
             status = max(status, bool(done.missing))

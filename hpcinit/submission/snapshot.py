@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import json
 import os
 import shutil
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -33,6 +34,7 @@ class Plan:
     files: tuple[str, ...]
     size: int
     holds: frozenset[str] = field(repr=False)  # the files, and all folders that they lie in
+    before: Mapping[str, Any] = field(default_factory=dict)  # recorded of the snapshot, where root is one already
 
     def place(self, folder: Path, path: Path | None = None) -> Path:
         """Where a path of the checkout, by default its working folder, is in the snapshot of the run in `folder`."""
@@ -59,7 +61,29 @@ def of(config: Config, workdir: Path) -> Plan | None:
     """What this request would take; None without snapshot=git. Raises RequestError. Looked up once a process."""
     if config.snapshot != "git":
         return None
+    if taken := _taken_before(workdir.resolve()):
+        return taken
     return _plan(workdir.resolve(), tuple(config.snapshot_exclude), config.snapshot_max_mb)
+
+
+def _taken_before(workdir: Path) -> Plan | None:
+    """The snapshot of an earlier run, if the working folder is in one: a run is submitted again."""
+    inside = [place for place in (workdir, *workdir.parents) if place.name == runfolder.CODE]
+    for code in inside:
+        try:
+            names = json.loads((code.parent / runfolder.CODE_FILES).read_text())
+            sizes = [(code / name).lstat().st_size for name in names]
+        except (OSError, ValueError):
+            continue
+        parents = {str(parent) for name in names for parent in PurePosixPath(name).parents}
+        return Plan(code, workdir, tuple(names), sum(sizes), frozenset({*names, *parents}), _record(code.parent))
+    return None
+
+
+def _record(run: Path) -> dict[str, Any]:
+    """What provenance.json says of the run's snapshot; {} if nothing."""
+    document: dict[str, Any] = json.loads((run / runfolder.PROVENANCE).read_text())
+    return dict(document.get("snapshot", {}))
 
 
 @cache
@@ -139,7 +163,9 @@ def take(plan: Plan, folder: Path) -> dict[str, Any]:
             # Name and mode too: a file that may be executed is another than one that may not.
             digest.update(os.fsencode(f"{name}\0{stat.S_IMODE(mode) & 0o111:o}\0"))
             digest.update(hashlib.sha256(content).digest())
-        changed = checkout.diff(plan.root)
+        (folder / runfolder.CODE_FILES).write_text(json.dumps(plan.files) + "\n")
+        earlier = plan.root.parent / runfolder.CODE_DIFF
+        changed = earlier.read_bytes() if plan.before else checkout.diff(plan.root)
         (folder / runfolder.CODE_DIFF).write_bytes(changed)
     except OSError as error:
         raise SubmitError(
@@ -147,6 +173,8 @@ def take(plan: Plan, folder: Path) -> dict[str, Any]:
         ) from None
     if pointers:
         print(f"hpcinit: warning: {_pointers(pointers)}", file=sys.stderr)
+    if plan.before:
+        return _the_same(plan, digest.hexdigest())
     return {
         "root": str(plan.root),
         "workdir": os.path.relpath(plan.workdir, plan.root),
@@ -156,6 +184,16 @@ def take(plan: Plan, folder: Path) -> dict[str, Any]:
         "bytes": plan.size,
         "sha256": digest.hexdigest(),
     }
+
+
+def _the_same(plan: Plan, sha256: str) -> dict[str, Any]:
+    if sha256 != plan.before.get("sha256"):
+        raise SubmitError(
+            f"snapshot=git: the files in {plan.root} are not those that were submitted (sha256 {sha256[:12]}, recorded "
+            f"{str(plan.before.get('sha256'))[:12]}): the job or somebody changed them; --fresh-code takes the "
+            "checkout as it is now; nothing was submitted"
+        )
+    return {**plan.before, "from": str(plan.root)}
 
 
 def _pointers(number: int) -> str:

@@ -1,0 +1,109 @@
+"""`hpcinit render RUN`: a run's script as it would be now; with a second run or overrides, what differs."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from hpcinit.config.request import Request
+from hpcinit.facts import runfolder
+from hpcinit.facts.errors import RequestError
+from hpcinit.observe import find
+from hpcinit.submission import recorded, script, snapshot
+
+COLOURS = {"+": "green", "-": "red", "@": "cyan"}
+WAITS = "#SBATCH --dependency="  # of the moment of submission: the jobs may be over
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="hpcinit render",
+        description="The script of a run as it would be rendered now; with a second run or with key=value, what "
+        "differs in config and script. Exit status 1 where something differs.",
+    )
+    parser.add_argument("run", help="run folder, its name, or a job id")
+    parser.add_argument("other", nargs="*", metavar="RUN | key=value", help="another run, or what is to differ")
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
+    options = parser.parse_intermixed_args(argv)
+    run = find.find(options.run, options.runs_dir).absolute()
+    runs = [word for word in options.other if "=" not in word]
+    if len(runs) > 1 or (runs and len(options.other) > 1):
+        raise RequestError(f"{' '.join(options.other)}: expected one other run, or key=value for this one")
+    if runs:
+        other = find.find(runs[0], options.runs_dir).absolute()
+        return _differ(run, _written(run), other.name, _written(other))
+    config, text = _rendered(run, options.other)
+    if options.other:
+        return _differ(run, _written(run), f"{run.name} with {' '.join(options.other)}", (config, _own(text, run)))
+    print("\n".join(text))
+    return _told(run, text)
+
+
+def _told(run: Path, text: Sequence[str]) -> int:
+    """A line about the script that was submitted."""
+    before = [line for line in recorded.lines(run) if not line.startswith(WAITS)]
+    changed = sum(
+        line[0] in "+-" for line in difflib.ndiff(before, [line for line in text if not line.startswith(WAITS)])
+    )
+    said = f"{changed} lines differ from what was submitted" if changed else "as it was submitted"
+    print(f"hpcinit: {run / runfolder.SCRIPT}: {said}", file=sys.stderr)
+    return int(changed > 0)
+
+
+def _written(run: Path) -> tuple[list[str], list[str]]:
+    """Config and script as they were submitted."""
+    return _yaml(recorded.read(run)), _own(list(recorded.lines(run)), run)
+
+
+def _rendered(run: Path, overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Config and script as they would be now, in the same folder."""
+    found: list[tuple[list[str], list[str]]] = []
+
+    def render(requests: Sequence[Request]) -> int:
+        config = replace(requests[0].config, after=None, after_ok=None)
+        workdir = Path(recorded.provenance(run)["workdir"])
+        if config.snapshot == "git":
+            code = recorded.provenance(run).get("snapshot") or {"workdir": "."}
+            workdir = run / runfolder.CODE / code["workdir"]
+        text = script.render(config, run, workdir, snapshot.of(config, workdir))
+        found.append((_yaml(requests[0].document), text.splitlines()))
+        return 0
+
+    recorded.request(recorded.read(run), overrides, lambda request: None, render)
+    return found[0]
+
+
+def _own(text: Sequence[str], run: Path) -> list[str]:
+    """With the run's own folder as RUN, in which any two runs differ."""
+    return [line.replace(str(run), "RUN") for line in text]
+
+
+def _yaml(document: object) -> list[str]:
+    return yaml.safe_dump(document, sort_keys=False).splitlines()
+
+
+def _differ(run: Path, before: tuple[list[str], list[str]], name: str, after: tuple[list[str], list[str]]) -> int:
+    """Print two unified diffs, of config and script; 1 if there is anything to print, as diff does."""
+    lines: list[str] = []
+    for file, old, new in zip((runfolder.CONFIG, runfolder.SCRIPT), before, after, strict=True):
+        lines += difflib.unified_diff(old, new, f"{run.name}/{file}", f"{name}/{file}", lineterm="")
+    if sys.stdout.isatty():
+        _coloured(lines)
+    else:
+        print("".join(f"{line}\n" for line in lines), end="")
+    return int(bool(lines))
+
+
+def _coloured(lines: Sequence[str]) -> None:
+    from rich.console import Console  # noqa: PLC0415 - in a terminal only
+    from rich.text import Text  # noqa: PLC0415
+
+    console = Console(highlight=False, soft_wrap=True)
+    for line in lines:
+        console.print(Text(line, style=COLOURS.get(line[:1], "")))

@@ -1,0 +1,74 @@
+"""`hpcinit resubmit RUN [key=value ...]`: the same request once more, in a new run folder."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcinit.config.request import Request
+from hpcinit.facts import runfolder
+from hpcinit.facts.errors import RequestError
+from hpcinit.observe import find, state
+from hpcinit.submission import command, recorded, submit
+
+# Of the earlier submission only: a job that was waited for is over, and who asks for one more does not ask for none.
+RESET: dict[str, Any] = {"after": None, "after_ok": None, "again": False, "dry_run": False}
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="hpcinit resubmit", description="Submit the request of a run once more.")
+    parser.add_argument("run", help="run folder, its name, or a job id")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="what is to differ")
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
+    parser.add_argument(
+        "--fresh-code", action="store_true", help="of a run with snapshot=git: the checkout as it is now, not as it was"
+    )
+    options = parser.parse_intermixed_args(argv)
+    run = find.find(options.run, options.runs_dir).absolute()
+    _refuse_what_goes_on(run, options.overrides)
+    document = recorded.read(run)
+    dropped = [key for key in ("after", "after_ok") if document.get(key)]
+    document |= RESET
+    _go_where_it_was_submitted(run, document, options.fresh_code)
+    if dropped and not any(word.startswith(f"{key}=") for word in options.overrides for key in dropped):
+        print(f"hpcinit: {' and '.join(dropped)} of {run.name} is left out; give it again to wait", file=sys.stderr)
+
+    def check(request: Request) -> None:
+        submit.check(request.config, request.document)
+
+    said = ["hpcinit", "resubmit", *argv]
+    return recorded.request(document, options.overrides, check, lambda requests: command.submit_all(requests, said))
+
+
+def _refuse_what_goes_on(run: Path, overrides: Sequence[str]) -> None:
+    now = state.read(run)
+    known = not now.over and now.name != "UNKNOWN"
+    if known and not any(word.startswith("again=") for word in overrides):
+        raise RequestError(
+            f"{run.name} is {now.name} as job {now.job_id}: again=true submits it a second time, "
+            f"`hpcinit cancel {shlex.quote(run.name)}` ends the first"
+        )
+
+
+def _go_where_it_was_submitted(run: Path, document: dict[str, Any], fresh: bool) -> None:
+    """Change into the folder that the request's relative paths begin at, or into the snapshot's copy of it."""
+    known, job = recorded.provenance(run), document["job"]
+    place = Path(known["workdir"])
+    code = known.get("snapshot")
+    if document.get("snapshot") == "git" and code and not fresh:
+        place = run / runfolder.CODE / code["workdir"]
+        if job["script"] and Path(job["script"]).is_relative_to(code["root"]):
+            job["script"] = str(run / runfolder.CODE / Path(job["script"]).relative_to(code["root"]))
+    try:
+        os.chdir(place)
+    except OSError as error:
+        raise RequestError(f"cannot enter {place}, where {run.name} ran: {error.strerror}; submit anew") from None
+    if job["workdir"] is not None:
+        job["workdir"] = str(place)
+    if Path(document["runs_dir"]).expanduser().absolute() != run.parent:
+        document["runs_dir"] = str(run.parent)
