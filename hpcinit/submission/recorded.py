@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from hpcinit.config import compose, keys
-from hpcinit.config.request import Prepare, Task
+from hpcinit.config.request import Prepare, Request, Task
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import RequestError
 
@@ -47,11 +47,21 @@ def request(document: dict[str, Any], overrides: Sequence[str], prepare: Prepare
                 f"that are to differ, as in {key}.NAME=VALUE, or submit anew"
             )
     own, others = _divided(document)
+    # What stood behind -- never went through Hydra, and may hold anything, `${` too.
+    kept = {} if any(word.startswith("job.args") for word in overrides) else {"args": list(document["job"]["args"])}
+    own["job"] = {**document["job"], **({"args": []} if kept else {})}
+
+    def prepared(request: Request) -> None:
+        for key, value in kept.items():
+            setattr(request.config.job, key, value)
+            request.document["job"][key] = value
+        prepare(request)
+
     with tempfile.TemporaryDirectory(prefix="hpcinit-") as folder:
-        text = yaml.safe_dump({"defaults": ["hpcinit_schema", "_self_"], **_literal(own)}, sort_keys=False)
+        text = yaml.safe_dump({"defaults": ["hpcinit_schema", "_self_"], **own}, sort_keys=False)
         (Path(folder) / "run.yaml").write_text(text)
         line = ["--config-dir", folder, "--config-name", "run", *others, *overrides]
-        return compose.main(line, prepare, task)
+        return compose.main(line, prepared, task)
 
 
 def _divided(document: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -69,15 +79,6 @@ def _word(value: Any) -> str:
     if isinstance(value, str):
         return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
     return json.dumps(value)
-
-
-def _literal(value: Any) -> Any:
-    """With `${` escaped: what has been resolved is text."""
-    if isinstance(value, dict):
-        return {key: _literal(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_literal(item) for item in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
 def lines(run: Path) -> Iterator[str]:

@@ -22,8 +22,7 @@ def config(folder: Path) -> dict:
 def test_the_same_request_again(hpcinit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From another folder too: a new run folder beside the old one, the same config, arguments and own keys, and the
     same working folder."""
-    words = ["nodes=2", "+mine={a: [1, two]}", "+job.env.A='${b} it is'", "wait=true", "name=x"]
-    words[2] = "+job.env.A='\\${b} it is'"
+    words = ["nodes=2", "+mine={a: [1, two]}", "+job.env.A='it is'", "wait=true", "name=x"]
     first = folder_of(hpcinit("submit", *words, "--", "sh", "-c", 'echo "$A" "$1"; pwd', "-", "${c} 'd'"))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -31,7 +30,7 @@ def test_the_same_request_again(hpcinit: Run, tmp_path: Path, monkeypatch: pytes
     assert done.returncode == 0, done.stdout + done.stderr
     second = folder_of(done)
     assert second == first.parent / "x-0002" and config(second) == config(first)
-    assert printed(second, 1) == printed(first, 1) == f"${{b}} it is ${{c}} 'd'\n{tmp_path}\n"
+    assert printed(second, 1) == printed(first, 1) == f"it is ${{c}} 'd'\n{tmp_path}\n"
     provenance = json.loads((second / "provenance.json").read_text())
     assert provenance["command"] == ["hpcinit", "resubmit", str(first)] and provenance["workdir"] == str(tmp_path)
     assert (
