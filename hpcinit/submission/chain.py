@@ -1,6 +1,6 @@
 """A training longer than the time limit: one run folder, several jobs of the same script, each after the one before.
 
-Why so: docs/decisions/0016-chains.md.
+Why so: docs/decisions/0017-chains.md.
 """
 
 from __future__ import annotations
