@@ -1,11 +1,47 @@
-"""run.wrap with torch's own wrappers on 2 real ranks: where gradients lie."""
+"""run.wrap with torch's own wrappers on real ranks: what is compiled, and where gradients lie."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from tests.runtime.test_wrap import on_two_ranks
+from tests.runtime.spawned import ranks
+from tests.runtime.test_wrap import BEGIN, on_two_ranks
+
+COMPILED = """
+from torch._dynamo.utils import counters
+
+class Block(nn.Module):  # of our own: torch compiles nothing of a bare nn.Linear, and says nothing
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+    def forward(self, x):
+        return x + torch.tanh(self.layer(x))
+
+with hpcinit.session() as run:
+    found = []
+    for compile in (False, True):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Sequential(Block(), Block()), nn.Linear(8, 8))
+        made = wrapped(model, Layout(dp_replicate=1), Training("none", compile=compile))
+        for _ in range(2):
+            loss = made(x).square().mean()
+            made.backward(loss)
+            made.step()
+            found.append(loss.item())
+    print(json.dumps([found, counters["stats"]["unique_graphs"], counters["aot_autograd"]["ok"]]))
+"""
+
+
+def test_compiled_blocks_train_as_others(tmp_path: Path) -> None:
+    """compile=true compiles the blocks (torch's inductor, gcc), which have the losses of blocks that are not."""
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    with ranks(BEGIN + COMPILED, 1, tmp_path, **environment) as (rank,):
+        status, output = rank.end()
+    assert status == 0, output
+    (*plain, first, second), graphs, ok = json.loads(output.splitlines()[-1])
+    assert plain[1] < plain[0] and graphs > 0 and ok > 0, (plain, graphs, ok)
+    assert all(abs(a - b) < 1e-5 * b for a, b in zip((first, second), plain, strict=True)), (plain, first, second)
 
 
 def test_ddp_gradients_lie_in_its_buckets(tmp_path: Path) -> None:
