@@ -132,7 +132,7 @@ def _sweep(requests: Sequence[Request], argv: Sequence[str]) -> int:
             sys.stdout.write(text)
         sys.stdout.flush()
         return 0
-    done = sweep.submit_all(requests, ["hpcinit", "submit", *argv])
+    done = sweep.submit_all(requests, argv)
     if said := str(done.dropped):
         print(f"not passed on to the job: {said}", file=sys.stderr)
     run = shlex.quote(str(done.path))
