@@ -7,13 +7,15 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpcinit.config.request import Request
+from hpcinit.config.request import Prepare, Request
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import RequestError
-from hpcinit.observe import find, state
+from hpcinit.observe import find, state, sweep
 from hpcinit.submission import command, recorded, submit
 
 # Of the earlier submission only: a job that was waited for is over, and who asks for one more does not ask for none.
@@ -30,6 +32,9 @@ def main(argv: Sequence[str]) -> int:
     )
     options = parser.parse_intermixed_args(argv)
     run = find.find(options.run, options.runs_dir).absolute()
+    said = ["hpcinit", "resubmit", *argv]
+    if (run / runfolder.SWEEP).is_file():
+        return command.submit_all(_failed(run, options.overrides), said)
     _refuse_what_goes_on(run, options.overrides)
     document = recorded.read(run)
     dropped = [key for key in ("after", "after_ok") if document.get(key)]
@@ -41,8 +46,26 @@ def main(argv: Sequence[str]) -> int:
     def check(request: Request) -> None:
         submit.check(request.config, request.document)
 
-    said = ["hpcinit", "resubmit", *argv]
     return recorded.request(document, options.overrides, check, lambda requests: command.submit_all(requests, said))
+
+
+def _failed(run: Path, overrides: Sequence[str]) -> list[Request]:
+    """The requests of a sweep's tasks that have not ended well, numbered anew. Raises RequestError if there is none."""
+    requests: list[Request] = []
+
+    def keep(combination: str, composed: Sequence[Request]) -> int:
+        requests.append(replace(composed[0], number=len(requests), combination=combination))
+        return 0
+
+    combinations = sweep.combinations(run)
+    for number in sweep.failed(run):
+        document = recorded.read(run / str(number)) | RESET
+        _go_where_it_was_submitted(run, document, False)
+        check: Prepare = lambda request: submit.check(request.config, request.document)  # noqa: E731
+        recorded.request(document, overrides, check, partial(keep, combinations[number]))
+    if not requests:
+        raise RequestError(f"{run.name}: no task of this sweep has failed, there is nothing to submit again")
+    return requests
 
 
 def _refuse_what_goes_on(run: Path, overrides: Sequence[str]) -> None:

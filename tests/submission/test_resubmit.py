@@ -145,3 +145,23 @@ def test_render_of_a_snapshot(hpcinit: Run, checkout: Path) -> None:
     hpcinit("submit", "snapshot=git", "wait=true", "name=x", "--", "train.py")
     done = hpcinit("render", "x-0001")
     assert (done.returncode, "as it was submitted" in done.stderr) == (0, True), done.stdout + done.stderr
+
+
+@pytest.mark.slurm
+def test_of_a_sweep_only_what_failed(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
+    """Of a sweep's tasks those that failed are submitted again, as one sweep; where none has, that is said."""
+    slurm = idle_slurm
+    words = ["--multirun", "seed=1,2,3", "ranks_per_node=1", "name=x", "wait=true", "--"]
+    program = "grep -q '\"seed\": [23],' $HPCINIT_RUN/spec.json && test ! -e mended && exit 3; exit 0"
+    first = submit(hpcinit, slurm, *words, "sh", "-c", program)
+    assert first.returncode == 3, first.stdout + first.stderr
+    Path("mended").touch()
+    done = hpcinit("resubmit", "x-0001", env=slurm.env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "seed=2" in done.stdout and "seed=3" in done.stdout and "seed=1" not in done.stdout
+    assert [config(Path(f"runs/x-0002/{number}"))["seed"] for number in (0, 1)] == [2, 3]
+    recorded_command = json.loads(Path("runs/x-0002/provenance.json").read_text())["command"]
+    assert recorded_command == ["hpcinit", "resubmit", "x-0001"]
+    done = hpcinit("resubmit", "x-0002", env=slurm.env)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "x-0002: no task of this sweep has failed, there is nothing to submit again" in done.stderr
