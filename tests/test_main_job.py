@@ -103,11 +103,12 @@ def test_sbatch_refuses(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
     done = submit(hpcinit, slurm, "partition=zzz", "--", "true")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines() == [
-        "hpcinit: error: sbatch: error: invalid partition specified: zzz",
-        "sbatch: error: Batch job submission failed: Invalid partition name specified",
+        "hpcinit: warning: partition 'zzz' is not in the description of cluster mini, which has: main, high",
+        "hpcinit: error: sbatch --test-only: sbatch: error: invalid partition specified: zzz",
+        "Invalid partition name specified",
         "it is about this line of the script:",
         "  #SBATCH --partition=zzz  set by partition",
-        "nothing was submitted",
+        "if Slurm would take it all the same: test_only=false; nothing was submitted",
     ]
     assert list((tmp_path / "runs").iterdir()) == []
 

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from hpcinit.config import chains, needs, program, secret_files, surroundings, training
+from hpcinit.config import chains, needs, partition, places, program, secret_files, surroundings, training
 from hpcinit.config.schema import Config
 from hpcinit.facts import hosts, quoting, secret_names
 from hpcinit.facts.deepspeed_options import OFFLOAD, OPTIMIZERS
@@ -19,6 +19,7 @@ from hpcinit.facts.stopping import SIGNALS
 from hpcinit.facts.timeouts import TimeoutLaw
 
 T = TypeVar("T")
+ranks_per_node = partition.ranks_per_node
 CHOICES = {
     "cluster.engine": ("slurm", "local"),
     "cluster.gpu_flag": ("gpus-per-node", "gres", None),
@@ -97,16 +98,12 @@ def problems(config: Config) -> list[str]:
     for check in (
         *(_choices, _finite, _numbers, _more_numbers, _names, _texts),
         *(_extra_options, program.problems, surroundings.problems, secret_files.problems, chains.problems),
-        *(needs.problems, _partition, _gpus),
+        *(needs.problems, partition.problems, places.problems),
     ):
         found.extend(check(config))
     if not found:  # arithmetic on numbers that are wrong by themselves only adds noise
         found.extend(_arithmetic(config))
     return found
-
-
-def ranks_per_node(config: Config) -> int:
-    return config.ranks_per_node or config.cluster.gpus_per_node or 1
 
 
 def _get(config: Config, key: str) -> object:
@@ -216,34 +213,6 @@ def _extra_options(config: Config) -> Iterator[str]:
                 yield f"{key}.{option} is {value!r}, expected one value"
 
 
-def _partition(config: Config) -> Iterator[str]:
-    known = config.cluster.partitions.get(config.partition or "")
-    if known is None:
-        return
-    for key, asked, most in (
-        ("nodes", config.nodes, known.nodes),
-        ("time_min", config.time_min, known.time_min),
-    ):
-        if most is not None and asked > most:
-            where = f"partition {config.partition!r} of cluster {config.cluster.name}"
-            yield f"{key}={asked}, but {where} has at most {most}"
-
-
-def _gpus(config: Config) -> Iterator[str]:
-    gpus, ranks = config.cluster.gpus_per_node, ranks_per_node(config)
-    if gpus and ranks > gpus:
-        yield (
-            f"ranks_per_node={ranks}, but a node of cluster {config.cluster.name} has {gpus} GPUs "
-            "(cluster.gpus_per_node): a rank needs one of its own"
-        )
-    cores, asked = config.cluster.cpus_per_node, (config.cpus_per_rank or 1) * ranks
-    if cores and asked > cores:
-        yield (
-            f"{ranks} ranks x {config.cpus_per_rank or 1} cores = {asked} cores per node, but a node of cluster "
-            f"{config.cluster.name} has {cores} (cluster.cpus_per_node)"
-        )
-
-
 def _arithmetic(config: Config) -> Iterator[str]:
     c = config.comm
     checks: tuple[Callable[[], object], ...] = (
@@ -260,4 +229,4 @@ def _arithmetic(config: Config) -> Iterator[str]:
 
 def warnings(config: Config) -> list[str]:
     """What is not refused and is worth a look, of a config without problems."""
-    return list(training.warnings(config, ranks_per_node(config)))
+    return [*partition.warnings(config), *training.warnings(config, ranks_per_node(config))]

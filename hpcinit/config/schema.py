@@ -283,6 +283,9 @@ class Config:
     runs_dir: str = key("where run folders are made; must be shared with the nodes", "runs")
     again: bool = key("submit although the same request is in the queue already", False)
     wait: bool = key("follow the job to its end and return its exit status", False)
+    check_paths: bool = key(
+        "cluster.venv, cluster.python and container.image must be there; false: they are on the nodes only", True
+    )
     test_only: bool = key(
         "ask Slurm itself before submitting, with sbatch --test-only, and show when it would start", True
     )

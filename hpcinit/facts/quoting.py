@@ -28,6 +28,11 @@ def unsafe(text: str) -> str | None:
     return None
 
 
+def directive(text: str) -> str:
+    """`text` for an #SBATCH line, before it is quoted: sbatch takes \\x for x, even within '...' (22.05 and 24.11)."""
+    return text.replace("\\", "\\\\")
+
+
 def unsafe_path(path: str) -> str | None:
     """Why `path` cannot stand in an #SBATCH line. A backslash switches all of Slurm's replacements off."""
     return unsafe(path) or ("contains a backslash" if "\\" in path else None)

@@ -189,7 +189,9 @@ def _announce(request: Request, done: submission.Submitted) -> None:
     per_node = checks.ranks_per_node(config)
     shape = f"{config.nodes} node{'s' * (config.nodes != 1)} x {per_node} rank{'s' * (per_node != 1)}"
     chain = [f"chain: jobs {', '.join(done.jobs)}, each after the one before"] if config.chain > 1 else []
-    say(f"job {done.job_id} on {config.cluster.name}: {config.name}, {shape}", *chain, f"run folder: {done.path}")
+    expected = [done.expected] if done.expected else []
+    job = f"job {done.job_id} on {config.cluster.name}: {config.name}, {shape}"
+    say(job, *chain, f"run folder: {done.path}", *expected)
 
 
 def _follow(request: Request, done: submission.Submitted) -> int:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from hpcinit.config.checks import OWNED
+from hpcinit.facts.errors import SubmitError
 
 # What sbatch says, and the options that it can mean, the likeliest first. The first text that is found decides: 'Memory
 # specification can not be satisfied' is followed by 'Requested node configuration is not available'.
@@ -24,7 +25,7 @@ SIGNS: tuple[tuple[str, Sequence[str]], ...] = (
     ("socket, core and/or thread", ("sockets-per-node", "cores-per-socket", "threads-per-core", "extra-node-info")),
     ("generic resource", GPUS),
     ("gpu:", GPUS),
-    ("node configuration", (*GPUS, *MEMORY, *SIZE, "constraint", "exclude", "nodelist", "exclusive")),
+    ("node configuration", (*GPUS, *MEMORY, *SIZE, "constraint", "exclude", "nodelist", "exclusive", "mincpus", "tmp")),
     ("node name", ("nodelist", "exclude")),
     ("node count", ("nodes", "nodelist")),
     ("number of nodes", ("nodes", "nodelist")),
@@ -46,6 +47,11 @@ KEYS = {
     "gres": "cluster.gpus_per_node and cluster.gpu_type",
     "cpus-per-task": "cpus_per_rank or cluster.cpus_per_node",
 }
+
+
+def error(words: str, script: str, do: str = "") -> SubmitError:
+    """Slurm's words, the lines of `script` that they are about, what to `do`, and that there is no job."""
+    return SubmitError(f"{words}\n{explain(words, script)}{do}nothing was submitted")
 
 
 def explain(words: str, script: str) -> str:

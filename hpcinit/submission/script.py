@@ -75,8 +75,12 @@ def parameters(config: Config, folder: Path, workdir: Path, code: Plan | None = 
     if config.stop.signal:  # to the steps, whose ranks wait for it; B:USR1 would end the batch shell
         extra["signal"] = f"{config.stop.signal}@{config.stop.signal_before_s}"
     extra.update(cluster.sbatch)
-    kept = {key: value for key, value in extra.items() if value is not None and value is not False}
-    return {k: v for k, v in known.items() if v is not None} | {"additional_parameters": kept}
+    kept = {key: _data(value) for key, value in extra.items() if value is not None and value is not False}
+    return {k: _data(v) for k, v in known.items() if v is not None} | {"additional_parameters": kept}
+
+
+def _data(value: Any) -> Any:
+    return quoting.directive(value) if isinstance(value, str) else value
 
 
 def cpus_per_rank(config: Config) -> int | None:

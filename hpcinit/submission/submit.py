@@ -25,6 +25,7 @@ from hpcinit.facts.stopping import Stopping
 from hpcinit.facts.timeouts import TimeoutLaw
 from hpcinit.submission import (
     after,
+    ask,
     chain,
     environment,
     folder,
@@ -45,7 +46,8 @@ LONGEST_NAME = 240  # of 255 bytes that a file system allows: room for -0001, an
 class Submitted:
     """A job that exists. interrupted: Ctrl-C came while it was being submitted.
 
-    jobs: all of a chain. missing: why there are fewer than were asked for, else ''.
+    jobs: all of a chain. missing: why there are fewer than were asked for, else ''. expected: when Slurm
+    would start it, in words.
     """
 
     job_id: str
@@ -54,6 +56,7 @@ class Submitted:
     interrupted: bool
     jobs: Sequence[str]
     missing: str
+    expected: str = ""
 
 
 def check(config: Config, document: Mapping[str, Any] | None = None) -> None:
@@ -135,6 +138,9 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
                 twice.refuse(question, request)
             if interrupts:
                 raise KeyboardInterrupt
+            expected = ask.test_only(path / runfolder.SCRIPT, env) if slurm and config.test_only else ""
+            if interrupts:
+                raise KeyboardInterrupt
             token = once.token(request)
 
             def one(*options: str) -> tuple[str, Sequence[str]]:
@@ -155,7 +161,7 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
             "command": list(links.command),
         }
         mark(path, record | ({"jobs": list(links.jobs)} if config.chain > 1 else {}))
-    return Submitted(links.jobs[0], path, dropped, bool(interrupts), links.jobs, links.missing)
+    return Submitted(links.jobs[0], path, dropped, bool(interrupts), links.jobs, links.missing, expected)
 
 
 def mark(path: Path, record: Mapping[str, object]) -> None:
@@ -207,8 +213,7 @@ def sbatch(
     except MaybeSubmitted:
         raise
     except SubmitError as error:
-        text = batch.read_text(encoding="utf-8")
-        raise SubmitError(f"{error}\n{refusal.explain(str(error), text)}nothing was submitted") from None
+        raise refusal.error(str(error), batch.read_text(encoding="utf-8")) from None
 
 
 @contextmanager

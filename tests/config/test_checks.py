@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.config import checks
+from hpcinit.config import checks, partition
 from hpcinit.config.compose import compose, folder
 from hpcinit.config.schema import DeepSpeed
 from hpcinit.facts import versions
@@ -80,8 +80,15 @@ def test_every_shipped_parallelism_is_right(choice: str) -> None:
         (["job.workdir=/nowhere"], "job.workdir is '/nowhere', expected a folder that exists"),
         (["cluster=mini", "nodes=5"], "nodes=5, but partition 'main' of cluster mini has at most 4"),
         (["cluster=mini", "time_min=61"], "time_min=61, but partition 'main' of cluster mini has at most 60"),
-        (["cluster=mini", "ranks_per_node=9"], "ranks_per_node=9, but a node of cluster mini has 8 GPUs"),
-        (["cluster=mini", "cpus_per_rank=3"], "8 ranks x 3 cores = 24 cores per node, but a node of cluster mini has 16"),
+        (["cluster=mini", "ranks_per_node=9"], "ranks_per_node=9, but a node of partition 'main' of cluster mini has 8 GPUs (cluster.gpus_per_node): a rank needs one of its own; ranks_per_node=8 or less"),
+        (["cluster=mini", "partition=null", "cluster.partition=main", "nodes=5"], "nodes=5, but partition 'main' of cluster mini has at most 4: nodes=4 or less"),
+        (["cluster=mini", "cluster.partitions.main.mem_gb=3.9", "mem_gb=4"], "mem_gb=4, but a node of partition 'main' of cluster mini has 3.9 GB for jobs: mem_gb=3.9 or less, or 0"),
+        (["cluster=mini", "cluster.partitions.main.gpus_per_node=4"], "cluster.gpus_per_node=8, but a node of partition 'main' of cluster mini has 4 GPUs (its gpus_per_node): cluster.gpus_per_node=4"),
+        (["cluster=mini", "cluster.partitions.main.gpus_per_node=0"], "has 0 GPUs (its gpus_per_node): cluster.gpus_per_node=0 cluster.gpu_flag=null"),
+        (["cluster=mini", "cluster.partitions.main.gpu_type=h100", "cluster.gpu_type=a100"], "cluster.gpu_type is 'a100', but the GPUs of partition 'main' of cluster mini are of type 'h100': cluster.gpu_type=h100"),
+        (["cluster=mini", "cluster.partitions.main.cpus_per_node=8"], "8 ranks x 2 cores = 16 cores per node, but a node of partition 'main' of cluster mini has 8 (cpus_per_node): cpus_per_rank=1 or less"),
+        (["cluster=mini", "cluster.gpus_per_node=0", "ranks_per_node=17"], "17 ranks x 1 cores = 17 cores per node, but a node of partition 'main' of cluster mini has 16 (cpus_per_node): ranks_per_node=16 or less"),
+        (["cluster=mini", "cpus_per_rank=3"], "8 ranks x 3 cores = 24 cores per node, but a node of partition 'main' of cluster mini has 16 (cpus_per_node): cpus_per_rank=2 or less"),
         (["nodes=2", "parallel.tp=4"], "tp 4 = 4 ranks, which does not divide 2 nodes x 1 rank = 2; nearest: tp 1"),
         (["nodes=4", "parallel.dp_replicate=2"], "dp_replicate 2 = 2 ranks, but 4 nodes x 1 rank = 4; dp_replicate 4; nodes=2"),
         (["parallel.tp=-1"], "parallel.dp_replicate and parallel.tp are -1"),
@@ -170,7 +177,7 @@ def test_the_installed_deepspeed_is_asked(monkeypatch: pytest.MonkeyPatch) -> No
     autotp = ["cluster=mini", "parallel=zero3", "parallel.tp=2", "precision.param=bf16"]
     (problem,) = found(*autotp)
     assert "tensor_parallel.autotp_size 2: DeepSpeed 0.19.3 is installed, it needs DeepSpeed 0.19.4 or later" in problem
-    elsewhere = [*autotp, "cluster.python=/opt/python"]
+    elsewhere = [*autotp, "cluster.python=/opt/python", "check_paths=false"]
     assert found(*elsewhere) == [] and "DeepSpeed is looked at in the job" in warned(*elsewhere)[-1]
     have["deepspeed"] = "0.19.4"
     assert found(*autotp) == []
@@ -218,3 +225,36 @@ def test_all_problems_in_one_pass() -> None:
 def test_arguments_of_the_program_may_hold_anything() -> None:
     """job.args never reach the script, so quotes and newlines in them are fine."""
     assert found("job.args=['it\\'s', 'a\nb', '$(x)']") == []
+
+
+def test_what_fits_the_partition_exactly() -> None:
+    """As much as there is of everything is no problem."""
+    most = ["nodes=4", "time_min=60", "mem_gb=3.9", "cluster.partitions.main.mem_gb=3.9", "cpus_per_rank=2"]
+    assert found("cluster=mini", *most, "cluster.partitions.main.gpus_per_node=8") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "hihg",
+            ["partition 'hihg' is not in the description of cluster mini, which has: main, high; did you mean high?"],
+        ),
+        ("q", ["partition 'q' is not in the description of cluster mini, which has: main, high"]),
+        ("main,high", []),
+        ("high", []),
+    ],
+)
+def test_a_partition_that_is_not_described(name: str, said: list[str]) -> None:
+    """It is a warning with a guess: descriptions may lack one, and Slurm itself is asked a moment later."""
+    config = compose(["cluster=mini", f"partition='{name}'"])
+    assert (checks.problems(config), checks.warnings(config)) == ([], said)
+
+
+def test_an_array_and_its_limit() -> None:
+    """An array may have as many tasks as MaxArraySize says, and any number where that is not known."""
+    config = compose(["cluster=mini", "cluster.max_array_size=1001"])
+    assert partition.array_problem(config, 1001) is None and partition.array_problem(compose([]), 10**6) is None
+    assert partition.array_problem(config, 1002) == (
+        "an array of 1002 tasks, but cluster mini takes 1001 (cluster.max_array_size)"
+    )

@@ -17,6 +17,7 @@ from tests.conftest import Run
 NO_SLURM = {"PATH": f"{Path(sys.executable).parent}:/nowhere"}
 # Stands for an sbatch that takes two jobs and refuses the third, as at a limit on submitted jobs.
 REFUSES_THE_THIRD = """#!/bin/sh
+case "$*" in *--test-only*) exit 0 ;; esac
 echo x >> calls
 if [ "$(wc -l < calls)" -gt 2 ]; then echo 'sbatch: error: Batch job submission failed: {why}' >&2; exit 1; fi
 wc -l < calls

@@ -113,6 +113,7 @@ def test_folders_of_the_site_reach_the_job(hpcinit: Run, tmp_path: Path) -> None
 def test_apptainer_runs_each_rank_in_the_image(hpcinit: Run, tmp_path: Path) -> None:
     """A stand-in shows the words: GPUs, the working and the run folder, the site's and the user's mounts, the image."""
     program(tmp_path / "bin/apptainer", APPTAINER)
+    (tmp_path / "train.sif").touch()
     words = [
         "cluster.container.runtime=apptainer", "container.image=train.sif", "cluster.gpus_per_node=1",
         "cluster.container.mounts=['/scratch:/scratch']", "container.mounts=['/data:/data:ro']",
