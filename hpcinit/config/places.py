@@ -55,8 +55,9 @@ def _runs_dir(place: Path) -> Iterator[str]:
         return
     if not os.access(there, os.W_OK | os.X_OK):
         return  # said by submit, with the system's own reason: read-only, or not yours
-    free = shutil.disk_usage(there).free // 2**20
-    if free < LEAST_MB:
+    disk = shutil.disk_usage(there)
+    free = disk.free // 2**20
+    if disk.total and free < LEAST_MB:  # /proc has no size: writing there has its own message
         yield (
             f"runs_dir is {str(place)!r}, with {free} MB free, expected {LEAST_MB} MB or more: free some space or "
             "choose another runs_dir=..."

@@ -18,7 +18,7 @@ from hpcinit.config.request import Request
 from hpcinit.facts import runfolder, secret_names
 from hpcinit.facts.errors import MaybeSubmitted, SubmitError
 from hpcinit.facts.ranges import ranges
-from hpcinit.submission import array, environment, folder, once, queue, script, submit, twice
+from hpcinit.submission import array, ask, environment, folder, once, queue, script, submit, twice
 from hpcinit.submission.provenance import Provenance
 
 FORMAT = 1
@@ -211,6 +211,8 @@ def _hand_over(
     config = job.requests[0].config
     # With a cap on all of the sweep, one array starts when the one before has ended.
     after = [f"--dependency=afterany:{records[-1]['job_id']}"] if config.sweep.at_once and records else []
+    if config.test_only:
+        ask.test_only(path / job.file, env)
     job_id, command = submit.sbatch(config, path / job.file, env, token, after, interrupted)
     record = {
         "job_id": job_id,

@@ -53,6 +53,8 @@ def test_what_would_wait_for_ever_is_refused(hpcinit: Run, idle_slurm: MiniSlurm
     assert "#SBATCH --nodes=9  " in done.stderr and "set by nodes" in done.stderr
     assert done.stderr.endswith("if Slurm would take it all the same: test_only=false; nothing was submitted\n")
     assert list((tmp_path / "runs").iterdir()) == []
+    if tuple(map(int, idle_slurm.version().split(".")[:2])) >= (24, 11):
+        return  # its sbatch refuses it itself
     taken = submit(hpcinit, idle_slurm, *words, "test_only=false", "again=true", *TRUE)
     assert taken.returncode == 0 and idle_slurm.run("squeue", "--noheader", "--format=%r").strip() in {
         "PartitionNodeLimit",
