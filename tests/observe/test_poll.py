@@ -36,7 +36,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, run: Path, name: str, seconds: int) -
         questions.append(command[0])
         return [f"77|{name}|None"] if name else []
 
-    monkeypatch.setattr(state, "_ask", answer)
+    monkeypatch.setattr(state, "ask_slurm", answer)
     monkeypatch.setattr(poll, "time", Clock())
     polling = poll.Poll(run)
     over = [polling.ask() for _ in range(seconds)]
@@ -54,7 +54,7 @@ def test_the_end_is_not_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -
     questions: list[float] = []
     clock = Clock()
     monkeypatch.setattr(poll, "time", clock)
-    monkeypatch.setattr(state, "_ask", lambda *command: questions.append(clock.now) or ["77|COMPLETING|None"])
+    monkeypatch.setattr(state, "ask_slurm", lambda *command: questions.append(clock.now) or ["77|COMPLETING|None"])
     polling = poll.Poll(run)
     while clock.now < 305 or questions[-1] == clock.now:  # a moment at which no question is due
         polling.ask()
