@@ -61,6 +61,7 @@ cluster-down: $(VENV)/dev
 
 bench: $(VENV)/dev slurm
 	$(BIN)/python -m benchmarks.submit
+	$(BIN)/python -m benchmarks.sweep
 	$(BIN)/python -m benchmarks.bringup
 	$(BIN)/python -m benchmarks.nodelist
 

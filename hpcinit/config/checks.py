@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -187,9 +186,11 @@ def _texts(config: Config) -> Iterator[str]:
 def _leaves(prefix: str, value: object, kind: type[T]) -> Iterator[tuple[str, T]]:
     if isinstance(value, kind):
         yield prefix, value
-    elif is_dataclass(value):
-        for item in fields(value):
-            yield from _leaves(f"{prefix}.{item.name}".lstrip("."), getattr(value, item.name), kind)
+    elif fields := getattr(type(value), "__dataclass_fields__", None):
+        for name in fields:
+            item = getattr(value, name)
+            if item is not None and (isinstance(item, kind) or not isinstance(item, (str, int, float))):
+                yield from _leaves(f"{prefix}.{name}" if prefix else name, item, kind)
     elif isinstance(value, dict):
         for name, item in value.items():
             yield from _leaves(f"{prefix}.{name}", str(name), kind)

@@ -87,11 +87,12 @@ def _file(name: str, path: Path) -> Iterator[str]:
 
 
 def _texts(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping):
+    if isinstance(value, str):
+        yield prefix, value
+    elif isinstance(value, dict):
         for name, item in value.items():
-            yield from _texts(f"{prefix}.{name}".lstrip("."), item)
+            if isinstance(item, (str, dict, list, tuple)):
+                yield from _texts(f"{prefix}.{name}" if prefix else str(name), item)
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _texts(prefix, item)
-    elif isinstance(value, str):
-        yield prefix, value

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import hydra
@@ -29,6 +29,7 @@ from hpcinit.facts.errors import HpcinitError
 PLAIN = (bool, int, float, str, type(None))
 REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")  # ${job.name}; what is not so simple is taken to depend on all
 NUMBERED = re.compile(r"\$\{hydra:job\.(num|id)\}")  # what Hydra itself says of a combination, and we know too
+NUMBER = re.compile(r"0|-?[1-9]\d*")
 Place = tuple[str | int, ...]
 
 
@@ -55,8 +56,8 @@ class Quick:
             parser = OverridesParser.create(config_loader=loader)
             try:
                 keys = [parser.parse_override(word).key_or_group for word in combinations[0]]
-                for word in {chosen[at] for chosen in combinations for at in swept}:
-                    self._parsed[word] = parser.parse_override(word)
+                for at in swept:
+                    self._parsed |= _read({chosen[at] for chosen in combinations}, parser.parse_override)
             except self._composer.unusable:
                 return [], list(swept)  # in full, which says what is wrong
             group = loader.repository.group_exists  # type: ignore[attr-defined]
@@ -74,6 +75,21 @@ class Quick:
             self._bases[choice] = _Base.make(chosen, overrides, swept, self._composer)
         base = self._bases[choice]
         return base.varied([self._parsed[chosen[place]] for place in self._values], at, label) if base else None
+
+
+def _read(words: Set[str], parse: Callable[[str], Override]) -> dict[str, Override]:
+    """Each word as Hydra's parser reads it, which takes half a millisecond: of key=1, key=2, ... it reads the first."""
+    found: dict[str, Override] = {}
+    first: dict[str, Override] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if NUMBER.fullmatch(value) and key in first:
+            found[word] = replace(first[key], _value=int(value), input_line=word)
+            continue
+        found[word] = parse(word)
+        if NUMBER.fullmatch(value):
+            first[key] = found[word]
+    return found
 
 
 def _alone(keys: Sequence[str], at: int) -> bool:
