@@ -43,12 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     present = submit._install(options.venv)
     contenders = _contenders(options, present)
-    with MiniSlurm(nodes=2, gpus=8, name=f"bench-{os.getpid()}") as slurm, submit._project() as project:
-        slurm.run("scontrol", "update", "PartitionName=main", "State=DOWN")
+    with submit._project() as project:
         for number in range(options.rounds + 1):
-            for contender in contenders:
-                _measure(contender, slurm, project, options.tasks, counted=number > 0)
-        print(_report(contenders, slurm.version(), options))
+            # A new one each round: the controller keeps cancelled jobs for MinJobAge, and has room for 10,000.
+            with MiniSlurm(nodes=2, gpus=8, name=f"bench-{os.getpid()}") as slurm:
+                slurm.run("scontrol", "update", "PartitionName=main", "State=DOWN")
+                for contender in contenders:
+                    _measure(contender, slurm, project, options.tasks, counted=number > 0)
+                slurm_version = slurm.version()
+    print(_report(contenders, slurm_version, options))
     return 0
 
 
