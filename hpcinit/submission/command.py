@@ -141,6 +141,7 @@ def _sweep(requests: Sequence[Request], argv: Sequence[str]) -> int:
         *_table(requests, done.ids),
         f"{len(done.ids)} tasks on {config.cluster.name} as job{'s' * (len(jobs) > 1)} {', '.join(jobs)}",
         f"run folder: {done.path}",
+        *([done.expected] if done.expected else []),
     )
     left = [request.combination for request in requests if request.number not in done.ids]
     if left:

@@ -55,7 +55,7 @@ class Job:
 class Submitted:
     """A sweep whose jobs exist. ids: the job of each task, by its number, of those that were submitted.
 
-    refused: why the others were not, or ''.
+    refused: why the others were not, or ''. expected: when Slurm would start the first job, if it says.
     """
 
     path: Path
@@ -63,6 +63,7 @@ class Submitted:
     dropped: environment.Dropped
     interrupted: bool
     refused: str = ""
+    expected: str = ""
 
 
 def is_one(requests: Sequence[Request]) -> bool:
@@ -135,12 +136,15 @@ def submit_all(requests: Sequence[Request], argv: Sequence[str]) -> Submitted:
         path = folder.claim(runs_dir, config.name, ())
         ids: dict[int, str] = {}
         records: list[dict[str, Any]] = []
-        refused = ""
+        refused = expected = ""
         try:
             jobs = plan(requests, path)
             _fill(path, requests, jobs, provenance)
             if question is not None:
                 twice.refuse(question, request)
+            for job in jobs:  # all of them before the first is submitted
+                said = ask.test_only(path / job.file, env) if config.test_only else ""
+                expected = expected or said
             for job in jobs:
                 if interrupts:
                     raise KeyboardInterrupt
@@ -151,7 +155,7 @@ def submit_all(requests: Sequence[Request], argv: Sequence[str]) -> Submitted:
             if not ids or not isinstance(error, (SubmitError, KeyboardInterrupt)):
                 raise
             refused = str(error)
-    return Submitted(path, ids, dropped, bool(interrupts), refused)
+    return Submitted(path, ids, dropped, bool(interrupts), refused, expected)
 
 
 def _fill(path: Path, requests: Sequence[Request], jobs: Sequence[Job], provenance: Provenance) -> None:

@@ -31,7 +31,7 @@ def requests(*words: str) -> list:  # type: ignore[type-arg]
 def fake_sbatch(tmp_path: Path, script: str) -> dict[str, str]:
     """Stands for an sbatch that answers as `script` says."""
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/sbatch").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "bin/sbatch").write_text(f"#!/bin/sh\n[ $1 != --test-only ] || exit 0\n{script}\n")
     (tmp_path / "bin/sbatch").chmod(0o755)
     return {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
 
@@ -198,4 +198,4 @@ def test_a_task_cannot_be_written(tmp_path: Path, hpcinit: Run) -> None:
         "true",
         env=fake_sbatch(tmp_path, "echo 7"),
     )
-    assert done.returncode == 1 and "cannot write the run folder /proc/x/true-0001" in done.stderr
+    assert done.returncode == 2 and "runs_dir is '/proc/x', with 0 MB free" in done.stderr
