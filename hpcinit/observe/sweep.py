@@ -154,7 +154,7 @@ def _end(task: Task) -> str:
 
 
 def _is_open(task: Task) -> bool:
-    return not task.state.over and task.state.name != NOT_SUBMITTED
+    return not (task.state.over or task.state.forgotten) and task.state.name != NOT_SUBMITTED
 
 
 def _job_id(task: Path) -> str:
