@@ -21,6 +21,7 @@ from tests.minislurm import MiniSlurm
 GOLDEN = Path(__file__).parent.parent / "golden/sites"
 FOLDER, WORKDIR = Path("/shared/me/runs/x-0001"), Path("/shared/me/project")
 REQUEST = [*sites.ASKED, "job=train_gpt", "time_min=30", "parallel=hsdp", "cluster.python=/shared/me/venv/bin/python"]
+REQUEST += ["check_paths=false"]  # they are paths of the site
 # What the images are called there, where containers are the usual way.
 IMAGES = {
     "dgx_superpod_h100": ["container.image='nvcr.io#nvidia/pytorch:25.01-py3'", "cluster.python=null"],

@@ -273,9 +273,9 @@ def test_a_failed_submission_leaves_nothing(hpcinit: Run, checkout: Path, tmp_pa
     if os.geteuid() == 0:  # root reads anything: a file that grows out of a full disk is what fails instead
         place = tmp_path / "small"
         place.mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", place], check=True)
-        (checkout / "big").write_bytes(b"x" * 10**6)
-        done = hpcinit("submit", "snapshot=git", f"runs_dir={place}/runs", "--", "train.py")
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", place], check=True)
+        (checkout / "big").write_bytes(b"x" * 30 * 10**6)
+        done = hpcinit("submit", "snapshot=git", "snapshot_max_mb=99", f"runs_dir={place}/runs", "--", "train.py")
         left = list((place / "runs").iterdir())
         subprocess.run(["umount", place], check=True)
         assert (done.returncode, done.stdout, left) == (1, "", [])

@@ -73,7 +73,7 @@ def test_run_again_by_hand(hpcinit: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        (["cluster=nope"], 2, "no such cluster, expected one of: example, local, mini"),
+        (["cluster=nope"], 2, "no such cluster, expected one of: aws_p5_efa, clariden, "),
         (["nodes=0"], 2, "nodes is 0, expected 1 or more"),
         (["nodes=-1"], 2, "nodes is -1, expected 1 or more"),
         (["nodes=abc"], 2, "nodes=abc: expected a whole number"),
