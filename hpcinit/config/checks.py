@@ -7,7 +7,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from hpcinit.config import chains, needs, partition, places, program, secret_files, surroundings, training
+from hpcinit.config import (
+    chains,
+    extra_options,
+    needs,
+    partition,
+    places,
+    program,
+    secret_files,
+    surroundings,
+    training,
+)
 from hpcinit.config.schema import Config
 from hpcinit.facts import hosts, quoting, secret_names
 from hpcinit.facts.deepspeed_options import OFFLOAD, OPTIMIZERS
@@ -58,45 +68,13 @@ NOT_EMPTY = (
     *("container.image", "container.python"),
 )
 
-# sbatch and srun options that hpcinit sets itself, and the key that sets them.
-OWNED = {
-    "nodes": "nodes",
-    "ntasks": "ranks_per_node",
-    "ntasks-per-node": "ranks_per_node",
-    "cpus-per-task": "cpus_per_rank",
-    "time": "time_min",
-    "partition": "partition",
-    "account": "account",
-    "qos": "qos",
-    "mem": "mem_gb",
-    "comment": "comment",
-    "job-name": "name",
-    "chdir": "job.workdir",
-    "gpus-per-node": "cluster.gpus_per_node",
-    "gres": "cluster.gpu_flag",
-    "exclusive": "cluster.exclusive",
-    "kill-on-bad-exit": "launch.kill_on_bad_exit",
-    "wait": "launch.wait_s",
-    "cpu-bind": "launch.cpu_bind",
-    "gpu-bind": "launch.gpu_bind",
-    "container-image": "container.image",
-    "container-mounts": "container.mounts",
-    "output": "runs_dir",
-    "error": "runs_dir",
-    "open-mode": None,
-    "unbuffered": None,
-    "parsable": None,
-    "array": None,
-    "dependency": "after",
-}
-
 
 def problems(config: Config) -> list[str]:
     """One complete message per problem; empty if the request can be rendered."""
     found: list[str] = []
     for check in (
         *(_choices, _finite, _numbers, _more_numbers, _names, _texts),
-        *(_extra_options, program.problems, surroundings.problems, secret_files.problems, chains.problems),
+        *(extra_options.problems, program.problems, surroundings.problems, secret_files.problems, chains.problems),
         *(needs.problems, partition.problems, places.problems),
     ):
         found.extend(check(config))
@@ -198,20 +176,6 @@ def _leaves(prefix: str, value: object, kind: type[T]) -> Iterator[tuple[str, T]
     elif isinstance(value, list):
         for item in value:
             yield from _leaves(prefix, item, kind)
-
-
-def _extra_options(config: Config) -> Iterator[str]:
-    if config.cluster.engine == "local" and config.cluster.srun:
-        yield f"cluster.srun is {config.cluster.srun}, but cluster {config.cluster.name} has no srun (engine: local)"
-    for key, options in (("cluster.sbatch", config.cluster.sbatch), ("cluster.srun", config.cluster.srun)):
-        for option, value in options.items():
-            if option in OWNED:
-                instead = f"use {OWNED[option]} instead" if OWNED[option] else "hpcinit sets it itself"
-                yield f"{key}.{option}: {instead}"
-            elif not quoting.OPTION_NAME.fullmatch(str(option)):
-                yield f"{key} has {option!r}, expected the long name of an option without its dashes, as in mail-type"
-            elif isinstance(value, (list, dict)):
-                yield f"{key}.{option} is {value!r}, expected one value"
 
 
 def _arithmetic(config: Config) -> Iterator[str]:

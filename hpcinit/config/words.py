@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpcinit.config import keys
-from hpcinit.config.checks import OWNED
+from hpcinit.config.extra_options import OWNED, REASONS
 from hpcinit.facts.errors import ConfigError
 
 SHORT = {"N": "nodes", "p": "partition", "A": "account", "q": "qos", "c": "cpus-per-task", "t": "time",
@@ -107,6 +107,8 @@ def _flag(word: str, value: str) -> str:
         return f"{wrong}: {key}={value or ('true' if keys.kind(key) is bool else '...')}"
     if own := OWNED.get(name):
         return f"{wrong}: {own}={value if value and name in SAME_VALUE else '...'}"
+    if why := REASONS.get(name):
+        return f"{wrong}; {why}"
     if (near := keys.nearest(key)) and not keys.is_group(near):
         return f"{wrong}; did you mean {near}={value or '...'}"
     if value and re.fullmatch(r"[a-z][a-z-]+", name):

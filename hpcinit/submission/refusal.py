@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from hpcinit.config.checks import OWNED
+from hpcinit.config.extra_options import OWNED
 from hpcinit.facts.errors import SubmitError
 
 # What sbatch says, and the options that it can mean, the likeliest first. The first text that is found decides: 'Memory
@@ -46,6 +46,8 @@ KEYS = {
     "gpus-per-node": "cluster.gpus_per_node and cluster.gpu_type",
     "gres": "cluster.gpus_per_node and cluster.gpu_type",
     "cpus-per-task": "cpus_per_rank or cluster.cpus_per_node",
+    "dependency": "after, after_ok or singleton",
+    "array": "the sweep",
 }
 
 

@@ -116,6 +116,8 @@ CASES = [
     ("--nodes=4", "--nodes=4: no such option, expected key=value: nodes=4"),
     ("-N 4", "-N 4: no such option, expected key=value: nodes=4"),
     ("-N4", "-N4: no such option, expected key=value: nodes=4"),
+    ("--export=NONE", "--export=NONE: no such option, expected key=value; the job needs its whole environment; job.env"),
+    ("--dependency=afterok:7", "expected key=value; use after, after_ok or singleton instead"),
     ("--time=1:00", "--time=1:00: no such option, expected key=value: time_min=..."),
     ("--constraint=x", "one of sbatch's own: +cluster.sbatch.constraint=x"),
     ("-p high", "-p high: says what --cfg shows, and needs it; the partition is partition=NAME"),

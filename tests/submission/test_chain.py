@@ -57,7 +57,10 @@ def states(slurm: MiniSlurm, ids: list[str]) -> list[str]:
         (["cluster=mini", "after=true"], "after is True, expected a job id or a run"),
         (["after=1"], "after is given, but cluster local has no queue (engine: local): a job starts at once"),
         (["chain=2", "singleton=true"], "singleton, chain are given, but cluster local has no queue"),
-        (["cluster=mini", "+cluster.sbatch.dependency=singleton"], "cluster.sbatch.dependency: use after instead"),
+        (
+            ["cluster=mini", "+cluster.sbatch.dependency=singleton"],
+            "dependency: use after, after_ok or singleton instead",
+        ),
         (["cluster=mini", "snapshot=rsync"], "snapshot is 'rsync', expected one of: none, git"),
         (["cluster=mini", "snapshot_max_mb=0"], "snapshot_max_mb is 0, expected more than 0"),
     ],

@@ -27,7 +27,7 @@ CASES = {
         "qos=long", "mem_gb=0.5", "comment='two words, a # and $HOME'", "cluster.exclusive=true",
         "cluster.gpu_flag=gres", "cluster.gpu_type=a100", "cluster.interface=ib0", "+job.env.GREETING='hello world'",
         "launch.cpu_bind=cores", "launch.gpu_bind=closest", "launch.wait_s=null", "launch.kill_on_bad_exit=false",
-        "+cluster.sbatch.signal=USR2@120", "+cluster.sbatch.requeue=true", "+cluster.sbatch.mail-user=null",
+        "stop.signal=USR2", "stop.signal_before_s=120", "+cluster.sbatch.requeue=true", "+cluster.sbatch.mail-user=null",
     ],
 }  # fmt: skip
 
