@@ -43,6 +43,8 @@ def main(argv: Sequence[str]) -> int:
     protected = safeguards.apply(os.environ, folder, world.job) if world.launcher != "single" else ()
     if world.rank == 0 and protected:
         print(f"hpcinit: {safeguards.describe(os.environ, protected)}", file=sys.stderr, flush=True)
+    if (restart := os.environ.get("SLURM_RESTART_COUNT", "0")) != "0":  # logs are appended to
+        print(f"hpcinit: restart {restart} of job {world.job.partition('.')[0]} begins", file=sys.stderr, flush=True)
     status = program.run(what, world, own)
     program.end(status)
     return status

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpcinit.config.schema import Config
+from hpcinit.facts import restarts
 
 # Slurm's own default for the jobs of a user's that are in the queue is no limit; sites have one, mostly above this.
 MOST_LINKS = 100
@@ -30,8 +31,27 @@ def problems(config: Config) -> Iterator[str]:
             f"{', '.join(asked)} {verb} given, but cluster {config.cluster.name} has no queue (engine: local): a job "
             "starts at once; run the first with wait=true, then the next, or choose a cluster with Slurm"
         )
+    yield from _restarts(config)
     if config.snapshot_max_mb <= 0:
         yield f"snapshot_max_mb is {config.snapshot_max_mb:g}, expected more than 0"
+
+
+def _restarts(config: Config) -> Iterator[str]:
+    asked = config.restart
+    if unknown := [word for word in asked.on if word not in restarts.REASONS]:
+        yield f"restart.on has {', '.join(map(repr, unknown))}, expected some of: {', '.join(restarts.REASONS)}"
+    if asked.budget is None:
+        return
+    for option in ("requeue", "no-requeue"):
+        if option in config.cluster.sbatch:
+            yield f"cluster.sbatch.{option} and restart.budget={asked.budget}: give one of them"
+    if asked.budget and config.cluster.engine == "local":
+        yield (
+            f"restart.budget is {asked.budget}, but cluster {config.cluster.name} has no queue (engine: local) that "
+            "could take a job back; choose a cluster with Slurm"
+        )
+    if restarts.TIME_LIMIT in asked.on and asked.budget and config.chain > 1:
+        yield f"restart.on has time_limit, and so has chain={config.chain}, whose next job goes on: give one of them"
 
 
 def _words(key: str, value: object) -> Iterator[str]:

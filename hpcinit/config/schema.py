@@ -216,6 +216,18 @@ class Stop:
 
 
 @dataclass
+class Restart:
+    """Ends of an attempt that are answered with another, in the same run folder, from its checkpoint on."""
+
+    budget: Optional[int] = key("restarts of a job, at most; 0: never; null: as the site's Slurm requeues by itself")
+    on: list[str] = key(
+        "which ends: preempted, node_fail, hang, time_limit (saved in time), failure (any other but status 2)",
+        ["preempted", "node_fail", "hang"],
+    )
+    without_progress: Optional[int] = key("end after so many in a row that came no further; null: do not look", 2)
+
+
+@dataclass
 class Hang:
     """A training that takes no step leaves the stacks of its ranks, and a report of who waits for whom."""
 
@@ -257,6 +269,7 @@ class Config:
     container: Container = field(default_factory=Container)
     stop: Stop = field(default_factory=Stop)
     hang: Hang = field(default_factory=Hang)
+    restart: Restart = field(default_factory=Restart)
     name: str = key("name of the run", "${job.name}")
     nodes: int = key("number of nodes", 1)
     ranks_per_node: Optional[int] = key("ranks on each node; null: the cluster's GPUs per node, or 1")

@@ -12,6 +12,7 @@ SWEEP = "sweep.json"  # in the folder of a sweep: the combination of each task, 
 ENV = "env.sh"  # of a task in an array: its own environment variables
 PROGRESS = "progress.json"  # written by rank 0
 STOPPED = "stopped.json"  # job and reason, where the ranks stopped before the end, not as the user asked
+RESTARTS = "restarts.jsonl"  # by the batch script, a line for each restart: why, and the furthest step until then
 STOP = "stop"  # made by `hpcinit cancel --save`: the ranks are to save and end
 LOGS = "logs"
 JOB_LOG = "logs/job.log"  # the batch script's own output

@@ -33,7 +33,7 @@ hpcinit_before() {{ # one of a chain of jobs: what the one before has left decid
   echo "hpcinit: to run the script again by hand, take ${runfolder.ENV_FOLDER}/{runfolder.EXIT} away"
   exit "$status"
 }}
-hpcinit_before; echo "hpcinit: job $SLURM_JOB_ID of a chain begins"
+hpcinit_before; rm -f "${runfolder.ENV_FOLDER}/{runfolder.STOPPED}"; echo "hpcinit: job $SLURM_JOB_ID of a chain begins"
 """.splitlines()
 
 

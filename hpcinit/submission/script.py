@@ -11,7 +11,7 @@ from hpcinit.config.checks import ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.facts import quoting, runfolder
 from hpcinit.facts.options import flags
-from hpcinit.submission import after, chain, container, setup
+from hpcinit.submission import after, chain, container, restart, setup
 from hpcinit.submission.snapshot import Plan
 
 # What the batch script leaves behind: a record of its start, and one of its end in its place, whatever ended it but
@@ -67,6 +67,7 @@ def parameters(config: Config, folder: Path, workdir: Path, code: Plan | None = 
         "chdir": str(workdir),
         "output": quoting.pattern(str(folder / runfolder.JOB_LOG)),
         "dependency": after.dependency(config),
+        **restart.option(config),
     }
     if cluster.gpus_per_node and cluster.gpu_flag:
         kind = f"{cluster.gpu_type}:" if cluster.gpu_type else ""
@@ -98,7 +99,7 @@ def _mem(gb: float) -> str:
 def _setup(config: Config, folder: Path, code: Plan | None) -> list[str]:
     lines = [IN_A_JOB] if config.cluster.engine == "slurm" else []
     lines += [f"export {runfolder.ENV_FOLDER}={quoting.shell(str(folder))}"]
-    lines += [*chain.lines(config.chain), *ATTEMPT]
+    lines += [*chain.lines(config.chain), *ATTEMPT, *restart.lines(config)]
     # Slurm 24.11 says when the job ends; 22.05 does not, and no start-up should wait beyond it.
     lines += [f'export HPCINIT_JOB_END_TIME="${{SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * {config.time_min}))}}"']
     lines += setup.lines(config)
@@ -132,7 +133,7 @@ def _step(config: Config, folder: Path, workdir: Path) -> str:
     }
     run = [python, "-u", "-m", "hpcinit.run", str(folder / runfolder.SPEC)]
     words = [*launcher, *flags(options), *container.before_python(config, folder, workdir), *run]
-    return " ".join(quoting.shell(word) for word in words)
+    return " ".join(quoting.shell(word) for word in words) + restart.after(config)
 
 
 def _python(config: Config) -> str:

@@ -1,0 +1,137 @@
+"""Requeue and continue: the batch script itself, on the host and outside of any container, sends its job back.
+
+Why so: docs/decisions/0018-requeue-from-the-batch-shell.md.
+"""
+
+from __future__ import annotations
+
+from hpcinit.config.schema import Config
+from hpcinit.facts import hangs, runfolder
+from hpcinit.facts.restarts import FAILURE, HANG, NODE_FAIL, PREEMPTED, SLURM, TIME_LIMIT
+from hpcinit.facts.stopping import Reason
+
+# Whether one more restart is left, and whether the last ones have brought the run further. Slurm requeues by itself too
+# (preemption, a lost node), without asking anybody: so it is looked at when an attempt begins as well. A restart's line
+# is written before the job is sent back, with the furthest step that was told until then.
+BUDGET = """\
+hpcinit_furthest() { # of steps told by this attempt, into $hpcinit_step; the restarts before are read from their record
+  local last told
+  hpcinit_step=null hpcinit_idle=0
+  last=$(tail -n 1 "@RESTARTS@" 2>/dev/null) && [[ $last =~ '"step": '([0-9]+) ]] && hpcinit_step=${BASH_REMATCH[1]}
+  [[ $last =~ '"without_progress": '([0-9]+) ]] && hpcinit_idle=${BASH_REMATCH[1]}
+  told=$(cat "@PROGRESS@" 2>/dev/null) && [[ $told =~ '"step": '([0-9]+) ]] || return 0
+  if [ "$hpcinit_step" = null ] || [ "${BASH_REMATCH[1]}" -gt "$hpcinit_step" ]; then
+    hpcinit_step=${BASH_REMATCH[1]} hpcinit_idle=0
+  else
+    hpcinit_idle=$((hpcinit_idle + 1))
+  fi
+}
+hpcinit_restart() { # one more, number $1, for the reason $2; 1 if there may be none
+  hpcinit_furthest
+  if [ "$1" -gt @BUDGET@ ]; then
+    echo "hpcinit: restart $1 ($2) is not begun: restart.budget is @BUDGET@; furthest step: $hpcinit_step"; return 1
+  elif [ "$hpcinit_idle" -ge @IDLE@ ]; then
+    echo "hpcinit: restart $1 ($2) is not begun: $hpcinit_idle in a row have come no further than step $hpcinit_step" \\
+      "(restart.without_progress)"; return 1
+  fi
+  printf '{"job": "%s", "restart": %d, "time": %d, "reason": "%s", "step": %s, "without_progress": %d}\\n' \\
+    "$SLURM_JOB_ID" "$1" "$(date +%s)" "$2" "$hpcinit_step" "$hpcinit_idle" >> "@RESTARTS@"
+}
+hpcinit_attempt=${SLURM_RESTART_COUNT:-0}
+if [ "$hpcinit_attempt" -gt 0 ]; then
+  tail -n 1 "@RESTARTS@" 2>/dev/null | grep -qF "{\\"job\\": \\"$SLURM_JOB_ID\\", \\"restart\\": $hpcinit_attempt," ||
+    hpcinit_restart "$hpcinit_attempt" @SLURM@ || exit 1
+  echo "hpcinit: restart $hpcinit_attempt of at most @BUDGET@ of job $SLURM_JOB_ID begins on $SLURM_JOB_NODELIST"
+fi
+rm -f "@STOPPED@"
+"""
+
+# Slurm notes when it decided to preempt, and keeps it over the requeue: it counts if it is later than the start.
+# sinfo marks nodes that do not answer with '*'. srun's own status is the highest of all ranks, and ranks that were
+# killed have higher ones than those that hung: the report of the hang tells, too.
+REASON = """\
+hpcinit_reason() { # why the ranks have ended with status $1; nothing if they are done
+  local job left='' start
+  left=$(cat "@STOPPED@" 2>/dev/null)
+  case $left in *"\\"job\\": \\"$SLURM_JOB_ID\\""*) ;; *) left='' ;; esac
+  [ "$1" -ne 0 ] || [ -n "$left" ] || return 0
+  job=$(scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null)
+  [[ $job =~ ' StartTime='([0-9T:-]+) ]] && start=${BASH_REMATCH[1]}
+  if [[ $left == *"@STOP_PREEMPTED@"* ]]; then echo @PREEMPTED@
+  elif [[ $job =~ ' PreemptTime='([0-9][0-9T:-]+) && ! ${BASH_REMATCH[1]} < ${start:-} ]]; then echo @PREEMPTED@
+  elif [[ $left == *"@STOP_TIME_LIMIT@"* ]]; then echo @TIME_LIMIT@
+  elif [ "$1" -eq 0 ]; then return 0
+  elif [ -n "$(hpcinit_lost)" ]; then echo @NODE_FAIL@
+  elif [ "$1" -eq @HUNG@ ] || compgen -G "@HANG_REPORT@" > /dev/null; then echo @HANG@
+  elif [ "$1" -ne 2 ]; then echo @FAILURE@
+  fi
+}
+hpcinit_lost() { # nodes of the job that are down or do not answer
+  sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --format='%N %T' 2>/dev/null | grep -E ' (down|fail)|[*]$'
+}
+"""
+
+# SIGTERM to this shell (scancel, the time limit, Slurm's own requeue) ends it before it comes here, by its trap; the
+# second waited is for one that comes after the ranks'. A job that Slurm is ending is not brought back.
+AFTER = """\
+hpcinit_after() { # the ranks have ended with status $1: once more, or not
+  local reason try on=" @ON@ "
+  reason=$(hpcinit_reason "$1")
+  [ -n "$reason" ] && [[ $on == *" $reason "* ]] || return "$1"
+  sleep 1
+  [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null)" = RUNNING ] || return "$1"
+  hpcinit_restart "$((hpcinit_attempt + 1))" "$reason" || return "$(($1 ? $1 : 1))"
+  echo "hpcinit: job $SLURM_JOB_ID is requeued ($reason): restart $((hpcinit_attempt + 1)) of at most @BUDGET@"
+  for try in 1 2 3 4 5 6; do
+    scontrol requeue "$SLURM_JOB_ID" && { sleep 60 & wait; return "$1"; } # until Slurm ends this
+    echo "hpcinit: scontrol requeue failed ($try of 6)"; sleep 10
+  done
+  return "$(($1 ? $1 : 1))"
+}
+"""
+
+
+def wanted(config: Config) -> bool:
+    return bool(config.restart.budget) and config.cluster.engine == "slurm"
+
+
+def option(config: Config) -> dict[str, bool]:
+    """For sbatch: whether the job may be requeued at all. As the site has it where nothing is asked."""
+    if config.restart.budget is None or config.cluster.engine != "slurm":
+        return {}
+    return {"requeue": True} if config.restart.budget else {"no-requeue": True}
+
+
+def lines(config: Config) -> list[str]:
+    """What the batch script begins with, after it has noted its begin."""
+    return _filled(BUDGET + REASON + AFTER, config).splitlines() if wanted(config) else []
+
+
+def after(config: Config) -> str:
+    """What follows the line that runs the ranks."""
+    return "\nhpcinit_after $?" if wanted(config) else ""
+
+
+def _filled(text: str, config: Config) -> str:
+    run, asked = f"${runfolder.ENV_FOLDER}", config.restart
+    values = {
+        "RESTARTS": f"{run}/{runfolder.RESTARTS}",
+        "PROGRESS": f"{run}/{runfolder.PROGRESS}",
+        "STOPPED": f"{run}/{runfolder.STOPPED}",
+        # A folder for each attempt: job.step.restart
+        "HANG_REPORT": f"{run}/{hangs.FOLDER}/$SLURM_JOB_ID.*.$hpcinit_attempt/{hangs.REPORT}",
+        "BUDGET": str(asked.budget),
+        "IDLE": str(asked.without_progress or NEVER),
+        "ON": " ".join(asked.on),
+        "HUNG": str(hangs.HUNG),
+        "STOP_PREEMPTED": str(Reason.PREEMPTED),
+        "STOP_TIME_LIMIT": str(Reason.TIME_LIMIT),
+        **{"PREEMPTED": PREEMPTED, "TIME_LIMIT": TIME_LIMIT, "NODE_FAIL": NODE_FAIL, "HANG": HANG},
+        **{"FAILURE": FAILURE, "SLURM": SLURM},
+    }
+    for name, value in values.items():
+        text = text.replace(f"@{name}@", value)
+    return text
+
+
+NEVER = 10**9  # restarts
