@@ -15,6 +15,11 @@ from hpcinit.facts.versions import key
 # ZeRO stage -> the first DeepSpeed whose engine.offload_states() does it: #6011, and #7421 for 1 and 2
 STATES_MOVE_SINCE = {1: "0.17.6", 2: "0.17.6", 3: "0.15.2"}
 
+# The first DeepSpeed that in stage 3 waits for all of several gathers, and not for the last alone: #8539. On a GPU the
+# order of its stream made that enough; gloo has no order, and what was not there yet was read: memory of anything.
+GATHERS_WAIT_SINCE = "0.19.8"
+SEQUENTIAL = "stage3_allgather_sequential"  # of zero_optimization, since 0.18.5 (#7661): a way that waits for each
+
 
 def states_can_move(zero_stage: int, deepspeed: str) -> bool:
     """Whether engine.offload_states() works; never in stage 0."""
@@ -195,6 +200,24 @@ def check(config: Mapping[str, Any], deepspeed: str, torch: str) -> list[str]:
     """
     found = [fact.problem(config, deepspeed, torch) for fact in FACTS]
     return [message for message in found if message] + _combinations(config)
+
+
+def waiting(config: Mapping[str, Any], deepspeed: str, device: str) -> tuple[dict[str, Any], list[str]]:
+    """The ds_config that gathers parameters rightly on this kind of device ("cpu", "cuda"), and a note if it does not.
+
+    What the user said of that key stands.
+    """
+    if device != "cpu" or stage(config) != 3 or key(deepspeed) >= key(GATHERS_WAIT_SINCE):
+        return dict(config), []
+    zero = config["zero_optimization"]
+    notes = []
+    if not zero.get(SEQUENTIAL, True):
+        notes.append(
+            f"ds_config.zero_optimization.{SEQUENTIAL}: False, by your hand; DeepSpeed {deepspeed} on CPUs then reads "
+            "parameters before they are there, and the losses are wrong (DeepSpeed#8539, mended in "
+            f"{GATHERS_WAIT_SINCE}): leave the key out, or update DeepSpeed"
+        )
+    return {**config, "zero_optimization": {SEQUENTIAL: True, **zero}}, notes
 
 
 def _combinations(config: Mapping[str, Any]) -> list[str]:

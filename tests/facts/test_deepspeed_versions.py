@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from hpcinit.facts.deepspeed_versions import FACTS, check, states_can_move
+from hpcinit.facts.deepspeed_versions import FACTS, check, states_can_move, waiting
 from hpcinit.facts.versions import installed, key
 
 pytestmark = pytest.mark.deepspeed
@@ -153,6 +153,21 @@ def test_states_move_outside_stage_3_above_0_17_5() -> None:
     """offload_states works in stage 3 from 0.15.2 on, in 1 and 2 from 0.17.6 on, and never without ZeRO."""
     assert [states_can_move(stage, "0.17.5") for stage in range(4)] == [False, False, False, True]
     assert [states_can_move(stage, "0.17.6") for stage in range(4)] == [False, True, True, True]
+
+
+def test_stage_3_on_cpus_gathers_one_by_one_before_0_19_8() -> None:
+    """Where DeepSpeed does not wait for all gathers, ours goes another way; who forbids that is told what comes of it."""
+    mended = {"zero_optimization": {"stage": 3, "stage3_allgather_sequential": True}}
+    for version in ("0.18.5", "0.19.7"):
+        assert waiting(zero(3), version, "cpu") == waiting(mended, version, "cpu") == (mended, [])
+        assert waiting(zero(3), version, "cuda") == (zero(3), [])
+        assert waiting(zero(2), version, "cpu") == (zero(2), [])
+    assert waiting(zero(3), "0.19.8", "cpu") == (zero(3), [])
+    forbidden = {"zero_optimization": {"stage": 3, "stage3_allgather_sequential": False}}
+    config, (note,) = waiting(forbidden, "0.18.5", "cpu")
+    assert config == forbidden
+    assert "stage3_allgather_sequential: False, by your hand; DeepSpeed 0.18.5 on CPUs then reads" in note
+    assert "leave the key out, or update DeepSpeed" in note
 
 
 def test_versions_are_read_without_an_import() -> None:

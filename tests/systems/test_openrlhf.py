@@ -60,6 +60,7 @@ def test_openrlhf_set_up(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None
     assert "batch.global 8 is not a multiple of micro 16 x data parallel 2 = 32" in none
 
 
+@pytest.mark.deepspeed
 @pytest.mark.slurm
 @pytest.mark.timeout(300)
 def test_openrlhf_deepspeed_environment(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:

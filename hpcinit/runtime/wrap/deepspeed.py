@@ -59,8 +59,9 @@ def wrap(
     config, notes = build(options, batch, layout, training.precision)
     if against := deepspeed_versions.check(config, starting.version(), torch.__version__):
         raise RequestError("; ".join(against))  # the login node may have seen another DeepSpeed, or none
+    config, warned = deepspeed_versions.waiting(config, starting.version(), device.type)
     if dist.get_rank() == 0:
-        for note in notes:
+        for note in notes + warned:
             rendezvous.say(note)
     ops.prepare(config, device.type)
     parameters = [p for p in model.parameters() if p.requires_grad]
