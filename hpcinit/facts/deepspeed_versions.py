@@ -12,6 +12,8 @@ from typing import Any
 
 from hpcinit.facts.versions import key
 
+_TP = "tensor_parallel.autotp_size"
+
 # ZeRO stage -> the first DeepSpeed whose engine.offload_states() does it: #6011, and #7421 for 1 and 2
 STATES_MOVE_SINCE = {1: "0.17.6", 2: "0.17.6", 3: "0.15.2"}
 
@@ -19,6 +21,16 @@ STATES_MOVE_SINCE = {1: "0.17.6", 2: "0.17.6", 3: "0.15.2"}
 # order of its stream made that enough; gloo has no order, and what was not there yet was read: memory of anything.
 GATHERS_WAIT_SINCE = "0.19.8"
 SEQUENTIAL = "stage3_allgather_sequential"  # of zero_optimization, since 0.18.5 (#7661): a way that waits for each
+
+# The first DeepSpeed whose initialize() divides a model for AutoTP; before, it trains one that somebody else has
+# divided, and says nothing if nobody has: #7806
+INITIALIZE_DIVIDES_SINCE = "0.18.6"
+
+
+def tp_to_divide(config: Mapping[str, Any], deepspeed: str) -> int:
+    """Among how many ranks deepspeed.tp_model_init() has to divide the model before initialize(); 1 is not at all."""
+    size = int(at(config, _TP) or 1)
+    return size if key(deepspeed) < key(INITIALIZE_DIVIDES_SINCE) else 1
 
 
 def states_can_move(zero_stage: int, deepspeed: str) -> bool:
@@ -109,7 +121,6 @@ def _removed(path: str, below: str) -> Fact:
     )
 
 
-_TP = "tensor_parallel.autotp_size"
 _DC = "compile.deepcompile"
 _MUON = "optimizer.type"
 FACTS = (

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from hpcinit.facts.deepspeed_versions import FACTS, check, states_can_move, waiting
+from hpcinit.facts.deepspeed_versions import FACTS, check, states_can_move, tp_to_divide, waiting
 from hpcinit.facts.versions import installed, key
 
 pytestmark = pytest.mark.deepspeed
@@ -168,6 +168,13 @@ def test_stage_3_on_cpus_gathers_one_by_one_before_0_19_8() -> None:
     assert config == forbidden
     assert "stage3_allgather_sequential: False, by your hand; DeepSpeed 0.18.5 on CPUs then reads" in note
     assert "leave the key out, or update DeepSpeed" in note
+
+
+def test_before_0_18_6_the_model_is_divided_before_initialize() -> None:
+    """AutoTP's division is initialize()'s work from 0.18.6 on, and tp_model_init()'s before; without AutoTP nobody's."""
+    autotp = {"tensor_parallel": {"autotp_size": 4}}
+    assert [tp_to_divide(autotp, version) for version in ("0.18.5", "0.18.6", "0.19.8")] == [4, 1, 1]
+    assert tp_to_divide(zero(1), "0.18.5") == 1
 
 
 def test_versions_are_read_without_an_import() -> None:

@@ -64,8 +64,10 @@ def wrap(
         for note in notes + warned:
             rendezvous.say(note)
     ops.prepare(config, device.type)
-    parameters = [p for p in model.parameters() if p.requires_grad]
     with _autotp_in_words(model, layout):
+        if (size := deepspeed_versions.tp_to_divide(config, starting.version())) > 1:
+            deepspeed.tp_model_init(model, tp_size=size, dtype=torch.bfloat16)  # it takes no other
+        parameters = [p for p in model.parameters() if p.requires_grad]
         engine, optimizer, _, _ = deepspeed.initialize(
             model=model,
             model_parameters=parameters if trains and make is None else None,
