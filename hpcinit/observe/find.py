@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpcinit.facts import runfolder
@@ -31,3 +32,15 @@ def find(word: str, runs_dir: Path = Path("runs")) -> Path:
                 return task
     last = ", ".join(path.name for path in known[-5:]) or "none"
     raise RequestError(f"no run {word!r}: neither a run folder nor a job id; the last in {runs_dir.absolute()}: {last}")
+
+
+def means_all(words: Sequence[str]) -> bool:
+    return list(words) in ([], ["all"])
+
+
+def meant(words: Sequence[str], runs_dir: Path) -> list[Path]:
+    """The run folders that are meant: all of them by no word or 'all'. Raises RequestError where there is none."""
+    paths = runs(runs_dir) if means_all(words) else [find(word, runs_dir) for word in words]
+    if not paths:
+        raise RequestError(f"no runs in {runs_dir.absolute()}; --runs-dir names another folder")
+    return paths

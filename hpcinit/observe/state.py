@@ -1,77 +1,108 @@
-"""The state of a run, in Slurm's words: from squeue, then sacct, then what the job itself left behind."""
+"""The state of a run, in Slurm's words: from squeue, then sacct, then scontrol, then what the job itself left."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import RequestError
-from hpcinit.local import engine
+from hpcinit.observe import jobs as slurm
+from hpcinit.observe.jobs import FINAL, NOBODY, NoAnswer, State
 
-# Slurm's words for a job that will not run again (squeue(1), JOB STATE CODES). What is not listed is not over.
-ANSWER_S = 30  # longer than Slurm's MessageTimeout (10 s), after which its clients give up by themselves
-NOBODY = "nobody"  # the source of a state when Slurm did not answer
-FINAL = {
-    "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
-    "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL",
-}  # fmt: skip
+__all__ = ["FINAL", "NOBODY", "NoAnswer", "State"]  # of observe/jobs.py
+
+
+def read(path: Path) -> State:
+    """The state of the run in `path`. Raises RequestError if it is no run folder of a submitted job."""
+    [state] = read_all([path])
+    if isinstance(state, RequestError):
+        raise state
+    return state
+
+
+def read_all(paths: Sequence[Path]) -> list[State | RequestError]:
+    """The state of each run, in their order, from one question to Slurm; the error of one that is none."""
+    runs = [_run(path) for path in paths]
+    answer = slurm.ask([run.wanted for run in runs if isinstance(run, _Run) and run.wanted])
+    return [run if isinstance(run, RequestError) else _state(run, answer) for run in runs]
 
 
 @dataclass(frozen=True)
-class State:
-    """name: Slurm's word (PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, ...), or UNKNOWN.
+class _Run:
+    """submitted: the id of the (first) job of submission.json. last: that of the last attempt, as exit.json says."""
 
-    reason: why it waits or what ended it, as Slurm says. exit_status: once it has ended and is known.
-    source: who told. by_hand: of the run's last attempt, which somebody started with the script, not hpcinit.
-    link: 'job 2 of a chain of 5', or ''. others: jobs of the chain that are still in the queue beside this one.
-    """
-
-    name: str
-    job_id: str
+    path: Path
     engine: str
-    reason: str = ""
-    exit_status: int | None = None
-    source: str = ""
-    by_hand: bool = False
-    link: str = ""
-    others: tuple[str, ...] = ()
+    submitted: str
+    jobs: Sequence[str]
+    last: str
+    left: State
 
     @property
-    def over(self) -> bool:
-        return self.name in FINAL
+    def is_chain(self) -> bool:
+        return len(self.jobs) > 1 and (not self.last or self.last in self.jobs)
 
     @property
-    def forgotten(self) -> bool:
-        """Slurm has answered, and knows nothing of the job, which left no word of its end either."""
-        return self.name == "UNKNOWN" and self.source == ""
+    def wanted(self) -> slurm.Wanted | None:
+        """What to ask Slurm for; None where it knows nothing of the run."""
+        if self.engine == "local":
+            return None
+        if self.is_chain:
+            return slurm.Wanted(self.jobs, self.last or self.jobs[-1], self.left.over)
+        return slurm.Wanted([self.left.job_id], self.left.job_id, self.left.over)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+
+def _run(path: Path) -> _Run | RequestError:
+    try:
+        record = submission(path)
+    except RequestError as error:
+        return error
+    ids, attempt = jobs(record), _json(path / runfolder.EXIT)
+    last = str(attempt.get("job", ""))
+    left = _left(attempt, last or str(record["job_id"]))
+    return _Run(path, record["engine"], str(record["job_id"]), ids, last, left)
 
 
-def read(path: Path, ask: bool = True) -> State:
-    """The state of the run in `path`. Raises RequestError if it is no run folder of a submitted job.
-
-    ask: False where Slurm has just not answered: only what the job itself left behind is read.
-    """
-    record = submission(path)
-    submitted, job_id = record["job_id"], last_job(path) or record["job_id"]
-    if len(jobs(record)) > 1 and job_id in {*jobs(record), submitted}:
-        return _chain(path, jobs(record), last_job(path), ask)
-    if record["engine"] == "local":
-        return _local(path, job_id) if job_id == submitted else _by_hand(path, job_id)
-    state = _slurm(path, job_id, ask)
-    if job_id == submitted:
+def _state(run: _Run, answer: slurm.Answer) -> State:
+    if run.is_chain:
+        return _chain(run, answer)
+    job_id = run.left.job_id
+    if run.engine == "local":
+        return _local(run.path, job_id) if job_id == run.submitted else _by_hand(run.path, job_id)
+    state = _of_job(job_id, run.left, answer)
+    if job_id == run.submitted:
         return state
-    left = left_behind(path, job_id)
     # Run inside a job that goes on (salloc), the script ends before its job does.
-    state = left if left.over and state.name == "RUNNING" else state
+    state = run.left if run.left.over and state.name == "RUNNING" else state
     return replace(state, by_hand=True)
+
+
+def _of_job(job_id: str, left: State, answer: slurm.Answer) -> State:
+    """From what Slurm says of the job and what it left behind, which knows the exit status best."""
+    now = answer.said.get(job_id)
+    if now and now.over:
+        return replace(now, exit_status=left.exit_status) if left.over else now
+    if now and now.source != "sacct":
+        # A word of tomorrow's Slurm for a job that says itself that it is over.
+        return replace(left, reason=f"Slurm says {now.name}") if now.strange and left.over else now
+    return _unsaid(job_id, now, left, answer.silent)
+
+
+def _unsaid(job_id: str, accounts: State | None, left: State, silent: str) -> State:
+    """Where the controller does not know the job or is silent. accounts: sacct's word, of a job that is not over."""
+    if left.over and not (silent and left.exit_status == runfolder.ENDED_EARLY):  # it may be requeued
+        return replace(left, reason=silent)
+    if silent and accounts:
+        return replace(accounts, reason=f"as sacct says; {silent}")
+    if silent:
+        return State("UNKNOWN", job_id, "slurm", silent, None, NOBODY)
+    if accounts:  # they were not told of the end, or are behind
+        return State("UNKNOWN", job_id, "slurm", f"sacct says {accounts.name}, the controller does not know the job")
+    return left
 
 
 def jobs(record: Mapping[str, Any]) -> list[str]:
@@ -90,34 +121,24 @@ def exit_status(path: Path) -> int | None:
     return status if isinstance(status, int) else None
 
 
-def _slurm(path: Path, job_id: str, ask: bool) -> State:
-    left = left_behind(path, job_id)
-    if not ask:
-        return left
-    state = of_job(job_id, left)
-    return replace(state, exit_status=left.exit_status) if state.over and left.over else state
-
-
-def _chain(path: Path, ids: Sequence[str], last: str, ask: bool) -> State:
+def _chain(run: _Run, answer: slurm.Answer) -> State:
     """The state of a chain: what its last attempt has decided, or else of the job that runs, waits or was the last."""
-    known: dict[str, State] = {}
-    try:
-        known = {state.job_id: state for state in _squeue(*ids)} if ask else {}
-    except NoAnswer as error:
-        if not _decided(path):
-            return State("UNKNOWN", last or ids[0], "slurm", str(error), None, NOBODY)
-    open_ = [job for job in ids if job in known and not known[job].over]
-    going = sorted(open_, key=lambda job: known[job].name == "PENDING")  # the one that runs first
-    if _decided(path) or not going:
-        job_id = last or ids[-1]
-        left = left_behind(path, job_id)
-        state = left if _decided(path) or not ask else known.get(job_id) or of_job(job_id, left)
-        state = replace(state, exit_status=left.exit_status) if state.over and left.over else state
+    decided = _decided(run.path)
+    said = {job: state for job, state in answer.said.items() if job in run.jobs}
+    open_ = [job for job in run.jobs if job in said and not said[job].over and said[job].source != "sacct"]
+    going = sorted(open_, key=lambda job: said[job].name == "PENDING")  # the one that runs first
+    if answer.silent and not decided:
+        state = State("UNKNOWN", run.last or run.jobs[0], "slurm", answer.silent, None, NOBODY)
+    elif decided or not going:
+        job_id = run.last or run.jobs[-1]
+        left = replace(run.left, job_id=job_id)
+        running = decided and job_id in open_  # it has left its record, and is not gone yet
+        state = left if running else _of_job(job_id, left, answer)
     else:
-        state = known[going[0]]
-    number = ids.index(state.job_id) + 1
+        state = said[going[0]]
+    number = run.jobs.index(state.job_id) + 1
     others = tuple(job for job in open_ if job != state.job_id)
-    return replace(state, link=f"job {number} of a chain of {len(ids)}", others=others)
+    return replace(state, link=f"job {number} of a chain of {len(run.jobs)}", others=others)
 
 
 def _decided(path: Path) -> bool:
@@ -127,13 +148,10 @@ def _decided(path: Path) -> bool:
     return status not in (None, runfolder.ENDED_EARLY) and not stopped
 
 
-def of_job(job_id: str, left: State | None = None) -> State:
-    """What Slurm says of a job by its id, or `left` where it knows nothing of it."""
-    unknown = left or State("UNKNOWN", job_id, "slurm")
-    try:
-        return next(iter(_squeue(job_id)), None) or _sacct(job_id) or unknown
-    except NoAnswer as error:
-        return State("UNKNOWN", job_id, "slurm", str(error), None, NOBODY)
+def of_job(job_id: str) -> State:
+    """What Slurm says of a job by its id."""
+    answer = slurm.ask([slurm.Wanted([job_id], job_id)])
+    return _of_job(job_id, State("UNKNOWN", job_id, "slurm"), answer)
 
 
 def submission(path: Path) -> dict[str, Any]:
@@ -152,6 +170,8 @@ def submission(path: Path) -> dict[str, Any]:
 
 
 def _local(path: Path, job_id: str) -> State:
+    from hpcinit.local import engine  # noqa: PLC0415 - psutil, only where there is no Slurm
+
     left = engine.read_state(path)
     reason = "the local engine ended without a word: killed, or no room for one" * (left.get("state") == "NODE_FAIL")
     return State(left.get("state", "UNKNOWN"), job_id, "local", reason, left.get("exit_status"), engine.STATE)
@@ -159,6 +179,8 @@ def _local(path: Path, job_id: str) -> State:
 
 def _by_hand(path: Path, job_id: str) -> State:
     """`bash job.sh`, without the engine: all that is known is the script's own record."""
+    from hpcinit.local import engine  # noqa: PLC0415
+
     attempt = _json(path / runfolder.EXIT)
     status = exit_status(path)
     if status is not None:
@@ -167,69 +189,22 @@ def _by_hand(path: Path, job_id: str) -> State:
     return State("RUNNING" if alive else "NODE_FAIL", job_id, "local", "", None, runfolder.EXIT, True)
 
 
-def _squeue(*job_ids: str) -> list[State]:
-    """Of each job that is in the queue, or has left it not long ago."""
-    # -t all: jobs that have ended stay here for MinJobAge (300 s).
-    lines = ask_slurm("squeue", "--noheader", f"--jobs={','.join(job_ids)}", "--states=all", "--format=%i|%T|%r")
-    states = []
-    for line in lines:
-        job_id, name, reason = line.split("|", 2)
-        # A job that was cancelled while it waited keeps the reason why it waited.
-        reason = "" if reason == "None" or name == "CANCELLED" else reason
-        states.append(State(name, job_id, "slurm", reason, None, "squeue"))
-    return states
-
-
-def _sacct(job_id: str) -> State | None:
-    lines = ask_slurm("sacct", "--noheader", "--parsable2", "-X", "--jobs", job_id, "--format=State,ExitCode")
-    if not lines:
-        return None
-    name, _, code = lines[0].partition("|")
-    words = name.split()  # 'CANCELLED by 1000'
-    return State(words[0], job_id, "slurm", " ".join(words[1:]), status_of(code), "sacct")
-
-
-def status_of(code: str) -> int | None:
-    """The exit status of sacct's ExitCode: '3:0' is 3, '0:9' (a signal) 137; None where it does not say."""
-    status, _, number = code.partition(":")
-    return int(status) or (128 + int(number) if int(number or 0) else 0) if status.isdigit() else None
-
-
 def left_behind(path: Path, job_id: str) -> State:
     """From exit.json: right with accounting off, and when Slurm has forgotten the job."""
-    status = exit_status(path)
-    if status is None:
+    return _left(_json(path / runfolder.EXIT), job_id)
+
+
+def _left(attempt: Mapping[str, Any], job_id: str) -> State:
+    status = attempt.get("exit_status")
+    if not isinstance(status, int):
         return State("UNKNOWN", job_id, "slurm", "Slurm does not know the job, and it left no exit record")
     return State("COMPLETED" if status == 0 else "FAILED", job_id, "slurm", "", status, runfolder.EXIT)
 
 
-class NoAnswer(Exception):
-    """Slurm did not say anything about the job, not even that it does not know it."""
-
-
-def ask_slurm(*command: str) -> list[str]:
-    """The answer's lines; none if there is no such job, or no accounting. Raises NoAnswer if nobody answers."""
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S, check=False
-        )
-    except FileNotFoundError:
-        raise NoAnswer(f"{command[0]} is not on PATH") from None
-    except subprocess.TimeoutExpired:
-        raise NoAnswer(
-            f"{command[0]} did not answer in {ANSWER_S} s: is SLURM_CONF right, is the controller up?"
-        ) from None
-    if done.returncode == 0:
-        return done.stdout.splitlines()
-    # Without accounting sacct fails at once, and says so; a forgotten job is 'Invalid job id specified'.
-    if command[0] == "sacct" or "Invalid job id" in done.stderr:
-        return []
-    raise NoAnswer(f"{command[0]}: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'failed'}")
-
-
 def _json(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text())
+        with open(path, "rb") as file:  # noqa: PTH123 - three of each of a thousand runs: Path.open() takes twice as long
+            document = json.loads(file.read())
     except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}

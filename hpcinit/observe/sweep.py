@@ -6,8 +6,8 @@ import json
 import shlex
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.console import Console
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import INTERRUPTED, RequestError
 from hpcinit.facts.ranges import ranges
-from hpcinit.observe import progress, reasons, state
+from hpcinit.observe import state
 
 QUICK_S, SLOW_S = 1.0, 10.0  # between two questions to the controller
 PATIENCE = 5  # after n seconds in which no task ended, every n/5
@@ -52,21 +52,22 @@ def combinations(path: Path) -> dict[int, str]:
         raise RequestError(f"{path / runfolder.SWEEP} cannot be read: {error}; was it edited?") from None
 
 
-def read(path: Path, ask: bool = True) -> list[Task]:
-    """All tasks with their states. ask: False where Slurm has just not answered."""
+def read(path: Path) -> list[Task]:
+    """All tasks with their states."""
     known = combinations(path)
-    ids = {number: _job_id(path / str(number)) for number in known}
-    said: dict[str, state.State] = {}
-    silent = "" if ask else "Slurm did not answer"
-    if ask:
-        try:
-            said = _ask({job_id for job_id in ids.values() if job_id})
-        except state.NoAnswer as error:
-            silent = str(error)
+    return with_states(path, known, state.read_all([path / str(number) for number in known]))
+
+
+def with_states(path: Path, known: Mapping[int, str], states: Iterable[state.State | RequestError]) -> list[Task]:
+    """known: combinations(). states: of the tasks, in that order; an error of one that has no job."""
     return [
-        Task(number, text, path / str(number), _state(path / str(number), ids[number], said, silent))
-        for number, text in known.items()
+        Task(number, text, path / str(number), _submitted(now))
+        for (number, text), now in zip(known.items(), states, strict=True)
     ]
+
+
+def _submitted(now: state.State | RequestError) -> state.State:
+    return state.State(NOT_SUBMITTED, "-", "slurm") if isinstance(now, RequestError) else now
 
 
 def of_job(word: str, path: Path) -> Path | None:
@@ -94,17 +95,6 @@ def failed(path: Path) -> list[int]:
 def counts(tasks: Sequence[Task]) -> str:
     """'3 COMPLETED, 1 FAILED, 996 PENDING'."""
     return ", ".join(f"{number} {name}" for name, number in Counter(task.state.name for task in tasks).most_common())
-
-
-def lines(tasks: Sequence[Task]) -> Iterator[str]:
-    """The table: number, job, state, combination, and what else is known."""
-    for task in tasks:
-        status = "" if task.state.exit_status is None else f"exit status {task.state.exit_status}"
-        details = "  ".join(text for text in (task.state.reason, status, progress.line(task.path)) if text)
-        yield f"{task.number:>6}  {task.state.job_id:>12}  {task.state.name:13} {task.combination}  {details}".rstrip()
-    for reason in dict.fromkeys(task.state.reason for task in tasks):
-        if meaning := reasons.explain(reason):
-            yield f"{reason}: {meaning}"
 
 
 def follow(path: Path) -> int:
@@ -162,36 +152,3 @@ def _job_id(task: Path) -> str:
         return str(state.submission(task)["job_id"])
     except RequestError:
         return ""
-
-
-def _state(task: Path, job_id: str, said: Mapping[str, state.State], silent: str) -> state.State:
-    if not job_id:
-        return state.State(NOT_SUBMITTED, "-", "slurm")
-    left = state.left_behind(task, job_id)
-    if silent:
-        return left if left.over else state.State("UNKNOWN", job_id, "slurm", silent, None, state.NOBODY)
-    now = said.get(job_id, left)
-    return replace(now, exit_status=left.exit_status) if now.over and left.over else now
-
-
-def _ask(ids: set[str]) -> dict[str, state.State]:
-    """The state of every task that Slurm knows, by its id: from squeue, then from sacct."""
-    known: dict[str, state.State] = {}
-    if not ids:
-        return known
-    which = f"--jobs={','.join(sorted({job_id.partition('_')[0] for job_id in ids}))}"
-    for line in state.ask_slurm("squeue", "--noheader", "--array", which, "--states=all", "--format=%i|%T|%r"):
-        job_id, name, reason = line.split("|", 2)
-        reason = "" if reason == "None" or name == "CANCELLED" else reason
-        known[job_id] = state.State(name, job_id, "slurm", reason, None, "squeue")
-    if ids <= set(known):
-        return known
-    for line in state.ask_slurm(
-        "sacct", "--noheader", "--parsable2", "-X", "--array", which, "--format=JobID,State,ExitCode"
-    ):
-        job_id, name, code = line.split("|", 2)
-        words = name.split()  # 'CANCELLED by 1000'
-        known.setdefault(
-            job_id, state.State(words[0], job_id, "slurm", " ".join(words[1:]), state.status_of(code), "sacct")
-        )
-    return known

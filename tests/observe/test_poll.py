@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.observe import poll, state
+from hpcinit.observe import jobs, poll
 from hpcinit.submission import folder
 
 
@@ -34,9 +34,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, run: Path, name: str, seconds: int) -
 
     def answer(*command: str) -> list[str]:
         questions.append(command[0])
-        return [f"77|{name}|None"] if name else []
+        return [f"77|{name}|N/A|0:10|INVALID|None"] if name else []
 
-    monkeypatch.setattr(state, "ask_slurm", answer)
+    monkeypatch.setattr(jobs, "ask_slurm", answer)
     monkeypatch.setattr(poll, "time", Clock())
     polling = poll.Poll(run)
     over = [polling.ask() for _ in range(seconds)]
@@ -54,7 +54,9 @@ def test_the_end_is_not_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -
     questions: list[float] = []
     clock = Clock()
     monkeypatch.setattr(poll, "time", clock)
-    monkeypatch.setattr(state, "ask_slurm", lambda *command: questions.append(clock.now) or ["77|COMPLETING|None"])
+    monkeypatch.setattr(
+        jobs, "ask_slurm", lambda *command: questions.append(clock.now) or ["77|COMPLETING|N/A|0:10|INVALID|None"]
+    )
     polling = poll.Poll(run)
     while clock.now < 305 or questions[-1] == clock.now:  # a moment at which no question is due
         polling.ask()

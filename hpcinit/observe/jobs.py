@@ -1,0 +1,202 @@
+"""What Slurm says of jobs, whatever their number: from one squeue, then one sacct, then one scontrol."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+ANSWER_S = 30  # longer than Slurm's MessageTimeout (10 s), after which its clients give up by themselves
+NOBODY = "nobody"  # the source of a state when Slurm did not answer
+MOST = 5_000  # ids in one question: an argument may have 128 KiB
+# Slurm's words for a job that will not run again (squeue(1), JOB STATE CODES, 22.05 to 24.11), and for one that may.
+FINAL = {
+    "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
+    "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL",
+}  # fmt: skip
+OPEN = {
+    "PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "RESIZING", "REQUEUED", "REQUEUE_FED", "STOPPED",
+    "REQUEUE_HOLD", "SPECIAL_EXIT", "SIGNALING", "STAGE_OUT", "RESV_DEL_HOLD", "POWER_UP_NODE", "EXPEDITING",
+}  # fmt: skip
+FORMAT = "%i|%T|%S|%M|%L|%r"
+SCONTROL = re.compile(
+    r"JobId=(?P<job>\d+)(?: ArrayJobId=(?P<array>\d+))?(?: ArrayTaskId=(?P<task>\S+))?.* JobState=(?P<name>\w+) "
+    r"Reason=(?P<reason>.*?) Dependency=.* ExitCode=(?P<code>\d+:\d+)"
+)
+
+
+@dataclass(frozen=True)
+class State:
+    """name: Slurm's word (PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, ...), or UNKNOWN.
+
+    reason: why it waits or what ended it, as Slurm says. exit_status: once it has ended and is known.
+    source: who told. by_hand: of the run's last attempt, which somebody started with the script, not hpcinit.
+    link: 'job 2 of a chain of 5', or ''. others: jobs of the chain that are still in the queue beside this one.
+    start: when it began or, as Slurm estimates, will, in this machine's time ('2026-11-21T14:02:00'), or ''.
+    elapsed_s, left_s: since it began and until its time limit, in seconds; None where nobody says.
+    """
+
+    name: str
+    job_id: str
+    engine: str
+    reason: str = ""
+    exit_status: int | None = None
+    source: str = ""
+    by_hand: bool = False
+    link: str = ""
+    others: tuple[str, ...] = ()
+    start: str = ""
+    elapsed_s: int | None = None
+    left_s: int | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.name in FINAL
+
+    @property
+    def strange(self) -> bool:
+        """A word that this version does not know."""
+        return self.name not in FINAL | OPEN | {"UNKNOWN"}
+
+    @property
+    def forgotten(self) -> bool:
+        """Slurm has answered, and knows nothing of the job, which left no word of its end either."""
+        return self.name == "UNKNOWN" and self.source == ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """jobs: all of a run. last: the one that matters once none is in the queue. ended: it left a record of its end."""
+
+    jobs: Sequence[str]
+    last: str
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """said: by the job's id. silent: why the controller was not heard, or ''."""
+
+    said: Mapping[str, State] = field(default_factory=dict)
+    silent: str = ""
+
+
+class NoAnswer(Exception):
+    """Slurm did not say anything about the job, not even that it does not know it."""
+
+
+def ask(wanted: Collection[Wanted]) -> Answer:
+    """Three questions at most. sacct may answer while the controller is away."""
+    ids = {job for want in wanted for job in (*want.jobs, want.last)}
+    if not ids:
+        return Answer()
+    said, silent = {}, ""
+    try:
+        said = {state.job_id: state for state in _squeue(ids)}
+    except NoAnswer as error:
+        silent = str(error)
+    going = {job for job, state in said.items() if not state.over}
+    missing = {want.last: want for want in wanted if want.last not in said and not going.intersection(want.jobs)}
+    try:
+        said |= {state.job_id: state for state in _sacct(missing) if state.job_id in missing}
+    except NoAnswer as error:
+        silent = silent or str(error)
+    rest = [job for job, want in missing.items() if not want.ended and not (job in said and said[job].over)]
+    if rest and not silent:
+        try:
+            said |= {state.job_id: state for state in _scontrol(rest) if state.job_id in rest}
+        except NoAnswer as error:
+            silent = str(error)
+    return Answer(said, silent)
+
+
+def _squeue(ids: Collection[str]) -> Iterator[State]:
+    """Of each job of this user's that is in the queue, or has left it not long ago; of one job whosever it is.
+
+    With the ids of several, squeue fetches every job of the cluster and then looks through them; --me does not.
+    """
+    jobs = {job.partition("_")[0] for job in ids}
+    which = f"--jobs={jobs.pop()}" if len(jobs) == 1 else "--me"
+    # --states=all: jobs that have ended stay here for MinJobAge (300 s). --all: partitions hidden from the user too.
+    for line in ask_slurm("squeue", "--noheader", "--all", "--array", which, "--states=all", f"--format={FORMAT}"):
+        job_id, name, start, elapsed, left, reason = line.split("|", 5)
+        # A job that was cancelled while it waited keeps the reason why it waited.
+        reason = "" if reason == "None" or name == "CANCELLED" else reason
+        start = "" if start in ("N/A", "Unknown") else start
+        if name in FINAL:
+            left = ""
+        yield State(
+            name, job_id, "slurm", reason, None, "squeue", False, "", (), start, seconds(elapsed), seconds(left)
+        )
+
+
+def _sacct(ids: Iterable[str]) -> Iterator[State]:
+    """Whatever age they have. Nothing without accounting."""
+    jobs = sorted({job.partition("_")[0] for job in ids})
+    for at in range(0, len(jobs), MOST):
+        which = f"--jobs={','.join(jobs[at : at + MOST])}"
+        columns = "--format=JobID%40,State%40,ExitCode,Start,ElapsedRaw"
+        for line in ask_slurm("sacct", "--noheader", "--parsable2", "-X", which, columns):
+            job_id, name, code, start, elapsed = line.split("|", 4)
+            words = name.split() or ["UNKNOWN"]  # 'CANCELLED by 1000'
+            start = "" if start in ("Unknown", "None") else start
+            now = State(words[0], job_id, "slurm", " ".join(words[1:]), None, "sacct", start=start)
+            yield State(
+                **{**vars(now), "exit_status": status_of(code) if now.over else None, "elapsed_s": seconds(elapsed)}
+            )
+
+
+def _scontrol(ids: Sequence[str]) -> Iterator[State]:
+    """Other users' jobs as well, with exit status; all that the controller holds if it is asked for several."""
+    for line in ask_slurm("scontrol", "--oneliner", "show", "job", *(ids if len(ids) == 1 else ())):
+        if match := SCONTROL.match(line):
+            job_id = f"{match['array']}_{match['task']}" if match["array"] else match["job"]
+            reason = "" if match["reason"] == "None" else match["reason"]
+            status = status_of(match["code"]) if match["name"] in FINAL else None
+            yield State(match["name"], job_id, "slurm", reason, status, "scontrol")
+
+
+def status_of(code: str) -> int | None:
+    """The exit status of sacct's ExitCode: '3:0' is 3, '0:9' (a signal) 137; None where it does not say."""
+    status, _, number = code.partition(":")
+    return int(status) or (128 + int(number) if int(number or 0) else 0) if status.isdigit() else None
+
+
+def seconds(text: str) -> int | None:
+    """Of '1-02:03:04', '2:03:04', '3:04' or '4'; None for 'UNLIMITED', 'INVALID', 'NOT_SET'."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
+    if not match:
+        return None
+    days, hours, minutes, rest = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+def ask_slurm(*command: str) -> list[str]:
+    """The answer's lines; none if there is no such job, or no accounting. Raises NoAnswer if nobody answers."""
+    # SQUEUE_PARTITION and the like hide jobs, SLURM_TIME_FORMAT writes times as it likes.
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("SQUEUE_", "SACCT_")) and k != "SLURM_TIME_FORMAT"}
+    try:
+        done = subprocess.run(
+            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+            timeout=ANSWER_S, check=False,
+        )  # fmt: skip
+    except FileNotFoundError:
+        if command[0] == "sacct":
+            return []
+        raise NoAnswer(f"{command[0]} is not on PATH") from None
+    except subprocess.TimeoutExpired:
+        raise NoAnswer(
+            f"{command[0]} did not answer in {ANSWER_S} s: is SLURM_CONF right, is the controller up?"
+        ) from None
+    if done.returncode == 0:
+        return done.stdout.splitlines()
+    # Without accounting sacct fails at once, and says so; a forgotten job is 'Invalid job id specified'.
+    if command[0] == "sacct" or "Invalid job id" in done.stderr:
+        return []
+    raise NoAnswer(f"{command[0]}: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'failed'}")

@@ -1,0 +1,118 @@
+"""How runs are shown: lines for any place, a table with bars for a terminal, JSON for programs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from hpcinit.observe import progress, reasons, sweep
+from hpcinit.observe.overview import Run
+from hpcinit.observe.state import State
+
+OLD_S = 60.0  # a running training whose last step is older gets its age shown
+
+
+def documents(run: Run) -> Iterator[dict[str, Any]]:
+    """One for a run, one for each task of a sweep."""
+    if run.error:
+        yield {"run": str(run.path), "error": str(run.error)}
+    for task in run.tasks:
+        yield {
+            "run": str(task.path),
+            "task": task.number,
+            "combination": task.combination,
+            **_json(task.path, task.state),
+        }
+    if run.now:
+        yield {"run": str(run.path), **_json(run.path, run.now)}
+
+
+def _json(path: Path, now: State) -> dict[str, Any]:
+    begun = now.name not in ("PENDING", sweep.NOT_SUBMITTED)
+    return {
+        **now.to_json(),
+        "meaning": reasons.explain(now.reason),
+        "progress": progress.read(path) if begun else {},
+        "step_age_s": progress.age_s(path, time.time()) if now.name == "RUNNING" else None,
+    }
+
+
+def lines(run: Run, each_task: bool) -> Iterator[str]:
+    """What `hpcinit status` prints of it where there is no terminal."""
+    if run.now:
+        now = run.now
+        yield f"{run.path.name:24} {now.job_id:>9}  {now.name:10} {details(run.path, now)}".rstrip()
+        if meaning := reasons.explain(now.reason):
+            yield f"{'':24} {'':>9}  {meaning}"
+    elif run.tasks:
+        yield f"{run.path.name:24} {job_of(run):>9}  {len(run.tasks)} tasks: {sweep.counts(run.tasks)}"
+        if each_task:
+            for task in run.tasks:
+                about = f"{task.number:>6}  {task.state.job_id:>12}  {task.state.name:13} {task.combination}"
+                yield f"{about}  {details(task.path, task.state)}".rstrip()
+            yield from meanings(run)
+
+
+def meanings(run: Run) -> Iterator[str]:
+    """Each of Slurm's reasons in the run that has words, once."""
+    for reason in dict.fromkeys(now.reason for _, now in run.parts):
+        if meaning := reasons.explain(reason):
+            yield f"{reason}: {meaning}"
+
+
+def job_of(run: Run) -> str:
+    """Of a sweep the first of its jobs."""
+    if run.now:
+        return run.now.job_id
+    return next((now.job_id.partition("_")[0] for _, now in run.parts), "-")
+
+
+def details(path: Path, now: State) -> str:
+    """What else is known of a job: why and until when it waits, how far it is, how it ended."""
+    status = "" if now.exit_status is None else f"exit status {now.exit_status}"
+    begun = now.name not in ("PENDING", sweep.NOT_SUBMITTED)
+    parts = ["started by hand" if now.by_hand else "", now.link, now.reason, times(now), status]
+    parts += [progress.line(path), age(path, now)] if begun else []
+    return "  ".join(part for part in parts if part)
+
+
+def times(now: State) -> str:
+    """'for 1:02:03, 57:57 left' of a job that runs, 'starts about 14:02 (in 0:12:00)' of one that waits."""
+    if now.name == "RUNNING" and now.elapsed_s is not None:
+        left = "" if now.left_s is None else f", {duration(now.left_s)} left"
+        return f"for {duration(now.elapsed_s)}{left}"
+    if now.name == "PENDING" and now.start:
+        return f"starts about {when(now.start, datetime.now())}"
+    return ""
+
+
+def when(start: str, now: datetime) -> str:
+    """'14:02 (in 12:00)' of Slurm's '2026-11-21T14:02:00', with the date where it is another day's."""
+    try:
+        at = datetime.fromisoformat(start)
+    except ValueError:
+        return start
+    left = (at - now).total_seconds()
+    day = "" if at.date() == now.date() else f"{at:%Y-%m-%d} "
+    return f"{day}{at:%H:%M}" + (f" (in {duration(left)})" if left > 0 else "")
+
+
+def age(path: Path, now: State) -> str:
+    """'last step 5:12 ago' where that is long."""
+    if now.name != "RUNNING":
+        return ""
+    since = progress.age_s(path, time.time())
+    return f"last step {duration(since)} ago" if since is not None and since > OLD_S else ""
+
+
+def duration(seconds: float) -> str:
+    """'1-02:03:04', '2:03:04', '3:04', as squeue writes it."""
+    days, rest = divmod(round(seconds), 86_400)
+    hours, rest = divmod(rest, 3600)
+    minutes, rest = divmod(rest, 60)
+    if days:
+        return f"{days}-{hours:02}:{minutes:02}:{rest:02}"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
