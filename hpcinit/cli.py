@@ -37,6 +37,14 @@ COMMANDS = {
   hpcinit status train-0001         one run; a job id or a path will do too
   hpcinit status --json             one JSON object per line, for programs""",
     ),
+    "watch": Command(
+        "hpcinit.observe.watch",
+        "the same until all are over",
+        """
+  hpcinit watch                     all runs in ./runs that are not over
+  hpcinit watch train-0001          exit status as the run's
+  hpcinit watch --json              one JSON object for each change""",
+    ),
     "logs": Command(
         "hpcinit.observe.logs",
         "what a run's ranks printed",

@@ -56,7 +56,7 @@ UNINSTALL = {
     "zsh": "compdef -d hpcinit; unfunction _hpcinit",
     "fish": "complete -e -c hpcinit; functions -e __hpcinit",
 }
-OF_A_RUN = {"status", "logs", "cancel", "resubmit", "render"}
+OF_A_RUN = {"status", "watch", "logs", "cancel", "resubmit", "render"}
 
 
 def main(argv: Sequence[str]) -> int:

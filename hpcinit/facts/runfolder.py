@@ -14,6 +14,7 @@ PROGRESS = "progress.json"  # written by rank 0
 STOPPED = "stopped.json"  # job and reason, where the ranks stopped before the end, not as the user asked
 RESTARTS = "restarts.jsonl"  # by the batch script, a line for each restart: why, and the furthest step until then
 STOP = "stop"  # made by `hpcinit cancel --save`: the ranks are to save and end
+CANCELLED = "cancelled.json"  # by `hpcinit cancel`: the jobs that it has cancelled
 LOGS = "logs"
 JOB_LOG = "logs/job.log"  # the batch script's own output
 RANK_LOG = "logs/rank-{rank}.log"

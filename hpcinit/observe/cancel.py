@@ -1,70 +1,100 @@
-"""`hpcinit cancel RUN`: end a run, on Slurm with scancel."""
+"""`hpcinit cancel RUN ...`: end runs, on Slurm with one scancel for all."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import Failure, RequestError
-from hpcinit.local import engine
-from hpcinit.observe import find, state, sweep
+from hpcinit.observe import find, overview, sweep
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="hpcinit cancel", description="End a run.")
+    parser = argparse.ArgumentParser(prog="hpcinit cancel", description="End runs.")
     parser.add_argument("run", nargs="+", help="run folder, its name, or a job id")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     parser.add_argument(
         "--save", action="store_true", help="ask the training to save and end by itself: run.should_stop()"
     )
+    parser.add_argument("--json", action="store_true", help="one JSON object per line, for each run")
     options = parser.parse_args(argv)
-    for word in options.run:
-        path = find.find(word, options.runs_dir)
-        if sweep.is_sweep(path):
-            _sweep(path)
-            continue
-        now = state.read(path)
-        if now.over and not now.others:
-            print(f"{path.name}: was over already, {now.name}")
-            continue
-        if options.save:
-            _ask(path, now)
-            print(f"{path.name}: asked to save and end; a training that never calls run.should_stop() goes on")
-            continue
-        _end(path, now)
-        jobs = [*([] if now.over else [now.job_id]), *now.others]
-        which = f"job {jobs[0]} is" if len(jobs) == 1 else f"jobs {', '.join(jobs)} are"
-        print(f"{path.name}: {which} being cancelled")
+    paths = list(dict.fromkeys(find.find(word, options.runs_dir) for word in options.run))
+    runs = overview.read(paths)
+    for run in runs:
+        _check(run, options.save)
+    ending = {run.path: _jobs(run) for run in runs}
+    if not options.save:
+        _end(runs, [job for jobs in ending.values() for job in jobs])
+    for run in runs:
+        if options.save and ending[run.path]:
+            _ask(run)
+        done = _done(run, ending[run.path], options.save)
+        if options.json:
+            about = {"run": str(run.path), "jobs": ending[run.path], "save": options.save}
+            print(json.dumps({**about, "over": not ending[run.path]}))
+        else:
+            print(f"{run.path.name}: {done}")
     return 0
 
 
-def _ask(path: Path, now: state.State) -> None:
-    if now.name == "PENDING":
-        raise RequestError(f"{path.name} has not started, there is nothing to save: hpcinit cancel {path.name}")
-    (path / runfolder.STOP).touch()
+def _check(run: overview.Run, save: bool) -> None:
+    """Before anything is done to any of them. Raises RequestError."""
+    if run.error:
+        raise run.error
+    now = run.now
+    if save and now and now.name == "PENDING":
+        raise RequestError(f"{run.path.name} has not started, there is nothing to save: hpcinit cancel {run.path.name}")
+    if not save and now and now.engine == "local" and now.by_hand and not now.over:
+        raise RequestError(f"{run.path.name} was started by hand as process {now.job_id}: end it there, with Ctrl-C")
 
 
-def _end(path: Path, now: state.State) -> None:
-    if now.engine == "local":
-        if now.by_hand:
-            raise RequestError(f"{path.name} was started by hand as process {now.job_id}: end it there, with Ctrl-C")
-        engine.cancel(path)
-        return
-    # Of a chain the last first: the next would begin as soon as one has ended.
-    _scancel([*reversed(now.others), *([] if now.over else [now.job_id])])
+def _jobs(run: overview.Run) -> list[str]:
+    """What is not over of it, as scancel takes it; of a chain the last first, since the next begins as one ends."""
+    if not run.now:
+        return sweep.open_jobs(run.tasks)
+    return [*reversed(run.now.others), *([] if run.now.over else [run.now.job_id])]
 
 
-def _sweep(path: Path) -> None:
-    tasks = sweep.read(path)
-    jobs = sweep.open_jobs(tasks)
+def _done(run: overview.Run, jobs: Sequence[str], save: bool) -> str:
     if not jobs:
-        print(f"{path.name}: was over already, {sweep.counts(tasks)}")
-        return
-    _scancel(jobs)
-    print(f"{path.name}: job{'s' * (len(jobs) > 1)} {', '.join(jobs)} being cancelled")
+        return f"was over already, {run.now.name if run.now else sweep.counts(run.tasks)}"
+    if save:
+        waiting = sum(now.name == "PENDING" for _, now in run.parts)
+        rest = f"; {waiting} tasks have not started, hpcinit cancel ends them" * bool(run.tasks and waiting)
+        return f"asked to save and end; a training that never calls run.should_stop() goes on{rest}"
+    return f"job {jobs[0]} is being cancelled" if len(jobs) == 1 else f"jobs {', '.join(jobs)} are being cancelled"
+
+
+def _ask(run: overview.Run) -> None:
+    for path, now in run.parts:
+        if not now.over and now.name != "PENDING":
+            (path / runfolder.STOP).touch()
+
+
+def _end(runs: Sequence[overview.Run], jobs: Sequence[str]) -> None:
+    from hpcinit.local import engine  # noqa: PLC0415 - psutil, only where there is no Slurm
+
+    local = [run for run in runs if run.now and run.now.engine == "local"]
+    for run in local:
+        if run.now and not run.now.over:
+            engine.cancel(run.path)
+    ids = {run.now.job_id for run in local if run.now}
+    if slurms := [job for job in jobs if job not in ids]:
+        _scancel(slurms)
+    for run in runs:
+        for path, now in run.parts:
+            if run not in local and (now.others or not now.over):
+                _note(path, [now.job_id, *now.others])
+
+
+def _note(path: Path, jobs: Sequence[str]) -> None:
+    """For status: of a job that is cancelled before it begins nothing stays, where there is no accounting."""
+    (path / runfolder.CANCELLED).write_text(json.dumps({"jobs": list(jobs), "time": time.time()}) + "\n")
 
 
 def _scancel(jobs: Sequence[str]) -> None:
@@ -73,5 +103,7 @@ def _scancel(jobs: Sequence[str]) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except FileNotFoundError:
         raise Failure("scancel is not on PATH: cancel where the job was submitted") from None
+    except subprocess.TimeoutExpired:
+        raise Failure(f"{' '.join(command)}: no answer in 60 s; try again when `squeue` answers") from None
     if done.returncode != 0:
         raise Failure(f"{' '.join(command)}: {done.stderr.strip()}")

@@ -197,6 +197,8 @@ def ask_slurm(*command: str) -> list[str]:
     if done.returncode == 0:
         return done.stdout.splitlines()
     # Without accounting sacct fails at once, and says so; a forgotten job is 'Invalid job id specified'.
-    if command[0] == "sacct" or "Invalid job id" in done.stderr:
+    # Of a task of an array scontrol says 'Job 18_2 not found', on stdout.
+    unknown = "Invalid job id" in done.stderr or (command[0] == "scontrol" and "not found" in done.stdout)
+    if command[0] == "sacct" or unknown:
         return []
     raise NoAnswer(f"{command[0]}: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'failed'}")

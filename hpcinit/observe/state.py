@@ -28,7 +28,7 @@ def read_all(paths: Sequence[Path]) -> list[State | RequestError]:
     """The state of each run, in their order, from one question to Slurm; the error of one that is none."""
     runs = [_run(path) for path in paths]
     answer = slurm.ask([run.wanted for run in runs if isinstance(run, _Run) and run.wanted])
-    return [run if isinstance(run, RequestError) else _state(run, answer) for run in runs]
+    return [run if isinstance(run, RequestError) else _cancelled(run.path, _state(run, answer)) for run in runs]
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,14 @@ def _run(path: Path) -> _Run | RequestError:
     last = str(attempt.get("job", ""))
     left = _left(attempt, last or str(record["job_id"]))
     return _Run(path, record["engine"], str(record["job_id"]), ids, last, left)
+
+
+def _cancelled(path: Path, now: State) -> State:
+    """Where Slurm keeps nothing of a job, as without accounting: what `hpcinit cancel` has left says how it ended."""
+    lost = now.forgotten or (now.source == runfolder.EXIT and now.exit_status == runfolder.ENDED_EARLY)
+    if not lost or now.job_id not in _json(path / runfolder.CANCELLED).get("jobs", []):
+        return now
+    return replace(now, name="CANCELLED", reason="", source=runfolder.CANCELLED)
 
 
 def _state(run: _Run, answer: slurm.Answer) -> State:
@@ -196,8 +204,11 @@ def left_behind(path: Path, job_id: str) -> State:
 
 def _left(attempt: Mapping[str, Any], job_id: str) -> State:
     status = attempt.get("exit_status")
+    if not attempt:
+        never = "Slurm does not know the job any more, and it never began: was it cancelled while it waited?"
+        return State("UNKNOWN", job_id, "slurm", never)
     if not isinstance(status, int):
-        return State("UNKNOWN", job_id, "slurm", "Slurm does not know the job, and it left no exit record")
+        return State("UNKNOWN", job_id, "slurm", "Slurm does not know the job any more, and it left no exit record")
     return State("COMPLETED" if status == 0 else "FAILED", job_id, "slurm", "", status, runfolder.EXIT)
 
 

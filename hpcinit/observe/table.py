@@ -15,20 +15,21 @@ from hpcinit.observe.overview import Run
 from hpcinit.observe.state import State
 
 STYLES = {"COMPLETED": "green", "RUNNING": "cyan", "PENDING": "yellow", "COMPLETING": "cyan", "UNKNOWN": "magenta"}
-BAR = 16  # characters
-COLUMNS = ("run", "job", "state", "", "step", "time", "")
+BAR = 12  # characters
+COLUMNS = ("run", "job", "state", "", "", "time", "")
 Row = Sequence[RenderableType]
 
 
 def of(runs: Sequence[Run], each_task: bool, most: int | None = None) -> Table:
     """A row for each run and, if asked for, each task of a sweep. most: rows; how many are left out is told."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, name in enumerate(COLUMNS):
-        table.add_column(name, no_wrap=0 < number < len(COLUMNS) - 1, overflow="fold")
     rows = [row for run in runs for row in _rows(run, each_task, in_order=most is None)]
+    used = [number for number, name in enumerate(COLUMNS) if name or any(row[number] for row in rows)]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number in used:
+        table.add_column(COLUMNS[number], no_wrap=number < len(COLUMNS) - 1, overflow="fold")
     shown = rows if most is None or len(rows) <= most else rows[: max(1, most - 1)]
     for row in shown:
-        table.add_row(*row)
+        table.add_row(*(row[number] for number in used))
     if len(shown) < len(rows):
         table.add_row(f"and {len(rows) - len(shown)} more")
     return table
@@ -60,7 +61,7 @@ def _row(name: str, path: Path, now: State, about: str) -> Row:
         Text(now.name, STYLES.get(now.name, "red" if now.over else "")),
         _bar(told["step"], told["total"]) if told else "",
         f"{told['step']}/{told['total']}" if told else "",
-        view.times(now).removeprefix("for "),
+        view.times(now).removeprefix("for ").removeprefix("starts about "),
         Text("  ".join(part for part in parts if part)),
     ]
 

@@ -101,7 +101,7 @@ def test_cancel_ends_all_of_it(idle_slurm: MiniSlurm, hpcinit: Run) -> None:
     submit(hpcinit, idle_slurm, "-m", "seed=1,2,3", "nodes=1,2", *SMALL, "--", "sleep", "600")
     assert "is being cancelled" in hpcinit("cancel", "sleep-0001/2", env=idle_slurm.env).stdout
     until(lambda: cancelled(hpcinit, idle_slurm) == [2])
-    assert re.search(r"jobs \d+, \d+ being cancelled", hpcinit("cancel", "sleep-0001", env=idle_slurm.env).stdout)
+    assert re.search(r"jobs \d+, \d+ are being cancelled", hpcinit("cancel", "sleep-0001", env=idle_slurm.env).stdout)
     until(lambda: cancelled(hpcinit, idle_slurm) == [0, 1, 2, 3, 4, 5])
     assert "sleep-0001: was over already, " in hpcinit("cancel", "sleep-0001", env=idle_slurm.env).stdout
 

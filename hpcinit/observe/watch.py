@@ -1,0 +1,105 @@
+"""`hpcinit watch [RUN ...] [--json]`: how runs are doing, until all of them are over."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcinit.facts.errors import INTERRUPTED
+from hpcinit.observe import find, overview, sweep, view
+from hpcinit.observe.poll import Polls
+
+LOOK_S = 1.0  # at what the trainings themselves write; Slurm is asked more rarely
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="hpcinit watch", description="How runs are doing, until all are over; then the highest exit status."
+    )
+    parser.add_argument("run", nargs="*", help="run folder, its name, a job id, or all; default: all that are not over")
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
+    parser.add_argument("--json", action="store_true", help="one JSON object per line, for each change")
+    options = parser.parse_args(argv)
+    every = find.means_all(options.run)
+    paths = find.meant(options.run, options.runs_dir)
+    try:
+        if every:
+            paths = [run.path for run in overview.read(paths) if not run.error and not run.over]
+            if not paths:
+                print(f"all runs in {options.runs_dir.absolute()} are over", file=sys.stderr)
+                return 0
+        return _watch(Polls(paths), options.json)
+    except KeyboardInterrupt:
+        print("\nno longer watching; the jobs go on. End them:  hpcinit cancel RUN", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _watch(polls: Polls, as_json: bool) -> int:
+    for run in polls.now:
+        if run.error:
+            raise run.error
+    if sys.stdout.isatty() and not as_json:
+        _live(polls)
+    else:
+        _changes(polls, as_json)
+    return max(run.status for run in polls.now)
+
+
+def _live(polls: Polls) -> None:
+    from rich.console import Console  # noqa: PLC0415 - for a terminal only
+    from rich.live import Live  # noqa: PLC0415
+
+    from hpcinit.observe import table  # noqa: PLC0415
+
+    console = Console(highlight=False)
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        over = False
+        while not over:
+            over = polls.ask()
+            live.update(table.of(polls.shown(), each_task=True, most=max(2, console.height - 2)), refresh=True)
+            if not over:
+                time.sleep(LOOK_S)
+    for run in polls.now:
+        for text in view.meanings(run):
+            console.print(text, markup=False)
+
+
+def _changes(polls: Polls, as_json: bool) -> None:
+    began, told = time.monotonic(), dict[Path, Any]()
+    over = False
+    while not over:
+        over = polls.ask()
+        for run in polls.shown():
+            for text in _json(run, told) if as_json else _lines(run, told):
+                print(text if as_json else f"[{time.monotonic() - began:.0f} s] {text}")
+        sys.stdout.flush()
+        if not over:
+            time.sleep(LOOK_S)
+
+
+def _lines(run: overview.Run, told: dict[Path, Any]) -> Iterator[str]:
+    """A line for each job whose state or reason is another than before; of a sweep that waits, one for all."""
+    for path, now in run.parts:
+        seen = (now.job_id, now.name, now.reason)
+        if told.get(path) == seen or (run.tasks and now.name == "PENDING" and path not in told):
+            continue
+        told[path] = seen
+        name = f"{run.path.name}/{path.name}" if run.tasks else path.name
+        yield f"{name} {now.job_id} {now.name}  {view.details(path, now)}".rstrip()
+    if run.tasks and told.get(run.path) != (counts := sweep.counts(run.tasks)):
+        told[run.path] = counts
+        yield f"{run.path.name}: {counts}"
+
+
+def _json(run: overview.Run, told: dict[Path, Any]) -> Iterator[str]:
+    documents = {Path(document["run"]): document for document in view.documents(run)}
+    for path, document in documents.items():
+        seen = [document.get(key) for key in ("job_id", "name", "reason", "exit_status", "progress")]
+        if told.get(path) != seen:
+            told[path] = seen
+            yield json.dumps(document)
