@@ -84,6 +84,8 @@ def test_after_slurm_has_forgotten(forgetful: MiniSlurm, hpcinit: Run, tmp_path:
         assert "left no exit record" in now[2]["reason"]
     submit(hpcinit, forgetful, *SMALL, "--", "sleep", "600")
     until(lambda: told(hpcinit, forgetful, "sleep-0002")[0]["name"] == "RUNNING")
+    if accounting:  # it hears of a start a little later
+        until(lambda: "RUNNING" in forgetful.run("sacct", "--noheader", "-X", "--format=State"))
     forgetful.stop_controller()
     env, questions = counted(tmp_path)
     now = told(hpcinit, forgetful, **env)

@@ -1,0 +1,89 @@
+"""What `status` and `watch` show of a run, beside Slurm's own words."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from hpcinit.facts.beats import Beat, Node
+from hpcinit.observe import overview, progress, sweep, table, view
+from hpcinit.observe.state import State
+
+RUNNING = State("RUNNING", "77", "slurm", start="2026-11-21T14:00:00", elapsed_s=3723, left_s=60)
+
+
+def training(path: Path, ago_s: float) -> Path:
+    document = {"step": 20, "total": 60, "values": {"loss": 2.3123456, "lr": 3e-4}, "time": time.time() - ago_s}
+    (path / "progress.json").write_text(json.dumps(document))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("start", "shown"),
+    [
+        ("2026-11-21T14:02:00", "14:02 (in 12:00)"),
+        ("2026-11-23T01:00:00", "2026-11-23 01:00 (in 1-11:10:00)"),
+        ("2026-11-21T13:49:00", "13:49"),
+        ("soon", "soon"),
+    ],
+)
+def test_when(start: str, shown: str) -> None:
+    """An estimated start is told by the clock and as a distance."""
+    assert view.when(start, datetime(2026, 11, 21, 13, 50)) == shown
+
+
+def test_details_of_a_training(tmp_path: Path) -> None:
+    """Elapsed and remaining time, step and values; the age of the last step only where it is long."""
+    assert view.details(training(tmp_path, 5), RUNNING) == "for 1:02:03, 1:00 left  step 20/60  loss 2.312  lr 0.0003"
+    assert view.details(training(tmp_path, 312), RUNNING).endswith("lr 0.0003  last step 5:12 ago")
+    waiting = State("PENDING", "77", "slurm", "Priority", start="2026-11-21T14:00:00")
+    assert "step" not in view.details(tmp_path, waiting) and "starts about" in view.details(tmp_path, waiting)
+
+
+def test_the_age_of_a_step_by_the_beats(tmp_path: Path) -> None:
+    """Of the last attempt's ranks the one that told last counts; ranks that told nothing do not."""
+    for attempt, silent_s in (("77.0.0", 5.0), ("77.0.1", 200.0)):
+        (tmp_path / "beats" / attempt).mkdir(parents=True)
+        beats = (Beat(0, 1, 3, silent_s + 50), Beat(1, 2, 3, silent_s), Beat(2, 3, -1, None))
+        (tmp_path / "beats" / attempt / "n1.json").write_text(Node("n1", 1000.0, beats).to_json())
+        os.utime(tmp_path / "beats" / attempt, (silent_s, silent_s))
+    assert progress.age_s(tmp_path, 1010.0) == 210.0
+    assert progress.age_s(tmp_path / "none", 1010.0) is None
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"step": 1}'])
+def test_an_odd_progress_is_none(tmp_path: Path, text: str) -> None:
+    """A progress.json that somebody else wrote is not shown, and breaks nothing."""
+    (tmp_path / "progress.json").write_text(text)
+    assert (progress.read(tmp_path), progress.line(tmp_path)) == ({}, "")
+
+
+def test_the_table(tmp_path: Path) -> None:
+    """A bar for a training and for a sweep, a row for each task, failures before what waits; rows left out are counted."""
+    training(tmp_path, 0)
+    states = [("PENDING", None), ("FAILED", 3), ("COMPLETED", 0), ("RUNNING", None)]
+    tasks = [
+        sweep.Task(number, f"seed={number}", tmp_path, State(name, f"9_{number}", "slurm", exit_status=status))
+        for number, (name, status) in enumerate(states)
+    ]
+    runs = [overview.Run(Path("train-0001"), RUNNING), overview.Run(Path("sweep-0001"), tasks=tasks)]
+    console = Console(width=160, color_system=None, force_terminal=False)
+
+    def shown(most: int | None) -> list[str]:
+        with console.capture() as capture:
+            console.print(table.of(runs, each_task=True, most=most))
+        return [line.split()[0] for line in capture.get().splitlines()[1:]]
+
+    assert shown(None) == ["train-0001", "sweep-0001", "0", "1", "2", "3"]
+    assert shown(50) == ["train-0001", "sweep-0001", "3", "1", "0", "2"]
+    assert shown(4) == ["train-0001", "sweep-0001", "3", "and"]
+    with console.capture() as capture:
+        console.print(table.of([overview.Run(tmp_path, RUNNING)], each_task=True))
+    row = capture.get().splitlines()[1]
+    assert "RUNNING" in row and "20/60" in row and "1:02:03, 1:00 left" in row and "loss 2.312" in row and "━" in row
