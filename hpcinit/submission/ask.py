@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from hpcinit.submission import refusal
+from hpcinit.submission.slurm_executor import LOST_CONTROLLER, NOT_SENT
 
 PATIENCE_S = 30  # a client gives up on a controller after two MessageTimeouts, of 10 s each if the site says nothing
 SINFO_S = 10
@@ -22,8 +23,9 @@ ANSWER = re.compile(r"Job \d+ to start at (\S+) using \d+ \w+ on nodes (\S+)")
 REFUSED = "allocation failure: "
 # Not answers: slurm_errno.c's words for a controller that cannot be reached, is full or is only starting.
 NO_ANSWER = (
-    *("Socket timed out", "Unable to contact slurm controller", "Zero Bytes were transmitted", "emporarily un"),
-    *("Connection refused", "Connection timed out", "controller is not", "configuration source", "standby"),
+    *LOST_CONTROLLER,
+    *NOT_SENT,
+    *("emporarily un", "controller is not", "configuration source", "standby"),
 )
 # Said where nodes are missing for now as well as where they are missing for ever.
 MAYBE_LATER = ("node configuration is not available", "Required node not available", "nodes are busy", "DOWN, DRAINED")

@@ -116,6 +116,7 @@ LOST_CONTROLLER = (
     "Message receive failure",
     "Communication shutdown failure",
     "Unexpected message received",
+    "Unexpected missing socket error",  # 24.11, of a controller killed in the call
     "Connection reset by peer",
     "Connection timed out",
     "Broken pipe",

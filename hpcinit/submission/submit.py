@@ -120,18 +120,19 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
     provenance = Provenance(workdir, secret_names.masked(argv, config.secret_names))
     slurm = config.cluster.engine == "slurm"
     env, dropped = environment.of_job(os.environ, config.secrets, config.secret_names, devices=slurm)
-    request = twice.request_hash(document, workdir, runs_dir_of(config))
     # Answered while we render.
     question = queue.Question(env, over=False) if slurm and not config.again else None
     with deferred_interrupt() as interrupts:
         path = folder.claim(runs_dir_of(config), config.name)
         try:
             text = script.render(config, path, workdir, code)
+            taken = snapshot.take(code, path) if code else None
+            request = twice.request_hash(document, workdir, runs_dir_of(config), taken["sha256"] if taken else "")
             files = {
                 runfolder.SCRIPT: text,
                 runfolder.SPEC: make_spec(config, workdir, code, path).to_json(),
                 runfolder.CONFIG: yaml.safe_dump(dict(document), sort_keys=False),
-                runfolder.PROVENANCE: provenance.to_json(snapshot.take(code, path) if code else None),
+                runfolder.PROVENANCE: provenance.to_json(taken),
             }
             folder.fill(path, files)
             if question is not None:

@@ -19,13 +19,14 @@ NOT_THE_JOB = ("again", "wait", "dry_run", "test_only")
 ENDING = "COMPLETING"  # its processes are gone or going: submitting again is no slip
 
 
-def request_hash(document: Mapping[str, Any], workdir: Path, runs_dir: Path) -> str:
+def request_hash(document: Mapping[str, Any], workdir: Path, runs_dir: Path, code: str = "") -> str:
     """12 hexadecimal digits: the same for the same config, program, arguments and folders.
 
-    document: the composed config as plain containers. Not what the program's file holds: a job reads it when it starts.
+    document: the composed config as plain containers. code: the hash of a snapshot. Without one, what the program's
+    file holds is no part of the request: a job reads it when it starts.
     """
     kept = {key: value for key, value in document.items() if key not in NOT_THE_JOB}
-    text = json.dumps([kept, str(workdir), str(runs_dir)], sort_keys=True, default=str)
+    text = json.dumps([kept, str(workdir), str(runs_dir), code], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

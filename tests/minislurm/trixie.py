@@ -28,6 +28,7 @@ SUITE = "trixie"
 PACKAGES = (
     "slurmctld", "slurmd", "slurm-client", "munge", "iproute2",  # a cluster
     "slurmdbd", "mariadb-server",  # accounting
+    "git",  # of snapshot=git
     "libbz2-1.0", "libexpat1", "libffi8", "libsqlite3-0", "libssl3t64",  # what this machine's Python links to
 )  # fmt: skip
 

@@ -114,6 +114,7 @@ def test_a_controller_that_is_away(slurm: MiniSlurm, tmp_path: Path) -> None:
     ("answer", "status"),
     [
         ("allocation failure: Socket timed out on send/recv operation", 1),
+        ("allocation failure: Unexpected missing socket error", 1),
         ("allocation failure: Unable to contact slurm controller (connect failure)", 1),
         ("allocation failure: Slurm temporarily unable to accept job, sleeping and retrying", 1),
         ("sbatch: error: Batch job submission failed: Resource temporarily unavailable", 1),

@@ -215,6 +215,7 @@ def test_ctrl_c_while_nobody_knows(hpcinit: Run, cluster: MiniSlurm, env: dict[s
         ("echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1", MaybeSubmitted),
         ("echo 'sbatch: error: Batch job submission failed: Unable to contact slurm controller (receive failure)' >&2; exit 1", MaybeSubmitted),
         ("echo 'sbatch: error: Batch job submission failed: Zero Bytes were transmitted or received' >&2; exit 1", MaybeSubmitted),
+        ("echo 'sbatch: error: Batch job submission failed: Unexpected missing socket error' >&2; exit 1", MaybeSubmitted),
         ("kill -9 $$", MaybeSubmitted),
         ("echo 'sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)' >&2; exit 1", NotReached),
         ("echo 'sbatch: error: Batch job submission failed: Rate limit exceeded, please retry momentarily' >&2; exit 1", NotReached),

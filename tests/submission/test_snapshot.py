@@ -338,3 +338,14 @@ def test_editing_the_checkout_while_the_job_waits_changes_nothing(
         assert time.monotonic() < deadline
         time.sleep(0.2)
     assert [printed(folder, rank) for rank in (0, 1)] == ["as submitted\n"] * 2
+
+
+@pytest.mark.slurm
+def test_the_same_request_of_other_code_is_another(hpcinit: Run, idle_slurm: MiniSlurm, checkout: Path) -> None:
+    """Submitted twice it is queued already, and no longer once a file has been edited: the copy's hash is in the request's."""
+    words = ["snapshot=git", "+cluster.sbatch.hold=true", "--", "train.py"]
+    submit(hpcinit, idle_slurm, *words)
+    again = submit(hpcinit, idle_slurm, *words)
+    assert again.returncode == 2 and "already queued as" in again.stderr
+    write({"part.py": "SAYS = 'edited'\n"}, checkout)
+    assert submit(hpcinit, idle_slurm, *words).returncode == 0
