@@ -11,6 +11,7 @@ EXIT = "exit.json"  # the batch script's own record: of its start, and of its en
 SWEEP = "sweep.json"  # in the folder of a sweep: the combination of each task, whose folder is the number below it
 ENV = "env.sh"  # of a task in an array: its own environment variables
 PROGRESS = "progress.json"  # written by rank 0
+RESULT = "result.json"  # written by rank 0 or by the program itself: what the run came to, facts/result.py
 STOPPED = "stopped.json"  # job and reason, where the ranks stopped before the end, not as the user asked
 RESTARTS = "restarts.jsonl"  # by the batch script, a line for each restart: why, and the furthest step until then
 STOP = "stop"  # made by `hpcinit cancel --save`: the ranks are to save and end

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpcinit.facts import runfolder, scratch
+from hpcinit.facts import result, runfolder, scratch
 from hpcinit.facts.batch import Batch
 from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.layout import Layout
@@ -240,6 +240,16 @@ class Runtime:
         temporary = self.folder / f"{runfolder.PROGRESS}.tmp"
         temporary.write_text(json.dumps(document) + "\n")
         temporary.replace(self.folder / runfolder.PROGRESS)
+
+    def result(self, value: float | Sequence[float]) -> None:
+        """What the training came to, for a sweeper that waits for it: `run.result(loss)`, or one number per objective.
+
+        Only rank 0 writes, and only where there is a run folder; the last call counts. Raises RequestError for a value
+        that is no number.
+        """
+        known = result.of(value)
+        if self.rank == 0 and self.folder is not None:
+            result.write(self.folder, known)
 
     def _beat(self, step: int) -> None:
         """A sign of life. step: as told by progress(), or how often should_stop() was asked where nothing is told."""

@@ -256,6 +256,23 @@ def test_progress_is_seen_outside(hpcinit: Run, tmp_path: Path) -> None:
     assert "step 40/40  loss 0.025" in hpcinit("status", "code-0001").stdout
 
 
+def test_result_is_rank_0s(hpcinit: Run, tmp_path: Path) -> None:
+    """run.result() leaves rank 0's number in the run folder, and refuses on every rank what is no number."""
+    code = """
+        import hpcinit
+        from hpcinit.facts.errors import RequestError
+        with hpcinit.session() as run:
+            run.result(0.5 + run.rank)
+            try:
+                run.result("low")
+            except RequestError as error:
+                print(error)
+    """
+    said = "the result is 'low' (str), expected a number or a sequence of numbers"
+    assert ranks(hpcinit, tmp_path, code) == [said, said]
+    assert json.loads((tmp_path / "runs/code-0001/result.json").read_text()) == {"value": 0.5}
+
+
 @pytest.mark.deepspeed
 def test_deepspeed_comes_after_torch(hpcinit: Run, tmp_path: Path) -> None:
     """With comm.deepspeed DeepSpeed's collectives run on the group that torch made, and shutdown clears both."""

@@ -1,0 +1,51 @@
+"""What a run came to, in one number or several: result.json, `{"value": 0.25}` or `{"value": [0.25, 3]}`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from numbers import Real
+from pathlib import Path
+
+from hpcinit.facts import runfolder
+from hpcinit.facts.errors import RequestError
+
+Value = float | tuple[float, ...]
+
+
+def of(value: object) -> Value:
+    """`value` as floats. Raises RequestError where it is neither a number nor a sequence of numbers."""
+    if _is_number(value):
+        return float(value)  # type: ignore[arg-type]
+    if isinstance(value, Sequence) and not isinstance(value, str) and value and all(map(_is_number, value)):
+        return tuple(float(item) for item in value)
+    kind = type(value).__name__
+    do = "; a tensor's number is tensor.item()" if hasattr(value, "item") else ""
+    raise RequestError(f"the result is {str(value)[:80]!r} ({kind}), expected a number or a sequence of numbers{do}")
+
+
+def write(folder: Path, value: Value) -> None:
+    """There whole or not at all."""
+    temporary = folder / f"{runfolder.RESULT}.tmp"
+    temporary.write_text(json.dumps({"value": value}) + "\n")
+    temporary.replace(folder / runfolder.RESULT)
+
+
+def read(folder: Path) -> Value | None:
+    """None where the run has written none. Raises RequestError for a file of another kind, and for a NaN in it."""
+    file = folder / runfolder.RESULT
+    try:
+        document = json.loads(file.read_text())
+        value = of(document["value"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RequestError) as error:
+        raise RequestError(f'{file} cannot be used: {error!r}; expected {{"value": 0.25}} in it') from None
+    if any(math.isnan(item) for item in (value if isinstance(value, tuple) else (value,))):
+        raise RequestError(f"{file} says {document['value']}, which is not a number to compare: did it diverge?")
+    return value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
