@@ -55,6 +55,13 @@ COMMANDS = {
   hpcinit logs -f train-0001        until the run is over
   hpcinit logs --job train-0001     what the batch script and Slurm itself said""",
     ),
+    "why": Command(
+        "hpcinit.observe.why",
+        "what went wrong first in a run, and what to do",
+        """
+  hpcinit why train-0001            the first failure, its cause, what to do, how many echoes
+  hpcinit why 4242 --json           by its job id, for programs""",
+    ),
     "cancel": Command(
         "hpcinit.observe.cancel",
         "end a run",

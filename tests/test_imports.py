@@ -60,7 +60,7 @@ def modules_after(statement: str) -> set[str]:
         "import hpcinit",
         "import hpcinit.cli, hpcinit.submit, hpcinit.world, hpcinit.run, hpcinit.nodelist",
         "from hpcinit.submission import command, script, slurm_executor",
-        "from hpcinit.observe import follow, status, logs, cancel",
+        "from hpcinit.observe import follow, status, logs, cancel, why",
         "from hpcinit.discover import command",
     ],
 )

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import INTERRUPTED
-from hpcinit.observe import logs, progress, reasons, state
+from hpcinit.observe import logs, progress, reasons, state, why
 from hpcinit.observe.poll import Poll
 
 
@@ -64,13 +62,8 @@ def _report(path: Path, end: state.State, status: int, console: Console) -> None
         console.print(f"run it again by hand:  {again}", markup=False)
         return
     console.print(f"{end.name} {end.reason}".rstrip() + f", exit status {status}", markup=False)
-    for record in errors(path)[:1]:
-        console.print(f"first error: rank {record['rank']} on {record['host']}: {record['error']}", markup=False)
-        console.print(f"  see  hpcinit logs --rank {record['rank']} {shlex.quote(str(path))}", markup=False)
-    job_log = path / runfolder.JOB_LOG
-    for text in job_log.read_text(errors="replace").splitlines()[-5:] if job_log.exists() else []:
-        console.print(f"  {text}", markup=False)
-    console.print(f"everything:  {shlex.quote(str(path / runfolder.LOGS))}", markup=False)
+    for text in why.lines(path, why.of_run(path, end)):
+        console.print(text, markup=False)
 
 
 def _script(path: Path, end: state.State) -> str:
@@ -80,14 +73,3 @@ def _script(path: Path, end: state.State) -> str:
         return shlex.quote(str(own))
     words = state.submission(path)["command"]
     return f"--array={end.job_id.partition('_')[2]} {shlex.quote(words[-1])}"
-
-
-def errors(path: Path) -> list[dict[str, Any]]:
-    """The ranks' error records, the first in time first."""
-    records = []
-    for file in (path / runfolder.ERRORS).glob("rank-*.json"):
-        try:
-            records.append(json.loads(file.read_text()))
-        except ValueError:
-            continue  # half written by a rank that was killed
-    return sorted(records, key=lambda record: record["time"])

@@ -8,7 +8,6 @@ import ctypes
 import gc
 import importlib.util
 import io
-import json
 import os
 import runpy
 import signal
@@ -22,13 +21,14 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TextIO
 
-from hpcinit.facts import runfolder
+from hpcinit.facts import error_records, runfolder
+from hpcinit.facts.error_records import ErrorRecord
 from hpcinit.facts.errors import BringUpError, HpcinitError, RequestError
 from hpcinit.facts.spec import Program, Spec
 from hpcinit.facts.timeouts import TimeoutLaw, left_of_job
 from hpcinit.facts.world import World
 from hpcinit.runtime import rendezvous
-from hpcinit.runtime.lifecycle import signals
+from hpcinit.runtime.lifecycle import phase, signals
 
 
 def run(program: Program, world: World, spec: Spec | None = None) -> int:
@@ -105,6 +105,7 @@ def _python(program: Program, world: World) -> int:
     except SystemExit as error:
         status = _status(error)
         if status != 0:
+            record(error, world)
             rendezvous.leave(f"exit status {status}")
         return status
     except HpcinitError as error:
@@ -183,19 +184,29 @@ def _print(error: BaseException) -> None:
 
 
 def record(error: BaseException, world: World) -> None:
-    """errors/rank-N.json in the run folder, if there is one: time, rank, host, error, traceback."""
+    """errors/rank-N.json in the run folder, if there is one; the first of this attempt stays, it is the nearer one."""
     folder = os.environ.get(runfolder.ENV_FOLDER)
     if not folder:
         return
-    document = {
-        "time": time.time(),
-        "rank": world.rank,
-        "host": world.host or os.uname().nodename,
-        "error": "".join(traceback.format_exception_only(error)).strip(),
-        "traceback": "".join(traceback.format_exception(error)),
-    }
+    at, step = phase.now()
+    document = ErrorRecord(
+        time=time.time(),
+        rank=world.rank,
+        host=world.host or os.uname().nodename,
+        error="".join(traceback.format_exception_only(error)).strip(),
+        traceback="".join(traceback.format_exception(error)),
+        phase=at,
+        step=step,
+        job=world.job,
+        monotonic=time.monotonic(),
+    )
+    below = Path(folder) / runfolder.ERRORS
+    path = below / document.name
     try:
-        path = Path(folder) / runfolder.ERRORS / f"rank-{world.rank}.json"
-        path.write_text(json.dumps(document, indent=2) + "\n")
+        if any(found.record.job == world.job for found in error_records.read(below, document.name)):
+            return
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(document.to_json())
+        temporary.replace(path)
     except OSError as problem:  # the disk may be what failed; the traceback is in the log all the same
         print(f"hpcinit: cannot write {path}: {problem.strerror}", file=sys.stderr)

@@ -24,6 +24,7 @@ from hpcinit.facts.stopping import Stop, Stopping
 from hpcinit.facts.timeouts import left_of_job
 from hpcinit.facts.world import World
 from hpcinit.runtime import process_group, seeds
+from hpcinit.runtime.lifecycle import phase
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -181,17 +182,18 @@ class Runtime:
         from hpcinit.runtime import checkpoint  # noqa: PLC0415 - as above
 
         began = time.monotonic()
-        written = checkpoint.save(
-            wrapped,
-            Path(folder),
-            step,
-            layout=self.layout,
-            seed=self.seed,
-            loader=loader,
-            extra=extra,
-            samples=samples,
-            keep=keep,
-        )
+        with phase.during("saving"):
+            written = checkpoint.save(
+                wrapped,
+                Path(folder),
+                step,
+                layout=self.layout,
+                seed=self.seed,
+                loader=loader,
+                extra=extra,
+                samples=samples,
+                keep=keep,
+            )
         self._changing.longest_save = max(self._changing.longest_save, timedelta(seconds=time.monotonic() - began))
         return written
 
@@ -199,7 +201,8 @@ class Runtime:
         """The newest whole step, whatever number of ranks wrote it; None if there is none. See checkpoint.load."""
         from hpcinit.runtime import checkpoint  # noqa: PLC0415 - as above
 
-        return checkpoint.load(wrapped, Path(folder), layout=self.layout, loader=loader, seed_by=self.seed_by)
+        with phase.during("loading"):
+            return checkpoint.load(wrapped, Path(folder), layout=self.layout, loader=loader, seed_by=self.seed_by)
 
     def should_stop(self) -> Stop | None:
         """Whether to save and end now, and why: `if run.should_stop(): run.save(...); break`.
@@ -229,6 +232,7 @@ class Runtime:
         Only rank 0 writes, at most once a second and always at the last step. On every rank it is a sign of life.
         """
         self._changing.told = step
+        phase.told(step)
         self._beat(step)
         now = time.monotonic()
         if self.rank or self.folder is None:

@@ -1,0 +1,75 @@
+"""What an error says of its cause, and what to do next. An echo is an error that another rank's end brings about."""
+
+from __future__ import annotations
+
+import re
+
+ECHO = re.compile(
+    "|".join(
+        (
+            r"Connection closed by peer",  # gloo
+            r"Connection reset by peer",
+            r"[Bb]roken pipe",
+            r"remote process exited or there was a network error",  # NCCL, ncclRemoteError
+            r"ncclRemoteError",
+            r"NCCL communicator was aborted",
+            r"Watchdog caught collective operation timeout",  # a peer did not come: it is the cause, or hangs
+            r"Timed out waiting \d+ms for (send|recv) operation",  # gloo
+            r"failed to recv, got 0 bytes",  # TCPStore, whose host is gone
+            r"DataLoader worker .* killed by signal: Terminated",
+            r"^SystemExit: 143$",
+            r"died during start-up",  # hpcinit's meeting names the one that failed
+            r"failed during start-up",
+        )
+    )
+)
+_CUDA = (
+    "lower batch.micro, ask for activation checkpointing, or shard more: parallel=fsdp or zero3 (hpcinit plan)"
+)
+HOST_MEMORY = (
+    "ask for more memory (mem_gb=...; 0 is all of a node) or use less: fewer data loader workers, fewer ranks a node"
+)
+# Kind, what its text looks like, what to do. The first that fits.
+KINDS = (
+    ("hang", r"the training hangs:", "see hang/ in the run folder for the stacks of all ranks"),
+    ("cuda-memory", r"CUDA out of memory|CUDA error: out of memory|HIP out of memory", _CUDA),
+    ("host-memory", r"DataLoader worker .* killed by signal: Killed|^MemoryError|Cannot allocate memory", HOST_MEMORY),
+    ("shared-memory", r"unable to allocate shared memory|DataLoader worker .* Bus error",
+     "the node's /dev/shm is full: fewer data loader workers, "
+     "or torch.multiprocessing.set_sharing_strategy('file_system')"),
+    ("disk", r"No space left on device|Disk quota exceeded",
+     "make room (df -h, quota), or write elsewhere: runs_dir, TMPDIR"),
+    ("import", r"^(ModuleNotFoundError|ImportError)",
+     "the ranks' Python lacks it: cluster.venv, cluster.conda, cluster.modules or container.image say which it is"),
+    ("gpu", r"Xid|ECC error|device-side assert|CUDA error|no CUDA-capable device|GPU is lost",
+     "if it is always the same node, leave it out (+cluster.sbatch.exclude=NODE) and tell the site; "
+     "a device-side assert is the program's: CUDA_LAUNCH_BLOCKING=1 names the line"),
+    ("port", r"Address already in use|EADDRINUSE",
+     "another process has the port: submit again, hpcinit takes another one"),
+    ("not-a-number", r"\b(nan|NaN|FloatingPointError|loss is (nan|inf))\b",
+     "the numbers broke, not the cluster: lower the learning rate, clip gradients, go on from an earlier checkpoint"),
+    ("file", r"^(FileNotFoundError|PermissionError|IsADirectoryError)",
+     "is the path there on the compute nodes, and readable?"),
+    ("network", r"ncclSystemError|ncclInternalError|NCCL error|No route to host|Network is unreachable",
+     "run it again with NCCL_DEBUG=INFO; if it is always the same node, leave it out (+cluster.sbatch.exclude=NODE)"),
+    ("start-up", r"ranks? (is|are) missing|never arrived",
+     "look at the log of the rank that is missing, and at its node"),
+)  # fmt: skip
+SIGNALS = {
+    "Killed": "signal 9 from outside: the kernel, out of memory (mem_gb=...; dmesg on the node), or a kill -9",
+    "Segmentation fault": "a crash in C code: python -X faulthandler shows where; mixed builds of torch and CUDA do it",
+    "Bus error": "a full /dev/shm or a file that was truncated: fewer data loader workers",
+    "Aborted": "C code gave up; its words are the last of that rank's log",
+}
+
+
+def is_echo(error: str) -> bool:
+    return bool(ECHO.search(error))
+
+
+def kind(error: str) -> tuple[str, str]:
+    """('cuda-memory', what to do), or ('program', ...) for an error that is nobody's but the program's."""
+    for name, pattern, advice in KINDS:
+        if re.search(pattern, error):
+            return name, advice
+    return "program", "the traceback is in that rank's log"

@@ -1,0 +1,106 @@
+"""How a run came to its end where no rank says what happened, or at most that another one is gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from hpcinit.facts import causes
+from hpcinit.facts.evidence import Evidence, Verdict, brief
+from hpcinit.facts.job_log import Cancelled, End
+
+MORE_TIME = (
+    "more time (time_min=...), or several jobs one after the other that go on from the last checkpoint (chain=3); "
+    "run.should_stop() saves before the limit"
+)
+GONE = "a rank or its node went away without a word; the others only tell that it is gone"
+HANG = "hang/ in the run folder has the stacks of all ranks; hang.action=end ends such a run by itself"
+
+
+def of_slurm(evidence: Evidence) -> Verdict | None:
+    """What Slurm itself has done or seen; None where it has not."""
+    log, ended = evidence.log, evidence.log.cancelled
+    lost = log.lost or tuple(evidence.nodes if evidence.state == "NODE_FAIL" else ())
+    if lost or evidence.state in ("NODE_FAIL", "BOOT_FAIL") or (ended and ended.why == "NODE FAILURE"):
+        return _of_node(lost, evidence)
+    if evidence.oom:
+        said = "a node's memory for this job is used up: the kernel killed a process of it"
+        return _verdict(evidence, said, "host-memory", causes.HOST_MEMORY, evidence=(evidence.oom,))
+    if evidence.hang:
+        return of_hang(evidence)
+    if ended or evidence.state in ("TIMEOUT", "CANCELLED", "PREEMPTED", "DEADLINE"):
+        return _of_end(ended, evidence)
+    return None
+
+
+def without_record(evidence: Evidence) -> Verdict:
+    """Where Slurm has done nothing either: a rank's exit status, the batch script's, or nothing at all."""
+    recorded = {one.record.rank for one in evidence.found}
+    for end in evidence.log.ends:
+        alone = [rank for rank in end.ranks if rank not in recorded]
+        if end.how.startswith("Exited with") and alone:
+            return _of_exit(end, alone[0], evidence)
+    if evidence.found:
+        return _verdict(evidence, GONE, "unknown", "read the job's log, and the logs of ranks without an error record")
+    said = evidence.log.said
+    if said or evidence.exit_status:
+        head = f"the batch script ended with exit status {evidence.exit_status} and no rank left an error"
+        head += f": {said[-1]}" if said else ""
+        return _verdict(evidence, head, "script", _of_status(evidence.exit_status), evidence=said[:-1])
+    about = f"{evidence.state} ({evidence.reason})" if evidence.reason else evidence.state
+    return _verdict(evidence, f"nothing says why: Slurm's state is {about}", "unknown", "scontrol show job")
+
+
+def of_hang(evidence: Evidence, error: str = "") -> Verdict:
+    """error: the report as a rank's record has it, where its own file is gone."""
+    lines = list(evidence.hang) or error.partition("the training hangs: ")[2].split("; ")
+    marks = ("cannot be asked", "has not come to", "has said nothing")
+    at = next((line for line in lines if any(mark in line for mark in marks)), lines[0])
+    words = at.split()
+    rank = int(words[1]) if words[:1] == ["rank"] and words[1].isdigit() else None
+    stopped = "somebody stopped that process (SIGSTOP, a debugger, a node's guard); " if "is stopped" in at else ""
+    rest = tuple(line for line in lines if line != at)
+    return _verdict(evidence, f"the training hung: {at}", "hang", stopped + HANG, rank=rank, evidence=rest)
+
+
+def _verdict(found: Evidence, headline: str, kind: str, do: str, **more: object) -> Verdict:
+    return Verdict(headline, kind, do, step=found.step, **more)  # type: ignore[arg-type]
+
+
+def _of_node(lost: Sequence[str], found: Evidence) -> Verdict:
+    which = ",".join(lost) or "NODE"
+    lines = tuple(f"{name}: {found.nodes[name]}" for name in lost if found.nodes.get(name))
+    do = f"submit again, without that node: +cluster.sbatch.exclude={which}; the site should know"
+    head = f"node {', '.join(lost)} was lost" if lost else "a node was lost"
+    head += f"{found.at_step}: Slurm says node failure"
+    return _verdict(found, head, "node", do, host=lost[0] if lost else "", evidence=lines)
+
+
+def _of_end(ended: Cancelled | None, found: Evidence) -> Verdict:
+    why = {"TIMEOUT": "TIME LIMIT", "PREEMPTED": "PREEMPTION"}.get(found.state, "") or (ended.why if ended else "")
+    at = ended.at if ended else None
+    when = (f", {time.strftime('%H:%M:%S', time.localtime(at))}" if at else "") + found.at_step
+    if "TIME LIMIT" in why:
+        limit = f" of {found.time_min} min" if found.time_min else ""
+        return _verdict(found, f"the time limit{limit} ended the job{when}", "time-limit", MORE_TIME, time=at)
+    if "PREEMPT" in why:
+        do = "submit it again; run.should_stop() saves on the warning"
+        return _verdict(found, f"a job of higher priority took the nodes{when}", "preempted", do, time=at)
+    who = f" by {found.who}" if found.who else ""
+    head = f"the job was cancelled{who}{when}: scancel, hpcinit cancel, or an administrator"
+    return _verdict(found, head, "cancelled", "nothing of the run's own failed", time=at)
+
+
+def _of_exit(end: End, rank: int, found: Evidence) -> Verdict:
+    tail = found.tails.get(rank, "")
+    kind, do = causes.kind(tail)
+    head = f"rank {rank} on {end.host} ended first{found.at_step}, {end.how.lower()}"
+    head += f": {brief(tail)}" if tail else ""
+    do = do if kind != "program" else "its log has its last words"
+    return _verdict(found, head, kind, do, rank=rank, host=end.host)
+
+
+def _of_status(status: int | None) -> str:
+    if status == 127:
+        return "a command was not found: cluster.modules, cluster.setup, cluster.venv"
+    return "the lines above it in the job's log: modules, cluster.setup, srun"

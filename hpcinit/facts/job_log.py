@@ -1,0 +1,92 @@
+"""What logs/job.log holds of Slurm's own words: how tasks ended, in the order in which srun heard of it.
+
+Lines recorded with Slurm 22.05 stand in tests/facts/test_job_log.py. slurmstepd's words about a step go to the log of a
+node's first rank instead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+
+# srun: error: n2: tasks 2-3: Exited with exit code 1; the local engine says the same as 'hpcinit: error: ...'
+_TASKS = re.compile(r"^(?:srun|hpcinit): error: (\S+): tasks? ([\d,\[\]-]+): (.+)$")
+_TO_END = re.compile(r"Terminating StepId=|Job step aborted|forcing job termination|CANCELLED AT")
+_OF_THE_END = re.compile(r"Terminated|Killed")  # SIGTERM, and SIGKILL after KillWait
+_LOST = re.compile(r"^srun: error: Node failure on (\S+)")
+_CANCELLED = re.compile(r"\*\*\* JOB (\S+) ON (\S+) CANCELLED AT (\S+)(?: DUE TO ([A-Z ]+))?")
+# slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks have been OOM Killed.
+_OOM = re.compile(r"[Dd]etected \d+ oom[_-]kill event|: Out Of Memory$")
+_LINK = re.compile(r"^hpcinit: job \S+ of a chain begins$")
+_OURS = re.compile(r"^(srun|slurmstepd\S*): ")
+
+
+@dataclass(frozen=True)
+class End:
+    """how: 'Exited with exit code 7', 'Killed', 'Segmentation fault', ... told: after the step had been told to end."""
+
+    host: str
+    ranks: tuple[int, ...]
+    how: str
+    told: bool
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """why: '', 'TIME LIMIT', 'PREEMPTION', 'NODE FAILURE'. at: seconds since 1970; None: not readable."""
+
+    why: str
+    host: str
+    at: float | None
+
+
+@dataclass(frozen=True)
+class JobLog:
+    """said: the last lines that are not Slurm's."""
+
+    ends: tuple[End, ...] = ()
+    lost: tuple[str, ...] = ()
+    cancelled: Cancelled | None = None
+    oom: str = ""
+    said: tuple[str, ...] = ()
+
+
+def read(text: str) -> JobLog:
+    """Of the last job of a chain, whose jobs write one after the other; else of all that is there."""
+    lines = text.splitlines()
+    begins = [number for number, line in enumerate(lines) if _LINK.match(line)]
+    lines = lines[begins[-1] + 1 :] if begins else lines
+    ends, lost, told, cancelled = [], [], False, None
+    for line in lines:
+        told = told or bool(_TO_END.search(line))
+        if found := _TASKS.match(line):
+            how = found[3]
+            ends.append(End(found[1], _ranks(found[2]), how, told and bool(_OF_THE_END.match(how))))
+        elif found := _LOST.match(line):
+            lost.append(found[1])
+        elif (found := _CANCELLED.search(line)) and cancelled is None:
+            cancelled = Cancelled((found[4] or "").strip(), found[2], _time(found[3]))
+    said = [line for line in lines if line.strip() and not _OURS.match(line) and not _TASKS.match(line)]
+    return JobLog(tuple(ends), tuple(dict.fromkeys(lost)), cancelled, oom(lines), tuple(said[-5:]))
+
+
+def oom(lines: Iterable[str]) -> str:
+    """The first line in which Slurm says that the kernel has killed for memory, or ''."""
+    return next((line.strip() for line in lines if _OOM.search(line)), "")
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    found: list[int] = []
+    for part in text.strip("[]").split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)
+
+
+def _time(text: str) -> float | None:
+    try:
+        return datetime.fromisoformat(text).timestamp()  # no zone: the cluster's, which is the login node's too
+    except ValueError:
+        return None

@@ -1,0 +1,127 @@
+"""What is left of a run that failed: its records and logs, the words of its batch script, and what Slurm knows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcinit.facts import beats, error_records, hangs, job_log, runfolder, scratch, slurm_records
+from hpcinit.facts.error_records import Found
+from hpcinit.facts.evidence import Evidence, clocks
+from hpcinit.observe import logs, progress, state
+
+ANSWER_S = 15
+TAIL_BYTES = 4096  # of each rank's log
+MOST_LOGS = 1024
+# Words in a rank's log that are not the rank's, or say nothing of an end.
+_NOT_LAST = re.compile(r"^(slurmstepd\S*:|srun:|hpcinit: |\[W)|^\s*$")
+
+
+def gather(path: Path, now: state.State) -> Evidence:
+    """Of the last attempt of the run in `path`. now: its state, as asked before."""
+    attempt = _json(path / runfolder.EXIT)
+    job_id = str(attempt.get("job", "")) or now.job_id
+    restart = attempt.get("restart")
+    every = list(error_records.read(path / runfolder.ERRORS))
+    found = error_records.of_last_attempt(every, job_id, restart if isinstance(restart, int) else None)
+    log = job_log.read(_text(path / runfolder.JOB_LOG))
+    slurm = now.engine == "slurm"
+    job = _record("job", job_id, "JobId") if slurm else {}
+    tails, oom = _tails(path, {one.record.rank for one in found})
+    if oom and not log.oom:
+        log = job_log.JobLog(log.ends, log.lost, log.cancelled, oom, log.said)
+    lost = set(log.lost)
+    if slurm and now.name == "NODE_FAIL" and not lost:
+        lost = {log.cancelled.host} if log.cancelled else set()
+    told = progress.read(path)
+    return Evidence(
+        state=now.name,
+        reason=now.reason,
+        exit_status=now.exit_status if now.exit_status is not None else state.exit_status(path),
+        who=now.reason.partition("by ")[2] if now.name == "CANCELLED" else "",
+        found=found,
+        log=log,
+        clocks=clocks(_differences(path, found)),
+        nodes={host: reason for host in lost if (reason := _node(host, slurm))},
+        hang=_hang(path, job_id, restart),
+        tails=tails,
+        step=max([int(told.get("step", -1)), *(one.record.step for one in found)]),
+        time_min=slurm_records.minutes(job.get("TimeLimit")),
+    )
+
+
+def _differences(path: Path, found: Sequence[Found]) -> Iterator[tuple[str, float]]:
+    for one in found:
+        yield one.record.host, one.written - one.record.time
+    for folder in (path / beats.FOLDER).glob("*"):
+        for node in beats.read(folder):
+            with contextlib.suppress(OSError):
+                yield node.host, (folder / f"{node.host}.json").stat().st_mtime - node.time
+
+
+def _hang(path: Path, job_id: str, restart: object) -> tuple[str, ...]:
+    """The report of the attempt's steps, whose folders are JOB.STEP.RESTART."""
+    for report in sorted((path / hangs.FOLDER).glob(f"*/{hangs.REPORT}")):
+        job, _, rest = report.parent.name.partition(".")
+        if job == scratch.folder_name(job_id) and (restart is None or rest.rpartition(".")[2] in ("", str(restart))):
+            return tuple(_text(report).splitlines())
+    return ()
+
+
+def _tails(path: Path, recorded: set[int]) -> tuple[dict[int, str], str]:
+    """The last words of ranks that left no record; and Slurm's of the kernel's OOM killer, in whichever log."""
+    words: dict[int, str] = {}
+    oom = ""
+    for rank in logs.ranks(path)[:MOST_LOGS]:
+        lines = _end(logs.of_rank(path, rank))
+        oom = oom or job_log.oom(lines)
+        last = next((line.strip() for line in reversed(lines) if not _NOT_LAST.match(line)), "")
+        if last and rank not in recorded:
+            words[rank] = last
+    return words, oom
+
+
+def _end(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _node(host: str, slurm: bool) -> str:
+    """'Not responding [root@2026-11-21T13:36:23]', and '' where nobody says."""
+    return _record("node", host, "NodeName").get("Reason", "") if slurm else ""
+
+
+def _record(what: str, name: str, key: str) -> dict[str, str]:
+    """`scontrol show job 5`: {} where it does not answer, or has forgotten it."""
+    command = ["scontrol", "show", what, name]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    return next(iter(slurm_records.records(done.stdout, key)), {}) if done.returncode == 0 else {}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}

@@ -1,0 +1,199 @@
+"""The first failure of a run, from recorded evidence: what hpcinit why says first."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpcinit.facts import causes, error_records, job_log
+from hpcinit.facts.error_records import ErrorRecord, Found
+from hpcinit.facts.evidence import Evidence, brief, clocks
+from hpcinit.facts.failure import judge
+from tests.facts.test_job_log import KILLED, LIMIT, LOST, OOM
+
+# As torch 2.13 with gloo writes it.
+CLOSED = (
+    "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+    "[198.19.240.11]:28071. This is typically caused by a remote worker crashing. Check the logs of the remote worker "
+    "before reporting an error."
+)
+T = 1795267388.0
+
+
+def told(rank: int, error: str, at: float = 0.0, step: int = 41, host: str = "", phase: str = "training") -> Found:
+    record = ErrorRecord(T + at, rank, host or f"n{rank // 2 + 1}", error, "", phase, step, "5.0.0")
+    return Found(record, T + at)
+
+
+def first(*found: Found, state: str = "FAILED", log: str = "", **more: object) -> str:
+    return judge(Evidence(state, found=found, log=job_log.read(log), **more)).headline  # type: ignore[arg-type]
+
+
+def test_the_cause_and_not_the_first_in_time_among_echoes() -> None:
+    """An echo may be written before its cause; which is which is told by its words."""
+    found = (told(0, CLOSED, -0.1), told(3, "ValueError: bad sample 17"), told(1, CLOSED, 0.8), told(2, CLOSED, 0.2))
+    verdict = judge(Evidence("FAILED", found=found))
+    clock = time.strftime("%H:%M:%S", time.localtime(T))
+    assert verdict.headline == f"rank 3 on n2 failed first, {clock} (step 41): ValueError: bad sample 17"
+    assert verdict.echoes == ("3 other ranks: Connection closed by peer, up to 0.8 s later",)
+
+
+def test_the_phase_is_told_where_it_is_not_the_training() -> None:
+    assert "(saving, step 41): OSError" in first(told(0, "OSError: [Errno 28] No space left on device", phase="saving"))
+    assert "(start-up): ImportError" in first(told(0, "ImportError: x", step=-1, phase="start-up"))
+
+
+def test_a_rank_that_a_signal_ended_leaves_no_record() -> None:
+    """srun names it first; the records of others are echoes."""
+    assert first(told(0, CLOSED), told(2, CLOSED), log=KILLED, step=41) == (
+        "rank 1 on n1 was ended by a signal (Killed) first (step 41)"
+    )
+
+
+def test_a_signal_after_an_error_is_no_cause() -> None:
+    """A rank raised, and another one that waited for it was killed later."""
+    log = "srun: error: n2: task 3: Exited with exit code 1\n" + KILLED
+    assert "rank 3 on n2 failed first" in first(told(3, "ValueError: x"), log=log)
+    assert "rank 3 on n2 failed first" in first(told(3, "ValueError: x"), log="srun: error: n1: task 1: Aborted\n")
+
+
+def test_the_time_limit_and_who_raised_because_of_it() -> None:
+    """What a rank raises on its way out is an echo; what it raised long before is the cause."""
+    at = job_log.read(LIMIT).cancelled
+    assert at is not None and at.at is not None
+    late = told(1, "RuntimeError: interrupted", at.at - T + 1)
+    assert first(late, state="TIMEOUT", log=LIMIT, time_min=10).startswith("the time limit of 10 min ended the job, ")
+    assert "rank 1 on n1 failed first" in first(told(1, "ValueError: x", at.at - T - 900), state="TIMEOUT", log=LIMIT)
+
+
+def test_a_lost_node_and_its_reason() -> None:
+    verdict = judge(Evidence("NODE_FAIL", found=(told(0, CLOSED),), log=job_log.read(LOST), nodes={"n2": "Xid 79"}))
+    assert verdict.headline == "node n2 was lost: Slurm says node failure"
+    assert verdict.evidence == ("n2: Xid 79",) and "exclude=n2" in verdict.do
+
+
+def test_the_hosts_memory() -> None:
+    """Recorded words: no node of the test cluster confines memory."""
+    log = f"{OOM}\n{KILLED}"
+    verdict = judge(Evidence("OUT_OF_MEMORY", log=job_log.read(log)))
+    assert "rank 1 on n1 was killed by the kernel: the node's memory for this job is used up" in verdict.headline
+    assert verdict.kind == "host-memory" and "mem_gb" in verdict.do
+    assert judge(Evidence("OUT_OF_MEMORY")).kind == "host-memory"
+
+
+def test_cancelled_and_preempted() -> None:
+    assert first(state="CANCELLED", who="alice").startswith("the job was cancelled by alice: scancel")
+    assert first(state="PREEMPTED", step=3) == "a job of higher priority took the nodes (step 3)"
+
+
+def test_a_hang_that_somebody_ended() -> None:
+    """The report names the rank that the others wait for; the end that Slurm tells of is not the cause."""
+    report = ("no step for 12 s", "ranks 0,2-3 wait in all_reduce, called at train.py:13 in <module>",
+              "rank 1 on n1 cannot be asked: process 9 is stopped (SIGSTOP, or a debugger)")  # fmt: skip
+    verdict = judge(Evidence("TIMEOUT", log=job_log.read(LIMIT), hang=report))
+    assert verdict.headline.startswith("the training hung: rank 1 on n1 cannot be asked: process 9 is stopped")
+    assert (verdict.rank, verdict.kind, verdict.evidence) == (1, "hang", report[:2])
+    ended = told(0, "hpcinit.facts.errors.Failure: the training hangs: " + "; ".join(report))
+    assert judge(Evidence("FAILED", found=(ended,))).headline == verdict.headline
+
+
+def test_an_exit_status_without_a_record() -> None:
+    log = "srun: error: n2: tasks 2-3: Exited with exit code 1\nsrun: error: n1: task 1: Exited with exit code 7\n"
+    assert first(told(2, CLOSED), told(3, CLOSED), log=log, tails={1: "segments lost"}) == (
+        "rank 1 on n1 ended first, exited with exit code 7: segments lost"
+    )
+
+
+def test_only_echoes_and_nothing_at_all() -> None:
+    """Nothing is made up."""
+    assert first(told(0, CLOSED)).startswith("a rank or its node went away without a word")
+    assert first(state="UNKNOWN", reason="no answer") == "nothing says why: Slurm's state is UNKNOWN (no answer)"
+    verdict = judge(
+        Evidence("FAILED", exit_status=127, log=job_log.read("job.sh: line 9: module: command not found\n"))
+    )
+    assert verdict.headline.endswith(
+        "exit status 127 and no rank left an error: job.sh: line 9: module: command not found"
+    )
+    assert "cluster.modules" in verdict.do
+
+
+def test_clocks_of_nodes_that_differ() -> None:
+    """n2 is 2 s ahead: its error, which came first, has the later time."""
+    found = (
+        replace(told(2, "ValueError: first", 2.0, host="n2"), written=T),
+        told(0, "KeyError: 'second'", 1.0, host="n1"),
+    )
+    offsets = clocks((one.record.host, one.written - one.record.time) for one in found)
+    assert offsets == {"n2": -2.0, "n1": 0.0}
+    verdict = judge(Evidence("FAILED", found=found, clocks=offsets))
+    assert "rank 2 on n2 failed first" in verdict.headline
+    assert verdict.evidence == ("rank 0 on n1 1.0 s later: KeyError: 'second'",)
+    assert "clocks of the nodes differ by 2.0 s (n2 is ahead)" in verdict.echoes[-1]
+    assert clocks([("n1", 0.01), ("n2", 0.2), ("n2", 3.0)]) == {}  # a file that came late is no clock
+
+
+def test_two_at_about_the_same_time() -> None:
+    """What cannot be told apart is said so; the same error of many ranks is one line."""
+    verdict = judge(
+        Evidence("FAILED", found=(told(0, "KeyError: 'a'"), told(2, "ValueError: b", 0.2), told(3, "KeyError: 'a'", 1)))
+    )
+    assert verdict.evidence == (
+        "the same error on rank 3",
+        "rank 2 on n2 0.2 s later, which may as well have come first: ValueError: b",
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "word"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "cuda-memory", "fsdp"),
+        ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.", "host-memory", "mem_gb"),
+        ("OSError: [Errno 28] No space left on device", "disk", "make room"),
+        ("ModuleNotFoundError: No module named 'flash_attn'", "import", "cluster.venv"),
+        ("RuntimeError: The server socket has failed to bind. EADDRINUSE", "port", "submit again"),
+        ("FloatingPointError: loss is nan", "not-a-number", "learning rate"),
+        ("RuntimeError: CUDA error: device-side assert triggered", "gpu", "CUDA_LAUNCH_BLOCKING"),
+        ("ValueError: x", "program", "traceback"),
+    ],
+)  # fmt: skip
+def test_what_to_do(error: str, kind: str, word: str) -> None:
+    found = causes.kind(error)
+    assert found[0] == kind and word in found[1] and not causes.is_echo(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CLOSED,
+        "torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network error",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+        "RuntimeError: [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)",
+        "RuntimeError: DataLoader worker (pid 7) is killed by signal: Terminated.",
+        "SystemExit: 143",
+    ],
+)
+def test_an_echo_is_known(error: str) -> None:
+    assert causes.is_echo(error)
+
+
+def test_records_of_an_earlier_attempt_are_left_out(tmp_path: Path) -> None:
+    """A requeued job has the same id and another restart; a chain other ids. Half a file is none."""
+    for rank, job in enumerate(("7.0.0", "8.0.0", "8.0.1", "torchrun-x")):
+        record = ErrorRecord(T, rank, "n1", "KeyError: 1", "", job=job)
+        (tmp_path / record.name).write_text(record.to_json())
+        os.utime(tmp_path / record.name, (T, T))
+    (tmp_path / "rank-9.json").write_text('{"time": 1')
+    (tmp_path / "rank-8.json").write_text('{"time": 1.0, "rank": 8, "host": "n1", "error": "E", "traceback": ""}')
+    found = list(error_records.read(tmp_path))
+    assert sorted(one.record.rank for one in found) == [0, 1, 2, 3, 8] and found[0].written == T
+    kept = error_records.of_last_attempt(found, "8", 1)
+    assert sorted(one.record.rank for one in kept) == [2, 3, 8]
+
+
+def test_an_error_is_one_line() -> None:
+    assert brief("\nhpcinit.facts.errors.Failure: no\nmore") == "Failure: no"
+    assert len(brief("x" * 999)) < 300

@@ -1,0 +1,69 @@
+"""Slurm's own words in a job's log, recorded with Slurm 22.05.8 on the test cluster."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from hpcinit.facts import job_log
+from hpcinit.facts.job_log import End
+
+KILLED = """srun: error: n1: task 1: Killed
+srun: launch/slurm: _step_signal: Terminating StepId=2.0
+srun: error: n1: task 0: Terminated
+srun: error: n2: tasks 2-3: Terminated
+srun: Force Terminated StepId=2.0
+"""
+LIMIT = """slurmstepd-n1: error: *** JOB 6 ON n1 CANCELLED AT 2026-11-21T13:24:16 DUE TO TIME LIMIT ***
+srun: Job step aborted: Waiting up to 5 seconds for job step to finish.
+srun: forcing job termination
+srun: got SIGCONT
+srun: error: n1: tasks 0-1: Terminated
+srun: launch/slurm: _step_signal: Terminating StepId=6.0
+srun: error: n2: tasks 2-3: Killed
+"""
+LOST = """srun: error: n1: tasks 0-1: Exited with exit code 1
+srun: launch/slurm: _step_signal: Terminating StepId=9.0
+srun: error: Node failure on n2
+slurmstepd-n1: error: *** JOB 9 ON n1 CANCELLED AT 2026-11-21T13:36:23 DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***
+"""
+# Not recorded here, where no node confines memory: as Slurm's source has it (slurmstepd, task/cgroup).
+OOM = "slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks have been OOM Killed."
+
+
+def test_a_killed_rank_comes_before_those_that_were_told_to_end() -> None:
+    """Only what ended before srun ended the step ended by itself."""
+    assert job_log.read(KILLED).ends == (
+        End("n1", (1,), "Killed", False),
+        End("n1", (0,), "Terminated", True),
+        End("n2", (2, 3), "Terminated", True),
+    )
+
+
+def test_the_time_limit() -> None:
+    """Who has ended the job, where and when; what the ranks ended of came after it."""
+    found = job_log.read(LIMIT)
+    assert found.cancelled is not None and found.cancelled.why == "TIME LIMIT"
+    assert found.cancelled.at == datetime(2026, 11, 21, 13, 24, 16).timestamp()
+    assert all(end.told for end in found.ends)
+
+
+def test_a_lost_node() -> None:
+    found = job_log.read(LOST)
+    assert found.lost == ("n2",) and found.cancelled is not None and found.cancelled.why == "NODE FAILURE"
+    assert not found.ends[0].told  # an exit status of its own
+
+
+def test_the_last_job_of_a_chain_counts() -> None:
+    """Earlier jobs of a chain write to the same log."""
+    both = f"hpcinit: job 1 of a chain begins\n{KILLED}hpcinit: job 2 of a chain begins\nbash: modul: not found\n"
+    assert job_log.read(both) == job_log.JobLog(said=("bash: modul: not found",))
+
+
+def test_the_ooms_killer() -> None:
+    assert job_log.read(f"{OOM}\n{KILLED}").oom == OOM and job_log.read(KILLED).oom == ""
+    assert job_log.read("srun: error: n2: task 3: Out Of Memory\n").oom
+
+
+def test_the_local_engine_says_the_same() -> None:
+    said = "hpcinit: error: 127.0.0.1: task 3: Exited with exit code 7"
+    assert job_log.read(said).ends == (End("127.0.0.1", (3,), "Exited with exit code 7", False),)
