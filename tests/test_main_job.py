@@ -96,7 +96,9 @@ def test_a_failing_rank_fails_the_job_and_is_named(hpcinit: Run, slurm: MiniSlur
     begin = time.monotonic()
     done = submit(hpcinit, slurm, "nodes=2", "ranks_per_node=2", "wait=true", "--", "boom.py")
     assert done.returncode != 0 and time.monotonic() - begin < 60
-    assert re.search(r"^rank 2 on n2 failed first, [\d:]+ \(.*\): ValueError: no such shard$", done.stdout, re.MULTILINE)
+    assert re.search(
+        r"^rank 2 on n2 failed first, [\d:]+ \(.*\): ValueError: no such shard$", done.stdout, re.MULTILINE
+    )
 
 
 def test_sbatch_refuses(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:

@@ -23,9 +23,7 @@ ECHO = re.compile(
         )
     )
 )
-_CUDA = (
-    "lower batch.micro, training.activation_checkpointing=full, or shard more: parallel=fsdp or zero3 (hpcinit plan)"
-)
+_CUDA = "lower batch.micro, set activation_checkpointing=full, or shard more: parallel=fsdp or zero3 (hpcinit plan)"
 HOST_MEMORY = (
     "ask for more memory (mem_gb=...; 0 is all of a node) or use less: fewer data loader workers, fewer ranks a node"
 )
