@@ -104,7 +104,9 @@ def ask(wanted: Collection[Wanted]) -> Answer:
     going = {job for job, state in said.items() if not state.over}
     missing = {want.last: want for want in wanted if want.last not in said and not going.intersection(want.jobs)}
     try:
-        said |= {state.job_id: state for state in _sacct(missing) if state.job_id in missing}
+        accounts = {state.job_id: state for state in _sacct(missing)}
+        # Of an array that is asked for as a whole, its tasks.
+        said |= {job: now for job, now in accounts.items() if missing.keys() & {job, job.partition("_")[0]}}
     except NoAnswer as error:
         silent = silent or str(error)
     rest = [job for job, want in missing.items() if not want.ended and not (job in said and said[job].over)]

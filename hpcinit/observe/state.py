@@ -162,6 +162,13 @@ def of_job(job_id: str) -> State:
     return _of_job(job_id, State("UNKNOWN", job_id, "slurm"), answer)
 
 
+def of_array(job_id: str) -> list[State]:
+    """What Slurm says of each task of an array ('4242'), as far as it remembers them, or of the one job that it is."""
+    answer = slurm.ask([slurm.Wanted([job_id], job_id)])
+    tasks = [now for one, now in answer.said.items() if one.startswith(f"{job_id}_")]
+    return tasks or [_of_job(job_id, State("UNKNOWN", job_id, "slurm"), answer)]
+
+
 def submission(path: Path) -> dict[str, Any]:
     """submission.json. Raises RequestError that says what is there instead."""
     try:

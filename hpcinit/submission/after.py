@@ -15,7 +15,7 @@ from hpcinit.facts.errors import RequestError
 if TYPE_CHECKING:
     from hpcinit.observe.state import State
 
-NOBODY = "nobody"  # observe.state.NOBODY, which is not imported for a plain submission
+NOT_SUBMITTED = "NOT_SUBMITTED"  # observe.sweep's, which is not imported for a plain submission
 KINDS = {"after": "afterany", "after_ok": "afterok"}  # sbatch(1), --dependency
 JOB_ID = re.compile(r"\d+(_\d+)?")  # '4242', and '4242_7' of an array
 
@@ -34,42 +34,42 @@ def problems(config: Config) -> Iterator[str]:
     for key in KINDS:
         for word in words(getattr(config, key)):
             try:
-                _job_id(key, word, config)
+                list(_job_ids(key, word, config))
             except RequestError as error:
                 yield str(error)
 
 
 def _ids(key: str, config: Config) -> Iterator[str]:
     for word in words(getattr(config, key)):
-        if job_id := _job_id(key, word, config):
+        yield from _job_ids(key, word, config)
+
+
+def _job_ids(key: str, word: str, config: Config) -> Iterator[str]:
+    """The jobs to wait for; none that has ended as asked already. Of a chain the last of its jobs, of a sweep all."""
+    for job_id, states in _targets(key, word, config.runs_dir):
+        if any(now.forgotten for now in states):
+            raise RequestError(
+                f"{key}={word}: Slurm knows no job {job_id}, and would start this one at once: is the id right? If the "
+                f"job ended long ago, leave {key} out"
+            )
+        bad = [now for now in states if now.name == NOT_SUBMITTED or (now.over and now.name != "COMPLETED")]
+        if bad and key == "after_ok":
+            raise RequestError(
+                f"{key}={word}: job {bad[0].job_id} ended as {bad[0].name}, and this one would never start; leave "
+                f"{key} out, or say after={word}, whatever its end"
+            )
+        # Where nobody can be asked it is a dry run.
+        if not all(now.over or now.name == NOT_SUBMITTED for now in states):
             yield job_id
 
 
-def _job_id(key: str, word: str, config: Config) -> str | None:
-    """The job to wait for; None if it has ended as asked already. Of a run that is a chain, the last of its jobs."""
-    job_id, now = _state(key, word, config.runs_dir)
-    if now.source == NOBODY:
-        return job_id  # Slurm cannot be asked here: a dry run
-    if now.forgotten:
-        raise RequestError(
-            f"{key}={word}: Slurm knows no job {job_id}, and would start this one at once: is the id right? If the job "
-            f"ended long ago, leave {key} out"
-        )
-    if now.over and key == "after_ok" and now.name != "COMPLETED":
-        raise RequestError(
-            f"{key}={word}: job {now.job_id} ended as {now.name}, and this one would never start; leave {key} out, or "
-            f"say after={word}, whatever its end"
-        )
-    return None if now.over else job_id
-
-
 @cache
-def _state(key: str, word: str, runs_dir: str) -> tuple[str, State]:
-    """The job that `word` means, and how it is: asked once, for checking and for rendering."""
-    from hpcinit.observe import find, state  # noqa: PLC0415 - psutil, only for those who wait for a job
+def _targets(key: str, word: str, runs_dir: str) -> list[tuple[str, list[State]]]:
+    """The jobs that `word` means, and how each is, an array's tasks one by one: asked once, to check and to render."""
+    from hpcinit.observe import find, state, sweep  # noqa: PLC0415 - psutil, only for those who wait for a job
 
     if JOB_ID.fullmatch(word):
-        return word, state.of_job(word)
+        return [(word, state.of_array(word))]
     try:
         path = find.find(word, Path(runs_dir).expanduser())
         record = state.submission(path)
@@ -77,7 +77,12 @@ def _state(key: str, word: str, runs_dir: str) -> tuple[str, State]:
             raise RequestError(
                 f"{path} runs without Slurm (engine: {record['engine']}): no job of Slurm's can wait for it"
             )
+        if sweep.is_sweep(path):
+            arrays: dict[str, list[State]] = {}
+            for task in sweep.read(path):
+                arrays.setdefault(task.state.job_id.partition("_")[0], []).append(task.state)
+            return list(arrays.items())
         now = state.read(path)
     except RequestError as error:
         raise RequestError(f"{key}={word}: {error}") from None
-    return now.job_id if now.by_hand else state.jobs(record)[-1], now
+    return [(now.job_id if now.by_hand else state.jobs(record)[-1], [now])]

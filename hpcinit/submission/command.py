@@ -67,15 +67,19 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _put(program: list[str], config: Config, document: dict[str, Any]) -> None:
-    """Make `train.py --lr 3`, `-m package.train ...` or `any-command ...` what the job runs."""
+    """Make `train.py --lr 3`, `-m package.train ...` or `any-command ...` what the job runs.
+
+    Its arguments come behind those of job.args, as a sweep gives them, unless job names a program of its own.
+    """
     job = config.job
+    first = [] if job.script or job.module or job.command else list(job.args)
     job.script = job.module = job.command = None
     if program[0] == "-m":
-        job.module, job.args = program[1], program[2:]
+        job.module, job.args = program[1], [*first, *program[2:]]
     elif program[0].endswith(".py"):
-        job.script, job.args = program[0], program[1:]
+        job.script, job.args = program[0], [*first, *program[1:]]
     else:
-        job.command, job.args = program[0], program[1:]
+        job.command, job.args = program[0], [*first, *program[1:]]
     if config.name == job.name == "program":
         stem = re.sub(r"[^A-Za-z0-9._-]", "_", Path(job.script or job.module or job.command or "").stem)
         config.name = stem if quoting.PLAIN_NAME.fullmatch(stem) else "program"

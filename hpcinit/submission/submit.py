@@ -140,6 +140,8 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
             if interrupts:
                 raise KeyboardInterrupt
             expected = ask.test_only(path / runfolder.SCRIPT, env) if slurm and config.test_only else ""
+            if config.after or config.after_ok or config.singleton:  # Slurm's estimate does not know of it
+                expected = ""
             if interrupts:
                 raise KeyboardInterrupt
             token = once.token(request)

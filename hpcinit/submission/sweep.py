@@ -144,7 +144,8 @@ def submit_all(requests: Sequence[Request], argv: Sequence[str]) -> Submitted:
                 twice.refuse(question, request)
             for job in jobs:  # all of them before the first is submitted
                 said = ask.test_only(path / job.file, env) if config.test_only else ""
-                expected = expected or said
+                # An estimate knows nothing of what the job waits for.
+                expected = expected or ("" if config.after or config.after_ok or config.singleton else said)
             for job in jobs:
                 if interrupts:
                     raise KeyboardInterrupt

@@ -106,6 +106,7 @@ def test_after_waits_for_jobs_and_runs(hpcinit: Run, idle_slurm: MiniSlurm) -> N
     words = [f"after=[{array}_7,first-0001]", f"after_ok={chain}", "singleton=true", "ranks_per_node=1", "--", "true"]
     done = submit(hpcinit, slurm, *words)
     expected = f"afterany:{array}_7:{one},afterok:{jobs(chain)[-1]},singleton"
+    assert "Slurm expects" not in done.stdout  # --test-only does not look at what a job waits for
     assert f"#SBATCH --dependency={expected}\n" in (folder_of(done) / "job.sh").read_text()
     now = status(hpcinit, slurm, folder_of(done))
     assert (now["name"], now["reason"]) == ("PENDING", "Dependency")
@@ -126,6 +127,30 @@ def test_after_what_has_ended(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
     done = submit(hpcinit, slurm, "after_ok=bad-0001", "--", "true")
     assert (done.returncode, done.stdout) == (2, "")
     assert "after_ok=bad-0001: job " in done.stderr and "ended as FAILED, and this one would never start" in done.stderr
+
+
+@pytest.mark.slurm
+def test_after_a_sweep(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
+    """A sweep stands for all its arrays, an array for its tasks: they are waited for, and one that failed is no success."""
+    small = ["ranks_per_node=1", "cluster.gpus_per_node=0", "cluster.gpu_flag=null", "cpus_per_rank=1"]
+    submit(hpcinit, idle_slurm, "-m", "nodes=1,2", "seed=0,1", "name=going", *small, "--", "sleep", "300")
+    fails = "exit $(grep -c '^seed: 1' $HPCINIT_RUN/config.yaml)"
+    words = ["-m", "seed=0,1", "name=half", "wait=true", *small, "--", "sh", "-c", fails]
+    assert submit(hpcinit, idle_slurm, *words).returncode == 1
+    first, second = (job["job_id"] for job in json.loads(Path("runs/going-0001/submission.json").read_text())["sweep"])
+    half = json.loads(Path("runs/half-0001/submission.json").read_text())["job_id"]
+
+    def asked(*waits: str) -> str:
+        done = submit(hpcinit, idle_slurm, *waits, *small, "dry_run=true", "--", "true")
+        return done.stderr if done.returncode else "".join(re.findall("#SBATCH --dependency=(.*)", done.stdout))
+
+    assert asked("after=going-0001") == f"afterany:{first}:{second}"
+    assert asked(f"after_ok={first}") == f"afterok:{first}"
+    assert asked("after=[half-0001]", f"after_ok={half}_0") == "" and asked(f"after={half}") == ""
+    for word in ("half-0001", half):
+        assert f"after_ok={word}: job {half}_1 ended as FAILED, and this one would never start" in asked(
+            f"after_ok={word}"
+        )
 
 
 @pytest.mark.slurm

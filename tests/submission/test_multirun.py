@@ -47,6 +47,17 @@ def test_each_combination_becomes_a_job(hpcinit: Run, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_swept_arguments_come_before_those_of_the_command_line(hpcinit: Run, tmp_path: Path) -> None:
+    """`'job.args=[--lr,"${lr}"]' -- train.py more` of docs/sweeps.md; what follows -- replaces a job's own program whole."""
+    (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:])")
+    words = ["-m", "+lr=1,2", "job.args=[--lr,'${lr}']", "wait=true", "--", "train.py", "more"]
+    assert hpcinit("submit", *words).returncode == 0
+    for number in (1, 2):
+        assert f"['--lr', '{number}', 'more']" in (tmp_path / f"runs/train-000{number}/logs/rank-0.log").read_text()
+    assert hpcinit("submit", "job=train_gpt", "wait=true", "--", "train.py", "x").returncode == 0
+    assert "['x']" in (tmp_path / "runs/train_gpt-0001/logs/rank-0.log").read_text()
+
+
 def test_dry_run_prints_the_scripts_that_would_be_written(hpcinit: Run, tmp_path: Path) -> None:
     """The scripts of a dry run, put together, are byte for byte those that the submissions write; it leaves nothing."""
     words = ["submit", "-m", "seed=1,2", "name=a,b"]
