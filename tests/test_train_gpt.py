@@ -61,7 +61,7 @@ def test_the_config_alone_makes_another_parallelism_of_it(tmp_path: Path, words:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "ways",
-    [("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3_offload"), ("ulysses", "tp")],
+    [("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "zero3_offload"), ("ulysses", "tp")],
     ids=["four shares of the data", "two"],
 )
 def test_every_parallelism_of_the_package_trains_alike(tmp_path: Path, ways: tuple[str, ...]) -> None:

@@ -11,7 +11,7 @@ from tests.runtime.test_wrap import BEGIN, on_two_ranks
 COMPILED = """
 from torch._dynamo.utils import counters
 
-class Block(nn.Module):  # of our own: torch compiles nothing of a bare nn.Linear, and says nothing
+class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(8, 8)
@@ -42,6 +42,36 @@ def test_compiled_blocks_train_as_others(tmp_path: Path) -> None:
     (*plain, first, second), graphs, ok = json.loads(output.splitlines()[-1])
     assert plain[1] < plain[0] and graphs > 0 and ok > 0, (plain, graphs, ok)
     assert all(abs(a - b) < 1e-5 * b for a, b in zip((first, second), plain, strict=True)), (plain, first, second)
+
+
+BARE = """
+from torch._dynamo.utils import counters
+
+with hpcinit.session() as run:
+    found = []
+    for compile in (False, True):
+        torch.manual_seed(3)
+        layers = [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)]
+        made = wrapped(nn.Sequential(nn.Sequential(*layers)), Layout(dp_replicate=1), Training('none', compile=compile))
+        for _ in range(2):
+            loss = made(x + torch.arange(8)).square().mean()
+            made.backward(loss)
+            made.step()
+            found.append(loss.item())
+        names = sorted(made.model.state_dict())
+    print(json.dumps([found, counters["stats"]["unique_graphs"], names == sorted(nn.Sequential(nn.Sequential(*layers)).state_dict())]))
+"""
+
+
+def test_blocks_that_are_torchs_own_are_compiled(tmp_path: Path) -> None:
+    """nn.TransformerEncoderLayer as it is, of which its compile() compiles nothing, is compiled and trains as before."""
+    code = "import torch._dynamo\ntorch.compile = __import__('functools').partial(torch.compile, backend='eager')\n"
+    with ranks(code + BEGIN + BARE, 1, tmp_path) as (rank,):
+        status, output = rank.end()
+    assert status == 0, output
+    (*plain, first, second), graphs, same_names = json.loads(output.splitlines()[-1])
+    assert graphs > 0 and same_names and plain[1] < plain[0]
+    assert [first, second] == plain, "the eager backend does the same sums"
 
 
 def test_ddp_gradients_lie_in_its_buckets(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 
+import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -34,9 +35,18 @@ def prepare(
             parent, _, last = name.rpartition(".")
             model.get_submodule(parent).register_module(last, block)
         if training.compile:
-            block.compile()  # an error of the compiler comes up in the first step
+            _compile(block)  # an error of the compiler comes up in the first step
         made.append(block)
     return made
+
+
+def _compile(block: nn.Module) -> None:
+    """block.compile() passes over the code of torch's own modules, and says nothing: of a block that is nothing else,
+    as a bare nn.TransformerEncoderLayer, it compiles nothing. Its forward named by itself is compiled."""
+    if all(type(module).forward.__module__.startswith("torch.nn.") for module in block.modules()):
+        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+    else:
+        block.compile()
 
 
 def found(model: nn.Module) -> list[str]:
