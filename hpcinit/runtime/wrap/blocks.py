@@ -44,7 +44,7 @@ def _compile(block: nn.Module) -> None:
     """block.compile() passes over the code of torch's own modules, and says nothing: of a block that is nothing else,
     as a bare nn.TransformerEncoderLayer, it compiles nothing. Its forward named by itself is compiled."""
     if all(type(module).forward.__module__.startswith("torch.nn.") for module in block.modules()):
-        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward)
     else:
         block.compile()
 
