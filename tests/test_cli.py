@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
+from dataclasses import fields, is_dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpcinit import cli
+from hpcinit.config.compose import compose
+from hpcinit.config.schema import Config
 from tests.conftest import Run
 
 
@@ -49,6 +54,25 @@ def test_examples_of_submit_are_right(hpcinit: Run, tmp_path: Path) -> None:
         at = words.index("--") if "--" in words else len(words)
         done = hpcinit(*words[1:at], "dry_run=true", *words[at:])
         assert done.returncode == 0 and "#!/bin/bash" in done.stdout, f"{line}\n{done.stderr}"
+
+
+def test_help_of_submit_explains_every_key(hpcinit: Run) -> None:
+    """Each key of the schema stands there with its default and its explanation, and a shell takes those in quotes."""
+    out = hpcinit("submit", "--help").stdout
+
+    def held(prefix: str, table: Any) -> None:
+        for item in fields(table):
+            if is_dataclass(item.default_factory):
+                held(f"{prefix}{item.name}.", item.default_factory)
+            else:
+                assert re.search(
+                    rf"^  {re.escape(prefix + item.name)}=.*\n?\s+{re.escape(item.metadata['help'])}$", out, re.M
+                )
+
+    held("", Config)
+    assert "\n  nodes=1                           number of nodes\n" in out and "name=${job.name} " in out
+    [image] = re.findall(r"'(container\.image=.*)'", out)
+    assert compose([image]).container.image == "nvcr.io#nvidia/pytorch:25.01-py3"
 
 
 @pytest.mark.parametrize("words", [["--version"], ["submit", "--version"], ["status", "--version"]])

@@ -143,6 +143,8 @@ def _unresolved(config: DictConfig, error: Exception, choices: dict[str, str]) -
 
 def _by_hydras_hand(flags: list[str], overrides: list[str], name: str, prepare: Prepare, task: Task) -> int:
     """What else Hydra can do: --cfg, --help, completion, and hydra.run, hydra.job and the like for one submission."""
+    from hpcinit.config import reference  # noqa: PLC0415 - for --help only
+
     statuses: list[int | Exception] = [0]
 
     def job(config: DictConfig) -> None:
@@ -156,6 +158,8 @@ def _by_hydras_hand(flags: list[str], overrides: list[str], name: str, prepare: 
             statuses.append(error)
 
     job.__module__ = "hpcinit.submit"  # the name that Hydra shows for the program
+    # Hydra takes the help's text for a string.Template.
+    OmegaConf.register_new_resolver("hpcinit_keys", lambda: reference.text().replace("$", "$$"), replace=True)
     try:
         with _as_hydra_reads([*flags, *overrides]):
             hydra.main(config_path=str(folder()), config_name=NAME, version_base="1.3")(job)()

@@ -239,7 +239,9 @@ class Hang:
 class Container:
     """An image that the ranks run in. cluster.container says how the site runs one."""
 
-    image: Optional[str] = key("train.sif, train.sqsh, docker://..., 'nvcr.io#nvidia/pytorch:25.01-py3'; null: none")
+    image: Optional[str] = key(
+        "train.sif, docker://..., or in quotes for # and :, 'container.image=\"nvcr.io#nvidia/pytorch:25.01-py3\"'"
+    )
     python: str = key("Python inside the image, with torch and hpcinit", "python")
     mounts: list[str] = key("further folders that it sees: SRC:DST or SRC:DST:ro", [])
     options: dict[str, Any] = key("further options, as cluster.container.options", {})
