@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
-import omegaconf
-
 from hpcinit.config.schema import Config
 
 WIDTH = 34  # of 'key=default'; what is longer has its explanation on the next line
+MUST = "???"  # omegaconf.MISSING
 LAST = ("cluster",)  # what a site's file says once for all
 
 
@@ -40,7 +39,7 @@ def _table(item: Field[Any]) -> Any:
 def _shown(item: Field[Any]) -> str:
     """As in YAML. Nothing where a file has to say it."""
     value = item.default if item.default_factory is MISSING else item.default_factory()
-    if value == omegaconf.MISSING:
+    if value == MUST:
         return ""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

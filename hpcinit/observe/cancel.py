@@ -67,7 +67,16 @@ def _done(run: overview.Run, jobs: Sequence[str], save: bool) -> str:
         waiting = sum(now.name == "PENDING" for _, now in run.parts)
         rest = f"; {waiting} tasks have not started, hpcinit cancel ends them" * bool(run.tasks and waiting)
         return f"asked to save and end; a training that never calls run.should_stop() goes on{rest}"
-    return f"job {jobs[0]} is being cancelled" if len(jobs) == 1 else f"jobs {', '.join(jobs)} are being cancelled"
+    return (
+        f"job {jobs[0]} is being cancelled"
+        if len(jobs) == 1
+        else f"jobs {', '.join(sorted(jobs, key=_number))} are being cancelled"
+    )
+
+
+def _number(job: str) -> tuple[int, ...]:
+    """In the order of their submission: 9 before 10."""
+    return tuple(int(part) for part in job.split("_") if part.isdigit())
 
 
 def _ask(run: overview.Run) -> None:

@@ -287,7 +287,7 @@ def test_a_lost_node_does_not_end_a_chain(hpcinit: Run, idle_slurm: MiniSlurm, t
         until(lambda: json.loads((folder / "exit.json").read_text()).get("exit_status"), 120)
         assert json.loads((folder / "exit.json").read_text())["exit_status"] != 0
         (tmp_path / "again").unlink()
-        until(lambda: states(slurm, jobs(folder))[1] == "COMPLETED", 60)
+        until(lambda: states(slurm, jobs(folder))[1] == "COMPLETED", 180)
     finally:
         slurm.start_node("n2")
     assert status(hpcinit, slurm, folder)["link"] == "job 2 of a chain of 2"
