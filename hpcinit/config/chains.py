@@ -38,6 +38,8 @@ def problems(config: Config) -> Iterator[str]:
 
 def _restarts(config: Config) -> Iterator[str]:
     asked = config.restart
+    if config.spares and config.cluster.engine == "local":
+        yield f"spares is {config.spares}, but the nodes of cluster {config.cluster.name} are all this machine"
     if unknown := [word for word in asked.on if word not in restarts.REASONS]:
         yield f"restart.on has {', '.join(map(repr, unknown))}, expected some of: {', '.join(restarts.REASONS)}"
     if asked.budget is None:

@@ -57,7 +57,7 @@ AT_LEAST_ONE = (
 )
 AT_LEAST_ZERO = (
     *("cluster.gpus_per_node", "mem_gb", "cluster.mem_gb", "cluster.mem_gb_per_rank"),
-    *("launch.wait_s", "seed", "gradient_clip", "stop.margin_s", "hang.after_s", "restart.budget"),
+    *("launch.wait_s", "seed", "gradient_clip", "stop.margin_s", "hang.after_s", "restart.budget", "spares"),
 )
 MORE_THAN_ZERO = ("comm.collective_timeout_s", "comm.timeout_base_s", "comm.timeout_max_s", "cluster.gpu_mem_gb")
 MOST_SEED = 2**63 - 1  # what torch.manual_seed takes

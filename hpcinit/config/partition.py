@@ -28,7 +28,8 @@ def known(config: Config) -> Partition:
 def problems(config: Config) -> Iterator[str]:
     """One message for each thing of which more is asked for than there is."""
     has = known(config)
-    for key, asked, most in (("nodes", config.nodes, has.nodes), ("time_min", config.time_min, has.time_min)):
+    nodes = ("nodes + spares" if config.spares else "nodes", config.nodes + config.spares, has.nodes)
+    for key, asked, most in (nodes, ("time_min", config.time_min, has.time_min)):
         if most is not None and asked > most:
             yield f"{key}={asked}, but {_where(config)} has at most {most}: {key}={most} or less"
     if has.mem_gb is not None and config.mem_gb and config.mem_gb > has.mem_gb:

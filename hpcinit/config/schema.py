@@ -274,6 +274,7 @@ class Config:
     restart: Restart = field(default_factory=Restart)
     name: str = key("name of the run", "${job.name}")
     nodes: int = key("number of nodes", 1)
+    spares: int = key("further nodes of the job, in whose place the ranks begin again when one of theirs fails", 0)
     ranks_per_node: Optional[int] = key("ranks on each node; null: the cluster's GPUs per node, or 1")
     cpus_per_rank: Optional[int] = key("cores per rank; null: the node's cores shared out")
     partition: Optional[str] = key("partition", "${cluster.partition}")

@@ -62,12 +62,19 @@ hpcinit_reason() { # why the ranks have ended with status $1; nothing if they ar
   elif [[ $left == *"@STOP_TIME_LIMIT@"* ]]; then echo @TIME_LIMIT@
   elif [ "$1" -eq 0 ]; then return 0
   elif [ -n "$(hpcinit_lost)" ]; then echo @NODE_FAIL@
-  elif [ "$1" -eq @HUNG@ ] || compgen -G "@HANG_REPORT@" > /dev/null; then echo @HANG@
+  elif [ "$1" -eq @HUNG@ ] || [ -n "$(hpcinit_hang)" ]; then echo @HANG@
   elif [ "$1" -ne 2 ]; then echo @FAILURE@
   fi
 }
 hpcinit_lost() { # nodes of the job that are down or do not answer
-  sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --format='%N %T' 2>/dev/null | grep -E ' (down|fail)|[*]$'
+  local node state
+  sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --format='%N %T' 2>/dev/null | sort -u |
+    while read -r node state; do
+      case ",${hpcinit_out:-},:$state" in *",$node,"*) ;; *:down*|*:fail*|*[*]) echo "$node" ;; esac
+    done
+}
+hpcinit_hang() { # the reports of hangs since the ranks began
+  find "@RUN@/@HANG_FOLDER@" -path "*/$SLURM_JOB_ID.*/@HANG_REPORT@" -newer "@RUN@/@EXIT@" 2>/dev/null
 }
 """
 
@@ -91,25 +98,72 @@ hpcinit_after() { # the ranks have ended with status $1: once more, or not
 """
 
 
+# srun says of the first rank to fail 'srun: error: n2: task 3: Killed'; of several nodes at a time 'n[1-2]: tasks 2-3',
+# which names none. One that a signal ended comes before those that ended by themselves: their peer was gone. Those who
+# only wait in a hang are not named 'on' a node by its report.
+SPARES = r"""
+hpcinit_out='' # nodes that the ranks are kept from: n2,n3
+hpcinit_spare() { # the ranks have ended with status $1: whether they can begin again here, without the node to blame
+  local reason bad node told on=" @ON@ "
+  reason=$(hpcinit_reason "$1")
+  case $reason in @NODE_FAIL@|@HANG@|@FAILURE@) [[ $on == *" $reason "* ]] || return 1 ;; *) return 1 ;; esac
+  sleep 1
+  [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null)" = RUNNING ] || return 1
+  bad=$(hpcinit_lost)
+  [ -n "$bad" ] || bad=$(hpcinit_hang | while read -r node; do cat "$node"; done |
+    sed -n 's/^rank [0-9]* on \([^ ]*\) .*/\1/p' | head -n 1)
+  told=$(tail -n "+$((hpcinit_from + 1))" "@JOB_LOG@" | grep '^srun: error: [^ :[]*: task ')
+  [ -n "$bad" ] || bad=$({ grep -v ': \(Terminated\|Exited .*\)$' <<< "$told"; echo "$told"; } |
+    sed -n 's/^srun: error: \([^:]*\):.*/\1/p' | head -n 1)
+  [ -n "$bad" ] || return 1
+  for node in $bad; do hpcinit_out+="${hpcinit_out:+,}$node"; done
+  node=$(wc -w <<< "${hpcinit_out//,/ }")
+  if [ $((SLURM_JOB_NUM_NODES - node)) -lt @NODES@ ]; then
+    echo "hpcinit: $reason on ${bad//$'\n'/, }, and no spare node is left"; return 1
+  fi
+  echo "hpcinit: $reason on ${bad//$'\n'/, }: the ranks begin again in the same job, without $hpcinit_out"
+}
+"""
+# Slurm 22.05 counts what a step had that a lost node has ended as taken for ever ('unable to update job's core use
+# information due to job resizing'): hence --overlap. exit.json of a begin is what the report of a hang is newer than.
+LOOP = """\
+while :; do
+  hpcinit_from=$(wc -l < "@JOB_LOG@"); hpcinit_record began
+  @STEP@
+  hpcinit_status=$?
+  hpcinit_spare "$hpcinit_status" || break
+done
+"""
+
+
 def wanted(config: Config) -> bool:
     return bool(config.restart.budget) and config.cluster.engine == "slurm"
 
 
 def option(config: Config) -> dict[str, bool]:
     """For sbatch: whether the job may be requeued at all. As the site has it where nothing is asked."""
+    spares = {"no-kill": True} if config.spares else {}  # the job goes on where a node is lost
     if config.restart.budget is None or config.cluster.engine != "slurm":
-        return {}
-    return {"requeue": True} if config.restart.budget else {"no-requeue": True}
+        return spares
+    return {**spares, **({"requeue": True} if config.restart.budget else {"no-requeue": True})}
 
 
 def lines(config: Config) -> list[str]:
     """What the batch script begins with, after it has noted its begin."""
-    return _filled(BUDGET + REASON + AFTER, config).splitlines() if wanted(config) else []
+    parts = [BUDGET] * wanted(config) + [REASON] * (wanted(config) or bool(config.spares))
+    return _filled(
+        "".join(parts + [SPARES.lstrip()] * bool(config.spares) + [AFTER] * wanted(config)), config
+    ).splitlines()
 
 
-def after(config: Config) -> str:
-    """What follows the line that runs the ranks."""
-    return "\nhpcinit_after $?" if wanted(config) else ""
+def around(step: str, config: Config) -> str:
+    """The line `step`, that runs the ranks, with what follows it."""
+    if not config.spares:
+        return f"{step}\nhpcinit_after $?" if wanted(config) else step
+    launcher, _, rest = step.partition(" ")
+    here = f'{launcher} ${{hpcinit_out:+--overlap --exclude="$hpcinit_out"}} {rest}'
+    last = 'hpcinit_after "$hpcinit_status"' if wanted(config) else '(exit "$hpcinit_status")'
+    return _filled(LOOP, config).replace("@STEP@", here) + last
 
 
 def _filled(text: str, config: Config) -> str:
@@ -118,8 +172,8 @@ def _filled(text: str, config: Config) -> str:
         "RESTARTS": f"{run}/{runfolder.RESTARTS}",
         "PROGRESS": f"{run}/{runfolder.PROGRESS}",
         "STOPPED": f"{run}/{runfolder.STOPPED}",
-        # A folder for each attempt: job.step.restart
-        "HANG_REPORT": f"{run}/{hangs.FOLDER}/$SLURM_JOB_ID.*.$hpcinit_attempt/{hangs.REPORT}",
+        **{"RUN": run, "EXIT": runfolder.EXIT, "HANG_FOLDER": hangs.FOLDER, "HANG_REPORT": hangs.REPORT},
+        **{"JOB_LOG": f"{run}/{runfolder.JOB_LOG}", "NODES": str(config.nodes)},
         "BUDGET": str(asked.budget),
         "IDLE": str(asked.without_progress or NEVER),
         "ON": " ".join(asked.on),

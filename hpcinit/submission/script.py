@@ -50,7 +50,7 @@ def parameters(config: Config, folder: Path, workdir: Path, code: Plan | None = 
     cluster = config.cluster
     known = {
         "job_name": config.name,
-        "nodes": config.nodes,
+        "nodes": config.nodes + config.spares,
         "ntasks_per_node": ranks_per_node(config),
         "cpus_per_task": cpus_per_rank(config),
         "time": config.time_min,
@@ -133,7 +133,7 @@ def _step(config: Config, folder: Path, workdir: Path) -> str:
     }
     run = [python, "-u", "-m", "hpcinit.run", str(folder / runfolder.SPEC)]
     words = [*launcher, *flags(options), *container.before_python(config, folder, workdir), *run]
-    return " ".join(quoting.shell(word) for word in words) + restart.after(config)
+    return restart.around(" ".join(quoting.shell(word) for word in words), config)
 
 
 def _python(config: Config) -> str:

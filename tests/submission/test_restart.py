@@ -73,6 +73,8 @@ def begin_now(slurm: MiniSlurm, job: str) -> None:
             ["cluster=mini", "restart.on=[hang,oom]"],
             "restart.on has 'oom', expected some of: preempted, node_fail, hang,",
         ),
+        (["spares=1"], "spares is 1, but the nodes of cluster local are all this machine"),
+        (["cluster=mini", "spares=-1"], "spares is -1, expected 0 or more"),
         (["restart.budget=2"], "restart.budget is 2, but cluster local has no queue (engine: local)"),
         (
             ["cluster=mini", "restart.budget=2", "+cluster.sbatch.no-requeue=true"],
@@ -101,7 +103,9 @@ def test_who_asks_for_nothing_gets_no_line_of_it(hpcinit: Run) -> None:
     assert ["hpcinit_after" in text for text in texts] == [False, False, True]
 
 
-@pytest.mark.parametrize("words", [[], ["chain=3"], ["restart.on=[failure]", "restart.without_progress=null"]])
+@pytest.mark.parametrize(
+    "words", [[], ["chain=3"], ["restart.on=[failure]", "restart.without_progress=null"], ["spares=1"]]
+)
 def test_the_script_is_valid_bash(hpcinit: Run, tmp_path: Path, words: list[str]) -> None:
     """bash and shellcheck have nothing to say about a script with restarts."""
     done = hpcinit("submit", "cluster=mini", "restart.budget=2", *words, "dry_run=true", "--", "true")

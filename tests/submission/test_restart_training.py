@@ -44,6 +44,13 @@ def begun(hpcinit: Run, slurm: MiniSlurm, result: list[str], *words: str) -> Pat
     return folder
 
 
+def rank_on(slurm: MiniSlurm, node: str, folder: Path) -> int:
+    """The process of the only rank on `node`."""
+    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in slurm.pids(node)}
+    (found,) = (pid for pid, line in lines.items() if b"hpcinit.run" in line and str(folder).encode() in line)
+    return found
+
+
 def goes_on(slurm: MiniSlurm, folder: Path, result: list[str]) -> None:
     """The next attempt begins after a checkpoint and comes out with the very line of one that ran through."""
     Path("slow").unlink()
@@ -77,9 +84,7 @@ def test_a_rank_that_is_killed(hpcinit: Run, idle_slurm: MiniSlurm, result: list
     """kill -9 of a rank is a failure, and with restart.on=[failure] the training goes on."""
     slurm = idle_slurm
     folder = begun(hpcinit, slurm, result, "restart.on=[failure]")
-    (rank,) = (pid for pid in slurm.pids("n2") if str(folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-               and b"hpcinit.run" in Path(f"/proc/{pid}/cmdline").read_bytes())  # fmt: skip
-    os.kill(rank, signal.SIGKILL)
+    os.kill(rank_on(slurm, "n2", folder), signal.SIGKILL)
     goes_on(slurm, folder, result)
     assert [(number, why) for number, why, *_ in restarts(folder)] == [(1, "failure")]
 
@@ -132,3 +137,29 @@ def test_preempted_with_a_grace_time(hpcinit: Run, tmp_path: Path) -> None:
             assert [(number, why) for number, why, *_ in restarts(folder)] == [(1, "preempted")]
             if name == "saves":
                 assert "saved: preempted\n" in printed(folder, 0)
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("fault", ["rank", "node"])
+def test_a_spare_node_takes_the_place(hpcinit: Run, idle_slurm: MiniSlurm, result: list[str], fault: str) -> None:
+    """With spares=1 a lost node, or one whose rank is killed, is left out, and the ranks go on inside the same job, with
+    the world of the step and not of the job."""
+    slurm = idle_slurm
+    folder = begun(hpcinit, slurm, result, "spares=1", "restart.on=[node_fail,failure]")
+    job = json.loads((folder / "submission.json").read_text())["job_id"]
+    assert slurm.run("squeue", "--noheader", f"--jobs={job}", "--format=%N").strip() == "n[1-3]"
+    if fault == "node":
+        slurm.kill_node("n2")
+    else:
+        os.kill(rank_on(slurm, "n2", folder), signal.SIGKILL)
+    try:
+        until(lambda: "begin again in the same job, without n2" in log(folder), 60)
+        Path("slow").unlink()
+        assert finish(slurm, job) == "COMPLETED", log(folder)
+    finally:
+        slurm.start_node("n2")
+    text = (folder / "logs/rank-0.log").read_text()
+    assert printed(folder, 0).splitlines()[-1] == result[0]
+    assert re.findall(r"^step +(\d+) ", text, re.MULTILINE).count("1") == 1, "it went on"
+    assert len(re.findall("hpcinit: 2 ranks on 2 nodes", text)) == 2 and restarts(folder) == []
