@@ -50,7 +50,7 @@ COMMANDS = {
         "what a run's ranks printed",
         """
   hpcinit logs train-0001           rank 0
-  hpcinit logs --rank 3 train-0001
+  hpcinit logs --rank 0,4-7 train-0001
   hpcinit logs --all train-0001     every rank, each line with its rank in front
   hpcinit logs -f train-0001        until the run is over
   hpcinit logs --job train-0001     what the batch script and Slurm itself said""",

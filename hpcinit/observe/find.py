@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,8 +14,12 @@ from hpcinit.observe import state, sweep
 
 def runs(runs_dir: Path) -> list[Path]:
     """All submitted runs below `runs_dir`, the last submitted last."""
-    found = [entry.parent for entry in runs_dir.glob(f"*/{runfolder.SUBMISSION}")]
-    return sorted(found, key=lambda path: (path / runfolder.SUBMISSION).stat().st_mtime_ns)
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(runs_dir):
+            with contextlib.suppress(OSError):
+                found.append((os.stat(f"{entry.path}/{runfolder.SUBMISSION}").st_mtime_ns, entry.path))  # noqa: PTH116
+    return [Path(path) for _, path in sorted(found)]
 
 
 def find(word: str, runs_dir: Path = Path("runs")) -> Path:

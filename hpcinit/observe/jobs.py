@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 ANSWER_S = 30  # longer than Slurm's MessageTimeout (10 s), after which its clients give up by themselves
 NOBODY = "nobody"  # the source of a state when Slurm did not answer
+FEW = 20  # of more runs at once squeue is asked before their folders are read
 MOST = 5_000  # ids in one question: an argument may have 128 KiB
 # Slurm's words for a job that will not run again (squeue(1), JOB STATE CODES, 22.05 to 24.11), and for one that may.
 FINAL = {
@@ -67,7 +69,7 @@ class State:
         return self.name == "UNKNOWN" and self.source == ""
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**vars(self)}
 
 
 @dataclass(frozen=True)
@@ -91,14 +93,16 @@ class NoAnswer(Exception):
     """Slurm did not say anything about the job, not even that it does not know it."""
 
 
-def ask(wanted: Collection[Wanted]) -> Answer:
-    """Three questions at most. sacct may answer while the controller is away."""
+def ask(wanted: Collection[Wanted], early: Question | None = None) -> Answer:
+    """Three questions at most. sacct may answer while the controller is away. early: squeue, asked already."""
     ids = {job for want in wanted for job in (*want.jobs, want.last)}
     if not ids:
+        if early:
+            early.drop()
         return Answer()
     said, silent = {}, ""
     try:
-        said = {state.job_id: state for state in _squeue(ids)}
+        said = {state.job_id: state for state in _squeue(early or _question(ids))}
     except NoAnswer as error:
         silent = str(error)
     going = {job for job, state in said.items() if not state.over}
@@ -118,15 +122,15 @@ def ask(wanted: Collection[Wanted]) -> Answer:
     return Answer(said, silent)
 
 
-def _squeue(ids: Collection[str]) -> Iterator[State]:
-    """Of each job of this user's that is in the queue, or has left it not long ago; of one job whosever it is.
-
-    With the ids of several, squeue fetches every job of the cluster and then looks through them; --me does not.
-    """
+def _question(ids: Collection[str]) -> Question:
+    """Of one job whosever it is, of several all of this user's: with --jobs=1,2 squeue fetches the whole cluster's."""
     jobs = {job.partition("_")[0] for job in ids}
-    which = f"--jobs={jobs.pop()}" if len(jobs) == 1 else "--me"
-    # --states=all: jobs that have ended stay here for MinJobAge (300 s). --all: partitions hidden from the user too.
-    for line in ask_slurm("squeue", "--noheader", "--all", "--array", which, "--states=all", f"--format={FORMAT}"):
+    return Question(f"--jobs={jobs.pop()}" if len(jobs) == 1 else "--me")
+
+
+def _squeue(question: Question) -> Iterator[State]:
+    """Of each job that is in the queue, or has left it not long ago."""
+    for line in question.answer():
         job_id, name, start, elapsed, left, reason = line.split("|", 5)
         # A job that was cancelled while it waited keeps the reason why it waited.
         reason = "" if reason == "None" or name == "CANCELLED" else reason
@@ -164,12 +168,32 @@ def _scontrol(ids: Sequence[str]) -> Iterator[State]:
             yield State(match["name"], job_id, "slurm", reason, status, "scontrol")
 
 
+class Question:
+    """squeue, started at once: whoever asks has other work meanwhile. which: --me, or --jobs=ID."""
+
+    def __init__(self, which: str) -> None:
+        # --states=all: jobs that have ended stay for MinJobAge (300 s). --all: also partitions hidden from the user.
+        self._command = ("squeue", "--noheader", "--all", "--array", which, "--states=all", f"--format={FORMAT}")
+        self._process = _start(self._command)
+
+    def answer(self) -> list[str]:
+        """Its lines. Raises NoAnswer."""
+        return _answer(self._command, self._process)
+
+    def drop(self) -> None:
+        """Nobody wants to know any more."""
+        if self._process:
+            self._process.kill()
+            self._process.communicate()
+
+
 def status_of(code: str) -> int | None:
     """The exit status of sacct's ExitCode: '3:0' is 3, '0:9' (a signal) 137; None where it does not say."""
     status, _, number = code.partition(":")
     return int(status) or (128 + int(number) if int(number or 0) else 0) if status.isdigit() else None
 
 
+@cache
 def seconds(text: str) -> int | None:
     """Of '1-02:03:04', '2:03:04', '3:04' or '4'; None for 'UNLIMITED', 'INVALID', 'NOT_SET'."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
@@ -181,26 +205,40 @@ def seconds(text: str) -> int | None:
 
 def ask_slurm(*command: str) -> list[str]:
     """The answer's lines; none if there is no such job, or no accounting. Raises NoAnswer if nobody answers."""
+    return _answer(command, _start(command))
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen[str] | None:
+    """None where there is no such program."""
     # SQUEUE_PARTITION and the like hide jobs, SLURM_TIME_FORMAT writes times as it likes.
     env = {k: v for k, v in os.environ.items() if not k.startswith(("SQUEUE_", "SACCT_")) and k != "SLURM_TIME_FORMAT"}
     try:
-        done = subprocess.run(
-            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-            timeout=ANSWER_S, check=False,
+        return subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            errors="replace",
         )  # fmt: skip
-    except FileNotFoundError:
+    except OSError:
+        return None
+
+
+def _answer(command: Sequence[str], process: subprocess.Popen[str] | None) -> list[str]:
+    if process is None:
         if command[0] == "sacct":
             return []
-        raise NoAnswer(f"{command[0]} is not on PATH") from None
+        raise NoAnswer(f"{command[0]} is not on PATH")
+    try:
+        out, err = process.communicate(timeout=ANSWER_S)
     except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
         raise NoAnswer(
             f"{command[0]} did not answer in {ANSWER_S} s: is SLURM_CONF right, is the controller up?"
         ) from None
-    if done.returncode == 0:
-        return done.stdout.splitlines()
+    if process.returncode == 0:
+        return out.splitlines()
     # Without accounting sacct fails at once, and says so; a forgotten job is 'Invalid job id specified'.
     # Of a task of an array scontrol says 'Job 18_2 not found', on stdout.
-    unknown = "Invalid job id" in done.stderr or (command[0] == "scontrol" and "not found" in done.stdout)
+    unknown = "Invalid job id" in err or (command[0] == "scontrol" and "not found" in out)
     if command[0] == "sacct" or unknown:
         return []
-    raise NoAnswer(f"{command[0]}: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'failed'}")
+    raise NoAnswer(f"{command[0]}: {err.strip().splitlines()[-1] if err.strip() else 'failed'}")

@@ -1,4 +1,4 @@
-"""`hpcinit logs RUN [--rank 3 | --all] [--follow]`: what the ranks printed."""
+"""`hpcinit logs RUN [--rank 0,4-7 | --all] [--follow]`: what the ranks printed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcinit.facts import runfolder
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.ranges import ranges
 from hpcinit.observe import find, sweep
-from hpcinit.observe.poll import Poll
+from hpcinit.observe.poll import Polls
 
 
 class Tail:
@@ -56,22 +56,35 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", help="run folder, its name, or a job id")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--rank", type=int, default=0)
-    which.add_argument("--all", action="store_true", help="every rank, each line with its rank in front")
+    which.add_argument(
+        "--rank", default="0", help="one, or several: 0,4-7; each line of several with its rank in front"
+    )
+    which.add_argument("--all", action="store_true", help="every rank; of a sweep, of every task")
     which.add_argument("--job", action="store_true", help="the batch script's own output")
     parser.add_argument("--follow", "-f", action="store_true", help="go on until the run is over")
     options = parser.parse_args(argv)
     path = find.find(options.run, options.runs_dir)
-    if sweep.is_sweep(path):
+    asked = _asked(options.rank)
+    if sweep.is_sweep(path) and not options.all:
         numbers = ranges(sweep.combinations(path))
-        raise RequestError(f"{path} is a sweep of the tasks {numbers}, expected one: hpcinit logs {options.run}/0")
-    if not (options.follow or options.all or options.job) and options.rank not in ranks(path):
-        raise RequestError(f"{path} has no log of rank {options.rank}; there are: {ranks(path) or 'none yet'}")
+        raise RequestError(
+            f"{path} is a sweep of the tasks {numbers}, expected one: hpcinit logs {options.run}/0, or --all"
+        )
+    there = ranks(path)
+    lacking = [] if options.follow or options.all or options.job else sorted(set(asked) - set(there))
+    if lacking:
+        which_rank = f"rank {lacking[0]}" if len(lacking) == 1 else f"the ranks {ranges(lacking)}"
+        raise RequestError(f"{path} has no log of {which_rank}; there are: {ranges(there) or 'none yet'}")
+    _show(path, options, asked)
+    return 0
+
+
+def _show(path: Path, options: argparse.Namespace, asked: Sequence[int]) -> None:
     tails: dict[str, Tail] = {}
-    poll = Poll(path) if options.follow else None
+    polls = Polls([path]) if options.follow else None
     while True:
-        over = poll is None or poll.ask()
-        _tails(tails, path, options)
+        over = polls is None or polls.ask()
+        _tails(tails, path, options, asked)
         for prefix, tail in tails.items():
             for line in tail.lines():
                 print(prefix + line)
@@ -79,16 +92,31 @@ def main(argv: Sequence[str]) -> int:
                 print(prefix + rest)
         sys.stdout.flush()
         if over:
-            return 0
+            return
         time.sleep(1)
 
 
-def _tails(tails: dict[str, Tail], path: Path, options: argparse.Namespace) -> None:
+def _asked(text: str) -> list[int]:
+    """[0, 4, 5] of '0,4-5'. Raises RequestError."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if not match:
+            raise RequestError(f"--rank is {text!r}, expected a number or several: 3, or 0,4-7")
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return found
+
+
+def _tails(tails: dict[str, Tail], path: Path, options: argparse.Namespace, asked: Sequence[int]) -> None:
     """Add what has appeared since: a rank's log is there once the rank has started."""
     if options.job:
         tails.setdefault("", Tail(path / runfolder.JOB_LOG))
-    elif options.all:
-        for rank in ranks(path):
-            tails.setdefault(f"{rank}: ", Tail(of_rank(path, rank)))
+    elif sweep.is_sweep(path):
+        for number in sweep.combinations(path):
+            task = path / str(number)
+            for rank in ranks(task):
+                tails.setdefault(f"{number}/{rank}: ", Tail(of_rank(task, rank)))
     else:
-        tails.setdefault("", Tail(of_rank(path, options.rank)))
+        for rank in ranks(path) if options.all else asked:
+            prefix = f"{rank}: " if options.all or len(asked) > 1 else ""
+            tails.setdefault(prefix, Tail(of_rank(path, rank)))

@@ -16,11 +16,14 @@ FEW = 20  # jobs whose own records are looked at every time; of more, Slurm alon
 
 
 class Polls:
-    """`now`: the last answer, of each run; several runs cost one question."""
+    """`now`: the last answer, of each run; several runs cost one question. Raises RequestError where one is no run."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._happened = self._asked = self._known = time.monotonic()
         self.now = overview.read(paths)
+        for run in self.now:
+            if run.error:
+                raise run.error
         self._told = self._last_words()
 
     def ask(self) -> bool:
@@ -71,7 +74,6 @@ class Poll:
     """Of one run."""
 
     def __init__(self, path: Path) -> None:
-        state.submission(path)
         self._polls = Polls([path])
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 LESS = "it will not start as it is: cancel it and ask for less, or ask elsewhere"
 OTHERS = "it starts when other jobs under the same limit have ended"
@@ -32,6 +33,7 @@ MEANINGS = (
 )  # fmt: skip
 
 
+@cache
 def explain(reason: str) -> str:
     """In words, with what to do; '' for a reason that is plain (Resources, Priority) or not known."""
     return next((words for pattern, words in MEANINGS if re.fullmatch(pattern, reason)), "")

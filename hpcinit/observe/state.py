@@ -26,8 +26,9 @@ def read(path: Path) -> State:
 
 def read_all(paths: Sequence[Path]) -> list[State | RequestError]:
     """The state of each run, in their order, from one question to Slurm; the error of one that is none."""
+    early = slurm.Question("--me") if len(paths) > slurm.FEW else None  # answered while we read
     runs = [_run(path) for path in paths]
-    answer = slurm.ask([run.wanted for run in runs if isinstance(run, _Run) and run.wanted])
+    answer = slurm.ask([run.wanted for run in runs if isinstance(run, _Run) and run.wanted], early)
     return [run if isinstance(run, RequestError) else _cancelled(run.path, _state(run, answer)) for run in runs]
 
 
@@ -61,7 +62,7 @@ def _run(path: Path) -> _Run | RequestError:
         record = submission(path)
     except RequestError as error:
         return error
-    ids, attempt = jobs(record), _json(path / runfolder.EXIT)
+    ids, attempt = jobs(record), _json(f"{path}/{runfolder.EXIT}")
     last = str(attempt.get("job", ""))
     left = _left(attempt, last or str(record["job_id"]))
     return _Run(path, record["engine"], str(record["job_id"]), ids, last, left)
@@ -172,7 +173,8 @@ def of_array(job_id: str) -> list[State]:
 def submission(path: Path) -> dict[str, Any]:
     """submission.json. Raises RequestError that says what is there instead."""
     try:
-        document = json.loads((path / runfolder.SUBMISSION).read_text())
+        with open(f"{path}/{runfolder.SUBMISSION}", "rb") as file:  # noqa: PTH123 - as in _json
+            document = json.loads(file.read())
     except FileNotFoundError:
         if (path / runfolder.SCRIPT).exists():
             raise RequestError(f"{path} was never submitted: it has a script and no {runfolder.SUBMISSION}") from None
@@ -219,7 +221,7 @@ def _left(attempt: Mapping[str, Any], job_id: str) -> State:
     return State("COMPLETED" if status == 0 else "FAILED", job_id, "slurm", "", status, runfolder.EXIT)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: str | Path) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - three of each of a thousand runs: Path.open() takes twice as long
             document = json.loads(file.read())

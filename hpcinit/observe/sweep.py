@@ -9,13 +9,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from rich.console import Console
+from typing import TYPE_CHECKING
 
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import INTERRUPTED, RequestError
 from hpcinit.facts.ranges import ranges
 from hpcinit.observe import state
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 QUICK_S, SLOW_S = 1.0, 10.0  # between two questions to the controller
 PATIENCE = 5  # after n seconds in which no task ended, every n/5
@@ -99,6 +101,8 @@ def counts(tasks: Sequence[Task]) -> str:
 
 def follow(path: Path) -> int:
     """Until all tasks are over, then the highest of their exit statuses. Ctrl-C gives up waiting (130)."""
+    from rich.console import Console  # noqa: PLC0415 - not for a line of status
+
     console = Console(highlight=False, soft_wrap=True)
     run = shlex.quote(str(path))
     try:

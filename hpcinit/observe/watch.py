@@ -40,9 +40,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _watch(polls: Polls, as_json: bool) -> int:
-    for run in polls.now:
-        if run.error:
-            raise run.error
     if sys.stdout.isatty() and not as_json:
         _live(polls)
     else:

@@ -32,11 +32,11 @@ def asked(monkeypatch: pytest.MonkeyPatch, run: Path, name: str, seconds: int) -
     """How often squeue was asked in so many seconds, and whether the run was then over."""
     questions: list[str] = []
 
-    def answer(*command: str) -> list[str]:
+    def answer(command: tuple[str, ...], _: object) -> list[str]:
         questions.append(command[0])
         return [f"77|{name}|N/A|0:10|INVALID|None"] if name else []
 
-    monkeypatch.setattr(jobs, "ask_slurm", answer)
+    monkeypatch.setattr(jobs, "_answer", answer)
     monkeypatch.setattr(poll, "time", Clock())
     polling = poll.Poll(run)
     over = [polling.ask() for _ in range(seconds)]

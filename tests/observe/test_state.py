@@ -172,7 +172,7 @@ def test_a_word_of_tomorrow(
     path = recorded(tmp_path, "x", "77")
     if left is not None:
         (path / "exit.json").write_text(json.dumps({"job": "77", "exit_status": left}))
-    monkeypatch.setattr(jobs, "ask_slurm", lambda *command: [f"77|{word}|N/A|1-02:03:04|UNLIMITED|None"])
+    monkeypatch.setattr(jobs, "_answer", lambda *_: [f"77|{word}|N/A|1-02:03:04|UNLIMITED|None"])
     now = state.read(path)
     assert (now.name, now.over, now.exit_status if over else None) == (name, over, left if over else None)
     assert ("Slurm says FROZEN_TOMORROW" in now.reason) == over
@@ -181,10 +181,10 @@ def test_a_word_of_tomorrow(
 def test_accounts_that_are_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that only sacct takes for running is not waited for for ever. Played: it takes a lost message."""
 
-    def answer(*command: str) -> list[str]:
+    def answer(command: tuple[str, ...], _: object) -> list[str]:
         return ["77|RUNNING|0:0|2026-11-21T13:00:00|12"] if command[0] == "sacct" else []
 
-    monkeypatch.setattr(jobs, "ask_slurm", answer)
+    monkeypatch.setattr(jobs, "_answer", answer)
     now = state.read(recorded(tmp_path, "x", "77"))
     assert now.forgotten and now.reason == "sacct says RUNNING, the controller does not know the job"
 

@@ -1,0 +1,108 @@
+"""How long does `hpcinit status` take for 1,000 jobs, against squeue itself?
+
+    python -m benchmarks.status [--rounds 7] [--jobs 1000]
+
+Whole processes in rounds (A B C, A B C, ...), the first round not counted, on the real Slurm of the tests (root; see
+tests/minislurm). The partition is DOWN, so that all jobs wait and none takes the processor. Half of what is asked for
+is one array (a sweep), half as many jobs of their own, each with a run folder. Start-up is `hpcinit status` of one run
+that has ended on this machine: it asks nobody.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from hpcinit.submission import folder
+from tests.minislurm import MiniSlurm
+
+STATUS = [sys.executable, "-m", "hpcinit", "status"]
+SQUEUE = ["squeue", "--noheader", "--array", "--me", "--states=all"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--jobs", type=int, default=1000, help="of each kind: tasks of an array, jobs of their own")
+    options = parser.parse_args(arguments)
+    shape = {"MaxArraySize": str(options.jobs + 1), "MaxJobCount": str(4 * options.jobs)}
+    name = f"bench-{os.getpid()}"
+    with MiniSlurm(nodes=1, gpus=0, name=name, options=shape) as slurm, tempfile.TemporaryDirectory() as place:
+        env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")} | slurm.env
+        env["PYTHONPATH"] = str(Path(__file__).parents[1])
+        contenders: dict[str, tuple[list[str], Path]] = {}
+        _submit(slurm, Path(place), options.jobs)
+        for kind in ("array", "jobs"):
+            runs = ["--runs-dir", str(Path(place) / kind)]
+            run = ["sweep-0001"] if kind == "array" else ["all"]
+            contenders[f"`hpcinit status`, {kind}"] = ([*STATUS, *runs, *run], Path(place))
+            contenders[f"`hpcinit status --json`, {kind}"] = ([*STATUS, *runs, *run, "--json"], Path(place))
+        contenders["start-up"] = ([*STATUS, "--runs-dir", f"{place}/local"], Path(place))
+        contenders["`squeue`"] = (SQUEUE, Path(place))
+        contenders["`squeue` with our columns"] = ([*SQUEUE, "--format=%i|%T|%S|%M|%L|%r"], Path(place))
+        print(_report(_measure(contenders, env, options.rounds), options.rounds, slurm.version()))
+    return 0
+
+
+def _submit(slurm: MiniSlurm, place: Path, jobs: int) -> None:
+    """An array and as many jobs, with run folders as hpcinit writes them."""
+    slurm.run("scontrol", "update", "PartitionName=main", "State=DOWN")
+    script = place / "job.sh"
+    script.write_text("#!/bin/sh\n")
+    sbatch = ["sbatch", "--parsable", "--chdir=/", "--output=/dev/null"]
+    array = slurm.run(*sbatch, f"--array=0-{jobs - 1}", str(script)).strip()
+    sweep = place / "array/sweep-0001"
+    for number in range(jobs):
+        (sweep / str(number)).mkdir(parents=True)
+        record = {"job_id": f"{array}_{number}", "engine": "slurm"}
+        (sweep / f"{number}/submission.json").write_text(json.dumps(record))
+    (sweep / "sweep.json").write_text(json.dumps({"tasks": {str(n): f"seed={n}" for n in range(jobs)}}))
+    record = {"job_id": array, "engine": "slurm", "sweep": [{"job_id": array, "tasks": f"0-{jobs - 1}"}]}
+    (sweep / "submission.json").write_text(json.dumps(record))
+    for _ in range(jobs):
+        job_id = slurm.run(*sbatch, str(script)).strip()
+        folder.mark_submitted(folder.claim(place / "jobs", "one"), {"job_id": job_id, "engine": "slurm"})
+    local = folder.claim(place / "local", "one")
+    folder.mark_submitted(local, {"job_id": "1", "engine": "local"})
+    (local / "local.json").write_text(json.dumps({"state": "COMPLETED", "exit_status": 0}))
+
+
+def _measure(
+    contenders: Mapping[str, tuple[list[str], Path]], env: Mapping[str, str], rounds: int
+) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds + 1):
+        for name, (command, workdir) in contenders.items():
+            began = time.perf_counter()
+            subprocess.run(command, cwd=workdir, env=env, stdout=subprocess.DEVNULL, check=True)
+            if number:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def _report(seconds: Mapping[str, Sequence[float]], rounds: int, version: str) -> str:
+    squeue, start = median(seconds["`squeue`"]), median(seconds["start-up"])
+    lines = [
+        f"Slurm {version}, {os.cpu_count()} cores, {rounds} rounds, load average at the end {os.getloadavg()[0]:.1f}",
+        "",
+        "| | median ms | min | max | less start-up, x `squeue` |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for name, values in seconds.items():
+        middle = median(values)
+        ratio = f"{(middle - start) / squeue:.2f}" if "hpcinit" in name else ""
+        numbers = " | ".join(f"{1000 * value:.0f}" for value in (middle, min(values), max(values)))
+        lines.append(f"| {name} | {numbers} | {ratio} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
