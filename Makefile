@@ -62,6 +62,7 @@ cluster-down: $(VENV)/dev
 bench: $(VENV)/dev slurm
 	$(BIN)/python -m benchmarks.submit
 	$(BIN)/python -m benchmarks.sweep
+	$(BIN)/python -m benchmarks.status
 	$(BIN)/python -m benchmarks.bringup
 	$(BIN)/python -m benchmarks.nodelist
 

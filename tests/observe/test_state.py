@@ -101,21 +101,13 @@ def test_after_slurm_has_forgotten(forgetful: MiniSlurm, hpcinit: Run, tmp_path:
 @pytest.mark.slurm
 def test_one_question_for_all(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: Path) -> None:
     """Runs, a chain and a sweep with their 60 jobs cost one squeue, for `all` as for their names."""
+    held = (*SMALL, "+cluster.sbatch.hold=true")
     submit(hpcinit, idle_slurm, *SMALL, "nodes=4", "--", "sleep", "600")
-    submit(hpcinit, idle_slurm, *SMALL, "nodes=4", "chain=3", "name=long", "--", "true")
-    submit(
-        hpcinit,
-        idle_slurm,
-        "-m",
-        "seed=range(0,50)",
-        "nodes=4",
-        *SMALL,
-        "cluster.sbatch={exclusive: true}",
-        "--",
-        "true",
-    )
+    submit(hpcinit, idle_slurm, *held, "chain=3", "name=long", "--", "true")
+    submit(hpcinit, idle_slurm, "-m", "seed=range(0,50)", *held, "--", "true")
     for _ in range(5):
-        submit(hpcinit, idle_slurm, *SMALL, "again=true", "cluster.sbatch={hold: true}", "name=held", "--", "true")
+        done = submit(hpcinit, idle_slurm, *held, "again=true", "name=held", "--", "true")
+        assert done.returncode == 0, done.stderr
     env, questions = counted(tmp_path)
     now = told(hpcinit, idle_slurm, "all", **env)
     assert questions.read_text().split() == ["squeue"]
@@ -124,7 +116,7 @@ def test_one_question_for_all(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: Pat
     assert [run["meaning"] for run in now[-5:]] == ["held; scontrol release JOB lets it go"] * 5
     shown = hpcinit("status", "long-0001", "true-0001", "held-0001", env={**idle_slurm.env, **env}).stdout
     assert questions.read_text().split() == ["squeue"] * 2
-    assert len(shown.splitlines()) == 1 + 51 + 2, shown
+    assert len(shown.splitlines()) == 2 + 52 + 2, shown
 
 
 @pytest.mark.slurm
