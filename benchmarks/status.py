@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -77,31 +78,45 @@ def _submit(slurm: MiniSlurm, place: Path, jobs: int) -> None:
 
 def _measure(
     contenders: Mapping[str, tuple[list[str], Path]], env: Mapping[str, str], rounds: int
-) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+) -> dict[str, list[tuple[float, float]]]:
+    """On the clock, and of the processor with squeue's own."""
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
         for name, (command, workdir) in contenders.items():
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), _children_cpu_s()
             subprocess.run(command, cwd=workdir, env=env, stdout=subprocess.DEVNULL, check=True)
             if number:
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append((time.perf_counter() - began, _children_cpu_s() - cpu))
     return seconds
 
 
-def _report(seconds: Mapping[str, Sequence[float]], rounds: int, version: str) -> str:
-    squeue, start = median(seconds["`squeue`"]), median(seconds["start-up"])
+def _children_cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _report(seconds: Mapping[str, Sequence[tuple[float, float]]], rounds: int, version: str) -> str:
     lines = [
         f"Slurm {version}, {os.cpu_count()} cores, {rounds} rounds, load average at the end {os.getloadavg()[0]:.1f}",
         "",
-        "| | median ms | min | max | less start-up, x `squeue` |",
-        "|---|--:|--:|--:|--:|",
+        "| | median ms | min | max | CPU ms | less start-up, x `squeue` | the same of the minima | of CPU ms |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for name, values in seconds.items():
-        middle = median(values)
-        ratio = f"{(middle - start) / squeue:.2f}" if "hpcinit" in name else ""
-        numbers = " | ".join(f"{1000 * value:.0f}" for value in (middle, min(values), max(values)))
-        lines.append(f"| {name} | {numbers} | {ratio} |")
+    measures = {name: _measures(values) for name, values in seconds.items()}
+    squeue, start = measures["`squeue`"], measures["start-up"]
+    for name, mine in measures.items():
+        ratios = [(mine[at] - start[at]) / squeue[at] for at in (0, 1, 3)] if "hpcinit" in name else []
+        numbers = (
+            [f"{1000 * value:.0f}" for value in mine] + [f"{ratio:.2f}" for ratio in ratios] + [""] * (3 - len(ratios))
+        )
+        lines.append(f"| {name} | {' | '.join(numbers)} |")
     return "\n".join(lines)
+
+
+def _measures(values: Sequence[tuple[float, float]]) -> tuple[float, float, float, float]:
+    """Median, minimum, maximum on the clock, median of the processor."""
+    wall = [clock for clock, _ in values]
+    return median(wall), min(wall), max(wall), median(cpu for _, cpu in values)
 
 
 if __name__ == "__main__":
