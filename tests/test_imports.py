@@ -26,8 +26,8 @@ MAY_IMPORT = {
 }
 ONLY_IN = {
     "submitit": {"submission/slurm_executor.py"},
-    "hydra": {"config/compose.py", "config/combinations.py", "config/variations.py"},
-    "omegaconf": {"config/compose.py", "config/variations.py", "config/schema.py"},
+    "hydra": {"config/compose.py", "config/combinations.py", "config/variations.py", "config/search.py"},
+    "omegaconf": {"config/compose.py", "config/variations.py", "config/search.py", "config/schema.py"},
 }
 SITES = (
     *("juwels", "jupiter", "jean", "leonardo", "lumi", "marenostrum", "perlmutter", "frontier", "delta", "alps"),

@@ -18,6 +18,10 @@ from hpcinit.config.request import Composer, Prepare, Request
 from hpcinit.facts.errors import ConfigError, HpcinitError
 
 
+class Searches(Exception):
+    """The combinations are not known: a sweeper looks for them, and wants to know what each came to."""
+
+
 def requests(overrides: Sequence[str], composer: Composer, prepare: Prepare) -> list[Request]:
     """One request per combination, all composed and prepared, or ConfigError with what is wrong in any."""
     return of(split(overrides, composer), overrides, composer, prepare)
@@ -29,17 +33,22 @@ def of(
     composer: Composer,
     prepare: Prepare,
     first: int = 0,
+    labels: Sequence[str] | None = None,
 ) -> list[Request]:
-    """The requests of `combinations`, numbered from `first`: each the overrides at the same places."""
+    """The requests of `combinations`, numbered from `first`: each the overrides at the same places.
+
+    labels: what each is called. Without them they are named by what differs, and composed from one another.
+    """
     found: dict[str, list[str]] = {}
-    swept = [at for at, words in enumerate(zip(*combinations, strict=True)) if len(set(words)) > 1]
-    quick, made = variations.Quick(combinations, swept, composer), []
-    for number, chosen in enumerate(combinations, first):
-        label = " ".join(chosen[at] for at in swept)
+    quick, made = None, []
+    if labels is None:
+        swept = [at for at, words in enumerate(zip(*combinations, strict=True)) if len(set(words)) > 1]
+        quick = variations.Quick(combinations, swept, composer)
+        labels = [" ".join(chosen[at] for at in swept) for chosen in combinations]
+    for number, (chosen, label) in enumerate(zip(combinations, labels, strict=True), first):
         try:
-            request = quick.request(chosen, overrides, number, label) or _full(
-                chosen, overrides, number, label, composer
-            )
+            request = quick.request(chosen, overrides, number, label) if quick else None
+            request = request or _full(chosen, overrides, number, label, composer)
             made.append(replace(request, number=number))
             prepare(made[-1])
         except HpcinitError as error:
@@ -51,16 +60,22 @@ def of(
 
 
 def split(overrides: Sequence[str], composer: Composer) -> list[list[str]]:
-    """What Hydra's own sweeper makes of 1,2 and range() and choice() and glob(), and of hydra.sweeper.params."""
+    """What Hydra's own sweeper makes of 1,2 and range() and choice() and glob(), and of hydra.sweeper.params.
+
+    Raises Searches where the config names another sweeper, and ConfigError.
+    """
     with hydra.initialize_config_dir(config_dir=str(folder()), version_base="1.3", job_name=composer.name):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         parsed = parse(parser, overrides, composer.unusable)
         with suppress(*composer.unusable):  # what is wrong here is wrong in every combination, and reported there
             fixed = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
             own = hydra.compose(composer.name, fixed, return_hydra_config=True).hydra
-            for part in ("sweeper", "launcher"):
-                if not own[part]._target_.endswith(f".Basic{part.title()}"):
-                    raise ConfigError(f"hydra/{part} is {own[part]._target_}: hpcinit submits a sweep itself, leave it")
+            if not own.launcher._target_.endswith(".BasicLauncher"):
+                raise ConfigError(
+                    f"hydra/launcher is {own.launcher._target_}: hpcinit submits a sweep itself, leave it"
+                )
+            if not own.sweeper._target_.endswith(".BasicSweeper"):
+                raise Searches
             params = [f"{k}={v}" for k, v in (own.sweeper.params or {}).items()]
             parsed = parse(parser, params, composer.unusable) + parsed
         for override in parsed:

@@ -1,11 +1,11 @@
-"""From overrides to Configs, through Hydra: one at a time; combinations.py and variations.py are for sweeps."""
+"""From overrides to Configs, through Hydra: one at a time; combinations, variations and search are for sweeps."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import hydra
@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hpcinit.config import explain, unread, words
 from hpcinit.config.folders import folder, user_folders
-from hpcinit.config.request import Composer, Prepare, Request, Task
+from hpcinit.config.request import Composer, Prepare, Request, Search, Task
 from hpcinit.config.schema import Config
 from hpcinit.facts.errors import ConfigError
 
@@ -40,10 +40,11 @@ UNUSABLE = (
 SHOW = ("cfg", "help", "hydra_help", "info", "shell_completion", "experimental_rerun")  # flags that print and end
 
 
-def main(line: Sequence[str], prepare: Prepare, task: Task) -> int:
+def main(line: Sequence[str], prepare: Prepare, task: Task, search: Callable[[], Search] | None = None) -> int:
     """Compose, `prepare` every request, and hand them all to `task`: one, or with --multirun one per combination.
 
-    line: Hydra's command line, flags such as --cfg, --help and --multirun included.
+    line: Hydra's command line, flags such as --cfg, --help and --multirun included. search: who is asked for the
+    results where a sweeper waits for them; None where there can be none.
     Returns the task's exit status. Raises ConfigError with the problems of all requests, before any reaches `task`.
     """
     args = words.parse(get_args_parser(), line)
@@ -61,7 +62,13 @@ def main(line: Sequence[str], prepare: Prepare, task: Task) -> int:
             return task([request])
     from hpcinit.config import combinations  # noqa: PLC0415 - for sweeps only
 
-    return task(combinations.requests(args.overrides, _composer(name), prepare))
+    with suppress(combinations.Searches):
+        return task(combinations.requests(args.overrides, _composer(name), prepare))
+    if search is None:
+        raise ConfigError("hydra/sweeper: what is submitted again is a run as it was, without a search")
+    from hpcinit.config import search as searching  # noqa: PLC0415 - for those who search
+
+    return searching.run(args.overrides, _composer(name), prepare, search())
 
 
 def _composer(name: str) -> Composer:

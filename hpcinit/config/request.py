@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from hpcinit.config.schema import Config
+from hpcinit.facts.errors import HpcinitError
+from hpcinit.facts.result import Value
 
 
 @dataclass(frozen=True)
@@ -40,3 +43,24 @@ class Composer:
 
 Prepare = Callable[[Request], None]  # changes a request or refuses it with an HpcinitError
 Task = Callable[[Sequence[Request]], int]  # -> exit status
+
+
+class Search(Protocol):
+    """Who submits what a sweeper asks for, batch after batch, and tells it what each came to."""
+
+    def batch(self, requests: Sequence[Request]) -> Sequence[Value | HpcinitError]:
+        """Submitted and waited for: of each its result, or why there is none. Raises Ended where nobody waits."""
+
+    def end(self, written: Path) -> int:
+        """The sweeper has found what it was to find, and left files in the folder `written`. The exit status."""
+
+    def interrupted(self) -> int:
+        """Ctrl-C between two batches. The exit status."""
+
+
+class Ended(Exception):
+    """A search that ends early, and has said why."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcinit.config import checks, compose
-from hpcinit.config.request import Request
+from hpcinit.config.request import Request, Search
 from hpcinit.config.schema import Config
 from hpcinit.facts import quoting
 from hpcinit.facts.errors import INTERRUPTED, MaybeSubmitted, RequestError, SubmitError
@@ -40,14 +40,27 @@ def main(argv: Sequence[str]) -> int:
             _put(program, request.config, request.document)
         submission.check(request.config, request.document)
 
-    return compose.main(words, prepare, lambda requests: submit_all(requests, ["hpcinit", "submit", *argv]))
+    said = ["hpcinit", "submit", *argv]
+
+    def search() -> Search:
+        from hpcinit.submission.search import Trials  # noqa: PLC0415 - for sweepers that wait
+
+        return Trials(lambda requests, runs: submit_all(requests, said, runs))
+
+    return compose.main(words, prepare, lambda requests: submit_all(requests, said), search)
 
 
-def submit_all(requests: Sequence[Request], said: Sequence[str]) -> int:
-    """Submit what is composed and checked, and follow it with wait=true. said: the command line, for the record."""
+def submit_all(requests: Sequence[Request], said: Sequence[str], runs: dict[int, Path] | None = None) -> int:
+    """Submit what is composed and checked, and follow it with wait=true. said: the command line, for the record.
+
+    runs: gets the run folder of each request that was submitted, by its number.
+    """
     jobs: list[tuple[Request, submission.Submitted]] = []
+    runs = {} if runs is None else runs
     try:
-        return _all(requests, said, jobs)
+        status = _all(requests, said, jobs, runs)
+        runs.update({request.number: done.path for request, done in jobs})
+        return status
     except KeyboardInterrupt:
         # submit() lets none through once its job exists.
         if len(jobs) == 1:
@@ -87,13 +100,18 @@ def _put(program: list[str], config: Config, document: dict[str, Any]) -> None:
     document["job"] |= {k: getattr(job, k) for k in ("script", "module", "command", "args")}
 
 
-def _all(requests: Sequence[Request], argv: Sequence[str], jobs: list[tuple[Request, submission.Submitted]]) -> int:
+def _all(
+    requests: Sequence[Request],
+    argv: Sequence[str],
+    jobs: list[tuple[Request, submission.Submitted]],
+    runs: dict[int, Path],
+) -> int:
     """Submit one after the other, into `jobs`, then follow those that are waited for. The highest exit status."""
     warnings = (text for request in requests for text in (*request.warnings, *checks.warnings(request.config)))
     for warning in dict.fromkeys(warnings):
         print(f"hpcinit: warning: {warning}", file=sys.stderr)
     if sweep.is_one(requests):
-        return _sweep(requests, argv)
+        return _sweep(requests, argv, runs)
     status = 0
     for number, request in enumerate(requests):
         if request.config.dry_run:
@@ -127,8 +145,8 @@ def _all(requests: Sequence[Request], argv: Sequence[str], jobs: list[tuple[Requ
     return status
 
 
-def _sweep(requests: Sequence[Request], argv: Sequence[str]) -> int:
-    """Submit all of them as job arrays; the exit status."""
+def _sweep(requests: Sequence[Request], argv: Sequence[str], runs: dict[int, Path]) -> int:
+    """Submit all of them as job arrays, their folders into `runs`; the exit status."""
     config = requests[0].config
     if config.dry_run:
         for about, text in sweep.dry_run(requests):
@@ -137,6 +155,7 @@ def _sweep(requests: Sequence[Request], argv: Sequence[str]) -> int:
         sys.stdout.flush()
         return 0
     done = sweep.submit_all(requests, argv)
+    runs.update({number: done.path / str(number) for number in done.ids})
     if said := str(done.dropped):
         print(f"not passed on to the job: {said}", file=sys.stderr)
     run = shlex.quote(str(done.path))
