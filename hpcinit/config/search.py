@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from hpcinit.config import combinations
 from hpcinit.config.folders import folder
 from hpcinit.config.request import Composer, Ended, Prepare, Search
-from hpcinit.facts.errors import Failure, HpcinitError
+from hpcinit.facts.errors import ConfigError, Failure, HpcinitError
 
 Launch = Callable[[Sequence[Sequence[str]], int], Sequence[JobReturn]]
 
@@ -70,17 +70,19 @@ def run(overrides: Sequence[str], composer: Composer, prepare: Prepare, search: 
 
 
 def _sweep(config: DictConfig, context: HydraContext, launch: Launch) -> None:
+    target = config.hydra.sweeper._target_
     try:
         sweeper = Plugins.instance().instantiate_sweeper(
             hydra_context=context, task_function=cast(TaskFunction, launch), config=config
         )
+    except Exception as error:
+        raise ConfigError(f"hydra/sweeper is {target}, which cannot be made: {error}") from None
+    try:
         sweeper.sweep(_words(config, "task"))
     except (HpcinitError, Ended):
         raise
     except Exception as error:  # of a plugin that we do not know: whatever it may be
-        raise Failure(
-            f"the sweeper {config.hydra.sweeper._target_} ended with {type(error).__name__}: {error}"
-        ) from error
+        raise Failure(f"the sweeper {target} ended with {type(error).__name__}: {error}") from error
 
 
 def _launch(

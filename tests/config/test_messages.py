@@ -143,7 +143,7 @@ CASES = [
     ("-m nodes=interval(1,2)", "nodes=interval(1,2): expected values to count, as in 1,2"),
     ("-m hydra.verbose=true,false", "hydra.verbose=true,false: expected values to count, as in 1,2, of a key of hpcinit"),
     ("-m nodes=1,2 hydra/launcher=nosuch", "hydra/launcher=nosuch: no such hydra/launcher"),
-    ("-m nodes=1,2 hydra.sweeper._target_=x.Y", "hydra/sweeper is x.Y: hpcinit submits a sweep itself"),
+    ("-m nodes=1,2 hydra.sweeper._target_=x.Y", "hydra/sweeper is x.Y, which cannot be made: Invalid plugin 'x.Y'"),
 ]  # fmt: skip
 
 
