@@ -1,4 +1,4 @@
-"""Nodes, time, GPUs, cores and memory against what is known of the partition, and an array against its limit."""
+"""Nodes, time, GPUs, cores and memory against what is known of the partition."""
 
 from __future__ import annotations
 
@@ -51,17 +51,6 @@ def warnings(config: Config) -> Iterator[str]:
             f"partition {name!r} is not in the description of cluster {config.cluster.name}, which has: "
             f"{', '.join(described)}{guess}"
         )
-
-
-def array_problem(config: Config, tasks: int) -> str | None:
-    """Why an array of this many tasks cannot be submitted in one piece; None if it can, or the limit is not known.
-
-    The highest index is MaxArraySize - 1 (slurm.conf(5)), and indices begin at 0.
-    """
-    most = config.cluster.max_array_size
-    if most is None or tasks <= most:
-        return None
-    return f"an array of {tasks} tasks, but cluster {config.cluster.name} takes {most} (cluster.max_array_size)"
 
 
 def _where(config: Config) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 
 from hpcinit.config import keys as schema
 
+FREE = ("deepspeed.ds_config.", "deepspeed.optimizer_params.")  # tables that go to DeepSpeed whole, however deep
+
 
 def keys(added: Sequence[str], document: Any, chosen: Mapping[str, str]) -> Iterator[str]:
     """A warning for each +key that neither hpcinit nor any other key reads.
@@ -17,7 +19,7 @@ def keys(added: Sequence[str], document: Any, chosen: Mapping[str, str]) -> Iter
     written = [raw for _, raw in references(document)]
     for override in added:
         key = override.lstrip("+").partition("=")[0]
-        if key in chosen or schema.kind(key) is not None or key.startswith("hydra"):
+        if key in chosen or schema.kind(key) is not None or key.startswith(("hydra", *FREE)):
             continue
         if not any(key in raw for raw in written):
             near = schema.guess(key.rpartition(".")[2], schema.beside(key))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.config import checks, partition
+from hpcinit.config import checks
 from hpcinit.config.compose import compose, folder
 from hpcinit.config.schema import DeepSpeed
 from hpcinit.facts import versions
@@ -259,12 +259,3 @@ def test_a_partition_that_is_not_described(name: str, said: list[str]) -> None:
     """It is a warning with a guess: descriptions may lack one, and Slurm itself is asked a moment later."""
     config = compose(["cluster=mini", f"partition='{name}'"])
     assert (checks.problems(config), checks.warnings(config)) == ([], said)
-
-
-def test_an_array_and_its_limit() -> None:
-    """An array may have as many tasks as MaxArraySize says, and any number where that is not known."""
-    config = compose(["cluster=mini", "cluster.max_array_size=1001"])
-    assert partition.array_problem(config, 1001) is None and partition.array_problem(compose([]), 10**6) is None
-    assert partition.array_problem(config, 1002) == (
-        "an array of 1002 tasks, but cluster mini takes 1001 (cluster.max_array_size)"
-    )

@@ -190,7 +190,15 @@ def test_legal_but_odd_is_a_warning(line: str, warning: str, capfd: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    "line", ["+cluster.env.X=1", "+lr=1 job.args=[${lr}]", "~cluster.env.OMP_NUM_THREADS", "++nodes=2", "-m nodes=1"]
+    "line",
+    [
+        "parallel=zero3 +deepspeed.ds_config.zero_optimization.sub_group_size=1",
+        "+cluster.env.X=1",
+        "+lr=1 job.args=[${lr}]",
+        "~cluster.env.OMP_NUM_THREADS",
+        "++nodes=2",
+        "-m nodes=1",
+    ],
 )
 def test_legal_and_usual_is_silent(line: str, capfd: pytest.CaptureFixture[str]) -> None:
     """A new entry of a table, a key that another one reads, and the like get no warning."""
