@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hpcinit.config.request import Request
+from hpcinit.config.schema import Config
+from hpcinit.facts.errors import Failure
+from hpcinit.submission import search
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import submit
@@ -147,3 +151,29 @@ def test_ctrl_c_in_a_batch(tmp_path: Path) -> None:
     assert process.returncode == 130 and "no longer waiting; the job goes on" in out
     assert err.splitlines()[-1] == "the search ends here, after 0 trials"
     assert list((tmp_path / "runs/q-search-0001").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("exit_record", "result", "said"),
+    [
+        ({}, None, "trial 4 (+x=1) was ended from outside, it left no exit record:  hpcinit logs "),
+        ({"exit_status": 0}, '{"value": NaN}', "which is not a number to compare: did it diverge?"),
+        ({"exit_status": 1}, '{"value": 1}', "trial 4 (+x=1) failed with exit status 1:  hpcinit logs "),
+    ],
+)
+def test_a_run_that_came_to_nothing(tmp_path: Path, exit_record: dict[str, int], result: str | None, said: str) -> None:
+    """What a run left behind says why it has no result; one of a run that failed does not count."""
+    (tmp_path / "exit.json").write_text(json.dumps(exit_record))
+    if result:
+        (tmp_path / "result.json").write_text(result)
+    came = search._came(Request(Config(), {}, "+x=1", (), 4), tmp_path, time.monotonic())
+    assert isinstance(came, Failure) and said in str(came)
+
+
+def test_a_search_of_no_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sweeper that asks for nothing is an error; Ctrl-C before its first batch says that nothing runs."""
+    nothing = search.Trials(lambda requests, runs: 0)
+    with pytest.raises(Failure, match="the sweeper asked for no trial at all"):
+        nothing.end(tmp_path)
+    assert nothing.interrupted() == 130
+    assert capsys.readouterr().err == "hpcinit: interrupted, nothing of it runs now; after 0 trials\n"
