@@ -62,6 +62,14 @@ COMMANDS = {
   hpcinit why train-0001            the first failure, its cause, what to do, how many echoes
   hpcinit why 4242 --json           by its job id, for programs""",
     ),
+    "nodes": Command(
+        "hpcinit.observe.nodes",
+        "nodes that have failed, and are left out of submissions",
+        """
+  hpcinit nodes                     each, how often and of what
+  hpcinit nodes --forget n3         it is well again
+  hpcinit nodes --cluster x --add n3 --why 'slow network'""",
+    ),
     "cancel": Command(
         "hpcinit.observe.cancel",
         "end a run",

@@ -52,14 +52,17 @@ CHOICES = {
 AT_LEAST_ONE = (
     *("nodes", "ranks_per_node", "cpus_per_rank", "time_min", "cluster.time_min", "cluster.cpus_per_node"),
     *("stop.every_steps", "stop.signal_before_s", "restart.without_progress"),
-    "cluster.max_array_size",
+    *("cluster.max_array_size", "bad_nodes.limit"),
     *("sweep.at_once", "model.params", "model.layers", "model.hidden", "model.heads", "model.sequence"),
 )
 AT_LEAST_ZERO = (
     *("cluster.gpus_per_node", "mem_gb", "cluster.mem_gb", "cluster.mem_gb_per_rank"),
     *("launch.wait_s", "seed", "gradient_clip", "stop.margin_s", "hang.after_s", "restart.budget", "spares"),
 )
-MORE_THAN_ZERO = ("comm.collective_timeout_s", "comm.timeout_base_s", "comm.timeout_max_s", "cluster.gpu_mem_gb")
+MORE_THAN_ZERO = (
+    *("comm.collective_timeout_s", "comm.timeout_base_s", "comm.timeout_max_s", "cluster.gpu_mem_gb"),
+    "bad_nodes.expiry_h",
+)
 MOST_SEED = 2**63 - 1  # what torch.manual_seed takes
 # Texts that become an option or a path: '' is no value for one, as null is.
 NOT_EMPTY = (

@@ -10,6 +10,8 @@ from typing import Any, Optional
 
 from omegaconf import MISSING
 
+from hpcinit.facts.bad_nodes import EXPIRY_H, LIMIT
+
 # OmegaConf 2.3 evaluates the annotations and does not know `X | None` before Python 3.10's types.UnionType;
 # Optional[] works everywhere.
 # ruff: noqa: UP045
@@ -228,6 +230,15 @@ class Restart:
 
 
 @dataclass
+class BadNodes:
+    """Nodes that have failed (NODE_FAIL, Xid, ECC, ...) are left out of what is submitted later: `hpcinit nodes`."""
+
+    limit: int = key("failures of a node that are too many", LIMIT)
+    expiry_h: float = key("hours for which a failure counts", EXPIRY_H)
+    exclude: bool = key("leave such nodes out; false: they are counted all the same", True)
+
+
+@dataclass
 class Hang:
     """A training that takes no step leaves the stacks of its ranks, and a report of who waits for whom."""
 
@@ -272,6 +283,7 @@ class Config:
     stop: Stop = field(default_factory=Stop)
     hang: Hang = field(default_factory=Hang)
     restart: Restart = field(default_factory=Restart)
+    bad_nodes: BadNodes = field(default_factory=BadNodes)
     name: str = key("name of the run", "${job.name}")
     nodes: int = key("number of nodes", 1)
     spares: int = key("further nodes of the job, in whose place the ranks begin again when one of theirs fails", 0)

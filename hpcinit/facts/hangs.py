@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from hpcinit.facts import scratch
 from hpcinit.facts.beats import Beat, Node
 from hpcinit.facts.ranges import ranges
 
@@ -100,6 +101,21 @@ def report(nodes: Sequence[Node], stacks: Mapping[int, Place], now_s: float) -> 
         elif not found.waits_in:
             lines.append(f"rank {rank} on {host} has not come to a collective: it is at {found.at or 'no Python line'}")
     return lines
+
+
+def left(run: Path, job_id: str, restart: object) -> tuple[str, ...]:
+    """Lines of the report in the run folder `run`, of an attempt's steps, whose folders are JOB.STEP.RESTART.
+
+    restart: a number, or None where nobody says which.
+    """
+    for path in sorted((run / FOLDER).glob(f"*/{REPORT}")):
+        job, _, rest = path.parent.name.partition(".")
+        if job == scratch.folder_name(job_id) and (restart is None or rest.rpartition(".")[2] in ("", str(restart))):
+            try:
+                return tuple(path.read_text(errors="replace").splitlines())
+            except OSError:
+                return ()
+    return ()
 
 
 def _silence(beats: Sequence[Beat]) -> str:

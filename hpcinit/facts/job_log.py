@@ -16,6 +16,12 @@ _TASKS = re.compile(r"^(?:srun|hpcinit): error: (\S+): tasks? ([\d,\[\]-]+): (.+
 _TO_END = re.compile(r"Terminating StepId=|Job step aborted|forcing job termination|CANCELLED AT")
 _OF_THE_END = re.compile(r"Terminated|Killed")  # SIGTERM, and SIGKILL after KillWait
 _LOST = re.compile(r"^srun: error: Node failure on (\S+)")
+# srun: error: Task launch for StepId=5.0 failed on node n2: Communication connection failure; as Slurm's source has it
+# (launch_p_step_launch, slurm_errno.c). 'Invalid job credential' and the like are not said of a node that is away.
+_UNREACHABLE = re.compile(
+    r"^srun: error: Task launch for \S+ failed on node (\S+): "
+    r"(?:Communication connection failure|Unable to contact slurm|Socket timed out|Slurmd could not be reached)"
+)
 _CANCELLED = re.compile(r"\*\*\* JOB (\S+) ON (\S+) CANCELLED AT (\S+)(?: DUE TO ([A-Z ]+))?")
 # slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks have been OOM Killed.
 _OOM = re.compile(r"[Dd]etected \d+ oom[_-]kill event|: Out Of Memory$")
@@ -44,13 +50,14 @@ class Cancelled:
 
 @dataclass(frozen=True)
 class JobLog:
-    """said: the last lines that are not Slurm's."""
+    """said: the last lines that are not Slurm's. unreachable: nodes on which no step could be started."""
 
     ends: tuple[End, ...] = ()
     lost: tuple[str, ...] = ()
     cancelled: Cancelled | None = None
     oom: str = ""
     said: tuple[str, ...] = ()
+    unreachable: tuple[str, ...] = ()
 
 
 def read(text: str) -> JobLog:
@@ -58,7 +65,7 @@ def read(text: str) -> JobLog:
     lines = text.splitlines()
     begins = [number for number, line in enumerate(lines) if _LINK.match(line)]
     lines = lines[begins[-1] + 1 :] if begins else lines
-    ends, lost, told, cancelled = [], [], False, None
+    ends, lost, unreachable, told, cancelled = [], [], [], False, None
     for line in lines:
         told = told or bool(_TO_END.search(line))
         if found := _TASKS.match(line):
@@ -66,10 +73,13 @@ def read(text: str) -> JobLog:
             ends.append(End(found[1], _ranks(found[2]), how, told and bool(_OF_THE_END.match(how))))
         elif found := _LOST.match(line):
             lost.append(found[1])
+        elif found := _UNREACHABLE.match(line):
+            unreachable.append(found[1])
         elif (found := _CANCELLED.search(line)) and cancelled is None:
             cancelled = Cancelled((found[4] or "").strip(), found[2], _time(found[3]))
     said = [line for line in lines if line.strip() and not _OURS.match(line) and not _TASKS.match(line)]
-    return JobLog(tuple(ends), tuple(dict.fromkeys(lost)), cancelled, oom(lines), tuple(said[-5:]))
+    away = tuple(dict.fromkeys(unreachable))
+    return JobLog(tuple(ends), tuple(dict.fromkeys(lost)), cancelled, oom(lines), tuple(said[-5:]), away)
 
 
 def oom(lines: Iterable[str]) -> str:

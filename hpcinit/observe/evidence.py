@@ -7,10 +7,11 @@ import json
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import beats, error_records, hangs, job_log, runfolder, scratch, slurm_records
+from hpcinit.facts import beats, error_records, hangs, job_log, runfolder, slurm_records
 from hpcinit.facts.error_records import Found
 from hpcinit.facts.evidence import Evidence, clocks
 from hpcinit.observe import logs, progress, state
@@ -34,10 +35,11 @@ def gather(path: Path, now: state.State) -> Evidence:
     job = _record("job", job_id, "JobId") if slurm else {}
     tails, oom = _tails(path, {one.record.rank for one in found})
     if oom and not log.oom:
-        log = job_log.JobLog(log.ends, log.lost, log.cancelled, oom, log.said)
-    lost = set(log.lost)
-    if slurm and now.name == "NODE_FAIL" and not lost:
-        lost = {log.cancelled.host} if log.cancelled else set()
+        log = replace(log, oom=oom)
+    gone = now.name == "NODE_FAIL" or (log.cancelled is not None and log.cancelled.why == "NODE FAILURE")
+    nodes = {host: reason for host in log.lost if (reason := _node(host, slurm))}
+    if slurm and gone and not log.lost:  # with the node of the batch script nobody is left to say which it was
+        nodes = _down(job.get("NodeList", ""))
     told = progress.read(path)
     return Evidence(
         state=now.name,
@@ -47,8 +49,8 @@ def gather(path: Path, now: state.State) -> Evidence:
         found=found,
         log=log,
         clocks=clocks(_differences(path, found)),
-        nodes={host: reason for host in lost if (reason := _node(host, slurm))},
-        hang=_hang(path, job_id, restart),
+        nodes=nodes,
+        hang=hangs.left(path, job_id, restart),
         tails=tails,
         step=max([int(told.get("step", -1)), *(one.record.step for one in found)]),
         time_min=slurm_records.minutes(job.get("TimeLimit")),
@@ -62,15 +64,6 @@ def _differences(path: Path, found: Sequence[Found]) -> Iterator[tuple[str, floa
         for node in beats.read(folder):
             with contextlib.suppress(OSError):
                 yield node.host, (folder / f"{node.host}.json").stat().st_mtime - node.time
-
-
-def _hang(path: Path, job_id: str, restart: object) -> tuple[str, ...]:
-    """The report of the attempt's steps, whose folders are JOB.STEP.RESTART."""
-    for report in sorted((path / hangs.FOLDER).glob(f"*/{hangs.REPORT}")):
-        job, _, rest = report.parent.name.partition(".")
-        if job == scratch.folder_name(job_id) and (restart is None or rest.rpartition(".")[2] in ("", str(restart))):
-            return tuple(_text(report).splitlines())
-    return ()
 
 
 def _tails(path: Path, recorded: set[int]) -> tuple[dict[int, str], str]:
@@ -100,16 +93,29 @@ def _node(host: str, slurm: bool) -> str:
     return _record("node", host, "NodeName").get("Reason", "") if slurm else ""
 
 
+def _down(nodelist: str) -> dict[str, str]:
+    """Nodes of `nodelist` that are down or do not answer, with Slurm's reason, from one question."""
+    if slurm_records.told(nodelist) is None:
+        return {}
+    found = slurm_records.records(_shown("node", nodelist), "NodeName")
+    away = [node for node in found if re.search(r"DOWN|NOT_RESPONDING|FAIL|\*", node.get("State", ""))]
+    return {node["NodeName"]: node.get("Reason", "") or node["State"] for node in away}
+
+
 def _record(what: str, name: str, key: str) -> dict[str, str]:
     """`scontrol show job 5`: {} where it does not answer, or has forgotten it."""
+    return next(iter(slurm_records.records(_shown(what, name), key)), {})
+
+
+def _shown(what: str, name: str) -> str:
     command = ["scontrol", "show", what, name]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
-        return {}
-    return next(iter(slurm_records.records(done.stdout, key)), {}) if done.returncode == 0 else {}
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def _text(path: Path) -> str:

@@ -13,7 +13,7 @@ from hpcinit.facts import failure, runfolder
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.evidence import Evidence, Verdict
 from hpcinit.facts.ranges import ranges
-from hpcinit.observe import evidence, find, progress, reasons, state, sweep
+from hpcinit.observe import bad_nodes, evidence, find, progress, reasons, state, sweep
 
 WELL, ASKED = "none", "stopped"  # kinds of a verdict on a run in which nothing failed
 
@@ -38,13 +38,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def of_run(path: Path, now: state.State) -> Verdict:
-    """now: the run's state, as asked before."""
+    """now: the run's state, as asked before. Nodes to blame are counted (hpcinit nodes)."""
     if now.name == "PENDING":
         meaning = reasons.explain(now.reason)
         return Verdict(
             f"job {now.job_id} waits{f' ({now.reason})' * bool(now.reason)}: nothing has failed", WELL, meaning
         )
     found = evidence.gather(path, now)
+    bad_nodes.note(path, found)
     if now.name == "COMPLETED":
         return _well(path, found)
     if not now.over and now.source != state.NOBODY and not now.forgotten:

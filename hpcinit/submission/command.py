@@ -14,8 +14,8 @@ from hpcinit.config.request import Request, Search
 from hpcinit.config.schema import Config
 from hpcinit.facts import quoting
 from hpcinit.facts.errors import INTERRUPTED, MaybeSubmitted, RequestError, SubmitError
+from hpcinit.submission import bad_nodes, sweep
 from hpcinit.submission import submit as submission
-from hpcinit.submission import sweep
 from hpcinit.submission.say import say
 
 MOST_LINES = 40  # of a table that is printed without being asked for
@@ -57,6 +57,9 @@ def submit_all(requests: Sequence[Request], said: Sequence[str], runs: dict[int,
     """
     jobs: list[tuple[Request, submission.Submitted]] = []
     runs = {} if runs is None else runs
+    requests, left_out = bad_nodes.excluded(requests)
+    for line in left_out:
+        print(line, file=sys.stderr)
     try:
         status = _all(requests, said, jobs, runs)
         runs.update({request.number: done.path for request, done in jobs})

@@ -18,7 +18,8 @@ from hpcinit.observe import find
 from hpcinit.submission import recorded, script, snapshot
 
 COLOURS = {"+": "green", "-": "red", "@": "cyan"}
-WAITS = "#SBATCH --dependency="  # of the moment of submission: the jobs may be over
+# Of the moment of submission: the jobs may be over, and the nodes (beside your own in config.yaml) well again.
+MOMENTARY = ("#SBATCH --dependency=", "#SBATCH --exclude=")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,16 +41,18 @@ def main(argv: Sequence[str]) -> int:
         return _differ(run, _written(run), other.name, _written(other))
     config, text = _rendered(run, options.other)
     if options.other:
-        return _differ(run, _written(run), f"{run.name} with {' '.join(options.other)}", (config, _own(text, run)))
+        document, before = _written(run)
+        before = [line for line in before if not line.startswith(MOMENTARY[1])]
+        return _differ(run, (document, before), f"{run.name} with {' '.join(options.other)}", (config, _own(text, run)))
     print("\n".join(text))
     return _told(run, text)
 
 
 def _told(run: Path, text: Sequence[str]) -> int:
     """A line about the script that was submitted."""
-    before = [line for line in recorded.lines(run) if not line.startswith(WAITS)]
+    before = [line for line in recorded.lines(run) if not line.startswith(MOMENTARY)]
     changed = sum(
-        line[0] in "+-" for line in difflib.ndiff(before, [line for line in text if not line.startswith(WAITS)])
+        line[0] in "+-" for line in difflib.ndiff(before, [line for line in text if not line.startswith(MOMENTARY)])
     )
     said = f"{changed} lines differ from what was submitted" if changed else "as it was submitted"
     print(f"hpcinit: {run / runfolder.SCRIPT}: {said}", file=sys.stderr)

@@ -1,0 +1,103 @@
+"""Nodes that have failed too often are left out of what is submitted: sbatch --exclude, beside the user's own.
+
+Why so: docs/decisions/0020-bad-nodes.md.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpcinit.config import partition
+from hpcinit.config.request import Request
+from hpcinit.config.schema import Config
+from hpcinit.facts import bad_nodes, nodelist
+from hpcinit.facts.bad_nodes import Standing
+from hpcinit.facts.errors import NodelistError
+from hpcinit.observe.bad_nodes import look
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """hosts: for --exclude, the user's own too; None: as the user has it. said: a line for each node, or why not."""
+
+    hosts: str | None
+    said: Sequence[str] = ()
+
+
+def excluded(requests: Sequence[Request]) -> tuple[Sequence[Request], list[str]]:
+    """The requests, each without the nodes that are bad for it; and what the user is told, each line once."""
+    changed, said, tables = [], [], dict[tuple[str, ...], list[Standing]]()
+    for request in requests:
+        config = request.config
+        if config.cluster.engine != "slurm" or not config.bad_nodes.exclude:
+            changed.append(request)
+            continue
+        place = (config.cluster.name, config.runs_dir, str(config.bad_nodes.expiry_h))
+        if place not in tables:
+            tables[place], troubles = _table(config)
+            said += troubles
+        found = decide(config, tables[place])
+        said += found.said
+        changed.append(request if found.hosts is None else replace(request, config=_with(config, found.hosts)))
+    return changed, list(dict.fromkeys(said))
+
+
+def _with(config: Config, hosts: str) -> Config:
+    sbatch = {**config.cluster.sbatch, "exclude": hosts}
+    return replace(config, cluster=replace(config.cluster, sbatch=sbatch))
+
+
+def _table(config: Config) -> tuple[list[Standing], list[str]]:
+    """Of the cluster, with what the runs since have left; a dry run writes nothing. Never fails a submission."""
+    path, now, expiry_h = bad_nodes.file(os.environ, config.cluster.name), time.time(), config.bad_nodes.expiry_h
+    known, troubles = bad_nodes.read(path), []
+    new = bad_nodes.new(look(Path(config.runs_dir).expanduser(), config.cluster.name, now, expiry_h), known)
+    if new and not config.dry_run:
+        try:
+            bad_nodes.append(path, new)
+        except OSError as error:
+            troubles.append(f"hpcinit: warning: failures of nodes are not kept, {path}: {error.strerror}")
+    return bad_nodes.standings([*known, *new], now, expiry_h), troubles
+
+
+def decide(config: Config, table: Sequence[Standing]) -> LeftOut:
+    """table: the worst first. As many of the bad as the partition, where its size is known, can do without."""
+    bad = [one for one in table if one.is_bad(config.bad_nodes.limit)]
+    if not bad:
+        return LeftOut(None)
+    expiry_h, sbatch = config.bad_nodes.expiry_h, config.cluster.sbatch
+    own, asked = str(sbatch.get("exclude") or ""), _hosts(str(sbatch.get("nodelist") or ""))
+    mine, said = _hosts(own), list[str]()
+    out: list[str] = []
+    if "/" in own:  # a file's name, to sbatch
+        names = ",".join(one.host for one in bad)
+        return LeftOut(None, [f"hpcinit: warning: {names} failed, and only what {own} has is excluded"])
+    most = partition.known(config).nodes
+    room = len(bad) if most is None else most - config.nodes - config.spares - len(mine)
+    for one in (one for one in bad if one.host not in mine):
+        about = f"{one.host} ({one.words(expiry_h)})"
+        if one.host in asked:
+            said.append(f"hpcinit: warning: {about} is bad, and cluster.sbatch.nodelist asks for it: not excluded")
+        elif len(out) >= room:
+            said.append(
+                f"hpcinit: warning: {about} is bad, and not excluded: of the {most} nodes in the partition "
+                f"{config.nodes + config.spares} are asked for and {len(mine) + len(out)} excluded"
+            )
+        else:
+            out.append(one.host)
+            said.append(f"excluded: {about}; hpcinit nodes --forget {one.host} takes it back")
+    if not out:
+        return LeftOut(None, said)
+    return LeftOut(",".join([*([own] if own else []), nodelist.compress(sorted(out))]), said)
+
+
+def _hosts(text: str) -> list[str]:
+    """Of an option's value; none where it is empty, a file's name or nothing that we can read: sbatch will say."""
+    try:
+        return nodelist.expand(text) if text and "/" not in text else []
+    except NodelistError:
+        return []
