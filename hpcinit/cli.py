@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _no_such(words: list[str]) -> str:
     first = words[0]
-    close = difflib.get_close_matches(first, COMMANDS, n=1)
+    close = [] if first.startswith("-") else difflib.get_close_matches(first, COMMANDS, n=1)  # --nodes is no command
     guess = f"; did you mean {close[0]!r}?" if close else ""
     if "=" in first or first.endswith(".py"):
         guess = f"; did you mean: hpcinit submit {'' if '=' in first else '-- '}{shlex.join(words)}"

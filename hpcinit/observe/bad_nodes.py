@@ -7,15 +7,18 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hpcinit.facts import bad_nodes, error_records, hangs, job_log, node_faults, runfolder
+from hpcinit.facts import bad_nodes, runfolder
 from hpcinit.facts.bad_nodes import NodeFailure
-from hpcinit.facts.evidence import Evidence
+
+if TYPE_CHECKING:  # what reads evidence is imported for runs that have some: this is a part of every submission
+    from hpcinit.facts.evidence import Evidence
 
 MOST_OF_A_NAME = 8  # runs NAME-0042, the highest numbers
 MOST_TASKS = 256  # of a sweep
 LOG_BYTES = 65536  # of the end of a job's log
+WORDS = (b"Node failure on", b"Task launch for")  # srun's, of facts/job_log.py
 
 
 def note(run: Path, found: Evidence) -> None:
@@ -35,12 +38,15 @@ def look(runs_dir: Path, cluster: str, now: float, expiry_h: float) -> list[Node
     found: list[NodeFailure] = []
     for run in _recent(runs_dir, now - expiry_h * 3600):
         submission = _json(run / runfolder.SUBMISSION)
-        if submission.get("engine") == "slurm" and submission.get("cluster") == cluster:
+        mine = submission.get("engine") == "slurm" and submission.get("cluster") == cluster
+        if mine and _has_evidence(run):
             found += _failures(run, submission, _left(run, str(submission.get("job_id", ""))))
     return found
 
 
 def _failures(run: Path, submission: Mapping[str, Any], found: Evidence) -> Iterator[NodeFailure]:
+    from hpcinit.facts import node_faults  # noqa: PLC0415
+
     named = node_faults.named(found)
     if not named:
         return
@@ -76,7 +82,22 @@ def _changed(paths: Iterable[Path], since: float) -> Iterator[Path]:
                 yield path
 
 
+def _has_evidence(run: Path) -> bool:
+    folders = (run / runfolder.ERRORS, run / "hang")  # facts/hangs.py: FOLDER
+    return any(map(_holds, folders)) or any(word in _end(run / runfolder.JOB_LOG) for word in WORDS)
+
+
+def _holds(folder: Path) -> bool:
+    try:
+        return bool(os.listdir(folder))  # noqa: PTH208
+    except OSError:
+        return False
+
+
 def _left(run: Path, job_id: str) -> Evidence:
+    from hpcinit.facts import error_records, hangs, job_log  # noqa: PLC0415
+    from hpcinit.facts.evidence import Evidence  # noqa: PLC0415
+
     attempt = _json(run / runfolder.EXIT)
     job_id = str(attempt.get("job", "")) or job_id
     restart = attempt.get("restart")
@@ -84,18 +105,18 @@ def _left(run: Path, job_id: str) -> Evidence:
     return Evidence(
         state="",
         found=error_records.of_last_attempt(every, job_id, restart if isinstance(restart, int) else None),
-        log=job_log.read(_end(run / runfolder.JOB_LOG)),
+        log=job_log.read(_end(run / runfolder.JOB_LOG).decode(errors="replace")),
         hang=hangs.left(run, job_id, restart),
     )
 
 
-def _end(path: Path) -> str:
+def _end(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
-            return file.read().decode(errors="replace")
+            return file.read()
     except OSError:
-        return ""
+        return b""
 
 
 def _json(path: Path) -> dict[str, Any]:

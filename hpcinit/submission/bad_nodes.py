@@ -14,7 +14,7 @@ from pathlib import Path
 from hpcinit.config import partition
 from hpcinit.config.request import Request
 from hpcinit.config.schema import Config
-from hpcinit.facts import bad_nodes, nodelist
+from hpcinit.facts import bad_nodes
 from hpcinit.facts.bad_nodes import Standing
 from hpcinit.facts.errors import NodelistError
 from hpcinit.observe.bad_nodes import look
@@ -92,11 +92,15 @@ def decide(config: Config, table: Sequence[Standing]) -> LeftOut:
             said.append(f"excluded: {about}; hpcinit nodes --forget {one.host} takes it back")
     if not out:
         return LeftOut(None, said)
+    from hpcinit.facts import nodelist  # noqa: PLC0415 - where there are such nodes
+
     return LeftOut(",".join([*([own] if own else []), nodelist.compress(sorted(out))]), said)
 
 
 def _hosts(text: str) -> list[str]:
     """Of an option's value; none where it is empty, a file's name or nothing that we can read: sbatch will say."""
+    from hpcinit.facts import nodelist  # noqa: PLC0415
+
     try:
         return nodelist.expand(text) if text and "/" not in text else []
     except NodelistError:
