@@ -13,6 +13,7 @@ MORE_TIME = (
     "more time (time_min=...), or several jobs one after the other that go on from the last checkpoint (chain=3); "
     "run.should_stop() saves before the limit"
 )
+LEAVE_OUT = "hpcinit leaves out a node that does it again; at once: +cluster.sbatch.exclude="
 GONE = "a rank or its node went away without a word; the others only tell that it is gone"
 HANG = "hang/ in the run folder has the stacks of all ranks; hang.action=end ends such a run by itself"
 
@@ -23,6 +24,11 @@ def of_slurm(evidence: Evidence) -> Verdict | None:
     lost = log.lost or tuple(evidence.nodes if evidence.state == "NODE_FAIL" else ())
     if lost or evidence.state in ("NODE_FAIL", "BOOT_FAIL") or (ended and ended.why == "NODE FAILURE"):
         return _of_node(lost, evidence)
+    if log.unreachable:
+        which = ", ".join(log.unreachable)
+        head = f"srun could not start the ranks on {which}: Communication connection failure"
+        do = f"the node is away, or srun's own set-up failed there (an image, a mount); {LEAVE_OUT}{log.unreachable[0]}"
+        return _verdict(evidence, head, "node", do, host=log.unreachable[0])
     if evidence.oom:
         said = "a node's memory for this job is used up: the kernel killed a process of it"
         return _verdict(evidence, said, "host-memory", causes.HOST_MEMORY, evidence=(evidence.oom,))

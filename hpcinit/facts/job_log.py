@@ -16,11 +16,10 @@ _TASKS = re.compile(r"^(?:srun|hpcinit): error: (\S+): tasks? ([\d,\[\]-]+): (.+
 _TO_END = re.compile(r"Terminating StepId=|Job step aborted|forcing job termination|CANCELLED AT")
 _OF_THE_END = re.compile(r"Terminated|Killed")  # SIGTERM, and SIGKILL after KillWait
 _LOST = re.compile(r"^srun: error: Node failure on (\S+)")
-# srun: error: Task launch for StepId=5.0 failed on node n2: Communication connection failure; as Slurm's source has it
-# (launch_p_step_launch, slurm_errno.c). 'Invalid job credential' and the like are not said of a node that is away.
+# srun: error: Task launch for StepId=5.0 failed on node n2: Communication connection failure
+# Not 'Invalid job credential' and the like: a node that says so is there.
 _UNREACHABLE = re.compile(
-    r"^srun: error: Task launch for \S+ failed on node (\S+): "
-    r"(?:Communication connection failure|Unable to contact slurm|Socket timed out|Slurmd could not be reached)"
+    r"^srun: error: Task launch for \S+ failed on node (\S+): (?:Communication connection failure|Socket timed out)"
 )
 _CANCELLED = re.compile(r"\*\*\* JOB (\S+) ON (\S+) CANCELLED AT (\S+)(?: DUE TO ([A-Z ]+))?")
 # slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks have been OOM Killed.

@@ -67,6 +67,7 @@ def test_what_slurm_says_of_a_node() -> None:
     """A lost node; one that no step can be started on; nothing else that ends a job."""
     assert blamed(log=LOST) == [("n2", "NODE_FAIL")]
     assert blamed(nodes={"n3": "Not responding"}) == [("n3", "NODE_FAIL")]
+    # Recorded with Slurm 22.05.8; 'Application launch failed' follows, and names no node.
     away = "srun: error: Task launch for StepId=5.0 failed on node n{}: Communication connection failure\n"
     assert blamed(log=away.format(2)) == [("n2", "slurmd unreachable")]
     assert blamed(log=away.format(2) + away.format(3)) == []  # an image that starts nowhere

@@ -197,3 +197,15 @@ def test_records_of_an_earlier_attempt_are_left_out(tmp_path: Path) -> None:
 def test_an_error_is_one_line() -> None:
     assert brief("\nhpcinit.facts.errors.Failure: no\nmore") == "Failure: no"
     assert len(brief("x" * 999)) < 300
+
+
+def test_a_node_on_which_srun_starts_nothing() -> None:
+    """srun's words, recorded with Slurm 22.05.8: what it ends elsewhere because of it comes after."""
+    log = (
+        "srun: error: Task launch for StepId=10.0 failed on node n2: Communication connection failure\n"
+        "srun: error: Application launch failed: Communication connection failure\n"
+        "srun: Job step aborted: Waiting up to 5 seconds for job step to finish.\nsrun: error: n1: task 0: Killed\n"
+    )
+    verdict = judge(Evidence("FAILED", log=job_log.read(log)))
+    assert verdict.headline == "srun could not start the ranks on n2: Communication connection failure"
+    assert (verdict.kind, verdict.host) == ("node", "n2") and verdict.do.endswith("cluster.sbatch.exclude=n2")

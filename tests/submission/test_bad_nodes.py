@@ -190,33 +190,52 @@ def test_render_does_not_take_an_excluded_node_for_a_change(hpcinit: Run, tmp_pa
 
 
 @pytest.mark.slurm
-def test_a_node_that_was_lost_is_left_out(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """kill_node, then hpcinit why: the next submission says so and runs elsewhere, though the node is up again."""
+@pytest.mark.parametrize("node", ["n2", "n1"])
+def test_a_node_that_was_lost_is_left_out(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path, node: str) -> None:
+    """kill_node, then hpcinit why: the next submission says so and runs elsewhere, though the node is up again.
+
+    n1 runs the batch script, and with it goes whoever could write down which node it was: Slurm is asked.
+    """
     (tmp_path / "train.py").write_text(TRAIN)
     words = ["ranks_per_node=1", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null", "bad_nodes.limit=1"]
     done = submit(hpcinit, idle_slurm, "nodes=2", *words, "+cluster.sbatch.no-requeue=true", "--", "train.py")
     folder = folder_of(done)
     until((folder / "progress.json").exists)
-    idle_slurm.kill_node("n2")
+    idle_slurm.kill_node(node)
     job = json.loads((folder / "submission.json").read_text())["job_id"]
+    shown = ("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
     try:
-        until(
-            lambda: (
-                idle_slurm.run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T").strip()
-                == "NODE_FAIL"
-            )
-        )
-        assert "node n2 was lost" in hpcinit("why", folder.name, env=idle_slurm.env).stdout
+        until(lambda: idle_slurm.run(*shown).strip() == "NODE_FAIL")
+        assert f"node {node} was lost" in hpcinit("why", folder.name, env=idle_slurm.env).stdout
     finally:
-        idle_slurm.start_node("n2")
+        idle_slurm.start_node(node)
     idle_slurm.wait_idle()
     [line] = (tmp_path / TABLE).read_text().splitlines()
-    assert (json.loads(line)["host"], json.loads(line)["kind"], json.loads(line)["job"]) == ("n2", "NODE_FAIL", job)
-    again = submit(hpcinit, idle_slurm, "nodes=2", *words, "wait=true", "--", "sh", "-c", "hostname")
-    assert "excluded: n2 (1 failure in 24 h: NODE_FAIL); hpcinit nodes --forget n2 takes it back" in again.stderr
+    found = json.loads(line)
+    assert (found["host"], found["kind"], found["job"]) == (node, "NODE_FAIL", job)
+    again = submit(hpcinit, idle_slurm, "nodes=3", *words, "wait=true", "--", "sh", "-c", "hostname")
+    assert f"excluded: {node} (1 failure in 24 h: NODE_FAIL); hpcinit nodes --forget {node} takes it" in again.stderr
     hosts = {path.read_text().split()[-1] for path in folder_of(again).glob("logs/rank-*.log")}
-    assert again.returncode == 0 and hosts == {"n1", "n3"}
+    assert again.returncode == 0 and hosts == {"n1", "n2", "n3", "n4"} - {node}
     assert len((tmp_path / TABLE).read_text().splitlines()) == 1  # the submission has found the same failure again
+
+
+@pytest.mark.slurm
+def test_a_node_on_which_no_rank_can_be_started(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
+    """It dies after the job has begun and before its ranks: srun names it, and the next submission has read that."""
+    words = ["ranks_per_node=1", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null", "bad_nodes.limit=1"]
+    words += ["+cluster.sbatch.no-requeue=true", "cluster.setup=[sleep 5]"]
+    folder = folder_of(submit(hpcinit, idle_slurm, "nodes=2", *words, "--", "sleep", "60"))
+    until((folder / "exit.json").exists)
+    idle_slurm.kill_node("n2")
+    try:
+        until(lambda: "exit_status" in (folder / "exit.json").read_text())
+    finally:
+        idle_slurm.start_node("n2")
+    done = hpcinit("submit", "cluster=mini", *words, "dry_run=true", "again=true", env=idle_slurm.env)
+    assert "excluded: n2 (1 failure in 24 h: slurmd unreachable)" in done.stderr
+    said = hpcinit("why", folder.name, env=idle_slurm.env).stdout
+    assert said.startswith("srun could not start the ranks on n2: Communication connection failure"), said
 
 
 def until(holds: Any, timeout_s: float = 150) -> None:
