@@ -138,6 +138,22 @@ def test_how_often_ranks_agree(cost_s: float, step_s: float, steps: int) -> None
     assert every(cost_s, step_s) == steps
 
 
+def test_what_lies_before_the_first_step_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A moment taken for the shortest step had ranks agree once in a hundred steps, and miss the time limit."""
+    from hpcinit.facts.world import World
+    from hpcinit.runtime.lifecycle.stopping import TIMED, Stopper
+
+    alone = World("env", 0, 1, 0, 1, 0, ("here",), "here", (29500,))
+    stopper = Stopper(alone, Stopping(), timedelta(seconds=5), None, {})
+    try:
+        for _ in range(TIMED):
+            stopper.ask()  # as run.should_stop() does at once when it has made it
+            time.sleep(0.05)
+    finally:
+        stopper.close()
+    assert min(stopper._steps) >= 0.05 and stopper._every == 1
+
+
 def test_what_is_kept_of_a_jobs_time() -> None:
     """The margin and twice the longest save; of a short job a fifth, and always one save."""
     margin = Stopping(margin_s=60).margin

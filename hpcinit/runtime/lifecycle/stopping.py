@@ -57,7 +57,7 @@ class Stopper:
         took = time.monotonic() - self._before
         self._calls += 1
         self._longest = max(self._longest, took)
-        if len(self._steps) < TIMED:
+        if self._calls > 1 and len(self._steps) < TIMED:  # the first is no step: it begins where this one is made
             self._steps.append(took)
         if self._stop is None and self._calls % self._every == 0:
             self._agree()
