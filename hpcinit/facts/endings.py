@@ -26,7 +26,7 @@ def of_slurm(evidence: Evidence) -> Verdict | None:
         return _of_node(lost, evidence)
     if log.unreachable:
         which = ", ".join(log.unreachable)
-        head = f"srun could not start the ranks on {which}: Communication connection failure"
+        head = f"srun could not start the ranks on {which}: its slurmd gave no answer"
         do = f"the node is away, or srun's own set-up failed there (an image, a mount); {LEAVE_OUT}{log.unreachable[0]}"
         return _verdict(evidence, head, "node", do, host=log.unreachable[0])
     if evidence.oom:

@@ -6,6 +6,7 @@ Why so: docs/decisions/0020-bad-nodes.md.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,8 @@ from hpcinit.facts import bad_nodes
 from hpcinit.facts.bad_nodes import Standing
 from hpcinit.facts.errors import NodelistError
 from hpcinit.observe.bad_nodes import look
+
+ANSWER_S = 10
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,31 @@ def _table(config: Config) -> tuple[list[Standing], list[str]]:
             bad_nodes.append(path, new)
         except OSError as error:
             troubles.append(f"hpcinit: warning: failures of nodes are not kept, {path}: {error.strerror}")
-    return bad_nodes.standings([*known, *new], now, expiry_h), troubles
+    table = bad_nodes.standings([*known, *new], now, expiry_h)
+    if strange := _strange([one.host for one in table if one.is_bad(config.bad_nodes.limit)]):
+        names = ",".join(sorted(strange))
+        troubles.append(
+            f"hpcinit: warning: {names} failed, and Slurm has no node of that name: not excluded; hpcinit nodes "
+            f"--forget {names} ends this warning"
+        )
+    return [one for one in table if one.host not in strange], troubles
+
+
+def _strange(hosts: Sequence[str]) -> set[str]:
+    """Those that Slurm does not know, for which sbatch would refuse the job: a node that is gone, or named otherwise by
+    its own kernel, as torchrun's ranks know it. None where Slurm is not there to be asked."""
+    if not hosts:
+        return set()
+    import subprocess  # noqa: PLC0415 - where there are such nodes
+
+    command = ["scontrol", "show", "node", ",".join(hosts)]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return set()
+    return set(hosts) & set(re.findall(r"Node (\S+) not found", done.stdout + done.stderr))
 
 
 def decide(config: Config, table: Sequence[Standing]) -> LeftOut:

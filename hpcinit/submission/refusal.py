@@ -48,6 +48,7 @@ KEYS = {
     "cpus-per-task": "cpus_per_rank or cluster.cpus_per_node",
     "dependency": "after, after_ok or singleton",
     "array": "the sweep",
+    "exclude": "cluster.sbatch.exclude or by what `hpcinit nodes` shows",
 }
 
 
