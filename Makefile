@@ -17,6 +17,7 @@ help:
 	@echo "make test-slurm24  the Slurm tests again on Slurm 24.11 (root; makes a folder with Debian trixie, once)"
 	@echo "make test-horovod  a real horovodrun; builds Horovod first, once (cmake, g++, 5 minutes)"
 	@echo "make test-exactly-once   200 submissions while the controller is killed 50 times (root)"
+	@echo "make chaos         faults in the middle of a training, and the table of what came of them, docs/chaos.md (root)"
 	@echo "make cluster       start a real 4-node Slurm on this machine (root); make cluster-down ends it"
 	@echo "make bench         submit latency and bring-up beside peers (root)"
 	@echo "make lint          ruff, mypy, shellcheck"
@@ -53,6 +54,11 @@ test-horovod: $(VENV)/horovod/made
 test-exactly-once: $(VENV)/dev slurm
 	HPCINIT_EXACTLY_ONCE=200,50 $(BIN)/python -m pytest -s tests/submission/test_exactly_once.py $(PYTEST)
 
+# Faults in the middle of a training, and the table of what came of them; `make test` has a short form. Root.
+.PHONY: chaos
+chaos: $(VENV)/dev slurm
+	HPCINIT_CHAOS=1 $(BIN)/python -m pytest tests/chaos $(PYTEST)
+
 cluster: slurm
 	@$(BIN)/python -m tests.minislurm up --nodes $(or $(NODES),4) $(if $(ACCOUNTING),--accounting)
 
@@ -64,6 +70,7 @@ bench: $(VENV)/dev slurm
 	$(BIN)/python -m benchmarks.sweep
 	$(BIN)/python -m benchmarks.status
 	$(BIN)/python -m benchmarks.bringup
+	$(BIN)/python -m benchmarks.steps
 	$(BIN)/python -m benchmarks.nodelist
 
 lint: $(VENV)/dev

@@ -1,0 +1,19 @@
+"""`make chaos` runs all of it and writes the table; `make test` only what is marked as the short form."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+ALL = "HPCINIT_CHAOS"  # environment variable: 1 for all of the suite, and for the table in docs/
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """pytest counts what is left out here as deselected."""
+    if os.environ.get(ALL) == "1":
+        return
+    out = [item for item in items if (mark := item.get_closest_marker("chaos")) and not mark.kwargs.get("short")]
+    if out:
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in out]

@@ -1,0 +1,108 @@
+"""A training that is killed or preempted again and again comes out as one that ran through."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import outcomes
+from tests.chaos.conftest import ALL
+from tests.chaos.training import Training
+from tests.conftest import Run
+from tests.minislurm import MiniSlurm
+from tests.submission.test_restart import begin_now, log, until
+from tests.submission.test_restart_training import ARGS, SLOW
+from tests.submitting import folder_of, printed, submit
+
+STEPS, EVERY = 200, 4
+MODEL = ["--steps", str(STEPS), *ARGS[2:], "--save-every", str(EVERY)]  # of ARGS all but its number of steps
+WORDS = ["nodes=2", "ranks_per_node=1", "job=train_gpt", f"job.args=[{','.join(MODEL)}]", "time_min=30"]
+
+
+def again(run: Training) -> None:
+    """What was requeued runs, and has taken a step since."""
+    while run.state != "RUNNING":
+        if run.state == "PENDING":
+            begin_now(run.slurm, run.job)
+        time.sleep(0.3)
+    since = time.time()
+    until(lambda: told(run).get("time", 0) > since, 120)
+
+
+def told(run: Training) -> dict[str, float]:
+    path = run.folder / "progress.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def kill(run: Training, drawn: random.Random) -> None:
+    """Of the ranks, on any node: on the first one srun has their words in its command line too."""
+    lines = {pid: argv(pid) for node in run.nodes() for pid in run.slurm.pids(node)}
+    ranks = [pid for pid, line in lines.items() if "python" in line[0] and "hpcinit.run" in line]
+    assert len(ranks) == 2, lines
+    os.kill(drawn.choice(sorted(ranks)), signal.SIGKILL)
+
+
+def argv(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:  # it has ended
+        return [""]
+
+
+def preempt(run: Training, drawn: random.Random) -> None:
+    run.slurm.run("sbatch", "-N4", "--exclusive", "--partition=high", "--wrap=true", "--output=/dev/null")
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(
+    "faults", [pytest.param(3, marks=pytest.mark.chaos(short=True)), pytest.param(20, marks=pytest.mark.chaos)]
+)
+def test_it_ends_with_the_same_loss(hpcinit: Run, idle_slurm: MiniSlurm, faults: int) -> None:
+    """kill -9 of a random rank or a preemption, at a random moment of each attempt: the last line is the same, to the
+    last digit, and so is each loss that is told on the way."""
+    slurm, drawn = idle_slurm, random.Random(17)
+    Path("sitecustomize.py").write_text(SLOW)
+    common = [*WORDS, f"+job.env.PYTHONPATH={Path.cwd()}"]
+    through = folder_of(submit(hpcinit, slurm, *common, "name=through", "wait=true", timeout=300))
+    Path("slow").touch()
+    asked = [f"restart.budget={faults + 3}", "restart.on=[failure]", "restart.without_progress=null"]
+    folder = folder_of(submit(hpcinit, slurm, *common, *asked))
+    run, began, done = (
+        Training(hpcinit, slurm, folder, folder / "checkpoints"),
+        time.monotonic(),
+        {"kill": 0, "preempt": 0},
+    )
+    for _ in range(faults):
+        again(run)
+        time.sleep(drawn.uniform(0, 4))
+        how = drawn.choice([kill, preempt])
+        how(run, drawn)
+        done[how.__name__] += 1
+        until(lambda: run.state == "PENDING", 60)
+    again(run)
+    Path("slow").unlink()
+    ends = run.finish(300)
+    assert ends == "COMPLETED", log(folder)
+    last = printed(folder, 0).splitlines()[-1]
+    restarts = [json.loads(line) for line in (folder / "restarts.jsonl").read_text().splitlines()]
+    if os.environ.get(ALL) == "1" and faults == 20:
+        fault = f"{done['kill']} x `kill -9`, {done['preempt']} x preempted, at random"
+        words = f"COMPLETED after {len(restarts)} restarts: {last}; of the one that ran through: the same"
+        words = words if last == printed(through, 0).splitlines()[-1] else words.replace("the same", "ANOTHER")
+        outcomes.keep(outcomes.Outcome(fault, run.why(), None, None, words))
+    assert last == printed(through, 0).splitlines()[-1]
+    assert losses(folder) == losses(through) and len(restarts) == faults
+    print(f"{faults} faults, {done}, {time.monotonic() - began:.0f} s: {last}")
+
+
+def losses(folder: Path) -> dict[str, tuple[str, ...]]:
+    """What was told of each step, without the speed; the last attempt's word of a step that was done again."""
+    lines = [line.split() for line in printed(folder, 0).splitlines() if line.startswith("step ")]
+    return {words[1]: tuple(words[2:6]) for words in lines}

@@ -1,0 +1,36 @@
+"""The table of docs/chaos.md is what the suite has measured."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import outcomes
+from tests.chaos.outcomes import BEGIN, DOCS, END, JSON, TABLE, Outcome
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    """Nobody has edited one of the two by hand."""
+    known = json.loads((DOCS / JSON).read_text())
+    assert f"{BEGIN}\n{outcomes.table(known)}\n{END}" in (DOCS / TABLE).read_text()
+
+
+def test_a_fault_that_is_measured_again(tmp_path: Path) -> None:
+    """Its row is replaced, the others and the text around them stay; a bar in what was read breaks no table."""
+    (tmp_path / TABLE).write_text(f"before\n{BEGIN}\n{END}\nafter\n")
+    for seconds in (7.0, 9.0):
+        outcomes.keep(Outcome("kill", "a | /tmp/x/test_y0/b", seconds, 3, "FAILED"), tmp_path)
+    outcomes.keep(Outcome("hang", "c", None, None, "COMPLETED"), tmp_path)
+    page = (tmp_path / TABLE).read_text()
+    assert page.startswith("before\n") and page.endswith(f"{END}\nafter\n")
+    assert page.count("| kill |") == 1 and "| kill | `a / /.../b` | 9 | 3 | FAILED |" in page
+    assert "| hang | `c` |  |  | COMPLETED |" in page
+
+
+def test_a_page_without_a_place_for_it(tmp_path: Path) -> None:
+    (tmp_path / TABLE).write_text("no place\n")
+    with pytest.raises(ValueError, match=re.escape("chaos.md has no lines '<!-- written by make chaos -->' and")):
+        outcomes.keep(Outcome("kill", "a", 1, 1, "FAILED"), tmp_path)

@@ -1,0 +1,122 @@
+"""A small training on the real Slurm that saves, goes on, and stops in time; and what can be asked of it meanwhile."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.conftest import Run
+from tests.minislurm import MiniSlurm
+from tests.submission.test_restart import begin_now, state, until
+from tests.submitting import folder_of, submit
+
+EVERY = 5  # steps between two checkpoints
+PROGRAM = """
+import os, sys, time
+import torch
+import hpcinit
+total, folder = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
+with hpcinit.session() as run:
+    wrapped = run.wrap(torch.nn.Linear(64, 64), optimizer=lambda all: torch.optim.SGD(all, lr=0.001))
+    folder = folder or run.folder / "checkpoints"
+    loaded = run.load(wrapped, folder)
+    for step in range(loaded.step + 1 if loaded else 1, total + 1):
+        loss = wrapped(torch.ones(2, 64)).square().mean()
+        wrapped.backward(loss)
+        wrapped.step()
+        if run.rank == 1 and os.path.exists("raise"): raise ValueError("bad sample 17")
+        if run.rank == 1 and os.path.exists("eat"): kept = bytearray(1 << 30)
+        if run.rank == 0: print("step", step, flush=True)
+        run.progress(step, total)
+        stop = run.should_stop()
+        if stop or step % 5 == 0: run.save(wrapped, folder, step, keep=3)
+        if stop: break
+        time.sleep(0.01 if os.path.exists("quick") else 0.2)
+"""
+GOES_WELL = re.compile("the job is (RUNNING|COMPLETING): nothing has failed")
+
+
+@dataclass(frozen=True)
+class Training:
+    """One submitted training in the working folder, where its switches lie: quick, raise, eat."""
+
+    hpcinit: Run
+    slurm: MiniSlurm
+    folder: Path
+    saved: Path
+
+    @property
+    def job(self) -> str:
+        return str(json.loads((self.folder / "submission.json").read_text())["job_id"])
+
+    @property
+    def state(self) -> str:
+        return state(self.slurm, self.job)
+
+    def nodes(self) -> list[str]:
+        told = self.slurm.run("squeue", "--noheader", f"--jobs={self.job}", "--format=%N").strip()
+        return self.slurm.run("scontrol", "show", "hostnames", told).split()
+
+    def steps(self) -> list[int]:
+        """All that rank 0 has printed, of all attempts."""
+        log = self.folder / "logs/rank-0.log"
+        return [
+            int(step) for step in re.findall(r"^step (\d+)$", log.read_text() if log.exists() else "", re.MULTILINE)
+        ]
+
+    def checkpoint(self) -> int:
+        """The newest that is there under its name; 0 for none."""
+        return max((int(path.name.removeprefix("step-")) for path in self.saved.glob("step-*")), default=0)
+
+    def why(self) -> str:
+        return self.hpcinit("why", self.folder.name, env=self.slurm.env).stdout.partition("\n")[0]
+
+    def word(
+        self, since: float, told: Callable[[str], object] = lambda line: not GOES_WELL.match(line)
+    ) -> tuple[str, float]:
+        """The first line of the report as soon as it tells of something, and seconds since the fault until then."""
+        while not told(line := self.why()):
+            assert time.monotonic() - since < 150, line
+            time.sleep(0.5)
+        return line, time.monotonic() - since
+
+    def lost(self) -> int:
+        """Steps that were done twice, of an ended training; or that the next attempt would do again."""
+        steps = self.steps()
+        again = len(steps) - len(set(steps))
+        return again or max(steps) - max(self.checkpoint(), 0) if self.state != "COMPLETED" else again
+
+    def finish(self, timeout_s: float = 150) -> str:
+        """The job's last state; what is requeued begins at once."""
+        deadline = time.monotonic() + timeout_s
+        over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
+        while (now := self.state) not in over:
+            assert time.monotonic() < deadline, now
+            if now == "PENDING":
+                begin_now(self.slurm, self.job)
+            time.sleep(0.5)
+        return now
+
+    def ends(self, quick: bool = False) -> str:
+        """How it ends, in words. quick: a training that goes on takes its last steps quickly."""
+        if quick:
+            Path("quick").touch()
+        last = self.finish()
+        record = self.folder / "restarts.jsonl"
+        count = len(record.read_text().splitlines()) if record.exists() else 0
+        return last + (f" after {count} restart{'s' * (count > 1)}" if count else "")
+
+
+def started(hpcinit: Run, slurm: MiniSlurm, *words: str, total: int = 600, saved: Path | None = None) -> Training:
+    """In the middle: 2 nodes, a rank on each, a checkpoint after every 5 steps, at least two of them there."""
+    Path("train.py").write_text(PROGRAM)
+    asked = ["nodes=2", "ranks_per_node=1", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null", "time_min=20"]
+    command = ["train.py", str(total), *([str(saved)] if saved else [])]
+    folder = folder_of(submit(hpcinit, slurm, *asked, *words, "--", *command))
+    training = Training(hpcinit, slurm, folder, saved or folder / "checkpoints")
+    until(lambda: training.checkpoint() >= 2 * EVERY and training.steps()[-1] % EVERY in (2, 3), 120)
+    return training
