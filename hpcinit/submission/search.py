@@ -17,7 +17,7 @@ from hpcinit.facts import result, runfolder
 from hpcinit.facts.errors import INTERRUPTED, Failure, HpcinitError, RequestError
 from hpcinit.facts.result import Value
 from hpcinit.observe import state
-from hpcinit.submission import folder, submit
+from hpcinit.submission import folder, for_job, submit
 from hpcinit.submission.say import say
 
 LATE_S = 10.0  # for what a compute node has written to show here: a network file system's cache
@@ -41,7 +41,7 @@ class Trials:
             raise Ended(status)
         if self._folder is None:
             submit.require_sbatch(config)
-            self._folder = folder.claim(submit.runs_dir_of(config), f"{config.name}-search", ())
+            self._folder = folder.claim(for_job.runs_dir_of(config), f"{config.name}-search", ())
         runs: dict[int, Path] = {}
         status = self._submit(requests, runs)
         if status == INTERRUPTED:

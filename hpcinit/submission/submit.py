@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hpcinit.config import checks, parallel, secret_files
+from hpcinit.config import checks, secret_files
 from hpcinit.config.schema import Config
 from hpcinit.facts import runfolder, secret_names
 from hpcinit.facts.errors import ConfigError, MaybeSubmitted, RequestError, SubmitError
-from hpcinit.facts.spec import Comm, Hang, Program, Spec
-from hpcinit.facts.stopping import Stopping
-from hpcinit.facts.timeouts import TimeoutLaw
 from hpcinit.submission import (
     after,
     ask,
     chain,
     environment,
     folder,
+    interrupts,
     once,
     queue,
     refusal,
@@ -37,6 +31,7 @@ from hpcinit.submission import (
     syntax,
     twice,
 )
+from hpcinit.submission.for_job import make_spec, runs_dir_of, workdir_of
 from hpcinit.submission.provenance import Provenance
 
 LONGEST_NAME = 240  # of 255 bytes that a file system allows: room for -0001, and for a temporary file's ending
@@ -122,7 +117,7 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
     env, dropped = environment.of_job(os.environ, config.secrets, config.secret_names, devices=slurm)
     # Answered while we render.
     question = queue.Question(env, over=False) if slurm and not config.again else None
-    with deferred_interrupt() as interrupts:
+    with interrupts.deferred() as interrupted:
         path = folder.claim(runs_dir_of(config), config.name)
         try:
             text = script.render(config, path, workdir, code)
@@ -137,18 +132,18 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
             folder.fill(path, files)
             if question is not None:
                 twice.refuse(question, request)
-            if interrupts:
+            if interrupted:
                 raise KeyboardInterrupt
             expected = ask.test_only(path / runfolder.SCRIPT, env) if slurm and config.test_only else ""
             if config.after or config.after_ok or config.singleton:  # Slurm's estimate does not know of it
                 expected = ""
-            if interrupts:
+            if interrupted:
                 raise KeyboardInterrupt
             token = once.token(request)
 
             def one(*options: str) -> tuple[str, Sequence[str]]:
                 own = once.token(request) if options else token  # every job of a chain has its own
-                return _hand_over(config, path, env, own, options, lambda: bool(interrupts))
+                return _hand_over(config, path, env, own, options, lambda: bool(interrupted))
 
             links = chain.hand_over(one, config)
         except BaseException as error:
@@ -164,7 +159,7 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
             "command": list(links.command),
         }
         mark(path, record | ({"jobs": list(links.jobs)} if config.chain > 1 else {}))
-    return Submitted(links.jobs[0], path, dropped, bool(interrupts), links.jobs, links.missing, expected)
+    return Submitted(links.jobs[0], path, dropped, bool(interrupted), links.jobs, links.missing, expected)
 
 
 def mark(path: Path, record: Mapping[str, object]) -> None:
@@ -217,68 +212,3 @@ def sbatch(
         raise
     except SubmitError as error:
         raise refusal.error(str(error), batch.read_text(encoding="utf-8")) from None
-
-
-@contextmanager
-def deferred_interrupt() -> Iterator[list[int]]:
-    """Ctrl-C between sbatch's start and the record of its job id would lose a job: note it, act after.
-
-    A closed terminal (SIGHUP) and SIGTERM too. What is ignored (nohup, a script's `&`) stays ignored.
-    """
-    noted: list[int] = []
-    before = {}
-    if threading.current_thread() is threading.main_thread():  # signals come to no other
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                before[number] = signal.signal(number, lambda number, frame: noted.append(number))
-    try:
-        yield noted
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def make_spec(config: Config, workdir: Path, code: snapshot.Plan | None = None, path: Path | None = None) -> Spec:
-    """What the job needs to know, from a config that has passed its checks.
-
-    code: with a snapshot, from which the run in the folder `path` runs.
-    """
-    job, comm = config.job, config.comm
-    kind = next(k for k in ("script", "module", "command") if getattr(job, k))
-    target = getattr(job, kind)
-    if code and path:
-        workdir, target = code.place(path), code.target(path, target)
-    per_node = checks.ranks_per_node(config)
-    return Spec(
-        name=config.name,
-        cluster=config.cluster.name,
-        nodes=config.nodes,
-        ranks_per_node=per_node,
-        program=Program(kind, target, tuple(job.args)),
-        workdir=str(workdir),
-        nonce=secrets.token_hex(16),
-        seed=config.seed,
-        layout=parallel.layout(config).over(config.nodes * per_node, per_node),
-        comm=Comm(
-            comm.backend,
-            comm.deepspeed or config.parallel.wrap == "deepspeed",
-            TimeoutLaw(comm.timeout_base_s, comm.timeout_per_node_s, comm.timeout_max_s),
-            comm.collective_timeout_s,
-            config.cluster.host_template,
-            comm.device_id,
-        ),
-        seed_by=config.seed_by,
-        deterministic=config.deterministic,
-        batch=parallel.samples(config),
-        training=parallel.training(config),
-        stop=Stopping(config.stop.margin_s, config.stop.every_steps, config.stop.signal or ""),
-        hang=Hang(config.hang.after_s, config.hang.action),
-    )
-
-
-def workdir_of(config: Config) -> Path:
-    return Path(config.job.workdir or ".").expanduser().absolute()
-
-
-def runs_dir_of(config: Config) -> Path:
-    return Path(config.runs_dir).expanduser().absolute()

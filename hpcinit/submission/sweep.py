@@ -18,7 +18,7 @@ from hpcinit.config.request import Request
 from hpcinit.facts import runfolder, secret_names
 from hpcinit.facts.errors import MaybeSubmitted, SubmitError
 from hpcinit.facts.ranges import ranges
-from hpcinit.submission import array, ask, environment, folder, once, queue, script, submit, twice
+from hpcinit.submission import array, ask, environment, folder, for_job, interrupts, once, queue, script, submit, twice
 from hpcinit.submission.provenance import Provenance
 
 FORMAT = 1
@@ -85,7 +85,7 @@ def plan(requests: Sequence[Request], path: Path) -> list[Job]:
         config = request.config
         size = array.block(config.cluster.max_array_size)
         own = (repr(config.secrets), repr(config.secret_names), size, request.number // size)
-        alike.setdefault((array.shape(config, path, submit.workdir_of(config)), *own), []).append(request)
+        alike.setdefault((array.shape(config, path, for_job.workdir_of(config)), *own), []).append(request)
     jobs = []
     names = itertools.chain([runfolder.SCRIPT], (f"job-{at}.sh" for at in itertools.count(2)))
     for (_, _, _, size, _), tasks in alike.items():  # type: ignore[misc]
@@ -95,7 +95,7 @@ def plan(requests: Sequence[Request], path: Path) -> list[Job]:
 
 def _job(tasks: Sequence[Request], size: int, path: Path, names: Iterator[str]) -> Job:
     config, number = tasks[0].config, tasks[0].number
-    workdir = submit.workdir_of(config)
+    workdir = for_job.workdir_of(config)
     if len(tasks) == 1:
         text = script.render(config, path / str(number), workdir)
         return Job(tasks, f"{number}/{runfolder.SCRIPT}", text, size, set())
@@ -107,7 +107,7 @@ def _job(tasks: Sequence[Request], size: int, path: Path, names: Iterator[str]) 
 def dry_run(requests: Sequence[Request]) -> Iterator[tuple[str, str]]:
     """(what it is of, the script) of each job that submit() would submit now."""
     config = requests[0].config
-    for job in plan(requests, folder.next_path(submit.runs_dir_of(config), config.name)):
+    for job in plan(requests, folder.next_path(for_job.runs_dir_of(config), config.name)):
         yield _about(job), job.text
 
 
@@ -126,13 +126,13 @@ def submit_all(requests: Sequence[Request], argv: Sequence[str]) -> Submitted:
     """
     config = requests[0].config
     submit.require_sbatch(config)
-    workdir, runs_dir = submit.workdir_of(config), submit.runs_dir_of(config)
+    workdir, runs_dir = for_job.workdir_of(config), for_job.runs_dir_of(config)
     provenance = Provenance(workdir, secret_names.masked(argv, config.secret_names))
     env, dropped = environment.of_job(os.environ, config.secrets, config.secret_names, devices=True)
     tasks = [request.combination for request in requests]
     request = twice.request_hash({**requests[0].document, "combinations": tasks}, workdir, runs_dir)
     question = None if config.again else queue.Question(env, over=False)  # answered while we write
-    with submit.deferred_interrupt() as interrupts:
+    with interrupts.deferred() as interrupted:
         path = folder.claim(runs_dir, config.name, ())
         ids: dict[int, str] = {}
         records: list[dict[str, Any]] = []
@@ -147,16 +147,16 @@ def submit_all(requests: Sequence[Request], argv: Sequence[str]) -> Submitted:
                 # An estimate knows nothing of what the job waits for.
                 expected = expected or ("" if config.after or config.after_ok or config.singleton else said)
             for job in jobs:
-                if interrupts:
+                if interrupted:
                     raise KeyboardInterrupt
-                ids |= _hand_over(path, job, env, once.token(request), records, lambda: bool(interrupts))
+                ids |= _hand_over(path, job, env, once.token(request), records, lambda: bool(interrupted))
         except BaseException as error:
             if not isinstance(error, MaybeSubmitted):
                 _forget(path, requests, ids)
             if not ids or not isinstance(error, (SubmitError, KeyboardInterrupt)):
                 raise
             refused = str(error)
-    return Submitted(path, ids, dropped, bool(interrupts), refused, expected)
+    return Submitted(path, ids, dropped, bool(interrupted), refused, expected)
 
 
 def _fill(path: Path, requests: Sequence[Request], jobs: Sequence[Job], provenance: Provenance) -> None:
@@ -169,7 +169,7 @@ def _fill(path: Path, requests: Sequence[Request], jobs: Sequence[Job], provenan
             folder.make(task)
             _write(
                 f"{task}/{runfolder.SPEC}",
-                submit.make_spec(request.config, submit.workdir_of(request.config)).to_json(),
+                for_job.make_spec(request.config, for_job.workdir_of(request.config)).to_json(),
             )
             _write(f"{task}/{runfolder.CONFIG}", _yaml(request.document, sections))
             if names[request.number]:

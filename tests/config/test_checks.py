@@ -14,7 +14,7 @@ from hpcinit.config.schema import DeepSpeed
 from hpcinit.facts import versions
 from hpcinit.facts.deepspeed_options import Options, options
 from hpcinit.facts.spec import Precision
-from hpcinit.submission.submit import make_spec
+from hpcinit.submission.for_job import make_spec
 
 
 def found(*overrides: str) -> list[str]:

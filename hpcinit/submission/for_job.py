@@ -1,0 +1,59 @@
+"""What a job is told: its Spec, and where it runs."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+from hpcinit.config import checks, parallel
+from hpcinit.config.schema import Config
+from hpcinit.facts.spec import Comm, Hang, Program, Spec
+from hpcinit.facts.stopping import Stopping
+from hpcinit.facts.timeouts import TimeoutLaw
+from hpcinit.submission import snapshot
+
+
+def make_spec(config: Config, workdir: Path, code: snapshot.Plan | None = None, path: Path | None = None) -> Spec:
+    """What the job needs to know, from a config that has passed its checks.
+
+    code: with a snapshot, from which the run in the folder `path` runs.
+    """
+    job, comm = config.job, config.comm
+    kind = next(k for k in ("script", "module", "command") if getattr(job, k))
+    target = getattr(job, kind)
+    if code and path:
+        workdir, target = code.place(path), code.target(path, target)
+    per_node = checks.ranks_per_node(config)
+    return Spec(
+        name=config.name,
+        cluster=config.cluster.name,
+        nodes=config.nodes,
+        ranks_per_node=per_node,
+        program=Program(kind, target, tuple(job.args)),
+        workdir=str(workdir),
+        nonce=secrets.token_hex(16),
+        seed=config.seed,
+        layout=parallel.layout(config).over(config.nodes * per_node, per_node),
+        comm=Comm(
+            comm.backend,
+            comm.deepspeed or config.parallel.wrap == "deepspeed",
+            TimeoutLaw(comm.timeout_base_s, comm.timeout_per_node_s, comm.timeout_max_s),
+            comm.collective_timeout_s,
+            config.cluster.host_template,
+            comm.device_id,
+        ),
+        seed_by=config.seed_by,
+        deterministic=config.deterministic,
+        batch=parallel.samples(config),
+        training=parallel.training(config),
+        stop=Stopping(config.stop.margin_s, config.stop.every_steps, config.stop.signal or ""),
+        hang=Hang(config.hang.after_s, config.hang.action),
+    )
+
+
+def workdir_of(config: Config) -> Path:
+    return Path(config.job.workdir or ".").expanduser().absolute()
+
+
+def runs_dir_of(config: Config) -> Path:
+    return Path(config.runs_dir).expanduser().absolute()
