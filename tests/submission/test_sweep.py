@@ -187,15 +187,8 @@ def test_a_sweep_that_sbatch_ends_half_way(tmp_path: Path, hpcinit: Run) -> None
 
 
 def test_a_task_cannot_be_written(tmp_path: Path, hpcinit: Run) -> None:
-    """A full disk is one message, and leaves no folder."""
-    done = hpcinit(
-        "submit",
-        "-m",
-        "cluster=mini",
-        "seed=1,2",
-        "runs_dir=/proc/x",
-        "--",
-        "true",
-        env=fake_sbatch(tmp_path, "echo 7"),
-    )
-    assert done.returncode == 2 and "runs_dir is '/proc/x', with 0 MB free" in done.stderr
+    """A place that takes no folders is one message, before anything is submitted."""
+    words = ["submit", "-m", "cluster=mini", "seed=1,2", "runs_dir=/proc/x", "--", "true"]
+    done = hpcinit(*words, env=fake_sbatch(tmp_path, "touch submitted; echo 7"))
+    assert done.returncode == 1 and "cannot write the run folder /proc/x/true-0001" in done.stderr
+    assert not (tmp_path / "submitted").exists()
