@@ -28,7 +28,7 @@ def read(step):
     while step == 20 and run.rank == 2 and not Path("go").exists():
         time.sleep(0.05)
 for step in range(40):
-    time.sleep(0.02)
+    time.sleep(0.02 if step < 20 else 0.1)  # long enough afterwards for the thread to look again
     read(step)
     dist.all_reduce(torch.ones(1))
     run.progress(step, 40)
@@ -88,10 +88,14 @@ def test_a_stopped_process_is_seen_by_its_neighbours(folder: Path) -> None:
 
 
 def test_a_hang_can_end_the_ranks(folder: Path) -> None:
-    """hang.action=end: all end with the status that says so, and one error record has the report."""
+    """hang.action=end: the first ends with the status that says so, and one error record has the report.
+
+    A rank may see its peers go before its own turn comes: then its collective fails.
+    """
     with ranks(TRAIN, 3, folder, ACTION="end", HPCINIT_RUN="") as found:
-        assert [rank.end()[0] for rank in found] == [hangs.HUNG] * 3
-    assert "rank 2 ends after" in (folder / "rank-2.log").read_text()
+        statuses = [rank.end()[0] for rank in found]
+    assert hangs.HUNG in statuses and set(statuses) <= {hangs.HUNG, 1}, statuses
+    assert any(f"rank {rank} ends after" in (folder / f"rank-{rank}.log").read_text() for rank in range(3))
 
 
 # Written by faulthandler of Python 3.11 in a rank that waited in all_gather_object, shortened in the middle.
