@@ -24,7 +24,8 @@ _UNREACHABLE = re.compile(
 _CANCELLED = re.compile(r"\*\*\* JOB (\S+) ON (\S+) CANCELLED AT (\S+)(?: DUE TO ([A-Z ]+))?")
 # slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks have been OOM Killed.
 _OOM = re.compile(r"[Dd]etected \d+ oom[_-]kill event|: Out Of Memory$")
-_LINK = re.compile(r"^hpcinit: job \S+ of a chain begins$")
+_BEGINS = re.compile(r"^hpcinit: (?:job \S+ of a chain begins$|restart \d+ of at most \d+ of job \S+ begins on )")
+_REFUSED = re.compile(r"^hpcinit: restart \d+ \(slurm\) is not begun: ")  # by an attempt that ends with it
 _OURS = re.compile(r"^(srun|slurmstepd\S*): ")
 
 
@@ -60,10 +61,11 @@ class JobLog:
 
 
 def read(text: str) -> JobLog:
-    """Of the last job of a chain, whose jobs write one after the other; else of all that is there."""
+    """Of the last attempt: the jobs of a chain, and a job that is requeued, write one after the other."""
     lines = text.splitlines()
-    begins = [number for number, line in enumerate(lines) if _LINK.match(line)]
-    lines = lines[begins[-1] + 1 :] if begins else lines
+    begins = [number + 1 for number, line in enumerate(lines) if _BEGINS.match(line)]
+    begins += [number for number, line in enumerate(lines) if _REFUSED.match(line)]
+    lines = lines[max(begins, default=0) :]
     ends, lost, unreachable, told, cancelled = [], [], [], False, None
     for line in lines:
         told = told or bool(_TO_END.search(line))

@@ -297,7 +297,14 @@ def test_a_requeue_storm(start: Start) -> None:
     assert word is not None
     last = run.why()
     ends = f"{run.state} at restart 3: `{last}`"
-    kept("requeue storm", word, run.lost(), ends, r"job \d+ waits", r"FAILED at restart 3: .*")
+    kept(
+        "requeue storm",
+        word,
+        run.lost(),
+        ends,
+        r"job \d+ waits",
+        r"FAILED at restart 3: .* restart 3 \(slurm\) is not begun: 2 in a row .*",
+    )
     assert "restart 3 (slurm) is not begun: 2 in a row have come no further than step" in log(run.folder)
     assert len(restarts(run.folder)) == 2
 

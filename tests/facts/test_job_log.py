@@ -67,3 +67,18 @@ def test_the_ooms_killer() -> None:
 def test_the_local_engine_says_the_same() -> None:
     said = "hpcinit: error: 127.0.0.1: task 3: Exited with exit code 7"
     assert job_log.read(said).ends == (End("127.0.0.1", (3,), "Exited with exit code 7", False),)
+
+
+def test_only_the_last_attempt_of_a_requeued_job_counts() -> None:
+    """What ended the attempts before is over; an attempt that is refused as it begins has nothing but that word."""
+    before = (
+        "srun: error: n2: task 1: Killed\n"
+        "slurmstepd-n1: error: *** JOB 29 ON n1 CANCELLED AT 2026-11-21T14:32:27 DUE TO JOB REQUEUE ***\n"
+    )
+    again = job_log.read(before + "hpcinit: restart 1 of at most 3 of job 29 begins on n[1-2]\nhello\n")
+    assert (again.ends, again.cancelled, again.said) == ((), None, ("hello",))
+    word = "hpcinit: restart 3 (slurm) is not begun: 2 in a row have come no further than step 31"
+    refused = job_log.read(f"{before}hpcinit: restart 2 of at most 3 of job 29 begins on n[1-2]\n{before}{word}\n")
+    assert (refused.ends, refused.cancelled, refused.said) == ((), None, (word,))
+    own = job_log.read(f"{before}hpcinit: restart 1 (failure) is not begun: restart.budget is 0; furthest step: 3\n")
+    assert own.ends, "it ended by its own failure, which is what is told"
