@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.leaving_out import leave_out
+from tests.leaving_out import installed, leave_out
 from tests.minislurm import MiniSlurm
 
 FOLDER = Path(__file__).parent.parent / "sbatch"
@@ -112,9 +112,9 @@ def require(script: str) -> None:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_shellcheck(script: Path) -> None:
     """shellcheck finds nothing to say about any of the scripts."""
-    if not shutil.which("shellcheck"):
-        leave_out("shellcheck is not installed: the scripts in sbatch/ go unchecked")
-    done = subprocess.run(["shellcheck", str(script)], timeout=60, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [installed("shellcheck"), str(script)], timeout=60, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout
 
 

@@ -18,7 +18,7 @@ from hpcinit.config import checks
 from hpcinit.config.compose import compose
 from hpcinit.config.words import with_ids_as_text
 from tests.conftest import Run
-from tests.leaving_out import leave_out
+from tests.leaving_out import installed
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, printed, submit
 
@@ -397,6 +397,4 @@ def test_the_script_is_valid_bash(hpcinit: Run, tmp_path: Path) -> None:
     text = hpcinit("submit", "cluster=mini", "chain=2", "dry_run=true", "--", "true").stdout
     (tmp_path / "job.sh").write_text(text)
     subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
-    if not shutil.which("shellcheck"):
-        leave_out("shellcheck is not installed: the lines of a chain go unchecked")
-    subprocess.run(["shellcheck", "--severity=warning", tmp_path / "job.sh"], check=True)
+    subprocess.run([installed("shellcheck"), "--severity=warning", tmp_path / "job.sh"], check=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import pytest
 from hpcinit.config import checks
 from hpcinit.config.compose import compose
 from tests.conftest import Run
-from tests.leaving_out import leave_out
+from tests.leaving_out import installed
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, job_id_of, printed, submit
 
@@ -112,9 +111,7 @@ def test_the_script_is_valid_bash(hpcinit: Run, tmp_path: Path, words: list[str]
     (tmp_path / "job.sh").write_text(done.stdout)
     assert "hpcinit_after" in done.stdout
     subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
-    if not shutil.which("shellcheck"):
-        leave_out("shellcheck is not installed: the lines of a restart go unchecked")
-    subprocess.run(["shellcheck", tmp_path / "job.sh"], check=True)
+    subprocess.run([installed("shellcheck"), tmp_path / "job.sh"], check=True)
 
 
 # --- on the cluster
