@@ -99,8 +99,9 @@ def test_a_node_that_loses_its_network(hpcinit: Run, slurm: MiniSlurm, tmp_path:
 def test_a_foreign_server_on_the_port(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, silent: bool) -> None:
     """A server of somebody else on the first port, silent or talking, does not keep the ranks from meeting."""
     done = submit(hpcinit, slurm, "wait=true", "ranks_per_node=1", "--", "true")
-    last = int(json.loads((folder_of(done) / "submission.json").read_text())["job_id"])
-    port = ports.candidates(f"{last + 1}.0.0")[0]
+    # The next submission asks sbatch --test-only first, which takes a number too.
+    job = int(json.loads((folder_of(done) / "submission.json").read_text())["job_id"]) + 2
+    port = ports.candidates(f"{job}.0.0")[0]
     code = (
         "import socket, time\n"
         f"server = socket.create_server(('', {port})); print('ready', flush=True); kept = []\n"
@@ -115,7 +116,7 @@ def test_a_foreign_server_on_the_port(hpcinit: Run, slurm: MiniSlurm, tmp_path: 
         foreign.kill()
         foreign.wait()
     assert status == 0 and all(f"up {rank}" in log for rank, log in enumerate(logs))
-    assert f"rank 0 at n1:{ports.candidates(f'{last + 1}.0.0')[1]}" in logs[0]
+    assert f"rank 0 at n1:{ports.candidates(f'{job}.0.0')[1]}" in logs[0]
 
 
 def with_hosts(tmp_path: Path, rank: int, change: str) -> list[str]:

@@ -137,9 +137,12 @@ def test_run_again_by_hand(hpcinit: Run, slurm: MiniSlurm) -> None:
 
 
 def test_a_job_that_can_never_start_says_so(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
-    """More nodes than there are: Slurm 22.05 queues it and status puts the reason into words, with what to do; 24.11
-    refuses it."""
-    done = submit(hpcinit, idle_slurm, "cluster.partitions.main.nodes=99", "nodes=9", "--", "true")
+    """More nodes than there are: refused where Slurm is asked first. Without that question Slurm 22.05 queues it and
+    status puts the reason into words, with what to do; 24.11 refuses it."""
+    words = ["cluster.partitions.main.nodes=99", "nodes=9", "--", "true"]
+    refused = submit(hpcinit, idle_slurm, *words)
+    assert refused.returncode == 1 and "node configuration is not available" in refused.stderr
+    done = submit(hpcinit, idle_slurm, "test_only=false", *words)
     if tuple(map(int, idle_slurm.version().split(".")[:2])) >= (24, 11):
         assert (done.returncode, done.stdout) == (1, "")
         assert "node configuration is not available" in done.stderr and "--nodes=9 " in done.stderr
@@ -157,16 +160,15 @@ def test_a_job_that_can_never_start_says_so(hpcinit: Run, idle_slurm: MiniSlurm)
 
 
 def test_no_controller(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
-    """With the controller stopped, the folder is kept, not marked as submitted, and the message says how to look."""
+    """With the controller stopped, hpcinit waits as long as it may, says so, and leaves nothing: no job was taken."""
     slurm.stop_controller()
     try:
-        done = submit(hpcinit, slurm, "--", "true")
+        done = submit(hpcinit, slurm, "cluster.submit_patience_s=5", "--", "true")
     finally:
         slurm.start_controller()
-    assert done.returncode == 1 and "the job may exist all the same" in done.stderr and "squeue --me" in done.stderr
-    assert not (tmp_path / "runs/true-0001/submission.json").exists()
-    status = hpcinit("status", "true-0001", env=slurm.env)
-    assert status.returncode == 2 and "was never submitted" in status.stderr
+    assert done.returncode == 1 and "the controller did not take the job in 5 s" in done.stderr
+    assert done.stderr.endswith("nothing was submitted\n")
+    assert not list((tmp_path / "runs").iterdir())
 
 
 HOSTILE = ["$(touch HACKED)", "`touch HACKED`", "x; touch HACKED", "a b  c", "#SBATCH --nodes=3", "x # y", "$HOME \\$HOME",

@@ -268,6 +268,7 @@ def test_a_job_that_was_killed_or_told_to_end_is_followed_by_the_next(hpcinit: R
 
 
 @pytest.mark.slurm
+@pytest.mark.timeout(600)
 def test_a_lost_node_does_not_end_a_chain(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
     """Where a node dies the ranks on the others fail too; the next job begins all the same, as srun says what it was."""
     slurm = idle_slurm
@@ -287,7 +288,8 @@ def test_a_lost_node_does_not_end_a_chain(hpcinit: Run, idle_slurm: MiniSlurm, t
         until(lambda: json.loads((folder / "exit.json").read_text()).get("exit_status"), 120)
         assert json.loads((folder / "exit.json").read_text())["exit_status"] != 0
         (tmp_path / "again").unlink()
-        until(lambda: states(slurm, jobs(folder))[1] == "COMPLETED", 180)
+        # The next job waits until Slurm has given the node up: SlurmdTimeout, and the controller's own pace.
+        until(lambda: states(slurm, jobs(folder))[1] == "COMPLETED", 400)
     finally:
         slurm.start_node("n2")
     assert status(hpcinit, slurm, folder)["link"] == "job 2 of a chain of 2"
