@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,7 @@ Built = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Any], Callable[[], 
 
 def held() -> int:
     """Bytes of all storages behind tensors that Python can reach, made since the last gc.freeze()."""
+    time.sleep(0.1)  # a thread of gloo's lets go of the tensors of a collective a moment after it is over
     found: dict[int, int] = {}
     for thing in gc.get_objects():
         if not isinstance(thing, Tensor):
