@@ -41,7 +41,7 @@ def jobs(folder: Path) -> list[str]:
 def states(slurm: MiniSlurm, ids: list[str]) -> list[str]:
     lines = slurm.run("squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}", "--format=%i %T").splitlines()
     known = dict(line.split() for line in lines)
-    return [known[job] for job in ids]
+    return [known.get(job, "forgotten") for job in ids]  # Slurm forgets a job that ended MinJobAge ago, 5 minutes
 
 
 # --- what is refused without asking Slurm
