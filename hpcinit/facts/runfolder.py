@@ -19,6 +19,7 @@ CANCELLED = "cancelled.json"  # by `hpcinit cancel`: the jobs that it has cancel
 LOGS = "logs"
 JOB_LOG = "logs/job.log"  # the batch script's own output
 RANK_LOG = "logs/rank-{rank}.log"
+TIMELINE = "timeline"  # moments of every rank's start: timeline/JOB/HOST.jsonl, facts/timeline.py
 ERRORS = "errors"  # one record per rank that raised: errors/rank-3.json
 ENV_FOLDER = "HPCINIT_RUN"  # environment variable: the run folder, in every process of the job
 ENDED_EARLY = 143  # exit status in EXIT of an attempt that was told to end: 128 + SIGTERM
