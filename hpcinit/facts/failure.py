@@ -15,8 +15,7 @@ from hpcinit.facts.ranges import ranges
 
 def judge(evidence: Evidence) -> Verdict:
     """The first failure and its cause."""
-    ordered = sorted(evidence.found, key=lambda one: _when(one, evidence.clocks))
-    first = next((one for one in ordered if _is_cause(one, evidence)), None)
+    ordered, first = _ordered(evidence)
     signalled = _signalled(evidence.log, first)
     if signalled:
         verdict = _of_signal(signalled, evidence)
@@ -25,6 +24,21 @@ def judge(evidence: Evidence) -> Verdict:
     else:
         verdict = endings.of_slurm(evidence) or endings.without_record(evidence)
     return _with_echoes(verdict, ordered, evidence)
+
+
+def has_only_echoes(evidence: Evidence) -> bool:
+    """Whether ranks tell of an end that nobody has caused, as far as is known: a cause is written before its echoes,
+    but whoever reads may have come by before it was."""
+    _, first = _ordered(evidence)
+    signalled = _signalled(evidence.log, first)
+    told = bool(evidence.found or evidence.log.ends)
+    return told and first is None and (signalled is None or signalled.how.startswith("Aborted"))
+
+
+def _ordered(evidence: Evidence) -> tuple[list[Found], Found | None]:
+    """All records on one clock, and the first of them that is no echo."""
+    ordered = sorted(evidence.found, key=lambda one: _when(one, evidence.clocks))
+    return ordered, next((one for one in ordered if _is_cause(one, evidence)), None)
 
 
 def _when(one: Found, offsets: Mapping[str, float]) -> float:

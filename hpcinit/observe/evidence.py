@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,9 +29,10 @@ def gather(path: Path, now: state.State) -> Evidence:
     attempt = _json(path / runfolder.EXIT)
     job_id = str(attempt.get("job", "")) or now.job_id
     restart = attempt.get("restart")
+    # The log first: a rank whose end it tells of has left its record by then.
+    log = job_log.read(_text(path / runfolder.JOB_LOG))
     every = list(error_records.read(path / runfolder.ERRORS))
     found = error_records.of_last_attempt(every, job_id, restart if isinstance(restart, int) else None)
-    log = job_log.read(_text(path / runfolder.JOB_LOG))
     slurm = now.engine == "slurm"
     job = _record("job", job_id, "JobId") if slurm else {}
     tails, oom = _tails(path, {one.record.rank for one in found})
@@ -55,6 +57,14 @@ def gather(path: Path, now: state.State) -> Evidence:
         step=max([int(told.get("step", -1)), *(one.record.step for one in found)]),
         time_min=slurm_records.minutes(job.get("TimeLimit")),
     )
+
+
+def age_s(path: Path, found: Evidence) -> float:
+    """Seconds since the newest of what the ranks and the batch script have left."""
+    written = [one.written for one in found.found]
+    with contextlib.suppress(OSError):
+        written.append((path / runfolder.JOB_LOG).stat().st_mtime)
+    return time.time() - max(written, default=0.0)
 
 
 def _differences(path: Path, found: Sequence[Found]) -> Iterator[tuple[str, float]]:

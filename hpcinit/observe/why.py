@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from hpcinit.facts.ranges import ranges
 from hpcinit.observe import bad_nodes, evidence, find, progress, reasons, state, sweep
 
 WELL, ASKED = "none", "stopped"  # kinds of a verdict on a run in which nothing failed
+YOUNG_S, MOMENT_S = 3.0, 1.0  # srun tells of a rank that was killed within a second of its peers
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,13 +46,24 @@ def of_run(path: Path, now: state.State) -> Verdict:
         return Verdict(
             f"job {now.job_id} waits{f' ({now.reason})' * bool(now.reason)}: nothing has failed", WELL, meaning
         )
-    found = evidence.gather(path, now)
+    found = _evidence(path, now)
     bad_nodes.note(path, found)
     if now.name == "COMPLETED":
         return _well(path, found)
     if not now.over and now.source != state.NOBODY and not now.forgotten:
         return _going(path, now, found)
     return failure.judge(found)
+
+
+def _evidence(path: Path, now: state.State) -> Evidence:
+    """Gathered anew where only echoes are there, and once more while they are young: their cause may be under way."""
+    found = evidence.gather(path, now)
+    if failure.has_only_echoes(found):
+        found = evidence.gather(path, now)
+    if failure.has_only_echoes(found) and evidence.age_s(path, found) < YOUNG_S:
+        time.sleep(MOMENT_S)
+        found = evidence.gather(path, now)
+    return found
 
 
 def _well(path: Path, found: Evidence) -> Verdict:

@@ -22,7 +22,18 @@ from hpcinit.facts.layout import Layout
 from hpcinit.facts.spec import Hang, Samples, Spec, Training, of_this_run
 from hpcinit.facts.stopping import Stopping
 from hpcinit.facts.world import World
-from hpcinit.runtime import binding, deepspeed, devices, foreign, mesh, process_group, rendezvous, seeds, teardown
+from hpcinit.runtime import (
+    binding,
+    deepspeed,
+    devices,
+    foreign,
+    mesh,
+    process_group,
+    program,
+    rendezvous,
+    seeds,
+    teardown,
+)
 from hpcinit.runtime.request import Plan, Request, resolve
 from hpcinit.runtime.runtime import Runtime, _Changing
 
@@ -237,6 +248,9 @@ def _as_session(start: Callable[_P, Runtime]) -> Callable[_P, AbstractContextMan
         runtime = start(*args, **kwargs)
         try:
             yield runtime
+        except BaseException as error:
+            program.record(error, runtime.world)  # before its peers see the group go, and tell of that
+            raise
         finally:
             shutdown()
 

@@ -107,6 +107,8 @@ def _python(program: Program, world: World) -> int:
         if status != 0:
             record(error, world)
             rendezvous.leave(f"exit status {status}")
+        else:
+            _forget(world)
         return status
     except HpcinitError as error:
         # The message says it all; where it was raised from stands in the record.
@@ -119,6 +121,7 @@ def _python(program: Program, world: World) -> int:
         record(error, world)
         rendezvous.leave("".join(traceback.format_exception_only(error)).strip())
         return 130 if isinstance(error, KeyboardInterrupt) else 1
+    _forget(world)
     return 0
 
 
@@ -186,7 +189,7 @@ def _print(error: BaseException) -> None:
 def record(error: BaseException, world: World) -> None:
     """errors/rank-N.json in the run folder, if there is one; the first of this attempt stays, it is the nearer one."""
     folder = os.environ.get(runfolder.ENV_FOLDER)
-    if not folder:
+    if not folder or (isinstance(error, SystemExit) and not error.code):
         return
     at, step = phase.now()
     document = ErrorRecord(
@@ -210,3 +213,13 @@ def record(error: BaseException, world: World) -> None:
         temporary.replace(path)
     except OSError as problem:  # the disk may be what failed; the traceback is in the log all the same
         print(f"hpcinit: cannot write {path}: {problem.strerror}", file=sys.stderr)
+
+
+def _forget(world: World) -> None:
+    """What a session has recorded in this attempt, and the program has caught: the rank has ended well."""
+    folder = os.environ.get(runfolder.ENV_FOLDER)
+    below = Path(folder or os.devnull) / runfolder.ERRORS
+    for found in error_records.read(below, f"rank-{world.rank}.json"):
+        if found.record.job == world.job:
+            with contextlib.suppress(OSError):
+                (below / found.record.name).unlink()

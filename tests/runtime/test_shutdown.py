@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import Run
 from tests.runtime.spawned import DEEPSPEED, ranks
+from tests.submitting import folder_of, printed
 
 
 @pytest.mark.parametrize(("how", "victim"), [("SIGKILL", 0), ("SIGSTOP", 0), ("SIGSTOP", 2)])
@@ -93,3 +95,26 @@ def test_deepspeed_forgets_its_groups(tmp_path: Path) -> None:
     with ranks(DEEPSPEED + textwrap.dedent(code), 2, tmp_path) as started:
         ended = [rank.end() for rank in started]
     assert [(status, log.splitlines()[-1]) for status, log in ended] == [(0, "2.0")] * 2
+
+
+def test_an_error_is_recorded_before_the_group_goes(hpcinit: Run, tmp_path: Path) -> None:
+    """A session that raises leaves its record before its peers can tell of a closed connection; the record of a rank
+    that catches the error and ends well goes."""
+    (tmp_path / "train.py").write_text(
+        textwrap.dedent("""
+        import os, pathlib, hpcinit
+        from hpcinit.runtime import teardown
+        real, record = teardown.destroy, pathlib.Path(os.environ["HPCINIT_RUN"], "errors/rank-0.json")
+        def destroy(*words):
+            print("recorded", "bad sample 17" in record.read_text())
+            real(*words)
+        teardown.destroy = destroy
+        try:
+            with hpcinit.session(): raise ValueError("bad sample 17")
+        except ValueError:
+            print("caught", record.exists(), flush=True)
+    """)
+    )
+    folder = folder_of(hpcinit("submit", "ranks_per_node=1", "wait=true", "--", "train.py"))
+    assert printed(folder, 0) == "recorded True\ncaught True\n"
+    assert not list((folder / "errors").glob("*"))
