@@ -20,6 +20,7 @@ help:
 	@echo "make chaos         faults in the middle of a training, and the table of what came of them, docs/chaos.md (root)"
 	@echo "make cluster       start a real 4-node Slurm on this machine (root); make cluster-down ends it"
 	@echo "make bench         submit latency and bring-up beside peers (root)"
+	@echo "make docs          the documentation as a site, in site/; its warnings are errors"
 	@echo "make lint          ruff, mypy, shellcheck"
 
 demo: $(VENV)/job
@@ -78,6 +79,10 @@ lint: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/shellcheck sbatch/*.sbatch .ci/run
+
+.PHONY: docs
+docs: $(VENV)/dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 clean:
 	rm -rf $(VENV)

@@ -15,28 +15,28 @@ LAST = ("cluster",)  # what a site's file says once for all
 
 def text() -> str:
     """'nodes=1                            number of nodes', a line for each key; those without a table first."""
-    tables = sorted((item for item in fields(Config) if _table(item)), key=lambda item: item.name in LAST)
+    groups = sorted((item for item in fields(Config) if table(item)), key=lambda item: item.name in LAST)
     parts = ["\n".join(_lines("", Config))]
-    parts += ["\n".join(_lines(f"{table.name}.", _table(table))) for table in tables]
+    parts += ["\n".join(_lines(f"{item.name}.", table(item))) for item in groups]
     return "\n\n".join(parts)
 
 
-def _lines(prefix: str, table: Any) -> Iterator[str]:
-    for item in fields(table):
-        if not _table(item):
-            word = f"{prefix}{item.name}={_shown(item)}"
+def _lines(prefix: str, group: Any) -> Iterator[str]:
+    for item in fields(group):
+        if not table(item):
+            word = f"{prefix}{item.name}={shown(item)}"
             gap = " " * (WIDTH - len(word)) if len(word) < WIDTH else "\n" + " " * (WIDTH + 2)
             yield f"  {word}{gap}{item.metadata['help']}"
         elif prefix:
-            yield from _lines(f"{prefix}{item.name}.", _table(item))
+            yield from _lines(f"{prefix}{item.name}.", table(item))
 
 
-def _table(item: Field[Any]) -> Any:
+def table(item: Field[Any]) -> Any:
     """The dataclass of a table of keys, None of a key."""
     return item.default_factory if is_dataclass(item.default_factory) else None
 
 
-def _shown(item: Field[Any]) -> str:
+def shown(item: Field[Any]) -> str:
     """As in YAML. Nothing where a file has to say it."""
     value = item.default if item.default_factory is MISSING else item.default_factory()
     if value == MUST:

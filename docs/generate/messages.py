@@ -1,0 +1,114 @@
+"""Every message that hpcinit ends with, as the code has it: found in the source, never typed by hand."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcinit.facts import errors
+
+PACKAGE = Path(errors.__file__).parent.parent
+KINDS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+SHORTEST = 12  # letters of a text that is a message, and not a word that some function yields
+
+
+@dataclass(frozen=True)
+class Message:
+    """template: with <what is put in>. about: what the function that says it is for. module: 'config.checks'."""
+
+    template: str
+    kind: str
+    exit_status: int
+    module: str
+    about: str
+
+
+def all_messages() -> list[Message]:
+    """In the order of modules and lines; the same words in one module once."""
+    found: dict[tuple[str, str], Message] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+        tree = ast.parse(path.read_text())
+        for message in _of(tree, module):
+            found.setdefault((module, message.template), message)
+    return list(found.values())
+
+
+def _of(tree: ast.Module, module: str) -> Iterator[Message]:
+    about = _first_line(tree)
+    returned = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for function, node in _statements(tree):
+        kind, texts = _said(node, module)
+        for text in texts:
+            purpose = (_first_line(function) if function else "") or about
+            for template in _templates(text, returned):
+                if sum(letter.isalpha() for letter in template) >= SHORTEST and " " in template:
+                    yield Message(template, kind, KINDS[kind].exit_status, module, purpose)
+
+
+def _statements(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef | None, ast.stmt | ast.expr]]:
+    """Each raise and yield with the function that it stands in."""
+
+    def below(node: ast.AST, function: ast.FunctionDef | None) -> Iterator[tuple[ast.FunctionDef | None, ast.AST]]:
+        for child in ast.iter_child_nodes(node):
+            inside = child if isinstance(child, ast.FunctionDef) else function
+            if isinstance(child, ast.Raise | ast.Yield):
+                yield inside, child
+            yield from below(child, inside)
+
+    yield from below(tree, None)  # type: ignore[misc]
+
+
+def _said(node: ast.AST, module: str) -> tuple[str, list[ast.expr]]:
+    """The error's name and its messages; a problem in the config is yielded and raised with all others at the end."""
+    if isinstance(node, ast.Yield):
+        return "ConfigError", [node.value] if module.startswith("config.") and node.value else []
+    call = node.exc if isinstance(node, ast.Raise) else None
+    name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
+    return (name, list(call.args)) if name in KINDS and isinstance(call, ast.Call) else ("", [])
+
+
+def _templates(text: ast.expr, functions: dict[str, ast.FunctionDef]) -> list[str]:
+    """What an expression may say; a call of a function of the module stands for what that returns."""
+    if isinstance(text, ast.Call) and isinstance(text.func, ast.Name) and text.func.id in functions:
+        ends = [node.value for node in ast.walk(functions[text.func.id]) if isinstance(node, ast.Return)]
+        rest = {name: node for name, node in functions.items() if name != text.func.id}
+        return [template for end in ends if end for template in _templates(end, rest)]
+    if isinstance(text, ast.IfExp):
+        return _templates(text.body, functions) + _templates(text.orelse, functions)
+    words = _words(text)
+    return [] if words is None else [" ".join(words.split())]
+
+
+def _words(text: ast.expr) -> str | None:
+    """None for what is no text of ours."""
+    if isinstance(text, ast.Constant):
+        return text.value if isinstance(text.value, str) else None
+    if isinstance(text, ast.JoinedStr):
+        return "".join(
+            str(part.value) if isinstance(part, ast.Constant) else f"<{_name(part.value)}>"  # type: ignore[attr-defined]
+            for part in text.values
+        )
+    if isinstance(text, ast.BinOp) and isinstance(text.op, ast.Add):
+        sides = [_words(side) for side in (text.left, text.right)]
+        return None if sides == [None, None] else "".join(side or "<...>" for side in sides)
+    return None
+
+
+def _name(value: ast.expr) -> str:
+    """One word for what is put in: 'nodes' for config.nodes, '...' for more than a name."""
+    if isinstance(value, ast.Attribute):
+        return value.attr
+    if isinstance(value, ast.Name):
+        return value.id
+    if isinstance(value, ast.Call) and len(value.args) == 1:
+        return _name(value.args[0])
+    if isinstance(value, ast.Subscript):
+        return _name(value.value)
+    return "..."
+
+
+def _first_line(node: ast.Module | ast.FunctionDef) -> str:
+    return (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ")
