@@ -3,36 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpcinit.runtime.meeting import wire
+from hpcinit.runtime.meeting import clock, turns, wire
 from hpcinit.runtime.meeting.roll import Guest
 
 STRANGER_S = 10.0  # who has not proved anything by then is shown out
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Caller:
-    """One connection. guest: the rank that it turned out to be. left: it has said goodbye."""
+    """One connection. since: it has said something. heard: seconds since 1970 at which its last words were read.
+    guest: the rank that it turned out to be. left: it has said goodbye."""
 
     socket: socket.socket
     since: float = field(default_factory=time.monotonic)
     lines: wire.Lines = field(default_factory=wire.Lines)
+    heard: float = 0.0
     challenge: str = ""
     guest: Guest | None = None
     left: bool = False
 
     def send(self, message: dict[str, Any]) -> None:
+        self.send_line(wire.encode(message))
+
+    def send_line(self, line: bytes) -> None:
         # A line or two: the kernel's buffer takes it whole unless the peer has stopped reading. If the peer is
         # gone, the next read of this connection finds out.
         with contextlib.suppress(OSError):
-            self.socket.send(wire.encode(message))
+            self.socket.send(line)
 
 
 class Callers:
@@ -49,7 +56,9 @@ class Callers:
         lose: Callable[[Caller], None],
     ) -> None:
         self._listener, self._hear, self._lose = listener, hear, lose
-        self._stopping = False
+        self._stopping = self._said_out_of_files = False
+        self._strangers: dict[Caller, None] = {}  # those who have not said anything for longest first
+        listener.setblocking(False)
         self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         for own in (self._listener, self._woken):
@@ -74,51 +83,79 @@ class Callers:
             own.close()
 
     def _run(self) -> None:
-        while not self._stopping:
-            for key, _ in self._selector.select(self._patience_s()):
-                if key.fileobj is self._listener:
-                    self._admit()
-                elif key.data is not None:
-                    self._read(key.data)
-            self._show_out()
+        with turns.quick():
+            while not self._stopping:
+                ready = self._selector.select(self._patience_s())
+                looked = time.monotonic()
+                for key, _ in ready:
+                    if key.fileobj is self._listener:
+                        self._admit()
+                    elif key.data is not None:
+                        self._read(key.data)
+                self._show_out(looked)
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]  # all of them are sockets
         self._selector.close()
         self._waker.close()
 
     def _admit(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-            connection.setblocking(False)
-            # Or a second line waits for the receipt of the first, which takes the peer's kernel 40 ms.
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError:  # gone again, or no file descriptor left
-            return
-        self._selector.register(connection, selectors.EVENT_READ, Caller(connection))
+        """Some of those who wait: the rest come next, and those who are in are heard in between."""
+        for _ in range(64):
+            try:
+                connection, _where = self._listener.accept()
+            except OSError as error:  # nobody waits any more, or one is gone again
+                if error.errno in {errno.EMFILE, errno.ENFILE}:
+                    self._out_of_files()
+                return
+            with contextlib.suppress(OSError):
+                connection.setblocking(False)
+                # Or a second line waits for the receipt of the first, which takes the peer's kernel 40 ms.
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            caller = Caller(connection)
+            self._strangers[caller] = None
+            self._selector.register(connection, selectors.EVENT_READ, caller)
 
     def _read(self, caller: Caller) -> None:
         try:
             data = caller.socket.recv(65_536)
             if not data:
                 raise EOFError
-            for message in caller.lines.feed(data):
+            caller.heard = clock.now()
+            messages = caller.lines.feed(data)
+            for message in messages:
                 self._hear(caller, message)
         except BlockingIOError:
             return
         except Exception:  # whatever a peer sends must not end this thread: all other ranks depend on it
+            self._strangers.pop(caller, None)
             self._selector.unregister(caller.socket)
             self._lose(caller)
-
-    def _strangers(self) -> list[Caller]:
-        return [key.data for key in self._selector.get_map().values() if key.data and key.data.guest is None]
+            return
+        if messages and caller in self._strangers:
+            del self._strangers[caller]
+            if caller.guest is None:
+                caller.since = time.monotonic()
+                self._strangers[caller] = None
 
     def _patience_s(self) -> float | None:
         """How long until a stranger must be shown out; None while there is none."""
-        since = [stranger.since for stranger in self._strangers()]
-        return max(0.0, min(since) + STRANGER_S - time.monotonic()) if since else None
+        longest = next(iter(self._strangers), None)
+        return max(0.0, longest.since + STRANGER_S - time.monotonic()) if longest else None
 
-    def _show_out(self) -> None:
-        for stranger in self._strangers():
-            if time.monotonic() - stranger.since > STRANGER_S:
-                self._selector.unregister(stranger.socket)
-                stranger.socket.close()
+    def _show_out(self, looked: float) -> None:
+        """looked: up to when everything that they have said was read."""
+        while (longest := next(iter(self._strangers), None)) and looked - longest.since >= STRANGER_S:
+            del self._strangers[longest]
+            self._selector.unregister(longest.socket)
+            longest.socket.close()
+
+    def _out_of_files(self) -> None:
+        if not self._said_out_of_files:
+            self._said_out_of_files = True
+            print(
+                "hpcinit: rank 0 cannot take more connections: too many open files; it needs two for each rank: raise "
+                "the hard limit (ulimit -Hn) on its node",
+                file=sys.stderr,
+                flush=True,
+            )
+        time.sleep(0.05)  # the kernel would tell of them again at once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from typing import Any
 
 from hpcinit.facts import hosts
 from hpcinit.facts.world import World
-from hpcinit.runtime.meeting import card, listening, wire
+from hpcinit.runtime.meeting import card, clock, listening, wire
 from hpcinit.runtime.meeting.callers import Caller, Callers
 from hpcinit.runtime.meeting.knocking import Claim
 from hpcinit.runtime.meeting.party import Party
@@ -28,9 +29,11 @@ class Door(Party):
 
     def __init__(self, world: World, address: str, key: str, job: str, made_of: Mapping[str, str]) -> None:
         super().__init__()
+        self.clock_offset_s = self.clock_uncertainty_s = 0.0
         self.roll = Roll(world.world_size, world.hosts)
-        self.roll.guests[0] = Guest(0, **card.identity())
-        self._inside: list[Caller] = []  # the ranks that were let in; changed and walked under _changed
+        self.roll.enter(Guest(0, **card.identity()))
+        self._inside: dict[Caller, None] = {}  # the ranks that were let in; changed and walked under _changed
+        self._told: dict[str, tuple[float, str]] = {}  # by phase: when, and who was missing
         self._claim = Claim(0, key, job, made_of)
         self._said_store = self._closing = self._waited_long = False
         listening.allow_many_files(world.world_size)
@@ -49,7 +52,7 @@ class Door(Party):
 
     def tell(self, phase: str) -> None:
         with self._changed:
-            self.roll.guests[0].move(phase)
+            self.roll.move(self.roll.guests[0], phase)
             self._react()
 
     def offer_store(self, port: int) -> None:
@@ -83,7 +86,7 @@ class Door(Party):
                 self._changed.wait(left)
 
     def _all_have_been_here(self) -> bool:
-        return len(self.roll.guests) >= self.roll.world_size
+        return self.roll.all_reached("started")
 
     def close(self) -> None:
         with self._changed:
@@ -122,7 +125,8 @@ class Door(Party):
                 raise wire.NotOurs("another job")
             caller.challenge = wire.challenge()
             answer = wire.proof(self._claim.key, "door", message["challenge"], self._claim.job)
-            caller.send({"hello": wire.GREETING, "proof": answer, "challenge": caller.challenge})
+            mine = {"proof": answer, "challenge": caller.challenge}
+            caller.send({"hello": wire.GREETING, **mine, **clock.stamp(caller.heard)})
         else:
             rank = message["rank"]
             if not isinstance(rank, int):
@@ -135,14 +139,13 @@ class Door(Party):
         guest = caller.guest
         assert guest is not None
         if "phase" in message:
-            guest.move(str(message["phase"]))
+            self.roll.move(guest, str(message["phase"]))
         if "error" in message:
             guest.error = str(message["error"])
             if not guest.reached("up"):
-                guest.gone = True
-                self._fail(self.roll.lost())
+                self._mourn(guest)
         if "who" in message:
-            caller.send({"missing": self.roll.missing(str(message["who"]))})
+            caller.send({"missing": self._recently_missing(str(message["who"]))})
         caller.left |= "bye" in message
 
     def _register(self, caller: Caller, guest: Guest, made_of: dict[str, str]) -> None:
@@ -160,9 +163,10 @@ class Door(Party):
             print(f"hpcinit: refused: {refusal}", file=sys.stderr, flush=True)
             caller.send({"refused": refusal})
             raise wire.NotOurs(refusal)
-        caller.guest = self.roll.guests[guest.rank] = guest
-        self._inside.append(caller)
-        caller.send({"welcome": self.program_port})
+        caller.guest = guest
+        self.roll.enter(guest)
+        self._inside[caller] = None
+        caller.send({"welcome": self.program_port, **clock.stamp(caller.heard)})
         if self.failure:
             caller.send({"failed": self.failure})
         if different := card.differences(self._claim.made_of, made_of):
@@ -173,12 +177,13 @@ class Door(Party):
         if not self._all_came and self.roll.all_reached("started"):
             self._all_came = True
             self._send_all({"all": True})
+            self._changed.notify_all()
         if not self._said_store and self._store_port is not None and self.roll.all_reached("imported"):
             self._said_store = True
             self._send_all({"store": self._store_port})
+            self._changed.notify_all()
         if self.roll.all_reached("up"):
             self._close()
-        self._changed.notify_all()
 
     def _close(self) -> None:
         """Say that the end of the connections is none of a rank; under the lock."""
@@ -201,12 +206,25 @@ class Door(Party):
             guest = caller.guest
             if guest is None:
                 return
-            self._inside.remove(caller)
+            del self._inside[caller]
             if caller.left or guest.reached("up"):
                 return
-            guest.gone = True
+            self._mourn(guest)
+
+    def _mourn(self, guest: Guest) -> None:
+        guest.gone = True
+        if not self.failure:  # else all others leave too, and who was first is told already
             self._fail(self.roll.lost())
 
+    def _recently_missing(self, phase: str) -> str:
+        """At the deadline every rank asks, and the answer takes a walk over all ranks: one walk a second is enough."""
+        at, told = self._told.get(phase, (-math.inf, ""))
+        if time.monotonic() - at > 1:
+            told = self.roll.missing(phase)
+            self._told[phase] = (time.monotonic(), told)
+        return told
+
     def _send_all(self, message: dict[str, Any]) -> None:
+        line = wire.encode(message)
         for caller in self._inside:
-            caller.send(message)
+            caller.send_line(line)

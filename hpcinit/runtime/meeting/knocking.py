@@ -9,13 +9,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hpcinit.facts.errors import BringUpError
-from hpcinit.runtime.meeting import card, wire
+from hpcinit.runtime.meeting import card, clock, wire
 
 KNOCK_S = 3.0  # a server that has not proved itself by then is somebody else's
 
 
 class Refused(BringUpError):
     """The door is ours, and it does not let this process in."""
+
+
+class Silent(wire.NotOurs):
+    """Somebody listens and has not said anything in time: another program, or our door behind a crowd."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +33,14 @@ class Claim:
 
 
 class Welcome(NamedTuple):
-    """An open connection; the port for a program's own rendezvous; what the door has said since."""
+    """An open connection; the port for a program's own rendezvous; what the door has said since; how far ahead rank 0's
+    clock is."""
 
     socket: socket.socket
     lines: wire.Lines
     program_port: int
     rest: list[dict[str, Any]]
+    offset: clock.Offset
 
 
 def knock(address: str, port: int, claim: Claim, patience_s: float = KNOCK_S, deadline: float = 0.0) -> Welcome:
@@ -53,7 +59,7 @@ def knock(address: str, port: int, claim: Claim, patience_s: float = KNOCK_S, de
         return _introduce(connection, claim, until, max(until, deadline))
     except TimeoutError:
         connection.close()
-        raise wire.NotOurs("somebody listens there who says nothing") from None
+        raise Silent("somebody listens there who says nothing") from None
     except (OSError, EOFError, wire.NotOurs, KeyError):
         connection.close()
         raise wire.NotOurs("somebody else's server") from None
@@ -64,15 +70,19 @@ def knock(address: str, port: int, claim: Claim, patience_s: float = KNOCK_S, de
 
 def _introduce(connection: socket.socket, claim: Claim, until: float, deadline: float) -> Welcome:
     """The key itself is never sent."""
-    mine, lines = wire.challenge(), wire.Lines()
+    mine, lines, offset = wire.challenge(), wire.Lines(), clock.Offset()
+    sent = clock.now()
     connection.sendall(wire.encode({"hello": wire.GREETING, "job": claim.job, "challenge": mine}))
     (answer,) = wire.receive(connection, lines, until)[:1]
+    offset.learn(sent, answer.get("clock"), clock.now())
     if not wire.same(answer["proof"], wire.proof(claim.key, "door", mine, claim.job)):
         raise wire.NotOurs("no proof")
     vouched = wire.proof(claim.key, "guest", answer["challenge"], str(claim.rank))
     hand = {"rank": claim.rank, "proof": vouched, "made_of": dict(claim.made_of), **card.identity()}
+    sent = clock.now()
     connection.sendall(wire.encode(hand))
     first, *rest = wire.receive(connection, lines, deadline)
+    offset.learn(sent, first.get("clock"), clock.now())
     if "refused" in first:
         raise Refused(first["refused"])
-    return Welcome(connection, lines, int(first["welcome"]), rest)
+    return Welcome(connection, lines, int(first["welcome"]), rest, offset)

@@ -13,6 +13,8 @@ from hpcinit.facts.errors import BringUpError
 from hpcinit.runtime.meeting import card, wire
 from hpcinit.runtime.meeting.knocking import KNOCK_S, Claim, knock
 
+FILES_BESIDES = 64  # Python's own, and rank 0's streams and sockets
+
 
 def open_door(address: str, candidates: tuple[int, ...], claim: Claim) -> tuple[socket.socket, int]:
     """A listener, and the port for the program. Raises BringUpError; Refused if another process is rank 0 already.
@@ -73,9 +75,15 @@ def look_for_another(address: str, ports: Iterable[int], claim: Claim) -> None:
 
 
 def allow_many_files(ranks: int) -> None:
-    """One descriptor per rank, and some for the program; up to what the administrator allows."""
+    """Two descriptors per rank, for the door and for torch's store, and some for the program; up to what the
+    administrator allows. Raises BringUpError where that is not enough for the door."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = ranks + 1024
+    if hard != resource.RLIM_INFINITY and hard < ranks + FILES_BESIDES:
+        raise BringUpError(
+            f"rank 0 may have {hard} files open on {card.identity()['host']} (ulimit -Hn), and each of the {ranks} "
+            f"ranks comes with two connections: raise the hard limit there to {2 * ranks + 1024} or more"
+        )
+    needed = 2 * ranks + 1024
     if soft != resource.RLIM_INFINITY and soft < needed:
         with contextlib.suppress(ValueError, OSError):
             most = needed if hard == resource.RLIM_INFINITY else min(hard, needed)

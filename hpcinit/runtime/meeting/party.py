@@ -14,12 +14,15 @@ class Party(ABC):
     """One process's part in the meeting.
 
     address: where rank 0 was met. own_address: of this node, as seen from there. program_port: for a program's own
-    rendezvous. failure: why the start-up has failed, '' while it has not.
+    rendezvous. failure: why the start-up has failed, '' while it has not. clock_offset_s: to be added to a time of this
+    node (seconds since 1970) for rank 0's, right to within clock_uncertainty_s; None where it was not learnt.
     """
 
     address = ""
     own_address = ""
     program_port = 0
+    clock_offset_s: float | None = None
+    clock_uncertainty_s: float | None = None
 
     def __init__(self) -> None:
         self.failure = ""

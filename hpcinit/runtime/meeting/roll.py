@@ -13,7 +13,7 @@ from hpcinit.facts.ranges import ranges
 PHASES = ("started", "imported", "joined", "up")
 
 
-@dataclass
+@dataclass(slots=True)
 class Guest:
     """One rank that came in."""
 
@@ -25,23 +25,42 @@ class Guest:
     error: str = ""
     gone: bool = False
 
-    def move(self, phase: str) -> None:
-        self.phase, self.since = phase, time.monotonic()
-
     def reached(self, phase: str) -> bool:
         return PHASES.index(self.phase) >= PHASES.index(phase)
 
 
 class Roll:
-    """The list of all ranks of one start. Not locked: its owner does that."""
+    """The list of all ranks of one start. Not locked: its owner does that.
+
+    What is asked at each message (has everybody got so far?) is counted; words about who has not take a walk.
+    """
 
     def __init__(self, world_size: int, hosts: Sequence[str]) -> None:
         self.world_size = world_size
         self.hosts = hosts
         self.guests: dict[int, Guest] = {}
+        self._reached = dict.fromkeys(PHASES, 0)
+
+    def enter(self, guest: Guest) -> None:
+        """In the place of the guest of this rank that was there before, if there was one."""
+        if before := self.guests.get(guest.rank):
+            self._count(before.phase, -1)
+        self.guests[guest.rank] = guest
+        self._count(guest.phase, 1)
+
+    def move(self, guest: Guest, phase: str) -> None:
+        """Raises ValueError for what is no phase."""
+        PHASES.index(phase)
+        self._count(guest.phase, -1)
+        guest.phase, guest.since = phase, time.monotonic()
+        self._count(phase, 1)
+
+    def _count(self, phase: str, change: int) -> None:
+        for reached in PHASES[: PHASES.index(phase) + 1]:
+            self._reached[reached] += change
 
     def all_reached(self, phase: str) -> bool:
-        return len(self.guests) == self.world_size and all(g.reached(phase) for g in self.guests.values())
+        return self._reached[phase] == self.world_size
 
     def dead(self) -> list[Guest]:
         """Those who left before they were up, the first to leave first."""
@@ -56,7 +75,8 @@ class Roll:
             return ""
         parts = []
         if absent:
-            empty = sorted(set(self.hosts) - {g.host for g in self.guests.values()}, key=list(self.hosts).index)
+            seen = {guest.host for guest in self.guests.values()}
+            empty = [host for host in dict.fromkeys(self.hosts) if host not in seen]
             where = f" (nobody came from {', '.join(empty)})" if empty else ""
             parts.append(f"{ranks(absent)} never arrived{where}")
         for guest in sorted(late, key=lambda guest: guest.rank)[:16]:

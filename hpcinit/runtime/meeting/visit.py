@@ -18,6 +18,8 @@ from hpcinit.runtime.meeting.party import Party
 # Between two rounds of knocking, growing: ranks that start at the same time must not wait long for rank 0 to be
 # the slower one, and thousands of ranks must not knock for minutes at that rate.
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.005, 1.0
+KNOCKING_RANKS = 4096  # with more, each pauses for longer: rank 0's node gets no more knocks than from so many
+LONGEST_SILENCE_S = 60.0  # that a rank listens to one who says nothing
 
 
 class Visit(Party):
@@ -42,7 +44,9 @@ class Visit(Party):
         self._claim = knocking.Claim(world.rank, key, job, made_of)
         self._closed = False
         self._missing: str | None = None
-        self._socket, self._lines, self.program_port, said = self._find(resolve, deadline)
+        self._socket, self._lines, self.program_port, said, offset = self._find(resolve, deadline)
+        if offset.known:
+            self.clock_offset_s, self.clock_uncertainty_s = offset.known
         self.address = str(self._socket.getpeername()[0])
         self.own_address = str(self._socket.getsockname()[0])
         for message in said:
@@ -53,22 +57,28 @@ class Visit(Party):
 
     def _find(self, resolve: Callable[[], list[str]], deadline: float) -> knocking.Welcome:
         seen: dict[str, str] = {}
-        pause = FIRST_PAUSE_S
+        listen_s: dict[str, float] = {}
+        pause, longest_pause = FIRST_PAUSE_S, LAST_PAUSE_S * max(1.0, self._world.world_size / KNOCKING_RANKS)
         while True:
             try:
                 for address in resolve():
                     for port in self._world.master_ports:
-                        patience = max(0.1, min(knocking.KNOCK_S, deadline - time.monotonic()))
+                        where = f"{address}:{port}"
+                        silence_s = listen_s.get(where, knocking.KNOCK_S)
+                        patience = max(0.1, min(silence_s, deadline - time.monotonic()))
                         try:
                             return knocking.knock(address, port, self._claim, patience, deadline)
                         except wire.NotOurs as error:
-                            seen[f"{address}:{port}"] = str(error)
+                            seen[where] = str(error)
+                            # It may be our door behind a crowd: who gives up goes to the end of the queue.
+                            if isinstance(error, knocking.Silent):
+                                listen_s[where] = min(LONGEST_SILENCE_S, 2 * silence_s)
             except WorldError as error:
                 seen[self._world.master_addr] = str(error)
             if time.monotonic() > deadline:
                 raise BringUpError(self._no_door(seen))
             time.sleep(pause * random.uniform(0.5, 1.5))  # thousands of ranks must not knock in step
-            pause = min(LAST_PAUSE_S, pause * 1.5)
+            pause = min(longest_pause, pause * 1.5)
 
     def tell(self, phase: str) -> None:
         self._send({"phase": phase})
