@@ -10,6 +10,7 @@ from typing import TypeVar
 from hpcinit.config import (
     chains,
     extra_options,
+    launches,
     needs,
     partition,
     places,
@@ -23,7 +24,7 @@ from hpcinit.facts import hosts, quoting, secret_names
 from hpcinit.facts.deepspeed_options import OFFLOAD, OPTIMIZERS
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.layout import CP_KINDS
-from hpcinit.facts.spec import CHECKPOINTING, DEVICE_ID, HANG_ACTIONS, PARAM, REDUCE, SEED_BY, WRAPS
+from hpcinit.facts.spec import CHECKPOINTING, DEVICE_ID, HANG_ACTIONS, LAUNCHES, PARAM, REDUCE, SEED_BY, WRAPS
 from hpcinit.facts.stopping import SIGNALS
 from hpcinit.facts.timeouts import TimeoutLaw
 
@@ -43,7 +44,7 @@ CHOICES = {
     "deepspeed.offload_param": OFFLOAD,
     "deepspeed.offload_optimizer": OFFLOAD,
     "deepspeed.optimizer": OPTIMIZERS,
-    "launch.kind": ("srun",),
+    "launch.kind": LAUNCHES,
     "cluster.container.runtime": surroundings.RUNTIMES,
     "stop.signal": SIGNALS,
     "snapshot": ("none", "git"),
@@ -58,6 +59,7 @@ AT_LEAST_ONE = (
 AT_LEAST_ZERO = (
     *("cluster.gpus_per_node", "mem_gb", "cluster.mem_gb", "cluster.mem_gb_per_rank"),
     *("launch.wait_s", "seed", "gradient_clip", "stop.margin_s", "hang.after_s", "restart.budget", "spares"),
+    "launch.max_restarts",
 )
 MORE_THAN_ZERO = (
     *("comm.collective_timeout_s", "comm.timeout_base_s", "comm.timeout_max_s", "cluster.gpu_mem_gb"),
@@ -78,7 +80,7 @@ def problems(config: Config) -> list[str]:
     for check in (
         *(_choices, _finite, _numbers, _more_numbers, _names, _texts),
         *(extra_options.problems, program.problems, surroundings.problems, secret_files.problems, chains.problems),
-        *(needs.problems, partition.problems, places.problems),
+        *(needs.problems, partition.problems, places.problems, launches.problems),
     ):
         found.extend(check(config))
     if not found:  # arithmetic on numbers that are wrong by themselves only adds noise

@@ -198,7 +198,12 @@ class Job:
 class Launch:
     """How the ranks are started on the nodes."""
 
-    kind: str = key("srun: one Slurm task per rank", "srun")
+    kind: str = key(
+        "srun: a Slurm task per rank; fork: one per node, which imports once and forks; torchrun: an agent per node",
+        "srun",
+    )
+    preload: list[str] = key("fork: modules that are imported once per node, DeepSpeed too where it is used", ["torch"])
+    max_restarts: int = key("torchrun: how often its agents start the ranks again before the step fails", 0)
     kill_on_bad_exit: bool = key("end the step when one rank fails; srun's own default waits for ever", True)
     wait_s: Optional[int] = key("end the step this long after the first rank has ended; 0: never; null: the site's", 0)
     cpu_bind: Optional[str] = key("srun --cpu-bind; null: the site's", "${cluster.cpu_bind}")

@@ -28,6 +28,7 @@ PARAM = ("fp32", "bf16", "fp16")
 REDUCE = ("fp32", "bf16")
 HANG_ACTIONS = ("report", "end")
 CHECKPOINTING = ("none", "full")
+LAUNCHES = ("srun", "fork", "torchrun")
 
 
 def one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
@@ -122,6 +123,29 @@ class Hang:
 
 
 @dataclass(frozen=True)
+class Launch:
+    """How the ranks are started, as far as the job must know.
+
+    kind: srun starts each rank itself, or with 'fork' and 'torchrun' one process per node that starts the node's.
+    preload: modules to import before the fork. max_restarts: of torchrun's agents. wait_s: how long ranks may outlive
+    the first that has ended; None or 0: for ever. cpus: of one rank; None where nobody has said. cpu_bind, gpu_bind: as
+    srun's options for a task per rank; None: as the site does.
+    """
+
+    kind: str = "srun"
+    preload: tuple[str, ...] = ()
+    max_restarts: int = 0
+    kill_on_bad_exit: bool = True
+    wait_s: int | None = 0
+    cpus: int | None = None
+    cpu_bind: str | None = None
+    gpu_bind: str | None = None
+
+    def __post_init__(self) -> None:
+        one_of("launch.kind", self.kind, LAUNCHES)
+
+
+@dataclass(frozen=True)
 class Spec:
     """One submission, as the job needs to know it.
 
@@ -145,6 +169,7 @@ class Spec:
     training: Training = field(default_factory=Training)
     stop: Stopping = field(default_factory=Stopping)
     hang: Hang = field(default_factory=Hang)
+    launch: Launch = field(default_factory=Launch)
 
     def __post_init__(self) -> None:
         one_of("seed_by", self.seed_by, SEED_BY)
@@ -196,6 +221,8 @@ def _from_document(document: Mapping[str, Any]) -> Spec:
     program = {**document["program"], "args": tuple(document["program"]["args"])}
     training = dict(document.get("training", {}))
     precision = Precision(**training.pop("precision", {}))
+    launch = dict(document.get("launch", {}))
+    preload = tuple(launch.pop("preload", ()))
     parts = {
         "comm": Comm(**comm),
         "program": Program(**program),
@@ -204,5 +231,6 @@ def _from_document(document: Mapping[str, Any]) -> Spec:
         "training": Training(**training, precision=precision),
         "stop": Stopping(**document.get("stop", {})),
         "hang": Hang(**document.get("hang", {})),
+        "launch": Launch(**launch, preload=preload),
     }
     return Spec(**{**document, **parts})

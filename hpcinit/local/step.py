@@ -52,8 +52,10 @@ class Step:
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         per_node = self.options.ntasks_per_node
         env = {**os.environ, **environment.task(os.environ, self.options.nodes, per_node, rank)}
-        log = Path(self.options.output.replace("%t", str(rank)).replace("%%", "%")).open("ab", buffering=0)  # noqa: SIM115 - closed by run()
-        self.logs.append(log)
+        log = None
+        if self.options.output:
+            log = Path(self.options.output.replace("%t", str(rank)).replace("%%", "%")).open("ab", buffering=0)  # noqa: SIM115 - closed by run()
+            self.logs.append(log)
         return subprocess.Popen(
             self.options.command,
             env=env,
@@ -117,7 +119,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ntasks", type=int, required=True)
     parser.add_argument("--ntasks-per-node", type=int, required=True)
     parser.add_argument("--kill-on-bad-exit", type=int, default=0)
-    parser.add_argument("--output", required=True, help="log file of a task; %%t: its rank")
+    parser.add_argument("--output", help="log file of a task; %%t: its rank; none: as this process")
     # Taken and not acted on: this machine's cores are not shared out, and output is appended in any case.
     for name in ("--cpus-per-task", "--wait", "--cpu-bind", "--gpu-bind", "--open-mode"):
         parser.add_argument(name)

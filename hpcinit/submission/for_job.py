@@ -10,7 +10,7 @@ from hpcinit.config.schema import Config
 from hpcinit.facts.spec import Comm, Hang, Program, Spec
 from hpcinit.facts.stopping import Stopping
 from hpcinit.facts.timeouts import TimeoutLaw
-from hpcinit.submission import snapshot
+from hpcinit.submission import launching, snapshot
 
 
 def make_spec(config: Config, workdir: Path, code: snapshot.Plan | None = None, path: Path | None = None) -> Spec:
@@ -48,6 +48,7 @@ def make_spec(config: Config, workdir: Path, code: snapshot.Plan | None = None, 
         training=parallel.training(config),
         stop=Stopping(config.stop.margin_s, config.stop.every_steps, config.stop.signal or ""),
         hang=Hang(config.hang.after_s, config.hang.action),
+        launch=launching.for_job(config),
     )
 
 

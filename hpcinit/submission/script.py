@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 from hpcinit.config.checks import ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.facts import quoting, runfolder
-from hpcinit.facts.options import flags
-from hpcinit.submission import after, chain, container, restart, setup
+from hpcinit.submission import after, chain, launching, restart, setup
 from hpcinit.submission.snapshot import Plan
 
 # What the batch script leaves behind: a record of its start, and one of its end in its place, whatever ended it but
@@ -42,7 +40,9 @@ def render(config: Config, folder: Path, workdir: Path, code: Plan | None = None
 
     if code:
         workdir = code.place(folder)
-    return slurm_executor.render(folder, _step(config, folder, workdir), parameters(config, folder, workdir, code))
+    return slurm_executor.render(
+        folder, launching.step(config, folder, workdir), parameters(config, folder, workdir, code)
+    )
 
 
 def parameters(config: Config, folder: Path, workdir: Path, code: Plan | None = None) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def parameters(config: Config, folder: Path, workdir: Path, code: Plan | None = 
         "job_name": config.name,
         "nodes": config.nodes + config.spares,
         "ntasks_per_node": ranks_per_node(config),
-        "cpus_per_task": cpus_per_rank(config),
+        "cpus_per_task": launching.cpus_per_rank(config),
         "time": config.time_min,
         "partition": config.partition,
         "account": config.account,
@@ -84,13 +84,6 @@ def _data(value: Any) -> Any:
     return quoting.directive(value) if isinstance(value, str) else value
 
 
-def cpus_per_rank(config: Config) -> int | None:
-    """Cores of one rank: as asked, or the node's shared out; None where the cluster does not say."""
-    if config.cpus_per_rank is not None or config.cluster.cpus_per_node is None:
-        return config.cpus_per_rank
-    return max(1, config.cluster.cpus_per_node // ranks_per_node(config))
-
-
 def _mem(gb: float) -> str:
     # Slurm's --mem=0 means all memory of the node; fractions of a gigabyte have no spelling but megabytes.
     return f"{int(gb)}G" if gb == int(gb) and gb else f"{math.ceil(gb * 1024)}M" if gb else "0"
@@ -107,42 +100,3 @@ def _setup(config: Config, folder: Path, code: Plan | None) -> list[str]:
         path = quoting.shell(":".join(code.python_path(folder)))
         lines += [f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}}"]
     return lines
-
-
-def _step(config: Config, folder: Path, workdir: Path) -> str:
-    """The line that starts the ranks. On cluster=local only its first words differ."""
-    python = _python(config)
-    here = sys.executable if config.container.image else python
-    launcher = ["srun"] if config.cluster.engine == "slurm" else [here, "-m", "hpcinit.local.step"]
-    ranks, cores, launch = ranks_per_node(config), cpus_per_rank(config), config.launch
-    options: dict[str, Any] = {
-        "nodes": config.nodes,
-        "ntasks": config.nodes * ranks,
-        "ntasks-per-node": ranks,
-        # Stated again: srun of Slurm 22.05 to 23.02 does not inherit it from sbatch.
-        "cpus-per-task": cores,
-        "kill-on-bad-exit": int(launch.kill_on_bad_exit),
-        "wait": launch.wait_s,
-        "cpu-bind": launch.cpu_bind,
-        "gpu-bind": launch.gpu_bind if config.cluster.gpus_per_node and config.cluster.gpu_flag else None,
-        "unbuffered": True,
-        "open-mode": "append",  # a requeued job must not overwrite what the first attempt wrote
-        "output": quoting.pattern(str(folder / runfolder.LOGS)) + "/rank-%t.log",
-        **container.of_srun(config, folder, workdir),
-        **config.cluster.srun,
-    }
-    run = [python, "-u", "-m", "hpcinit.run", str(folder / runfolder.SPEC)]
-    words = [*launcher, *flags(options), *container.before_python(config, folder, workdir), *run]
-    return restart.around(" ".join(quoting.shell(word) for word in words), config)
-
-
-def _python(config: Config) -> str:
-    """The interpreter of the ranks: of the image, as the cluster says, of its environment, or the one that submits."""
-    cluster = config.cluster
-    if config.container.image:
-        return config.container.python
-    if cluster.python:
-        return cluster.python
-    if cluster.venv:
-        return f"{cluster.venv}/bin/python"
-    return "python" if cluster.conda else sys.executable

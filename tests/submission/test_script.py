@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from hpcinit.config.compose import compose
-from hpcinit.submission import script
+from hpcinit.facts.spec import load
+from hpcinit.submission import launching, script
+from hpcinit.submission.for_job import make_spec
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FOLDER, WORKDIR = Path("/shared/me/runs/x-0001"), Path("/shared/me/project")
@@ -22,6 +24,8 @@ CASES = {
     "local": ["cluster=local", "nodes=2", "ranks_per_node=2"],
     "mini": ["cluster=mini", "nodes=4", "ranks_per_node=2", "job=train_gpt"],
     "example": ["cluster=example", "nodes=8"],
+    "fork": ["cluster=mini", "nodes=2", "ranks_per_node=4", "launch=fork", "launch.cpu_bind=cores"],
+    "torchrun": ["cluster=mini", "nodes=2", "ranks_per_node=4", "launch=torchrun", "launch.gpu_bind='map_gpu:0,1,2,3'"],
     "everything": [
         "cluster=example", "nodes=3", "ranks_per_node=2", "cpus_per_rank=7", "time_min=90", "account=proj-1",
         "qos=long", "mem_gb=0.5", "comment='two words, a # and $HOME'", "cluster.exclusive=true",
@@ -58,6 +62,36 @@ def test_local_and_slurm_differ_in_the_launcher_only() -> None:
     local = render("cluster=local", *same)
     ours = "/shared/me/venv/bin/python -m hpcinit.local.step --"
     assert local.replace(ours, "srun --") == slurm.replace(f"{script.IN_A_JOB}\n", "") and ours in local
+
+
+def test_one_task_per_node_has_the_cores_of_its_ranks() -> None:
+    """launch=fork and launch=torchrun start one task on each node, with the cores of all its ranks where they are known."""
+    words = ("cluster=mini", "nodes=2", "ranks_per_node=4", "launch.kill_on_bad_exit=false")
+    for kind, module in (("fork", "fork"), ("torchrun", "elastic")):
+        step = render(*words, f"launch={kind}", "cpus_per_rank=3").splitlines()[-1]
+        assert "--ntasks=2 --ntasks-per-node=1 --cpus-per-task=12 --kill-on-bad-exit=0" in step
+        assert step.endswith(f"-m hpcinit.{module} {FOLDER}/spec.json") and "--output" not in step
+    assert "--cpus-per-task" not in render(*words, "launch=fork", "cluster.cpus_per_node=null")
+
+
+def test_the_ranks_are_bound_by_their_own_parent() -> None:
+    """A mask for each rank is nothing for the one task of a node: srun binds nothing, and the job is told the masks."""
+    config = compose(
+        ["cluster=mini", "launch=fork", "launch.cpu_bind='mask_cpu:3,c'", "launch.gpu_bind='map_gpu:0,1'", PYTHON]
+    )
+    text, told = script.render(config, FOLDER, WORKDIR), launching.for_job(config)
+    assert "--cpu-bind=none" in text and "gpu-bind" not in text
+    assert (told.kind, told.cpu_bind, told.gpu_bind, told.cpus) == ("fork", "mask_cpu:3,c", "map_gpu:0,1", 2)
+
+
+def test_what_is_imported_before_the_fork(tmp_path: Path) -> None:
+    """torch, DeepSpeed where it is used, and what launch.preload says."""
+    assert launching.for_job(compose(["launch=fork"])).preload == ("torch",)
+    words = ["launch=fork", "parallel=zero3", "launch.preload=[torch,transformers]"]
+    assert launching.for_job(compose(words)).preload == ("torch", "transformers", "deepspeed")
+    spec = make_spec(compose(words), WORKDIR)
+    (saved := tmp_path / "spec.json").write_text(spec.to_json())
+    assert load(saved) == spec
 
 
 def test_directives_come_before_any_command() -> None:

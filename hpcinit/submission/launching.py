@@ -1,0 +1,94 @@
+"""The line of the batch script that starts the ranks: srun, its options, and the words that each task runs.
+
+    launch=srun      a task per rank                python -m hpcinit.run SPEC
+    launch=fork      a task per node, its ranks' parent    python -m hpcinit.fork SPEC
+    launch=torchrun  a task per node, an elastic agent     python -m hpcinit.elastic SPEC
+
+On cluster=local `python -m hpcinit.local.step` stands in the place of srun, with the same options.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from hpcinit.config.checks import ranks_per_node
+from hpcinit.config.schema import Config
+from hpcinit.facts import quoting, runfolder
+from hpcinit.facts.options import flags
+from hpcinit.facts.spec import Launch
+from hpcinit.submission import container, restart
+
+ENTRIES = {"srun": "hpcinit.run", "fork": "hpcinit.fork", "torchrun": "hpcinit.elastic"}
+
+
+def step(config: Config, folder: Path, workdir: Path) -> str:
+    """The line that starts the ranks of the run in `folder`, with what follows it."""
+    python = _python(config)
+    here = sys.executable if config.container.image else python
+    launcher = ["srun"] if config.cluster.engine == "slurm" else [here, "-m", "hpcinit.local.step"]
+    options = {**_options(config, folder), **container.of_srun(config, folder, workdir), **config.cluster.srun}
+    run = [python, "-u", "-m", ENTRIES[config.launch.kind], str(folder / runfolder.SPEC)]
+    words = [*launcher, *flags(options), *container.before_python(config, folder, workdir), *run]
+    return restart.around(" ".join(quoting.shell(word) for word in words), config)
+
+
+def for_job(config: Config) -> Launch:
+    """What the job is told of it."""
+    asked = config.launch
+    deepspeed = config.comm.deepspeed or config.parallel.wrap == "deepspeed"
+    return Launch(
+        kind=asked.kind,
+        preload=tuple(dict.fromkeys([*asked.preload, *["deepspeed"] * deepspeed])),
+        max_restarts=asked.max_restarts,
+        kill_on_bad_exit=asked.kill_on_bad_exit,
+        wait_s=asked.wait_s,
+        cpus=cpus_per_rank(config),
+        cpu_bind=asked.cpu_bind,
+        gpu_bind=_gpu_bind(config),
+    )
+
+
+def cpus_per_rank(config: Config) -> int | None:
+    """Cores of one rank: as asked, or the node's shared out; None where the cluster does not say."""
+    if config.cpus_per_rank is not None or config.cluster.cpus_per_node is None:
+        return config.cpus_per_rank
+    return max(1, config.cluster.cpus_per_node // ranks_per_node(config))
+
+
+def _options(config: Config, folder: Path) -> dict[str, Any]:
+    """Of srun. A task of a node binds its ranks itself: what it is given is for all of them."""
+    ranks, cores, launch = ranks_per_node(config), cpus_per_rank(config), config.launch
+    alone = launch.kind == "srun"
+    return {
+        "nodes": config.nodes,
+        "ntasks": config.nodes * (ranks if alone else 1),
+        "ntasks-per-node": ranks if alone else 1,
+        # Stated again: srun of Slurm 22.05 to 23.02 does not inherit it from sbatch.
+        "cpus-per-task": cores if alone or cores is None else cores * ranks,
+        "kill-on-bad-exit": int(launch.kill_on_bad_exit),
+        "wait": launch.wait_s,
+        "cpu-bind": launch.cpu_bind if alone else launch.cpu_bind and "none",
+        "gpu-bind": _gpu_bind(config) if alone else None,
+        "unbuffered": True,
+        "open-mode": "append",  # a requeued job must not overwrite what the first attempt wrote
+        # What a node's task says goes to the job's log; it opens the logs of its ranks.
+        "output": quoting.pattern(str(folder / runfolder.LOGS)) + "/rank-%t.log" if alone else None,
+    }
+
+
+def _gpu_bind(config: Config) -> str | None:
+    return config.launch.gpu_bind if config.cluster.gpus_per_node and config.cluster.gpu_flag else None
+
+
+def _python(config: Config) -> str:
+    """The interpreter of the ranks: of the image, as the cluster says, of its environment, or the one that submits."""
+    cluster = config.cluster
+    if config.container.image:
+        return config.container.python
+    if cluster.python:
+        return cluster.python
+    if cluster.venv:
+        return f"{cluster.venv}/bin/python"
+    return "python" if cluster.conda else sys.executable

@@ -1,0 +1,30 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --chdir=/shared/me/project
+#SBATCH --cpus-per-task=4
+#SBATCH --gpus-per-node=8
+#SBATCH --job-name=smoke
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --open-mode=append
+#SBATCH --output=/shared/me/runs/x-0001/logs/job.log
+#SBATCH --partition=main
+#SBATCH --time=10
+
+# setup
+[ -n "${SLURM_JOB_ID:-}" ] || { echo "$0 is not in a job; start it with: sbatch $(printf %q "$0")" >&2; exit 2; }
+export HPCINIT_RUN=/shared/me/runs/x-0001
+hpcinit_record() {
+  printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s}\n' \
+    "${SLURM_JOB_ID:-$$}" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:-}" \
+    > "$HPCINIT_RUN/exit.json.tmp" && mv "$HPCINIT_RUN/exit.json.tmp" "$HPCINIT_RUN/exit.json"
+}
+rm -f "$HPCINIT_RUN/exit.json"; hpcinit_record began; trap 'exit 143' TERM
+trap 'hpcinit_record ended ", \"exit_status\": $?"' EXIT
+export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 10))}"
+export OMP_NUM_THREADS=1
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=16 --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append /shared/me/venv/bin/python -u -m hpcinit.elastic /shared/me/runs/x-0001/spec.json
