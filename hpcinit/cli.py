@@ -29,6 +29,14 @@ COMMANDS = {
   hpcinit plan cluster=x nodes=8 parallel=zero3 model.params=7e9
   hpcinit plan cluster=x nodes=8 parallel=fsdp model.params=7e9 --json""",
     ),
+    "doctor": Command(
+        "hpcinit.doctor.command",
+        "is all well, here and on the nodes",
+        """
+  hpcinit doctor                    versions, Slurm, config, folders, clocks, environment
+  hpcinit doctor cluster=x          the same with what cluster=x says
+  hpcinit doctor cluster=x --json   for programs""",
+    ),
     "status": Command(
         "hpcinit.observe.status",
         "how runs are doing",

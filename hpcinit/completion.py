@@ -56,6 +56,7 @@ UNINSTALL = {
     "zsh": "compdef -d hpcinit; unfunction _hpcinit",
     "fish": "complete -e -c hpcinit; functions -e __hpcinit",
 }
+WITH_OVERRIDES = {"submit", "plan", "doctor"}
 OF_A_RUN = {"status", "watch", "logs", "cancel", "resubmit", "render"}
 
 
@@ -84,7 +85,7 @@ def _all(words: list[str], word: str) -> Iterable[str]:
     """What may follow the command line `hpcinit WORDS`. `word` is begun already."""
     if words in ([], ["help"]):
         return cli.COMMANDS
-    if words[0] == "submit" and "--" not in words:
+    if words[0] in WITH_OVERRIDES and "--" not in words:
         return _of_hydra([*words[1:], word])
     if words[0] in OF_A_RUN:
         from hpcinit.observe import find  # noqa: PLC0415 - not for the other commands

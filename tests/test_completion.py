@@ -112,7 +112,10 @@ def test_tab_completes(folder: Path, shell: str, install: str) -> None:
 @pytest.mark.parametrize(
     ("line", "answer"),
     [
-        ("hpcinit ", "build-ops cancel discover logs nodes plan render resubmit run status submit watch why world"),
+        (
+            "hpcinit ",
+            "build-ops cancel discover doctor logs nodes plan render resubmit run status submit watch why world",
+        ),
         ("hpcinit submit cluster=lo", "cluster=local"),
         ("hpcinit submit cluster=mini no", "nodes="),
         ("hpcinit submit clust", "cluster. cluster="),

@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "submission": {"facts", "config", "local", "submission", "observe"},
     "observe": {"facts", "local", "observe"},
     "discover": {"facts", "config", "discover"},
+    "doctor": {"facts", "config", "submission", "observe", "doctor"},
     "runtime": {"facts", "runtime"},
     "jobs": set(),  # the public interface only, as users write it
 }
@@ -62,6 +63,7 @@ def modules_after(statement: str) -> set[str]:
         "from hpcinit.submission import command, script, slurm_executor",
         "from hpcinit.observe import follow, status, logs, cancel, why",
         "from hpcinit.discover import command",
+        "from hpcinit.doctor import command",
     ],
 )
 def test_login_node_never_imports_torch(statement: str) -> None:
