@@ -10,8 +10,12 @@ Cheap to import: torch comes in with the first use of a name that needs it.
 
 from __future__ import annotations
 
+import os
+import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+BEGAN = (time.time(), time.monotonic(), os.getpid())  # of this process: runtime/moments.py
 
 if TYPE_CHECKING:
     from hpcinit.facts.errors import HpcinitError

@@ -17,7 +17,7 @@ from hpcinit.facts import launchers, runfolder, safeguards
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.spec import Program, Spec, load, of_this_run
 from hpcinit.facts.world import World
-from hpcinit.runtime import program
+from hpcinit.runtime import moments, program
 
 # What lies beside the spec and could be taken for it.
 NOT_SPECS = {runfolder.PROVENANCE, runfolder.SUBMISSION, runfolder.EXIT, runfolder.PROGRESS}
@@ -39,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
         for warning in (*world.warnings, *_of_another_size(spec, world, argv)):
             print(f"hpcinit: warning: {warning}", file=sys.stderr, flush=True)
     own, folder = of_this_run(os.environ, world.world_size)
+    moments.begin(world, folder, first_line=True)
     # Before the program imports torch, which reads some of them only once. One process by itself is no job.
     protected = safeguards.apply(os.environ, folder, world.job) if world.launcher != "single" else ()
     if world.rank == 0 and protected:

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import runfolder, scratch
+from hpcinit.facts import nodelist, runfolder, scratch
+from hpcinit.facts.errors import HpcinitError
 
 # In the order of time. Any of them may be missing: 'forked' is for ranks that a parent has forked, 'met' for those that
 # hpcinit.run started, and a rank that hangs or dies has none of those that come after.
 MOMENTS = {
     "submitted": "sbatch had taken the job",
-    "allocated": "the batch script began",
+    "allocated": "the job had its nodes, or the batch script began its ranks once more",
     "started": "the rank's process began (of a forked rank: its parent's)",
     "interpreter": "Python ran the first line of hpcinit",
     "forked": "the parent had imported, and forked the rank",
@@ -32,7 +33,10 @@ MOMENTS = {
     "store": "all ranks were in init, and torch's store had answered",
     "joined": "torch's process group was made",
     "collective": "the first collective, a barrier, was over",
+    "up": "hpcinit.init returned",
 }
+# Environment variable of the batch script: seconds since 1970, when the ranks' nodes were there.
+ENV_ALLOCATED = "HPCINIT_ALLOCATED"
 LAST = next(reversed(MOMENTS))
 
 
@@ -67,7 +71,7 @@ class Rank:
 class Attempt:
     """One start of the ranks. job: World.job, 'JOB.STEP.RESTART' of Slurm. ranks: those that left a line, by rank.
 
-    nodes, world_size: as it should be. hosts: of the step's nodes in Slurm's order, () where rank 0 did not say.
+    nodes, world_size: as it should be. hosts: of the step's nodes in Slurm's order, () where nobody said.
     timeout_s, law: of init, as rank 0 said; 0 and '' where it did not come so far. written: by host, when its file was,
     by the clock of whoever keeps the files, minus the last moment in it, by the node's.
     """
@@ -105,7 +109,7 @@ class Attempt:
         found = []
         for rank in self.ranks:
             up = "forked" if "forked" in rank.moments else "interpreter"
-            found += [rank.between(up, "met"), rank.between("imported", LAST)]
+            found += [rank.between(up, "met"), rank.between("imported", "collective")]
         return max((seconds for seconds in found if seconds is not None), default=None)
 
 
@@ -169,18 +173,19 @@ def read_attempt(folder: Path) -> Attempt | None:
             written[file.stem] = at - latest
     try:
         return _attempt(folder.name, ranks, written) if ranks else None
-    except (ValueError, TypeError, IndexError):
+    except (ValueError, TypeError, IndexError, HpcinitError):
         return None
 
 
 def _attempt(name: str, ranks: Mapping[int, Mapping[str, Any]], written: Mapping[str, float]) -> Attempt:
     first, zero = ranks[min(ranks)], ranks.get(0, {})
+    hosts = next((values["hosts"] for values in ranks.values() if "hosts" in values), "")
     return Attempt(
         job=str(first.get("job", name)),
         world_size=max(int(first.get("world_size", 0)), max(ranks) + 1),
         nodes=int(first.get("nodes", 0)) or len(written),
         ranks=tuple(_rank(rank, values) for rank, values in sorted(ranks.items())),
-        hosts=tuple(zero.get("hosts", ())),
+        hosts=tuple(nodelist.expand(hosts) if hosts else ()),
         launcher=str(first.get("launcher", "")),
         timeout_s=float(zero.get("timeout_s", 0.0)),
         law=str(zero.get("law", "")),

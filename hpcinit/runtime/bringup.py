@@ -28,6 +28,7 @@ from hpcinit.runtime import (
     devices,
     foreign,
     mesh,
+    moments,
     process_group,
     program,
     rendezvous,
@@ -123,18 +124,23 @@ def _first_init(request: Request) -> Runtime:
 
 def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | None) -> _Current:
     began = time.monotonic()
+    moments.begin(world, folder)
+    moments.note("imported")
     protected = safeguards.apply(os.environ, folder, world.job)
     device = devices.choose(world)  # before the group exists: NCCL takes the current device
     plan = resolve(request, world, spec, device)
     notes = [binding.bind(world, device), plan.binding.why]
     if plan.deterministic:
         notes.extend(seeds.make_deterministic(os.environ))
+    asked = {"timeout_s": plan.timeout.total_seconds(), "law": plan.law} if world.rank == 0 else {}
+    moments.note("device", **asked)
     kept, where = _group(world, spec, plan)
     above = plan.deepspeed and deepspeed.start(plan.backend, plan.collective_timeout, device)
     made = mesh.build(plan.layout, device)
     collectives = _settle(plan, keep=kept is not None and request.collective_timeout is None)
     share = plan.layout.data_rank(world.rank)
     seeds.seed_all(seeds.of(plan.seed, plan.seed_by, world.rank, share))
+    moments.note("up")
     if world.rank == 0:
         took_s = time.monotonic() - began
         _report(world, plan, f"{where}, {plan.backend} on {device}, up in {took_s:.1f} s", collectives, notes)

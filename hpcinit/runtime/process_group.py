@@ -18,7 +18,7 @@ from hpcinit.facts import hosts, interfaces
 from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.spec import Spec
 from hpcinit.facts.world import World
-from hpcinit.runtime import rendezvous
+from hpcinit.runtime import moments, rendezvous
 from hpcinit.runtime.meeting.door import Door
 from hpcinit.runtime.store import open_store
 from hpcinit.runtime.watchdog import Watchdog, end_hard
@@ -47,6 +47,7 @@ def make(world: World, spec: Spec | None, backend: str, timeout: timedelta, devi
             if meeting:
                 meeting.tell("imported")
             store = open_store(world, meeting, deadline)
+            moments.note("store")
             if meeting:
                 # From here on this thread is inside torch and cannot look up: if a rank dies, end at once.
                 meeting.on_failure(end_hard)
@@ -80,7 +81,9 @@ def _in_torch(world: World, store: Store, backend: str, timeout: timedelta, devi
         dist.init_process_group(
             backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=device_id
         )
+        moments.note("joined")
         dist.barrier()
+        moments.note("collective")
     except (RuntimeError, ValueError, OSError) as error:  # torch's own are RuntimeErrors
         raise BringUpError(
             f"torch did not make the process group ({backend}) on rank {world.rank}, {socket.gethostname()}: "

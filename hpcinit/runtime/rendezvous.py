@@ -19,6 +19,7 @@ from hpcinit.facts import hosts, interfaces, ports, runfolder
 from hpcinit.facts.errors import BringUpError, WorldError
 from hpcinit.facts.spec import Spec
 from hpcinit.facts.world import World, exports
+from hpcinit.runtime import moments
 from hpcinit.runtime.meeting import card
 from hpcinit.runtime.meeting.door import Door
 from hpcinit.runtime.meeting.visit import Visit
@@ -59,6 +60,7 @@ def meet(world: World, spec: Spec | None, timeout: timedelta) -> Meeting | None:
     else:
         deadline = time.monotonic() + timeout.total_seconds()
         _current = Visit(world, resolve, key, job, made_of, deadline)
+    moments.note("met")
     for note in notes:
         say(note)
     _generation += 1

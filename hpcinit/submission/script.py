@@ -8,7 +8,7 @@ from typing import Any
 
 from hpcinit.config.checks import ranks_per_node
 from hpcinit.config.schema import Config
-from hpcinit.facts import quoting, runfolder
+from hpcinit.facts import quoting, runfolder, timeline
 from hpcinit.submission import after, chain, launching, restart, setup
 from hpcinit.submission.snapshot import Plan
 
@@ -17,13 +17,16 @@ from hpcinit.submission.snapshot import Plan
 # hand and without Slurm, the job's name is the script's process id. bash's EXIT trap sees status 0 when SIGTERM ends
 # it, hence the TERM trap.
 RECORD = f"${runfolder.ENV_FOLDER}/{runfolder.EXIT}"
+ALLOCATED = timeline.ENV_ALLOCATED
 ATTEMPT = [
     "hpcinit_record() {",
     r"""  printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s}\n' \ """.rstrip(),
     r"""    "${SLURM_JOB_ID:-$$}" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:-}" \ """.rstrip(),
     f"""    > "{RECORD}.tmp" && mv "{RECORD}.tmp" "{RECORD}\"""",
+    f'  [ "$1" = ended ] || export {ALLOCATED}="$(date +%s.%N)"',
     "}",
     f"""rm -f "{RECORD}"; hpcinit_record began; trap 'exit 143' TERM""",
+    f'{ALLOCATED}="${{SLURM_JOB_START_TIME:-${ALLOCATED}}}"',
     r"""trap 'hpcinit_record ended ", \"exit_status\": $?"' EXIT""",
 ]
 # srun outside of a job makes one of its own, without GPUs, partition and account: it reads no #SBATCH line.

@@ -22,7 +22,7 @@ def test_ranks_of_two_nodes_and_two_attempts(tmp_path: Path) -> None:
             writer.write(rank, {**about, "started": began + rank, "interpreter": began + rank + 0.5})
             writer.write(rank, {"imported": began + rank + 2})
             if rank == 0:
-                writer.write(0, {"hosts": ["n1", "n2"], "timeout_s": 307.0, "law": "min(3600, ...) = 307 s"})
+                writer.write(0, {"hosts": "n[1-2]", "timeout_s": 307.0, "law": "min(3600, ...) = 307 s"})
             writer.close()
     first, second = timeline.read(tmp_path)
     assert (first.job, second.job, second.restart) == ("43.0.0", "43.0.1", 1)
@@ -81,8 +81,8 @@ def test_processes_that_write_at_the_same_time(tmp_path: Path) -> None:
 
 def test_how_long_a_rank_waited() -> None:
     """The timeout runs from where a rank looks for the door, and again from init: the longest of both counts."""
-    early = {"interpreter": 1.0, "met": 1.5, "imported": 5.0, "collective": 12.0}
-    late = {"interpreter": 1.0, "met": 9.0, "imported": 11.0, "collective": 12.5}
+    early = {"interpreter": 1.0, "met": 1.5, "imported": 5.0, "collective": 12.0, "up": 30.0}
+    late = {"interpreter": 1.0, "met": 9.0, "imported": 11.0, "collective": 12.5, "up": 30.0}
     ranks = (Rank(0, "n1", moments=early), Rank(1, "n2", moments=late))
     attempt = Attempt("43.0.0", 2, 2, ranks)
     assert attempt.waited_s == 8.0 and attempt.complete

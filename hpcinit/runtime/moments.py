@@ -1,0 +1,95 @@
+"""This rank's way to its first collective: each moment is appended to its node's file as it comes.
+
+A line costs a write(2) to an open file, tens of microseconds; what has been reached is on disk, whatever comes then.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import hpcinit
+from hpcinit.facts import nodelist, timeline
+from hpcinit.facts.world import World
+
+# One clock per process, and with its parent's anchor one for all ranks that it forks: a clock that is set while they
+# start moves nothing.
+_WALL, _MONOTONIC, _PID = hpcinit.BEGAN
+_writer: timeline.Writer | None = None
+_rank = -1
+_over = False  # a process has one start: what init does after a shutdown is none
+
+
+def now() -> float:
+    """Seconds since 1970."""
+    return _WALL + time.monotonic() - _MONOTONIC
+
+
+def begin(world: World, run: Path | None, first_line: bool = False) -> None:
+    """Open the node's file in the run folder `run` and write what is known; not a second time, nor without a folder.
+
+    first_line: hpcinit was the first that Python ran, so that its first line is when the interpreter was up.
+    """
+    global _writer, _rank, _over  # noqa: PLW0603 - a process is one rank
+    if run is None or _over:
+        return
+    _over = True
+    host = world.host or os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    _rank, _writer = world.rank, timeline.Writer(timeline.path(run, world.job, host))
+    about: dict[str, Any] = {
+        "job": world.job,
+        "launcher": world.launcher,
+        "world_size": world.world_size,
+        "nodes": world.nodes,
+        "local_rank": world.local_rank,
+        "pid": os.getpid(),
+    }
+    if world.local_rank == 0 and world.hosts:  # whichever node does not come, another knows its name
+        about["hosts"] = nodelist.compress(world.hosts)
+    _writer.write(_rank, {**about, **_before(os.environ, first_line)})
+
+
+def note(moment: str, **more: object) -> None:
+    """This moment is now. more: what else is known by then. Ends the record with the last moment."""
+    if _writer is not None:
+        _writer.write(_rank, {moment: round(now(), 6), **more})
+        if moment == timeline.LAST:
+            _forget()
+
+
+def _before(env: Mapping[str, str], first_line: bool) -> dict[str, float]:
+    """The moments of this process before it could write."""
+    found: dict[str, float | None] = {}
+    if env.get(timeline.ENV_ALLOCATED, "").replace(".", "", 1).isdecimal():
+        found["allocated"] = float(env[timeline.ENV_ALLOCATED])
+    found["started"] = _made(_PID)
+    if first_line:
+        found["interpreter"] = _WALL
+    if os.getpid() != _PID:
+        found["forked"] = _made(os.getpid())
+    return {name: round(moment, 6) for name, moment in found.items() if moment is not None}
+
+
+def _made(pid: int) -> float | None:
+    """When the kernel made this process, to a hundredth of a second; None where that cannot be read."""
+    try:
+        # "4242 (name with ) and blanks) S ...": starttime is the 22nd field, in clock ticks since the boot, proc(5)
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        ago = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+    return now() - ago
+
+
+def _forget() -> None:
+    global _writer  # noqa: PLW0603
+    if _writer is not None:
+        _writer.close()
+        _writer = None
+
+
+# A child that is forked later is no rank, and closes its copy; one that begins its own start was forked before it.
+os.register_at_fork(after_in_child=_forget)
