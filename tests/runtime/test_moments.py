@@ -1,0 +1,83 @@
+"""A rank writes down how far its start has come."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from hpcinit.facts import timeline
+from tests.conftest import Run
+from tests.submitting import folder_of
+
+TWICE = """
+import hpcinit, os
+run = hpcinit.init()
+if os.fork() == 0:
+    hpcinit.runtime.moments.note("store")  # a data loader's worker: no rank
+    os._exit(0)
+os.wait()
+hpcinit.shutdown()
+run = hpcinit.init()
+if run.rank == 1:
+    os.kill(os.getpid(), 9)
+"""
+
+# What a parent does that imports once and forks its ranks: torch and the program's modules are 0.1 s here.
+FORKED = """
+import os, sys, time
+from pathlib import Path
+from hpcinit.facts.world import World
+from hpcinit.runtime import moments
+time.sleep(0.1)
+for rank in range(2):
+    if os.fork() == 0:
+        world = World("slurm", rank, 2, rank, 2, 0, ("n1",), "n1", (29500,), "43.0.0")
+        moments.begin(world, Path(sys.argv[1]), first_line=True)
+        moments.note("imported")
+        os._exit(0)
+for rank in range(2):
+    os.wait()
+"""
+
+
+def test_every_moment_of_a_start(hpcinit: Run, tmp_path: Path) -> None:
+    """All are there in their order, with the timeout in force; what comes after the start changes none of them, and a
+    rank that is killed loses none."""
+    (tmp_path / "train.py").write_text(TWICE)
+    submitted = time.time()
+    done = hpcinit("submit", "ranks_per_node=2", "wait=true", "--", "train.py")
+    (attempt,) = timeline.read(folder_of(done))
+    wanted = [name for name in timeline.MOMENTS if name not in ("submitted", "forked")]
+    for rank in attempt.ranks:
+        assert list(rank.moments) == wanted
+        times = list(rank.moments.values())
+        assert times == sorted(times) and submitted - 1 < times[0] and times[-1] < time.time()
+    assert attempt.complete and (attempt.world_size, attempt.nodes, attempt.hosts) == (2, 1, ("127.0.0.1",))
+    assert attempt.timeout_s == 304 and attempt.law.startswith("min(3600, 300 + 3.5 x 1 node")
+    (file,) = (folder_of(done) / "timeline").glob("*/*.jsonl")
+    assert len(file.read_text().splitlines()) == 2 * len(wanted) - 2 * 2  # the first line holds three of them
+
+
+def test_forked_ranks(tmp_path: Path) -> None:
+    """A rank that was forked tells the moments of its parent as its own, and when it was forked."""
+    subprocess.run([sys.executable, "-c", FORKED, str(tmp_path)], check=True, env=dict(os.environ), timeout=60)
+    (attempt,) = timeline.read(tmp_path)
+    assert [rank.rank for rank in attempt.ranks] == [0, 1]
+    for rank in attempt.ranks:
+        assert list(rank.moments) == ["started", "interpreter", "forked", "imported"]
+        interpreter, forked = rank.moments["interpreter"], rank.moments["forked"]
+        assert rank.moments["started"] <= interpreter < forked - 0.05 <= rank.moments["imported"]
+    first, second = (rank.moments["started"] for rank in attempt.ranks)
+    assert abs(first - second) < 0.01
+
+
+def test_without_a_run_folder_nothing_is_written(tmp_path: Path) -> None:
+    """A program that nobody submitted leaves no file."""
+    code = "import hpcinit; run = hpcinit.init(); print(run.world_size)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout == "1\n" and not list(tmp_path.iterdir())
