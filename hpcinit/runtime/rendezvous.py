@@ -60,7 +60,8 @@ def meet(world: World, spec: Spec | None, timeout: timedelta) -> Meeting | None:
     else:
         deadline = time.monotonic() + timeout.total_seconds()
         _current = Visit(world, resolve, key, job, made_of, deadline)
-    moments.note("met")
+    clock = (_current.clock_offset_s, _current.clock_uncertainty_s)
+    moments.note("met", **({} if None in clock else {"clock": clock}))
     for note in notes:
         say(note)
     _generation += 1

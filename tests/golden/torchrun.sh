@@ -19,8 +19,10 @@ hpcinit_record() {
   printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s}\n' \
     "${SLURM_JOB_ID:-$$}" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:-}" \
     > "$HPCINIT_RUN/exit.json.tmp" && mv "$HPCINIT_RUN/exit.json.tmp" "$HPCINIT_RUN/exit.json"
+  [ "$1" = ended ] || export HPCINIT_ALLOCATED="$(date +%s.%N)"
 }
 rm -f "$HPCINIT_RUN/exit.json"; hpcinit_record began; trap 'exit 143' TERM
+HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}"
 trap 'hpcinit_record ended ", \"exit_status\": $?"' EXIT
 export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 10))}"
 export OMP_NUM_THREADS=1

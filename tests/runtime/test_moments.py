@@ -55,6 +55,8 @@ def test_every_moment_of_a_start(hpcinit: Run, tmp_path: Path) -> None:
         assert list(rank.moments) == wanted
         times = list(rank.moments.values())
         assert times == sorted(times) and submitted - 1 < times[0] and times[-1] < time.time()
+    assert attempt.ranks[0].clock == (0.0, 0.0)
+    assert (clock := attempt.ranks[1].clock) and abs(clock[0]) <= clock[1] < 30  # one machine, one clock
     assert attempt.complete and (attempt.world_size, attempt.nodes, attempt.hosts) == (2, 1, ("127.0.0.1",))
     assert attempt.timeout_s == 304 and attempt.law.startswith("min(3600, 300 + 3.5 x 1 node")
     (file,) = (folder_of(done) / "timeline").glob("*/*.jsonl")
