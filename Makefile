@@ -8,6 +8,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 DS18_VERSION := 0.18.5
 DS18 := $(VENV)/deepspeed-$(DS18_VERSION)
 
+# Tests mostly wait for Slurm: three at a time are three times as fast on two cores. 0: one after the other.
+PYTEST_WORKERS ?= 3
+
 .PHONY: help demo test test-deepspeed-0.18 slurm cluster cluster-down bench lint clean
 
 help:
@@ -27,12 +30,12 @@ demo: $(VENV)/job
 	$(BIN)/python -m hpcinit.submit cluster=local nodes=2 ranks_per_node=2 job=train_gpt wait=true
 
 test: $(VENV)/dev slurm lint
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(PYTEST)
 	$(MAKE) --no-print-directory test-deepspeed-0.18
 
 # The tests of what DeepSpeed does, again with the oldest that we support.
 test-deepspeed-0.18: $(DS18)/made slurm
-	$(DS18)/bin/python -m pytest -m deepspeed --deepspeed $(DS18_VERSION) $(PYTEST)
+	$(DS18)/bin/python -m pytest -n $(PYTEST_WORKERS) -m deepspeed --deepspeed $(DS18_VERSION) $(PYTEST)
 
 # Slurm, MPI and the shells that the tests use, those missing, from Debian's packages, where this is root; pytest
 # says loudly what it left out where it is not.

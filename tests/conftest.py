@@ -15,7 +15,7 @@ import pytest
 from hpcinit.facts.versions import installed
 from hpcinit.submission import environment
 
-pytest_plugins = ["tests.minislurm.plugin"]
+pytest_plugins = ["tests.minislurm.plugin", "tests.second_try", "tests.workers"]
 # `make test-horovod` has an environment with it; in the daily run its build would take as long as all the tests.
 collect_ignore = [] if importlib.util.find_spec("horovod") else ["systems/test_horovod.py"]
 

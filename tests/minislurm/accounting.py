@@ -41,7 +41,7 @@ def _start_mariadb(directory: Path, controller: int) -> None:
     run(
         ["mariadb-install-db", "--no-defaults", "--user=root", f"--datadir={data}", "--skip-test-db",
          "--auth-root-authentication-method=normal", "--innodb-log-file-size=16M"],
-        timeout_s=120,
+        timeout_s=300,
     )  # fmt: skip
     # mariadbd stays in the foreground; it is ours to find by its mark, nobody waits for it.
     sock = directory / "run/mariadb.sock"
@@ -53,5 +53,5 @@ def _start_mariadb(directory: Path, controller: int) -> None:
             raise MiniSlurmError(told(f"mariadbd ended with exit status {server.returncode}", log))
         return sock.exists()
 
-    until(ready, lambda: told("mariadbd made no socket", log), timeout_s=60)
+    until(ready, lambda: told("mariadbd made no socket", log), timeout_s=120)
     run(entered(controller, ["mariadb", "--no-defaults", f"--socket={sock}"]), stdin=SQL)

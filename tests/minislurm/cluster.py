@@ -67,7 +67,7 @@ class MiniSlurm(RunningCluster):
     def down(self) -> None:
         """Ends every process of the cluster and removes its interface and its folder. Idempotent."""
         self._clear()
-        with suppress(OSError):  # not there, or another cluster is in it
+        with _one_at_a_time(), suppress(OSError):  # OSError: another cluster is in it
             BASE.rmdir()
 
     def _clear(self) -> None:
@@ -149,14 +149,16 @@ def names() -> list[str]:
 
 
 def sweep() -> list[str]:
-    """Takes down the clusters whose owner has ended without doing so; their names."""
+    """Takes down the clusters whose owner has ended without doing so; their names. Those of other sessions and of
+    this session's other workers have an owner that lives."""
     swept = []
-    for name in names():
-        cluster = MiniSlurm(name=name)
-        owner = (cluster._left_state() or {}).get("owner")
-        if owner and not _alive(owner):
-            cluster.down()
-            swept.append(name)
+    with _one_at_a_time():  # two workers that begin at the same time: only one of them removes a leftover
+        for name in names():
+            cluster = MiniSlurm(name=name)
+            owner = (cluster._left_state() or {}).get("owner")
+            if owner and not _alive(owner):
+                cluster._clear()
+                swept.append(name)
     return swept
 
 
@@ -166,10 +168,24 @@ def _alive(owner: list[int] | None) -> bool:
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    BASE.mkdir(parents=True, exist_ok=True, mode=0o755)
-    descriptor = os.open(BASE, os.O_RDONLY)
+    descriptor = _locked()
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
+        os.close(descriptor)
+
+
+def _locked() -> int:
+    """A descriptor of BASE that holds its lock. Whoever was last may have removed the folder while we waited: a lock
+    on that one would keep nobody out of the next."""
+    while True:
+        BASE.mkdir(parents=True, exist_ok=True, mode=0o755)
+        try:
+            descriptor = os.open(BASE, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), BASE.stat()):
+                return descriptor
         os.close(descriptor)

@@ -1,4 +1,7 @@
-"""Starts a daemon inside a node, and waits for things with a limit."""
+"""Starts a daemon inside a node, and waits for things with a limit.
+
+The limits are far above what a quiet machine takes: other workers and eight ranks may share its two cores.
+"""
 
 import socket
 import subprocess
@@ -34,7 +37,7 @@ def told(what: str, log: Path) -> str:
     return "\n".join([what, *map(quoted, files)])
 
 
-def wait_started(daemon: subprocess.Popen[bytes], what: str, log: Path, timeout_s: float = 20) -> None:
+def wait_started(daemon: subprocess.Popen[bytes], what: str, log: Path, timeout_s: float = 120) -> None:
     """Waits until a daemon has gone to the background, which they do when their configuration is read."""
     try:
         status = daemon.wait(timeout_s)
@@ -46,7 +49,7 @@ def wait_started(daemon: subprocess.Popen[bytes], what: str, log: Path, timeout_
         raise MiniSlurmError(told(f"{what} did not start: exit status {status}", log))
 
 
-def until(holds: Callable[[], bool], complaint: Callable[[], str], timeout_s: float = 30) -> None:
+def until(holds: Callable[[], bool], complaint: Callable[[], str], timeout_s: float = 120) -> None:
     """Waits for `holds`; the complaint is asked for only when it is needed."""
     deadline = time.monotonic() + timeout_s
     pause_s = 0.01

@@ -77,7 +77,7 @@ def kill(pids: Iterable[int], cluster: str) -> None:
         send(pid, signal.SIGKILL, cluster)
 
 
-def kill_all(cluster: str, *, spare: Iterable[int] = (), node: str | None = None, timeout_s: float = 20) -> None:
+def kill_all(cluster: str, *, spare: Iterable[int] = (), node: str | None = None, timeout_s: float = 60) -> None:
     """Ends what runs in the cluster, or in one node of it, and waits until it is gone."""
     spared, deadline = set(spare), time.monotonic() + timeout_s
     while True:

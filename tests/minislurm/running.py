@@ -44,7 +44,7 @@ class RunningCluster:
         """Slurm's own: '22.05.8'."""
         return run(["slurmctld", "-V"]).split()[-1]
 
-    def run(self, *command: str, timeout_s: float = 60) -> str:
+    def run(self, *command: str, timeout_s: float = 120) -> str:
         """What a command prints that runs on this machine, the login node; an error quotes what it said."""
         return run(command, env=self.env, timeout_s=timeout_s)
 
@@ -63,7 +63,7 @@ class RunningCluster:
         lines = self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %T").splitlines()
         return dict(line.split() for line in lines)
 
-    def wait_idle(self, timeout_s: float = 60) -> None:
+    def wait_idle(self, timeout_s: float = 180) -> None:
         """Waits until no job runs and every node is ready for one."""
         states: dict[str, str] = {}
 

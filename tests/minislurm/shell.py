@@ -10,7 +10,7 @@ from tests.minislurm.errors import MiniSlurmError
 PATH = os.environ.get("PATH", "/usr/bin:/bin") + ":/usr/sbin:/sbin"
 
 
-def run(command: Sequence[str], *, env: dict[str, str] | None = None, stdin: str = "", timeout_s: float = 30) -> str:
+def run(command: Sequence[str], *, env: dict[str, str] | None = None, stdin: str = "", timeout_s: float = 120) -> str:
     """What the command printed. Its environment is PATH and `env`, nothing of the caller's."""
     try:
         done = subprocess.run(

@@ -1,0 +1,54 @@
+"""The tests are shared out so that what belongs together stays together, and nothing is left out."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import workers
+from tests.leaving_out import leave_out
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_name_is_that_of_a_file() -> None:
+    """A file that was renamed is renamed in the lists too."""
+    assert [name for name in (*workers.DEAR, *workers.APART) if not (ROOT / name).is_file()] == []
+
+
+def test_what_goes_one_by_one_shares_no_fixture_of_its_module() -> None:
+    """A test that is taken apart from its file would make the file's fixtures once more."""
+    shares = re.compile(r'scope="(module|package|class)"')
+    assert [name for name in workers.APART if shares.search((ROOT / name).read_text())] == []
+
+
+def test_a_file_stays_on_one_worker_and_the_dear_ones_come_first(tmp_path: Path) -> None:
+    """Two workers run two files: each file in the order that it has, on one worker, and the dear one begins."""
+    if not importlib.util.find_spec("xdist"):
+        leave_out("pytest-xdist is not installed: pip install '.[test]'")
+    (tmp_path / "tests").mkdir()
+    dear = workers.DEAR[0]
+    for file in ("tests/test_a.py", "tests/test_b.py", dear):
+        lines = [
+            f"def test_{n}(): open('ran', 'a').write(f'{{os.environ[\"PYTEST_XDIST_WORKER\"]}} {file} {n}\\n')"
+            for n in range(4)
+        ]
+        (tmp_path / file).write_text("\n".join(["import os", *lines]))
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "tests.workers", "-n", "2", "tests"],
+        cwd=tmp_path, env={**env, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and "12 passed" in done.stdout, done.stdout + done.stderr
+    ran: dict[str, list[tuple[str, int]]] = {}
+    for line in (tmp_path / "ran").read_text().splitlines():
+        worker, file, number = line.split()
+        ran.setdefault(file, []).append((worker, int(number)))
+    for tests in ran.values():
+        assert [number for _, number in tests] == [0, 1, 2, 3] and len({worker for worker, _ in tests}) == 1
+    assert dear in list(ran)[:2] and set(ran) == {"tests/test_a.py", "tests/test_b.py", dear}

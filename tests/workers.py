@@ -1,0 +1,50 @@
+"""How the tests are shared out among pytest-xdist's workers (`pytest -n 3`, which `make test` asks for).
+
+A file's tests stay together, since its module fixtures (a cluster, eight ranks' checkpoint) are dear; only those in
+APART, which take long and share nothing, go one by one. DEAR is begun first: no worker is to sit with a long one at
+the end, when the others are through. Each worker is a session with a cluster of its own, where one of its tests asks
+for the fixture `slurm`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from xdist.scheduler import LoadScopeScheduling
+
+# From `make test PYTEST=--durations=0`, longest first; a name that is missing here costs minutes, never a test.
+DEAR = (
+    "tests/test_equivalence.py",
+)  # fmt: skip
+APART: frozenset[str] = frozenset()
+
+
+def scope(nodeid: str) -> str:
+    """What of a test's identifier says with which others it stays on one worker."""
+    file = nodeid.partition("::")[0]
+    return nodeid if file in APART else file
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not hasattr(config, "workerinput"):  # only in a worker of xdist's
+        return
+    place = {name: number for number, name in enumerate(DEAR)}
+    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))  # stable
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling | None:
+    if config.option.dist != "load":  # who asked for another way gets it
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope(nodeid)
+
+    config.option.loadscopereorder = False  # xdist's own order is by the number of tests
+    return ByFile(config, log)
