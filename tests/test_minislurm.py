@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slurm
 ME = f"self-{os.getpid()}"  # names of this file's own clusters start like this
 
 
-def eventually(holds: Callable[[], object], timeout_s: float = 30) -> None:
+def eventually(holds: Callable[[], object], timeout_s: float = 120) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, f"not within {timeout_s} s"
@@ -131,17 +131,21 @@ def test_a_node_without_network_is_down_and_comes_back() -> None:
         cluster.network_down("n2")
         eventually(lambda: cluster.node_states()["n2"] == "down*", 60)
         cluster.network_up("n2")
-        eventually(lambda: cluster.node_states()["n2"] == "idle", 5)
+        eventually(lambda: cluster.node_states()["n2"] == "idle", 40)  # the controller would ask after 50 s
 
 
 def test_kill_node_and_start_node(idle_slurm: MiniSlurm) -> None:
-    """All that runs in a killed node is gone, nothing elsewhere is; started again, it takes jobs."""
-    sbatch(idle_slurm, "srun sleep 100", "-N2", "-w", "n2,n3", "--no-requeue")
+    """All that runs in a killed node is gone, nothing elsewhere is; given up, it is down, and its job has failed;
+    started again, it takes jobs."""
+    number = sbatch(idle_slurm, "srun sleep 100", "-N2", "-w", "n2,n3", "--no-requeue")
     eventually(lambda: len(idle_slurm.pids("n3")) > 3)
     others = set(idle_slurm.pids("n1"))
     idle_slurm.kill_node("n3")
     assert len(idle_slurm.pids("n3")) == 1  # what holds the namespaces
     assert set(idle_slurm.pids("n1")) == others
+    idle_slurm.give_up("n3")
+    assert idle_slurm.node_states()["n3"].rstrip("*") == "down"
+    eventually(lambda: job(idle_slurm, number)["JobState"] == "NODE_FAIL")
     idle_slurm.start_node("n3")
     idle_slurm.cancel_all()
     assert idle_slurm.run("srun", "-w", "n3", "uname", "-n") == "n3\n"

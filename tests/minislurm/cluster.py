@@ -77,7 +77,9 @@ class MiniSlurm(RunningCluster):
         kill_all(self.name)
         network.remove_link(self.name)
         if left:
-            shutil.rmtree(self.directory)
+            while self.directory.exists():
+                with suppress(FileNotFoundError):  # a daemon's last file, or somebody else is removing it too
+                    shutil.rmtree(self.directory)
         elif self.directory.exists() and any(self.directory.iterdir()):
             raise MiniSlurmError(f"{self.directory} is no cluster's folder: files, but no minislurm.json")
 

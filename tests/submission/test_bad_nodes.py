@@ -205,6 +205,7 @@ def test_a_node_that_was_lost_is_left_out(hpcinit: Run, idle_slurm: MiniSlurm, t
     job = json.loads((folder / "submission.json").read_text())["job_id"]
     shown = ("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
     try:
+        idle_slurm.give_up(node)
         until(lambda: idle_slurm.run(*shown).strip() == "NODE_FAIL")
         assert f"node {node} was lost" in hpcinit("why", folder.name, env=idle_slurm.env).stdout
     finally:
