@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from hpcinit.facts import deepspeed_merge
+from hpcinit.facts import deepspeed_keys, deepspeed_merge
 from hpcinit.facts.batch import Batch
 from hpcinit.facts.deepspeed_options import Options, options
 from hpcinit.facts.deepspeed_versions import at, stage
@@ -30,7 +30,8 @@ class Precision(Protocol):
 
 
 def build(chosen: Options, batch: Batch, layout: Layout, precision: Precision) -> tuple[dict[str, Any], list[str]]:
-    """The ds_config to train with, and notes: one line for each of our keys that the user's own contradicts.
+    """The ds_config to train with, and notes: one line for each key of the user's own that contradicts ours or that
+    DeepSpeed does not know.
 
     layout: without a -1. Raises RequestError.
     """
@@ -40,7 +41,7 @@ def build(chosen: Options, batch: Batch, layout: Layout, precision: Precision) -
         raise RequestError(f"deepspeed.hpz is {chosen.hpz}, expected a divisor of the {ranks} ranks")
     config = {**_triple(batch, counted), **_precision(precision), **_parallel(chosen, layout), **_alone(chosen)}
     merged, said = deepspeed_merge.merge(config, chosen.ds_config, counted)
-    return _one_total(merged), notes + said
+    return _one_total(merged), [*notes, *said, *deepspeed_keys.unread(chosen.ds_config)]
 
 
 def without_ranks(chosen: Options) -> dict[str, Any]:
