@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from numbers import Real
 from pathlib import Path
 
-from hpcinit.facts import runfolder
+from hpcinit.facts import runfolder, whole_file
 from hpcinit.facts.errors import RequestError
 
 Value = float | tuple[float, ...]
@@ -27,9 +27,7 @@ def of(value: object) -> Value:
 
 def write(folder: Path, value: Value) -> None:
     """There whole or not at all."""
-    temporary = folder / f"{runfolder.RESULT}.tmp"
-    temporary.write_text(json.dumps({"value": value}) + "\n")
-    temporary.replace(folder / runfolder.RESULT)
+    whole_file.write(folder / runfolder.RESULT, json.dumps({"value": value}) + "\n")
 
 
 def read(folder: Path) -> Value | None:

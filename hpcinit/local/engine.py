@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from hpcinit.facts import runfolder
+from hpcinit.facts import runfolder, whole_file
 from hpcinit.facts.errors import SubmitError
 from hpcinit.facts.spec import load
 from hpcinit.local import environment, processes
@@ -165,9 +165,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def write_state(path: Path, state: Mapping[str, object]) -> None:
-    temporary = path / f"{STATE}.{os.getpid()}.tmp"
-    temporary.write_text(json.dumps(state) + "\n")
-    temporary.replace(path / STATE)
+    whole_file.write(path / STATE, json.dumps(state) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TextIO
 
-from hpcinit.facts import error_records, runfolder
+from hpcinit.facts import error_records, runfolder, whole_file
 from hpcinit.facts.error_records import ErrorRecord
 from hpcinit.facts.errors import BringUpError, HpcinitError, RequestError
 from hpcinit.facts.spec import Program, Spec
@@ -208,9 +208,7 @@ def record(error: BaseException, world: World) -> None:
     try:
         if any(found.record.job == world.job for found in error_records.read(below, document.name)):
             return
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(document.to_json())
-        temporary.replace(path)
+        whole_file.write(path, document.to_json())
     except OSError as problem:  # the disk may be what failed; the traceback is in the log all the same
         print(f"hpcinit: cannot write {path}: {problem.strerror}", file=sys.stderr)
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpcinit.facts import result, runfolder, scratch
+from hpcinit.facts import result, runfolder, scratch, whole_file
 from hpcinit.facts.batch import Batch
 from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.layout import Layout
@@ -241,9 +241,7 @@ class Runtime:
             return
         self._changing.progress_at = now
         document = {"step": step, "total": total, "values": values, "time": time.time()}
-        temporary = self.folder / f"{runfolder.PROGRESS}.tmp"
-        temporary.write_text(json.dumps(document) + "\n")
-        temporary.replace(self.folder / runfolder.PROGRESS)
+        whole_file.write(self.folder / runfolder.PROGRESS, json.dumps(document) + "\n")
 
     def result(self, value: float | Sequence[float]) -> None:
         """What the training came to, for a sweeper that waits for it: `run.result(loss)`, or one number per objective.

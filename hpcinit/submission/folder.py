@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from hpcinit.facts import runfolder
+from hpcinit.facts import runfolder, whole_file
 from hpcinit.facts.errors import SubmitError
 
 PRIVATE = 0o700
@@ -75,9 +75,7 @@ def fill(path: Path, files: Mapping[str, str]) -> None:
 
 def mark_submitted(path: Path, submission: Mapping[str, object]) -> None:
     """Write submission.json whole or not at all: its presence means that the job exists."""
-    temporary = path / f"{runfolder.SUBMISSION}.tmp"
-    temporary.write_text(json.dumps(submission, indent=2) + "\n")
-    temporary.replace(path / runfolder.SUBMISSION)
+    whole_file.write(path / runfolder.SUBMISSION, json.dumps(submission, indent=2) + "\n")
 
 
 def discard(path: Path) -> None:

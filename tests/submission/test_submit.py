@@ -198,7 +198,7 @@ def test_job_ids_as_sbatch_prints_them(hpcinit: Run, tmp_path: Path, answer: str
 
 def test_a_record_that_cannot_be_written_loses_no_job(hpcinit: Run, tmp_path: Path) -> None:
     """When the disk is full after sbatch has taken the job, its id is told, and its folder stays."""
-    env = fake_sbatch(tmp_path, "mkdir runs/true-0001/submission.json.tmp; echo 4242")
+    env = fake_sbatch(tmp_path, "mkdir runs/true-0001/submission.json.$PPID.tmp; echo 4242")
     done = hpcinit("submit", "cluster=mini", "--", "true", env=env)
     assert done.returncode == 1 and "job 4242 was submitted, but its record" in done.stderr
     assert "scancel 4242" in done.stderr and (tmp_path / "runs/true-0001/job.sh").exists()

@@ -16,7 +16,7 @@ import threading
 import time
 from pathlib import Path
 
-from hpcinit.facts import beats, hangs, scratch
+from hpcinit.facts import beats, hangs, scratch, whole_file
 from hpcinit.facts.beats import FRESH_PERIODS, Beat, Node
 from hpcinit.facts.errors import Failure
 from hpcinit.facts.spec import Hang
@@ -149,6 +149,4 @@ def _state(pid: int) -> str:
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+    whole_file.write(path, text)
