@@ -8,6 +8,21 @@ from collections.abc import Iterator, Sequence
 from hpcinit.config.extra_options import OWNED
 from hpcinit.facts.errors import SubmitError
 
+# Limits of how many jobs may be in the queue, as sbatch names them (slurm_protocol_defs.c, job_reason_string; 22.05 to
+# 24.11): no line of the script is at fault. Whose limit it is, and the command that shows it.
+COUNTS = {
+    "AssocMaxSubmitJobLimit": (
+        "your account lets each of its users",
+        "sacctmgr show assoc user=$USER format=account,maxsubmit",
+    ),
+    "AssocGrpSubmitJobsLimit": (
+        "your account lets all of its users together",
+        "sacctmgr show assoc format=account,user,grpsubmit",
+    ),
+    "QOSMaxSubmitJobPerUserLimit": ("the qos lets each user", "sacctmgr show qos format=name,maxsubmitpu"),
+    "QOSMaxSubmitJobPerAccountLimit": ("the qos lets each account", "sacctmgr show qos format=name,maxsubmitpa"),
+    "QOSGrpSubmitJobsLimit": ("the qos lets all of its users together", "sacctmgr show qos format=name,grpsubmit"),
+}
 # What sbatch says, and the options that it can mean, the likeliest first. The first text that is found decides: 'Memory
 # specification can not be satisfied' is followed by 'Requested node configuration is not available'.
 # Texts of Slurm 22.05 to 24.11 (slurm_errno.c, opt.c), provoked on 22.05.8: tests/submission/test_refusal.py.
@@ -16,6 +31,10 @@ GPUS = ("gpus-per-node", "gres", "gpus", "gpus-per-task")
 MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 SIGNS: tuple[tuple[str, Sequence[str]], ...] = (
     ("account/partition combination", ("account", "partition")),
+    ("wallduration", ("time", "qos", "account")),  # QOSMaxWallDurationPerJobLimit
+    ("nodeperjob", ("nodes", "qos", "account")),
+    ("cpuperjob", ("cpus-per-task", "ntasks-per-node", "nodes", "qos", "account")),
+    ("gresperjob", (*GPUS, "nodes", "qos", "account")),
     ("accounting/qos policy", ("qos", "account", *SIZE, "time")),
     ("memory specification", MEMORY),
     ("memory required by task", MEMORY),
@@ -58,7 +77,13 @@ def error(words: str, script: str, do: str = "") -> SubmitError:
 
 
 def explain(words: str, script: str) -> str:
-    """The lines of `script` that sbatch's `words` are about; '' where that cannot be told."""
+    """The lines of `script` that sbatch's `words` are about, or the limit; '' where that cannot be told."""
+    for reason, (whose, shown) in COUNTS.items():
+        if reason in words:
+            return (
+                f"{whose} have only so many jobs in the queue at a time, and each task of an array counts: `{shown}` "
+                "shows how many, `squeue --me --array` yours; submit when some have ended, or fewer at once\n"
+            )
     named = re.findall(r"--([a-z][a-z-]+)", words)  # "Invalid --begin specification", "unrecognized option '--frob=1'"
     found = list(_lines(script, named))
     if found:

@@ -91,6 +91,8 @@ RECORDED = [
     ("Node count specification invalid", ["nodes"]),
     ("Requested time limit is invalid (missing or exceeds some limit)", ["time"]),
     ("More processors requested than permitted", ["cpus-per-task", "ntasks-per-node", "nodes"]),
+    ("sbatch: error: QOSMaxWallDurationPerJobLimit\nJob violates accounting/QOS policy", ["time", "qos", "account"]),
+    ("sbatch: error: QOSMaxNodePerJobLimit\nJob violates accounting/QOS policy", ["nodes", "qos", "account"]),
     ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
      ["qos", "account", "nodes", "ntasks-per-node", "cpus-per-task", "time"]),
 ]  # fmt: skip
