@@ -96,6 +96,8 @@ def _diff(path: Path, text: str | None, seen: Site) -> int:
     _gone(before, seen)
     if lines:
         print(f"--- {path}\n+++ Slurm {seen.slurm} of cluster {seen.cluster}", *lines, sep="\n")
+    else:
+        print(f"{path}: nothing has changed")
     return 1 if lines else 0
 
 

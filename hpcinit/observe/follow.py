@@ -1,4 +1,4 @@
-"""Follow a run to its end: state, progress, rank 0's output, and at a failure the first cause."""
+"""Follow a run to its end: state, progress, rank 0's output, and at a failure the first cause; of a sweep its tasks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from rich.console import Console
 
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import INTERRUPTED
-from hpcinit.observe import logs, progress, reasons, state, why
-from hpcinit.observe.poll import Poll
+from hpcinit.facts.ranges import ranges
+from hpcinit.observe import logs, progress, reasons, state, sweep, why
+from hpcinit.observe.poll import Poll, Polls
+
+LOOK_S = 0.2  # at what is on the disk; Slurm is asked more rarely
 
 
 def follow(path: Path) -> int:
@@ -51,7 +54,7 @@ def _watch(path: Path, console: Console) -> state.State:
                 console.print(f"{now.reason}: {meaning}", markup=False)
             shown = about
             line.update(f"{about}  {passed:.0f} s  {progress.line(path)}")
-            time.sleep(0.2)
+            time.sleep(LOOK_S)
 
 
 def _report(path: Path, end: state.State, status: int, console: Console) -> None:
@@ -73,3 +76,45 @@ def _script(path: Path, end: state.State) -> str:
         return shlex.quote(str(own))
     words = state.submission(path)["command"]
     return f"--array={end.job_id.partition('_')[2]} {shlex.quote(words[-1])}"
+
+
+def follow_sweep(path: Path) -> int:
+    """Until all tasks of a sweep are over, then the highest of their exit statuses. Ctrl-C gives up waiting (130)."""
+    console = Console(highlight=False, soft_wrap=True)
+    run = shlex.quote(str(path))
+    try:
+        tasks = _watch_tasks(path, console)
+    except KeyboardInterrupt:
+        console.print(f"\nno longer waiting; the jobs go on. See them:  hpcinit status {run}", markup=False)
+        console.print(f"end them:  hpcinit cancel {run}", markup=False)
+        return INTERRUPTED
+    bad = [task.number for task in tasks if task.status]
+    console.print(sweep.counts(tasks), markup=False)
+    if bad:
+        console.print(f"not COMPLETED: {ranges(bad)}; the first:  hpcinit logs {run}/{bad[0]}", markup=False)
+    return max(task.status for task in tasks)
+
+
+def _watch_tasks(path: Path, console: Console) -> list[sweep.Task]:
+    told: set[int] = set()
+    began, polls, shown = time.monotonic(), Polls([path]), ""
+    with console.status("") as line:
+        while True:
+            over = polls.ask()
+            tasks = [task for task in polls.now[0].tasks if task.state.name != sweep.NOT_SUBMITTED]
+            for task in tasks:
+                if task.state.over and task.status and task.number not in told:
+                    told.add(task.number)
+                    console.print(f"task {task.number}  {task.combination}: {_end(task)}", markup=False)
+            if over:
+                return tasks
+            passed, about = time.monotonic() - began, sweep.counts(tasks)
+            if about != shown and not console.is_terminal:
+                console.print(f"[{passed:.0f} s] {about}", markup=False)
+            shown = about
+            line.update(f"{about}  {passed:.0f} s")
+            time.sleep(LOOK_S)
+
+
+def _end(task: sweep.Task) -> str:
+    return f"{task.state.name} {task.state.reason}".rstrip() + f", exit status {task.status}"

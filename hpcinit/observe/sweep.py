@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import json
-import shlex
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpcinit.facts import runfolder
-from hpcinit.facts.errors import INTERRUPTED, RequestError
-from hpcinit.facts.ranges import ranges
+from hpcinit.facts.errors import RequestError
 from hpcinit.observe import state
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-QUICK_S, SLOW_S = 1.0, 10.0  # between two questions to the controller
-PATIENCE = 5  # after n seconds in which no task ended, every n/5
-FORGOTTEN_S = 60.0  # after which a job that Slurm knows nothing of will not come back
 NOT_SUBMITTED = "NOT_SUBMITTED"
 
 
@@ -97,54 +87,6 @@ def failed(path: Path) -> list[int]:
 def counts(tasks: Sequence[Task]) -> str:
     """'3 COMPLETED, 1 FAILED, 996 PENDING'."""
     return ", ".join(f"{number} {name}" for name, number in Counter(task.state.name for task in tasks).most_common())
-
-
-def follow(path: Path) -> int:
-    """Until all tasks are over, then the highest of their exit statuses. Ctrl-C gives up waiting (130)."""
-    from rich.console import Console  # noqa: PLC0415 - not for a line of status
-
-    console = Console(highlight=False, soft_wrap=True)
-    run = shlex.quote(str(path))
-    try:
-        tasks = _watch(path, console)
-    except KeyboardInterrupt:
-        console.print(f"\nno longer waiting; the jobs go on. See them:  hpcinit status {run}", markup=False)
-        console.print(f"end them:  hpcinit cancel {run}", markup=False)
-        return INTERRUPTED
-    bad = [task.number for task in tasks if task.status]
-    console.print(counts(tasks), markup=False)
-    if bad:
-        console.print(f"not COMPLETED: {ranges(bad)}; the first:  hpcinit logs {run}/{bad[0]}", markup=False)
-    return max(task.status for task in tasks)
-
-
-def _watch(path: Path, console: Console) -> list[Task]:
-    told: set[int] = set()
-    began = happened = known = time.monotonic()
-    shown = ""
-    with console.status("") as line:
-        while True:
-            tasks, clock = [task for task in read(path) if task.state.name != NOT_SUBMITTED], time.monotonic()
-            for task in tasks:
-                if task.state.over and task.number not in told:
-                    told.add(task.number)
-                    happened = clock
-                    if task.status:
-                        console.print(f"task {task.number}  {task.combination}: {_end(task)}", markup=False)
-            if not any(task.state.forgotten for task in tasks):
-                known = clock
-            if all(task.state.over for task in tasks) or clock - known > FORGOTTEN_S:
-                return tasks
-            about = counts(tasks)
-            if about != shown and not console.is_terminal:
-                console.print(f"[{clock - began:.0f} s] {about}", markup=False)
-            shown = about
-            line.update(f"{about}  {clock - began:.0f} s")
-            time.sleep(min(SLOW_S, max(QUICK_S, (clock - happened) / PATIENCE)))
-
-
-def _end(task: Task) -> str:
-    return f"{task.state.name} {task.state.reason}".rstrip() + f", exit status {task.status}"
 
 
 def _is_open(task: Task) -> bool:

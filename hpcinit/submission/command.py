@@ -167,7 +167,7 @@ def _sweep(requests: Sequence[Request], argv: Sequence[str], runs: dict[int, Pat
         *_table(requests, done.ids),
         f"{len(done.ids)} tasks on {config.cluster.name} as job{'s' * (len(jobs) > 1)} {', '.join(jobs)}",
         f"run folder: {done.path}",
-        *([done.expected] if done.expected else []),
+        *done.expected,
     )
     left = [request.combination for request in requests if request.number not in done.ids]
     if left:
@@ -177,9 +177,9 @@ def _sweep(requests: Sequence[Request], argv: Sequence[str], runs: dict[int, Pat
         print(f"interrupted, but jobs were submitted already; hpcinit cancel {run} ends them", file=sys.stderr)
         return INTERRUPTED
     if config.wait:
-        from hpcinit.observe.sweep import follow  # noqa: PLC0415 - rich, only for those who wait
+        from hpcinit.observe.follow import follow_sweep  # noqa: PLC0415 - rich, only for those who wait
 
-        return max(bool(left), follow(done.path))
+        return max(bool(left), follow_sweep(done.path))
     return int(bool(left))
 
 

@@ -123,10 +123,10 @@ def test_output_names_another_place(hpcinit: Run, slurm: MiniSlurm, tmp_path: Pa
 
 
 def test_diff_shows_what_has_changed(hpcinit: Run, idle_slurm: MiniSlurm, described: Path) -> None:
-    """--diff is silent and 0 while the file is right, names each change and is 1 afterwards, and writes nothing."""
+    """--diff says so and is 0 while the file is right, names each change and is 1 afterwards, and writes nothing."""
     text = described.read_text()
     same = hpcinit("discover", "--name", "x", "--diff", env=idle_slurm.env)
-    assert (same.returncode, same.stdout, same.stderr) == (0, "", "")
+    assert (same.returncode, same.stdout, same.stderr) == (0, "conf/cluster/x.yaml: nothing has changed\n", "")
     changed_limit(idle_slurm, "30")
     try:
         done = hpcinit("discover", "--name", "x", "--diff", env=idle_slurm.env)

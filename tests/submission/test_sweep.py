@@ -14,7 +14,7 @@ import pytest
 
 from hpcinit.cli import main
 from hpcinit.config import combinations, compose
-from hpcinit.submission import array, sweep
+from hpcinit.submission import array, sweep_jobs
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import submit
@@ -97,8 +97,10 @@ def test_blocks_of_a_larger_sweep(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path:
 
 @pytest.mark.slurm
 def test_cancel_ends_all_of_it(idle_slurm: MiniSlurm, hpcinit: Run) -> None:
-    """`hpcinit cancel` of a task ends that one, of the sweep every job of it."""
-    submit(hpcinit, idle_slurm, "-m", "seed=1,2,3", "nodes=1,2", *SMALL, "--", "sleep", "600")
+    """`hpcinit cancel` of a task ends that one, of the sweep every job of it; each array's estimate was said."""
+    done = submit(hpcinit, idle_slurm, "-m", "seed=1,2,3", "nodes=1,2", *SMALL, "--", "sleep", "600")
+    assert re.search(r"^tasks 0,2,4: Slurm expects a start .* on n\d$", done.stdout, re.M), done.stdout + done.stderr
+    assert re.search(r"^tasks 1,3,5: Slurm expects a start .* on n\S+$", done.stdout, re.M)
     assert "is being cancelled" in hpcinit("cancel", "sleep-0001/2", env=idle_slurm.env).stdout
     until(lambda: cancelled(hpcinit, idle_slurm) == [2])
     assert re.search(r"jobs \d+, \d+ are being cancelled", hpcinit("cancel", "sleep-0001", env=idle_slurm.env).stdout)
@@ -146,7 +148,7 @@ def test_what_goes_into_one_array() -> None:
     """Combinations that ask Slurm for the same share an array, whatever variables they set; others do not."""
 
     def jobs(*words: str) -> list[list[int]]:
-        return [job.numbers for job in sweep.plan(requests("cluster=mini", *words), Path("/runs/x-0001"))]
+        return [job.numbers for job in sweep_jobs.of(requests("cluster=mini", *words), Path("/runs/x-0001"))]
 
     assert jobs("seed=range(0,5)") == [[0, 1, 2, 3, 4]]
     assert jobs("+job.env.A=1,2,3") == [[0, 1, 2]]
