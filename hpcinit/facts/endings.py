@@ -89,6 +89,9 @@ def _of_end(ended: Cancelled | None, found: Evidence) -> Verdict:
     if "TIME LIMIT" in why:
         limit = f" of {found.time_min} min" if found.time_min else ""
         return _verdict(found, f"the time limit{limit} ended the job{when}", "time-limit", MORE_TIME, time=at)
+    if "REQUEUE" in why:
+        head = f"the job was requeued{when}: by its batch script, an administrator, or scontrol requeue"
+        return _verdict(found, head, "requeued", "nothing of the run's own failed", time=at)
     if "PREEMPT" in why:
         do = "submit it again; run.should_stop() saves on the warning"
         return _verdict(found, f"a job of higher priority took the nodes{when}", "preempted", do, time=at)

@@ -106,11 +106,14 @@ def report(nodes: Sequence[Node], stacks: Mapping[int, Place], now_s: float) -> 
 def left(run: Path, job_id: str, restart: object) -> tuple[str, ...]:
     """Lines of the report in the run folder `run`, of an attempt's steps, whose folders are JOB.STEP.RESTART.
 
-    restart: a number, or None where nobody says which.
+    restart: a number, or None where nobody says which. job_id: of a task '18_1', whose steps have another number of
+    Slurm's, and whose folder no other job has.
     """
     for path in sorted((run / FOLDER).glob(f"*/{REPORT}")):
         job, _, rest = path.parent.name.partition(".")
-        if job == scratch.folder_name(job_id) and (restart is None or rest.rpartition(".")[2] in ("", str(restart))):
+        if ("_" in job_id or job == scratch.folder_name(job_id)) and (
+            restart is None or rest.rpartition(".")[2] in ("", str(restart))
+        ):
             try:
                 return tuple(path.read_text(errors="replace").splitlines())
             except OSError:

@@ -33,18 +33,19 @@ def gather(path: Path, now: state.State) -> Evidence:
     log = job_log.read(_text(path / runfolder.JOB_LOG))
     every = list(error_records.read(path / runfolder.ERRORS))
     found = error_records.of_last_attempt(every, job_id, restart if isinstance(restart, int) else None)
-    slurm = now.engine == "slurm"
+    slurm = now.engine == "slurm" and not now.away  # which each question would wait for again
     job = _record("job", job_id, "JobId") if slurm else {}
     tails, oom = _tails(path, {one.record.rank for one in found})
     if oom and not log.oom:
         log = replace(log, oom=oom)
     gone = now.name == "NODE_FAIL" or (log.cancelled is not None and log.cancelled.why == "NODE FAILURE")
-    nodes = {host: reason for host in log.lost if (reason := _node(host, slurm))}
-    if slurm and gone and not log.lost:  # with the node of the batch script nobody is left to say which it was
-        nodes = _down(job.get("NodeList", ""))
+    silent = now.again and log.cancelled is None  # taken from its nodes, and nobody was there to say so
+    nodes = _nodes(log.lost) if slurm and log.lost else {}
+    if slurm and (gone or silent) and not log.lost:  # with the batch script's node nobody is left to say which it was
+        nodes = _down(",".join(_hosts(path, job_id, restart)) if now.again else job.get("NodeList", ""))
     told = progress.read(path)
     return Evidence(
-        state=now.name,
+        state="NODE_FAIL" if silent and nodes else now.name,
         reason=now.reason,
         exit_status=now.exit_status if now.exit_status is not None else state.exit_status(path),
         who=now.reason.partition("by ")[2] if now.name == "CANCELLED" else "",
@@ -98,9 +99,17 @@ def _end(path: Path) -> list[str]:
         return []
 
 
-def _node(host: str, slurm: bool) -> str:
-    """'Not responding [root@2026-11-21T13:36:23]', and '' where nobody says."""
-    return _record("node", host, "NodeName").get("Reason", "") if slurm else ""
+def _hosts(path: Path, job_id: str, restart: object) -> list[str]:
+    """Nodes on which ranks of that attempt have told of themselves."""
+    job = "*" if "_" in job_id else job_id  # of a task: steps have another number of Slurm's
+    folders = (path / beats.FOLDER).glob(f"{job}.*.{restart}")
+    return sorted({node.host for folder in folders for node in beats.read(folder)})
+
+
+def _nodes(hosts: Sequence[str]) -> dict[str, str]:
+    """'Not responding [root@2026-11-21T13:36:23]' by node, of those of which Slurm says something."""
+    found = slurm_records.records(_shown("node", ",".join(hosts)), "NodeName")
+    return {node["NodeName"]: node["Reason"] for node in found if node.get("Reason")}
 
 
 def _down(nodelist: str) -> dict[str, str]:

@@ -37,6 +37,8 @@ class State:
     reason: why it waits or what ended it, as Slurm says. exit_status: once it has ended and is known.
     source: who told. by_hand: of the run's last attempt, which somebody started with the script, not hpcinit.
     link: 'job 2 of a chain of 5', or ''. others: jobs of the chain that are still in the queue beside this one.
+    restart: number of the attempt that this job began last, as it says itself; None before its first.
+    away: whether the controller gave no answer when it was asked.
     start: when it began or, as Slurm estimates, will, in this machine's time ('2026-11-21T14:02:00'), or ''.
     elapsed_s, left_s: since it began and until its time limit, in seconds; None where nobody says.
     """
@@ -53,10 +55,18 @@ class State:
     start: str = ""
     elapsed_s: int | None = None
     left_s: int | None = None
+    restart: int | None = None
+    away: bool = False
 
     @property
     def over(self) -> bool:
         return self.name in FINAL
+
+    @property
+    def again(self) -> bool:
+        """Waits for another attempt, after one that has ended; it may not have left its nodes yet."""
+        requeued = self.name == "PENDING" or (self.name == "COMPLETING" and self.reason == "BeginTime")
+        return requeued and self.restart is not None
 
     @property
     def strange(self) -> bool:

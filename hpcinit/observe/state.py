@@ -29,7 +29,11 @@ def read_all(paths: Sequence[Path]) -> list[State | RequestError]:
     early = slurm.Question("--me") if len(paths) > slurm.FEW else None  # answered while we read
     runs = [_run(path) for path in paths]
     answer = slurm.ask([run.wanted for run in runs if isinstance(run, _Run) and run.wanted], early)
-    return [run if isinstance(run, RequestError) else _cancelled(run.path, _state(run, answer)) for run in runs]
+    away = bool(answer.silent)
+    return [
+        run if isinstance(run, RequestError) else _cancelled(run.path, _begun(run, _state(run, answer), away))
+        for run in runs
+    ]
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,13 @@ def _run(path: Path) -> _Run | RequestError:
     last = str(attempt.get("job", ""))
     left = _left(attempt, last or str(record["job_id"]))
     return _Run(path, record["engine"], str(record["job_id"]), ids, last, left)
+
+
+def _begun(run: _Run, now: State, away: bool) -> State:
+    of_it = run.last == now.job_id and run.left.restart is not None
+    if not of_it and not away:
+        return now
+    return replace(now, restart=run.left.restart if of_it else None, away=away and run.wanted is not None)
 
 
 def _cancelled(path: Path, now: State) -> State:
@@ -212,13 +223,16 @@ def left_behind(path: Path, job_id: str) -> State:
 
 
 def _left(attempt: Mapping[str, Any], job_id: str) -> State:
-    status = attempt.get("exit_status")
+    status, number = attempt.get("exit_status"), attempt.get("restart")
+    restart = number if isinstance(number, int) else None
     if not attempt:
         never = "Slurm does not know the job any more, and it never began: was it cancelled while it waited?"
         return State("UNKNOWN", job_id, "slurm", never)
     if not isinstance(status, int):
-        return State("UNKNOWN", job_id, "slurm", "Slurm does not know the job any more, and it left no exit record")
-    return State("COMPLETED" if status == 0 else "FAILED", job_id, "slurm", "", status, runfolder.EXIT)
+        lost = "Slurm does not know the job any more, and it left no exit record"
+        return State("UNKNOWN", job_id, "slurm", lost, restart=restart)
+    name = "COMPLETED" if status == 0 else "FAILED"
+    return State(name, job_id, "slurm", "", status, runfolder.EXIT, restart=restart)
 
 
 def _json(path: str | Path) -> dict[str, Any]:

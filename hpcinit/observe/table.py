@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hpcinit.observe import progress, reasons, sweep, view
+from hpcinit.observe import attempts, progress, reasons, sweep, view
 from hpcinit.observe.overview import Run
 from hpcinit.observe.state import State
 
@@ -54,7 +54,8 @@ def _row(name: str, path: Path, now: State, about: str) -> Row:
     by_hand = "started by hand" if now.by_hand else ""
     values = "  ".join(progress.values(told))
     old = view.age(path, now)
-    parts = (by_hand, now.link, now.reason, status, values, old, about)
+    before = attempts.words(attempts.read(path)) if now.restart is not None else ""
+    parts = (by_hand, now.link, now.reason, before, status, values, old, about)
     return [
         Text(name),
         Text(now.job_id),

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpcinit.observe import progress, reasons, sweep
+from hpcinit.observe import attempts, progress, reasons, sweep
 from hpcinit.observe.overview import Run
 from hpcinit.observe.state import State
 
@@ -36,6 +36,7 @@ def _json(path: Path, now: State) -> dict[str, Any]:
         **now.to_json(),
         "meaning": reasons.explain(now.reason),
         "progress": progress.read(path) if begun else {},
+        "restarts": attempts.document(path) if now.restart is not None else None,
         "step_age_s": progress.age_s(path, time.time()) if now.name == "RUNNING" else None,
     }
 
@@ -74,7 +75,8 @@ def details(path: Path, now: State) -> str:
     """What else is known of a job: why and until when it waits, how far it is, how it ended."""
     status = "" if now.exit_status is None else f"exit status {now.exit_status}"
     begun = now.name not in ("PENDING", sweep.NOT_SUBMITTED)
-    parts = ["started by hand" if now.by_hand else "", now.link, now.reason, times(now), status]
+    before = attempts.words(attempts.read(path)) if now.restart is not None else ""
+    parts = ["started by hand" if now.by_hand else "", now.link, now.reason, times(now), before, status]
     parts += [progress.line(path), age(path, now)] if begun else []
     return "  ".join(part for part in parts if part)
 

@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from hpcinit.facts import failure, runfolder
+from hpcinit.facts import failure, restarts, runfolder
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.evidence import Evidence, Verdict
 from hpcinit.facts.ranges import ranges
-from hpcinit.observe import bad_nodes, evidence, find, progress, reasons, state, sweep
+from hpcinit.observe import attempts, bad_nodes, evidence, find, progress, reasons, state, sweep
 
 WELL, ASKED = "none", "stopped"  # kinds of a verdict on a run in which nothing failed
+UNSAID = ("unknown", "script")  # of a verdict that names no cause
+TAKEN = "Slurm has taken it from its nodes, and nobody says why: preempted, a lost node, or scontrol requeue"
+AWAY = "Slurm's controller does not answer"
 YOUNG_S, MOMENT_S = 3.0, 1.0  # srun tells of a rank that was killed within a second of its peers
 
 
@@ -33,7 +36,8 @@ def main(argv: Sequence[str]) -> int:
     now = state.read(path)
     verdict = of_run(path, now)
     if options.json:
-        print(json.dumps({"run": str(path), "state": now.name, "job_id": now.job_id, **asdict(verdict)}))
+        told = {"run": str(path), "state": now.name, "job_id": now.job_id, "restarts": attempts.document(path)}
+        print(json.dumps({**told, **asdict(verdict)}))
     else:
         print("\n".join(lines(path, verdict)))
     return 0
@@ -41,16 +45,20 @@ def main(argv: Sequence[str]) -> int:
 
 def of_run(path: Path, now: state.State) -> Verdict:
     """now: the run's state, as asked before. Nodes to blame are counted (hpcinit nodes)."""
-    if now.name == "PENDING":
+    if now.name == "PENDING" and not now.again:
         meaning = reasons.explain(now.reason)
         return Verdict(
             f"job {now.job_id} waits{f' ({now.reason})' * bool(now.reason)}: nothing has failed", WELL, meaning
         )
     found = _evidence(path, now)
     bad_nodes.note(path, found)
+    if now.again:
+        return _again(path, now, found)
     if now.name == "COMPLETED":
         return _well(path, found)
-    if not now.over and now.source != state.NOBODY and not now.forgotten:
+    if now.away and not now.over:
+        return _unheard(path, now, found)
+    if not now.over and not now.forgotten:
         return _going(path, now, found)
     return failure.judge(found)
 
@@ -76,9 +84,34 @@ def _well(path: Path, found: Evidence) -> Verdict:
         return Verdict(f"nothing failed: the run has ended well  {progress.line(path)}".rstrip(), WELL, step=found.step)
 
 
+def _again(path: Path, now: state.State, found: Evidence) -> Verdict:
+    """A job that was requeued: how the attempt before ended, as its batch script or what it has left says."""
+    head = f"job {now.job_id} waits{f' ({now.reason})' * bool(now.reason)} to begin again: "
+    last = attempts.read(path)[-1:]
+    told = last[0].reason if last and last[0].restart == (now.restart or 0) + 1 else ""
+    if told in (restarts.PREEMPTED, restarts.TIME_LIMIT):
+        return Verdict(f"{head}{attempts.WORDS[told]}{found.at_step}", ASKED, step=found.step)
+    verdict = failure.judge(found)
+    if verdict.kind in UNSAID and not found.found:
+        return Verdict(f"{head}{TAKEN}{found.at_step}", "requeued", step=found.step)
+    return replace(verdict, headline=head + verdict.headline)
+
+
+def _unheard(path: Path, now: state.State, found: Evidence) -> Verdict:
+    """The controller is away: what the run has left is all there is, and the job may go on."""
+    if found.found or found.hang or found.log.ends or found.log.cancelled:
+        verdict = failure.judge(found)
+        return replace(verdict, headline=f"{verdict.headline}  ({AWAY}: {now.reason})")
+    head = f"{AWAY} ({now.reason}); as far as the run has left word nothing has failed  {progress.line(path)}"
+    return Verdict(
+        head.rstrip(), "unknown", "ask again when it is back: jobs that run go on without it", step=found.step
+    )
+
+
 def _going(path: Path, now: state.State, found: Evidence) -> Verdict:
     """A job that is in the queue still may have failed all the same, or hang."""
-    if found.found or found.hang or found.log.ends:
+    ended = now.name == "COMPLETING" and (found.log.cancelled or found.log.lost)
+    if found.found or found.hang or found.log.ends or ended:
         verdict = failure.judge(found)
         return replace(verdict, headline=f"{verdict.headline}  (the job is {now.name} still)")
     return Verdict(f"the job is {now.name}: nothing has failed  {progress.line(path)}".rstrip(), WELL, step=found.step)
@@ -87,7 +120,8 @@ def _going(path: Path, now: state.State, found: Evidence) -> Verdict:
 def lines(path: Path, verdict: Verdict) -> list[str]:
     """For a person, at most a screen."""
     run = shlex.quote(str(path))
-    told = [verdict.headline, *(f"  {line}" for line in verdict.evidence)]
+    before = attempts.line(attempts.read(path))
+    told = [verdict.headline, *(f"  {line}" for line in [*verdict.evidence, before] if line)]
     if verdict.do:
         told.append(f"what to do: {verdict.do}")
     told += [f"  {line}" for line in verdict.echoes]

@@ -34,8 +34,9 @@ hpcinit_restart() { # one more, number $1, for the reason $2; 1 if there may be 
     echo "hpcinit: restart $1 ($2) is not begun: $hpcinit_idle in a row have come no further than step $hpcinit_step" \\
       "(restart.without_progress)"; return 1
   fi
-  printf '{"job": "%s", "restart": %d, "time": %d, "reason": "%s", "step": %s, "without_progress": %d}\\n' \\
-    "$SLURM_JOB_ID" "$1" "$(date +%s)" "$2" "$hpcinit_step" "$hpcinit_idle" >> "@RESTARTS@"
+  printf '{"job": "%s", "restart": %d, "time": %d, "reason": "%s", "step": %s, %s}\\n' \\
+    "$SLURM_JOB_ID" "$1" "$(date +%s)" "$2" "$hpcinit_step" \\
+    "\\"without_progress\\": $hpcinit_idle, \\"budget\\": @BUDGET@" >> "@RESTARTS@"
 }
 hpcinit_attempt=${SLURM_RESTART_COUNT:-0}
 if [ "$hpcinit_attempt" -gt 0 ]; then

@@ -149,7 +149,7 @@ def test_the_controller_is_away_for_a_minute(start: Start) -> None:
         word,
         run.lost(),
         ends,
-        "nothing says why: Slurm's state is UNKNOWN",
+        "Slurm's controller does not answer",
         "COMPLETED",
     )
     assert run.lost() == 0
@@ -169,7 +169,7 @@ def test_preempted(start: Start) -> None:
         word,
         run.lost(),
         ends,
-        r"job \d+ waits \(\w+\): nothing has failed",
+        r"job \d+ waits \(\w+\) to begin again: (preempted|a job of higher priority took the nodes)",
         "COMPLETED after 1 restart",
     )
 

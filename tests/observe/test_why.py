@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
+from tests.submission.test_restart import begin_now
 from tests.submitting import folder_of, job_id_of, submit
 
 TRAIN = """
@@ -140,6 +141,29 @@ def test_a_node_is_lost(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[...
         idle_slurm.start_node("n2")
     assert re.match(r"node n2 was lost \(step \d+\): Slurm says node failure", said[0]), said
     assert said[1].startswith("  n2: Not responding")
+
+
+def test_the_batch_scripts_own_node_is_lost(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[..., Path]) -> None:
+    """Nobody of the run is left to say so: Slurm is asked for the nodes of the attempt before, and the job, which waits
+    for another, is not said to be well. Its next attempt tells of the restart."""
+    folder = start("none", "restart.budget=3", "hang.after_s=600")
+    until(lambda: trains(folder) and list(folder.glob("beats/*/n1.json")))
+    idle_slurm.kill_node("n1")
+    try:
+        until(lambda: " waits " in hpcinit("why", folder.name, env=idle_slurm.env).stdout)
+        said = hpcinit("why", folder.name, env=idle_slurm.env).stdout.splitlines()
+    finally:
+        idle_slurm.start_node("n1")
+    job = job_id_of_folder(folder)
+    assert re.match(rf"job {job} waits \(\w+\) to begin again: node n1 was lost \(step \d+\): Slurm says", said[0]), (
+        said
+    )
+    begin_now(idle_slurm, job)
+    until((folder / "restarts.jsonl").exists)
+    shown = json.loads(hpcinit("status", "--json", folder.name, env=idle_slurm.env).stdout)
+    idle_slurm.run("scancel", job)
+    assert (shown["restarts"]["left"], shown["restarts"]["attempts"][0]["reason"]) == (2, "slurm"), shown
+    assert any("1 restart, 2 left: 1 requeued by Slurm" in line for line in over(hpcinit, idle_slurm, folder))
 
 
 def test_what_cannot_run_and_what_did(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,13 @@ import pytest
 
 from hpcinit.facts import runfolder
 from hpcinit.facts.error_records import ErrorRecord
-from hpcinit.observe import evidence, why
+from hpcinit.observe import attempts, evidence, jobs, overview, state, view, why
 from hpcinit.observe.state import State
+from tests.facts.test_job_log import KILLED, LOST
 
 CLOSED = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:28071"
+PREEMPTED = "slurmstepd-n1: error: *** JOB 5 ON n1 CANCELLED AT 2026-11-21T14:32:27 DUE TO PREEMPTION ***\n"
+REQUEUED = PREEMPTED.replace("PREEMPTION", "JOB REQUEUE")
 RUNS = State("RUNNING", "5", "local")
 
 
@@ -77,3 +81,79 @@ def test_a_cause_is_told_at_once(tmp_path: Path, gathered: list) -> None:
     leave(tmp_path, 1, "ValueError: bad sample 17")
     gathered[:] = [lambda: None] * 5
     assert why.of_run(tmp_path, RUNS).headline.startswith("rank 1 on n2 failed first") and len(gathered) == 4
+
+
+def begun(run: Path, job: str = "5", restart: int = 0) -> None:
+    """As a batch script leaves it that was killed."""
+    (run / runfolder.EXIT).write_text(f'{{"job": "{job}", "pid": 1, "restart": {restart}, "began": 1795267388}}\n')
+    (run / runfolder.SUBMISSION).write_text(f'{{"job_id": "{job}", "engine": "slurm"}}\n')
+
+
+@pytest.mark.parametrize(
+    ("log", "reason", "headline"),
+    [
+        (LOST, None, r"node n2 was lost: Slurm says node failure"),
+        (PREEMPTED, None, r"a job of higher priority took the nodes, 14:32:27"),
+        (REQUEUED, None, r"the job was requeued, 14:32:27: by its batch script, an administrator, or scontrol requeue"),
+        (REQUEUED, "preempted", "preempted"),
+        (KILLED, "failure", r"rank 1 on n1 was ended by a signal \(Killed\) first"),
+        ("hello\n", None, "Slurm has taken it from its nodes, and nobody says why: preempted, a lost node, or .*"),
+    ],
+)
+def test_a_job_that_waits_for_another_attempt(tmp_path: Path, log: str, reason: str | None, headline: str) -> None:
+    """How the attempt before ended comes first, from its log and what its batch script has noted; nobody is asked."""
+    begun(tmp_path)
+    (tmp_path / runfolder.LOGS).mkdir()
+    (tmp_path / runfolder.JOB_LOG).write_text(log)
+    if reason:
+        (tmp_path / runfolder.RESTARTS).write_text(f'{{"job": "5", "restart": 1, "time": 1, "reason": "{reason}"}}\n')
+    for name in ("PENDING", "COMPLETING"):
+        verdict = why.of_run(tmp_path, State(name, "5", "slurm", "BeginTime", restart=0, away=True))
+        assert re.fullmatch(rf"job 5 waits \(BeginTime\) to begin again: {headline}", verdict.headline)
+
+
+def test_a_controller_that_is_away_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question would take as long as the first; the run's own words are told, and that they are all there is."""
+    begun(tmp_path)
+    asked: list[str] = []
+    away = "squeue: slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+
+    def answer(command: tuple[str, ...], _: object) -> list[str]:
+        asked.append(command[0])
+        raise jobs.NoAnswer(away)
+
+    monkeypatch.setattr(jobs, "_start", lambda _: None)
+    monkeypatch.setattr(jobs, "_answer", answer)
+    monkeypatch.setattr(evidence, "_shown", lambda what, _: asked.append(what))
+    now = state.read(tmp_path)
+    assert (now.name, now.away, now.restart) == ("UNKNOWN", True, 0)
+    verdict = why.of_run(tmp_path, now)
+    assert verdict.headline == (
+        f"Slurm's controller does not answer ({away}); as far as the run has left word nothing has failed"
+    )
+    leave(tmp_path, 1, "ValueError: bad sample 17")
+    failed = why.of_run(tmp_path, now).headline
+    assert failed.startswith("rank 1 on n2 failed first") and failed.endswith(
+        f"(Slurm's controller does not answer: {away})"
+    )
+    assert asked == ["squeue", "sacct"], "accounting may answer where the controller does not"
+
+
+def test_the_attempts_before(tmp_path: Path) -> None:
+    """How many, why each ended, and what is left of the budget of the job that runs; a torn line counts for nothing."""
+    lines = [
+        '{"job": "5", "restart": 1, "time": 1, "reason": "hang", "step": 10, "without_progress": 0, "budget": 3}',
+        '{"job": "5", "restart": 2, "time": 2, "reason": "slurm", "step": null, "without_progress": 1, "budget": 3}',
+        '{"job": "5", "rest',
+    ]
+    (tmp_path / runfolder.RESTARTS).write_text("\n".join(lines))
+    assert attempts.line(attempts.read(tmp_path)) == "2 restarts, 1 left: 1 hung (step 10), 2 requeued by Slurm"
+    document = attempts.document(tmp_path)
+    assert (document["count"], document["left"]) == (2, 1)
+    assert [one["reason"] for one in document["attempts"]] == ["hang", "slurm"]
+    begun(tmp_path, restart=2)
+    now = State("RUNNING", "5", "slurm", restart=2)
+    assert view.details(tmp_path, now) == "2 restarts, 1 left"
+    [shown] = view.documents(overview.Run(tmp_path, now))
+    assert shown["restarts"] == document
+    assert (attempts.line([]), attempts.words([])) == ("", "")

@@ -1,0 +1,87 @@
+"""The attempts of a run before this one: restarts.jsonl, of which its batch script writes a line for each restart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hpcinit.facts import restarts, runfolder
+
+WORDS = {
+    restarts.PREEMPTED: "preempted",
+    restarts.NODE_FAIL: "a node was lost",
+    restarts.HANG: "hung",
+    restarts.TIME_LIMIT: "time limit",
+    restarts.FAILURE: "failed",
+    restarts.SLURM: "requeued by Slurm",
+}
+MOST_TOLD = 5
+
+
+@dataclass(frozen=True)
+class Restart:
+    """reason: why the attempt before `restart` ended. step: the furthest until then, None before the first. budget: how
+    many restarts job may have, None where a version before this one wrote the line."""
+
+    job: str
+    restart: int
+    time: float
+    reason: str
+    step: int | None = None
+    without_progress: int = 0
+    budget: int | None = None
+
+
+def read(path: Path) -> list[Restart]:
+    """Of the run in `path`, the first one first; lines that cannot be read are left out."""
+    try:
+        with open(f"{path}/{runfolder.RESTARTS}", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - many runs
+            return list(_lines(file))
+    except OSError:
+        return []
+
+
+def _lines(text: Iterator[str]) -> Iterator[Restart]:
+    known = {field.name for field in fields(Restart)}
+    for line in text:
+        try:
+            one = Restart(**{key: value for key, value in json.loads(line).items() if key in known})
+        except (ValueError, TypeError, AttributeError):
+            continue
+        if isinstance(one.restart, int) and isinstance(one.reason, str):
+            yield one
+
+
+def left(found: Sequence[Restart]) -> int | None:
+    """Restarts that the run's last job may still have, None where nobody says. A chain's jobs have a budget each."""
+    last = found[-1] if found else None
+    return None if last is None or last.budget is None else max(0, last.budget - last.restart)
+
+
+def document(path: Path) -> Mapping[str, Any]:
+    """For programs: {count, left, attempts: [{job, restart, time, reason, step, ...}]}."""
+    found = read(path)
+    return {"count": len(found), "left": left(found), "attempts": [asdict(one) for one in found]}
+
+
+def words(found: Sequence[Restart]) -> str:
+    """'2 restarts, 1 left', or ''."""
+    if not found:
+        return ""
+    rest = left(found)
+    return f"{len(found)} restart{'s' * (len(found) > 1)}" + (f", {rest} left" if rest is not None else "")
+
+
+def line(found: Sequence[Restart]) -> str:
+    """'2 restarts, 1 left: 1 hung (step 10), 2 preempted (step 20)', or ''."""
+    if not found:
+        return ""
+    ends = [f"{one.restart} {WORDS.get(one.reason, one.reason)}{_at(one)}" for one in found[-MOST_TOLD:]]
+    return f"{words(found)}: {'... ' * (len(found) > MOST_TOLD)}{', '.join(ends)}"
+
+
+def _at(one: Restart) -> str:
+    return "" if one.step is None else f" (step {one.step})"
