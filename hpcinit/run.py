@@ -32,7 +32,15 @@ def main(argv: Sequence[str]) -> int:
     except FileNotFoundError:
         raise RequestError("the current folder was deleted: start this in one that exists") from None
     _refuse_what_cannot_be_run(argv)
-    spec = _spec(argv)
+    spec = enter(argv[0]) if argv[0].endswith(".json") and len(argv) == 1 else None
+    return become_rank(argv, spec)
+
+
+def become_rank(argv: Sequence[str], spec: Spec | None, protected: Sequence[str] = ()) -> int:
+    """The rest of a rank's life, as the variables of this process describe it: the program, and its exit status.
+
+    argv: as of main. protected: names of the safeguards, where they are set already.
+    """
     what = spec.program if spec else _program(list(argv))
     world = launchers.read(os.environ)
     if world.rank == 0:
@@ -41,7 +49,8 @@ def main(argv: Sequence[str]) -> int:
     own, folder = of_this_run(os.environ, world.world_size)
     moments.begin(world, folder, first_line=True)
     # Before the program imports torch, which reads some of them only once. One process by itself is no job.
-    protected = safeguards.apply(os.environ, folder, world.job) if world.launcher != "single" else ()
+    if world.launcher != "single":
+        protected = safeguards.apply(os.environ, folder, world.job) or tuple(protected)
     if world.rank == 0 and protected:
         print(f"hpcinit: {safeguards.describe(os.environ, protected)}", file=sys.stderr, flush=True)
     if (restart := os.environ.get("SLURM_RESTART_COUNT", "0")) != "0":  # logs are appended to
@@ -78,17 +87,16 @@ def _of_another_size(spec: Spec | None, world: World, argv: Sequence[str]) -> It
         )
 
 
-def _spec(argv: Sequence[str]) -> Spec | None:
-    if argv[0].endswith(".json") and len(argv) == 1:
-        path = Path(argv[0]).absolute()
-        spec = load(path)
-        os.environ[runfolder.ENV_FOLDER] = str(path.parent)
-        try:
-            os.chdir(spec.workdir)
-        except OSError as error:
-            raise RequestError(f"cannot enter the working folder {spec.workdir}: {error.strerror}") from None
-        return spec
-    return None
+def enter(name: str) -> Spec:
+    """Of the run whose spec is the file `name`; from here on this process is in its working folder."""
+    path = Path(name).absolute()
+    spec = load(path)
+    os.environ[runfolder.ENV_FOLDER] = str(path.parent)
+    try:
+        os.chdir(spec.workdir)
+    except OSError as error:
+        raise RequestError(f"cannot enter the working folder {spec.workdir}: {error.strerror}") from None
+    return spec
 
 
 def _program(words: list[str]) -> Program:

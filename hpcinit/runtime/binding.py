@@ -7,18 +7,16 @@ inherit the affinity, data loaders too.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from hpcinit.facts.cpus import PROC, SYSFS, cores, cpus, everything, share
 from hpcinit.facts.ranges import ranges
 from hpcinit.facts.visible import read
 from hpcinit.facts.world import World
 from hpcinit.runtime import devices
-
-SYSFS = Path("/sys")
-PROC = Path("/proc")
 
 
 def bind(
@@ -39,7 +37,7 @@ def bind(
         return "cpus as they are: this system binds no processes"
     allowed = os.sched_getaffinity(0)
     try:
-        reason = _reason_to_leave(world, device, allowed, _everything(sysfs, proc), env)
+        reason = _reason_to_leave(world, device, allowed, everything(sysfs, proc), env)
         if reason:
             return f"cpus {ranges(allowed)} as the launcher left them ({reason})"
         mine, where = _choose(world, device, allowed, sysfs, env)
@@ -81,49 +79,7 @@ def _choose(
     if _has_its_own(world, device, env):
         return near, f"{where}, perhaps with other ranks"
     neighbours = [rank for rank in range(world.local_world_size) if _node_of(rank, device, sysfs) == node]
-    return share(_cores(near, sysfs), len(neighbours), neighbours.index(world.local_rank)), where
-
-
-def share(cores: Sequence[Collection[int]], ranks: int, place: int) -> set[int]:
-    """The CPUs for the rank at `place` among `ranks` that share these cores, each given as its CPUs.
-
-    Whole cores where they suffice, then single CPUs; all of them for everybody where there are fewer CPUs than ranks.
-    """
-    parts = [list(core) for core in cores]
-    if len(parts) < ranks:
-        parts = [[cpu] for core in parts for cpu in core]
-    if len(parts) < ranks:
-        return {cpu for part in parts for cpu in part}
-    each, left = divmod(len(parts), ranks)
-    first = place * each + min(place, left)
-    return {cpu for part in parts[first : first + each + (place < left)] for cpu in part}
-
-
-def cpus(text: str) -> set[int]:
-    """The kernel's "0-3,8" as numbers. Raises ValueError."""
-    found: set[int] = set()
-    for word in filter(None, text.strip().split(",")):
-        first, _, last = word.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
-
-
-def _everything(sysfs: Path, proc: Path) -> set[int]:
-    """The CPUs that an unbound process of this job could use: those online, as far as its control group allows."""
-    online = cpus((sysfs / "devices/system/cpu/online").read_text())
-    for line in _read(proc / "self/cgroup").splitlines():
-        # "0::/system.slice/job_7" is version 2, "4:cpuset:/slurm/job_7" version 1.
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            folder, name = sysfs / "fs/cgroup", "cpuset.cpus.effective"
-        elif "cpuset" in controllers.split(","):
-            folder, name = sysfs / "fs/cgroup/cpuset", "cpuset.effective_cpus"
-        else:
-            continue
-        # A container may not see the path that its group has outside.
-        text = _read(folder / path.lstrip("/") / name) or _read(folder / name)
-        online &= cpus(text) or online
-    return online
+    return share(cores(near, sysfs), len(neighbours), neighbours.index(world.local_rank)), where
 
 
 def _has_its_own(world: World, device: torch.device, env: Mapping[str, str]) -> bool:
@@ -140,15 +96,6 @@ def _node_of(rank: int, device: torch.device, sysfs: Path) -> int:
 def _numa_node(address: str, sysfs: Path) -> int:
     """-1 where the kernel does not know: a machine with one node, or a virtual one."""
     return int((sysfs / "bus/pci/devices" / address / "numa_node").read_text())
-
-
-def _cores(near: set[int], sysfs: Path) -> list[list[int]]:
-    """`near` by core, in the order of the first CPU of each."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for cpu in sorted(near):
-        siblings = _read(sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        found.setdefault(tuple(sorted(cpus(siblings) or {cpu})), []).append(cpu)
-    return list(found.values())
 
 
 def _bind_all_threads(mine: set[int], before: set[int]) -> None:

@@ -1,0 +1,67 @@
+"""CPUs as the kernel lists them, and how ranks share them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+SYSFS = Path("/sys")
+PROC = Path("/proc")
+
+
+def share(cores: Sequence[Collection[int]], ranks: int, place: int) -> set[int]:
+    """The CPUs for the rank at `place` among `ranks` that share these cores, each given as its CPUs.
+
+    Whole cores where they suffice, then single CPUs; all of them for everybody where there are fewer CPUs than ranks.
+    """
+    parts = [list(core) for core in cores]
+    if len(parts) < ranks:
+        parts = [[cpu] for core in parts for cpu in core]
+    if len(parts) < ranks:
+        return {cpu for part in parts for cpu in part}
+    each, left = divmod(len(parts), ranks)
+    first = place * each + min(place, left)
+    return {cpu for part in parts[first : first + each + (place < left)] for cpu in part}
+
+
+def cpus(text: str) -> set[int]:
+    """The kernel's "0-3,8" as numbers. Raises ValueError."""
+    found: set[int] = set()
+    for word in filter(None, text.strip().split(",")):
+        first, _, last = word.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def everything(sysfs: Path = SYSFS, proc: Path = PROC) -> set[int]:
+    """The CPUs that an unbound process of this job could use: those online, as far as its control group allows."""
+    online = cpus((sysfs / "devices/system/cpu/online").read_text())
+    for line in _read(proc / "self/cgroup").splitlines():
+        # "0::/system.slice/job_7" is version 2, "4:cpuset:/slurm/job_7" version 1.
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            folder, name = sysfs / "fs/cgroup", "cpuset.cpus.effective"
+        elif "cpuset" in controllers.split(","):
+            folder, name = sysfs / "fs/cgroup/cpuset", "cpuset.effective_cpus"
+        else:
+            continue
+        # A container may not see the path that its group has outside.
+        text = _read(folder / path.lstrip("/") / name) or _read(folder / name)
+        online &= cpus(text) or online
+    return online
+
+
+def cores(near: set[int], sysfs: Path = SYSFS) -> list[list[int]]:
+    """`near` by core, in the order of the first CPU of each."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for cpu in sorted(near):
+        siblings = _read(sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        found.setdefault(tuple(sorted(cpus(siblings) or {cpu})), []).append(cpu)
+    return list(found.values())
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

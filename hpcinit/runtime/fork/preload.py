@@ -1,0 +1,113 @@
+"""Import what the ranks share, one module at a time, and refuse what a fork cannot take along.
+
+A fork copies memory, and of the threads only the one that forks: a lock that another thread holds stays locked for
+ever, and a pool (libgomp's) waits for workers that are not there. A device's context is of no use in the child
+(CUDA: 'Cannot re-initialize CUDA in forked subprocess').
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from hpcinit.facts.errors import BringUpError, RequestError
+
+TASKS = Path("/proc/self/task")
+FILES = Path("/proc/self/fd")
+DEVICES = Path("/dev")
+# Opened with the first context, and not by what only counts devices (NVML opens nvidiactl).
+OF_A_CONTEXT = {"nvidia-uvm": "CUDA", "kfd": "ROCm", "dri/renderD": "a GPU"}
+
+
+def load(names: Sequence[str], *, devices: Path = DEVICES) -> None:
+    """Import `names`, and hpcinit's own bring-up behind torch.
+
+    Raises RequestError for a module that is not there, that leaves a thread which a fork would lose, or that has
+    touched a device; BringUpError for one whose import fails.
+    """
+    for name in names:
+        before = _threads()
+        _import(name)
+        _refuse_threads(name, before)
+        _refuse_device(name, devices)
+    if "torch" in sys.modules:
+        importlib.import_module("hpcinit.runtime.bringup")
+
+
+def _import(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise _failed(name, error) from error  # it is there, and what it imports is not
+        raise RequestError(
+            f"launch.preload has {name!r}, and there is no module {error.name} on {os.uname().nodename}: looked in "
+            f"{sys.path[0]} and in {sys.prefix}; take it out of launch.preload, or install it"
+        ) from None
+    except Exception as error:
+        raise _failed(name, error) from error
+
+
+def _failed(name: str, error: Exception) -> BringUpError:
+    return BringUpError(f"importing {name}, which launch.preload has, failed: {type(error).__name__}: {error}")
+
+
+def _refuse_threads(name: str, before: Collection[int]) -> None:
+    started = set(_threads()) - set(before)
+    if started:
+        # OpenBLAS ends its pool before a fork and makes it anew behind (pthread_atfork): a trial tells who does so.
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+    found = _threads()
+    if left := started & set(found):
+        titles = ", ".join(sorted(found[thread] for thread in left))
+        raise RequestError(
+            f"importing {name} has started {len(left)} thread{'s' * (len(left) > 1)} ({titles}), which forked ranks "
+            f"would be without: take {name} out of launch.preload, and each rank imports it by itself; or launch=srun"
+        )
+
+
+def _threads() -> dict[int, str]:
+    """Every thread of this process but the main one, and what it is called: by Python, or by the kernel."""
+    known = {thread.native_id: thread.name for thread in threading.enumerate()}
+    found: dict[int, str] = {}
+    for path in TASKS.iterdir():
+        thread = int(path.name)
+        if thread != os.getpid():
+            found[thread] = known.get(thread) or _read(path / "comm") or str(thread)
+    return found
+
+
+def _refuse_device(name: str, devices: Path) -> None:
+    said = ""
+    for file in FILES.iterdir():
+        try:
+            target = str(file.readlink())
+        except OSError:  # the folder's own descriptor
+            continue
+        for device, what in OF_A_CONTEXT.items():
+            if target.startswith(f"{devices}/{device}"):
+                said = f"{what} ({target} is open)"
+    torch = sys.modules.get("torch")
+    for kind in ("cuda", "xpu"):
+        module = getattr(torch, kind, None)
+        if module is not None and module.is_initialized():
+            said = f"torch.{kind}"
+    if said:
+        raise RequestError(
+            f"importing {name} has initialised {said}, which cannot be used in forked ranks: take {name} out of "
+            "launch.preload, and each rank imports it by itself; or launch=srun"
+        )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
