@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
-# srun: error: n2: tasks 2-3: Exited with exit code 1; the local engine says the same as 'hpcinit: error: ...'
-_TASKS = re.compile(r"^(?:srun|hpcinit): error: (\S+): tasks? ([\d,\[\]-]+): (.+)$")
+# srun: error: n2: tasks 2-3: Exited with exit code 1; the local engine says the same as 'hpcinit: error: ...', and of a
+# rank of its own the one task of a node 'hpcinit: error: n2: rank 3: Killed'.
+_TASKS = re.compile(r"^(?:srun|hpcinit): error: (\S+): (task|rank)s? ([\d,\[\]-]+): (.+)$")
 _TO_END = re.compile(r"Terminating StepId=|Job step aborted|forcing job termination|CANCELLED AT")
 _OF_THE_END = re.compile(r"Terminated|Killed")  # SIGTERM, and SIGKILL after KillWait
 _LOST = re.compile(r"^srun: error: Node failure on (\S+)")
@@ -60,18 +61,27 @@ class JobLog:
     unreachable: tuple[str, ...] = ()
 
 
-def read(text: str) -> JobLog:
-    """Of the last attempt: the jobs of a chain, and a job that is requeued, write one after the other."""
+def read(text: str, ranks_per_task: int = 1) -> JobLog:
+    """Of the last attempt: the jobs of a chain, and a job that is requeued, write one after the other.
+
+    ranks_per_task: of srun's tasks, where one starts the ranks of its node; what it says of them itself comes first.
+    """
     lines = text.splitlines()
     begins = [number + 1 for number, line in enumerate(lines) if _BEGINS.match(line)]
     begins += [number for number, line in enumerate(lines) if _REFUSED.match(line)]
     lines = lines[max(begins, default=0) :]
     ends, lost, unreachable, told, cancelled = [], [], [], False, None
+    named: set[str] = set()  # hosts whose task has said of its ranks how they ended
     for line in lines:
         told = told or bool(_TO_END.search(line))
         if found := _TASKS.match(line):
-            how = found[3]
-            ends.append(End(found[1], _ranks(found[2]), how, told and bool(_OF_THE_END.match(how))))
+            how, numbers = found[4], _ranks(found[3])
+            if found[2] == "rank":
+                named.add(found[1])
+            elif ranks_per_task > 1:
+                numbers = tuple(task * ranks_per_task + each for task in numbers for each in range(ranks_per_task))
+            if found[2] == "rank" or found[1] not in named:
+                ends.append(End(found[1], numbers, how, told and bool(_OF_THE_END.match(how))))
         elif found := _LOST.match(line):
             lost.append(found[1])
         elif found := _UNREACHABLE.match(line):

@@ -203,6 +203,15 @@ def load(path: Path) -> Spec:
         raise SpecError(f"{path} does not hold a spec: {error}; submit again") from None
 
 
+def ranks_per_task(folder: Path) -> int:
+    """How many ranks one of srun's tasks starts, in the run of `folder`; 1 where its spec cannot be read."""
+    try:
+        spec = load(folder / runfolder.SPEC)
+    except SpecError:
+        return 1
+    return 1 if spec.launch.kind == "srun" else spec.ranks_per_node
+
+
 def of_this_run(env: Mapping[str, str], world_size: int) -> tuple[Spec, Path] | tuple[None, None]:
     """The spec and the folder of the run that this process belongs to, if it has the run's size.
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import beats, error_records, hangs, job_log, runfolder, slurm_records
+from hpcinit.facts import beats, error_records, hangs, job_log, runfolder, slurm_records, spec
 from hpcinit.facts.error_records import Found
 from hpcinit.facts.evidence import Evidence, clocks
 from hpcinit.observe import logs, progress, state
@@ -30,7 +30,7 @@ def gather(path: Path, now: state.State) -> Evidence:
     job_id = str(attempt.get("job", "")) or now.job_id
     restart = attempt.get("restart")
     # The log first: a rank whose end it tells of has left its record by then.
-    log = job_log.read(_text(path / runfolder.JOB_LOG))
+    log = job_log.read(_text(path / runfolder.JOB_LOG), spec.ranks_per_task(path))
     every = list(error_records.read(path / runfolder.ERRORS))
     found = error_records.of_last_attempt(every, job_id, restart if isinstance(restart, int) else None)
     slurm = now.engine == "slurm" and not now.away  # which each question would wait for again

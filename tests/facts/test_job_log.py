@@ -39,6 +39,24 @@ def test_a_killed_rank_comes_before_those_that_were_told_to_end() -> None:
     )
 
 
+FORKED = """hpcinit: error: n2: rank 5: Killed
+hpcinit: rank 4 on n2 ends with it
+srun: error: n2: task 1: Killed
+srun: launch/slurm: _step_signal: Terminating StepId=2.0
+srun: error: n1: task 0: Terminated
+"""
+
+
+def test_a_task_that_has_forked_its_nodes_ranks() -> None:
+    """What it says of its ranks counts and not its own end; where it says nothing, its end is that of all its ranks."""
+    assert job_log.read(FORKED, 4).ends == (
+        End("n2", (5,), "Killed", False),
+        End("n1", (0, 1, 2, 3), "Terminated", True),
+    )
+    alone = job_log.read("srun: error: n2: task 1: Killed\n", 4)
+    assert alone.ends == (End("n2", (4, 5, 6, 7), "Killed", False),)
+
+
 def test_the_time_limit() -> None:
     """Who has ended the job, where and when; what the ranks ended of came after it."""
     found = job_log.read(LIMIT)
