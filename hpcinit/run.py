@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     return become_rank(argv, spec)
 
 
-def become_rank(argv: Sequence[str], spec: Spec | None, protected: Sequence[str] = ()) -> int:
+def become_rank(argv: Sequence[str], spec: Spec | None, protected: tuple[str, ...] = ()) -> int:
     """The rest of a rank's life, as the variables of this process describe it: the program, and its exit status.
 
     argv: as of main. protected: names of the safeguards, where they are set already.
@@ -50,7 +50,7 @@ def become_rank(argv: Sequence[str], spec: Spec | None, protected: Sequence[str]
     moments.begin(world, folder, first_line=True)
     # Before the program imports torch, which reads some of them only once. One process by itself is no job.
     if world.launcher != "single":
-        protected = safeguards.apply(os.environ, folder, world.job) or tuple(protected)
+        protected = safeguards.apply(os.environ, folder, world.job) or protected
     if world.rank == 0 and protected:
         print(f"hpcinit: {safeguards.describe(os.environ, protected)}", file=sys.stderr, flush=True)
     if (restart := os.environ.get("SLURM_RESTART_COUNT", "0")) != "0":  # logs are appended to
