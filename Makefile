@@ -10,6 +10,7 @@ DS18 := $(VENV)/deepspeed-$(DS18_VERSION)
 
 # Tests mostly wait for Slurm: three at a time are three times as fast on two cores. 0: one after the other.
 PYTEST_WORKERS ?= 3
+LOWEST := $(VENV)/lowest
 
 .PHONY: help demo test test-deepspeed-0.18 slurm cluster cluster-down bench lint clean
 
@@ -18,6 +19,7 @@ help:
 	@echo "make test          every test; as root also those on a real Slurm, which it installs"
 	@echo "make test-deepspeed-0.18  a part of make test: what DeepSpeed does, with $(DS18_VERSION), the oldest we support"
 	@echo "make test-slurm24  the Slurm tests again on Slurm 24.11 (root; makes a folder with Debian trixie, once)"
+	@echo "make test-lowest   what a login node does, with the oldest versions of the packages that it needs"
 	@echo "make test-horovod  a real horovodrun; builds Horovod first, once (cmake, g++, 5 minutes)"
 	@echo "make test-exactly-once   200 submissions while the controller is killed 50 times (root)"
 	@echo "make chaos         faults in the middle of a training, and the table of what came of them, docs/chaos.md (root)"
@@ -41,6 +43,12 @@ test-deepspeed-0.18: $(DS18)/made slurm
 # says loudly what it left out where it is not.
 slurm: $(VENV)/dev
 	@if [ "$$(id -u)" = 0 ]; then $(BIN)/python -m tests.minislurm install; fi
+
+# What a login node does, with the oldest versions of the packages that it needs.
+.PHONY: test-lowest
+test-lowest: $(LOWEST)/made
+	$(LOWEST)/bin/python -m pytest -m 'not slurm' tests/test_package.py tests/test_cli.py tests/config tests/discover \
+		tests/submission tests/observe $(PYTEST)
 
 # The same Slurm tests on Slurm 24.11, in a folder with Debian trixie that is made once (root; 640 MB, two minutes).
 .PHONY: test-slurm24
@@ -116,6 +124,11 @@ $(DS18)/made: $(VENV)/dev
 	$(call beside,$(DS18))
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install $(ALONE) --prefix $(DS18) \
 		--no-build-isolation deepspeed==$(DS18_VERSION)
+	@touch $@
+
+$(LOWEST)/made: $(VENV)/dev tests/lowest.txt
+	$(call beside,$(LOWEST))
+	$(BIN)/python -m pip install $(ALONE) --prefix $(LOWEST) --requirement tests/lowest.txt
 	@touch $@
 
 $(VENV)/horovod/made: $(VENV)/dev tests/systems/horovod_wheel.py

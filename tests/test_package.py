@@ -1,0 +1,96 @@
+"""The package: what it needs, on which Pythons, and that a wheel is all that a login node has to have."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).parent.parent
+LOWEST = [line for line in (ROOT / "tests/lowest.txt").read_text().splitlines() if not line.startswith("#")]
+NEEDED = [Requirement(line) for line in metadata.requires("hpcinit") or () if "extra ==" not in line]
+
+
+def pythons() -> list[str]:
+    """Other Pythons of this machine that we support, on PATH or pyenv's."""
+    found = []
+    for version in ("3.10", "3.11", "3.12", "3.13"):
+        places = [
+            shutil.which(f"python{version}"),
+            *Path(os.environ.get("PYENV_ROOT", "-")).glob(f"versions/{version}.*/bin/python"),
+        ]
+        works = (
+            str(p)
+            for p in places
+            if p
+            and not subprocess.run([p, "-c", "import venv, ensurepip"], capture_output=True, check=False).returncode
+        )
+        if version != f"{sys.version_info[0]}.{sys.version_info[1]}" and (python := next(works, None)):
+            found.append(python)
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As pip would build it, by the packages of this environment."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--wheel-dir", str(folder), str(ROOT)], check=True, capture_output=True)
+    return next(folder.glob("*.whl"))
+
+
+def test_the_lowest_versions_are_those_that_are_tested() -> None:
+    """Each dependency of a login node has a lower bound, and make test-lowest installs just that."""
+    bounds = {each.name: next(s.version for s in each.specifier if s.operator == ">=") for each in NEEDED}
+    pinned = dict(line.split("==") for line in LOWEST)
+    assert bounds.keys() == pinned.keys()
+    assert {name: Version(bounds[name]).release for name in bounds} == {
+        name: Version(pinned[name]).release[: len(Version(bounds[name]).release)] for name in pinned
+    }
+    assert all(Version(pinned[name]) == Version(bounds[name]) for name in pinned)
+
+
+def test_the_environment_has_versions_that_are_allowed() -> None:
+    """What is imported here is within the bounds; in make test-lowest it is the lowest."""
+    for need in NEEDED:
+        assert need.specifier.contains(metadata.version(need.name)), need
+    if "lowest" in sys.prefix:
+        assert [f"{need.name}=={metadata.version(need.name)}" for need in NEEDED] == LOWEST
+
+
+def test_the_version_comes_from_git() -> None:
+    """`hpcinit --version` is a version, and the package says that it is typed."""
+    done = subprocess.run([sys.executable, "-m", "hpcinit", "--version"], capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"hpcinit \d+\.\d+\S*\n", done.stdout) and Version(done.stdout.split()[1])
+    assert (ROOT / "hpcinit/py.typed").is_file()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("python", pythons(), ids=lambda python: Path(python).parts[-3])
+def test_a_wheel_works_with_other_pythons(python: str, wheel: Path, tmp_path: Path) -> None:
+    """In a clean environment without torch, a login node's, a dry run for a cluster and the other commands work."""
+    subprocess.run([python, "-m", "venv", str(tmp_path / "venv")], check=True, capture_output=True)
+    pip = [str(tmp_path / "venv/bin/python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    done = subprocess.run([*pip, str(wheel)], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+    def hpcinit(*words: str) -> subprocess.CompletedProcess[str]:
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        command = [str(tmp_path / "venv/bin/hpcinit"), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=env, timeout=120)
+
+    script = hpcinit("submit", "cluster=mini", "nodes=4", "dry_run=true")
+    assert script.returncode == 0 and script.stdout.startswith("#!/bin/bash"), script.stderr
+    for words in (["--help"], ["submit", "--help"], ["plan", "--help"], ["nodes"], ["--version"]):
+        done = hpcinit(*words)
+        assert done.returncode == 0, (words, done.stderr)
+    done = hpcinit("status")
+    assert done.returncode in (0, 2) and "Traceback" not in done.stderr
