@@ -17,13 +17,14 @@ from hpcinit.facts import launchers, runfolder, safeguards
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.spec import Program, Spec, load, of_this_run
 from hpcinit.facts.world import World
-from hpcinit.runtime import moments, program
+from hpcinit.runtime import moments, orphans, program
 
 # What lies beside the spec and could be taken for it.
 NOT_SPECS = {runfolder.PROVENANCE, runfolder.SUBMISSION, runfolder.EXIT, runfolder.PROGRESS}
 
 
 def main(argv: Sequence[str]) -> int:
+    orphans.die_with_parent()
     if not argv or argv[0] in {"-h", "--help"}:
         print(__doc__)
         return 0 if argv else 2

@@ -36,10 +36,11 @@ _generation = 0
 def meet(world: World, spec: Spec | None, timeout: timedelta) -> Meeting | None:
     """Find the other ranks of this start; the meeting that is under way already, if there is one.
 
-    None where there is nobody to meet, and under torchrun, whose agents have met. Raises BringUpError.
+    None where there is nobody to meet, and under a torchrun of the user's, whose agents have met: those of
+    launch=torchrun name the hosts and leave the meeting to the ranks. Raises BringUpError.
     """
     global _current, _generation  # noqa: PLW0603 - a process is in one meeting at a time
-    if world.world_size == 1 or world.launcher == "torchrun":
+    if world.world_size == 1 or (world.launcher == "torchrun" and not world.hosts):
         return None
     if _current is not None:
         return _current

@@ -56,8 +56,9 @@ def read(env: Mapping[str, str], launcher: str | None = None, process: Process |
         _refuse_two_launchers(env, world, chosen)
         _refuse_ranks_of_nobody(env, world, chosen, process)
     horovod.check(world)
-    # torchrun and torch_env share their variables, and single has none.
-    others = [(m.NAME, m.VARIABLES) for m in LAUNCHERS if m is not chosen and m is not torchrun]
+    # torchrun and torch_env share their variables, and single has none. Slurm's are of the agent above a rank of ours.
+    left_out = (chosen, torchrun, slurm if torchrun.by_our_agent(env) else chosen)
+    others = [(m.NAME, m.VARIABLES) for m in LAUNCHERS if m not in left_out]
     others.append(("PMIx", {"rank": "PMIX_RANK"}))
     return replace(world, warnings=contradictions.find(env, world, chosen.VARIABLES, others))
 

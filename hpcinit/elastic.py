@@ -1,0 +1,49 @@
+"""`python -m hpcinit.elastic SPEC`: torch's elastic agent of this node, which starts the node's ranks.
+
+One Slurm task per node with launch=torchrun. Why the agents meet as they do: docs/decisions/, "torchrun's agents".
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcinit.cli import guarded
+from hpcinit.facts import launchers, runfolder
+from hpcinit.facts.errors import RequestError
+from hpcinit.facts.spec import Spec, load
+from hpcinit.facts.world import World
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) != 1 or not argv[0].endswith(".json"):
+        raise RequestError(f"expected a run folder's {runfolder.SPEC} and nothing else: python -m hpcinit.elastic SPEC")
+    if importlib.util.find_spec("torch") is None:
+        raise RequestError(f"launch=torchrun needs torch, and {sys.executable} on {os.uname().nodename} lacks it")
+    from hpcinit.runtime.elastic import signals  # noqa: PLC0415 - after the check, since the room needs torch
+
+    came = signals.Signals()  # before torch starts threads: they inherit what is blocked
+    path = Path(argv[0]).absolute()
+    spec = load(path)
+    os.environ[runfolder.ENV_FOLDER] = str(path.parent)
+    agents = launchers.read(os.environ)
+    _refuse_another_size(spec, agents, path)
+    from hpcinit.runtime.elastic import run  # noqa: PLC0415 - imports torch
+
+    return run.run(spec, path, agents, came)
+
+
+def _refuse_another_size(spec: Spec, agents: World, path: Path) -> None:
+    if agents.world_size != spec.nodes or agents.local_world_size != 1:
+        script = path.parent / runfolder.SCRIPT
+        raise RequestError(
+            f"{path} is of {spec.nodes} nodes, and {agents.launcher} started {agents.world_size} agents on "
+            f"{agents.nodes} nodes; expected one on each: {script} starts them so"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(guarded("hpcinit.elastic", sys.argv[1:]))

@@ -1,0 +1,91 @@
+"""torch's elastic agent, with ranks of ours: the loop and the rule for restarts are torch's.
+
+The methods with an underscore are those that torch asks whoever extends SimpleElasticAgent to write:
+https://docs.pytorch.org/docs/stable/elastic/agent.html#extending-the-agent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed.elastic.agent.server import SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult
+
+from hpcinit.facts.elastic import Restart
+from hpcinit.runtime.elastic.gathering import Gathering
+from hpcinit.runtime.elastic.signals import ENDING, Signals
+from hpcinit.runtime.elastic.workers import Workers
+
+GRACE_S = 3.0  # from SIGTERM to SIGKILL for ranks that are of no use without the one that has failed
+WRONG_REQUEST = 2  # exit status of a rank that a restart does not help
+
+
+class Agent(SimpleElasticAgent):
+    """Of one node. start: starts its ranks. tell: what is known of the ranks' failures, by their exit statuses (-9 for
+    SIGKILL), the cause first."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        gathering: Gathering,
+        came: Signals,
+        start: Callable[[], Workers],
+        tell: Callable[[dict[int, int]], Sequence[Restart]],
+    ) -> None:
+        super().__init__(spec)
+        self._gathering, self._came, self._start, self._tell = gathering, came, start, tell
+        self._ranks: Workers | None = None
+        self._told_to_end = False
+        self.status = 0  # of the rank that failed first in the last start
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._ranks, self.status = self._start(), 0
+        self._came.begin()
+        return self._ranks.pids()
+
+    def _stop_workers(self, worker_group: WorkerGroup, *_: object, **__: object) -> None:
+        self._shutdown()
+
+    def _shutdown(self, *_: object, **__: object) -> None:
+        """torch 2.13 gives a signal and a time, 2.7 is_restart."""
+        self._came.end()
+        if self._ranks is not None:
+            self._ranks.stop(GRACE_S)
+            self._ranks = None
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        assert self._ranks is not None  # torch starts before it looks
+        self._pass_on(self._ranks)
+        ended = self._ranks.ended()
+        if failures := {rank: status for rank, status in ended.items() if status != 0}:
+            return self._of_failures(worker_group, failures)
+        if len(ended) == worker_group.spec.local_world_size and self._gathering.all_done():
+            done = {worker.global_rank: None for worker in worker_group.workers}
+            return RunResult(WorkerState.SUCCEEDED, return_values=done)
+        return RunResult(WorkerState.HEALTHY)
+
+    def _of_failures(self, worker_group: WorkerGroup, failures: dict[int, int]) -> RunResult:
+        self._shutdown()
+        first = self._tell(failures)[0]
+        self.status = failures[first.rank % worker_group.spec.local_world_size]
+        again = worker_group.spec.max_restarts - self._gathering.start
+        if self._told_to_end or self.status == WRONG_REQUEST:
+            again = 0
+        # torch counts the restarts that this agent has asked for; the limit is for those of all.
+        self._remaining_restarts = max(0, again)
+        if again > 0:
+            self._gathering.call_for_restart(first)
+        else:
+            self._gathering.end()
+        return RunResult(WorkerState.FAILED)
+
+    def _exit_barrier(self) -> None:
+        """Not torch's, in which an agent is deaf while others restart: here all are done."""
+        self._gathering.leave()
+
+    def _pass_on(self, ranks: Workers) -> None:
+        for number, pass_on in self._came.take():
+            self._told_to_end |= number in ENDING
+            if pass_on:
+                ranks.signal(number)
