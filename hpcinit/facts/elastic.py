@@ -1,7 +1,7 @@
 """Restarts inside a job, with launch=torchrun: elastic.jsonl in the run folder, a line for each.
 
-What the ranks of an earlier start have left (error records, reports of a hang) is set aside before the next one, so that
-whoever reads the run folder finds the last start's.
+What the ranks of an earlier start have left (error records, reports of a hang) is set aside before the next one, so
+that whoever reads the run folder finds the last start's.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ ASIDE = "before-"  # errors/before-43.0.0/, hang/before-43.0.0/
 class Restart:
     """Why all ranks are started again. job: World.job of the start that failed. number: 1 for the first of this step.
 
-    how: 'Killed', 'Exited with exit code 1'. error: one line of the rank's own, or ''. step: the furthest that was told,
-    -1 for none. time: seconds since 1970.
+    how: 'Killed', 'Exited with exit code 1'. error: one line of the rank's own, or ''. step: the furthest that was
+    told, -1 for none. time: seconds since 1970.
     """
 
     job: str

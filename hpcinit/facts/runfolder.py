@@ -14,7 +14,7 @@ PROGRESS = "progress.json"  # written by rank 0
 RESULT = "result.json"  # written by rank 0 or by the program itself: what the run came to, facts/result.py
 STOPPED = "stopped.json"  # job and reason, where the ranks stopped before the end, not as the user asked
 RESTARTS = "restarts.jsonl"  # by the batch script, a line for each restart: why, and the furthest step until then
-ELASTIC = "elastic.jsonl"  # launch=torchrun, by the first agent, a line for each restart inside the job: facts/elastic.py
+ELASTIC = "elastic.jsonl"  # launch=torchrun, by the first agent: a line for each restart inside the job
 STOP = "stop"  # made by `hpcinit cancel --save`: the ranks are to save and end
 CANCELLED = "cancelled.json"  # by `hpcinit cancel`: the jobs that it has cancelled
 LOGS = "logs"

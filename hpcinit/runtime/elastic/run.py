@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from hpcinit.facts import elastic, error_records, runfolder
 from hpcinit.facts.elastic import Restart
