@@ -218,7 +218,7 @@ def test_a_rank_has_the_cpus_that_it_is_given(tmp_path: Path) -> None:
     cpu = min(before)
     code = "import os; print(os.sched_getaffinity(0))"
     ranks = Workers([sys.executable, "-c", code], [Start(os.environ, tmp_path / "0.log", frozenset({cpu}))], _plainly)
-    until(lambda: ranks.ended())
+    until(ranks.ended)
     assert (tmp_path / "0.log").read_text().strip() == str({cpu}) and os.sched_getaffinity(0) == before
 
 
