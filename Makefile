@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 DS18_VERSION := 0.18.5
 DS18 := $(VENV)/deepspeed-$(DS18_VERSION)
 
-# Tests mostly wait for Slurm: three at a time are three times as fast on two cores. 0: one after the other.
+# Tests mostly wait for Slurm: three files at a time, also on two cores. 0: one after the other.
 PYTEST_WORKERS ?= 3
 LOWEST := $(VENV)/lowest
 
@@ -16,7 +16,7 @@ LOWEST := $(VENV)/lowest
 
 help:
 	@echo "make demo          train a small GPT on 2 virtual nodes x 2 ranks of this machine"
-	@echo "make test          every test; as root also those on a real Slurm, which it installs"
+	@echo "make test          every test; as root also those on a real Slurm, which it installs (PYTEST_WORKERS=0: one by one)"
 	@echo "make test-deepspeed-0.18  a part of make test: what DeepSpeed does, with $(DS18_VERSION), the oldest we support"
 	@echo "make test-slurm24  the Slurm tests again on Slurm 24.11 (root; makes a folder with Debian trixie, once)"
 	@echo "make test-lowest   what a login node does, with the oldest versions of the packages that it needs"

@@ -60,7 +60,7 @@ def hpcinit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
     def run(
-        *words: str, env: Mapping[str, str] | None = None, timeout: float = 120
+        *words: str, env: Mapping[str, str] | None = None, timeout: float = 240
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "hpcinit", *words],

@@ -37,6 +37,7 @@ def test_a_file_stays_on_one_worker_and_the_dear_ones_come_first(tmp_path: Path)
             f"def test_{n}(): open('ran', 'a').write(f'{{os.environ[\"PYTEST_XDIST_WORKER\"]}} {file} {n}\\n')"
             for n in range(4)
         ]
+        (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text("\n".join(["import os", *lines]))
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(

@@ -12,6 +12,7 @@ from hpcinit.facts import runfolder
 from hpcinit.facts.errors import INTERRUPTED
 from hpcinit.facts.ranges import ranges
 from hpcinit.observe import logs, progress, reasons, state, sweep, why
+from hpcinit.observe.overview import exit_status
 from hpcinit.observe.poll import Poll, Polls
 
 LOOK_S = 0.2  # at what is on the disk; Slurm is asked more rarely
@@ -27,9 +28,7 @@ def follow(path: Path) -> int:
         console.print(f"\nno longer waiting; the job goes on. See it:  hpcinit status {run}", markup=False)
         console.print(f"watch it:  hpcinit logs -f {run}    end it:  hpcinit cancel {run}", markup=False)
         return INTERRUPTED
-    status = end.exit_status if end.exit_status is not None else 1
-    if end.name != "COMPLETED" and status == 0:
-        status = 1
+    status = exit_status(end)
     _report(path, end, status, console)
     return status
 

@@ -20,7 +20,7 @@ from tests.conftest import Run
 from tests.submitting import folder_of, printed
 
 
-def wait_for(condition: Callable[[], object], timeout: float = 20) -> None:
+def wait_for(condition: Callable[[], object], timeout: float = 90) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.observe import jobs, poll
+from hpcinit.observe import follow, jobs, poll
 from hpcinit.submission import folder
 
 
@@ -72,3 +72,13 @@ def test_a_job_that_slurm_forgot_is_not_waited_for(run: Path, monkeypatch: pytes
     assert not over
     _, over = asked(monkeypatch, run, "", 70)
     assert over
+
+
+def test_a_job_that_ended_well_and_wrote_no_status_is_no_failure(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm says COMPLETED and the batch script's record is not to be seen yet: who waits ends with 0. Of a job that is
+    gone without a record nobody knows, which is a failure."""
+    (run / "job.sh").touch()
+    for name, status in (("COMPLETED", 0), ("FAILED", 1)):
+        end = jobs.State(name, "77", "slurm")
+        monkeypatch.setattr(follow, "_watch", lambda *_, end=end: end)
+        assert (end.exit_status, follow.follow(run)) == (None, status)

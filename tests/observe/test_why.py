@@ -49,7 +49,7 @@ def start(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> Callable[..., 
     return submitted
 
 
-def until(holds: Callable[[], object], timeout_s: float = 90) -> None:
+def until(holds: Callable[[], object], timeout_s: float = 150) -> None:
     end = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < end

@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def until(what: Callable[[], bool], timeout_s: float = 90) -> None:
+def until(what: Callable[[], bool], timeout_s: float = 150) -> None:
     end = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < end

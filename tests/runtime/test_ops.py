@@ -55,7 +55,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def until(path: Path, process: subprocess.Popen[str], seconds: float = 60) -> None:
+def until(path: Path, process: subprocess.Popen[str], seconds: float = 150) -> None:
     end = time.monotonic() + seconds
     while not path.exists():
         assert process.poll() is None and time.monotonic() < end, f"{path} did not come"

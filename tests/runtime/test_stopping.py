@@ -30,7 +30,7 @@ for step in range(2000):
 END = "from hpcinit.runtime import program\nhpcinit.shutdown()\nprogram.end(0)\n"
 
 
-def until(path: Path, text: str, timeout_s: float = 60) -> None:
+def until(path: Path, text: str, timeout_s: float = 150) -> None:
     end = time.monotonic() + timeout_s
     while not (path.exists() and text in path.read_text()):
         assert time.monotonic() < end, f"no {text!r} in {path.read_text() if path.exists() else path}"

@@ -82,6 +82,8 @@ def test_what_sbatch_refuses_is_refused_before(slurm: MiniSlurm, tmp_path: Path)
 @pytest.mark.parametrize("state", ["drain", "down"])
 def test_nodes_that_are_away_for_now(hpcinit: Run, idle_slurm: MiniSlurm, state: str) -> None:
     """A job that only waits for drained or dead nodes is submitted, with a warning: --test-only refuses it, sbatch does not."""
+    if state == "down":
+        idle_slurm.kill_node("n4")  # a node that is only said to be down is idle again when it reports next
     idle_slurm.run("scontrol", "update", "nodename=n4", f"state={state}", "reason=test")
     try:
         done = submit(hpcinit, idle_slurm, "nodes=4", *TRUE)
@@ -93,7 +95,10 @@ def test_nodes_that_are_away_for_now(hpcinit: Run, idle_slurm: MiniSlurm, state:
         )
         assert submit(hpcinit, idle_slurm, "cluster.partitions.main.nodes=null", "nodes=5", *TRUE).returncode == 1
     finally:
-        idle_slurm.run("scontrol", "update", "nodename=n4", "state=resume")  # before its jobs are cancelled: it waits
+        if state == "down":
+            idle_slurm.start_node("n4")
+        else:  # before its jobs are cancelled: that waits for idle nodes
+            idle_slurm.run("scontrol", "update", "nodename=n4", "state=resume")
 
 
 @pytest.mark.slurm

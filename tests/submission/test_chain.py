@@ -23,7 +23,7 @@ from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, printed, submit
 
 
-def until(true: Callable[[], object], timeout_s: float = 60) -> None:
+def until(true: Callable[[], object], timeout_s: float = 150) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline
@@ -182,10 +182,12 @@ def test_a_dry_run_elsewhere_takes_ids_for_granted(hpcinit: Run) -> None:
 
 # Ends with the exit statuses of its arguments, one an attempt.
 ATTEMPTS = """
-import os, pathlib, sys
+import os, pathlib, sys, time
 count = pathlib.Path(os.environ["HPCINIT_RUN"], "attempts")
 done = len(count.read_text()) if count.exists() else 0
 count.write_text("x" * (done + 1))
+while pathlib.Path("wait").exists():
+    time.sleep(0.1)
 print("attempt", done + 1, flush=True)
 sys.exit(int(sys.argv[1 + done]))
 """
@@ -224,9 +226,11 @@ def test_a_chain_ends_with_a_failure_of_its_own(hpcinit: Run, idle_slurm: MiniSl
     """An attempt that fails by itself is the last, the jobs behind it fail at once, and what waits for success of the
     run never starts."""
     slurm = idle_slurm
-    held = submit(hpcinit, slurm, "chain=3", "ranks_per_node=1", "name=x", "--", "attempts.py", "143", "7", "0")
-    folder = folder_of(held)
+    Path("wait").touch()
+    words = ["chain=3", "ranks_per_node=1", "name=x", "--", "attempts.py", "143", "7", "0"]
+    folder = folder_of(submit(hpcinit, slurm, *words))
     after = folder_of(submit(hpcinit, slurm, "after_ok=x-0001", "ranks_per_node=1", "--", "true"))
+    Path("wait").unlink()  # had an attempt failed before, after_ok would have been refused
     assert hpcinit("logs", "-f", "x-0001", env=slurm.env).returncode == 0
     until(lambda: states(slurm, jobs(folder)) == ["FAILED"] * 3)
     assert printed(folder, 0) == "attempt 1\nattempt 2\n"
@@ -297,7 +301,7 @@ def test_a_lost_node_does_not_end_a_chain(hpcinit: Run, idle_slurm: MiniSlurm, t
 
 
 @pytest.mark.slurm
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 def test_a_training_longer_than_the_time_limit(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
     """A real training that the time limit of a minute ends goes on in the next job from its checkpoint, and comes out
     with the very loss of one that ran through."""
@@ -315,9 +319,9 @@ def test_a_training_longer_than_the_time_limit(hpcinit: Run, idle_slurm: MiniSlu
     words = [*common, "chain=3", "time_min=1", f"+job.env.PYTHONPATH={Path.cwd()}"]
     folder = folder_of(submit(hpcinit, slurm, *words))
     ids = jobs(folder)
-    until(lambda: states(slurm, ids)[0] == "TIMEOUT", 150)
+    until(lambda: states(slurm, ids)[0] == "TIMEOUT", 240)
     Path("slow").unlink()
-    until(lambda: states(slurm, ids)[2] in ("COMPLETED", "FAILED"), 150)
+    until(lambda: states(slurm, ids)[2] in ("COMPLETED", "FAILED"), 240)
     assert states(slurm, ids) == ["TIMEOUT", "COMPLETED", "COMPLETED"], (folder / "logs/rank-0.log").read_text()
     assert status(hpcinit, slurm, folder)["link"] == "job 2 of a chain of 3"
     last = [(run / "logs/rank-0.log").read_text().splitlines()[-1] for run in (through, folder)]

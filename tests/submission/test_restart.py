@@ -18,7 +18,7 @@ from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, job_id_of, printed, submit
 
 
-def until(true: Callable[[], object], timeout_s: float = 60) -> None:
+def until(true: Callable[[], object], timeout_s: float = 150) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline
