@@ -1,0 +1,242 @@
+"""What does it cost rank 0 that very many ranks come: hpcinit's meeting, and torch's own rendezvous by its store?
+
+    python -m benchmarks.store [--ranks 64 256 1024 4096 16384] [--rounds 5] [--json FILE]
+
+One machine, loopback. Rank 0 is a process of its own with hpcinit's door, or torch's TCPStore, in it. All other ranks
+sit in a few processes, with connections of their own, and say what real ranks say (benchmarks/crowd.py). They begin at
+the same moment, which no cluster does: the worst case. Inside the clock: from that moment until the last rank is up. The
+ways take turns in every round:
+
+  plain     torch: TCPStore with wait_for_workers, and c10d's _store_based_barrier
+  meeting   ours: join, identity check, barrier until all are in init, joined, up; no store of torch's
+  both      ours with torch's store opened in between, as hpcinit.init does it
+  missing   ours, and three ranks never come: from the deadline until every rank has been told who
+
+CPU and memory are rank 0's alone: wall time is shared with the ranks, which take more of this machine's cores than
+rank 0 does. --busy N: the meeting of N ranks while rank 0's program computes, with and without turns.quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import crowd, laws
+from hpcinit.facts import ports
+from hpcinit.facts.world import World
+from hpcinit.runtime.meeting import listening, turns
+from hpcinit.runtime.meeting.door import Door
+
+ABSENT = 3  # ranks that never come, of `missing`
+AHEAD_S = 1.0  # how long before it begins a round is announced
+LATEST_S = 600.0
+
+
+# --- rank 0
+
+
+def rank_0(way: str, world_size: int) -> None:
+    """Says its port, serves, and says what it took, each as a line of JSON."""
+    if way in {"plain", "both"}:
+        import torch.distributed  # noqa: F401, PLC0415
+    listening.allow_many_files(world_size)
+    if way == "plain":
+        _plain(world_size)
+    else:
+        _door(way, world_size)
+
+
+def _usage() -> dict[str, float]:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return {"cpu_s": used.ru_utime + used.ru_stime, "rss_mb": used.ru_maxrss / 1024}
+
+
+def _say(**values: Any) -> None:
+    print(json.dumps(values), flush=True)
+
+
+def _plain(world_size: int) -> None:
+    from torch.distributed import TCPStore  # noqa: PLC0415
+    from torch.distributed.distributed_c10d import _store_based_barrier  # noqa: PLC0415
+
+    port = ports.candidates(str(os.getpid()))[0]
+    before, timeout = _usage(), datetime.timedelta(seconds=LATEST_S)
+    threading.Thread(target=lambda: (time.sleep(AHEAD_S / 2), _say(port=port)), daemon=True).start()
+    store = TCPStore(crowd.HERE, port, world_size, True, timeout, wait_for_workers=True)
+    name = crowd.BARRIER.partition(":")[2]
+    _store_based_barrier(0, store, name, world_size, timeout)
+    _done(before)
+
+
+def _done(before: Mapping[str, float]) -> None:
+    after = _usage()
+    _say(**{name: after[name] - before[name] for name in after})
+    sys.stdin.readline()
+
+
+def _door(way: str, world_size: int) -> None:
+    candidates = ports.candidates(str(os.getpid()))
+    hosts = tuple(f"n{number}" for number in range(world_size))
+    world = World("slurm", 0, world_size, 0, 1, 0, hosts, crowd.HERE, candidates, "77.0.0")
+    if way == "slow":
+        turns.QUICK_S = 0.005  # Python's own
+    before = _usage()
+    door = Door(world, crowd.HERE, crowd.KEY, crowd.JOB, crowd.MADE_OF)
+    _say(port=door.port)
+    deadline = time.monotonic() + LATEST_S
+    if way == "missing":
+        _miss(door)
+    elif way in {"busy", "slow"}:
+        while not door._all_came:  # a program that imports and computes
+            sum(range(1000))
+        door.offer_store(1)
+    door.tell("imported")
+    if way == "both":
+        from hpcinit.runtime.store import open_store  # noqa: PLC0415
+
+        held = open_store(world, door, deadline)  # noqa: F841
+    elif way != "missing":
+        door.offer_store(1)
+        door.wait_for_store(deadline, 1e9)
+    for phase in ("joined", "up"):
+        door.tell(phase)
+    if way != "missing":
+        door._callers.join(LATEST_S)
+    _done(before)
+
+
+def _miss(door: Door) -> None:
+    """Until the deadline that the parent tells, then to its end."""
+    deadline = float(sys.stdin.readline())
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+    print(door.missing("started")[:200], file=sys.stderr)
+    sys.stdin.readline()
+
+
+# --- the clock
+
+
+def measure(way: str, world_size: int, crowds: int, deadline_s: float) -> dict[str, Any]:
+    """Seconds of each mark since the beginning, rank 0's CPU seconds and memory, messages per rank."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    zero = subprocess.Popen([sys.executable, "-m", "benchmarks.store", "--rank-0", way, str(world_size)], **pipes)
+    others = [subprocess.Popen([sys.executable, "-m", "benchmarks.crowd"], **pipes) for _ in range(crowds)]
+    try:
+        for other in others:
+            _read(other)
+        port = json.loads(_read(zero))["port"]
+        coming = world_size - (ABSENT if way == "missing" else 0)
+        edges = [1 + (coming - 1) * part // crowds for part in range(crowds + 1)]
+        begin = time.monotonic() + AHEAD_S
+        told = {
+            "way": way if way in crowd.WAYS else "meeting",
+            "port": port,
+            "begin": begin,
+            "store": way == "both",
+            "world_size": world_size,
+            "deadline": begin + deadline_s,
+        }
+        for other, ranks in zip(others, zip(edges, edges[1:], strict=False), strict=True):
+            _write(other, json.dumps({**told, "ranks": ranks}))
+        if way == "missing":
+            _write(zero, str(begin + deadline_s))
+        seen = [json.loads(_read(other)) for other in others]
+        if way == "missing":
+            _write(zero, "")
+        used = json.loads(_read(zero))
+    finally:
+        for process in (zero, *others):
+            process.kill()
+            process.wait()
+    marks = {name: max(each["marks"][name] for each in seen) for name in seen[0]["marks"]}
+    if way == "missing":
+        marks["told"] -= deadline_s
+    counts = sorted({tuple(count) for each in seen for count in each["messages"]})
+    return {"marks": marks, **used, "messages": counts}
+
+
+def _read(process: subprocess.Popen[str]) -> str:
+    assert process.stdout
+    line = process.stdout.readline()
+    if not line:
+        raise SystemExit(f"benchmarks.store: {process.args} ended with {process.wait()}")
+    return line
+
+
+def _write(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+
+
+def run(ways: Sequence[str], world_sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """Every single measurement. Of the largest world, three rounds if more were asked for."""
+    found = []
+    for world_size in world_sizes:
+        for number in range(rounds if world_size < 16_384 else min(3, rounds)):
+            for way in ways:
+                took = measure(way, world_size, 2, deadline_s=2 + world_size / 1000)
+                found.append({"way": way, "ranks": world_size, "round": number, **took})
+                print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+    return found
+
+
+# --- the tables
+
+
+def table(found: Sequence[Mapping[str, Any]]) -> str:
+    lines = [
+        "| ranks | way | rounds | seconds until the last rank is up (min to max) | rank 0: CPU s | MB more | messages |"
+    ]
+    lines.append("|--:|---|--:|--:|--:|--:|---|")
+    for ranks, way in dict.fromkeys((each["ranks"], each["way"]) for each in found):
+        of = [each for each in found if (each["ranks"], each["way"]) == (ranks, way)]
+        ends = [each["marks"].get("up", each["marks"].get("told")) for each in of]
+        counts = sorted({tuple(count) for each in of for count in each["messages"]})
+        said = " or ".join(f"{sent} + {got}" for sent, got in counts)
+        cpu, memory = median(each["cpu_s"] for each in of), median(each["rss_mb"] for each in of)
+        lines.append(
+            f"| {ranks:,} | {way} | {len(of)} | {median(ends):.2f} ({min(ends):.2f} to {max(ends):.2f}) | {cpu:.2f} | "
+            f"{memory:.0f} | {said} |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.store", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024, 4096, 16_384])
+    parser.add_argument("--ways", nargs="+", default=["plain", "meeting", "both", "missing"])
+    parser.add_argument("--rounds", type=int, default=5, help="3 of 16384 ranks (default: 5)")
+    parser.add_argument("--json", type=Path, help="keep every measurement, for benchmarks.laws")
+    parser.add_argument("--rank-0", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.rank_0:
+        rank_0(options.rank_0[0], int(options.rank_0[1]))
+        return 0
+    load = os.getloadavg()[0]
+    found = run(options.ways, options.ranks, options.rounds)
+    machine = f"{os.cpu_count()} cores {platform.machine()}, Python {platform.python_version()}"
+    print(f"{datetime.date.today()}, {machine}; load average before {load:.1f}, after {os.getloadavg()[0]:.1f}\n")
+    print(table(found))
+    print("\n" + laws.table(found))
+    if options.json:
+        options.json.write_text(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
