@@ -1,9 +1,9 @@
-"""Very many ranks but rank 0, in one process: each has connections of its own and says, byte for byte, what a rank says.
+"""Very many ranks but rank 0, in one process: each has its own connections and says, byte for byte, what a rank says.
 
     python -m benchmarks.crowd      (benchmarks.store starts it, and tells it on stdin what to be)
 
-The words of the meeting are made by hpcinit's own functions. Those of torch's store are what a TCPStore of torch 2.13 sends,
-recorded; rank 0 is torch itself and counts along, so that a word it did not understand would leave it waiting.
+The words of the meeting are made by hpcinit's own functions. Those of torch's store are what a TCPStore of torch 2.13
+sends, recorded; rank 0 is torch itself and counts along: a word that it did not understand would leave it waiting.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
-from hpcinit.runtime.meeting import card, listening, wire
+from hpcinit.runtime.meeting import card, listening, visit, wire
 
 HERE = "127.0.0.1"
 MADE_OF = {"python": "3.11.7", "hpcinit": "0.1.0", "torch": "2.13.0", "commit": "0" * 40, "run": "/runs/train-0001"}
@@ -76,6 +76,7 @@ def to_the_door(port: int, rank: int, mark: Callable[[str], None]) -> Talk:
 
 def meeting(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Talk:
     """Join, wait for all, hear of the store; with store=true also reach it; up."""
+    yield Until(told["begin"] + visit.spread_s(told["world_size"]))
     yield from to_the_door(told["port"], rank, mark)
     yield wire.encode({"phase": "imported"})
     message: dict[str, Any] = {}
@@ -83,6 +84,7 @@ def meeting(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Tal
         message = yield Line()
     mark("barrier")
     if told["store"]:
+        yield Until(time.monotonic() + visit.spread_s(told["world_size"]))
         yield Connect(message["store"])
         yield HELLO
         yield Bytes(4)
@@ -97,6 +99,7 @@ def meeting(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Tal
 
 def missing(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Talk:
     """Join, and ask at the deadline who has not."""
+    yield Until(told["begin"] + visit.spread_s(told["world_size"]))
     yield from to_the_door(told["port"], rank, mark)
     yield Until(told["deadline"])
     yield wire.encode({"who": "started"})
@@ -145,8 +148,6 @@ class Client:
         self.socket = socket.socket()
         self.socket.setblocking(False)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket.setsockopt(socket.IPPROTO_IP, getattr(socket, "IP_BIND_ADDRESS_NO_PORT", 24), 1)
-        self.socket.bind((f"127.1.{self.number // 8192}.1", 0))  # an address has 28,000 ports
         self.sockets.append(self.socket)
         assert isinstance(self.wants, Connect)
         assert self.socket.connect_ex((HERE, self.wants.port)) in {0, errno.EINPROGRESS}

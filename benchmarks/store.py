@@ -3,9 +3,9 @@
     python -m benchmarks.store [--ranks 64 256 1024 4096 16384] [--rounds 5] [--json FILE]
 
 One machine, loopback. Rank 0 is a process of its own with hpcinit's door, or torch's TCPStore, in it. All other ranks
-sit in a few processes, with connections of their own, and say what real ranks say (benchmarks/crowd.py). They begin at
-the same moment, which no cluster does: the worst case. Inside the clock: from that moment until the last rank is up. The
-ways take turns in every round:
+sit in two processes, with connections of their own, and say what real ranks say (benchmarks/crowd.py). They begin at
+the same moment, which no cluster does: the worst case. Inside the clock: from that moment until the last rank is up.
+The ways take turns in every round:
 
   plain     torch: TCPStore with wait_for_workers, and c10d's _store_based_barrier
   meeting   ours: join, identity check, barrier until all are in init, joined, up; no store of torch's
@@ -13,19 +13,25 @@ ways take turns in every round:
   missing   ours, and three ranks never come: from the deadline until every rank has been told who
 
 CPU and memory are rank 0's alone: wall time is shared with the ranks, which take more of this machine's cores than
-rank 0 does. --busy N: the meeting of N ranks while rank 0's program computes, with and without turns.quick.
+rank 0 does. Two more ways by --ways: `busy` is `meeting` while rank 0's program computes, and `slow` the same with the
+5 ms that Python lets a thread wait by itself (runtime/meeting/turns.py).
+
+torch's store asks for the host name of each peer, one after the other in its only thread. As root, rank 0 finds names
+in /etc/hosts alone, at once; --dns: as this machine finds them.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import platform
 import resource
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -42,6 +48,8 @@ from hpcinit.runtime.meeting.door import Door
 ABSENT = 3  # ranks that never come, of `missing`
 AHEAD_S = 1.0  # how long before it begins a round is announced
 LATEST_S = 600.0
+# A mount namespace of rank 0's own, in which the resolver has no DNS server to ask.
+NO_DNS = "echo 'hosts: files' > $0 && mount --bind $0 /etc/nsswitch.conf && exec \"$@\""
 
 
 # --- rank 0
@@ -129,10 +137,14 @@ def _miss(door: Door) -> None:
 # --- the clock
 
 
-def measure(way: str, world_size: int, crowds: int, deadline_s: float) -> dict[str, Any]:
+def measure(way: str, world_size: int, crowds: int, deadline_s: float, dns: bool) -> dict[str, Any]:
     """Seconds of each mark since the beginning, rank 0's CPU seconds and memory, messages per rank."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    zero = subprocess.Popen([sys.executable, "-m", "benchmarks.store", "--rank-0", way, str(world_size)], **pipes)
+    words = [sys.executable, "-m", "benchmarks.store", "--rank-0", way, str(world_size)]
+    if os.geteuid() == 0 and not dns:
+        names = Path(tempfile.gettempdir()) / f"hpcinit-names-{os.getpid()}"
+        words = ["unshare", "--mount", "sh", "-c", NO_DNS, str(names), *words]
+    zero = subprocess.Popen(words, **pipes)
     others = [subprocess.Popen([sys.executable, "-m", "benchmarks.crowd"], **pipes) for _ in range(crowds)]
     try:
         for other in others:
@@ -149,7 +161,7 @@ def measure(way: str, world_size: int, crowds: int, deadline_s: float) -> dict[s
             "world_size": world_size,
             "deadline": begin + deadline_s,
         }
-        for other, ranks in zip(others, zip(edges, edges[1:], strict=False), strict=True):
+        for other, ranks in zip(others, itertools.pairwise(edges), strict=True):
             _write(other, json.dumps({**told, "ranks": ranks}))
         if way == "missing":
             _write(zero, str(begin + deadline_s))
@@ -182,13 +194,13 @@ def _write(process: subprocess.Popen[str], line: str) -> None:
     process.stdin.flush()
 
 
-def run(ways: Sequence[str], world_sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+def run(ways: Sequence[str], world_sizes: Sequence[int], rounds: int, dns: bool) -> list[dict[str, Any]]:
     """Every single measurement. Of the largest world, three rounds if more were asked for."""
     found = []
     for world_size in world_sizes:
         for number in range(rounds if world_size < 16_384 else min(3, rounds)):
             for way in ways:
-                took = measure(way, world_size, 2, deadline_s=2 + world_size / 1000)
+                took = measure(way, world_size, 2, 2 + world_size / 1000, dns)
                 found.append({"way": way, "ranks": world_size, "round": number, **took})
                 print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     return found
@@ -222,13 +234,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ways", nargs="+", default=["plain", "meeting", "both", "missing"])
     parser.add_argument("--rounds", type=int, default=5, help="3 of 16384 ranks (default: 5)")
     parser.add_argument("--json", type=Path, help="keep every measurement, for benchmarks.laws")
+    parser.add_argument("--dns", action="store_true", help="leave the resolver as it is")
     parser.add_argument("--rank-0", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rank_0:
         rank_0(options.rank_0[0], int(options.rank_0[1]))
         return 0
     load = os.getloadavg()[0]
-    found = run(options.ways, options.ranks, options.rounds)
+    found = run(options.ways, options.ranks, options.rounds, options.dns)
     machine = f"{os.cpu_count()} cores {platform.machine()}, Python {platform.python_version()}"
     print(f"{datetime.date.today()}, {machine}; load average before {load:.1f}, after {os.getloadavg()[0]:.1f}\n")
     print(table(found))

@@ -17,6 +17,7 @@ from hpcinit.config import (
     program,
     secret_files,
     surroundings,
+    timeouts,
     training,
 )
 from hpcinit.config.schema import Config
@@ -26,7 +27,6 @@ from hpcinit.facts.errors import RequestError
 from hpcinit.facts.layout import CP_KINDS
 from hpcinit.facts.spec import CHECKPOINTING, DEVICE_ID, HANG_ACTIONS, LAUNCHES, PARAM, REDUCE, SEED_BY, WRAPS
 from hpcinit.facts.stopping import SIGNALS
-from hpcinit.facts.timeouts import TimeoutLaw
 
 T = TypeVar("T")
 ranks_per_node = partition.ranks_per_node
@@ -63,7 +63,7 @@ AT_LEAST_ZERO = (
 )
 MORE_THAN_ZERO = (
     *("comm.collective_timeout_s", "comm.timeout_base_s", "comm.timeout_max_s", "cluster.gpu_mem_gb"),
-    "bad_nodes.expiry_h",
+    *("cluster.timeout_base_s", "cluster.timeout_max_s", "bad_nodes.expiry_h"),
 )
 MOST_SEED = 2**63 - 1  # what torch.manual_seed takes
 # Texts that become an option or a path: '' is no value for one, as null is.
@@ -124,8 +124,10 @@ def _more_numbers(config: Config) -> Iterator[str]:
         value = _get(config, key)
         if isinstance(value, (int, float)) and value <= 0:
             yield f"{key} is {value:g}, expected more than 0"
-    if config.comm.timeout_per_node_s < 0:
-        yield f"comm.timeout_per_node_s is {config.comm.timeout_per_node_s:g}, expected 0 or more"
+    for key in ("comm.timeout_per_node_s", "cluster.timeout_per_node_s"):
+        value = _get(config, key)
+        if isinstance(value, (int, float)) and value < 0:
+            yield f"{key} is {value:g}, expected 0 or more"
 
 
 def _names(config: Config) -> Iterator[str]:
@@ -184,10 +186,9 @@ def _leaves(prefix: str, value: object, kind: type[T]) -> Iterator[tuple[str, T]
 
 
 def _arithmetic(config: Config) -> Iterator[str]:
-    c = config.comm
     checks: tuple[Callable[[], object], ...] = (
         lambda: hosts.rename("node", config.cluster.host_template),
-        lambda: TimeoutLaw(c.timeout_base_s, c.timeout_per_node_s, c.timeout_max_s),
+        lambda: timeouts.law(config),
     )
     for check in checks:
         try:

@@ -78,6 +78,9 @@ class Cluster:
     cache: Optional[str] = key("shared folder for what is downloaded once: HF_HOME and TORCH_HOME lie in it")
     local_disk: Optional[str] = key("folder on the node's own disk, for caches of a job; null: TMPDIR or /tmp")
     env: dict[str, str] = key("environment variables of the job", {})
+    timeout_base_s: Optional[float] = key("start-up timeout: base; `hpcinit timeouts fit` proposes one; null: 300")
+    timeout_per_node_s: Optional[float] = key("start-up timeout: added per node, from the same; null: 3.5")
+    timeout_max_s: Optional[float] = key("start-up timeout: at most; null: 3600")
     submit_patience_s: float = key("how long submitting waits for a controller that does not answer", 300.0)
     submit_confirm: bool = key("stay 7 s and look again: a controller killed in 5 s forgets a job it has taken", False)
     sbatch: dict[str, Any] = key("further sbatch options, long names: {reservation: x}", {})
@@ -174,9 +177,9 @@ class Comm:
 
     backend: str = key("nccl, gloo, or auto: nccl on GPUs and gloo on CPUs", "auto")
     deepspeed: bool = key("initialise DeepSpeed too, after torch; parallel.wrap=deepspeed does so by itself", False)
-    timeout_base_s: float = key("start-up timeout: base", 300.0)
-    timeout_per_node_s: float = key("start-up timeout: added per node", 3.5)
-    timeout_max_s: float = key("start-up timeout: at most", 3600.0)
+    timeout_base_s: Optional[float] = key("start-up timeout: base; null: cluster.timeout_base_s, or else 300")
+    timeout_per_node_s: Optional[float] = key("added per node; null: cluster.timeout_per_node_s, or else 3.5")
+    timeout_max_s: Optional[float] = key("at most; null: cluster.timeout_max_s, or else 3600")
     collective_timeout_s: Optional[float] = key("timeout of collectives once training runs; null: as start-up", 300.0)
     device_id: str = key("bind the group to its device, so that NCCL starts at once: never, auto or always", "never")
 

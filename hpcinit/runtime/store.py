@@ -15,6 +15,7 @@ from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.world import World, exports
 from hpcinit.runtime.meeting import wire
 from hpcinit.runtime.meeting.door import Door
+from hpcinit.runtime.meeting.visit import spread_s
 from hpcinit.runtime.rendezvous import Meeting, said_every_s
 
 _rounds = 0
@@ -40,6 +41,7 @@ def open_store(world: World, meeting: Meeting | None, deadline: float) -> Store:
         )
     else:
         port = meeting.wait_for_store(deadline, every_s)
+        time.sleep(spread_s(world.world_size))
         store = TCPStore(meeting.address, port, world.world_size, False, _left(deadline), wait_for_workers=False)
     return PrefixStore(f"hpcinit/{world.job}", store)
 

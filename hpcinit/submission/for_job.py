@@ -5,11 +5,10 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
-from hpcinit.config import checks, parallel
+from hpcinit.config import checks, parallel, timeouts
 from hpcinit.config.schema import Config
 from hpcinit.facts.spec import Comm, Hang, Program, Spec
 from hpcinit.facts.stopping import Stopping
-from hpcinit.facts.timeouts import TimeoutLaw
 from hpcinit.submission import launching, snapshot
 
 
@@ -37,7 +36,7 @@ def make_spec(config: Config, workdir: Path, code: snapshot.Plan | None = None, 
         comm=Comm(
             comm.backend,
             comm.deepspeed or config.parallel.wrap == "deepspeed",
-            TimeoutLaw(comm.timeout_base_s, comm.timeout_per_node_s, comm.timeout_max_s),
+            timeouts.law(config),
             comm.collective_timeout_s,
             config.cluster.host_template,
             comm.device_id,

@@ -105,6 +105,7 @@ class MiniSlurm(RunningCluster):
             shape = dataclasses.asdict(self.shape)
             state = {"name": self.name, "shape": shape, "owner": self._owner, "subnet": net.subnet}
             (self.directory / "minislurm.json").write_text(json.dumps(state, indent=2))
+            network.allow_neighbours(self.shape.nodes)
             network.make_link(self.name, net)
 
     def _make(self) -> None:

@@ -64,6 +64,19 @@ def hold(cluster: str, node: str, hosts_file: Path) -> int:
     return int(run([*unshare, "sh", "-c", HOLD, "sh", node, mark(cluster, node), str(hosts_file)]))
 
 
+def allow_neighbours(nodes: int) -> None:
+    """Ranks of every node talk to every other one, and the kernel keeps one table of neighbours for all namespaces.
+
+    With more than gc_thresh3 in it (1024), connections end with 'No route to host': dmesg has 'neighbor table
+    overflow!'. The machine keeps what is set here: two clusters may need it.
+    """
+    for number, share in ((1, 4), (2, 2), (3, 1)):
+        path = Path(f"/proc/sys/net/ipv4/neigh/default/gc_thresh{number}")
+        needed = 2 * nodes * nodes // share
+        if int(path.read_text()) < needed:
+            path.write_text(f"{needed}\n")
+
+
 def make_link(cluster: str, network: Network) -> None:
     """This machine's interface into the cluster; its other end, `login`, still has to go into the switch."""
     name = link_name(cluster)

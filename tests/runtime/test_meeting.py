@@ -210,7 +210,7 @@ def test_an_idle_door_sleeps(world: World) -> None:
     assert host._callers._patience_s() is None
     with socket.create_connection((HERE, host.port)):
         time.sleep(0.2)
-        assert 5 < (host._callers._patience_s() or 0) < 10
+        assert 5 < (host._callers._patience_s() or 0) < 11
     for member in (one, two):
         member.tell("imported")
     time.sleep(0.2)

@@ -18,6 +18,7 @@ from hpcinit.facts.world import World
 from hpcinit.runtime.meeting import clock, knocking, listening, turns, wire
 from hpcinit.runtime.meeting.callers import Caller
 from hpcinit.runtime.meeting.roll import PHASES, Guest, Roll
+from hpcinit.runtime.meeting.visit import spread_s
 from tests.runtime.test_meeting import HERE, STRANGERS, door, free_ports, stranger, visit
 
 SKEWED_GUEST = """
@@ -213,4 +214,26 @@ def test_a_broadcast_is_encoded_once(world: World, monkeypatch: pytest.MonkeyPat
     assert encoded == [{"failed": host.failure}]
     for guest in guests:
         with pytest.raises(BringUpError, match="no such script"):
-            guest.wait_for_all(time.monotonic() + 30, 10)
+            guest.wait_for_store(time.monotonic() + 30, 10)
+
+
+def test_thousands_that_never_came_fit_into_a_line(world: World) -> None:
+    """However many ranks and nodes are missing, every rank is told in a line that it takes: folded, and cut where need be."""
+    hosts = tuple(f"node{number:05}" for number in range(16_384))
+    every = Roll(16_384, hosts).missing("started")
+    assert "ranks 0-16383 never arrived (nobody came from node[00000-16383])" in every
+    odd = Roll(16_384, hosts)
+    for rank in range(0, 16_384, 2):
+        odd.enter(Guest(rank, hosts[rank], 1))
+    told = odd.missing("started")
+    assert (
+        len(told) < 5_000 and "8192 of 16384 ranks are missing: ranks 1,3,5," in told and ",... never arrived" in told
+    )
+    assert len(wire.encode({"missing": told})) < wire.LONGEST_LINE
+
+
+def test_a_crowd_does_not_come_all_at_once() -> None:
+    """More ranks than a kernel's queue of new connections holds spread themselves; fewer lose no time."""
+    assert [spread_s(ranks) for ranks in (2, 1024, 4096)] == [0, 0, 0]
+    waits = [spread_s(16_384) for _ in range(2000)]
+    assert 0 <= min(waits) < 0.2 and 3.8 < max(waits) <= 4.1

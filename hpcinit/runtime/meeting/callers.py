@@ -16,7 +16,8 @@ from typing import Any
 from hpcinit.runtime.meeting import clock, turns, wire
 from hpcinit.runtime.meeting.roll import Guest
 
-STRANGER_S = 10.0  # who has not proved anything by then is shown out
+# Who has not proved anything by then is shown out; among many, words that the kernel had dropped come again only later.
+STRANGER_S, STRANGER_PER_RANK_S = 10.0, 0.002
 
 
 @dataclass(eq=False, slots=True)
@@ -46,7 +47,7 @@ class Callers:
     """Reads from all of them in one thread, which sleeps while nobody says anything.
 
     hear: is called in that thread with each message; what it raises ends that connection only. lose: is called when
-    one has ended, and closes its socket.
+    one has ended, and closes its socket. ranks: how many may come.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class Callers:
         listener: socket.socket,
         hear: Callable[[Caller, dict[str, Any]], None],
         lose: Callable[[Caller], None],
+        ranks: int,
     ) -> None:
         self._listener, self._hear, self._lose = listener, hear, lose
+        self._stranger_s = STRANGER_S + ranks * STRANGER_PER_RANK_S
         self._stopping = self._said_out_of_files = False
         self._strangers: dict[Caller, None] = {}  # those who have not said anything for longest first
         listener.setblocking(False)
@@ -140,11 +143,11 @@ class Callers:
     def _patience_s(self) -> float | None:
         """How long until a stranger must be shown out; None while there is none."""
         longest = next(iter(self._strangers), None)
-        return max(0.0, longest.since + STRANGER_S - time.monotonic()) if longest else None
+        return max(0.0, longest.since + self._stranger_s - time.monotonic()) if longest else None
 
     def _show_out(self, looked: float) -> None:
         """looked: up to when everything that they have said was read."""
-        while (longest := next(iter(self._strangers), None)) and looked - longest.since >= STRANGER_S:
+        while (longest := next(iter(self._strangers), None)) and looked - longest.since >= self._stranger_s:
             del self._strangers[longest]
             self._selector.unregister(longest.socket)
             longest.socket.close()

@@ -40,7 +40,7 @@ class Door(Party):
         listener, self.program_port = listening.open_door(address, world.master_ports, self._claim)
         self.address = self.own_address = str(listener.getsockname()[0])
         self.port = int(listener.getsockname()[1])
-        self._callers = Callers(listener, self._hear, self._lose)
+        self._callers = Callers(listener, self._hear, self._lose, world.world_size)
         try:
             # Another rank 0 has a later port if this one was taken at its time. We look only now that our own door
             # is open: two that begin at the same moment would each wait for the other.

@@ -6,11 +6,13 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from hpcinit.facts import nodelist
 from hpcinit.facts.ranges import ranges
 
 # In this order a rank tells them. 'started': hpcinit.run or init has found the door. 'imported': it is in
 # init. 'joined': torch's store has answered. 'up': the process group works.
 PHASES = ("started", "imported", "joined", "up")
+LONGEST_LIST = 2_000  # characters, of ranks or of nodes
 
 
 @dataclass(slots=True)
@@ -77,8 +79,8 @@ class Roll:
         if absent:
             seen = {guest.host for guest in self.guests.values()}
             empty = [host for host in dict.fromkeys(self.hosts) if host not in seen]
-            where = f" (nobody came from {', '.join(empty)})" if empty else ""
-            parts.append(f"{ranks(absent)} never arrived{where}")
+            where = f" (nobody came from {_cut(nodelist.compress(empty))})" if empty else ""
+            parts.append(f"{_cut(ranks(absent))} never arrived{where}")
         for guest in sorted(late, key=lambda guest: guest.rank)[:16]:
             waited = time.monotonic() - guest.since
             parts.append(
@@ -102,3 +104,8 @@ def ranks(numbers: Iterable[int]) -> str:
     """'rank 3', 'ranks 4-6,9'."""
     text = ranges(numbers)
     return f"rank{'' if text.isdecimal() else 's'} {text}"
+
+
+def _cut(text: str) -> str:
+    """What is told is a line to every rank: wire.LONGEST_LINE."""
+    return text if len(text) <= LONGEST_LIST else f"{text[:LONGEST_LIST].rpartition(',')[0]},..."

@@ -19,7 +19,16 @@ from hpcinit.runtime.meeting.party import Party
 # the slower one, and thousands of ranks must not knock for minutes at that rate.
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.005, 1.0
 KNOCKING_RANKS = 4096  # with more, each pauses for longer: rank 0's node gets no more knocks than from so many
+# Of connections that wait to be accepted Linux keeps this many (net.core.somaxconn), drops the rest, and those come
+# again after 1, 3, 7, 15 s. More ranks than that spread themselves over about the time that rank 0 needs for them
+# anyway (docs/performance.md).
+QUEUE, EACH_S = 4096, 0.00025
 LONGEST_SILENCE_S = 60.0  # that a rank listens to one who says nothing
+
+
+def spread_s(world_size: int) -> float:
+    """How long a rank waits before it connects, where all of them would at the same moment."""
+    return random.uniform(0, world_size * EACH_S) if world_size > QUEUE else 0.0
 
 
 class Visit(Party):
@@ -59,6 +68,7 @@ class Visit(Party):
         seen: dict[str, str] = {}
         listen_s: dict[str, float] = {}
         pause, longest_pause = FIRST_PAUSE_S, LAST_PAUSE_S * max(1.0, self._world.world_size / KNOCKING_RANKS)
+        time.sleep(spread_s(self._world.world_size))
         while True:
             try:
                 for address in resolve():
