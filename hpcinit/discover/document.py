@@ -1,6 +1,7 @@
-"""The file: discover's part stands between two marks, all the rest is the user's and stays as it is, byte for byte.
+"""The file: a command's part stands between two marks, all the rest is the user's and stays as it is, byte for byte.
 
-A key that the user has outside of the marks is left out between them: it wins. docs/decisions/0014-discovers-part.md
+Such commands are discover and timeouts, each with marks of its own, to which the other's part is the user's. A key that
+the user has outside of the marks is left out between them: it wins. docs/decisions/0014-discovers-part.md
 """
 
 from __future__ import annotations
@@ -16,12 +17,39 @@ import yaml
 from hpcinit.discover.describe import Entry, scalar
 from hpcinit.facts.errors import RequestError
 
-BEGIN, END = "# >>> hpcinit discover", "# <<< hpcinit discover"
-EXPLAINED = """\
-# Written again by each `hpcinit discover`. To keep a value of your own move its line out of this part."""
-_PART = re.compile(
-    rf"^{BEGIN} (?P<crc>[0-9a-f]{{8}})[^\n]*\n(?P<body>.*?)^{END}[^\n]*(?:\n|\Z)", re.MULTILINE | re.DOTALL
+
+@dataclass(frozen=True)
+class Part:
+    """What `hpcinit COMMAND` writes. name: the command's. says: who knows the values. explained: a comment."""
+
+    name: str
+    says: str
+    explained: str
+
+    @property
+    def begin(self) -> str:
+        return f"# >>> hpcinit {self.name}"
+
+    @property
+    def end(self) -> str:
+        return f"# <<< hpcinit {self.name}"
+
+    def find(self, text: str) -> re.Match[str] | None:
+        line = rf"^{self.begin} (?P<crc>[0-9a-f]{{8}})[^\n]*\n(?P<body>.*?)^{self.end}[^\n]*(?:\n|\Z)"
+        return re.search(line, text, re.MULTILINE | re.DOTALL)
+
+
+DISCOVER = Part(
+    "discover",
+    "Slurm says",
+    "# Written again by each `hpcinit discover`. To keep a value of your own move its line out of this part.",
 )
+TIMEOUTS = Part(
+    "timeouts",
+    "the runs say",
+    "# Written again by each `hpcinit timeouts fit --write`. To keep a value of your own move its line out of this part.",
+)
+BEGIN, END = DISCOVER.begin, DISCOVER.end
 CANNOT_TELL = """\
 
 # What Slurm cannot tell, and your site's documentation can: setup, env, interface, host_template, python, gpu_mem_gb.
@@ -32,36 +60,37 @@ CANNOT_TELL = """\
 
 @dataclass(frozen=True)
 class Document:
-    """before, after: the user's text around discover's part. body: that part; edited: by somebody else."""
+    """before, after: the user's text around a command's part. body: that part; edited: by somebody else."""
 
     before: str = ""
     body: str = ""
     after: str = ""
     edited: bool = False
+    part: Part = DISCOVER
 
     @property
     def own(self) -> dict[str, Any]:
         """The user's keys."""
-        return _mapping(f"{self.before}\n{self.after}", "outside of discover's part")
+        return _mapping(f"{self.before}\n{self.after}", f"outside of {self.part.name}'s part")
 
     @property
     def all(self) -> dict[str, Any]:
-        return {**_mapping(self.body, "in discover's part"), **self.own}
+        return {**_mapping(self.body, f"in {self.part.name}'s part"), **self.own}
 
 
-def parse(text: str) -> Document:
+def parse(text: str, part: Part = DISCOVER) -> Document:
     """Raises RequestError where the marks do not match, or what they part is no YAML mapping."""
-    marks = [line for line in text.splitlines() if line.startswith((BEGIN, END))]
-    found = _PART.search(text)
+    marks = [line for line in text.splitlines() if line.startswith((part.begin, part.end))]
+    found = part.find(text)
     if len(marks) != (2 if found else 0):
         raise RequestError(
-            f"the lines {BEGIN!r} and {END!r} are not there once each, in this order: put them right, or delete both "
+            f"the lines {part.begin!r} and {part.end!r} are not there once each, in this order: put them right, or delete both "
             "and all that is between them"
         )
-    document = Document(text)
+    document = Document(text, part=part)
     if found:
         body = found["body"]
-        document = Document(text[: found.start()], body, text[found.end() :], found["crc"] != _crc(body))
+        document = Document(text[: found.start()], body, text[found.end() :], found["crc"] != _crc(body), part)
     _ = document.all
     return document
 
@@ -74,29 +103,30 @@ def first(choices: Sequence[Entry]) -> Document:
 def render(document: Document, facts: Sequence[Entry], heading: str) -> str:
     """The whole file. Raises RequestError where its text would not mean what it should."""
     own = document.own
-    body = EXPLAINED + "\n" + "".join(_line(entry, own) for entry in facts)
+    part = document.part
+    body = part.explained + "\n" + "".join(_line(entry, own, part) for entry in facts)
     before = document.before + "\n" * (bool(document.before) and not document.before.endswith("\n"))
-    text = f"{before}{BEGIN} {_crc(body)}: {heading}\n{body}{END}\n{document.after}"
+    text = f"{before}{part.begin} {_crc(body)}: {heading}\n{body}{part.end}\n{document.after}"
     try:
         meant = yaml.safe_load(text)
     except yaml.YAMLError:
         meant = None
     if meant != {**{entry.key: entry.value for entry in facts}, **own}:
         raise RequestError(
-            "the keys of this file would change their meaning with discover's part in it: write its keys at the "
+            f"the keys of this file would change their meaning with {part.name}'s part in it: write its keys at the "
             "beginning of their lines, as conf/cluster/example.yaml does"
         )
     return text
 
 
-def _line(entry: Entry, own: Mapping[str, Any]) -> str:
+def _line(entry: Entry, own: Mapping[str, Any], part: Part) -> str:
     if entry.key not in own:
         return entry.text
     if own[entry.key] == entry.value:
         return f"# {entry.key}: yours says the same\n"
     if isinstance(entry.value, dict):
         return f"# {entry.key}: yours wins; `hpcinit discover --diff` shows what Slurm says\n"
-    return f"# {entry.key}: yours wins; Slurm says {scalar(entry.value)}\n"
+    return f"# {entry.key}: yours wins; {part.says} {scalar(entry.value)}\n"
 
 
 def difference(document: Document, facts: Sequence[Entry]) -> list[str]:
