@@ -94,6 +94,14 @@ COMMANDS = {
   hpcinit discover --print          shows it, and writes nothing
   hpcinit discover --name x --diff  what has changed since; exit status 1 if anything has""",
     ),
+    "timeouts": Command(
+        "hpcinit.timeouts.command",
+        "how long a start-up may take, and what past runs say of it",
+        """
+  hpcinit timeouts cluster=x        the law in force, from 1 to 16384 nodes
+  hpcinit timeouts fit              from all runs in ./runs: a law for their cluster
+  hpcinit timeouts fit train-0001 train-0002 --write    into the cluster's YAML""",
+    ),
     "resubmit": Command(
         "hpcinit.submission.resubmit",
         "submit a run's request once more",

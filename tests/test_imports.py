@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "observe": {"facts", "local", "observe"},
     "discover": {"facts", "config", "discover"},
     "doctor": {"facts", "config", "submission", "observe", "doctor"},
+    "timeouts": {"facts", "config", "discover", "observe", "timeouts"},
     "runtime": {"facts", "runtime"},
     "jobs": set(),  # the public interface only, as users write it
 }
@@ -63,6 +64,7 @@ def modules_after(statement: str) -> set[str]:
         "from hpcinit.submission import command, script, slurm_executor",
         "from hpcinit.observe import follow, status, logs, cancel, why",
         "from hpcinit.discover import command",
+        "from hpcinit.timeouts import command, proposal",
         "from hpcinit.doctor import command",
     ],
 )

@@ -47,7 +47,7 @@ DISCOVER = Part(
 TIMEOUTS = Part(
     "timeouts",
     "the runs say",
-    "# Written again by each `hpcinit timeouts fit --write`. To keep a value of your own move its line out of this part.",
+    "# Written again by `hpcinit timeouts fit --write`. To keep a value of your own move its line out of this part.",
 )
 BEGIN, END = DISCOVER.begin, DISCOVER.end
 CANNOT_TELL = """\
@@ -84,8 +84,8 @@ def parse(text: str, part: Part = DISCOVER) -> Document:
     found = part.find(text)
     if len(marks) != (2 if found else 0):
         raise RequestError(
-            f"the lines {part.begin!r} and {part.end!r} are not there once each, in this order: put them right, or delete both "
-            "and all that is between them"
+            f"the lines {part.begin!r} and {part.end!r} are not there once each, in this order: put them right, or "
+            "delete both and all that is between them"
         )
     document = Document(text, part=part)
     if found:

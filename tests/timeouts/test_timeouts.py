@@ -1,0 +1,155 @@
+"""`hpcinit timeouts`: the law in force, and one fitted from past runs and written into the cluster's YAML."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hpcinit.config import compose, timeouts
+from hpcinit.facts import runfolder, spec, timeline
+from hpcinit.facts.spec import Program, Spec
+from hpcinit.facts.timeouts import TimeoutLaw
+from tests.conftest import Run
+
+OWN = "# my cluster\nname: x\npartition: main  # the only one\ntime_min: 60\n"
+
+
+def run_of(runs: Path, name: str, nodes: int, *waited_s: float, cluster: str = "x", whole: bool = True) -> Path:
+    """A run folder whose attempts' ranks waited so long, as ranks write it. whole: all ranks came to the end."""
+    folder = runs / name
+    (folder / "timeline").mkdir(parents=True)
+    made = Spec(name, cluster, nodes, 1, Program("command", "true"), "/", "n")
+    (folder / runfolder.SPEC).write_text(json.dumps({"format": spec.FORMAT, **asdict(made)}))
+    (folder / runfolder.SUBMISSION).write_text(json.dumps({"job_id": "7", "engine": "slurm", "cluster": cluster}))
+    for restart, waited in enumerate(waited_s):
+        job = f"7.0.{restart}"
+        for rank in range(nodes):
+            first = 1000.0 + restart * 100
+            moments = {"started": first, "interpreter": first + 1, "met": first + 1.5, "imported": first + 3}
+            end = {"collective": first + 3 + waited - rank * 0.001, "up": first + 3 + waited}
+            writer = timeline.Writer(timeline.path(folder, job, f"n{rank + 1}"))
+            known = {"job": job, "world_size": nodes, "nodes": nodes}
+            writer.write(rank, {**known, **moments, **(end if whole else {})})
+            writer.close()
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Twelve starts that took 10 + 2 x nodes seconds and less, on 1, 2 and 4 nodes."""
+    for nodes in (1, 2, 4):
+        run_of(tmp_path / "runs", f"train-{nodes:04}", nodes, 10 + 2 * nodes, 9.0, 8.0 + nodes, 7.0)
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """The user's own description of the cluster."""
+    path = tmp_path / "conf/cluster/x.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(OWN)
+    return path
+
+
+def test_the_law_in_force(hpcinit: Run, own: Path) -> None:
+    """Without words it is the defaults' law for 1 to 16384 nodes; with a cluster that has its own, that, and whose it is."""
+    done = hpcinit("timeouts")
+    assert done.returncode == 0 and "min(3600, 300 + 3.5 x 1 node) = 304 s" in done.stdout, done.stderr
+    assert done.stdout.splitlines()[-15].split() == ["1", "304"] and done.stdout.splitlines()[-1].split() == [
+        "16384",
+        "3600",
+    ]
+    own.write_text(OWN + "timeout_base_s: 90\ntimeout_per_node_s: 0.5\n")
+    told = json.loads(hpcinit("timeouts", "cluster=x", "comm.timeout_max_s=900", "--json").stdout)
+    assert told["law"] == {
+        "base_s": {"value": 90, "from": "cluster.timeout_base_s"},
+        "per_node_s": {"value": 0.5, "from": "cluster.timeout_per_node_s"},
+        "max_s": {"value": 900, "from": "comm.timeout_max_s"},
+    }
+    assert told["start_up_s"]["256"] == 90 + 128 and told["start_up_s"]["16384"] == 900
+
+
+def test_a_request_is_under_its_clusters_law(hpcinit: Run, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the ranks get is the request's own coefficient, else the cluster's, else the default."""
+    own.write_text(OWN + "timeout_base_s: 90\ntimeout_per_node_s: 0.5\n")
+    monkeypatch.chdir(own.parents[2])
+    config = compose.compose(["cluster=x", "comm.timeout_per_node_s=7"])
+    assert timeouts.law(config) == TimeoutLaw(90, 7, 3600)
+
+
+def test_an_option_that_is_none(hpcinit: Run) -> None:
+    """An unknown option is refused, in words."""
+    done = hpcinit("timeouts", "--nodes")
+    assert done.returncode == 2 and "--nodes is no option of timeouts" in done.stderr
+
+
+def test_a_law_is_proposed_from_timelines(hpcinit: Run, runs: Path) -> None:
+    """All runs there are give a line above all of them, twice of it, and how sure that is; nothing is written."""
+    run_of(runs, "train-0009", 2, 5.0, whole=False)
+    done = hpcinit("timeouts", "fit")
+    assert done.returncode == 0, done.stderr
+    assert "above all of them: 10.0 + 2 x nodes seconds. With 95% confidence at most 33.9% of start-ups" in done.stdout
+    assert "timeout_base_s: 60\n  timeout_per_node_s: 4\n" in done.stdout
+    assert "seen on up to 4 nodes: beyond 16 nodes (124 s) it is a guess" in done.stdout
+    assert "left out: 1 starts that did not come to their end" in done.stdout
+    assert ["2", "4", "9.5", "14.0", "68"] in [line.split() for line in done.stdout.splitlines()]
+    assert not (runs.parent / "conf").exists()
+    told = json.loads(
+        hpcinit("timeouts", "fit", "--json", "--margin", "3", "train-0001", "train-0004", "train-0002").stdout
+    )
+    assert told["proposed"] == {"timeout_base_s": 60, "timeout_per_node_s": 6} and len(told["starts"]) == 12
+
+
+def test_it_is_written_into_the_users_file(hpcinit: Run, runs: Path, own: Path) -> None:
+    """--write puts it into a part of its own, again in its place; the user's lines stay, and jobs are under the new law."""
+    assert "conf/cluster/x.yaml: written" in hpcinit("timeouts", "fit", "--write").stdout
+    first = own.read_text()
+    assert first.startswith(OWN) and yaml.safe_load(first)["timeout_per_node_s"] == 4
+    assert "12 starts on 1, 2, 4 nodes until " in first and "at 95% confidence at most 33.9% exceed 1/2 of it" in first
+    hpcinit("timeouts", "fit", "--write", "--margin=5")
+    second = own.read_text()
+    assert second.startswith(OWN) and second.count("timeout_per_node_s:") == 1
+    assert yaml.safe_load(second) == {**yaml.safe_load(OWN), "timeout_base_s": 60.0, "timeout_per_node_s": 10.0}
+    assert "min(3600, 60 + 10 x 4 nodes) = 100 s" in hpcinit("timeouts", "cluster=x", "nodes=4").stdout
+
+
+def test_a_value_of_the_users_stays(hpcinit: Run, runs: Path, own: Path) -> None:
+    """A coefficient that the user wrote by hand wins; the file says beside it what the runs say."""
+    own.write_text(OWN + "timeout_base_s: 500\n")
+    done = hpcinit("timeouts", "fit", "--write")
+    assert "written; yours stays: timeout_base_s" in done.stdout
+    assert "# timeout_base_s: yours wins; the runs say 60.0\n" in own.read_text()
+    assert yaml.safe_load(own.read_text())["timeout_base_s"] == 500
+
+
+def test_too_little_is_said(hpcinit: Run, tmp_path: Path) -> None:
+    """One number of nodes, too few starts, two clusters, or no timeline: each is refused with what is lacking."""
+    runs = tmp_path / "runs"
+    run_of(runs, "one-0001", 2, *[10.0] * 12)
+    done = hpcinit("timeouts", "fit")
+    assert done.returncode == 2 and "only starts on one number of nodes: 2 (12)" in done.stderr
+    run_of(runs, "few-0001", 1, 10.0)
+    assert hpcinit("timeouts", "fit").returncode == 0  # 13 starts, of two numbers of nodes
+    done = hpcinit("timeouts", "fit", "one-0001", "few-0001", "--margin=0.5")
+    assert done.returncode == 2 and "--margin is 0.5, expected 1 or more" in done.stderr
+    other = run_of(runs, "other-0001", 1, 10.0, cluster="y")
+    assert "these runs are of several clusters: " in hpcinit("timeouts", "fit").stderr
+    done = hpcinit("timeouts", "fit", "few-0001")
+    assert done.returncode == 2 and "only starts on one number of nodes: 1 (1)" in done.stderr
+    for file in other.glob("timeline/*/*"):
+        file.unlink()
+    assert "no timeline in other-0001: runs keep one" in hpcinit("timeouts", "fit", "other-0001").stderr
+
+
+def test_a_cluster_that_is_not_the_users(hpcinit: Run, tmp_path: Path) -> None:
+    """hpcinit's own descriptions are not changed, nor one made up that is not there: what to do is said."""
+    for cluster, said in (("mini", "is hpcinit's own"), ("nowhere", "`hpcinit discover` makes one")):
+        runs = tmp_path / cluster
+        for nodes in (1, 2):
+            run_of(runs, f"train-{nodes:04}", nodes, *[10.0 * nodes] * 5, cluster=cluster)
+        done = hpcinit("timeouts", "fit", "--write", "--runs-dir", str(runs))
+        assert done.returncode == 2 and said in done.stderr
