@@ -35,7 +35,9 @@ COMMANDS = {
         """
   hpcinit doctor                    versions, Slurm, config, folders, clocks, environment
   hpcinit doctor cluster=x          the same with what cluster=x says
-  hpcinit doctor cluster=x --json   for programs""",
+  hpcinit doctor cluster=x nodes=4  as a job: devices, names, links, disks, clocks of the nodes
+  hpcinit doctor cluster=x nodes=4 --remember    and what is bad is left out of submissions
+  hpcinit doctor --run doctor-0001  what an earlier one has found; --json for programs""",
     ),
     "status": Command(
         "hpcinit.observe.status",

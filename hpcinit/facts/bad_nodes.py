@@ -15,7 +15,9 @@ from pathlib import Path
 
 FOLDER = "hpcinit/nodes"  # below XDG_STATE_HOME, ~/.local/state: every login node of a site has the same
 LIMIT, EXPIRY_H = 2, 24.0  # defaults of bad_nodes.limit and bad_nodes.expiry_h
-ADDED = "added"  # kind of a line that a person has written: it counts as many as the limit
+ADDED = "added"  # kind of a line that a person has written
+DOCTOR = "doctor"  # ... or has had `hpcinit doctor --remember` write
+AT_ONCE = {ADDED: "added by hand", DOCTOR: "found by hpcinit doctor"}  # such a line counts as many as the limit
 FORGOTTEN = "forgotten"
 KINDS_TOLD = 4
 
@@ -48,14 +50,15 @@ class Standing:
     failures: tuple[NodeFailure, ...]
 
     def is_bad(self, limit: int) -> bool:
-        return len(self.failures) >= limit or any(one.kind == ADDED for one in self.failures)
+        return len(self.failures) >= limit or any(one.kind in AT_ONCE for one in self.failures)
 
     def words(self, expiry_h: float) -> str:
         """'2 failures in 24 h: NODE_FAIL, Xid 79'."""
-        seen = [one for one in self.failures if one.kind != ADDED]
+        seen = [one for one in self.failures if one.kind not in AT_ONCE]
         kinds = list(dict.fromkeys(one.kind for one in seen))
         more = [f"and {len(kinds) - KINDS_TOLD} more"] * (len(kinds) > KINDS_TOLD)
-        said = [f"added by hand: {one.about or 'no reason given'}" for one in self.failures if one.kind == ADDED][-1:]
+        told = [one for one in self.failures if one.kind in AT_ONCE]
+        said = [f"{AT_ONCE[one.kind]}: {one.about or 'no reason given'}" for one in told][-1:]
         if seen:
             count = f"{len(seen)} failure{'s' * (len(seen) > 1)}"
             said.append(f"{count} in {expiry_h:g} h: {', '.join([*kinds[:KINDS_TOLD], *more])}")
@@ -128,5 +131,5 @@ def standings(known: Iterable[NodeFailure], now: float, expiry_h: float) -> list
 
 
 def _badness(one: Standing) -> tuple[bool, int, float]:
-    added = any(failure.kind == ADDED for failure in one.failures)
+    added = any(failure.kind in AT_ONCE for failure in one.failures)
     return (not added, -len(one.failures), -one.failures[-1].time)

@@ -1,0 +1,171 @@
+"""What a rank of the doctor's job leaves in the run folder: doctor/rank-N.json, written anew at each stage.
+
+So that a rank that comes no further, or whose node is lost, has left what it saw before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = "doctor"
+BEGUN, MET, MEASURED = "begun", "met", "measured"  # stages: by itself, in the process group, all done
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder that jobs write to. what: 'shared memory'. error: why nothing can be written, or ''."""
+
+    what: str
+    path: str
+    free_gb: float = 0.0
+    total_gb: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Interface:
+    """Of the network. gbit: as the driver tells, 0 where it does not. up: also of an InfiniBand port."""
+
+    name: str
+    up: bool
+    gbit: float = 0.0
+    infiniband: bool = False
+
+
+@dataclass(frozen=True)
+class Name:
+    """What a node makes of another's name. back: what the first of the addresses is called; error: '' or why not."""
+
+    host: str
+    addresses: tuple[str, ...] = ()
+    back: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Node:
+    """What the first rank of a node sees of it."""
+
+    memory_gb: float = 0.0
+    available_gb: float = 0.0
+    kernel: str = ""
+    places: tuple[Place, ...] = ()
+    interfaces: tuple[Interface, ...] = ()
+    names: tuple[Name, ...] = ()
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between two ranks, measured by the first. A value for each round, of which each is the best of several tries.
+
+    round_trip_s: of 8 bytes. gb_s: 10^9 bytes a second, one way, of as much there and back. ahead_s: the second's clock
+    is ahead by so much, or within_s more or less; of ranks on two nodes.
+    """
+
+    a: int
+    b: int
+    between_nodes: bool
+    round_trip_s: tuple[float, ...]
+    gb_s: tuple[float, ...]
+    ahead_s: float = 0.0
+    within_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """size: bytes. seconds: the slowest rank's, best of several. ranks: how many took part."""
+
+    size: int
+    seconds: float
+    ranks: int
+
+    @property
+    def bus_gb_s(self) -> float:
+        """2 (n - 1) / n x size / time: comparable with what a link can do, whatever the number of ranks.
+
+        https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+        """
+        return 2 * (self.ranks - 1) / self.ranks * self.size / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """device: as torch calls it, with name, uuid and pci as far as known. node: of local rank 0. hosts: of rank 0's
+    world. cpus: cores it may run on. driver: of the GPU. on_node: the all-reduce within the node, of local rank 0."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    host: str
+    job: str
+    stage: str = BEGUN
+    hosts: tuple[str, ...] = ()
+    device: Mapping[str, str] = field(default_factory=dict)
+    visible: tuple[str, ...] = ()
+    driver: str = ""
+    numa: str = ""
+    cpus: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    backend: str = ""
+    node: Node | None = None
+    store_s: float = 0.0
+    matmul_s: tuple[float, ...] = ()
+    links: tuple[Link, ...] = ()
+    all_reduce: tuple[AllReduce, ...] = ()
+    on_node: AllReduce | None = None
+
+
+def write(folder: Path, report: Report) -> None:
+    """Whole or not at all. Raises OSError."""
+    place = folder / FOLDER
+    place.mkdir(mode=0o700, exist_ok=True)
+    temporary = place / f".rank-{report.rank}.tmp"
+    temporary.write_text(json.dumps(asdict(report)) + "\n")
+    temporary.replace(place / f"rank-{report.rank}.json")
+
+
+def read(folder: Path) -> list[Report]:
+    """Of all ranks that left one, by rank; what is none is left out."""
+    return sorted(_reports(folder / FOLDER), key=lambda one: one.rank)
+
+
+def _reports(place: Path) -> Iterator[Report]:
+    for path in place.glob("rank-*.json"):
+        try:
+            yield of(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            continue
+
+
+def of(document: Mapping[str, Any]) -> Report:
+    """The Report that asdict() made `document` of. Raises TypeError for another."""
+    found: Report = _made(Report, document)
+    return found
+
+
+_PARTS: dict[str, Any] = {
+    "node": Node,
+    "places": Place,
+    "interfaces": Interface,
+    "names": Name,
+    "links": Link,
+    "all_reduce": AllReduce,
+    "on_node": AllReduce,
+}
+
+
+def _made(kind: Any, document: Mapping[str, Any]) -> Any:
+    known = {one.name for one in fields(kind)}
+    return kind(**{key: _value(key, value) for key, value in document.items() if key in known})
+
+
+def _value(key: str, value: Any) -> Any:
+    part = _PARTS.get(key)
+    if isinstance(value, list):
+        return tuple(_made(part, item) if is_dataclass(part) else item for item in value)
+    return _made(part, value) if is_dataclass(part) and value is not None else value

@@ -1,0 +1,84 @@
+"""The doctor's job: what each rank sees of its node and device, and what the ways between the ranks can do.
+
+`hpcinit doctor cluster=x nodes=N` submits it and reads what the ranks leave (facts/rank_report.py).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import hpcinit
+from hpcinit.facts import launchers, node_probe, rank_report, runfolder, versions, visible
+from hpcinit.facts.rank_report import MEASURED, MET, Report
+from hpcinit.facts.world import World
+from hpcinit.jobs import measure
+
+
+def main() -> None:
+    world = launchers.read(os.environ)
+    folder = Path(os.environ.get(runfolder.ENV_FOLDER) or ".")
+    report = alone(world)
+    rank_report.write(folder, report)
+    with hpcinit.session() as run:
+        device = device_of(run.device)
+        numa = node_probe.numa_of(device.get("pci", ""))
+        report = replace(report, stage=MET, backend=run.backend, device=device, numa=numa)
+        rank_report.write(folder, report)
+        report = measure.everything(run, report)
+        rank_report.write(folder, replace(report, stage=MEASURED))
+        print(f"rank {run.rank}: measured", flush=True)
+
+
+def alone(world: World) -> Report:
+    """What a rank knows before it has met the others."""
+    host = world.host or socket.gethostname()
+    return Report(
+        rank=world.rank,
+        local_rank=world.local_rank,
+        world_size=world.world_size,
+        local_world_size=world.local_world_size,
+        host=host,
+        job=world.job,
+        hosts=world.hosts if world.local_rank == 0 else (),
+        visible=tuple(visible.given(os.environ)),
+        driver=node_probe.driver(),
+        cpus=len(os.sched_getaffinity(0)),
+        versions={
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "hpcinit": versions.installed("hpcinit"),
+            "nccl": _nccl(),
+        },
+        node=node_probe.look(os.environ, world.hosts, host) if world.local_rank == 0 else None,
+    )
+
+
+def _nccl() -> str:
+    if not torch.cuda.is_available():
+        return ""
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def device_of(device: torch.device) -> dict[str, str]:
+    """What tells it from others; name, memory_gb, uuid and pci as far as torch knows them."""
+    found = {"device": str(device)}
+    if device.type != "cpu":
+        properties = torch.get_device_module(device).get_device_properties(device)
+        found["name"] = str(properties.name)
+        found["memory_gb"] = f"{getattr(properties, 'total_memory', 0) / 1e9:.0f}"
+        if uuid := getattr(properties, "uuid", ""):
+            found["uuid"] = str(uuid)
+        if hasattr(properties, "pci_bus_id"):
+            domain, bus, slot = (getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
+            found["pci"] = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The doctor's measurements, in an existing process group. Each is repeated, and its best counts: noise only adds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, distributed_c10d
+
+import hpcinit
+from hpcinit.facts import links
+from hpcinit.facts.links import Pair
+from hpcinit.facts.rank_report import AllReduce, Link, Report
+
+ROUNDS = 3  # apart in time, each of all ways
+TRIPS, TRANSFERS, TRIES = 20, 3, 5
+# Bytes. gloo goes through the CPUs of this node; what it is used for is small.
+ON_CPU = ((1 << 10, 1 << 16, 1 << 20, 1 << 22), 1 << 20)
+ON_DEVICE = ((1 << 10, 1 << 20, 1 << 25, 1 << 28), 1 << 26)
+MATRIX = 8192
+
+
+def everything(run: hpcinit.Runtime, report: Report) -> Report:
+    """Every rank must call it."""
+    sizes, transfer = ON_CPU if run.device.type == "cpu" else ON_DEVICE
+    nodes = _nodes(run)
+    report = replace(report, store_s=_store(run.rank), matmul_s=_matmul(run.device))
+    report = replace(report, links=_links(run, nodes, transfer))
+    own = next(ranks for ranks in nodes if run.rank in ranks)
+    report = replace(report, on_node=_on_node(run, own, sizes[-1]))
+    found = tuple(all_reduce(run.device, size, None, run.world_size) for size in sizes)
+    return replace(report, all_reduce=found if run.rank == 0 else ())
+
+
+def _nodes(run: hpcinit.Runtime) -> list[list[int]]:
+    """The ranks of each node, by node_rank."""
+    places: list[int] = [0] * run.world_size
+    dist.all_gather_object(places, run.node_rank)
+    return [[rank for rank, place in enumerate(places) if place == node] for node in sorted(set(places))]
+
+
+def _store(rank: int) -> float:
+    """A question to torch's store, there and back."""
+    store = distributed_c10d._get_default_store()
+    store.set(f"hpcinit-doctor/{rank}", "x")
+    return min(_timed(lambda: store.get(f"hpcinit-doctor/{rank}")) for _ in range(TRIPS))
+
+
+def _matmul(device: torch.device) -> tuple[float, ...]:
+    """A GPU that is hot or capped is slow by itself. Not of CPUs: their cores are what else runs there."""
+    if device.type == "cpu":
+        return ()
+    matrix = torch.randn(MATRIX, MATRIX, device=device, dtype=torch.bfloat16)
+    best = []
+    for _ in range(ROUNDS):
+        best.append(min(_timed(lambda: matrix @ matrix, device) for _ in range(TRIES)))
+    return tuple(best)
+
+
+def all_reduce(device: torch.device, size: int, group: ProcessGroup | None, ranks: int) -> AllReduce:
+    """size: bytes."""
+    value = torch.ones(size // 4, device=device)
+    dist.all_reduce(value, group=group)  # the first one connects
+    times = []
+    for _ in range(TRIES):
+        dist.barrier(group=group)
+        times.append(_timed(lambda: dist.all_reduce(value, group=group), device))
+        value.fill_(1)
+    slowest = torch.tensor(times, device=device, dtype=torch.float32)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    return AllReduce(size, float(slowest.min()), ranks)
+
+
+def _on_node(run: hpcinit.Runtime, own: Sequence[int], size: int) -> AllReduce | None:
+    if len(own) == 1 or len(own) == run.world_size:
+        return None
+    group = dist.new_group(list(own), use_local_synchronization=True)
+    found = all_reduce(run.device, size, group, len(own))
+    dist.destroy_process_group(group)
+    return found if run.rank == own[0] else None
+
+
+def _links(run: hpcinit.Runtime, nodes: Sequence[Sequence[int]], size: int) -> tuple[Link, ...]:
+    """Those that this rank has measured: it is the first of the pair."""
+    found: dict[Pair, Link] = {}
+    plan = links.phases(links.pairs(nodes))
+    for _ in range(ROUNDS):
+        for phase in plan:
+            dist.barrier()
+            for pair in phase:
+                if run.rank == pair.a:
+                    found[pair] = _joined(found.get(pair), _ask(pair, run.device, size))
+                elif run.rank == pair.b:
+                    _answer(pair, run.device, size)
+    return tuple(found.values())
+
+
+def _ask(pair: Pair, device: torch.device, size: int) -> Link:
+    small, large = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(size // 4, device=device)
+    best, ahead = float("inf"), 0.0
+    for _ in range(TRIPS):
+        before = time.time()
+        took = _timed(lambda: _there_and_back(small, pair.b), device)
+        if took < best:
+            best, ahead = took, int(small.item()) / 1e6 - (before + took / 2)
+    _there_and_back(large, pair.b)
+    moved = min(_timed(lambda: _there_and_back(large, pair.b), device) for _ in range(TRANSFERS))
+    return Link(pair.a, pair.b, pair.between_nodes, (best,), (2 * size / moved / 1e9,), ahead, best / 2)
+
+
+def _answer(pair: Pair, device: torch.device, size: int) -> None:
+    small, large = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(size // 4, device=device)
+    for _ in range(TRIPS):
+        dist.recv(small, pair.a)
+        _wait(device)
+        small.fill_(int(time.time() * 1e6))
+        dist.send(small, pair.a)
+    for _ in range(TRANSFERS + 1):
+        dist.recv(large, pair.a)
+        dist.send(large, pair.a)
+
+
+def _there_and_back(value: torch.Tensor, to: int) -> None:
+    dist.send(value, to)
+    dist.recv(value, to)
+
+
+def _joined(before: Link | None, now: Link) -> Link:
+    if before is None:
+        return now
+    closer = now if now.within_s < before.within_s else before
+    return replace(closer, round_trip_s=before.round_trip_s + now.round_trip_s, gb_s=before.gb_s + now.gb_s)
+
+
+def _timed(act: Callable[[], object], device: torch.device | None = None) -> float:
+    if device:
+        _wait(device)
+    began = time.perf_counter()
+    act()
+    if device:
+        _wait(device)
+    return time.perf_counter() - began
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
