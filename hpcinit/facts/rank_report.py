@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from hpcinit.facts import whole_file
+
 FOLDER = "doctor"
 BEGUN, MET, MEASURED = "begun", "met", "measured"  # stages: by itself, in the process group, all done
 
@@ -124,9 +126,7 @@ def write(folder: Path, report: Report) -> None:
     """Whole or not at all. Raises OSError."""
     place = folder / FOLDER
     place.mkdir(mode=0o700, exist_ok=True)
-    temporary = place / f".rank-{report.rank}.tmp"
-    temporary.write_text(json.dumps(asdict(report)) + "\n")
-    temporary.replace(place / f"rank-{report.rank}.json")
+    whole_file.write(place / f"rank-{report.rank}.json", json.dumps(asdict(report)) + "\n")
 
 
 def read(folder: Path) -> list[Report]:

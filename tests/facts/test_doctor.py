@@ -210,10 +210,9 @@ def changed(reports: list[Report], **node: Any) -> list[Check]:
 def test_what_a_node_may_lack() -> None:
     """Shared memory, a disk, memory, a port, a name: each is named with its node, and the full ones are blamed."""
     full = Place("shared memory", "/dev/shm", 0.0, 11.8, "No space left on device")
-    found = of("shared memory", changed(recorded(), places=(full,))[5:][:1] or [])
-    assert (
-        found.hosts == ("n2",) and found.said == "n2: /dev/shm, cannot be written: No space left on device of 11.8 GB"
-    )
+    [found] = [check for check in changed(recorded(), places=(full,)) if check.grade == BAD]
+    assert (found.about, found.hosts) == ("shared memory", ("n2",))
+    assert found.said == "n2: /dev/shm, cannot be written: No space left on device of 11.8 GB"
     [little] = [c for c in changed(recorded(), places=(Place("TMPDIR", "/tmp", 0.5, 9),)) if c.grade == WARNING][1:]
     assert little.said == "n2: /tmp, 0.50 GB free of 9.0 GB"
     found = of("memory", changed(recorded(), available_gb=1.0))
