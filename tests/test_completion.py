@@ -117,6 +117,7 @@ def test_tab_completes(folder: Path, shell: str, install: str) -> None:
             "build-ops cancel discover doctor logs nodes plan render resubmit run status submit timeouts watch why world",
         ),
         ("hpcinit submit cluster=lo", "cluster=local"),
+        ("hpcinit doctor cluster=lo", "cluster=local"),
         ("hpcinit submit cluster=mini no", "nodes="),
         ("hpcinit submit clust", "cluster. cluster="),
         ("hpcinit submit hydra.laun", "hydra.launcher."),
