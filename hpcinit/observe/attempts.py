@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import restarts, runfolder
+from hpcinit.facts import elastic, restarts, runfolder
 
 WORDS = {
     restarts.PREEMPTED: "preempted",
@@ -64,7 +64,8 @@ def left(found: Sequence[Restart]) -> int | None:
 def document(path: Path) -> Mapping[str, Any]:
     """For programs: {count, left, attempts: [{job, restart, time, reason, step, ...}]}."""
     found = read(path)
-    return {"count": len(found), "left": left(found), "attempts": [asdict(one) for one in found]}
+    told = {"count": len(found), "left": left(found), "attempts": [asdict(one) for one in found]}
+    return {**told, "inside": [asdict(one) for one in inside(path)]}
 
 
 def words(found: Sequence[Restart]) -> str:
@@ -81,6 +82,24 @@ def line(found: Sequence[Restart]) -> str:
         return ""
     ends = [f"{one.restart} {WORDS.get(one.reason, one.reason)}{_at(one)}" for one in found[-MOST_TOLD:]]
     return f"{words(found)}: {'... ' * (len(found) > MOST_TOLD)}{', '.join(ends)}"
+
+
+def inside(path: Path) -> list[elastic.Restart]:
+    """Of the run in `path`: the restarts inside a job, with launch=torchrun."""
+    return list(elastic.read(path))
+
+
+def line_inside(found: Sequence[elastic.Restart]) -> str:
+    """'2 restarts inside the job: rank 3 on n2: Killed (step 41), rank 0 on n1: ...', or ''."""
+    if not found:
+        return ""
+    ends = [f"{one}" + (f" (step {one.step})" if one.step >= 0 else "") for one in found[-MOST_TOLD:]]
+    return f"{words_inside(found)}: {'... ' * (len(found) > MOST_TOLD)}{', '.join(ends)}"
+
+
+def words_inside(found: Sequence[elastic.Restart]) -> str:
+    """'2 restarts inside the job', or ''."""
+    return f"{len(found)} restart{'s' * (len(found) > 1)} inside the job" if found else ""
 
 
 def _at(one: Restart) -> str:

@@ -55,7 +55,8 @@ def _row(name: str, path: Path, now: State, about: str) -> Row:
     values = "  ".join(progress.values(told))
     old = view.age(path, now)
     before = attempts.words(attempts.read(path)) if now.restart is not None else ""
-    parts = (by_hand, now.link, now.reason, before, status, values, old, about)
+    again = attempts.words_inside(attempts.inside(path)) if now.restart is not None else ""
+    parts = (by_hand, now.link, now.reason, before, again, status, values, old, about)
     return [
         Text(name),
         Text(now.job_id),

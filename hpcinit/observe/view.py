@@ -76,7 +76,8 @@ def details(path: Path, now: State) -> str:
     status = "" if now.exit_status is None else f"exit status {now.exit_status}"
     begun = now.name not in ("PENDING", sweep.NOT_SUBMITTED)
     before = attempts.words(attempts.read(path)) if now.restart is not None else ""
-    parts = ["started by hand" if now.by_hand else "", now.link, now.reason, times(now), before, status]
+    again = attempts.words_inside(attempts.inside(path)) if now.restart is not None else ""
+    parts = ["started by hand" if now.by_hand else "", now.link, now.reason, times(now), before, again, status]
     parts += [progress.line(path), age(path, now)] if begun else []
     return "  ".join(part for part in parts if part)
 

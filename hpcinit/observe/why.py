@@ -120,8 +120,8 @@ def _going(path: Path, now: state.State, found: Evidence) -> Verdict:
 def lines(path: Path, verdict: Verdict) -> list[str]:
     """For a person, at most a screen."""
     run = shlex.quote(str(path))
-    before = attempts.line(attempts.read(path))
-    told = [verdict.headline, *(f"  {line}" for line in [*verdict.evidence, before] if line)]
+    before = [attempts.line(attempts.read(path)), attempts.line_inside(attempts.inside(path))]
+    told = [verdict.headline, *(f"  {line}" for line in [*verdict.evidence, *before] if line)]
     if verdict.do:
         told.append(f"what to do: {verdict.do}")
     told += [f"  {line}" for line in verdict.echoes]

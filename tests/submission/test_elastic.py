@@ -54,9 +54,11 @@ def test_restarts_inside_a_job_and_its_end(hpcinit: Run, tmp_path: Path) -> None
     (restart,) = elastic.read(folder)
     assert (restart.rank, restart.host, restart.number) == (3, "127.0.0.2", 1)
     assert [path.name for path in (folder / "errors").glob("**/*.json")] == ["rank-3.json"]
-    assert "127.0.0.2: task 2: Segmentation fault" in log(folder), "said by the agent, of its rank"
+    assert "127.0.0.2: rank 2: Segmentation fault" in log(folder), "said by the agent, of its rank"
     assert "127.0.0.2: task 1: Segmentation fault" in log(folder), "said by srun, of the agent"
+    assert "1 restart inside the job" in hpcinit("status", folder.name).stdout
     why = hpcinit("why", folder.name).stdout
+    assert "\n  1 restart inside the job: rank 3 on 127.0.0.2: Exited with exit code 1 (ValueError: boom)\n" in why
     assert why.startswith("rank 2 on 127.0.0.2 was ended by a signal (Segmentation fault) first"), why
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcinit.facts import elastic
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submission.test_restart import finish, log, restarts, state, until
@@ -163,3 +164,24 @@ def test_a_spare_node_takes_the_place(hpcinit: Run, idle_slurm: MiniSlurm, resul
     assert printed(folder, 0).splitlines()[-1] == result[0]
     assert re.findall(r"^step +(\d+) ", text, re.MULTILINE).count("1") == 1, "it went on"
     assert len(re.findall("hpcinit: 2 ranks on 2 nodes", text)) == 2 and restarts(folder) == []
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(500)
+def test_agents_begin_again_inside_the_job(hpcinit: Run, idle_slurm: MiniSlurm, result: list[str]) -> None:
+    """With launch=torchrun a rank that is killed costs no requeue: all begin again in the same job, from the checkpoint,
+    and come out with the very line of a training that ran through."""
+    slurm = idle_slurm
+    folder = begun(hpcinit, slurm, result, "launch=torchrun", "launch.max_restarts=2")
+    job = json.loads((folder / "submission.json").read_text())["job_id"]
+    os.kill(rank_on(slurm, "n2", folder), signal.SIGKILL)
+    until(lambda: f"elastic restart 1 of at most 2 of job {job} begins on n[1-2]: rank 1 on n2: Killed" in log(folder))
+    Path("slow").unlink()
+    assert finish(slurm, job, 200) == "COMPLETED", log(folder)
+    assert printed(folder, 0).splitlines()[-1] == result[0]
+    told = re.findall(r"^step +(\d+) ", (folder / "logs/rank-0.log").read_text(), re.MULTILINE)
+    assert told.count("1") == 1 and told[-1] == "24", "it went on, and did not begin anew"
+    assert restarts(folder) == [], "none of them counts in restart.budget"
+    assert not list((folder / "errors").glob("rank-*.json"))
+    (restart,) = elastic.read(folder)
+    assert (restart.rank, restart.host, restart.how) == (1, "n2", "Killed") and restart.step >= 4

@@ -25,6 +25,7 @@ from hpcinit.runtime.elastic.agent import Agent
 from hpcinit.runtime.elastic.gathering import Gathering
 from hpcinit.runtime.elastic.signals import Signals, end_by
 from hpcinit.runtime.elastic.workers import Start, Workers
+from hpcinit.runtime.fork import binding
 from hpcinit.runtime.orphans import ENV_PARENT
 from hpcinit.runtime.rendezvous import say
 
@@ -57,6 +58,8 @@ class Node:
 
     def __init__(self, spec: Spec, path: Path, agents: World, came: Signals) -> None:
         self._spec, self._path, self._folder, self._agents, self._came = spec, path, path.parent, agents, came
+        allowed = os.sched_getaffinity(0)
+        self._cpus = binding.cpus(spec.launch, spec.ranks_per_node, allowed, os.environ)
         self.gathering = Gathering(agents, spec, self._timeout, self._begin)
 
     def start(self) -> Workers:
@@ -70,12 +73,12 @@ class Node:
         return Workers(command, starts, self._came.unblocked)
 
     def tell(self, failures: Mapping[int, int]) -> Sequence[Restart]:
-        """What is known of failures by local rank: the cause first, said in the job's log as srun would."""
+        """What is known of failures by local rank, the cause first; said in the job's log, before srun speaks of us."""
         found = [self._failure(local_rank, status) for local_rank, status in failures.items()]
         first = elastic.cause(found)
         found = [first, *(one for one in found if one is not first)]
         for one in found:
-            say(f"error: {one.host}: task {one.rank}: {one.how}")
+            say(f"error: {one.host}: rank {one.rank}: {one.how}")
         if first.error:
             say(f"rank {first.rank} on {first.host} failed first on this node: {first.error}")
         return found
@@ -114,7 +117,9 @@ class Node:
 
     def _start(self, local_rank: int) -> Start:
         rank, log = self._rank(local_rank), runfolder.RANK_LOG.format(rank=self._rank(local_rank))
-        return Start({**os.environ, **self._environment(local_rank, rank)}, self._folder / log)
+        env = {**os.environ, **self._environment(local_rank, rank)}
+        env |= binding.devices(self._spec.launch, local_rank, os.environ)
+        return Start(env, self._folder / log, self._cpus and self._cpus[local_rank])
 
     def _environment(self, local_rank: int, rank: int) -> dict[str, str]:
         """torchrun's variables: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables

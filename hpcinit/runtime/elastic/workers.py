@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ class Start:
 
     env: Mapping[str, str]
     log: Path
-    cpus: frozenset[int] | None = None
+    cpus: Set[int] | None = None
 
 
 class Workers:
