@@ -119,7 +119,7 @@ class Node:
         rank, log = self._rank(local_rank), runfolder.RANK_LOG.format(rank=self._rank(local_rank))
         env = {**os.environ, **self._environment(local_rank, rank)}
         env |= binding.devices(self._spec.launch, local_rank, os.environ)
-        return Start(env, self._folder / log, self._cpus and self._cpus[local_rank])
+        return Start(env, self._folder / log, None if self._cpus is None else self._cpus[local_rank])
 
     def _environment(self, local_rank: int, rank: int) -> dict[str, str]:
         """torchrun's variables: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
