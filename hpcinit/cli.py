@@ -72,6 +72,14 @@ COMMANDS = {
   hpcinit why train-0001            the first failure, its cause, what to do, how many echoes
   hpcinit why 4242 --json           by its job id, for programs""",
     ),
+    "report": Command(
+        "hpcinit.observe.report.command",
+        "how long each phase of a start took, and which ranks were slow",
+        """
+  hpcinit report train-0001         a table, and report.html in the run folder
+  hpcinit report train-0001 --html start.html
+  hpcinit report train-0001 --json  for programs""",
+    ),
     "nodes": Command(
         "hpcinit.observe.nodes",
         "nodes that have failed, and are left out of submissions",

@@ -57,7 +57,7 @@ UNINSTALL = {
     "fish": "complete -e -c hpcinit; functions -e __hpcinit",
 }
 WITH_OVERRIDES = {"submit", "plan", "doctor"}
-OF_A_RUN = {"status", "watch", "logs", "cancel", "resubmit", "render"}
+OF_A_RUN = {"status", "watch", "logs", "report", "cancel", "resubmit", "render"}
 
 
 def main(argv: Sequence[str]) -> int:

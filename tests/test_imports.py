@@ -62,7 +62,7 @@ def modules_after(statement: str) -> set[str]:
         "import hpcinit",
         "import hpcinit.cli, hpcinit.submit, hpcinit.world, hpcinit.run, hpcinit.nodelist",
         "from hpcinit.submission import command, script, slurm_executor",
-        "from hpcinit.observe import follow, status, logs, cancel, why",
+        "from hpcinit.observe import follow, status, logs, cancel, why; import hpcinit.observe.report.command",
         "from hpcinit.discover import command",
         "from hpcinit.timeouts import command, proposal",
         "from hpcinit.doctor import command",

@@ -20,6 +20,7 @@ CANCELLED = "cancelled.json"  # by `hpcinit cancel`: the jobs that it has cancel
 LOGS = "logs"
 JOB_LOG = "logs/job.log"  # the batch script's own output
 RANK_LOG = "logs/rank-{rank}.log"
+REPORT = "report.html"  # by `hpcinit report`
 TIMELINE = "timeline"  # moments of every rank's start: timeline/JOB/HOST.jsonl, facts/timeline.py
 ERRORS = "errors"  # one record per rank that raised: errors/rank-3.json
 ENV_FOLDER = "HPCINIT_RUN"  # environment variable: the run folder, in every process of the job

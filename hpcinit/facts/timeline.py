@@ -72,8 +72,7 @@ class Attempt:
     """One start of the ranks. job: World.job, 'JOB.STEP.RESTART' of Slurm. ranks: those that left a line, by rank.
 
     nodes, world_size: as it should be. hosts: of the step's nodes in Slurm's order, () where nobody said.
-    timeout_s, law: of init, as rank 0 said; 0 and '' where it did not come so far. written: by host, when its file was,
-    by the clock of whoever keeps the files, minus the last moment in it, by the node's.
+    timeout_s, law: of init, as rank 0 said; 0 and '' where it did not come so far.
     """
 
     job: str
@@ -84,7 +83,6 @@ class Attempt:
     launcher: str = ""
     timeout_s: float = 0.0
     law: str = ""
-    written: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
@@ -158,38 +156,33 @@ def begun(attempt: Attempt) -> float | None:
 def read_attempt(folder: Path) -> Attempt | None:
     """Of one folder timeline/JOB; None if no line in it can be used."""
     ranks: dict[int, dict[str, Any]] = {}
-    written: dict[str, float] = {}
+    hosts = 0
     for file in sorted(folder.glob("*.jsonl")):
         try:
-            text, at = file.read_text(errors="replace"), file.stat().st_mtime
+            text = file.read_text(errors="replace")
         except OSError:
             continue
-        latest = 0.0
+        hosts += 1
         for rank, values in _lines(text):
-            known = ranks.setdefault(rank, {"host": file.stem})
-            known.update(values)
-            latest = max([latest, *(values[name] for name in MOMENTS if name in values)])
-        if latest:
-            written[file.stem] = at - latest
+            ranks.setdefault(rank, {"host": file.stem}).update(values)
     try:
-        return _attempt(folder.name, ranks, written) if ranks else None
+        return _attempt(folder.name, ranks, hosts) if ranks else None
     except (ValueError, TypeError, IndexError, HpcinitError):
         return None
 
 
-def _attempt(name: str, ranks: Mapping[int, Mapping[str, Any]], written: Mapping[str, float]) -> Attempt:
+def _attempt(name: str, ranks: Mapping[int, Mapping[str, Any]], files: int) -> Attempt:
     first, zero = ranks[min(ranks)], ranks.get(0, {})
     hosts = next((values["hosts"] for values in ranks.values() if "hosts" in values), "")
     return Attempt(
         job=str(first.get("job", name)),
         world_size=max(int(first.get("world_size", 0)), max(ranks) + 1),
-        nodes=int(first.get("nodes", 0)) or len(written),
+        nodes=int(first.get("nodes", 0)) or files,
         ranks=tuple(_rank(rank, values) for rank, values in sorted(ranks.items())),
         hosts=tuple(nodelist.expand(hosts) if hosts else ()),
         launcher=str(first.get("launcher", "")),
         timeout_s=float(zero.get("timeout_s", 0.0)),
         law=str(zero.get("law", "")),
-        written=written,
     )
 
 

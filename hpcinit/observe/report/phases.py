@@ -1,0 +1,182 @@
+"""From the moments of a start to its phases: how long each took on every rank, who was slow, for whom all waited."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hpcinit.facts import node_clocks
+from hpcinit.facts.node_clocks import Clock
+from hpcinit.facts.ranges import ranges
+from hpcinit.facts.timeline import MOMENTS, Attempt
+
+# By the moment that ends a phase: its name, and whether a rank waits in it for others rather than works itself.
+NAMES = {
+    "allocated": ("queue", False),
+    "started": ("Slurm starts the task", False),
+    "interpreter": ("Python starts", False),
+    "forked": ("parent imports, forks", False),
+    "met": ("finds rank 0", True),
+    "imported": ("imports", False),
+    "device": ("device", False),
+    "store": ("waits for all ranks", True),
+    "joined": ("process group", True),
+    "collective": ("first collective", True),
+    "up": ("rest of init", False),
+}
+QUEUE = "allocated"
+SLOW, SLOW_S = 1.25, 0.5  # slow is who takes a quarter longer than the median, and half a second
+MOST_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Phase:
+    """ends: the moment that ends it. took: seconds by rank. begun: when, by rank. waits: it is spent on others."""
+
+    ends: str
+    took: Mapping[int, float]
+    begun: Mapping[int, float]
+
+    @property
+    def name(self) -> str:
+        return NAMES[self.ends][0]
+
+    @property
+    def waits(self) -> bool:
+        return NAMES[self.ends][1]
+
+    @property
+    def least(self) -> float:
+        return min(self.took.values())
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.took.values())
+
+    @property
+    def most(self) -> float:
+        return max(self.took.values())
+
+    @property
+    def spread(self) -> float:
+        """Between the first and the last rank to end it, by one clock."""
+        ends = [self.begun[rank] + took for rank, took in self.took.items()]
+        return max(ends) - min(ends)
+
+
+@dataclass(frozen=True)
+class Slow:
+    """ranks: of one node. whole: they are all of its ranks. took: the longest of them, in seconds."""
+
+    host: str
+    ranks: tuple[int, ...]
+    whole: bool
+    took: float
+
+    def __str__(self) -> str:
+        names = f"rank{'s' * (len(self.ranks) > 1)} {ranges(self.ranks)}"
+        return f"{self.host} ({names})" if self.whole and len(self.ranks) > 1 else f"{names} on {self.host}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """One attempt. attempt: its moments by one clock. clocks: by host, what was added for that."""
+
+    attempt: Attempt
+    clocks: Mapping[str, Clock]
+    phases: tuple[Phase, ...]
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        return {rank.rank: rank.host for rank in self.attempt.ranks}
+
+    @property
+    def silent_hosts(self) -> list[str]:
+        """Nodes of which no rank has left a line."""
+        return [host for host in self.attempt.hosts if host not in self.hosts.values()]
+
+
+def of(attempt: Attempt) -> Report:
+    clocks = node_clocks.of(attempt)
+    same = node_clocks.corrected(attempt, clocks)
+    took: dict[str, dict[int, float]] = {name: {} for name in MOMENTS}
+    begun: dict[str, dict[int, float]] = {name: {} for name in MOMENTS}
+    for rank in same.ranks:
+        at = list(rank.moments.items())
+        for (_, first), (name, second) in pairwise(at):
+            took[name][rank.rank], begun[name][rank.rank] = second - first, first
+    phases = (Phase(name, took[name], begun[name]) for name in MOMENTS if took[name])
+    return Report(same, clocks, tuple(phases))
+
+
+def slow(report: Report, phase: Phase) -> list[Slow]:
+    """Those who took much longer than most, the slowest first; a node is named where all its ranks are among them."""
+    if phase.waits or phase.ends == QUEUE:
+        return []
+    limit = max(SLOW * phase.median, phase.median + SLOW_S)
+    found = {rank for rank, took in phase.took.items() if took > limit}
+    hosts = report.hosts
+    there: dict[str, list[int]] = {}
+    for rank in phase.took:
+        there.setdefault(hosts[rank], []).append(rank)
+    groups = []
+    for host, ranks in there.items():
+        if own := tuple(sorted(found.intersection(ranks))):
+            groups.append(Slow(host, own, len(own) == len(ranks), max(phase.took[rank] for rank in own)))
+    return sorted(groups, key=lambda group: -group.took)
+
+
+def waited_for(report: Report, phase: Phase) -> tuple[Slow, float] | None:
+    """Who came last to where all wait for all, and how long after half of them; None where that is little."""
+    if phase.ends != "store" or len(phase.begun) < 2:
+        return None
+    last = max(phase.begun, key=lambda rank: phase.begun[rank])
+    behind = phase.begun[last] - statistics.median(phase.begun.values())
+    host = report.hosts[last]
+    return (Slow(host, (last,), False, phase.took[last]), behind) if behind > SLOW_S else None
+
+
+def named(groups: Sequence[Slow]) -> str:
+    """'n2 (ranks 2-3) 5.2 s, rank 7 on n4 3.1 s and 2 more'."""
+    said = [f"{group} {seconds(group.took)}" for group in groups[:MOST_NAMED]]
+    more = len(groups) - MOST_NAMED
+    return ", ".join(said) + (f" and {more} more" if more > 0 else "")
+
+
+def missing(report: Report) -> list[str]:
+    """Sentences on ranks that have not come to the end of the start: those that came least far first."""
+    attempt = report.attempt
+    lines = []
+    if attempt.absent:
+        empty = f"; nobody came from {_listed(report.silent_hosts)}" if report.silent_hosts else ""
+        lines.append(f"{_ranks(attempt.absent)} never came: no line of theirs{empty}")
+    by_moment: dict[str, list[int]] = {}
+    for rank in attempt.ranks:
+        by_moment.setdefault(rank.furthest, []).append(rank.rank)
+    names = list(MOMENTS)
+    for moment in sorted(by_moment, key=lambda name: names.index(name) if name else -1):
+        ranks = by_moment[moment]
+        if moment != names[-1]:
+            where = _listed(sorted({report.hosts[rank] for rank in ranks}))
+            after = f"'{moment}' ({MOMENTS[moment]})" if moment else "their beginning"
+            lines.append(f"{_ranks(ranks)} on {where} came as far as {after}, and no further")
+    return lines
+
+
+def _listed(names: Iterable[str], most: int = 8) -> str:
+    every = list(names)
+    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
+
+
+def seconds(value: float) -> str:
+    """'0.4 ms', '12 ms', '3.2 s', '512 s': as exact as it is of use."""
+    size = abs(value)
+    if size < 0.0995:
+        return f"{value * 1000:.{1 if size < 0.00995 else 0}f} ms"
+    return f"{value:.{2 if size < 0.995 else 1 if size < 99.5 else 0}f} s"
