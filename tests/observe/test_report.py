@@ -33,9 +33,10 @@ if os.environ.get("SLURM_PROCID") == "2":
 """
 TRAIN = """
 import os, time
-if os.environ["RANK"] == "3":
-    time.sleep(8)  # in what should be an import
-import hpcinit
+began = time.monotonic()
+import torch, hpcinit
+if os.environ["RANK"] == "3":  # as long again, and more: however busy this machine is, it is the slow one
+    time.sleep(3 + time.monotonic() - began)
 hpcinit.init()
 """
 WORDS = ["nodes=2", "ranks_per_node=2", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null", "wait=true"]
@@ -176,13 +177,14 @@ def test_a_real_start_with_a_slow_rank_and_a_wrong_clock(hpcinit: Run, idle_slur
     done = submit(hpcinit, idle_slurm, *WORDS, f"+job.env.PYTHONPATH={tmp_path}/skew", "--", "train.py", timeout=280)
     said = hpcinit("report", folder_of(done).name).stdout
     rows = {line.split("  ")[1]: line for line in said.splitlines() if line.startswith("  ")}
-    assert re.search(r"rank 3 on \S+ (8|9|\d\d)\.\d s", rows["imports"]), said
+    assert re.search(r"rank 3 on \S+ \d+(\.\d)? s$", rows["imports"]), said
     assert "for rank 3 on " in rows["waits for all ranks *"]
     assert {"queue", "Slurm starts the task", "Python starts", "first collective *", "rest of init"} <= rows.keys()
     assert re.search(r"clocks of 1 node differ .*: by \+(39\.[89]|40\.)\d* s to within", said), said
     assert re.search(r"= 307 s; the longest wait under it was \d", said)
     document = json.loads(hpcinit("report", "--json", folder_of(done).name).stdout)["attempts"][0]
-    assert document["complete"] and all(-1 < phase["min_s"] < 60 for phase in document["phases"][1:])
+    assert document["complete"] and all(-1 < phase["min_s"] for phase in document["phases"][1:])
+    assert all(phase["spread_s"] < 39 for phase in document["phases"] if phase["ends"] == "collective")
     assert (folder_of(done) / "report.html").read_text().count("<canvas") == 0  # which the script makes
 
 
@@ -196,5 +198,5 @@ def test_a_real_rank_that_never_comes(hpcinit: Run, idle_slurm: MiniSlurm, tmp_p
     done = submit(hpcinit, idle_slurm, *WORDS, *words, "--", "train.py", timeout=280)
     said = hpcinit("report", folder_of(done).name).stdout
     assert "rank 2 never came: no line of theirs" in said and "not all are up" in said, said
-    assert re.search(r"ranks 0-1,3 on \S+ \S+ came as far as '(device|imported|met)'", said), said
+    assert re.search(r"ranks? [013].* came as far as '(device|imported|met)'", said), said
     assert "= 20 s" in said
