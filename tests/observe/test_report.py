@@ -183,7 +183,7 @@ def test_a_real_start_with_a_slow_rank_and_a_wrong_clock(hpcinit: Run, idle_slur
     assert re.search(r"clocks of 1 node differ .*: by \+(39\.[89]|40\.)\d* s to within", said), said
     assert re.search(r"= 307 s; the longest wait under it was \d", said)
     document = json.loads(hpcinit("report", "--json", folder_of(done).name).stdout)["attempts"][0]
-    assert document["complete"] and all(-1 < phase["min_s"] for phase in document["phases"][1:])
+    assert document["complete"] and all(phase["min_s"] > -1 for phase in document["phases"][1:])
     assert all(phase["spread_s"] < 39 for phase in document["phases"] if phase["ends"] == "collective")
     assert (folder_of(done) / "report.html").read_text().count("<canvas") == 0  # which the script makes
 
