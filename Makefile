@@ -22,6 +22,7 @@ help:
 	@echo "make test-lowest   what a login node does, with the oldest versions of the packages that it needs"
 	@echo "make test-horovod  a real horovodrun; builds Horovod first, once (cmake, g++, 5 minutes)"
 	@echo "make test-exactly-once   200 submissions while the controller is killed 50 times (root)"
+	@echo "make scale         a real Slurm of 64 nodes on this machine, a rank on each (root; NODES=16 for fewer)"
 	@echo "make chaos         faults in the middle of a training, and the table of what came of them, docs/chaos.md (root)"
 	@echo "make cluster       start a real 4-node Slurm on this machine (root); make cluster-down ends it"
 	@echo "make bench         submit latency and bring-up beside peers (root)"
@@ -67,6 +68,11 @@ test-exactly-once: $(VENV)/dev slurm
 	HPCINIT_EXACTLY_ONCE=200,50 $(BIN)/python -m pytest -s tests/submission/test_exactly_once.py $(PYTEST)
 
 # Faults in the middle of a training, and the table of what came of them; `make test` has a short form. Root.
+# 64 nodes, each with a rank; some minutes on a quiet machine, 12 GB of memory. Root.
+.PHONY: scale
+scale: $(VENV)/dev slurm
+	HPCINIT_SCALE=$(or $(NODES),64) $(BIN)/python -m pytest -s tests/test_many_nodes.py $(PYTEST)
+
 .PHONY: chaos
 chaos: $(VENV)/dev slurm
 	HPCINIT_CHAOS=1 $(BIN)/python -m pytest tests/chaos $(PYTEST)
@@ -82,6 +88,7 @@ bench: $(VENV)/dev slurm
 	$(BIN)/python -m benchmarks.sweep
 	$(BIN)/python -m benchmarks.status
 	$(BIN)/python -m benchmarks.bringup
+	$(BIN)/python -m benchmarks.store
 	$(BIN)/python -m benchmarks.steps
 	$(BIN)/python -m benchmarks.nodelist
 

@@ -18,6 +18,8 @@ from hpcinit.submission import environment
 pytest_plugins = ["tests.minislurm.plugin", "tests.second_try", "tests.workers"]
 # `make test-horovod` has an environment with it; in the daily run its build would take as long as all the tests.
 collect_ignore = [] if importlib.util.find_spec("horovod") else ["systems/test_horovod.py"]
+if "HPCINIT_SCALE" not in os.environ:  # `make scale`
+    collect_ignore.append("test_many_nodes.py")
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
