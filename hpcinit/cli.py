@@ -81,10 +81,11 @@ COMMANDS = {
   hpcinit report train-0001 --json  for programs""",
     ),
     "nodes": Command(
-        "hpcinit.observe.nodes",
+        "hpcinit.nodes",
         "nodes that have failed, and are left out of submissions",
         """
   hpcinit nodes                     each, how often and of what
+  hpcinit nodes cluster=x           of one cluster, with the limits that a submission to it has
   hpcinit nodes --forget n3         it is well again
   hpcinit nodes --cluster x --add n3 --why 'slow network'""",
     ),

@@ -15,6 +15,7 @@ MORE_TIME = (
 )
 LEAVE_OUT = "hpcinit leaves out a node that does it again; at once: +cluster.sbatch.exclude="
 GONE = "a rank or its node went away without a word; the others only tell that it is gone"
+FLIGHT = "torchfrtrace on flight/ in the run folder shows each rank's collectives, with the lines that called them"
 HANG = "hang/ in the run folder has the stacks of all ranks; hang.action=end ends such a run by itself"
 
 
@@ -32,8 +33,8 @@ def of_slurm(evidence: Evidence) -> Verdict | None:
     if evidence.oom:
         said = "a node's memory for this job is used up: the kernel killed a process of it"
         return _verdict(evidence, said, "host-memory", causes.HOST_MEMORY, evidence=(evidence.oom,))
-    if evidence.hang:
-        return of_hang(evidence)
+    if evidence.hang or evidence.flight:
+        return of_hang(evidence) if evidence.hang else _of_flight(evidence)
     if ended or evidence.state in ("TIMEOUT", "CANCELLED", "PREEMPTED", "DEADLINE"):
         return _of_end(ended, evidence)
     return None
@@ -65,8 +66,20 @@ def of_hang(evidence: Evidence, error: str = "") -> Verdict:
     words = at.split()
     rank = int(words[1]) if words[:1] == ["rank"] and words[1].isdigit() else None
     stopped = "somebody stopped that process (SIGSTOP, a debugger, a node's guard); " if "is stopped" in at else ""
-    rest = tuple(line for line in lines if line != at)
+    rest = (*(line for line in lines if line != at), *found_in(evidence))
     return _verdict(evidence, f"the training hung: {at}", "hang", stopped + HANG, rank=rank, evidence=rest)
+
+
+def _of_flight(evidence: Evidence) -> Verdict:
+    """Ranks ended at the timeout of a collective, and torch has left what each of them was in."""
+    first, *rest = evidence.flight
+    words = first.split()
+    rank = int(words[1]) if words[0] == "rank" and words[1].isdigit() else None
+    return _verdict(evidence, f"a collective hung: {first}", "hang", FLIGHT, rank=rank, evidence=tuple(rest))
+
+
+def found_in(evidence: Evidence) -> list[str]:
+    return [f"flight recorder: {line}" for line in evidence.flight]
 
 
 def _verdict(found: Evidence, headline: str, kind: str, do: str, **more: object) -> Verdict:

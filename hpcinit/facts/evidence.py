@@ -17,7 +17,8 @@ class Evidence:
     """state, reason, exit_status: as `hpcinit status` has them. who: who cancelled it, where accounting says.
 
     clocks: the file server's clock minus the node's, by host. nodes: Slurm's reason for a node that is down. hang:
-    lines of its report. tails: the last words in logs of ranks. step: the last that rank 0 told, -1 before.
+    lines of its report. flight: of torch's flight recorders. tails: the last words in logs of ranks. step: the last
+    that rank 0 told, -1 before.
     """
 
     state: str
@@ -29,6 +30,7 @@ class Evidence:
     clocks: Mapping[str, float] = field(default_factory=dict)
     nodes: Mapping[str, str] = field(default_factory=dict)
     hang: Sequence[str] = ()
+    flight: Sequence[str] = ()
     tails: Mapping[int, str] = field(default_factory=dict)
     step: int = -1
     time_min: int | None = None

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import beats, error_records, hangs, job_log, runfolder, slurm_records, spec
+from hpcinit.facts import beats, error_records, flight, hangs, job_log, runfolder, slurm_records, spec
 from hpcinit.facts.error_records import Found
 from hpcinit.facts.evidence import Evidence, clocks
 from hpcinit.observe import logs, progress, state
@@ -54,6 +54,7 @@ def gather(path: Path, now: state.State) -> Evidence:
         clocks=clocks(_differences(path, found)),
         nodes=nodes,
         hang=hangs.left(path, job_id, restart),
+        flight=flight.lines(flight.of_attempt(path, job_id, restart)),
         tails=tails,
         step=max([int(told.get("step", -1)), *(one.record.step for one in found)]),
         time_min=slurm_records.minutes(job.get("TimeLimit")),

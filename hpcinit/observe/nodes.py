@@ -1,4 +1,4 @@
-"""`hpcinit nodes [--json] [--add NODE --why TEXT] [--forget NODE]`: the nodes that have failed, per cluster."""
+"""`hpcinit nodes [cluster=x ...] [--json] [--add NODE --why TEXT] [--forget NODE]`: nodes that have failed."""
 
 from __future__ import annotations
 
@@ -6,40 +6,65 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hpcinit.facts import bad_nodes, nodelist
-from hpcinit.facts.bad_nodes import ADDED, EXPIRY_H, FORGOTTEN, LIMIT, NodeFailure, Standing
+from hpcinit.facts.bad_nodes import ADDED, FORGOTTEN, NodeFailure, Standing
 from hpcinit.facts.errors import RequestError
 
 
-def main(argv: Sequence[str]) -> int:
+@dataclass(frozen=True)
+class Limits:
+    """What a submission would go by: the cluster's name, bad_nodes.limit and bad_nodes.expiry_h."""
+
+    cluster: str
+    limit: int
+    expiry_h: float
+
+
+def main(argv: Sequence[str], configured: Callable[[Sequence[str]], Limits]) -> int:
+    """configured: the limits of a submission with these overrides; it is asked where they matter."""
     options = _parser().parse_args(argv)
+    if odd := [word for word in options.overrides if "=" not in word]:
+        raise RequestError(f"{odd[0]!r} is no override, expected cluster=x, bad_nodes.limit=3 and the like")
     if options.why and not options.add:
         raise RequestError(f"--why {options.why!r} stands alone, expected --add NODE --why TEXT")
-    if options.limit < 1 or options.expiry_h <= 0:
-        raise RequestError(
-            f"--limit is {options.limit} and --expiry-h {options.expiry_h:g}, expected 1 or more, and more than 0"
-        )
-    tables = _tables(options.cluster)
+    limits = _limits(options, configured)
+    tables = _tables(limits.cluster)
     if options.add:
-        _add(nodelist.expand(options.add), options.why, options.cluster, tables)
+        _add(nodelist.expand(options.add), options.why, tables)
     elif options.forget:
-        _forget(nodelist.expand(options.forget), options.cluster, tables)
+        _forget(nodelist.expand(options.forget), limits.cluster, tables)
     else:
-        _show(options, tables)
+        _show(options.json, limits, tables)
     return 0
+
+
+def _limits(options: argparse.Namespace, configured: Callable[[Sequence[str]], Limits]) -> Limits:
+    """cluster: '' for all. Raises RequestError, and what `configured` raises."""
+    asked = any(word.startswith("cluster=") for word in options.overrides)
+    if asked or not (options.add or options.forget):
+        limits = configured(options.overrides)
+        limits = replace(limits, cluster=options.cluster or (limits.cluster if asked else ""))
+    else:
+        limits = Limits(options.cluster or "", 1, 1.0)  # nothing is counted
+    limit = limits.limit if options.limit is None else options.limit
+    expiry_h = limits.expiry_h if options.expiry_h is None else options.expiry_h
+    if limit < 1 or expiry_h <= 0:
+        raise RequestError(f"--limit is {limit} and --expiry-h {expiry_h:g}, expected 1 or more, and more than 0")
+    return replace(limits, limit=limit, expiry_h=expiry_h)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hpcinit nodes", description="Nodes that have failed, and are left out.")
-    parser.add_argument("--cluster", metavar="NAME", help="its name; all of them without it")
-    parser.add_argument("--limit", type=int, default=LIMIT, help=f"as your bad_nodes.limit has it (default {LIMIT})")
     parser.add_argument(
-        "--expiry-h", type=float, default=EXPIRY_H, help=f"as your bad_nodes.expiry_h has it (default {EXPIRY_H:g})"
+        "overrides", nargs="*", metavar="KEY=VALUE", help="as of a submission: cluster=x; its limits hold"
     )
+    parser.add_argument("--cluster", metavar="NAME", help="its name; all of them without it")
+    parser.add_argument("--limit", type=int, help="in the place of your config's bad_nodes.limit")
+    parser.add_argument("--expiry-h", type=float, help="in the place of your config's bad_nodes.expiry_h")
     parser.add_argument("--json", action="store_true", help="one JSON object per node, for programs")
     change = parser.add_mutually_exclusive_group()
     change.add_argument("--add", metavar="NODE", help="leave it out from now on until it expires, or several: n[3-5]")
@@ -48,14 +73,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _tables(cluster: str | None) -> dict[str, Path]:
+def _tables(cluster: str) -> dict[str, Path]:
     """The files there are, by cluster; or that of one cluster, there or not."""
     if cluster:
         return {cluster: bad_nodes.file(os.environ, cluster)}
     return {path.stem: path for path in sorted(bad_nodes.folder(os.environ).glob("*.jsonl"))}
 
 
-def _add(hosts: Sequence[str], why: str, cluster: str | None, tables: dict[str, Path]) -> None:
+def _add(hosts: Sequence[str], why: str, tables: dict[str, Path]) -> None:
     if len(tables) != 1:
         known = ", ".join(tables) or "none"
         raise RequestError(f"which cluster's nodes? The tables that there are: {known}; give --cluster NAME")
@@ -66,7 +91,7 @@ def _add(hosts: Sequence[str], why: str, cluster: str | None, tables: dict[str, 
     print(f"{','.join(hosts)} of {name}: left out of submissions; hpcinit nodes --forget takes it back")
 
 
-def _forget(hosts: Sequence[str], cluster: str | None, tables: dict[str, Path]) -> None:
+def _forget(hosts: Sequence[str], cluster: str, tables: dict[str, Path]) -> None:
     done: list[str] = []
     for path in tables.values():
         known = {one.host for one in bad_nodes.read(path)}
@@ -79,18 +104,18 @@ def _forget(hosts: Sequence[str], cluster: str | None, tables: dict[str, Path]) 
     print(f"{','.join(dict.fromkeys(done))}: what was until now no longer counts")
 
 
-def _show(options: argparse.Namespace, tables: dict[str, Path]) -> None:
+def _show(as_json: bool, limits: Limits, tables: dict[str, Path]) -> None:
     now, shown = time.time(), False
     for cluster, path in tables.items():
-        for one in bad_nodes.standings(bad_nodes.read(path), now, options.expiry_h):
-            shown, bad = True, one.is_bad(options.limit)
-            if options.json:
+        for one in bad_nodes.standings(bad_nodes.read(path), now, limits.expiry_h):
+            shown, bad = True, one.is_bad(limits.limit)
+            if as_json:
                 failures = [asdict(failure) for failure in one.failures]
                 print(json.dumps({"cluster": cluster, "host": one.host, "excluded": bad, "failures": failures}))
             else:
-                print("\n".join(_lines(cluster, one, bad, options.expiry_h)))
-    if not shown and not options.json:
-        print(f"no node has failed in the last {options.expiry_h:g} h, as far as runs were looked at")
+                print("\n".join(_lines(cluster, one, bad, limits.expiry_h)))
+    if not shown and not as_json:
+        print(f"no node has failed in the last {limits.expiry_h:g} h, as far as runs were looked at")
 
 
 def _lines(cluster: str, one: Standing, bad: bool, expiry_h: float) -> list[str]:

@@ -188,13 +188,30 @@ def submission(path: Path) -> dict[str, Any]:
             document = json.loads(file.read())
     except FileNotFoundError:
         if (path / runfolder.SCRIPT).exists():
-            raise RequestError(f"{path} was never submitted: it has a script and no {runfolder.SUBMISSION}") from None
+            raise RequestError(_unsubmitted(path)) from None
         raise RequestError(f"{path} is not a run folder: it has no {runfolder.SUBMISSION}") from None
     except (OSError, ValueError) as error:
         raise RequestError(f"{path / runfolder.SUBMISSION} cannot be read: {error}") from None
     if not isinstance(document, dict) or not {"job_id", "engine"} <= set(document):
         raise RequestError(f"{path / runfolder.SUBMISSION} does not say job_id and engine; was it edited?")
     return document
+
+
+def _unsubmitted(path: Path) -> str:
+    """What is known of a folder that stayed although its submission was not told as done (MaybeSubmitted)."""
+    script, job = path.absolute() / runfolder.SCRIPT, last_job(path)
+    if job:
+        ended = exit_status(path)
+        return (
+            f"{path} has no {runfolder.SUBMISSION}, but job {job} has begun its script"
+            + (f" and ended with exit status {ended}" if ended is not None else f": squeue --jobs={job} tells of it")
+            + f"; its logs are in {path / runfolder.LOGS}"
+        )
+    return (
+        f"{path} has a script and no {runfolder.SUBMISSION}: hpcinit was ended while it submitted, or nobody could say "
+        f"whether there is a job. Look for it: squeue --me --states=all --format='%i %T %o' | grep -F {script} ; "
+        "without one nothing was submitted"
+    )
 
 
 def _local(path: Path, job_id: str) -> State:

@@ -111,7 +111,7 @@ def _unheard(path: Path, now: state.State, found: Evidence) -> Verdict:
 def _going(path: Path, now: state.State, found: Evidence) -> Verdict:
     """A job that is in the queue still may have failed all the same, or hang."""
     ended = now.name == "COMPLETING" and (found.log.cancelled or found.log.lost)
-    if found.found or found.hang or found.log.ends or ended:
+    if found.found or found.hang or found.flight or found.log.ends or ended:
         verdict = failure.judge(found)
         return replace(verdict, headline=f"{verdict.headline}  (the job is {now.name} still)")
     return Verdict(f"the job is {now.name}: nothing has failed  {progress.line(path)}".rstrip(), WELL, step=found.step)

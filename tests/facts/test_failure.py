@@ -209,3 +209,16 @@ def test_a_node_on_which_srun_starts_nothing() -> None:
     verdict = judge(Evidence("FAILED", log=job_log.read(log)))
     assert verdict.headline == "srun could not start the ranks on n2: its slurmd gave no answer"
     assert (verdict.kind, verdict.host) == ("node", "n2") and verdict.do.endswith("cluster.sbatch.exclude=n2")
+
+
+def test_a_collective_that_timed_out_is_told_by_the_flight_recorder() -> None:
+    """All ranks end at NCCL's timeout, as echoes; whom they waited for stands in torch's own dumps."""
+    timed_out = "RuntimeError: [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=42)"
+    line = "rank 1 has not entered all_reduce of [8] (number 42), in which ranks 0,2-3 wait; the last entered: ..."
+    verdict = judge(Evidence("FAILED", found=(told(0, timed_out), told(2, timed_out)), flight=(line,)))
+    assert (verdict.headline, verdict.rank, verdict.kind) == (f"a collective hung: {line}", 1, "hang")
+    assert "torchfrtrace" in verdict.do
+    hang = judge(
+        Evidence("FAILED", hang=("rank 1 on n1 has not come to a collective: it is at train.py:9",), flight=(line,))
+    )
+    assert hang.headline.startswith("the training hung: rank 1") and hang.evidence == (f"flight recorder: {line}",)

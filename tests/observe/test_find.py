@@ -37,7 +37,15 @@ def test_a_folder_that_never_became_a_job(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="is not a run folder"):
         state.read(path)
     folder.fill(path, {"job.sh": ""})
-    with pytest.raises(RequestError, match="was never submitted"):
+    with pytest.raises(
+        RequestError, match=r"nobody could say whether there is a job\. Look for it: squeue --me .*/job\.sh"
+    ):
+        state.read(path)
+    (path / "exit.json").write_text('{"job": "7", "pid": 1, "restart": 0, "began": 1}')
+    with pytest.raises(RequestError, match="job 7 has begun its script: squeue --jobs=7 tells of it; its logs are in"):
+        state.read(path)
+    (path / "exit.json").write_text('{"job": "7", "pid": 1, "restart": 0, "ended": 1, "exit_status": 3}')
+    with pytest.raises(RequestError, match="job 7 has begun its script and ended with exit status 3; its logs"):
         state.read(path)
 
 

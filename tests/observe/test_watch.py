@@ -72,9 +72,9 @@ time.sleep(600)"""
 
 
 def test_what_cannot_be_watched(tmp_path: Path, hpcinit: Run) -> None:
-    """Without a run there is nothing to watch, and a folder that was never submitted is named."""
+    """Without a run there is nothing to watch, and a folder without a record of a submission is named."""
     assert "no runs in" in hpcinit("watch").stderr
     (tmp_path / "runs/x-0001").mkdir(parents=True)
     (tmp_path / "runs/x-0001/job.sh").write_text("")
     done = hpcinit("watch", "x-0001")
-    assert done.returncode == 2 and "was never submitted" in done.stderr
+    assert done.returncode == 2 and "nobody could say whether there is a job" in done.stderr

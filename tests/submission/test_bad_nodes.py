@@ -154,6 +154,9 @@ def test_the_table_is_shown_and_edited(hpcinit: Run, tmp_path: Path) -> None:
         ("n3", True, 2),
         ("n1", False, 1),
     ]
+    own = hpcinit("nodes", "cluster=mini", "bad_nodes.limit=3").stdout.splitlines()
+    assert own[0] == "n3 of mini: 2 failures in 24 h: NODE_FAIL, Xid 79", "as a submission with these words has it"
+    assert hpcinit("nodes", "cluster=local").stdout.startswith("no node has failed")
     assert hpcinit("nodes", "--forget", "n3").stdout == "n3: what was until now no longer counts\n"
     assert hpcinit("nodes", "--add", "n[1-2]", "--why", "slow network").returncode == 0
     done = hpcinit(*MINI)
@@ -172,6 +175,7 @@ def test_the_table_is_shown_and_edited(hpcinit: Run, tmp_path: Path) -> None:
         (["--forget", "n9", "--cluster", "x"], "no failure of n9 is known of cluster x: hpcinit nodes shows"),
         (["--why", "x"], "--why 'x' stands alone, expected --add NODE --why TEXT"),
         (["--limit", "0"], "--limit is 0 and --expiry-h 24, expected 1 or more, and more than 0"),
+        (["n3"], "'n3' is no override, expected cluster=x, bad_nodes.limit=3 and the like"),
         (["--add", "n[", "--cluster", "x"], "'[' without ']' at column 2 of the nodelist"),
     ],
 )
