@@ -30,6 +30,7 @@ def read_all(paths: Sequence[Path]) -> list[State | RequestError]:
     runs = [_run(path) for path in paths]
     answer = slurm.ask([run.wanted for run in runs if isinstance(run, _Run) and run.wanted], early)
     away = bool(answer.silent)
+    runs = [run if isinstance(run, RequestError) else _fresh(run, answer) for run in runs]
     return [
         run if isinstance(run, RequestError) else _cancelled(run.path, _begun(run, _state(run, answer), away))
         for run in runs
@@ -77,6 +78,15 @@ def _begun(run: _Run, now: State, away: bool) -> State:
     if not of_it and not away:
         return now
     return replace(now, restart=run.left.restart if of_it else None, away=away and run.wanted is not None)
+
+
+def _fresh(run: _Run, answer: slurm.Answer) -> _Run:
+    """With the record of a script that has ended after it was looked for and before Slurm was asked."""
+    now = answer.said.get(run.left.job_id)
+    if now is None or not now.over or run.left.over:
+        return run
+    attempt = _json(f"{run.path}/{runfolder.EXIT}")
+    return replace(run, left=_left(attempt, now.job_id)) if attempt.get("job") == now.job_id else run
 
 
 def _cancelled(path: Path, now: State) -> State:
@@ -243,7 +253,10 @@ def _left(attempt: Mapping[str, Any], job_id: str) -> State:
     status, number = attempt.get("exit_status"), attempt.get("restart")
     restart = number if isinstance(number, int) else None
     if not attempt:
-        never = "Slurm does not know the job any more, and it never began: was it cancelled while it waited?"
+        never = (
+            "Slurm does not know the job any more, and it never began: was it cancelled while it waited? A controller that "
+            "is killed forgets what it took up to 5 s before: hpcinit resubmit (cluster.submit_confirm=true looks again)"
+        )
         return State("UNKNOWN", job_id, "slurm", never)
     if not isinstance(status, int):
         lost = "Slurm does not know the job any more, and it left no exit record"

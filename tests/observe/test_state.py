@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hpcinit.observe import jobs, state
+from hpcinit.observe.follow import follow
 from hpcinit.submission import folder
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
@@ -82,6 +83,7 @@ def test_after_slurm_has_forgotten(forgetful: MiniSlurm, hpcinit: Run, tmp_path:
     assert {run["source"] for run in now} == ({"sacct"} if accounting else {"exit.json", ""})
     if not accounting:
         assert "left no exit record" in now[2]["reason"]
+    _waited_for(hpcinit, forgetful, [run["job_id"] for run in now[:2]])
     submit(hpcinit, forgetful, *SMALL, "--", "sleep", "600")
     until(lambda: told(hpcinit, forgetful, "sleep-0002")[0]["name"] == "RUNNING")
     if accounting:  # it hears of a start a little later
@@ -96,6 +98,21 @@ def test_after_slurm_has_forgotten(forgetful: MiniSlurm, hpcinit: Run, tmp_path:
     assert questions.read_text().split() == ["squeue", "sacct"]
     assert told(hpcinit, forgetful, "sleep-0002")[0]["name"] == "RUNNING"
     forgetful.cancel_all()
+
+
+def _waited_for(hpcinit: Run, cluster: MiniSlurm, ids: list[str]) -> None:
+    """after_ok of a job, by its id, that sacct alone knows: as of one in the queue; an id that nobody knows is refused.
+
+    ids: of a job that ended well, and of one that ended with 3. why knows the second's status, by its id.
+    """
+    well, failed = (submit(hpcinit, cluster, f"after_ok={job}", "dry_run=true", "--", "true") for job in ids)
+    if cluster.shape.accounting:
+        assert well.returncode == 0 and "--dependency" not in well.stdout, well.stderr
+        assert f"after_ok={ids[1]}: job {ids[1]} ended as FAILED, and this one would never start" in failed.stderr
+    else:
+        assert f"Slurm knows no job {ids[0]}, and would start this one at once" in well.stderr
+    assert failed.returncode == 2
+    assert "3" in hpcinit("why", ids[1], env=cluster.env).stdout
 
 
 @pytest.mark.slurm
@@ -168,6 +185,22 @@ def test_a_word_of_tomorrow(
     now = state.read(path)
     assert (now.name, now.over, now.exit_status if over else None) == (name, over, left if over else None)
     assert ("Slurm says FROZEN_TOMORROW" in now.reason) == over
+
+
+@pytest.mark.parametrize(("word", "status"), [("COMPLETED", 0), ("FAILED", 3)])
+def test_an_end_between_two_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, status: int) -> None:
+    """A job that ends after its record was looked for and before Slurm answers has its exit status all the same.
+
+    squeue is played: it takes a moment that cannot be hit.
+    """
+    path = recorded(tmp_path, "x", "77")
+
+    def answer(*_: object) -> list[str]:
+        (path / "exit.json").write_text(json.dumps({"job": "77", "exit_status": status}))
+        return [f"77|{word}|N/A|0:01|INVALID|None"]
+
+    monkeypatch.setattr(jobs, "_answer", answer)
+    assert state.read(path).exit_status == status and follow(path) == status
 
 
 def test_accounts_that_are_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
