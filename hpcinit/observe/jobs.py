@@ -163,9 +163,7 @@ def _sacct(ids: Iterable[str]) -> Iterator[State]:
             words = name.split() or ["UNKNOWN"]  # 'CANCELLED by 1000'
             start = "" if start in ("Unknown", "None") else start
             now = State(words[0], job_id, "slurm", " ".join(words[1:]), None, "sacct", start=start)
-            yield State(
-                **{**vars(now), "exit_status": status_of(code) if now.over else None, "elapsed_s": seconds(elapsed)}
-            )
+            yield State(**{**vars(now), "exit_status": _ended_with(words[0], code), "elapsed_s": seconds(elapsed)})
 
 
 def _scontrol(ids: Sequence[str]) -> Iterator[State]:
@@ -174,7 +172,7 @@ def _scontrol(ids: Sequence[str]) -> Iterator[State]:
         if match := SCONTROL.match(line):
             job_id = f"{match['array']}_{match['task']}" if match["array"] else match["job"]
             reason = "" if match["reason"] == "None" else match["reason"]
-            status = status_of(match["code"]) if match["name"] in FINAL else None
+            status = _ended_with(match["name"], match["code"])
             yield State(match["name"], job_id, "slurm", reason, status, "scontrol")
 
 
@@ -195,6 +193,12 @@ class Question:
         if self._process:
             self._process.kill()
             self._process.communicate()
+
+
+def _ended_with(name: str, code: str) -> int | None:
+    """None while it has not; and of a job that was cancelled while it waited, which Slurm gives '0:0'."""
+    status = status_of(code)
+    return status if name in FINAL and (status or name == "COMPLETED") else None
 
 
 def status_of(code: str) -> int | None:

@@ -254,8 +254,9 @@ def _left(attempt: Mapping[str, Any], job_id: str) -> State:
     restart = number if isinstance(number, int) else None
     if not attempt:
         never = (
-            "Slurm does not know the job any more, and it never began: was it cancelled while it waited? A controller that "
-            "is killed forgets what it took up to 5 s before: hpcinit resubmit (cluster.submit_confirm=true looks again)"
+            "Slurm does not know the job any more, and it never began: was it cancelled while it waited? A controller "
+            "that is killed forgets what it took up to 5 s before: hpcinit resubmit (cluster.submit_confirm=true looks "
+            "again)"
         )
         return State("UNKNOWN", job_id, "slurm", never)
     if not isinstance(status, int):

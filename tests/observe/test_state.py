@@ -194,6 +194,7 @@ def test_an_end_between_two_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     squeue is played: it takes a moment that cannot be hit.
     """
     path = recorded(tmp_path, "x", "77")
+    folder.mark_submitted(path, {"job_id": "77", "engine": "slurm", "command": ["sbatch", "x"]})
 
     def answer(*_: object) -> list[str]:
         (path / "exit.json").write_text(json.dumps({"job": "77", "exit_status": status}))
@@ -212,6 +213,18 @@ def test_accounts_that_are_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(jobs, "_answer", answer)
     now = state.read(recorded(tmp_path, "x", "77"))
     assert now.forgotten and now.reason == "sacct says RUNNING, the controller does not know the job"
+
+
+@pytest.mark.parametrize(
+    ("word", "status"),
+    [("COMPLETED|0:0", 0), ("FAILED|3:0", 3), ("CANCELLED by 0|0:15", 143), ("CANCELLED by 0|0:0", None)],
+)
+def test_exit_statuses_of_sacct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, status: int | None) -> None:
+    """A job that was cancelled while it waited has no exit status, although sacct says 0:0. Played, as sacct said it."""
+    line = f"77|{word}|None|0"
+    monkeypatch.setattr(jobs, "_answer", lambda command, _: [line] if command[0] == "sacct" else [])
+    now = state.read(recorded(tmp_path, "x", "77"))
+    assert (now.name, now.exit_status) == (word.split("|", maxsplit=1)[0].split(maxsplit=1)[0], status)
 
 
 @pytest.mark.parametrize(
