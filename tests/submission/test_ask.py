@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -82,9 +83,14 @@ def test_what_sbatch_refuses_is_refused_before(slurm: MiniSlurm, tmp_path: Path)
 @pytest.mark.parametrize("state", ["drain", "down"])
 def test_nodes_that_are_away_for_now(hpcinit: Run, idle_slurm: MiniSlurm, state: str) -> None:
     """A job that only waits for drained or dead nodes is submitted, with a warning: --test-only refuses it, sbatch does not."""
-    if state == "down":
-        idle_slurm.kill_node("n4")  # a node that is only said to be down is idle again when it reports next
-    idle_slurm.run("scontrol", "update", "nodename=n4", f"state={state}", "reason=test")
+    if state == "down":  # really: one that is only set down is idle again when it reports next
+        idle_slurm.kill_node("n4")
+        end = time.monotonic() + 120
+        while idle_slurm.node_states()["n4"] != "down*":
+            assert time.monotonic() < end, idle_slurm.node_states()
+            time.sleep(0.5)
+    else:
+        idle_slurm.run("scontrol", "update", "nodename=n4", f"state={state}", "reason=test")
     try:
         done = submit(hpcinit, idle_slurm, "nodes=4", *TRUE)
         assert done.returncode == 0, done.stderr
