@@ -128,7 +128,8 @@ class Family:
 
     def _end(self, others: Sequence[Rank], grace_s: float) -> None:
         names = ranges(rank.rank for rank in others)
-        self._say(f"rank{'s' * (len(others) > 1)} {names} on {self._here.host} end with it")
+        who, does = ("ranks", "end") if len(others) > 1 else ("rank", "ends")
+        self._say(f"{who} {names} on {self._here.host} {does} with it")
         self._signal(others, signal.SIGTERM)
         self._kill_at = time.monotonic() + grace_s
 

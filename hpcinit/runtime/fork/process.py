@@ -27,7 +27,9 @@ def call_this(title: str) -> None:
     have written titles since sendmail; as much of the title as fits there is shown. Raises nothing.
     """
     text = title.encode()
-    ctypes.CDLL(None).prctl(PR_SET_NAME, text[:SHORT])
+    # No blank in the short name: Slurm 22.05 (proctrack/linuxproc) reads /proc/PID/stat word by word, and neither
+    # signals nor kills what is called (rank 0).
+    ctypes.CDLL(None).prctl(PR_SET_NAME, text.replace(b" ", b"-")[:SHORT])
     try:
         # "4242 (name with ) and blanks) S 4241 ...": the state is field 3, arg_start and arg_end are 48 and 49
         words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

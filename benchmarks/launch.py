@@ -1,0 +1,301 @@
+"""How long from the start of a job step to the end of its first all-reduce, by how the ranks are started?
+
+    python -m benchmarks.launch [--ranks 1 2 4 8 16 32] [--nodes 1 4] [--rounds 5] [--cold] [--slow-ms 1] [--out FOLDER]
+
+On the real Slurm of the tests, whose nodes are namespaces of this machine (root). Inside the clock: from just before
+srun is called, in an allocation that is there, to the return of the first all-reduce on the last rank (gloo, the clock
+is the machine's). Each round runs every way once, in random order; one round before them is not counted. Outside: the
+queue, and the end. --cold drops the kernel's file cache before each start. --slow-ms lets every open and stat take as
+long (benchmarks/launching/slow_files.c), which stands for a loaded parallel file system; they are counted in any case.
+Memory is the sum over a node of what its ranks and their parent hold (Pss of /proc/PID/smaps_rollup) when all are up.
+
+Writes FOLDER/launch.md and launch.json, and launch.svg where matplotlib is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import random
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hpcinit.config.compose import compose
+from hpcinit.submission import launching
+from hpcinit.submission.for_job import make_spec
+from tests.minislurm import MiniSlurm
+
+ROOT = Path(__file__).parent.parent
+BARE, OURS = ROOT / "benchmarks/launching/bare.py", ROOT / "benchmarks/launching/ours.py"
+LIMIT_S = 600
+
+
+@dataclass(frozen=True)
+class Shape:
+    nodes: int
+    ranks: int  # of a node
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.ranks
+
+
+@dataclass(frozen=True)
+class Place:
+    """One start: where its ranks report, the Python that they run, and a port that nobody had before."""
+
+    shape: Shape
+    folder: Path
+    python: Path
+    port: int
+
+
+# --- the ways: a Place to the command of its step
+
+
+def _hpcinit(kind: str) -> Callable[[Place], str]:
+    def command(place: Place) -> str:
+        words = ["cluster=mini", f"launch={kind}", f"nodes={place.shape.nodes}", f"ranks_per_node={place.shape.ranks}",
+                 "cluster.gpus_per_node=0", "cluster.cpus_per_node=null", "cluster.partitions={}", "job=program",
+                 f"job.script={OURS}", f"cluster.python={place.python}", "+cluster.srun.overcommit=true"]  # fmt: skip
+        config = compose(words)
+        for below in ("logs", "errors"):
+            (place.folder / below).mkdir()
+        (place.folder / "spec.json").write_text(make_spec(config, ROOT).to_json())
+        return launching.step(config, place.folder, ROOT)
+
+    return command
+
+
+def _srun(place: Place, tasks: int, words: str) -> str:
+    log = shlex.quote(str(place.folder / "log-%t"))
+    return (
+        f"srun --nodes={place.shape.nodes} --ntasks={tasks * place.shape.nodes} --ntasks-per-node={tasks} --overcommit "
+        f"--kill-on-bad-exit=1 --output={log} {words}"
+    )
+
+
+def bare_srun(place: Place) -> str:
+    return _srun(place, place.shape.ranks, f"{place.python} {BARE}")
+
+
+def bare_torchrun(place: Place) -> str:
+    options = f"--nnodes={place.shape.nodes} --nproc-per-node={place.shape.ranks} --rdzv-backend=c10d"
+    return _srun(
+        place,
+        1,
+        f"{place.python} -m torch.distributed.run {options} --rdzv-endpoint=n1:{place.port} --rdzv-id=b {BARE}",
+    )
+
+
+def accelerate(place: Place) -> str:
+    """As with GPUs: --cpu would start one process. ACCELERATE_USE_CPU is what it sets for its own ranks."""
+    options = (
+        f"--multi_gpu --num_machines={place.shape.nodes} --num_processes={place.shape.world} --mixed_precision=no "
+        f"--dynamo_backend=no --main_process_ip=n1 --main_process_port={place.port} --machine_rank=$SLURM_NODEID"
+    )
+    inner = f"ACCELERATE_USE_CPU=true {place.python} -m accelerate.commands.accelerate_cli launch {options} {BARE}"
+    return _srun(place, 1, f"bash -c {shlex.quote(inner)}")
+
+
+def deepspeed(place: Place) -> str:
+    """What `deepspeed` runs on each node, without the ssh or pdsh that takes it there."""
+    info = json.dumps({f"n{node + 1}": list(range(place.shape.ranks)) for node in range(place.shape.nodes)})
+    encoded = __import__("base64").urlsafe_b64encode(info.encode()).decode()
+    inner = (
+        f"{place.python} -m deepspeed.launcher.launch --world_info={encoded} --node_rank=$SLURM_NODEID "
+        f"--master_addr=n1 --master_port={place.port} {BARE}"
+    )
+    return _srun(place, 1, f"bash -c {shlex.quote(inner)}")
+
+
+WAYS: dict[str, Callable[[Place], str]] = {
+    "launch=fork": _hpcinit("fork"),
+    "launch=srun": _hpcinit("srun"),
+    "launch=torchrun": _hpcinit("torchrun"),
+    "srun": bare_srun,
+    "torchrun": bare_torchrun,
+    "accelerate": accelerate,
+    "deepspeed": deepspeed,
+}
+
+
+def available() -> list[str]:
+    needs = {"launch=torchrun": "hpcinit.elastic", "accelerate": "accelerate", "deepspeed": "deepspeed"}
+    return [way for way in WAYS if way not in needs or importlib.util.find_spec(needs[way])]
+
+
+# --- one start
+
+
+class Bench:
+    def __init__(self, slurm: MiniSlurm, folder: Path, slow_ms: float, cold: bool) -> None:
+        self.slurm, self.folder, self.cold, self.starts = slurm, folder, cold, 0
+        shim = folder / "slow_files.so"
+        source = ROOT / "benchmarks/launching/slow_files.c"
+        subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
+        self.python = folder / "python"
+        self.python.write_text(
+            f"#!/bin/sh\nexec env LD_PRELOAD={shim} SLOW_FILES_US={int(1000 * slow_ms)} "
+            f'SLOW_FILES_COUNT="$BENCH_OUT/count-$SLURMD_NODENAME" {sys.executable} "$@"\n'
+        )
+        self.python.chmod(0o755)
+        self.job = ""
+
+    @contextmanager
+    def allocation(self, shape: Shape) -> Iterator[None]:
+        """The nodes of `shape`, for the steps in the block."""
+        words = [f"--nodes={shape.nodes}", "--exclusive", "--job-name=bench", "--time=60"]  # the partition's longest
+        self.slurm.run("salloc", "--no-shell", *words)
+        self.job = self.slurm.run("squeue", "--noheader", "--name=bench", "--state=RUNNING", "--format=%i").split()[-1]
+        yield
+        self.slurm.cancel_all()
+
+    def start(self, way: str, shape: Shape) -> dict[str, float]:
+        """Seconds, memory of a node in MB, and metadata calls of a node, of one start."""
+        self.starts += 1
+        place = Place(shape, self.folder / f"{self.starts:04d}", self.python, 20000 + self.starts)
+        place.folder.mkdir()
+        for node in self.slurm.nodes:
+            (place.folder / f"count-{node}").write_bytes(bytes(8))
+        command = WAYS[way](place)
+        if self.cold:
+            os.sync()
+            Path("/proc/sys/vm/drop_caches").write_text("3\n")
+        env = {**os.environ, **self.slurm.env, "SLURM_JOB_ID": self.job, "BENCH_OUT": str(place.folder)}
+        env |= {"BENCH_ADDR": "n1", "BENCH_PORT": str(place.port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        begin = time.monotonic()
+        done = subprocess.run(
+            ["bash", "-c", command], env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+        found = [json.loads(path.read_text()) for path in place.folder.glob("*.json") if path.stem.isdigit()]
+        if done.returncode or len(found) != shape.world:
+            logs = (*place.folder.glob("log-*"), *place.folder.glob("logs/*"))
+            said = "".join(path.read_text()[-2000:] for path in logs)[-4000:]
+            raise SystemExit(
+                f"benchmarks.launch: {way}, {shape}: status {done.returncode}, {len(found)} ranks\n{command}\n"
+                f"{done.stderr[-2000:]}{said}"
+            )
+        counts = [int.from_bytes(path.read_bytes(), sys.byteorder) for path in place.folder.glob("count-*")]
+        return {
+            "seconds": max(one["at"] for one in found) - begin,
+            "mb": sum(each["Pss"] for one in found for each in one["memory"]) / 1024 / shape.nodes,
+            "calls": sum(counts) / shape.nodes,
+        }
+
+
+Took = dict[str, list[dict[str, float]]]
+
+
+def measure(bench: Bench, shape: Shape, ways: Sequence[str], rounds: int) -> Took:
+    took: Took = {way: [] for way in ways}
+    for number in range(rounds + 1):
+        with bench.allocation(shape):
+            for way in random.sample(list(ways), len(ways)):
+                one = bench.start(way, shape)
+                if number:  # the first fills the caches
+                    took[way].append(one)
+        print(f"{shape.nodes} x {shape.ranks}: round {number} of {rounds}", file=sys.stderr, flush=True)
+    return took
+
+
+# --- the table and the plot
+
+
+def table(key: str, head: str, digits: int, by_shape: Mapping[Shape, Took], base: str) -> str:
+    """Medians, with the range of the seconds, and how many times the base's they are."""
+    ways = list(next(iter(by_shape.values())))
+    lines = [f"| nodes x ranks | {' | '.join(f'{way}, {head}' for way in ways)} |", "|--:|" + "--:|" * len(ways)]
+    for shape, took in by_shape.items():
+        cells = []
+        for way in ways:
+            values = [one[key] for one in took[way]]
+            spread = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if key == "seconds" else ""
+            times = median(values) / median([one[key] for one in took[base]]) if base in took else 1
+            cells.append(f"{median(values):,.{digits}f}{spread}" + (f", {times:.1f}x" if way != base else ""))
+        lines.append(f"| {shape.nodes} x {shape.ranks} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def plot(by_shape: Mapping[Shape, Took], path: Path) -> None:
+    import matplotlib  # noqa: PLC0415 - where it is
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    counts = sorted({shape.nodes for shape in by_shape})
+    figure, axes = pyplot.subplots(1, len(counts), figsize=(6 * len(counts), 4.5), squeeze=False, sharey=True)
+    for axis, nodes in zip(axes[0], counts, strict=True):
+        shapes = [shape for shape in by_shape if shape.nodes == nodes]
+        for way in by_shape[shapes[0]]:
+            seconds = [median([one["seconds"] for one in by_shape[shape][way]]) for shape in shapes]
+            axis.plot([shape.world for shape in shapes], seconds, marker="o", label=way)
+        axis.set(xscale="log", yscale="log", xlabel="ranks", title=f"{nodes} node{'s' * (nodes > 1)}")
+        axis.set_xticks([shape.world for shape in shapes], [str(shape.world) for shape in shapes])
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("s to the end of the first all-reduce")
+    axes[0][-1].legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def report(by_shape: Mapping[Shape, Took], about: str, out: Path) -> str:
+    ways = list(next(iter(by_shape.values())))
+    base = "launch=fork" if "launch=fork" in ways else ways[0]
+    columns = (("seconds", "s", 1), ("mb", "MB of a node", 0), ("calls", "metadata calls of a node", 0))
+    parts = [about, *(table(*column, by_shape, base) for column in columns)]
+    text = "\n\n".join(parts) + "\n"
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "launch.md").write_text(text)
+    document: list[dict[str, Any]] = [
+        {"nodes": shape.nodes, "ranks": shape.ranks, "took": took} for shape, took in by_shape.items()
+    ]
+    (out / "launch.json").write_text(json.dumps({"about": about, "shapes": document}) + "\n")
+    if importlib.util.find_spec("matplotlib"):
+        plot(by_shape, out / "launch.svg")
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.launch", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="of the whole job")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds (default: 5)")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=available())
+    parser.add_argument("--cold", action="store_true", help="without the file cache")
+    parser.add_argument("--slow-ms", type=float, default=0.0, help="of each metadata call")
+    parser.add_argument("--out", type=Path, default=Path("build/launch"))
+    options = parser.parse_args(arguments)
+    shapes = [Shape(n, ranks // n) for n in options.nodes for ranks in options.ranks if ranks >= n and ranks % n == 0]
+    load = os.getloadavg()[0]
+    folder = options.out.absolute() / f"starts-{os.getpid()}"
+    folder.mkdir(parents=True)
+    with MiniSlurm(nodes=max(options.nodes), gpus=0, name=f"bench-{os.getpid()}") as slurm:
+        bench = Bench(slurm, folder, options.slow_ms, options.cold)
+        by_shape = {shape: measure(bench, shape, options.ways, options.rounds) for shape in shapes}
+    about = (
+        f"{datetime.date.today()}, {os.cpu_count()} cores {platform.machine()}, Python {platform.python_version()}, "
+        f"torch {version('torch')}; medians of {options.rounds}, {'cold' if options.cold else 'warm'} file cache"
+        + (f", {options.slow_ms:g} ms per metadata call" if options.slow_ms else "")
+        + f"; load average before {load:.1f}"
+    )
+    print(report(by_shape, about, options.out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

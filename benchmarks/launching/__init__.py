@@ -1,0 +1,1 @@
+"""What benchmarks.launch starts: the two programs, and a slow file system."""

@@ -1,0 +1,111 @@
+"""launch=fork on the real Slurm: what ranks are told, signals, ends, and another attempt."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Run
+from tests.minislurm import MiniSlurm
+from tests.submission.test_restart import begin_now, restarts, state, until
+from tests.submitting import folder_of, job_id_of, submit
+
+pytestmark = pytest.mark.slurm
+
+TELLS = """
+import json, os, signal, time
+came = []
+signal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))
+rank = int(os.environ['RANK'])
+print('ready', flush=True)
+while not os.path.exists('go'):
+    time.sleep(0.05)
+    if came: open(f'came-{rank}', 'w').close()
+print(json.dumps([len(came), {n: v for n, v in os.environ.items() if n.startswith(('SLURM', 'CUDA_', 'GPU_', 'PMI'))}]))
+"""
+# Of one step and not of the other, or of the process itself: Slurm numbers them. A binding is its parent's.
+OWN = {"SLURM_JOB_ID", "SLURM_JOBID", "SLURM_TASK_PID", "SLURM_STEP_LAUNCHER_PORT", "SLURM_SRUN_COMM_PORT",
+       "SLURM_JOB_NAME", "SLURM_STEP_RESV_PORTS", "SLURM_TOPOLOGY_ADDR"}  # fmt: skip
+
+
+def told(folder: Path, rank: int) -> Any:
+    return json.loads((folder / f"logs/rank-{rank}.log").read_text().splitlines()[-1])
+
+
+def variables(folder: Path, rank: int) -> dict[str, str]:
+    return {n: v for n, v in told(folder, rank)[1].items() if n not in OWN and not n.startswith("SLURM_CPU_BIND")}
+
+
+def test_a_forked_rank_is_told_what_srun_tells_a_task(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
+    """The same variables of Slurm's with the same values, GPUs too; and a signal of Slurm's reaches each rank once."""
+    slurm = idle_slurm
+    (tmp_path / "tells.py").write_text(TELLS)
+    words = ["nodes=2", "ranks_per_node=2", "parallel=ddp", "--", "tells.py"]
+    forked = folder_of(submit(hpcinit, slurm, "launch=fork", "launch.preload=[]", *words))
+    logs = [forked / f"logs/rank-{rank}.log" for rank in range(4)]
+    until(lambda: all(log.exists() and "ready" in log.read_text() for log in logs), timeout_s=120)
+    job = json.loads((forked / "submission.json").read_text())["job_id"]
+    slurm.run("scancel", "--signal=USR1", f"{job}.0")
+    until(lambda: len(list(tmp_path.glob("came-*"))) == 4)
+    time.sleep(2)  # what would come twice comes within 0.3 s
+    (tmp_path / "go").touch()
+    until(lambda: state(slurm, job) == "COMPLETED", timeout_s=120)
+    assert [told(forked, rank)[0] for rank in range(4)] == [1, 1, 1, 1]
+    plain = folder_of(submit(hpcinit, slurm, "wait=true", *words, timeout=240))
+    for rank in range(4):
+        assert variables(forked, rank) == variables(plain, rank)
+
+
+DIES = """
+import os, time, hpcinit
+with hpcinit.session() as run:
+    for step in range(1, 1000):
+        run.progress(step, 1000)
+        if run.rank == 3 and step == 4: os.kill(os.getpid(), 9)
+        time.sleep(0.1)
+"""
+
+
+def test_kill_9_of_a_forked_rank(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """Slurm gets its status, hpcinit why names the rank and not its parent, and the others are gone."""
+    (tmp_path / "train.py").write_text(DIES)
+    done = submit(
+        hpcinit, slurm, "launch=fork", "nodes=2", "ranks_per_node=2", "wait=true", "--", "train.py", timeout=240
+    )
+    log = (folder_of(done) / "logs/job.log").read_text()
+    # The highest of all tasks, as srun has it: its own SIGTERM to the other node may count more.
+    assert done.returncode in (137, 143), done.stdout + done.stderr
+    assert "hpcinit: error: n2: rank 3: Killed\n" in log and "hpcinit: rank 2 on n2 ends with it\n" in log
+    assert "srun: error: n2: task 1: Killed" in log
+    assert "rank 3 on n2 was ended by a signal (Killed) first (step " in done.stdout + done.stderr
+
+
+HANGS = """
+import os, signal, time, hpcinit
+first = os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
+with hpcinit.session() as run:
+    for step in range(1, 20):
+        if run.rank == 1 and step == 4 and first: os.kill(os.getpid(), signal.SIGSTOP)
+        run.progress(step, 20)
+        run.should_stop()
+        time.sleep(0.1)
+print("through")
+"""
+
+
+def test_a_hang_of_forked_ranks_is_requeued(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
+    """Exit status 76 comes through the parent, and the next attempt, forked too, appends to the logs and ends well."""
+    (tmp_path / "train.py").write_text(HANGS)
+    words = ["launch=fork", "nodes=2", "ranks_per_node=2", "hang.after_s=5", "hang.action=end", "restart.budget=1"]
+    done = submit(hpcinit, idle_slurm, *words, "--", "train.py")
+    folder, job = folder_of(done), job_id_of(done)
+    until(lambda: restarts(folder), timeout_s=180)
+    assert restarts(folder)[0][:2] == (1, "hang")
+    until(lambda: state(idle_slurm, job) == "PENDING", timeout_s=60)
+    begin_now(idle_slurm, job)
+    until(lambda: state(idle_slurm, job) == "COMPLETED", timeout_s=180)
+    assert all("through" in (folder / f"logs/rank-{rank}.log").read_text() for rank in range(4))
