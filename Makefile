@@ -89,7 +89,7 @@ bench: $(VENV)/dev slurm
 	$(BIN)/python -m benchmarks.status
 	$(BIN)/python -m benchmarks.bringup
 	$(BIN)/python -m benchmarks.store
-	$(BIN)/python -m benchmarks.launch
+	$(BIN)/python -m benchmarks.launch  # an hour; --ranks 2 8 --nodes 1 is quick
 	$(BIN)/python -m benchmarks.steps
 	$(BIN)/python -m benchmarks.nodelist
 
