@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from hpcinit.config.schema import Config
 from hpcinit.facts import hangs, runfolder
+from hpcinit.facts.elastic import ASIDE
 from hpcinit.facts.restarts import FAILURE, HANG, NODE_FAIL, PREEMPTED, SLURM, TIME_LIMIT
 from hpcinit.facts.stopping import Reason
 
@@ -123,6 +124,11 @@ hpcinit_spare() { # the ranks have ended with status $1: whether they can begin 
     echo "hpcinit: $reason on ${bad//$'\n'/, }, and no spare node is left"; return 1
   fi
   echo "hpcinit: $reason on ${bad//$'\n'/, }: the ranks begin again in the same job, without $hpcinit_out"
+  for told in "@RUN@/errors" "@RUN@/@HANG_FOLDER@"; do # what they left is no failure of those that come
+    mkdir -p "$told/@ASIDE@$SLURM_JOB_ID"
+    mv "$told"/rank-*.json "$told/$SLURM_JOB_ID."* "$told/@ASIDE@$SLURM_JOB_ID" 2>/dev/null
+  done
+  return 0
 }
 """
 # Slurm 22.05 counts what a step had that a lost node has ended as taken for ever ('unable to update job's core use
@@ -173,7 +179,13 @@ def _filled(text: str, config: Config) -> str:
         "RESTARTS": f"{run}/{runfolder.RESTARTS}",
         "PROGRESS": f"{run}/{runfolder.PROGRESS}",
         "STOPPED": f"{run}/{runfolder.STOPPED}",
-        **{"RUN": run, "EXIT": runfolder.EXIT, "HANG_FOLDER": hangs.FOLDER, "HANG_REPORT": hangs.REPORT},
+        **{
+            "RUN": run,
+            "EXIT": runfolder.EXIT,
+            "ASIDE": ASIDE,
+            "HANG_FOLDER": hangs.FOLDER,
+            "HANG_REPORT": hangs.REPORT,
+        },
         **{"JOB_LOG": f"{run}/{runfolder.JOB_LOG}", "NODES": str(config.nodes)},
         "BUDGET": str(asked.budget),
         "IDLE": str(asked.without_progress or NEVER),

@@ -142,20 +142,21 @@ def test_preempted_with_a_grace_time(hpcinit: Run, tmp_path: Path) -> None:
 
 @pytest.mark.slurm
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("fault", ["rank", "node"])
+@pytest.mark.parametrize("fault", ["rank", "node", "hang"])
 def test_a_spare_node_takes_the_place(hpcinit: Run, idle_slurm: MiniSlurm, result: list[str], fault: str) -> None:
-    """With spares=1 a lost node, or one whose rank is killed, is left out, and the ranks go on inside the same job, with
-    the world of the step and not of the job."""
+    """With spares=1 a lost node, or one whose rank is killed or hangs, is left out, and the ranks go on inside the same
+    job, with the world of the step and not of the job. What the first ranks left is put aside."""
     slurm = idle_slurm
-    folder = begun(hpcinit, slurm, result, "spares=1", "restart.on=[node_fail,failure]")
+    hang = ["hang.after_s=10", "hang.action=end"] if fault == "hang" else []
+    folder = begun(hpcinit, slurm, result, "spares=1", "restart.on=[node_fail,failure,hang]", *hang)
     job = json.loads((folder / "submission.json").read_text())["job_id"]
     assert slurm.run("squeue", "--noheader", f"--jobs={job}", "--format=%N").strip() == "n[1-3]"
     if fault == "node":
         slurm.kill_node("n2")
     else:
-        os.kill(rank_on(slurm, "n2", folder), signal.SIGKILL)
+        os.kill(rank_on(slurm, "n2", folder), signal.SIGSTOP if fault == "hang" else signal.SIGKILL)
     try:
-        until(lambda: "begin again in the same job, without n2" in log(folder), 60)
+        until(lambda: "begin again in the same job, without n2" in log(folder), 120)
         Path("slow").unlink()
         assert finish(slurm, job) == "COMPLETED", log(folder)
     finally:
@@ -164,6 +165,11 @@ def test_a_spare_node_takes_the_place(hpcinit: Run, idle_slurm: MiniSlurm, resul
     assert printed(folder, 0).splitlines()[-1] == result[0]
     assert re.findall(r"^step +(\d+) ", text, re.MULTILINE).count("1") == 1, "it went on"
     assert len(re.findall("hpcinit: 2 ranks on 2 nodes", text)) == 2 and restarts(folder) == []
+    if fault == "hang":
+        assert "hang on n2: the ranks begin again in the same job" in log(folder)
+        assert not list(folder.glob(f"hang/{job}.*/report.txt")) and list(folder.glob("hang/before-*/*/report.txt"))
+    else:
+        assert not list(folder.glob("errors/*.json")) or fault == "node"
 
 
 @pytest.mark.slurm
