@@ -23,7 +23,7 @@ ATTEMPT = [
     r"""  printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s}\n' \ """.rstrip(),
     r"""    "${SLURM_JOB_ID:-$$}" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:-}" \ """.rstrip(),
     f"""    > "{RECORD}.tmp" && mv "{RECORD}.tmp" "{RECORD}\"""",
-    f'  [ "$1" = ended ] || export {ALLOCATED}="$(date +%s.%N)"',
+    f'  [ "$1" = ended ] || {{ {ALLOCATED}=$(date +%s.%N); export {ALLOCATED}; }}',
     "}",
     f"""rm -f "{RECORD}"; hpcinit_record began; trap 'exit 143' TERM""",
     f'{ALLOCATED}="${{SLURM_JOB_START_TIME:-${ALLOCATED}}}"',
