@@ -114,7 +114,7 @@ def test_tab_completes(folder: Path, shell: str, install: str) -> None:
     [
         (
             "hpcinit ",
-            "build-ops cancel discover doctor logs nodes plan render resubmit run status submit timeouts watch why world",
+            "build-ops cancel discover doctor logs nodes plan render report resubmit run status submit timeouts watch why world",
         ),
         ("hpcinit submit cluster=lo", "cluster=local"),
         ("hpcinit doctor cluster=lo", "cluster=local"),

@@ -78,7 +78,7 @@ def test_every_command_of_the_readme_runs(tmp_path: Path) -> None:
     """Each line under 'Use it' ends with 0, in order, in an empty folder that holds the README's train.py."""
     (tmp_path / "train.py").write_text(blocks("python")[0])
     lines = commands(blocks("bash")[1])
-    assert len(lines) == 11 and all(line.startswith("hpcinit ") for line in lines)
+    assert len(lines) == 13 and all(line.startswith("hpcinit ") for line in lines)
     for line in lines:
         done = shell(line, tmp_path)
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"

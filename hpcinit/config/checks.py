@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TypeVar
 
 from hpcinit.config import (
@@ -27,6 +26,7 @@ from hpcinit.facts.errors import RequestError
 from hpcinit.facts.layout import CP_KINDS
 from hpcinit.facts.spec import CHECKPOINTING, DEVICE_ID, HANG_ACTIONS, LAUNCHES, PARAM, REDUCE, SEED_BY, WRAPS
 from hpcinit.facts.stopping import SIGNALS
+from hpcinit.facts.user_paths import expanded, unknown_user
 
 T = TypeVar("T")
 ranks_per_node = partition.ranks_per_node
@@ -163,8 +163,10 @@ def _texts(config: Config) -> Iterator[str]:
             shown = secret_names.HIDDEN if secret else repr(text)
             yield f"{key} is {shown}: it {reason}, and it would become part of the script; remove it"
     for key, place in (("runs_dir", config.runs_dir), ("job.workdir", config.job.workdir or ".")):
-        path = str(Path(place).expanduser().absolute())
-        if not quoting.unsafe(place) and (reason := quoting.unsafe_path(path)):
+        path = str(expanded(place).absolute())
+        if user := unknown_user(place):
+            yield f"{key} is {place!r}, and there is no user {user!r}; expected a folder, or ~/... for one in your home"
+        elif not quoting.unsafe(place) and (reason := quoting.unsafe_path(path)):
             yield f"{key} means the folder {path!r}: its name {reason}, which sbatch would misread; use another folder"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpcinit.config.schema import Config
+from hpcinit.facts.user_paths import expanded
 
 LEAST_MB = 16  # a run folder begins with some 20 kB; logs and error records come to it
 IMAGES = (".sif", ".sqsh", ".simg", ".img")
@@ -19,13 +20,13 @@ def problems(config: Config) -> Iterator[str]:
     if config.check_paths and (config.cluster.engine == "local" or shutil.which("sbatch")):
         yield from _environment(config)
         yield from _image(config)
-    yield from _runs_dir(Path(config.runs_dir).expanduser().absolute())
+    yield from _runs_dir(expanded(config.runs_dir).absolute())
 
 
 def _environment(config: Config) -> Iterator[str]:
     cluster = config.cluster
     if cluster.venv and not config.container.image:
-        python = Path(cluster.venv).expanduser() / "bin/python"
+        python = expanded(cluster.venv) / "bin/python"
         if not os.access(python, os.X_OK):
             yield f"cluster.venv is {cluster.venv!r}, expected a virtual environment: no {python}{_elsewhere(python)}"
     if cluster.python and "/" in cluster.python and not config.container.image:

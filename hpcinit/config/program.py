@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpcinit.config.schema import Config
+from hpcinit.facts.user_paths import expanded
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -19,7 +20,7 @@ def problems(config: Config) -> Iterator[str]:
             "job=NAME, or put the program after --, as in: hpcinit submit nodes=2 -- train.py"
         )
         return
-    workdir = Path(job.workdir or ".").expanduser()
+    workdir = expanded(job.workdir or ".")
     if not workdir.is_dir():
         yield f"job.workdir is {str(workdir)!r}, expected a folder that exists"
     elif job.script and not (workdir / job.script).is_file():

@@ -11,6 +11,7 @@ from typing import Any
 
 from hpcinit.config.schema import Config
 from hpcinit.facts import quoting, secret_names
+from hpcinit.facts.user_paths import expanded
 
 HOW = (
     "put it in a file (umask 077; cat > ~/.{file}, paste, Ctrl-D), "
@@ -28,7 +29,7 @@ def problems(config: Config) -> Iterator[str]:
         elif name in config.job.env or name in config.cluster.env:
             yield f"secrets.{name} and job.env.{name} (or cluster.env) both set {name}: keep one"
         elif not quoting.unsafe(place):
-            yield from _file(name, Path(place).expanduser().absolute())
+            yield from _file(name, expanded(place).absolute())
 
 
 def in_document(document: Mapping[str, Any], patterns: list[str]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from hpcinit.config.schema import Config
 from hpcinit.facts import bad_nodes, clocks
 from hpcinit.facts.checkup import BAD, OK, WARNING, Check
+from hpcinit.facts.user_paths import expanded
 
 LITTLE_GB, FEW_FILES = 1.0, 1000  # below this a warning
 OF_ONE_MACHINE = ("tmpfs", "ramfs", "overlay", "squashfs")  # file systems that no compute node shares
@@ -23,7 +24,7 @@ def checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
     yield from _runs_dir(config)
     for key, place in (("cluster.scratch", config.cluster.scratch), ("cluster.cache", config.cluster.cache)):
         if place:
-            yield _folder(key, Path(os.path.expandvars(place)).expanduser(), absent=WARNING)
+            yield _folder(key, expanded(os.path.expandvars(place)), absent=WARNING)
     if not config.cluster.cache:
         for name, below in CACHES.items():
             yield _folder(name, Path(env.get(name) or Path.home() / below), absent=OK)
@@ -31,7 +32,7 @@ def checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
 
 
 def _runs_dir(config: Config) -> Iterator[Check]:
-    path = Path(config.runs_dir).expanduser().absolute()
+    path = expanded(config.runs_dir).absolute()
     found = _folder("runs_dir", path, absent=OK)
     kind = _file_system(_there(path))
     if found.grade == OK and config.cluster.engine == "slurm" and kind in OF_ONE_MACHINE:

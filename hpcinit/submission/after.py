@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcinit.config.chains import words
 from hpcinit.config.schema import Config
 from hpcinit.facts.errors import RequestError
+from hpcinit.facts.user_paths import expanded
 
 if TYPE_CHECKING:
     from hpcinit.observe.state import State
@@ -71,7 +71,7 @@ def _targets(key: str, word: str, runs_dir: str) -> list[tuple[str, list[State]]
     if JOB_ID.fullmatch(word):
         return [(word, state.of_array(word))]
     try:
-        path = find.find(word, Path(runs_dir).expanduser())
+        path = find.find(word, expanded(runs_dir))
         record = state.submission(path)
         if record["engine"] != "slurm":
             raise RequestError(

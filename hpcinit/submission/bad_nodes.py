@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from hpcinit.config import partition
 from hpcinit.config.request import Request
@@ -18,6 +17,7 @@ from hpcinit.config.schema import Config
 from hpcinit.facts import bad_nodes
 from hpcinit.facts.bad_nodes import Standing
 from hpcinit.facts.errors import NodelistError
+from hpcinit.facts.user_paths import expanded
 from hpcinit.observe.bad_nodes import look
 
 ANSWER_S = 10
@@ -58,7 +58,7 @@ def _table(config: Config) -> tuple[list[Standing], list[str]]:
     """Of the cluster, with what the runs since have left; a dry run writes nothing. Never fails a submission."""
     path, now, expiry_h = bad_nodes.file(os.environ, config.cluster.name), time.time(), config.bad_nodes.expiry_h
     known, troubles = bad_nodes.read(path), []
-    new = bad_nodes.new(look(Path(config.runs_dir).expanduser(), config.cluster.name, now, expiry_h), known)
+    new = bad_nodes.new(look(expanded(config.runs_dir), config.cluster.name, now, expiry_h), known)
     if new and not config.dry_run:
         try:
             bad_nodes.append(path, new)

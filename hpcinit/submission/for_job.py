@@ -9,6 +9,7 @@ from hpcinit.config import checks, parallel, timeouts
 from hpcinit.config.schema import Config
 from hpcinit.facts.spec import Comm, Hang, Program, Spec
 from hpcinit.facts.stopping import Stopping
+from hpcinit.facts.user_paths import expanded
 from hpcinit.submission import launching, snapshot
 
 
@@ -52,8 +53,8 @@ def make_spec(config: Config, workdir: Path, code: snapshot.Plan | None = None, 
 
 
 def workdir_of(config: Config) -> Path:
-    return Path(config.job.workdir or ".").expanduser().absolute()
+    return expanded(config.job.workdir or ".").absolute()
 
 
 def runs_dir_of(config: Config) -> Path:
-    return Path(config.runs_dir).expanduser().absolute()
+    return expanded(config.runs_dir).absolute()

@@ -15,6 +15,7 @@ from typing import Any
 from hpcinit.config.request import Prepare, Request
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import RequestError
+from hpcinit.facts.user_paths import expanded
 from hpcinit.observe import find, state, sweep
 from hpcinit.submission import command, recorded, submit
 
@@ -93,5 +94,5 @@ def _go_where_it_was_submitted(run: Path, document: dict[str, Any], fresh: bool)
         raise RequestError(f"cannot enter {place}, where {run.name} ran: {error.strerror}; submit anew") from None
     if job["workdir"] is not None:
         job["workdir"] = str(place)
-    if Path(document["runs_dir"]).expanduser().absolute() != run.parent:
+    if expanded(document["runs_dir"]).absolute() != run.parent:
         document["runs_dir"] = str(run.parent)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from hpcinit.facts import quoting
+from hpcinit.facts.user_paths import expanded
 
 # `set -x`, bash -x and SHELLOPTS would print every value; {...} 2>/dev/null keeps even this line out of the trace.
 QUIET = "{ hpcinit_flags=$-; set +x; } 2>/dev/null"
@@ -18,7 +18,7 @@ def lines(secrets: Mapping[str, str]) -> list[str]:
         return []
     read = []
     for name, place in secrets.items():
-        path = str(Path(place).expanduser().absolute())
+        path = str(expanded(place).absolute())
         said = quoting.shell(f"secrets.{name}: cannot read {path} on this node")
         read.append(f'{name}="$(cat -- {quoting.shell(path)})" || {{ echo {said} >&2; exit 1; }}; export {name}')
     return ["# secrets, read from files when the job starts:", QUIET, *read, AS_BEFORE]

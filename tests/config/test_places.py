@@ -83,3 +83,10 @@ def test_a_full_disk(hpcinit: Run, tmp_path: Path) -> None:
         assert list((tmp_path / "small").iterdir()) == []
     finally:
         subprocess.run(["umount", tmp_path / "small"], check=True)
+
+
+def test_a_home_that_nobody_has() -> None:
+    """~name of no user is refused for what it is, and neither it nor a NUL ends in a traceback."""
+    said = checks.problems(compose(["runs_dir='~nosuchuser/runs'"]))
+    assert "runs_dir is '~nosuchuser/runs', and there is no user 'nosuchuser'; expected a folder, or ~/..." in said[0]
+    assert [each for each in checks.problems(compose(['runs_dir="~x\0y"'])) if "'~x\\x00y'" in each]

@@ -1,0 +1,23 @@
+"""Paths as users write them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def expanded(place: str) -> Path:
+    """`place` with ~ or ~name in front of it as the home folder; as it is written where there is no such user.
+
+    Not Path.expanduser(), which raises RuntimeError for an unknown user and ValueError for a NUL.
+    """
+    try:
+        return Path(os.path.expanduser(place))  # noqa: PTH111 - see above
+    except ValueError:
+        return Path(place)
+
+
+def unknown_user(place: str) -> str:
+    """'name' of a ~name/... that is nobody's home, or ''."""
+    first = place.partition("/")[0]
+    return first[1:] if len(first) > 1 and first.startswith("~") and str(expanded(first)).startswith("~") else ""
