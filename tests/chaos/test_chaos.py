@@ -169,7 +169,7 @@ def test_preempted(start: Start) -> None:
         word,
         run.lost(),
         ends,
-        r"job \d+ waits \(\w+\) to begin again: (preempted|a job of higher priority took the nodes)",
+        r"(job \d+ waits \(\w+\) to begin again: )?(preempted|a job of higher priority took the nodes)",
         "COMPLETED after 1 restart",
     )
 
