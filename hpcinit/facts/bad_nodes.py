@@ -10,8 +10,10 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from hpcinit.facts import known_fields
 
 FOLDER = "hpcinit/nodes"  # below XDG_STATE_HOME, ~/.local/state: every login node of a site has the same
 LIMIT, EXPIRY_H = 2, 24.0  # defaults of bad_nodes.limit and bad_nodes.expiry_h
@@ -86,10 +88,8 @@ def read(path: Path) -> list[NodeFailure]:
 
 
 def _line(text: str) -> NodeFailure | None:
-    known = {field.name for field in fields(NodeFailure)}
     try:
-        document = json.loads(text)
-        one = NodeFailure(**{key: value for key, value in document.items() if key in known})
+        one = known_fields.made(NodeFailure, json.loads(text))
         return one if one.time >= 0 and isinstance(one.host, str) and isinstance(one.kind, str) else None
     except (ValueError, TypeError, AttributeError):
         return None

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpcinit.facts import causes, error_records, hangs, runfolder, scratch
+from hpcinit.facts import causes, error_records, hangs, known_fields, runfolder, scratch
 
 ASIDE = "before-"  # errors/before-43.0.0/, hang/before-43.0.0/
 
@@ -43,8 +43,7 @@ class Restart:
 
 def from_json(line: str) -> Restart:
     """Raises ValueError, TypeError or AttributeError for what is no such line."""
-    known = {field.name for field in fields(Restart)}
-    return Restart(**{key: value for key, value in json.loads(line).items() if key in known})
+    return known_fields.made(Restart, json.loads(line))
 
 
 def cause(found: Sequence[Restart]) -> Restart:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from hpcinit.facts import known_fields
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,9 @@ class Found:
 
 def read(folder: Path, name: str = "rank-*.json") -> Iterator[Found]:
     """All of `folder`, a run's errors/, or the one of that name. Half written or of another version: left out."""
-    known = {field.name for field in fields(ErrorRecord)}
     for path in sorted(folder.glob(name)):
         try:
-            document = json.loads(path.read_text())
-            record = ErrorRecord(**{key: value for key, value in document.items() if key in known})
+            record = known_fields.made(ErrorRecord, json.loads(path.read_text()))
             yield Found(record, path.stat().st_mtime)
         except (OSError, ValueError, TypeError, AttributeError):
             continue

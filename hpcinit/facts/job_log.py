@@ -7,6 +7,7 @@ node's first rank instead.
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
@@ -30,6 +31,11 @@ _BEGINS = re.compile(
 )
 _REFUSED = re.compile(r"^hpcinit: restart \d+ \(slurm\) is not begun: ")  # by an attempt that ends with it
 _OURS = re.compile(r"^(srun|slurmstepd\S*): ")
+
+
+def how(code: int) -> str:
+    """srun's words for the end of a process, for those in its place. code: -9 for a signal, as subprocess has it."""
+    return f"Exited with exit code {code}" if code >= 0 else signal.strsignal(-code) or f"signal {-code}"
 
 
 @dataclass(frozen=True)

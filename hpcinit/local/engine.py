@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from hpcinit.facts import runfolder, whole_file
+from hpcinit.facts import parent_death, runfolder, whole_file
 from hpcinit.facts.errors import SubmitError
 from hpcinit.facts.spec import load
 from hpcinit.local import environment, processes
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
             cwd=spec.workdir,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=partial(processes.die_with_parent, os.getpid()),
+            preexec_fn=partial(parent_death.die_with, os.getpid()),
         )
     except OSError as error:
         print(f"hpcinit: error: cannot start the batch script in {spec.workdir}: {error}", flush=True)

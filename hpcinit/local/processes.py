@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import signal
 import sys
 import time
 
@@ -14,26 +13,8 @@ import psutil
 ENV_ENGINE = "HPCINIT_ENGINE"  # environment variable: the engine's process id, in all that it starts
 
 # prctl(2)
-PR_SET_PDEATHSIG = 1  # the signal that this process gets when its parent dies
 PR_SET_CHILD_SUBREAPER = 36  # orphaned descendants become children of this process, not of init
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-def end_with_parent(parent: int) -> None:
-    """SIGTERM for this process when its parent dies, however it dies. Linux only; elsewhere nothing."""
-    _signal_at_death_of(parent, signal.SIGTERM)
-
-
-def die_with_parent(parent: int) -> None:
-    """The same with SIGKILL: a shell that traps SIGTERM acts on it only when its foreground command has ended."""
-    _signal_at_death_of(parent, signal.SIGKILL)
-
-
-def _signal_at_death_of(parent: int, number: int) -> None:
-    if _libc is not None:
-        _libc.prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died before prctl, which then says nothing of it
-        os._exit(128 + number)
 
 
 def adopt_orphans() -> None:

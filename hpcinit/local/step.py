@@ -20,18 +20,20 @@ from typing import IO
 
 import psutil
 
+from hpcinit.facts import job_log, parent_death
 from hpcinit.local import environment, processes
 
 KILL_WAIT_S = 2.0
 
 
 class Step:
-    """The tasks of one step. `run()` returns what srun would: the highest exit code of any task."""
+    """The tasks of one step. `run()` returns the exit code of the task whose end ended the others, else the highest."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.tasks: dict[int, subprocess.Popen[bytes]] = {}
         self.statuses: dict[int, int] = {}
+        self.first: int | None = None  # exit code of the task whose end ends the others
         self.signals: list[int] = []
         self.logs: list[IO[bytes]] = []
         self.parent = os.getppid()  # the batch script
@@ -47,7 +49,7 @@ class Step:
             self._end()
             for log in self.logs:
                 log.close()
-        return max(self.statuses.values(), default=0)
+        return max(self.statuses.values(), default=0) if self.first is None else self.first
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         per_node = self.options.ntasks_per_node
@@ -63,7 +65,7 @@ class Step:
             stdout=log,
             stderr=log,
             start_new_session=True,  # so that what a rank starts (data loaders) ends with it
-            preexec_fn=partial(processes.end_with_parent, os.getpid()),
+            preexec_fn=partial(parent_death.end_with, os.getpid()),
         )
 
     def _wait(self) -> None:
@@ -79,6 +81,7 @@ class Step:
                 if rank not in self.statuses and task.poll() is not None:
                     self._note(rank, task.returncode)
                     if task.returncode != 0 and self.options.kill_on_bad_exit:
+                        self.first = self.statuses[rank]
                         return
             time.sleep(0.02)
 
@@ -91,8 +94,7 @@ class Step:
         self.statuses[rank] = code if code >= 0 else 128 - code
         if code != 0:
             node = rank // self.options.ntasks_per_node + 1
-            how = f"Exited with exit code {code}" if code > 0 else signal.strsignal(-code)
-            print(f"hpcinit: error: 127.0.0.{node}: task {rank}: {how}", file=sys.stderr, flush=True)
+            print(f"hpcinit: error: 127.0.0.{node}: task {rank}: {job_log.how(code)}", file=sys.stderr, flush=True)
 
     def _signal(self, number: int) -> None:
         for rank, task in self.tasks.items():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import elastic, restarts, runfolder
+from hpcinit.facts import elastic, known_fields, restarts, runfolder
 
 WORDS = {
     restarts.PREEMPTED: "preempted",
@@ -45,10 +45,9 @@ def read(path: Path) -> list[Restart]:
 
 
 def _lines(text: Iterator[str]) -> Iterator[Restart]:
-    known = {field.name for field in fields(Restart)}
     for line in text:
         try:
-            one = Restart(**{key: value for key, value in json.loads(line).items() if key in known})
+            one = known_fields.made(Restart, json.loads(line))
         except (ValueError, TypeError, AttributeError):
             continue
         if isinstance(one.restart, int) and isinstance(one.reason, str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hpcinit.runtime.fork import process
+from hpcinit.facts import parent_death
 
 ENV_PARENT = "HPCINIT_PARENT"  # process id of an agent, in the environment of its ranks
 
@@ -17,4 +17,4 @@ def die_with_parent() -> None:
     """
     parent = os.environ.pop(ENV_PARENT, "")
     if parent.isdigit():
-        process.die_with(int(parent))
+        parent_death.die_with(int(parent))

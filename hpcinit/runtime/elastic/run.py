@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from hpcinit.facts import elastic, error_records, runfolder
+from hpcinit.facts import elastic, error_records, job_log, runfolder
 from hpcinit.facts.elastic import Restart
 from hpcinit.facts.evidence import brief
 from hpcinit.facts.launchers.torchrun import ENV_AGENT
@@ -93,7 +92,7 @@ class Node:
             time=record.time if record else time.time(),
             rank=rank,
             host=self._agents.host or os.uname().nodename,
-            how=f"Exited with exit code {status}" if status > 0 else signal.strsignal(-status) or f"signal {-status}",
+            how=job_log.how(status),
             error=brief(record.error) if record else "",
             step=elastic.furthest(self._folder),
         )

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpcinit.facts import forked, runfolder
+from hpcinit.facts import forked, parent_death, runfolder
 from hpcinit.facts.forked import Node
 from hpcinit.facts.spec import Spec
 from hpcinit.runtime.fork import binding, process
@@ -18,7 +18,7 @@ from hpcinit.runtime.lifecycle import signals
 def become(here: Node, spec: Spec, folder: Path, local_rank: int, parent: int, cpus: list[set[int]] | None) -> None:
     """In the child, at once: local rank `local_rank` of `here`. cpus: of each local rank, None to leave them."""
     os.setsid()
-    process.die_with(parent)
+    parent_death.die_with(parent)
     rank = here.first + local_rank
     _open_log(folder / runfolder.RANK_LOG.format(rank=rank))
     env = forked.environment(os.environ, here, local_rank, os.getpid(), spec.launch.cpus)

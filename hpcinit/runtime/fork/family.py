@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcinit.facts import error_records, runfolder
+from hpcinit.facts import error_records, job_log, runfolder
 from hpcinit.facts.forked import Node
 from hpcinit.facts.ranges import ranges
 from hpcinit.facts.spec import Launch
@@ -116,7 +116,8 @@ class Family:
         """One more has ended: say so if that is bad, and end the others if they are to end with it."""
         bad = rank.status != 0
         if bad and not self._told and (self._first is None or not self._launch.kill_on_bad_exit):
-            self._say(f"error: {self._here.host}: rank {rank.rank}: {_how(rank.status or 0)}")
+            how = job_log.how(os.waitstatus_to_exitcode(rank.status or 0))
+            self._say(f"error: {self._here.host}: rank {rank.rank}: {how}")
             if quoted := self._quote(rank.rank):
                 self._say(quoted)
         if bad and self._first is None:
@@ -168,12 +169,6 @@ def _number(status: int) -> int:
     """As a shell says it: 128 and the signal."""
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
-
-
-def _how(status: int) -> str:
-    """srun's words."""
-    code = os.waitstatus_to_exitcode(status)
-    return f"Exited with exit code {code}" if code >= 0 else str(signal.strsignal(-code))
 
 
 def end_as(status: int) -> int:

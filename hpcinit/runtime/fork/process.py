@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import signal
 from pathlib import Path
 
 # prctl(2)
-PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 SHORT = 15  # bytes of a process's short name, which top and `ps -o comm` show
-
-
-def die_with(parent: int) -> None:
-    """SIGKILL for this process when its parent is gone, however it went."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent:  # before prctl, which then says nothing of it
-        os._exit(128 + signal.SIGKILL)
 
 
 def call_this(title: str) -> None:

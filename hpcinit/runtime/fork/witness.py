@@ -13,6 +13,7 @@ import select
 import signal
 import time
 
+from hpcinit.facts import parent_death
 from hpcinit.runtime.fork import process
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -53,7 +54,7 @@ class Witness:
 def _listen(write: int, parent: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     os.setsid()
-    process.die_with(parent)
+    parent_death.die_with(parent)
     process.call_this("hpcinit: hears signals")
     while True:
         os.write(write, bytes([signal.sigwait(FORWARDED)]))
