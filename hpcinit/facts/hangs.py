@@ -25,7 +25,7 @@ THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 # Where torch waits for other ranks. Its decorators stand in c10d_logger.py as 'wrapper'.
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
 BACKWARD = ("torch/autograd/graph.py", "_engine_run_backward")  # DDP and FSDP reduce gradients below it, in C++
-NOT_THEIRS = re.compile(r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<frozen|/hpcinit/")
+NOT_THEIRS = re.compile(r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<frozen|/hpcinit/(?!jobs/)")
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ def places(folder: Path) -> dict[int, Place]:
     return found
 
 
-def report(nodes: Sequence[Node], stacks: Mapping[int, Place], now_s: float) -> list[str]:
+def report(nodes: Sequence[Node], stacks: Mapping[int, Place], now_s: float, size: int) -> list[str]:
     """Lines for a person: how long nothing has happened, who waits in what, and who has not come there.
 
-    now_s: in seconds since 1970, against which a node that says nothing any more is told.
+    now_s: in seconds since 1970, against which a node that says nothing any more is told. size: of the world.
     """
     beats = {beat.rank: (node.host, beat) for node in nodes for beat in node.beats}
     lines = [_silence([beat for _, beat in beats.values()])]
@@ -89,6 +89,8 @@ def report(nodes: Sequence[Node], stacks: Mapping[int, Place], now_s: float) -> 
             waiting.setdefault((where.waits_in, where.at), []).append(rank)
     for (what, at), ranks in sorted(waiting.items(), key=lambda item: -len(item[1])):
         lines.append(f"{_ranks(ranks)} wait{'s' * (len(ranks) == 1)} in {what}, called at {at}")
+    if unheard := sorted(set(range(size)) - set(beats) - set(stacks)):
+        lines.append(f"{_ranks(unheard)} {'have' if len(unheard) > 1 else 'has'} never said anything")
     for node in nodes:
         if now_s - node.time > DEAD_S:
             ranks = [beat.rank for beat in node.beats]

@@ -101,8 +101,8 @@ hpcinit_after() { # the ranks have ended with status $1: once more, or not
 
 
 # srun says of the first rank to fail 'srun: error: n2: task 3: Killed'; of several nodes at a time 'n[1-2]: tasks 2-3',
-# which names none. One that a signal ended comes before those that ended by themselves: their peer was gone. Those who
-# only wait in a hang are not named 'on' a node by its report.
+# which names none. One that a signal ended comes before those that ended by themselves: their peer was gone. In a hang
+# those who wait end first, and only the report, which does not name them 'on' a node, knows who is to blame.
 SPARES = r"""
 hpcinit_out='' # nodes that the ranks are kept from: n2,n3
 hpcinit_spare() { # the ranks have ended with status $1: whether they can begin again here, without the node to blame
@@ -113,10 +113,11 @@ hpcinit_spare() { # the ranks have ended with status $1: whether they can begin 
   [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null)" = RUNNING ] || return 1
   bad=$(hpcinit_lost)
   [ -n "$bad" ] || bad=$(hpcinit_hang | while read -r node; do cat "$node"; done |
-    sed -n 's/^rank [0-9]* on \([^ ]*\) .*/\1/p' | head -n 1)
+    sed -n 's/^rank [0-9]* on \([^ ]*\) .*/\1/p; s/^node \([^ ]*\) has said nothing for .*/\1/p' | head -n 1)
   told=$(tail -n "+$((hpcinit_from + 1))" "@JOB_LOG@" | grep '^srun: error: [^ :[]*: task ')
-  [ -n "$bad" ] || bad=$({ grep -v ': \(Terminated\|Exited .*\)$' <<< "$told"; echo "$told"; } |
-    sed -n 's/^srun: error: \([^:]*\):.*/\1/p' | head -n 1)
+  [ -n "$bad" ] || [ "$reason" = @HANG@ ] ||
+    bad=$({ grep -v ': \(Terminated\|Exited .*\)$' <<< "$told"; echo "$told"; } |
+      sed -n 's/^srun: error: \([^:]*\):.*/\1/p' | head -n 1)
   [ -n "$bad" ] || return 1
   for node in $bad; do hpcinit_out+="${hpcinit_out:+,}$node"; done
   node=$(wc -w <<< "${hpcinit_out//,/ }")

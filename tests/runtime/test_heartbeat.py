@@ -135,7 +135,7 @@ def test_a_stack_is_read() -> None:
 )
 def test_ranks_that_cannot_be_asked(state: str, words: str) -> None:
     """Each with what its node sees of it."""
-    lines = hangs.report([Node("n1", 100.0, (Beat(0, 7, 3, 9.0, state),))], {}, now_s=100.0)
+    lines = hangs.report([Node("n1", 100.0, (Beat(0, 7, 3, 9.0, state),))], {}, now_s=100.0, size=1)
     assert lines[0] == "no step for 9 s; last told: step 3 by rank 0"
     assert lines[1].startswith("rank 0 on n1 cannot be asked: ") and words in lines[1]
 
@@ -147,5 +147,16 @@ def test_a_node_that_says_nothing_is_named(tmp_path: Path) -> None:
     (tmp_path / "n3.json").write_text('{"host": ')
     (tmp_path / "n4.json").write_text(json.dumps({"host": "n4"}))
     assert beats.read(tmp_path) == [node]
-    assert "node n2 has said nothing for 500 s: ranks 2-3 ran there" in hangs.report([node], {}, now_s=1500.0)
-    assert hangs.report([], {}, now_s=0.0) == ["no rank has told a step yet"]
+    assert "node n2 has said nothing for 500 s: ranks 2-3 ran there" in hangs.report([node], {}, now_s=1500.0, size=4)
+    assert hangs.report([], {}, now_s=0.0, size=0) == ["no rank has told a step yet"]
+
+
+def test_ranks_of_which_nothing_is_known_are_named() -> None:
+    """Neither a word of their node nor a stack: a node that was frozen before it wrote its first."""
+    node = Node("n1", 100.0, (Beat(0, 7, 3, 9.0),))
+    lines = hangs.report([node], {0: hangs.Place("all_reduce", "train.py:9 in step")}, now_s=100.0, size=3)
+    assert lines[1:] == [
+        "rank 0 waits in all_reduce, called at train.py:9 in step",
+        "ranks 1-2 have never said anything",
+    ]
+    assert "rank 1 has never said anything" in hangs.report([node], {}, now_s=100.0, size=2)

@@ -61,12 +61,15 @@ class Heartbeat:
         self._closed.set()
 
     def _run(self) -> None:
-        while not self._closed.wait(self._period):
+        # Once before the first wait: a node that falls silent at once is known by name all the same.
+        while True:
             LOOKED.pack_into(self._table, self._at + LOOKED_AT, time.monotonic())
             with contextlib.suppress(OSError):  # the disk of the run folder: it is not for us to end a training
                 if self._leads():
                     self._publish()
                 self._look()
+            if self._closed.wait(self._period):
+                return
 
     def _slots(self) -> list[tuple[int, int, int, float, float]]:
         return [slot for slot in SLOT.iter_unpack(self._table[:]) if slot[1]]
@@ -113,7 +116,7 @@ class Heartbeat:
     def _report(self, silent: float) -> None:
         """By the rank that comes first; then, where it is asked for, the end of this one."""
         path = self._hang / hangs.REPORT
-        lines = hangs.report(beats.read(self._beats), hangs.places(self._hang), time.time())
+        lines = hangs.report(beats.read(self._beats), hangs.places(self._hang), time.time(), self._world.world_size)
         with contextlib.suppress(FileExistsError):
             with path.open("x") as file:
                 file.write("\n".join(lines) + "\n")
