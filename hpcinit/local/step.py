@@ -27,13 +27,12 @@ KILL_WAIT_S = 2.0
 
 
 class Step:
-    """The tasks of one step. `run()` returns the exit code of the task whose end ended the others, else the highest."""
+    """The tasks of one step. `run()` returns what srun would: the highest exit code of any task."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.tasks: dict[int, subprocess.Popen[bytes]] = {}
         self.statuses: dict[int, int] = {}
-        self.first: int | None = None  # exit code of the task whose end ends the others
         self.signals: list[int] = []
         self.logs: list[IO[bytes]] = []
         self.parent = os.getppid()  # the batch script
@@ -49,7 +48,7 @@ class Step:
             self._end()
             for log in self.logs:
                 log.close()
-        return max(self.statuses.values(), default=0) if self.first is None else self.first
+        return max(self.statuses.values(), default=0)
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         per_node = self.options.ntasks_per_node
@@ -81,7 +80,6 @@ class Step:
                 if rank not in self.statuses and task.poll() is not None:
                     self._note(rank, task.returncode)
                     if task.returncode != 0 and self.options.kill_on_bad_exit:
-                        self.first = self.statuses[rank]
                         return
             time.sleep(0.02)
 

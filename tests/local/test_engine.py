@@ -87,13 +87,13 @@ def test_cancel_ends_every_process(hpcinit: Run, number: str) -> None:
 
 
 def test_one_failing_rank_ends_the_others(hpcinit: Run, number: str) -> None:
-    """A rank that fails brings the job down at once, with a line that names it, a failed state and its exit status, not
-    that of the SIGTERM which the others got."""
+    """A rank that fails brings the job down at once, with a line that names it, a failed state and, as
+    with srun, the highest exit status: of the SIGTERM which the others got."""
     folder = start(hpcinit, f'[ "$RANK" = 1 ] && exit 7; sleep {number}', "nodes=2")
     wait_for(lambda: engine.read_state(folder)["state"] == "FAILED", timeout=10)
     assert "127.0.0.2: task 1: Exited with exit code 7" in hpcinit("logs", "--job", folder.name).stdout
     assert not processes_with(number)
-    assert "FAILED" in hpcinit("status", folder.name).stdout and engine.read_state(folder)["exit_status"] == 7
+    assert "FAILED" in hpcinit("status", folder.name).stdout and engine.read_state(folder)["exit_status"] == 143
 
 
 @pytest.mark.parametrize(("script", "status"), [("exit 3", 3), ("kill -9 $$", 137)])
@@ -178,11 +178,8 @@ def test_a_batch_script_that_cannot_start_is_a_failure(hpcinit: Run, tmp_path: P
 
 def test_run_again_by_hand(hpcinit: Run, number: str) -> None:
     """bash job.sh gives all ranks again, and status follows it: running, ended, or killed."""
-    words = [
-        "nodes=2",
-        "wait=true",
-        "launch.kill_on_bad_exit=false",
-    ]  # so that the one prints before the other has ended
+    # Both are to print, and none is to be ended by the other's end.
+    words = ["nodes=2", "wait=true", "launch.kill_on_bad_exit=false"]
     done = hpcinit("submit", *words, "--", "sh", "-c", "echo $RANK/$WORLD_SIZE; exit 3")
     folder = folder_of(done)
     assert subprocess.run(["bash", folder / "job.sh"], stderr=subprocess.DEVNULL, check=False).returncode == 3
