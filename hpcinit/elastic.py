@@ -14,8 +14,9 @@ from pathlib import Path
 from hpcinit.cli import guarded
 from hpcinit.facts import launchers, runfolder
 from hpcinit.facts.errors import RequestError
-from hpcinit.facts.spec import Spec, load
+from hpcinit.facts.spec import Spec
 from hpcinit.facts.world import World
+from hpcinit.run import enter
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,8 +28,7 @@ def main(argv: Sequence[str]) -> int:
 
     came = signals.Signals()  # before torch starts threads: they inherit what is blocked
     path = Path(argv[0]).absolute()
-    spec = load(path)
-    os.environ[runfolder.ENV_FOLDER] = str(path.parent)
+    spec = enter(argv[0])
     agents = launchers.read(os.environ)
     _refuse_another_size(spec, agents, path)
     from hpcinit.runtime.elastic import run  # noqa: PLC0415 - imports torch

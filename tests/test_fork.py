@@ -11,8 +11,9 @@ import pytest
 
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
-from tests.submission.test_restart import begin_now, restarts, state, until
+from tests.submission.test_restart import begin_now, restarts, state
 from tests.submitting import folder_of, job_id_of, submit
+from tests.waiting import until
 
 pytestmark = pytest.mark.slurm
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import pytest
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, job_id_of, submit
+from tests.waiting import until
 
 # Ranks that have met, with a child each that is no rank, and one that ignores what it is told.
 TRAINING = """
@@ -54,13 +53,6 @@ def listening(slurm: MiniSlurm, node: str) -> set[int]:
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def until(true: Callable[[], object], timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 @pytest.mark.slurm

@@ -20,8 +20,9 @@ from tests.conftest import Run
 from tests.leaving_out import leave_out
 from tests.minislurm import MiniSlurm
 from tests.minislurm.daemons import daemon_pid
-from tests.submission.test_restart import begin_now, log, restarts, until
+from tests.submission.test_restart import begin_now, log, restarts
 from tests.submission.test_restart_training import rank_on
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.chaos, pytest.mark.timeout(400)]
 short = pytest.mark.chaos(short=True)

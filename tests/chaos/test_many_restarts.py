@@ -16,9 +16,10 @@ from tests.chaos.conftest import ALL
 from tests.chaos.training import Training
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
-from tests.submission.test_restart import begin_now, log, until
+from tests.submission.test_restart import begin_now, log
 from tests.submission.test_restart_training import ARGS, SLOW
 from tests.submitting import folder_of, printed, submit
+from tests.waiting import until
 
 STEPS, EVERY = 200, 4
 MODEL = ["--steps", str(STEPS), *ARGS[2:], "--save-every", str(EVERY)]  # of ARGS all but its number of steps

@@ -6,8 +6,7 @@ import json
 import os
 import shutil
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.minislurm.plugin import require_slurm
 from tests.submitting import submit
+from tests.waiting import until
 
 SMALL = ("ranks_per_node=1", "cluster.gpu_flag=null")
 
@@ -32,13 +32,6 @@ def forgetful(request: pytest.FixtureRequest) -> Iterator[MiniSlurm]:
     with MiniSlurm(nodes=1, gpus=0, accounting=request.param, name=name, options={"MinJobAge": "2"}) as cluster:
         yield cluster
         cluster.start_controller()
-
-
-def until(true: Callable[[], object], timeout_s: float = 150) -> None:
-    end = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.5)
 
 
 def told(hpcinit: Run, cluster: MiniSlurm, *words: str, **env: str) -> list[dict[str, Any]]:

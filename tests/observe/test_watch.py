@@ -15,8 +15,9 @@ import pytest
 
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
-from tests.observe.test_state import SMALL, counted, told, until
+from tests.observe.test_state import SMALL, counted, told
 from tests.submitting import submit
+from tests.waiting import until
 
 
 @pytest.mark.slurm

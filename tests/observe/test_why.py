@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submission.test_restart import begin_now
 from tests.submitting import folder_of, job_id_of, submit
+from tests.waiting import until
 
 TRAIN = """
 import os, sys, time
@@ -47,13 +47,6 @@ def start(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> Callable[..., 
         return folder_of(submit(hpcinit, idle_slurm, *WORDS, *words, "--", "train.py", how))
 
     return submitted
-
-
-def until(holds: Callable[[], object], timeout_s: float = 150) -> None:
-    end = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.5)
 
 
 def over(hpcinit: Run, slurm: MiniSlurm, folder: Path) -> list[str]:

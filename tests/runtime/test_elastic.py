@@ -25,6 +25,7 @@ from hpcinit.facts.world import World
 from hpcinit.runtime.elastic import gathering
 from hpcinit.runtime.elastic.gathering import Gathering
 from hpcinit.runtime.elastic.workers import Start, Workers
+from tests.waiting import until
 
 T = TypeVar("T")
 WHY = Restart("43.0.0", 1, 100.0, 3, "n2", "Killed")
@@ -151,13 +152,6 @@ def _plainly(start: Callable[[], T]) -> T:
 def workers(tmp_path: Path, code: str, count: int = 2) -> Workers:
     starts = [Start({**os.environ, "N": str(number)}, tmp_path / f"{number}.log") for number in range(count)]
     return Workers(["bash", "-c", code], starts, _plainly)
-
-
-def until(true: Callable[[], object], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_ranks_have_sessions_logs_and_environments_of_their_own(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from hpcinit.facts import beats, hangs
 from hpcinit.facts.beats import Beat, Node
 from tests.runtime.spawned import ranks
 from tests.runtime.test_stopping import END
+from tests.waiting import until
 
 TRAIN = """
 import os, time
@@ -44,13 +43,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in (("FOLDER", tmp_path), ("TMPDIR", tmp_path / "disk"), ("HPCINIT_RUN", "")):
         monkeypatch.setenv(name, str(value))
     return tmp_path
-
-
-def until(what: Callable[[], bool], timeout_s: float = 150) -> None:
-    end = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def report(folder: Path) -> str:

@@ -18,6 +18,7 @@ from hpcinit.submission.bad_nodes import LeftOut, decide
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, submit
+from tests.waiting import until
 
 TABLE = "home/.local/state/hpcinit/nodes/mini.jsonl"
 MINI = ["submit", "cluster=mini", "nodes=2", "dry_run=true"]
@@ -251,10 +252,3 @@ def test_a_node_on_which_no_rank_can_be_started(hpcinit: Run, idle_slurm: MiniSl
     assert "excluded: n2 (1 failure in 24 h: slurmd unreachable)" in done.stderr
     said = hpcinit("why", folder.name, env=idle_slurm.env).stdout
     assert said.startswith("srun could not start the ranks on n2: its slurmd gave no answer"), said
-
-
-def until(holds: Any, timeout_s: float = 150) -> None:
-    end = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.5)

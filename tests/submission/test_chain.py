@@ -8,8 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,13 +19,7 @@ from tests.conftest import Run
 from tests.leaving_out import installed
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, printed, submit
-
-
-def until(true: Callable[[], object], timeout_s: float = 150) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.3)
+from tests.waiting import until
 
 
 def status(hpcinit: Run, slurm: MiniSlurm, folder: Path) -> dict[str, object]:

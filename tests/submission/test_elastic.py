@@ -14,8 +14,9 @@ import pytest
 from hpcinit.facts import elastic
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
-from tests.submission.test_restart import finish, log, until
+from tests.submission.test_restart import finish, log
 from tests.submitting import folder_of, job_id_of, printed, submit
+from tests.waiting import until
 
 # No torch in the ranks: cheap. First start: rank 3 raises. Second: rank 2 crashes, as soon as all are there.
 FAILS = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,6 @@ from tests.conftest import Run
 from tests.leaving_out import installed
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, job_id_of, printed, submit
-
-
-def until(true: Callable[[], object], timeout_s: float = 150) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.3)
 
 
 def state(slurm: MiniSlurm, job: str) -> str:

@@ -13,8 +13,9 @@ import pytest
 from hpcinit.facts import elastic
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
-from tests.submission.test_restart import finish, log, restarts, state, until
+from tests.submission.test_restart import finish, log, restarts, state
 from tests.submitting import folder_of, job_id_of, printed, submit
+from tests.waiting import until
 
 ARGS = ["--steps", "24", "--micro-batch", "4", "--context", "32", "--width", "32", "--heads", "2", "--layers", "1"]
 # As long as the file `slow` is there every step takes long, so that the test comes in the middle.

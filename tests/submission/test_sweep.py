@@ -6,8 +6,6 @@ import json
 import os
 import re
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from hpcinit.submission import array, sweep_jobs
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import submit
+from tests.waiting import until
 
 SMALL = ("ranks_per_node=1", "cluster.gpu_flag=null")
 TASK = 'echo "$HPCINIT_RUN $LR $(grep ^seed: $HPCINIT_RUN/config.yaml)"; exit $(grep -c "^seed: 3" $HPCINIT_RUN/config.yaml)'
@@ -39,13 +38,6 @@ def fake_sbatch(tmp_path: Path, script: str) -> dict[str, str]:
 def cancelled(hpcinit: Run, slurm: MiniSlurm) -> list[int]:
     tasks = [json.loads(line) for line in hpcinit("status", "sleep-0001", "--json", env=slurm.env).stdout.splitlines()]
     return [task["task"] for task in tasks if task["name"] not in ("PENDING", "RUNNING", "COMPLETING")]
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 200
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.5)
 
 
 @pytest.mark.slurm
