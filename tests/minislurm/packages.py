@@ -24,6 +24,8 @@ OTHERS = {
     "fish": "fish",
     "modulecmd": "environment-modules",
 }
+# The browser that the report is tried in: Debian's alone, half of what chromium needs. Ubuntu has none as a package.
+BROWSERS = ("chromium-headless-shell", "chromium")
 
 POLICY = Path("/usr/sbin/policy-rc.d")
 # Everything a cluster does to the kernel, in namespaces that vanish with the command.
@@ -61,11 +63,18 @@ def install() -> list[str]:
     Debian's packages make /etc/slurm, /etc/munge and /etc/mysql; the clusters made here use none of them.
     """
     packages = _lacking(BASE | ACCOUNTING | OTHERS)
+    if not any(shutil.which(browser, path=PATH) for browser in BROWSERS) and _is_debian():
+        packages.append(BROWSERS[0])
     if not packages:
         return []
     fetch(packages)
     _disable_services(packages)
     return packages
+
+
+def _is_debian() -> bool:
+    release = Path("/etc/os-release")
+    return release.exists() and "ID=debian" in release.read_text().splitlines()
 
 
 def fetch(packages: list[str]) -> None:

@@ -15,7 +15,10 @@ from hpcinit.facts.errors import Failure, RequestError
 from hpcinit.observe.report import command, gather, page, text
 from hpcinit.observe.report.phases import seconds
 from tests.conftest import Run
+from tests.leaving_out import leave_out
 from tests.minislurm import MiniSlurm
+from tests.minislurm.packages import BROWSERS
+from tests.minislurm.plugin import HINT
 from tests.observe import synthetic
 from tests.submitting import folder_of, submit
 
@@ -146,9 +149,7 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("nodes", "per_node", "pressed"), [(8, 8, "ranks"), (512, 8, "nodes")])
 def test_the_page_in_a_browser(tmp_path: Path, nodes: int, per_node: int, pressed: str) -> None:
     """It draws without an error in Chromium: a lane per rank up to 64, a lane per node beyond."""
-    browser = shutil.which("chromium")
-    if browser is None:
-        pytest.skip("no chromium here; it is a tenth of a gigabyte, and CI does not install it")
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None) or leave_out(f"no {BROWSERS[0]}: {HINT}")
     run = synthetic.run(tmp_path / "run", nodes, per_node, slow="n0002")
     (run / "report.html").write_text(page.render(run, gather.reports(run), run / "report.html"))
     words = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=3000"]
