@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hpcinit.facts.errors import INTERRUPTED, ConfigError, HpcinitError
+from hpcinit.facts.saying import say
 
 
 class Command(NamedTuple):
@@ -184,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if COMPLETION & set(own[:2]):  # also where Hydra has it, `hpcinit submit --shell-completion ...`
         return guarded("hpcinit.completion", words[1 if words[0] in COMPLETION else 2 :])
     if words[0] not in COMMANDS:
-        print(f"hpcinit: error: {_no_such(words)}", file=sys.stderr)
+        say(f"error: {_no_such(words)}")
         return 2
     # What follows `run` is a program, whose own --help it may be.
     if HELP & set(own[1:2] if words[0] == "run" else own[1:]):
@@ -237,19 +238,19 @@ def guarded(module: str, argv: Sequence[str]) -> int:
         return status
     except ConfigError as error:
         for problem in error.problems:
-            print(f"hpcinit: error: {problem}", file=sys.stderr)
+            say(f"error: {problem}")
         return error.exit_status
     except HpcinitError as error:
-        print(f"hpcinit: error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         return error.exit_status
     except BrokenPipeError:  # `hpcinit logs ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        print(f"hpcinit: error: {_of_the_system(error)}", file=sys.stderr)
+        say(f"error: {_of_the_system(error)}")
         return 1
     except KeyboardInterrupt:
-        print("hpcinit: interrupted", file=sys.stderr)
+        say("interrupted")
         return INTERRUPTED
 
 

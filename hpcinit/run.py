@@ -15,6 +15,7 @@ from pathlib import Path
 from hpcinit.cli import guarded
 from hpcinit.facts import launchers, runfolder, safeguards
 from hpcinit.facts.errors import RequestError
+from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Program, Spec, load, of_this_run
 from hpcinit.facts.world import World
 from hpcinit.runtime import moments, orphans, program
@@ -46,16 +47,16 @@ def become_rank(argv: Sequence[str], spec: Spec | None, protected: tuple[str, ..
     world = launchers.read(os.environ)
     if world.rank == 0:
         for warning in (*world.warnings, *_of_another_size(spec, world, argv)):
-            print(f"hpcinit: warning: {warning}", file=sys.stderr, flush=True)
+            say(f"warning: {warning}")
     own, folder = of_this_run(os.environ, world.world_size)
     moments.begin(world, folder, first_line=True)
     # Before the program imports torch, which reads some of them only once. One process by itself is no job.
     if world.launcher != "single":
         protected = safeguards.apply(os.environ, folder, world.job) or protected
     if world.rank == 0 and protected:
-        print(f"hpcinit: {safeguards.describe(os.environ, protected)}", file=sys.stderr, flush=True)
+        say(safeguards.describe(os.environ, protected))
     if (restart := os.environ.get("SLURM_RESTART_COUNT", "0")) != "0":  # logs are appended to
-        print(f"hpcinit: restart {restart} of job {world.job.partition('.')[0]} begins", file=sys.stderr, flush=True)
+        say(f"restart {restart} of job {world.job.partition('.')[0]} begins")
     status = program.run(what, world, own)
     program.end(status)
     return status

@@ -21,6 +21,7 @@ from typing import IO
 import psutil
 
 from hpcinit.facts import job_log, parent_death
+from hpcinit.facts.saying import say
 from hpcinit.local import environment, processes
 
 KILL_WAIT_S = 2.0
@@ -92,7 +93,7 @@ class Step:
         self.statuses[rank] = code if code >= 0 else 128 - code
         if code != 0:
             node = rank // self.options.ntasks_per_node + 1
-            print(f"hpcinit: error: 127.0.0.{node}: task {rank}: {job_log.how(code)}", file=sys.stderr, flush=True)
+            say(f"error: 127.0.0.{node}: task {rank}: {job_log.how(code)}")
 
     def _signal(self, number: int) -> None:
         for rank, task in self.tasks.items():
@@ -132,7 +133,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return Step(parse(argv)).run()
     except OSError as error:  # a log that cannot be opened, no more processes
-        print(f"hpcinit: error: cannot start a task: {error}", file=sys.stderr, flush=True)
+        say(f"error: cannot start a task: {error}")
         return 1
 
 

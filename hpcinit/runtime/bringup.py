@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from hpcinit.facts import grouping, launchers, safeguards
 from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.layout import Layout
+from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Hang, Samples, Spec, Training, of_this_run
 from hpcinit.facts.stopping import Stopping
 from hpcinit.facts.world import World
@@ -109,7 +110,7 @@ def _first_init(request: Request) -> Runtime:
     world = launchers.read(os.environ, request.launcher)
     if world.rank == 0:
         for warning in world.warnings:
-            rendezvous.say(f"warning: {warning}")
+            say(f"warning: {warning}")
     spec, folder = of_this_run(os.environ, world.world_size)
     theirs = dist.is_initialized()
     try:
@@ -147,7 +148,7 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
         table = f"layout\n{grouping.table(plan.layout)}" if grouping.table(plan.layout) else ""
         for line in (table, devices.unseen(device), safeguards.describe(os.environ, protected)):
             if line:
-                rendezvous.say(line)
+                say(line)
     runtime = Runtime(
         world=world,
         device=device,
@@ -188,14 +189,14 @@ def _settle(plan: Plan, keep: bool) -> timedelta:
     process_group.verify(plan.device, plan.backend, plan.collective_timeout if changed else None, bound)
     found = process_group.timeout_of(plan.device) or plan.timeout
     if not changed and not keep:
-        rendezvous.say(f"warning: backend {plan.backend} cannot change its timeout: collectives have {found} too")
+        say(f"warning: backend {plan.backend} cannot change its timeout: collectives have {found} too")
     return found
 
 
 def _report(world: World, plan: Plan, how: str, collectives: timedelta, notes: list[str]) -> None:
     shape = f"{_count(world.world_size, 'rank')} on {_count(world.nodes, 'node')} ({world.launcher})"
     timeouts = f"start-up timeout {plan.law}, of collectives {collectives.total_seconds():g} s"
-    rendezvous.say("; ".join([f"{shape}, {how}", timeouts, *filter(None, notes)]))
+    say("; ".join([f"{shape}, {how}", timeouts, *filter(None, notes)]))
 
 
 def _count(number: int, noun: str) -> str:

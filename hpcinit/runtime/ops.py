@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import deepspeed_ops, safeguards
+from hpcinit.facts import deepspeed_ops, safeguards, saying
 from hpcinit.facts.deepspeed_ops import needed as ops_needed
 from hpcinit.facts.errors import BringUpError, RequestError
 from hpcinit.facts.versions import installed
@@ -34,10 +34,6 @@ QUIET_S = 1800.0  # a folder in which nothing changed for so long is not being c
 PROGRESS_S = 10.0
 
 Say = Callable[[str], None]
-
-
-def say_on_stderr(line: str) -> None:
-    print(f"hpcinit: {line}", file=sys.stderr, flush=True)
 
 
 def environment() -> str:
@@ -74,7 +70,7 @@ def shared_cache(env: Mapping[str, str]) -> Path:
 
 
 def prepare(
-    config: Mapping[str, Any], device: str, env: MutableMapping[str, str] = os.environ, say: Say = say_on_stderr
+    config: Mapping[str, Any], device: str, env: MutableMapping[str, str] = os.environ, say: Say = saying.say
 ) -> None:
     """Have what this ds_config needs in this process's cache: called by every rank, before DeepSpeed starts.
 
@@ -106,9 +102,7 @@ def _copy(source: Path, target: Path) -> None:
     part.rename(target)
 
 
-def check(
-    config: Mapping[str, Any], device: str, env: Mapping[str, str] = os.environ, say: Say = say_on_stderr
-) -> None:
+def check(config: Mapping[str, Any], device: str, env: Mapping[str, str] = os.environ, say: Say = saying.say) -> None:
     """Raises BringUpError for a lock at which DeepSpeed would wait for ever; a line for one that may be in use."""
     if not ops_needed(config, device) or not env.get(VARIABLE):
         return
@@ -129,7 +123,7 @@ def start_uncompiled(deepspeed: Any, env: Mapping[str, str] = os.environ) -> Non
 
 
 def build(
-    names: Sequence[str], root: Path, say: Say = say_on_stderr, loaders: Mapping[str, Callable[[], Any]] | None = None
+    names: Sequence[str], root: Path, say: Say = saying.say, loaders: Mapping[str, Callable[[], Any]] | None = None
 ) -> None:
     """Compile ops into a cache, one after the other, as its only builder.
 

@@ -24,6 +24,7 @@ from typing import TextIO
 from hpcinit.facts import error_records, runfolder, whole_file
 from hpcinit.facts.error_records import ErrorRecord
 from hpcinit.facts.errors import BringUpError, HpcinitError, RequestError
+from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Program, Spec
 from hpcinit.facts.timeouts import TimeoutLaw, left_of_job
 from hpcinit.facts.world import World
@@ -51,7 +52,7 @@ def run(program: Program, world: World, spec: Spec | None = None) -> int:
         try:
             rendezvous.leave_together(world, timeout)
         except BringUpError as error:  # the program is done all the same
-            rendezvous.say(f"this rank has ended well, but {error}")
+            say(f"this rank has ended well, but {error}")
             rendezvous.leave()
     return status
 
@@ -112,7 +113,7 @@ def _python(program: Program, world: World) -> int:
         return status
     except HpcinitError as error:
         # The message says it all; where it was raised from stands in the record.
-        print(f"hpcinit: error: {error}", file=sys.stderr, flush=True)
+        say(f"error: {error}")
         record(error, world)
         rendezvous.leave(str(error))
         return error.exit_status
@@ -210,7 +211,7 @@ def record(error: BaseException, world: World) -> None:
             return
         whole_file.write(path, document.to_json())
     except OSError as problem:  # the disk may be what failed; the traceback is in the log all the same
-        print(f"hpcinit: cannot write {path}: {problem.strerror}", file=sys.stderr)
+        say(f"cannot write {path}: {problem.strerror}")
 
 
 def _forget(world: World) -> None:

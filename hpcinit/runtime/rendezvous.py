@@ -8,7 +8,6 @@ import ipaddress
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from hpcinit.facts import hosts, interfaces, ports, runfolder
 from hpcinit.facts.errors import BringUpError, WorldError
+from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Spec
 from hpcinit.facts.world import World, exports
 from hpcinit.runtime import moments
@@ -244,7 +244,3 @@ def _published(world: World) -> str:
 def said_every_s(world: World) -> float:
     """torch's own cadence for barriers over a store: 10 s, and a second more per thousand ranks."""
     return 10 + world.world_size / 1000
-
-
-def say(text: str) -> None:
-    print(f"hpcinit: {text}", file=sys.stderr, flush=True)

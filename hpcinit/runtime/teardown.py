@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hpcinit.facts.errors import BringUpError
-from hpcinit.runtime import rendezvous
+from hpcinit.facts.saying import say
 from hpcinit.runtime.watchdog import end_hard
 
 _stuck: str = ""  # why a group of this process would not go down
@@ -34,7 +34,7 @@ def destroy(timeout: timedelta, device: torch.device | None = None) -> None:
             f"the process group did not go down in {timeout.total_seconds():g} s: a peer that died or hangs holds it "
             "up; look for the rank that failed first"
         )
-        rendezvous.say(f"warning: {_stuck}. This process goes on without it, and will end with exit status 1")
+        say(f"warning: {_stuck}. This process goes on without it, and will end with exit status 1")
     elif raised:
         raise raised[0]
 

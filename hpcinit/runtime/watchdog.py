@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
+from hpcinit.facts.saying import say
+
 # torch's own timeout is no deadline: a client whose port belonged to a silent server was still waiting after
 # 200 s with a timeout of 5 s (torch 2.13).
 
@@ -49,7 +51,7 @@ def end_hard(reason: str, stacks: bool = False) -> None:
     """
     try:
         with contextlib.suppress(Exception):
-            print(f"hpcinit: error: {reason}", file=sys.stderr, flush=True)
+            say(f"error: {reason}")
         if stacks:
             with contextlib.suppress(Exception):
                 faulthandler.dump_traceback(file=2, all_threads=True)  # 2: what stderr was when the process began

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from hpcinit.facts.errors import CheckpointError, RequestError
 from hpcinit.facts.layout import Layout
-from hpcinit.runtime import rendezvous
+from hpcinit.facts.saying import say
 from hpcinit.runtime.checkpoint import agreement, deepspeed, native, randomness
 from hpcinit.runtime.checkpoint import folder as of_steps
 from hpcinit.runtime.checkpoint import loader as of_data
@@ -93,7 +93,7 @@ def save(
         try:
             of_steps.prune(folder, keep)
         except OSError as error:
-            rendezvous.say(f"{final} is saved, and an older one could not be removed: {error}")
+            say(f"{final} is saved, and an older one could not be removed: {error}")
     return final
 
 
@@ -110,7 +110,7 @@ def load(
     """
     of_data.check(loader)
     wrapped.refuse_offloaded("load()")
-    found = agreement.on_rank_0(lambda: of_steps.newest(folder, rendezvous.say))
+    found = agreement.on_rank_0(lambda: of_steps.newest(folder, say))
     if found is None:
         return None
     path, saved = found
@@ -216,5 +216,5 @@ def _place(loader: of_data.Stateful | None, layout: Layout, path: Path, saved: D
         else:
             why = f"has the places of {saved.data_parallel} shares of the data, and there are {layout.data_parallel}"
             why += ": the loader begins anew"
-        rendezvous.say(f"{path.name} {why}; {saved.samples} samples have been seen")
+        say(f"{path.name} {why}; {saved.samples} samples have been seen")
     return False

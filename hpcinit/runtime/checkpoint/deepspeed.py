@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hpcinit.facts.errors import CheckpointError, RequestError
-from hpcinit.runtime import rendezvous
+from hpcinit.facts.saying import say
 from hpcinit.runtime.checkpoint import agreement
 from hpcinit.runtime.checkpoint import folder as of_steps
 from hpcinit.runtime.checkpoint.folder import Description
@@ -132,9 +132,7 @@ def _convert(path: Path, saved: Description, device: torch.device) -> None:
 
 def _converter(path: Path, saved: Description) -> Iterator[bool]:
     """False while it runs, then True. Raises OSError, CheckpointError with the last lines of what it printed."""
-    rendezvous.say(
-        f"{path.name} was written by {saved.world_size} ranks: made universal for {dist.get_world_size()}, once"
-    )
+    say(f"{path.name} was written by {saved.world_size} ranks: made universal for {dist.get_world_size()}, once")
     with tempfile.TemporaryDirectory(prefix=".universal-", dir=path) as temporary:
         log, made = Path(temporary, "log"), Path(temporary, UNIVERSAL)
         words = ["--input_folder", str(path / NATIVE), "--output_folder", str(made), "--inject_missing_state"]

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from hpcinit.facts.layout import Layout
-from hpcinit.runtime import rendezvous, seeds
+from hpcinit.facts.saying import say
+from hpcinit.runtime import seeds
 from hpcinit.runtime.checkpoint.folder import Description
 from hpcinit.runtime.checkpoint.loader import load_plain, save_plain
 
@@ -39,9 +40,7 @@ def load(path: Path, saved: Description, layout: Layout, by: str) -> bool:
     if rank == 0:
         was, now = _degrees(saved.layout), _degrees(layout.degrees())
         why = f"states of random generators for {was}, and this is {now}" if there else "no states of random generators"
-        rendezvous.say(
-            f"{path.name} has {why}: they are seeded anew, from seed {saved.seed}, step {saved.step} and seed_by={by}"
-        )
+        say(f"{path.name} has {why}: they are seeded anew, from seed {saved.seed}, step {saved.step} and seed_by={by}")
     return False
 
 

@@ -16,6 +16,7 @@ from hpcinit.facts import elastic, error_records, job_log, runfolder
 from hpcinit.facts.elastic import Restart
 from hpcinit.facts.evidence import brief
 from hpcinit.facts.launchers.torchrun import ENV_AGENT
+from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Spec
 from hpcinit.facts.timeouts import left_of_job
 from hpcinit.facts.world import World
@@ -26,7 +27,6 @@ from hpcinit.runtime.elastic.signals import Signals, end_by
 from hpcinit.runtime.elastic.workers import Start, Workers
 from hpcinit.runtime.fork import binding
 from hpcinit.runtime.orphans import ENV_PARENT
-from hpcinit.runtime.rendezvous import say
 
 
 def run(spec: Spec, path: Path, agents: World, came: Signals) -> int:

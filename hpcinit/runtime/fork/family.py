@@ -15,6 +15,7 @@ from pathlib import Path
 from hpcinit.facts import error_records, job_log, runfolder
 from hpcinit.facts.forked import Node
 from hpcinit.facts.ranges import ranges
+from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Launch
 from hpcinit.runtime.fork import process
 from hpcinit.runtime.fork.witness import FORWARDED, Witness
@@ -117,9 +118,9 @@ class Family:
         bad = rank.status != 0
         if bad and not self._told and (self._first is None or not self._launch.kill_on_bad_exit):
             how = job_log.how(os.waitstatus_to_exitcode(rank.status or 0))
-            self._say(f"error: {self._here.host}: rank {rank.rank}: {how}")
+            say(f"error: {self._here.host}: rank {rank.rank}: {how}")
             if quoted := self._quote(rank.rank):
-                self._say(quoted)
+                say(quoted)
         if bad and self._first is None:
             self._first = rank
             if self._launch.kill_on_bad_exit and (others := self._running()):
@@ -130,7 +131,7 @@ class Family:
     def _end(self, others: Sequence[Rank], grace_s: float) -> None:
         names = ranges(rank.rank for rank in others)
         who, does = ("ranks", "end") if len(others) > 1 else ("rank", "ends")
-        self._say(f"{who} {names} on {self._here.host} {does} with it")
+        say(f"{who} {names} on {self._here.host} {does} with it")
         self._signal(others, signal.SIGTERM)
         self._kill_at = time.monotonic() + grace_s
 
@@ -150,13 +151,10 @@ class Family:
 
     def _say_stuck(self, running: Sequence[Rank]) -> None:
         for rank in running:
-            self._say(
+            say(
                 f"rank {rank.rank} on {self._here.host} (pid {rank.pid}) has not ended {STUCK_S:g} s after SIGKILL, "
                 f"its state is {process.stuck(rank.pid)}: it is left to the kernel"
             )
-
-    def _say(self, text: str) -> None:
-        print(f"hpcinit: {text}", file=sys.stderr, flush=True)
 
     def _status(self) -> int:
         """Of the first that ended badly; with kill_on_bad_exit=false the highest, as srun has it."""

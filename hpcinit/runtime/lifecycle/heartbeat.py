@@ -19,10 +19,10 @@ from pathlib import Path
 from hpcinit.facts import beats, hangs, scratch, whole_file
 from hpcinit.facts.beats import FRESH_PERIODS, Beat, Node
 from hpcinit.facts.errors import Failure
+from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Hang
 from hpcinit.facts.world import World
 from hpcinit.runtime import program
-from hpcinit.runtime.rendezvous import say
 
 SLOT = struct.Struct("<qqqdd")  # rank, pid, step, when it was told, when the thread last looked (time.monotonic)
 TOLD, LOOKED = struct.Struct("<qd"), struct.Struct("<d")

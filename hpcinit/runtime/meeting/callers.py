@@ -6,13 +6,13 @@ import contextlib
 import errno
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpcinit.facts.saying import say
 from hpcinit.runtime.meeting import clock, turns, wire
 from hpcinit.runtime.meeting.roll import Guest
 
@@ -155,10 +155,8 @@ class Callers:
     def _out_of_files(self) -> None:
         if not self._said_out_of_files:
             self._said_out_of_files = True
-            print(
-                "hpcinit: rank 0 cannot take more connections: too many open files; it needs two for each rank: raise "
-                "the hard limit (ulimit -Hn) on its node",
-                file=sys.stderr,
-                flush=True,
+            say(
+                "rank 0 cannot take more connections: too many open files; it needs two for each rank: raise "
+                "the hard limit (ulimit -Hn) on its node"
             )
         time.sleep(0.05)  # the kernel would tell of them again at once

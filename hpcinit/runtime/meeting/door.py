@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from hpcinit.facts import hosts
+from hpcinit.facts.saying import say
 from hpcinit.facts.world import World
 from hpcinit.runtime.meeting import card, clock, listening, wire
 from hpcinit.runtime.meeting.callers import Caller, Callers
@@ -81,7 +81,7 @@ class Door(Party):
         with self._changed:
             if not self.failure or self._waited_long or self._all_have_been_here():
                 return
-            print(f"hpcinit: up to {LATE_S:g} s for those who come now: {self.failure}", file=sys.stderr, flush=True)
+            say(f"up to {LATE_S:g} s for those who come now: {self.failure}")
             while not self._all_have_been_here() and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
 
@@ -102,7 +102,7 @@ class Door(Party):
         return self._said_store
 
     def _still_waiting(self, phase: str) -> None:
-        print(f"hpcinit: waiting: {self.missing(phase)}", file=sys.stderr, flush=True)
+        say(f"waiting: {self.missing(phase)}")
 
     def _too_late(self, phase: str) -> str:
         with self._changed:
@@ -160,7 +160,7 @@ class Door(Party):
         else:
             refusal = ""
         if refusal:
-            print(f"hpcinit: refused: {refusal}", file=sys.stderr, flush=True)
+            say(f"refused: {refusal}")
             caller.send({"refused": refusal})
             raise wire.NotOurs(refusal)
         caller.guest = guest

@@ -20,9 +20,10 @@ from hpcinit.facts import deepspeed_config, deepspeed_versions
 from hpcinit.facts.batch import Batch
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.layout import Layout
+from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Training
 from hpcinit.runtime import deepspeed as starting
-from hpcinit.runtime import ops, process_group, rendezvous
+from hpcinit.runtime import ops, process_group
 from hpcinit.runtime.wrap import first_step, zero_states
 from hpcinit.runtime.wrap.sequence import Attention
 from hpcinit.runtime.wrap.states import State
@@ -62,7 +63,7 @@ def wrap(
     config, warned = deepspeed_versions.waiting(config, starting.version(), device.type)
     if dist.get_rank() == 0:
         for note in notes + warned:
-            rendezvous.say(note)
+            say(note)
     ops.prepare(config, device.type)
     with _autotp_in_words(model, layout):
         if (size := deepspeed_versions.tp_to_divide(config, starting.version())) > 1:
