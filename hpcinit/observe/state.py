@@ -115,11 +115,18 @@ def _of_job(job_id: str, left: State, answer: slurm.Answer) -> State:
     """From what Slurm says of the job and what it left behind, which knows the exit status best."""
     now = answer.said.get(job_id)
     if now and now.over:
-        return replace(now, exit_status=left.exit_status) if left.over else now
+        return _ended(now, left) if left.over else now
     if now and now.source != "sacct":
         # A word of tomorrow's Slurm for a job that says itself that it is over.
         return replace(left, reason=f"Slurm says {now.name}") if now.strange and left.over else now
     return _unsaid(job_id, now, left, answer.silent)
+
+
+def _ended(now: State, left: State) -> State:
+    """Slurm 24.11 calls a job PREEMPTED for good, once it was requeued in the grace time of a preemption, however its
+    last attempt ends; 22.05 says how that one ended, and so does the record."""
+    again = now.name == "PREEMPTED" and left.restart and left.exit_status != runfolder.ENDED_EARLY
+    return replace(now, name=left.name if again else now.name, exit_status=left.exit_status)
 
 
 def _unsaid(job_id: str, accounts: State | None, left: State, silent: str) -> State:

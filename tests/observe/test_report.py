@@ -70,6 +70,17 @@ def test_a_rank_that_never_came_and_a_restart(tmp_path: Path) -> None:
     assert any(line.startswith("  queue") and " 10.0 s" in line for line in second)  # since the restart, not before
 
 
+@pytest.mark.parametrize(("late_s", "queue"), [(-0.1, [0.1]), (0.4, [0.0]), (1.1, [])])
+def test_a_job_that_begins_at_once(tmp_path: Path, late_s: float, queue: list[float]) -> None:
+    """Slurm's own whole second of the start does not lie before the submission in it; a record written later says
+    nothing of the queue."""
+    run = synthetic.run(tmp_path / "run", 1, 2)
+    record = json.loads((run / "submission.json").read_text()) | {"submitted": synthetic.BEGUN + late_s}
+    (run / "submission.json").write_text(json.dumps(record))
+    (report,) = gather.reports(run)
+    assert [round(phase.most, 6) for phase in report.phases if phase.ends == "allocated"] == queue
+
+
 def test_a_node_nobody_came_from(tmp_path: Path) -> None:
     """With one rank per node, the silent node itself is named."""
     (report,) = gather.reports(synthetic.run(tmp_path / "run", 4, 1, absent=2))

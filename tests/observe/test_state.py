@@ -197,6 +197,22 @@ def test_an_end_between_two_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert state.read(path).exit_status == status and follow(path) == status
 
 
+@pytest.mark.parametrize(
+    ("restart", "status", "name"),
+    [(1, 0, "COMPLETED"), (1, 3, "FAILED"), (1, 143, "PREEMPTED"), (0, 0, "PREEMPTED"), (0, 3, "PREEMPTED")],
+)
+def test_preempted_and_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restart: int, status: int, name: str
+) -> None:
+    """Slurm 24.11 goes on saying PREEMPTED of a job whose later attempt ended by itself; a first attempt's, and one
+    that was told to end, is what Slurm says. Played; the real one is in test_preempted_with_a_grace_time."""
+    path = recorded(tmp_path, "x", "77")
+    (path / "exit.json").write_text(json.dumps({"job": "77", "restart": restart, "exit_status": status}))
+    monkeypatch.setattr(jobs, "_answer", lambda *_: ["77|PREEMPTED|N/A|0:01|INVALID|None"])
+    now = state.read(path)
+    assert (now.name, now.exit_status) == (name, status)
+
+
 def test_accounts_that_are_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that only sacct takes for running is not waited for for ever. Played: it takes a lost message."""
 

@@ -35,7 +35,7 @@ def restarts(folder: Path) -> list[tuple[int, str, int | None, int]]:
 def finish(slurm: MiniSlurm, job: str, timeout_s: float = 90) -> str:
     """The job's last state."""
     deadline = time.monotonic() + timeout_s
-    while (now := state(slurm, job)) not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"):
+    while (now := state(slurm, job)) not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED"):
         assert time.monotonic() < deadline, now
         if now == "PENDING":
             begin_now(slurm, job)

@@ -123,7 +123,7 @@ with hpcinit.session() as run:
 @pytest.mark.timeout(300)
 def test_preempted_with_a_grace_time(hpcinit: Run, tmp_path: Path) -> None:
     """With GraceTime SIGTERM comes first: who saves and ends well in it is requeued, although the job has ended with 0;
-    and so is who does not, and dies of SIGTERM."""
+    and so is who does not, and dies of SIGTERM. Slurm 24.11 calls such a job PREEMPTED for good, we do not."""
     (tmp_path / "grace.py").write_text(GRACE)
     dies = 'test -n "$SLURM_RESTART_COUNT" || { echo up; exec sleep 300; }'
     with MiniSlurm(nodes=2, gpus=0, name=f"pytest-{os.getpid()}-grace") as slurm:
@@ -135,7 +135,10 @@ def test_preempted_with_a_grace_time(hpcinit: Run, tmp_path: Path) -> None:
             until(lambda log=folder / "logs/rank-1.log": log.exists() and "up" in log.read_text())
             slurm.run("sbatch", "-N2", "--exclusive", "--partition=high", "--wrap=sleep 1")
             until(lambda job=job: state(slurm, job) == "PENDING")
-            assert finish(slurm, job) == "COMPLETED", log(folder)
+            newer = tuple(map(int, slurm.version().split(".")[:2])) >= (24, 11)
+            assert finish(slurm, job) == ("PREEMPTED" if newer else "COMPLETED"), log(folder)
+            now = json.loads(hpcinit("status", "--json", folder.name, env=slurm.env).stdout)
+            assert (now["name"], now["exit_status"]) == ("COMPLETED", 0)
             assert [(number, why) for number, why, *_ in restarts(folder)] == [(1, "preempted")]
             if name == "saves":
                 assert "saved: preempted\n" in printed(folder, 0)

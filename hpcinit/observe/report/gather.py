@@ -42,13 +42,17 @@ def _job_and_restart(attempt: Attempt) -> str:
 
 
 def _with_submission(attempt: Attempt, submitted: float | None) -> Attempt:
-    """A job that begins while its submission is still writing its record is not shown as one that waited."""
+    """A job that begins while its submission is still writing its record is not shown as one that waited.
+
+    Slurm 24.11 says itself when the nodes were there, in whole seconds (SLURM_JOB_START_TIME): not before it was asked.
+    """
     if submitted is None:
         return attempt
     ranks = []
     for rank in attempt.ranks:
-        early = submitted <= rank.moments.get("allocated", 0.0)
-        ranks.append(replace(rank, moments={"submitted": submitted, **rank.moments}) if early else rank)
+        at = rank.moments.get("allocated", 0.0)
+        moments = {"submitted": min(submitted, at), **rank.moments}
+        ranks.append(replace(rank, moments=moments) if int(submitted) <= at else rank)
     return replace(attempt, ranks=tuple(ranks))
 
 
