@@ -97,7 +97,7 @@ lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/shellcheck sbatch/*.sbatch .ci/run
+	$(BIN)/shellcheck sbatch/*.sbatch examples/*/submit.sh .ci/run
 
 .PHONY: docs
 docs: $(VENV)/dev

@@ -20,16 +20,6 @@ from tests.submitting import folder_of, job_id_of, printed, submit
 pytestmark = pytest.mark.slurm
 
 
-def test_train_gpt_on_four_nodes(hpcinit: Run, slurm: MiniSlurm) -> None:
-    """Eight ranks on four nodes train the demo, the loss goes down, every rank has its log."""
-    done = submit(hpcinit, slurm, "nodes=4", "ranks_per_node=2", "job=train_gpt", "wait=true", timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    folder = folder_of(done)
-    assert sorted(path.name for path in (folder / "logs").glob("rank-*.log")) == [f"rank-{r}.log" for r in range(8)]
-    assert "held-out" in (folder / "logs/rank-0.log").read_text().splitlines()[-1]
-    assert "COMPLETED" in done.stdout
-
-
 def test_every_rank_knows_its_place(hpcinit: Run, slurm: MiniSlurm) -> None:
     """Ranks 0 to 7 sit two by two on n1 to n4, and MASTER_ADDR is the host of rank 0 for all of them."""
     print_world = 'echo "$RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR $(uname -n)"'
