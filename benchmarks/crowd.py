@@ -2,8 +2,9 @@
 
     python -m benchmarks.crowd      (benchmarks.store starts it, and tells it on stdin what to be)
 
-The words of the meeting are made by hpcinit's own functions. Those of torch's store are what a TCPStore of torch 2.13
-sends, recorded; rank 0 is torch itself and counts along: a word that it did not understand would leave it waiting.
+The words of the meeting are made by hpcinit's own functions, and who has no answer knocks again as a rank does. Those
+of torch's store are what a TCPStore of torch 2.13 sends, recorded; rank 0 is torch itself and counts along: a word
+that it did not understand would leave it waiting.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import errno
 import heapq
 import json
+import os
+import random
 import selectors
 import socket
 import struct
@@ -19,7 +22,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
-from hpcinit.runtime.meeting import card, listening, visit, wire
+from hpcinit.runtime.meeting import card, knocking, listening, visit, wire
 
 HERE = "127.0.0.1"
 MADE_OF = {"python": "3.11.7", "hpcinit": "0.1.0", "torch": "2.13.0", "commit": "0" * 40, "run": "/runs/train-0001"}
@@ -35,8 +38,10 @@ class Connect(NamedTuple):
     port: int
 
 
-class Line:
-    """Wait for the next line of JSON."""
+class Line(NamedTuple):
+    """Wait for the next line of JSON; until a moment of the monotonic clock, for ever without one."""
+
+    until: float = 0.0
 
 
 class Bytes(NamedTuple):
@@ -51,6 +56,10 @@ class Until(NamedTuple):
     moment: float
 
 
+class NoAnswer(Exception):
+    """Rank 0 has hung up, or has not said anything in time; thrown at where a rank waits."""
+
+
 Talk = Generator[Connect | Line | Bytes | Until | bytes, Any, None]
 
 
@@ -61,23 +70,37 @@ def text(value: str) -> bytes:
     return struct.pack("<Q", len(value)) + value.encode()
 
 
-def to_the_door(port: int, rank: int, mark: Callable[[str], None]) -> Talk:
+def to_the_door(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Talk:
+    """As visit.Visit does it: who has no answer comes again a moment later, and listens for longer."""
+    patience_s, pause_s = knocking.KNOCK_S, visit.FIRST_PAUSE_S
+    longest_s = visit.LAST_PAUSE_S * max(1.0, told["world_size"] / visit.KNOCKING_RANKS)
+    while True:
+        try:
+            yield from _knock(told["port"], rank, time.monotonic() + patience_s)
+            break
+        except NoAnswer:
+            patience_s = min(visit.LONGEST_SILENCE_S, 2 * patience_s)
+            yield Until(time.monotonic() + pause_s * random.uniform(0.5, 1.5))
+            pause_s = min(longest_s, pause_s * 1.5)
+    mark("joined")
+
+
+def _knock(port: int, rank: int, until: float) -> Talk:
     yield Connect(port)
     mine = wire.challenge()
     yield wire.encode({"hello": wire.GREETING, "job": JOB, "challenge": mine})
-    answer = yield Line()
+    answer = yield Line(until)
     assert wire.same(answer["proof"], wire.proof(KEY, "door", mine, JOB))
     proof = wire.proof(KEY, "guest", answer["challenge"], str(rank))
     yield wire.encode({"rank": rank, "proof": proof, "made_of": MADE_OF, **card.identity()})
     answer = yield Line()
     assert "welcome" in answer, answer
-    mark("joined")
 
 
 def meeting(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Talk:
     """Join, wait for all, hear of the store; with store=true also reach it; up."""
     yield Until(told["begin"] + visit.spread_s(told["world_size"]))
-    yield from to_the_door(told["port"], rank, mark)
+    yield from to_the_door(told, rank, mark)
     yield wire.encode({"phase": "imported"})
     message: dict[str, Any] = {}
     while "store" not in message:
@@ -100,7 +123,7 @@ def meeting(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Tal
 def missing(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Talk:
     """Join, and ask at the deadline who has not."""
     yield Until(told["begin"] + visit.spread_s(told["world_size"]))
-    yield from to_the_door(told["port"], rank, mark)
+    yield from to_the_door(told, rank, mark)
     yield Until(told["deadline"])
     yield wire.encode({"who": "started"})
     message: dict[str, Any] = {}
@@ -135,10 +158,12 @@ WAYS = {"meeting": meeting, "missing": missing, "plain": plain}
 
 
 class Client:
-    """One rank. said, heard: messages, the handshakes of TCP not counted."""
+    """One rank. said, heard: messages, the handshakes of TCP not counted. steps: how often it went on. again: how often
+    it had no answer."""
 
     def __init__(self, number: int, talk: Talk) -> None:
         self.number, self.talk, self.wants = number, talk, None
+        self.steps = self.again = 0
         self.sockets: list[socket.socket] = []
         self.socket: socket.socket
         self.lines, self.messages, self.bytes = wire.Lines(), [], b""
@@ -149,6 +174,7 @@ class Client:
         self.socket.setblocking(False)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sockets.append(self.socket)
+        self.lines, self.messages, self.bytes = wire.Lines(), [], b""
         assert isinstance(self.wants, Connect)
         assert self.socket.connect_ex((HERE, self.wants.port)) in {0, errno.EINPROGRESS}
 
@@ -166,7 +192,8 @@ class Client:
     def read(self) -> None:
         data = self.socket.recv(65_536)
         assert b"failed" not in data, data
-        assert data, f"rank 0 hung up on client {self.number}, which waits for {self.wants}"
+        if not data:
+            raise NoAnswer(f"rank 0 hung up on client {self.number}, which waits for {self.wants}")
         if isinstance(self.wants, Line):
             self.messages += self.lines.feed(data)
         else:
@@ -176,7 +203,7 @@ class Client:
 class Crowd:
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
-        self.sleeping: list[tuple[float, int, Client]] = []
+        self.sleeping: list[tuple[float, int, int, Client]] = []  # until when, whose, at which of its steps
         self.talking = 0
 
     def run(self, clients: Iterator[Client]) -> None:
@@ -188,30 +215,45 @@ class Crowd:
             for key, _ in self.selector.select(patience):
                 self.ready(key.data)
             while self.sleeping and self.sleeping[0][0] <= time.monotonic():
-                self.go_on(heapq.heappop(self.sleeping)[2], None)
+                _, _, step, client = heapq.heappop(self.sleeping)
+                if step == client.steps:
+                    self.go_on(client, None) if isinstance(client.wants, Until) else self.give_up(client, "silence")
 
     def ready(self, client: Client) -> None:
         if isinstance(client.wants, Connect):
             if error := client.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                raise OSError(error, "connect")
+                self.give_up(client, os.strerror(error))
+                return
             self.selector.modify(client.socket, selectors.EVENT_READ, client)
             self.go_on(client, None)
             return
-        client.read()
+        try:
+            client.read()
+        except (NoAnswer, ConnectionError) as error:
+            self.give_up(client, str(error))
+            return
         if (answer := client.answer()) is not None:
             self.go_on(client, answer)
+
+    def give_up(self, client: Client, why: str) -> None:
+        self.selector.unregister(client.socket)
+        client.socket.close()
+        client.sockets.remove(client.socket)
+        client.again += 1
+        self.go_on(client, NoAnswer(why))
 
     def go_on(self, client: Client, answer: Any) -> None:
         """Until it has to wait for something."""
         try:
             while True:
-                client.wants = client.talk.send(answer)
-                answer = None
+                client.steps += 1
+                given, answer = answer, None
+                client.wants = client.talk.throw(given) if isinstance(given, NoAnswer) else client.talk.send(given)
                 if isinstance(client.wants, bytes):
                     assert client.socket.send(client.wants) == len(client.wants)
                     client.said += 1
                 elif isinstance(client.wants, Until):
-                    heapq.heappush(self.sleeping, (client.wants.moment, client.number, client))
+                    heapq.heappush(self.sleeping, (client.wants.moment, client.number, client.steps, client))
                     return
                 elif isinstance(client.wants, Connect) and client.wants.port == 0:
                     client.socket = client.sockets[0]
@@ -220,6 +262,8 @@ class Crowd:
                     self.selector.register(client.socket, selectors.EVENT_WRITE, client)
                     return
                 elif (answer := client.answer()) is None:
+                    if isinstance(client.wants, Line) and client.wants.until:
+                        heapq.heappush(self.sleeping, (client.wants.until, client.number, client.steps, client))
                     return
         except StopIteration:
             self.talking -= 1
@@ -243,7 +287,14 @@ def main() -> None:
     Crowd().run(iter(clients))
     counts = sorted({(client.said, client.heard) for client in clients})
     print(
-        json.dumps({"marks": {name: at - told["begin"] for name, at in marks.items()}, "messages": counts}), flush=True
+        json.dumps(
+            {
+                "marks": {name: at - told["begin"] for name, at in marks.items()},
+                "messages": counts,
+                "again": sum(client.again for client in clients),
+            }
+        ),
+        flush=True,
     )
     sys.stdin.readline()  # rank 0 is done
 

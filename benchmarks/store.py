@@ -177,7 +177,7 @@ def measure(way: str, world_size: int, crowds: int, deadline_s: float, dns: bool
     if way == "missing":
         marks["told"] -= deadline_s
     counts = sorted({tuple(count) for each in seen for count in each["messages"]})
-    return {"marks": marks, **used, "messages": counts}
+    return {"marks": marks, **used, "messages": counts, "again": sum(each["again"] for each in seen)}
 
 
 def _read(process: subprocess.Popen[str]) -> str:
@@ -211,18 +211,19 @@ def run(ways: Sequence[str], world_sizes: Sequence[int], rounds: int, dns: bool)
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:
     lines = [
-        "| ranks | way | rounds | seconds until the last rank is up (min to max) | rank 0: CPU s | MB more | messages |"
+        "| ranks | way | rounds | seconds until the last rank is up (min to max) | rank 0: CPU s | MB more "
+        "| messages | knocked again |"
     ]
-    lines.append("|--:|---|--:|--:|--:|--:|---|")
+    lines.append("|--:|---|--:|--:|--:|--:|---|--:|")
     for ranks, way in dict.fromkeys((each["ranks"], each["way"]) for each in found):
         of = [each for each in found if (each["ranks"], each["way"]) == (ranks, way)]
         ends = [each["marks"].get("up", each["marks"].get("told")) for each in of]
         counts = sorted({tuple(count) for each in of for count in each["messages"]})
-        said = " or ".join(f"{sent} + {got}" for sent, got in counts)
+        said = " or ".join(f"{sent} + {got}" for sent, got in counts[:2]) + (", or more" if len(counts) > 2 else "")
         cpu, memory = median(each["cpu_s"] for each in of), median(each["rss_mb"] for each in of)
         lines.append(
             f"| {ranks:,} | {way} | {len(of)} | {median(ends):.2f} ({min(ends):.2f} to {max(ends):.2f}) | {cpu:.2f} | "
-            f"{memory:.0f} | {said} |"
+            f"{memory:.0f} | {said} | {median(each.get('again', 0) for each in of):.0f} |"
         )
     return "\n".join(lines)
 
