@@ -1,7 +1,7 @@
-"""With CI=true a test on real daemons that failed is run once more, and said loudly: docs/decisions/0021-a-second-try.md.
+"""With CI=true a failed test on real daemons or on several processes is run once more, and said loudly.
 
-Only those with the marker `slurm` or `chaos` or the fixture `slurm`, and AT_MOST of a session: more than that is no
-chance. Where CI is not set nothing is run twice.
+docs/decisions/0021-a-second-try.md. Only those with the marker `slurm` or `chaos`, with the fixture `slurm` or in
+PROCESSES, and AT_MOST of a session: more than that is no chance. Where CI is not set nothing is run twice.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import pytest
 
 MARKERS = ("slurm", "chaos")
+PROCESSES = ("tests/local/", "tests/runtime/", "tests/systems/", "tests/third_party/")  # ranks that wait for each other
 AT_MOST = 5  # second tries of a session, all of its workers together
 
 
@@ -29,7 +30,8 @@ def asked() -> bool:
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     for item in items if asked() else ():
-        if "slurm" in getattr(item, "fixturenames", ()) or any(map(item.get_closest_marker, MARKERS)):
+        marked = any(map(item.get_closest_marker, MARKERS))
+        if marked or "slurm" in getattr(item, "fixturenames", ()) or item.nodeid.startswith(PROCESSES):
             item.add_marker(pytest.mark.flaky(reruns=1))
 
 
