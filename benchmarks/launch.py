@@ -7,7 +7,8 @@ srun is called, in an allocation that is there, to the return of the first all-r
 is the machine's). Each round runs every way once, in random order; one round before them is not counted. Outside: the
 queue, and the end. --cold drops the kernel's file cache before each start. --slow-ms lets every open and stat take as
 long (benchmarks/launching/slow_files.c), which stands for a loaded parallel file system; they are counted in any case.
-Memory is the sum over a node of what its ranks and their parent hold (Pss of /proc/PID/smaps_rollup) when all are up.
+Memory is the sum over a node of what its ranks and their parent hold (Pss of /proc/PID/smaps_rollup) when all are up;
+shared is what a rank has in common with other processes, own is what it has for itself (medians of the ranks).
 
 Writes FOLDER/launch.md and launch.json, and launch.svg where matplotlib is.
 """
@@ -22,6 +23,7 @@ import os
 import platform
 import random
 import shlex
+import struct
 import subprocess
 import sys
 import time
@@ -165,12 +167,12 @@ class Bench:
         self.slurm.cancel_all()
 
     def start(self, way: str, shape: Shape) -> dict[str, float]:
-        """Seconds, memory of a node in MB, and metadata calls of a node, of one start."""
+        """Seconds, memory in MB, and calls to the file system of a node, of one start."""
         self.starts += 1
         place = Place(shape, self.folder / f"{self.starts:04d}", self.python, 20000 + self.starts)
         place.folder.mkdir()
         for node in self.slurm.nodes:
-            (place.folder / f"count-{node}").write_bytes(bytes(8))
+            (place.folder / f"count-{node}").write_bytes(bytes(16))
         command = WAYS[way](place)
         if self.cold:
             os.sync()
@@ -189,11 +191,15 @@ class Bench:
                 f"benchmarks.launch: {way}, {shape}: status {done.returncode}, {len(found)} ranks\n{command}\n"
                 f"{done.stderr[-2000:]}{said}"
             )
-        counts = [int.from_bytes(path.read_bytes(), sys.byteorder) for path in place.folder.glob("count-*")]
+        counts = [struct.unpack("QQ", path.read_bytes()) for path in place.folder.glob("count-*")]
+        ranks = [one["memory"][0] for one in found]
         return {
             "seconds": max(one["at"] for one in found) - begin,
             "mb": sum(each["Pss"] for one in found for each in one["memory"]) / 1024 / shape.nodes,
-            "calls": sum(counts) / shape.nodes,
+            "shared": median(one["Shared_Clean"] + one["Shared_Dirty"] for one in ranks) / 1024,
+            "own": median(one["Private_Clean"] + one["Private_Dirty"] for one in ranks) / 1024,
+            "opens": sum(opens for opens, _ in counts) / shape.nodes,
+            "stats": sum(stats for _, stats in counts) / shape.nodes,
         }
 
 
@@ -255,7 +261,10 @@ def plot(by_shape: Mapping[Shape, Took], path: Path) -> None:
 def report(by_shape: Mapping[Shape, Took], about: str, out: Path) -> str:
     ways = list(next(iter(by_shape.values())))
     base = "launch=fork" if "launch=fork" in ways else ways[0]
-    columns = (("seconds", "s", 1), ("mb", "MB of a node", 0), ("calls", "metadata calls of a node", 0))
+    columns = (
+        ("seconds", "s", 1), ("mb", "MB of a node", 0), ("shared", "MB of a rank, shared", 0),
+        ("own", "MB of a rank, its own", 0), ("opens", "opens of a node", 0), ("stats", "stats of a node", 0),
+    )  # fmt: skip
     parts = [about, *(table(*column, by_shape, base) for column in columns)]
     text = "\n\n".join(parts) + "\n"
     out.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
 /* A loaded parallel file system, stood in for: each call that asks for a file's metadata waits SLOW_FILES_US, and is
-   counted in the file SLOW_FILES_COUNT, 8 bytes that all processes of a node share. LD_PRELOAD. What the dynamic linker
-   opens by itself is not seen. /proc, /sys and /dev are as quick as they are. */
+   counted in the file SLOW_FILES_COUNT, 16 bytes that all processes of a node share: what opens, and what asks only.
+   LD_PRELOAD. What the dynamic linker opens by itself is not seen. /proc, /sys and /dev are as quick as they are. */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <stdarg.h>
@@ -21,34 +22,37 @@ __attribute__((constructor)) static void begin(void) {
     const char *path = getenv("SLOW_FILES_COUNT"), *us = getenv("SLOW_FILES_US");
     wait_us = us ? atol(us) : 0;
     int file = path ? (int)syscall(SYS_openat, AT_FDCWD, path, O_RDWR) : -1;
-    void *at = file >= 0 ? mmap(0, 8, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) : MAP_FAILED;
+    void *at = file >= 0 ? mmap(0, 16, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) : MAP_FAILED;
     count = at == MAP_FAILED ? 0 : at;
     if (file >= 0) close(file);
 }
 
-static void asked(const char *path) {
+static void called(const char *path, int asks) {
     if (path && (!strncmp(path, "/proc", 5) || !strncmp(path, "/sys", 4) || !strncmp(path, "/dev", 4))) return;
-    if (count) __atomic_fetch_add(count, 1, __ATOMIC_RELAXED);
+    if (count) __atomic_fetch_add(count + asks, 1, __ATOMIC_RELAXED);
     if (wait_us) {
         struct timespec t = {wait_us / 1000000, wait_us % 1000000 * 1000};
         nanosleep(&t, 0);
     }
 }
 
+#define OPENED 0
+#define ASKED 1
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 #define MODE(flags) \
     mode_t mode = 0; \
     if (flags & (O_CREAT | __O_TMPFILE)) { va_list more; va_start(more, flags); mode = va_arg(more, mode_t); va_end(more); }
 
-int open(const char *p, int f, ...) { MODE(f) asked(p); return REAL(open)(p, f, mode); }
-int open64(const char *p, int f, ...) { MODE(f) asked(p); return REAL(open64)(p, f, mode); }
-int openat(int d, const char *p, int f, ...) { MODE(f) asked(p); return REAL(openat)(d, p, f, mode); }
-int openat64(int d, const char *p, int f, ...) { MODE(f) asked(p); return REAL(openat64)(d, p, f, mode); }
-int stat(const char *p, struct stat *s) { asked(p); return REAL(stat)(p, s); }
-int stat64(const char *p, struct stat64 *s) { asked(p); return REAL(stat64)(p, s); }
-int lstat(const char *p, struct stat *s) { asked(p); return REAL(lstat)(p, s); }
-int lstat64(const char *p, struct stat64 *s) { asked(p); return REAL(lstat64)(p, s); }
-int fstatat(int d, const char *p, struct stat *s, int f) { asked(p); return REAL(fstatat)(d, p, s, f); }
-int fstatat64(int d, const char *p, struct stat64 *s, int f) { asked(p); return REAL(fstatat64)(d, p, s, f); }
-int access(const char *p, int m) { asked(p); return REAL(access)(p, m); }
-ssize_t readlink(const char *p, char *b, size_t n) { asked(p); return REAL(readlink)(p, b, n); }
+int open(const char *p, int f, ...) { MODE(f) called(p, OPENED); return REAL(open)(p, f, mode); }
+int open64(const char *p, int f, ...) { MODE(f) called(p, OPENED); return REAL(open64)(p, f, mode); }
+int openat(int d, const char *p, int f, ...) { MODE(f) called(p, OPENED); return REAL(openat)(d, p, f, mode); }
+int openat64(int d, const char *p, int f, ...) { MODE(f) called(p, OPENED); return REAL(openat64)(d, p, f, mode); }
+DIR *opendir(const char *p) { called(p, OPENED); return REAL(opendir)(p); }
+int stat(const char *p, struct stat *s) { called(p, ASKED); return REAL(stat)(p, s); }
+int stat64(const char *p, struct stat64 *s) { called(p, ASKED); return REAL(stat64)(p, s); }
+int lstat(const char *p, struct stat *s) { called(p, ASKED); return REAL(lstat)(p, s); }
+int lstat64(const char *p, struct stat64 *s) { called(p, ASKED); return REAL(lstat64)(p, s); }
+int fstatat(int d, const char *p, struct stat *s, int f) { called(p, ASKED); return REAL(fstatat)(d, p, s, f); }
+int fstatat64(int d, const char *p, struct stat64 *s, int f) { called(p, ASKED); return REAL(fstatat64)(d, p, s, f); }
+int access(const char *p, int m) { called(p, ASKED); return REAL(access)(p, m); }
+ssize_t readlink(const char *p, char *b, size_t n) { called(p, ASKED); return REAL(readlink)(p, b, n); }

@@ -121,11 +121,12 @@ class Family:
             say(f"error: {self._here.host}: rank {rank.rank}: {how}")
             if quoted := self._quote(rank.rank):
                 say(quoted)
+        ends_others = bad and self._first is None and self._launch.kill_on_bad_exit
         if bad and self._first is None:
             self._first = rank
-            if self._launch.kill_on_bad_exit and (others := self._running()):
-                self._end(others, GRACE_S)
-        elif self._launch.wait_s and self._deadline() is None and (others := self._running()):
+        if ends_others and (others := self._running()):
+            self._end(others, GRACE_S)
+        elif self._launch.wait_s and self._deadline() is None and self._running():
             self._kill_at = time.monotonic() + self._launch.wait_s
 
     def _end(self, others: Sequence[Rank], grace_s: float) -> None:
