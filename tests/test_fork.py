@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hpcinit.facts import timeline
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submission.test_restart import begin_now, restarts, state
@@ -72,7 +73,8 @@ with hpcinit.session() as run:
 
 
 def test_kill_9_of_a_forked_rank(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Slurm gets its status, hpcinit why names the rank and not its parent, and the others are gone."""
+    """Slurm gets its status, hpcinit why names the rank and not its parent, and the others are gone. The timeline of
+    its start has the parent's moments for both ranks of a node."""
     (tmp_path / "train.py").write_text(DIES)
     done = submit(
         hpcinit, slurm, "launch=fork", "nodes=2", "ranks_per_node=2", "wait=true", "--", "train.py", timeout=240
@@ -83,6 +85,15 @@ def test_kill_9_of_a_forked_rank(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path)
     assert "hpcinit: error: n2: rank 3: Killed\n" in log and "hpcinit: rank 2 on n2 ends with it\n" in log
     assert "srun: error: n2: task 1: Killed" in log
     assert "rank 3 on n2 was ended by a signal (Killed) first (step " in done.stdout + done.stderr
+    (attempt,) = timeline.read(folder_of(done))
+    assert attempt.complete
+    for rank in attempt.ranks:
+        names = ["allocated", "started", "interpreter", "forked", "met", "imported"]
+        assert list(rank.moments)[: len(names)] == names
+        assert list(rank.moments.values()) == sorted(rank.moments.values())
+        neighbour = attempt.ranks[rank.rank ^ 1]
+        assert all(abs(rank.moments[name] - neighbour.moments[name]) < 0.02 for name in ("started", "interpreter"))
+    assert "  parent imports, forks  " in hpcinit("report", folder_of(done).name).stdout
 
 
 HANGS = """

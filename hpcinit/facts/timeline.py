@@ -19,12 +19,13 @@ from typing import Any
 from hpcinit.facts import nodelist, runfolder, scratch
 from hpcinit.facts.errors import HpcinitError
 
-# In the order of time. Any of them may be missing: 'forked' is for ranks that a parent has forked, 'met' for those that
-# hpcinit.run started, and a rank that hangs or dies has none of those that come after.
+# In the order of time. Any of them may be missing: 'spawned' is for ranks of a torchrun agent, 'forked' for those of a
+# parent, 'met' for those that hpcinit.run started, and a rank that hangs or dies has none of those that come after.
 MOMENTS = {
     "submitted": "sbatch had taken the job",
-    "allocated": "the job had its nodes, or the batch script began its ranks once more",
-    "started": "the rank's process began (of a forked rank: its parent's)",
+    "allocated": "the job had its nodes, or its ranks had ended that begin once more",
+    "started": "the rank's process began (of a forked rank: its parent's; with launch=torchrun: its agent's)",
+    "spawned": "the agents had met, and this one began the rank's process",
     "interpreter": "Python ran the first line of hpcinit",
     "forked": "the parent had imported, and forked the rank",
     "met": "rank 0's door was found",
@@ -37,6 +38,8 @@ MOMENTS = {
 }
 # Environment variable of the batch script: seconds since 1970, when the ranks' nodes were there.
 ENV_ALLOCATED = "HPCINIT_ALLOCATED"
+# Of a rank that an agent starts: seconds since 1970 when the agent began; '' where it has begun this rank before.
+ENV_AGENT_BEGAN = "HPCINIT_AGENT_BEGAN"
 LAST = next(reversed(MOMENTS))
 
 

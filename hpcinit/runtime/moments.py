@@ -63,14 +63,25 @@ def note(moment: str, **more: object) -> None:
 def _before(env: Mapping[str, str], first_line: bool) -> dict[str, float]:
     """The moments of this process before it could write."""
     found: dict[str, float | None] = {}
-    if env.get(timeline.ENV_ALLOCATED, "").replace(".", "", 1).isdecimal():
-        found["allocated"] = float(env[timeline.ENV_ALLOCATED])
-    found["started"] = _made(_PID)
+    found["allocated"] = _number(env.get(timeline.ENV_ALLOCATED, ""))
+    agent = env.get(timeline.ENV_AGENT_BEGAN)
+    if agent is not None:
+        found["started"] = _number(agent)
+    found["started" if agent is None else "spawned"] = _made(_PID)
     if first_line:
         found["interpreter"] = _WALL
     if os.getpid() != _PID:
         found["forked"] = _made(os.getpid())
     return {name: round(moment, 6) for name, moment in found.items() if moment is not None}
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text.replace(".", "", 1).isdecimal() else None
+
+
+def began() -> float | None:
+    """When this process was made, in seconds since 1970."""
+    return _made(os.getpid())
 
 
 def _made(pid: int) -> float | None:

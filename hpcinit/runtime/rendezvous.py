@@ -162,10 +162,11 @@ def addresses(world: World, spec: Spec | None) -> list[hosts.Found]:
     try:
         best = hosts.find(host, world.nodes, node_addr=_node_addr, template=template)
     except WorldError as error:
-        own = _towards_the_others(world) if world.rank == 0 else ""
+        own = _towards_the_others(world) if world.node_rank == 0 else ""  # its other ranks see the same /etc/hosts
         if not own:
             raise
-        best = hosts.Found(own, f"{error}; until then rank 0 listens at {own}, which reaches the other nodes")
+        note = f"{error}; until then rank 0 listens at {own}, which reaches the other nodes"
+        best = hosts.Found(own, note if world.rank == 0 else "")
     # A name with several addresses may list them in another order on another node.
     others = [text for text in _all_of(hosts.rename(host, template)) or _all_of(host) if text != best.address]
     return [best, *(hosts.Found(text) for text in others if not ipaddress.ip_address(text.split("%")[0]).is_loopback)]

@@ -100,9 +100,7 @@ def test_the_others_may_go_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("first", [0, 3])
 def test_ranks_that_outlive_the_first_too_long(tmp_path: Path, first: int) -> None:
     """launch.wait_s counts from the first that has ended, however it did, as srun's --wait."""
-    started = Node(
-        tmp_path, RANK + f"time.sleep(60 * rank)\nos._exit({first})", wait_s=1, kill_on_bad_exit=first == 0
-    )
+    started = Node(tmp_path, RANK + f"time.sleep(60 * rank)\nos._exit({first})", wait_s=1, kill_on_bad_exit=first == 0)
     begin = time.monotonic()
     status, said = started.end()
     assert status == -9 and time.monotonic() - begin < 50 and "rank 1: Killed" in said

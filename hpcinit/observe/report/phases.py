@@ -16,6 +16,7 @@ from hpcinit.facts.timeline import MOMENTS, Attempt
 NAMES = {
     "allocated": ("queue", False),
     "started": ("Slurm starts the task", False),
+    "spawned": ("agents meet, start ranks", False),
     "interpreter": ("Python starts", False),
     "forked": ("parent imports, forks", False),
     "met": ("finds rank 0", True),

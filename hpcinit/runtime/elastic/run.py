@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from hpcinit.facts import elastic, error_records, job_log, runfolder
+from hpcinit.facts import elastic, error_records, job_log, runfolder, timeline
 from hpcinit.facts.elastic import Restart
 from hpcinit.facts.evidence import brief
 from hpcinit.facts.launchers.torchrun import ENV_AGENT
@@ -20,7 +20,7 @@ from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Spec
 from hpcinit.facts.timeouts import left_of_job
 from hpcinit.facts.world import World
-from hpcinit.runtime import program
+from hpcinit.runtime import moments, program
 from hpcinit.runtime.elastic.agent import Agent
 from hpcinit.runtime.elastic.gathering import Gathering
 from hpcinit.runtime.elastic.signals import Signals, end_by
@@ -59,6 +59,7 @@ class Node:
         self._spec, self._path, self._folder, self._agents, self._came = spec, path, path.parent, agents, came
         allowed = os.sched_getaffinity(0)
         self._cpus = binding.cpus(spec.launch, spec.ranks_per_node, allowed, os.environ)
+        self._began = moments.began()
         self.gathering = Gathering(agents, spec, self._timeout, self._begin)
 
     def start(self) -> Workers:
@@ -138,7 +139,14 @@ class Node:
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "TORCHELASTIC_ERROR_FILE": str(self._folder / runfolder.ERRORS / f"torchelastic-{rank}.json"),
             **{ENV_AGENT: self._agents.job, ENV_PARENT: str(os.getpid())},
+            **self._times(),
         }
+
+    def _times(self) -> dict[str, str]:
+        """For the timeline: when this agent began; of ranks that begin again, when those before had failed."""
+        if why := self.gathering.why:
+            return {timeline.ENV_AGENT_BEGAN: "", timeline.ENV_ALLOCATED: str(why.time)}
+        return {timeline.ENV_AGENT_BEGAN: str(self._began or "")}
 
     def _timeout(self) -> timedelta:
         left = left_of_job(os.environ, time.time())
