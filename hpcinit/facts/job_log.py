@@ -27,7 +27,8 @@ _CANCELLED = re.compile(r"\*\*\* JOB (\S+) ON (\S+) CANCELLED AT (\S+)(?: DUE TO
 # slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks have been OOM Killed.
 _OOM = re.compile(r"[Dd]etected \d+ oom[_-]kill event|: Out Of Memory$")
 _BEGINS = re.compile(
-    r"^hpcinit: (?:job \S+ of a chain begins$|(?:elastic )?restart \d+ of at most \d+ of job \S+ begins on )"
+    r"^hpcinit: (?:job \S+ of a chain begins$|(?:elastic )?restart \d+ (?:of at most \d+ )?of job \S+ begins on "
+    r"|\w+ on .+: the ranks begin again in the same job, without )"
 )
 _REFUSED = re.compile(r"^hpcinit: restart \d+ \(slurm\) is not begun: ")  # by an attempt that ends with it
 _OURS = re.compile(r"^(srun|slurmstepd\S*): ")

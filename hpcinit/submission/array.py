@@ -21,7 +21,7 @@ from hpcinit.submission import script
 # The name that stands for a task; at random, so that no value of the user's contains it.
 TASK = f"hpcinit-task-{secrets.token_hex(8)}"
 SMALLEST = 1001  # Slurm's default MaxArraySize: the highest index is one less
-JOB_ID = '"${SLURM_JOB_ID:-$$}"'
+# A task's SLURM_JOB_ID is a number of its own, and that of one task is the array's, all tasks to squeue and scontrol.
 ARRAY_JOB_ID = '"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"'
 IN_AN_ARRAY = (
     """[ -n "${SLURM_ARRAY_TASK_ID:-}" ] || { echo "$0 is for an array of jobs; """
@@ -54,7 +54,7 @@ def render(configs: Sequence[Config], numbers: Sequence[int], folder: Path, work
     config = _with_env(config, differing(configs))
     config.cluster = replace(config.cluster, sbatch={**config.cluster.sbatch, "array": _indices(numbers, base) + cap})
     text = script.render(config, folder / TASK, workdir)
-    text = text.replace(script.IN_A_JOB, IN_AN_ARRAY).replace(JOB_ID, ARRAY_JOB_ID)
+    text = text.replace(script.IN_A_JOB, IN_AN_ARRAY).replace(script.JOB_ID, ARRAY_JOB_ID)
     number = f'"$(({base} + SLURM_ARRAY_TASK_ID))"' if base else '"$SLURM_ARRAY_TASK_ID"'
     pattern = f"{base // size}%{len(str(size)) - 1}a" if base else "%a"
     text = _sourced(text)

@@ -36,16 +36,27 @@ hpcinit_restart() { # one more, number $1, for the reason $2; 1 if there may be 
       "(restart.without_progress)"; return 1
   fi
   printf '{"job": "%s", "restart": %d, "time": %d, "reason": "%s", "step": %s, %s}\\n' \\
-    "$SLURM_JOB_ID" "$1" "$(date +%s)" "$2" "$hpcinit_step" \\
+    "$hpcinit_job" "$1" "$(date +%s)" "$2" "$hpcinit_step" \\
     "\\"without_progress\\": $hpcinit_idle, \\"budget\\": @BUDGET@" >> "@RESTARTS@"
 }
 hpcinit_attempt=${SLURM_RESTART_COUNT:-0}
 if [ "$hpcinit_attempt" -gt 0 ]; then
-  tail -n 1 "@RESTARTS@" 2>/dev/null | grep -qF "{\\"job\\": \\"$SLURM_JOB_ID\\", \\"restart\\": $hpcinit_attempt," ||
+  tail -n 1 "@RESTARTS@" 2>/dev/null | grep -qF "{\\"job\\": \\"$hpcinit_job\\", \\"restart\\": $hpcinit_attempt," ||
     hpcinit_restart "$hpcinit_attempt" @SLURM@ || exit 1
-  echo "hpcinit: restart $hpcinit_attempt of at most @BUDGET@ of job $SLURM_JOB_ID begins on $SLURM_JOB_NODELIST"
+  echo "hpcinit: restart $hpcinit_attempt of at most @BUDGET@ of job $hpcinit_job begins on $SLURM_JOB_NODELIST"
 fi
 rm -f "@STOPPED@"
+"""
+
+# Without restart.budget Slurm requeues as the site has it, and scontrol requeue does: what the attempts before have
+# said stays in the logs, above this line.
+BEGINS = """\
+if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
+  printf '{"job": "%s", "restart": %d, "time": %d, "reason": "@SLURM@"}\\n' \\
+    "$hpcinit_job" "$SLURM_RESTART_COUNT" "$(date +%s)" >> "@RESTARTS@"
+  echo "hpcinit: restart $SLURM_RESTART_COUNT of job $hpcinit_job begins on $SLURM_JOB_NODELIST"
+  rm -f "@STOPPED@"
+fi
 """
 
 # Slurm notes when it decided to preempt, and keeps it over the requeue: it counts if it is later than the start.
@@ -57,7 +68,7 @@ hpcinit_reason() { # why the ranks have ended with status $1; nothing if they ar
   left=$(cat "@STOPPED@" 2>/dev/null)
   case $left in *"\\"job\\": \\"$SLURM_JOB_ID\\""*) ;; *) left='' ;; esac
   [ "$1" -ne 0 ] || [ -n "$left" ] || return 0
-  job=$(scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null)
+  job=$(scontrol --oneliner show job "$hpcinit_job" 2>/dev/null)
   [[ $job =~ ' StartTime='([0-9T:-]+) ]] && start=${BASH_REMATCH[1]}
   if [[ $left == *"@STOP_PREEMPTED@"* ]]; then echo @PREEMPTED@
   elif [[ $job =~ ' PreemptTime='([0-9][0-9T:-]+) && ! ${BASH_REMATCH[1]} < ${start:-} ]]; then echo @PREEMPTED@
@@ -88,11 +99,11 @@ hpcinit_after() { # the ranks have ended with status $1: once more, or not
   reason=$(hpcinit_reason "$1")
   [ -n "$reason" ] && [[ $on == *" $reason "* ]] || return "$1"
   sleep 1
-  [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null)" = RUNNING ] || return "$1"
+  [ "$(squeue --noheader --jobs="$hpcinit_job" --format=%T 2>/dev/null)" = RUNNING ] || return "$1"
   hpcinit_restart "$((hpcinit_attempt + 1))" "$reason" || return "$(($1 ? $1 : 1))"
-  echo "hpcinit: job $SLURM_JOB_ID is requeued ($reason): restart $((hpcinit_attempt + 1)) of at most @BUDGET@"
+  echo "hpcinit: job $hpcinit_job is requeued ($reason): restart $((hpcinit_attempt + 1)) of at most @BUDGET@"
   for try in 1 2 3 4 5 6; do
-    scontrol requeue "$SLURM_JOB_ID" && { sleep 60 & wait; return "$1"; } # until Slurm ends this
+    scontrol requeue "$hpcinit_job" && { sleep 60 & wait; return "$1"; } # until Slurm ends this
     echo "hpcinit: scontrol requeue failed ($try of 6)"; sleep 10
   done
   return "$(($1 ? $1 : 1))"
@@ -110,7 +121,7 @@ hpcinit_spare() { # the ranks have ended with status $1: whether they can begin 
   reason=$(hpcinit_reason "$1")
   case $reason in @NODE_FAIL@|@HANG@|@FAILURE@) [[ $on == *" $reason "* ]] || return 1 ;; *) return 1 ;; esac
   sleep 1
-  [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null)" = RUNNING ] || return 1
+  [ "$(squeue --noheader --jobs="$hpcinit_job" --format=%T 2>/dev/null)" = RUNNING ] || return 1
   bad=$(hpcinit_lost)
   [ -n "$bad" ] || bad=$(hpcinit_hang | while read -r node; do cat "$node"; done |
     sed -n 's/^rank [0-9]* on \([^ ]*\) .*/\1/p; s/^node \([^ ]*\) has said nothing for .*/\1/p' | head -n 1)
@@ -158,7 +169,9 @@ def option(config: Config) -> dict[str, bool]:
 
 def lines(config: Config) -> list[str]:
     """What the batch script begins with, after it has noted its begin."""
-    parts = [BUDGET] * wanted(config) + [REASON] * (wanted(config) or bool(config.spares))
+    if config.cluster.engine != "slurm":
+        return []
+    parts = [BUDGET if wanted(config) else BEGINS] + [REASON] * (wanted(config) or bool(config.spares))
     return _filled(
         "".join(parts + [SPARES.lstrip()] * bool(config.spares) + [AFTER] * wanted(config)), config
     ).splitlines()

@@ -18,10 +18,12 @@ from hpcinit.submission.snapshot import Plan
 # it, hence the TERM trap.
 RECORD = f"${runfolder.ENV_FOLDER}/{runfolder.EXIT}"
 ALLOCATED = timeline.ENV_ALLOCATED
+JOB_ID = '"${SLURM_JOB_ID:-$$}"'
 ATTEMPT = [
+    f"hpcinit_job={JOB_ID}",
     "hpcinit_record() {",
     r"""  printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s}\n' \ """.rstrip(),
-    r"""    "${SLURM_JOB_ID:-$$}" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:-}" \ """.rstrip(),
+    r"""    "$hpcinit_job" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:-}" \ """.rstrip(),
     f"""    > "{RECORD}.tmp" && mv "{RECORD}.tmp" "{RECORD}\"""",
     f'  [ "$1" = ended ] || {{ {ALLOCATED}=$(date +%s.%N); export {ALLOCATED}; }}',
     "}",

@@ -11,9 +11,10 @@
 
 # setup
 export HPCINIT_RUN=/shared/me/runs/x-0001
+hpcinit_job="${SLURM_JOB_ID:-$$}"
 hpcinit_record() {
   printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s}\n' \
-    "${SLURM_JOB_ID:-$$}" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:-}" \
+    "$hpcinit_job" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:-}" \
     > "$HPCINIT_RUN/exit.json.tmp" && mv "$HPCINIT_RUN/exit.json.tmp" "$HPCINIT_RUN/exit.json"
   [ "$1" = ended ] || { HPCINIT_ALLOCATED=$(date +%s.%N); export HPCINIT_ALLOCATED; }
 }

@@ -15,6 +15,7 @@ from tests.conftest import Run
 from tests.leaving_out import installed
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, job_id_of, printed, submit
+from tests.waiting import until
 
 
 def state(slurm: MiniSlurm, job: str) -> str:
@@ -177,3 +178,51 @@ def test_restarts_end(
     assert printed(folder, 0) == "attempt 0\nattempt 1\nattempt 2\n"
     assert message in log(folder)
     assert json.loads((folder / "exit.json").read_text())["exit_status"] == status
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(300)
+def test_each_task_of_a_sweep_has_its_own_budget(hpcinit: Run, idle_slurm: MiniSlurm, attempts: Path) -> None:
+    """A task is requeued alone, also the one whose number of its own is the array's; records, status and why are its."""
+    slurm, more = idle_slurm, ["ranks_per_node=1", "cluster.gpu_flag=null", "restart.budget=1"]
+    lists = "job.args=[wait],[76@10,0],[76@10,76@20,0]"
+    (attempts.parent / "task.py").write_text(
+        f"import sys, os, time\nwhile sys.argv[1] == 'wait' and not os.path.exists('go'): time.sleep(0.1)\n"
+        f"sys.argv[1:] = ['0'] if sys.argv[1] == 'wait' else sys.argv[1:]\n{ATTEMPTS}"
+    )
+    done = submit(hpcinit, slurm, "-m", *more, lists, "--", "task.py")
+    run = attempts.parent / "runs/task-0001"
+    assert done.returncode == 0, done.stderr
+    jobs = [json.loads((run / f"{task}/submission.json").read_text())["job_id"] for task in range(3)]
+    assert [finish(slurm, job) for job in jobs[1:]] == ["COMPLETED", "FAILED"]
+    assert state(slurm, jobs[0]) == "RUNNING", "it is left alone when others are requeued"
+    (attempts.parent / "go").touch()
+    assert finish(slurm, jobs[0]) == "COMPLETED"
+    assert [restarts(run / f"{task}") for task in range(3)] == [[], [(1, "hang", 10, 0)], [(1, "hang", 10, 0)]]
+    assert [printed(run / f"{task}", 0) for task in range(3)] == ["attempt 0\n"] + ["attempt 0\nattempt 1\n"] * 2
+    assert f"hpcinit: restart 1 of at most 1 of job {jobs[1]} begins on n" in log(run / "1")
+    assert "restart 2 (hang) is not begun: restart.budget is 1; furthest step: 20" in log(run / "2")
+    told = hpcinit("status", "task-0001", "--json", env=slurm.env).stdout.splitlines()
+    assert [json.loads(line)["restarts"]["count"] for line in told] == [0, 1, 1]
+    why = hpcinit("why", "task-0001/2", env=slurm.env).stdout
+    assert hpcinit("report", "task-0001/2").stdout.count("\n  queue ") == 2
+    assert "SystemExit: 76" in why and "1 restart, 0 left: 1 hung (step 10)" in why, why
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(300)
+def test_requeued_without_a_budget(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
+    """Slurm's requeue, or one by hand, has its line in the job's log as well: of two attempts `why` tells the last."""
+    slurm, begins = idle_slurm, tmp_path / "begins"
+    program = 'echo up >> begins; test -z "$SLURM_RESTART_COUNT" || { echo bad sample >&2; exit 5; }; exec sleep 300'
+    done = submit(hpcinit, slurm, "ranks_per_node=1", "--", "bash", "-c", program)
+    folder, job = folder_of(done), job_id_of(done)
+    until(begins.exists)
+    slurm.run("scontrol", "requeue", job)
+    until(lambda: state(slurm, job) == "PENDING")
+    assert finish(slurm, job) == "FAILED"
+    assert f"\nhpcinit: restart 1 of job {job} begins on n" in log(folder)
+    why = hpcinit("why", folder.name, env=slurm.env).stdout
+    assert why.startswith("rank 0 on n") and "ended first, exited with exit code 5: bad sample" in why, why
+    assert "1 restart: 1 requeued by Slurm" in why
+    assert "1 restart" in hpcinit("status", folder.name, env=slurm.env).stdout

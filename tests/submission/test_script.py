@@ -13,7 +13,7 @@ import pytest
 
 from hpcinit.config.compose import compose
 from hpcinit.facts.spec import load
-from hpcinit.submission import launching, script
+from hpcinit.submission import launching, restart, script
 from hpcinit.submission.for_job import make_spec
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -56,12 +56,16 @@ def test_script_is_valid_bash(name: str) -> None:
 
 
 def test_local_and_slurm_differ_in_the_launcher_only() -> None:
-    """On cluster=local the script is the same but for the words that start the step, and it asks for no sbatch."""
+    """On cluster=local the script is the same but for the words that start the step; it asks for no sbatch and knows no
+    requeue."""
     same = ["nodes=2", "ranks_per_node=2", "cluster.gpus_per_node=0", "cluster.gpu_flag=null"]
     slurm = render("cluster=local", *same, "cluster.engine=slurm")
     local = render("cluster=local", *same)
     ours = "/shared/me/venv/bin/python -m hpcinit.local.step --"
-    assert local.replace(ours, "srun --") == slurm.replace(f"{script.IN_A_JOB}\n", "") and ours in local
+    requeue = restart.lines(compose(["cluster=mini"]))
+    for lines in ([script.IN_A_JOB], requeue):
+        slurm = slurm.replace("".join(f"{line}\n" for line in lines), "")
+    assert local.replace(ours, "srun --") == slurm and ours in local and requeue
 
 
 def test_one_task_per_node_has_the_cores_of_its_ranks() -> None:

@@ -16,6 +16,8 @@ from hpcinit.observe import state
 from hpcinit.observe.report import phases
 from hpcinit.observe.report.phases import Report
 
+TASK = "task"
+
 
 def reports(run: Path) -> list[Report]:
     """One for each start of the ranks, the first first. Raises RequestError if none has left a line."""
@@ -31,6 +33,7 @@ def reports(run: Path) -> list[Report]:
     found = []
     for attempt in attempts:
         key = _job_and_restart(attempt)
+        key = key if key in handed else f"{TASK}.{attempt.restart}"
         submitted = None if key in seen else handed.get(key)  # ranks that begin again in the same job wait for nothing
         seen.add(key)
         found.append(phases.of(_with_law(_with_submission(attempt, submitted), run)))
@@ -73,10 +76,15 @@ def _handed_over(run: Path) -> Iterator[tuple[str, float]]:
     with contextlib.suppress(RequestError, KeyError, TypeError, ValueError):
         record = state.submission(run)
         at = float(record["submitted"])
-        yield from ((f"{job}.0", at) for job in state.jobs(record))
+        yield from ((f"{_number(job)}.0", at) for job in state.jobs(record))
     for line in _lines(run / runfolder.RESTARTS):
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            yield f"{line['job']}.{int(line['restart'])}", float(line["time"])
+            yield f"{_number(line['job'])}.{int(line['restart'])}", float(line["time"])
+
+
+def _number(job: str) -> str:
+    """Of a task of an array, '18_1', whose number of its own only its ranks were told: TASK."""
+    return TASK if "_" in job else job
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

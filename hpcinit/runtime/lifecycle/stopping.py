@@ -121,12 +121,15 @@ class Stopper:
         left = left_of_job(self._env, time.time())
         if left is not None and left <= timedelta():
             return Reason.TIME_LIMIT
-        job = self._env.get("SLURM_JOB_ID", "")
+        job, task = self._env.get("SLURM_JOB_ID", ""), self._env.get("SLURM_ARRAY_TASK_ID")
+        if task:  # one task's SLURM_JOB_ID is the array's, of which scontrol would show all tasks
+            job = f"{self._env.get('SLURM_ARRAY_JOB_ID')}_{task}"
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             command = ["scontrol", "--oneliner", "show", "job", job]
             said = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False).stdout
             words = dict(word.partition("=")[::2] for word in said.split())
-            if words.get("PreemptTime", "None") not in {"None", "N/A"}:
+            preempted = words.get("PreemptTime", "None")  # '2026-11-21T14:02:00'; kept when the job is requeued
+            if preempted not in {"None", "N/A"} and preempted >= words.get("StartTime", ""):
                 return Reason.PREEMPTED
         return reason
 
