@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpcinit import run
 from hpcinit.cli import guarded
-from hpcinit.facts import forked, runfolder, safeguards
+from hpcinit.facts import forked, runfolder, safeguards, scratch
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.launchers import slurm
 from hpcinit.facts.spec import Spec
@@ -29,6 +29,7 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) > 1:
         raise RequestError(f"{' '.join(argv)}: expected SPEC alone, a run folder's {runfolder.SPEC}")
     spec = run.enter(argv[0])
+    scratch.use(os.environ)
     here, folder = forked.node(os.environ, spec.nodes, spec.ranks_per_node), Path(os.environ[runfolder.ENV_FOLDER])
     if spec.stop.signal:  # it waits until there are ranks that hear it
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.Signals[f"SIG{spec.stop.signal}"]])

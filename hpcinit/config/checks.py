@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from hpcinit.config import (
     chains,
+    environments,
     extra_options,
     launches,
     needs,
@@ -80,7 +81,7 @@ def problems(config: Config) -> list[str]:
     for check in (
         *(_choices, _finite, _numbers, _more_numbers, _names, _texts),
         *(extra_options.problems, program.problems, surroundings.problems, secret_files.problems, chains.problems),
-        *(needs.problems, partition.problems, places.problems, launches.problems),
+        *(needs.problems, partition.problems, places.problems, launches.problems, environments.problems),
     ):
         found.extend(check(config))
     if not found:  # arithmetic on numbers that are wrong by themselves only adds noise

@@ -13,25 +13,29 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hpcinit.config import environments
 from hpcinit.config.checks import ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.facts import quoting, runfolder
 from hpcinit.facts.options import flags
 from hpcinit.facts.spec import Launch
-from hpcinit.submission import container, restart
+from hpcinit.submission import container, restart, to_local
 
 ENTRIES = {"srun": "hpcinit.run", "fork": "hpcinit.fork", "torchrun": "hpcinit.elastic"}
 
 
 def step(config: Config, folder: Path, workdir: Path) -> str:
     """The line that starts the ranks of the run in `folder`, with what follows it."""
-    python = _python(config)
+    python = environments.python(config)
     here = sys.executable if config.container.image else python
     launcher = ["srun"] if config.cluster.engine == "slurm" else [here, "-m", "hpcinit.local.step"]
     options = {**_options(config, folder), **container.of_srun(config, folder, workdir), **config.cluster.srun}
+    if config.launch.env_to_local:
+        python = to_local.PYTHON
     run = [python, "-u", "-m", ENTRIES[config.launch.kind], str(folder / runfolder.SPEC)]
     words = [*launcher, *flags(options), *container.before_python(config, folder, workdir), *run]
-    return restart.around(" ".join(quoting.shell(word) for word in words), config)
+    line = " ".join(word if word == to_local.PYTHON else quoting.shell(word) for word in words)
+    return to_local.around(restart.around(line, config), config)
 
 
 def for_job(config: Config) -> Launch:
@@ -80,15 +84,3 @@ def _options(config: Config, folder: Path) -> dict[str, Any]:
 
 def _gpu_bind(config: Config) -> str | None:
     return config.launch.gpu_bind if config.cluster.gpus_per_node and config.cluster.gpu_flag else None
-
-
-def _python(config: Config) -> str:
-    """The interpreter of the ranks: of the image, as the cluster says, of its environment, or the one that submits."""
-    cluster = config.cluster
-    if config.container.image:
-        return config.container.python
-    if cluster.python:
-        return cluster.python
-    if cluster.venv:
-        return f"{cluster.venv}/bin/python"
-    return "python" if cluster.conda else sys.executable

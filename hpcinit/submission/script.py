@@ -9,7 +9,7 @@ from typing import Any
 from hpcinit.config.checks import ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.facts import quoting, runfolder, timeline
-from hpcinit.submission import after, chain, launching, restart, setup
+from hpcinit.submission import after, chain, launching, restart, setup, to_local
 from hpcinit.submission.snapshot import Plan
 
 # What the batch script leaves behind: a record of its start, and one of its end in its place, whatever ended it but
@@ -104,4 +104,4 @@ def _setup(config: Config, folder: Path, code: Plan | None) -> list[str]:
     if code:  # last, so that the snapshot's packages are found before those of anything above
         path = quoting.shell(":".join(code.python_path(folder)))
         lines += [f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}}"]
-    return lines
+    return [*lines, *to_local.lines(config)]
