@@ -43,7 +43,8 @@ def variables(folder: Path, rank: int) -> dict[str, str]:
 
 
 def test_a_forked_rank_is_told_what_srun_tells_a_task(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """The same variables of Slurm's with the same values, GPUs too; and a signal of Slurm's reaches each rank once."""
+    """The same variables of Slurm's with the same values, GPUs too; a signal of Slurm's reaches each rank once, and a job
+    that is suspended goes on."""
     slurm = idle_slurm
     (tmp_path / "tells.py").write_text(TELLS)
     words = ["nodes=2", "ranks_per_node=2", "parallel=ddp", "--", "tells.py"]
@@ -53,7 +54,9 @@ def test_a_forked_rank_is_told_what_srun_tells_a_task(hpcinit: Run, idle_slurm: 
     job = json.loads((forked / "submission.json").read_text())["job_id"]
     slurm.run("scancel", "--signal=USR1", f"{job}.0")
     until(lambda: len(list(tmp_path.glob("came-*"))) == 4)
-    time.sleep(2)  # what would come twice comes within 0.3 s
+    slurm.run("scontrol", "suspend", job)
+    time.sleep(2)  # the parent looks round once in a second; and a signal that would come twice comes within 0.3 s
+    slurm.run("scontrol", "resume", job)
     (tmp_path / "go").touch()
     until(lambda: state(slurm, job) == "COMPLETED", timeout_s=120)
     assert [told(forked, rank)[0] for rank in range(4)] == [1, 1, 1, 1]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from hpcinit.facts.spec import Launch
 from hpcinit.runtime.fork import binding, family, preload, process
 from hpcinit.runtime.fork.family import Family
 from tests.forking import Node
+from tests.leaving_out import leave_out
 
 RANK = "import json, os, random, signal, sys, time\nrank = int(os.environ['RANK'])\n"
 
@@ -205,10 +207,45 @@ def test_torch_is_imported_once_and_touches_no_device(tmp_path: Path) -> None:
     assert [started.told(rank)[:4] for rank in range(2)] == [[True, True, 2.0, False]] * 2
 
 
+def test_a_stopped_parent_is_woken_when_a_rank_ends(tmp_path: Path) -> None:
+    """SIGSTOP of the parent: the others do not wait for ever for a rank that has failed unseen."""
+    code = RANK + (
+        "print('ready', flush=True)\nwhile not os.path.exists('go'):\n    time.sleep(0.05)\n"
+        "if rank == 1:\n    raise ValueError('lost it')\ntime.sleep(300)\n"
+    )
+    started = Node(tmp_path, code)
+    wait_for(lambda: all("ready" in started.log(rank) for rank in range(2)))
+    os.kill(started.process.pid, signal.SIGSTOP)
+    wait_for(lambda: process.state(started.process.pid) == "T")
+    (tmp_path / "go").touch()
+    status, said = started.end()
+    assert status == 1 and "rank 1 on 127.0.0.1 said: ValueError: lost it" in said
+
+
+@pytest.fixture
+def frozen(tmp_path: Path) -> Iterator[Path]:
+    """A file system on which who writes waits in the kernel, deaf to SIGKILL, until the test is over."""
+    image, place = tmp_path / "image", tmp_path / "frozen"
+    place.mkdir()
+    with image.open("wb") as file:
+        file.truncate(16 << 20)
+    try:
+        subprocess.run(["mkfs.ext4", "-q", image], check=True, capture_output=True)
+        subprocess.run(["mount", "-o", "loop", image, place], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        leave_out(f"a rank that is stuck in the kernel needs root and a loop device: {error}")
+    try:
+        subprocess.run(["fsfreeze", "--freeze", place], check=True)
+        yield place
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", place], check=False, capture_output=True)  # once more
+        subprocess.run(["umount", "--lazy", place], check=True)
+
+
 def test_a_rank_that_sigkill_does_not_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, frozen: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One that is stuck in the kernel is waited for a while, then named with what it is in. Here SIGKILL is left out."""
+    """One that is stuck in the kernel is waited for a while, then named with what it is in."""
 
     class Nobody:
         def end(self) -> None: ...
@@ -220,20 +257,28 @@ def test_a_rank_that_sigkill_does_not_end(
     monkeypatch.setattr(family, "STUCK_S", 0.3)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     ranks = Family(Place(0, 1, 2, "n1"), Launch("fork"), tmp_path, Nobody())  # type: ignore[arg-type]
-    pids: list[int] = []
+    stuck = 0
     try:
-        if (rank := ranks.fork(lambda local, parent: None)) is not None:
-            time.sleep(20 * rank)  # 0 ends at once with status 1, 1 stays
+        rank = ranks.fork(lambda local, parent: None)
+        if rank == 1:
+            (tmp_path / "pid").write_text(f"{os.getpid()}\n")
+            (frozen / "file").write_text("never")
+        elif rank == 0:
+            while not (pid := (tmp_path / "pid").read_text() if (tmp_path / "pid").exists() else "").endswith("\n"):
+                time.sleep(0.02)
+            while process.state(int(pid)) != "D":
+                time.sleep(0.02)
+        if rank is not None:
             os._exit(1)
-        pids += [rank.pid for rank in ranks._ranks]
-        monkeypatch.setattr(os, "killpg", lambda pid, number: None)
+        stuck = ranks._ranks[1].pid
         status = ranks.wait()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert os.waitstatus_to_exitcode(status) == 1
-    assert f"rank 1 on n1 (pid {pids[1]}) has not ended 0.3 s after SIGKILL, its state is S" in capfd.readouterr().err
-    os.kill(pids[1], signal.SIGKILL)
-    os.waitpid(pids[1], 0)
+    said = f"rank 1 on n1 (pid {stuck}) has not ended 0.3 s after SIGKILL, its state is D"
+    assert said in capfd.readouterr().err
+    subprocess.run(["fsfreeze", "--unfreeze", frozen], check=True)
+    assert os.waitstatus_to_exitcode(os.waitpid(stuck, 0)[1]) < 0
 
 
 def test_a_step_of_another_shape() -> None:

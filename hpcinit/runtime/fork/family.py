@@ -65,6 +65,7 @@ class Family:
 
     def wait(self) -> int:
         """Until the last has ended. Returns what os.waitpid would say of this process, if it ends as it should."""
+        came = process.Signals(LISTENED)
         while running := self._running():
             deadline = self._deadline()
             if deadline is not None and time.monotonic() >= deadline:
@@ -72,9 +73,9 @@ class Family:
                     self._say_stuck(running)
                     break
                 self._next(running)
-            came = signal.sigtimedwait(LISTENED, 1.0 if deadline is None else max(0.0, deadline - time.monotonic()))
-            if came is not None and came.si_signo != signal.SIGCHLD:
-                self._pass_on(came.si_signo)
+            number = came.wait(1.0 if deadline is None else deadline - time.monotonic())
+            if number is not None and number != signal.SIGCHLD:
+                self._pass_on(number)
             self._reap()
         self._witness.end()
         return self._status()

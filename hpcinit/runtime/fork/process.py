@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import select
+import sys
+from collections.abc import Collection
 from pathlib import Path
 
 # prctl(2)
 PR_SET_NAME = 15
+# signalfd(2): close-on-exec, as in <sys/signalfd.h>; what is read of it is 128 bytes, a signal's number first.
+SFD_CLOEXEC = os.O_CLOEXEC
+SIGNALFD_SIGINFO = 128
 SHORT = 15  # bytes of a process's short name, which top and `ps -o comm` show
 
 
@@ -30,14 +37,50 @@ def call_this(title: str) -> None:
         ctypes.memmove(start, text[: end - start - 1].ljust(end - start, b"\0"), end - start)
 
 
+class Signals:
+    """`numbers`, which must be blocked in this process, one after the other.
+
+    signal.sigtimedwait of Python 3.11 is not for a process that may be stopped: let go on after its time is over, it
+    returns a number from memory that nobody has written, and scontrol suspend and resume ended the job.
+    """
+
+    def __init__(self, numbers: Collection[int]) -> None:
+        mask = sum(1 << (number - 1) for number in numbers).to_bytes(128, "little")  # sigset_t
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._fd = libc.signalfd(-1, mask, SFD_CLOEXEC)
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), f"signalfd: {os.strerror(ctypes.get_errno())}")
+
+    def wait(self, timeout_s: float) -> int | None:
+        """The next; None if none comes in time."""
+        if not select.select([self._fd], [], [], max(0.0, timeout_s))[0]:
+            return None
+        return int.from_bytes(os.read(self._fd, SIGNALFD_SIGINFO)[:4], sys.byteorder)
+
+
+def state(pid: int) -> str:
+    """'R', 'S', 'D', 'T' (stopped, but not by a debugger), 'Z' ...: proc(5), stat; '' if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def children(pid: int) -> list[int]:
+    """Of a process with one thread; [] where the kernel does not tell."""
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (OSError, ValueError):
+        return []
+
+
 def stuck(pid: int) -> str:
     """'D (in nfs_wait_bit_killable)': the state of a process that SIGKILL has not ended, and what it is in."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
+    is_in = state(pid)
+    if not is_in:
         return "gone"
     try:
         where = Path(f"/proc/{pid}/wchan").read_text().strip("0\n")
     except OSError:
         where = ""
-    return f"{state} (in {where})" if where else state
+    return f"{is_in} (in {where})" if where else is_in

@@ -1,9 +1,11 @@
-"""A process in a session of its own that tells whether a signal for this one came to its children as well.
+"""A process in a session of its own that tells whether a signal for this one came to its children too, and wakes it.
 
 Where Slurm tracks processes by control group or by parents (proctrack/cgroup, linuxproc) it signals all that a task
 has started, and to pass a signal on would make two of it: a program that requeues itself at USR1 would do so twice.
 Where it tracks process groups (pgid), and on cluster=local, the ranks hear nothing of it: they have sessions of their
 own.
+
+A parent that somebody has stopped would not see a rank end, and the job would go on without it until its time limit.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from hpcinit.runtime.fork import process
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 WITHIN_S = 0.3  # Slurm signals one process after the other
+LOOK_S = 5.0
 
 
 class Witness:
@@ -56,5 +59,10 @@ def _listen(write: int, parent: int) -> None:
     os.setsid()
     parent_death.die_with(parent)
     process.call_this("hpcinit: hears signals")
+    came = process.Signals(FORWARDED)
     while True:
-        os.write(write, bytes([signal.sigwait(FORWARDED)]))
+        number = came.wait(LOOK_S)
+        if number is not None:
+            os.write(write, bytes([number]))
+        elif process.state(parent) == "T" and any(process.state(child) == "Z" for child in process.children(parent)):
+            os.kill(parent, signal.SIGCONT)
