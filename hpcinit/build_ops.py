@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import deepspeed_config, deepspeed_ops
+from hpcinit.facts import deepspeed_config, deepspeed_ops, telling
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.versions import installed
 from hpcinit.runtime import ops
 
 
 def main(argv: Sequence[str]) -> int:
-    given = _parser().parse_args(argv)
+    given = telling.parsed(parser(), list(argv))
     if not installed("deepspeed"):
         raise RequestError("DeepSpeed is not installed in this environment: install hpcinit[deepspeed]")
     if not given.ops and not given.ds_config and not given.overrides:
@@ -32,15 +32,22 @@ def main(argv: Sequence[str]) -> int:
     if unknown := [name for name in names if name not in deepspeed_ops.BUILDERS]:
         raise RequestError(f"no op {unknown[0]!r}, expected one of: {', '.join(sorted(deepspeed_ops.BUILDERS))}")
     if not names:
-        print(f"nothing to build: this config compiles no op on {device}")
+        _say(given, [], "", f"nothing to build: this config compiles no op on {device}")
         return 0
     root = Path(given.into) if given.into else ops.shared_cache(os.environ)
     ops.build(names, root.absolute())
-    print(f"{', '.join(names)} in {root}")
+    _say(given, names, str(root), f"{', '.join(names)} in {root}")
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _say(given: argparse.Namespace, names: Sequence[str], root: str, said: str) -> None:
+    if given.json:
+        print(json.dumps({"ops": list(names), "folder": root}))
+    elif root or not given.quiet:
+        print(root if given.quiet else said)
+
+
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "hpcinit build-ops",
         description="Compile DeepSpeed's ops once, for this Python, torch, DeepSpeed and processor. "
@@ -51,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ds-config", type=Path, help="a JSON file: what it needs")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
     parser.add_argument("--into", help="another folder; jobs find it with TORCH_EXTENSIONS_DIR")
-    return parser
+    return telling.options(parser)
 
 
 def _device() -> str:

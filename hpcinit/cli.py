@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import importlib
@@ -9,148 +10,13 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
+from hpcinit import patience
+from hpcinit.commands import COMMANDS
+from hpcinit.facts import telling
 from hpcinit.facts.errors import INTERRUPTED, ConfigError, HpcinitError
 from hpcinit.facts.saying import say
 
-
-class Command(NamedTuple):
-    module: str  # whose main(argv) it is
-    about: str
-    examples: str = ""  # of submit: conf/hydra/help
-
-
-COMMANDS = {
-    "submit": Command("hpcinit.submission.command", "compose, check, render and submit a job"),
-    "plan": Command(
-        "hpcinit.submission.plan",
-        "what each rank will hold, and whether it fits",
-        """
-  hpcinit plan cluster=x nodes=8 parallel=zero3 model.params=7e9
-  hpcinit plan cluster=x nodes=8 parallel=fsdp model.params=7e9 --json""",
-    ),
-    "doctor": Command(
-        "hpcinit.doctor.command",
-        "is all well, here and on the nodes",
-        """
-  hpcinit doctor                    versions, Slurm, config, folders, clocks, environment
-  hpcinit doctor cluster=x          the same with what cluster=x says
-  hpcinit doctor cluster=x nodes=4  as a job: devices, names, links, disks, clocks of the nodes
-  hpcinit doctor cluster=x nodes=4 --remember    and what is bad is left out of submissions
-  hpcinit doctor --run doctor-0001  what an earlier one has found; --json for programs""",
-    ),
-    "status": Command(
-        "hpcinit.observe.status",
-        "how runs are doing",
-        """
-  hpcinit status                    a line for each run in ./runs
-  hpcinit status train-0001         one run; a job id or a path will do too
-  hpcinit status --json             one JSON object per line, for programs""",
-    ),
-    "watch": Command(
-        "hpcinit.observe.watch",
-        "the same until all are over",
-        """
-  hpcinit watch                     all runs in ./runs that are not over
-  hpcinit watch train-0001          exit status as the run's
-  hpcinit watch --json              one JSON object for each change""",
-    ),
-    "logs": Command(
-        "hpcinit.observe.logs",
-        "what a run's ranks printed",
-        """
-  hpcinit logs train-0001           rank 0
-  hpcinit logs --rank 0,4-7 train-0001
-  hpcinit logs --all train-0001     every rank, each line with its rank in front
-  hpcinit logs -f train-0001        until the run is over
-  hpcinit logs --job train-0001     what the batch script and Slurm itself said""",
-    ),
-    "why": Command(
-        "hpcinit.observe.why",
-        "what went wrong first in a run, and what to do",
-        """
-  hpcinit why train-0001            the first failure, its cause, what to do, how many echoes
-  hpcinit why 4242 --json           by its job id, for programs""",
-    ),
-    "report": Command(
-        "hpcinit.observe.report.command",
-        "how long each phase of a start took, and which ranks were slow",
-        """
-  hpcinit report train-0001         a table, and report.html in the run folder
-  hpcinit report train-0001 --html start.html
-  hpcinit report train-0001 --json  for programs""",
-    ),
-    "nodes": Command(
-        "hpcinit.nodes",
-        "nodes that have failed, and are left out of submissions",
-        """
-  hpcinit nodes                     each, how often and of what
-  hpcinit nodes cluster=x           of one cluster, with the limits that a submission to it has
-  hpcinit nodes --forget n3         it is well again
-  hpcinit nodes --cluster x --add n3 --why 'slow network'""",
-    ),
-    "cancel": Command(
-        "hpcinit.observe.cancel",
-        "end a run",
-        """
-  hpcinit cancel train-0001
-  hpcinit cancel 4242               by its job id
-  hpcinit cancel --save train-0001  asks the training to save first: run.should_stop()""",
-    ),
-    "discover": Command(
-        "hpcinit.discover.command",
-        "ask Slurm what this cluster is, and describe it in conf/cluster",
-        """
-  hpcinit discover --name x         writes conf/cluster/x.yaml, for cluster=x
-  hpcinit discover --print          shows it, and writes nothing
-  hpcinit discover --name x --diff  what has changed since; exit status 1 if anything has""",
-    ),
-    "timeouts": Command(
-        "hpcinit.timeouts.command",
-        "how long a start-up may take, and what past runs say of it",
-        """
-  hpcinit timeouts cluster=x        the law in force, from 1 to 16384 nodes
-  hpcinit timeouts fit              from all runs in ./runs: a law for their cluster
-  hpcinit timeouts fit train-0001 train-0002 --write    into the cluster's YAML""",
-    ),
-    "resubmit": Command(
-        "hpcinit.submission.resubmit",
-        "submit a run's request once more",
-        """
-  hpcinit resubmit train-0001
-  hpcinit resubmit train-0001 time_min=120
-  hpcinit resubmit --fresh-code train-0001    snapshot=git: the checkout as it is now""",
-    ),
-    "render": Command(
-        "hpcinit.submission.compare",
-        "a run's script, and how two runs differ",
-        """
-  hpcinit render train-0001                  the script as it would be now
-  hpcinit render train-0001 train-0002       a diff of config and script
-  hpcinit render train-0001 nodes=8          what nodes=8 would change""",
-    ),
-    "build-ops": Command(
-        "hpcinit.build_ops",
-        "compile DeepSpeed's ops once, before ranks need them",
-        """
-  hpcinit build-ops parallel=zero3_offload deepspeed.optimizer=adamw
-  hpcinit build-ops --ops cpu_adam""",
-    ),
-    "run": Command(
-        "hpcinit.run",
-        "inside a job: become a rank and run a program",
-        """
-  srun python -m hpcinit.run train.py --lr 3e-4
-  srun python -m hpcinit.run -m package.train""",
-    ),
-    "world": Command(
-        "hpcinit.world",
-        "inside a job: which rank am I, as JSON",
-        """
-  srun -n 2 python -m hpcinit.world""",
-    ),
-}
 HELP, COMPLETION = {"-h", "--help"}, {"-sc", "--shell-completion"}
 
 
@@ -171,6 +37,7 @@ def entry(argv: Sequence[str] | None = None) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
+    telling.choose(telling.PLAIN)
     if words[:1] == ["help"] and len(words) > 1:
         words = [words[1], "--help"]
     if not words or words[0] in HELP | {"help"}:
@@ -190,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What follows `run` is a program, whose own --help it may be.
     if HELP & set(own[1:2] if words[0] == "run" else own[1:]):
         return _help(words)
-    return guarded(COMMANDS[words[0]].module, words[1:])
+    # A rank's streams are its program's.
+    with contextlib.nullcontext() if words[0] == "run" else patience.shown(words[0]):
+        return guarded(COMMANDS[words[0]].module, words[1:])
 
 
 def _no_such(words: list[str]) -> str:
@@ -214,19 +83,29 @@ def _help(words: list[str]) -> int:
 
 
 def usage() -> str:
-    lines = [f"  {name:9} {command.about}" for name, command in COMMANDS.items()]
+    lines: list[str] = []
+    for group in dict.fromkeys(command.group for command in COMMANDS.values()):
+        lines += ["", f"{group}:"]
+        lines += [f"  {name:10} {command.about}" for name, command in COMMANDS.items() if command.group == group]
     return "\n".join(
         [
             "hpcinit: PyTorch on a Slurm cluster, from one command to a process group that is up.",
             "",
             "usage: hpcinit COMMAND ...",
-            "",
             *lines,
             "",
+            "examples:",
             "  hpcinit submit                                    a smoke test on this machine",
-            "  hpcinit submit cluster=x nodes=8 -- train.py      your script on 8 nodes",
-            "  hpcinit COMMAND --help                            options and examples of a command",
-            "  hpcinit --shell-completion install=bash           prints TAB completion for bash, zsh or fish",
+            "  hpcinit submit cluster=x nodes=8 -- train.py      your script on 8 nodes, each of its GPUs a rank",
+            "  hpcinit why train-0001                            what failed first in that run, and what to do",
+            "",
+            "every command has:",
+            "  hpcinit COMMAND --help    its options, and examples",
+            "  --json                    its answer for programs",
+            "  -q, --quiet               the shortest answer; on stderr errors alone",
+            "  -v, --verbose             also each program that is started, and when, on stderr",
+            "",
+            "hpcinit --shell-completion install=bash prints TAB completion for bash, zsh or fish.",
         ]
     )
 

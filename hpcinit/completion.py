@@ -6,14 +6,16 @@ for the whole shell, and for zsh are bash's. Keys and choices are Hydra's answer
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import importlib
 import io
 import os
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from hpcinit import cli
+from hpcinit.commands import COMMANDS
 from hpcinit.facts.errors import RequestError
 
 # Each asks `hpcinit -sc query=SHELL` with the line up to the cursor in COMP_LINE: one candidate per line, whole words.
@@ -56,8 +58,10 @@ UNINSTALL = {
     "zsh": "compdef -d hpcinit; unfunction _hpcinit",
     "fish": "complete -e -c hpcinit; functions -e __hpcinit",
 }
-WITH_OVERRIDES = {"submit", "plan", "doctor"}
-OF_A_RUN = {"status", "watch", "logs", "report", "cancel", "resubmit", "render"}
+WITH_OVERRIDES = {"submit", "plan", "doctor", "nodes", "timeouts", "build-ops"}
+WITH_HYDRAS_FLAGS = {"submit", "plan"}
+OF_A_RUN = {"status", "watch", "logs", "report", "why", "cancel", "resubmit", "render"}
+RUNS_TOO = {("timeouts", "fit")}  # and commands of two words
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,15 +88,34 @@ def candidates(line: str) -> list[str]:
 def _all(words: list[str], word: str) -> Iterable[str]:
     """What may follow the command line `hpcinit WORDS`. `word` is begun already."""
     if words in ([], ["help"]):
-        return cli.COMMANDS
-    if words[0] in WITH_OVERRIDES and "--" not in words:
-        return _of_hydra([*words[1:], word])
-    if words[0] in OF_A_RUN:
+        return COMMANDS
+    if words[0] not in COMMANDS or words[0] == "run" or "--" in words:
+        return ()
+    if word.startswith("-"):
+        return flags(words[0], words[1:])
+    if words[0] in OF_A_RUN or tuple(words[:2]) in RUNS_TOO:
         from hpcinit.observe import find  # noqa: PLC0415 - not for the other commands
 
         given = [after for option, after in pairwise(words) if option == "--runs-dir"]
         return (path.name for path in find.runs(Path(given[-1] if given else "runs")))
+    if words[0] in WITH_OVERRIDES:
+        also = ["fit"] if words == ["timeouts"] else []
+        return [*also, *_of_hydra([*(each for each in words[1:] if not each.startswith("-")), word])]
     return ()
+
+
+def flags(command: str, after: Sequence[str] = ()) -> list[str]:
+    """All flags of a command, as its own parser has them; of submit and plan Hydra's too. after: what follows it."""
+    module = COMMANDS[command].module
+    if (command, *after[:1]) == ("timeouts", "fit"):
+        module = "hpcinit.timeouts.proposal"
+    parser: argparse.ArgumentParser = importlib.import_module(module).parser()
+    found = {word for action in parser._actions for word in action.option_strings}
+    if command in WITH_HYDRAS_FLAGS:
+        from hpcinit.config import compose  # noqa: PLC0415 - Hydra takes its time
+
+        found |= set(compose.flags())
+    return sorted(found)
 
 
 def _of_hydra(words: Sequence[str]) -> list[str]:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from hpcinit.observe import nodes
 from hpcinit.observe.nodes import Limits
 
+parser = nodes.parser
+
 
 def main(argv: Sequence[str]) -> int:
     return nodes.main(argv, _configured)

@@ -10,16 +10,20 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from hpcinit.cli import guarded
-from hpcinit.facts import launchers
+from hpcinit.facts import launchers, telling
 
 
-def main(argv: Sequence[str]) -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hpcinit.world",
         description="Which rank am I: one JSON object on stdout, or a message and exit status 2.",
     )
     parser.add_argument("--launcher", help="choose by hand: " + ", ".join(m.NAME for m in launchers.LAUNCHERS))
-    options = parser.parse_args(argv)
+    return telling.options(parser, "it is JSON in any case")
+
+
+def main(argv: Sequence[str]) -> int:
+    options = telling.parsed(parser(), list(argv))
     world = launchers.read(os.environ, options.launcher)
     # node_count is the launcher's own count, 0 where it names the nodes instead; whoever reads this wants the number.
     print(json.dumps(asdict(world) | {"node_count": world.nodes}))

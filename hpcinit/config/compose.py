@@ -27,7 +27,7 @@ from hpcinit.config.request import Composer, Prepare, Request, Search, Task
 from hpcinit.config.schema import Config
 from hpcinit.facts.errors import ConfigError
 
-__all__ = ["compose", "folder", "main"]
+__all__ = ["compose", "flags", "folder", "main"]
 
 NAME = "hpcinit"  # of the primary config: conf/hpcinit.yaml
 UNUSABLE = (
@@ -73,6 +73,11 @@ def main(line: Sequence[str], prepare: Prepare, task: Task, search: Callable[[],
 
 def _composer(name: str) -> Composer:
     return Composer(name, lambda overrides: _compose(overrides, name), _request, UNUSABLE)
+
+
+def flags() -> list[str]:
+    """Hydra's own: --multirun, -m, --cfg and so on."""
+    return [word for action in get_args_parser()._actions for word in action.option_strings]
 
 
 def compose(overrides: Sequence[str]) -> Config:

@@ -6,6 +6,7 @@ import re
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
@@ -60,6 +61,16 @@ def mistakes(words: Sequence[str], unknown: Sequence[str], overrides: Sequence[s
             value = ""
         at += 2 if value else 1
     return found
+
+
+def sbatchs_quality(words: Sequence[str]) -> list[str]:
+    """`-q NAME` of one who means sbatch's, where ours is quiet and takes no value; told as other options of sbatch."""
+    return [
+        said
+        for flag, name in pairwise(words)
+        if flag == "-q" and _is_bare(name)
+        for said in mistakes([flag, name], [flag], [name])
+    ]
 
 
 def removals(overrides: Sequence[str]) -> Iterator[str]:

@@ -17,11 +17,12 @@ from hpcinit.config import folders
 from hpcinit.discover import ask, describe, document, place, site
 from hpcinit.discover.document import Document
 from hpcinit.discover.site import Site, User
+from hpcinit.facts import telling
 from hpcinit.facts.errors import RequestError
 
 
 def main(argv: Sequence[str]) -> int:
-    options = _options(argv)
+    options = telling.parsed(parser(), list(argv))
     user = _who()
     seen = site.read(ask.ask(user.name, os.environ), user)
     if options.json:
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         raise RequestError(f"{path}: {error}") from None
 
 
-def _options(argv: Sequence[str]) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hpcinit discover", description="Ask Slurm what this cluster is, and write conf/cluster/NAME.yaml."
     )
@@ -52,10 +53,9 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: conf/cluster/NAME.yaml")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--print", action="store_true", help="print a new description and write nothing")
-    what.add_argument("--json", action="store_true", help="print what was seen, for programs, and write nothing")
     what.add_argument("--diff", action="store_true", help="what has changed since; exit status 1 if anything has")
     parser.add_argument("--force", action="store_true", help="do not ask before a file is changed")
-    return parser.parse_args(argv)
+    return telling.options(parser, "print what was seen, for programs, and write nothing", what)
 
 
 def _who() -> User:
@@ -105,7 +105,7 @@ def _shadows(name: str, output: Path | None) -> None:
     """A word where cluster=NAME meant another file so far."""
     other = folders.find(f"cluster/{name}")
     if output is None and Path(other).is_file():
-        print(f"cluster={name} was {other} so far; here it is the new file from now on", file=sys.stderr)
+        telling.note(f"cluster={name} was {other} so far; here it is the new file from now on")
 
 
 def _again(path: Path, before: Document, seen: Site, force: bool) -> int:
@@ -118,7 +118,7 @@ def _again(path: Path, before: Document, seen: Site, force: bool) -> int:
         print(f"{path}: nothing has changed")
         return 0
     if before.edited:
-        print("discover's part of it was edited by hand; what was changed there is lost", file=sys.stderr)
+        telling.note("discover's part of it was edited by hand; what was changed there is lost")
     if not force and not _agreed(path):
         return 1
     return _write(path, after, seen)
@@ -138,7 +138,7 @@ def _write(path: Path, text: str, seen: Site) -> int:
     place.write(path, text)
     left_out = [each.name for each in seen.partitions if each.refused]
     also = f"; left out, not for {seen.user.name}: {', '.join(left_out)}" if left_out else ""
-    print(f"{path}: {len(seen.usable)} partitions of Slurm {seen.slurm}{also}")
+    print(path if telling.quiet() else f"{path}: {len(seen.usable)} partitions of Slurm {seen.slurm}{also}")
     _gone(document.parse(text), seen)
     return 0
 
@@ -148,7 +148,7 @@ def _gone(now: Document, seen: Site) -> None:
     chosen = now.own.get("partition")
     if chosen is not None and chosen not in {each.name for each in seen.usable}:
         names = ", ".join(each.name for each in seen.usable)
-        print(f"partition is {chosen!r}, but Slurm has: {names}", file=sys.stderr)
+        telling.note(f"partition is {chosen!r}, but Slurm has: {names}")
 
 
 def _to_json(seen: Site) -> dict[str, object]:

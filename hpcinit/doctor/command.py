@@ -9,14 +9,13 @@ import argparse
 import json
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from hpcinit.config import compose
 from hpcinit.config.request import Request
 from hpcinit.doctor import job, login, table
-from hpcinit.facts import checkup
+from hpcinit.facts import checkup, telling
 from hpcinit.facts.checkup import BAD, Check
 from hpcinit.facts.errors import ConfigError, RequestError
 from hpcinit.observe import find
@@ -24,7 +23,7 @@ from hpcinit.observe import find
 
 def main(argv: Sequence[str]) -> int:
     """argv: overrides as for `hpcinit submit`, and options. Raises RequestError."""
-    options = _parser().parse_args(argv)
+    options = telling.parsed(parser(), list(argv))
     if wrong := [word for word in options.overrides if "=" not in word and not word.startswith("~")]:
         raise RequestError(f"{wrong[0]!r} is no override, expected KEY=VALUE as for hpcinit submit")
     if options.run:
@@ -42,15 +41,13 @@ def main(argv: Sequence[str]) -> int:
     return _on_nodes(request, argv, options) if on_nodes else _login(request, options)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hpcinit doctor", description="Is all well here, and on the nodes?")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for hpcinit submit; nodes=N: as a job")
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    parser.add_argument("-q", "--quiet", action="store_true", help="only what is not well")
     parser.add_argument("--remember", action="store_true", help="leave nodes that are bad out of later submissions")
     parser.add_argument("--run", metavar="RUN", help="what an earlier one has found: its folder, name or job id")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
-    return parser
+    return telling.options(parser)
 
 
 def _composed(overrides: Sequence[str]) -> Sequence[Request]:
@@ -81,7 +78,7 @@ def _on_nodes(request: Request, argv: Sequence[str], options: argparse.Namespace
     """The login node first: where that is not well, nothing is submitted."""
     here = list(login.checks(request.config, request.document, os.environ))
     if checkup.worst(here) == BAD:
-        print("hpcinit: what is bad here keeps the doctor's job from being submitted", file=sys.stderr)
+        telling.note("hpcinit: what is bad here keeps the doctor's job from being submitted")
         _show(here, options)
         return 1
     status, path = job.submit(request, argv)
@@ -102,7 +99,7 @@ def _of_run(path: Path, options: argparse.Namespace, before: Sequence[Check] = (
             table.show_ranks(reports)
         table.show(every, quiet=options.quiet)
     for line in job.remember(path, found) if options.remember else _hint(found, path):
-        print(line, file=sys.stderr)
+        telling.note(line)
     return int(checkup.worst(every) == BAD)
 
 

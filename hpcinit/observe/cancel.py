@@ -9,20 +9,23 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcinit.facts import runfolder
+from hpcinit.facts import runfolder, telling
 from hpcinit.facts.errors import Failure, RequestError
 from hpcinit.observe import find, overview, sweep
 
 
-def main(argv: Sequence[str]) -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hpcinit cancel", description="End runs.")
     parser.add_argument("run", nargs="+", help="run folder, its name, or a job id")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     parser.add_argument(
         "--save", action="store_true", help="ask the training to save and end by itself: run.should_stop()"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object per line, for each run")
-    options = parser.parse_args(argv)
+    return telling.options(parser, "one JSON object per line, for each run")
+
+
+def main(argv: Sequence[str]) -> int:
+    options = telling.parsed(parser(), list(argv))
     paths = list(dict.fromkeys(find.find(word, options.runs_dir) for word in options.run))
     runs = overview.read(paths)
     for run in runs:
@@ -37,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         if options.json:
             about = {"run": str(run.path), "jobs": ending[run.path], "save": options.save}
             print(json.dumps({**about, "over": not ending[run.path]}))
-        else:
+        elif not options.quiet:
             print(f"{run.path.name}: {done}")
     return 0
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from hpcinit.facts import runfolder
+from hpcinit.facts import runfolder, telling
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.ranges import ranges
 from hpcinit.observe import find, sweep
@@ -41,6 +43,20 @@ class Tail:
         return rest.decode(errors="replace")
 
 
+class Source(NamedTuple):
+    """Whose log: rank None is the batch script's own; task, of a sweep. prefix: before each line of several."""
+
+    rank: int | None = None
+    task: int | None = None
+    prefix: str = ""
+
+    def shown(self, line: str, as_json: bool) -> str:
+        if not as_json:
+            return self.prefix + line
+        task = {} if self.task is None else {"task": self.task}
+        return json.dumps({**task, "rank": self.rank, "line": line})
+
+
 def ranks(path: Path) -> list[int]:
     """The ranks that have a log."""
     names = (re.fullmatch(r"rank-(\d+)\.log", file.name) for file in (path / runfolder.LOGS).glob("rank-*.log"))
@@ -51,7 +67,7 @@ def of_rank(path: Path, rank: int) -> Path:
     return path / runfolder.RANK_LOG.format(rank=rank)
 
 
-def main(argv: Sequence[str]) -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hpcinit logs", description="What the ranks of a run printed.")
     parser.add_argument("run", help="run folder, its name, or a job id")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
@@ -62,7 +78,11 @@ def main(argv: Sequence[str]) -> int:
     which.add_argument("--all", action="store_true", help="every rank; of a sweep, of every task")
     which.add_argument("--job", action="store_true", help="the batch script's own output")
     parser.add_argument("--follow", "-f", action="store_true", help="go on until the run is over")
-    options = parser.parse_args(argv)
+    return telling.options(parser, "one JSON object per line of a log, with its rank")
+
+
+def main(argv: Sequence[str]) -> int:
+    options = telling.parsed(parser(), list(argv))
     path = find.find(options.run, options.runs_dir)
     asked = _asked(options.rank)
     if sweep.is_sweep(path) and not options.all:
@@ -80,16 +100,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show(path: Path, options: argparse.Namespace, asked: Sequence[int]) -> None:
-    tails: dict[str, Tail] = {}
+    tails: dict[Source, Tail] = {}
     polls = Polls([path]) if options.follow else None
     while True:
         over = polls is None or polls.ask()
         _tails(tails, path, options, asked)
-        for prefix, tail in tails.items():
+        for source, tail in tails.items():
             for line in tail.lines():
-                print(prefix + line)
+                print(source.shown(line, options.json))
             if over and (rest := tail.rest()):
-                print(prefix + rest)
+                print(source.shown(rest, options.json))
         sys.stdout.flush()
         if over:
             return
@@ -107,16 +127,16 @@ def _asked(text: str) -> list[int]:
     return found
 
 
-def _tails(tails: dict[str, Tail], path: Path, options: argparse.Namespace, asked: Sequence[int]) -> None:
+def _tails(tails: dict[Source, Tail], path: Path, options: argparse.Namespace, asked: Sequence[int]) -> None:
     """Add what has appeared since: a rank's log is there once the rank has started."""
     if options.job:
-        tails.setdefault("", Tail(path / runfolder.JOB_LOG))
+        tails.setdefault(Source(), Tail(path / runfolder.JOB_LOG))
     elif sweep.is_sweep(path):
         for number in sweep.combinations(path):
             task = path / str(number)
             for rank in ranks(task):
-                tails.setdefault(f"{number}/{rank}: ", Tail(of_rank(task, rank)))
+                tails.setdefault(Source(rank, number, f"{number}/{rank}: "), Tail(of_rank(task, rank)))
     else:
         for rank in ranks(path) if options.all else asked:
             prefix = f"{rank}: " if options.all or len(asked) > 1 else ""
-            tails.setdefault(prefix, Tail(of_rank(path, rank)))
+            tails.setdefault(Source(rank, None, prefix), Tail(of_rank(path, rank)))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from hpcinit.facts import bad_nodes, nodelist
+from hpcinit.facts import bad_nodes, nodelist, telling
 from hpcinit.facts.bad_nodes import ADDED, FORGOTTEN, NodeFailure, Standing
 from hpcinit.facts.errors import RequestError
 
@@ -26,7 +26,7 @@ class Limits:
 
 def main(argv: Sequence[str], configured: Callable[[Sequence[str]], Limits]) -> int:
     """configured: the limits of a submission with these overrides; it is asked where they matter."""
-    options = _parser().parse_args(argv)
+    options = telling.parsed(parser(), list(argv))
     if odd := [word for word in options.overrides if "=" not in word]:
         raise RequestError(f"{odd[0]!r} is no override, expected cluster=x, bad_nodes.limit=3 and the like")
     if options.why and not options.add:
@@ -34,9 +34,9 @@ def main(argv: Sequence[str], configured: Callable[[Sequence[str]], Limits]) -> 
     limits = _limits(options, configured)
     tables = _tables(limits.cluster)
     if options.add:
-        _add(nodelist.expand(options.add), options.why, tables)
+        _add(nodelist.expand(options.add), options, tables)
     elif options.forget:
-        _forget(nodelist.expand(options.forget), limits.cluster, tables)
+        _forget(nodelist.expand(options.forget), limits.cluster, tables, options.json)
     else:
         _show(options.json, limits, tables)
     return 0
@@ -57,7 +57,7 @@ def _limits(options: argparse.Namespace, configured: Callable[[Sequence[str]], L
     return replace(limits, limit=limit, expiry_h=expiry_h)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hpcinit nodes", description="Nodes that have failed, and are left out.")
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="as of a submission: cluster=x; its limits hold"
@@ -65,12 +65,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cluster", metavar="NAME", help="its name; all of them without it")
     parser.add_argument("--limit", type=int, help="in the place of your config's bad_nodes.limit")
     parser.add_argument("--expiry-h", type=float, help="in the place of your config's bad_nodes.expiry_h")
-    parser.add_argument("--json", action="store_true", help="one JSON object per node, for programs")
     change = parser.add_mutually_exclusive_group()
     change.add_argument("--add", metavar="NODE", help="leave it out from now on until it expires, or several: n[3-5]")
     change.add_argument("--forget", metavar="NODE", help="what it has done no longer counts")
     parser.add_argument("--why", default="", metavar="TEXT", help="of a node that is added")
-    return parser
+    return telling.options(parser, "one JSON object per node, for programs")
 
 
 def _tables(cluster: str) -> dict[str, Path]:
@@ -80,28 +79,39 @@ def _tables(cluster: str) -> dict[str, Path]:
     return {path.stem: path for path in sorted(bad_nodes.folder(os.environ).glob("*.jsonl"))}
 
 
-def _add(hosts: Sequence[str], why: str, tables: dict[str, Path]) -> None:
+def _add(hosts: Sequence[str], options: argparse.Namespace, tables: dict[str, Path]) -> None:
     if len(tables) != 1:
         known = ", ".join(tables) or "none"
         raise RequestError(f"which cluster's nodes? The tables that there are: {known}; give --cluster NAME")
     [(name, path)] = tables.items()
     now = time.time()
     # A key of its own each time: one that was taken back can be added again.
-    bad_nodes.append(path, [NodeFailure(now, host, ADDED, job=f"{now}", about=why) for host in hosts])
-    print(f"{','.join(hosts)} of {name}: left out of submissions; hpcinit nodes --forget takes it back")
+    bad_nodes.append(path, [NodeFailure(now, host, ADDED, job=f"{now}", about=options.why) for host in hosts])
+    said = f"{','.join(hosts)} of {name}: left out of submissions; hpcinit nodes --forget takes it back"
+    _changed([(name, host) for host in hosts], True, said, options.json)
 
 
-def _forget(hosts: Sequence[str], cluster: str, tables: dict[str, Path]) -> None:
-    done: list[str] = []
-    for path in tables.values():
+def _forget(hosts: Sequence[str], cluster: str, tables: dict[str, Path], as_json: bool) -> None:
+    done: list[tuple[str, str]] = []
+    for name, path in tables.items():
         known = {one.host for one in bad_nodes.read(path)}
         mine = [host for host in hosts if host in known]
         bad_nodes.append(path, [NodeFailure(time.time(), host, FORGOTTEN) for host in mine])
-        done += mine
-    if missing := [host for host in hosts if host not in done]:
+        done += [(name, host) for host in mine]
+    forgotten = list(dict.fromkeys(host for _, host in done))
+    if missing := [host for host in hosts if host not in forgotten]:
         where = f"of cluster {cluster}" if cluster else f"in {bad_nodes.folder(os.environ)}"
         raise RequestError(f"no failure of {', '.join(missing)} is known {where}: hpcinit nodes shows those that are")
-    print(f"{','.join(dict.fromkeys(done))}: what was until now no longer counts")
+    _changed(done, False, f"{','.join(forgotten)}: what was until now no longer counts", as_json)
+
+
+def _changed(nodes: Sequence[tuple[str, str]], excluded: bool, said: str, as_json: bool) -> None:
+    """nodes: cluster and host of each."""
+    if as_json:
+        for cluster, host in nodes:
+            print(json.dumps({"cluster": cluster, "host": host, "excluded": excluded}))
+    elif not telling.quiet():
+        print(said)
 
 
 def _show(as_json: bool, limits: Limits, tables: dict[str, Path]) -> None:
@@ -112,9 +122,11 @@ def _show(as_json: bool, limits: Limits, tables: dict[str, Path]) -> None:
             if as_json:
                 failures = [asdict(failure) for failure in one.failures]
                 print(json.dumps({"cluster": cluster, "host": one.host, "excluded": bad, "failures": failures}))
+            elif telling.quiet():
+                print(*([one.host] if bad else []), sep="\n", end="\n" if bad else "")
             else:
                 print("\n".join(_lines(cluster, one, bad, limits.expiry_h)))
-    if not shown and not as_json:
+    if not shown and not as_json and not telling.quiet():
         print(f"no node has failed in the last {limits.expiry_h:g} h, as far as runs were looked at")
 
 

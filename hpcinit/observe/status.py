@@ -8,27 +8,34 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpcinit.facts import telling
 from hpcinit.observe import find, overview, view
 
 
-def main(argv: Sequence[str]) -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hpcinit status", description="How runs are doing.")
     parser.add_argument("run", nargs="*", help="run folder, its name, a job id, or all; default: all")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    options = parser.parse_args(argv)
+    return telling.options(parser, "one JSON object per line, for programs")
+
+
+def main(argv: Sequence[str]) -> int:
+    options = telling.parsed(parser(), list(argv))
     every = find.means_all(options.run)
     runs = overview.read(find.meant(options.run, options.runs_dir))
     for run in runs:
         if run.error and not every:
             raise run.error
         if run.error:  # one odd folder must not hide the others
-            print(f"{run.path.name:24} {run.error}", file=sys.stderr)
+            telling.note(f"{run.path.name:24} {run.error}")
     known = [run for run in runs if not run.error]
     if options.json:
         for run in known:
             for document in view.documents(run):
                 print(json.dumps(document))
+    elif options.quiet:
+        for run in known:
+            print("\n".join(view.shortest(run)))
     elif sys.stdout.isatty():
         _table(known, each_task=not every)
     else:

@@ -57,6 +57,14 @@ def lines(run: Run, each_task: bool) -> Iterator[str]:
             yield from meanings(run)
 
 
+def shortest(run: Run) -> Iterator[str]:
+    """'train-0001 RUNNING', of a sweep a line for each task: 'sweep-0001/3 COMPLETED'."""
+    if run.now:
+        yield f"{run.path.name} {run.now.name}"
+    for task in run.tasks:
+        yield f"{run.path.name}/{task.number} {task.state.name}"
+
+
 def meanings(run: Run) -> Iterator[str]:
     """Each of Slurm's reasons in the run that has words, once."""
     for reason in dict.fromkeys(now.reason for _, now in run.parts):

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpcinit.facts import telling
 from hpcinit.facts.errors import INTERRUPTED
 from hpcinit.observe import find, overview, sweep, view
 from hpcinit.observe.poll import Polls
@@ -17,34 +18,46 @@ from hpcinit.observe.poll import Polls
 LOOK_S = 1.0  # at what the trainings themselves write; Slurm is asked more rarely
 
 
-def main(argv: Sequence[str]) -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hpcinit watch", description="How runs are doing, until all are over; then the highest exit status."
     )
     parser.add_argument("run", nargs="*", help="run folder, its name, a job id, or all; default: all that are not over")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
-    parser.add_argument("--json", action="store_true", help="one JSON object per line, for each change")
-    options = parser.parse_args(argv)
+    return telling.options(parser, "one JSON object per line, for each change")
+
+
+def main(argv: Sequence[str]) -> int:
+    options = telling.parsed(parser(), list(argv))
     every = find.means_all(options.run)
     paths = find.meant(options.run, options.runs_dir)
     try:
         if every:
             paths = [run.path for run in overview.read(paths) if not run.error and not run.over]
             if not paths:
-                print(f"all runs in {options.runs_dir.absolute()} are over", file=sys.stderr)
+                telling.note(f"all runs in {options.runs_dir.absolute()} are over")
                 return 0
         return _watch(Polls(paths), options.json)
     except KeyboardInterrupt:
-        print("\nno longer watching; the jobs go on. End them:  hpcinit cancel RUN", file=sys.stderr)
+        telling.note("\nno longer watching; the jobs go on. End them:  hpcinit cancel RUN")
         return INTERRUPTED
 
 
 def _watch(polls: Polls, as_json: bool) -> int:
-    if sys.stdout.isatty() and not as_json:
+    if telling.quiet() and not as_json:
+        _silently(polls)
+    elif sys.stdout.isatty() and not as_json:
         _live(polls)
     else:
         _changes(polls, as_json)
     return max(run.status for run in polls.now)
+
+
+def _silently(polls: Polls) -> None:
+    while not polls.ask():
+        time.sleep(LOOK_S)
+    for run in polls.now:
+        print("\n".join(view.shortest(run)))
 
 
 def _live(polls: Polls) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from hpcinit.facts import failure, restarts, runfolder
+from hpcinit.facts import failure, restarts, runfolder, telling
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.evidence import Evidence, Verdict
 from hpcinit.facts.ranges import ranges
@@ -23,12 +23,15 @@ AWAY = "Slurm's controller does not answer"
 YOUNG_S, MOMENT_S = 3.0, 1.0  # srun tells of a rank that was killed within a second of its peers
 
 
-def main(argv: Sequence[str]) -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hpcinit why", description="What went wrong first in a run, and why.")
     parser.add_argument("run", help="run folder, its name, or a job id")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    options = parser.parse_args(argv)
+    return telling.options(parser)
+
+
+def main(argv: Sequence[str]) -> int:
+    options = telling.parsed(parser(), list(argv))
     path = find.find(options.run, options.runs_dir)
     if sweep.is_sweep(path):
         numbers = ranges(sweep.combinations(path))
@@ -38,6 +41,8 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         told = {"run": str(path), "state": now.name, "job_id": now.job_id, "restarts": attempts.document(path)}
         print(json.dumps({**told, **asdict(verdict)}))
+    elif options.quiet:
+        print(verdict.headline)
     else:
         print("\n".join(lines(path, verdict)))
     return 0

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from hpcinit.facts import telling
 from hpcinit.submission import refusal
 from hpcinit.submission.slurm_executor import LOST_CONTROLLER, NOT_SENT
 
@@ -53,10 +53,8 @@ def test_only(script: Path, env: Mapping[str, str], options: Sequence[str] = ())
         return ""
     text = script.read_text(encoding="utf-8")
     if any(sign in said for sign in MAYBE_LATER) and (missing := _missing_nodes(text, env)):
-        print(
-            f"hpcinit: warning: Slurm could not start it now: {said.splitlines()[-1]}; {missing}, "
-            "so the job is submitted to wait",
-            file=sys.stderr,
+        telling.warning(
+            f"Slurm could not start it now: {said.splitlines()[-1]}; {missing}, so the job is submitted to wait"
         )
         return ""
     raise refusal.error(f"sbatch --test-only: {said}", text, "if Slurm would take it all the same: test_only=false; ")

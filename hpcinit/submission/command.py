@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hpcinit.config import checks, compose
 from hpcinit.config.request import Request, Search
 from hpcinit.config.schema import Config
-from hpcinit.facts import quoting
-from hpcinit.facts.errors import INTERRUPTED, MaybeSubmitted, RequestError, SubmitError
-from hpcinit.submission import bad_nodes, sweep
+from hpcinit.config.words import sbatchs_quality
+from hpcinit.facts import quoting, telling
+from hpcinit.facts.errors import INTERRUPTED, ConfigError, MaybeSubmitted, RequestError, SubmitError
+from hpcinit.submission import announce, bad_nodes, sweep
 from hpcinit.submission import submit as submission
-from hpcinit.submission.say import say
 
-MOST_LINES = 40  # of a table that is printed without being asked for
+
+def parser() -> argparse.ArgumentParser:
+    """What it takes beside Hydra's words and flags; --help is Hydra's, with conf/hydra/help."""
+    parser = argparse.ArgumentParser(prog="hpcinit submit", add_help=False, allow_abbrev=False)
+    return telling.options(parser, "one JSON object per job, for programs")
 
 
 def main(argv: Sequence[str]) -> int:
     words, program = _split(list(argv))
+    if wrong := sbatchs_quality(words):
+        raise ConfigError(*wrong)
+    options, words = telling.parsed_beside(parser(), words)
     if "--version" in words:
         from importlib.metadata import version  # noqa: PLC0415
 
@@ -45,23 +54,26 @@ def main(argv: Sequence[str]) -> int:
     def search() -> Search:
         from hpcinit.submission.search import Trials  # noqa: PLC0415 - for sweepers that wait
 
-        return Trials(lambda requests, runs: submit_all(requests, said, runs))
+        return Trials(lambda requests, runs: submit_all(requests, said, runs, options.json), options.json)
 
-    return compose.main(words, prepare, lambda requests: submit_all(requests, said), search)
+    return compose.main(words, prepare, lambda requests: submit_all(requests, said, as_json=options.json), search)
 
 
-def submit_all(requests: Sequence[Request], said: Sequence[str], runs: dict[int, Path] | None = None) -> int:
+def submit_all(
+    requests: Sequence[Request], said: Sequence[str], runs: dict[int, Path] | None = None, as_json: bool = False
+) -> int:
     """Submit what is composed and checked, and follow it with wait=true. said: the command line, for the record.
 
-    runs: gets the run folder of each request that was submitted, by its number.
+    runs: gets the run folder of each request that was submitted, by its number. as_json: an object per job on stdout,
+    and what is followed goes to stderr.
     """
     jobs: list[tuple[Request, submission.Submitted]] = []
     runs = {} if runs is None else runs
     requests, left_out = bad_nodes.excluded(requests)
     for line in left_out:
-        print(line, file=sys.stderr)
+        telling.note(line)
     try:
-        status = _all(requests, said, jobs, runs)
+        status = _all(requests, said, jobs, runs, as_json)
         runs.update({request.number: done.path for request, done in jobs})
         return status
     except KeyboardInterrupt:
@@ -108,22 +120,23 @@ def _all(
     argv: Sequence[str],
     jobs: list[tuple[Request, submission.Submitted]],
     runs: dict[int, Path],
+    as_json: bool,
 ) -> int:
     """Submit one after the other, into `jobs`, then follow those that are waited for. The highest exit status."""
     warnings = (text for request in requests for text in (*request.warnings, *checks.warnings(request.config)))
     for warning in dict.fromkeys(warnings):
-        print(f"hpcinit: warning: {warning}", file=sys.stderr)
+        telling.warning(warning)
     if sweep.is_one(requests):
-        return _sweep(requests, argv, runs)
+        return _sweep(requests, argv, runs, as_json)
     status = 0
     for number, request in enumerate(requests):
         if request.config.dry_run:
-            _print_script(request)
+            announce.script(request.combination, submission.dry_run(request.config), as_json)
             continue
         try:
             done = submission.submit(request.config, request.document, argv)
             jobs.append((request, done))
-            _announce(request, done)
+            announce.job(request, done, as_json)
             status = max(status, bool(done.missing))
         except SubmitError as error:
             if not request.combination:
@@ -138,95 +151,50 @@ def _all(
             return INTERRUPTED
         # This machine has no queue: with wait=true the jobs of a sweep run one after the other on it.
         if request.config.wait and request.config.cluster.engine == "local":
-            status = max(status, followed := _follow(request, done))
+            status = max(status, followed := _follow(request, done, as_json))
             if followed == INTERRUPTED:
                 print(f"hpcinit: interrupted{_others(requests, number + 1)}", file=sys.stderr)
                 return INTERRUPTED
     for request, done in jobs:
         if request.config.wait and request.config.cluster.engine != "local" and status != INTERRUPTED:
-            status = max(status, _follow(request, done))
+            status = max(status, _follow(request, done, as_json))
     return status
 
 
-def _sweep(requests: Sequence[Request], argv: Sequence[str], runs: dict[int, Path]) -> int:
+def _sweep(requests: Sequence[Request], argv: Sequence[str], runs: dict[int, Path], as_json: bool) -> int:
     """Submit all of them as job arrays, their folders into `runs`; the exit status."""
     config = requests[0].config
     if config.dry_run:
         for about, text in sweep.dry_run(requests):
-            print(f"# {about}", file=sys.stderr, flush=True)
-            sys.stdout.write(text)
-        sys.stdout.flush()
+            announce.script(about, text, as_json)
         return 0
     done = sweep.submit_all(requests, argv)
     runs.update({number: done.path / str(number) for number in done.ids})
-    if said := str(done.dropped):
-        print(f"not passed on to the job: {said}", file=sys.stderr)
-    run = shlex.quote(str(done.path))
-    jobs = list(dict.fromkeys(job.partition("_")[0] for job in done.ids.values()))
-    say(
-        *_table(requests, done.ids),
-        f"{len(done.ids)} tasks on {config.cluster.name} as job{'s' * (len(jobs) > 1)} {', '.join(jobs)}",
-        f"run folder: {done.path}",
-        *done.expected,
-    )
-    left = [request.combination for request in requests if request.number not in done.ids]
-    if left:
-        why = f"{done.refused}\n" if done.refused else ""
-        print(f"hpcinit: error: {why}not submitted: {_some(left)}", file=sys.stderr)
+    left = announce.sweep(requests, done, as_json)
     if done.interrupted:
+        run = shlex.quote(str(done.path))
         print(f"interrupted, but jobs were submitted already; hpcinit cancel {run} ends them", file=sys.stderr)
         return INTERRUPTED
     if config.wait:
         from hpcinit.observe.follow import follow_sweep  # noqa: PLC0415 - rich, only for those who wait
 
-        return max(bool(left), follow_sweep(done.path))
-    return int(bool(left))
+        with _beside(as_json):
+            return max(left, follow_sweep(done.path))
+    return int(left)
 
 
-def _table(requests: Sequence[Request], ids: Mapping[int, str]) -> list[str]:
-    """'4242_17  17  seed=17': what each task is; of many the first and the last ones."""
-    lines = [f"{ids[r.number]:>12}  {r.number:>4}  {r.combination}" for r in requests if r.number in ids]
-    if len(lines) <= MOST_LINES:
-        return lines
-    more = f"{'...':>12}  and {len(lines) - MOST_LINES + 2} more; hpcinit status shows all"
-    return [*lines[: MOST_LINES - 4], more, *lines[-2:]]
-
-
-def _some(words: Sequence[str]) -> str:
-    shown = "; ".join(words[:MOST_LINES])
-    return shown if len(words) <= MOST_LINES else f"{shown}; and {len(words) - MOST_LINES} more"
-
-
-def _print_script(request: Request) -> None:
-    if request.combination:
-        print(f"# {request.combination}", file=sys.stderr, flush=True)
-    sys.stdout.write(submission.dry_run(request.config))
-    sys.stdout.flush()
-
-
-def _announce(request: Request, done: submission.Submitted) -> None:
-    config = request.config
-    if said := str(done.dropped):
-        print(f"not passed on to the job: {said}", file=sys.stderr)
-    if done.missing:
-        print(f"hpcinit: error: {done.missing}", file=sys.stderr)
-    if request.combination:
-        say(f"{request.combination} -> job {done.job_id} on {config.cluster.name}, {done.path}")
-        return
-    per_node = checks.ranks_per_node(config)
-    shape = f"{config.nodes} node{'s' * (config.nodes != 1)} x {per_node} rank{'s' * (per_node != 1)}"
-    chain = [f"chain: jobs {', '.join(done.jobs)}, each after the one before"] if config.chain > 1 else []
-    expected = [done.expected] if done.expected else []
-    job = f"job {done.job_id} on {config.cluster.name}: {config.name}, {shape}"
-    say(job, *chain, f"run folder: {done.path}", *expected)
-
-
-def _follow(request: Request, done: submission.Submitted) -> int:
+def _follow(request: Request, done: submission.Submitted, as_json: bool) -> int:
     from hpcinit.observe.follow import follow  # noqa: PLC0415 - rich, only for those who wait
 
-    if request.combination:
-        print(f"== {request.combination}, {done.path.name} ==", flush=True)
-    return follow(done.path)
+    with _beside(as_json):
+        if request.combination:
+            print(f"== {request.combination}, {done.path.name} ==", flush=True)
+        return follow(done.path)
+
+
+def _beside(as_json: bool) -> contextlib.AbstractContextManager[object]:
+    """Where stdout is a program's, what a person would follow goes to stderr."""
+    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
 
 
 def _others(requests: Sequence[Request], number: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from hpcinit.config.request import Request
-from hpcinit.facts import runfolder
+from hpcinit.facts import runfolder, telling
 from hpcinit.facts.errors import RequestError
 from hpcinit.observe import find
 from hpcinit.submission import recorded, script, snapshot
@@ -22,7 +23,7 @@ COLOURS = {"+": "green", "-": "red", "@": "cyan"}
 MOMENTARY = ("#SBATCH --dependency=", "#SBATCH --exclude=")
 
 
-def main(argv: Sequence[str]) -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hpcinit render",
         description="The script of a run as it would be rendered now; with a second run or with key=value, what "
@@ -31,32 +32,45 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", help="run folder, its name, or a job id")
     parser.add_argument("other", nargs="*", metavar="RUN | key=value", help="another run, or what is to differ")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
-    options = parser.parse_intermixed_args(argv)
+    return telling.options(parser)
+
+
+def main(argv: Sequence[str]) -> int:
+    options = telling.parsed(parser(), list(argv), intermixed=True)
     run = find.find(options.run, options.runs_dir).absolute()
     runs = [word for word in options.other if "=" not in word]
     if len(runs) > 1 or (runs and len(options.other) > 1):
         raise RequestError(f"{' '.join(options.other)}: expected one other run, or key=value for this one")
     if runs:
         other = find.find(runs[0], options.runs_dir).absolute()
-        return _differ(run, _written(run), other.name, _written(other))
+        return _differ(run, _written(run), other.name, _written(other), options.json)
     config, text = _rendered(run, options.other)
     if options.other:
         document, before = _written(run)
         before = [line for line in before if not line.startswith(MOMENTARY[1])]
-        return _differ(run, (document, before), f"{run.name} with {' '.join(options.other)}", (config, _own(text, run)))
+        return _differ(
+            run,
+            (document, before),
+            f"{run.name} with {' '.join(options.other)}",
+            (config, _own(text, run)),
+            options.json,
+        )
+    changed = _changed(run, text)
+    if options.json:
+        print(json.dumps({"run": str(run), "script": "\n".join(text) + "\n", "changed_lines": changed}))
+        return int(changed > 0)
     print("\n".join(text))
-    return _told(run, text)
+    said = f"{changed} lines differ from what was submitted" if changed else "as it was submitted"
+    telling.note(f"hpcinit: {run / runfolder.SCRIPT}: {said}")
+    return int(changed > 0)
 
 
-def _told(run: Path, text: Sequence[str]) -> int:
-    """A line about the script that was submitted."""
+def _changed(run: Path, text: Sequence[str]) -> int:
+    """Lines in which `text` and the script that was submitted differ."""
     before = [line for line in recorded.lines(run) if not line.startswith(MOMENTARY)]
-    changed = sum(
+    return sum(
         line[0] in "+-" for line in difflib.ndiff(before, [line for line in text if not line.startswith(MOMENTARY)])
     )
-    said = f"{changed} lines differ from what was submitted" if changed else "as it was submitted"
-    print(f"hpcinit: {run / runfolder.SCRIPT}: {said}", file=sys.stderr)
-    return int(changed > 0)
 
 
 def _written(run: Path) -> tuple[list[str], list[str]]:
@@ -91,12 +105,18 @@ def _yaml(document: object) -> list[str]:
     return yaml.safe_dump(document, sort_keys=False).splitlines()
 
 
-def _differ(run: Path, before: tuple[list[str], list[str]], name: str, after: tuple[list[str], list[str]]) -> int:
+def _differ(
+    run: Path, before: tuple[list[str], list[str]], name: str, after: tuple[list[str], list[str]], as_json: bool
+) -> int:
     """Print two unified diffs, of config and script; 1 if there is anything to print, as diff does."""
     lines: list[str] = []
     for file, old, new in zip((runfolder.CONFIG, runfolder.SCRIPT), before, after, strict=True):
         lines += difflib.unified_diff(old, new, f"{run.name}/{file}", f"{name}/{file}", lineterm="")
-    if sys.stdout.isatty():
+    if as_json:
+        print(json.dumps({"run": str(run), "other": name, "diff": lines}))
+    elif telling.quiet():
+        pass  # as diff -q: the exit status says it
+    elif sys.stdout.isatty():
         _coloured(lines)
     else:
         print("".join(f"{line}\n" for line in lines), end="")

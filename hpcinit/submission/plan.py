@@ -5,6 +5,7 @@ Exit status: 0 if it fits, 1 if it does not, 2 for a wrong request or where the 
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from rich.table import Table
 from hpcinit.config import checks, compose, parallel
 from hpcinit.config.request import Request
 from hpcinit.config.schema import Config
-from hpcinit.facts import memory
+from hpcinit.facts import memory, telling
 from hpcinit.facts.errors import ConfigError, RequestError
 from hpcinit.submission import estimate
 from hpcinit.submission.estimate import Estimate
@@ -25,20 +26,28 @@ from hpcinit.submission.remedies import remedies
 GB = 10**9
 PLACES = {memory.GPU: "GPU, per rank", memory.CPU: "CPU, per node", memory.NVME: "NVMe, per node"}
 VERDICTS = {True: "fits", False: "does not fit", None: "unknown"}
+STYLES = {True: "green", False: "bold red", None: "yellow"}
 STATUS = {True: 0, False: 1, None: 2}
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hpcinit plan",
+        usage="hpcinit plan [KEY=VALUE ...] [--json] [-q | -v]",
+        description=__doc__,
+        epilog="KEY=VALUE and flags such as --multirun as for hpcinit submit, whose --help shows every key.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    return telling.options(parser)
 
 
 def main(argv: Sequence[str]) -> int:
     """argv: as for `hpcinit submit`, and --json. Raises RequestError."""
     if "--" in argv:
         raise RequestError("-- and a program: plan runs none, leave it out; hpcinit submit takes it")
-    if {"-h", "--help"} & set(argv):
-        print(f"{__doc__}\nArguments as for hpcinit submit, whose --help shows every key; --json for programs.")
-        return 0
-    as_json = "--json" in argv
-    return compose.main(
-        [word for word in argv if word != "--json"], _check, lambda requests: _show_all(requests, as_json)
-    )
+    options, words = telling.parsed_beside(parser(), list(argv))
+    return compose.main(words, _check, lambda requests: _show_all(requests, options.json))
 
 
 def _check(request: Request) -> None:
@@ -54,6 +63,8 @@ def _show_all(requests: Sequence[Request], as_json: bool) -> int:
         ways = remedies(request.config) if found.fits is False else []
         if as_json:
             print(json.dumps({"combination": request.combination, **_document(request.config, found, ways)}))
+        elif telling.quiet():
+            print(verdict(found))
         else:
             _show(request, found, ways)
         status = max(status, STATUS[found.fits])
@@ -92,7 +103,7 @@ def _show(request: Request, found: Estimate, ways: Sequence[str]) -> None:
         if line:
             out.print(line, markup=False)
     out.print(_table(found))
-    out.print(verdict(found), markup=False)
+    out.print(verdict(found), markup=False, style=STYLES[found.fits])
     for line in found.unknown:
         out.print(f"not counted: {line}", markup=False)
     if found.fits is False:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcinit.config.request import Prepare, Request
-from hpcinit.facts import runfolder
+from hpcinit.facts import runfolder, telling
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.user_paths import expanded
 from hpcinit.observe import find, state, sweep
@@ -23,7 +22,7 @@ from hpcinit.submission import command, recorded, submit
 RESET: dict[str, Any] = {"after": None, "after_ok": None, "again": False, "dry_run": False}
 
 
-def main(argv: Sequence[str]) -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hpcinit resubmit", description="Submit the request of a run once more.")
     parser.add_argument("run", help="run folder, its name, or a job id")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="what is to differ")
@@ -31,23 +30,30 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--fresh-code", action="store_true", help="of a run with snapshot=git: the checkout as it is now, not as it was"
     )
-    options = parser.parse_intermixed_args(argv)
+    return telling.options(parser, "one JSON object per job, for programs")
+
+
+def main(argv: Sequence[str]) -> int:
+    options = telling.parsed(parser(), list(argv), intermixed=True)
     run = find.find(options.run, options.runs_dir).absolute()
     said = ["hpcinit", "resubmit", *argv]
     if (run / runfolder.SWEEP).is_file():
-        return command.submit_all(_failed(run, options.overrides), said)
+        return command.submit_all(_failed(run, options.overrides), said, as_json=options.json)
     _refuse_what_goes_on(run, options.overrides)
     document = recorded.read(run)
     dropped = [key for key in ("after", "after_ok") if document.get(key)]
     document |= RESET
     _go_where_it_was_submitted(run, document, options.fresh_code)
     if dropped and not any(word.startswith(f"{key}=") for word in options.overrides for key in dropped):
-        print(f"hpcinit: {' and '.join(dropped)} of {run.name} is left out; give it again to wait", file=sys.stderr)
+        telling.note(f"hpcinit: {' and '.join(dropped)} of {run.name} is left out; give it again to wait")
 
     def check(request: Request) -> None:
         submit.check(request.config, request.document)
 
-    return recorded.request(document, options.overrides, check, lambda requests: command.submit_all(requests, said))
+    def submit_all(requests: Sequence[Request]) -> int:
+        return command.submit_all(requests, said, as_json=options.json)
+
+    return recorded.request(document, options.overrides, check, submit_all)
 
 
 def _failed(run: Path, overrides: Sequence[str]) -> list[Request]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from hpcinit.config.request import Ended, Request
-from hpcinit.facts import result, runfolder
+from hpcinit.facts import result, runfolder, telling
 from hpcinit.facts.errors import INTERRUPTED, Failure, HpcinitError, RequestError
 from hpcinit.facts.result import Value
 from hpcinit.observe import state
@@ -28,8 +28,8 @@ TRIALS = "trials.jsonl"  # a line for each trial
 class Trials:
     """submit: submits requests and waits for their end; their run folders by number, and an exit status."""
 
-    def __init__(self, submit: Callable[[Sequence[Request], dict[int, Path]], int]) -> None:
-        self._submit = submit
+    def __init__(self, submit: Callable[[Sequence[Request], dict[int, Path]], int], as_json: bool = False) -> None:
+        self._submit, self._as_json = submit, as_json
         self._folder: Path | None = None
         self._done = 0
 
@@ -37,7 +37,7 @@ class Trials:
         config = requests[0].config
         if config.dry_run:
             status = self._submit(requests, {})
-            print("# the batches after this one depend on its results", file=sys.stderr)
+            telling.note("# the batches after this one depend on its results")
             raise Ended(status)
         if self._folder is None:
             submit.require_sbatch(config)
@@ -58,7 +58,11 @@ class Trials:
             raise Failure("the sweeper asked for no trial at all: look at its settings, hydra.sweeper.*")
         for file in written.iterdir():
             shutil.move(file, self._folder / file.name)
-        say(_best(self._folder / FOUND), f"{self._done} trials: {self._folder}")
+        best, about = _best(self._folder / FOUND), f"{self._done} trials: {self._folder}"
+        if self._as_json:
+            say(json.dumps({"best": best, "trials": self._done, "folder": str(self._folder)}))
+        else:
+            say(*([best] if telling.quiet() else [best, about]))
         return 0
 
     def interrupted(self) -> int:

@@ -6,7 +6,6 @@ What is overridden, and why (submitit 1.5.4): docs/decisions/0004-submitit-as-re
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
 
+from hpcinit.facts import telling
 from hpcinit.facts.errors import MaybeSubmitted, NotReached, SubmitError
 
 # sbatch itself retries a full queue 15 times with growing sleeps, 120 s in all (sbatch.c: MAX_RETRIES).
@@ -91,7 +91,7 @@ def sbatch(script: Path, env: Mapping[str, str], options: Sequence[str] = ()) ->
         raise _kind_of(words_said, done.returncode)(words_said)
     if done.stderr.strip():  # what the site's submit filter says of a job that it takes
         with suppress(OSError):  # a closed terminal loses no job
-            print(done.stderr.strip(), file=sys.stderr)
+            telling.note(done.stderr.strip())
     return executor._get_job_id_from_submission_command(done.stdout), command
 
 

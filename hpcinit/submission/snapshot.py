@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hpcinit.config.schema import Config
-from hpcinit.facts import runfolder
+from hpcinit.facts import runfolder, telling
 from hpcinit.facts.errors import RequestError, SubmitError
 from hpcinit.submission import checkout
 
@@ -172,7 +172,7 @@ def take(plan: Plan, folder: Path) -> dict[str, Any]:
             f"snapshot=git: cannot copy {error.filename} into {folder}: {error.strerror}; nothing was submitted"
         ) from None
     if pointers:
-        print(f"hpcinit: warning: {_pointers(pointers)}", file=sys.stderr)
+        telling.warning(_pointers(pointers))
     if plan.before:
         return _the_same(plan, digest.hexdigest())
     return {

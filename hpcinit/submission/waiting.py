@@ -7,6 +7,8 @@ import sys
 import time
 from contextlib import suppress
 
+from hpcinit.facts import telling
+
 AGAIN_S = 60.0  # without a terminal the same message is repeated so often
 
 
@@ -38,7 +40,7 @@ class Waiting:
 
 def _write(text: str) -> None:
     """A terminal that was closed meanwhile must not end a submission whose job exists."""
-    if sys.stderr is not None:  # `2>&-`
+    if sys.stderr is not None and not telling.quiet():  # `2>&-`
         with suppress(OSError):
             sys.stderr.write(text)
             sys.stderr.flush()

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 
+from hpcinit.facts import telling
 from hpcinit.facts.errors import RequestError
 
 NODES = tuple(2**power for power in range(15))  # 1 to 16384
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hpcinit timeouts", description="The law of start-up timeouts in force; hpcinit timeouts fit: from runs."
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for hpcinit submit: cluster=x nodes=8")
+    return telling.options(parser)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -16,20 +26,20 @@ def main(argv: Sequence[str]) -> int:
         from hpcinit.timeouts import proposal  # noqa: PLC0415 - needs no Hydra, as this does no timelines
 
         return proposal.main(argv[1:])
-    if {"-h", "--help"} & set(argv):
-        print(f"{__doc__}\nOverrides as for hpcinit submit, such as cluster=x nodes=8; --json for programs.")
-        return 0
+    options = telling.parsed(parser(), list(argv), intermixed=True)
     from hpcinit.config import compose, timeouts  # noqa: PLC0415
 
-    words = [word for word in argv if word != "--json"]
-    if flags := [word for word in words if word.startswith("-")]:
-        raise RequestError(f"{flags[0]} is no option of timeouts, which has --json; overrides are words like cluster=x")
-    config = compose.compose(words)
+    if wrong := [word for word in options.overrides if "=" not in word and not word.startswith("~")]:
+        raise RequestError(f"{wrong[0]!r} is no override, expected words like cluster=x, or: hpcinit timeouts fit RUN")
+    config = compose.compose(options.overrides)
     law, told = timeouts.law(config), timeouts.coefficients(config)
     seconds = {nodes: law.start_up(nodes).total_seconds() for nodes in NODES}
-    if "--json" in argv:
+    if options.json:
         values = {name: {"value": value, "from": source} for name, (value, source) in told.items()}
         print(json.dumps({"law": values, "start_up_s": seconds}))
+        return 0
+    if options.quiet:
+        print(f"{law.start_up(config.nodes).total_seconds():g}")
         return 0
     print(f"start_up = {law.formula(config.nodes)}, and never more than what is left of the job - 30 s\n")
     for name, (value, source) in told.items():

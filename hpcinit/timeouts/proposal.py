@@ -11,6 +11,7 @@ from statistics import median
 
 from hpcinit.config import folders
 from hpcinit.discover import describe, document, place
+from hpcinit.facts import telling
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.fitting import CONFIDENCE, MARGIN, Fit, fit, longest
 from hpcinit.facts.timeouts import TimeoutLaw
@@ -22,7 +23,7 @@ BEYOND = 4  # times the most nodes that were seen: from there on a law is a gues
 
 
 def main(argv: Sequence[str]) -> int:
-    options = _options(argv)
+    options = telling.parsed(parser(), list(argv))
     seen = history.read(find.meant(options.runs, options.runs_dir))
     if not seen.starts and seen.without and not seen.unfinished:
         raise RequestError(
@@ -33,22 +34,25 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(_document(seen, found)))
     else:
-        print("\n".join(_words(seen, found)))
+        print("\n".join(_yaml(found.law) if options.quiet else _words(seen, found)))
     if options.write:
-        print(_write(seen, found))
+        said = _write(seen, found)
+        if options.json:
+            telling.note(said)
+        elif not options.quiet:
+            print(said)
     return 0
 
 
-def _options(argv: Sequence[str]) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hpcinit timeouts fit", description=__doc__)
     parser.add_argument(
         "runs", nargs="*", metavar="RUN", help="folder, name or job id; none, or 'all': every run there is"
     )
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where the runs are (default: runs)")
     parser.add_argument("--margin", type=float, default=MARGIN, help=f"times the line above all (default: {MARGIN:g})")
-    parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument("--write", action="store_true", help="put it into the cluster's YAML")
-    return parser.parse_args(argv)
+    return telling.options(parser)
 
 
 def _words(seen: History, found: Fit) -> list[str]:

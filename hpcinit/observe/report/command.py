@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcinit.facts import runfolder
+from hpcinit.facts import runfolder, telling
 from hpcinit.facts.errors import Failure, RequestError
 from hpcinit.facts.ranges import ranges
 from hpcinit.observe import find, sweep
@@ -16,15 +16,18 @@ from hpcinit.observe.report import gather, page, text
 from hpcinit.observe.report.phases import Report
 
 
-def main(argv: Sequence[str]) -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hpcinit report", description="How a run's ranks came up: who was slow.")
     parser.add_argument("run", help="run folder, its name, or a job id")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs; no page unless --html")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help=f"where the page goes; default: RUN/{runfolder.REPORT}"
     )
-    options = parser.parse_args(argv)
+    return telling.options(parser, "one JSON object, for programs; no page unless --html")
+
+
+def main(argv: Sequence[str]) -> int:
+    options = telling.parsed(parser(), list(argv))
     path = find.find(options.run, options.runs_dir)
     if sweep.is_sweep(path):
         numbers = ranges(sweep.combinations(path))
@@ -46,6 +49,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _print(found: Sequence[Report]) -> None:
+    if telling.quiet():
+        for report in found:
+            print(text.headline(report))
+        return
     if not sys.stdout.isatty():
         for report in found:
             print("\n".join(text.lines(report)))
@@ -68,6 +75,9 @@ def _write(file: Path, run: Path, found: Sequence[Report], asked: bool, beside_j
         said = f"the page {file} cannot be written: {error.strerror}"
         if asked:
             raise Failure(f"{said}; choose another place with --html FILE") from None
-        print(f"hpcinit: {said}; --html FILE writes it elsewhere", file=sys.stderr)
+        telling.note(f"hpcinit: {said}; --html FILE writes it elsewhere")
     else:
-        print(f"page: {file}", file=sys.stderr if beside_json else sys.stdout)
+        if beside_json:
+            telling.note(f"page: {file}")
+        elif not telling.quiet():
+            print(f"page: {file}")

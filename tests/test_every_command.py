@@ -1,0 +1,227 @@
+"""What holds for every command: --json, -q, -v, help, completion, colours and a line while one waits.
+
+A command without a line in ASKED fails here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from hpcinit import cli, completion
+from hpcinit.commands import COMMANDS
+from hpcinit.discover import ask
+from hpcinit.facts import telling
+from tests.discover import recorded
+
+# What each is asked in a folder with the run train-0001, which is over. `run` is a rank: its streams are the program's.
+ASKED = {
+    "submit": ["name=more", "--", "true"],
+    "plan": ["cluster=dgx_superpod_h100", "nodes=2", "parallel=zero3", "model.params=1e9"],
+    "render": ["train-0001"],
+    "resubmit": ["train-0001"],
+    "status": [],
+    "watch": ["train-0001"],
+    "logs": ["train-0001"],
+    "cancel": ["train-0001"],
+    "why": ["train-0001"],
+    "report": ["smoke-0001"],
+    "doctor": [],
+    "nodes": [],
+    "discover": ["--name", "x"],
+    "timeouts": [],
+    "build-ops": ["parallel=ddp"],
+    "world": [],
+}
+FLAGS = {"--json", "-q", "--quiet", "-v", "--verbose"}
+WHERE_TORCH_IS = {"build-ops"}  # which has no place in the process of the tests
+COLOUR = re.compile(r"\x1b\[[0-9;]*(?:3[0-7]|9[0-7]|38;[0-9;]+)m")
+TIMEOUT_S = 120
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder with two runs on this machine that are over; the ranks of smoke-0001 have called hpcinit.init()."""
+    folder = tmp_path_factory.mktemp("user")
+    for words in (["name=train", "wait=true", "--", "echo", "a word"], ["name=smoke", "wait=true"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "hpcinit", "submit", *words],
+            cwd=folder, capture_output=True, text=True, check=False, timeout=TIMEOUT_S,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """In that folder, with a home of its own; Slurm's answers to discover are recorded ones."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(ask, "ask", lambda user, env: recorded.answers(recorded.VERSIONS[0]))
+    yield folder
+    telling.choose(telling.PLAIN)
+
+
+def said(capfd: pytest.CaptureFixture[str], name: str, *flags: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr."""
+    words = [name, *flags, *ASKED[name]]
+    if name in WHERE_TORCH_IS:
+        done = subprocess.run([sys.executable, "-m", "hpcinit", *words], capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout, done.stderr
+    status = cli.main(words)
+    return status, *capfd.readouterr()
+
+
+def test_every_command_is_asked() -> None:
+    """A new command gets its line above."""
+    assert ASKED.keys() | {"run"} == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_json_quiet_and_verbose(here: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
+    """--json is JSON and nothing else; -q says no more than without, and nothing beside it; -v the same and more beside."""
+    undo(here)
+    status, plain, beside = said(capfd, name)
+    undo(here)
+    assert status in (0, 1) and "hpcinit: error" not in beside, beside
+    as_json, quiet = said(capfd, name, "--json"), (undo(here), said(capfd, name, "-q"))[1]
+    undo(here)
+    verbose = said(capfd, name, "-v")
+    undo(here)
+    assert {as_json[0], quiet[0], verbose[0]} == {status}
+    found = [json.loads(line) for line in as_json[1].splitlines()]
+    assert all(isinstance(each, dict) for each in found) and (found or name == "nodes")
+    assert len(quiet[1]) <= len(plain) and quiet[2] == ""
+    assert len(verbose[1].splitlines()) == len(plain.splitlines())
+    assert len(verbose[2].splitlines()) >= len(beside.splitlines())
+
+
+def undo(folder: Path) -> None:
+    """What a command has written must not make the next answer another one."""
+    (folder / "conf/cluster/x.yaml").unlink(missing_ok=True)
+
+
+def test_verbose_shows_each_program(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """-v says on stderr what is started, with the time since the beginning."""
+    assert re.search(r"^hpcinit: \[\d+\.\d\d s\] .*git ", said(capfd, "submit", "-v")[2], re.M)
+
+
+def test_submit_answers_for_programs(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """-q is the job's id alone, as sbatch --parsable's, and --json has the run folder; a dry run its script."""
+    _, out, _ = said(capfd, "submit", "--quiet")
+    assert re.fullmatch(r"\d+\n", out)
+    document = json.loads(said(capfd, "submit", "--json")[1])
+    assert (document["nodes"], document["cluster"]) == (1, "local") and Path(document["run"]).is_dir()
+    assert cli.main(["submit", "--json", "dry_run=true"]) == 0
+    assert json.loads(capfd.readouterr().out)["script"].startswith("#!/bin/bash")
+    assert cli.main(["submit", "--json", "wait=true", "--", "echo", "a word"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["job_id"] and "a word" in err
+
+
+def test_hydras_own_flags_go_on_working(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Ours stand anywhere among Hydra's, and after -- they are the program's."""
+    assert cli.main(["submit", "-q", "--cfg", "job", "-v", "nodes=3"]) == 0
+    assert "\nnodes: 3\n" in capfd.readouterr().out
+    assert cli.main(["submit", "nodes=1,2", "-q", "-m", "dry_run=true", "--", "true", "-q", "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert out.count("#!/bin/bash") == 2 and err == ""
+
+
+def test_sbatchs_quality_of_service_is_not_taken_for_quiet(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`-q NAME` gets the key that is meant."""
+    assert cli.main(["submit", "-q", "debug"]) == 2
+    assert "qos=debug" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_completion_knows_every_flag(here: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """What --help shows of options is what TAB offers, and the common ones are in both."""
+    assert cli.main([name, "--help"]) == 0
+    shown = capfd.readouterr().out.partition("\nexamples:")[0].partition("  examples:")[0]
+    offered = set(completion.candidates(f"hpcinit {name} -"))
+    assert offered >= FLAGS and set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", shown)) & offered >= FLAGS
+    assert set(re.findall(r"^ +(?:-\w, )?(--[a-z-]+)", shown, re.M)) <= offered
+
+
+def test_completion_of_words(here: Path) -> None:
+    """Runs after commands that take one, `why` and `timeouts fit` too; keys where they are taken; flags of `fit`."""
+    assert "train-0001" in completion.candidates("hpcinit why tr")
+    assert "train-0001" in completion.candidates("hpcinit timeouts fit tr")
+    assert "--margin" in completion.candidates("hpcinit timeouts fit --m")
+    assert completion.candidates("hpcinit timeouts fi") == ["fit"]
+    assert completion.candidates("hpcinit nodes -q cluster=loc") == ["cluster=local"]
+    assert completion.candidates("hpcinit submit --multi") == ["--multirun"]
+    assert completion.candidates("hpcinit submit -- --multi") == completion.candidates("hpcinit nothing --q") == []
+
+
+COLOURED = ("status", "watch", "plan", "doctor", "render")  # which a terminal gets in colours
+
+
+@pytest.mark.parametrize("name", COLOURED)
+def test_colours_in_a_terminal_only(folder: Path, name: str) -> None:
+    """A terminal shows colours, with NO_COLOR=1 none; a pipe gets no escape sequence at all."""
+    words = [*ASKED[name], "nodes=2"] if name == "render" else ASKED[name]
+    command = [sys.executable, "-m", "hpcinit", name, *words]
+    assert COLOUR.search(in_a_terminal(command, folder))
+    assert not COLOUR.search(in_a_terminal(command, folder, NO_COLOR="1"))
+    piped = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert "\x1b" not in piped.stdout + piped.stderr and piped.stdout
+
+
+def in_a_terminal(command: Sequence[str], folder: Path, **env: str) -> str:
+    """All that it shows, on stdout and stderr."""
+    clean = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
+    mine, its = pty.openpty()
+    process = subprocess.Popen(
+        command, cwd=folder, env={**clean, "TERM": "xterm-256color", **env}, stdin=its, stdout=its, stderr=its
+    )
+    os.close(its)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(mine, 65536)
+        except OSError:  # EIO: nobody has the other end any more
+            break
+        shown += piece
+        if not piece:
+            break
+    os.close(mine)
+    process.wait(TIMEOUT_S)
+    return shown.decode(errors="replace")
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> dict[str, str]:
+    """A fake squeue that needs three seconds, as the real one of a busy controller; no run's job is known to it."""
+    squeue = tmp_path / "bin/squeue"
+    squeue.parent.mkdir()
+    squeue.write_text("#!/bin/sh\nsleep 3\n")
+    squeue.chmod(0o755)
+    run = tmp_path / "runs/train-0001"
+    run.mkdir(parents=True)
+    (run / "submission.json").write_text('{"job_id": "1", "engine": "slurm"}')
+    (run / "job.sbatch").touch()
+    return {"PATH": f"{squeue.parent}:{os.environ['PATH']}"}
+
+
+def test_a_line_while_one_waits(tmp_path: Path, slow: dict[str, str]) -> None:
+    """After a second a terminal says which program is waited for, until the answer takes the line's place."""
+    status = [sys.executable, "-m", "hpcinit", "status"]
+    shown = in_a_terminal(status, tmp_path, **slow)
+    before, line, after = shown.partition("\r\x1b[Khpcinit status: waiting for squeue (")
+    assert line and not before.strip(), shown
+    *_, answer = after.split("\r\x1b[K")
+    assert "train-0001" in answer and "waiting for squeue" not in answer
+    assert "waiting" not in in_a_terminal([*status, "-q"], tmp_path, **slow)
+    done = subprocess.run(status, cwd=tmp_path, env={**os.environ, **slow}, capture_output=True, text=True, check=False)
+    assert done.stderr == "" and "train-0001" in done.stdout
