@@ -11,7 +11,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from hpcinit import patience
 from hpcinit.commands import COMMANDS
 from hpcinit.facts import telling
 from hpcinit.facts.errors import INTERRUPTED, ConfigError, HpcinitError
@@ -57,9 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What follows `run` is a program, whose own --help it may be.
     if HELP & set(own[1:2] if words[0] == "run" else own[1:]):
         return _help(words)
-    # A rank's streams are its program's.
-    with contextlib.nullcontext() if words[0] == "run" else patience.shown(words[0]):
+    with _patience(words[0]):
         return guarded(COMMANDS[words[0]].module, words[1:])
+
+
+def _patience(name: str) -> contextlib.AbstractContextManager[None]:
+    """A line while one waits, in a terminal; a rank's streams are its program's."""
+    if name == "run" or sys.stderr is None or not sys.stderr.isatty():
+        return contextlib.nullcontext()
+    from hpcinit import patience  # noqa: PLC0415 - for a terminal only
+
+    return patience.shown(name)
 
 
 def _no_such(words: list[str]) -> str:

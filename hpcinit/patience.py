@@ -21,9 +21,9 @@ FIRST_S, AGAIN_S = 1.0, 0.5
 def shown(name: str) -> Iterator[None]:
     """'hpcinit status: waiting for squeue (3 s)', updated in place; gone before anything else is printed.
 
-    Nothing where stderr is no terminal, or one that cannot go back in a line (TERM=dumb), or with -q.
+    For a stderr that is a terminal; nothing where it cannot go back in a line (TERM=dumb), and nothing with -q.
     """
-    if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+    if os.environ.get("TERM", "dumb") == "dumb":
         yield
         return
     line, before = _Line(name, sys.stderr), (sys.stdout, sys.stderr)

@@ -13,8 +13,10 @@ from hpcinit.submission import provenance
 
 
 def test_versions_are_those_of_importlib_metadata() -> None:
-    """The names of the metadata folders say what importlib.metadata reads in them."""
-    installed = {d.metadata["Name"].lower(): d.version for d in metadata.distributions()}
+    """The names of the metadata folders say what importlib.metadata reads in them, of two versions the first's."""
+    installed: dict[str, str] = {}
+    for found in metadata.distributions():  # in the order of sys.path, which make test-lowest has twice
+        installed.setdefault(found.metadata["Name"].lower(), found.version)
     assert _versions() == {name: installed[name] for name in provenance.PACKAGES if name in installed}
     assert {"hpcinit", "hydra-core", "submitit"} <= set(_versions())
 
