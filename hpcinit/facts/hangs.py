@@ -76,10 +76,13 @@ def places(folder: Path) -> dict[int, Place]:
     return found
 
 
-def report(nodes: Sequence[Node], stacks: Mapping[int, Place], now_s: float, size: int) -> list[str]:
+def report(
+    nodes: Sequence[Node], stacks: Mapping[int, Place], now_s: float, size: int, fresh_s: float = DEAD_S
+) -> list[str]:
     """Lines for a person: how long nothing has happened, who waits in what, and who has not come there.
 
     now_s: in seconds since 1970, against which a node that says nothing any more is told. size: of the world.
+    fresh_s: how old a node's last word may be while one of its ranks runs.
     """
     beats = {beat.rank: (node.host, beat) for node in nodes for beat in node.beats}
     lines = [_silence([beat for _, beat in beats.values()])]
@@ -92,7 +95,10 @@ def report(nodes: Sequence[Node], stacks: Mapping[int, Place], now_s: float, siz
     if unheard := sorted(set(range(size)) - set(beats) - set(stacks)):
         lines.append(f"{_ranks(unheard)} {'have' if len(unheard) > 1 else 'has'} never said anything")
     for node in nodes:
-        if now_s - node.time > DEAD_S:
+        # Several ranks, no stack of any, and none that the others saw in trouble: that is the node, or its disk. So a
+        # clock that is off by seconds blames nobody.
+        whole = len(node.beats) > 1 and not any(beat.rank in stacks or beat.state for beat in node.beats)
+        if now_s - node.time > (fresh_s if whole else DEAD_S):
             ranks = [beat.rank for beat in node.beats]
             lines.append(f"node {node.host} has said nothing for {now_s - node.time:.0f} s: {_ranks(ranks)} ran there")
             beats = {rank: found for rank, found in beats.items() if rank not in ranks}

@@ -143,6 +143,23 @@ def test_a_node_that_says_nothing_is_named(tmp_path: Path) -> None:
     assert hangs.report([], {}, now_s=0.0, size=0) == ["no rank has told a step yet"]
 
 
+def test_a_node_that_is_frozen_whole_is_named_at_once() -> None:
+    """None of its ranks has left a stack, and none was seen to be ill: it is the node. One that sees its ranks still,
+    with a young word, or with one rank, which may be what is stopped, is not taken for frozen."""
+    well, ill = (Beat(2, 7, 3, 9.0), Beat(3, 8, 3, 9.0)), (Beat(2, 7, 3, 9.0, "stopped"), Beat(3, 8, 3, 9.0))
+    frozen = "node n2 has said nothing for 16 s: ranks 2-3 ran there"
+    assert frozen in hangs.report([Node("n2", 1000.0, well)], {}, 1016.0, 4, fresh_s=15.0)
+    for node, now_s, stacks in (
+        (Node("n2", 1000.0, well), 1014.0, {}),
+        (Node("n2", 1000.0, ill), 1016.0, {}),
+        (Node("n2", 1000.0, well[:1]), 1016.0, {}),
+        (Node("n2", 1000.0, well), 1016.0, {3: hangs.Place("", "")}),
+    ):
+        lines = hangs.report([node], stacks, now_s, 4, fresh_s=15.0)
+        assert not any("has said nothing" in line for line in lines)
+        assert any(line.startswith("rank 2 on n2 cannot be asked: ") for line in lines)
+
+
 def test_ranks_of_which_nothing_is_known_are_named() -> None:
     """Neither a word of their node nor a stack: a node that was frozen before it wrote its first."""
     node = Node("n1", 100.0, (Beat(0, 7, 3, 9.0),))

@@ -46,10 +46,15 @@ def begun(hpcinit: Run, slurm: MiniSlurm, result: list[str], *words: str) -> Pat
     return folder
 
 
+def ranks_on(slurm: MiniSlurm, node: str, folder: Path) -> list[int]:
+    """The processes of the ranks on `node`."""
+    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in slurm.pids(node)}
+    return [pid for pid, line in lines.items() if b"hpcinit.run" in line and str(folder).encode() in line]
+
+
 def rank_on(slurm: MiniSlurm, node: str, folder: Path) -> int:
     """The process of the only rank on `node`."""
-    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in slurm.pids(node)}
-    (found,) = (pid for pid, line in lines.items() if b"hpcinit.run" in line and str(folder).encode() in line)
+    (found,) = ranks_on(slurm, node, folder)
     return found
 
 
@@ -148,17 +153,17 @@ def test_preempted_with_a_grace_time(hpcinit: Run, tmp_path: Path) -> None:
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("fault", ["rank", "node", "hang"])
 def test_a_spare_node_takes_the_place(hpcinit: Run, idle_slurm: MiniSlurm, result: list[str], fault: str) -> None:
-    """With spares=1 a lost node, or one whose rank is killed or hangs, is left out, and the ranks go on inside the same
-    job, with the world of the step and not of the job. What the first ranks left is put aside."""
+    """With spares=1 a lost node, one whose rank is killed, and one that is frozen whole, is left out, and the ranks go on
+    inside the same job, with the world of the step and not of the job. What the first ranks left is put aside."""
     slurm = idle_slurm
-    hang = ["hang.after_s=10", "hang.action=end"] if fault == "hang" else []
+    hang = ["hang.after_s=10", "hang.action=end", "ranks_per_node=2"] if fault == "hang" else []
     folder = begun(hpcinit, slurm, result, "spares=1", "restart.on=[node_fail,failure,hang]", *hang)
     job = json.loads((folder / "submission.json").read_text())["job_id"]
     assert slurm.run("squeue", "--noheader", f"--jobs={job}", "--format=%N").strip() == "n[1-3]"
     if fault == "node":
         slurm.kill_node("n2")
-    else:
-        os.kill(rank_on(slurm, "n2", folder), signal.SIGSTOP if fault == "hang" else signal.SIGKILL)
+    for rank in ranks_on(slurm, "n2", folder) if fault != "node" else []:
+        os.kill(rank, signal.SIGSTOP if fault == "hang" else signal.SIGKILL)
     try:
         until(lambda: "begin again in the same job, without n2" in log(folder), 120)
         Path("slow").unlink()
@@ -166,13 +171,19 @@ def test_a_spare_node_takes_the_place(hpcinit: Run, idle_slurm: MiniSlurm, resul
     finally:
         slurm.start_node("n2")
     text = (folder / "logs/rank-0.log").read_text()
-    assert printed(folder, 0).splitlines()[-1] == result[0]
     assert re.findall(r"^step +(\d+) ", text, re.MULTILINE).count("1") == 1, "it went on"
-    assert len(re.findall("hpcinit: 2 ranks on 2 nodes", text)) == 2 and restarts(folder) == []
+    assert len(re.findall("hpcinit: [24] ranks on 2 nodes", text)) == 2 and restarts(folder) == []
     if fault == "hang":
+        assert "in 24 steps" in printed(folder, 0).splitlines()[-1]
         assert "hang on n2: the ranks begin again in the same job" in log(folder)
-        assert not list(folder.glob(f"hang/{job}.*/report.txt")) and list(folder.glob("hang/before-*/*/report.txt"))
+        assert not list(folder.glob(f"hang/{job}.*/report.txt"))
+        (report,) = folder.glob("hang/before-*/*/report.txt")
+        assert re.search(
+            r"^node n2 has said nothing for \d\d s: ranks 2-3 ran there$", report.read_text(), re.MULTILINE
+        )
+        assert "ranks 0-1 wait in " in report.read_text()
     else:
+        assert printed(folder, 0).splitlines()[-1] == result[0]
         assert not list(folder.glob("errors/*.json")) or fault == "node"
 
 

@@ -116,7 +116,9 @@ class Heartbeat:
     def _report(self, silent: float) -> None:
         """By the rank that comes first; then, where it is asked for, the end of this one."""
         path = self._hang / hangs.REPORT
-        lines = hangs.report(beats.read(self._beats), hangs.places(self._hang), time.time(), self._world.world_size)
+        fresh_s = FRESH_PERIODS * self._period
+        told, stacks = beats.read(self._beats), hangs.places(self._hang)
+        lines = hangs.report(told, stacks, time.time(), self._world.world_size, fresh_s)
         with contextlib.suppress(FileExistsError):
             with path.open("x") as file:
                 file.write("\n".join(lines) + "\n")
