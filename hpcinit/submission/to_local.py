@@ -14,7 +14,8 @@ from hpcinit.facts.quoting import shell
 PYTHON = '"$hpcinit_python"'  # in the place of the interpreter, in the line that starts the ranks
 PATIENCE_S = 600  # for a node's word; 10 GB in 100,000 files are unpacked in less
 # The keepers' words come through srun, not through files: a shared file system may show them a minute late. Their
-# stdin is this shell's: at its end, however it comes, they go. --overlap: the ranks' step gets what it would get.
+# stdin is this shell's: at its end, however it comes, they go. --overlap and --mem=0 (no memory is counted as taken,
+# srun(1)): the ranks' step gets what it would get.
 # sed: a line of this srun must not be taken for one of the ranks', in which a failed node is looked for.
 LINES = """\
 hpcinit_python=@PYTHON@
@@ -23,7 +24,7 @@ hpcinit_to_local() { # send the environment to all nodes; the ranks' Python into
   [ -r "$archive" ] || { hpcinit_not_local "$archive cannot be read: submitting again makes it anew"; return 0; }
   touch -c "$archive" # in use
   coproc hpcinit_keeper { exec srun --overlap --no-kill --nodes="$SLURM_JOB_NUM_NODES" \\
-    --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 --mpi=none \\
+    --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 --mem=0 --mpi=none \\
     --kill-on-bad-exit=0 --wait=0 @RUNS@ -m hpcinit.local_environment "$archive" "$old" \\
     2> >(sed -u 's/^/hpcinit: env_to_local: /' >&2); }
   hpcinit_keeper_pid=$! hpcinit_hears=${hpcinit_keeper[0]} hpcinit_tells=${hpcinit_keeper[1]}
