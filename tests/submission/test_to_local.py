@@ -128,7 +128,7 @@ def test_a_job_that_is_cancelled(site: Site) -> None:
     until(lambda: log.exists() and "waits" in log.read_text())
     assert site.left("n1") != []
     site.slurm.run("scancel", job_id_of(done))
-    until(lambda: "saved" in log.read_text() and site.left("n1") == [])
+    until(lambda: "saved" in log.read_text().splitlines() and site.left("n1") == [])
 
 
 def test_no_disk_of_the_nodes_own(site: Site) -> None:
