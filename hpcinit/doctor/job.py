@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shlex
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from hpcinit.config.request import Request
-from hpcinit.facts import bad_nodes, diagnosis, link_diagnosis, rank_report, runfolder, spec
+from hpcinit.facts import bad_nodes, diagnosis, link_diagnosis, rank_report, runfolder, spec, telling
 from hpcinit.facts.bad_nodes import NodeFailure
 from hpcinit.facts.checkup import BAD, OK, WARNING, Check
 from hpcinit.facts.errors import INTERRUPTED
@@ -36,16 +37,17 @@ def overrides(given: Sequence[str]) -> list[str]:
 
 
 def submit(request: Request, argv: Sequence[str]) -> tuple[int, Path | None]:
-    """By the way of every submission; what it says goes to stderr. Exit status, and the run folder if there is one."""
+    """By the way of every submission; what it says goes to stderr, with -q nowhere. Exit status, and the run folder if
+    there is one."""
     runs: dict[int, Path] = {}
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(io.StringIO() if telling.quiet() else sys.stderr):
         status = command.submit_all([request], ["hpcinit", "doctor", *argv], runs)
     return status, runs.get(request.number)
 
 
 def wait(path: Path) -> int:
     """Until the run is over: 0, or 130 after Ctrl-C."""
-    out = Console(stderr=True, highlight=False, soft_wrap=True)
+    out = Console(stderr=True, quiet=telling.quiet(), highlight=False, soft_wrap=True)
     poll, shown, began = Poll(path), "", time.monotonic()
     try:
         with out.status("") as line:
@@ -58,8 +60,8 @@ def wait(path: Path) -> int:
                 time.sleep(LOOK_S)
     except KeyboardInterrupt:
         run = shlex.quote(str(path))
-        print(f"no longer waiting; the job goes on. What it finds:  hpcinit doctor --run {run}", file=sys.stderr)
-        print(f"end it:  hpcinit cancel {run}", file=sys.stderr)
+        telling.note(f"no longer waiting; the job goes on. What it finds:  hpcinit doctor --run {run}")
+        telling.note(f"end it:  hpcinit cancel {run}")
         return INTERRUPTED
     return 0
 

@@ -98,8 +98,10 @@ def test_nodes_that_are_ill(hpcinit: Run, ill: MiniSlurm) -> None:
     assert bad[0].startswith("bad      names: n2 cannot look up n3: ")
     assert bad[1].startswith("bad      shared memory: n2: /dev/shm, ")
     assert bad[2].startswith("bad      network: n3: even its best way to another node is slow, bandwidth 0.0")
+    assert done.stderr == ""
+    again = hpcinit("doctor", "--run", "doctor-0001", "--remember", env=ill.env)
     for host in ("n2", "n3"):
-        assert f"{host} is left out of submissions; hpcinit nodes --forget {host} takes it back" in done.stderr
+        assert f"{host} is left out of submissions; hpcinit nodes --forget {host} takes it back" in again.stderr
     next_one = hpcinit("submit", "cluster=mini", "nodes=2", "dry_run=true", env=ill.env)
     assert "#SBATCH --exclude='n[2-3]'\n" in next_one.stdout, next_one.stdout
     assert "excluded: n3 (found by hpcinit doctor: network: n3: even its best way" in next_one.stderr
