@@ -141,6 +141,19 @@ def test_the_stop_signal_does_not_end_what_is_not_ready_for_it(tmp_path: Path) -
     assert started.end() == (0, "") and "through" in started.log(0) + started.log(1)
 
 
+def test_who_was_told_to_end_may_save(tmp_path: Path) -> None:
+    """After SIGTERM one rank ends at once, and another that saves first is left to it; the parent says nothing."""
+    code = RANK + (
+        "def save(number, frame):\n    time.sleep(3)\n    print('saved', flush=True)\n    sys.exit(0)\n"
+        "if rank == 1:\n    signal.signal(signal.SIGTERM, save)\n"
+        "print('ready', flush=True)\ntime.sleep(60)\n"
+    )
+    started = Node(tmp_path, code)
+    wait_for(lambda: all("ready" in started.log(rank) for rank in range(2)))
+    started.process.terminate()
+    assert started.end() == (-signal.SIGTERM, "") and "saved" in started.log(1)
+
+
 def test_no_rank_outlives_its_parent(tmp_path: Path) -> None:
     """kill -9 of the parent ends its ranks too."""
     started = Node(tmp_path, RANK + "print(os.getpid(), flush=True)\ntime.sleep(60)")

@@ -22,6 +22,7 @@ from hpcinit.runtime.fork.witness import FORWARDED, Witness
 
 LISTENED = (*FORWARDED, signal.SIGCHLD)
 GRACE_S = 0.5  # from SIGTERM to SIGKILL, for ranks whose peer has failed
+SAVING_S = 30.0  # for those that were told to end before one of them has ended: the default of Slurm's KillWait
 STUCK_S = 10.0  # from SIGKILL on, for a rank that the kernel does not let go
 
 
@@ -126,16 +127,19 @@ class Family:
         if bad and self._first is None:
             self._first = rank
         if ends_others and (others := self._running()):
-            self._end(others, GRACE_S)
+            self._end(others)
         elif self._launch.wait_s and self._deadline() is None and self._running():
             self._kill_at = time.monotonic() + self._launch.wait_s
 
-    def _end(self, others: Sequence[Rank], grace_s: float) -> None:
+    def _end(self, others: Sequence[Rank]) -> None:
+        if self._told:  # they know, and may be saving
+            self._kill_at = time.monotonic() + SAVING_S
+            return
         names = ranges(rank.rank for rank in others)
         who, does = ("ranks", "end") if len(others) > 1 else ("rank", "ends")
         say(f"{who} {names} on {self._here.host} {does} with it")
         self._signal(others, signal.SIGTERM)
-        self._kill_at = time.monotonic() + grace_s
+        self._kill_at = time.monotonic() + GRACE_S
 
     def _quote(self, rank: int) -> str:
         """The rank's own error, or the last line of its log."""
