@@ -26,8 +26,9 @@ pytestmark = pytest.mark.slurm
 PATIENT = ["nodes=4", "ranks_per_node=1", "wait=true", "comm.timeout_base_s=20", "comm.timeout_per_node_s=0",
            "launch.kill_on_bad_exit=false", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null"]  # fmt: skip
 
-# With one rank on each node, its parent is what Slurm has started. The other faults know nothing of who started a rank.
-both = pytest.mark.parametrize("launch", ["srun", "fork"])
+# Two ranks on each of two nodes, which their parent has forked; the rank at fault has a neighbour then. The other faults
+# know nothing of who has started a rank: all of them were run so too, docs/launching.md.
+FORKED = ["launch=fork", "nodes=2", "ranks_per_node=2"]
 
 BRING_UP = "import hpcinit\nwith hpcinit.session() as run:\n    print('up', run.rank)\n"
 
@@ -58,27 +59,31 @@ def test_a_rank_that_never_starts(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path
         assert "1 of 4 ranks are missing: rank 3 never arrived (nobody came from n4)" in log
 
 
-@both
-def test_a_rank_killed_while_importing(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, launch: str) -> None:
+@pytest.mark.parametrize(("words", "host"), [([], "n3"), (FORKED, "n2")])
+def test_a_rank_killed_while_importing(
+    hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, words: list[str], host: str
+) -> None:
     """kill -9 of a rank before it is in init brings the others down within seconds, and they name it."""
     begin = time.monotonic()
     status, logs = start(
-        hpcinit, slurm, tmp_path, "if rank == 2:\n    time.sleep(1); os.kill(os.getpid(), 9)\n", f"launch={launch}"
+        hpcinit, slurm, tmp_path, "if rank == 2:\n    time.sleep(1); os.kill(os.getpid(), 9)\n", *words
     )
     assert status != 0 and time.monotonic() - begin < 18
     for rank in (0, 1, 3):
-        assert "rank 2 on n3 (pid " in logs[rank] and "died during start-up, when it had started" in logs[rank]
+        assert f"rank 2 on {host} (pid " in logs[rank] and "died during start-up, when it had started" in logs[rank]
 
 
-@both
-def test_a_rank_whose_import_fails(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, launch: str) -> None:
+@pytest.mark.parametrize(("words", "host"), [([], "n2"), (FORKED, "n1")])
+def test_a_rank_whose_import_fails(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, words: list[str], host: str) -> None:
     """An exception before init reaches every other rank in its own words."""
     status, logs = start(
-        hpcinit, slurm, tmp_path, "if rank == 1:\n    time.sleep(1)\n    import flash_attn_99\n", f"launch={launch}"
+        hpcinit, slurm, tmp_path, "if rank == 1:\n    time.sleep(1)\n    import flash_attn_99\n", *words
     )
     assert status != 0
     for rank in (0, 2, 3):
-        assert "rank 1 on n2" in logs[rank] and "ModuleNotFoundError: No module named 'flash_attn_99'" in logs[rank]
+        assert (
+            f"rank 1 on {host}" in logs[rank] and "ModuleNotFoundError: No module named 'flash_attn_99'" in logs[rank]
+        )
 
 
 def test_a_frozen_rank(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
@@ -159,7 +164,7 @@ def test_a_node_that_does_not_know_its_own_address(
     hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, rank: int, change: str, said: str
 ) -> None:
     """Where gloo would listen on loopback, it is given the interface that reaches rank 0, and the group works."""
-    two = ["launch=fork", "nodes=2", "ranks_per_node=2"] if rank == 0 else []
+    two = FORKED if rank == 0 else []
     status, logs = start(hpcinit, slurm, tmp_path, "", *two, *with_hosts(tmp_path, rank, change))
     assert status == 0 and all(f"up {number}" in log for number, log in enumerate(logs)), "\n".join(logs)
     assert said in logs[rank] and "where no other node reaches it: GLOO_SOCKET_IFNAME is set to eth0" in logs[rank]

@@ -66,15 +66,15 @@ def _signalled(log: JobLog, first: Found | None) -> End | None:
 def _of_signal(end: End, evidence: Evidence) -> Verdict:
     name = next((name for name in causes.SIGNALS if end.how.startswith(name)), "")
     kind, do = "signal", causes.SIGNALS.get(name, "its last words are in that rank's log")
-    how = f"was ended by a signal ({end.how})"
-    oom = evidence.oom
+    rank, oom = end.ranks[0], evidence.oom
+    was, plural = ("were", "s") if len(end.ranks) > 1 else ("was", "")
+    how = f"{was} ended by a signal ({end.how})"
     if oom or end.how.startswith("Out Of Memory"):
         kind, do, how = (
             "host-memory",
             causes.HOST_MEMORY,
-            "was killed by the kernel: the node's memory for this job is used up",
+            f"{was} killed by the kernel: the node's memory for this job is used up",
         )
-    rank, plural = end.ranks[0], "s" * (len(end.ranks) > 1)
     lines = [f"srun's first word: task{plural} {ranges(end.ranks)}: {end.how}", oom]
     if tail := evidence.tails.get(rank):
         lines.append(f"its last words: {tail}")

@@ -54,6 +54,13 @@ def test_a_rank_that_a_signal_ended_leaves_no_record() -> None:
     )
 
 
+def test_ranks_whose_parent_was_killed() -> None:
+    """The one task of a node is all that srun speaks of, and all of its ranks are meant."""
+    log = job_log.read("srun: error: n2: task 1: Killed\n", 2)
+    verdict = judge(Evidence("FAILED", log=log))
+    assert verdict.headline == "ranks 2-3 on n2 were ended by a signal (Killed) first"
+
+
 def test_a_signal_after_an_error_is_no_cause() -> None:
     """A rank raised, and another one that waited for it was killed later."""
     log = "srun: error: n2: task 3: Exited with exit code 1\n" + KILLED

@@ -53,6 +53,9 @@ def test_a_task_that_has_forked_its_nodes_ranks() -> None:
         End("n2", (5,), "Killed", False),
         End("n1", (0, 1, 2, 3), "Terminated", True),
     )
+    # With a cgroup for memory Slurm says why, of the task; which rank it was the parent has said.
+    killed = job_log.read(f"{OOM}\n{FORKED.replace('task 1: Killed', 'task 1: Out Of Memory')}", 4)
+    assert killed.oom == OOM and killed.ends[0] == End("n2", (5,), "Killed", False)
     alone = job_log.read("srun: error: n2: task 1: Killed\n", 4)
     assert alone.ends == (End("n2", (4, 5, 6, 7), "Killed", False),)
 
