@@ -75,14 +75,18 @@ NOT_EMPTY = (
 )
 
 
-def problems(config: Config) -> list[str]:
-    """One complete message per problem; empty if the request can be rendered."""
+def problems(config: Config, *, to_submit: bool = True) -> list[str]:
+    """One complete message per problem; empty if the request can be rendered.
+
+    to_submit: with what only a submission needs, such as a budget and files that are there.
+    """
+    values = (_choices, _finite, _numbers, _more_numbers, _names, _texts, extra_options.problems, chains.problems)
+    here = (
+        *(program.problems, surroundings.problems, secret_files.problems),
+        *(needs.problems, places.problems, environments.problems),
+    )
     found: list[str] = []
-    for check in (
-        *(_choices, _finite, _numbers, _more_numbers, _names, _texts),
-        *(extra_options.problems, program.problems, surroundings.problems, secret_files.problems, chains.problems),
-        *(needs.problems, partition.problems, places.problems, launches.problems, environments.problems),
-    ):
+    for check in (*values, *(here if to_submit else ()), partition.problems, launches.problems):
         found.extend(check(config))
     if not found:  # arithmetic on numbers that are wrong by themselves only adds noise
         found.extend(_arithmetic(config))

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(request: Request) -> None:
-    if problems := checks.problems(request.config):
+    if problems := checks.problems(request.config, to_submit=False):
         raise ConfigError(*problems)
     estimate.of(request.config)  # all of a sweep before the first table
 

@@ -95,6 +95,13 @@ def test_wrong_requests(capsys: pytest.CaptureFixture[str], words: list[str], sa
     assert (status, out) == (2, "") and said in err
 
 
+def test_nothing_is_asked_that_only_a_job_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    """A site that wants an account, a module or an image tells its memory to those who have none yet."""
+    site = ["cluster=juwels_booster", "nodes=8", "parallel=zero3", "model.params=7e9", "job.script=not_written_yet.py"]
+    status, out, err = plan(capsys, *site)
+    assert (status, err) == (0, "") and "GPU, per rank needs 10.6 GB of 36.0 GB" in out
+
+
 def test_a_sweep_is_a_table_each(capsys: pytest.CaptureFixture[str]) -> None:
     """With --multirun every combination is planned, and the exit status is the worst."""
     status, out, _ = plan(capsys, "-m", *SEVEN, GPU80, "parallel=ddp,fsdp", "--json")
