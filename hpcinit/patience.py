@@ -26,18 +26,18 @@ def shown(name: str) -> Iterator[None]:
     if os.environ.get("TERM", "dumb") == "dumb":
         yield
         return
-    line, before = _Line(name, sys.stderr), (sys.stdout, sys.stderr)
-    if sys.stdout is not None and sys.stdout.isatty():
-        sys.stdout = _Door(sys.stdout, line)
-    sys.stderr = _Door(sys.stderr, line)
+    line, out, err = _Line(name, sys.stderr), sys.stdout, sys.stderr
+    its_out, its_err = None if out is None else _Door(out, line), _Door(err, line)
+    sys.stdout, sys.stderr = its_out, its_err
     threading.Thread(target=line.run, daemon=True).start()
     try:
         yield
     finally:
         line.end()
-        for number, stream in enumerate((sys.stdout, sys.stderr)):
-            if isinstance(stream, _Door):  # and no other stream that the command has put in its place
-                setattr(sys, ("stdout", "stderr")[number], before[number])
+        if sys.stdout in (its_out, its_err):  # the latter where stdout could take no more: submission/say.py
+            sys.stdout = out if sys.stdout is its_out else err
+        if sys.stderr is its_err:
+            sys.stderr = err
 
 
 class _Line:

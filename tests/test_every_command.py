@@ -5,18 +5,20 @@ A command without a line in ASKED fails here.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from hpcinit import cli, completion
+from hpcinit import cli, completion, patience
 from hpcinit.commands import COMMANDS
 from hpcinit.discover import ask
 from hpcinit.facts import telling
@@ -212,6 +214,38 @@ def slow(tmp_path: Path) -> dict[str, str]:
     (run / "submission.json").write_text('{"job_id": "1", "engine": "slurm"}')
     (run / "job.sbatch").touch()
     return {"PATH": f"{squeue.parent}:{os.environ['PATH']}"}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_line_is_gone_before_the_first_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where stdout is a pipe too, whose reader may write to the same terminal; the streams are as before at the end."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(patience, "FIRST_S", 0.01)
+    monkeypatch.setattr(patience, "AGAIN_S", 0.01)
+    out, err = io.StringIO(), Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    with patience.shown("logs"):
+        until(lambda: "hpcinit logs (0 s)" in err.getvalue())
+        print("a word")
+        shown = err.getvalue()
+        time.sleep(0.1)  # ten lines, if the word had not ended them
+        assert shown.endswith("\r\x1b[K") and err.getvalue() == shown
+    assert (sys.stdout, sys.stderr, out.getvalue()) == (out, err, "a word\n")
+    with patience.shown("submit"):
+        sys.stdout = sys.stderr  # as say() does where nobody reads stdout
+    assert sys.stdout is sys.stderr is err
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + TIMEOUT_S
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_a_line_while_one_waits(tmp_path: Path, slow: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -26,7 +27,7 @@ def pythons() -> list[str]:
     for version in ("3.10", "3.11", "3.12", "3.13"):
         places = [
             shutil.which(f"python{version}"),
-            *Path(os.environ.get("PYENV_ROOT", "-")).glob(f"versions/{version}.*/bin/python"),
+            *Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser().glob(f"versions/{version}.*/bin/python"),
         ]
         works = (
             str(p)
@@ -83,7 +84,8 @@ def test_the_version_comes_from_git() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("python", pythons(), ids=lambda python: Path(python).parts[-3])
 def test_a_wheel_works_with_other_pythons(python: str, wheel: Path, tmp_path: Path) -> None:
-    """In a clean environment without torch, a login node's, a dry run for a cluster and the other commands work."""
+    """In a clean environment without torch, a login node's: a dry run for a cluster, a job that runs on this machine,
+    and the other commands."""
     subprocess.run([python, "-m", "venv", str(tmp_path / "venv")], check=True, capture_output=True)
     pip = [str(tmp_path / "venv/bin/python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     done = subprocess.run([*pip, str(wheel)], capture_output=True, text=True, check=False, cwd=tmp_path)
@@ -96,8 +98,10 @@ def test_a_wheel_works_with_other_pythons(python: str, wheel: Path, tmp_path: Pa
 
     script = hpcinit("submit", "cluster=mini", "nodes=4", "dry_run=true")
     assert script.returncode == 0 and script.stdout.startswith("#!/bin/bash"), script.stderr
+    job = hpcinit("submit", "wait=true", "name=wheel", "--", "echo", "a word")
+    assert job.returncode == 0 and "a word" in job.stdout, job.stdout + job.stderr
+    assert json.loads(hpcinit("status", "--json", "wheel-0001").stdout)["name"] == "COMPLETED"
     for words in (["--help"], ["submit", "--help"], ["plan", "--help"], ["nodes"], ["--version"]):
         done = hpcinit(*words)
         assert done.returncode == 0, (words, done.stderr)
-    done = hpcinit("status")
-    assert done.returncode in (0, 2) and "Traceback" not in done.stderr
+    assert hpcinit("status", "-q").stdout == "wheel-0001 COMPLETED\n"
