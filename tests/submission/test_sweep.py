@@ -69,6 +69,20 @@ def test_one_array_runs_every_combination(idle_slurm: MiniSlurm, hpcinit: Run, t
 
 
 @pytest.mark.slurm
+def test_a_sweep_answers_for_programs(idle_slurm: MiniSlurm, hpcinit: Run) -> None:
+    """--json has an object for each task, with the folder that its job runs in; -q the array's id, all on stdout alone."""
+    told = submit(hpcinit, idle_slurm, "-m", "seed=4,5", "--json", *SMALL, "--", "true")
+    tasks = [json.loads(line) for line in told.stdout.splitlines()]
+    assert [(task["task"], task["combination"]) for task in tasks] == [(0, "seed=4"), (1, "seed=5")]
+    for task in tasks:
+        assert json.loads((Path(task["run"]) / "submission.json").read_text())["job_id"] == task["job_id"]
+    quiet = submit(hpcinit, idle_slurm, "-q", "-m", "seed=6,7", *SMALL, "--", "true")
+    assert re.fullmatch(r"\d+\n", quiet.stdout) and quiet.stderr == ""
+    chain = submit(hpcinit, idle_slurm, "--json", "chain=2", *SMALL, "--", "true")
+    assert len(json.loads(chain.stdout)["jobs"]) == 2
+
+
+@pytest.mark.slurm
 def test_blocks_of_a_larger_sweep(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: Path) -> None:
     """Past MaxArraySize the next array begins, and a task that is left over is a plain job; every task ran in its folder."""
     words = ("-m", "seed=range(0,21)", "cluster.max_array_size=11", "sweep.at_once=8", "wait=true", *SMALL)
