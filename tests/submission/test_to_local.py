@@ -41,7 +41,7 @@ class Site:
         Path("program.py").write_text(PROGRAM.replace("EVAL", end))
         os.environ["PATH"] = f"{self.venv}/bin:{os.environ['PATH']}"
         return submit(self.hpcinit, self.slurm, f"cluster.venv={self.venv}", f"cluster.local_disk={self.disk}",
-            "cluster.cpus_per_node=null", "launch.env_to_local=true", "job=program", "job.script=program.py",
+            "cluster.cpus_per_node=null", "ranks_per_node=1", "launch.env_to_local=true", "job=program", "job.script=program.py",
             f"wait={wait}".lower(), *words)  # fmt: skip
 
     def left(self, node: str) -> list[str]:
@@ -98,7 +98,7 @@ def test_a_rank_that_fails(site: Site, words: list[str]) -> None:
     """Its status is the job's, and its node is cleared; with a spare node, that one has a copy too."""
     spare = "spares=1" in words
     end = "sys.exit(3)" if not spare else "os.environ['SLURMD_NODENAME'] == 'n1' and os.kill(os.getpid(), 9)"
-    done = site.submit(end, "nodes=1", "ranks_per_node=1", *words)
+    done = site.submit(end, "nodes=1", *words)
     assert done.returncode == (0 if spare else 3), done.stdout + done.stderr
     ranks = told(folder_of(done))
     assert [rank["node"] for rank in ranks] == ["n1", "n2"][: 2 if spare else 1]
@@ -109,7 +109,7 @@ def test_a_rank_that_fails(site: Site, words: list[str]) -> None:
 def test_torchruns_agent(site: Site) -> None:
     """It and what it starts, a second time too, run from the copy."""
     end = "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and sys.exit(4)"
-    done = site.submit(end, "launch=torchrun", "launch.max_restarts=1", "nodes=1", "ranks_per_node=1")
+    done = site.submit(end, "launch=torchrun", "launch.max_restarts=1", "nodes=1")
     assert done.returncode == 0, done.stdout + done.stderr
     ranks = told(folder_of(done))
     assert len(ranks) == 2 and all(rank["inside"].startswith(str(site.disk)) for rank in ranks)
@@ -123,7 +123,7 @@ def test_a_job_that_is_cancelled(site: Site) -> None:
         "signal.signal(signal.SIGTERM, save); print('waits', flush=True); time.sleep(300)"
     )
     (next(site.venv.glob("lib/python*/site-packages")) / "inside/late.py").write_text("")
-    done = site.submit(end, "nodes=1", "ranks_per_node=1", wait=False)
+    done = site.submit(end, "nodes=1", wait=False)
     log = folder_of(done) / "logs/rank-0.log"
     until(lambda: log.exists() and "waits" in log.read_text())
     assert site.left("n1") != []
@@ -131,13 +131,25 @@ def test_a_job_that_is_cancelled(site: Site) -> None:
     until(lambda: "saved" in log.read_text().splitlines() and site.left("n1") == [])
 
 
-def test_no_disk_of_the_nodes_own(site: Site) -> None:
-    """Where nodes share it, the ranks run from where the environment is, and the job's log says why."""
-    (shared := site.disk.parent / "shared").mkdir()
-    done = site.submit("", "nodes=2", "ranks_per_node=1", f"cluster.local_disk={shared}")
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["nodes=2", "cluster.local_disk=shared"], "another node made it, so this is no disk of the node's own"),
+        (["nodes=1", "cluster.setup=['sbcast() { return 7; }']"], "sbcast failed with status 7"),
+        (
+            ["nodes=1", "cluster.setup=['rm cache/hpcinit/environments/*.tar']"],
+            "cannot be read: submitting again makes",
+        ),
+    ],
+)
+def test_what_a_node_cannot_take(site: Site, words: list[str], why: str) -> None:
+    """The ranks run from where the environment is, and the job's log says why; nothing is left on the nodes."""
+    (shared := Path("shared").absolute()).mkdir()
+    done = site.submit(
+        "", *(word.replace("shared", str(shared)) for word in words), f"cluster.cache={Path.cwd()}/cache"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert {rank["prefix"] for rank in told(folder_of(done))} == {str(site.venv)}
-    log = (folder_of(done) / "logs/job.log").read_text()
-    assert "another node made it, so this is no disk of the node's own" in log
-    assert f"; the ranks run from {site.venv}\n" in log
-    assert list((shared / f"hpcinit-{os.geteuid()}").iterdir()) == []
+    (warning,) = [line for line in (folder_of(done) / "logs/job.log").read_text().splitlines() if "warning" in line]
+    assert why in warning and warning.endswith(f"; the ranks run from {site.venv}")
+    assert site.left("n1") == [] and not list(shared.glob("*/environment*"))
