@@ -157,14 +157,21 @@ def _about_key(override: str, said: _Said) -> str:
     if said.kind in NO_KEY or "Could not override" in said.text:
         key = said.key or override.lstrip("+~").partition("=")[0]
         known = keys.beside(key)
-        choices = f", expected one of: {', '.join(known)}" if known and not key.startswith("hydra") else ""
-        return _where(override, f"{where}no such key {key!r}{choices}{keys.guess(key.rpartition('.')[2], known)}")
+        near = keys.guess(key.rpartition(".")[2], known)
+        return _where(override, f"{where}no such key {key!r}{near or _choices(key, known)}")
     if said.kind in OTHER_TYPE and (expected := keys.expected(said.key)):
         found = re.search(r"Value '(.*?)' ", said.text)
         what = f"{said.key} is {found[1]!r}, expected" if found else f"{said.key}: expected"
         return _where(override, f"{where}{what} {expected}")
     detail = f"{said.key}: {said.text}" if said.key and said.key not in override else said.text
     return _where(override, where + detail)
+
+
+def _choices(key: str, known: Sequence[str]) -> str:
+    """Where nothing is close: all that there are, of the many at the top only where they are explained."""
+    if not known or key.startswith("hydra"):
+        return ""
+    return f", expected one of: {', '.join(known)}" if "." in key else "; hpcinit submit --help explains all there are"
 
 
 def _not_readable(override: str) -> str:

@@ -12,6 +12,7 @@ from hpcinit.config.checks import CHOICES
 from hpcinit.config.schema import Config
 
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+UNITS = {"_min": " of minutes", "_s": " of seconds", "_h": " of hours", "_gb": " of GB", "_mb": " of MB"}
 
 
 def kind(key: str) -> Any:
@@ -56,6 +57,8 @@ def expected(key: str) -> str:
         words = f"a table, one entry is +{key}.NAME=VALUE"
     else:
         words = WORDS.get(plain, "a value")
+        if plain in (int, float):
+            words += next((unit for end, unit in UNITS.items() if key.endswith(end)), "")
     return f"{words}, or null" if plain is not known else words
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,9 +25,16 @@ def problems(config: Config) -> Iterator[str]:
     if not workdir.is_dir():
         yield f"job.workdir is {str(workdir)!r}, expected a folder that exists"
     elif job.script and not (workdir / job.script).is_file():
-        yield f"job.script is {job.script!r}, expected a file: {(workdir / job.script).absolute()} does not exist"
+        path = (workdir / job.script).absolute()
+        yield f"job.script is {job.script!r}, expected a file: {path} does not exist{_close(path)}"
     elif job.command:
         yield from _command(job.command, workdir)
+
+
+def _close(path: Path) -> str:
+    """'; did you mean train.py?', of the programs in that folder."""
+    near = difflib.get_close_matches(path.name, [one.name for one in path.parent.glob("*.py")], n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _command(command: str, workdir: Path) -> Iterator[str]:

@@ -53,7 +53,7 @@ def mistakes(words: Sequence[str], unknown: Sequence[str], overrides: Sequence[s
     while at < len(words):
         word, value = words[at], words[at + 1] if at + 1 < len(words) else ""
         value = value if value in {*overrides, *unknown} and _is_bare(value) else ""
-        if word in unknown:
+        if word in unknown and word.startswith("-"):
             found.append(_flag(word, value))
         elif value and word in overrides and _is_bare(word) and (key := keys.nearest(word)):
             found.append(f"{word} {value}: expected key=value, as in {key}={value}")
@@ -123,5 +123,9 @@ def _flag(word: str, value: str) -> str:
     if (near := keys.nearest(key)) and not keys.is_group(near):
         return f"{wrong}; did you mean {near}={value or '...'}"
     if value and re.fullmatch(r"[a-z][a-z-]+", name):
-        return f"{wrong}; one of sbatch's own: +cluster.sbatch.{name}={value}"
-    return f"{wrong}, as in nodes=4; hpcinit submit --help shows them all"
+        return f"{wrong}; one of sbatch's own: +cluster.sbatch.{name}={value}; {_behind(word, value)}"
+    return f"{wrong}, as in nodes=4 (hpcinit submit --help shows them all); {_behind(word, value)}"
+
+
+def _behind(word: str, value: str) -> str:
+    return f"one of your program's: -- train.py {word}{f' {value}' * (bool(value) and '=' not in word)}"

@@ -139,6 +139,8 @@ def _write(path: Path, text: str, seen: Site) -> int:
     left_out = [each.name for each in seen.partitions if each.refused]
     also = f"; left out, not for {seen.user.name}: {', '.join(left_out)}" if left_out else ""
     print(path if telling.quiet() else f"{path}: {len(seen.usable)} partitions of Slurm {seen.slurm}{also}")
+    if not telling.quiet() and Path(folders.find(f"cluster/{path.stem}")).absolute() == path.absolute():
+        print(f"try it:  hpcinit submit cluster={path.stem} nodes=2 wait=true")
     _gone(document.parse(text), seen)
     return 0
 

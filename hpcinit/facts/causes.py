@@ -37,6 +37,9 @@ KINDS = (
      "or torch.multiprocessing.set_sharing_strategy('file_system')"),
     ("disk", r"No space left on device|Disk quota exceeded",
      "make room (df -h, quota), or write elsewhere: runs_dir, TMPDIR"),
+    # torch.save where there is no room: https://github.com/pytorch/pytorch/issues/121833
+    ("disk", r"inline_container\.cc.* unexpected pos|PytorchStreamWriter failed writing|: iostream error",
+     "torch could not write a file to its end, most often for want of room: df -h and quota, where the program saves"),
     ("import", r"^(ModuleNotFoundError|ImportError)",
      "the ranks' Python lacks it: cluster.venv, cluster.conda, cluster.modules or container.image say which it is"),
     ("gpu", r"Xid|ECC error|device-side assert|CUDA error|no CUDA-capable device|GPU is lost",

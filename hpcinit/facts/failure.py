@@ -143,9 +143,11 @@ def _with_echoes(verdict: Verdict, ordered: Sequence[Found], evidence: Evidence)
         times = [_when(one, evidence.clocks) for one in group]
         later = f", up to {max(times) - verdict.time:.1f} s later" if verdict.time is not None else ""
         lines.append(f"{len(group)} other rank{'s' * (len(group) > 1)}: {name}{later}")
-    told = sorted({rank for end in evidence.log.ends if end.told for rank in end.ranks} - {verdict.rank})
+    counted = {verdict.rank, *(one.record.rank for group in groups.values() for one in group)}
+    told = sorted({rank for end in evidence.log.ends if end.told for rank in end.ranks} - counted)
     if told:
-        lines.append(f"{len(told)} rank{'s' * (len(told) > 1)} ended by Slurm afterwards (ranks {ranges(told)})")
+        plural = "s" * (len(told) > 1)
+        lines.append(f"{len(told)} rank{plural} ended by Slurm afterwards (rank{plural} {ranges(told)})")
     if evidence.clocks:
         ahead = min(evidence.clocks, key=lambda host: evidence.clocks[host])
         spread = max(evidence.clocks.values()) - min(evidence.clocks.values())

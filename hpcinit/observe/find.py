@@ -24,19 +24,20 @@ def runs(runs_dir: Path) -> list[Path]:
 
 def find(word: str, runs_dir: Path = Path("runs")) -> Path:
     """The run folder that `word` means. Raises RequestError with what there is."""
-    for path in (Path(word), runs_dir / word):
+    for path in (Path(word), runs_dir / word) if word else ():
         # A task of a sweep has its script with the others.
         if any((path / name).is_file() for name in (runfolder.SCRIPT, runfolder.SPEC, runfolder.SWEEP)):
             return path
     known = runs(runs_dir)
-    for path in known:
+    for path in known if word else ():
         with contextlib.suppress(RequestError):
             if word in (*state.jobs(state.submission(path)), state.last_job(path)):
                 return sweep.of_job(word, path) or path
             if task := sweep.of_job(word, path):
                 return task
     last = ", ".join(path.name for path in known[-5:]) or "none"
-    raise RequestError(f"no run {word!r}: neither a run folder nor a job id; the last in {runs_dir.absolute()}: {last}")
+    what = f"no run {word!r}: neither a run folder nor a job id" if word else "which run? Name one, or its job id"
+    raise RequestError(f"{what}; the last in {runs_dir.absolute()}: {last}")
 
 
 def means_all(words: Sequence[str]) -> bool:

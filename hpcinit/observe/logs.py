@@ -69,7 +69,7 @@ def of_rank(path: Path, rank: int) -> Path:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hpcinit logs", description="What the ranks of a run printed.")
-    parser.add_argument("run", help="run folder, its name, or a job id")
+    parser.add_argument("run", nargs="?", default="", help="run folder, its name, or a job id")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     which = parser.add_mutually_exclusive_group()
     which.add_argument(

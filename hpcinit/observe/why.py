@@ -19,13 +19,18 @@ from hpcinit.observe import attempts, bad_nodes, evidence, find, progress, reaso
 WELL, ASKED = "none", "stopped"  # kinds of a verdict on a run in which nothing failed
 UNSAID = ("unknown", "script")  # of a verdict that names no cause
 TAKEN = "Slurm has taken it from its nodes, and nobody says why: preempted, a lost node, or scontrol requeue"
+SILENT = (
+    "wait, or hpcinit logs --all; no step has been told yet: of a program that calls run.progress(step, total) it is "
+    "known whether it hangs, and for which rank"
+)
+BY_ITSELF = "it begins again by itself, from its last checkpoint if the program has saved one"
 AWAY = "Slurm's controller does not answer"
 YOUNG_S, MOMENT_S = 3.0, 1.0  # srun tells of a rank that was killed within a second of its peers
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hpcinit why", description="What went wrong first in a run, and why.")
-    parser.add_argument("run", help="run folder, its name, or a job id")
+    parser.add_argument("run", nargs="?", default="", help="run folder, its name, or a job id")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     return telling.options(parser)
 
@@ -95,11 +100,16 @@ def _again(path: Path, now: state.State, found: Evidence) -> Verdict:
     last = attempts.read(path)[-1:]
     told = last[0].reason if last and last[0].restart == (now.restart or 0) + 1 else ""
     if told in (restarts.PREEMPTED, restarts.TIME_LIMIT):
-        return Verdict(f"{head}{attempts.WORDS[told]}{found.at_step}", ASKED, step=found.step)
+        return Verdict(f"{head}{attempts.WORDS[told]}{found.at_step}", ASKED, BY_ITSELF, step=found.step)
     verdict = failure.judge(found)
     if verdict.kind in UNSAID and not found.found:
-        return Verdict(f"{head}{TAKEN}{found.at_step}", "requeued", step=found.step)
-    return replace(verdict, headline=head + verdict.headline)
+        return Verdict(f"{head}{TAKEN}{found.at_step}", "requeued", BY_ITSELF, step=found.step)
+    return replace(verdict, headline=head + verdict.headline, do=_meanwhile(verdict.do))
+
+
+def _meanwhile(do: str) -> str:
+    """What is left to do about a job that Slurm starts again."""
+    return BY_ITSELF if not do or do.startswith("submit again") else f"{BY_ITSELF}; {do}"
 
 
 def _unheard(path: Path, now: state.State, found: Evidence) -> Verdict:
@@ -119,7 +129,9 @@ def _going(path: Path, now: state.State, found: Evidence) -> Verdict:
     if found.found or found.hang or found.flight or found.log.ends or ended:
         verdict = failure.judge(found)
         return replace(verdict, headline=f"{verdict.headline}  (the job is {now.name} still)")
-    return Verdict(f"the job is {now.name}: nothing has failed  {progress.line(path)}".rstrip(), WELL, step=found.step)
+    told = progress.line(path)
+    head = f"the job is {now.name}: nothing has failed  {told}".rstrip()
+    return Verdict(head, WELL, "" if told else SILENT, step=found.step)
 
 
 def lines(path: Path, verdict: Verdict) -> list[str]:

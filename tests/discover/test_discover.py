@@ -59,7 +59,10 @@ def changed_limit(slurm: MiniSlurm, limit: str) -> None:
 def test_a_job_runs_by_what_was_discovered(hpcinit: Run, cluster: MiniSlurm, tmp_path: Path) -> None:
     """The file that discover writes is a cluster that a real job is submitted by, with accounting and without."""
     done = hpcinit("discover", "--name", "found", env=cluster.env)
-    assert done.stdout == f"conf/cluster/found.yaml: 2 partitions of Slurm {cluster.version()}\n"
+    assert done.stdout.splitlines() == [
+        f"conf/cluster/found.yaml: 2 partitions of Slurm {cluster.version()}",
+        "try it:  hpcinit submit cluster=found nodes=2 wait=true",
+    ]
     text = (tmp_path / "conf/cluster/found.yaml").read_text()
     values = yaml.safe_load(text)
     nodes = len(cluster.nodes)

@@ -61,6 +61,16 @@ def test_ranks_whose_parent_was_killed() -> None:
     assert verdict.headline == "ranks 2-3 on n2 were ended by a signal (Killed) first"
 
 
+def test_a_rank_is_counted_once_among_those_that_came_after() -> None:
+    """Who has said that a peer is gone, and was ended later, has said it; the others were ended."""
+    log = job_log.read(KILLED.replace("Killed", "Exited with exit code 1"))
+    verdict = judge(Evidence("FAILED", found=(told(1, "ValueError: x"), told(0, CLOSED)), log=log))
+    assert verdict.echoes == (
+        "1 other rank: Connection closed by peer, up to 0.0 s later",
+        "2 ranks ended by Slurm afterwards (ranks 2-3)",
+    )
+
+
 def test_a_signal_after_an_error_is_no_cause() -> None:
     """A rank raised, and another one that waited for it was killed later."""
     log = "srun: error: n2: task 3: Exited with exit code 1\n" + KILLED
@@ -160,6 +170,8 @@ def test_two_at_about_the_same_time() -> None:
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "cuda-memory", "fsdp"),
         ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.", "host-memory", "mem_gb"),
         ("OSError: [Errno 28] No space left on device", "disk", "make room"),
+        ("RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598", "disk", "df -h"),
+        ("RuntimeError: basic_ios::clear: iostream error", "disk", "df -h"),
         ("ModuleNotFoundError: No module named 'flash_attn'", "import", "cluster.venv"),
         ("RuntimeError: The server socket has failed to bind. EADDRINUSE", "port", "submit again"),
         ("FloatingPointError: loss is nan", "not-a-number", "learning rate"),

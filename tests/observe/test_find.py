@@ -10,6 +10,7 @@ from hpcinit.facts.errors import RequestError
 from hpcinit.observe import find, state
 from hpcinit.observe.logs import Tail
 from hpcinit.submission import folder
+from tests.conftest import Run
 
 
 @pytest.fixture
@@ -76,6 +77,14 @@ def test_an_odd_record_is_said_to_be_one(run: Path, text: str) -> None:
         state.read(run)
     with pytest.raises(RequestError, match="no run '78'"):
         find.find("78", run.parent)
+
+
+def test_no_name_at_all(hpcinit: Run, tmp_path: Path) -> None:
+    """Which runs there are is told."""
+    for command in ("logs", "why", "report"):
+        done = hpcinit(command)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == f"hpcinit: error: which run? Name one, or its job id; the last in {tmp_path}/runs: none\n"
 
 
 @pytest.mark.parametrize(

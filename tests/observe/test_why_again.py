@@ -110,6 +110,15 @@ def test_a_job_that_waits_for_another_attempt(tmp_path: Path, log: str, reason: 
     for name in ("PENDING", "COMPLETING"):
         verdict = why.of_run(tmp_path, State(name, "5", "slurm", "BeginTime", restart=0, away=True))
         assert re.fullmatch(rf"job 5 waits \(BeginTime\) to begin again: {headline}", verdict.headline)
+        assert verdict.do.startswith("it begins again by itself, from its last checkpoint")
+        assert "submit again" not in verdict.do
+
+
+def test_a_program_that_tells_no_step(tmp_path: Path) -> None:
+    """A hang of it cannot be told from a long step, and that is said; not where a step is known."""
+    assert "calls run.progress(step, total)" in why.of_run(tmp_path, RUNS).do
+    (tmp_path / runfolder.PROGRESS).write_text('{"step": 1, "total": 2, "values": {}, "time": 1}')
+    assert why.of_run(tmp_path, RUNS).do == ""
 
 
 def test_a_controller_that_is_away_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

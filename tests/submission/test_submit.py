@@ -79,7 +79,7 @@ def test_run_again_by_hand(hpcinit: Run, tmp_path: Path) -> None:
         (["nodes=abc"], 2, "nodes=abc: expected a whole number"),
         (["cluster=mini", "nodes=5"], 2, "partition 'main' of cluster mini has at most 4"),
         (["cluster=mini"], 1, "sbatch is not on PATH, and cluster mini needs it"),
-        (["nodes=1", "--", "nope.py"], 2, "nope.py does not exist"),
+        (["nodes=1", "--", "nope.py"], 2, "nope.py does not exist\n"),
         (["comment='a\nb'"], 2, "contains the control character '\\n'"),
         (["comment='a\0b'"], 2, "contains the control character '\\x00'"),
         (['comment="it\'s"'], 2, "contains an unbalanced '"),

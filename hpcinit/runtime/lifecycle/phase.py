@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 START, TRAINING = "start-up", "training"
@@ -10,8 +11,11 @@ _phase, _step = START, -1  # before init, before the first step
 
 
 def now() -> tuple[str, int]:
-    """The phase and the last step that was told, -1 before the first."""
-    return _phase, _step
+    """The phase and the last step that was told, -1 before the first. '' where a group is up, whoever made it, and no
+    step was told: then the start-up is over, and more is not known."""
+    distributed = sys.modules.get("torch.distributed")
+    up = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return "" if up and _phase == START else _phase, _step
 
 
 def told(step: int) -> None:

@@ -1,0 +1,89 @@
+"""docs/first-hour.md, typed again on a real Slurm: what a new user sees, ten mistakes included."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.minislurm import MiniSlurm
+from tests.waiting import until
+
+PAGE = (Path(__file__).parent.parent / "docs/first-hour.md").read_text()
+CONSOLE = "".join(re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL))
+COMMANDS = [
+    (command, shown.splitlines())
+    for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", CONSOLE, re.MULTILINE)
+]
+PROGRAMS = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL)
+
+
+def plain(text: str, home: str = "/home/me") -> str:
+    """Without what differs between two days: numbers, this test's folder."""
+    return re.sub(r"\d+(\.\d+)*", "0", text.replace(home, "/home/me"))
+
+
+def fits(shown: list[str], seen: str, home: str) -> bool:
+    """Whether a terminal that showed `seen` is what the page has; '...' stands for any lines, '^C' is the user's."""
+    lines = [r"(?:.*\n)*?" if line == "..." else re.escape(plain(line)) + r"\n" for line in shown if line != "^C"]
+    return (
+        re.fullmatch("".join(lines), "".join(f"{line}\n" for line in plain(seen, home).splitlines() if line))
+        is not None
+    )
+
+
+def typed(command: str, env: dict[str, str], interrupt_at: str = "") -> str:
+    """What a terminal shows. interrupt_at: the word after which the user has had enough."""
+    process = subprocess.Popen(
+        command, shell=True, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout
+    seen = ""
+    if interrupt_at:
+        while interrupt_at not in seen:
+            line = process.stdout.readline()
+            assert line, seen
+            seen += line
+        os.killpg(process.pid, signal.SIGINT)
+    return seen + process.communicate(timeout=240)[0]
+
+
+def test_a_difference_is_one() -> None:
+    """Numbers and the folder may differ; a word, a line too many and a line too few may not."""
+    shown = ["job 2 in /home/me/runs", "...", "rank 1 failed"]
+    assert fits(shown, "job 17 in /tmp/x/runs\nany\nthing\nrank 0 failed\n", "/tmp/x")
+    for other in (
+        "job 2 in /tmp/x/runs\nrank 1 fails\n",
+        "rank 1 failed\n",
+        "job 2 in /tmp/x/runs\nrank 1 failed\nmore\n",
+    ):
+        assert not fits(shown, other, "/tmp/x")
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(900)
+def test_the_first_hour(idle_slurm: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command of the page shows what the page says it does, in order, in one folder."""
+    monkeypatch.chdir(tmp_path)
+    env = {**os.environ, **idle_slurm.env, "HOME": str(tmp_path)}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    for name, text in PROGRAMS:
+        Path(name).write_text(text)
+    assert (len(COMMANDS), len(PROGRAMS)) == (19, 5)
+    for command, shown in COMMANDS:
+        closed = "name=patience wait=true" in command
+        if closed:
+            idle_slurm.run("scontrol", "update", "PartitionName=main", "State=DOWN")
+        if command.startswith("hpcinit why"):  # of a hang: not before it is one
+            until(lambda command=command, shown=shown: fits(shown, typed(command, env), str(tmp_path)))
+        else:
+            seen = typed(command, env, "choose another\n" if closed else "")
+            assert fits(shown, seen, str(tmp_path)), f"$ {command}\n{seen}"
+        if command == "hpcinit cancel patience-0001":
+            idle_slurm.run("scontrol", "update", "PartitionName=main", "State=UP")
