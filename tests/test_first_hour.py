@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -66,8 +67,15 @@ def test_a_difference_is_one() -> None:
         assert not fits(shown, other, "/tmp/x")
 
 
+@pytest.fixture
+def _opened_again(idle_slurm: MiniSlurm) -> Iterator[None]:
+    yield
+    idle_slurm.run("scontrol", "update", "PartitionName=main", "State=UP")
+
+
 @pytest.mark.slurm
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("_opened_again")
 def test_the_first_hour(idle_slurm: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each command of the page shows what the page says it does, in order, in one folder."""
     monkeypatch.chdir(tmp_path)
