@@ -73,6 +73,8 @@ def _no_such(words: list[str]) -> str:
     first = words[0]
     close = [] if first.startswith("-") else difflib.get_close_matches(first, COMMANDS, n=1)  # --nodes is no command
     guess = f"; did you mean {close[0]!r}?" if close else ""
+    if first.startswith("-") and set(words[1:2]) & COMMANDS.keys():
+        guess = f"; did you mean: hpcinit {shlex.join([words[1], first, *words[2:]])}"
     if "=" in first or first.endswith(".py"):
         guess = f"; did you mean: hpcinit submit {'' if '=' in first else '-- '}{shlex.join(words)}"
     return f"no command {first!r}, expected one of: {', '.join(COMMANDS)}{guess}"

@@ -97,6 +97,7 @@ def test_a_programs_own_options_are_its_own(hpcinit: Run) -> None:
         ("nodes=2 cluster=mini", "; did you mean: hpcinit submit nodes=2 cluster=mini"),
         ("train.py --lr 'a b'", "; did you mean: hpcinit submit -- train.py --lr 'a b'"),
         ("--nodes", ""),
+        ("-q status --json", "; did you mean: hpcinit status -q --json"),
     ],
 )
 def test_no_such_command(hpcinit: Run, line: str, guess: str) -> None:

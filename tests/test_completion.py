@@ -84,6 +84,8 @@ CASES = {
     "hpcinit submit cluster=mi": "hpcinit submit cluster=mini",
     "hpcinit submit job=mi": "hpcinit submit job=mi",
     "hpcinit submit -- trai": "hpcinit submit -- train.py",
+    "hpcinit why --js": "hpcinit why --json",
+    "hpcinit submit cluster=mini --multi": "hpcinit submit cluster=mini --multirun",
 }
 
 
