@@ -14,10 +14,10 @@ from pathlib import Path
 from hpcinit import run
 from hpcinit.cli import guarded
 from hpcinit.facts import forked, runfolder, safeguards, scratch
-from hpcinit.facts.errors import RequestError
+from hpcinit.facts.errors import HpcinitError, RequestError
 from hpcinit.facts.launchers import slurm
 from hpcinit.facts.spec import Spec
-from hpcinit.runtime.fork import binding, child, preload, process
+from hpcinit.runtime.fork import binding, child, preload, process, unborn
 from hpcinit.runtime.fork.family import Family, end_as
 from hpcinit.runtime.fork.witness import Witness
 
@@ -41,7 +41,12 @@ def main(argv: Sequence[str]) -> int:
         binding.apply(cpus[0])
     process.call_this(f"hpcinit: parent of {spec.ranks_per_node} ranks, {spec.name}")
     _look_where_the_program_does(spec)
-    preload.load(spec.launch.preload)
+    unborn.announce(here, spec, folder)
+    try:
+        preload.load(spec.launch.preload)
+    except HpcinitError as error:
+        unborn.fail(here, spec, folder, error)
+        raise
     family = Family(here, spec.launch, folder, witness)
     rank = family.fork(lambda local, parent: child.become(here, spec, folder, local, parent, cpus))
     if rank is None:

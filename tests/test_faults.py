@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.facts import ports
+from hpcinit.facts import ports, timeline
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, submit
@@ -84,6 +84,21 @@ def test_a_rank_whose_import_fails(hpcinit: Run, slurm: MiniSlurm, tmp_path: Pat
         assert (
             f"rank 1 on {host}" in logs[rank] and "ModuleNotFoundError: No module named 'flash_attn_99'" in logs[rank]
         )
+
+
+def test_an_import_that_fails_before_the_fork(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """A module of launch.preload that fails on one node: the other node's ranks hear of it in its own words. Those of the
+    node are in the timeline, as far as their parent came, though none was forked."""
+    (tmp_path / "heavy.py").write_text(
+        "import os\nif os.environ['SLURM_NODEID'] == '1': raise OSError('no libcudart')\n"
+    )
+    status, logs = start(hpcinit, slurm, tmp_path, "", *FORKED, "launch.preload=[heavy]")
+    said = "importing heavy, which launch.preload has, failed: OSError: no libcudart"
+    assert status != 0 and f"hpcinit: error: {said}" in logs[2]
+    for log in logs[:2]:
+        assert "rank 2 on n2 (pid " in log and said in log
+    (attempt,) = timeline.read(tmp_path / "runs/code-0001")
+    assert [rank.furthest for rank in attempt.ranks][2:] == ["interpreter", "interpreter"]
 
 
 def test_a_frozen_rank(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:

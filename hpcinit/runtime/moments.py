@@ -37,8 +37,23 @@ def begin(world: World, run: Path | None, first_line: bool = False) -> None:
     if run is None or _over:
         return
     _over = True
+    _rank, _writer = world.rank, _open(world, run)
+    _writer.write(_rank, {**_about(world), **_before(os.environ, first_line)})
+
+
+def announce(world: World, run: Path) -> None:
+    """By the parent of a rank that is not forked yet: the moments that are the parent's, in the rank's name."""
+    writer = _open(world, run)
+    writer.write(world.rank, {**_about(world), **_before(os.environ, first_line=True)})
+    writer.close()
+
+
+def _open(world: World, run: Path) -> timeline.Writer:
     host = world.host or os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-    _rank, _writer = world.rank, timeline.Writer(timeline.path(run, world.job, host))
+    return timeline.Writer(timeline.path(run, world.job, host))
+
+
+def _about(world: World) -> dict[str, Any]:
     about: dict[str, Any] = {
         "job": world.job,
         "launcher": world.launcher,
@@ -49,7 +64,7 @@ def begin(world: World, run: Path | None, first_line: bool = False) -> None:
     }
     if world.local_rank == 0 and world.hosts:  # whichever node does not come, another knows its name
         about["hosts"] = nodelist.compress(world.hosts)
-    _writer.write(_rank, {**about, **_before(os.environ, first_line)})
+    return about
 
 
 def note(moment: str, **more: object) -> None:

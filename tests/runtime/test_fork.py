@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -175,13 +176,15 @@ def test_no_rank_outlives_its_parent(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_an_import_that_cannot_be_shared(tmp_path: Path, module: str | None, message: str) -> None:
-    """The module is named, and what to do; no rank is started."""
+    """The module is named, and what to do; no rank is started, and the first has the error in its log and record."""
     if module is not None:
         (tmp_path / "heavy.py").write_text(module)
     started = Node(tmp_path, "print('started')", preload=["heavy"])
     status, said = started.end()
     assert status in (1, 2) and f"hpcinit: error: {message}" in said and "Traceback" not in said
-    assert not list((tmp_path / "logs").iterdir())
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["rank-0.log"]
+    assert f"hpcinit: error: {message}" in started.log(0)
+    assert message in json.loads((tmp_path / "errors/rank-0.json").read_text())["error"]
 
 
 def test_a_device_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
