@@ -42,6 +42,9 @@ KINDS = (
      "torch could not write a file to its end, most often for want of room: df -h and quota, where the program saves"),
     ("import", r"^(ModuleNotFoundError|ImportError)",
      "the ranks' Python lacks it: cluster.venv, cluster.conda, cluster.modules or container.image say which it is"),
+    ("no-gpu", r"Torch not compiled with CUDA enabled|has no attribute '_cuda_setDevice'|Found no NVIDIA driver",
+     "the ranks' torch is built for CPUs, or their node has no GPU: cluster.venv, cluster.conda or container.image say "
+     "which torch it is; hpcinit doctor cluster=... nodes=1 shows what it finds"),
     ("gpu", r"Xid|ECC error|device-side assert|CUDA error|no CUDA-capable device|GPU is lost",
      "if it is always the same node, leave it out (+cluster.sbatch.exclude=NODE) and tell the site; "
      "a device-side assert is the program's: CUDA_LAUNCH_BLOCKING=1 names the line"),

@@ -174,6 +174,8 @@ def test_two_at_about_the_same_time() -> None:
         ("RuntimeError: basic_ios::clear: iostream error", "disk", "df -h"),
         ("ModuleNotFoundError: No module named 'flash_attn'", "import", "cluster.venv"),
         ("RuntimeError: The server socket has failed to bind. EADDRINUSE", "port", "submit again"),
+        ("AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'", "no-gpu", "cluster.venv"),
+        ("AssertionError: Torch not compiled with CUDA enabled", "no-gpu", "cluster.venv"),
         ("FloatingPointError: loss is nan", "not-a-number", "learning rate"),
         ("RuntimeError: CUDA error: device-side assert triggered", "gpu", "CUDA_LAUNCH_BLOCKING"),
         ("ValueError: x", "program", "traceback"),
