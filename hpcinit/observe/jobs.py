@@ -23,6 +23,7 @@ OPEN = {
     "PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "RESIZING", "REQUEUED", "REQUEUE_FED", "STOPPED",
     "REQUEUE_HOLD", "SPECIAL_EXIT", "SIGNALING", "STAGE_OUT", "RESV_DEL_HOLD", "POWER_UP_NODE", "EXPEDITING",
 }  # fmt: skip
+KNOWN = FINAL | OPEN | {"UNKNOWN"}
 FORMAT = "%i|%T|%S|%M|%L|%r"
 SCONTROL = re.compile(
     r"JobId=(?P<job>\d+)(?: ArrayJobId=(?P<array>\d+))?(?: ArrayTaskId=(?P<task>\S+))?.* JobState=(?P<name>\w+) "
@@ -71,7 +72,7 @@ class State:
     @property
     def strange(self) -> bool:
         """A word that this version does not know."""
-        return self.name not in FINAL | OPEN | {"UNKNOWN"}
+        return self.name not in KNOWN
 
     @property
     def forgotten(self) -> bool:

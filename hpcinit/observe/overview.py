@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,7 @@ def read(paths: Sequence[Path]) -> list[Run]:
             folders += [path / str(number) for number in tasks]
         elif tasks is None:
             folders.append(path)
-    states = iter(state.read_all(folders))
+    states = zip(folders, state.read_all(folders), strict=True)
     return [_run(path, tasks, states) for path, tasks in zip(paths, known, strict=True)]
 
 
@@ -62,10 +63,14 @@ def _combinations(path: Path) -> dict[int, str] | RequestError | None:
         return error
 
 
-def _run(path: Path, tasks: dict[int, str] | RequestError | None, states: Iterator[state.State | RequestError]) -> Run:
+def _run(
+    path: Path,
+    tasks: dict[int, str] | RequestError | None,
+    states: Iterator[tuple[Path, state.State | RequestError]],
+) -> Run:
     if isinstance(tasks, RequestError):
         return Run(path, error=tasks)
     if tasks is not None:
-        return Run(path, tasks=sweep.with_states(path, tasks, [next(states) for _ in tasks]))
-    now = next(states)
+        return Run(path, tasks=sweep.with_states(tasks, itertools.islice(states, len(tasks))))
+    _, now = next(states)
     return Run(path, error=now) if isinstance(now, RequestError) else Run(path, now)

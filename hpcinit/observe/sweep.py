@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Task:
 
 
 def is_sweep(path: Path) -> bool:
-    return (path / runfolder.SWEEP).is_file()
+    return os.path.isfile(f"{path}/{runfolder.SWEEP}")  # noqa: PTH113 - of a thousand runs, as in state._json
 
 
 def combinations(path: Path) -> dict[int, str]:
@@ -47,14 +48,15 @@ def combinations(path: Path) -> dict[int, str]:
 def read(path: Path) -> list[Task]:
     """All tasks with their states."""
     known = combinations(path)
-    return with_states(path, known, state.read_all([path / str(number) for number in known]))
+    folders = [path / str(number) for number in known]
+    return with_states(known, zip(folders, state.read_all(folders), strict=True))
 
 
-def with_states(path: Path, known: Mapping[int, str], states: Iterable[state.State | RequestError]) -> list[Task]:
-    """known: combinations(). states: of the tasks, in that order; an error of one that has no job."""
+def with_states(known: Mapping[int, str], states: Iterable[tuple[Path, state.State | RequestError]]) -> list[Task]:
+    """known: combinations(). states: of the tasks' folders, in that order; an error of one that has no job."""
     return [
-        Task(number, text, path / str(number), _submitted(now))
-        for (number, text), now in zip(known.items(), states, strict=True)
+        Task(number, text, path, _submitted(now))
+        for (number, text), (path, now) in zip(known.items(), states, strict=True)
     ]
 
 
