@@ -34,6 +34,25 @@ hpcinit_before() {{ # one of a chain of jobs: what the one before has left decid
   exit "$status"
 }}
 hpcinit_before; rm -f "${runfolder.ENV_FOLDER}/{runfolder.STOPPED}"; echo "hpcinit: job $SLURM_JOB_ID of a chain begins"
+hpcinit_from=$(wc -l < "${runfolder.ENV_FOLDER}/{runfolder.JOB_LOG}")
+""".splitlines()
+# srun ends with the highest status of all ranks, and where one fails it ends the others by SIGTERM: 143, as if Slurm
+# had told the job to end. In the grace time of a preemption the ranks get SIGTERM, and this shell gets none.
+OWN = f"""\
+hpcinit_own() {{ # the ranks have ended with status $1: that of the first, where srun has ended the others for it
+  local job start='' first
+  [ "$1" -eq {runfolder.ENDED_EARLY} ] || return "$1"
+  job=$(scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null)
+  [[ $job =~ ' StartTime='([0-9T:-]+) ]] && start=${{BASH_REMATCH[1]}}
+  [[ $job =~ ' PreemptTime='([0-9][0-9T:-]+) && ! ${{BASH_REMATCH[1]}} < ${{start:-}} ]] && return "$1"
+  first=$(tail -n "+$((hpcinit_from + 1))" "${runfolder.ENV_FOLDER}/{runfolder.JOB_LOG}" |
+    grep -m 1 '^srun: error: .*: tasks\\? \\|CANCELLED AT\\|Job step aborted\\|forcing job termination')
+  case $first in
+    "srun: error: "*": Exited with exit code "*) return "${{first##* }}" ;;
+    "srun: error: "*": Terminated"|*"CANCELLED AT"*|*"Job step"*|*forcing*|'') return "$1" ;;
+    *) return 1 ;; # a signal
+  esac
+}}
 """.splitlines()
 
 
@@ -48,7 +67,12 @@ class Links:
 
 def lines(links: int) -> list[str]:
     """What the script of a chain begins with; of a single job, nothing."""
-    return LINES if links > 1 else []
+    return [*LINES, *OWN] if links > 1 else []
+
+
+def around(step: str, links: int) -> str:
+    """The line `step`, that runs the ranks, with what follows it."""
+    return f"{step}\nhpcinit_own $?" if links > 1 else step
 
 
 def hand_over(submit: Callable[..., tuple[str, Sequence[str]]], config: Config) -> Links:

@@ -19,7 +19,7 @@ from hpcinit.config.schema import Config
 from hpcinit.facts import quoting, runfolder
 from hpcinit.facts.options import flags
 from hpcinit.facts.spec import Launch
-from hpcinit.submission import container, restart, to_local
+from hpcinit.submission import chain, container, restart, to_local
 
 ENTRIES = {"srun": "hpcinit.run", "fork": "hpcinit.fork", "torchrun": "hpcinit.elastic"}
 
@@ -35,7 +35,7 @@ def step(config: Config, folder: Path, workdir: Path) -> str:
     run = [python, "-u", "-m", ENTRIES[config.launch.kind], str(folder / runfolder.SPEC)]
     words = [*launcher, *flags(options), *container.before_python(config, folder, workdir), *run]
     line = " ".join(word if word == to_local.PYTHON else quoting.shell(word) for word in words)
-    return to_local.around(restart.around(line, config), config)
+    return to_local.around(restart.around(chain.around(line, config.chain), config), config)
 
 
 def for_job(config: Config) -> Launch:

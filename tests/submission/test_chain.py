@@ -213,6 +213,40 @@ def test_a_chain_goes_on_until_it_is_done(hpcinit: Run, idle_slurm: MiniSlurm, a
     assert hpcinit("status", ids[3], env=slurm.env).stdout.startswith(folder.name)
 
 
+# In the first attempt rank 1 ends as the argument says while rank 0 sleeps, whom srun ends; the second ends well.
+OF_TWO = """
+import os, pathlib, sys, time
+folder = pathlib.Path(os.environ["HPCINIT_RUN"])
+sleeps, again = folder / "sleeps", folder / "again"
+if again.exists():
+    print("again", flush=True)
+elif os.environ["SLURM_PROCID"] == "0":
+    sleeps.touch()
+    time.sleep(300)
+else:
+    while not sleeps.exists():
+        time.sleep(0.1)
+    again.touch()
+    os.kill(os.getpid(), 15) if sys.argv[1] == "143" else sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("status", [7, 143])
+def test_a_rank_that_fails_and_one_that_srun_ends(
+    hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path, status: int
+) -> None:
+    """srun's status is then 143, as if the job had been told to end: that of the rank that failed first counts."""
+    (tmp_path / "two.py").write_text(OF_TWO)
+    words = ["chain=2", "nodes=2", "ranks_per_node=1", "wait=true", "--", "two.py", str(status)]
+    done = submit(hpcinit, idle_slurm, *words)
+    folder = folder_of(done)
+    until(lambda: states(idle_slurm, jobs(folder))[-1] in ("COMPLETED", "FAILED"))
+    assert done.returncode == (7 if status == 7 else 0), done.stdout
+    assert printed(folder, 1) == ("" if status == 7 else "again\n")
+    assert ("has failed by itself (7)" in (folder / "logs/job.log").read_text()) == (status == 7)
+
+
 @pytest.mark.slurm
 def test_a_chain_ends_with_a_failure_of_its_own(hpcinit: Run, idle_slurm: MiniSlurm, attempts: Path) -> None:
     """An attempt that fails by itself is the last, the jobs behind it fail at once, and what waits for success of the
