@@ -65,7 +65,7 @@ def test_nothing_stays(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path, end:
     done = submit(hpcinit, slurm, "nodes=2", "ranks_per_node=2", "--", "code.py")
     folder, job = folder_of(done), job_id_of(done)
     logs = [folder / f"logs/rank-{rank}.log" for rank in range(4)]
-    until(lambda: all(log.exists() and "\nup\n" in log.read_text() for log in logs))
+    until(lambda: all(log.exists() and "up" in log.read_text().splitlines() for log in logs))
     assert all(listening(slurm, node) - before[node] for node in nodes)  # torch's store, gloo, the job's own steps
     there = {pid: line for node in nodes for pid, line in lines(slurm, node, folder).items()}
     assert (
