@@ -117,6 +117,8 @@ def _first_init(request: Request) -> Runtime:
         _current = _bring_up(request, world, spec, folder)
     except BaseException:
         if not theirs:  # half a runtime would be in the way of a second try
+            if dist.is_initialized():  # else the meeting is still to come, and a rank that is late must find this one
+                rendezvous.leave()
             _destroy(None, above=True, timeout=SHUTDOWN)
         raise
     atexit.register(shutdown)
@@ -225,6 +227,7 @@ def shutdown(timeout: timedelta = SHUTDOWN) -> None:
         return
     ended, _current = _current, None
     atexit.unregister(shutdown)
+    rendezvous.leave()
     _destroy(ended.kept, ended.deepspeed, timeout, ended.runtime)
 
 
@@ -232,7 +235,6 @@ def _destroy(
     kept: frozenset[ProcessGroup] | None, above: bool, timeout: timedelta, runtime: Runtime | None = None
 ) -> None:
     """above: DeepSpeed is on top of the group, and was started from here."""
-    rendezvous.leave()
     if runtime is not None:
         runtime._changing.close()
     if kept is None or above:

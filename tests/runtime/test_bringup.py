@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import textwrap
 import time
 from pathlib import Path
@@ -352,15 +353,23 @@ def test_forked_children_disturb_nobody(hpcinit: Run, tmp_path: Path) -> None:
 
 
 def test_a_layout_that_does_not_fit_leaves_nothing_behind(hpcinit: Run, tmp_path: Path) -> None:
-    """An init that is refused can be tried again with a right request."""
+    """An init that is refused can be tried again with a right request, also where rank 1 begins only then."""
+    late = tmp_path / "python"
+    late.write_text(
+        '#!/bin/sh\n[ "$SLURM_PROCID" = 0 ] || while [ ! -e refused ]; do sleep 0.1; done\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    late.chmod(0o755)
     code = """
+        import pathlib
         import hpcinit
         from hpcinit.facts.layout import Layout
         try:
             hpcinit.init(layout=Layout(tp=3))
         except hpcinit.HpcinitError as error:
             print("tp 3 = 3 ranks" in str(error))
+        pathlib.Path("refused").touch()
         with hpcinit.session() as run:
             print(run.mesh.mesh_dim_names)
     """
-    assert ranks(hpcinit, tmp_path, code) == ["('dp_replicate',)"] * 2
+    assert ranks(hpcinit, tmp_path, code, f"cluster.python={late}") == ["('dp_replicate',)"] * 2
