@@ -6,7 +6,8 @@ Whole jobs of `hpcinit submit` on the real Slurm of the tests (root), on one nod
 tmpfs of the node's. All else is slow (benchmarks/launching/slow_files.c); --quick names what is not, as Python itself
 where it is installed on every node. Inside the clock: from the batch script's set-up, so sbcast and unpacking too, to
 the return of the first all-reduce on the last rank (gloo). Each round runs every way once, in random order. The first
-submission packs, with slow files as well; its own start-up is in that time.
+submission packs into FOLDER, with slow files as well, unless it has been packed there before; tar, which unpacks, sees
+the node's disk only and is not slow.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Bench:
             "gpus_per_node": 0,
             "cpus_per_node": "null",
             "local_disk": "/dev/shm",
-            "cache": self.out,
+            "cache": self.out.parent,
         }
         keys = [f"cluster.{key}={value}" for key, value in site.items()]
         keys += ["+cluster.srun.overcommit=true", "job=program", f"ranks_per_node={self.options.ranks}", "wait=true"]

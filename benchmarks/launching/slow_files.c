@@ -4,6 +4,7 @@
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -23,6 +24,8 @@ __attribute__((constructor)) static void begin(void) {
     const char *path = getenv("SLOW_FILES_COUNT"), *us = getenv("SLOW_FILES_US");
     wait_us = us ? atol(us) : 0;
     quick = getenv("SLOW_FILES_QUICK");
+    /* What unpacks does so by relative names, on the node's own disk. */
+    if (!strcmp(program_invocation_short_name, "tar")) wait_us = 0, path = 0;
     int file = path ? (int)syscall(SYS_openat, AT_FDCWD, path, O_RDWR) : -1;
     void *at = file >= 0 ? mmap(0, 16, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) : MAP_FAILED;
     count = at == MAP_FAILED ? 0 : at;
