@@ -125,7 +125,7 @@ hpcinit_spare() { # the ranks have ended with status $1: whether they can begin 
   bad=$(hpcinit_lost)
   [ -n "$bad" ] || bad=$(hpcinit_hang | while read -r node; do cat "$node"; done |
     sed -n 's/^rank [0-9]* on \([^ ]*\) .*/\1/p; s/^node \([^ ]*\) has said nothing for .*/\1/p' | head -n 1)
-  told=$(tail -n "+$((hpcinit_from + 1))" "@JOB_LOG@" | grep '^srun: error: [^ :[]*: task ')
+  told=$(tail -n "+$((hpcinit_from + 1))" "@JOB_LOG@" | grep '^srun: error: [^ :[]*: tasks\? ')
   [ -n "$bad" ] || [ "$reason" = @HANG@ ] ||
     bad=$({ grep -v ': \(Terminated\|Exited .*\)$' <<< "$told"; echo "$told"; } |
       sed -n 's/^srun: error: \([^:]*\):.*/\1/p' | head -n 1)
