@@ -105,8 +105,9 @@ def bare_torchrun(place: Place) -> str:
 
 def accelerate(place: Place) -> str:
     """As with GPUs: --cpu would start one process. ACCELERATE_USE_CPU is what it sets for its own ranks."""
+    several = "--multi_gpu " * (place.shape.world > 1)  # refused for one process
     options = (
-        f"--multi_gpu --num_machines={place.shape.nodes} --num_processes={place.shape.world} --mixed_precision=no "
+        f"{several}--num_machines={place.shape.nodes} --num_processes={place.shape.world} --mixed_precision=no "
         f"--dynamo_backend=no --main_process_ip=n1 --main_process_port={place.port} --machine_rank=$SLURM_NODEID"
     )
     inner = f"ACCELERATE_USE_CPU=true {place.python} -m accelerate.commands.accelerate_cli launch {options} {BARE}"
