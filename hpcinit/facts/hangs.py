@@ -25,7 +25,9 @@ THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 # Where torch waits for other ranks. Its decorators stand in c10d_logger.py as 'wrapper'.
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
 BACKWARD = ("torch/autograd/graph.py", "_engine_run_backward")  # DDP and FSDP reduce gradients below it, in C++
-NOT_THEIRS = re.compile(r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<frozen|/hpcinit/(?!jobs/)")
+NOT_THEIRS = re.compile(
+    r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<frozen|/hpcinit/(?:runtime/|(?:cli|run|fork)\.py$)"
+)
 
 
 @dataclass(frozen=True)

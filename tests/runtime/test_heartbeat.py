@@ -114,6 +114,8 @@ def test_a_stack_is_read() -> None:
     )
     assert hangs.place(backward).waits_in == "backward"
     assert hangs.place("") == hangs.Place("", "")
+    ours = STACK.replace("/home/me/train.py", "/home/me/hpcinit/hpcinit/jobs/train_gpt.py")
+    assert hangs.place(ours).at == "train_gpt.py:57 in evaluate", "a job that comes with hpcinit is a program too"
 
 
 @pytest.mark.parametrize(

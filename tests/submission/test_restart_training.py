@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.facts import elastic
+from hpcinit.facts import beats, elastic
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submission.test_restart import finish, log, restarts, state
@@ -56,6 +56,12 @@ def rank_on(slurm: MiniSlurm, node: str, folder: Path) -> int:
     """The process of the only rank on `node`."""
     (found,) = ranks_on(slurm, node, folder)
     return found
+
+
+def told_of(folder: Path, node: str) -> int:
+    """Of how many ranks `node` has told that they live."""
+    nodes = (found for path in folder.glob(f"{beats.FOLDER}/*") for found in beats.read(path))
+    return max((len(found.beats) for found in nodes if found.host == node), default=0)
 
 
 def goes_on(slurm: MiniSlurm, folder: Path, result: list[str]) -> None:
@@ -160,6 +166,8 @@ def test_a_spare_node_takes_the_place(hpcinit: Run, idle_slurm: MiniSlurm, resul
     folder = begun(hpcinit, slurm, result, "spares=1", "restart.on=[node_fail,failure,hang]", *hang)
     job = json.loads((folder / "submission.json").read_text())["job_id"]
     assert slurm.run("squeue", "--noheader", f"--jobs={job}", "--format=%N").strip() == "n[1-3]"
+    if fault == "hang":  # of ranks that have not been heard of at all no node is known
+        until(lambda: told_of(folder, "n2") == 2)
     if fault == "node":
         slurm.kill_node("n2")
     for rank in ranks_on(slurm, "n2", folder) if fault != "node" else []:
