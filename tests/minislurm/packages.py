@@ -63,12 +63,15 @@ def install() -> list[str]:
     Debian's packages make /etc/slurm, /etc/munge and /etc/mysql; the clusters made here use none of them.
     """
     packages = _lacking(BASE | ACCOUNTING | OTHERS)
+    if packages:
+        fetch(packages)
+        _disable_services(packages)
     if not any(shutil.which(browser, path=PATH) for browser in BROWSERS) and _is_debian():
-        packages.append(BROWSERS[0])
-    if not packages:
-        return []
-    fetch(packages)
-    _disable_services(packages)
+        try:
+            fetch([BROWSERS[0]])
+            packages.append(BROWSERS[0])
+        except MiniSlurmError as error:  # one test needs it, and says so
+            print(f"not installed: {error}", flush=True)
     return packages
 
 

@@ -251,7 +251,8 @@ def frozen(tmp_path: Path) -> Iterator[Path]:
     except (OSError, subprocess.CalledProcessError) as error:
         leave_out(f"a rank that is stuck in the kernel needs root and a loop device: {error}")
     try:
-        subprocess.run(["fsfreeze", "--freeze", place], check=True)
+        if subprocess.run(["fsfreeze", "--freeze", place], check=False).returncode:
+            leave_out("a rank that is stuck in the kernel needs the right to freeze a file system")
         yield place
     finally:
         subprocess.run(["fsfreeze", "--unfreeze", place], check=False, capture_output=True)  # once more
