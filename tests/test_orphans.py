@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests import waiting
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, job_id_of, submit
-from tests.waiting import until
 
 # Ranks that have met, with a child each that is no rank, and one that ignores what it is told.
+until = partial(waiting.until, timeout_s=120)
+
 TRAINING = """
 import os, signal, subprocess, sys, time
 import hpcinit

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def until(holds: Callable[[], object], timeout_s: float = 200, pause_s: float = 0.3) -> None:
+def until(holds: Callable[[], object], timeout_s: float = 150, pause_s: float = 0.3) -> None:
     """Asks again and again. AssertionError after timeout_s, of which be generous: the machine may be loaded."""
     end = time.monotonic() + timeout_s
     while not holds():

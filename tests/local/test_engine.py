@@ -9,22 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from hpcinit.local import engine, step
+from tests import waiting
 from tests.conftest import Run
 from tests.submitting import folder_of, printed
 
-
-def wait_for(condition: Callable[[], object], timeout: float = 90) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
+wait_for = partial(waiting.until, timeout_s=90, pause_s=0.05)
 
 
 def processes_with(word: str) -> list[psutil.Process]:
@@ -90,7 +87,7 @@ def test_one_failing_rank_ends_the_others(hpcinit: Run, number: str) -> None:
     """A rank that fails brings the job down at once, with a line that names it, a failed state and, as
     with srun, the highest exit status: of the SIGTERM which the others got."""
     folder = start(hpcinit, f'[ "$RANK" = 1 ] && exit 7; sleep {number}', "nodes=2")
-    wait_for(lambda: engine.read_state(folder)["state"] == "FAILED", timeout=10)
+    wait_for(lambda: engine.read_state(folder)["state"] == "FAILED", timeout_s=10)
     assert "127.0.0.2: task 1: Exited with exit code 7" in hpcinit("logs", "--job", folder.name).stdout
     assert not processes_with(number)
     assert "FAILED" in hpcinit("status", folder.name).stdout and engine.read_state(folder)["exit_status"] == 143

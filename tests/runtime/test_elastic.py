@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +26,9 @@ from hpcinit.facts.world import World
 from hpcinit.runtime.elastic import gathering
 from hpcinit.runtime.elastic.gathering import Gathering
 from hpcinit.runtime.elastic.workers import Start, Workers
-from tests.waiting import until
+from tests import waiting
+
+until = partial(waiting.until, timeout_s=60, pause_s=0.05)
 
 T = TypeVar("T")
 WHY = Restart("43.0.0", 1, 100.0, 3, "n2", "Killed")

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,17 +19,13 @@ from hpcinit.facts.forked import Node as Place
 from hpcinit.facts.forked import environment, node
 from hpcinit.facts.spec import Launch
 from hpcinit.runtime.fork import binding, preload, process
+from tests import waiting
 from tests.forking import Node
 from tests.leaving_out import leave_out
 
+wait_for = partial(waiting.until, timeout_s=60, pause_s=0.05)
+
 RANK = "import json, os, random, signal, sys, time\nrank = int(os.environ['RANK'])\n"
-
-
-def wait_for(condition: Callable[[], object], timeout: float = 60) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_ranks_are_processes_of_their_own(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ import pytest
 from hpcinit.cli import main
 from hpcinit.config import combinations, compose
 from hpcinit.submission import array, sweep_jobs
+from tests import waiting
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import submit
-from tests.waiting import until
+
+until = partial(waiting.until, timeout_s=200)
 
 SMALL = ("ranks_per_node=1", "cluster.gpu_flag=null")
 TASK = 'echo "$HPCINIT_RUN $LR $(grep ^seed: $HPCINIT_RUN/config.yaml)"; exit $(grep -c "^seed: 3" $HPCINIT_RUN/config.yaml)'

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests import environments
+from tests import environments, waiting
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, job_id_of, submit
+
+until = partial(waiting.until, timeout_s=90)
 
 PROGRAM = """
 import json, os, subprocess, sys, time
@@ -68,13 +70,6 @@ def site(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: Path, monkeypatch: pytes
 def told(folder: Path) -> list[dict[str, str]]:
     logs = [path.read_text().splitlines() for path in sorted(folder.glob("logs/rank-*.log"))]
     return [json.loads(line[7:]) for lines in logs for line in lines if line.startswith("about: ")]
-
-
-def until(true: Callable[[], object], timeout_s: float = 90) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 def test_ranks_run_from_their_nodes_own_disk(site: Site) -> None:
