@@ -103,6 +103,11 @@ def _key(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
 
 
+def not_overrides(given: Sequence[str]) -> list[str]:
+    """Those that are neither KEY=VALUE nor ~KEY."""
+    return [word for word in given if "=" not in word and not word.startswith("~")]
+
+
 def _is_bare(word: str) -> bool:
     return "=" not in word and not word.startswith(("-", "~"))
 

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcinit.config import compose
+from hpcinit.config import compose, words
 from hpcinit.config.request import Request
 from hpcinit.doctor import job, login, table
 from hpcinit.facts import checkup, telling
@@ -24,7 +24,7 @@ from hpcinit.observe import find
 def main(argv: Sequence[str]) -> int:
     """argv: overrides as for `hpcinit submit`, and options. Raises RequestError."""
     options = telling.parsed(parser(), list(argv))
-    if wrong := [word for word in options.overrides if "=" not in word and not word.startswith("~")]:
+    if wrong := words.not_overrides(options.overrides):
         raise RequestError(f"{wrong[0]!r} is no override, expected KEY=VALUE as for hpcinit submit")
     if options.run:
         if options.overrides:
@@ -33,9 +33,9 @@ def main(argv: Sequence[str]) -> int:
     on_nodes = any(word.lstrip("+").startswith("nodes=") for word in options.overrides)
     if options.remember and not on_nodes:
         raise RequestError("--remember needs what the nodes say: hpcinit doctor nodes=N ..., or --run RUN")
-    words = job.overrides(options.overrides) if on_nodes else options.overrides
+    asked = job.overrides(options.overrides) if on_nodes else options.overrides
     try:
-        [request] = _composed(words)
+        [request] = _composed(asked)
     except ConfigError as error:
         return _without_config(error, options)
     return _on_nodes(request, argv, options) if on_nodes else _login(request, options)

@@ -27,9 +27,9 @@ def main(argv: Sequence[str]) -> int:
 
         return proposal.main(argv[1:])
     options = telling.parsed(parser(), list(argv), intermixed=True)
-    from hpcinit.config import compose, timeouts  # noqa: PLC0415
+    from hpcinit.config import compose, timeouts, words  # noqa: PLC0415
 
-    if wrong := [word for word in options.overrides if "=" not in word and not word.startswith("~")]:
+    if wrong := words.not_overrides(options.overrides):
         raise RequestError(f"{wrong[0]!r} is no override, expected words like cluster=x, or: hpcinit timeouts fit RUN")
     config = compose.compose(options.overrides)
     law, told = timeouts.law(config), timeouts.coefficients(config)
