@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
         description="Compile DeepSpeed's ops once, for this Python, torch, DeepSpeed and processor. "
         "Run it on the kind of node that trains: ops for a GPU need one.",
     )
-    parser.add_argument("overrides", nargs="*", help="as for submit: what that run needs")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for submit: what that run needs")
     parser.add_argument("--ops", type=lambda text: text.split(","), help="by name: cpu_adam,fused_adam,...")
     parser.add_argument("--ds-config", type=Path, help="a JSON file: what it needs")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")

@@ -145,6 +145,44 @@ def test_sbatchs_quality_of_service_is_not_taken_for_quiet(here: Path, capfd: py
     assert "qos=debug" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("name", [*ASKED, "timeouts fit", "run"])
+def test_an_option_that_does_not_exist(here: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Every command tells it in one line of the same form as all other errors, and ends with 2."""
+    assert cli.main([*name.split(), "--bogus"]) == 2
+    out, err = capfd.readouterr()
+    said = "nothing that can be run" if name == "run" else "no such option"
+    assert re.fullmatch(rf"hpcinit: error: .*--bogus: {said}, expected .*\n", err) and not out
+
+
+USAGE = [
+    ("status --jsom", "status --jsom: no such option, expected one of: --runs-dir, --json, --quiet, --verbose; did you "
+     "mean --json?"),
+    ("logs --rnak=3 train-0001", "; did you mean --rank=3?"),
+    ("cancel --sav --now train-0001", "cancel --now: no such option"),
+    ("doctor --nodes 4", "; a key of the config has no dashes: nodes=4"),
+    ("build-ops --deepspeed-fp16", "; a key of the config has no dashes: deepspeed_fp16=..."),
+    ("cancel", "cancel: expected RUN (run folder, its name, or a job id) after it"),
+    ("resubmit --fresh-code", "resubmit: expected RUN (run folder, its name, or a job id) after it"),
+    ("why train-0001 train-0002", "why train-0002: too many words; see hpcinit why --help"),
+    ("logs --rank", "logs --rank: expected a value after it; see hpcinit logs --help"),
+    ("nodes --limit x", "nodes --limit 'x': expected a whole number"),
+    ("timeouts fit --margin x", "timeouts fit --margin 'x': expected a number"),
+    ("nodes --add n1 --forget n2", "nodes --forget and --add: expected one of them"),
+    ("build-ops --device tpu", "build-ops --device 'tpu': expected one of "),
+    ("status --json=3", "status --json: expected alone, it takes no value such as '3'"),
+    ("logs --r 3", "logs ambiguous option: --r could match --runs-dir, --rank"),
+    ("world --launcher", "world --launcher: expected a value after it; see python -m hpcinit.world --help"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "said"), USAGE)
+def test_words_that_no_command_takes(here: Path, line: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """One line with what was expected and the option that is near; the exit status is 2, and no usage is printed."""
+    assert cli.main(line.split()) == 2
+    out, err = capfd.readouterr()
+    assert err.startswith("hpcinit: error: ") and said in err and err.count("\n") == 1 and not out
+
+
 @pytest.mark.parametrize("name", ASKED)
 def test_completion_knows_every_flag(here: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
     """What --help shows of options is what TAB offers, and the common ones are in both."""

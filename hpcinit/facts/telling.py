@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import argparse
@@ -58,7 +58,14 @@ def options(
 
 
 def parsed(parser: argparse.ArgumentParser, words: list[str], intermixed: bool = False) -> argparse.Namespace:
-    """What `parser`, which has options(), makes of `words`; -q and -v hold from here on."""
+    """What `parser`, which has options(), makes of `words`; -q and -v hold from here on. Raises RequestError."""
+
+    def refuse(message: str) -> NoReturn:
+        from hpcinit.facts import usage  # noqa: PLC0415 - for words that are wrong
+
+        raise usage.error(parser, words, message)
+
+    parser.error = refuse  # type: ignore[method-assign] # argparse's own prints the usage, and exits
     found = (parser.parse_intermixed_args if intermixed else parser.parse_args)(words)
     _as_asked(found)
     return found
