@@ -68,12 +68,12 @@ test-horovod: $(VENV)/horovod/made
 test-exactly-once: $(VENV)/dev slurm
 	HPCINIT_EXACTLY_ONCE=200,50 $(BIN)/python -m pytest -s tests/submission/test_exactly_once.py $(PYTEST)
 
-# Faults in the middle of a training, and the table of what came of them; `make test` has a short form. Root.
 # 64 nodes, each with a rank; some minutes on a quiet machine, 12 GB of memory. Root.
 .PHONY: scale
 scale: $(VENV)/dev slurm
 	HPCINIT_SCALE=$(or $(NODES),64) $(BIN)/python -m pytest -s tests/test_many_nodes.py $(PYTEST)
 
+# Faults in the middle of a training, and the table of what came of them; `make test` has a short form. Root.
 .PHONY: chaos
 chaos: $(VENV)/dev slurm
 	HPCINIT_CHAOS=1 $(BIN)/python -m pytest tests/chaos $(PYTEST)
