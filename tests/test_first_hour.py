@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -73,9 +74,33 @@ def _opened_again(idle_slurm: MiniSlurm) -> Iterator[None]:
     idle_slurm.run("scontrol", "update", "PartitionName=main", "State=UP")
 
 
+@pytest.fixture
+def _full(tmp_path: Path) -> Iterator[None]:
+    """A disk of the user's with no room."""
+    (tmp_path / "full").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path / "full"], check=True)
+    yield
+    subprocess.run(["umount", tmp_path / "full"], check=True)
+
+
+@contextmanager
+def ill(slurm: MiniSlurm) -> Iterator[None]:
+    """The node n2 with a shared memory of its own that is full."""
+
+    def on_n2(*command: str) -> None:
+        subprocess.run(slurm.inside("n2", command), check=True, capture_output=True)
+
+    on_n2("mount", "-t", "tmpfs", "-o", "size=16m", "full", "/dev/shm")
+    try:
+        on_n2("fallocate", "--length", "16m", "/dev/shm/left-behind")
+        yield
+    finally:
+        on_n2("umount", "/dev/shm")
+
+
 @pytest.mark.slurm
 @pytest.mark.timeout(900)
-@pytest.mark.usefixtures("_opened_again")
+@pytest.mark.usefixtures("_opened_again", "_full")
 def test_the_first_hour(idle_slurm: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each command of the page shows what the page says it does, in order, in one folder."""
     monkeypatch.chdir(tmp_path)
@@ -83,7 +108,7 @@ def test_the_first_hour(idle_slurm: MiniSlurm, tmp_path: Path, monkeypatch: pyte
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     for name, text in PROGRAMS:
         Path(name).write_text(text)
-    assert (len(COMMANDS), len(PROGRAMS)) == (19, 5)
+    assert (len(COMMANDS), len(PROGRAMS)) == (24, 5)
     for command, shown in COMMANDS:
         closed = "name=patience wait=true" in command
         if closed:
@@ -91,7 +116,10 @@ def test_the_first_hour(idle_slurm: MiniSlurm, tmp_path: Path, monkeypatch: pyte
         if command.startswith("hpcinit why"):  # of a hang: not before it is one
             until(lambda command=command, shown=shown: fits(shown, typed(command, env), str(tmp_path)))
         else:
-            seen = typed(command, env, "choose another\n" if closed else "")
+            with ill(idle_slurm) if command.startswith("hpcinit doctor") else nullcontext():
+                seen = typed(command, env, "choose another\n" if closed else "")
             assert fits(shown, seen, str(tmp_path)), f"$ {command}\n{seen}"
+        if command == "hpcinit nodes":  # fits() takes any number for any other
+            assert typed("hpcinit nodes -q", env) == "n2\n"
         if command == "hpcinit cancel patience-0001":
             idle_slurm.run("scontrol", "update", "PartitionName=main", "State=UP")

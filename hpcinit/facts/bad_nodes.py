@@ -54,13 +54,20 @@ class Standing:
     def is_bad(self, limit: int) -> bool:
         return len(self.failures) >= limit or any(one.kind in AT_ONCE for one in self.failures)
 
-    def words(self, expiry_h: float) -> str:
-        """'2 failures in 24 h: NODE_FAIL, Xid 79'."""
+    def until(self, limit: int, expiry_h: float) -> float | None:
+        """When it is bad no longer, if nothing else happens, in seconds since 1970; None if it is not bad."""
+        times = [one.time for one in self.failures if one.kind in AT_ONCE]
+        if len(self.failures) >= limit:
+            times.append(self.failures[-limit].time)  # with its expiry there are fewer than the limit
+        return max(times) + expiry_h * 3600 if times else None
+
+    def words(self, expiry_h: float, why: bool = True) -> str:
+        """'2 failures in 24 h: NODE_FAIL, Xid 79'. why: also what a person, or the doctor, has said of it."""
         seen = [one for one in self.failures if one.kind not in AT_ONCE]
         kinds = list(dict.fromkeys(one.kind for one in seen))
         more = [f"and {len(kinds) - KINDS_TOLD} more"] * (len(kinds) > KINDS_TOLD)
         told = [one for one in self.failures if one.kind in AT_ONCE]
-        said = [f"{AT_ONCE[one.kind]}: {one.about or 'no reason given'}" for one in told][-1:]
+        said = [AT_ONCE[one.kind] + f": {one.about or 'no reason given'}" * why for one in told][-1:]
         if seen:
             count = f"{len(seen)} failure{'s' * (len(seen) > 1)}"
             said.append(f"{count} in {expiry_h:g} h: {', '.join([*kinds[:KINDS_TOLD], *more])}")

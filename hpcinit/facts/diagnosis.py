@@ -167,8 +167,8 @@ def _places(reports: Sequence[Report]) -> Iterator[Check]:
             if grade == OK:
                 well.setdefault(place.what, []).append(place.free_gb)
                 continue
-            why = f"cannot be written: {place.error}" if place.error else f"{place.free_gb:.2f} GB free"
-            said = f"{report.host}: {place.path}, {why} of {place.total_gb:.1f} GB"
+            why = f"cannot be written: {place.error}, " * bool(place.error)
+            said = f"{report.host}: {place.path}, {why}{place.free_gb:.2f} GB free of {place.total_gb:.2f} GB"
             do = "what other jobs left there: ask the site; in a container a larger /dev/shm (--ipc=host, --shm-size)"
             blamed = (report.host,) if grade == BAD and place.what != "scratch" else ()
             yield Check(place.what, grade, said, do if place.what == SHARED_MEMORY else "free some space", blamed)

@@ -34,8 +34,10 @@ def quiet() -> bool:
 
 
 def note(text: str) -> None:
-    """A line beside the answer, on stderr, unless quiet."""
+    """A line beside the answer, on stderr, unless quiet; behind what was printed before it, in one pipe too."""
     if not quiet():
+        with suppress(OSError, ValueError):  # nobody reads the answer: who prints it is told
+            sys.stdout.flush()
         print(text, file=sys.stderr, flush=True)
 
 

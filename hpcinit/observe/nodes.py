@@ -118,22 +118,29 @@ def _show(as_json: bool, limits: Limits, tables: dict[str, Path]) -> None:
     now, shown = time.time(), False
     for cluster, path in tables.items():
         for one in bad_nodes.standings(bad_nodes.read(path), now, limits.expiry_h):
-            shown, bad = True, one.is_bad(limits.limit)
+            shown, until = True, one.until(limits.limit, limits.expiry_h)
+            bad = until is not None
             if as_json:
                 failures = [asdict(failure) for failure in one.failures]
-                print(json.dumps({"cluster": cluster, "host": one.host, "excluded": bad, "failures": failures}))
+                told = {"cluster": cluster, "host": one.host, "excluded": bad, "until": until}
+                print(json.dumps({**told, "failures": failures}))
             elif telling.quiet():
                 print(*([one.host] if bad else []), sep="\n", end="\n" if bad else "")
             else:
-                print("\n".join(_lines(cluster, one, bad, limits.expiry_h)))
+                print("\n".join(_lines(cluster, one, until, limits.expiry_h)))
     if not shown and not as_json and not telling.quiet():
         print(f"no node has failed in the last {limits.expiry_h:g} h, as far as runs were looked at")
 
 
-def _lines(cluster: str, one: Standing, bad: bool, expiry_h: float) -> list[str]:
-    lines = [f"{one.host} of {cluster}: {one.words(expiry_h)}{'  (left out of submissions)' * bad}"]
+def _lines(cluster: str, one: Standing, until: float | None, expiry_h: float) -> list[str]:
+    out = f"  (left out of submissions until {_when(until)})" if until is not None else ""
+    lines = [f"{one.host} of {cluster}: {one.words(expiry_h, why=False)}{out}"]
     for failure in one.failures:
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(failure.time))
+        when = _when(failure.time)
         job = [f"job {failure.job}, {failure.run}"] if failure.run else []
         lines.append("  " + "  ".join([when, failure.kind, *job, failure.about]).rstrip())
     return lines
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

@@ -123,6 +123,20 @@ def test_over_the_limit_and_in_words() -> None:
     assert one.words(24) == "6 failures in 24 h: Xid 46, Xid 48, Xid 62, Xid 64, and 2 more"
 
 
+def test_until_when_a_node_is_left_out() -> None:
+    """Until fewer failures than the limit are young enough; what a person has written counts to its own expiry."""
+    known = [failed("n1", ago_h=20), failed("n1", "Xid 79", ago_h=10), failed("n1", "ECC", ago_h=1)]
+    [one] = bad_nodes.standings(known, NOW, 24)
+    assert [one.until(limit, 24) for limit in (1, 2, 3, 4)] == [NOW + 23 * H, NOW + 14 * H, NOW + 4 * H, None]
+    [one] = bad_nodes.standings([*known, failed("n1", ADDED, ago_h=2)], NOW, 24)
+    assert [one.until(limit, 24) for limit in (1, 5)] == [NOW + 23 * H, NOW + 22 * H]
+    for limit in (1, 2, 5):
+        assert one.is_bad(limit)
+        until = one.until(limit, 24) or 0
+        [later], [still] = (bad_nodes.standings(one.failures, until + by, 24) or [one] for by in (1, -1))
+        assert still.is_bad(limit) and (later is one or not later.is_bad(limit))
+
+
 def test_the_worst_comes_first() -> None:
     known = [failed("n1", ago_h=3), failed("n2", ago_h=2), failed("n3"), failed("n3", job="2"), failed("n4", ADDED)]
     assert [one.host for one in bad_nodes.standings(known, NOW, 24)] == ["n4", "n3", "n2", "n1"]

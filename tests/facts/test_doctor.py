@@ -212,9 +212,9 @@ def test_what_a_node_may_lack() -> None:
     full = Place("shared memory", "/dev/shm", 0.0, 11.8, "No space left on device")
     [found] = [check for check in changed(recorded(), places=(full,)) if check.grade == BAD]
     assert (found.about, found.hosts) == ("shared memory", ("n2",))
-    assert found.said == "n2: /dev/shm, cannot be written: No space left on device of 11.8 GB"
+    assert found.said == "n2: /dev/shm, cannot be written: No space left on device, 0.00 GB free of 11.80 GB"
     [little] = [c for c in changed(recorded(), places=(Place("TMPDIR", "/tmp", 0.5, 9),)) if c.grade == WARNING][1:]
-    assert little.said == "n2: /tmp, 0.50 GB free of 9.0 GB"
+    assert little.said == "n2: /tmp, 0.50 GB free of 9.00 GB"
     found = of("memory", changed(recorded(), available_gb=1.0))
     assert found.said == "n2: 1.0 GB available of 24 GB, before anything has begun"
     reports = gpus(3)

@@ -148,13 +148,15 @@ def test_the_table_is_shown_and_edited(hpcinit: Run, tmp_path: Path) -> None:
     assert hpcinit("nodes").stdout.startswith("no node has failed in the last 24 h")
     table(tmp_path, ("n3", "NODE_FAIL"), ("n3", "Xid 79"), ("n1", "ECC"))
     lines = hpcinit("nodes").stdout.splitlines()
-    assert lines[0] == "n3 of mini: 2 failures in 24 h: NODE_FAIL, Xid 79  (left out of submissions)"
+    until = time.strftime("%Y-%m-%d %H:%M", time.localtime((tmp_path / TABLE).stat().st_mtime - 60 + 24 * 3600))
+    assert lines[0] == f"n3 of mini: 2 failures in 24 h: NODE_FAIL, Xid 79  (left out of submissions until {until})"
     assert lines[1].endswith("  NODE_FAIL  job 0, /runs/x") and lines[3] == "n1 of mini: 1 failure in 24 h: ECC"
     found = [json.loads(line) for line in hpcinit("nodes", "--json").stdout.splitlines()]
     assert [(one["host"], one["excluded"], len(one["failures"])) for one in found] == [
         ("n3", True, 2),
         ("n1", False, 1),
     ]
+    assert found[0]["until"] == found[0]["failures"][0]["time"] + 24 * 3600 and found[1]["until"] is None
     own = hpcinit("nodes", "cluster=mini", "bad_nodes.limit=3").stdout.splitlines()
     assert own[0] == "n3 of mini: 2 failures in 24 h: NODE_FAIL, Xid 79", "as a submission with these words has it"
     assert hpcinit("nodes", "cluster=local").stdout.startswith("no node has failed")
@@ -162,6 +164,9 @@ def test_the_table_is_shown_and_edited(hpcinit: Run, tmp_path: Path) -> None:
     assert hpcinit("nodes", "--add", "n[1-2]", "--why", "slow network").returncode == 0
     done = hpcinit(*MINI)
     assert "#SBATCH --exclude='n[1-2]'\n" in done.stdout and "n2 (added by hand: slow network)" in done.stderr
+    shown = hpcinit("nodes").stdout
+    assert "\nn2 of mini: added by hand  (left out of submissions until " in f"\n{shown}", shown
+    assert shown.count("  added  slow network\n") == 2
     hpcinit("nodes", "--forget", "n[1-2]")
     assert "--exclude" not in hpcinit(*MINI).stdout
     hpcinit("nodes", "--add", "n2")
