@@ -5,12 +5,11 @@ They are set only where the user has not, before torch first looks at them, and 
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcinit.facts import scratch
+from hpcinit.facts import scratch, versions
 
 ENV_SET = "HPCINIT_SAFEGUARDS"  # "JOB NAME NAME...": what was set here, so that a job within this job knows
 FLIGHT = "flight"  # in the run folder: flight/JOB.rank_N, for `torchfrtrace FOLDER/flight --prefix JOB.rank_`
@@ -131,9 +130,8 @@ def _dumps(environ: Mapping[str, str], folder: Path | None, job: str) -> str:
 def _torch_version() -> tuple[int, ...]:
     """(2, 13), read from its metadata: importing torch would be too early here. () without it."""
     try:
-        words = importlib.metadata.version("torch").split(".")[:2]
-        return tuple(int(word) for word in words)
-    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return tuple(int(word) for word in versions.installed("torch").split(".")[:2])
+    except ValueError:
         return ()
 
 

@@ -48,6 +48,19 @@ def test_ranks_are_processes_of_their_own(tmp_path: Path) -> None:
         assert one[6:] == [f"rank {rank}/3 forked", f"rank-{rank}/3-forked"]
 
 
+def test_what_every_rank_needs_is_looked_up_before_the_fork(tmp_path: Path) -> None:
+    """Bring-up imports nothing more than its parent has; what came from there is no matter for a rank's collections."""
+    code = RANK + (
+        "import gc, torch, hpcinit\nfrom hpcinit.facts import versions\n"
+        "found = [gc.isenabled(), gc.get_freeze_count() > 100_000, versions._installed.cache_info().currsize > 1]\n"
+        "before = set(sys.modules)\nwith hpcinit.session():\n    print(json.dumps([found, sorted(set(sys.modules) - before)]))\n"
+    )
+    started = Node(tmp_path, code, 2, preload=["torch"])
+    assert started.end() == (0, "")
+    found, more = started.told(1)
+    assert found == [True, True, True] and more == []
+
+
 @pytest.mark.parametrize(
     ("end", "status", "how"),
     [("raise ValueError('lost it')", 1, "Exited with exit code 1"), ("os.kill(os.getpid(), 9)", -9, "Killed")],

@@ -12,7 +12,6 @@ Both formats are read with pickle, by torch and by DeepSpeed: load what you wrot
 
 from __future__ import annotations
 
-import importlib.metadata
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from hpcinit.facts.errors import CheckpointError, RequestError
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.saying import say
+from hpcinit.facts.versions import installed
 from hpcinit.runtime.checkpoint import agreement, deepspeed, native, randomness
 from hpcinit.runtime.checkpoint import folder as of_steps
 from hpcinit.runtime.checkpoint import loader as of_data
@@ -137,7 +137,7 @@ def _describe(wrapped: Wrapped, step: int, samples: int, layout: Layout, seed: i
     engine = wrapped.engine if isinstance(wrapped, Engine) else None
     versions = {"torch": str(torch.__version__)}
     if engine is not None:
-        versions["deepspeed"] = importlib.metadata.version("deepspeed")
+        versions["deepspeed"] = installed("deepspeed")
     return {
         "step": step,
         "samples": samples,

@@ -6,9 +6,10 @@ import os
 import platform
 import socket
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from hpcinit.facts import versions
 
 # Ranks that differ in one of these fail late and strangely: NCCL of two versions does not talk to itself
 # (https://github.com/NVIDIA/nccl/issues/286).
@@ -24,10 +25,8 @@ def fingerprint(folder: Path | None = None) -> dict[str, str]:
     """Versions, the commit of the working folder, and the submission's config; without importing any of them."""
     made_of = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
-            made_of[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+        if version := versions.installed(package):
+            made_of[package] = version
     if head := commit(Path.cwd()):
         made_of["commit"] = head
     if folder is not None:
