@@ -25,7 +25,7 @@ help:
 	@echo "make scale         a real Slurm of 64 nodes on this machine, a rank on each (root; NODES=16 for fewer)"
 	@echo "make chaos         faults in the middle of a training, and the table of what came of them, docs/chaos.md (root)"
 	@echo "make cluster       start a real 4-node Slurm on this machine (root); make cluster-down ends it"
-	@echo "make bench         submit latency and bring-up beside peers (root)"
+	@echo "make bench         submit latency and bring-up beside peers, tables and plots in build/; three hours (root)"
 	@echo "make docs          the documentation as a site, in site/; its warnings are errors"
 	@echo "make coverage      lines that the tests reach, in processes that they start too (TESTS=tests/facts for a part)"
 	@echo "make lint          ruff, mypy, shellcheck"
@@ -84,13 +84,16 @@ cluster: slurm
 cluster-down: $(VENV)/dev
 	@$(BIN)/python -m tests.minislurm down
 
-bench: $(VENV)/dev slurm
+bench: $(VENV)/bench slurm
 	$(BIN)/python -m benchmarks.submit
 	$(BIN)/python -m benchmarks.sweep
 	$(BIN)/python -m benchmarks.status
 	$(BIN)/python -m benchmarks.bringup
-	$(BIN)/python -m benchmarks.store
+	mkdir -p build
+	$(BIN)/python -m benchmarks.store --json build/store.json
+	$(BIN)/python -m benchmarks.laws build/store.json --plot build/store.svg
 	$(BIN)/python -m benchmarks.launch  # an hour; --ranks 2 8 --nodes 1 is quick
+	$(BIN)/python -m benchmarks.launch --cold --out build/launch-cold
 	$(BIN)/python -m benchmarks.steps
 	$(BIN)/python -m benchmarks.nodelist
 
@@ -129,6 +132,11 @@ $(VENV)/job: pyproject.toml constraints.txt
 $(VENV)/dev: $(VENV)/job
 	$(PIP) --editable '.[job,test]' setuptools wheel ninja
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation 'deepspeed>=0.18.5'
+	@touch $@
+
+# What draws the benchmarks' plots.
+$(VENV)/bench: $(VENV)/dev
+	$(PIP) --editable '.[job,test,bench]'
 	@touch $@
 
 # Further environments: their own packages come first on sys.path, and the rest are those of the first one. Not pip's

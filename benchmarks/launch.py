@@ -1,6 +1,7 @@
 """How long from the start of a job step to the end of its first all-reduce, by how the ranks are started?
 
     python -m benchmarks.launch [--ranks 1 2 4 8 16 32] [--nodes 1 4] [--rounds 5] [--cold] [--slow-ms 1] [--out FOLDER]
+                                [--go-on]
 
 On the real Slurm of the tests, whose nodes are namespaces of this machine (root). Inside the clock: from just before
 srun is called, in an allocation that is there, to the return of the first all-reduce on the last rank (gloo, the clock
@@ -10,7 +11,8 @@ long (benchmarks/launching/slow_files.c), which stands for a loaded parallel fil
 Memory is the sum over a node of what its ranks and their parent hold (Pss of /proc/PID/smaps_rollup) when all are up;
 shared is what a rank has in common with other processes, own is what it has for itself (medians of the ranks).
 
-Writes FOLDER/launch.md and launch.json, and launch.svg where matplotlib is.
+Writes FOLDER/launch.md and launch.json, and launch.svg where matplotlib is (pip install -e '.[bench]'), anew after each
+shape; with --go-on those that launch.json has are not measured again.
 """
 
 from __future__ import annotations
@@ -222,14 +224,21 @@ def measure(bench: Bench, shape: Shape, ways: Sequence[str], rounds: int) -> Too
 # --- the table and the plot
 
 
+def _ways(by_shape: Mapping[Shape, Took]) -> list[str]:
+    return [way for way in WAYS if any(way in took for took in by_shape.values())]
+
+
 def table(key: str, head: str, digits: int, by_shape: Mapping[Shape, Took], base: str) -> str:
     """Medians, with the range of the seconds, and how many times the base's they are."""
-    ways = list(next(iter(by_shape.values())))
+    ways = _ways(by_shape)
     lines = [f"| nodes x ranks | {' | '.join(f'{way}, {head}' for way in ways)} |", "|--:|" + "--:|" * len(ways)]
     for shape, took in by_shape.items():
         cells = []
         for way in ways:
-            values = [one[key] for one in took[way]]
+            values = [one[key] for one in took.get(way, ())]
+            if not values:
+                cells.append("")
+                continue
             spread = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if key == "seconds" else ""
             times = median(values) / median([one[key] for one in took[base]]) if base in took else 1
             cells.append(f"{median(values):,.{digits}f}{spread}" + (f", {times:.1f}x" if way != base else ""))
@@ -247,9 +256,10 @@ def plot(by_shape: Mapping[Shape, Took], path: Path) -> None:
     figure, axes = pyplot.subplots(1, len(counts), figsize=(6 * len(counts), 4.5), squeeze=False, sharey=True)
     for axis, nodes in zip(axes[0], counts, strict=True):
         shapes = [shape for shape in by_shape if shape.nodes == nodes]
-        for way in by_shape[shapes[0]]:
-            seconds = [median([one["seconds"] for one in by_shape[shape][way]]) for shape in shapes]
-            axis.plot([shape.world for shape in shapes], seconds, marker="o", label=way)
+        for way in _ways(by_shape):
+            of = [shape for shape in shapes if way in by_shape[shape]]
+            seconds = [median([one["seconds"] for one in by_shape[shape][way]]) for shape in of]
+            axis.plot([shape.world for shape in of], seconds, marker="o", label=way)
         axis.set(xscale="log", yscale="log", xlabel="ranks", title=f"{nodes} node{'s' * (nodes > 1)}")
         axis.set_xticks([shape.world for shape in shapes], [str(shape.world) for shape in shapes])
         axis.grid(alpha=0.3)
@@ -260,7 +270,7 @@ def plot(by_shape: Mapping[Shape, Took], path: Path) -> None:
 
 
 def report(by_shape: Mapping[Shape, Took], about: str, out: Path) -> str:
-    ways = list(next(iter(by_shape.values())))
+    ways = _ways(by_shape)
     base = "launch=fork" if "launch=fork" in ways else ways[0]
     columns = (
         ("seconds", "s", 1), ("mb", "MB of a node", 0), ("shared", "MB of a rank, shared", 0),
@@ -279,6 +289,15 @@ def report(by_shape: Mapping[Shape, Took], about: str, out: Path) -> str:
     return text
 
 
+def earlier(out: Path) -> dict[Shape, Took]:
+    """What a run before this one has written to `out`."""
+    try:
+        document = json.loads((out / "launch.json").read_text())
+    except FileNotFoundError:
+        return {}
+    return {Shape(one["nodes"], one["ranks"]): one["took"] for one in document["shapes"]}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.launch", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -288,21 +307,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=available())
     parser.add_argument("--cold", action="store_true", help="without the file cache")
     parser.add_argument("--slow-ms", type=float, default=0.0, help="of each metadata call")
+    parser.add_argument("--go-on", action="store_true", help="keep what FOLDER/launch.json has, and measure the rest")
     parser.add_argument("--out", type=Path, default=Path("build/launch"))
     options = parser.parse_args(arguments)
     shapes = [Shape(n, ranks // n) for n in options.nodes for ranks in options.ranks if ranks >= n and ranks % n == 0]
     load = os.getloadavg()[0]
-    folder = options.out.absolute() / f"starts-{os.getpid()}"
-    folder.mkdir(parents=True)
-    with MiniSlurm(nodes=max(options.nodes), gpus=0, name=f"bench-{os.getpid()}") as slurm:
-        bench = Bench(slurm, folder, options.slow_ms, options.cold)
-        by_shape = {shape: measure(bench, shape, options.ways, options.rounds) for shape in shapes}
     about = (
         f"{datetime.date.today()}, {os.cpu_count()} cores {platform.machine()}, Python {platform.python_version()}, "
         f"torch {version('torch')}; medians of {options.rounds}, {'cold' if options.cold else 'warm'} file cache"
         + (f", {options.slow_ms:g} ms per metadata call" if options.slow_ms else "")
         + f"; load average before {load:.1f}"
     )
+    by_shape = earlier(options.out) if options.go_on else {}
+    folder = options.out.absolute() / f"starts-{os.getpid()}"
+    folder.mkdir(parents=True)
+    with MiniSlurm(nodes=max(options.nodes), gpus=0, name=f"bench-{os.getpid()}") as slurm:
+        bench = Bench(slurm, folder, options.slow_ms, options.cold)
+        for shape in shapes:
+            if shape not in by_shape:
+                by_shape[shape] = measure(bench, shape, options.ways, options.rounds)
+                report(by_shape, about, options.out)  # an hour's work is not lost at its end
     print(report(by_shape, about, options.out))
     return 0
 
