@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hpcinit.config import starters
 from hpcinit.config.schema import Config
 from hpcinit.facts.user_paths import expanded
 
@@ -29,12 +31,27 @@ def problems(config: Config) -> Iterator[str]:
         yield f"job.script is {job.script!r}, expected a file: {path} does not exist{_close(path)}"
     elif job.command:
         yield from _command(job.command, workdir)
+        if not config.container.image:  # which may have the file
+            yield from _for_python(job.command, job.args, workdir)
+    yield from starters.problems(config)
 
 
 def _close(path: Path) -> str:
     """'; did you mean train.py?', of the programs in that folder."""
     near = difflib.get_close_matches(path.name, [one.name for one in path.parent.glob("*.py")], n=1)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def _for_python(command: str, args: Sequence[str], workdir: Path) -> Iterator[str]:
+    """`-- python trian.py`: Python's first argument, if it looks like a file; /a/path may be on the nodes only."""
+    first = next(iter(args), "")
+    path = (workdir / first).absolute()
+    if (
+        re.fullmatch(r"python[\d.]*", Path(command).name)
+        and first.endswith(".py")
+        and not (first[0] == "/" or path.is_file())
+    ):
+        yield f"job.args has {first!r}, expected a file: {path} does not exist{_close(path)}"
 
 
 def _command(command: str, workdir: Path) -> Iterator[str]:

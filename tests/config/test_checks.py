@@ -185,6 +185,58 @@ def test_commands_that_may_be_there(tmp_path: Path) -> None:
         assert found("job=program", f"job.command={command}", "name=x", "job.workdir=work") == []
 
 
+STARTERS = [
+    (
+        "torchrun",
+        "--nproc-per-node,2,train.py,--lr,3",
+        2,
+        "job.command is 'torchrun'",
+        "-- train.py --lr 3; launch=torchrun",
+    ),
+    ("torchrun", "--nproc-per-node,2,train.py", 1, "job.command is 'torchrun'", "of its own: give the program alone"),
+    ("accelerate", "launch,train.py", 2, "job.command is 'accelerate'", "-- train.py; launch=torchrun"),
+    (
+        "python3",
+        "-m,torch.distributed.run,-m,pkg",
+        2,
+        "job.command is 'python3 -m torch.distributed.run'",
+        "-- train.py",
+    ),
+    ("/usr/bin/mpirun", "-n,4,python,a.py", 1, "job.command is 'mpirun'", "alone, -- a.py"),
+    ("srun", "python,a.py", 1, "job.command is 'srun'", "would wait for ever for nodes that the job has"),
+]
+
+
+@pytest.mark.parametrize(("command", "args", "ranks", "said", "do"), STARTERS)
+def test_a_program_that_starts_ranks_itself(command: str, args: str, ranks: int, said: str, do: str) -> None:
+    """torchrun, srun or mpirun in the place of a rank is refused: each rank would begin a training of its own."""
+    options = (f"job.command={command}", f"job.args=[{args}]", "name=x", "nodes=2", f"ranks_per_node={ranks}")
+    problems = [problem for problem in found("job=program", *options) if "does not exist" not in problem]
+    assert len(problems) == 1 and problems[0].startswith(said) and do in problems[0]
+    assert f"2 nodes x {ranks}" in problems[0]
+
+
+def test_starters_that_are_right() -> None:
+    """One rank alone may be torchrun, and so may one per node that is told of the others; accelerate has more than launch."""
+    torchrun = ("job=program", "job.command=torchrun", "name=x", "ranks_per_node=1")
+    assert found(*torchrun, "job.args=[--nproc-per-node,2,train.py]") == []
+    assert found(*torchrun, "nodes=2", "job.args=['--nnodes=2',train.py]") == []
+    assert found("job=program", "job.command=accelerate", "job.args=[env]", "name=x", "nodes=2") == []
+
+
+def test_a_file_for_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`-- python trian.py` is told as `-- trian.py` is; what may be on the nodes or in the image alone is not."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    python = ("job=program", "job.command=python3.11", "name=x")
+    (problem,) = found(*python, "job.args=[trian.py]")
+    assert problem.startswith("job.args has 'trian.py', expected a file: /") and problem.endswith(
+        "did you mean train.py?"
+    )
+    for args in ("train.py", "/opt/nowhere.py", "-c,x.py"):
+        assert found(*python, f"job.args=[{args}]") == []
+
+
 def test_the_installed_deepspeed_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the installed DeepSpeed cannot do is refused; where none is installed, or the job has another Python, that is
     said instead (versions are stood in for)."""
