@@ -108,12 +108,12 @@ def test_the_first_hour(idle_slurm: MiniSlurm, tmp_path: Path, monkeypatch: pyte
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     for name, text in PROGRAMS:
         Path(name).write_text(text)
-    assert (len(COMMANDS), len(PROGRAMS)) == (24, 5)
+    assert (len(COMMANDS), len(PROGRAMS)) == (25, 5)
     for command, shown in COMMANDS:
         closed = "name=patience wait=true" in command
         if closed:
             idle_slurm.run("scontrol", "update", "PartitionName=main", "State=DOWN")
-        if command.startswith("hpcinit why"):  # of a hang: not before it is one
+        if command.startswith(("hpcinit why", "hpcinit status")):  # of a hang: not before it is one
             until(lambda command=command, shown=shown: fits(shown, typed(command, env), str(tmp_path)))
         else:
             with ill(idle_slurm) if command.startswith("hpcinit doctor") else nullcontext():

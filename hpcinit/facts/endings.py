@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from hpcinit.facts import causes
+from hpcinit.facts import causes, hangs
 from hpcinit.facts.evidence import Evidence, Verdict, brief
 from hpcinit.facts.job_log import Cancelled, End
 
@@ -61,8 +61,7 @@ def without_record(evidence: Evidence) -> Verdict:
 def of_hang(evidence: Evidence, error: str = "") -> Verdict:
     """error: the report as a rank's record has it, where its own file is gone."""
     lines = list(evidence.hang) or error.partition("the training hangs: ")[2].split("; ")
-    marks = ("cannot be asked", "has not come to", "has said nothing")
-    at = next((line for line in lines if any(mark in line for mark in marks)), lines[0])
+    at = hangs.to_blame(lines)
     words = at.split()
     rank = int(words[1]) if words[:1] == ["rank"] and words[1].isdigit() else None
     stopped = "somebody stopped that process (SIGSTOP, a debugger, a node's guard); " if "is stopped" in at else ""

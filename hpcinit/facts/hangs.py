@@ -131,6 +131,12 @@ def left(run: Path, job_id: str, restart: object) -> tuple[str, ...]:
     return ()
 
 
+def to_blame(lines: Sequence[str]) -> str:
+    """Of the lines of a report the one that names who the others wait for; the first where none does."""
+    marks = ("cannot be asked", "has not come to", "has said nothing")
+    return next((line for line in lines if any(mark in line for mark in marks)), lines[0])
+
+
 def _silence(beats: Sequence[Beat]) -> str:
     spoken = [beat for beat in beats if beat.silent_s is not None]
     if not spoken:

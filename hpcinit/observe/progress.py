@@ -14,7 +14,8 @@ from hpcinit.facts import beats, runfolder
 def read(path: Path) -> dict[str, Any]:
     """{step, total, values: {name: number}, time}, or {} before the first, and where it cannot be read."""
     try:
-        document = json.loads((path / runfolder.PROGRESS).read_text())
+        with open(f"{path}/{runfolder.PROGRESS}", "rb", buffering=0) as file:  # noqa: PTH123 - many runs
+            document = json.loads(file.read())
     except (OSError, ValueError):
         return {}
     known = isinstance(document, dict) and {"step", "total", "values"} <= document.keys()
@@ -23,7 +24,11 @@ def read(path: Path) -> dict[str, Any]:
 
 def line(path: Path) -> str:
     """'step 20/60  loss 2.31', or ''."""
-    document = read(path)
+    return words(read(path))
+
+
+def words(document: Mapping[str, Any]) -> str:
+    """The same of what read() returns."""
     return "  ".join([f"step {document['step']}/{document['total']}", *values(document)]) if document else ""
 
 

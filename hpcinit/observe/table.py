@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hpcinit.observe import attempts, progress, reasons, sweep, view
+from hpcinit.observe import attempts, progress, reasons, remarks, sweep, view
 from hpcinit.observe.overview import Run
 from hpcinit.observe.state import State
 
@@ -56,7 +56,8 @@ def _row(name: str, path: Path, now: State, about: str) -> Row:
     old = view.age(path, now)
     before = attempts.words(attempts.read(path)) if now.restart is not None else ""
     again = attempts.words_inside(attempts.inside(path)) if now.restart is not None else ""
-    parts = (by_hand, now.link, now.reason, before, again, status, values, old, about)
+    remark = remarks.words(path, now, told) if begun else ""
+    parts = (by_hand, now.link, now.reason, before, again, status, values, old, remark, about)
     return [
         Text(name),
         Text(now.job_id),

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpcinit.observe import attempts, progress, reasons, sweep
+from hpcinit.observe import attempts, progress, reasons, remarks, sweep
 from hpcinit.observe.overview import Run
 from hpcinit.observe.state import State
 
@@ -32,12 +32,15 @@ def documents(run: Run) -> Iterator[dict[str, Any]]:
 
 def _json(path: Path, now: State) -> dict[str, Any]:
     begun = now.name not in ("PENDING", sweep.NOT_SUBMITTED)
+    told = progress.read(path) if begun else {}
     return {
         **now.to_json(),
         "meaning": reasons.explain(now.reason),
-        "progress": progress.read(path) if begun else {},
+        "progress": told,
         "restarts": attempts.document(path) if now.restart is not None else None,
         "step_age_s": progress.age_s(path, time.time()) if now.name == "RUNNING" else None,
+        "hang": list(remarks.hang(path, now)),
+        "stopped": remarks.stopped(path, now, told),
     }
 
 
@@ -86,7 +89,8 @@ def details(path: Path, now: State) -> str:
     before = attempts.words(attempts.read(path)) if now.restart is not None else ""
     again = attempts.words_inside(attempts.inside(path)) if now.restart is not None else ""
     parts = ["started by hand" if now.by_hand else "", now.link, now.reason, times(now), before, again, status]
-    parts += [progress.line(path), age(path, now)] if begun else []
+    told = progress.read(path) if begun else {}
+    parts += [progress.words(told), age(path, now), remarks.words(path, now, told)] if begun else []
     return "  ".join(part for part in parts if part)
 
 

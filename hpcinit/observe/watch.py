@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcinit.facts import telling
 from hpcinit.facts.errors import INTERRUPTED
-from hpcinit.observe import find, overview, sweep, view
+from hpcinit.observe import find, overview, remarks, sweep, view
 from hpcinit.observe.poll import Polls
 
 LOOK_S = 1.0  # at what the trainings themselves write; Slurm is asked more rarely
@@ -95,7 +95,7 @@ def _changes(polls: Polls, as_json: bool) -> None:
 def _lines(run: overview.Run, told: dict[Path, Any]) -> Iterator[str]:
     """A line for each job whose state or reason is another than before; of a sweep that waits, one for all."""
     for path, now in run.parts:
-        seen = (now.job_id, now.name, now.reason)
+        seen = (now.job_id, now.name, now.reason, bool(remarks.hang(path, now)))
         if told.get(path) == seen or (run.tasks and now.name == "PENDING" and path not in told):
             continue
         told[path] = seen
@@ -109,7 +109,7 @@ def _lines(run: overview.Run, told: dict[Path, Any]) -> Iterator[str]:
 def _json(run: overview.Run, told: dict[Path, Any]) -> Iterator[str]:
     documents = {Path(document["run"]): document for document in view.documents(run)}
     for path, document in documents.items():
-        seen = [document.get(key) for key in ("job_id", "name", "reason", "exit_status", "progress")]
+        seen = [document.get(key) for key in ("job_id", "name", "reason", "exit_status", "progress", "hang")]
         if told.get(path) != seen:
             told[path] = seen
             yield json.dumps(document)

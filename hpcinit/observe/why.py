@@ -14,7 +14,7 @@ from hpcinit.facts import failure, restarts, runfolder, telling
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.evidence import Evidence, Verdict
 from hpcinit.facts.ranges import ranges
-from hpcinit.observe import attempts, bad_nodes, evidence, find, progress, reasons, state, sweep
+from hpcinit.observe import attempts, bad_nodes, evidence, find, progress, reasons, remarks, state, sweep
 
 WELL, ASKED = "none", "stopped"  # kinds of a verdict on a run in which nothing failed
 UNSAID = ("unknown", "script")  # of a verdict that names no cause
@@ -65,7 +65,7 @@ def of_run(path: Path, now: state.State) -> Verdict:
     if now.again:
         return _again(path, now, found)
     if now.name == "COMPLETED":
-        return _well(path, found)
+        return _well(path, now, found)
     if now.away and not now.over:
         return _unheard(path, now, found)
     if not now.over and not now.forgotten:
@@ -84,14 +84,10 @@ def _evidence(path: Path, now: state.State) -> Evidence:
     return found
 
 
-def _well(path: Path, found: Evidence) -> Verdict:
-    try:
-        stopped = json.loads((path / runfolder.STOPPED).read_text())
-        return Verdict(
-            f"nothing failed: the training stopped before its end, {stopped['reason']}", ASKED, step=found.step
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return Verdict(f"nothing failed: the run has ended well  {progress.line(path)}".rstrip(), WELL, step=found.step)
+def _well(path: Path, now: state.State, found: Evidence) -> Verdict:
+    if why := remarks.stopped(path, now):
+        return Verdict(f"nothing failed: the training stopped before its end, {why}", ASKED, step=found.step)
+    return Verdict(f"nothing failed: the run has ended well  {progress.line(path)}".rstrip(), WELL, step=found.step)
 
 
 def _again(path: Path, now: state.State, found: Evidence) -> Verdict:

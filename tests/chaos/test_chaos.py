@@ -175,7 +175,7 @@ def test_preempted(start: Start) -> None:
     )
 
 
-def test_the_time_limit(start: Start) -> None:
+def test_the_time_limit(start: Start, hpcinit: Run) -> None:
     """All ranks save before it, at one step, and the training says that it is not done. Seconds: from its last step."""
     run = start("time_min=1", "+cluster.sbatch.no-requeue=true")
     seen, since = run.steps()[-1], time.monotonic()
@@ -193,6 +193,8 @@ def test_the_time_limit(start: Start) -> None:
         "COMPLETED",
     )
     assert run.lost() == 0
+    shown = hpcinit("status", run.folder.name, env=run.slurm.env).stdout
+    assert shown.rstrip().endswith("  stopped before its end: time limit"), shown
 
 
 def test_scancel(start: Start) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -62,6 +64,59 @@ def test_an_odd_progress_is_none(tmp_path: Path, text: str) -> None:
     """A progress.json that somebody else wrote is not shown, and breaks nothing."""
     (tmp_path / "progress.json").write_text(text)
     assert (progress.read(tmp_path), progress.line(tmp_path)) == ({}, "")
+
+
+REPORT = """no step for 9 s; last told: step 3 by ranks 0-1
+rank 0 waits in all_reduce, called at train.py:12 in <module>
+rank 1 on n2 has not come to a collective: it is at train.py:11 in <module>
+"""
+
+
+def shown_everywhere(path: Path, now: State) -> tuple[list[str], str, str]:
+    """The JSON's hang and stopped, and whether line and table tell the same: words of the line."""
+    run = overview.Run(path, now)
+    [document] = view.documents(run)
+    console = Console(width=400, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(table.of([run], each_task=True))
+    words = [one for one in view.details(path, now).split("  ") if one.startswith(("the training", "stopped"))]
+    line = "".join(words)
+    assert line in capture.get() and bool(line) == bool(re.search("training hangs|stopped before", capture.get()))
+    return document["hang"], document["stopped"], line
+
+
+def test_a_hang(tmp_path: Path) -> None:
+    """A run that runs shows who is waited for, if the report is of the attempt that runs; one that is over does not."""
+    training(tmp_path, 5)
+    running = replace(RUNNING, restart=1)
+    (tmp_path / "hang/77.0.0").mkdir(parents=True)
+    (tmp_path / "hang/77.0.0/report.txt").write_text("rank 5 on n1 cannot be asked: of an attempt before\n")
+    assert shown_everywhere(tmp_path, running) == ([], "", "")
+    (tmp_path / "hang/77.0.1").mkdir()
+    (tmp_path / "hang/77.0.1/report.txt").write_text(REPORT)
+    who = "the training hangs: rank 1 on n2 has not come to a collective: it is at train.py:11 in <module>"
+    assert shown_everywhere(tmp_path, running) == (REPORT.splitlines(), "", who)
+    assert shown_everywhere(tmp_path, replace(running, name="CANCELLED")) == ([], "", "")
+
+
+@pytest.mark.parametrize(
+    ("record", "job_id", "step", "why"),
+    [
+        ('{"job": "77", "reason": "time limit"}', "77", 20, "time limit"),
+        ('{"job": "", "reason": "preempted"}', "4711", 20, "preempted"),  # without Slurm
+        ('{"job": "80", "reason": "time limit"}', "77_3", 20, "time limit"),
+        ('{"job": "76", "reason": "time limit"}', "77", 20, ""),  # of the job before
+        ('{"job": "77", "reason": "time limit"}', "77", 60, ""),  # it has come to its end all the same
+        ('{"job": "77"', "77", 20, ""),
+    ],
+)
+def test_a_training_that_stopped(tmp_path: Path, record: str, job_id: str, step: int, why: str) -> None:
+    """A run that ended well before its last step shows why; what a job before it has left says nothing of it."""
+    (tmp_path / "progress.json").write_text(json.dumps({"step": step, "total": 60, "values": {}}))
+    (tmp_path / "stopped.json").write_text(record)
+    now = State("COMPLETED", job_id, "slurm", exit_status=0)
+    assert shown_everywhere(tmp_path, now) == ([], why, f"stopped before its end: {why}" if why else "")
+    assert shown_everywhere(tmp_path, replace(now, name="FAILED", exit_status=1)) == ([], "", "")
 
 
 def test_the_table(tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""What a run's own files say beside Slurm's state: that its training hangs, or has stopped before its end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcinit.facts import runfolder
+from hpcinit.observe.state import State
+
+
+def hang(path: Path, now: State) -> Sequence[str]:
+    """Lines of the report of a hang in the run's folder `path`; none if it does not run, or goes on by now."""
+    if now.name != "RUNNING":
+        return ()
+    from hpcinit.facts import hangs  # noqa: PLC0415 - for runs that run
+
+    return hangs.left(path, now.job_id, now.restart)
+
+
+def stopped(path: Path, now: State, told: Mapping[str, Any] | None = None) -> str:
+    """'time limit', 'preempted', ... of a run that has ended well before its last step; else ''.
+
+    told: what progress.read() gives, if it has been read: a training that came to its end has not stopped.
+    """
+    if now.name != "COMPLETED":
+        return ""
+    try:
+        if told and told["step"] >= told["total"]:
+            return ""
+        with open(f"{path}/{runfolder.STOPPED}", "rb", buffering=0) as file:  # noqa: PTH123 - many runs
+            record = json.loads(file.read())
+        # Ranks of a task know its job by a number that is not the task's name '17_1', whose folder no other job has.
+        own = record["job"] in ("", now.job_id) or "_" in now.job_id
+        return str(record["reason"]) if own else ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def words(path: Path, now: State, told: Mapping[str, Any]) -> str:
+    """For a person, in a line: '' where there is nothing to tell."""
+    if lines := hang(path, now):
+        from hpcinit.facts import hangs  # noqa: PLC0415
+
+        return f"the training hangs: {hangs.to_blame(lines)}"
+    why = stopped(path, now, told)
+    return f"stopped before its end: {why}" if why else ""
