@@ -14,7 +14,8 @@ JSON, TABLE = "chaos.json", "chaos.md"
 BEGIN, END = "<!-- written by make chaos -->", "<!-- until here -->"
 FOLDER = re.compile(r"/\S*/test_[^/\s]*/")  # of one test, which says nothing to others
 HEAD = (
-    "| fault | the first line of `hpcinit why` | s until it says so | steps lost | how it ends |\n|---|---|--:|--:|---|"
+    "| fault | `launch` | the first line of `hpcinit why` | s until it says so | steps lost | how it ends |\n"
+    "|---|---|---|--:|--:|---|"
 )
 
 
@@ -26,6 +27,7 @@ class Outcome:
     """
 
     fault: str
+    launch: str
     first: str
     seconds: float | None
     lost: int | None
@@ -40,17 +42,20 @@ def keep(outcome: Outcome, docs: Path = DOCS, load: float | None = None) -> None
     seconds = None if outcome.seconds is None else round(outcome.seconds, 1)
     measured = {"seconds": seconds, "day": day}
     measured["load"] = round(os.getloadavg()[0] if load is None else load, 1)
-    known[outcome.fault] = asdict(outcome) | measured | {"first": FOLDER.sub("/.../", outcome.first)}
+    known[f"{outcome.fault}, launch={outcome.launch}"] = (
+        asdict(outcome) | measured | {"first": FOLDER.sub("/.../", outcome.first)}
+    )
     path.write_text(json.dumps(known, indent=1) + "\n")
     (docs / TABLE).write_text(_replaced((docs / TABLE).read_text(), table(known)))
 
 
 def table(known: dict[str, dict]) -> str:
-    """In the order of the file, which is that of the first run of each."""
+    """In the order of the file, which is that of the first run of each fault; one launch below the other."""
+    faults = list(dict.fromkeys(each["fault"] for each in known.values()))
     rows = [
-        f"| {each['fault']} | {_cell(each['first'])} | {_number(each['seconds'])} | "
+        f"| {each['fault']} | {each['launch']} | {_cell(each['first'])} | {_number(each['seconds'])} | "
         f"{_number(each['lost'])} | {each['ends']} |"
-        for each in known.values()
+        for each in sorted(known.values(), key=lambda each: faults.index(each["fault"]))
     ]
     loads = [each["load"] for each in known.values()]
     days = sorted({each["day"] for each in known.values()})

@@ -21,7 +21,6 @@ from tests.leaving_out import leave_out
 from tests.minislurm import MiniSlurm
 from tests.minislurm.daemons import daemon_pid
 from tests.submission.test_restart import begin_now, log, restarts
-from tests.submission.test_restart_training import rank_on
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.chaos, pytest.mark.timeout(400)]
@@ -30,21 +29,29 @@ short = pytest.mark.chaos(short=True)
 Start = Callable[..., Training]
 
 
+@pytest.fixture(params=["srun", "fork"])
+def launch(request: pytest.FixtureRequest) -> str:
+    """Each fault with each of them: a rank on each of 2 nodes, or two that its parent has forked."""
+    return str(request.param)
+
+
 @pytest.fixture
-def start(hpcinit: Run, idle_slurm: MiniSlurm) -> Start:
-    return lambda *words, **options: started(hpcinit, idle_slurm, *words, **options)
+def start(hpcinit: Run, idle_slurm: MiniSlurm, launch: str) -> Start:
+    return lambda *words, **options: started(hpcinit, idle_slurm, launch, *words, **options)
 
 
 # Peers notice first, and tell that somebody is gone; Slurm knows the node some seconds later.
 LOST = r"node n2 was lost|job \d+ waits \(\w+\)|a rank or its node went away without a word|rank \d on n\d"
 
 
-def kept(fault: str, word: tuple[str, float], lost: int | None, ends: str, first: str, expected: str) -> None:
-    """Into the table, where it is asked for; and then the claims: the first line, and how it ends."""
+def kept(run: Training, fault: str, word: tuple[str, float], ends: str, first: str, expected: str) -> None:
+    """Into the table, where it is asked for; and then the claims: the first line, how it ends, and that no process of
+    the run is left on any node. RANK in `first` is the rank at fault."""
     if os.environ.get(ALL) == "1":
-        outcomes.keep(Outcome(fault, word[0], word[1], lost, ends))
-    assert re.match(first, word[0]), word
+        outcomes.keep(Outcome(fault, run.launch, word[0], word[1], run.lost(), ends))
+    assert re.match(first.replace("RANK", run.at_fault), word[0]), word
     assert re.fullmatch(expected, ends)
+    until(lambda: not run.processes(), 60)
 
 
 def test_a_rank_raises(start: Start) -> None:
@@ -53,18 +60,18 @@ def test_a_rank_raises(start: Start) -> None:
     Path("raise").touch()
     word = run.word(since)
     ends = run.ends()
-    kept("a rank raises", word, run.lost(), ends, r"rank 1 on n2 failed first, .* ValueError: bad sample 17", "FAILED")
+    kept(run, "a rank raises", word, ends, r"RANK failed first, .* ValueError: bad sample 17", "FAILED")
     assert run.lost() <= EVERY
 
 
 def test_kill_9_of_a_rank(start: Start) -> None:
     """With restart.on=[failure] it goes on from the last checkpoint, whoever killed it."""
     run, since = start("restart.budget=3", "restart.on=[failure]"), time.monotonic()
-    os.kill(rank_on(run.slurm, "n2", run.folder), signal.SIGKILL)
+    os.kill(run.pid_at_fault(), signal.SIGKILL)
     word = run.word(since)
     ends = run.ends(quick=True)
-    first = r"rank 1 on n2 was ended by a signal \(Killed\) first|job \d+ waits \(BeginTime\)"
-    kept("`kill -9` of a rank", word, run.lost(), ends, first, "COMPLETED after 1 restart")
+    first = r"RANK was ended by a signal \(Killed\) first|job \d+ waits \(BeginTime\)"
+    kept(run, "`kill -9` of a rank", word, ends, first, "COMPLETED after 1 restart")
     assert run.lost() <= EVERY
 
 
@@ -72,11 +79,11 @@ def test_a_stopped_rank(start: Start) -> None:
     """SIGSTOP: the hang is found and told, and the job goes on from its checkpoint."""
     run = start("hang.after_s=6", "hang.action=end", "restart.budget=3")
     since = time.monotonic()
-    os.kill(rank_on(run.slurm, "n2", run.folder), signal.SIGSTOP)
+    os.kill(run.pid_at_fault(), signal.SIGSTOP)
     word = run.word(since)
     ends = run.ends(quick=True)
-    first = r"the training (hung|hangs): rank 1 on n2|job \d+ waits"
-    kept("a rank is stopped (SIGSTOP)", word, run.lost(), ends, first, "COMPLETED after 1 restart")
+    first = r"the training (hung|hangs): RANK|job \d+ waits"
+    kept(run, "a rank is stopped (SIGSTOP)", word, ends, first, "COMPLETED after 1 restart")
 
 
 def test_slurmd_is_killed(start: Start) -> None:
@@ -91,9 +98,9 @@ def test_slurmd_is_killed(start: Start) -> None:
     finally:
         run.slurm.start_node("n2")
     kept(
+        run,
         "a node's slurmd is killed",
         word,
-        run.lost(),
         ends,
         LOST,
         "COMPLETED( after 1 restart)?",
@@ -110,9 +117,9 @@ def test_a_node_loses_its_network(start: Start) -> None:
     finally:
         run.slurm.network_up("n2")
     kept(
+        run,
         "a node's network is cut",
         word,
-        run.lost(),
         ends,
         LOST,
         "COMPLETED after 1 restart",
@@ -128,7 +135,7 @@ def test_a_node_is_lost(start: Start) -> None:
         ends = run.ends(quick=True)
     finally:
         run.slurm.start_node("n2")
-    kept("a node is lost", word, run.lost(), ends, LOST, "COMPLETED after 1 restart")
+    kept(run, "a node is lost", word, ends, LOST, "COMPLETED after 1 restart")
 
 
 def test_the_controller_is_away_for_a_minute(start: Start) -> None:
@@ -146,9 +153,9 @@ def test_the_controller_is_away_for_a_minute(start: Start) -> None:
     (run.folder / "stop").touch()
     ends = run.ends()
     kept(
+        run,
         "the controller is away for a minute",
         word,
-        run.lost(),
         ends,
         "Slurm's controller does not answer",
         "COMPLETED",
@@ -166,9 +173,9 @@ def test_preempted(start: Start) -> None:
     )
     ends = run.ends(quick=True)
     kept(
+        run,
         "preempted by the partition high",
         word,
-        run.lost(),
         ends,
         r"(job \d+ waits \(\w+\) to begin again: )?(preempted|a job of higher priority took the nodes)",
         "COMPLETED after 1 restart",
@@ -185,9 +192,9 @@ def test_the_time_limit(start: Start, hpcinit: Run) -> None:
         time.sleep(0.3)
     word = run.word(since)
     kept(
+        run,
         "the time limit",
         word,
-        run.lost(),
         run.ends(),
         "nothing failed: the training stopped before its end, time limit",
         "COMPLETED",
@@ -203,9 +210,9 @@ def test_scancel(start: Start) -> None:
     run.slurm.run("scancel", run.job)
     word = run.word(since, lambda line: not re.match("the job is (RUNNING|COMPLETING)", line))
     kept(
+        run,
         "`scancel`",
         word,
-        run.lost(),
         run.ends(),
         r"the job was cancelled|nothing failed: the training stopped",
         "CANCELLED|COMPLETED",
@@ -233,17 +240,17 @@ def test_oom(start: Start, confined: Path) -> None:
     that a signal ended the rank, and names memory as what to look at."""
     run = start()
     (confined / "memory.limit_in_bytes").write_text(str(600 << 20))
-    (confined / "cgroup.procs").write_text(str(rank_on(run.slurm, "n2", run.folder)))
+    (confined / "cgroup.procs").write_text(str(run.pid_at_fault()))
     Path("eat").touch()
     since = time.monotonic()
     word = run.word(since)
     ends = run.ends()
     kept(
+        run,
         "out of memory (the kernel kills a rank; Slurm confines none here)",
         word,
-        run.lost(),
         ends,
-        r"rank 1 on n2 was (ended by a signal \(Killed\)|killed by the kernel)",
+        r"RANK was (ended by a signal \(Killed\)|killed by the kernel)",
         "FAILED",
     )
     assert "mem_gb" in run.hpcinit("why", run.folder.name, env=run.slurm.env).stdout
@@ -261,7 +268,7 @@ def test_the_clocks_of_two_nodes_differ(start: Start) -> None:
     word = run.word(since)
     ends = run.ends()
     said = run.hpcinit("why", run.folder.name, env=run.slurm.env).stdout
-    kept("clocks of the nodes 2 s apart (a rank raises)", word, run.lost(), ends, "rank 1 on n2 failed first", "FAILED")
+    kept(run, "clocks of the nodes 2 s apart (a rank raises)", word, ends, "RANK failed first", "FAILED")
     assert re.search(r"clocks of the nodes differ by (1\.[89]|2\.\d) s \(n2 is ahead\)", said), said
 
 
@@ -269,16 +276,16 @@ def test_the_clocks_of_two_nodes_differ(start: Start) -> None:
 def test_a_torn_checkpoint(start: Start) -> None:
     """The newest has lost the end of a file: it is skipped with a line, and the one before is gone on from."""
     run = start("restart.budget=3", "restart.on=[failure]")
-    os.kill(rank_on(run.slurm, "n2", run.folder), signal.SIGSTOP)  # nothing newer is written
+    os.kill(run.pid_at_fault(), signal.SIGSTOP)  # nothing newer is written
     torn = max(run.saved.glob("step-*"))
     file = max((path for path in torn.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     os.truncate(file, file.stat().st_size - 1)
     since = time.monotonic()
-    os.kill(rank_on(run.slurm, "n2", run.folder), signal.SIGKILL)
+    os.kill(run.pid_at_fault(), signal.SIGKILL)
     word = run.word(since)
     ends = run.ends(quick=True)
-    lost, first = run.lost(), r"rank 1 on n2 was ended by a signal|job \d+ waits"
-    kept("the newest checkpoint is torn, and a rank killed", word, lost, ends, first, "COMPLETED after 1 restart")
+    lost, first = run.lost(), r"RANK was ended by a signal|job \d+ waits"
+    kept(run, "the newest checkpoint is torn, and a rank killed", word, ends, first, "COMPLETED after 1 restart")
     assert (
         f"checkpoint {torn} is skipped: " in (run.folder / "logs/rank-0.log").read_text() and EVERY < lost <= 2 * EVERY
     )
@@ -301,9 +308,9 @@ def test_a_requeue_storm(start: Start) -> None:
     last = run.why()
     ends = f"{run.state} at restart 3: `{last}`"
     kept(
+        run,
         "requeue storm",
         word,
-        run.lost(),
         ends,
         r"job \d+ waits",
         r"FAILED at restart 3: .* restart 3 \(slurm\) is not begun: 2 in a row .*",
@@ -329,9 +336,9 @@ def test_the_file_system_becomes_slow(start: Start) -> None:
     Path("slow").unlink()
     ends = run.ends(quick=True)
     kept(
+        run,
         "the file system becomes slow while saving",
         word,
-        run.lost(),
         ends,
         "the training hung|the training hangs",
         "COMPLETED",
@@ -352,10 +359,10 @@ def full_disk(hpcinit: Run, tmp_path: Path) -> Iterator[tuple[Path, MiniSlurm]]:
         subprocess.run(["umount", "--lazy", place], check=True)
 
 
-def test_the_disk_is_full(hpcinit: Run, full_disk: tuple[Path, MiniSlurm]) -> None:
+def test_the_disk_is_full(hpcinit: Run, full_disk: tuple[Path, MiniSlurm], launch: str) -> None:
     """A checkpoint that could not be written whole is not there, and the one before it is."""
     place, slurm = full_disk
-    run = started(hpcinit, slurm, saved=place / "checkpoints")
+    run = started(hpcinit, slurm, launch, saved=place / "checkpoints")
     since = time.monotonic()
     with (place / "other").open("wb") as other, pytest.raises(OSError, match="No space left"):
         while True:
@@ -363,9 +370,9 @@ def test_the_disk_is_full(hpcinit: Run, full_disk: tuple[Path, MiniSlurm]) -> No
     word = run.word(since)
     ends = run.ends()
     kept(
+        run,
         "the disk is full while saving",
         word,
-        run.lost(),
         ends,
         r"rank \d on n\d failed first, .*was not saved in",
         "FAILED",

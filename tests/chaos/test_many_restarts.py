@@ -97,7 +97,7 @@ def test_it_ends_with_the_same_loss(hpcinit: Run, idle_slurm: MiniSlurm, faults:
         fault = f"{done['kill']} x `kill -9`, {done['preempt']} x preempted, at random"
         words = f"COMPLETED after {len(restarts)} restarts: {last}; of the one that ran through: the same"
         words = words if last == printed(through, 0).splitlines()[-1] else words.replace("the same", "ANOTHER")
-        outcomes.keep(outcomes.Outcome(fault, run.why(), None, None, words))
+        outcomes.keep(outcomes.Outcome(fault, "srun", run.why(), None, None, words))
     assert last == printed(through, 0).splitlines()[-1]
     assert losses(folder) == losses(through) and len(restarts) == faults
     print(f"{faults} faults, {done}, {time.monotonic() - began:.0f} s: {last}")

@@ -19,18 +19,20 @@ def test_the_page_shows_what_was_measured() -> None:
 
 
 def test_a_fault_that_is_measured_again(tmp_path: Path) -> None:
-    """Its row is replaced, the others and the text around them stay; a bar in what was read breaks no table."""
+    """Its row is replaced, the others and the text around them stay; one launch stands below the other; a bar in what
+    was read breaks no table."""
     (tmp_path / TABLE).write_text(f"before\n{BEGIN}\n{END}\nafter\n")
     for seconds in (7.0, 9.0):
-        outcomes.keep(Outcome("kill", "a | /tmp/x/test_y0/b", seconds, 3, "FAILED"), tmp_path)
-    outcomes.keep(Outcome("hang", "c", None, None, "COMPLETED"), tmp_path)
+        outcomes.keep(Outcome("kill", "srun", "a | /tmp/x/test_y0/b", seconds, 3, "FAILED"), tmp_path)
+    outcomes.keep(Outcome("hang", "srun", "c", None, None, "COMPLETED"), tmp_path)
+    outcomes.keep(Outcome("kill", "fork", "d", 1, 2, "FAILED"), tmp_path)
     page = (tmp_path / TABLE).read_text()
     assert page.startswith("before\n") and page.endswith(f"{END}\nafter\n")
-    assert page.count("| kill |") == 1 and "| kill | `a / /.../b` | 9 | 3 | FAILED |" in page
-    assert "| hang | `c` |  |  | COMPLETED |" in page
+    assert "| kill | srun | `a / /.../b` | 9 | 3 | FAILED |\n| kill | fork | `d` | 1 | 2 | FAILED |\n" in page
+    assert page.count("| kill |") == 2 and "| hang | srun | `c` |  |  | COMPLETED |" in page
 
 
 def test_a_page_without_a_place_for_it(tmp_path: Path) -> None:
     (tmp_path / TABLE).write_text("no place\n")
     with pytest.raises(ValueError, match=re.escape("chaos.md has no lines '<!-- written by make chaos -->' and")):
-        outcomes.keep(Outcome("kill", "a", 1, 1, "FAILED"), tmp_path)
+        outcomes.keep(Outcome("kill", "srun", "a", 1, 1, "FAILED"), tmp_path)

@@ -16,11 +16,13 @@ from tests.submitting import folder_of, submit
 from tests.waiting import until
 
 EVERY = 5  # steps between two checkpoints
+RANKS_PER_NODE = {"srun": 1, "fork": 2}  # of a launch: a forked rank has a neighbour, and a parent
 PROGRAM = """
 import os, sys, time
 import torch
 import hpcinit
 total, folder = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
+last = int(os.environ["WORLD_SIZE"]) - 1
 with hpcinit.session() as run:
     wrapped = run.wrap(torch.nn.Linear(64, 64), optimizer=lambda all: torch.optim.SGD(all, lr=0.001))
     folder = folder or run.folder / "checkpoints"
@@ -29,8 +31,8 @@ with hpcinit.session() as run:
         loss = wrapped(torch.ones(2, 64)).square().mean()
         wrapped.backward(loss)
         wrapped.step()
-        if run.rank == 1 and os.path.exists("raise"): raise ValueError("bad sample 17")
-        if run.rank == 1 and os.path.exists("eat"): kept = bytearray(1 << 30)
+        if run.rank == last and os.path.exists("raise"): raise ValueError("bad sample 17")
+        if run.rank == last and os.path.exists("eat"): kept = bytearray(1 << 30)
         if run.rank == 0: print("step", step, flush=True)
         run.progress(step, total)
         stop = run.should_stop()
@@ -43,12 +45,14 @@ GOES_WELL = re.compile("the job is (RUNNING|COMPLETING): nothing has failed")
 
 @dataclass(frozen=True)
 class Training:
-    """One submitted training in the working folder, where its switches lie: quick, raise, eat."""
+    """One submitted training in the working folder, where its switches lie: quick, raise, eat. The rank at fault is
+    its last, on the second node."""
 
     hpcinit: Run
     slurm: MiniSlurm
     folder: Path
     saved: Path
+    launch: str = "srun"
 
     @property
     def job(self) -> str:
@@ -57,6 +61,23 @@ class Training:
     @property
     def state(self) -> str:
         return state(self.slurm, self.job)
+
+    @property
+    def at_fault(self) -> str:
+        return f"rank {2 * RANKS_PER_NODE[self.launch] - 1} on n2"
+
+    def pid_at_fault(self) -> int:
+        """A forked rank is known by its title."""
+        title = self.at_fault.removesuffix(" on n2") + "/" if self.launch == "fork" else ""
+        lines = self.processes("n2").items()
+        (found,) = (pid for pid, line in lines if (line.startswith(title) if title else "hpcinit.run" in line))
+        return found
+
+    def processes(self, *nodes: str) -> dict[int, str]:
+        """All that the job has started on `nodes` (without any: on all): command lines by process id."""
+        pids = [pid for node in nodes or self.slurm.nodes for pid in self.slurm.pids(node)]
+        run = f"HPCINIT_RUN={self.folder}\0"
+        return {pid: _of(pid, "cmdline") for pid in pids if run in _of(pid, "environ")}
 
     def nodes(self) -> list[str]:
         told = self.slurm.run("squeue", "--noheader", f"--jobs={self.job}", "--format=%N").strip()
@@ -112,12 +133,22 @@ class Training:
         return last + (f" after {count} restart{'s' * (count > 1)}" if count else "")
 
 
-def started(hpcinit: Run, slurm: MiniSlurm, *words: str, total: int = 600, saved: Path | None = None) -> Training:
-    """In the middle: 2 nodes, a rank on each, a checkpoint after every 5 steps, at least two of them there."""
+def _of(pid: int, what: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{what}").read_text(errors="replace")
+    except OSError:  # it has ended
+        return ""
+
+
+def started(
+    hpcinit: Run, slurm: MiniSlurm, launch: str, *words: str, total: int = 600, saved: Path | None = None
+) -> Training:
+    """In the middle: 2 nodes, a checkpoint after every 5 steps, at least two of them there."""
     Path("train.py").write_text(PROGRAM)
-    asked = ["nodes=2", "ranks_per_node=1", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null", "time_min=20"]
+    shape = ["nodes=2", f"launch={launch}", f"ranks_per_node={RANKS_PER_NODE[launch]}"]
+    asked = [*shape, "cluster.gpus_per_node=0", "cluster.cpus_per_node=null", "time_min=20"]
     command = ["train.py", str(total), *([str(saved)] if saved else [])]
     folder = folder_of(submit(hpcinit, slurm, *asked, *words, "--", *command))
-    training = Training(hpcinit, slurm, folder, saved or folder / "checkpoints")
+    training = Training(hpcinit, slurm, folder, saved or folder / "checkpoints", launch)
     until(lambda: training.checkpoint() >= 2 * EVERY and training.steps()[-1] % EVERY in (2, 3), 120)
     return training
