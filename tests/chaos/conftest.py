@@ -13,7 +13,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """pytest counts what is left out here as deselected."""
     if os.environ.get(ALL) == "1":
         return
-    out = [item for item in items if (mark := item.get_closest_marker("chaos")) and not mark.kwargs.get("short")]
+    out = [item for item in items if (mark := item.get_closest_marker("chaos")) and not _short(item, mark)]
     if out:
         config.hook.pytest_deselected(items=out)
         items[:] = [item for item in items if item not in out]
+
+
+def _short(item: pytest.Item, mark: pytest.Mark) -> bool:
+    """short=True, or the only launch with which the test is in the short form."""
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return mark.kwargs.get("short", False) in (True, parameters.get("launch", True))

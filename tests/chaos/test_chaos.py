@@ -272,10 +272,10 @@ def test_the_clocks_of_two_nodes_differ(start: Start) -> None:
     assert re.search(r"clocks of the nodes differ by (1\.[89]|2\.\d) s \(n2 is ahead\)", said), said
 
 
-@short
+@pytest.mark.chaos(short="srun")
 def test_a_torn_checkpoint(start: Start) -> None:
     """The newest has lost the end of a file: it is skipped with a line, and the one before is gone on from."""
-    run = start("restart.budget=3", "restart.on=[failure]")
+    run = start("restart.budget=3", "restart.on=[failure]", total=60)
     os.kill(run.pid_at_fault(), signal.SIGSTOP)  # nothing newer is written
     torn = max(run.saved.glob("step-*"))
     file = max((path for path in torn.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
