@@ -23,13 +23,17 @@ def entry(argv: Sequence[str] | None = None) -> int:
     """What the shell starts. A submission ends here and now: Python's own ending takes apart, object by object, what
     Hydra has built, a tenth of the whole time (mypy ends in the same way)."""
     words = list(sys.argv[1:] if argv is None else argv)
-    status = main(words)
+    status = 0
+    try:
+        status = main(words)
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+    except BrokenPipeError:
+        return _nobody_reads(status)
+    except OSError:
+        return status or 1  # Python says what is wrong with them
     if words[:1] == ["submit"]:
-        try:
-            sys.stdout.flush()
-            sys.stderr.flush()
-        except OSError:
-            return status  # Python says what is wrong with them
         os._exit(status)
     return status
 
@@ -131,15 +135,20 @@ def guarded(module: str, argv: Sequence[str]) -> int:
     except HpcinitError as error:
         say(f"error: {error}")
         return error.exit_status
-    except BrokenPipeError:  # `hpcinit logs ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:
+        return _nobody_reads()
     except OSError as error:
         say(f"error: {_of_the_system(error)}")
         return 1
     except KeyboardInterrupt:
         say("interrupted")
         return INTERRUPTED
+
+
+def _nobody_reads(status: int = 0) -> int:
+    """`hpcinit logs ... | head`: what is left to say goes nowhere, and that is no failure."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return status
 
 
 def _of_the_system(error: OSError) -> str:

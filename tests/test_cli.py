@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
 import sys
 from dataclasses import fields, is_dataclass
 from importlib.metadata import version
@@ -73,6 +75,17 @@ def test_help_of_submit_explains_every_key(hpcinit: Run) -> None:
     assert "\n  nodes=1                           number of nodes\n" in out and "name=${job.name} " in out
     [image] = re.findall(r"'(container\.image=.*)'", out)
     assert compose([image]).container.image == "nvcr.io#nvidia/pytorch:25.01-py3"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["status", "--help"], ["--version"], ["submit", "--help"]])
+def test_a_reader_that_has_enough(words: list[str]) -> None:
+    """`hpcinit --help | head -1` says nothing of broken pipes."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "hpcinit", *words]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("words", [["--version"], ["submit", "--version"], ["status", "--version"]])

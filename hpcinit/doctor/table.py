@@ -67,7 +67,7 @@ def show_ranks(reports: Sequence[Report]) -> None:
     if len(reports) > MOST_ROWS:
         out.print(f"and {len(reports) - MOST_ROWS} more ranks: --json shows all", markup=False)
     for one in (one for report in reports for one in report.all_reduce):
-        words = f"{_size(one.size):>9}  {one.seconds * 1e3:10.3f} ms  {one.bus_gb_s:8.2f} GB/s bus bandwidth"
+        words = f"{_size(one.size):>9}  {one.seconds * 1e3:10.3f} ms  {one.bus_gb_s:8.3g} GB/s bus bandwidth"
         out.print(f"all-reduce {words}", markup=False)
 
 

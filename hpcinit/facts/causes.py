@@ -40,6 +40,8 @@ KINDS = (
     # torch.save where there is no room: https://github.com/pytorch/pytorch/issues/121833
     ("disk", r"inline_container\.cc.* unexpected pos|PytorchStreamWriter failed writing|: iostream error",
      "torch could not write a file to its end, most often for want of room: df -h and quota, where the program saves"),
+    ("program", r"^SystemExit: \d+$",
+     "the program ended itself with that status (sys.exit): what it printed before that is in that rank's log"),
     ("import", r"^(ModuleNotFoundError|ImportError)",
      "the ranks' Python lacks it: cluster.venv, cluster.conda, cluster.modules or container.image say which it is"),
     ("no-gpu", r"Torch not compiled with CUDA enabled|has no attribute '_cuda_setDevice'|Found no NVIDIA driver",

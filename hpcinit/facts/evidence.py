@@ -76,6 +76,8 @@ def clocks(differences: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 def brief(error: str) -> str:
     """One line of an error, without our own module's name before it."""
-    line = next((line.strip() for line in error.splitlines() if line.strip()), "")
+    lines = [line.strip() for line in error.splitlines() if line.strip()] or [""]
+    # A SyntaxError begins with the place: File "train.py", line 1
+    line = lines[-1] if lines[0].startswith('File "') else lines[0]
     line = line.removeprefix("hpcinit.facts.errors.")
     return line if len(line) <= LONGEST else f"{line[:LONGEST]} ..."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -179,6 +180,7 @@ def test_two_at_about_the_same_time() -> None:
         ("FloatingPointError: loss is nan", "not-a-number", "learning rate"),
         ("RuntimeError: CUDA error: device-side assert triggered", "gpu", "CUDA_LAUNCH_BLOCKING"),
         ("ValueError: x", "program", "traceback"),
+        ("SystemExit: 3", "program", "sys.exit"),
     ],
 )  # fmt: skip
 def test_what_to_do(error: str, kind: str, word: str) -> None:
@@ -218,6 +220,10 @@ def test_records_of_an_earlier_attempt_are_left_out(tmp_path: Path) -> None:
 def test_an_error_is_one_line() -> None:
     assert brief("\nhpcinit.facts.errors.Failure: no\nmore") == "Failure: no"
     assert len(brief("x" * 999)) < 300
+    try:
+        compile('print("hi"', "train.py", "exec")
+    except SyntaxError as error:
+        assert brief("".join(traceback.format_exception_only(error))) == "SyntaxError: '(' was never closed"
 
 
 def test_a_node_on_which_srun_starts_nothing() -> None:

@@ -6,13 +6,14 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from hpcinit.facts.errors import Failure, RequestError
-from hpcinit.observe.report import command, gather, page, text
+from hpcinit.observe.report import command, gather, page, phases, text
 from hpcinit.observe.report.phases import seconds
 from tests.conftest import Run
 from tests.leaving_out import leave_out
@@ -68,6 +69,23 @@ def test_a_rank_that_never_came_and_a_restart(tmp_path: Path) -> None:
     assert any(line.startswith("ranks 0-4,6-7 on n0001, n0002, n0003, n0004 came as far as 'device'") for line in first)
     assert "job 43.0.1: 8 ranks on 4 nodes (slurm)" in second[0]
     assert any(line.startswith("  queue") and " 10.0 s" in line for line in second)  # since the restart, not before
+
+
+def test_a_program_without_init(tmp_path: Path) -> None:
+    """A script that makes its process group itself ends its timeline where it begins: no rank is said to be missing."""
+    (report,) = gather.reports(synthetic.run(tmp_path / "run", 2, 2))
+    began = ("submitted", "started", "interpreter", "met")
+    ranks = [
+        replace(rank, moments={name: rank.moments[name] for name in began if name in rank.moments})
+        for rank in report.attempt.ranks
+    ]
+    without = phases.of(replace(report.attempt, ranks=tuple(ranks)))
+    assert text.headline(without).endswith(", the program has not called hpcinit.init()")
+    assert phases.missing(without)[-1].startswith(
+        "a program that calls init_process_group itself, and not hpcinit.init()"
+    )
+    one_late = replace(report.attempt, ranks=(*ranks[:3], report.attempt.ranks[3]))
+    assert text.headline(phases.of(one_late)).endswith(", not all are up")
 
 
 @pytest.mark.parametrize(("late_s", "queue"), [(-0.1, [0.1]), (0.4, [0.0]), (1.1, [])])

@@ -163,7 +163,17 @@ def missing(report: Report) -> list[str]:
             where = _listed(sorted({report.hosts[rank] for rank in ranks}))
             after = f"'{moment}' ({MOMENTS[moment]})" if moment else "their beginning"
             lines.append(f"{_ranks(ranks)} on {where} came as far as {after}, and no further")
+    if before_init(report):
+        lines.append(
+            "a program that calls init_process_group itself, and not hpcinit.init(), is seen no further than this"
+        )
     return lines
+
+
+def before_init(report: Report) -> bool:
+    """Whether all ranks are there and none of them has called hpcinit.init(), which many a program never does."""
+    attempt = report.attempt
+    return not attempt.absent and all(rank.furthest == "met" for rank in attempt.ranks)
 
 
 def _listed(names: Iterable[str], most: int = 8) -> str:

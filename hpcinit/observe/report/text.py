@@ -24,6 +24,8 @@ def headline(report: Report) -> str:
     plural = "s" * (attempt.world_size != 1), "s" * (attempt.nodes != 1)
     shape = f"{attempt.world_size} rank{plural[0]} on {attempt.nodes} node{plural[1]} ({attempt.launcher})"
     ends = [rank.moments[timeline.LAST] for rank in attempt.ranks if timeline.LAST in rank.moments]
+    if phases.before_init(report):
+        return f"job {attempt.job}: {shape}{at}, the program has not called hpcinit.init()"
     up = f", up {seconds(max(ends) - begun)} after that" if attempt.complete and begun else ", not all are up"
     return f"job {attempt.job}: {shape}{at}{up}"
 
