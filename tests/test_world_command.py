@@ -102,6 +102,7 @@ def test_a_launcher_by_hand() -> None:
     assert "expected one of: torchrun, horovod, openmpi, mpich, slurm, env, single" in world("--launcher", "x").stderr
 
 
+@pytest.mark.unmeasured("looks at all that its process has imported")
 def test_without_torch() -> None:
     """The command imports neither torch nor Horovod nor anything else that is not Python's own or hpcinit's."""
     code = "import sys; from hpcinit import world; world.main([]); print(*(m.partition('.')[0] for m in sys.modules))"
