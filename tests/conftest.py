@@ -15,7 +15,13 @@ import pytest
 from hpcinit.facts.versions import installed
 from hpcinit.submission import environment
 
-pytest_plugins = ["tests.minislurm.plugin", "tests.second_try", "tests.workers", "tests.left_behind", "tests.unmeasured"]
+pytest_plugins = [
+    "tests.minislurm.plugin",
+    "tests.second_try",
+    "tests.workers",
+    "tests.left_behind",
+    "tests.unmeasured",
+]
 # `make test-horovod` has an environment with it; in the daily run its build would take as long as all the tests.
 collect_ignore = [] if importlib.util.find_spec("horovod") else ["systems/test_horovod.py"]
 if "HPCINIT_SCALE" not in os.environ:  # `make scale`

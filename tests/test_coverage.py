@@ -1,4 +1,4 @@
-"""What `make coverage` counts: also what runs in processes that a test starts, and those end with os._exit."""
+"""What `make test` counts: also what runs in processes that a test starts, and those end with os._exit."""
 
 from __future__ import annotations
 
@@ -38,3 +38,40 @@ def test_processes_that_a_test_starts_are_counted(tmp_path: Path) -> None:
     found = {f"hpcinit/{name.rpartition('/hpcinit/')[2]}": file["summary"] for name, file in files.items()}
     for name in ELSEWHERE:
         assert found[name]["percent_covered"] > 40, (name, found[name])
+
+
+def session(tmp_path: Path, mark: str) -> subprocess.CompletedProcess[str]:
+    """pytest with two tests that start a process; the first has the mark, the second has none."""
+    start = 'subprocess.run([sys.executable, "-c", "import os; print(os.environ.get(\'COVERAGE_PROCESS_CONFIG\'))"], check=True)'
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = unmeasured(reason)\n")
+    (tmp_path / "test_two.py").write_text(
+        f"import subprocess, sys, pytest\n"
+        f"@pytest.fixture(scope='module')\ndef started(): {start}\n"
+        f"@{mark}\ndef test_first(started): {start}\ndef test_second(): {start}\n"
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COVERAGE_"))}
+    # Not measured itself: the words that coverage.py would find there are no config of its.
+    env |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
+    code = (
+        "import os, sys, pytest; os.environ['COVERAGE_PROCESS_CONFIG'] = '[run]'; sys.exit(pytest.main(sys.argv[1:]))"
+    )
+    words = ["-p", "tests.unmeasured", "-p", "no:cacheprovider", "-s", "-q"]
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+
+
+def test_an_unmeasured_test_starts_its_processes_without_coverage(tmp_path: Path) -> None:
+    """A test with the mark, and the fixtures that are made for it, lack the variable; the next test has it again."""
+    done = session(tmp_path, "pytest.mark.unmeasured('looks at its environment')")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.lstrip(".") for line in done.stdout.splitlines()[:3]] == ["None", "None", "[run]"]
+
+
+def test_a_test_is_not_left_unmeasured_without_a_reason(tmp_path: Path) -> None:
+    """Such a mark ends the session, with the test's name and what is missing."""
+    done = session(tmp_path, "pytest.mark.unmeasured")
+    assert done.returncode == 4
+    assert (
+        "test_two.py::test_first: @pytest.mark.unmeasured has no reason, expected one: unmeasured('why')" in done.stderr
+    )

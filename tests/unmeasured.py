@@ -29,4 +29,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         mark = item.get_closest_marker("unmeasured")
         if mark and not mark.args:
-            raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.unmeasured has no reason, expected one: unmeasured('why')")
+            raise pytest.UsageError(
+                f"{item.nodeid}: @pytest.mark.unmeasured has no reason, expected one: unmeasured('why')"
+            )
