@@ -9,7 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.leaving_out import leave_out
+from tests.unmeasured import ON_SLURM
 
 ROOT = Path(__file__).parent.parent
 # Lines that run in a process of their own: the command itself, the local engine, its step, a rank.
@@ -43,7 +46,7 @@ def test_processes_that_a_test_starts_are_counted(tmp_path: Path) -> None:
 def session(tmp_path: Path, mark: str) -> subprocess.CompletedProcess[str]:
     """pytest with two tests that start a process; the first has the mark, the second has none."""
     start = 'subprocess.run([sys.executable, "-c", "import os; print(os.environ.get(\'COVERAGE_PROCESS_CONFIG\'))"], check=True)'
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = unmeasured(reason)\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    unmeasured(reason)\n    slurm\n")
     (tmp_path / "test_two.py").write_text(
         f"import subprocess, sys, pytest\n"
         f"@pytest.fixture(scope='module')\ndef started(): {start}\n"
@@ -61,9 +64,10 @@ def session(tmp_path: Path, mark: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_an_unmeasured_test_starts_its_processes_without_coverage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mark", ["pytest.mark.unmeasured('looks at its environment')", "pytest.mark.slurm"])
+def test_an_unmeasured_test_starts_its_processes_without_coverage(tmp_path: Path, mark: str) -> None:
     """A test with the mark, and the fixtures that are made for it, lack the variable; the next test has it again."""
-    done = session(tmp_path, "pytest.mark.unmeasured('looks at its environment')")
+    done = session(tmp_path, mark)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.lstrip(".") for line in done.stdout.splitlines()[:3]] == ["None", "None", "[run]"]
 
@@ -75,3 +79,8 @@ def test_a_test_is_not_left_unmeasured_without_a_reason(tmp_path: Path) -> None:
     assert (
         "test_two.py::test_first: @pytest.mark.unmeasured has no reason, expected one: unmeasured('why')" in done.stderr
     )
+
+
+def test_files_on_slurm_that_are_measured_are_there() -> None:
+    """A file that was renamed is renamed in the list too."""
+    assert [name for name in ON_SLURM if not (ROOT / name).is_file()] == []

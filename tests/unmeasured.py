@@ -1,7 +1,9 @@
-"""Tests with the marker `unmeasured` start their processes without coverage.py: docs/decisions/0028-coverage.md.
+"""Which tests start their processes without coverage.py: docs/decisions/0028-coverage.md.
 
-It measures a Python that finds its variable, so each such test runs without it, fixtures included. What the test itself
-does in pytest's own process is measured all the same.
+Those with the marker `unmeasured`, and those on Slurm, but for the files in ON_SLURM: a measured process takes more
+time, and the many processes of a job take it from each other. A Python is measured where it finds coverage.py's
+variable, so such a test runs without it, the fixtures that are made for it too. What it does in pytest's own process is
+measured all the same.
 """
 
 from __future__ import annotations
@@ -12,11 +14,20 @@ from collections.abc import Generator
 import pytest
 
 VARIABLE = "COVERAGE_PROCESS_CONFIG"
+# Their jobs run what only a job runs: the batch script's own steps, ranks under srun, each of a job's ways to end.
+ON_SLURM = ("tests/test_main_job.py",)
+
+
+def measured(item: pytest.Item) -> bool:
+    if item.get_closest_marker("unmeasured"):
+        return False
+    on_slurm = item.get_closest_marker("slurm") or "slurm" in getattr(item, "fixturenames", ())
+    return not on_slurm or item.nodeid.partition("::")[0] in ON_SLURM
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    taken = os.environ.pop(VARIABLE, None) if item.get_closest_marker("unmeasured") else None
+    taken = None if measured(item) else os.environ.pop(VARIABLE, None)
     try:
         return (yield)
     finally:
