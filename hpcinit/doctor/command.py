@@ -78,7 +78,7 @@ def _on_nodes(request: Request, argv: Sequence[str], options: argparse.Namespace
     """The login node first: where that is not well, nothing is submitted."""
     here = list(login.checks(request.config, request.document, os.environ))
     if checkup.worst(here) == BAD:
-        telling.note("hpcinit: what is bad here keeps the doctor's job from being submitted")
+        telling.message("what is bad here keeps the doctor's job from being submitted")
         _show(here, options)
         return 1
     status, path = job.submit(request, argv)

@@ -41,8 +41,13 @@ def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def message(text: str) -> None:
+    """A note that says who it is from: in a terminal with other programs' words."""
+    note(f"hpcinit: {text}")
+
+
 def warning(text: str) -> None:
-    note(f"hpcinit: warning: {text}")
+    message(f"warning: {text}")
 
 
 def options(

@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         return int(changed > 0)
     print("\n".join(text))
     said = f"{changed} lines differ from what was submitted" if changed else "as it was submitted"
-    telling.note(f"hpcinit: {run / runfolder.SCRIPT}: {said}")
+    telling.message(f"{run / runfolder.SCRIPT}: {said}")
     return int(changed > 0)
 
 

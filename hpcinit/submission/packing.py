@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import tarfile
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from hpcinit.config import environments
 from hpcinit.config.schema import Config
+from hpcinit.facts import telling
 from hpcinit.facts.errors import SubmitError
 from hpcinit.facts.user_paths import expanded
 
@@ -56,7 +56,7 @@ def ready(config: Config) -> None:
             f"{KEY}: cannot pack {prefix} into {path.parent}:{where} {error.strerror or error}; nothing was submitted; "
             f"cluster.cache=FOLDER names another place, {KEY}=false does without"
         ) from None
-    print(f"hpcinit: kept as {path}", file=sys.stderr)
+    telling.message(f"kept as {path}")
 
 
 def _prefix(config: Config) -> Path:
@@ -107,8 +107,10 @@ def _write(path: Path, prefix: Path) -> None:
     with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as tar:
         members = list(_members(tar, prefix))
         size = sum(member.size for member in members)
-        _say(f"packing {prefix} for {KEY}, once until it changes: {len(members):,} files, {size / 1e9:.2f} GB")
-        _say(f"not packed, but used from where it is: {'; '.join(_outside(prefix))}")
+        telling.message(
+            f"packing {prefix} for {KEY}, once until it changes: {len(members):,} files, {size / 1e9:.2f} GB"
+        )
+        telling.message(f"not packed, but used from where it is: {'; '.join(_outside(prefix))}")
         _room(path.parent, size + 1024 * len(members))
         done = 0
         for member in members:
@@ -120,8 +122,8 @@ def _write(path: Path, prefix: Path) -> None:
             done += member.size
             if time.monotonic() - told > TELL_S:
                 told = time.monotonic()
-                _say(f"{done / 1e9:.2f} of {size / 1e9:.2f} GB packed in {told - begin:.0f} s")
-    _say(f"packed in {time.monotonic() - begin:.0f} s, {path.stat().st_size / 1e9:.2f} GB")
+                telling.message(f"{done / 1e9:.2f} of {size / 1e9:.2f} GB packed in {told - begin:.0f} s")
+    telling.message(f"packed in {time.monotonic() - begin:.0f} s, {path.stat().st_size / 1e9:.2f} GB")
 
 
 def _members(tar: tarfile.TarFile, prefix: Path) -> Iterator[tarfile.TarInfo]:
@@ -169,7 +171,3 @@ def _remove_old(folder: Path, family: str) -> None:
     for path in folder.glob(f"{family}-*.tar"):
         if time.time() - path.stat().st_mtime > KEPT_S:
             path.unlink(missing_ok=True)
-
-
-def _say(text: str) -> None:
-    print(f"hpcinit: {text}", file=sys.stderr, flush=True)

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     document |= RESET
     _go_where_it_was_submitted(run, document, options.fresh_code)
     if dropped and not any(word.startswith(f"{key}=") for word in options.overrides for key in dropped):
-        telling.note(f"hpcinit: {' and '.join(dropped)} of {run.name} is left out; give it again to wait")
+        telling.message(f"{' and '.join(dropped)} of {run.name} is left out; give it again to wait")
 
     def check(request: Request) -> None:
         submit.check(request.config, request.document)

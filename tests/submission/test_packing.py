@@ -13,7 +13,7 @@ import pytest
 from hpcinit import local_environment
 from hpcinit.config.compose import compose
 from hpcinit.config.schema import Config
-from hpcinit.facts import scratch
+from hpcinit.facts import scratch, telling
 from hpcinit.facts.errors import SubmitError
 from hpcinit.submission import packing
 from tests import environments
@@ -90,6 +90,16 @@ def test_old_archives_go_when_nobody_submits_with_them(place: Place) -> None:
         assert not old.exists()
         old = packing.archive(place[1])
     assert not recent.exists() and old.exists()
+
+
+def test_quiet(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+    """With -q nothing is said beside the answer, however long it takes."""
+    telling.choose(telling.QUIET)
+    try:
+        packing.ready(place[1])
+    finally:
+        telling.choose(telling.PLAIN)
+    assert packing.archive(place[1]).exists() and capfd.readouterr() == ("", "")
 
 
 def test_no_room(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

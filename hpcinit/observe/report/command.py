@@ -75,7 +75,7 @@ def _write(file: Path, run: Path, found: Sequence[Report], asked: bool, beside_j
         said = f"the page {file} cannot be written: {error.strerror}"
         if asked:
             raise Failure(f"{said}; choose another place with --html FILE") from None
-        telling.note(f"hpcinit: {said}; --html FILE writes it elsewhere")
+        telling.message(f"{said}; --html FILE writes it elsewhere")
     else:
         if beside_json:
             telling.note(f"page: {file}")
