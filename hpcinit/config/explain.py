@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from hpcinit.config import folders, keys
+from hpcinit.config import extra_options, folders, keys
 
 NOT_READABLE = (
     "expected key=value; a value with blanks, commas, quotes or brackets needs quotes of its own inside the shell's: "
@@ -120,7 +120,7 @@ def _no_such_choice(missing: str, override: str) -> str:
         known = folders.choices("")
         return f"--config-name {value}: no {value}.yaml, expected one of: {', '.join(known)}{keys.guess(value, known)}"
     known = folders.choices(key) or ["basic"]  # a group of Hydra's own, such as hydra/launcher
-    near = keys.guess(value, known)
+    near = keys.guess(Path(value).name.removesuffix(".yaml"), known)  # cluster=conf/cluster/mine.yaml
     return f"{key}={_shown(value)}: no such {key}, expected one of: {', '.join(known)}{near}"
 
 
@@ -156,9 +156,7 @@ def _about_key(override: str, said: _Said) -> str:
     where = f"{folders.find(said.file)}: " if said.file else ""
     if said.kind in NO_KEY or "Could not override" in said.text:
         key = said.key or override.lstrip("+~").partition("=")[0]
-        known = keys.beside(key)
-        near = keys.guess(key.rpartition(".")[2], known)
-        return _where(override, f"{where}no such key {key!r}{near or _choices(key, known)}")
+        return _where(override, f"{where}no such key {key!r}{_near(key, override)}")
     if said.kind in OTHER_TYPE and (expected := keys.expected(said.key)):
         found = re.search(r"Value '(.*?)' ", said.text)
         what = f"{said.key} is {found[1]!r}, expected" if found else f"{said.key}: expected"
@@ -167,11 +165,19 @@ def _about_key(override: str, said: _Said) -> str:
     return _where(override, where + detail)
 
 
-def _choices(key: str, known: Sequence[str]) -> str:
-    """Where nothing is close: all that there are, of the many at the top only where they are explained."""
+def _near(key: str, override: str) -> str:
+    """The key that was probably meant; if none is close all that there are, of the many at the top where to read."""
+    known = keys.beside(key)
+    if "." not in key and (meant := extra_options.meant(key.replace("_", "-"), override.partition("=")[2])):
+        return f"; {meant}"
+    if near := keys.guess(key.rpartition(".")[2], known):
+        return f"; did you mean {keys.nearest(key)!r}?" if override else near
     if not known or key.startswith("hydra"):
         return ""
-    return f", expected one of: {', '.join(known)}" if "." in key else "; hpcinit submit --help explains all there are"
+    if "." in key:
+        return f", expected one of: {', '.join(known)}"
+    behind = f"; your program's own arguments stand after it: -- train.py {override}" if override else ""
+    return f"; hpcinit submit --help explains all there are{behind}"
 
 
 def _not_readable(override: str) -> str:
@@ -179,7 +185,7 @@ def _not_readable(override: str) -> str:
     if found and keys.kind(found[1]) is not None and override != f"{found[1]}={found[2]}":
         return f"{_shown(override)}: expected key=value: {found[1]}={found[2] or '...'}"
     if "=" not in override and (key := keys.nearest(override)):
-        return f"{_shown(override)}: expected key=value, as in {key}=..."
+        return f"{_shown(override)}: expected key=value, as in {key}={'true' if keys.kind(key) is bool else '...'}"
     if "=" not in override:
         return f"{_shown(override)}: expected key=value; what is to run stands after --: hpcinit submit -- train.py"
     return f"{_shown(override)}: {NOT_READABLE}"

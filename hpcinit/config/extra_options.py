@@ -55,6 +55,37 @@ REASONS = {
 OF_SBATCH = {"wait": "wait=true follows a job to its end"}  # srun's is another
 
 
+# Words of sbatch, torchrun and other schedulers that people bring along, and what is meant by them here.
+GPUS = "one GPU is for each rank: ranks_per_node=4; what a node has is the cluster's gpus_per_node"
+ELSEWHERE = {
+    **dict.fromkeys(("gpus", "gpus-per-task", "gres", "num-gpus"), GPUS),
+    **dict.fromkeys(("ntasks", "nproc-per-node", "tasks-per-node"), "ranks are nodes=2 x ranks_per_node=8"),
+    **dict.fromkeys(("nnodes", "num-nodes"), "that is nodes=2"),
+    **dict.fromkeys(("time", "walltime"), "that is time_min=60, in minutes"),
+    "queue": "that is partition=NAME",
+    "project": "that is account=NAME",
+}
+# sbatch's, most often asked for, that no key has.
+OWN_OF_SBATCH = {
+    "constraint",
+    "reservation",
+    "exclude",
+    "nodelist",
+    "mail-type",
+    "mail-user",
+    "licenses",
+    "begin",
+    "nice",
+}
+
+
+def meant(name: str, value: str) -> str:
+    """What one means with sbatch's or torchrun's word, which is no key; '' for any other. name: as in mail-type."""
+    if name in OWN_OF_SBATCH:
+        return f"sbatch's own is +cluster.sbatch.{name}={value or '...'}"
+    return ELSEWHERE.get(name, "")
+
+
 def instead(option: str, table: str = "sbatch") -> str:
     """What to do where `option` cannot be in cluster.sbatch or cluster.srun; '' if it can. table: sbatch or srun."""
     if table == "sbatch" and option in OF_SBATCH:

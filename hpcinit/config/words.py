@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpcinit.config import keys
-from hpcinit.config.extra_options import OWNED, REASONS
+from hpcinit.config.extra_options import ELSEWHERE, OWNED, REASONS
 from hpcinit.facts.errors import ConfigError
 
 SHORT = {"N": "nodes", "p": "partition", "A": "account", "q": "qos", "c": "cpus-per-task", "t": "time",
-         "J": "job-name", "n": "ntasks", "D": "chdir", "o": "output", "e": "error", "G": "gpus-per-node"}  # fmt: skip
+         "J": "job-name", "n": "ntasks", "D": "chdir", "o": "output", "e": "error", "G": "gpus"}  # fmt: skip
 # Options of sbatch whose value means the same in our key; --time=1:00:00 and --mem=4G do not.
 SAME_VALUE = {"nodes", "partition", "account", "qos", "comment", "job-name", "ntasks-per-node", "cpus-per-task"}
 
@@ -35,7 +35,8 @@ def parse(parser: ArgumentParser, line: Sequence[str]) -> Namespace:
         raise ConfigError(*found)
     if (args.package or args.resolve) and not (args.cfg or args.help):
         flag = f"-p {args.package}" if args.package else "--resolve"
-        raise ConfigError(f"{flag}: says what --cfg shows, and needs it; the partition is partition=NAME")
+        name = args.package or "NAME"
+        raise ConfigError(f"{flag}: says what --cfg shows, and needs it; the partition is partition={name}")
     if args.config_path:
         raise ConfigError(f"--config-path {args.config_path}: hpcinit's own configs stay in place; use --config-dir")
     if args.config_dir and not Path(args.config_dir).is_dir():
@@ -53,6 +54,10 @@ def mistakes(words: Sequence[str], unknown: Sequence[str], overrides: Sequence[s
     while at < len(words):
         word, value = words[at], words[at + 1] if at + 1 < len(words) else ""
         value = value if value in {*overrides, *unknown} and _is_bare(value) else ""
+        if blank := _blank(words[at : at + 3], overrides):
+            found.append(f"{' '.join(blank)}: expected no blank beside the =, as in {''.join(blank)}")
+            at += len(blank)
+            continue
         if word in unknown and word.startswith("-"):
             found.append(_flag(word, value))
         elif value and word in overrides and _is_bare(word) and (key := keys.nearest(word)):
@@ -61,6 +66,17 @@ def mistakes(words: Sequence[str], unknown: Sequence[str], overrides: Sequence[s
             value = ""
         at += 2 if value else 1
     return found
+
+
+def _blank(words: Sequence[str], overrides: Sequence[str]) -> Sequence[str]:
+    """The first two or three of `words` if they are `nodes = 2`, `nodes= 2` or `nodes =2`; else none."""
+    for known in (words[:3], words[:2]):
+        text = "".join(known)
+        key, _, value = text.partition("=")
+        apart = text.count("=") == 1 and known[0] != text and (known[0].endswith("=") or known[1].startswith("="))
+        if apart and value and keys.kind(key) is not None and set(known) <= set(overrides):
+            return known
+    return ()
 
 
 def sbatchs_quality(words: Sequence[str]) -> list[str]:
@@ -121,9 +137,9 @@ def _flag(word: str, value: str) -> str:
     key = name.replace("-", "_")
     if keys.kind(key) is not None:
         return f"{wrong}: {key}={value or ('true' if keys.kind(key) is bool else '...')}"
-    if own := OWNED.get(name):
+    if (own := OWNED.get(name)) and name != "gres":
         return f"{wrong}: {own}={value if value and name in SAME_VALUE else '...'}"
-    if why := REASONS.get(name):
+    if why := REASONS.get(name) or ELSEWHERE.get(name):
         return f"{wrong}; {why}"
     if (near := keys.nearest(key)) and not keys.is_group(near):
         return f"{wrong}; did you mean {near}={value or '...'}"

@@ -60,6 +60,7 @@ CASES = [
     (f"name={'a' * 300}", "name has 300 characters, expected at most 2"),
     # choices
     ("cluster=nope", "cluster=nope: no such cluster, expected one of: alist"),
+    ("cluster=conf/cluster/alist.yaml", "did you mean 'alist'?"),
     ("cluster=null", "cluster=null: expected one of: alist"),
     ("cluster=", "cluster=: no such cluster, expected one of: alist"),
     ("cluster=../x", "cluster=../x: no such cluster, expected one of: alist"),
@@ -87,7 +88,20 @@ CASES = [
     ("comment=${cluster}", "comment=${cluster}: stands for a table or a list, expected text, or null"),
     # plus, tilde, at
     ("nodez=3", "nodez=3: no such key 'nodez'; did you mean 'nodes'?\n"),
-    ("qwerty=3", "qwerty=3: no such key 'qwerty'; hpcinit submit --help explains all there are\n"),
+    ("qwerty=3", "qwerty=3: no such key 'qwerty'; hpcinit submit --help explains all there are; your program's own arguments stand after it: -- train.py qwerty=3\n"),
+    ("hang.after=3", "hang.after=3: no such key 'hang.after'; did you mean 'hang.after_s'?"),
+    # sbatch's and torchrun's words
+    ("gpus=4", "gpus=4: no such key 'gpus'; one GPU is for each rank: ranks_per_node=4"),
+    ("nproc_per_node=4", "no such key 'nproc_per_node'; ranks are nodes=2 x ranks_per_node=8"),
+    ("walltime=60", "no such key 'walltime'; that is time_min=60, in minutes"),
+    ("constraint=gpu", "no such key 'constraint'; sbatch's own is +cluster.sbatch.constraint=gpu"),
+    ("--gres=gpu:4", "--gres=gpu:4: no such option, expected key=value; one GPU is for each rank"),
+    ("--gpus 4", "--gpus 4: no such option, expected key=value; one GPU is for each rank"),
+    # blanks
+    ("nodes = 4", "nodes = 4: expected no blank beside the =, as in nodes=4"),
+    ("nodes= 4", "nodes= 4: expected no blank beside the =, as in nodes=4"),
+    ("nodes =4", "nodes =4: expected no blank beside the =, as in nodes=4"),
+    ("wait", "wait: expected key=value, as in wait=true"),
     ("time_min=1:00:00", "time_min=1:00:00: expected a whole number of minutes"),
     ("NODES=3", "did you mean 'nodes'?"),
     ("~nodes", "~nodes: hpcinit's own keys cannot be taken away; give it another value: nodes=..."),
@@ -125,7 +139,7 @@ CASES = [
     ("--dependency=afterok:7", "expected key=value; use after, after_ok or singleton instead"),
     ("--time=1:00", "--time=1:00: no such option, expected key=value: time_min=..."),
     ("--constraint=x", "one of sbatch's own: +cluster.sbatch.constraint=x"),
-    ("-p high", "-p high: says what --cfg shows, and needs it; the partition is partition=NAME"),
+    ("-p high", "-p high: says what --cfg shows, and needs it; the partition is partition=high"),
     ("--cfg", "argument --cfg/-c: expected one argument"),
     ("--cfg x", "invalid choice: 'x' (choose from"),
     ("-- -m", "nothing stands after -- -m, expected a module"),
