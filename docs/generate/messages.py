@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,13 @@ def all_messages() -> list[Message]:
         for message in _of(tree, module):
             found.setdefault((module, message.template), message)
     return list(found.values())
+
+
+def about_module(module: str) -> str:
+    """What a module is for, in its own first sentence: config.checks -> Everything that can be known to be ..."""
+    path = PACKAGE.joinpath(*module.split("."))
+    file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+    return re.split(r"(?<!\.)\.(?: |$)", _first_line(ast.parse(file.read_text())), maxsplit=1)[0]
 
 
 def _of(tree: ast.Module, module: str) -> Iterator[Message]:

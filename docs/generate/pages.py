@@ -9,9 +9,10 @@ from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 
-from docs.generate.messages import Message, all_messages
+from docs.generate.messages import Message, about_module, all_messages
 from hpcinit.config import checks, reference
 from hpcinit.config.schema import Config
+from hpcinit.facts import causes
 
 ROOT = Path(__file__).parents[2]
 SOURCE = "source"  # where the site has files of the checkout that are no pages
@@ -43,9 +44,34 @@ MESSAGES = """\
 Made from the source: what hpcinit ends with when something is wrong, {count} texts. What stands in `<...>` is put
 in when it happens. A message says what was looked at, what was seen, what was expected and what to do; in italics,
 what the code that says it is for. Exit status 2: the request is wrong and nothing was started; 1: it was right and
-could not be carried out. All problems of a config are told at once. What Slurm, torch and DeepSpeed say themselves
-is in [troubleshooting](../troubleshooting.md).
+could not be carried out. All problems of a config are told at once. First, what your program, torch, NCCL and the
+kernel say, as `hpcinit why` takes it; what Slurm says is in [troubleshooting](../troubleshooting.md).
 """
+CAUSES = """\
+## What your program, torch and the kernel say
+
+`hpcinit why RUN` finds the rank that was first, and looks at its error from the top of this table down.
+
+| you saw | why | what to do |
+|---|---|---|
+"""
+# In words where the kind alone says too little.
+KINDS = {
+    "cuda-memory": "the GPU's memory is full",
+    "host-memory": "the node's memory is full",
+    "shared-memory": "/dev/shm of the node is full",
+    "disk": "no room on a disk",
+    "import": "a package is not in the ranks' Python",
+    "no-gpu": "this torch finds no GPU",
+    "gpu": "a GPU has failed, or what the program ran on it",
+    "port": "two programs, one port",
+    "not-a-number": "the loss is no number any more",
+    "file": "a file is not there, or not yours",
+    "network": "the network between the nodes",
+    "start-up": "a rank has not come",
+    "hang": "ranks wait for one that does not come",
+    "program": "the program itself",
+}
 
 
 def keys() -> str:
@@ -82,7 +108,7 @@ def _rows(prefix: str, table: type) -> Iterator[str]:
 def messages() -> str:
     """The page of all messages, by where they come up."""
     found = all_messages()
-    parts = [MESSAGES.format(count=len(found))]
+    parts = [MESSAGES.format(count=len(found)), _causes()]
     for room, title in ROOMS.items():
         here = [message for message in found if _room(message) == room]
         if here:
@@ -91,15 +117,49 @@ def messages() -> str:
     return "\n".join(parts)
 
 
+def _causes() -> str:
+    """A row for each kind of error that `hpcinit why` knows, and for each signal."""
+    rows = [(_readable(pattern), KINDS[kind], do) for kind, pattern, do in causes.KINDS]
+    rows += [(f"`{signal}`", "a signal ended the rank", do) for signal, do in causes.SIGNALS.items()]
+    return CAUSES + "".join(f"| {saw} | {why} | {_cell(do)} |\n" for saw, why, do in rows)
+
+
+def _readable(pattern: str) -> str:
+    """The alternatives of a regular expression as a person would write them: `No space left on device`, `Xid`."""
+    depth, words = 0, [""]
+    for letter in pattern:
+        depth += (letter == "(") - (letter == ")")
+        words = [*words, ""] if letter == "|" and not depth else [*words[:-1], words[-1] + letter]
+    shown = [
+        re.sub(r"\\([.])", r"\1", re.sub(r"\\d\+", "N", word).replace("\\b", "").replace(".*", "...")) for word in words
+    ]
+    alone = dict.fromkeys(word.strip("^$").replace("?", "") for word in _without_groups(shown))
+    return ", ".join(f"`{_cell(word)}`" for word in alone)
+
+
+def _without_groups(words: list[str]) -> Iterator[str]:
+    """(A|B) as two words; 'ranks? (is|are) missing' is one that has its first."""
+    for word in words:
+        group = re.search(r"\(([^()]*)\)", word)
+        if group is None:
+            yield word
+        else:
+            yield from _without_groups(
+                [word[: group.start()] + one + word[group.end() :] for one in group[1].split("|")]
+            )
+
+
 def _room(message: Message) -> str:
     first = message.module.partition(".")[0]
     return first if first in ROOMS else ""
 
 
 def _of_module(module: str, found: list[Message]) -> str:
-    lines = [f"### `{module}`\n"]
+    title = about_module(module) or module
+    lines = [f"### {title.replace('<', '&lt;')}\n", f"In `{module}`.\n"]
     for about, those in groupby(found, lambda message: message.about):
-        lines.append(f"*{_cell(about)}*\n")
+        if about.rstrip(".") != title:
+            lines.append(f"*{_cell(about)}*\n")
         lines += [
             f"- `{message.template.replace('`', chr(39))}` ({message.kind}, {message.exit_status})" for message in those
         ]

@@ -17,6 +17,7 @@ from docs.generate import messages, pages
 from hpcinit.config import reference
 from hpcinit.config.compose import compose
 from hpcinit.config.words import with_ids_as_text
+from hpcinit.facts import causes
 from tests.leaving_out import leave_out
 
 ROOT = Path(__file__).parents[2]
@@ -79,10 +80,12 @@ def raised() -> Iterator[tuple[str, str]]:
 
 
 def test_every_message_is_on_its_page() -> None:
-    """Whatever the code raises with words of its own is found by those words."""
+    """Whatever the code raises with words of its own is found by those words; so is what `why` knows of others' errors."""
     page = pages.messages()
     those = list(raised())
     assert len(those) > 150
+    assert "| `nan`, `NaN`, `FloatingPointError`, `loss is nan`, `loss is inf` |" in page
+    assert all(f"| {do.replace('<', '&lt;')} |" in page for *_, do in (*causes.KINDS, *causes.SIGNALS.items()))
     assert [each for each in those if each[1].replace("`", "'") not in page.replace("&lt;", "<")] == []
 
 
