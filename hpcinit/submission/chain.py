@@ -40,11 +40,8 @@ hpcinit_from=$(wc -l < "${runfolder.ENV_FOLDER}/{runfolder.JOB_LOG}")
 # had told the job to end. In the grace time of a preemption the ranks get SIGTERM, and this shell gets none.
 OWN = f"""\
 hpcinit_own() {{ # the ranks have ended with status $1: that of the first, where srun has ended the others for it
-  local job start='' first
-  [ "$1" -eq {runfolder.ENDED_EARLY} ] || return "$1"
-  job=$(scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null)
-  [[ $job =~ ' StartTime='([0-9T:-]+) ]] && start=${{BASH_REMATCH[1]}}
-  [[ $job =~ ' PreemptTime='([0-9][0-9T:-]+) && ! ${{BASH_REMATCH[1]}} < ${{start:-}} ]] && return "$1"
+  local first
+  [ "$1" -eq {runfolder.ENDED_EARLY} ] && ! hpcinit_preempted || return "$1"
   first=$(tail -n "+$((hpcinit_from + 1))" "${runfolder.ENV_FOLDER}/{runfolder.JOB_LOG}" |
     grep -m 1 '^srun: error: .*: tasks\\? \\|CANCELLED AT\\|Job step aborted\\|forcing job termination')
   case $first in

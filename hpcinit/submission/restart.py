@@ -59,19 +59,15 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
 fi
 """
 
-# Slurm notes when it decided to preempt, and keeps it over the requeue: it counts if it is later than the start.
 # sinfo marks nodes that do not answer with '*'. srun's own status is the highest of all ranks, and ranks that were
 # killed have higher ones than those that hung: the report of the hang tells, too.
 REASON = """\
 hpcinit_reason() { # why the ranks have ended with status $1; nothing if they are done
-  local job left='' start
+  local left
   left=$(cat "@STOPPED@" 2>/dev/null)
   case $left in *"\\"job\\": \\"$SLURM_JOB_ID\\""*) ;; *) left='' ;; esac
   [ "$1" -ne 0 ] || [ -n "$left" ] || return 0
-  job=$(scontrol --oneliner show job "$hpcinit_job" 2>/dev/null)
-  [[ $job =~ ' StartTime='([0-9T:-]+) ]] && start=${BASH_REMATCH[1]}
-  if [[ $left == *"@STOP_PREEMPTED@"* ]]; then echo @PREEMPTED@
-  elif [[ $job =~ ' PreemptTime='([0-9][0-9T:-]+) && ! ${BASH_REMATCH[1]} < ${start:-} ]]; then echo @PREEMPTED@
+  if [[ $left == *"@STOP_PREEMPTED@"* ]] || hpcinit_preempted; then echo @PREEMPTED@
   elif [[ $left == *"@STOP_TIME_LIMIT@"* ]]; then echo @TIME_LIMIT@
   elif [ "$1" -eq 0 ]; then return 0
   elif [ -n "$(hpcinit_lost)" ]; then echo @NODE_FAIL@
@@ -167,11 +163,16 @@ def option(config: Config) -> dict[str, bool]:
     return {**spares, **({"requeue": True} if config.restart.budget else {"no-requeue": True})}
 
 
+def asks(config: Config) -> bool:
+    """Whether the batch script looks at why its ranks have ended."""
+    return wanted(config) or (bool(config.spares) and config.cluster.engine == "slurm")
+
+
 def lines(config: Config) -> list[str]:
     """What the batch script begins with, after it has noted its begin."""
     if config.cluster.engine != "slurm":
         return []
-    parts = [BUDGET if wanted(config) else BEGINS] + [REASON] * (wanted(config) or bool(config.spares))
+    parts = [BUDGET if wanted(config) else BEGINS] + [REASON] * asks(config)
     return _filled(
         "".join(parts + [SPARES.lstrip()] * bool(config.spares) + [AFTER] * wanted(config)), config
     ).splitlines()

@@ -9,7 +9,7 @@ from typing import Any
 from hpcinit.config.checks import ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.facts import quoting, runfolder, timeline
-from hpcinit.submission import after, chain, launching, restart, setup, to_local
+from hpcinit.submission import after, chain, launching, preemption, restart, setup, to_local
 from hpcinit.submission.snapshot import Plan
 
 # What the batch script leaves behind: a record of its start, and one of its end in its place, whatever ended it but
@@ -97,7 +97,9 @@ def _mem(gb: float) -> str:
 def _setup(config: Config, folder: Path, code: Plan | None) -> list[str]:
     lines = [IN_A_JOB] if config.cluster.engine == "slurm" else []
     lines += [f"export {runfolder.ENV_FOLDER}={quoting.shell(str(folder))}"]
-    lines += [*chain.lines(config.chain), *ATTEMPT, *restart.lines(config)]
+    lines += [*chain.lines(config.chain), *ATTEMPT]
+    lines += preemption.LINES if config.chain > 1 or restart.asks(config) else []
+    lines += restart.lines(config)
     # Slurm 24.11 says when the job ends; 22.05 does not, and no start-up should wait beyond it.
     lines += [f'export HPCINIT_JOB_END_TIME="${{SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * {config.time_min}))}}"']
     lines += setup.lines(config)

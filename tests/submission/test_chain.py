@@ -81,7 +81,7 @@ def test_a_task_of_an_array_is_no_number(written: str, read: str) -> None:
 def test_a_plain_script_knows_nothing_of_chains(hpcinit: Run) -> None:
     """Without these keys the script has no line about them."""
     text = hpcinit("submit", "cluster=mini", "dry_run=true").stdout
-    assert "dependency" not in text and "hpcinit_before" not in text
+    assert "dependency" not in text and "hpcinit_before" not in text and "hpcinit_preempted" not in text
 
 
 # --- after, after_ok, singleton

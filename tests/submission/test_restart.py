@@ -11,6 +11,7 @@ import pytest
 
 from hpcinit.config import checks
 from hpcinit.config.compose import compose
+from hpcinit.submission import preemption
 from tests.conftest import Run
 from tests.leaving_out import installed
 from tests.minislurm import MiniSlurm
@@ -105,6 +106,28 @@ def test_the_script_is_valid_bash(hpcinit: Run, tmp_path: Path, words: list[str]
     assert "hpcinit_after" in done.stdout
     subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
     subprocess.run([installed("shellcheck"), tmp_path / "job.sh"], check=True)
+
+
+@pytest.mark.parametrize(
+    ("times", "preempted"),
+    [
+        ("StartTime=2026-11-21T14:00:00 PreemptEligibleTime=2026-11-21T14:00:00 PreemptTime=2026-11-21T14:02:00", True),
+        ("StartTime=2026-11-21T14:02:00 PreemptEligibleTime=2026-11-21T14:02:00 PreemptTime=2026-11-21T14:02:00", True),
+        (
+            "StartTime=2026-11-21T14:02:30 PreemptEligibleTime=2026-11-21T14:02:30 PreemptTime=2026-11-21T14:02:00",
+            False,
+        ),
+        ("StartTime=2026-11-21T14:00:00 PreemptEligibleTime=2026-11-21T14:00:00 PreemptTime=None", False),
+        ("StartTime=2026-11-21T14:00:00 PreemptEligibleTime=2026-11-21T14:00:00", False),
+        ("", False),
+    ],
+)
+def test_the_preemption_of_an_attempt_before_does_not_count(times: str, preempted: bool) -> None:
+    """Slurm keeps its time over the requeue: it counts from the start of this attempt on. (Words of scontrol stand in for
+    it here; test_restart_training.py has the real one.)"""
+    said = f"scontrol() {{ echo 'JobId=7 JobState=RUNNING {times} SuspendTime=None'; }}"
+    script = "\n".join(["hpcinit_job=7", said, *preemption.LINES, "hpcinit_preempted"])
+    assert (subprocess.run(["bash", "-uc", script], check=False).returncode == 0) is preempted
 
 
 # --- on the cluster
