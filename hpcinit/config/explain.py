@@ -121,7 +121,16 @@ def _no_such_choice(missing: str, override: str) -> str:
         return f"--config-name {value}: no {value}.yaml, expected one of: {', '.join(known)}{keys.guess(value, known)}"
     known = folders.choices(key) or ["basic"]  # a group of Hydra's own, such as hydra/launcher
     near = keys.guess(Path(value).name.removesuffix(".yaml"), known)  # cluster=conf/cluster/mine.yaml
+    near = _further_up(key, value) or near
     return f"{key}={_shown(value)}: no such {key}, expected one of: {', '.join(known)}{near}"
+
+
+def _further_up(key: str, value: str) -> str:
+    """Where one is in a folder of the project, and the project's conf/ is above."""
+    for folder in Path.cwd().parents if re.fullmatch(r"[\w.-]{1,99}", value) else ():
+        if (path := folder / "conf" / key / f"{value}.yaml").is_file():
+            return f"; {path} is further up: cd {folder}, or HPCINIT_CONF={folder / 'conf'}"
+    return ""
 
 
 def _about_override(override: str, said: _Said) -> str:

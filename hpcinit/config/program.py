@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -56,9 +57,12 @@ def _for_python(command: str, args: Sequence[str], workdir: Path) -> Iterator[st
 
 def _command(command: str, workdir: Path) -> Iterator[str]:
     """A bare name is looked up on the PATH of the nodes, which this one need not have."""
-    if "/" not in command and command not in {".", ".."}:
-        return
     path = workdir / command
+    if "/" not in command and command not in {".", ".."}:
+        if path.is_file() and shutil.which(command) is None:
+            how = f"./{command}" if os.access(path, os.X_OK) else f"bash {command}"
+            yield f"job.command is {command!r}, which is looked up on PATH; for {path.absolute()}: -- {how}"
+        return
     if not path.exists():
         why = "does not exist"
     elif path.is_dir():

@@ -176,6 +176,18 @@ def test_a_command_that_is_no_program(tmp_path: Path, command: str, why: str) ->
     assert problem.startswith(f"job.command is {command!r}, expected an executable file: /") and problem.endswith(why)
 
 
+def test_a_file_beside_that_is_not_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`-- go.sh` would be looked for on PATH, in vain; a name that is there in both ways is the one on PATH."""
+    monkeypatch.chdir(tmp_path)
+    go = ("job=program", "job.command=go.sh", "name=x")
+    Path("go.sh").touch()
+    assert found(*go) == [f"job.command is 'go.sh', which is looked up on PATH; for {tmp_path}/go.sh: -- bash go.sh"]
+    Path("go.sh").chmod(0o755)
+    assert found(*go)[0].endswith("/go.sh: -- ./go.sh")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert found(*go) == []
+
+
 def test_commands_that_may_be_there(tmp_path: Path) -> None:
     """A file that may be executed passes, and so does a bare name: the PATH of the nodes may be another."""
     (tmp_path / "work").mkdir()

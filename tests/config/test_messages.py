@@ -191,6 +191,17 @@ def test_one_clear_line(
     assert [path.name for path in Path().iterdir()] == ["conf"]
 
 
+def test_a_cluster_of_the_folder_above(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of the project its conf/ is not found, and the message says where it is."""
+    top = Path.cwd()
+    (top / "src/deep").mkdir(parents=True)
+    (top / "conf/cluster/ours.yaml").write_text("name: ours\n")
+    monkeypatch.chdir(top / "src/deep")
+    assert main(["submit", "cluster=ours"]) == 2
+    said = f"{top}/conf/cluster/ours.yaml is further up: cd {top}, or HPCINIT_CONF={top}/conf"
+    assert said in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("line", "warning"),
     [
