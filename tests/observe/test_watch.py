@@ -23,12 +23,16 @@ from tests.waiting import until
 @pytest.mark.slurm
 def test_until_all_are_over(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: Path) -> None:
     """Each change of a run and of a sweep's task is told once, as a line or as JSON; the highest exit status is watch's."""
-    program = ("sh", "-c", "sleep 4; exit $(grep -c '^seed: 3' $HPCINIT_RUN/config.yaml)")
-    submit(hpcinit, idle_slurm, *SMALL, "name=one", "--", "sh", "-c", "sleep 6; exit 7")
+    go = "until [ -e go ]; do sleep 0.1; done"
+    program = ("sh", "-c", f"{go}; sleep 2; exit $(grep -c '^seed: 3' $HPCINIT_RUN/config.yaml)")
+    submit(hpcinit, idle_slurm, *SMALL, "name=one", "--", "sh", "-c", f"{go}; sleep 4; exit 7")
     submit(hpcinit, idle_slurm, "-m", "seed=1,2,3", *SMALL, "name=many", "--", *program)
     env, questions = counted(tmp_path)
     command = [sys.executable, "-m", "hpcinit", "watch", "--json"]
     objects = subprocess.Popen(command, env={**os.environ, **idle_slurm.env}, stdout=subprocess.PIPE, text=True)
+    assert objects.stdout
+    first = objects.stdout.readline()  # it has seen that both go on
+    (tmp_path / "go").touch()
     began = time.monotonic()
     done = hpcinit("watch", "one-0001", "many-0001", env={**idle_slurm.env, **env}, timeout=200)
     assert done.returncode == 7 and done.stderr == ""
@@ -36,7 +40,7 @@ def test_until_all_are_over(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: Path)
     assert "many-0001: 2 COMPLETED, 1 FAILED" in done.stdout
     assert questions.read_text().split().count("squeue") <= time.monotonic() - began + 2
     out, _ = objects.communicate(timeout=60)
-    changes = [json.loads(line) for line in out.splitlines()]
+    changes = [json.loads(line) for line in (first + out).splitlines()]
     assert objects.returncode == 7
     ends = {Path(change["run"]).name: change["name"] for change in changes}
     assert ends == {"one-0001": "FAILED", "0": "COMPLETED", "1": "COMPLETED", "2": "FAILED"}
