@@ -269,6 +269,7 @@ def test_the_clocks_of_two_nodes_differ(start: Start) -> None:
     ends = run.ends()
     said = run.hpcinit("why", run.folder.name, env=run.slurm.env).stdout
     kept(run, "clocks of the nodes 2 s apart (a rank raises)", word, ends, "RANK failed first", "FAILED")
+    assert "ExitCode=1:0" in run.slurm.run("scontrol", "show", "job", run.job)
     assert re.search(r"clocks of the nodes differ by (1\.[89]|2\.\d) s \(n2 is ahead\)", said), said
 
 

@@ -18,7 +18,7 @@ from hpcinit.facts.errors import RequestError
 from hpcinit.facts.forked import Node as Place
 from hpcinit.facts.forked import environment, node
 from hpcinit.facts.spec import Launch
-from hpcinit.runtime.fork import binding, preload, process
+from hpcinit.runtime.fork import binding, family, preload, process
 from tests import waiting
 from tests.forking import Node
 from tests.leaving_out import leave_out
@@ -76,6 +76,7 @@ def test_one_that_dies_takes_the_others_with_it(tmp_path: Path, end: str, status
     ended, said = started.end()
     assert ended == status and f"rank 1: {how}" in said
     # The claim is a second; on a loaded machine it may be more, and without SIGKILL it is 60.
+    assert family.GRACE_S < 1
     assert time.time() - float((tmp_path / "died").read_text()) < 30
 
 
@@ -163,6 +164,22 @@ def test_who_was_told_to_end_may_save(tmp_path: Path) -> None:
     wait_for(lambda: all("ready" in started.log(rank) for rank in range(2)))
     started.process.terminate()
     assert started.end() == (-signal.SIGTERM, "") and "saved" in started.log(1)
+
+
+def test_a_rank_that_ends_leaves_nothing_behind(tmp_path: Path) -> None:
+    """What it has started ends with it, also where it ended well, and it is no zombie while its neighbour goes on."""
+    code = RANK + (
+        "import subprocess\nfrom pathlib import Path\nfrom hpcinit.runtime.fork import process\n"
+        "if rank == 0:\n"
+        "    child = subprocess.Popen(['sleep', '1000'])\n"
+        "    Path('new').write_text(f'{os.getpid()} {child.pid}')\n    os.rename('new', 'both')\n    os._exit(0)\n"
+        "while not os.path.exists('both'):\n    time.sleep(0.02)\n"
+        "neighbour, child = map(int, Path('both').read_text().split())\nend = time.monotonic() + 60\n"
+        "while process.state(neighbour) or process.state(child) not in ('', 'Z'):\n"  # Z: whose init does not reap
+        "    assert time.monotonic() < end, [process.state(neighbour), process.state(child)]\n    time.sleep(0.02)\n"
+    )
+    started = Node(tmp_path, code)
+    assert started.end() == (0, ""), started.log(1)
 
 
 def test_no_rank_outlives_its_parent(tmp_path: Path) -> None:
