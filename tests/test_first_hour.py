@@ -108,7 +108,7 @@ def test_the_first_hour(idle_slurm: MiniSlurm, tmp_path: Path, monkeypatch: pyte
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     for name, text in PROGRAMS:
         Path(name).write_text(text)
-    assert (len(COMMANDS), len(PROGRAMS)) == (25, 5)
+    assert (len(COMMANDS), len(PROGRAMS)) == (26, 5)
     for command, shown in COMMANDS:
         closed = "name=patience wait=true" in command
         if closed:
