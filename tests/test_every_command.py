@@ -218,6 +218,17 @@ def test_colours_in_a_terminal_only(folder: Path, name: str) -> None:
     assert "\x1b" not in piped.stdout + piped.stderr and piped.stdout
 
 
+def test_what_comes_next_is_told_in_a_terminal(tmp_path: Path) -> None:
+    """A person who has submitted is told what to type now; a pipe gets the job alone, and so does who waits."""
+    command = [sys.executable, "-m", "hpcinit", "submit", "name=next", "--", "true"]
+    assert "hpcinit logs -f next-0001    end it:  hpcinit cancel next-0001" in in_a_terminal(command, tmp_path)
+    elsewhere = in_a_terminal([*command[:-2], "runs_dir=mine", "--", "true"], tmp_path)
+    assert f"if it fails:  hpcinit why {tmp_path}/mine/next-0001" in elsewhere
+    assert "hpcinit why" not in in_a_terminal([*command[:-2], "wait=true", "again=true", "--", "true"], tmp_path)
+    done = subprocess.run([*command, "x"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+    assert done.stdout.startswith("job ") and "hpcinit" not in done.stdout
+
+
 def in_a_terminal(command: Sequence[str], folder: Path, **env: str) -> str:
     """All that it shows, on stdout and stderr."""
     clean = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}

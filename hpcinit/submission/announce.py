@@ -41,6 +41,8 @@ def job(request: Request, done: Submitted, as_json: bool) -> None:
         say(f"{request.combination} -> job {done.job_id} on {config.cluster.name}, {done.path}")
     else:
         say(*_words(request, done))
+        if not config.wait and sys.stdout is not None and sys.stdout.isatty():
+            say(_next(config.runs_dir, done))
 
 
 def _words(request: Request, done: Submitted) -> list[str]:
@@ -50,6 +52,12 @@ def _words(request: Request, done: Submitted) -> list[str]:
     expected = [done.expected] if done.expected else []
     job = f"job {done.job_id} on {config.cluster.name}: {config.name}, {shape}"
     return [job, *chain, f"run folder: {done.path}", *expected]
+
+
+def _next(runs_dir: str, done: Submitted) -> str:
+    """For a person, who may not know yet: a run's name is enough where its folder is in ./runs."""
+    run = done.path.name if runs_dir == "runs" else done.path
+    return f"watch it:  hpcinit logs -f {run}    end it:  hpcinit cancel {run}    if it fails:  hpcinit why {run}"
 
 
 def _document(request: Request, done: Submitted) -> dict[str, object]:
