@@ -42,11 +42,15 @@ def pythons() -> list[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As pip would build it, by the packages of this environment; the oldest build none, there pip gets newer ones."""
-    folder = tmp_path_factory.mktemp("wheel")
-    apart = [] if "lowest" in sys.prefix else ["--no-build-isolation"]  # hatchling: packaging.licenses, from 24.2 on
+    """As pip would build it, out of the sdist; by the packages of this environment, of which the oldest build none: there
+    pip gets newer ones, and builds from the checkout."""
+    folder, source, apart = tmp_path_factory.mktemp("wheel"), ROOT, []
+    if "lowest" not in sys.prefix:  # hatchling: packaging.licenses, from 24.2 on
+        build = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(folder)]
+        subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+        source, apart = next(folder.glob("*.tar.gz")), ["--no-build-isolation"]
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", *apart]
-    done = subprocess.run([*pip, "--wheel-dir", str(folder), str(ROOT)], check=False, capture_output=True, text=True)
+    done = subprocess.run([*pip, "--wheel-dir", str(folder), str(source)], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return next(folder.glob("*.whl"))
 
