@@ -13,7 +13,7 @@ import pytest
 
 from tests.chaos import outcomes
 from tests.chaos.conftest import ALL
-from tests.chaos.training import Training
+from tests.chaos.training import RANKS_PER_NODE, Training
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submission.test_restart import begin_now, log
@@ -23,7 +23,7 @@ from tests.waiting import until
 
 STEPS, EVERY = 200, 4
 MODEL = ["--steps", str(STEPS), *ARGS[2:], "--save-every", str(EVERY)]  # of ARGS all but its number of steps
-WORDS = ["nodes=2", "ranks_per_node=1", "job=train_gpt", f"job.args=[{','.join(MODEL)}]", "time_min=30"]
+WORDS = ["nodes=2", "job=train_gpt", f"job.args=[{','.join(MODEL)}]", "time_min=30"]
 
 
 def again(run: Training) -> None:
@@ -42,18 +42,10 @@ def told(run: Training) -> dict[str, float]:
 
 
 def kill(run: Training, drawn: random.Random) -> None:
-    """Of the ranks, on any node: on the first one srun has their words in its command line too."""
-    lines = {pid: argv(pid) for node in run.nodes() for pid in run.slurm.pids(node)}
-    ranks = [pid for pid, line in lines.items() if "python" in line[0] and "hpcinit.run" in line]
-    assert len(ranks) == 2, lines
+    """Of the ranks, on any node."""
+    ranks = run.ranks()
+    assert len(ranks) == 2 * RANKS_PER_NODE[run.launch], ranks
     os.kill(drawn.choice(sorted(ranks)), signal.SIGKILL)
-
-
-def argv(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:  # it has ended
-        return [""]
 
 
 def preempt(run: Training, drawn: random.Random) -> None:
@@ -63,20 +55,26 @@ def preempt(run: Training, drawn: random.Random) -> None:
 @pytest.mark.slurm
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
-    "faults", [pytest.param(3, marks=pytest.mark.chaos(short=True)), pytest.param(20, marks=pytest.mark.chaos)]
+    ("launch", "faults"),
+    [
+        pytest.param("srun", 3, marks=pytest.mark.chaos(short=True)),
+        pytest.param("fork", 6, marks=pytest.mark.chaos),
+        pytest.param("srun", 20, marks=pytest.mark.chaos),
+    ],
 )
-def test_it_ends_with_the_same_loss(hpcinit: Run, idle_slurm: MiniSlurm, faults: int) -> None:
+def test_it_ends_with_the_same_loss(hpcinit: Run, idle_slurm: MiniSlurm, launch: str, faults: int) -> None:
     """kill -9 of a random rank or a preemption, at a random moment of each attempt: the last line is the same, to the
     last digit, and so is each loss that is told on the way."""
     slurm, drawn = idle_slurm, random.Random(17)
     Path("sitecustomize.py").write_text(SLOW)
-    common = [*WORDS, f"+job.env.PYTHONPATH={Path.cwd()}"]
+    shape = [f"launch={launch}", f"ranks_per_node={RANKS_PER_NODE[launch]}"]
+    common = [*WORDS, *shape, f"+job.env.PYTHONPATH={Path.cwd()}"]
     through = folder_of(submit(hpcinit, slurm, *common, "name=through", "wait=true", timeout=300))
     Path("slow").touch()
     asked = [f"restart.budget={faults + 3}", "restart.on=[failure]", "restart.without_progress=null"]
     folder = folder_of(submit(hpcinit, slurm, *common, *asked))
     run, began, done = (
-        Training(hpcinit, slurm, folder, folder / "checkpoints"),
+        Training(hpcinit, slurm, folder, folder / "checkpoints", launch),
         time.monotonic(),
         {"kill": 0, "preempt": 0},
     )
@@ -97,7 +95,7 @@ def test_it_ends_with_the_same_loss(hpcinit: Run, idle_slurm: MiniSlurm, faults:
         fault = f"{done['kill']} x `kill -9`, {done['preempt']} x preempted, at random"
         words = f"COMPLETED after {len(restarts)} restarts: {last}; of the one that ran through: the same"
         words = words if last == printed(through, 0).splitlines()[-1] else words.replace("the same", "ANOTHER")
-        outcomes.keep(outcomes.Outcome(fault, "srun", run.why(), None, None, words))
+        outcomes.keep(outcomes.Outcome(fault, launch, run.why(), None, None, words))
     assert last == printed(through, 0).splitlines()[-1]
     assert losses(folder) == losses(through) and len(restarts) == faults
     print(f"{faults} faults, {done}, {time.monotonic() - began:.0f} s: {last}")

@@ -67,11 +67,15 @@ class Training:
         return f"rank {2 * RANKS_PER_NODE[self.launch] - 1} on n2"
 
     def pid_at_fault(self) -> int:
-        """A forked rank is known by its title."""
+        """One of two neighbours is known by its title."""
         title = self.at_fault.removesuffix(" on n2") + "/" if self.launch == "fork" else ""
-        lines = self.processes("n2").items()
-        (found,) = (pid for pid, line in lines if (line.startswith(title) if title else "hpcinit.run" in line))
+        (found,) = (pid for pid, line in self.ranks("n2").items() if line.startswith(title))
         return found
+
+    def ranks(self, *nodes: str) -> dict[int, str]:
+        """As processes() has them. On the first node srun has the words of srun's ranks in its command line too."""
+        is_rank = re.compile(r"rank \d+/\d+ " if self.launch == "fork" else r"[^\0]*python[^\0]*\0.*hpcinit\.run\0")
+        return {pid: line for pid, line in self.processes(*nodes).items() if is_rank.match(line)}
 
     def processes(self, *nodes: str) -> dict[int, str]:
         """All that the job has started on `nodes` (without any: on all): command lines by process id."""
