@@ -132,14 +132,15 @@ def test_a_reused_process_id_is_not_the_engine(tmp_path: Path) -> None:
 
 def test_signals_reach_the_ranks(hpcinit: Run) -> None:
     """A SIGUSR1 sent to the step reaches every rank, as with srun."""
-    folder = start(hpcinit, 'trap "echo got it; exit 0" USR1; while :; do sleep 0.1; done', "nodes=2")
-    wait_for(lambda: len(list((folder / "logs").glob("rank-*"))) == 2)
-    time.sleep(1)
+    script = 'trap "echo got it; exit 0" USR1; echo ready; while :; do sleep 0.1; done'
+    folder = start(hpcinit, script, "nodes=2")
+    logs = [folder / f"logs/rank-{rank}.log" for rank in (0, 1)]
+    wait_for(lambda: all(log.exists() and "ready\n" in log.read_text() for log in logs))
     for process in processes_with("hpcinit.local.step"):
         if str(folder) in " ".join(process.cmdline()):
             process.send_signal(signal.SIGUSR1)
     wait_for(lambda: engine.read_state(folder)["state"] == "COMPLETED")
-    assert all("got it\n" in (folder / f"logs/rank-{rank}.log").read_text() for rank in (0, 1))
+    assert all("got it\n" in log.read_text() for log in logs)
 
 
 def test_a_signal_at_once_is_not_lost(hpcinit: Run, tmp_path: Path, number: str) -> None:
