@@ -4,12 +4,13 @@
                                 [--go-on]
 
 On the real Slurm of the tests, whose nodes are namespaces of this machine (root). Inside the clock: from just before
-srun is called, in an allocation that is there, to the return of the first all-reduce on the last rank (gloo, the clock
-is the machine's). Each round runs every way once, in random order; one round before them is not counted. Outside: the
-queue, and the end. --cold drops the kernel's file cache before each start. --slow-ms lets every open and stat take as
-long (benchmarks/launching/slow_files.c), which stands for a loaded parallel file system; they are counted in any case.
-Memory is the sum over a node of what its ranks and their parent hold (Pss of /proc/PID/smaps_rollup) when all are up;
-shared is what a rank has in common with other processes, own is what it has for itself (medians of the ranks).
+srun is called, in an allocation that is there, to the return of the first all-reduce on the last rank (gloo, the
+clock is the machine's). Each round runs every way once, in random order; one round of the first shape, before all, is
+not counted. Outside: the queue, and the end. --cold drops the kernel's file cache before each start. --slow-ms lets
+every open and stat take as long (benchmarks/launching/slow_files.c), which stands for a loaded parallel file system;
+they are counted in any case. Memory is the sum over a node of what its ranks and their parent hold (Pss of
+/proc/PID/smaps_rollup) when all are up; shared is what a rank has in common with other processes, own is what it has
+for itself (medians of the ranks).
 
 Writes FOLDER/launch.md and launch.json, and launch.svg where matplotlib is (pip install -e '.[bench]'), anew after each
 shape; with --go-on those that launch.json has are not measured again.
@@ -211,11 +212,11 @@ Took = dict[str, list[dict[str, float]]]
 
 def measure(bench: Bench, shape: Shape, ways: Sequence[str], rounds: int) -> Took:
     took: Took = {way: [] for way in ways}
-    for number in range(rounds + 1):
+    for number in range(1 if bench.starts else 0, rounds + 1):
         with bench.allocation(shape):
             for way in random.sample(list(ways), len(ways)):
                 one = bench.start(way, shape)
-                if number:  # the first fills the caches
+                if number:  # round 0, of the first shape, fills the caches
                     took[way].append(one)
         print(f"{shape.nodes} x {shape.ranks}: round {number} of {rounds}", file=sys.stderr, flush=True)
     return took
