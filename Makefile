@@ -13,7 +13,7 @@ PYTEST_WORKERS ?= 3
 
 # Lines of hpcinit that make test reaches, in percent, in processes that its tests start too: docs/decisions/0028-coverage.md.
 # Without root (no Slurm) and with tests of one's own choice (PYTEST=...) there is no floor.
-COVERAGE_FLOOR ?= $(if $(strip $(PYTEST)),0,$(if $(filter 0,$(shell id -u)),86,0))
+COVERAGE_FLOOR ?= $(if $(strip $(PYTEST)),0,$(if $(filter 0,$(shell id -u)),92,0))
 
 LOWEST := $(VENV)/lowest
 
