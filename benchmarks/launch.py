@@ -263,6 +263,7 @@ def plot(by_shape: Mapping[Shape, Took], path: Path) -> None:
             axis.plot([shape.world for shape in of], seconds, marker="o", label=way)
         axis.set(xscale="log", yscale="log", xlabel="ranks", title=f"{nodes} node{'s' * (nodes > 1)}")
         axis.set_xticks([shape.world for shape in shapes], [str(shape.world) for shape in shapes])
+        axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("s to the end of the first all-reduce")
     axes[0][-1].legend()
