@@ -15,6 +15,9 @@ PYTEST_WORKERS ?= 3
 # Without root (no Slurm) and with tests of one's own choice (PYTEST=...) there is no floor.
 COVERAGE_FLOOR ?= $(if $(strip $(PYTEST)),0,$(if $(filter 0,$(shell id -u)),92,0))
 
+# Not the wheel that a test installs, nor a run's snapshot.
+OF_CHECKOUT := --include='hpcinit/*'
+
 LOWEST := $(VENV)/lowest
 
 .PHONY: help demo test test-deepspeed-0.18 slurm cluster cluster-down bench lint clean
@@ -43,8 +46,8 @@ test: $(VENV)/dev slurm lint
 	$(BIN)/python -m coverage run -m pytest -n $(PYTEST_WORKERS) $(PYTEST)
 	$(BIN)/python -m coverage combine --quiet
 	$(MAKE) --no-print-directory test-deepspeed-0.18
-	@echo "Lines of hpcinit that the tests reach, in percent, at least $(COVERAGE_FLOOR) (by file: $(BIN)/python -m coverage report):"
-	@$(BIN)/python -m coverage report --format=total --fail-under=$(COVERAGE_FLOOR)
+	@echo "Lines of hpcinit that the tests reach, in percent, at least $(COVERAGE_FLOOR) (by file: $(BIN)/python -m coverage report $(OF_CHECKOUT)):"
+	@$(BIN)/python -m coverage report $(OF_CHECKOUT) --format=total --fail-under=$(COVERAGE_FLOOR)
 
 # The tests of what DeepSpeed does, again with the oldest that we support.
 test-deepspeed-0.18: $(DS18)/made slurm
@@ -118,7 +121,7 @@ coverage: $(VENV)/dev slurm
 	rm -rf .coverage
 	-$(BIN)/python -m coverage run -m pytest -n $(PYTEST_WORKERS) $(TESTS) $(PYTEST)
 	$(BIN)/python -m coverage combine --quiet
-	$(BIN)/python -m coverage report --sort=cover
+	$(BIN)/python -m coverage report $(OF_CHECKOUT) --sort=cover
 
 .PHONY: docs
 docs: $(VENV)/dev
