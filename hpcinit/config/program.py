@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -48,7 +47,7 @@ def _for_python(command: str, args: Sequence[str], workdir: Path) -> Iterator[st
     first = next(iter(args), "")
     path = (workdir / first).absolute()
     if (
-        re.fullmatch(r"python[\d.]*", Path(command).name)
+        starters.PYTHON.fullmatch(Path(command).name)
         and first.endswith(".py")
         and not (first[0] == "/" or path.is_file())
     ):

@@ -10,6 +10,7 @@ from pathlib import PurePath
 from hpcinit.config.partition import ranks_per_node
 from hpcinit.config.schema import Config
 
+PYTHON = re.compile(r"python[\d.]*")
 OF_SLURM = ("srun", "sbatch", "salloc")  # srun in a step waits for cores that the step itself has, for ever
 OF_MPI = ("mpirun", "mpiexec", "mpiexec.hydra", "horovodrun")
 OF_TORCH = ("torchrun", "deepspeed", "accelerate")
@@ -42,7 +43,7 @@ def problems(config: Config) -> Iterator[str]:
 def _starter(command: str | None, module: str | None, args: Sequence[str]) -> tuple[str, str, Sequence[str]]:
     """(as it was given, its name or '', its arguments)"""
     name = PurePath(command or "").name
-    if re.fullmatch(r"python[\d.]*", name) and "-m" in args[:2]:
+    if PYTHON.fullmatch(name) and "-m" in args[:2]:
         at = args.index("-m") + 1
         module, args = "".join(args[at : at + 1]), args[at + 1 :]
         return f"job.command is '{name} -m {module}'", MODULES.get(module, ""), args

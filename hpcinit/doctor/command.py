@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for hpcinit submit; nodes=N: as a job")
     parser.add_argument("--remember", action="store_true", help="leave nodes that are bad out of later submissions")
     parser.add_argument("--run", metavar="RUN", help="what an earlier one has found: its folder, name or job id")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where the runs are; default: runs")
+    find.add_runs_dir(parser)
     return telling.options(parser)
 
 

@@ -52,7 +52,7 @@ class Standing:
     failures: tuple[NodeFailure, ...]
 
     def is_bad(self, limit: int) -> bool:
-        return len(self.failures) >= limit or any(one.kind in AT_ONCE for one in self.failures)
+        return self.until(limit, 0) is not None
 
     def until(self, limit: int, expiry_h: float) -> float | None:
         """When it is bad no longer, if nothing else happens, in seconds since 1970; None if it is not bad."""

@@ -17,7 +17,7 @@ from hpcinit.observe import find, overview, sweep
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hpcinit cancel", description="End runs.")
     parser.add_argument("run", nargs="+", help="run folder, its name, or a job id")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where the runs are; default: runs")
+    find.add_runs_dir(parser)
     parser.add_argument(
         "--save", action="store_true", help="ask the training to save and end by itself: run.should_stop()"
     )

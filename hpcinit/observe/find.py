@@ -6,10 +6,14 @@ import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import RequestError
 from hpcinit.observe import state, sweep
+
+if TYPE_CHECKING:
+    import argparse
 
 
 def runs(runs_dir: Path) -> list[Path]:
@@ -20,6 +24,11 @@ def runs(runs_dir: Path) -> list[Path]:
             with contextlib.suppress(OSError):
                 found.append((os.stat(f"{entry.path}/{runfolder.SUBMISSION}").st_mtime_ns, entry.path))  # noqa: PTH116
     return [Path(path) for _, path in sorted(found)]
+
+
+def add_runs_dir(parser: argparse.ArgumentParser) -> None:
+    """Give a command that means runs its --runs-dir."""
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where the runs are; default: runs")
 
 
 def find(word: str, runs_dir: Path = Path("runs")) -> Path:

@@ -70,7 +70,7 @@ def of_rank(path: Path, rank: int) -> Path:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hpcinit logs", description="What the ranks of a run printed.")
     parser.add_argument("run", nargs="?", default="", help="run folder, its name, or a job id")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where the runs are; default: runs")
+    find.add_runs_dir(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--rank", default="0", help="one, or several: 0,4-7; each line of several with its rank in front"

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from hpcinit.facts import telling
 from hpcinit.observe import find, overview, view
@@ -15,7 +14,7 @@ from hpcinit.observe import find, overview, view
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hpcinit status", description="How runs are doing.")
     parser.add_argument("run", nargs="*", help="run folder, its name, a job id, or all; default: all")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where the runs are; default: runs")
+    find.add_runs_dir(parser)
     return telling.options(parser, "one JSON object per line, for programs")
 
 

@@ -23,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
         prog="hpcinit watch", description="How runs are doing, until all are over; then the highest exit status."
     )
     parser.add_argument("run", nargs="*", help="run folder, its name, a job id, or all; default: all that are not over")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where the runs are; default: runs")
+    find.add_runs_dir(parser)
     return telling.options(parser, "one JSON object per line, for each change")
 
 

@@ -31,7 +31,7 @@ YOUNG_S, MOMENT_S = 3.0, 1.0  # srun tells of a rank that was killed within a se
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hpcinit why", description="What went wrong first in a run, and why.")
     parser.add_argument("run", nargs="?", default="", help="run folder, its name, or a job id")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where the runs are; default: runs")
+    find.add_runs_dir(parser)
     return telling.options(parser)
 
 

@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run", help="run folder, its name, or a job id")
     parser.add_argument("other", nargs="*", metavar="RUN | key=value", help="another run, or what is to differ")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where the runs are; default: runs")
+    find.add_runs_dir(parser)
     return telling.options(parser)
 
 

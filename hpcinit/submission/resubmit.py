@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hpcinit resubmit", description="Submit the request of a run once more.")
     parser.add_argument("run", help="run folder, its name, or a job id")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="what is to differ")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where the runs are; default: runs")
+    find.add_runs_dir(parser)
     parser.add_argument(
         "--fresh-code", action="store_true", help="of a run with snapshot=git: the checkout as it is now, not as it was"
     )

@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "runs", nargs="*", metavar="RUN", help="folder, name or job id; none, or 'all': every run there is"
     )
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where the runs are (default: runs)")
+    find.add_runs_dir(parser)
     parser.add_argument("--margin", type=float, default=MARGIN, help=f"times the line above all (default: {MARGIN:g})")
     parser.add_argument("--write", action="store_true", help="put it into the cluster's YAML")
     return telling.options(parser)

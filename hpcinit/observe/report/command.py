@@ -19,7 +19,7 @@ from hpcinit.observe.report.phases import Report
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hpcinit report", description="How a run's ranks came up: who was slow.")
     parser.add_argument("run", nargs="?", default="", help="run folder, its name, or a job id")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where the runs are; default: runs")
+    find.add_runs_dir(parser)
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help=f"where the page goes; default: RUN/{runfolder.REPORT}"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
 import sys
@@ -52,7 +51,6 @@ class Family:
         signal.pthread_sigmask(signal.SIG_BLOCK, LISTENED)
         sys.stdout.flush()
         sys.stderr.flush()
-        gc.freeze()  # no gc.collect() before: 70 ms, and what it frees are holes in pages that the ranks share
         for local_rank in range(self._here.ranks_per_node):
             pid = os.fork()
             if pid == 0:
