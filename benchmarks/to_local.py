@@ -1,9 +1,10 @@
 """What does launch.env_to_local cost, and what does it save, where every metadata call takes a millisecond?
 
-    python -m benchmarks.to_local --python VENV/bin/python [--ranks 8] [--rounds 3] [--slow-ms 1] [--out FOLDER]
+    python -m benchmarks.to_local --python VENV/bin/python [--nodes 1] [--ranks 8] [--rounds 3] [--slow-ms 1]
+                                  [--out FOLDER]
 
-Whole jobs of `hpcinit submit` on the real Slurm of the tests (root), on one node of it, whose own disk is /dev/shm: a
-tmpfs of the node's. All else is slow (benchmarks/launching/slow_files.c); --quick names what is not, as Python itself
+Whole jobs of `hpcinit submit` on the real Slurm of the tests (root), whose nodes' own disk is /dev/shm: a tmpfs of
+each. All else is slow (benchmarks/launching/slow_files.c); --quick names what is not, as Python itself
 where it is installed on every node. Inside the clock: from the batch script's set-up, so sbcast and unpacking too, to
 the return of the first all-reduce on the last rank (gloo). Each round runs every way once, in random order. The first
 submission packs into FOLDER, with slow files as well, unless it has been packed there before; tar, which unpacks, sees
@@ -17,6 +18,7 @@ import json
 import os
 import random
 import re
+import struct
 import subprocess
 import sys
 import time
@@ -52,7 +54,8 @@ class Bench:
             "cache": self.out.parent,
         }
         keys = [f"cluster.{key}={value}" for key, value in site.items()]
-        keys += ["+cluster.srun.overcommit=true", "job=program", f"ranks_per_node={self.options.ranks}", "wait=true"]
+        keys += ["+cluster.srun.overcommit=true", "job=program", f"ranks_per_node={self.options.ranks}"]
+        keys += [f"nodes={self.options.nodes}", "wait=true"]
         command = [self.options.python.absolute(), "-m", "hpcinit", "submit", "cluster=mini", *keys, *words]
         done = subprocess.run(command, cwd=self.out, env=env, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -70,7 +73,7 @@ class Bench:
         self.starts += 1
         out = self.out / f"{self.starts:03d}"
         out.mkdir()
-        (out / "count").write_bytes(bytes(8))
+        (out / "count").write_bytes(bytes(16))
         env = {**self.slow, "SLOW_FILES_COUNT": str(out / "count"), "BENCH_OUT": str(out), "OMP_NUM_THREADS": "1"}
         env["PYTHONPATH"] = str(ROOT)
         ours = ROOT / "benchmarks/launching/ours.py"
@@ -86,7 +89,7 @@ class Bench:
             "seconds": max(ranks) - float((out / "begin").read_text()),
             "before": float(sent[2]) if sent else 0.0,
             "sbcast": float(sent[3]) if sent else 0.0,
-            "calls": int.from_bytes((out / "count").read_bytes(), sys.byteorder),
+            "calls": sum(struct.unpack("QQ", (out / "count").read_bytes())) / self.options.nodes,
         }
 
 
@@ -94,21 +97,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.to_local", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--python", type=Path, default=Path(sys.executable), help="of the environment")
-    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=8, help="of a node (default: 8)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slow-ms", type=float, default=1.0)
     parser.add_argument("--quick", type=Path, help="a folder that is on the nodes' own disks anyway")
     parser.add_argument("--out", type=Path, default=Path("build/to_local"))
     options = parser.parse_args(arguments)
     took: dict[tuple[str, bool], list[dict[str, float]]] = {way: [] for way in WAYS}
-    with MiniSlurm(nodes=1, gpus=0, name=f"bench-{os.getpid()}") as slurm:
+    with MiniSlurm(nodes=options.nodes, gpus=0, name=f"bench-{os.getpid()}") as slurm:
         bench = Bench(slurm, options)
         bench.pack()
         for number in range(options.rounds):
             for way in random.sample(WAYS, len(WAYS)):
                 took[way].append(bench.start(*way))
             print(f"round {number + 1} of {options.rounds}, load average {os.getloadavg()[0]:.1f}", flush=True)
-    print("| launch | env_to_local | s to the first all-reduce | of them before the ranks | until sent | slow calls |")
+    heads = ("launch", "env_to_local", "s to the first all-reduce", "of them before the ranks", "until sent")
+    print(f"| {' | '.join(heads)} | slow calls of a node |")
     print("|---|---|--:|--:|--:|--:|")
     for (launch, local), found in took.items():
         seconds = [one["seconds"] for one in found]
