@@ -26,7 +26,6 @@ import os
 import platform
 import random
 import shlex
-import struct
 import subprocess
 import sys
 import time
@@ -38,6 +37,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.launching import slow_files
 from hpcinit.config.compose import compose
 from hpcinit.submission import launching
 from hpcinit.submission.for_job import make_spec
@@ -150,9 +150,7 @@ def available() -> list[str]:
 class Bench:
     def __init__(self, slurm: MiniSlurm, folder: Path, slow_ms: float, cold: bool) -> None:
         self.slurm, self.folder, self.cold, self.starts = slurm, folder, cold, 0
-        shim = folder / "slow_files.so"
-        source = ROOT / "benchmarks/launching/slow_files.c"
-        subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
+        shim = slow_files.build(folder)
         self.python = folder / "python"
         self.python.write_text(
             f"#!/bin/sh\nexec env LD_PRELOAD={shim} SLOW_FILES_US={int(1000 * slow_ms)} "
@@ -176,7 +174,7 @@ class Bench:
         place = Place(shape, self.folder / f"{self.starts:04d}", self.python, 20000 + self.starts)
         place.folder.mkdir()
         for node in self.slurm.nodes:
-            (place.folder / f"count-{node}").write_bytes(bytes(16))
+            slow_files.start_count(place.folder / f"count-{node}")
         command = WAYS[way](place)
         if self.cold:
             os.sync()
@@ -195,7 +193,7 @@ class Bench:
                 f"benchmarks.launch: {way}, {shape}: status {done.returncode}, {len(found)} ranks\n{command}\n"
                 f"{done.stderr[-2000:]}{said}"
             )
-        counts = [struct.unpack("QQ", path.read_bytes()) for path in place.folder.glob("count-*")]
+        counts = [slow_files.counted(path) for path in place.folder.glob("count-*")]
         ranks = [one["memory"][0] for one in found]
         return {
             "seconds": max(one["at"] for one in found) - begin,

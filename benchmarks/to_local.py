@@ -18,7 +18,6 @@ import json
 import os
 import random
 import re
-import struct
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from benchmarks.launching import slow_files
 from tests.minislurm import MiniSlurm
 
 ROOT = Path(__file__).parent.parent
@@ -38,10 +38,8 @@ class Bench:
         self.slurm, self.options, self.out = slurm, options, options.out.absolute() / f"to-local-{os.getpid()}"
         self.out.mkdir(parents=True)
         self.starts = 0
-        self.slow = {"SLOW_FILES_US": str(int(1000 * options.slow_ms)), "LD_PRELOAD": str(self.out / "slow_files.so")}
+        self.slow = {"SLOW_FILES_US": str(int(1000 * options.slow_ms)), "LD_PRELOAD": str(slow_files.build(self.out))}
         self.slow |= {"SLOW_FILES_QUICK": str(options.quick)} if options.quick else {}
-        source = ROOT / "benchmarks/launching/slow_files.c"
-        subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", self.slow["LD_PRELOAD"], source, "-ldl"], check=True)
 
     def submit(self, *words: str, slow: bool = False) -> str:
         """What it said."""
@@ -73,7 +71,7 @@ class Bench:
         self.starts += 1
         out = self.out / f"{self.starts:03d}"
         out.mkdir()
-        (out / "count").write_bytes(bytes(16))
+        slow_files.start_count(out / "count")
         env = {**self.slow, "SLOW_FILES_COUNT": str(out / "count"), "BENCH_OUT": str(out), "OMP_NUM_THREADS": "1"}
         env["PYTHONPATH"] = str(ROOT)
         ours = ROOT / "benchmarks/launching/ours.py"
@@ -89,7 +87,7 @@ class Bench:
             "seconds": max(ranks) - float((out / "begin").read_text()),
             "before": float(sent[2]) if sent else 0.0,
             "sbcast": float(sent[3]) if sent else 0.0,
-            "calls": sum(struct.unpack("QQ", (out / "count").read_bytes())) / self.options.nodes,
+            "calls": sum(slow_files.counted(out / "count")) / self.options.nodes,
         }
 
 
