@@ -71,14 +71,15 @@ def of_hang(evidence: Evidence, error: str = "") -> Verdict:
 
 def _of_flight(evidence: Evidence) -> Verdict:
     """Ranks ended at the timeout of a collective, and torch has left what each of them was in."""
-    first, *rest = evidence.flight
-    words = first.split()
-    rank = int(words[1]) if words[0] == "rank" and words[1].isdigit() else None
-    return _verdict(evidence, f"a collective hung: {first}", "hang", FLIGHT, rank=rank, evidence=tuple(rest))
+    first, *rest = evidence.flight.lines()
+    culprit = next(iter(evidence.flight.culprits), None)
+    do = f"{culprit.advice}; {FLIGHT}" if culprit else FLIGHT
+    rank, host = (culprit.rank, culprit.host) if culprit else (None, "")
+    return _verdict(evidence, f"a collective hung: {first}", "hang", do, rank=rank, host=host, evidence=tuple(rest))
 
 
 def found_in(evidence: Evidence) -> list[str]:
-    return [f"flight recorder: {line}" for line in evidence.flight]
+    return [f"flight recorder: {line}" for line in evidence.flight.lines()]
 
 
 def _verdict(found: Evidence, headline: str, kind: str, do: str, **more: object) -> Verdict:

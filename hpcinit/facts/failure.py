@@ -23,7 +23,7 @@ def judge(evidence: Evidence) -> Verdict:
         verdict = _of_record(first, ordered, evidence)
     else:
         verdict = endings.of_slurm(evidence) or endings.without_record(evidence)
-    return _with_echoes(verdict, ordered, evidence)
+    return replace(_with_echoes(verdict, ordered, evidence), flight=evidence.flight)
 
 
 def has_only_echoes(evidence: Evidence) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import beats, error_records, flight, hangs, job_log, runfolder, slurm_records, spec
+from hpcinit.facts import beats, error_records, flight, hang_verdict, hangs, job_log, runfolder, slurm_records, spec
 from hpcinit.facts.error_records import Found
 from hpcinit.facts.evidence import Evidence, clocks
 from hpcinit.observe import logs, progress, state
@@ -54,7 +54,7 @@ def gather(path: Path, now: state.State) -> Evidence:
         clocks=clocks(_differences(path, found)),
         nodes=nodes,
         hang=hangs.left(path, job_id, restart),
-        flight=flight.lines(flight.of_attempt(path, job_id, restart)),
+        flight=hang_verdict.verdict(flight.of_attempt(path, job_id, restart), _hosts_by_rank(path, job_id, restart)),
         tails=tails,
         step=max([int(told.get("step", -1)), *(one.record.step for one in found)]),
         time_min=slurm_records.minutes(job.get("TimeLimit")),
@@ -102,9 +102,14 @@ def _end(path: Path) -> list[str]:
 
 def _hosts(path: Path, job_id: str, restart: object) -> list[str]:
     """Nodes on which ranks of that attempt have told of themselves."""
+    return sorted(set(_hosts_by_rank(path, job_id, restart).values()))
+
+
+def _hosts_by_rank(path: Path, job_id: str, restart: object) -> dict[int, str]:
+    """The node of each rank of an attempt, from the heartbeats."""
     job = "*" if "_" in job_id else job_id  # of a task: steps have another number of Slurm's
     folders = (path / beats.FOLDER).glob(f"{job}.*.{restart}")
-    return sorted({node.host for folder in folders for node in beats.read(folder)})
+    return {beat.rank: node.host for folder in folders for node in beats.read(folder) for beat in node.beats}
 
 
 def _nodes(hosts: Sequence[str]) -> dict[str, str]:

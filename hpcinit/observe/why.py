@@ -6,11 +6,12 @@ import argparse
 import json
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from hpcinit.facts import failure, restarts, runfolder, telling
+from hpcinit.facts import failure, flight, hang_verdict, restarts, runfolder, telling
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.evidence import Evidence, Verdict
 from hpcinit.facts.ranges import ranges
@@ -30,13 +31,16 @@ YOUNG_S, MOMENT_S = 3.0, 1.0  # srun tells of a rank that was killed within a se
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hpcinit why", description="What went wrong first in a run, and why.")
-    parser.add_argument("run", nargs="?", default="", help="run folder, its name, or a job id")
+    what = "run folder, its name, a job id, or a folder of flight-recorder dumps"
+    parser.add_argument("run", nargs="?", default="", help=what)
     find.add_runs_dir(parser)
     return telling.options(parser)
 
 
 def main(argv: Sequence[str]) -> int:
     options = telling.parsed(parser(), list(argv))
+    if options.run and (dumps := _only_dumps(Path(options.run))):
+        return _of_dumps(dumps, options)
     path = find.find(options.run, options.runs_dir)
     if sweep.is_sweep(path):
         numbers = ranges(sweep.combinations(path))
@@ -45,11 +49,37 @@ def main(argv: Sequence[str]) -> int:
     verdict = of_run(path, now)
     if options.json:
         told = {"run": str(path), "state": now.name, "job_id": now.job_id, "restarts": attempts.document(path)}
-        print(json.dumps({**told, **asdict(verdict)}))
+        known = {"verdict": verdict.headline, **asdict(verdict), **verdict.flight.document()}
+        known.pop("flight")
+        print(json.dumps({**told, **known}))
     elif options.quiet:
         print(verdict.headline)
     else:
         print("\n".join(lines(path, verdict)))
+    return 0
+
+
+def _only_dumps(folder: Path) -> Mapping[int, Mapping[str, Any]]:
+    """The dumps in a folder of theirs alone, or in the folder flight/ of a run; {} for any other folder."""
+    if any((folder / name).exists() for name in (runfolder.SCRIPT, runfolder.SPEC, runfolder.SWEEP)):
+        return {}
+    return flight.of_folder(folder)
+
+
+def _of_dumps(dumps: Mapping[int, Mapping[str, Any]], options: argparse.Namespace) -> int:
+    """Print which ranks cause the hang of any job, by the dumps of its ranks."""
+    found = hang_verdict.verdict(dumps)
+    first, *rest = found.lines() or (f"the dumps of {len(dumps)} ranks show no rank that waits in a collective",)
+    if options.json:
+        kind = found.culprits[0].kind if found.culprits else "unknown" if found else WELL
+        print(json.dumps({"verdict": first, "kind": kind, "ranks": sorted(dumps), **found.document()}))
+    elif options.quiet:
+        print(first)
+    else:
+        print("\n".join([first, *(f"  {line}" for line in rest)]))
+        for advice in dict.fromkeys(f"what to do about rank {one.rank}: {one.advice}" for one in found.culprits[:3]):
+            print(advice)
+        print("\n".join(f"  {line}" for line in found.document()["secondary"]), end="\n" if found.victims else "")
     return 0
 
 

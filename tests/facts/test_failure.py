@@ -14,6 +14,7 @@ from hpcinit.facts import causes, error_records, job_log
 from hpcinit.facts.error_records import ErrorRecord, Found
 from hpcinit.facts.evidence import Evidence, brief, clocks
 from hpcinit.facts.failure import judge
+from hpcinit.facts.hang_verdict import Culprit, HangVerdict
 from tests.facts.test_job_log import KILLED, LIMIT, LOST, OOM
 
 # As torch 2.13 with gloo writes it.
@@ -238,14 +239,16 @@ def test_a_node_on_which_srun_starts_nothing() -> None:
     assert (verdict.kind, verdict.host) == ("node", "n2") and verdict.do.endswith("cluster.sbatch.exclude=n2")
 
 
-def test_a_collective_that_timed_out_is_told_by_the_flight_recorder() -> None:
-    """All ranks end at NCCL's timeout, as echoes; whom they waited for stands in torch's own dumps."""
+def test_a_collective_that_timed_out_has_the_flight_recorders_culprit() -> None:
+    """All ranks end at NCCL's timeout, as echoes; the rank they waited for is in torch's own dumps."""
     timed_out = "RuntimeError: [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=42)"
-    line = "rank 1 has not entered all_reduce of [8] (number 42), in which ranks 0,2-3 wait; the last entered: ..."
-    verdict = judge(Evidence("FAILED", found=(told(0, timed_out), told(2, timed_out)), flight=(line,)))
-    assert (verdict.headline, verdict.rank, verdict.kind) == (f"a collective hung: {line}", 1, "hang")
-    assert "torchfrtrace" in verdict.do
+    line = "rank 1 has not called all_reduce number 42 of the default group, in which ranks 0,2-3 wait"
+    culprit = Culprit(1, "n1", "not-called", "0", "default_pg", "all_reduce", 42, (0, 2, 3), line)
+    found = HangVerdict((culprit,), (0, 2, 3))
+    verdict = judge(Evidence("FAILED", found=(told(0, timed_out), told(2, timed_out)), flight=found))
+    assert (verdict.headline, verdict.rank, verdict.host) == (f"a collective hung: {line}", 1, "n1")
+    assert verdict.kind == "hang" and verdict.flight == found and "torchfrtrace" in verdict.do
     hang = judge(
-        Evidence("FAILED", hang=("rank 1 on n1 has not come to a collective: it is at train.py:9",), flight=(line,))
+        Evidence("FAILED", hang=("rank 1 on n1 has not come to a collective: it is at train.py:9",), flight=found)
     )
     assert hang.headline.startswith("the training hung: rank 1") and hang.evidence == (f"flight recorder: {line}",)

@@ -1,14 +1,17 @@
-"""The flight recorder's dumps: who has not entered a collective, and that nothing in such a file is ever called.
+"""The flight recorder's dumps: what is read from them, and that nothing in such a file is ever called.
 
-tests/data/flight has what torch 2.13 itself wrote (torch._C._distributed_c10d._dump_fr_trace, without stacks) of two ranks
-with gloo, of which the first is in a third collective; NCCL's recorder is the same and needs GPUs. The others are made by
-hand in that form.
+tests/data/flight has what torch 2.13 itself wrote with gloo (torch._C._distributed_c10d._dump_fr_trace, without stacks):
+of two ranks, of which the first is in a third collective; and of four ranks with groups, as pickles and as JSON, of which
+rank 3 never makes its second call in group tp1. NCCL's recorder writes the same form and needs GPUs. The other dumps are
+made by hand in that form.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,67 +19,56 @@ import pytest
 
 from hpcinit.facts import flight
 
-
-def dump(*entries: tuple[int, str, list[int]], group: str = "default_pg", p2p: int = 0) -> bytes:
-    """Of collectives (number, name, size), and so many sends after them."""
-    found: list[dict[str, Any]] = [
-        {
-            "process_group": ("0", group),
-            "collective_seq_id": number,
-            "profiling_name": f"nccl:{name}",
-            "input_sizes": [size],
-            "state": "scheduled",
-            "is_p2p": False,
-        }
-        for number, name, size in entries
-    ]
-    found += [{**found[-1], "is_p2p": True, "collective_seq_id": 99, "profiling_name": "nccl:send 0->1"}] * p2p
-    return pickle.dumps({"version": "2.10", "pg_config": {}, "entries": found}, protocol=2)
-
-
 RECORDED = Path(__file__).parents[1] / "data/flight"
-AT_41, AT_42 = (41, "broadcast", [4]), (42, "all_reduce", [1024, 8])
 
 
-def told(run: Path, *dumps: bytes, job: str = "5.0.0") -> tuple[str, ...]:
-    (run / "flight").mkdir(exist_ok=True)
+def written(run: Path, *dumps: bytes, job: str = "5.0.0") -> dict[int, Mapping[str, Any]]:
+    """What is read of attempt 0 of job 5, when the ranks of `job` have left these dumps in the run folder."""
+    (run / "flight").mkdir(parents=True, exist_ok=True)
     for rank, data in enumerate(dumps):
         (run / f"flight/{job}.rank_{rank}").write_bytes(data)
-    return flight.lines(flight.of_attempt(run, "5", 0))
+    return flight.of_attempt(run, "5", 0)
 
 
-def test_who_has_not_entered(tmp_path: Path) -> None:
-    """The rank that is behind in a group, what it was in last, and who waits for it; sends are no collectives."""
-    assert told(tmp_path, dump(AT_41, AT_42), dump(AT_41, p2p=1), dump(AT_41, AT_42), dump(AT_41, AT_42)) == (
-        "rank 1 has not entered all_reduce of [1024, 8] (number 42), in which ranks 0,2-3 wait; "
-        "the last entered: broadcast of [4] (number 41)",
-    )
+def recorded(rank: int) -> bytes:
+    return (RECORDED / f"gloo-2.13.rank_{rank}").read_bytes()
+
+
+def test_dumps_of_an_attempt(tmp_path: Path) -> None:
+    """The dumps of one attempt are read; those of another job or attempt and a torn file are not."""
+    assert sorted(written(tmp_path, recorded(0), recorded(1), recorded(1)[:40])) == [0, 1]
+    assert written(tmp_path / "a", recorded(0), job="4.0.0") == written(tmp_path / "b", recorded(0), job="5.0.1") == {}
 
 
 def test_what_torch_itself_wrote(tmp_path: Path) -> None:
-    """It needs no code to be read, and names the rank."""
-    dumps = [(RECORDED / f"gloo-2.13.rank_{rank}").read_bytes() for rank in range(2)]
-    assert told(tmp_path, *dumps) == (
-        "rank 1 has not entered all_reduce of [5] (number 3), in which rank 0 waits; the last entered: barrier (number 2)",
-    )
+    """A recorded dump is read without any code of torch's: the calls, their sizes and what is pending."""
+    first, second = flight.recordings(written(tmp_path, recorded(0), recorded(1))).values()
+    [(group, number)] = first.pending
+    call = first.call((group, number))
+    assert (str(group), number) == ("group default_pg (0)", 3) and call is not None
+    assert (call.name, call.state, call.input_sizes) == ("all_reduce", "scheduled", (((5,),),))
+    assert second.pending == [] and dict(second.last) == {group: 2}
 
 
-def test_different_collectives(tmp_path: Path) -> None:
-    """Ranks that are at the same number in collectives of another kind or size wait for ever too."""
-    assert told(tmp_path, dump(AT_42), dump((42, "all_gather", [7])), dump(AT_42)) == (
-        "the ranks are in different collectives at number 42: ranks 0,2 in all_reduce [1024, 8], rank 1 in all_gather [7]",
-    )
+@pytest.mark.parametrize("form", ["groups.rank_", "groups-json_"])
+def test_a_folder_of_dumps(tmp_path: Path, form: str) -> None:
+    """Pickles and JSON of one attempt give the same; the rank is the number at the end of a file's name."""
+    for path in RECORDED.glob(f"gloo-2.13-{form}*"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "notes.txt").write_text("no dump")
+    ranks = flight.recordings(flight.of_folder(tmp_path))
+    assert sorted(ranks) == [0, 1, 2, 3]
+    pending = {rank: [(group.description, number) for group, number in one.pending] for rank, one in ranks.items()}
+    assert pending == {0: [("default_pg", 3)], 1: [("default_pg", 3)], 2: [("tp1", 3)], 3: []}
 
 
-def test_a_group_is_named_where_it_is_not_the_first(tmp_path: Path) -> None:
-    [line] = told(tmp_path, dump(AT_42, group="tp"), dump(AT_41, group="tp"))
-    assert "rank 1 has not entered all_reduce of [1024, 8] (number 42) of group 0 tp, in which rank 0 waits" in line
-
-
-def test_ranks_that_are_at_the_same_place_and_other_attempts(tmp_path: Path) -> None:
-    """Nothing is told of ranks that agree, and nothing of another job, of another attempt or of a torn file."""
-    assert told(tmp_path, dump(AT_42), dump(AT_42), dump(AT_42)[:40]) == ()
-    assert told(tmp_path, dump(AT_41), job="4.0.0") == () and told(tmp_path, dump(AT_41), job="5.0.1") == ()
+def test_a_folder_of_several_attempts(tmp_path: Path) -> None:
+    """Of dumps with different prefixes the newest count, so that a restart's are not mixed with those before it."""
+    for job, rank, when in (("4.0.0", 0, 100), ("4.0.0", 1, 100), ("4.0.1", 0, 200)):
+        path = tmp_path / f"{job}.rank_{rank}"
+        path.write_bytes(recorded(rank))
+        os.utime(path, (when, when))
+    assert sorted(flight.of_folder(tmp_path)) == [0]
 
 
 class Calls:
@@ -96,7 +88,9 @@ def test_nothing_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prot
     assert (tmp_path / "called").exists(), "the test's file does what it is for"
 
 
-@pytest.mark.parametrize("data", [b"", b"hello", pickle.dumps([]), pickle.dumps({"entries": 3}), b"\x80\x02Q."])
+@pytest.mark.parametrize(
+    "data", [b"", b"hello", pickle.dumps([]), pickle.dumps({"entries": 3}), b"\x80\x02Q.", b"{}", b'{"entries":']
+)
 def test_what_is_no_dump(data: bytes) -> None:
-    with pytest.raises(ValueError, match="no flight recorder's dump"):
+    with pytest.raises(ValueError, match="not a flight recorder's dump"):
         flight.load(data)

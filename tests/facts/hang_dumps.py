@@ -1,0 +1,267 @@
+"""Simulated trainings that hang, and the dumps that torch's flight recorder would leave of them.
+
+The form of a dump is that of torch 2.13 (tests/data/flight has recorded ones). The simulation knows nothing of the code
+under test: ranks call operations in one global order, devices execute them, and one or two ranks stop at a random point.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+NOT_CALLED, DEVICE_STUCK, NO_DUMP = "not-called", "device-stuck", "no-dump"
+SYMMETRIC = ("all_reduce", "_all_gather_base", "_reduce_scatter_base", "all_to_all", "all_reduce_barrier")
+
+
+@dataclass(frozen=True)
+class Op:
+    """kind: of SYMMETRIC, 'broadcast', 'send' (first to second member) or 'exchange' (a batch of both directions)."""
+
+    group: int
+    kind: str
+    members: tuple[int, ...]  # global ranks; the root of a broadcast comes first
+    size: int
+    eager: bool  # a sender or root finishes without its peers
+
+
+@dataclass
+class Fault:
+    rank: int
+    kind: str
+    at: int  # place in the rank's own program
+    in_the_middle: bool = False  # the device has started the call and never finishes it
+
+
+@dataclass
+class Training:
+    """One simulated training. lead: how many unfinished calls a rank's program may have before it waits."""
+
+    rng: random.Random
+    lead: int
+    streams: bool  # each group has its own stream on the device, else one for all
+    groups: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    programs: dict[int, list[Op]] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+    called: dict[int, int] = field(default_factory=dict)
+    state: dict[tuple[int, int], str] = field(default_factory=dict)  # (rank, place) -> scheduled, started, completed
+
+    def place(self, rank: int, op: Op) -> int:
+        return self.index[rank][id(op)]
+
+    def fault(self, rank: int) -> Fault | None:
+        return next((fault for fault in self.faults if fault.rank == rank), None)
+
+    def pending(self, rank: int) -> list[int]:
+        return [at for at in range(self.called[rank]) if self.state[rank, at] != "completed"]
+
+    def run(self) -> None:
+        """To the end, or until nobody can go on."""
+        self.called = dict.fromkeys(self.programs, 0)
+        self.index = {rank: {id(op): at for at, op in enumerate(ops)} for rank, ops in self.programs.items()}
+        ranks = list(self.programs)
+        moved = True
+        while moved:
+            self.rng.shuffle(ranks)
+            moved = sum(self._call(rank) + self._execute(rank) for rank in ranks) > 0
+
+    def _call(self, rank: int) -> bool:
+        at, fault = self.called[rank], self.fault(rank)
+        if at == len(self.programs[rank]) or len(self.pending(rank)) >= self.lead:
+            return False
+        if fault and fault.kind != DEVICE_STUCK and fault.at == at:
+            return False
+        self.state[rank, at] = "scheduled"
+        self.called[rank] += 1
+        return True
+
+    def _execute(self, rank: int) -> bool:
+        moved, busy, fault = False, set(), self.fault(rank)
+        stuck = fault if fault and fault.kind == DEVICE_STUCK else None
+        for at in self.pending(rank):
+            op = self.programs[rank][at]
+            stream = op.group if self.streams else 0
+            if stream in busy:
+                continue
+            busy.add(stream)
+            if stuck and at >= stuck.at and not (stuck.in_the_middle and at == stuck.at):
+                continue
+            if self.state[rank, at] == "scheduled":
+                self.state[rank, at] = "started"
+                moved = True
+            if self._can_finish(rank, op) and not (stuck and at == stuck.at):
+                self.state[rank, at] = "completed"
+                moved = True
+        return moved
+
+    def _can_finish(self, rank: int, op: Op) -> bool:
+        def reached(other: int) -> bool:
+            return self.state.get((other, self.place(other, op))) in ("started", "completed")
+
+        first = op.members[0]
+        if op.kind in ("send", "broadcast"):
+            return (op.eager or all(map(reached, op.members))) if rank == first else reached(first)
+        return all(map(reached, op.members))
+
+
+KINDS: Sequence[str] = (*SYMMETRIC, *SYMMETRIC, "broadcast", "send", "send", "exchange")
+
+
+def training(
+    seed: int, *, faults: int = 1, kinds: Sequence[str] = (NOT_CALLED, DEVICE_STUCK), calls: Sequence[str] = KINDS,
+    leads: Sequence[int] = (1, 1, 2, 4, 1000),
+) -> Training:  # fmt: skip
+    """A random layout (data, tensor, pipeline and expert groups), program and faults, simulated until it hangs."""
+    rng = random.Random(seed)
+    while True:
+        found = Training(rng, lead=rng.choice(leads), streams=rng.random() < 0.3)
+        found.groups = list(_groups(rng))
+        world = found.groups[0][1]
+        found.programs = {rank: [] for rank in world}
+        for _ in range(rng.randint(20, 80)):
+            op = _op(rng, found.groups, calls)
+            for rank in op.members:
+                found.programs[rank].append(op)
+        ranks = rng.sample([rank for rank in world if found.programs[rank]], faults)
+        found.faults = [
+            Fault(rank, rng.choice(kinds), rng.randrange(len(found.programs[rank])), rng.random() < 0.5)
+            for rank in ranks
+        ]
+        found.run()
+        if any(found.pending(rank) for rank in world):
+            return found
+
+
+def _groups(rng: random.Random) -> Iterator[tuple[str, tuple[int, ...]]]:
+    dp, tp, pp = rng.choice((1, 2, 4)), rng.choice((1, 2, 4)), rng.choice((1, 2, 3))
+    if dp * tp * pp == 1:
+        dp = 2
+    grid = {place: at for at, place in enumerate(itertools.product(range(pp), range(dp), range(tp)))}
+    yield "default_pg", tuple(range(len(grid)))
+    for name, axis in (("pp", 0), ("dp", 1), ("tp", 2)):
+        lines: dict[tuple[int, ...], list[int]] = {}
+        for place, rank in grid.items():
+            lines.setdefault(place[:axis] + place[axis + 1 :], []).append(rank)
+        for members in lines.values():
+            if len(members) > 1:
+                yield name, tuple(members)
+    if dp * tp > 2:  # experts: halves of a stage
+        for stage in range(pp):
+            ranks = [rank for place, rank in grid.items() if place[0] == stage]
+            yield "ep", tuple(ranks[::2])
+            yield "ep", tuple(ranks[1::2])
+
+
+def _op(rng: random.Random, groups: Sequence[tuple[str, tuple[int, ...]]], calls: Sequence[str]) -> Op:
+    group = rng.randrange(len(groups))
+    members, kind = groups[group][1], rng.choice(calls)
+    if len(members) < 2:
+        return _op(rng, groups, calls)
+    if kind in ("send", "exchange"):
+        members = tuple(rng.sample(members, 2))
+    elif kind == "broadcast":
+        members = tuple(rng.sample(members, len(members)))
+    return Op(group, kind, members, rng.randint(1, 1000), eager=rng.random() < 0.5)
+
+
+def expected(found: Training, *, timed: bool) -> set[tuple[int, str]]:
+    """The faults that a reader of the dumps can tell for certain: (rank, kind)."""
+    certain = set()
+    for fault in found.faults:
+        rank, at = fault.rank, fault.at
+        ops = found.programs[rank]
+        if fault.kind == DEVICE_STUCK:
+            pending = found.pending(rank)
+            if found.called[rank] <= at or not pending or pending[0] != at:
+                continue  # the fault was not reached
+            others = [found.state.get((one, found.place(one, ops[at]))) for one in ops[at].members if one != rank]
+            seen = ("started", "completed") if timed and not fault.in_the_middle else ("completed",)
+            one_way = ops[at].kind in ("send", "broadcast")
+            if any(state in seen for state in others) and not (one_way and (None in others or not timed)):
+                certain.add((rank, fault.kind))
+        else:
+            missing = ops[found.called[rank] :]
+            if _shows(found, rank, missing if fault.kind == NOT_CALLED else ops) and (
+                fault.kind == NO_DUMP or (found.called[rank] == at and not found.pending(rank))
+            ):
+                certain.add((rank, fault.kind))
+    return certain
+
+
+def _shows(found: Training, rank: int, missing: list[Op]) -> bool:
+    """Whether another rank with a dump waits in one of `missing`, as the oldest of its calls in that group."""
+    silent = {fault.rank for fault in found.faults if fault.kind == NO_DUMP}
+    for other in found.programs.keys() - silent:
+        seen: set[tuple[Any, ...]] = set()
+        for at in found.pending(other):
+            op = found.programs[other][at]
+            channel = (op.group, op.kind in ("send", "exchange") and op.members)
+            if channel not in seen and other != rank and any(op is one for one in missing):
+                return True
+            seen.add(channel)
+    return False
+
+
+def dumps(found: Training, *, timed: bool = True, size: int = 2000, gloo: bool = False) -> dict[int, dict[str, Any]]:
+    """The dumps of all ranks that leave one. timed: the recorder sees a call start. size: how many calls it keeps.
+
+    gloo: as gloo's recorder does it, without states, sends, receives and members of groups.
+    """
+    silent = {fault.rank for fault in found.faults if fault.kind == NO_DUMP}
+    return {rank: _dump(found, rank, timed, size, gloo) for rank in found.programs if rank not in silent}
+
+
+def _dump(found: Training, rank: int, timed: bool, size: int, gloo: bool) -> dict[str, Any]:
+    entries: list[dict[str, Any]] = []
+    numbers: dict[tuple[int, bool], int] = {}
+    mine = [group for group, (_, members) in enumerate(found.groups) if rank in members]
+    for at in range(found.called[rank]):
+        op = found.programs[rank][at]
+        p2p = op.kind in ("send", "exchange")
+        if gloo and p2p:
+            continue
+        numbers[op.group, p2p] = numbers.get((op.group, p2p), 0) + 1
+        true = found.state[rank, at]
+        state = "scheduled" if gloo or (true == "started" and not timed) else true
+        for name in _names(found, rank, op):
+            part = op.kind == "exchange" and name != "coalesced"  # only the end of a batch changes its state
+            entries.append(
+                {
+                    "record_id": len(entries),
+                    "pg_id": mine.index(op.group),
+                    "process_group": (str(op.group), found.groups[op.group][0]),
+                    "collective_seq_id": numbers.get((op.group, False), 0),
+                    "p2p_seq_id": numbers.get((op.group, True), 0),
+                    "profiling_name": f"{'gloo' if gloo else 'nccl'}:{name}",
+                    "time_created_ns": 1795338319044102866 + 1000 * at,
+                    "input_sizes": [[found.rng.randint(1, 9) if op.kind == "all_to_all" else op.size]],
+                    "output_sizes": [[op.size]],
+                    "input_dtypes": ["Float"],
+                    "output_dtypes": ["Float"],
+                    "state": "scheduled" if part else state,
+                    "time_discovered_started_ns": 1 if timed and state != "scheduled" and not part else None,
+                    "retired": true == "completed" and not part,
+                    "is_p2p": p2p,
+                }
+            )
+    config = {
+        str(group): {"name": str(group), "desc": found.groups[group][0], "ranks": str(sorted(found.groups[group][1]))}
+        for group in mine
+    }
+    status = {str(at): {"last_enqueued_collective": numbers.get((group, False), -1)} for at, group in enumerate(mine)}
+    listed = {"": {"name": "", "desc": "", "ranks": "[]"}} if gloo else config
+    return {"version": "2.10", "pg_config": listed, "pg_status": status, "entries": entries[-size:]}
+
+
+def _names(found: Training, rank: int, op: Op) -> list[str]:
+    """The entries of one call; a send names ranks of the group."""
+    members = sorted(found.groups[op.group][1])
+    first, second = (members.index(one) for one in op.members[:2])
+    if op.kind == "send":
+        return [f"send {first}->{second}" if rank == op.members[0] else f"recv {second}<-{first}"]
+    if op.kind == "exchange":
+        own, other = (first, second) if rank == op.members[0] else (second, first)
+        return [f"send {own}->{other}", f"recv {own}<-{other}", "coalesced"]
+    return [op.kind]
