@@ -174,7 +174,7 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
 def _group(world: World, spec: Spec | None, plan: Plan) -> tuple[frozenset[ProcessGroup] | None, str]:
     """The default group, ours or the one that is there; and where rank 0 was met."""
     if not dist.is_initialized():
-        met = process_group.make(world, spec, plan.backend, plan.timeout, plan.binding.device)
+        met = process_group.make(world, spec, plan.backend, plan.timeout, plan.device, plan.binding.device)
         return None, f"rank 0 at {met}"
     kept = foreign.adopt(world, plan)
     rendezvous.leave()  # all have come: they are in the group
