@@ -16,7 +16,7 @@ from typing import ParamSpec
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hpcinit.facts import grouping, launchers, safeguards
+from hpcinit.facts import grouping, launchers, open_files, safeguards
 from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.saying import say
@@ -129,6 +129,7 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
     began = time.monotonic()
     moments.begin(world, folder)
     moments.note("imported")
+    open_files.allow(world.world_size)
     protected = safeguards.apply(os.environ, folder, world.job)
     device = devices.choose(world)  # before the group exists: NCCL takes the current device
     plan = resolve(request, world, spec, device)
