@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import resource
 
-# Connections with each other rank: gloo connects all ranks of a group. A run has the default group, up to five groups of
-# its mesh, and on rank 0 the rendezvous and torch's store.
+# Connections with each other rank: gloo connects all ranks of a group. A run has the default group, up to five groups
+# of its mesh, and on rank 0 the rendezvous and torch's store.
 PER_RANK = 8
 BESIDES = 1024  # the program's own; the usual soft limit
 
