@@ -317,7 +317,7 @@ def test_a_call_that_never_returns_is_ended(hpcinit: Run, tmp_path: Path) -> Non
     """When torch itself hangs, the watchdog ends every rank at the deadline, with the stacks and exit status 1."""
     (tmp_path / "script.py").write_text(
         "import time, torch.distributed as dist, hpcinit\nfrom hpcinit.runtime import process_group\n"
-        "process_group.LATE_S = 1\ndist.barrier = lambda: time.sleep(600)\nhpcinit.init()\n"
+        "process_group.LATE_S = 1\ndist.barrier = lambda **_: time.sleep(600)\nhpcinit.init()\n"
     )
     words = ["comm.timeout_base_s=12", "comm.timeout_per_node_s=0", "launch.kill_on_bad_exit=false"]
     done = hpcinit("submit", "nodes=2", "wait=true", *words, "--", "script.py")
