@@ -32,6 +32,7 @@ help:
 	@echo "make test          every test, and the lines that they reach; as root also on a real Slurm, which it installs (PYTEST_WORKERS=0: one by one)"
 	@echo "make test-deepspeed-0.18  a part of make test: what DeepSpeed does, with $(DS18_VERSION), the oldest we support"
 	@echo "make test-torch    a part of the tests with torch $(firstword $(TORCH_VERSIONS)) and $(lastword $(TORCH_VERSIONS)), the oldest and the newest we support; installs them, once (11 GB)"
+	@echo "make test-cuda-build  torch's CUDA build without a GPU: imports before a fork, variables, formats (5.5 GB, once)"
 	@echo "make test-slurm24  the Slurm tests again on Slurm 24.11 (root; makes a folder with Debian trixie, once)"
 	@echo "make test-lowest   what a login node does, with the oldest versions of the packages that it needs"
 	@echo "make test-horovod  a real horovodrun; builds Horovod first, once (cmake, g++, 5 minutes)"
@@ -66,6 +67,14 @@ test-torch: $(TORCH_VERSIONS:%=$(VENV)/torch-%/made) slurm
 		$(VENV)/torch-$$version/bin/python -m pytest -n $(PYTEST_WORKERS) --torch $$version \
 			tests/runtime tests/test_fork.py tests/test_equivalence.py $(PYTEST); \
 	done
+
+# What can be verified of torch's CUDA build without a GPU, and what its import costs beside the CPU build's.
+CUDA_BUILD := $(VENV)/torch-$(lastword $(TORCH_VERSIONS))
+
+.PHONY: test-cuda-build
+test-cuda-build: $(CUDA_BUILD)/made $(DS18)/made
+	HPCINIT_CUDA_BUILD=$(DS18) $(CUDA_BUILD)/bin/python -m pytest tests/cuda_build $(PYTEST)
+	$(BIN)/python -m benchmarks.imports $(BIN)/python $(CUDA_BUILD)/bin/python
 
 # Slurm, MPI and the shells that the tests use, those missing, from Debian's packages, where this is root; pytest
 # says loudly what it left out where it is not.

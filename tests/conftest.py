@@ -26,6 +26,8 @@ pytest_plugins = [
 collect_ignore = [] if importlib.util.find_spec("horovod") else ["systems/test_horovod.py"]
 if "HPCINIT_SCALE" not in os.environ:  # `make scale`
     collect_ignore.append("test_many_nodes.py")
+if "HPCINIT_CUDA_BUILD" not in os.environ:  # `make test-cuda-build`; its value is the folder of the oldest DeepSpeed
+    collect_ignore.append("cuda_build")
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
