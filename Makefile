@@ -8,6 +8,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 DS18_VERSION := 0.18.5
 DS18 := $(VENV)/deepspeed-$(DS18_VERSION)
 
+# The oldest and the newest torch that we support, each in an environment that has the rest from the first one. pip's usual
+# index has builds for CUDA, 5.5 GB each; TORCH_INDEX=https://download.pytorch.org/whl/cpu has small ones for CPUs.
+TORCH_VERSIONS ?= 2.7.0 2.14.1
+TORCH_INDEX ?=
+
 # Tests mostly wait for Slurm: three files at a time, also on two cores. 0: one after the other.
 PYTEST_WORKERS ?= 3
 
@@ -26,6 +31,8 @@ help:
 	@echo "make demo          train a small GPT on 2 virtual nodes x 2 ranks of this machine"
 	@echo "make test          every test, and the lines that they reach; as root also on a real Slurm, which it installs (PYTEST_WORKERS=0: one by one)"
 	@echo "make test-deepspeed-0.18  a part of make test: what DeepSpeed does, with $(DS18_VERSION), the oldest we support"
+	@echo "make test-torch    a part of the tests with torch $(firstword $(TORCH_VERSIONS)) and $(lastword $(TORCH_VERSIONS)), the oldest and the newest we support; installs them, once (11 GB)"
+	@echo "make test-cuda-build  torch's CUDA build without a GPU: imports before a fork, variables, formats (5.5 GB, once)"
 	@echo "make test-slurm24  the Slurm tests again on Slurm 24.11 (root; makes a folder with Debian trixie, once)"
 	@echo "make test-lowest   what a login node does, with the oldest versions of the packages that it needs"
 	@echo "make test-horovod  a real horovodrun; builds Horovod first, once (cmake, g++, 5 minutes)"
@@ -52,6 +59,22 @@ test: $(VENV)/dev slurm lint
 # The tests of what DeepSpeed does, again with the oldest that we support.
 test-deepspeed-0.18: $(DS18)/made slurm
 	$(DS18)/bin/python -m pytest -n $(PYTEST_WORKERS) -m deepspeed --deepspeed $(DS18_VERSION) $(PYTEST)
+
+# What hpcinit does with torch, with the oldest and the newest that we support.
+.PHONY: test-torch
+test-torch: $(TORCH_VERSIONS:%=$(VENV)/torch-%/made) slurm
+	set -e; for version in $(TORCH_VERSIONS); do \
+		$(VENV)/torch-$$version/bin/python -m pytest -n $(PYTEST_WORKERS) --torch $$version \
+			tests/runtime tests/test_fork.py tests/test_equivalence.py $(PYTEST); \
+	done
+
+# What can be verified of torch's CUDA build without a GPU, and what its import costs beside the CPU build's.
+CUDA_BUILD := $(VENV)/torch-$(lastword $(TORCH_VERSIONS))
+
+.PHONY: test-cuda-build
+test-cuda-build: $(CUDA_BUILD)/made $(DS18)/made
+	HPCINIT_CUDA_BUILD=$(DS18) $(CUDA_BUILD)/bin/python -m pytest tests/cuda_build $(PYTEST)
+	$(BIN)/python -m benchmarks.imports $(BIN)/python $(CUDA_BUILD)/bin/python
 
 # Slurm, MPI and the shells that the tests use, those missing, from Debian's packages, where this is root; pytest
 # says loudly what it left out where it is not.
@@ -139,7 +162,7 @@ $(VENV)/job: pyproject.toml constraints.txt
 # DeepSpeed comes as source that imports torch to build itself, hence no isolation; its ops are left out.
 $(VENV)/dev: $(VENV)/job
 	$(PIP) --editable '.[job,test]' setuptools wheel ninja
-	DS_BUILD_OPS=0 $(PIP) --no-build-isolation 'deepspeed>=0.18.5'
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation 'deepspeed>=0.18.5,<0.20'
 	@touch $@
 
 # What draws the benchmarks' plots.
@@ -161,6 +184,12 @@ $(DS18)/made: $(VENV)/dev
 	$(call beside,$(DS18))
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install $(ALONE) --prefix $(DS18) \
 		--no-build-isolation deepspeed==$(DS18_VERSION)
+	@touch $@
+
+$(VENV)/torch-%/made: $(VENV)/dev
+	$(call beside,$(@D))
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --ignore-installed --prefix $(@D) \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$*
 	@touch $@
 
 $(LOWEST)/made: $(VENV)/dev tests/lowest.txt

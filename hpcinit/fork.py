@@ -16,6 +16,7 @@ from hpcinit.cli import guarded
 from hpcinit.facts import forked, runfolder, safeguards, scratch
 from hpcinit.facts.errors import HpcinitError, RequestError
 from hpcinit.facts.launchers import slurm
+from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Spec
 from hpcinit.runtime.fork import binding, child, preload, process, unborn
 from hpcinit.runtime.fork.family import Family, end_as
@@ -43,10 +44,12 @@ def main(argv: Sequence[str]) -> int:
     _look_where_the_program_does(spec)
     unborn.announce(here, spec, folder)
     try:
-        preload.load(spec.launch.preload)
+        imported = preload.load(spec.launch.preload)
     except HpcinitError as error:
         unborn.fail(here, spec, folder, error)
         raise
+    if imported and here.rank == 0:
+        say(imported)
     family = Family(here, spec.launch, folder, witness)
     rank = family.fork(lambda local, parent: child.become(here, spec, folder, local, parent, cpus))
     if rank is None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpcinit.cli import guarded
-from hpcinit.facts import launchers, runfolder, safeguards, scratch
+from hpcinit.facts import launchers, open_files, runfolder, safeguards, scratch
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Program, Spec, load, of_this_run
@@ -46,6 +46,7 @@ def become_rank(argv: Sequence[str], spec: Spec | None, protected: tuple[str, ..
     """
     what = spec.program if spec else _program(list(argv))
     world = launchers.read(os.environ)
+    open_files.allow(world.world_size)
     if world.rank == 0:
         for warning in (*world.warnings, *_of_another_size(spec, world, argv)):
             say(f"warning: {warning}")

@@ -26,26 +26,36 @@ pytest_plugins = [
 collect_ignore = [] if importlib.util.find_spec("horovod") else ["systems/test_horovod.py"]
 if "HPCINIT_SCALE" not in os.environ:  # `make scale`
     collect_ignore.append("test_many_nodes.py")
+if "HPCINIT_CUDA_BUILD" not in os.environ:  # `make test-cuda-build`; its value is the folder of the oldest DeepSpeed
+    collect_ignore.append("cuda_build")
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+MADE_BY = {"deepspeed": "make test-deepspeed-0.18", "torch": "make test-torch"}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--deepspeed", metavar="VERSION", help="the DeepSpeed that must be the one imported here")
+    parser.addoption("--torch", metavar="VERSION", help="the torch that must be the one imported here")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ends the session where another DeepSpeed than the one asked for would be tested under its name."""
-    asked = config.getoption("--deepspeed")
-    if asked is None:
-        return
-    code = "import deepspeed; print(deepspeed.__version__)"
+    """Ends the session where another DeepSpeed or torch than the one asked for would be tested under its name."""
+    for package, make in MADE_BY.items():
+        asked = config.getoption(f"--{package}")
+        if asked is not None:
+            _refuse_another(package, asked, make)
+
+
+def _refuse_another(package: str, asked: str, make: str) -> None:
+    code = f"import {package}; print({package}.__version__)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
-    found = (installed("deepspeed"), done.stdout.splitlines()[-1] if done.returncode == 0 else done.stderr[-500:])
-    if found != (asked, asked):
+    found = (installed(package), done.stdout.splitlines()[-1] if done.returncode == 0 else done.stderr[-500:])
+    if tuple(version.partition("+")[0] for version in found) != (asked, asked):  # 2.7.0+cu126 is a 2.7.0
         raise pytest.UsageError(
-            f"--deepspeed {asked}, and {sys.executable} has {found[0] or 'none'} installed and imports {found[1]}: "
-            f"make test-deepspeed-0.18 makes an environment with it"
+            f"--{package} {asked}, and {sys.executable} has {found[0] or 'none'} installed and imports {found[1]}: "
+            f"{make} makes an environment with it"
         )
 
 

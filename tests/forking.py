@@ -26,10 +26,10 @@ class Node:
         self.folder, self.ranks = folder, ranks
         for below in ("logs", "errors"):
             (folder / below).mkdir(parents=True, exist_ok=True)
-        (folder / "code.py").write_text(code)
+        (folder / "script.py").write_text(code)
         spec = Spec(
             name="forked", cluster="local", nodes=1, ranks_per_node=ranks, workdir=str(folder), nonce="0" * 32,
-            program=Program("script", "code.py"), layout=Layout(dp_replicate=ranks).over(ranks, ranks),
+            program=Program("script", "script.py"), layout=Layout(dp_replicate=ranks).over(ranks, ranks),
             stop=Stopping(signal=signal), launch=Launch("fork", tuple(preload), **launch),
         )  # fmt: skip
         (folder / "spec.json").write_text(spec.to_json())

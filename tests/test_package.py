@@ -16,6 +16,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from hpcinit.facts.private_names import TESTED
+
 ROOT = Path(__file__).parent.parent
 LOWEST = [line for line in (ROOT / "tests/lowest.txt").read_text().splitlines() if not line.startswith("#")]
 NEEDED = [Requirement(line) for line in metadata.requires("hpcinit") or () if "extra ==" not in line]
@@ -66,6 +68,26 @@ def test_the_lowest_versions_are_those_that_are_tested() -> None:
         name: Version(pinned[name]).release[: len(Version(bounds[name]).release)] for name in pinned
     }
     assert all(Version(pinned[name]) == Version(bounds[name]) for name in pinned)
+
+
+def test_the_tested_versions_are_the_same_everywhere() -> None:
+    """pyproject.toml, the Makefile and the README have the oldest and newest torch and DeepSpeed of the table of tested
+    versions; the upper bound is the first minor version after the newest."""
+    torch, deepspeed = TESTED["torch"], TESTED["deepspeed"]
+    project, make = (ROOT / "pyproject.toml").read_text(), (ROOT / "Makefile").read_text()
+    for package, tested in TESTED.items():
+        major, minor, *_ = Version(tested.newest).release
+        assert tested.below == f"{major}.{minor + 1}"
+        bound = re.search(rf'"{package}(>=\S+)"', project)
+        assert bound and bound[1] == f">={tested.oldest.removesuffix('.0')},<{tested.below}"
+    assert f"TORCH_VERSIONS ?= {torch.oldest} {torch.newest}\n" in make
+    assert (
+        f"DS18_VERSION := {deepspeed.oldest}\n" in make
+        and f"'deepspeed>={deepspeed.oldest},<{deepspeed.below}'" in make
+    )
+    text = " ".join((ROOT / "README.md").read_text().split())
+    said = f"torch {torch.oldest} to {torch.newest} and DeepSpeed {deepspeed.oldest} to {deepspeed.newest}"
+    assert said in text
 
 
 def test_the_environment_has_versions_that_are_allowed() -> None:

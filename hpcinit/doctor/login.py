@@ -10,13 +10,11 @@ from typing import Any
 
 from hpcinit.config.schema import Config
 from hpcinit.doctor import places, slurm
-from hpcinit.facts import versions
+from hpcinit.facts import private_names, versions
 from hpcinit.facts.checkup import BAD, OK, WARNING, Check
 from hpcinit.facts.errors import HpcinitError
 from hpcinit.submission import environment
 from hpcinit.submission import submit as submission
-
-OLDEST_TORCH = "2.7"  # as pyproject.toml's extra `job` has it
 
 
 def checks(config: Config, document: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[Check]:
@@ -40,6 +38,8 @@ def of_versions(config: Config | None) -> Iterator[Check]:
     needed = config is not None and (config.comm.deepspeed or config.parallel.wrap == "deepspeed")
     if needed and not deepspeed and not other:
         yield Check("deepspeed", BAD, "not installed, and this request needs it", "pip install 'hpcinit[deepspeed]'")
+    elif deepspeed and not other and (newer := private_names.newer_than_tested("deepspeed", deepspeed)):
+        yield Check("deepspeed", WARNING, newer, _older("deepspeed"))
     else:
         yield Check("deepspeed", OK, deepspeed or "not installed here")
 
@@ -50,9 +50,16 @@ def _torch(other: str) -> Check:
         return Check("torch", OK, f"the ranks run with {other}; here: {found or 'not installed'}")
     if not found:
         return Check("torch", BAD, "not installed, and the ranks run with this Python", "pip install 'hpcinit[job]'")
-    if versions.key(found) < versions.key(OLDEST_TORCH):
-        return Check("torch", BAD, f"{found}, expected {OLDEST_TORCH} or newer", "pip install --upgrade torch")
+    oldest = private_names.TESTED["torch"].oldest
+    if versions.key(found) < versions.key(oldest):
+        return Check("torch", BAD, f"{found}, expected {oldest} or newer", f"pip install 'torch>={oldest}'")
+    if newer := private_names.newer_than_tested("torch", found):
+        return Check("torch", WARNING, newer, _older("torch"))
     return Check("torch", OK, f"{found} (installed; not imported here)")
+
+
+def _older(package: str) -> str:
+    return f"nothing, if your job works with it; else: pip install '{package}<={private_names.TESTED[package].newest}'"
 
 
 def _other_python(config: Config) -> str:

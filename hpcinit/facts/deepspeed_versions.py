@@ -26,6 +26,10 @@ SEQUENTIAL = "stage3_allgather_sequential"  # of zero_optimization, since 0.18.5
 # divided, and says nothing if nobody has: #7806
 INITIALIZE_DIVIDES_SINCE = "0.18.6"
 
+# The first DeepSpeed whose import leaves CUDA alone. Before, ops and the check for Triton asked the device what it is,
+# which starts CUDA, and a forked rank cannot start it again: #7252, #7918, #8078
+IMPORT_LEAVES_CUDA_SINCE = "0.19.3"
+
 
 def tp_to_divide(config: Mapping[str, Any], deepspeed: str) -> int:
     """Among how many ranks deepspeed.tp_model_init() has to divide the model before initialize(); 1 is not at all."""

@@ -66,7 +66,7 @@ def all_reduce(device: torch.device, size: int, group: ProcessGroup | None, rank
     dist.all_reduce(value, group=group)  # the first one connects
     times = []
     for _ in range(TRIES):
-        dist.barrier(group=group)
+        _barrier(device, group)
         times.append(_timed(lambda: dist.all_reduce(value, group=group), device))
         value.fill_(1)
     slowest = torch.tensor(times, device=device, dtype=torch.float32)
@@ -89,7 +89,7 @@ def _links(run: hpcinit.Runtime, nodes: Sequence[Sequence[int]], size: int) -> t
     plan = links.phases(links.pairs(nodes))
     for _ in range(ROUNDS):
         for phase in plan:
-            dist.barrier()
+            _barrier(run.device)
             for pair in phase:
                 if run.rank == pair.a:
                     found[pair] = _joined(found.get(pair), _ask(pair, run.device, size))
@@ -126,6 +126,11 @@ def _answer(pair: Pair, device: torch.device, size: int) -> None:
 def _there_and_back(value: torch.Tensor, to: int) -> None:
     dist.send(value, to)
     dist.recv(value, to)
+
+
+def _barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
+    """Wait for every rank of `group`, on this rank's `device`: without device_ids NCCL may guess another one."""
+    dist.barrier(group=group, device_ids=None if device.type == "cpu" else [device.index])
 
 
 def _joined(before: Link | None, now: Link) -> Link:

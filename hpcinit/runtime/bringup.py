@@ -16,7 +16,7 @@ from typing import ParamSpec
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hpcinit.facts import grouping, launchers, safeguards
+from hpcinit.facts import grouping, launchers, open_files, safeguards
 from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.saying import say
@@ -129,6 +129,7 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
     began = time.monotonic()
     moments.begin(world, folder)
     moments.note("imported")
+    open_files.allow(world.world_size)
     protected = safeguards.apply(os.environ, folder, world.job)
     device = devices.choose(world)  # before the group exists: NCCL takes the current device
     plan = resolve(request, world, spec, device)
@@ -174,7 +175,7 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
 def _group(world: World, spec: Spec | None, plan: Plan) -> tuple[frozenset[ProcessGroup] | None, str]:
     """The default group, ours or the one that is there; and where rank 0 was met."""
     if not dist.is_initialized():
-        met = process_group.make(world, spec, plan.backend, plan.timeout, plan.binding.device)
+        met = process_group.make(world, spec, plan.backend, plan.timeout, plan.device, plan.binding.device)
         return None, f"rank 0 at {met}"
     kept = foreign.adopt(world, plan)
     rendezvous.leave()  # all have come: they are in the group

@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from hpcinit.facts.errors import BringUpError, RequestError
 from hpcinit.runtime.meeting import wire
 from hpcinit.runtime.process_group import SIDE
+from hpcinit.runtime.store import serve
 
 LOOK_S = 0.1  # between two looks at who has come
 LINGER_S = 1.0  # several looks
@@ -76,7 +77,9 @@ def _open(rank: int, address: str, port: int, world_size: int, deadline: float, 
     def work() -> None:
         try:
             opened.append(
-                _serve(address, port, world_size) if rank == 0 else _reach(address, port, world_size, deadline)
+                _serve(address, port, world_size, deadline)
+                if rank == 0
+                else _reach(address, port, world_size, deadline)
             )
         except (OSError, RuntimeError) as error:  # torch's DistError is a RuntimeError
             failed.append(error)
@@ -92,11 +95,10 @@ def _open(rank: int, address: str, port: int, world_size: int, deadline: float, 
     raise BringUpError(f"{where}: rank {rank} did not find rank 0: {first}; was it started, does it listen there?")
 
 
-def _serve(address: str, port: int, world_size: int) -> Store:
+def _serve(address: str, port: int, world_size: int, deadline: float) -> Store:
     # Bound here, so that it listens on this address and not on every interface.
     server = socket.create_server((address, port), family=wire.family(_resolved(address)), backlog=128)
-    fd = server.detach()  # torch closes it
-    return TCPStore(address, port, world_size, True, wait_for_workers=False, master_listen_fd=fd)
+    return serve(address, server, world_size, timedelta(seconds=_left(deadline)))
 
 
 def _reach(address: str, port: int, world_size: int, deadline: float) -> Store:

@@ -27,10 +27,17 @@ LATE_S = 15.0  # after the deadline of the start-up, for the errors that have na
 SIDE = "hpcinit-side/"  # what names of side groups begin with
 
 
-def make(world: World, spec: Spec | None, backend: str, timeout: timedelta, device_id: torch.device | None) -> str:
+def make(
+    world: World,
+    spec: Spec | None,
+    backend: str,
+    timeout: timedelta,
+    device: torch.device,
+    device_id: torch.device | None,
+) -> str:
     """torch's default group, or an error that names who is missing. Returns where rank 0 was met.
 
-    device_id: what the group is bound to, None for nothing.
+    device: this rank's. device_id: what the group is bound to, None for nothing.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     meeting: rendezvous.Meeting | None = None
@@ -52,7 +59,7 @@ def make(world: World, spec: Spec | None, backend: str, timeout: timedelta, devi
                 # From here on this thread is inside torch and cannot look up: if a rank dies, end at once.
                 meeting.on_failure(end_hard)
                 meeting.tell("joined")
-            _in_torch(world, store, backend, timeout, device_id)
+            _in_torch(world, store, backend, timeout, device, device_id)
             if meeting:
                 meeting.on_failure(None)
                 meeting.tell("up")
@@ -75,20 +82,37 @@ def refuse_interfaces(env: Mapping[str, str], backend: str) -> None:
             )
 
 
-def _in_torch(world: World, store: Store, backend: str, timeout: timedelta, device_id: torch.device | None) -> None:
+def _in_torch(
+    world: World,
+    store: Store,
+    backend: str,
+    timeout: timedelta,
+    device: torch.device,
+    device_id: torch.device | None,
+) -> None:
     """The group, and that all are in it. Raises BringUpError with the gist of torch's own error."""
     try:
         dist.init_process_group(
             backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=device_id
         )
         moments.note("joined")
-        dist.barrier()
+        barrier(device)
         moments.note("collective")
     except (RuntimeError, ValueError, OSError) as error:  # torch's own are RuntimeErrors
         raise BringUpError(
             f"torch did not make the process group ({backend}) on rank {world.rank}, {socket.gethostname()}: "
             f"{_gist(error)}; TORCH_CPP_LOG_LEVEL=INFO has torch say more, and NCCL_DEBUG=INFO has NCCL"
         ) from error
+
+
+def barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
+    """Wait until every rank of `group` (None: the default group) has called this. device: this rank's.
+
+    Without device_ids, ProcessGroupNCCL::barrier of a group that has no device yet takes the global rank modulo the
+    number of visible devices. With 2 ranks on each of two nodes of 8 GPUs, rank 2 would use GPU 2 for its first barrier
+    and GPU 0 for all that follows, which then hangs.
+    """
+    dist.barrier(group=group, device_ids=None if device.type == "cpu" else [device.index])
 
 
 def _gist(error: Exception) -> str:

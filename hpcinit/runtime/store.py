@@ -7,6 +7,8 @@ import socket
 import time
 from datetime import timedelta
 
+import torch
+from packaging.version import Version
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
@@ -17,6 +19,9 @@ from hpcinit.runtime.meeting import wire
 from hpcinit.runtime.meeting.door import Door
 from hpcinit.runtime.meeting.visit import spread_s
 from hpcinit.runtime.rendezvous import Meeting, said_every_s
+
+# Before, torch's libuv server refuses a socket that it has not made: https://github.com/pytorch/pytorch/pull/150215
+LIBUV_TAKES_A_LISTENER_SINCE = Version("2.8")
 
 _rounds = 0
 
@@ -35,15 +40,27 @@ def open_store(world: World, meeting: Meeting | None, deadline: float) -> Store:
         server = socket.create_server((meeting.address, 0), family=wire.family(meeting.address), backlog=4096)
         meeting.offer_store(server.getsockname()[1])
         port = meeting.wait_for_store(deadline, every_s)
-        fd = server.detach()  # torch closes it
-        store = TCPStore(
-            meeting.address, port, world.world_size, True, _left(deadline), wait_for_workers=False, master_listen_fd=fd
-        )
+        store = serve(meeting.address, server, world.world_size, _left(deadline))
     else:
         port = meeting.wait_for_store(deadline, every_s)
         time.sleep(spread_s(world.world_size))
         store = TCPStore(meeting.address, port, world.world_size, False, _left(deadline), wait_for_workers=False)
     return PrefixStore(f"hpcinit/{world.job}", store)
+
+
+def serve(address: str, listener: socket.socket, world_size: int, timeout: timedelta) -> TCPStore:
+    """Return torch's store on `listener`, which is bound to `address`. torch closes it."""
+    port = listener.getsockname()[1]
+    return TCPStore(
+        address,
+        port,
+        world_size,
+        True,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=Version(torch.__version__) >= LIBUV_TAKES_A_LISTENER_SINCE,
+    )
 
 
 def _torchruns(world: World, timeout: timedelta) -> Store:

@@ -180,13 +180,29 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch is needed where the ranks run with this Python, and not where they have another."""
     monkeypatch.setattr(login.versions, "installed", lambda name: "2.1.0" if name == "torch" else "")
     found = {check.about: check for check in login.of_versions(compose(["parallel=zero3"]))}
-    assert found["torch"].said == "2.1.0, expected 2.7 or newer" and found["deepspeed"].grade == BAD
+    assert found["torch"].said == "2.1.0, expected 2.7.0 or newer" and found["deepspeed"].grade == BAD
     monkeypatch.setattr(login.versions, "installed", lambda name: "")
     found = {check.about: check for check in login.of_versions(compose([]))}
     assert found["torch"].grade == BAD and found["deepspeed"].grade == OK
     for word in ("cluster.venv=/x", "cluster.python=python3", "cluster.modules=[torch]"):
         found = {check.about: check for check in login.of_versions(compose([word]))}
         assert found["torch"].grade == OK and "not installed" in found["torch"].said
+
+
+@pytest.mark.parametrize(
+    ("torch", "deepspeed", "grade"), [("2.14.1+cu130", "0.19.8", OK), ("2.15.0", "0.20.1", WARNING)]
+)
+def test_a_version_newer_than_tested(
+    monkeypatch: pytest.MonkeyPatch, torch: str, deepspeed: str, grade: object
+) -> None:
+    """The doctor warns of a torch and of a DeepSpeed that is newer than the newest tested one, and names that one."""
+    found = {"torch": torch, "deepspeed": deepspeed}
+    monkeypatch.setattr(login.versions, "installed", lambda name: found.get(name, ""))
+    checks = {check.about: check for check in login.of_versions(compose([])) if check.about in found}
+    assert [check.grade for check in checks.values()] == [grade, grade]
+    if grade == WARNING:
+        assert checks["torch"].said == "2.15.0 is newer than 2.14.1, the newest torch that hpcinit is tested with"
+        assert checks["deepspeed"].do == "nothing, if your job works with it; else: pip install 'deepspeed<=0.19.8'"
 
 
 def test_grades() -> None:

@@ -16,8 +16,8 @@ from tests.conftest import Run
 
 def ranks(hpcinit: Run, tmp_path: Path, code: str, *words: str, nodes: int = 2) -> list[str]:
     """Run `code` on that many ranks of cluster=local; each rank's last line, and no rank may fail."""
-    (tmp_path / "code.py").write_text(textwrap.dedent(code))
-    done = hpcinit("submit", f"nodes={nodes}", "wait=true", *words, "--", "code.py")
+    (tmp_path / "script.py").write_text(textwrap.dedent(code))
+    done = hpcinit("submit", f"nodes={nodes}", "wait=true", *words, "--", "script.py")
     assert done.returncode == 0, done.stdout + done.stderr
     folder = Path(done.stdout.partition("run folder: ")[2].partition("\n")[0])
     return [(folder / f"logs/rank-{rank}.log").read_text().splitlines()[-1] for rank in range(nodes)]
@@ -34,7 +34,7 @@ def test_runtime_tells_everything(hpcinit: Run, tmp_path: Path) -> None:
             run.mesh.mesh_dim_names, list(run.mesh.shape), run.seed, run.folder.name]))
     """
     words = ["comm.timeout_base_s=60", "comm.timeout_per_node_s=10", "comm.collective_timeout_s=33", "seed=5"]
-    expected = ["127.0.0.1", "127.0.0.2"], "cpu", "gloo", 80.0, 33.0, ["dp_replicate"], [2], 5, "code-0001"
+    expected = ["127.0.0.1", "127.0.0.2"], "cpu", "gloo", 80.0, 33.0, ["dp_replicate"], [2], 5, "script-0001"
     found = [json.loads(line) for line in ranks(hpcinit, tmp_path, code, *words)]
     assert found == [[rank, 2, 0, 1, rank, *expected] for rank in range(2)]
 
@@ -163,7 +163,7 @@ def test_what_is_up_is_read_back(hpcinit: Run, tmp_path: Path) -> None:
 
     torch is kept from changing the timeout, and told of another backend: none here drops either by itself.
     """
-    (tmp_path / "code.py").write_text(
+    (tmp_path / "script.py").write_text(
         textwrap.dedent("""
         import hpcinit, torch.distributed as dist
         from hpcinit.runtime import process_group
@@ -177,20 +177,20 @@ def test_what_is_up_is_read_back(hpcinit: Run, tmp_path: Path) -> None:
         """)
     )
     said = "asked for backend gloo, and it is nccl; asked for a collective timeout of 0:05:00, and it is 0:05:04"
-    assert hpcinit("run", "code.py").stdout == f"the process group is up, and not as asked: {said}\nFalse\n"
+    assert hpcinit("run", "script.py").stdout == f"the process group is up, and not as asked: {said}\nFalse\n"
 
 
 def test_the_log_line(hpcinit: Run, tmp_path: Path) -> None:
     """Rank 0 says the start-up timeout with its terms, what is left of the job among them, and what it set."""
-    (tmp_path / "code.py").write_text("import hpcinit\nhpcinit.init(device_id='auto', deterministic=True)\n")
+    (tmp_path / "script.py").write_text("import hpcinit\nhpcinit.init(device_id='auto', deterministic=True)\n")
     end = str(int(time.time()) + 200)
-    said = hpcinit("run", "code.py", env={"SLURM_JOB_END_TIME": end}).stderr
+    said = hpcinit("run", "script.py", env={"SLURM_JOB_END_TIME": end}).stderr
     assert re.search(
         r"start-up timeout min\(3600, 300 \+ 3.5 x 1 node, 1\d\d left of the job - 30\) = 1[0-6]\d s, of", said
     )
     assert "of collectives 300 s; cpus " in said and "no device_id: gloo on a CPU has no device to bind to" in said
     assert "; deterministic algorithms; " in said
-    too_late = hpcinit("run", "code.py", env={"SLURM_JOB_END_TIME": str(int(time.time()) + 20)})
+    too_late = hpcinit("run", "script.py", env={"SLURM_JOB_END_TIME": str(int(time.time()) + 20)})
     assert too_late.returncode == 2 and "the job ends in " in too_late.stderr
 
 
@@ -254,7 +254,7 @@ def test_progress_is_seen_outside(hpcinit: Run, tmp_path: Path) -> None:
         print("done")
     """
     ranks(hpcinit, tmp_path, code)
-    assert "step 40/40  loss 0.025" in hpcinit("status", "code-0001").stdout
+    assert "step 40/40  loss 0.025" in hpcinit("status", "script-0001").stdout
 
 
 def test_result_is_rank_0s(hpcinit: Run, tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_result_is_rank_0s(hpcinit: Run, tmp_path: Path) -> None:
     """
     said = "the result is 'low' (str), expected a number or a sequence of numbers"
     assert ranks(hpcinit, tmp_path, code) == [said, said]
-    assert json.loads((tmp_path / "runs/code-0001/result.json").read_text()) == {"value": 0.5}
+    assert json.loads((tmp_path / "runs/script-0001/result.json").read_text()) == {"value": 0.5}
 
 
 @pytest.mark.deepspeed
@@ -292,12 +292,12 @@ def test_deepspeed_comes_after_torch(hpcinit: Run, tmp_path: Path) -> None:
 
 def test_torchrun_is_a_launcher_too(hpcinit: Run, tmp_path: Path) -> None:
     """Under torchrun, with no hpcinit on the submit side, init brings the group up from torchrun's variables."""
-    (tmp_path / "code.py").write_text(
+    (tmp_path / "script.py").write_text(
         "import hpcinit, torch.distributed as dist\n"
         "with hpcinit.session() as run:\n"
         "    print(f'{run.world.launcher} {run.rank} {dist.get_world_size()}\\n', end='')\n"  # one write: the ranks share a pipe
     )
-    done = hpcinit("run", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "code.py")
+    done = hpcinit("run", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py")
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("torchrun")) == [
         "torchrun 0 2",
         "torchrun 1 2",
@@ -306,26 +306,26 @@ def test_torchrun_is_a_launcher_too(hpcinit: Run, tmp_path: Path) -> None:
 
 def test_no_launcher_at_all(hpcinit: Run, tmp_path: Path) -> None:
     """A plain `python train.py` is a world of one rank, and collectives work in it."""
-    (tmp_path / "code.py").write_text(
+    (tmp_path / "script.py").write_text(
         "import hpcinit, torch, torch.distributed as dist\nwith hpcinit.session() as run:\n    x = torch.ones(1)\n"
         "    dist.all_reduce(x)\n    print(run.world.launcher, run.world_size, x.item())\n"
     )
-    assert hpcinit("run", "code.py").stdout == "single 1 1.0\n"
+    assert hpcinit("run", "script.py").stdout == "single 1 1.0\n"
 
 
 def test_a_call_that_never_returns_is_ended(hpcinit: Run, tmp_path: Path) -> None:
     """When torch itself hangs, the watchdog ends every rank at the deadline, with the stacks and exit status 1."""
-    (tmp_path / "code.py").write_text(
+    (tmp_path / "script.py").write_text(
         "import time, torch.distributed as dist, hpcinit\nfrom hpcinit.runtime import process_group\n"
-        "process_group.LATE_S = 1\ndist.barrier = lambda: time.sleep(600)\nhpcinit.init()\n"
+        "process_group.LATE_S = 1\ndist.barrier = lambda **_: time.sleep(600)\nhpcinit.init()\n"
     )
     words = ["comm.timeout_base_s=12", "comm.timeout_per_node_s=0", "launch.kill_on_bad_exit=false"]
-    done = hpcinit("submit", "nodes=2", "wait=true", *words, "--", "code.py")
+    done = hpcinit("submit", "nodes=2", "wait=true", *words, "--", "script.py")
     assert done.returncode == 1
-    logs = [(tmp_path / f"runs/code-0001/logs/rank-{rank}.log").read_text() for rank in (0, 1)]
+    logs = [(tmp_path / f"runs/script-0001/logs/rank-{rank}.log").read_text() for rank in (0, 1)]
     # The first to end says who was missing; the other may only see it die.
     assert "is not up after 13 s. 2 of 2 ranks are missing: rank 0 on 127.0.0.1" in logs[0] + logs[1]
-    assert 'code.py", line 5 in <module>' in logs[0] + logs[1]
+    assert 'script.py", line 5 in <module>' in logs[0] + logs[1]
 
 
 @pytest.mark.parametrize(
@@ -333,8 +333,8 @@ def test_a_call_that_never_returns_is_ended(hpcinit: Run, tmp_path: Path) -> Non
 )
 def test_backend_that_is_not_there(hpcinit: Run, tmp_path: Path, asked: str, said: str) -> None:
     """A backend that this machine or this torch lacks is refused with the reason."""
-    (tmp_path / "code.py").write_text(f"import hpcinit\nhpcinit.init(backend={asked!r})\n")
-    done = hpcinit("run", "code.py")
+    (tmp_path / "script.py").write_text(f"import hpcinit\nhpcinit.init(backend={asked!r})\n")
+    done = hpcinit("run", "script.py")
     assert done.returncode == 1 and said in done.stderr
 
 

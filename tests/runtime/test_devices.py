@@ -172,10 +172,10 @@ def test_deepspeed_takes_our_index(tmp_path: Path, words: tuple[str, ...], indic
     """
     if not importlib.util.find_spec("deepspeed"):
         leave_out("DeepSpeed is not installed: pip install 'hpcinit[deepspeed]'")
-    (tmp_path / "code.py").write_text(DEEPSPEED)
+    (tmp_path / "script.py").write_text(DEEPSPEED)
     env = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
-        [sys.executable, str(tmp_path / "code.py"), *words], env=env, cwd=tmp_path, capture_output=True, text=True,
+        [sys.executable, str(tmp_path / "script.py"), *words], env=env, cwd=tmp_path, capture_output=True, text=True,
         check=False, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

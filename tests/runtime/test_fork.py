@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcinit.facts import versions
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.forked import Node as Place
 from hpcinit.facts.forked import environment, node
@@ -37,7 +38,7 @@ def test_ranks_are_processes_of_their_own(tmp_path: Path) -> None:
         "                  open('/proc/self/cmdline').read().strip(chr(0)), open('/proc/self/comm').read().strip()]))"
     )
     started = Node(tmp_path, code, 3, preload=["numpy"], env={"PMI_RANK": "0"})
-    assert started.end() == (0, "")
+    assert started.end() == (0, f"hpcinit: imported before the fork: numpy {versions.installed('numpy')}\n")
     told = [started.told(rank) for rank in range(3)]
     assert all(one[:2] == [True, True] and one[4] == "" for one in told)
     assert len({one[2] for one in told}) == len({one[3] for one in told}) == 3
@@ -56,7 +57,7 @@ def test_what_every_rank_needs_is_looked_up_before_the_fork(tmp_path: Path) -> N
         "before = set(sys.modules)\nwith hpcinit.session():\n    print(json.dumps([found, sorted(set(sys.modules) - before)]))\n"
     )
     started = Node(tmp_path, code, 2, preload=["torch"])
-    assert started.end() == (0, "")
+    assert started.end()[0] == 0
     found, more = started.told(1)
     assert found == [True, True, True] and more == []
 
@@ -153,7 +154,7 @@ def test_the_stop_signal_does_not_end_what_is_not_ready_for_it(tmp_path: Path) -
     started = Node(tmp_path, RANK + "print('through')", preload=["slow"], signal="USR1")
     wait_for((tmp_path / "slow").exists)
     os.kill(started.process.pid, signal.SIGUSR1)
-    assert started.end() == (0, "") and "through" in started.log(0) + started.log(1)
+    assert started.end()[0] == 0 and "through" in started.log(0) + started.log(1)
 
 
 def test_who_was_told_to_end_may_save(tmp_path: Path) -> None:
@@ -225,6 +226,58 @@ def test_a_device_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         preload.load(["heavy_device"], devices=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("heavy_cuda", "take heavy_cuda out of launch.preload, and each rank imports it by itself; or launch=srun"), ("deepspeed", "launch=srun")],
+)  # fmt: skip
+def test_a_started_cuda_that_torch_does_not_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, advice: str
+) -> None:
+    """A trial fork finds a CUDA that torch.cuda.is_initialized() misses. The advice for DeepSpeed, which hpcinit itself
+    adds to launch.preload, can be followed. A file stands for the driver, and torch's answer in the child is faked."""
+    torch = pytest.importorskip("torch")
+    (tmp_path / "nvidiactl").touch()
+    (tmp_path / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(RequestError) as refused:
+        preload.load([name], devices=tmp_path)
+    sys.modules.pop(name)  # monkeypatch puts the real one back, if it was imported
+    assert str(refused.value) == (
+        f"importing {name} has initialised CUDA (a trial fork cannot use it), which cannot be used in forked ranks: {advice}"
+    )
+
+
+@pytest.mark.parametrize(("version", "imported"), [("0.18.5", False), ("0.19.2", False), ("0.19.3", True), ("0.20.0", True)])  # fmt: skip
+def test_a_deepspeed_that_starts_cuda_is_not_imported(tmp_path: Path, version: str, imported: bool) -> None:
+    """The fork server imports only a DeepSpeed whose import leaves CUDA alone, and its log states what it imported and why not
+    the rest. DeepSpeed is a fake here: a module with only a version."""
+    (tmp_path / "deepspeed.py").write_text("")
+    (tmp_path / f"deepspeed-{version}.dist-info").mkdir()
+    code = RANK + "print(json.dumps(['deepspeed' in sys.modules, os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK')]))"
+    started = Node(tmp_path, code, preload=["json", "deepspeed"])
+    status, said = started.end()
+    assert (status, started.told(1)) == (0, [imported, None]), said
+    assert said == (
+        f"hpcinit: imported before the fork: json, deepspeed {version}\n"
+        if imported
+        else f"hpcinit: imported before the fork: json; not imported before the fork: deepspeed {version}, whose import "
+        "initialises CUDA, which forked ranks could then not use; each rank imports it (DeepSpeed 0.19.3 and later can be "
+        "shared)\n"
+    )
+
+
+def test_devices_are_counted_without_starting_cuda(tmp_path: Path) -> None:
+    """While modules are imported torch is told to ask NVML for devices; ranks do not inherit that, but a user's value."""
+    (tmp_path / "looks.py").write_text("import os\nseen = os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK')")
+    code = RANK + "import looks\nprint(json.dumps([looks.seen, os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK')]))"
+    started = Node(tmp_path, code, preload=["looks"])
+    assert started.end()[0] == 0 and started.told(0) == ["1", None]
+    started = Node(tmp_path, code, preload=["looks"], env={"PYTORCH_NVML_BASED_CUDA_CHECK": "0"})
+    assert started.end()[0] == 0 and started.told(0) == ["0", "0"]
+
+
 def test_a_pool_that_comes_back_is_no_reason_to_refuse(tmp_path: Path) -> None:
     """OpenBLAS starts threads at import, ends them before a fork, and has as many in each rank."""
     code = (
@@ -233,7 +286,7 @@ def test_a_pool_that_comes_back_is_no_reason_to_refuse(tmp_path: Path) -> None:
     )
     env = {"OPENBLAS_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"}
     started = Node(tmp_path, code, preload=["numpy"], env=env)
-    assert started.end() == (0, "")
+    assert started.end()[0] == 0
     for rank in range(2):
         product, threads = started.told(rank)
         assert product == 400 and threads >= 2

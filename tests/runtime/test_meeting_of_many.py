@@ -140,13 +140,13 @@ def test_too_few_files_for_the_ranks(world: World, monkeypatch: pytest.MonkeyPat
 
 
 def test_files_for_the_door_and_for_torchs_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 holds two connections for each rank at the same time, as far as the administrator lets it."""
+    """Rank 0 raises its limit before it listens, for more than two connections of each rank, up to the hard limit."""
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
     for hard in (100_000, 30_000):
         monkeypatch.setattr(resource, "getrlimit", lambda _, hard=hard: (1024, hard))
         listening.allow_many_files(16_384)
-    assert asked == [(2 * 16_384 + 1024, 100_000), (30_000, 30_000)]
+    assert asked == [(100_000, 100_000), (30_000, 30_000)]
 
 
 def test_no_files_left_at_the_door(world: World, capfd: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ def test_script_sees_what_python_would_show(hpcinit: Run, tmp_path: Path) -> Non
     """argv, __name__, __file__, sys.path[0] and classes in __main__ are as under `python script.py`."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/neighbour.py").write_text("value = 3\n")
-    (tmp_path / "sub/code.py").write_text(
+    (tmp_path / "sub/script.py").write_text(
         "import multiprocessing, sys, pickle, neighbour\n"
         "class Thing: pass\n"
         "def work(x): return x + neighbour.value\n"
@@ -24,9 +24,9 @@ def test_script_sees_what_python_would_show(hpcinit: Run, tmp_path: Path) -> Non
         "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
         "        print(sys.argv, __file__, pool.map(work, [1]))\n"
     )
-    done = hpcinit("run", "sub/code.py", "--a", "b c")
+    done = hpcinit("run", "sub/script.py", "--a", "b c")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"['sub/code.py', '--a', 'b c'] {tmp_path}/sub/code.py [4]\n"
+    assert done.stdout == f"['sub/script.py', '--a', 'b c'] {tmp_path}/sub/script.py [4]\n"
 
 
 def test_main_module_is_as_pythons(hpcinit: Run, tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_main_module_is_as_pythons(hpcinit: Run, tmp_path: Path) -> None:
 def test_data_loader_workers(hpcinit: Run, tmp_path: Path) -> None:
     """Forked and spawned workers of a DataLoader, and torch's own spawn, find what the script defines, after a chdir."""
     (tmp_path / "sub").mkdir()
-    (tmp_path / "sub/code.py").write_text("""
+    (tmp_path / "sub/script.py").write_text("""
 import argparse, os, torch
 from torch.utils.data import DataLoader, Dataset
 class Squares(Dataset):
@@ -62,7 +62,7 @@ if __name__ == "__main__":
     torch.multiprocessing.spawn(work, (queue,), nprocs=1)
     print("spawned", queue.get())
 """)
-    done = hpcinit("run", "sub/code.py", "--how", "fork", "spawn")
+    done = hpcinit("run", "sub/script.py", "--how", "fork", "spawn")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "fork [[0, 1], [4, 9]]\nspawn [[0, 1], [4, 9]]\nspawned 0\n"
 
@@ -77,7 +77,7 @@ def test_nothing_is_lost_at_the_end_beside_torch(hpcinit: Run, tmp_path: Path) -
     A stand-in for torch, since only its presence is looked at.
     """
     (tmp_path / "neighbour.py").write_text("log = open('module.txt', 'w')\nlog.write('a')\n")
-    (tmp_path / "code.py").write_text(
+    (tmp_path / "script.py").write_text(
         WITH_TORCH
         + """
 import atexit, ctypes, threading, time, neighbour
@@ -96,7 +96,7 @@ ctypes.CDLL(None).printf(b"from C\\n")
 sys.exit(3)
 """
     )
-    done = hpcinit("run", "code.py")
+    done = hpcinit("run", "script.py")
     assert done.returncode == 3 and "ZeroDivisionError" in done.stderr
     assert sorted(done.stdout.splitlines()) == ["from C", "handler", "thread"]
     assert [(tmp_path / f"{name}.txt").read_text() for name in ("module", "main", "class")] == ["a", "b", "c"]
@@ -111,9 +111,9 @@ def test_exit_status_beside_torch(hpcinit: Run, tmp_path: Path, last: str) -> No
 
     A stand-in for torch, since only its presence is looked at.
     """
-    (tmp_path / "code.py").write_text("import os\n" + WITH_TORCH + last + "\n")
-    python = subprocess.run([sys.executable, "code.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    done = hpcinit("run", "code.py")
+    (tmp_path / "script.py").write_text("import os\n" + WITH_TORCH + last + "\n")
+    python = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = hpcinit("run", "script.py")
     assert (done.returncode, done.stdout) == (python.returncode, python.stdout)
 
 
@@ -139,8 +139,8 @@ def test_exit_status_and_message_are_the_programs(
     hpcinit: Run, tmp_path: Path, code: str, status: int, said: str
 ) -> None:
     """However a script ends, the status and the last line are what Python itself gives, without our frames."""
-    (tmp_path / "code.py").write_text(code + "\n")
-    done = hpcinit("run", "code.py")
+    (tmp_path / "script.py").write_text(code + "\n")
+    done = hpcinit("run", "script.py")
     assert done.returncode == status and done.stderr.endswith(said)
     assert "hpcinit" not in done.stderr and "runpy" not in done.stderr
 

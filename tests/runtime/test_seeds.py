@@ -13,7 +13,7 @@ from typing import Any
 
 def python(code: str, tmp_path: Path, **env: str) -> Any:
     """What `code`, run as a file, printed last, which is JSON."""
-    script = tmp_path / "code.py"
+    script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(code))
     environ = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", **env}
     done = subprocess.run(

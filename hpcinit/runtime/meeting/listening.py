@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterable
 
+from hpcinit.facts import open_files
 from hpcinit.facts.errors import BringUpError
 from hpcinit.runtime.meeting import card, wire
 from hpcinit.runtime.meeting.knocking import KNOCK_S, Claim, knock
@@ -75,16 +76,12 @@ def look_for_another(address: str, ports: Iterable[int], claim: Claim) -> None:
 
 
 def allow_many_files(ranks: int) -> None:
-    """Two descriptors per rank, for the door and for torch's store, and some for the program; up to what the
-    administrator allows. Raises BringUpError where that is not enough for the door."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Raise the limit of open files, up to what the administrator allows. Raises BringUpError where that is not enough
+    for a connection of each rank."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < ranks + FILES_BESIDES:
         raise BringUpError(
             f"rank 0 may have {hard} files open on {card.identity()['host']} (ulimit -Hn), and each of the {ranks} "
             f"ranks comes with two connections: raise the hard limit there to {2 * ranks + 1024} or more"
         )
-    needed = 2 * ranks + 1024
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        with contextlib.suppress(ValueError, OSError):
-            most = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    open_files.allow(ranks)

@@ -1,0 +1,204 @@
+"""The private names of torch and DeepSpeed that hpcinit uses: all are in one table, and the installed versions have them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+import hpcinit
+from hpcinit.facts import private_names, versions
+from hpcinit.facts.private_names import NAMES, PrivateName
+from tests.leaving_out import leave_out
+
+PACKAGE = Path(hpcinit.__file__).parent
+FOREIGN = ("torch", "deepspeed")
+STANDARD = {"__all__", "__cause__", "__dict__", "__doc__", "__file__", "__get__", "__init__", "__main__", "__module__",
+            "__name__", "__traceback__", "__version__"}  # fmt: skip
+# Private names in the files that use torch or DeepSpeed, but of others: Python's os, threading and atexit, hpcinit's
+# Runtime, the standard library's _sysconfig*.py files.
+OTHERS = {"_exit", "_run_exitfuncs", "_shutdown", "_changing", "_sysconfig", "_P"}
+
+
+def private(name: str) -> bool:
+    return len(name) > 1 and name.startswith("_") and name not in STANDARD
+
+
+def used(source: str) -> set[str]:
+    """Return the private names that `source` uses and does not define: '_world.pg_map', '_flatten', 'torch._C.Store'."""
+    tree = ast.parse(source)
+    return {name for name in _uses(tree) if name not in OTHERS | _of_its_own(tree)} | set(_imported(tree))
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """Names below a private module: 'torch.utils._pytree.tree_map_only'."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FOREIGN:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.split(".")[0] in FOREIGN]
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"(torch|deepspeed)(\.\w+)+", str(node.value)):
+            names = [str(node.value)]
+        else:
+            continue
+        yield from (name for name in names if any(map(private, name.split("."))))
+
+
+def _uses(tree: ast.Module) -> Iterator[str]:
+    inner = {id(node.value) for node in ast.walk(tree) if _of_world(node)}
+    inner |= {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if id(node) in inner:
+            continue
+        if _of_world(node):
+            yield f"{node.value.attr}.{node.attr}"
+        elif isinstance(node, ast.Attribute) and private(node.attr) and not _of_self(node):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and str(node.value).isidentifier() and private(str(node.value)):
+            yield str(node.value)  # getattr(backend, "_set_default_timeout"), and tables of such names
+
+
+def _of_world(node: ast.AST) -> Any:
+    """Whether it is an attribute of the private `_world` of a module: c10d._world.pg_map."""
+    outer = node.value if isinstance(node, ast.Attribute) else None
+    return isinstance(outer, ast.Attribute) and outer.attr == "_world" and not _of_self(outer)
+
+
+def _of_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}
+
+
+def _of_its_own(tree: ast.Module) -> set[str]:
+    """Functions, classes and variables of the file itself, not the attributes of its objects."""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    names = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
+    return names | {
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+
+
+def files() -> list[Path]:
+    """Every file of hpcinit that uses torch or DeepSpeed."""
+    found = [
+        path
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"^\s*(import|from) (torch|deepspeed)\b", path.read_text(), re.M)
+    ]
+    return sorted({*found, *(PACKAGE / "runtime").rglob("*.py"), *(PACKAGE / "jobs").rglob("*.py")})
+
+
+def spelled(name: PrivateName) -> str:
+    """Return the name as used() finds it."""
+    return name.name if private(name.name.split(".")[0]) and name.name != "_device" else f"{name.owner}.{name.name}"
+
+
+def find(name: PrivateName) -> bool:
+    """Return whether the installed version has it. Raises ImportError where its module is gone."""
+    module, _, path = name.owner.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in filter(None, path.split(".")):
+        found = getattr(found, part)
+    if name.on_instances:
+        return re.search(rf"self\.{name.name}\b[^=\n]*=", inspect.getsource(found)) is not None
+    if name.name == "_device":
+        return importlib.import_module(f"{module}.{name.name}") is not None
+    for part in name.name.split("."):
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
+
+
+def missing(package: str) -> list[str]:
+    """Return the names of the table that the installed version should have and lacks."""
+    version = versions.installed(package)
+    gone = []
+    for name in NAMES:
+        if name.package == package and name.expected(version):
+            try:
+                there = find(name)
+            except (ImportError, AttributeError):
+                there = False
+            if not there:
+                gone.append(f"{name.owner}: {name.name}")
+    return gone
+
+
+def test_torch_has_them() -> None:
+    """The installed torch has every private name of the table."""
+    assert missing("torch") == []
+
+
+@pytest.mark.deepspeed
+def test_deepspeed_has_them() -> None:
+    """The installed DeepSpeed has every private name of the table."""
+    if not versions.installed("deepspeed"):
+        leave_out("DeepSpeed is not installed: pip install 'hpcinit[deepspeed]'")
+    assert missing("deepspeed") == []
+
+
+def test_every_private_name_is_in_the_table() -> None:
+    """Every private name of torch and DeepSpeed in hpcinit's files is in the table, and the table has no other."""
+    found = set().union(*(used(path.read_text()) for path in files()))
+    agent = {
+        name.name for name in NAMES if name.owner.endswith(":SimpleElasticAgent")
+    }  # the test below looks for these
+    assert found == {spelled(name) for name in NAMES} - agent
+
+
+def test_what_the_elastic_agent_overrides_is_in_the_table() -> None:
+    """Private methods and attributes that our subclass of torch's agent shares with torch's class are in the table."""
+    from torch.distributed.elastic.agent.server import api
+
+    from hpcinit.runtime.elastic.agent import Agent
+
+    ours = set(re.findall(r"(?:self\.|def )(_[a-z]\w+)", inspect.getsource(Agent)))
+    torchs = {*dir(api.SimpleElasticAgent), *re.findall(r"self\.(_\w+)", inspect.getsource(api))}
+    assert {name for name in ours & torchs if private(name)} == {
+        name.name for name in NAMES if name.owner.endswith(":SimpleElasticAgent")
+    }
+
+
+def test_the_scan_finds_a_private_name() -> None:
+    """Each way in which a file can use a private name is found, and the file's own names are not."""
+    source = """
+        import torch._dynamo
+        from torch.utils import _foreach_utils
+        from torch.nn.parallel import DistributedDataParallel
+        def _ours(): ...
+        def use(group, c10d):
+            _ours()
+            group._made_up(c10d._world.pg_coalesce)
+            getattr(group, "_made_up_too", None)
+            group.public(c10d._private)
+        """
+    assert used(textwrap.dedent(source)) == {
+        "torch._dynamo", "torch.utils._foreach_utils", "_made_up", "_world.pg_coalesce", "_made_up_too", "_private",
+    }  # fmt: skip
+
+
+def test_a_missing_name_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name of the table that torch does not have is reported; one that only a newer torch has is not."""
+    gone = (
+        PrivateName("torch", "torch.distributed.distributed_c10d", "_world.pg_gone"),
+        PrivateName("torch", "torch.gone", "_name"),
+        PrivateName("torch", "torch.cuda", "_of_a_later_torch", since="99"),
+    )
+    monkeypatch.setattr(f"{__name__}.NAMES", gone)
+    assert missing("torch") == ["torch.distributed.distributed_c10d: _world.pg_gone", "torch.gone: _name"]
+
+
+def test_the_installed_versions_are_tested_ones() -> None:
+    """The versions under test lie between the oldest and the newest that hpcinit says it is tested with."""
+    for package, tested in private_names.TESTED.items():
+        if found := versions.installed(package):
+            release = Version(Version(found).public)
+            assert Version(tested.oldest) <= release <= Version(tested.newest) < Version(tested.below), package
