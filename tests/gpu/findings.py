@@ -36,7 +36,8 @@ class Findings:
         """Append a finding to the file and print it."""
         with self.path.open("a") as file:
             file.write(json.dumps(asdict(Finding(claim, status, detail, values)), default=str) + "\n")
-        print(f"  {status}: {claim}{f': {detail}' * bool(detail)}", flush=True)
+        shown = " ".join(detail.split())[:200] if status in {FAILED, MISSING, NOT_SHOWN, MEASURED} else ""
+        print(f"  {status}: {claim}{f': {shown}' * bool(shown)}", flush=True)
 
     def claim(self, claim: str, holds: bool, detail: str = "", *, device: bool = False, **values: Any) -> bool:
         """Record whether a claim holds. device: on a CPU it means nothing, and `holds` is not looked at."""
