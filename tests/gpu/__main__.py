@@ -63,7 +63,9 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("make gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--part", choices=("1", "2", "all"), default="all", help="each part takes ten minutes at most")
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder of the report")
-    parser.add_argument("--cpu", action="store_true", help="without a GPU: test the suite itself, every line is labelled")
+    parser.add_argument(
+        "--cpu", action="store_true", help="without a GPU: test the suite itself, every line is labelled"
+    )
     parser.add_argument("--only", default="", metavar="NAME,NAME", help="some checks; --list shows their names")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -112,7 +114,9 @@ def _run(chosen: Sequence[Check], machine: dict[str, Any], environment: dict[str
         left = budget - (time.monotonic() - began)
         _say(f"{check.name}: {check.about}", cpu)
         if left < 20:
-            late = Finding("the check runs", NOT_SHOWN, "no time is left in this part: run it alone with ONLY=" + check.name)
+            late = Finding(
+                "the check runs", NOT_SHOWN, "no time is left in this part: run it alone with ONLY=" + check.name
+            )
             outcomes.append(report.Outcome(check, [late], 0.0))
         else:
             outcomes.append(_one(check, min(left, check.limit_s * (CPU_FACTOR if cpu else 1)), environment, out, cpu))

@@ -50,9 +50,15 @@ def _report(found: Findings, report: Report, checks: list[Check]) -> None:
     found.claim("nvidia-smi has the device", gpu is not None, str(gpu), device=True)
     ecc = f"{gpu.ecc or 'not reported'}, {gpu.ecc_errors} uncorrected" if gpu else ""
     found.claim("ECC", bool(gpu and gpu.ecc), ecc, device=True)
-    clocks = f"SM {gpu.sm_mhz} of {gpu.sm_max_mhz} MHz, memory {gpu.memory_mhz} of {gpu.memory_max_mhz} MHz" if gpu else ""
+    clocks = (
+        f"SM {gpu.sm_mhz} of {gpu.sm_max_mhz} MHz, memory {gpu.memory_mhz} of {gpu.memory_max_mhz} MHz" if gpu else ""
+    )
     found.claim("clocks", bool(gpu and gpu.sm_mhz and gpu.sm_max_mhz), clocks, device=True)
-    link = f"generation {gpu.pcie_gen} of {gpu.pcie_gen_max}, {gpu.pcie_width} of {gpu.pcie_width_max} lanes" if gpu else ""
+    link = (
+        f"generation {gpu.pcie_gen} of {gpu.pcie_gen_max}, {gpu.pcie_width} of {gpu.pcie_width_max} lanes"
+        if gpu
+        else ""
+    )
     found.claim("PCIe link", bool(gpu and gpu.pcie_width), link, device=True)
     speeds = f"{copies.to_device_gb_s:.1f} GB/s to it, {copies.from_device_gb_s:.1f} GB/s from it, " if copies else ""
     speeds += f"{copies.on_device_gb_s:,.0f} GB/s on it" if copies else ""

@@ -56,7 +56,10 @@ def _at_timeout(found: Findings, folder: Path) -> None:
     found.claim("a collective that hangs ends the rank", done.status not in {0, 124}, detail)
     dumps = sorted((done.folder / flight.FLIGHT).glob("*.rank_*"))
     written = f"{[path.name for path in dumps]}, of {[path.stat().st_size for path in dumps]} bytes"
-    if not found.claim("the watchdog writes a dump into the run folder", bool(dumps), written, device=True) or not dumps:
+    if (
+        not found.claim("the watchdog writes a dump into the run folder", bool(dumps), written, device=True)
+        or not dumps
+    ):
         return
     job_id = dumps[0].name.partition(".")[0]
     read = flight.of_attempt(done.folder, job_id, None)

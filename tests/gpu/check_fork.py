@@ -50,13 +50,17 @@ def _memory(found: Findings, folder: Path, which: dict[str, str], ranks: int) ->
     if not found.claim(f"{name} share one device over gloo", done.ok, "" if done.ok else done.tail()):
         return
     sums = {one["sum"] for one in done.results}
-    found.claim(f"{name}: an all-reduce of tensors on the device is right", sums == {ranks * (ranks + 1) / 2}, str(sums))
+    found.claim(
+        f"{name}: an all-reduce of tensors on the device is right", sums == {ranks * (ranks + 1) / 2}, str(sums)
+    )
     early = [one["rank"] for one in done.results if one["initialized"]]
     found.claim(f"{name}: no rank inherits a CUDA context", not early, f"initialized before its own: {early}")
     devices = sorted({one["device"] for one in done.results})
     found.claim(f"{name}: each makes its own context", devices == ["cuda:0"], str(devices), device=True)
     used = seen["forked"] is not None and before is not None and seen["forked"] <= before + SLACK_MB
-    detail = f"{before} MiB before, {seen['forked']} MiB once the ranks are forked, {seen['contexts']} MiB with contexts"
+    detail = (
+        f"{before} MiB before, {seen['forked']} MiB once the ranks are forked, {seen['contexts']} MiB with contexts"
+    )
     found.claim(f"{name}: the fork server uses 0 MB of the device", bool(used), detail, device=True, **seen)
     found.claim(f"{name}: the fork server has no file of the driver open", not seen["files"], str(seen["files"]))
     if not found.cpu:

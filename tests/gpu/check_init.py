@@ -32,7 +32,9 @@ def _policy(found: Findings, folder: Path, policy: str) -> None:
         found.claim("device_id=always is refused on a CPU", refused, done.tail(200))
         found.claim("device_id=always binds the group to the device", False, device=True)
         return
-    if not found.claim(f"init with device_id={policy} brings a group up, twice", done.ok, "" if done.ok else done.tail()):
+    if not found.claim(
+        f"init with device_id={policy} brings a group up, twice", done.ok, "" if done.ok else done.tail()
+    ):
         return
     for number, one in enumerate(done.first["inits"], 1):
         name = f"device_id={policy}, init {number}"
@@ -51,7 +53,9 @@ def _policy(found: Findings, folder: Path, policy: str) -> None:
         )  # fmt: skip
         found.claim(f"{name}: shutdown leaves no group", one["gone"])
         if policy == "never":
-            found.measured(f"{name}: time", f"{one['seconds']:.2f} s, shutdown {one['down_s']:.2f} s", seconds=one["seconds"])
+            found.measured(
+                f"{name}: time", f"{one['seconds']:.2f} s, shutdown {one['down_s']:.2f} s", seconds=one["seconds"]
+            )
     if policy == "auto":
         why = "a single rank has no peer" if not found.cpu else "gloo on a CPU has no device to bind to"
         found.claim("device_id=auto gives its reason", why in done.output, why)
@@ -64,7 +68,9 @@ def _deepspeed(found: Findings, folder: Path) -> None:
     one = done.first
     same = one["accelerator"] == one["device"]
     found.claim("DeepSpeed uses the same device", same, f"{one['accelerator']} and {one['device']}", device=True)
-    found.claim("DeepSpeed has adopted the group", one["initialized"] and one["group_size"] == 1, f"backend {one['backend']}")
+    found.claim(
+        "DeepSpeed has adopted the group", one["initialized"] and one["group_size"] == 1, f"backend {one['backend']}"
+    )
     found.claim("after shutdown DeepSpeed has no group", not one["after"])
 
 

@@ -21,11 +21,15 @@ def main(found: Findings, folder: Path) -> None:
     began = time.monotonic()
     # Nothing restricts the devices: hpcinit itself refuses, on every rank, where the node has one GPU.
     free = {"CUDA_VISIBLE_DEVICES": "" if found.cpu else os.environ["CUDA_VISIBLE_DEVICES"]}
-    shared = starting.run(Job("tests.gpu.check_same_gpu:bring_up", ranks=2, env=free, limit_s=LIMIT_S), folder / "shared")
+    shared = starting.run(
+        Job("tests.gpu.check_same_gpu:bring_up", ranks=2, env=free, limit_s=LIMIT_S), folder / "shared"
+    )
     seconds = time.monotonic() - began
     lines = [line for line in shared.output.splitlines() if "Duplicate GPU" in line or "hpcinit: error" in line]
     detail = f"after {seconds:.0f} s: {' / '.join(dict.fromkeys(lines))[-600:] or shared.tail(300)}"
-    found.claim("two ranks that share a GPU by CUDA_VISIBLE_DEVICES end", shared.status not in {0, 124}, detail, device=True)
+    found.claim(
+        "two ranks that share a GPU by CUDA_VISIBLE_DEVICES end", shared.status not in {0, 124}, detail, device=True
+    )
     named = "Duplicate GPU" in shared.output
     found.claim("the message names the duplicate GPU", named, detail, device=True)
     _without_variable(found, folder)
@@ -40,7 +44,9 @@ def _without_variable(found: Findings, folder: Path) -> None:
     job = Job("tests.gpu.check_same_gpu:bring_up_unrestricted", ranks=ranks, limit_s=LIMIT_S)
     done = starting.run(job, folder / "unrestricted")
     named = "has no device of its own" in done.output
-    found.claim("more ranks than GPUs are refused with a message", named and done.status != 0, done.tail(500), device=True)
+    found.claim(
+        "more ranks than GPUs are refused with a message", named and done.status != 0, done.tail(500), device=True
+    )
     return None
 
 

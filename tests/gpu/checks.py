@@ -26,7 +26,9 @@ CHECKS = (
     Check("init", 1, 150, "hpcinit.init() with NCCL and one rank; timeouts; device_id; DeepSpeed; a second init"),
     Check("barrier", 1, 60, "the first barrier uses the rank's own device"),
     Check("doctor", 1, 100, "what the doctor reports of the device, and of another process that holds its memory"),
-    Check("flight-recorder", 1, 100, "dumps of a live NCCL group, on demand and at a timeout, and what is read from them"),
+    Check(
+        "flight-recorder", 1, 100, "dumps of a live NCCL group, on demand and at a timeout, and what is read from them"
+    ),
     Check("same-gpu", 1, 75, "two ranks with NCCL on one GPU end with a message"),
     Check("monitoring", 1, 90, "progress, should_stop and the heartbeat cost less than 1 % of a 20 ms step"),
     Check("fork", 1, 240, "launch=fork with CUDA: memory of the fork server, contexts of the ranks, time to start"),
