@@ -90,7 +90,7 @@ def _times(found: Findings, folder: Path) -> None:
     took: dict[tuple[int, str], list[float]] = {(ranks, way): [] for ranks in shapes for way in WAYS}
     deadline = time.monotonic() + (1e9 if found.cpu else ROUNDS_S)
     for number in range(rounds + 1):  # the first fills the file cache and is not counted
-        for ranks, way in took:
+        for (ranks, way), seconds in took.items():
             if number > 1 and time.monotonic() > deadline:
                 break
             done = _start(folder / f"{number}-{ranks}-{way.replace(' ', '-')}", ranks, way)
@@ -98,15 +98,15 @@ def _times(found: Findings, folder: Path) -> None:
                 found.claim(f"{ranks} ranks start with {way}", False, done.tail())
                 return
             if number:
-                took[ranks, way].append(max(one["at"] for one in done.results) - done.began)
+                seconds.append(max(one["at"] for one in done.results) - done.began)
     for ranks in shapes:
         words = [
             f"{way} {median(took[ranks, way]):.2f} s ({min(took[ranks, way]):.2f} to {max(took[ranks, way]):.2f}, "
             f"{len(took[ranks, way])} rounds)"
             for way in WAYS
         ]
-        seconds = {way: took[ranks, way] for way in WAYS}
-        found.measured(f"time to the first all-reduce, {ranks} ranks", "; ".join(words), device=True, **seconds)
+        values = {way: took[ranks, way] for way in WAYS}
+        found.measured(f"time to the first all-reduce, {ranks} ranks", "; ".join(words), device=True, **values)
 
 
 def _start(folder: Path, ranks: int, way: str) -> Started:

@@ -11,6 +11,7 @@ from tests.gpu.findings import MISSING, Findings
 from tests.gpu.starting import Job
 
 START_S, COLLECTIVE_S = 77.0, 55.0  # unlike every default
+CONTEXT_GB = 2.0  # submission/estimate.py: CONTEXT, which needs Hydra to be imported
 
 
 def main(found: Findings, folder: Path) -> None:
@@ -82,6 +83,14 @@ def _memory(found: Findings, folder: Path, which: dict[str, str]) -> None:
     stages = {"before the process": before, **(done.first if done.ok else {}), "after the process": after}
     detail = ", ".join(f"{name} {value} MiB" for name, value in stages.items())
     found.measured("device memory around init and shutdown", detail, device=True, **stages)
+    used = None if before is None or "init 1" not in stages or stages["init 1"] is None else stages["init 1"] - before
+    detail = f"{used} MiB for the CUDA context and NCCL; hpcinit plan keeps {CONTEXT_GB:g} GB and 5 % of the GPU"
+    found.claim(
+        "the margin of hpcinit plan is enough",
+        used is not None and used * 2**20 < CONTEXT_GB * 1e9,
+        detail,
+        device=True,
+    )
     freed = before is not None and after is not None and after <= before + 16
     found.claim("the process leaves no memory in use", freed, f"{before} MiB before, {after} MiB after", device=True)
 

@@ -33,7 +33,7 @@ CHECKS = (
     Check("monitoring", 1, 90, "progress, should_stop and the heartbeat cost less than 1 % of a 20 ms step"),
     Check("fork", 1, 240, "launch=fork with CUDA: memory of the fork server, contexts of the ranks, time to start"),
     Check("wrap", 2, 260, "20 steps of train_gpt under each wrapper, compared with a CPU"),
-    Check("checkpoints", 2, 120, "a stop and a resume with the device's random numbers give the same losses"),
+    Check("checkpoints", 2, 150, "a stop and a resume with the device's random numbers give the same losses"),
     Check("plan", 2, 240, "the memory that hpcinit plan predicts, and the memory that was measured"),
     Check("ops", 2, 240, "DeepSpeed's ops: built once, first use, a killed compile, a stale lock"),
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from hpcinit.facts import nvidia_smi
 from hpcinit.facts.rank_report import Gpu
@@ -52,16 +54,10 @@ def settled_mb(which: dict[str, str], limit_s: float = 10.0) -> float | None:
 
 
 def cuda_files(pid: int) -> list[str]:
-    """Files of a CUDA context that a process has open: /dev/nvidia0, /dev/nvidia-uvm."""
-    found = []
-    try:
-        for entry in os.listdir(f"/proc/{pid}/fd"):
-            try:
-                target = os.readlink(f"/proc/{pid}/fd/{entry}")
-            except OSError:
-                continue
-            if target.startswith("/dev/nvidia"):
-                found.append(target)
-    except OSError:
-        return []
-    return sorted(set(found))
+    """Files of the NVIDIA driver that a process has open: /dev/nvidia0, /dev/nvidia-uvm. [] where that is not visible."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.add(str(entry.readlink()))
+    return sorted(target for target in found if target.startswith("/dev/nvidia"))

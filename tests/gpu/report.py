@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.checks import Check
-from tests.gpu.findings import CPU_LABEL, FAILED, MEASURED, NOT_SHOWN, PASSED, STATUSES, Finding
+from tests.gpu.findings import CPU_LABEL, FAILED, MEASURED, MISSING, NOT_SHOWN, PASSED, STATUSES, Finding
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,14 @@ def markdown(machine: Mapping[str, Any], outcomes: Sequence[Outcome], cpu: bool)
         for one in outcomes
     ]
     lines += _table(("check", "result", "claims", "time", "about"), summary)
+    open_claims = [
+        (f"{one.check.name}: {finding.claim}", shown(finding.status, cpu), finding.detail)
+        for one in outcomes
+        for finding in one.findings
+        if finding.status in {FAILED, MISSING, NOT_SHOWN}
+    ]
+    if open_claims:
+        lines += [f"## Failed or not shown{mark}", "", *_table(("claim", "result", "detail"), open_claims)]
     for one in outcomes:
         lines += [f"## {one.check.name}{mark}", ""]
         rows = [(finding.claim, shown(finding.status, cpu), finding.detail) for finding in one.findings]
