@@ -39,6 +39,7 @@ help:
 	@echo "make test-exactly-once   200 submissions while the controller is killed 50 times (root)"
 	@echo "make scale         a real Slurm of 64 nodes on this machine, a rank on each (root; NODES=16 for fewer)"
 	@echo "make chaos         faults in the middle of a training, and the table of what came of them, docs/chaos.md (root)"
+	@echo "make gpu           what needs a GPU, on a machine with one, and a report in build/gpu (PYTHON=python3 PART=1; CPU=1 tests the suite itself)"
 	@echo "make cluster       start a real 4-node Slurm on this machine (root); make cluster-down ends it"
 	@echo "make bench         submit latency and bring-up beside peers, tables and plots in build/; three hours (root)"
 	@echo "make docs          the documentation as a site, in site/; its warnings are errors"
@@ -112,6 +113,13 @@ scale: $(VENV)/dev slurm
 .PHONY: chaos
 chaos: $(VENV)/dev slurm
 	HPCINIT_CHAOS=1 $(BIN)/python -m pytest tests/chaos $(PYTEST)
+
+# Everything that needs a GPU, on a machine with one: no network, no installation, torch and numpy only. CPU=1: the suite
+# itself, on CPUs. It uses .venv where there is one, unless PYTHON is given.
+.PHONY: gpu
+gpu: GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
+gpu:
+	@$(GPU_PYTHON) -m tests.gpu --part $(or $(PART),all) --out $(or $(OUT),build/gpu) $(if $(CPU),--cpu) $(if $(ONLY),--only $(ONLY))
 
 cluster: slurm
 	@$(BIN)/python -m tests.minislurm up --nodes $(or $(NODES),4) $(if $(ACCOUNTING),--accounting)

@@ -24,6 +24,7 @@ pytest_plugins = [
 ]
 # `make test-horovod` has an environment with it; in the daily run its build would take as long as all the tests.
 collect_ignore = [] if importlib.util.find_spec("horovod") else ["systems/test_horovod.py"]
+collect_ignore.append("gpu")  # `make gpu`: a suite of its own, for Pythons without pytest
 if "HPCINIT_SCALE" not in os.environ:  # `make scale`
     collect_ignore.append("test_many_nodes.py")
 if "HPCINIT_CUDA_BUILD" not in os.environ:  # `make test-cuda-build`; its value is the folder of the oldest DeepSpeed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from hpcinit.facts import device_diagnosis
 from hpcinit.facts.checkup import BAD, OK, WARNING, Check
 from hpcinit.facts.ranges import ranges
 from hpcinit.facts.rank_report import MEASURED, Place, Report
@@ -21,7 +22,16 @@ def of_nodes(reports: Sequence[Report], nodes: int, ranks_per_node: int) -> Iter
     yield from _presence(reports, nodes, ranks_per_node)
     if not reports:
         return
-    for judge in (_devices, _differences, _names, _interfaces, _places, _memory, _store):
+    for judge in (
+        _devices,
+        device_diagnosis.of_devices,
+        _differences,
+        _names,
+        _interfaces,
+        _places,
+        _memory,
+        _store,
+    ):
         yield from judge(reports)
 
 

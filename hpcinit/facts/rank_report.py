@@ -95,9 +95,53 @@ class AllReduce:
 
 
 @dataclass(frozen=True)
+class GpuProcess:
+    """A process that uses a GPU. used_mb: MiB of the GPU's memory, None where the driver does not report it."""
+
+    pid: int
+    name: str
+    used_mb: float | None = None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as nvidia-smi reports it before the job uses it; None for what it does not report.
+
+    used_mb, total_mb: MiB. ecc: 'Enabled', 'Disabled' or ''. ecc_errors: uncorrected ones since the driver was loaded.
+    Clocks are in MHz. pcie_gen, pcie_width: of the link now; an idle link may have a lower generation than its maximum.
+    """
+
+    uuid: str
+    pci: str = ""
+    used_mb: float | None = None
+    total_mb: float | None = None
+    ecc: str = ""
+    ecc_errors: float | None = None
+    sm_mhz: float | None = None
+    sm_max_mhz: float | None = None
+    memory_mhz: float | None = None
+    memory_max_mhz: float | None = None
+    pcie_gen: float | None = None
+    pcie_gen_max: float | None = None
+    pcie_width: float | None = None
+    pcie_width_max: float | None = None
+    processes: tuple[GpuProcess, ...] = ()
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Bandwidth of copies in 10^9 bytes a second: from pinned host memory, back to it, and on the device (one way)."""
+
+    to_device_gb_s: float
+    from_device_gb_s: float
+    on_device_gb_s: float
+
+
+@dataclass(frozen=True)
 class Report:
     """device: as torch calls it, with name, uuid and pci as far as known. node: of local rank 0. hosts: of rank 0's
-    world. cpus: cores it may run on. driver: of the GPU. on_node: the all-reduce within the node, of local rank 0."""
+    world. cpus: cores it may run on. driver: of the GPU. on_node: the all-reduce within the node, of local rank 0. pid:
+    of the rank's process. gpu: of the rank's device, on NVIDIA's only. copies: of a GPU only."""
 
     rank: int
     local_rank: int
@@ -120,6 +164,9 @@ class Report:
     links: tuple[Link, ...] = ()
     all_reduce: tuple[AllReduce, ...] = ()
     on_node: AllReduce | None = None
+    pid: int = 0
+    gpu: Gpu | None = None
+    copies: Copies | None = None
 
 
 def write(folder: Path, report: Report) -> None:
@@ -156,6 +203,9 @@ _PARTS: dict[str, Any] = {
     "links": Link,
     "all_reduce": AllReduce,
     "on_node": AllReduce,
+    "gpu": Gpu,
+    "processes": GpuProcess,
+    "copies": Copies,
 }
 
 

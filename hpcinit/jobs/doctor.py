@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import hpcinit
-from hpcinit.facts import launchers, node_probe, rank_report, runfolder, versions, visible
+from hpcinit.facts import launchers, node_probe, nvidia_smi, rank_report, runfolder, versions, visible
 from hpcinit.facts.rank_report import MEASURED, MET, Report
 from hpcinit.facts.world import World
 from hpcinit.jobs import measure
@@ -25,10 +25,12 @@ def main() -> None:
     folder = Path(os.environ.get(runfolder.ENV_FOLDER) or ".")
     report = alone(world)
     rank_report.write(folder, report)
+    gpus = nvidia_smi.look()  # before this process has a context of its own
     with hpcinit.session() as run:
         device = device_of(run.device)
         numa = node_probe.numa_of(device.get("pci", ""))
-        report = replace(report, stage=MET, backend=run.backend, device=device, numa=numa)
+        gpu = nvidia_smi.of_device(gpus, device)
+        report = replace(report, stage=MET, backend=run.backend, device=device, numa=numa, gpu=gpu)
         rank_report.write(folder, report)
         report = measure.everything(run, report)
         rank_report.write(folder, replace(report, stage=MEASURED))
@@ -56,6 +58,7 @@ def alone(world: World) -> Report:
             "nccl": _nccl(),
         },
         node=node_probe.look(os.environ, world.hosts, host) if world.local_rank == 0 else None,
+        pid=os.getpid(),
     )
 
 

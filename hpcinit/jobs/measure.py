@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 import hpcinit
 from hpcinit.facts import links
 from hpcinit.facts.links import Pair
-from hpcinit.facts.rank_report import AllReduce, Link, Report
+from hpcinit.facts.rank_report import AllReduce, Copies, Link, Report
 
 ROUNDS = 3  # apart in time, each of all ways
 TRIPS, TRANSFERS, TRIES = 20, 3, 5
@@ -21,13 +21,14 @@ TRIPS, TRANSFERS, TRIES = 20, 3, 5
 ON_CPU = ((1 << 10, 1 << 16, 1 << 20, 1 << 22), 1 << 20)
 ON_DEVICE = ((1 << 10, 1 << 20, 1 << 25, 1 << 28), 1 << 26)
 MATRIX = 8192
+COPIED = 1 << 28  # bytes of a copy: more than any cache of a GPU
 
 
 def everything(run: hpcinit.Runtime, report: Report) -> Report:
     """Every rank must call it."""
     sizes, transfer = ON_CPU if run.device.type == "cpu" else ON_DEVICE
     nodes = _nodes(run)
-    report = replace(report, store_s=_store(run.rank), matmul_s=_matmul(run.device))
+    report = replace(report, store_s=_store(run.rank), matmul_s=_matmul(run.device), copies=_copies(run.device))
     report = replace(report, links=_links(run, nodes, transfer))
     own = next(ranks for ranks in nodes if run.rank in ranks)
     report = replace(report, on_node=_on_node(run, own, sizes[-1]))
@@ -58,6 +59,23 @@ def _matmul(device: torch.device) -> tuple[float, ...]:
     for _ in range(ROUNDS):
         best.append(min(_timed(lambda: matrix @ matrix, device) for _ in range(TRIES)))
     return tuple(best)
+
+
+def _copies(device: torch.device) -> Copies | None:
+    """Return the best of several copies in each direction; None on a CPU."""
+    if device.type == "cpu":
+        return None
+    host = torch.ones(COPIED, dtype=torch.uint8, pin_memory=True)
+    one, other = (torch.empty(COPIED, dtype=torch.uint8, device=device) for _ in range(2))
+    speeds = []
+    for target, source in ((one, host), (host, one), (other, one)):
+        target.copy_(source, non_blocking=True)  # the first copy warms up
+        best = min(
+            _timed(lambda to=target, of=source: to.copy_(of, non_blocking=True), device)  # type: ignore[misc]
+            for _ in range(TRIES)
+        )
+        speeds.append(COPIED / best / 1e9)
+    return Copies(*speeds)
 
 
 def all_reduce(device: torch.device, size: int, group: ProcessGroup | None, ranks: int) -> AllReduce:

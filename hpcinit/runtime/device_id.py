@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from packaging.version import Version
 
 from hpcinit.facts.errors import BringUpError
+from hpcinit.facts.versions import key
 
 # Collectives of a bound group deadlock between these two (https://github.com/pytorch/pytorch/issues/153960); DeepSpeed
 # leaves device_id out for the same versions.
-DEADLOCKS = Version("2.6.0"), Version("2.7.1")
-FIRST_DEEPSPEED = Version("0.17.6")  # binds by itself from 0.17.3 on, also where it must not, and mended by this one
+DEADLOCKS = "2.6.0", "2.7.1"
+FIRST_DEEPSPEED = "0.17.6"  # binds by itself from 0.17.3 on, also where it must not, and mended by this one
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def decide(
     """
     if policy == "never":
         return Binding(None)
-    against = _against(device, world_size, Version(torch_version), deepspeed_version)
+    against = _against(device, world_size, torch_version, deepspeed_version)
     if policy == "auto":
         return Binding(None, f"no device_id: {against}") if against else Binding(device, f"device_id {device}")
     if device.type == "cpu":
@@ -45,7 +45,7 @@ def decide(
     return Binding(device, f"device_id {device}, although {against}" if against else f"device_id {device}")
 
 
-def _against(device: torch.device, world_size: int, torch_version: Version, deepspeed_version: str | None) -> str:
+def _against(device: torch.device, world_size: int, torch_version: str, deepspeed_version: str | None) -> str:
     """What is known to speak against it, '' for nothing."""
     if device.type == "cpu":
         return "gloo on a CPU has no device to bind to"
@@ -53,8 +53,8 @@ def _against(device: torch.device, world_size: int, torch_version: Version, deep
         return f"untried on {device.type}"
     if world_size == 1:
         return "a single rank has no peer (DeepSpeed issue 8248)"
-    if DEADLOCKS[0] < torch_version < DEADLOCKS[1]:
+    if key(DEADLOCKS[0]) < key(torch_version) < key(DEADLOCKS[1]):
         return f"with torch {torch_version} collectives can deadlock (pytorch issue 153960), {DEADLOCKS[1]} is mended"
-    if deepspeed_version is not None and Version(deepspeed_version) < FIRST_DEEPSPEED:
+    if deepspeed_version is not None and key(deepspeed_version) < key(FIRST_DEEPSPEED):
         return f"DeepSpeed {deepspeed_version} is older than {FIRST_DEEPSPEED}, the first to bind on CUDA only"
     return ""

@@ -10,10 +10,19 @@ from typing import Any
 
 import pytest
 
-from hpcinit.facts import diagnosis, hardware, link_diagnosis, links, node_probe, rank_report
+from hpcinit.facts import (
+    device_diagnosis,
+    diagnosis,
+    hardware,
+    link_diagnosis,
+    links,
+    node_probe,
+    nvidia_smi,
+    rank_report,
+)
 from hpcinit.facts.checkup import BAD, OK, WARNING, Check
 from hpcinit.facts.links import Pair, Rule
-from hpcinit.facts.rank_report import AllReduce, Interface, Link, Name, Node, Place, Report
+from hpcinit.facts.rank_report import AllReduce, Copies, Gpu, GpuProcess, Interface, Link, Name, Node, Place, Report
 
 DATA = Path(__file__).parent.parent / "data/doctor/two-nodes.json"
 H100 = "NVIDIA H100 80GB HBM3"
@@ -294,3 +303,103 @@ def test_ports_of_infiniband(tmp_path: Path) -> None:
         Interface("mlx5_0:1", True, 400, True),
         Interface("mlx5_1:1", False, 10, True),
     ]
+
+
+# MADE UP in the form of nvidia-smi --query-gpu and --query-compute-apps, csv,noheader,nounits: no GPU was at hand.
+SMI = """\
+GPU-8932f937-d72c-4106-c12f-20bd9faed9f6, 00000000:3B:00.0, 3200, 81559, Enabled, 0, 345, 1980, 2619, 2619, 1, 5, 16, 16
+GPU-11111111-d72c-4106-c12f-20bd9faed9f6, 00000000:5E:00.0, 4, 81559, [N/A], [N/A], 345, 1980, 2619, 2619, 1, 5, 8, 16
+"""
+SMI_PROCESSES = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6, 4242, 3190, /usr/bin/python3, old\n"
+
+
+def test_nvidia_smi_is_read() -> None:
+    """STAND-IN output: numbers are numbers, '[N/A]' is unknown, a process belongs to its GPU, a device is found by torch's
+    UUID or PCI address."""
+    one, other = nvidia_smi.parse(SMI, SMI_PROCESSES)
+    assert (one.used_mb, one.ecc, one.ecc_errors, one.sm_max_mhz, one.pcie_gen_max, one.pcie_width) == (
+        3200, "Enabled", 0, 1980, 5, 16,
+    )  # fmt: skip
+    assert one.processes == (GpuProcess(4242, "/usr/bin/python3, old", 3190.0),) and other.processes == ()
+    assert (other.ecc, other.ecc_errors, other.pcie_width) == ("", None, 8)
+    assert nvidia_smi.of_device((one, other), {"uuid": "11111111-d72c-4106-c12f-20bd9faed9f6"}) == other
+    assert nvidia_smi.of_device((one, other), {"pci": "0000:3b:00.0"}) == one
+    assert nvidia_smi.of_device((one, other), {"device": "cpu"}) is None
+    assert nvidia_smi.parse("No devices were found\n", "") == ()
+
+
+def test_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A node without the command has no GPUs to report; a command that fails reports none either."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert nvidia_smi.look() == ()
+    command = tmp_path / "nvidia-smi"
+    command.write_text(
+        "#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not communicate with the driver'\nexit 9\n"
+    )
+    command.chmod(0o755)
+    assert nvidia_smi.look() == ()
+    command.write_text(
+        f"#!/bin/sh\ncase $1 in *query-gpu*) printf '%s' '{SMI}';; *) printf '%s' '{SMI_PROCESSES}';; esac\n"
+    )
+    assert nvidia_smi.look() == nvidia_smi.parse(SMI, SMI_PROCESSES)
+
+
+def with_gpus(*gpus_: Gpu, copies: Sequence[Copies] = ()) -> list[Report]:
+    """STAND-IN: the ranks of one node, one on each of these GPUs, with pids 100, 101, ..."""
+    reports = gpus(1)
+    made = [replace(reports[rank % 2], rank=rank, pid=100 + rank, gpu=gpu) for rank, gpu in enumerate(gpus_)]
+    return [replace(report, copies=one) for report, one in zip(made, copies, strict=True)] if copies else made
+
+
+def said(reports: Sequence[Report], about: str) -> list[tuple[str, str]]:
+    return [(check.grade, check.said) for check in device_diagnosis.of_devices(reports) if check.about == about]
+
+
+def test_another_process_on_a_gpu_is_named() -> None:
+    """STAND-IN: a process that is none of the job's ranks is named with its memory; ranks themselves are not; memory in
+    use without a process is reported too."""
+    foreign = Gpu(
+        "GPU-a", used_mb=3200, processes=(GpuProcess(4242, "python3", 3072.0), GpuProcess(101, "python3", 500.0))
+    )
+    [(grade, text)] = said(with_gpus(foreign, Gpu("GPU-b", used_mb=600)), "devices' memory")
+    assert (grade, text) == (
+        WARNING, "g1: before this job used GPU-a, its memory was in use by python3 (process 4242, 3.0 GiB)",
+    )  # fmt: skip
+    [(grade, text)] = said(with_gpus(Gpu("GPU-a", used_mb=3072)), "devices' memory")
+    assert text == "g1: before this job used GPU-a, 3.0 GiB of its memory were in use, and nvidia-smi lists no process"
+    own = Gpu("GPU-a", used_mb=3072, processes=(GpuProcess(100, "python3", 3000.0),))
+    assert said(with_gpus(own), "devices' memory") == []
+
+
+def test_the_health_of_gpus() -> None:
+    """STAND-IN: uncorrected ECC errors are bad and blame the node, missing PCIe lanes are a warning."""
+    one, other = nvidia_smi.parse(SMI, "")
+    assert said(with_gpus(one), "devices' health") == [
+        (OK, "ECC enabled, no uncorrected error; PCIe generation 5 x16; SM clock 345 of 1980 MHz before the job")
+    ]
+    [(grade, text)] = said(with_gpus(one, other), "devices' health")
+    assert (
+        grade == WARNING and text.startswith("g1: the PCIe link of GPU-11111111") and text.endswith("has 8 lanes of 16")
+    )
+    [check] = [c for c in device_diagnosis.of_devices(with_gpus(replace(one, ecc_errors=3.0))) if c.grade == BAD]
+    assert check.hosts == ("g1",) and "had 3 uncorrected ECC errors" in check.said
+
+
+def test_the_speed_of_copies() -> None:
+    """STAND-IN: a device that copies at less than half of the median is named with the direction."""
+    fast, slow = Copies(50.0, 48.0, 1400.0), Copies(12.0, 48.0, 1400.0)
+    gpu = Gpu("GPU-a")
+    assert said(with_gpus(gpu, copies=[fast]), "devices' copies") == [
+        (OK, "at least 50.0 GB/s to the device, 48.0 GB/s from it and 1,400 GB/s on it")
+    ]
+    assert said(with_gpus(gpu, gpu, gpu, copies=[fast, slow, fast]), "devices' copies") == [
+        (WARNING, "g1: rank 1 copies to device at 12.0 GB/s, the median device at 50.0 GB/s")
+    ]
+
+
+def test_a_report_with_a_gpu_is_read_as_written(tmp_path: Path) -> None:
+    """The nested values of the GPU, its processes and the copies come back as they were."""
+    one = nvidia_smi.parse(SMI, SMI_PROCESSES)[0]
+    [report] = with_gpus(one, copies=[Copies(50.0, 48.0, 1400.0)])
+    rank_report.write(tmp_path, report)
+    assert rank_report.read(tmp_path) == [report]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.runtime.spawned import ranks
 from tests.runtime.test_wrap import BEGIN, on_two_ranks
 
@@ -23,7 +25,8 @@ with hpcinit.session() as run:
     for compile in (False, True):
         torch.manual_seed(3)
         model = nn.Sequential(nn.Sequential(Block(), Block()), nn.Linear(8, 8))
-        made = wrapped(model, Layout(dp_replicate=1), Training("none", compile=compile))
+        training = Training("none", compile=compile, activation_checkpointing=CHECKPOINTING)
+        made = wrapped(model, Layout(dp_replicate=1), training)
         for _ in range(2):
             loss = made(x).square().mean()
             made.backward(loss)
@@ -33,10 +36,13 @@ with hpcinit.session() as run:
 """
 
 
-def test_compiled_blocks_train_as_others(tmp_path: Path) -> None:
-    """compile=true compiles the blocks (torch's inductor, gcc), which have the losses of blocks that are not."""
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_compiled_blocks_train_as_others(tmp_path: Path, checkpointing: str) -> None:
+    """compile=true compiles the blocks (torch's inductor, gcc), which have the losses of blocks that are not; with
+    activation_checkpointing=full too."""
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    with ranks(BEGIN + COMPILED, 1, tmp_path, **environment) as (rank,):
+    code = COMPILED.replace("CHECKPOINTING", repr(checkpointing))
+    with ranks(BEGIN + code, 1, tmp_path, **environment) as (rank,):
         status, output = rank.end()
     assert status == 0, output
     (*plain, first, second), graphs, ok = json.loads(output.splitlines()[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +32,9 @@ def prepare(
     for name in names:
         block = model.get_submodule(name)
         if training.activation_checkpointing == "full":
-            block = checkpoint_wrapper(block, context_fn=lambda: (nullcontext(), again()))
+            # torch.compile accepts no such context_fn. Only context parallelism needs one, and it is never compiled.
+            contexts: dict[str, Any] = {} if again is nullcontext else {"context_fn": lambda: (nullcontext(), again())}
+            block = checkpoint_wrapper(block, **contexts)
             parent, _, last = name.rpartition(".")
             model.get_submodule(parent).register_module(last, block)
         if training.compile:

@@ -1,0 +1,116 @@
+"""What the doctor's job reports of the device, and of another process that holds its memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from hpcinit.facts import diagnosis, rank_report
+from hpcinit.facts.checkup import Check
+from hpcinit.facts.rank_report import MEASURED, Report
+from hpcinit.facts.versions import installed
+from tests.gpu import device, starting
+from tests.gpu.findings import MISSING, NOT_SHOWN, Findings
+from tests.gpu.starting import Job
+
+COMMAND_NEEDS = ("hydra-core", "omegaconf", "submitit", "rich", "psutil")
+HELD_GB = 2
+HOLD = f"""
+import torch, time
+kept = torch.empty({HELD_GB} << 30, dtype=torch.uint8, device="cuda")
+print("holding", flush=True)
+time.sleep(600)
+"""
+
+
+def main(found: Findings, folder: Path) -> None:
+    report, checks = _doctor(found, folder / "alone")
+    if report is not None:
+        _report(found, report, checks)
+    _another_process(found, folder)
+    _command(found, folder)
+
+
+def _doctor(found: Findings, folder: Path) -> tuple[Report | None, list[Check]]:
+    done = starting.run(Job("tests.gpu.check_doctor:doctor"), folder)
+    reports = rank_report.read(folder)
+    well = done.ok and bool(reports) and reports[0].stage == MEASURED
+    if not found.claim(f"the doctor's job ends well ({folder.name})", well, "" if well else done.tail()):
+        return None, []
+    return reports[0], list(diagnosis.of_nodes(reports, 1, 1))
+
+
+def _report(found: Findings, report: Report, checks: list[Check]) -> None:
+    of, gpu, copies = report.device, report.gpu, report.copies
+    found.claim("name, memory and UUID", bool(of.get("name") and of.get("uuid")), str(dict(of)), device=True)
+    found.claim("driver", report.driver.startswith("nvidia "), report.driver or "not reported", device=True)
+    found.measured("NUMA node", report.numa or "not reported: a virtual machine often has none", device=True)
+    found.claim("nvidia-smi has the device", gpu is not None, str(gpu), device=True)
+    ecc = f"{gpu.ecc or 'not reported'}, {gpu.ecc_errors} uncorrected" if gpu else ""
+    found.claim("ECC", bool(gpu and gpu.ecc), ecc, device=True)
+    clocks = (
+        f"SM {gpu.sm_mhz} of {gpu.sm_max_mhz} MHz, memory {gpu.memory_mhz} of {gpu.memory_max_mhz} MHz" if gpu else ""
+    )
+    found.claim("clocks", bool(gpu and gpu.sm_mhz and gpu.sm_max_mhz), clocks, device=True)
+    link = (
+        f"generation {gpu.pcie_gen} of {gpu.pcie_gen_max}, {gpu.pcie_width} of {gpu.pcie_width_max} lanes"
+        if gpu
+        else ""
+    )
+    found.claim("PCIe link", bool(gpu and gpu.pcie_width), link, device=True)
+    speeds = f"{copies.to_device_gb_s:.1f} GB/s to it, {copies.from_device_gb_s:.1f} GB/s from it, " if copies else ""
+    speeds += f"{copies.on_device_gb_s:,.0f} GB/s on it" if copies else ""
+    found.claim("bandwidth of copies", copies is not None, speeds, device=True)
+    product = f"{1000 * min(report.matmul_s):.2f} ms" if report.matmul_s else ""
+    found.claim("time of a matrix product", bool(report.matmul_s), product, device=True)
+    found.measured("all its lines", "; ".join(f"{one.grade} {one.about}: {one.said}" for one in checks))
+
+
+def _another_process(found: Findings, folder: Path) -> None:
+    """A process that holds memory of the device, as one of a job before this one would."""
+    name = "another process that holds memory of the device is named"
+    if found.cpu:
+        return found.claim(name, False, "its diagnosis is tested with made-up output of nvidia-smi", device=True)
+    holder = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        which = device.identity()
+        listed = [one.pid for one in (device.look(which) or rank_report.Gpu("")).processes]
+        _, checks = _doctor(found, folder / "beside")
+    finally:
+        holder.kill()
+        holder.wait()
+    lines = [one.said for one in checks if one.about == "devices' memory"]
+    detail = f"process {holder.pid} held {HELD_GB} GiB; nvidia-smi listed {listed}; the doctor: {'; '.join(lines)}"
+    if not listed:
+        found.claim("memory of a process that nvidia-smi does not list is reported", bool(lines), detail)
+        return found.add(name, NOT_SHOWN, f"nvidia-smi lists no processes here, as in many containers; {detail}")
+    found.claim(name, any("in use by" in line for line in lines), detail)
+    return None
+
+
+def _command(found: Findings, folder: Path) -> None:
+    """The command itself, which needs what a login node needs."""
+    name = "hpcinit doctor cluster=local nodes=1"
+    if missing := [package for package in COMMAND_NEEDS if not installed(package)]:
+        return found.add(name, MISSING, f"{', '.join(missing)}; the doctor's job above needs none of them")
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "hpcinit", "doctor", "cluster=local", "nodes=1", "ranks_per_node=1"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150, check=False)
+    said = [line for line in done.stdout.splitlines() if line.startswith(("bad", "devices", "warning"))]
+    found.claim(name, done.returncode == 0, f"status {done.returncode}: {'; '.join(said) or done.stderr[-300:]}")
+    return None
+
+
+# In the rank:
+
+
+def doctor() -> Any:
+    """The doctor's job."""
+    from hpcinit.jobs import doctor as job
+
+    job.main()
+    return True

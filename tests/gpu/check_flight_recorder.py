@@ -1,0 +1,123 @@
+"""torch's flight recorder with a live group: dumps on demand and at the watchdog's timeout, and what is read of them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from hpcinit.facts import flight
+from tests.gpu import starting
+from tests.gpu.findings import Findings
+from tests.gpu.starting import Job
+
+TIMEOUT_S = 6.0
+HANG_S = 60.0
+
+
+def main(found: Findings, folder: Path) -> None:
+    _on_demand(found, folder)
+    _at_timeout(found, folder)
+
+
+def _on_demand(found: Findings, folder: Path) -> None:
+    """Two dumps of one live group. The earlier one stands in for a second rank that has not entered the last collective:
+    two ranks with NCCL need two GPUs."""
+    done = starting.run(Job("tests.gpu.check_flight_recorder:dumps"), folder / "demand")
+    if not found.claim("dumps of a live group on demand", done.ok, "" if done.ok else done.tail()):
+        return
+    kind = done.first["kind"]
+    found.claim("the recorder is NCCL's", kind == "nccl", kind, device=True)
+    data = {name: bytes.fromhex(done.first[name]) for name in ("late", "early")}
+    found.measured("size of a dump", f"{len(data['late']):,} bytes, {done.first['ms']:.1f} ms to make")
+    loaded = {name: flight.load(one) for name, one in data.items()}
+    lasts = {name: flight.last(one) for name, one in loaded.items()}
+    [(group, late)] = [(group, one) for group, one in lasts["late"].items() if "default_pg" in group]
+    read = f"{late.name} of {late.sizes}, number {late.number}, {late.state}, group {group!r}"
+    found.claim("the last collective is read from the dump", (late.name, late.sizes) == ("all_reduce", "[5]"), read)
+    place = folder / "pair/flight"
+    place.mkdir(parents=True)
+    for rank, name in enumerate(("late", "early")):
+        (place / f"7.0.0.rank_{rank}").write_bytes(data[name])
+    lines = flight.lines(flight.of_attempt(folder / "pair", "7", 0))
+    expected = f"rank 1 has not entered all_reduce of [5] (number {late.number}), in which rank 0 waits"
+    right = any(line.startswith(expected) for line in lines)
+    found.claim("the rank that is behind is named", right, "; ".join(lines) or "no line")
+
+
+def _at_timeout(found: Findings, folder: Path) -> None:
+    """One rank with NCCL: its collective waits for a kernel that outlives the timeout. On CPUs, gloo without a peer."""
+    ranks = 2 if found.cpu else 1
+    job = Job("tests.gpu.check_flight_recorder:hang", ranks=ranks, limit_s=HANG_S + 25)
+    done = starting.run(job, folder / "timeout")
+    seconds = time.time() - done.began
+    lines = [line for line in done.output.splitlines() if "Watchdog caught" in line or "Timed out" in line]
+    detail = f"status {done.status} after {seconds:.0f} s: {lines[0][-300:] if lines else done.tail(300)}"
+    found.claim("a collective that hangs ends the rank", done.status not in {0, 124}, detail)
+    dumps = sorted((done.folder / flight.FLIGHT).glob("*.rank_*"))
+    written = f"{[path.name for path in dumps]}, of {[path.stat().st_size for path in dumps]} bytes"
+    if (
+        not found.claim("the watchdog writes a dump into the run folder", bool(dumps), written, device=True)
+        or not dumps
+    ):
+        return
+    job_id = dumps[0].name.partition(".")[0]
+    read = flight.of_attempt(done.folder, job_id, None)
+    last = {group: f"{one} {one.state}" for own in read.values() for group, one in own.items()}
+    hung = any(one.name == "all_reduce" and one.sizes == "[9]" for own in read.values() for one in own.values())
+    found.claim("the dump names the collective that hung", hung, str(last), device=True)
+
+
+# In the rank:
+
+
+def _dump() -> tuple[str, bytes]:
+    """'nccl' or 'gloo', and the recorder's dump without stacks."""
+    import torch.distributed as dist
+    from torch._C import _distributed_c10d as c10d
+
+    kind = dist.get_backend()
+    dump = getattr(c10d, "_dump_nccl_trace", None) if kind == "nccl" else getattr(c10d, "_dump_fr_trace", None)
+    if dump is None:
+        raise RuntimeError(f"this torch has no flight recorder for {kind}")
+    return kind, dump(includeCollectives=True, includeStackTraces=False, onlyActive=False)
+
+
+def dumps() -> dict[str, Any]:
+    """A dump between two collectives, and one after the second."""
+    import torch
+    import torch.distributed as dist
+
+    import hpcinit
+
+    with hpcinit.session() as run:
+        dist.all_reduce(torch.ones(3, device=run.device))
+        _, early = _dump()
+        dist.all_reduce(torch.ones(5, device=run.device))
+        if run.device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        kind, late = _dump()
+        ms = 1000 * (time.perf_counter() - began)
+    return {"kind": kind, "early": early.hex(), "late": late.hex(), "ms": ms}
+
+
+def hang() -> bool:
+    """Enter a collective that does not complete before its timeout."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    import hpcinit
+
+    run = hpcinit.init(collective_timeout=timedelta(seconds=TIMEOUT_S))
+    if run.device.type == "cuda":
+        torch.cuda._sleep(int(HANG_S * 1e9))  # at least half of HANG_S at up to 2 GHz
+        dist.all_reduce(torch.ones(9, device=run.device))
+        time.sleep(HANG_S)
+    elif run.rank == 0:
+        dist.all_reduce(torch.ones(9))
+    else:
+        time.sleep(2 * TIMEOUT_S)
+    return True

@@ -1,0 +1,145 @@
+"""DeepSpeed's ops: `hpcinit build-ops`, the first use of what it built, a killed compile and a stale lock."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hpcinit.facts.layout import Layout
+from hpcinit.facts.versions import installed
+from tests.gpu import starting
+from tests.gpu.findings import MISSING, NOT_SHOWN, Findings
+from tests.gpu.starting import Job, training
+
+BUILD_S = 170.0
+
+
+def main(found: Findings, folder: Path) -> None:
+    op, optimizer = ("cpu_adam", "with offload") if found.cpu else ("fused_adam", "on the device")
+    if not installed("deepspeed"):
+        return found.add(f"{op}: built, used, killed, locked", MISSING, "deepspeed is not installed in this Python")
+    if lacking := [name for name in ("g++", "ninja", *(() if found.cpu else ("nvcc",))) if not _there(name)]:
+        why = f"{', '.join(lacking)} not found: an op for {'a CPU' if found.cpu else 'CUDA'} cannot be compiled here"
+        return found.add(f"{op}: built, used, killed, locked", NOT_SHOWN, why)
+    folder.mkdir()
+    cache = folder / "cache"
+    if not _killed(found, cache, op) or not _built(found, cache, op):
+        return None
+    _used(found, folder, cache, op, optimizer)
+    _locked(found, cache, op)
+    return None
+
+
+def _there(name: str) -> bool:
+    if name == "nvcc" and os.environ.get("CUDA_HOME"):
+        return (Path(os.environ["CUDA_HOME"]) / "bin/nvcc").exists()
+    return bool(shutil.which(name))
+
+
+def _start(cache: Path, op: str) -> subprocess.Popen[str]:
+    """`hpcinit build-ops` in a session of its own."""
+    command = [sys.executable, "-u", "-m", "hpcinit", "build-ops", "--ops", op, "--into", str(cache)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def _killed(found: Findings, cache: Path, op: str) -> bool:
+    """SIGKILL as soon as torch's lock is there."""
+    process = _start(cache, op)
+    lock, deadline = cache / op / "lock", time.monotonic() + 60
+    while not lock.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    there = lock.exists()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    output, _ = process.communicate()
+    detail = "" if there else f"no lock was made: {output[-600:]}"
+    return found.claim(f"{op}: a killed compile leaves torch's lock", there and lock.exists(), detail)
+
+
+def _built(found: Findings, cache: Path, op: str) -> bool:
+    began = time.monotonic()
+    process = _start(cache, op)
+    try:
+        output, _ = process.communicate(timeout=BUILD_S * (3 if found.cpu else 1))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return found.claim(f"{op}: the next build ends", False, f"not after {BUILD_S:.0f} s")
+    removed = next((line for line in output.splitlines() if "removed the stale lock" in line), "")
+    found.claim(f"{op}: the next build removes the stale lock", bool(removed), removed or output[-400:])
+    well = process.returncode == 0
+    detail = f"{time.monotonic() - began:.0f} s" if well else output[-800:]
+    return found.claim(f"{op}: build-ops builds it", well, detail)
+
+
+def _used(found: Findings, folder: Path, cache: Path, op: str, optimizer: str) -> None:
+    """A job whose config needs the op finds it built: its first use compiles nothing."""
+    offload = {"offload_optimizer": "cpu"} if found.cpu else {}
+    how = training("deepspeed", "bf16", deepspeed={"zero_stage": 2, "optimizer": "adamw", **offload})
+    job = Job(
+        "tests.gpu.check_ops:train", training=how, layout=Layout(dp_replicate=1, dp_shard=-1),
+        env={"TORCH_EXTENSIONS_DIR": str(cache)},
+    )  # fmt: skip
+    done = starting.run(job, folder / "use")
+    name = f"{op}: its first use {optimizer} trains"
+    if not found.claim(name, done.ok, "" if done.ok else done.tail()):
+        return
+    falls = done.first["losses"][-1] < done.first["losses"][0]
+    found.claim(f"{name}: the loss falls", falls, f"{done.first['optimizer']}, {done.first['losses']}")
+    compiled = "not built before: compiling" in done.output
+    found.claim(f"{op}: the job compiles nothing", not compiled, f"first step after {done.first['seconds']:.1f} s")
+
+
+def _locked(found: Findings, cache: Path, op: str) -> None:
+    """A lock that no process holds, in a cache that is built: found and removed, rather than waited for."""
+    from hpcinit.facts.errors import BringUpError
+    from hpcinit.runtime import ops
+
+    lock = cache / op / "lock"
+    lock.touch()
+    config = {"optimizer": {"type": "AdamW"}}
+    if found.cpu:
+        config["zero_optimization"] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}  # type: ignore[dict-item]
+    try:
+        ops.check(config, "cpu" if found.cpu else "cuda", {"TORCH_EXTENSIONS_DIR": str(cache)})
+        said = "nothing"
+    except BringUpError as error:
+        said = str(error)
+    found.claim(f"{op}: a stale lock is reported", "torch would wait for ever for the lock" in said, said)
+    lines: list[str] = []
+    ops.clear(cache, lines.append)
+    found.claim(f"{op}: and removed", not lock.exists(), "; ".join(lines))
+
+
+# In the rank:
+
+
+def train() -> dict[str, Any]:
+    """Some steps with DeepSpeed's own AdamW."""
+    import torch
+    from torch import nn
+
+    import hpcinit
+
+    began = time.monotonic()
+    with hpcinit.session() as run:
+        wrapped = run.wrap(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)))
+        x = torch.randn(32, 64, device=run.device, dtype=torch.bfloat16)
+        losses, seconds = [], 0.0
+        for _ in range(10):
+            loss = (wrapped(x) - 1).square().mean()
+            wrapped.backward(loss)
+            wrapped.step()
+            losses.append(round(loss.item(), 4))
+            seconds = seconds or time.monotonic() - began
+        name = type(getattr(wrapped.optimizer, "optimizer", wrapped.optimizer)).__name__
+    return {"losses": losses, "seconds": seconds, "optimizer": name}

@@ -1,0 +1,169 @@
+"""run.wrap on the device: 20 steps of train_gpt under each wrapper, its losses beside a CPU's, and its peak memory."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hpcinit.facts.layout import Layout
+from hpcinit.facts.spec import Comm, Training
+from hpcinit.facts.versions import installed
+from tests.gpu import starting
+from tests.gpu.findings import MISSING, NOT_SHOWN, Findings
+from tests.gpu.starting import Job, Started, training
+
+STEPS = 20
+# The largest difference of a loss to the CPU's at any of the steps; losses go from about 4.6 to 2.5. In fp32 the order of
+# sums differs and Adam amplifies that; bf16 has 8 bits of mantissa.
+TOLERANCE = {"fp32": 0.002, "bf16": 0.02}
+AT_ONCE = 4  # configurations that share the GPU; memory is counted per process
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration. fused: torch's fused AdamW. needs: a package, or 'compiler'."""
+
+    name: str
+    training: Training
+    ranks: int = 1
+    fused: bool = False
+    needs: str = ""
+    layout: Layout = field(default_factory=lambda: Layout(dp_replicate=1))
+
+
+def zero(stage: int, param: str = "fp32", **more: Any) -> Training:
+    return training("deepspeed", param, deepspeed={"zero_stage": stage, **more})
+
+
+SHARDED = Layout(dp_replicate=1, dp_shard=-1)
+OFFLOAD = {"offload_optimizer": "cpu"}
+ROWS = (
+    Row("one rank fp32", training()),
+    Row("DDP fp32, 2 ranks over gloo", training(), ranks=2, layout=Layout(dp_replicate=-1)),
+    Row("one rank bf16", training(param="bf16")),
+    Row("fused AdamW fp32", training(), fused=True),
+    Row("activation checkpointing fp32", training(activation_checkpointing="full")),
+    Row("torch.compile fp32", training(compile=True), needs="compiler"),
+    Row("FSDP2 fp32", training("fsdp"), layout=SHARDED),
+    Row("FSDP2 bf16", training("fsdp", "bf16"), layout=SHARDED),
+    Row("FSDP2 bf16, checkpointing, torch.compile, fused AdamW", training("fsdp", "bf16", activation_checkpointing="full", compile=True), fused=True, needs="compiler", layout=SHARDED),
+    *(Row(f"ZeRO {stage} fp32", zero(stage), needs="deepspeed", layout=SHARDED) for stage in range(4)),
+    Row("ZeRO 0 bf16", zero(0, "bf16"), needs="deepspeed", layout=SHARDED),
+    Row("ZeRO 2 bf16", zero(2, "bf16"), needs="deepspeed", layout=SHARDED),
+    Row("ZeRO 3 bf16", zero(3, "bf16"), needs="deepspeed", layout=SHARDED),
+    Row("ZeRO 2 bf16, optimizer offloaded", zero(2, "bf16", **OFFLOAD), needs="deepspeed", layout=SHARDED),
+    Row("ZeRO 3 bf16, all offloaded", zero(3, "bf16", offload_param="cpu", **OFFLOAD), needs="deepspeed", layout=SHARDED),
+)  # fmt: skip
+
+
+def main(found: Findings, folder: Path) -> None:
+    # The references run on CPUs, also on a machine with a GPU: the same weights and the same batches.
+    references = {
+        ranks: starting.run(job(Row("reference", training(), ranks, layout=Layout(dp_replicate=-1)), cpu=True), folder / f"cpu-{ranks}")
+        for ranks in (1, 2)
+    }  # fmt: skip
+    for ranks, done in references.items():
+        name = f"the reference on CPUs, {ranks} rank{'s' * (ranks > 1)}, fp32"
+        if not found.claim(name, done.ok, span(done.first["losses"]) if done.ok else done.tail()):
+            return
+    possible = [row for row in ROWS if _possible(found, row)]
+    with ThreadPoolExecutor(1 if found.cpu else AT_ONCE) as pool:
+        for row, done in pool.map(partial(_start, folder), possible):
+            judge(found, row, done, references[row.ranks].first["losses"])
+
+
+def _possible(found: Findings, row: Row) -> bool:
+    if row.needs == "deepspeed" and not installed("deepspeed"):
+        found.add(row.name, MISSING, "deepspeed is not installed in this Python")
+        return False
+    if row.needs == "compiler" and not (shutil.which("g++") or shutil.which("gcc")):
+        found.add(row.name, NOT_SHOWN, "torch.compile needs a C compiler, and neither g++ nor gcc is on PATH")
+        return False
+    if row.needs == "compiler" and not found.cpu and not installed("triton"):
+        found.add(row.name, MISSING, "torch.compile needs triton for a GPU, and it is not installed")
+        return False
+    return True
+
+
+def job(row: Row, cpu: bool = False, limit_s: float = 200) -> Job:
+    """Two ranks share the GPU, which NCCL refuses: they use gloo."""
+    return Job(
+        "tests.gpu.check_wrap:train",
+        ranks=row.ranks,
+        args={"fused": row.fused},
+        env={"CUDA_VISIBLE_DEVICES": ""} if cpu else {},
+        training=row.training,
+        layout=row.layout,
+        comm=Comm(backend="gloo") if row.ranks > 1 else Comm(),
+        limit_s=limit_s,
+    )
+
+
+def _start(folder: Path, row: Row) -> tuple[Row, Started]:
+    name = "".join(letter if letter.isalnum() else "-" for letter in row.name)
+    return row, starting.run(job(row), folder / name)
+
+
+def judge(found: Findings, row: Row, done: Started, expected: Sequence[float]) -> None:
+    """The losses of all steps against the reference's; on CPUs the same code, whose numbers say nothing of a GPU."""
+    if not found.claim(f"{row.name}: {STEPS} steps", done.ok, "" if done.ok else done.tail()):
+        return
+    losses, most = done.first["losses"], TOLERANCE[row.training.precision.param]
+    apart = [abs(one - other) for one, other in zip(losses, expected, strict=True)]
+    memory = f"peak {done.first['peak_mb']:,.1f} MiB allocated" if done.first["peak_mb"] else "no peak on a CPU"
+    detail = f"{span(losses)}; at most {max(apart):.4f} from the CPU's, first step {apart[0]:.6f}; {memory}"
+    close = max(apart) <= most
+    found.claim(
+        f"{row.name}: losses within {most:g} of the CPU's", close, detail, losses=losses, peak_mb=done.first["peak_mb"]
+    )
+    found.claim(
+        f"{row.name}: it ran on the device", done.first["device"].startswith("cuda"), done.first["device"], device=True
+    )
+
+
+def span(losses: Sequence[float]) -> str:
+    return f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"
+
+
+# In the rank:
+
+
+def train(fused: bool) -> dict[str, Any]:
+    """train_gpt as it is, with the loss of each step recorded."""
+    import sys
+
+    import torch
+
+    import hpcinit
+    from hpcinit.jobs import train_gpt
+    from hpcinit.runtime.runtime import Runtime
+
+    losses: list[float] = []
+    progress = Runtime.progress
+
+    def recorded(self: Any, step: int, total: int, **values: float) -> None:
+        losses.append(values["loss"])
+        progress(self, step, total, **values)
+
+    Runtime.progress = recorded  # type: ignore[method-assign]
+    if fused:
+        plain = torch.optim.AdamW
+
+        class FusedAdamW(plain):  # type: ignore[misc, valid-type]
+            def __init__(self, parameters: Any, **options: Any) -> None:
+                super().__init__(parameters, **{**options, "fused": True})
+
+        torch.optim.AdamW = FusedAdamW  # type: ignore[misc]
+    sys.argv = ["train_gpt", "--steps", str(STEPS), "--eval-every", "1000"]
+    options = train_gpt.arguments()
+    with hpcinit.session() as run:
+        train_gpt.train(run, options)
+        on_gpu = run.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else None
+        found = {"losses": losses, "peak_mb": peak, "device": str(run.device)}
+    return found

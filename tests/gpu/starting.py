@@ -1,0 +1,162 @@
+"""Starting real ranks for a check: plain processes as Slurm's srun starts them, hpcinit's fork server, or torchrun.
+
+Every rank runs `python -m tests.gpu.rank MODULE:FUNCTION`, which calls the function and leaves what it returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcinit.facts import runfolder
+from hpcinit.facts.layout import Layout
+from hpcinit.facts.spec import Comm, Launch, Precision, Program, Samples, Spec, Training
+from hpcinit.local import environment
+
+ROOT = Path(__file__).parents[2]
+PLAIN, FORK, TORCHRUN = "plain processes", "launch=fork", "torchrun"
+LEFT_S = 20.0  # after one rank has failed, for the others
+
+
+@dataclass(frozen=True)
+class Job:
+    """One start of some ranks. module: MODULE:FUNCTION of the rank. args: given to the function as keywords."""
+
+    function: str
+    ranks: int = 1
+    launch: str = PLAIN
+    args: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    limit_s: float = 120.0
+    layout: Layout | None = None
+    training: Training = field(default_factory=Training)
+    comm: Comm = field(default_factory=Comm)
+    batch: Samples = field(default_factory=Samples)
+    preload: Sequence[str] = ("torch",)
+
+
+@dataclass(frozen=True)
+class Started:
+    """What came of a Job. status: 0 if every rank ended well. began: time.time() before the first process."""
+
+    status: int
+    results: Sequence[Any]
+    output: str
+    began: float
+    folder: Path
+
+    @property
+    def ok(self) -> bool:
+        return self.status == 0 and all(result is not None for result in self.results)
+
+    @property
+    def first(self) -> Any:
+        """What rank 0 returned. Raises RuntimeError with the end of the output if it returned nothing."""
+        if self.results[0] is None:
+            raise RuntimeError(f"rank 0 left no result, exit status {self.status}: {self.tail()}")
+        return self.results[0]
+
+    def tail(self, characters: int = 800) -> str:
+        return self.output.strip()[-characters:]
+
+
+def run(job: Job, folder: Path, meanwhile: Callable[[int], None] = lambda pid: None) -> Started:
+    """Start the ranks, wait for them and read what they left. folder: the run folder, made here.
+
+    meanwhile: called once with the pid of the process that starts the ranks (of rank 0 with plain processes).
+    """
+    folder.mkdir(parents=True)
+    for below in (runfolder.LOGS, runfolder.ERRORS, "results"):
+        (folder / below).mkdir()
+    layout = (job.layout or Layout(dp_replicate=job.ranks)).over(job.ranks, job.ranks)
+    argument = json.dumps({"function": job.function, "args": dict(job.args), "folder": str(folder)})
+    spec = Spec(
+        name=folder.name, cluster="local", nodes=1, ranks_per_node=job.ranks, workdir=str(ROOT),
+        program=Program("module", "tests.gpu.rank", (argument,)), nonce=os.urandom(16).hex(),
+        layout=layout, training=job.training, comm=job.comm, batch=job.batch,
+        launch=Launch("fork" if job.launch == FORK else "srun", tuple(job.preload) if job.launch == FORK else ()),
+    )  # fmt: skip
+    (folder / runfolder.SPEC).write_text(spec.to_json())
+    began = time.time()
+    with (folder / "output.log").open("ab", buffering=0) as log:
+        processes = [
+            subprocess.Popen(
+                command, env=env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+            for command, env in _commands(job, folder, argument)
+        ]
+        try:
+            meanwhile(processes[0].pid)
+            status = _wait(processes, began + job.limit_s)
+        finally:
+            for process in processes:
+                _kill(process)
+    results = [_result(folder / f"results/rank-{rank}.json") for rank in range(job.ranks)]
+    logs = [folder / "output.log", *sorted((folder / runfolder.LOGS).glob("rank-*.log"))]
+    output = "\n".join(log.read_text(errors="replace") for log in logs if log.exists())
+    return Started(status, results, output, began, folder)
+
+
+def _commands(job: Job, folder: Path, argument: str) -> list[tuple[list[str], dict[str, str]]]:
+    base = {**os.environ, **job.env, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    python, spec = [sys.executable, "-u"], str(folder / runfolder.SPEC)
+    if job.launch == TORCHRUN:
+        rendezvous = ["--nnodes", "1", "--nproc-per-node", str(job.ranks), "--master-port", str(_free_port())]
+        agent = [*python, "-m", "torch.distributed.run", *rendezvous, "-m", "tests.gpu.rank", argument]
+        return [(agent, base)]
+    per_node = 1 if job.launch == FORK else job.ranks
+    number = f"{os.getpid()}{time.monotonic_ns() % 10000:04d}"
+    batch = environment.batch(int(number), folder.name, 1, per_node, str(folder))
+    module = "hpcinit.fork" if job.launch == FORK else "hpcinit.run"
+    return [
+        ([*python, "-m", module, spec], {**base, **batch, **environment.task(batch, 1, per_node, rank)})
+        for rank in range(per_node)
+    ]
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> int:
+    """The first exit status that is not 0, or 124 after the deadline. A failure gives the others LEFT_S."""
+    first = 0
+    while any(process.poll() is None for process in processes):
+        if time.time() > deadline:
+            return first or 124
+        failed = next((process.returncode for process in processes if process.returncode), 0)
+        if failed and not first:
+            first, deadline = failed, min(deadline, time.time() + LEFT_S)
+        time.sleep(0.02)
+    return first or next((process.returncode for process in processes if process.returncode), 0)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """The process and its session. Forked ranks have sessions of their own and die with their parent."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _result(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def training(wrap: str = "ddp", param: str = "fp32", **more: Any) -> Training:
+    """A Training with its parameters in this precision; bf16 gradients are reduced in fp32."""
+    return Training(wrap=wrap, precision=Precision(param, "fp32"), **more)
