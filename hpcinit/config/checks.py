@@ -63,8 +63,8 @@ AT_LEAST_ZERO = (
     "launch.max_restarts",
 )
 MORE_THAN_ZERO = (
-    *("comm.collective_timeout_s", "comm.timeout_base_s", "comm.timeout_max_s", "cluster.gpu_mem_gb"),
-    *("cluster.timeout_base_s", "cluster.timeout_max_s", "bad_nodes.expiry_h"),
+    *("comm.collective_timeout_s", "comm.checkpoint_timeout_s", "comm.timeout_base_s", "comm.timeout_max_s"),
+    *("cluster.gpu_mem_gb", "cluster.timeout_base_s", "cluster.timeout_max_s", "bad_nodes.expiry_h"),
 )
 MOST_SEED = 2**63 - 1  # what torch.manual_seed takes
 # Texts that become an option or a path: '' is no value for one, as null is.

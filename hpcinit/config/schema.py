@@ -181,6 +181,7 @@ class Comm:
     timeout_per_node_s: Optional[float] = key("added per node; null: cluster.timeout_per_node_s, or else 3.5")
     timeout_max_s: Optional[float] = key("at most; null: cluster.timeout_max_s, or else 3600")
     collective_timeout_s: Optional[float] = key("timeout of collectives once training runs; null: as start-up", 300.0)
+    checkpoint_timeout_s: float = key("how long ranks wait for each other while run.save or run.load works", 3600.0)
     device_id: str = key("bind the group to its device, so that NCCL starts at once: never, auto or always", "never")
 
 

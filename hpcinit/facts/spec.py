@@ -17,7 +17,7 @@ from hpcinit.facts.batch import Batch, solve
 from hpcinit.facts.errors import RequestError, SpecError
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.stopping import Stopping
-from hpcinit.facts.timeouts import COLLECTIVE_S, TimeoutLaw
+from hpcinit.facts.timeouts import CHECKPOINT_S, COLLECTIVE_S, TimeoutLaw
 
 FORMAT = 1
 KINDS = ("script", "module", "command")
@@ -54,6 +54,7 @@ class Comm:
 
     backend: 'auto' chooses by the device. collective_timeout_s: None means as long as the start-up. host_template:
     hosts.rename(). device_id: 'never', 'auto' or 'always' given to torch, which then starts NCCL at once.
+    checkpoint_timeout_s: how long ranks wait for each other within run.save and run.load.
     """
 
     backend: str = "auto"
@@ -62,6 +63,7 @@ class Comm:
     collective_timeout_s: float | None = COLLECTIVE_S
     host_template: str = ""
     device_id: str = "never"
+    checkpoint_timeout_s: float = CHECKPOINT_S
 
     def __post_init__(self) -> None:
         one_of("comm.device_id", self.device_id, DEVICE_ID)

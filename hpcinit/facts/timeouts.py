@@ -15,6 +15,7 @@ from datetime import timedelta
 from hpcinit.facts.errors import RequestError
 
 COLLECTIVE_S = 300.0  # of collectives once training runs: docs/timeouts.md
+CHECKPOINT_S = 3600.0  # of collectives while a checkpoint is saved or loaded: docs/timeouts.md
 # The errors that name who is missing must be out before Slurm ends the job: 15 s for the watchdog's lateness, and as
 # much again for clocks that differ.
 RESERVE_S = 30.0

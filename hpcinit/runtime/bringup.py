@@ -20,7 +20,7 @@ from hpcinit.facts import grouping, launchers, open_files, safeguards
 from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.saying import say
-from hpcinit.facts.spec import Hang, Samples, Spec, Training, of_this_run
+from hpcinit.facts.spec import Comm, Hang, Samples, Spec, Training, of_this_run
 from hpcinit.facts.stopping import Stopping
 from hpcinit.facts.world import World
 from hpcinit.runtime import (
@@ -167,6 +167,7 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
         folder=folder,
         stopping=spec.stop if spec else Stopping(),
         hang=spec.hang if spec else Hang(),
+        checkpoint_timeout=timedelta(seconds=(spec.comm if spec else Comm()).checkpoint_timeout_s),
         _changing=_Changing(collectives),
     )
     return _Current(request, runtime, kept, above)

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -123,29 +124,55 @@ def _gist(error: Exception) -> str:
     return f"{first} ({reason})" if reason else first
 
 
-def set_timeout(timeout: timedelta) -> bool:
+def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> bool:
     """Of the collectives of all groups that this process is in, side groups left out; False if a backend cannot.
+
+    group: only of this one.
 
     torch takes one timeout for a group's start and for all that follows, unless told otherwise afterwards; groups that
     are made later, a mesh's too, have torch's own (10 minutes with NCCL, 30 with gloo) whatever the first was given.
     """
     done = True
-    for group, name in list(c10d._world.pg_names.items()):
-        if not str(name).startswith(SIDE):
-            for backend in _backends(group):
-                change = getattr(backend, "_set_default_timeout", None) or getattr(backend, "set_timeout", None)
-                try:
-                    if change is None:
-                        raise NotImplementedError
-                    change(timeout)
-                except (RuntimeError, NotImplementedError):  # of torch's own, gloo and NCCL can
-                    done = False
+    for backend in _backends_of_all() if group is None else _backends(group):
+        try:
+            _change(backend, timeout)
+        except (RuntimeError, NotImplementedError):  # of torch's own, gloo and NCCL can
+            done = False
     return done
+
+
+@contextmanager
+def timeouts_of_at_least(timeout: timedelta) -> Iterator[None]:
+    """Raise the shorter timeouts of all groups but side groups to `timeout`, and restore each of them at the end.
+
+    A backend that cannot report or change its timeout keeps it.
+    """
+    before = [(backend, _timeout(backend)) for backend in _backends_of_all()]
+    shorter = [(backend, found) for backend, found in before if found is not None and found < timeout]
+    for backend, _ in shorter:
+        with suppress(RuntimeError, NotImplementedError):
+            _change(backend, timeout)
+    try:
+        yield
+    finally:
+        for backend, found in shorter:
+            with suppress(RuntimeError, NotImplementedError):
+                _change(backend, found)
+
+
+def _change(backend: object, timeout: timedelta) -> None:
+    change = getattr(backend, "_set_default_timeout", None) or getattr(backend, "set_timeout", None)
+    if change is None:
+        raise NotImplementedError
+    change(timeout)
 
 
 def timeout_of(device: torch.device, group: ProcessGroup | None = None) -> timedelta | None:
     """What the group's collectives on `device` are given; None where its backend does not say."""
-    backend = _unwrapped((group or c10d._get_default_group())._get_backend(device))
+    return _timeout(_unwrapped((group or c10d._get_default_group())._get_backend(device)))
+
+
+def _timeout(backend: object) -> timedelta | None:
     found = getattr(getattr(backend, "options", None), "_timeout", None)
     return found if isinstance(found, timedelta) else None
 
@@ -185,6 +212,13 @@ def verify(device: torch.device, backend: str, timeout: timedelta | None, device
     ]
     if differences:
         raise BringUpError(f"the process group is up, and not as asked: {'; '.join(differences)}")
+
+
+def _backends_of_all() -> Iterator[object]:
+    """Of all groups that this process is in, but side groups, which other jobs share."""
+    for group, name in list(c10d._world.pg_names.items()):
+        if not str(name).startswith(SIDE):
+            yield from _backends(group)
 
 
 def _backends(group: ProcessGroup) -> Iterator[object]:

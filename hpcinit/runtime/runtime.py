@@ -66,7 +66,7 @@ class Runtime:
     mesh: one dimension per kind of parallelism in use. batch: samples of a step. training: what wrap() goes by. seed:
     as asked, before it is made this rank's by seed_by ('same', 'rank' or 'data'). data_rank: which share of the samples
     is this rank's. folder: the run folder, None without a submission. stopping: what should_stop() goes by. hang:
-    how long without a step is one.
+    how long without a step is one. checkpoint_timeout: how long ranks wait for each other in save() and load().
     """
 
     world: World
@@ -83,6 +83,7 @@ class Runtime:
     folder: Path | None
     stopping: Stopping
     hang: Hang
+    checkpoint_timeout: timedelta
     _changing: _Changing = field(repr=False, compare=False)
 
     @property
@@ -177,8 +178,12 @@ class Runtime:
         extra: Any = None,
         samples: int | None = None,
         keep: int | None = None,
+        timeout: timedelta | None = None,
     ) -> Path:
-        """A checkpoint of all ranks in folder/step-N, there whole or not at all. See runtime.checkpoint.save."""
+        """A checkpoint of all ranks in folder/step-N, there whole or not at all. See runtime.checkpoint.save.
+
+        timeout: how long ranks wait for each other here; None: checkpoint_timeout.
+        """
         from hpcinit.runtime import checkpoint  # noqa: PLC0415 - as above
 
         began = time.monotonic()
@@ -193,16 +198,36 @@ class Runtime:
                 extra=extra,
                 samples=samples,
                 keep=keep,
+                timeout=timeout or self.checkpoint_timeout,
+                job=self.world.job,
             )
         self._changing.longest_save = max(self._changing.longest_save, timedelta(seconds=time.monotonic() - began))
         return written
 
-    def load(self, wrapped: Wrapped, folder: Path | str, *, loader: Stateful | None = None) -> Loaded | None:
-        """The newest whole step, whatever number of ranks wrote it; None if there is none. See checkpoint.load."""
+    def load(
+        self,
+        wrapped: Wrapped,
+        folder: Path | str,
+        *,
+        loader: Stateful | None = None,
+        timeout: timedelta | None = None,
+    ) -> Loaded | None:
+        """The newest whole step, whatever number of ranks wrote it; None if there is none. See checkpoint.load.
+
+        timeout: how long ranks wait for each other here; None: checkpoint_timeout.
+        """
         from hpcinit.runtime import checkpoint  # noqa: PLC0415 - as above
 
         with phase.during("loading"):
-            return checkpoint.load(wrapped, Path(folder), layout=self.layout, loader=loader, seed_by=self.seed_by)
+            return checkpoint.load(
+                wrapped,
+                Path(folder),
+                layout=self.layout,
+                loader=loader,
+                seed_by=self.seed_by,
+                timeout=timeout or self.checkpoint_timeout,
+                job=self.world.job,
+            )
 
     def should_stop(self) -> Stop | None:
         """Whether to save and end now, and why: `if run.should_stop(): run.save(...); break`.

@@ -12,7 +12,9 @@ import pytest
 
 from hpcinit.facts.errors import CheckpointError, RequestError
 from hpcinit.runtime.checkpoint import folder as of_steps
-from hpcinit.runtime.checkpoint.folder import Description
+from hpcinit.runtime.checkpoint import owner as owners
+from hpcinit.runtime.checkpoint import removal
+from hpcinit.runtime.checkpoint.folder import Description, File
 from tests.runtime import checkpointing
 from tests.runtime.spawned import ranks
 from tests.test_train_gpt import python
@@ -65,20 +67,35 @@ def test_what_came_back(curves: dict[int, Any], name: str) -> None:
         assert found[name]["loaded"] == [4, 64, [0, 1, 2], size == 8], size
 
 
+def begin(folder: Path, step: int, job: str = "") -> of_steps.Unfinished:
+    return of_steps.begin(folder, step, owners.of_this_process(job, 3600))
+
+
+def publish(unfinished: of_steps.Unfinished, step: int) -> Path:
+    files = of_steps.files_of(unfinished.path, of_steps.matching(unfinished.path, "dcp/*"), rank=0)
+    description = Description(step, 8 * step, "torch", 2, {"tp": 1}, 2, 0, save=unfinished.save, files=files)
+    return of_steps.publish(unfinished, description)
+
+
 def whole(folder: Path, step: int, content: bytes = b"weights") -> Path:
-    of_steps.begin(folder, step)
-    temporary = of_steps.unfinished(folder, step)
-    of_steps.write(temporary / "dcp/file", content)
-    files = of_steps.sizes(temporary, "dcp/*")
-    return of_steps.publish(temporary, Description(step, 8 * step, "torch", 2, {"tp": 1}, 2, 0, files=files))
+    unfinished = begin(folder, step)
+    of_steps.write(unfinished.path / "dcp/file", content)
+    return publish(unfinished, step)
+
+
+def left_in(folder: Path) -> list[str]:
+    """What is there once the removals in the background are done."""
+    assert removal.wait(60)
+    return sorted(path.name for path in folder.iterdir())
 
 
 TEARING = {
     "has no checkpoint.json": lambda step: (step / "checkpoint.json").unlink(),
     "checkpoint.json cannot be read (Expecting value": lambda step: (step / "checkpoint.json").write_text(""),
-    "format 2, and this version of hpcinit reads format 1": lambda step: (step / "checkpoint.json").write_text(
-        '{"format": 2}'
+    "format 1, and this version of hpcinit reads format 2": lambda step: (step / "checkpoint.json").write_text(
+        '{"format": 1}'
     ),
+    "checkpoint.json cannot be read ('files')": lambda step: (step / "checkpoint.json").write_text('{"format": 2}'),
     "dcp/file cannot be read (No such file": lambda step: (step / "dcp/file").unlink(),
     "dcp/file has 3 bytes, and 7 were written": lambda step: (step / "dcp/file").write_bytes(b"wei"),
 }
@@ -104,25 +121,24 @@ def test_a_torn_step_is_skipped(tmp_path: Path, said: str) -> None:
 def test_nothing_to_load(tmp_path: Path) -> None:
     """A folder that is not there, is empty or has an attempt alone has no step."""
     assert of_steps.newest(tmp_path / "none", print) is None
-    of_steps.begin(tmp_path, 3)
+    begin(tmp_path, 3)
     assert of_steps.newest(tmp_path, print) is None
 
 
 def test_what_an_attempt_left_is_removed(tmp_path: Path) -> None:
     """A file that a killed attempt left in the unfinished folder is not in the step that the next one saves."""
-    of_steps.begin(tmp_path, 3)
-    (of_steps.unfinished(tmp_path, 3) / "old").write_text("half")
+    (begin(tmp_path, 3).path / "old").write_text("half")
     assert sorted(path.name for path in whole(tmp_path, 3).iterdir()) == ["checkpoint.json", "dcp"]
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+    assert left_in(tmp_path) == [".owner.json", "step-00000003"]
 
 
 def test_a_whole_step_is_not_replaced(tmp_path: Path) -> None:
     """Saving a step that is there already is refused, and so is one below 0."""
     whole(tmp_path, 3)
     with pytest.raises(RequestError, match="step-00000003 is there already: load it"):
-        of_steps.begin(tmp_path, 3)
+        begin(tmp_path, 3)
     with pytest.raises(RequestError, match="step -1, expected 0 or more"):
-        of_steps.begin(tmp_path, -1)
+        begin(tmp_path, -1)
 
 
 def test_old_ones_go_after_the_new_one_is_whole(tmp_path: Path) -> None:
@@ -132,18 +148,18 @@ def test_old_ones_go_after_the_new_one_is_whole(tmp_path: Path) -> None:
     for step in (2, 4):
         (of_steps.describe(tmp_path / of_steps.name(step)), (tmp_path / of_steps.name(step) / "dcp/file").unlink())
     of_steps.prune(tmp_path, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004", "step-100000000"]
+    assert left_in(tmp_path) == [".owner.json", "step-00000003", "step-00000004", "step-100000000"]
     of_steps.prune(tmp_path, 5)
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(left_in(tmp_path)) == 4
 
 
 def test_a_folder_that_nodes_do_not_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that another rank wrote and rank 0 does not see is an error, and no step."""
     monkeypatch.setattr(of_steps, "VISIBLE_S", 0.1)
-    of_steps.begin(tmp_path, 3)
-    description = Description(3, 24, "torch", 2, {}, 2, 0, files={"dcp/__1_0.distcp": 5})
+    unfinished = begin(tmp_path, 3)
+    description = Description(3, 24, "torch", 2, {}, 2, 0, files={"dcp/__1_0.distcp": File(5, 0, 1)})
     with pytest.raises(CheckpointError, match=r"1 of 1 files, as dcp/__1_0.distcp, .* a folder that all nodes share"):
-        of_steps.publish(of_steps.unfinished(tmp_path, 3), description)
+        of_steps.publish(unfinished, description)
     assert of_steps.newest(tmp_path, print) is None
 
 
@@ -168,6 +184,7 @@ def two_ranks(code: str, folder: Path, **env: str) -> list[tuple[Any, str]]:
         from hpcinit.facts.layout import Layout
         from hpcinit.facts.spec import Training
         from hpcinit.runtime import checkpoint
+        from hpcinit.runtime.checkpoint import content, removal
         from tests.runtime.checkpointing import Program, zero
         run, found = hpcinit.init(deepspeed=True), {}
         ddp, plain = Training("ddp"), Layout()
@@ -176,9 +193,16 @@ def two_ranks(code: str, folder: Path, **env: str) -> list[tuple[Any, str]]:
                 return repr(work())
             except hpcinit.HpcinitError as error:
                 return f"{type(error).__name__}: {error}"
+        def restamp(step):
+            # Record the files as they are now, as if what a test made of them had been written.
+            said = json.loads((step / "checkpoint.json").read_text())
+            for name, checksum in content.checksums(step, said["files"]).items():
+                said["files"][name]["checksum"] = checksum
+            (step / "checkpoint.json").write_text(json.dumps(said))
         def names(folder):
+            assert removal.wait(60)
             torch.distributed.barrier()
-            seen = sorted(path.name for path in folder.iterdir())
+            seen = sorted(path.name for path in folder.iterdir() if path.name != ".owner.json")
             torch.distributed.barrier()
             return seen
     """
@@ -268,11 +292,13 @@ def test_what_is_refused(tmp_path: Path) -> None:
             if run.rank == 0:
                 broken.write_bytes(bytes(broken.stat().st_size))
                 said.write_text(json.dumps(written | {"world_size": 4}))
+                restamp(said.parent)
             torch.distributed.barrier()
         place = folder / "step-00000001/loader/data-00001.pt"
         torch.distributed.barrier()
         if run.rank == 0:
             place.write_bytes(bytes(place.stat().st_size))
+            restamp(place.parents[1])
         torch.distributed.barrier()
         found["loader's file"] = error(lambda: Program(run, plain, ddp).load(folder))
         found["converter"] = error(lambda: Program(run, plain, zero(3)).load(folder / "3"))
@@ -283,7 +309,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert zero == one
     expected = {
         "nothing": "None",
-        "twice": "RequestError: {folder}/step-00000001 is there already: load it and go on from there",
+        "twice": "RequestError: {folder}/step-00000001 is there already, written by process ",
         "keep": "RequestError: keep is 0, expected 1 or more",
         "loader": "RequestError: loader is a list, which cannot tell its place",
         "extra": "RequestError: extra holds more than numbers, text, lists, dicts and tensors",

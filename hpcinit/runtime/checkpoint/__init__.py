@@ -1,6 +1,7 @@
 """Checkpoints in the ecosystem's own formats: a step that is there is whole, and other ranks can go on from it.
 
-FOLDER/step-00000042/checkpoint.json   what it is, and the size of every file
+FOLDER/.owner.json                     the job that may publish steps here
+       step-00000042/checkpoint.json   what it is, and the size and checksum of every file
                      dcp/              torch.distributed.checkpoint: ddp, fsdp, tensor parallelism
                      deepspeed/        DeepSpeed's; universal/ beside it once other ranks have loaded it
                      loader/           place in the data, a file for each share of it
@@ -13,9 +14,10 @@ Both formats are read with pickle, by torch and by DeepSpeed: load what you wrot
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from datetime import timedelta
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,20 @@ import torch.distributed as dist
 from hpcinit.facts.errors import CheckpointError, RequestError
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.saying import say
+from hpcinit.facts.timeouts import CHECKPOINT_S
 from hpcinit.facts.versions import installed
-from hpcinit.runtime.checkpoint import agreement, deepspeed, native, randomness
+from hpcinit.runtime.checkpoint import agreement, deepspeed, native, randomness, removal
 from hpcinit.runtime.checkpoint import folder as of_steps
 from hpcinit.runtime.checkpoint import loader as of_data
-from hpcinit.runtime.checkpoint.folder import Description
+from hpcinit.runtime.checkpoint import owner as owners
+from hpcinit.runtime.checkpoint.folder import Description, File, Unfinished
 from hpcinit.runtime.wrap.deepspeed import Engine
 from hpcinit.runtime.wrap.native import Native
 from hpcinit.runtime.wrap.wrapped import Wrapped
 
 __all__ = ["CheckpointError", "Loaded", "load", "save"]
+
+TIMEOUT = timedelta(seconds=CHECKPOINT_S)
 
 
 @dataclass(frozen=True)
@@ -64,13 +70,18 @@ def save(
     extra: Any = None,
     samples: int | None = None,
     keep: int | None = None,
+    timeout: timedelta = TIMEOUT,
+    job: str = "",
 ) -> Path:
     """Called by every rank after `step` steps of the optimizer; the folder that holds it all, once it is whole.
 
     folder: seen by all nodes. extra: plain values and tensors, such as a schedule's state_dict(); rank 0's is written.
-    samples: seen so far, None for step x global batch. keep: how many to keep, the oldest go, None for all.
+    samples: seen so far, None for step x global batch. keep: how many to keep, the oldest go, None for all; they are
+    removed in the background. timeout: how long ranks wait for each other. job: World.job, which orders the attempts
+    of a job; only rank 0's is used.
 
-    Raises RequestError for what cannot be saved, CheckpointError when it cannot be written: what was there is left.
+    Raises RequestError for what cannot be saved, also where another job has taken the folder over, CheckpointError when
+    it cannot be written: what was there is left.
     """
     of_data.check(loader)
     if keep is not None and keep < 1:
@@ -78,48 +89,112 @@ def save(
     wrapped.refuse_offloaded("save()")
     if not wrapped.between_steps:
         raise RequestError("save() within an accumulation, whose gradients would be lost: after a step() that is True")
-    temporary = of_steps.unfinished(folder, step)
+    of_steps.name(step)  # raises for a step below 0
     described = _describe(wrapped, step, wrapped.batch.total * step if samples is None else samples, layout, seed)
-    try:
-        agreement.on_rank_0(partial(of_steps.begin, folder, step))
-        files = _write(wrapped, temporary, layout, loader, extra)
-        final = agreement.on_rank_0(lambda: of_steps.publish(temporary, Description(**described, files=files)))
-    except CheckpointError as error:
-        raise CheckpointError(_undone(folder, temporary, step, error)) from error
-    except RequestError:
-        _clear(temporary)
-        raise
+    with agreement.patient(timeout):
+        final = _save(wrapped, folder, described, layout, loader, extra, job, timeout)
     if keep is not None and dist.get_rank() == 0:
-        try:
-            of_steps.prune(folder, keep)
-        except OSError as error:
-            say(f"{final} is saved, and an older one could not be removed: {error}")
+        removal.later(partial(of_steps.prune, folder, keep))
     return final
 
 
+def _save(
+    wrapped: Wrapped,
+    folder: Path,
+    described: dict[str, Any],
+    layout: Layout,
+    loader: of_data.Stateful | None,
+    extra: Any,
+    job: str,
+    timeout: timedelta,
+) -> Path:
+    step, timeout_s = described["step"], timeout.total_seconds()
+    unfinished: Unfinished | None = None
+
+    def begin() -> Unfinished:
+        return of_steps.begin(folder, step, owners.of_this_process(job, timeout_s), removals_s=timeout_s / 2)
+
+    def publish() -> Path:
+        assert unfinished is not None
+        return of_steps.publish(
+            unfinished, Description(**described, files=files, save=unfinished.save, owner=unfinished.owner)
+        )
+
+    try:
+        unfinished = agreement.on_rank_0(begin)
+        files = _write(wrapped, unfinished.path, layout, loader, extra)
+        return agreement.on_rank_0(publish)
+    except CheckpointError as error:
+        winner = owners.taken_by(folder, unfinished.owner) if unfinished else None
+        text = _undone(folder, unfinished, step, error)
+        if unfinished and winner:  # it may have removed the unfinished step, so that a restart would not help
+            raise RequestError(f"{text}; {owners.lost(folder, unfinished.owner, winner)}") from error
+        raise CheckpointError(text) from error
+    except RequestError:
+        _clear(unfinished)
+        raise
+
+
 def load(
-    wrapped: Wrapped, folder: Path, *, layout: Layout, loader: of_data.Stateful | None = None, seed_by: str = "same"
+    wrapped: Wrapped,
+    folder: Path,
+    *,
+    layout: Layout,
+    loader: of_data.Stateful | None = None,
+    seed_by: str = "same",
+    timeout: timedelta = TIMEOUT,
+    job: str = "",
 ) -> Loaded | None:
     """The newest whole step, into what run.wrap has just made; None if there is none. Called by every rank.
 
+    All files are read and compared with their checksums first, each by one rank; a damaged step is skipped with a line.
     The number of ranks and the layout may be others than those that wrote it; the kind of wrapping may differ between
     ddp and fsdp. Random numbers go on as if nobody had stopped, unless a DataLoader draws from torch's own generator
     as it begins: give it one, as run.loader_options() does. seed_by: 'same', 'rank' or 'data', for another layout.
+    timeout, job: as save() has them.
 
     Raises RequestError for what does not fit, CheckpointError for what cannot be read.
     """
     of_data.check(loader)
     wrapped.refuse_offloaded("load()")
-    found = agreement.on_rank_0(lambda: of_steps.newest(folder, say))
-    if found is None:
-        return None
-    path, saved = found
-    _check(wrapped, path, saved)
-    if isinstance(wrapped, Engine):
-        deepspeed.load(wrapped.engine, path, saved, layout.tp)
-    else:
-        native.load(wrapped.model, wrapped.optimizer, path)
-    return agreement.everywhere(partial(_of_program, wrapped, loader, layout, path, saved, seed_by))[dist.get_rank()]
+    with agreement.patient(timeout):
+        found = _newest(folder, job, timeout)
+        if found is None:
+            return None
+        path, saved = found
+        _check(wrapped, path, saved)
+        if isinstance(wrapped, Engine):
+            deepspeed.load(wrapped.engine, path, saved, layout.tp)
+        else:
+            native.load(wrapped.model, wrapped.optimizer, path)
+        work = partial(_of_program, wrapped, loader, layout, path, saved, seed_by)
+        return agreement.everywhere(work)[dist.get_rank()]
+
+
+def _newest(folder: Path, job: str, timeout: timedelta) -> tuple[Path, Description] | None:
+    """The newest step whose files have the content that was written. The same on every rank."""
+    say_once = cache(say)
+
+    def newest() -> tuple[Path, Description] | None:
+        return of_steps.newest(folder, say_once)
+
+    def first() -> tuple[Path, Description] | None:
+        removal.wait(timeout.total_seconds() / 2)  # what is being removed is not to be found
+        owner = owners.of_this_process(job, timeout.total_seconds())
+        with suppress(OSError):  # a folder that this job may only read
+            if owners.claim_after_restart(folder, owner):
+                of_steps.sweep(folder, owner)
+        return newest()
+
+    found = agreement.on_rank_0(first)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    while found is not None:
+        wrong = next(filter(None, agreement.everywhere(partial(of_steps.damage, *found, rank, ranks))), None)
+        if wrong is None:
+            break
+        of_steps.remember_damage(*found, wrong)
+        found = agreement.on_rank_0(newest)  # says that it skips what was just found
+    return found
 
 
 def _of_program(
@@ -153,31 +228,31 @@ def _describe(wrapped: Wrapped, step: int, samples: int, layout: Layout, seed: i
 
 def _write(
     wrapped: Wrapped, folder: Path, layout: Layout, loader: of_data.Stateful | None, extra: Any
-) -> Mapping[str, int]:
+) -> dict[str, File]:
     """All ranks' files. The program's own first: they are small, and may be what cannot be saved."""
     rank = dist.get_rank()
 
-    def of_program() -> dict[str, int]:
-        files = randomness.save(rank, folder) | of_data.save(loader, layout, rank, folder)
+    def of_program() -> list[str]:
+        files = randomness.save(rank, folder) + of_data.save(loader, layout, rank, folder)
         if rank == 0:
             scaler = wrapped.scaler.state_dict() if isinstance(wrapped, Native) else {}
-            files |= of_data.save_plain({"extra": extra, "scaler": scaler}, of_data.EXTRA, folder, "extra")
+            files += of_data.save_plain({"extra": extra, "scaler": scaler}, of_data.EXTRA, folder, "extra")
         return files
 
-    def of_model() -> dict[str, int]:
+    def of_model() -> list[str]:
         if isinstance(wrapped, Engine):
             return deepspeed.save(wrapped.engine, folder)
         return native.save(wrapped.model, wrapped.optimizer, folder)
 
-    told = agreement.everywhere(of_program)
-    mine = of_model()  # talks to the others: what fails on one rank fails on all, as CheckpointError
-    told += agreement.gather(mine, None)
-    return {name: size for files in told for name, size in files.items()}
+    written = agreement.everywhere(of_program)[rank]
+    written += of_model()  # talks to the others: what fails on one rank fails on all, as CheckpointError
+    told = agreement.everywhere(lambda: of_steps.files_of(folder, written, rank))
+    return {name: file for files in told for name, file in files.items()}
 
 
-def _undone(folder: Path, temporary: Path, step: int, error: CheckpointError) -> str:
+def _undone(folder: Path, unfinished: Unfinished | None, step: int, error: CheckpointError) -> str:
     before = of_steps.newest(folder, lambda _: None)
-    _clear(temporary)
+    _clear(unfinished)
     try:
         free = f"; {shutil.disk_usage(folder).free / 1e9:.1f} GB are free there"
     except OSError:
@@ -186,10 +261,11 @@ def _undone(folder: Path, temporary: Path, step: int, error: CheckpointError) ->
     return f"step {step} was not saved in {folder}: {error}{free}; {left}"
 
 
-def _clear(temporary: Path) -> None:
-    dist.barrier()  # nobody writes any more
-    if dist.get_rank() == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
+def _clear(unfinished: Unfinished | None) -> None:
+    if unfinished is not None:
+        agreement.gather(None, None)  # no rank writes any more
+        if dist.get_rank() == 0:
+            of_steps.discard(unfinished.path)
 
 
 def _check(wrapped: Wrapped, path: Path, saved: Description) -> None:

@@ -3,14 +3,45 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
 
 from hpcinit.facts.errors import CheckpointError, HpcinitError, RequestError
+from hpcinit.runtime import process_group
 
 T = TypeVar("T")
+_group: ProcessGroup | None = None
+
+
+@contextmanager
+def patient(timeout: timedelta) -> Iterator[None]:
+    """Let ranks wait for each other for `timeout`, while one of them writes or reads. Called by every rank.
+
+    All groups get it, and what they had again at the end: DeepSpeed waits in the default group.
+    """
+    global _group  # noqa: PLW0603 - the default group is as global
+    with process_group.timeouts_of_at_least(timeout):
+        if dist.get_world_size() == 1:
+            _group = None
+        elif _group is None or _group not in c10d._world.pg_map:  # destroyed with the default group it was made for
+            _group = dist.new_group(backend="gloo", timeout=timeout)
+        else:
+            process_group.set_timeout(timeout, _group)
+        yield
+
+
+def group() -> ProcessGroup | None:
+    """Return the group in which ranks agree within patient(), None for the default one.
+
+    It is gloo's, on the CPU: NCCL would guess a device for a barrier.
+    """
+    return _group
 
 
 def everywhere(work: Callable[[], T]) -> list[T]:
@@ -35,7 +66,7 @@ def gather(value: T | None, error: BaseException | None) -> list[T]:
     """The values of all ranks. Raises as everywhere() does."""
     said = None if error is None else (socket.gethostname(), words(error), isinstance(error, RequestError))
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (value, said))
+    dist.all_gather_object(told, (value, said), group())
     failed = [(rank, *said) for rank, (_, said) in enumerate(told) if said]
     if failed:
         rank, host, text, asked = failed[0]

@@ -25,12 +25,12 @@ NATIVE, UNIVERSAL = "deepspeed", "universal"
 POLL_S = 0.5
 
 
-def save(engine: Any, folder: Path) -> dict[str, int]:
-    """What this rank wrote into `folder`. Raises CheckpointError, on every rank if it does so on one."""
+def save(engine: Any, folder: Path) -> list[str]:
+    """The files that this rank wrote into `folder`. Raises CheckpointError, on every rank if it does so on one."""
     with _noted(engine) as noted:
         engine.save_checkpoint(str(folder), tag=NATIVE, save_latest=False)
     agreement.gather(None, noted.error)
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in noted.written if path.exists()}
+    return [path.relative_to(folder).as_posix() for path in noted.written if path.exists()]
 
 
 def load(engine: Any, path: Path, saved: Description, tp: int) -> None:
@@ -38,7 +38,7 @@ def load(engine: Any, path: Path, saved: Description, tp: int) -> None:
     stage = int(engine.zero_optimization_stage())
     tag = UNIVERSAL if _must_convert(saved, stage, dist.get_world_size(), tp) else NATIVE
     if tag == UNIVERSAL and not agreement.on_rank_0((path / UNIVERSAL).is_dir):
-        _convert(path, saved, engine.device)
+        _convert(path, saved)
     config, before = engine._config, engine._config.load_universal_checkpoint
     config.load_universal_checkpoint = tag == UNIVERSAL  # what {"checkpoint": {"load_universal": true}} sets
     try:
@@ -110,12 +110,12 @@ def _noted(engine: Any) -> Iterator[_Noted]:
         del engine._copy_recovery_script
 
 
-def _convert(path: Path, saved: Description, device: torch.device) -> None:
+def _convert(path: Path, saved: Description) -> None:
     """DeepSpeed's ds_to_universal, by rank 0, in a process of its own: it forks, and takes memory. Kept for the next.
 
     The others ask every moment, so that no collective waits for as long as it takes. Raises CheckpointError.
     """
-    state = torch.zeros(1, dtype=torch.int32, device=device)
+    state = torch.zeros(1, dtype=torch.int32)
     problem = ""
     running = _converter(path, saved) if dist.get_rank() == 0 else None
     while True:
@@ -124,7 +124,7 @@ def _convert(path: Path, saved: Description, device: torch.device) -> None:
                 state[0] = 1 if next(running) else 0
             except Exception as error:
                 state[0], problem = 2, agreement.words(error)
-        dist.broadcast(state, src=0)
+        dist.broadcast(state, src=0, group=agreement.group())
         if state[0]:
             break
     agreement.gather(None, CheckpointError(problem) if problem else None)

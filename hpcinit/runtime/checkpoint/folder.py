@@ -1,34 +1,56 @@
 """A folder of checkpoints: FOLDER/step-00000042 is there whole, or it is not loaded.
 
-A step is written into FOLDER/.step-00000042.tmp and renamed when every file has reached the disk. checkpoint.json is
-written last and lists all files with their sizes: it shows a copy that was cut short, and files that a purge took.
+A step is written into FOLDER/.step-00000042.JOB.SAVE.tmp, where SAVE is random, and renamed when every file has reached
+the disk. checkpoint.json is written last and lists all files with their sizes and checksums: it shows a copy that was
+cut short, files that a purge took, a damaged file and a file of another save. owner.py has the rules for several jobs
+in one folder.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
-import shutil
+import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hpcinit.facts.errors import CheckpointError, RequestError
+from hpcinit.facts.saying import say
+from hpcinit.runtime.checkpoint import content, removal
+from hpcinit.runtime.checkpoint import owner as owners
+from hpcinit.runtime.checkpoint.owner import Owner
 
 METADATA = "checkpoint.json"
-FORMAT = 1
+FORMAT = 2
+OWNER = "owner.json"  # in an unfinished step: whose it is
 VISIBLE_S = 60.0  # NFS keeps what it knows of a folder for up to a minute (acdirmax)
 _STEP = re.compile(r"step-(\d{8,})")
+_UNFINISHED = re.compile(r"\.step-\d{8,}\..+\.tmp")
+_damaged: dict[tuple[Path, str], str] = {}  # (checkpoint, its save) -> what load() found wrong with its content
+
+
+@dataclass(frozen=True)
+class File:
+    """What a rank wrote. checksum: content.checksums()."""
+
+    bytes: int
+    checksum: int
+    rank: int
 
 
 @dataclass(frozen=True)
 class Description:
     """What checkpoint.json says. samples: seen by all ranks together. zero_stage: None without DeepSpeed.
 
-    data_parallel: shares of the data, each with its own place in it. files: relative path -> bytes.
+    data_parallel: shares of the data, each with its own place in it. save: random, of this one save. owner: the job
+    that wrote it. files: relative path -> File.
     """
 
     step: int
@@ -40,7 +62,18 @@ class Description:
     seed: int
     zero_stage: int | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, int] = field(default_factory=dict)
+    save: str = ""
+    owner: Owner | None = None
+    files: Mapping[str, File] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A step that is being written: the folder, which save it is, and whose."""
+
+    path: Path
+    save: str
+    owner: Owner
 
 
 def name(step: int) -> str:
@@ -50,36 +83,102 @@ def name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def unfinished(folder: Path, step: int) -> Path:
-    """Where the step is written. Raises RequestError for a step below 0."""
-    return folder / f".{name(step)}.tmp"
+def begin(folder: Path, step: int, owner: Owner, removals_s: float = 0.0) -> Unfinished:
+    """Make `owner` the owner of the folder, and a new folder in it to write the step into.
+
+    Removal of what dead jobs left there begins in the background. removals_s: how long to wait for earlier removals,
+    which free space on the disk. Raise RequestError if the step is there already or the folder belongs to another job,
+    OSError.
+    """
+    final = folder / name(step)
+    if not removal.wait(removals_s):
+        say(f"warning: older checkpoints in {folder} are still being removed after {removals_s:g} s: saving anyway")
+    torn = final.exists()
+    if torn and problem(final) is None:
+        raise RequestError(_there_already(final))
+    folder.mkdir(parents=True, exist_ok=True)
+    before = owners.claim(folder, owner)
+    if before is not None and not owners.is_dead(before, owner, untouched_s=0.0):
+        say(f"{owner} takes over {folder} from {before}: if that one still runs, its next save will fail")
+    if torn:
+        removal.set_aside(final)
+    sweep(folder, owner)
+    save = secrets.token_hex(8)
+    label = re.sub(r"[^\w.+-]", "_", owner.job) or "job"
+    path = folder / f".{name(step)}.{label}.{save}.tmp"
+    path.mkdir()
+    owners.write(path / OWNER, owner)
+    return Unfinished(path, save, owner)
 
 
-def begin(folder: Path, step: int) -> None:
-    """An empty folder to write into. Raises RequestError if the step is there already, OSError."""
-    final, temporary = folder / name(step), unfinished(folder, step)
-    if final.exists() and problem(final) is None:
-        raise RequestError(
-            f"{final} is there already: load it and go on from there, or save into another folder (or remove it)"
-        )
-    if temporary.exists():
-        shutil.rmtree(temporary)  # of an attempt that ended while it wrote
-    temporary.mkdir(parents=True)
+def publish(unfinished: Unfinished, description: Description) -> Path:
+    """Give the written folder its name.
 
-
-def publish(temporary: Path, description: Description) -> Path:
-    """The written folder under its name. Raises CheckpointError if a file of another node is not seen here, OSError."""
+    Raise CheckpointError if a file of another node is not seen here, RequestError if another job has taken the folder
+    over or has published this step, OSError.
+    """
+    temporary = unfinished.path
     _see(temporary, description.files)
     document = {"format": FORMAT, **asdict(description)}
     write(temporary / METADATA, (json.dumps(document, indent=1) + "\n").encode())
+    (temporary / OWNER).unlink()
     for inner, _, _ in os.walk(temporary):
         sync(Path(inner))
     final = temporary.parent / name(description.step)
-    if final.exists():
-        remove(final)  # a torn one: begin() has looked
-    temporary.rename(final)
+    owners.claim(final.parent, unfinished.owner)
+    try:
+        temporary.rename(final)  # fails if `final` is a folder with anything in it
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            raise RequestError(_there_already(final)) from error
+        raise
     sync(final.parent)
     return final
+
+
+def sweep(folder: Path, owner: Owner) -> None:
+    """Remove, in the background, what was set aside and the unfinished steps of dead jobs. Raise OSError.
+
+    This job must not be writing a step.
+    """
+    names = [path.name for path in folder.iterdir()]
+    leftovers = [folder / each for each in names if _UNFINISHED.fullmatch(each)]
+    aside = [folder / each for each in names if each.endswith(removal.SUFFIX)]
+    removal.later(partial(_remove_leftovers, owner, leftovers, aside))
+
+
+def discard(path: Path) -> None:
+    """Remove an unfinished step in the background."""
+    removal.later(partial(removal.remove, path))
+
+
+def _there_already(final: Path) -> str:
+    by = ""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        if (owner := describe(final).owner) is not None:
+            at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(final.stat().st_mtime))
+            by = f", written by {owner} at {at}"
+    return f"{final} is there already{by}: load it and go on from there, or save into another folder (or remove it)"
+
+
+def _remove_leftovers(mine: Owner, unfinished: Sequence[Path], aside: Sequence[Path]) -> None:
+    for path in aside:
+        removal.remove(path)
+    for path in unfinished:
+        owner = owners.read(path / OWNER)
+        untouched_s = time.time() - _last_change(path)
+        if owners.is_dead(owner, mine, untouched_s) if owner else untouched_s > mine.timeout_s:
+            removal.remove(path)
+
+
+def _last_change(folder: Path) -> float:
+    """Return when a file or folder in it last changed, in seconds since 1970."""
+    times = [0.0]
+    for inner, _, names in os.walk(folder):
+        for each in (".", *names):
+            with suppress(OSError):
+                times.append(Path(inner, each).stat().st_mtime)
+    return max(times)
 
 
 def newest(folder: Path, say: Callable[[str], None]) -> tuple[Path, Description] | None:
@@ -93,39 +192,69 @@ def newest(folder: Path, say: Callable[[str], None]) -> tuple[Path, Description]
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the `keep` newest whole ones, and what is older than those. Raises OSError."""
+    """Remove all but the `keep` newest whole ones, and what is older than those. Raise OSError."""
     whole = [path for path in _steps(folder) if problem(path) is None]
     if len(whole) > keep:
         last = whole[keep - 1].name
         for path in _steps(folder):
             if _number(path) < _number(folder / last):
-                remove(path)
+                removal.remove(path)
 
 
 def problem(path: Path) -> str | None:
-    """Why the checkpoint in `path` cannot be used, None if it is whole."""
+    """Why the checkpoint in `path` cannot be used, None if it is whole as far as names and sizes show."""
     try:
         description = describe(path)
     except FileNotFoundError:
         return f"it has no {METADATA}, which is written last"
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return f"its {METADATA} cannot be read ({error})"
-    for relative, size in description.files.items():
+    for relative, file in description.files.items():
         try:
             found = (path / relative).stat().st_size
         except OSError as error:
             return f"{relative} cannot be read ({error.strerror})"
-        if found != size:
-            return f"{relative} has {found} bytes, and {size} were written"
-    return None
+        if found != file.bytes:
+            return f"{relative} has {found} bytes, and {file.bytes} were written"
+    return _damaged.get((path, description.save))
+
+
+def damage(path: Path, description: Description, rank: int, ranks: int) -> str | None:
+    """Read this rank's share of the files; return which one has another content than was written, None for none.
+
+    A rank reads the files of the rank that wrote them under its number, which it will mostly load itself.
+    """
+    mine = {name: file for name, file in description.files.items() if file.rank % ranks == rank}
+    try:
+        found = content.checksums(path, mine)
+    except OSError as error:
+        return f"{error.filename or 'a file'} cannot be read ({error.strerror})"
+    wrong = [name for name, file in mine.items() if found[name] != file.checksum]
+    if not wrong:
+        return None
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return f"{wrong[0]}{more} does not have the content that was written: it is damaged, or from another save"
+
+
+def remember_damage(path: Path, description: Description, wrong: str) -> None:
+    """From now on problem() reports it in this process, so that the step is saved again and does not count as whole."""
+    _damaged[path, description.save] = wrong
 
 
 def describe(path: Path) -> Description:
-    """Raises OSError, ValueError, TypeError or KeyError for what is no description."""
+    """Raises OSError, ValueError, TypeError, KeyError or AttributeError for what is no description."""
     document: dict[str, Any] = json.loads((path / METADATA).read_text())
     if (made := document.pop("format")) != FORMAT:
         raise ValueError(f"format {made}, and this version of hpcinit reads format {FORMAT}")
-    return Description(**document)
+    files = {name: File(**file) for name, file in document.pop("files").items()}
+    owner = document.pop("owner")
+    return Description(**document, files=files, owner=Owner(**owner) if owner else None)
+
+
+def files_of(folder: Path, names: Iterable[str], rank: int) -> dict[str, File]:
+    """Return what is recorded of the files that this rank has written. Raise OSError."""
+    found = content.checksums(folder, names)
+    return {name: File((folder / name).stat().st_size, checksum, rank) for name, checksum in found.items()}
 
 
 def write(path: Path, content: bytes) -> None:
@@ -146,23 +275,15 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def remove(path: Path) -> None:
-    """Under another name first, so that half of it never bears the name of the whole."""
-    going = path.with_name(f".{path.name}.gone")
-    shutil.rmtree(going, ignore_errors=True)
-    path.rename(going)
-    shutil.rmtree(going)
-
-
-def sizes(folder: Path, *patterns: str) -> dict[str, int]:
-    """Relative path -> bytes of the files in `folder` that match a glob pattern."""
+def matching(folder: Path, *patterns: str) -> list[str]:
+    """Return the relative paths of the files in `folder` that match a glob pattern."""
     found = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
+    return [path.relative_to(folder).as_posix() for path in found]
 
 
-def _see(folder: Path, files: Mapping[str, int]) -> None:
+def _see(folder: Path, files: Mapping[str, File]) -> None:
     limit = time.monotonic() + VISIBLE_S
-    while missing := [each for each, size in files.items() if not _has(folder / each, size)]:
+    while missing := [each for each, file in files.items() if not _has(folder / each, file.bytes)]:
         if time.monotonic() > limit:
             raise CheckpointError(
                 f"{len(missing)} of {len(files)} files, as {missing[0]}, were written and are not seen in {folder} by "

@@ -7,7 +7,7 @@ before they are written, not when a later job needs them.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Container
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -37,11 +37,11 @@ def check(loader: object) -> None:
         )
 
 
-def save(loader: Stateful | None, layout: Layout, rank: int, folder: Path) -> dict[str, int]:
+def save(loader: Stateful | None, layout: Layout, rank: int, folder: Path) -> list[str]:
     """One file for each share of the data, by the first rank of those that work on it. Raises RequestError, OSError."""
     place = layout.coordinate(rank)
     if loader is None or place["pp"] or place["cp"] or place["tp"]:
-        return {}
+        return []
     return save_plain(loader.state_dict(), _file(layout.data_rank(rank)), folder, "the loader's state_dict()")
 
 
@@ -49,12 +49,12 @@ def load(loader: Stateful, layout: Layout, rank: int, folder: Path) -> None:
     loader.load_state_dict(load_plain(folder / _file(layout.data_rank(rank))))
 
 
-def is_in(files: Mapping[str, int]) -> bool:
+def is_in(files: Container[str]) -> bool:
     return _file(0) in files
 
 
-def save_plain(value: Any, relative: str, folder: Path, called: str) -> dict[str, int]:
-    """What was written: its path -> bytes. Raises RequestError for what could not be read back, OSError."""
+def save_plain(value: Any, relative: str, folder: Path, called: str) -> list[str]:
+    """Write one file and return its relative path. Raises RequestError for what could not be read back, OSError."""
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
@@ -69,7 +69,7 @@ def save_plain(value: Any, relative: str, folder: Path, called: str) -> dict[str
             f"back without running what the file says ({type(error).__name__}: {why})"
         ) from error
     of_steps.write(folder / relative, stream.getvalue())
-    return {relative: len(stream.getvalue())}
+    return [relative]
 
 
 def load_plain(path: Path) -> Any:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.optim import Optimizer
 
 from hpcinit.facts.errors import CheckpointError
+from hpcinit.runtime.checkpoint import agreement
 from hpcinit.runtime.checkpoint import folder as of_steps
 
 FOLDER = "dcp"
@@ -21,21 +22,25 @@ FOLDER = "dcp"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def save(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> dict[str, int]:
-    """What this rank wrote into `folder`. Raises CheckpointError, on every rank if it does so on one."""
+def save(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> list[str]:
+    """The files that this rank wrote into `folder`. Raises CheckpointError, on every rank if it does so on one."""
     try:
-        state_dict_saver.save(_state(model, optimizer), storage_writer=FileSystemWriter(folder / FOLDER))
+        state_dict_saver.save(
+            _state(model, optimizer),
+            storage_writer=FileSystemWriter(folder / FOLDER),
+            process_group=agreement.group(),
+        )
     except CheckpointException as error:
         raise _told(error) from error
     mine = [f"{FOLDER}/__{dist.get_rank()}_*"]
-    return of_steps.sizes(folder, *mine, *([f"{FOLDER}/.metadata"] if dist.get_rank() == 0 else []))
+    return of_steps.matching(folder, *mine, *([f"{FOLDER}/.metadata"] if dist.get_rank() == 0 else []))
 
 
 def load(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
     """Into both, in place. Raises CheckpointError for a model or an optimizer that is not the one that was saved."""
     state = _state(model, optimizer)
     try:
-        state_dict_loader.load(state, storage_reader=FileSystemReader(folder / FOLDER))
+        state_dict_loader.load(state, storage_reader=FileSystemReader(folder / FOLDER), process_group=agreement.group())
     except CheckpointException as error:
         raise CheckpointError(f"{folder} does not fit this model and optimizer: {_told(error)}") from error
     set_state_dict(

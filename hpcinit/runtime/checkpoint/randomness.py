@@ -21,8 +21,8 @@ from hpcinit.runtime.checkpoint.folder import Description
 from hpcinit.runtime.checkpoint.loader import load_plain, save_plain
 
 
-def save(rank: int, folder: Path) -> dict[str, int]:
-    """What this rank wrote into `folder`: path -> bytes. Raises OSError."""
+def save(rank: int, folder: Path) -> list[str]:
+    """The files that this rank wrote into `folder`. Raises OSError."""
     return save_plain(states(), _file(rank), folder, "a generator's state")
 
 
