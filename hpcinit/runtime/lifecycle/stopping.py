@@ -22,7 +22,7 @@ from hpcinit.facts.saying import say
 from hpcinit.facts.stopping import SIGNAL_EARLY, Reason, Stop, Stopping
 from hpcinit.facts.timeouts import left_of_job
 from hpcinit.facts.world import World
-from hpcinit.runtime.lifecycle import loader_workers
+from hpcinit.runtime.lifecycle import loader_workers, phase
 from hpcinit.runtime.lifecycle.signals import Watch
 
 SHARE = 0.005  # of the time of a step that agreeing may cost
@@ -30,6 +30,8 @@ MOST_STEPS, MOST_S = 1000, 10.0  # between two agreements
 TIMED = 5  # so many agreements and steps are timed
 LOOK_S = 2.0  # between two looks for a user's request
 STUCK_S = 10.0  # after SIGTERM and beyond the longest step so far, a rank that comes to no step's end is stuck
+TURN_S = 0.25  # between two looks for that
+LONGEST_PHASE_S = 3600.0  # a save that takes longer is stuck; the grace time of most clusters ends before
 ASK_S = 2.0
 RANKS = 1 << 32
 KILLED_BY_SIGTERM = "is killed by signal: Terminated"  # torch's words for a worker, torch/csrc/DataLoader.cpp
@@ -175,11 +177,18 @@ class Stopper:
         return Reason.TIME_LIMIT if near else Reason.USER
 
     def _end_if_stuck(self) -> None:
-        """A peer is dead and its collective waits: end as SIGTERM asks, and do not make Slurm wait for SIGKILL."""
-        calls = self._calls
-        time.sleep(STUCK_S + self._longest)
-        if self._calls == calls and self._stop is None and self._watch is not None:
-            self._watch.die_of(signal.SIGTERM)
+        """A peer is dead and its collective waits: end as SIGTERM asks, and do not make Slurm wait for SIGKILL.
+
+        A save, or another declared phase, is not stuck. Turns are counted, not time: a stopped process takes none.
+        """
+        calls, turns, watch = self._calls, 0, self._watch
+        while turns * TURN_S < STUCK_S + self._longest:
+            time.sleep(TURN_S)
+            if self._calls != calls or self._stop is not None or self._watch is None:
+                return
+            turns = 0 if phase.silence_is_expected(LONGEST_PHASE_S) else turns + 1
+        if watch is not None:
+            watch.die_of(signal.SIGTERM)
 
     def _look(self, folder: Path) -> None:
         while self._stop is None and self._watch is not None:
