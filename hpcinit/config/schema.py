@@ -252,7 +252,10 @@ class BadNodes:
 class Hang:
     """A training that takes no step leaves the stacks of its ranks, and a report of who waits for whom."""
 
-    after_s: float = key("silence that is a hang, at least, and 5 times the longest step so far; 0: never", 240.0)
+    after_s: float = key(
+        "silence that is a hang, at least, and 5 times the longest step so far; 10 times as long in a save; 0: never",
+        240.0,
+    )
     action: str = key("report, or end: the ranks end too, with exit status 76", "report")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
+from signal import SIGTERM, Signals
 
 from hpcinit.facts.errors import RequestError
 
@@ -61,6 +62,11 @@ class Stopping:
             raise RequestError(
                 f"stop: margin {self.margin_s:g} s, every {self.every_steps} steps; expected 0 or more, and 1 or more"
             )
+
+    @property
+    def numbers(self) -> set[Signals]:
+        """The signals that ask a rank to save and stop."""
+        return {SIGTERM, *({Signals[f"SIG{self.signal}"]} if self.signal else ())}
 
     def margin(self, had: timedelta, longest_save: timedelta) -> timedelta:
         """How much of the job's time is kept: enough to write a checkpoint twice. had: what was left at the start."""

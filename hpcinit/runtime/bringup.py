@@ -36,6 +36,7 @@ from hpcinit.runtime import (
     seeds,
     teardown,
 )
+from hpcinit.runtime.lifecycle import loader_workers
 from hpcinit.runtime.request import Plan, Request, resolve
 from hpcinit.runtime.runtime import Runtime, _Changing
 
@@ -142,6 +143,8 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
     above = plan.deepspeed and deepspeed.start(plan.backend, plan.collective_timeout, device)
     made = mesh.build(plan.layout, device)
     collectives = _settle(plan, keep=kept is not None and request.collective_timeout is None)
+    stopping = spec.stop if spec else Stopping()
+    loader_workers.install(stopping.numbers)
     share = plan.layout.data_rank(world.rank)
     seeds.seed_all(seeds.of(plan.seed, plan.seed_by, world.rank, share))
     moments.note("up")
@@ -165,7 +168,7 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
         seed_by=plan.seed_by,
         data_rank=share,
         folder=folder,
-        stopping=spec.stop if spec else Stopping(),
+        stopping=stopping,
         hang=spec.hang if spec else Hang(),
         checkpoint_timeout=timedelta(seconds=(spec.comm if spec else Comm()).checkpoint_timeout_s),
         _changing=_Changing(collectives),

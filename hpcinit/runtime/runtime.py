@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -46,7 +47,7 @@ class _Changing:
     stopper: Stopper | None = None
     longest_save: timedelta = timedelta()
     heartbeat: Heartbeat | None = None
-    told: int = 0
+    told: int | None = None
     asked: int = 0
 
     def close(self) -> None:
@@ -237,7 +238,7 @@ class Runtime:
         the first call on SIGTERM ends a rank only when it is stuck.
         """
         self._changing.asked += 1
-        self._beat(self._changing.told or self._changing.asked)
+        self._beat(self._changing.asked if self._changing.told is None else self._changing.told)
         if self._changing.stopper is None:
             from hpcinit.runtime.lifecycle.stopping import Stopper  # noqa: PLC0415 - a group more, for those who ask
 
@@ -246,6 +247,15 @@ class Runtime:
             )
         self._changing.stopper.longest_save = self._changing.longest_save
         return self._changing.stopper.ask()
+
+    def phase(self, name: str, limit: timedelta | None = None) -> AbstractContextManager[None]:
+        """`with run.phase("evaluating"):` - no step ends in this block, and that is not a hang.
+
+        Every rank must enter it, those that only wait for another rank too. run.save() and run.load() are such phases
+        already. limit: from then on silence counts again; by default ten times hang.after_s. SIGTERM within a phase
+        lets it end.
+        """
+        return phase.during(name, limit)
 
     def time_left(self) -> timedelta | None:
         """Until the job's time limit; None where nobody says when that is."""

@@ -322,15 +322,15 @@ def test_a_requeue_storm(start: Start) -> None:
 
 SLOW_DISK = (
     "import os, time\nreal = os.fsync\n"
-    "def slow(file):\n    os.path.exists('slow') and time.sleep(4)\n    real(file)\nos.fsync = slow\n"
+    "def slow(file):\n    os.path.exists('slow') and time.sleep(10)\n    real(file)\nos.fsync = slow\n"
 )
 
 
 def test_the_file_system_becomes_slow(start: Start) -> None:
-    """Every fsync takes 4 s more (a stand-in: os.fsync alone): it is told as a hang, with where the ranks are, and
-    with hang.action=report the training goes on when the disk does."""
+    """Every fsync takes 10 s more (a stand-in: os.fsync alone). A save of more than 10 times hang.after_s is reported as
+    a hang, with where the ranks are, and with hang.action=report the training goes on when the disk does."""
     Path("sitecustomize.py").write_text(SLOW_DISK)
-    run = start(f"+job.env.PYTHONPATH={Path.cwd()}", "hang.after_s=5")
+    run = start(f"+job.env.PYTHONPATH={Path.cwd()}", "hang.after_s=2")
     since = time.monotonic()
     Path("slow").touch()
     word = run.word(since)

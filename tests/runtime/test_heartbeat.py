@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -171,3 +173,81 @@ def test_ranks_of_which_nothing_is_known_are_named() -> None:
         "ranks 1-2 have never said anything",
     ]
     assert "rank 1 has never said anything" in hangs.report([node], {}, now_s=100.0, size=2)
+
+
+# What happens at step 20 of all ranks, instead of a read that rank 2 does not end.
+PHASES = """
+from datetime import timedelta
+import hpcinit.runtime.checkpoint
+def read(step):
+    if step == 20:
+        print("long", flush=True)
+        AT_20
+"""
+
+
+def at_20(code: str) -> str:
+    head, _, rest = TRAIN.partition("def read(step):\n")
+    return head + PHASES.replace("AT_20", code) + rest[rest.index("for step in") :]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "hpcinit.runtime.checkpoint.save = lambda *a, **k: time.sleep(8); run.save(None, 'x', step)",  # a slow disk
+        "hpcinit.runtime.checkpoint.load = lambda *a, **k: time.sleep(8); run.load(None, 'x')",
+        "with run.phase('evaluating'): time.sleep(8)",
+    ],
+)
+def test_a_long_phase_is_no_hang(folder: Path, code: str) -> None:
+    """Four times hang.after_s without a step in a save, a load or an evaluation: hang.action=end does not end it."""
+    with ranks(at_20(code) + END, 2, folder, ACTION="end") as found:
+        ends = [rank.end() for rank in found]
+    assert [status for status, _ in ends] == [0, 0], ends
+    assert not any("hangs" in said for _, said in ends) and not report(folder)
+
+
+def test_a_phase_that_does_not_end_is_a_hang(folder: Path) -> None:
+    """Beyond the limit of its own the ranks are reported and ended, as in a step."""
+    code = at_20("with run.phase('evaluating', timedelta(seconds=4)): time.sleep(600)")
+    with ranks(code + END, 2, folder, ACTION="end") as found:
+        ends = [rank.end() for rank in found]
+    assert hangs.HUNG in [status for status, _ in ends] and {status for status, _ in ends} <= {hangs.HUNG, 1}, ends
+    assert "in read" in "".join(said for _, said in ends)
+
+
+def test_a_phase_does_not_make_later_hangs_invisible(folder: Path) -> None:
+    """A save of 4 s is no step of 4 s: the next hang is found after hang.after_s, not after 5 times 4 s."""
+    code = at_20(
+        "with run.phase('x'): time.sleep(4)\n    if step == 30: print(time.monotonic(), flush=True); time.sleep(600)"
+    )
+    with ranks(code + END, 1, folder, ACTION="end") as (rank,):
+        status, said = rank.end()
+    assert status == hangs.HUNG
+    after_s = float(said.partition("ends after ")[2].partition(" s")[0])
+    assert after_s < 15, said
+
+
+def test_the_first_step_may_take_long(folder: Path) -> None:
+    """A step 0 that is told before the loop, then 8 s of compiling: no step is known yet to compare with."""
+    code = TRAIN.replace("for step in range(40):", "run.progress(0, 40)\ntime.sleep(8)\nfor step in range(20):")
+    with ranks(code + END, 2, folder, ACTION="end") as found:
+        ends = [rank.end() for rank in found]
+    assert [status for status, _ in ends] == [0, 0], ends
+
+
+def test_a_job_that_is_suspended_does_not_hang(folder: Path) -> None:
+    """SIGSTOP to all ranks for 7 s, SIGCONT: nobody ran, and nothing is reported. A hang afterwards still is."""
+    code = TRAIN.replace("step == 20 and", "step == 35 and")
+    with ranks(code, 3, folder, ACTION="end") as found:
+        until(lambda: "up in" in (folder / "rank-0.log").read_text() and bool(list(folder.glob("beats/*/*.json"))))
+        for number, wait_s in ((signal.SIGSTOP, 7.0), (signal.SIGCONT, 0.0)):
+            for rank in found:
+                rank.process.send_signal(number)
+            time.sleep(wait_s)
+        resumed = time.monotonic()
+        statuses = [rank.end()[0] for rank in found]
+        took = time.monotonic() - resumed
+    assert hangs.HUNG in statuses and set(statuses) <= {hangs.HUNG, 1}, statuses
+    (line,) = re.findall(r"last told: step (\d+) by", report(folder))
+    assert int(line) >= 34 and took < 25, "the hang of the program itself, and no earlier one"

@@ -168,3 +168,20 @@ def test_words() -> None:
     for wrong in ({"margin_s": -1.0}, {"every_steps": 0}):
         with pytest.raises(RequestError, match="expected 0 or more, and 1 or more"):
             Stopping(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_signal_during_a_long_save_lets_it_end(tmp_path: Path) -> None:
+    """A save that takes longer than the time after which a silent rank counts as stuck (10 s, here 1 s) is not stuck."""
+    code = TRAIN.replace(
+        "for step in",
+        "import hpcinit.runtime.checkpoint\nfrom hpcinit.runtime.lifecycle import stopping\nstopping.STUCK_S = 1\n"
+        "hpcinit.runtime.checkpoint.save = lambda *a, **k: time.sleep(4)\nfor step in",
+    ).replace("    if stop", "    if step == 20: run.save(None, 'x', step); print('saved', flush=True)\n    if stop")
+    with ranks(code + END, 2, tmp_path) as found:
+        until(tmp_path / "rank-0.log", "step 20")
+        time.sleep(0.5)
+        for rank in found:
+            rank.process.send_signal(signal.SIGTERM)
+        lines = last_lines(found)
+    assert lines[0] == lines[1] and lines[0].endswith(": told to end (rank 0)"), lines
+    assert "saved" in (tmp_path / "rank-0.log").read_text()

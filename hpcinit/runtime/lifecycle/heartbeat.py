@@ -23,6 +23,7 @@ from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Hang
 from hpcinit.facts.world import World
 from hpcinit.runtime import program
+from hpcinit.runtime.lifecycle import phase
 
 SLOT = struct.Struct("<qqqdd")  # rank, pid, step, when it was told, when the thread last looked (time.monotonic)
 TOLD, LOOKED = struct.Struct("<qd"), struct.Struct("<d")
@@ -30,6 +31,7 @@ TOLD_AT, LOOKED_AT = 16, 32  # in a slot
 TABLE = "beats"  # of the ranks of a node, in their folder on its own disk
 PERIOD_S = 5.0
 PATIENCE = 5  # a silence is none before it is so many times as long as the longest between two steps so far
+LONG_PHASE = 10  # times hang.after_s: a save, a phase that the program declares, or the first step, which may compile
 SETTLE_PERIODS = 2  # until the other ranks have left their stacks too
 STATES = {"T": "stopped", "t": "stopped", "D": "in the kernel"}  # of /proc/PID/stat, proc(5)
 
@@ -45,17 +47,28 @@ class Heartbeat:
         self._at = world.local_rank * SLOT.size
         self._table = _shared(table, world.local_world_size * SLOT.size)
         SLOT.pack_into(self._table, self._at, world.rank, os.getpid(), -1, 0.0, time.monotonic())
-        self._last = self._longest = 0.0
+        self._last, self._step = 0.0, -1  # when a step was told, and which
+        self._longest = self._recent = 0.0  # step: so far, and since the thread last looked
+        self._due = float("inf")  # when the thread wakes up
+        self._stopped = self._stopped_at = 0.0  # seconds, and when: the process did not run (SIGSTOP, scontrol suspend)
         self._dumped = 0.0
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="hpcinit-heartbeat", daemon=True).start()
 
     def tell(self, step: int) -> None:
         now = time.monotonic()
-        if self._last:
-            self._longest = max(self._longest, now - self._last)
-        self._last = now
+        if self._last and step != self._step:  # progress() and should_stop() both tell it
+            self._recent = max(self._recent, self._quiet(now))
+        self._last, self._step = now, step
         TOLD.pack_into(self._table, self._at + TOLD_AT, step, now)
+
+    def _quiet(self, now: float) -> float:
+        """Seconds since the last sign of life: a step, or the end of a save or of a phase that the program declares.
+
+        Time in which the process was stopped does not count.
+        """
+        since = max(self._last, phase.last_end())
+        return now - since - (self._stopped if since < self._stopped_at else 0.0)
 
     def close(self) -> None:
         self._closed.set()
@@ -64,10 +77,12 @@ class Heartbeat:
         # Once before the first wait: a node that falls silent at once is known by name all the same.
         while True:
             LOOKED.pack_into(self._table, self._at + LOOKED_AT, time.monotonic())
+            self._measure()
             with contextlib.suppress(OSError):  # the disk of the run folder: it is not for us to end a training
                 if self._leads():
                     self._publish()
                 self._look()
+            self._due = time.monotonic() + self._period
             if self._closed.wait(self._period):
                 return
 
@@ -88,9 +103,30 @@ class Heartbeat:
         host = self._world.host or os.uname().nodename
         _write(self._beats / f"{host}.json", Node(host, time.time(), tuple(found)).to_json())
 
+    def _measure(self) -> None:
+        """The longest step so far. This thread wakes up every period: when it does not, the process was stopped."""
+        late = time.monotonic() - self._due
+        stopped = late if late > self._period else 0.0
+        if stopped:
+            again = max(self._last, phase.last_end()) < self._stopped_at  # no sign of life since it was stopped before
+            self._stopped, self._stopped_at = stopped + (self._stopped if again else 0.0), self._due
+        recent, self._recent = self._recent, 0.0
+        self._longest = max(self._longest, recent - stopped)
+
+    def _silent(self) -> float:
+        """Seconds of silence that is not expected."""
+        if not self._last or phase.silence_is_expected(LONG_PHASE * self._asked.after_s):
+            return 0.0
+        return self._quiet(time.monotonic())
+
+    def _limit(self) -> float:
+        if not self._longest:  # no step has been measured yet
+            return LONG_PHASE * self._asked.after_s
+        return max(self._asked.after_s, PATIENCE * self._longest)
+
     def _look(self) -> None:
-        silent = time.monotonic() - self._last if self._last else 0.0
-        if silent <= max(self._asked.after_s, PATIENCE * self._longest):
+        silent = self._silent()
+        if silent <= self._limit():
             if self._dumped:
                 self._dumped = 0.0
                 say(f"rank {self._world.rank} goes on")

@@ -1,13 +1,28 @@
-"""Where this rank is in its work, for the record of an error: one process, one place."""
+"""What this rank is doing, for the record of an error, and when silence is expected: one process, one place."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
 
 START, TRAINING = "start-up", "training"
 _phase, _step = START, -1  # before init, before the first step
+
+
+@dataclass(eq=False)
+class _Declared:
+    """A phase that is active. began_s: by time.monotonic(). limit_s: how long silence is expected; None: default."""
+
+    began_s: float
+    limit_s: float | None
+
+
+_declared: list[_Declared] = []
+_ended_s = 0.0  # when the last declared phase ended, by time.monotonic()
 
 
 def now() -> tuple[str, int]:
@@ -29,9 +44,31 @@ def enter(phase: str, step: int | None = None) -> None:
 
 
 @contextlib.contextmanager
-def during(phase: str) -> Iterator[None]:
-    """'saving', 'loading'. An error that leaves it finds the phase still so."""
+def during(phase: str, limit: timedelta | None = None) -> Iterator[None]:
+    """'saving', 'loading', or what the program calls it. While the block runs, silence is not a hang.
+
+    limit: how long at most; None for the caller of is_expected() to decide. An error that leaves the block finds the
+    phase still so.
+    """
+    global _ended_s  # noqa: PLW0603 - as this process has one phase
     before = _phase
     enter(phase)
-    yield
+    declared = _Declared(time.monotonic(), None if limit is None else limit.total_seconds())
+    _declared.append(declared)
+    try:
+        yield
+    finally:
+        _declared.remove(declared)
+        _ended_s = time.monotonic()
     enter(before)
+
+
+def silence_is_expected(default_s: float) -> bool:
+    """Whether a declared phase is active, and not for longer than its limit, or `default_s` seconds without one."""
+    now_s = time.monotonic()
+    return any(now_s - each.began_s < (default_s if each.limit_s is None else each.limit_s) for each in _declared[:])
+
+
+def last_end() -> float:
+    """When the last declared phase ended, by time.monotonic(); 0 before the first."""
+    return _ended_s

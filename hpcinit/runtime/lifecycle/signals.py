@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 
 _came: set[int] = set()  # before anybody listened
+_watches: set[Watch] = set()  # that are not closed
 
 
 def note(number: int, frame: FrameType | None) -> None:
@@ -35,15 +36,17 @@ class Watch:
     """
 
     def __init__(self, signals: Iterable[int], noted: Callable[[int], None]) -> None:
-        self._noted, self._wanted = noted, set(signals)
+        self._noted, self.wanted = noted, set(signals)
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._ours = [number for number in self._wanted if signal.getsignal(number) == signal.SIG_DFL]
+        self._ours = [number for number in self.wanted if signal.getsignal(number) == signal.SIG_DFL]
         for number in self._ours:
             signal.signal(number, note)
+            signal.siginterrupt(number, False)  # system calls of C libraries go on
         threading.Thread(target=self._listen, name="hpcinit-signals", daemon=True).start()
-        for number in self._wanted & _came:
+        _watches.add(self)
+        for number in self.wanted & _came:
             noted(number)
 
     def die_of(self, number: int) -> None:
@@ -55,7 +58,8 @@ class Watch:
         os.kill(os.getpid(), number)
 
     def close(self) -> None:
-        """Put things back as they were. From the main thread."""
+        """Put things back as they were. From the main thread, or in a forked child."""
+        _watches.discard(self)
         signal.set_wakeup_fd(self._before)
         for number in self._ours:
             if signal.getsignal(number) is note:
@@ -69,6 +73,30 @@ class Watch:
                 with contextlib.suppress(OSError):
                     os.write(self._before, numbers)
             for number in numbers:
-                if number in self._wanted:
+                if number in self.wanted:
                     self._noted(number)
         os.close(self._read)
+
+
+# What a forked child inherits of a Watch: its handlers, and the pipe, by which a signal to the child would reach the
+# parent. Signals wait until the child is rid of both: Python drops those that arrive while it forks.
+_masks: dict[int, set[int]] = {}  # of the threads that fork
+
+
+def _before_fork() -> None:
+    numbers = {number for watch in _watches for number in watch.wanted}
+    _masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+
+def _in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.pop(threading.get_ident()))
+
+
+def _in_child() -> None:
+    _came.clear()
+    for watch in list(_watches):
+        watch.close()
+    _in_parent()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import signal
 import subprocess
 import threading
@@ -17,9 +18,11 @@ import torch
 import torch.distributed as dist
 
 from hpcinit.facts import runfolder
+from hpcinit.facts.saying import say
 from hpcinit.facts.stopping import SIGNAL_EARLY, Reason, Stop, Stopping
 from hpcinit.facts.timeouts import left_of_job
 from hpcinit.facts.world import World
+from hpcinit.runtime.lifecycle import loader_workers, phase
 from hpcinit.runtime.lifecycle.signals import Watch
 
 SHARE = 0.005  # of the time of a step that agreeing may cost
@@ -27,8 +30,11 @@ MOST_STEPS, MOST_S = 1000, 10.0  # between two agreements
 TIMED = 5  # so many agreements and steps are timed
 LOOK_S = 2.0  # between two looks for a user's request
 STUCK_S = 10.0  # after SIGTERM and beyond the longest step so far, a rank that comes to no step's end is stuck
+TURN_S = 0.25  # between two looks for that
+LONGEST_PHASE_S = 3600.0  # a save that takes longer is stuck; the grace time of most clusters ends before
 ASK_S = 2.0
 RANKS = 1 << 32
+KILLED_BY_SIGTERM = "is killed by signal: Terminated"  # torch's words for a worker, torch/csrc/DataLoader.cpp
 
 
 class Stopper:
@@ -41,7 +47,8 @@ class Stopper:
         self._had = left_of_job(env, time.time())
         self._seen: Reason | None = None
         self._stop: Stop | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # torch's handler of SIGCHLD runs in the main thread, wherever that is
+        self._lost_workers: list[str] = []
         self._group = dist.new_group(backend="gloo", timeout=timeout) if world.world_size > 1 else None
         self._every, self._calls = asked.every_steps or 1, 0
         self._costs: list[float] = []
@@ -55,6 +62,8 @@ class Stopper:
     def ask(self) -> Stop | None:
         """What all ranks agreed on by now. Once it is a Stop it stays one."""
         took = time.monotonic() - self._before
+        while self._lost_workers:
+            say(f"the rank goes on to its save without a worker: {self._lost_workers.pop(0)}")
         self._calls += 1
         self._longest = max(self._longest, took)
         if self._calls > 1 and len(self._steps) < TIMED:  # the first is no step: it begins where this one is made
@@ -68,6 +77,7 @@ class Stopper:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+            loader_workers.on_death = None
 
     def _agree(self) -> None:
         reason = self._reason()
@@ -137,10 +147,21 @@ class Stopper:
         """None where this is no main thread, which alone may listen for signals."""
         if threading.current_thread() is not threading.main_thread():
             return None
-        return Watch({signal.SIGTERM, *self._own_signal()}, self._noted)
+        loader_workers.on_death = self._worker_died
+        return Watch(self._asked.numbers, self._noted)
 
-    def _own_signal(self) -> set[signal.Signals]:
-        return {signal.Signals[f"SIG{self._asked.signal}"]} if self._asked.signal else set()
+    def _worker_died(self, error: str) -> bool:
+        """Whether the rank goes on without this DataLoader worker: if it is asked to stop, and so was the worker.
+
+        Called in a signal handler: nothing is printed here. Batches that workers have read already remain, and are
+        enough if the ranks agree to stop before they are used up; if not, torch raises where the next one is read.
+        """
+        if self._seen is None and self._stop is None:
+            if not error.rstrip(" .").endswith(KILLED_BY_SIGTERM):
+                return False
+            os.kill(os.getpid(), signal.SIGTERM)  # what ended the worker was meant for the whole step
+        self._lost_workers.append(error)
+        return True
 
     def _noted(self, number: int) -> None:
         reason = Reason.ENDED if number == signal.SIGTERM else self._of_own_signal()
@@ -156,11 +177,18 @@ class Stopper:
         return Reason.TIME_LIMIT if near else Reason.USER
 
     def _end_if_stuck(self) -> None:
-        """A peer is dead and its collective waits: end as SIGTERM asks, and do not make Slurm wait for SIGKILL."""
-        calls = self._calls
-        time.sleep(STUCK_S + self._longest)
-        if self._calls == calls and self._stop is None and self._watch is not None:
-            self._watch.die_of(signal.SIGTERM)
+        """A peer is dead and its collective waits: end as SIGTERM asks, and do not make Slurm wait for SIGKILL.
+
+        A save, or another declared phase, is not stuck. Turns are counted, not time: a stopped process takes none.
+        """
+        calls, turns, watch = self._calls, 0, self._watch
+        while turns * TURN_S < STUCK_S + self._longest:
+            time.sleep(TURN_S)
+            if self._calls != calls or self._stop is not None or self._watch is None:
+                return
+            turns = 0 if phase.silence_is_expected(LONGEST_PHASE_S) else turns + 1
+        if watch is not None:
+            watch.die_of(signal.SIGTERM)
 
     def _look(self, folder: Path) -> None:
         while self._stop is None and self._watch is not None:
