@@ -14,6 +14,7 @@ from hpcinit.facts import failure, restarts, runfolder, telling
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.evidence import Evidence, Verdict
 from hpcinit.facts.ranges import ranges
+from hpcinit.facts.terminal import plain
 from hpcinit.observe import attempts, bad_nodes, evidence, find, progress, reasons, remarks, state, sweep
 
 WELL, ASKED = "none", "stopped"  # kinds of a verdict on a run in which nothing failed
@@ -47,9 +48,9 @@ def main(argv: Sequence[str]) -> int:
         told = {"run": str(path), "state": now.name, "job_id": now.job_id, "restarts": attempts.document(path)}
         print(json.dumps({**told, **asdict(verdict)}))
     elif options.quiet:
-        print(verdict.headline)
+        print(plain(verdict.headline))
     else:
-        print("\n".join(lines(path, verdict)))
+        print(plain("\n".join(lines(path, verdict))))
     return 0
 
 

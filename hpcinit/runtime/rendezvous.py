@@ -19,7 +19,7 @@ from hpcinit.facts.errors import BringUpError, WorldError
 from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Spec
 from hpcinit.facts.world import World, exports
-from hpcinit.runtime import moments
+from hpcinit.runtime import moments, nonce
 from hpcinit.runtime.meeting import card
 from hpcinit.runtime.meeting.door import Door
 from hpcinit.runtime.meeting.knocking import ENV_NAT, Refused
@@ -105,6 +105,8 @@ def leave(error: str = "") -> None:
             meeting.fail(error)
             meeting.tell_the_late()
         meeting.close()
+        if isinstance(meeting, Door):
+            nonce.remove()
 
 
 def leave_together(world: World, timeout: timedelta) -> None:
@@ -155,9 +157,8 @@ def _interface_for_gloo(world: World, meeting: Meeting) -> dict[str, str]:
 
 
 def _key(world: World, spec: Spec | None) -> str:
-    """What only the ranks of this job know; without a submission, what at least tells jobs and restarts apart."""
-    secret = spec.nonce if spec else os.environ.get("HPCINIT_NONCE", "")
-    return hashlib.sha256(f"{secret}|{world.job}".encode()).hexdigest()
+    """What only the ranks of this job know; without a secret, what at least tells jobs and restarts apart."""
+    return hashlib.sha256(f"{nonce.find(world, spec)}|{world.job}".encode()).hexdigest()
 
 
 def addresses(world: World, spec: Spec | None) -> list[hosts.Found]:

@@ -140,7 +140,10 @@ def test_two_jobs_with_the_same_ports(world: World) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"key": "from before the requeue"}, "a process of this job that holds another secret: set HPCINIT_NONCE"),
+        (
+            {"key": "from before the requeue"},
+            "a process of this job that holds another secret: start all ranks in one folder",
+        ),
         ({"job": "77.0.1#0"}, "hpcinit of another job, start or version"),
     ],
 )

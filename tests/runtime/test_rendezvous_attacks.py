@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,12 +109,10 @@ sys.path.insert(0, {root!r})
 from hpcinit.runtime.meeting import wire
 os.setgid({gid})
 os.setuid({uid})
-key, job = {key!r}, {job!r}
-server = socket.create_server(({address!r}, {port}))
-print("ready", flush=True)
-while True:
-    connection, _ = server.accept()
-    lines, at = wire.Lines(), "{address}:{port}"
+key, job, at = {key!r}, {job!r}, "{address}:{port}"
+
+def serve(connection):
+    lines = wire.Lines()
     hello = wire.receive(connection, lines)[0]
     proof = wire.proof(key, "door", hello["challenge"], at + "|" + job)
     mine = {{"hello": wire.GREETING, "proof": proof, "challenge": "c", "at": at, "key_id": wire.key_id(key, job)}}
@@ -122,13 +121,22 @@ while True:
     connection.sendall(wire.encode({{"welcome": 4242}}))
     print("accepted", hand["rank"], flush=True)
     time.sleep(60)
+
+server = socket.create_server(({address!r}, {port}))
+print("ready", flush=True)
+while True:
+    connection, _ = server.accept()
+    try:
+        serve(connection)
+    except (OSError, EOFError, KeyError, wire.NotOurs):
+        connection.close()
 """
 
 
 @contextlib.contextmanager
-def another_process(script: str) -> Iterator[subprocess.Popen[str]]:
-    """`script` in a process of its own, once it has printed a line."""
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd="/")
+def another_process(script: str, *before: str) -> Iterator[subprocess.Popen[str]]:
+    """`script` in a process of its own, once it has printed a line; before: a command that starts it."""
+    process = subprocess.Popen([*before, sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd="/")
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         yield process
@@ -238,3 +246,33 @@ def test_a_flood_closes_no_authenticated_connection() -> None:
             time.sleep(0.05)
         assert 250 <= len(host._callers._strangers) <= 260
         assert visit(world, 2).failure == "" and one.failure == "" and host.failure == ""
+
+
+def test_the_port_of_the_store_is_taken_before_it_is_sent(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When rank 0 sends the port of torch's store, another process can no longer listen there."""
+    from hpcinit.runtime import store
+
+    two = replace(world, world_size=2, hosts=("a", "b"))
+    host, one = door(two), visit(two, 1)
+    tried: list[str] = []
+    offer = host.offer_store
+
+    def offered(port: int) -> None:
+        try:
+            socket.create_server((HERE, port)).close()
+            tried.append("free")
+        except OSError as error:
+            tried.append(os.strerror(error.errno or 0))
+        offer(port)
+
+    monkeypatch.setattr(host, "offer_store", offered)
+    for member in (host, one):
+        member.tell("imported")
+    deadline = time.monotonic() + 30
+    found: list[object] = []
+    rank_0 = threading.Thread(target=lambda: found.append(store.open_store(two, host, deadline)))
+    rank_0.start()
+    mine = store.open_store(replace(two, rank=1, node_rank=1), one, deadline)
+    rank_0.join(30)
+    mine.set("x", "1")
+    assert found and tried == ["Address already in use"]

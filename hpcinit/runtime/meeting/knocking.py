@@ -13,7 +13,10 @@ from hpcinit.runtime.meeting import card, clock, wire
 
 ENV_NAT = "HPCINIT_NAT"  # environment variable: the nodes see each other at translated addresses
 SAME_VERSION = "do all nodes have the same hpcinit?"
-SAME_SECRET = "set HPCINIT_NONCE to the same random text on all ranks (export it in the batch script, before srun)"
+SAME_SECRET = (
+    "start all ranks in one folder that their nodes share, or set HPCINIT_NONCE to the same random text on all of them "
+    "(export it in the batch script, before srun)"
+)
 KNOCK_S = 3.0  # a server that has not proved itself by then is somebody else's
 
 
