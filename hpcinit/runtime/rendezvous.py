@@ -59,7 +59,7 @@ def meet(world: World, spec: Spec | None, timeout: timedelta) -> Meeting | None:
     nat = os.environ.get(ENV_NAT, "") not in {"", "0"}
     if world.rank == 0:
         _publish(world)
-        _current = _open_door(resolve(), lambda address: Door(world, address, key, job, made_of, nat))
+        _current = _open_door(resolve(), lambda address: Door(world, address, key, job, made_of, nat, nonce.remove))
     else:
         deadline = time.monotonic() + timeout.total_seconds()
         _current = Visit(world, resolve, key, job, made_of, deadline, nat)

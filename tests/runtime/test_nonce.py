@@ -19,6 +19,7 @@ from hpcinit.facts import ports
 from hpcinit.facts.world import World
 from hpcinit.runtime import nonce
 from tests.minislurm import MiniSlurm
+from tests.runtime.test_meeting import HERE, free_ports
 from tests.runtime.test_rendezvous_attacks import IMPOSTOR, ROOT, another_process, needs_root
 from tests.test_sbatch import finish, start
 
@@ -249,3 +250,22 @@ def test_the_scripts_make_a_secret_of_their_own(slurm: MiniSlurm, tmp_path: Path
         seen.append(reports[0]["same"])
         (tmp_path / "job.log").unlink()
     assert seen[0] != seen[1] and not list(tmp_path.glob(".hpcinit-*"))
+
+
+def test_the_file_is_gone_while_the_program_runs(places: Path) -> None:
+    """Rank 0 removes the file as soon as all ranks have connected, not only when its program ends."""
+    code = (
+        "import os, time; time.sleep(2); print(sorted(os.listdir('.')), len(os.environ['HPCINIT_NONCE']), flush=True)"
+    )
+    Path("t.py").write_text(code)
+    env = {**os.environ, "HPCINIT_LAUNCHER": "env", "WORLD_SIZE": "3", "MASTER_ADDR": HERE, "PYTHONPATH": str(ROOT)}
+    env["MASTER_PORT"] = str(free_ports(1)[0])
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "hpcinit.run", "t.py"], env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    done = [process.communicate(timeout=60) for process in started]
+    assert [said for said, _ in done] == ["['t.py'] 32\n"] * 3, done

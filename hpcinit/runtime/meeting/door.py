@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpcinit.facts import hosts
@@ -24,14 +25,23 @@ class Door(Party):
 
     address: where the ranks reach rank 0. key: the secret of this submission. job: names this start.
     made_of: what this rank's fingerprint is. nat: the other nodes reach this one at a translated address.
+    when_all: called once, in a thread of its own, when all ranks have connected.
     Raises BringUpError if no candidate port is free, Refused if another process has opened the door of this start
     already.
     """
 
     def __init__(
-        self, world: World, address: str, key: str, job: str, made_of: Mapping[str, str], nat: bool = False
+        self,
+        world: World,
+        address: str,
+        key: str,
+        job: str,
+        made_of: Mapping[str, str],
+        nat: bool = False,
+        when_all: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
+        self._when_all = when_all
         self.clock_offset_s = self.clock_uncertainty_s = 0.0
         self.roll = Roll(world.world_size, world.hosts)
         self.roll.enter(Guest(0, **card.identity()))
@@ -207,6 +217,7 @@ class Door(Party):
         """What follows from what has changed; under the lock."""
         if not self._all_came and self.roll.all_reached("started"):
             self._all_came = True
+            threading.Thread(target=self._when_all, name="hpcinit-all", daemon=True).start()
             self._send_all({"all": True})
             self._changed.notify_all()
         if not self._said_store and self._store_port is not None and self.roll.all_reached("imported"):
