@@ -31,7 +31,7 @@ OLD_S = 7 * 86_400.0  # age of files in ~/.cache/hpcinit that ranks left when th
 WARNING = (
     "warning: the ranks of this job share no secret, since no folder for it is shared and writable: another user of "
     "its nodes who knows the number of the job can act as a rank, and then run code as you. To prevent it, add this to "
-    f"the batch script, before srun or mpirun: export {ENV_NONCE}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')"
+    f"the batch script, before srun or mpirun: export {ENV_NONCE}=$(cat /proc/sys/kernel/random/uuid)"
 )
 _file: Path | None = None
 

@@ -132,7 +132,10 @@ def test_no_shared_folder_is_a_warning(
         assert [nonce.find(world(rank), None) for rank in (0, 1)] == ["", ""]
         warning = capfd.readouterr().err
         assert warning.count("warning: the ranks of this job share no secret") == 1
-        assert "another user of its nodes" in warning and "export HPCINIT_NONCE=$(od " in warning
+        assert (
+            "another user of its nodes" in warning
+            and "export HPCINIT_NONCE=$(cat /proc/sys/kernel/random/uuid)" in warning
+        )
         assert len(nonce.find(world(nodes=1), None)) == 32, "one node sees it"
     finally:
         nonce.remove()
@@ -246,7 +249,7 @@ def test_the_scripts_make_a_secret_of_their_own(slurm: MiniSlurm, tmp_path: Path
         done = finish(slurm, tmp_path, number)
         assert done.state == "COMPLETED", done.log
         reports = done.reports()
-        assert [report["secret"] for report in reports] == [32, 32] and len({report["same"] for report in reports}) == 1
+        assert [report["secret"] for report in reports] == [36, 36] and len({report["same"] for report in reports}) == 1
         seen.append(reports[0]["same"])
         (tmp_path / "job.log").unlink()
     assert seen[0] != seen[1] and not list(tmp_path.glob(".hpcinit-*"))
