@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hpcinit.facts import causes, error_records, hangs, known_fields, runfolder, scratch
 
+LATEST = 1e11  # seconds since 1970: the year 5138
 ASIDE = "before-"  # errors/before-43.0.0/, hang/before-43.0.0/
 
 
@@ -43,7 +44,24 @@ class Restart:
 
 def from_json(line: str) -> Restart:
     """Raises ValueError, TypeError or AttributeError for what is no such line."""
-    return known_fields.made(Restart, json.loads(line))
+    try:
+        found = known_fields.made(Restart, json.loads(line))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    _check_types(found)
+    return found
+
+
+def _check_types(found: Restart) -> None:
+    """Raise ValueError for a value of another type than its field's: another version or program may have written it."""
+    for name in ("job", "host", "how", "error"):
+        getattr(found, name).encode()  # UnicodeEncodeError is a ValueError: half a character fits in no file
+    for name in ("number", "rank", "step"):
+        value = getattr(found, name)
+        if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value < 2**31:
+            raise ValueError(f"{name} is {value!r:.40}, expected a number")
+    if not isinstance(found.time, (int, float)) or not 0 <= found.time < LATEST:
+        raise ValueError(f"time is {found.time!r:.40}, expected seconds since 1970")
 
 
 def cause(found: Sequence[Restart]) -> Restart:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 
+from hpcinit.facts.terminal import plain
+
 
 def say(text: str) -> None:
     """'hpcinit: text' and its end of line in one write(2).
@@ -14,5 +16,5 @@ def say(text: str) -> None:
     """
     with contextlib.suppress(OSError, ValueError):  # ValueError: the program has closed it
         if sys.stderr is not None:
-            sys.stderr.write(f"hpcinit: {text}\n")
+            sys.stderr.write(f"hpcinit: {plain(text)}\n")
             sys.stderr.flush()

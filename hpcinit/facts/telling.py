@@ -12,6 +12,8 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hpcinit.facts.terminal import plain
+
 if TYPE_CHECKING:
     import argparse
 
@@ -38,7 +40,7 @@ def note(text: str) -> None:
     if not quiet():
         with suppress(OSError, ValueError):  # nobody reads the answer: who prints it is told
             sys.stdout.flush()
-        print(text, file=sys.stderr, flush=True)
+        print(plain(text), file=sys.stderr, flush=True)
 
 
 def message(text: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from hpcinit.facts import parent_death, runfolder, whole_file
+from hpcinit.facts import children, parent_death, runfolder, whole_file
 from hpcinit.facts.errors import SubmitError
 from hpcinit.facts.spec import load
 from hpcinit.local import environment, processes
@@ -103,31 +103,28 @@ def _ended(path: Path, state: Mapping[str, object], outcome: str, status: int) -
 def _watch(job: subprocess.Popen[bytes], asked: Sequence[int], deadline: float) -> str | None:
     """Wait for the job; end it when asked to or when its time is up. Returns why, if one of these."""
     why = None
-    while job.poll() is None:
+    while children.status(job) is None:
         if asked or time.monotonic() > deadline:
             why = "CANCELLED" if asked else "TIMEOUT"
             print(f"hpcinit: job {os.getpid()} on 127.0.0.1 {why}", flush=True)
             _end(job)
             break
         time.sleep(0.05)
+    job.wait()
     return why
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
     """SIGTERM to the batch script and its steps, SIGKILL to what is left, as slurmd does it.
 
-    The script is gone at once, its step needs a moment to end the ranks: wait for the whole group.
+    The script is gone at once, its step needs a moment to end the ranks: wait for the whole group. The script is not
+    reaped before, so that the number of the group stays its own.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
-        processes.signal_group(job.pid, number)
+        children.signal_group(job, number)
         deadline = time.monotonic() + KILL_WAIT_S
-        while time.monotonic() < deadline:
-            if job.poll() is not None:
-                processes.reap()  # a step that was adopted is a zombie, and its group there, until then
-            if not processes.signal_group(job.pid, 0):
-                break
+        while time.monotonic() < deadline and processes.group_runs(job.pid):
             time.sleep(0.02)
-    job.wait()
 
 
 def read_state(path: Path) -> dict[str, Any]:

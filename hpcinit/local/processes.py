@@ -46,12 +46,10 @@ def kill_descendants() -> None:
         time.sleep(0.01)
 
 
-def signal_group(group: int, number: int) -> bool:
-    """Send `number` (0: only ask) to a process group. False if there is none."""
-    try:
-        os.killpg(group, number)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # macOS says so of a group of zombies
-        return False
-    return True
+def group_runs(group: int) -> bool:
+    """Return whether a process of this group, started by this one or adopted, has not ended."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False

@@ -20,7 +20,7 @@ from typing import IO
 
 import psutil
 
-from hpcinit.facts import job_log, parent_death
+from hpcinit.facts import children, job_log, parent_death
 from hpcinit.facts.saying import say
 from hpcinit.local import environment, processes
 
@@ -78,9 +78,9 @@ class Step:
                 if number in (signal.SIGTERM, signal.SIGINT):
                     return
             for rank, task in self.tasks.items():
-                if rank not in self.statuses and task.poll() is not None:
-                    self._note(rank, task.returncode)
-                    if task.returncode != 0 and self.options.kill_on_bad_exit:
+                if rank not in self.statuses and (status := children.status(task)) is not None:
+                    self._note(rank, status)
+                    if status != 0 and self.options.kill_on_bad_exit:
                         return
             time.sleep(0.02)
 
@@ -98,14 +98,14 @@ class Step:
     def _signal(self, number: int) -> None:
         for rank, task in self.tasks.items():
             if rank not in self.statuses or number == signal.SIGKILL:
-                processes.signal_group(task.pid, number)
+                children.signal_group(task, number)
 
     def _end(self) -> None:
         """Nothing of this step is left: SIGTERM to what runs, then SIGKILL to every group."""
         if len(self.statuses) < len(self.tasks):
             self._signal(signal.SIGTERM)
             deadline = time.monotonic() + KILL_WAIT_S
-            while time.monotonic() < deadline and any(t.poll() is None for t in self.tasks.values()):
+            while time.monotonic() < deadline and any(children.status(t) is None for t in self.tasks.values()):
                 time.sleep(0.02)
         self._signal(signal.SIGKILL)
         for rank, task in self.tasks.items():

@@ -7,10 +7,12 @@ import time
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import INTERRUPTED
 from hpcinit.facts.ranges import ranges
+from hpcinit.facts.terminal import plain
 from hpcinit.observe import logs, progress, reasons, state, sweep, why
 from hpcinit.observe.overview import exit_status
 from hpcinit.observe.poll import Poll, Polls
@@ -40,10 +42,10 @@ def _watch(path: Path, console: Console) -> state.State:
         while True:
             over, now = poll.ask(), poll.now
             for text in tail.lines():
-                console.print(text, markup=False)
+                console.print(_shown(text, console))
             if over:
                 if rest := tail.rest():
-                    console.print(rest, markup=False)
+                    console.print(_shown(rest, console))
                 return now
             passed = time.monotonic() - began
             about = f"{now.name} {now.reason}".strip()
@@ -52,20 +54,26 @@ def _watch(path: Path, console: Console) -> state.State:
             if about != shown and (meaning := reasons.explain(now.reason)):
                 console.print(f"{now.reason}: {meaning}", markup=False)
             shown = about
-            line.update(f"{about}  {passed:.0f} s  {progress.line(path)}")
+            line.update(Text(plain(f"{about}  {passed:.0f} s  {progress.line(path)}")))
             time.sleep(LOOK_S)
+
+
+def _shown(line: str, console: Console) -> Text:
+    """A line of a log, as `hpcinit logs` prints it."""
+    shown = logs.Source().shown(line, as_json=False, to_terminal=console.is_terminal)
+    return Text.from_ansi(shown) if console.is_terminal else Text(shown)
 
 
 def _report(path: Path, end: state.State, status: int, console: Console) -> None:
     if end.name == "COMPLETED":
-        console.print(f"COMPLETED  {progress.line(path)}".rstrip(), markup=False)
+        console.print(plain(f"COMPLETED  {progress.line(path)}".rstrip()), markup=False)
         again = f"{'bash' if end.engine == 'local' else 'sbatch'} {_script(path, end)}"
         console.print(f"logs of all ranks:  hpcinit logs --all {shlex.quote(str(path))}", markup=False)
         console.print(f"run it again by hand:  {again}", markup=False)
         return
     console.print(f"{end.name} {end.reason}".rstrip() + f", exit status {status}", markup=False)
     for text in why.lines(path, why.of_run(path, end)):
-        console.print(text, markup=False)
+        console.print(plain(text), markup=False)
 
 
 def _script(path: Path, end: state.State) -> str:

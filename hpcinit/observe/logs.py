@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hpcinit.facts import runfolder, telling
+from hpcinit.facts import runfolder, telling, terminal
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.ranges import ranges
 from hpcinit.observe import find, sweep
@@ -50,9 +50,11 @@ class Source(NamedTuple):
     task: int | None = None
     prefix: str = ""
 
-    def shown(self, line: str, as_json: bool) -> str:
+    def shown(self, line: str, as_json: bool, to_terminal: bool = False) -> str:
+        """to_terminal: of a line that was overwritten with carriage returns the last state, as a terminal shows it, and
+        no control sequences but colors. Other outputs get every byte."""
         if not as_json:
-            return self.prefix + line
+            return self.prefix + (terminal.colored(line.rpartition("\r")[2]) if to_terminal else line)
         task = {} if self.task is None else {"task": self.task}
         return json.dumps({**task, "rank": self.rank, "line": line})
 
@@ -102,14 +104,15 @@ def main(argv: Sequence[str]) -> int:
 def _show(path: Path, options: argparse.Namespace, asked: Sequence[int]) -> None:
     tails: dict[Source, Tail] = {}
     polls = Polls([path]) if options.follow else None
+    to_terminal = sys.stdout.isatty()
     while True:
         over = polls is None or polls.ask()
         _tails(tails, path, options, asked)
         for source, tail in tails.items():
             for line in tail.lines():
-                print(source.shown(line, options.json))
+                print(source.shown(line, options.json, to_terminal))
             if over and (rest := tail.rest()):
-                print(source.shown(rest, options.json))
+                print(source.shown(rest, options.json, to_terminal))
         sys.stdout.flush()
         if over:
             return

@@ -13,6 +13,7 @@ from pathlib import Path
 from hpcinit.facts import bad_nodes, nodelist, telling
 from hpcinit.facts.bad_nodes import ADDED, FORGOTTEN, NodeFailure, Standing
 from hpcinit.facts.errors import RequestError
+from hpcinit.facts.terminal import plain
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def _show(as_json: bool, limits: Limits, tables: dict[str, Path]) -> None:
             elif telling.quiet():
                 print(*([one.host] if bad else []), sep="\n", end="\n" if bad else "")
             else:
-                print("\n".join(_lines(cluster, one, until, limits.expiry_h)))
+                print(plain("\n".join(_lines(cluster, one, until, limits.expiry_h))))
     if not shown and not as_json and not telling.quiet():
         print(f"no node has failed in the last {limits.expiry_h:g} h, as far as runs were looked at")
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from hpcinit.facts import telling
+from hpcinit.facts.terminal import plain
 from hpcinit.observe import find, overview, view
 
 
@@ -34,13 +35,13 @@ def main(argv: Sequence[str]) -> int:
                 print(json.dumps(document))
     elif options.quiet:
         for run in known:
-            print("\n".join(view.shortest(run)))
+            print(plain("\n".join(view.shortest(run))))
     elif sys.stdout.isatty():
         _table(known, each_task=not every)
     else:
         for run in known:
             for line in view.lines(run, each_task=not every):
-                print(line)
+                print(plain(line))
     return 0
 
 
@@ -52,4 +53,4 @@ def _table(runs: Sequence[overview.Run], each_task: bool) -> None:
     Console(highlight=False).print(table.of(runs, each_task))
     for run in runs if each_task else ():
         for text in view.meanings(run) if run.tasks else ():
-            print(text)
+            print(plain(text))

@@ -10,6 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hpcinit.facts.terminal import plain
 from hpcinit.observe import attempts, progress, reasons, remarks, sweep, view
 from hpcinit.observe.overview import Run
 from hpcinit.observe.state import State
@@ -59,13 +60,13 @@ def _row(name: str, path: Path, now: State, about: str) -> Row:
     remark = remarks.words(path, now, told) if begun else ""
     parts = (by_hand, now.link, now.reason, before, again, status, values, old, remark, about)
     return [
-        Text(name),
-        Text(now.job_id),
+        Text(plain(name)),
+        Text(plain(now.job_id)),
         Text(now.name, STYLES.get(now.name, "red" if now.over else "")),
         _bar(told["step"], told["total"]) if told else "",
         f"{told['step']}/{told['total']}" if told else "",
         view.times(now).removeprefix("for ").removeprefix("starts about "),
-        Text("  ".join(part for part in parts if part)),
+        Text(plain("  ".join(part for part in parts if part))),
     ]
 
 

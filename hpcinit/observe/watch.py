@@ -12,6 +12,7 @@ from typing import Any
 
 from hpcinit.facts import telling
 from hpcinit.facts.errors import INTERRUPTED
+from hpcinit.facts.terminal import plain
 from hpcinit.observe import find, overview, remarks, sweep, view
 from hpcinit.observe.poll import Polls
 
@@ -57,7 +58,7 @@ def _silently(polls: Polls) -> None:
     while not polls.ask():
         time.sleep(LOOK_S)
     for run in polls.now:
-        print("\n".join(view.shortest(run)))
+        print(plain("\n".join(view.shortest(run))))
 
 
 def _live(polls: Polls) -> None:
@@ -76,7 +77,7 @@ def _live(polls: Polls) -> None:
                 time.sleep(LOOK_S)
     for run in polls.now:
         for text in view.meanings(run):
-            console.print(text, markup=False)
+            console.print(plain(text), markup=False)
 
 
 def _changes(polls: Polls, as_json: bool) -> None:
@@ -86,7 +87,7 @@ def _changes(polls: Polls, as_json: bool) -> None:
         over = polls.ask()
         for run in polls.shown():
             for text in _json(run, told) if as_json else _lines(run, told):
-                print(text if as_json else f"[{time.monotonic() - began:.0f} s] {text}")
+                print(text if as_json else f"[{time.monotonic() - began:.0f} s] {plain(text)}")
         sys.stdout.flush()
         if not over:
             time.sleep(LOOK_S)

@@ -15,6 +15,7 @@ from hpcinit.facts import failure, flight, hang_verdict, restarts, runfolder, te
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.evidence import Evidence, Verdict
 from hpcinit.facts.ranges import ranges
+from hpcinit.facts.terminal import plain
 from hpcinit.observe import attempts, bad_nodes, evidence, find, progress, reasons, remarks, state, sweep
 
 WELL, ASKED = "none", "stopped"  # kinds of a verdict on a run in which nothing failed
@@ -53,9 +54,9 @@ def main(argv: Sequence[str]) -> int:
         known.pop("flight")
         print(json.dumps({**told, **known}))
     elif options.quiet:
-        print(verdict.headline)
+        print(plain(verdict.headline))
     else:
-        print("\n".join(lines(path, verdict)))
+        print(plain("\n".join(lines(path, verdict))))
     return 0
 
 

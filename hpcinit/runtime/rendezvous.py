@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,9 +19,10 @@ from hpcinit.facts.errors import BringUpError, WorldError
 from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Spec
 from hpcinit.facts.world import World, exports
-from hpcinit.runtime import moments
+from hpcinit.runtime import moments, nonce
 from hpcinit.runtime.meeting import card
 from hpcinit.runtime.meeting.door import Door
+from hpcinit.runtime.meeting.knocking import ENV_NAT, Refused
 from hpcinit.runtime.meeting.visit import Visit
 
 Meeting = Door | Visit
@@ -55,12 +56,13 @@ def meet(world: World, spec: Spec | None, timeout: timedelta) -> Meeting | None:
         notes[:] = [found.note] if found.note else []
         return [found.address, *(other.address for other in others)]
 
+    nat = os.environ.get(ENV_NAT, "") not in {"", "0"}
     if world.rank == 0:
         _publish(world)
-        _current = _open_door(world, resolve(), key, job, made_of)
+        _current = _open_door(resolve(), lambda address: Door(world, address, key, job, made_of, nat, nonce.remove))
     else:
         deadline = time.monotonic() + timeout.total_seconds()
-        _current = Visit(world, resolve, key, job, made_of, deadline)
+        _current = Visit(world, resolve, key, job, made_of, deadline, nat)
     clock = (_current.clock_offset_s, _current.clock_uncertainty_s)
     moments.note("met", **({} if None in clock else {"clock": clock}))
     for note in notes:
@@ -81,12 +83,14 @@ def _with_ports_for_a_door(world: World) -> World:
     return world
 
 
-def _open_door(world: World, places: list[str], key: str, job: str, made_of: Mapping[str, str]) -> Door:
+def _open_door(places: list[str], open_at: Callable[[str], Door]) -> Door:
     """At the first of rank 0's addresses that is one of this node."""
     problems = []
     for place in places:
         try:
-            return Door(world, place, key, job, made_of)
+            return open_at(place)
+        except Refused:
+            raise  # another process is rank 0: no other address changes that
         except BringUpError as error:
             problems.append(str(error))
     raise BringUpError("\n".join(problems))
@@ -101,6 +105,8 @@ def leave(error: str = "") -> None:
             meeting.fail(error)
             meeting.tell_the_late()
         meeting.close()
+        if isinstance(meeting, Door):
+            nonce.remove()
 
 
 def leave_together(world: World, timeout: timedelta) -> None:
@@ -151,9 +157,8 @@ def _interface_for_gloo(world: World, meeting: Meeting) -> dict[str, str]:
 
 
 def _key(world: World, spec: Spec | None) -> str:
-    """What only the ranks of this job know; without a submission, what at least tells jobs and restarts apart."""
-    secret = spec.nonce if spec else os.environ.get("HPCINIT_NONCE", "")
-    return hashlib.sha256(f"{secret}|{world.job}".encode()).hexdigest()
+    """What only the ranks of this job know; without a secret, what at least tells jobs and restarts apart."""
+    return hashlib.sha256(f"{nonce.find(world, spec)}|{world.job}".encode()).hexdigest()
 
 
 def addresses(world: World, spec: Spec | None) -> list[hosts.Found]:

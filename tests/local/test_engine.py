@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hpcinit.facts import runfolder
+from hpcinit.facts.spec import Program, Spec
 from hpcinit.local import engine, step
 from tests import waiting
 from tests.conftest import Run
@@ -218,3 +220,47 @@ def test_unknown_option_of_the_step_is_refused() -> None:
     """The local step takes the options that hpcinit renders, and no other in silence."""
     with pytest.raises(SystemExit):
         step.parse(["--ntasks=1", "--ntasks-per-node=1", "--output=x", "--frob=1", "true"])
+
+
+WATCHED = """
+import os, sys
+from pathlib import Path
+from hpcinit.local import {module}
+kill = os.killpg
+def watched(group, number):
+    try:
+        state = Path(f"/proc/{{group}}/stat").read_text().rpartition(") ")[2][0]
+    except OSError:
+        state = "reaped"
+    print("signal", number, state, file=sys.stderr, flush=True)
+    kill(group, number)
+os.killpg = watched
+sys.exit({module}.main(sys.argv[1:]))
+"""
+
+
+def test_the_step_signals_no_group_whose_rank_was_reaped() -> None:
+    """The number of a rank that has ended may belong to another process by the time the step ends the others."""
+    words = ["--nodes=1", "--ntasks=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1", "sh", "-c"]
+    rank = 'test "$SLURM_PROCID" = 0 && exit 0; sleep 0.5; exit 3'
+    code = [sys.executable, "-c", WATCHED.format(module="step")]
+    done = subprocess.run([*code, *words, rank], capture_output=True, text=True, timeout=60, check=False)
+    signals = [line.split()[1:] for line in done.stderr.splitlines() if line.startswith("signal ")]
+    assert done.returncode == 3 and signals and all(state != "reaped" for _, state in signals), done.stderr
+
+
+def test_the_engine_signals_no_group_whose_script_was_reaped(tmp_path: Path) -> None:
+    """A cancelled job whose batch script ends at once gets its last signal while the group is still its own."""
+    spec = Spec("x", "local", 1, 1, Program("command", "true"), str(tmp_path), "nonce")
+    (tmp_path / runfolder.SPEC).write_text(spec.to_json())
+    (tmp_path / runfolder.SCRIPT).write_text("touch up; exec sleep 300\n")
+    command = [sys.executable, "-c", WATCHED.format(module="engine"), str(tmp_path), "5"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stderr is not None
+        process.stdin.write("go\n")
+        process.stdin.close()
+        wait_for((tmp_path / "up").exists)
+        process.terminate()
+        said = process.stderr.read()
+    signals = [line.split()[1:] for line in said.splitlines() if line.startswith("signal ")]
+    assert signals and all(state != "reaped" for _, state in signals), said

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
+import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -19,6 +23,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from hpcinit import elastic as entry
+from hpcinit.facts import elastic
 from hpcinit.facts.elastic import Restart
 from hpcinit.facts.errors import BringUpError, RequestError
 from hpcinit.facts.spec import Program, Spec
@@ -199,6 +204,39 @@ def test_a_signal_reaches_a_rank_and_what_it_has_started(tmp_path: Path) -> None
         ranks.stop(0.1)
 
 
+def test_a_group_whose_rank_was_reaped_gets_no_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of a rank that has ended may be another process's group by the time the agent stops the others."""
+    ranks = workers(tmp_path, 'test "$N" = 0 && exit; sleep 300')
+    until(lambda: 0 in ranks.ended())
+    asked: list[tuple[int, str]] = []
+
+    def state(pid: int) -> str:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+        except OSError:
+            return "reaped"
+
+    kill = os.killpg
+    monkeypatch.setattr(os, "killpg", lambda group, number: (asked.append((group, state(group))), kill(group, number)))
+    ranks.stop(0.5)
+    assert asked and all(found != "reaped" for _, found in asked), asked
+    assert ranks.ended() == {0: 0, 1: -15}
+    asked.clear()
+    ranks.stop(0.1)
+    ranks.signal(signal.SIGTERM)
+    assert asked == [], "all are reaped: there is no group of ours"
+
+
+def test_what_a_rank_leaves_behind_ends_with_the_others(tmp_path: Path) -> None:
+    """A background process of a rank that has ended well is killed when the agent stops its ranks."""
+    ranks = workers(tmp_path, 'sleep 299.5 & echo $!; test "$N" = 0 && exit; wait')
+    until(lambda: 0 in ranks.ended() and all((tmp_path / f"{n}.log").read_text().strip() for n in range(2)))
+    left = int((tmp_path / "0.log").read_text())
+    assert _runs(left)
+    ranks.stop(0.5)
+    until(lambda: not _runs(left))
+
+
 def test_a_rank_that_cannot_be_started_leaves_none(tmp_path: Path) -> None:
     """The others of its node are ended, and the error is the system's."""
     starts = [Start(dict(os.environ), tmp_path / "0.log"), Start(dict(os.environ), tmp_path / "no/1.log")]
@@ -292,3 +330,54 @@ def test_messages_of_the_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"launch=torchrun needs torch, and .*python.* lacks it"):
         entry.main(["spec.json"])
+
+
+# --- values of the agents' store that no agent wrote
+
+
+ODD = ["", "{", "null", "[]", "3", "NaN", '{"job": 1}', "[" * 100_000, '"\\ud800"', '{"clock": ' + "9" * 5000 + "}"]
+WRONG = [None, True, -1, 10**30, "", "\ud800", [], {}, float("nan"), float("inf"), 0.5]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_reason_of_another_kind_ends_no_agent(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Whatever stands in the store as the reason of a failure, both agents restart, for a reason that can be printed."""
+    chance = random.Random(seed)
+    store = HashStore()
+    (first, second), begun = parties(monkeypatch, store)
+    document = {**json.loads(WHY.to_json()), **{chance.choice(list(vars(WHY))): chance.choice(WRONG)}}
+    odd = chance.choice(ODD) if seed % 2 else json.dumps(document)
+    for rank in range(2):
+        PrefixStore("x", store).set(f"why/0/{rank}", odd)
+    PrefixStore("x", store).set("failed/0", "")
+    thread = beside(first.next_rendezvous)
+    second.next_rendezvous()
+    thread.join(20)
+    assert first.start == second.start == 1 and str(second.why) and begun == [first.why] == [second.why]
+
+
+def test_a_restart_that_cannot_be_read_is_an_error_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that cannot read what the first one announces stops with a message about it."""
+    store = HashStore()
+    (_, second), _ = parties(monkeypatch, store)
+    PrefixStore("x", store).set("go/1", "{}")
+    with pytest.raises(BringUpError, match=r"the first agent, on n1, announced restart 1 .* '\{\}'"):
+        second.next_rendezvous()
+
+
+def test_1000_lines_of_another_kind_are_no_restart() -> None:
+    """from_json() makes a Restart of the right types of any text, or raises one of the errors that it documents."""
+    chance = random.Random(16)
+    for _ in range(1000):
+        document = json.loads(WHY.to_json())
+        for name in chance.sample([*document, "extra"], chance.randrange(4)):
+            document[name] = chance.choice(WRONG)
+        line = json.dumps(document)
+        line = line[: chance.randrange(len(line))] if chance.random() < 0.1 else line
+        with contextlib.suppress(ValueError, TypeError, AttributeError):
+            found = elastic.from_json(line if chance.random() < 0.9 else chance.choice(ODD))
+            assert (
+                f"{found}{found.job}".encode()
+                and math.isfinite(found.time)
+                and found.rank + found.number + found.step > -9
+            )

@@ -137,15 +137,26 @@ def test_two_jobs_with_the_same_ports(world: World) -> None:
     assert [{v._socket.getpeername()[1] for v in pair} for pair in found] == [{d.port} for d in doors]
 
 
-@pytest.mark.parametrize("change", [{"key": "from before the requeue"}, {"job": "77.0.1#0"}])
-def test_a_rank_of_another_start_never_gets_in(world: World, change: dict[str, str]) -> None:
-    """A rank left over from the attempt before has another key or restart count: it stays outside, and is told why."""
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (
+            {"key": "from before the requeue"},
+            "a process of this job that holds another secret: start all ranks in one folder",
+        ),
+        ({"job": "77.0.1#0"}, "hpcinit of another job, start or version"),
+    ],
+)
+def test_a_rank_of_another_start_never_gets_in(
+    world: World, change: dict[str, str], why: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A rank of an earlier attempt has another key or restart count: it stays outside, and both sides report why."""
     host = door(world)
-    with pytest.raises(
-        BringUpError, match=rf"rank 1 on .* did not find rank 0 at {HERE}: .*:{host.port}: somebody else's server"
-    ):
+    with pytest.raises(BringUpError, match=rf"rank 1 on .* did not find rank 0 at {HERE}: .*:{host.port}: {why}"):
         visit(world, 1, within_s=1.5, **change)
     assert list(host.roll.guests) == [0]
+    warned = f"warning: a process at {HERE} asked for rank 0 of this job and holds another secret"
+    assert capfd.readouterr().err.count(warned) == ("key" in change)
 
 
 def test_two_processes_that_claim_a_rank(world: World) -> None:

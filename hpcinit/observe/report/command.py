@@ -11,6 +11,7 @@ from pathlib import Path
 from hpcinit.facts import runfolder, telling
 from hpcinit.facts.errors import Failure, RequestError
 from hpcinit.facts.ranges import ranges
+from hpcinit.facts.terminal import plain
 from hpcinit.observe import find, sweep
 from hpcinit.observe.report import gather, page, text
 from hpcinit.observe.report.phases import Report
@@ -51,20 +52,20 @@ def main(argv: Sequence[str]) -> int:
 def _print(found: Sequence[Report]) -> None:
     if telling.quiet():
         for report in found:
-            print(text.headline(report))
+            print(plain(text.headline(report)))
         return
     if not sys.stdout.isatty():
         for report in found:
-            print("\n".join(text.lines(report)))
+            print(plain("\n".join(text.lines(report))))
         return
     from rich.console import Console  # noqa: PLC0415 - for a terminal only
 
     console = Console(highlight=False)
     for report in found:
-        console.print(text.headline(report), style="bold", markup=False)
+        console.print(plain(text.headline(report)), style="bold", markup=False)
         console.print(text.table(report))
         for line in text.notes(report):
-            console.print(line, markup=False)
+            console.print(plain(line), markup=False)
 
 
 def _write(file: Path, run: Path, found: Sequence[Report], asked: bool, beside_json: bool) -> None:

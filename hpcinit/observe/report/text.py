@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from hpcinit.facts import timeline
+from hpcinit.facts.terminal import plain
 from hpcinit.observe.report import phases
 from hpcinit.observe.report.phases import Phase, Report, seconds
 
@@ -105,8 +106,8 @@ def table(report: Report) -> Table:
     for phase in report.phases:
         cells = row(report, phase)
         style = "dim" if phase.waits else ""
-        about = Text(cells[-1], "yellow" if cells[-1] else "")
-        made.add_row(*(Text(cell, style) for cell in cells[:-1]), about)
+        about = Text(plain(cells[-1]), "yellow" if cells[-1] else "")
+        made.add_row(*(Text(plain(cell), style) for cell in cells[:-1]), about)
     return made
 
 

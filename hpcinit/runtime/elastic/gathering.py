@@ -119,17 +119,28 @@ class Gathering(RendezvousHandler):
         if self._agents.rank == 0:
             while self._count(f"here/{self.start}") < self._agents.world_size:
                 self._wait(deadline, timeout)
-            why = elastic.cause(self._reasons(before))
+            why = elastic.cause(self._reasons(before) or [self._unknown(before)])
             self._begin(why)
             self._call("set", f"go/{self.start}", why.to_json())
         while not self._has(f"go/{self.start}"):
             self._wait(deadline + LEAVE_S, timeout)
-        self.why = elastic.from_json(str(self._call("get", f"go/{self.start}"), "utf-8"))
+        announced = self._call("get", f"go/{self.start}")
+        self.why = _read(announced)
+        if self.why is None:
+            raise BringUpError(
+                f"the first agent, on {self._agents.master_addr}, announced restart {self.start} in a way that is not "
+                f"understood: {announced[:60].decode(errors='replace')!r}; do all nodes have the same hpcinit?"
+            )
 
     def _reasons(self, start: int) -> list[Restart]:
-        """What each agent with a failure has said of it."""
+        """What each agent with a failure has said of it, as far as it can be read."""
         keys = (f"why/{start}/{rank}" for rank in range(self._agents.world_size))
-        return [elastic.from_json(str(self._call("get", key), "utf-8")) for key in keys if self._has(key)]
+        found = (_read(self._call("get", key)) for key in keys if self._has(key))
+        return [restart for restart in found if restart is not None]
+
+    def _unknown(self, start: int) -> Restart:
+        job = elastic.start_of(self._agents.job, start)
+        return Restart(job, start + 1, time.time(), -1, "an unknown node", "failed, and no agent's reason can be read")
 
     def _wait(self, deadline: float, timeout: timedelta) -> None:
         if time.monotonic() > deadline:
@@ -163,6 +174,14 @@ class Gathering(RendezvousHandler):
                 f"the first agent, on {where}, is gone: {str(error).partition(chr(10))[0]}; its node's words in the "
                 "job's log say why"
             ) from None
+
+
+def _read(value: bytes) -> Restart | None:
+    """Return the restart that a value of the store describes. Anyone who reaches the store may have written it."""
+    try:
+        return elastic.from_json(value.decode())
+    except (ValueError, TypeError, AttributeError):
+        return None
 
 
 def _meet(agents: World, spec: Spec, timeout: timedelta) -> Store:

@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcinit.facts import children
+
 LOOK_S = 0.02
 
 
@@ -24,7 +26,11 @@ class Start:
 
 
 class Workers:
-    """Started together. Numbers are local ranks."""
+    """Started together. Numbers are local ranks.
+
+    A rank that has ended is not reaped before stop() has signalled its process group: until then the kernel gives its
+    number, which is also the group's, to no other process.
+    """
 
     def __init__(
         self,
@@ -46,14 +52,14 @@ class Workers:
 
     def ended(self) -> dict[int, int]:
         """Exit status by rank of those that have ended; -9 for one that SIGKILL has ended."""
-        found = ((number, process.poll()) for number, process in enumerate(self._processes))
+        found = ((number, children.status(process)) for number, process in enumerate(self._processes))
         return {number: status for number, status in found if status is not None}
 
     def signal(self, number: int) -> None:
         """To those that run, and to what they have started."""
         for process in self._processes:
-            if process.poll() is None:
-                _to_group(process.pid, number)
+            if children.status(process) is None:
+                children.signal_group(process, number)
 
     def stop(self, grace_s: float) -> None:
         """SIGTERM, and after the grace time SIGKILL to whatever is left of any rank."""
@@ -63,7 +69,7 @@ class Workers:
             while time.monotonic() < deadline and len(self.ended()) < len(self._processes):
                 time.sleep(LOOK_S)
         for process in self._processes:
-            _to_group(process.pid, signal.SIGKILL)
+            children.signal_group(process, signal.SIGKILL)
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):  # in the kernel, for a disk or a driver: Slurm's to deal with
                 process.wait(max(grace_s, 1.0))
@@ -81,8 +87,3 @@ def _start(command: Sequence[str], start: Start) -> subprocess.Popen[bytes]:
         finally:
             if start.cpus:
                 os.sched_setaffinity(0, before)
-
-
-def _to_group(group: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(group, number)

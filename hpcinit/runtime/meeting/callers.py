@@ -18,14 +18,18 @@ from hpcinit.runtime.meeting.roll import Guest
 
 # Who has not proved anything by then is shown out; among many, words that the kernel had dropped come again only later.
 STRANGER_S, STRANGER_PER_RANK_S = 10.0, 0.002
+UNAUTHENTICATED = 512  # connections, and one for each rank; half as many from one address
 
 
 @dataclass(eq=False, slots=True)
 class Caller:
-    """One connection. since: it has said something. heard: seconds since 1970 at which its last words were read.
+    """One connection. where: our address and port, as this connection has them. peer: the other side's address.
+    since: it has said something. heard: seconds since 1970 at which its last words were read.
     guest: the rank that it turned out to be. left: it has said goodbye."""
 
     socket: socket.socket
+    where: tuple[Any, ...] = ("0.0.0.0", 0)
+    peer: str = ""
     since: float = field(default_factory=time.monotonic)
     lines: wire.Lines = field(default_factory=wire.Lines)
     heard: float = 0.0
@@ -46,21 +50,28 @@ class Caller:
 class Callers:
     """Reads from all of them in one thread, which sleeps while nobody says anything.
 
-    hear: is called in that thread with each message; what it raises ends that connection only. lose: is called when
-    one has ended, and closes its socket. ranks: how many may come.
+    hear: is called in that thread with each message; what it raises ends that connection only. unreadable: is called
+    with what was wrong where that was no message. lose: is called when one has ended, and closes its socket. ranks: how
+    many may come.
+
+    Anyone can connect, so connections that are not authenticated are limited: in number, in all and from one address,
+    and in time. Over a limit the oldest of them is closed. Those that are authenticated are never closed for others.
     """
 
     def __init__(
         self,
         listener: socket.socket,
         hear: Callable[[Caller, dict[str, Any]], None],
+        unreadable: Callable[[Caller, Exception], None],
         lose: Callable[[Caller], None],
         ranks: int,
     ) -> None:
-        self._listener, self._hear, self._lose = listener, hear, lose
+        self._listener, self._hear, self._unreadable, self._lose = listener, hear, unreadable, lose
+        self._most = UNAUTHENTICATED + ranks
         self._stranger_s = STRANGER_S + ranks * STRANGER_PER_RANK_S
         self._stopping = self._said_out_of_files = False
         self._strangers: dict[Caller, None] = {}  # those who have not said anything for longest first
+        self._by_peer: dict[tuple[str, bool], dict[Caller, None]] = {}  # the same, by address and how far they are
         listener.setblocking(False)
         self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -105,7 +116,7 @@ class Callers:
         """Some of those who wait: the rest come next, and those who are in are heard in between."""
         for _ in range(64):
             try:
-                connection, _where = self._listener.accept()
+                connection, peer = self._listener.accept()
             except OSError as error:  # nobody waits any more, or one is gone again
                 if error.errno in {errno.EMFILE, errno.ENFILE}:
                     self._out_of_files()
@@ -114,11 +125,43 @@ class Callers:
                 connection.setblocking(False)
                 # Or a second line waits for the receipt of the first, which takes the peer's kernel 40 ms.
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            caller = Caller(connection)
-            self._strangers[caller] = None
+            caller = Caller(connection, connection.getsockname(), str(peer[0]))
             self._selector.register(connection, selectors.EVENT_READ, caller)
+            self._add(caller)
+            self._limit(caller)
+
+    def _add(self, caller: Caller) -> None:
+        self._strangers[caller] = None
+        self._by_peer.setdefault((caller.peer, bool(caller.challenge)), {})[caller] = None
+
+    def _remove(self, caller: Caller) -> None:
+        """From the unauthenticated ones, where it is one."""
+        self._strangers.pop(caller, None)
+        for greeted in (False, True):
+            those = self._by_peer.get((caller.peer, greeted), {})
+            if those.pop(caller, self) is None and not those:
+                del self._by_peer[caller.peer, greeted]
+
+    def _limit(self, caller: Caller) -> None:
+        """Close the oldest that is not authenticated where they are too many, with `caller`, which is new.
+
+        Those that know the name of the job are counted apart, so that mere connections do not push out a rank that
+        waits for its answer.
+        """
+        same = self._by_peer[caller.peer, bool(caller.challenge)]
+        if len(same) > self._most // 2:
+            self._drop(next(iter(same)))
+        elif len(self._strangers) > self._most:
+            self._drop(next(iter(self._strangers)))
+
+    def _drop(self, caller: Caller) -> None:
+        self._remove(caller)
+        self._selector.unregister(caller.socket)
+        caller.socket.close()
 
     def _read(self, caller: Caller) -> None:
+        if caller.socket.fileno() < 0:
+            return  # closed since select() returned, for newer ones
         try:
             data = caller.socket.recv(65_536)
             if not data:
@@ -129,16 +172,18 @@ class Callers:
                 self._hear(caller, message)
         except BlockingIOError:
             return
-        except Exception:  # whatever a peer sends must not end this thread: all other ranks depend on it
-            self._strangers.pop(caller, None)
+        except Exception as error:  # whatever a peer sends must not end this thread: all other ranks depend on it
+            self._remove(caller)
             self._selector.unregister(caller.socket)
+            self._unreadable(caller, error)
             self._lose(caller)
             return
         if messages and caller in self._strangers:
-            del self._strangers[caller]
+            self._remove(caller)
             if caller.guest is None:
                 caller.since = time.monotonic()
-                self._strangers[caller] = None
+                self._add(caller)
+                self._limit(caller)
 
     def _patience_s(self) -> float | None:
         """How long until a stranger must be shown out; None while there is none."""
@@ -148,11 +193,12 @@ class Callers:
     def _show_out(self, looked: float) -> None:
         """looked: up to when everything that they have said was read."""
         while (longest := next(iter(self._strangers), None)) and looked - longest.since >= self._stranger_s:
-            del self._strangers[longest]
-            self._selector.unregister(longest.socket)
-            longest.socket.close()
+            self._drop(longest)
 
     def _out_of_files(self) -> None:
+        if oldest := next(iter(self._strangers), None):
+            self._drop(oldest)
+            return
         if not self._said_out_of_files:
             self._said_out_of_files = True
             say(

@@ -13,6 +13,7 @@ from hpcinit.facts import versions
 
 # Ranks that differ in one of these fail late and strangely: NCCL of two versions does not talk to itself
 # (https://github.com/NVIDIA/nccl/issues/286).
+LONGEST = 400  # characters of a value of another rank that are shown
 PACKAGES = ("hpcinit", "torch", "deepspeed", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
@@ -34,13 +35,20 @@ def fingerprint(folder: Path | None = None) -> dict[str, str]:
     return made_of
 
 
-def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """'torch 2.12.0 instead of 2.13.0' for each key in which `theirs` is not `mine`."""
+def differences(mine: Mapping[str, str], theirs: Mapping[str, Any]) -> list[str]:
+    """'torch 2.12.0 instead of 2.13.0' for each key in which `theirs` is not `mine`.
+
+    theirs: what another rank sent, so of any type and length.
+    """
     return [
-        f"{key} {theirs.get(key, 'absent')} instead of {mine.get(key, 'absent')}"
+        f"{_brief(key)} {_brief(theirs.get(key, 'absent'))} instead of {mine.get(key, 'absent')}"
         for key in sorted({*mine, *theirs})
         if mine.get(key) != theirs.get(key)
     ]
+
+
+def _brief(value: object) -> str:
+    return str(value)[:LONGEST].encode("utf-8", "replace").decode()
 
 
 def commit(folder: Path) -> str:

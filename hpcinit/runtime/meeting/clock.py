@@ -13,6 +13,8 @@ import math
 import time
 from typing import Any
 
+LATEST = 1e11  # seconds since 1970: the year 5138
+
 
 def now() -> float:
     """Seconds since 1970."""
@@ -30,7 +32,7 @@ class Offset:
 
         A stamp that is none is ignored: nobody's start-up fails for it.
         """
-        if not (isinstance(stamp, list) and len(stamp) == 2 and all(isinstance(at, (int, float)) for at in stamp)):
+        if not (isinstance(stamp, list) and len(stamp) == 2 and all(map(_is_time, stamp))):
             return
         heard, said = stamp
         if sent is not None:
@@ -44,6 +46,10 @@ class Offset:
             return None
         # Bounds that cross: one of the clocks was set meanwhile, or drifts. Their gap is what we do not know.
         return (self._least + self._most) / 2, abs(self._most - self._least) / 2
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < LATEST
 
 
 def stamp(heard: float) -> dict[str, Any]:

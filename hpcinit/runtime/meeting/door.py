@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpcinit.facts import hosts
@@ -12,9 +13,9 @@ from hpcinit.facts.saying import say
 from hpcinit.facts.world import World
 from hpcinit.runtime.meeting import card, clock, listening, wire
 from hpcinit.runtime.meeting.callers import Caller, Callers
-from hpcinit.runtime.meeting.knocking import Claim
+from hpcinit.runtime.meeting.knocking import SAME_SECRET, SAME_VERSION, Claim
 from hpcinit.runtime.meeting.party import Party
-from hpcinit.runtime.meeting.roll import Guest, Roll
+from hpcinit.runtime.meeting.roll import PHASES, Guest, Roll
 
 LATE_S = 15.0  # ranks that come so long after a failure are told of it: Slurm starts its tasks within seconds
 
@@ -23,24 +24,37 @@ class Door(Party):
     """Listens on `address` in a thread of its own until everybody is up; the thread sleeps while nobody says anything.
 
     address: where the ranks reach rank 0. key: the secret of this submission. job: names this start.
-    made_of: what this rank's fingerprint is. Raises BringUpError if no candidate port is free, Refused if another
-    process has opened the door of this start already.
+    made_of: what this rank's fingerprint is. nat: the other nodes reach this one at a translated address.
+    when_all: called once, in a thread of its own, when all ranks have connected.
+    Raises BringUpError if no candidate port is free, Refused if another process has opened the door of this start
+    already.
     """
 
-    def __init__(self, world: World, address: str, key: str, job: str, made_of: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        world: World,
+        address: str,
+        key: str,
+        job: str,
+        made_of: Mapping[str, str],
+        nat: bool = False,
+        when_all: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__()
+        self._when_all = when_all
         self.clock_offset_s = self.clock_uncertainty_s = 0.0
         self.roll = Roll(world.world_size, world.hosts)
         self.roll.enter(Guest(0, **card.identity()))
         self._inside: dict[Caller, None] = {}  # the ranks that were let in; changed and walked under _changed
         self._told: dict[str, tuple[float, str]] = {}  # by phase: when, and who was missing
-        self._claim = Claim(0, key, job, made_of)
+        self._claim = Claim(0, key, job, made_of, nat)
+        self._reported: set[str] = set()  # what was printed once and is not to be printed again
         self._said_store = self._closing = self._waited_long = False
         listening.allow_many_files(world.world_size)
         listener, self.program_port = listening.open_door(address, world.master_ports, self._claim)
         self.address = self.own_address = str(listener.getsockname()[0])
         self.port = int(listener.getsockname()[1])
-        self._callers = Callers(listener, self._hear, self._lose, world.world_size)
+        self._callers = Callers(listener, self._hear, self._unreadable, self._lose, world.world_size)
         try:
             # Another rank 0 has a later port if this one was taken at its time. We look only now that our own door
             # is open: two that begin at the same moment would each wait for the other.
@@ -121,34 +135,60 @@ class Door(Party):
         if caller.guest is not None:
             self._from_guest(caller, message)
         elif not caller.challenge:
-            if message["hello"] != wire.GREETING or message["job"] != self._claim.job:
+            if message.get("hello") != wire.GREETING or message.get("job") != self._claim.job:
+                if str(message.get("hello")).startswith(wire.PROTOCOL):
+                    caller.send({"hello": wire.GREETING})  # so that another version of hpcinit can say what it met
                 raise wire.NotOurs("another job")
-            caller.challenge = wire.challenge()
-            answer = wire.proof(self._claim.key, "door", message["challenge"], self._claim.job)
-            mine = {"proof": answer, "challenge": caller.challenge}
-            caller.send({"hello": wire.GREETING, **mine, **clock.stamp(caller.heard)})
+            self._challenge(caller, message)
         else:
-            rank = message["rank"]
-            if not isinstance(rank, int):
-                raise wire.NotOurs("no rank")
-            if not wire.same(message["proof"], wire.proof(self._claim.key, "guest", caller.challenge, str(rank))):
+            rank, at = wire.integer(message, "rank", 0, 2**31), wire.endpoint(caller.where, self._claim.nat)
+            proof = wire.proof(self._claim.key, "guest", caller.challenge, f"{at}|{rank}")
+            if not wire.same(message.get("proof"), proof):
                 raise wire.NotOurs("no proof")
-            self._register(caller, Guest(rank, str(message["host"]), int(message["pid"])), message["made_of"])
+            pid, made_of = wire.integer(message, "pid", 0, 2**31), message.get("made_of")
+            guest = Guest(rank, wire.text(message, "host", 255), pid)
+            self._register(caller, guest, made_of if isinstance(made_of, dict) else {})
+
+    def _challenge(self, caller: Caller, message: dict[str, Any]) -> None:
+        """Answer the greeting of a connection that is not authenticated yet."""
+        key_id = wire.key_id(self._claim.key, self._claim.job)
+        if message.get("key_id") != key_id:
+            self._report_once(
+                "another secret",
+                f"warning: a process at {caller.peer} asked for rank 0 of this job and holds another secret, so it "
+                f"stays outside; if it is one of your ranks: {SAME_SECRET}",
+            )
+        at, caller.challenge = wire.endpoint(caller.where, self._claim.nat), wire.challenge()
+        proof = wire.proof(self._claim.key, "door", wire.text(message, "challenge", 100), f"{at}|{self._claim.job}")
+        mine = {"proof": proof, "challenge": caller.challenge, "at": at, "key_id": key_id}
+        caller.send({"hello": wire.GREETING, **mine, **clock.stamp(caller.heard)})
 
     def _from_guest(self, caller: Caller, message: dict[str, Any]) -> None:
         guest = caller.guest
         assert guest is not None
-        if "phase" in message:
-            self.roll.move(guest, str(message["phase"]))
-        if "error" in message:
-            guest.error = str(message["error"])
-            if not guest.reached("up"):
-                self._mourn(guest)
-        if "who" in message:
-            caller.send({"missing": self._recently_missing(str(message["who"]))})
+        try:
+            if "phase" in message:
+                self.roll.move(guest, wire.choice(message, "phase", PHASES))
+            if "who" in message:
+                caller.send({"missing": self._recently_missing(wire.choice(message, "who", PHASES))})
+            if "error" in message:
+                guest.error = wire.text(message, "error", wire.LONGEST_ERROR)
+        except wire.NotOurs as error:
+            self._report_once(
+                f"unread {guest.rank}",
+                f"warning: rank {guest.rank} on {guest.host} sent a message that is not understood and is ignored: "
+                f"{error}; {SAME_VERSION}",
+            )
+        if "error" in message and not guest.reached("up"):
+            self._mourn(guest)
         caller.left |= "bye" in message
 
-    def _register(self, caller: Caller, guest: Guest, made_of: dict[str, str]) -> None:
+    def _report_once(self, topic: str, text: str) -> None:
+        if topic not in self._reported:
+            self._reported.add(topic)
+            say(text)
+
+    def _register(self, caller: Caller, guest: Guest, made_of: dict[str, Any]) -> None:
         before = self.roll.guests.get(guest.rank)
         if not 0 <= guest.rank < self.roll.world_size:
             refusal = f"rank {guest.rank} is not one of the {self.roll.world_size} ranks of this job"
@@ -170,12 +210,14 @@ class Door(Party):
         if self.failure:
             caller.send({"failed": self.failure})
         if different := card.differences(self._claim.made_of, made_of):
-            self._fail(f"rank {guest.rank} on {guest.host} is not made like rank 0: {', '.join(different)}")
+            told = ", ".join(different)[: wire.LONGEST_ERROR]
+            self._fail(f"rank {guest.rank} on {guest.host} is not made like rank 0: {told}")
 
     def _react(self) -> None:
         """What follows from what has changed; under the lock."""
         if not self._all_came and self.roll.all_reached("started"):
             self._all_came = True
+            threading.Thread(target=self._when_all, name="hpcinit-all", daemon=True).start()
             self._send_all({"all": True})
             self._changed.notify_all()
         if not self._said_store and self._store_port is not None and self.roll.all_reached("imported"):
@@ -191,6 +233,11 @@ class Door(Party):
             self._closing = True
             self._send_all({"closed": True})
             self._callers.stop()
+
+    def _unreadable(self, caller: Caller, error: Exception) -> None:
+        """A connection sent what is no message; it is lost next."""
+        if caller.guest is not None and isinstance(error, wire.NotOurs):
+            caller.guest.error = caller.guest.error or f"it sent something that is no message: {error}; {SAME_VERSION}"
 
     def _fail(self, reason: str) -> None:
         if not self.failure:

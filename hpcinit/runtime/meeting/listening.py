@@ -8,12 +8,14 @@ import resource
 import socket
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
-from hpcinit.facts import open_files
+from hpcinit.facts import hosts, open_files
 from hpcinit.facts.errors import BringUpError
 from hpcinit.runtime.meeting import card, wire
-from hpcinit.runtime.meeting.knocking import KNOCK_S, Claim, knock
+from hpcinit.runtime.meeting.knocking import KNOCK_S, SAME_SECRET, Claim, Refused, knock
 
+LISTEN = "0A"  # the state of a listener in /proc/net/tcp
 FILES_BESIDES = 64  # Python's own, and rank 0's streams and sockets
 
 
@@ -67,12 +69,32 @@ def _no_ports(address: str, door: socket.socket | None, refused: list[str]) -> B
 def look_for_another(address: str, ports: Iterable[int], claim: Claim) -> None:
     """Raises Refused, in the words of the other, if another rank 0 of this very start has its door at one of `ports`.
 
+    A rank 0 refuses a second one. Who accepts it instead is none, and yet holds the key: raises Refused as well.
     Takes no longer than one stranger's silence in all.
     """
     until = time.monotonic() + KNOCK_S
     for port in ports:
         with contextlib.suppress(wire.NotOurs):
-            knock(address, port, claim, max(0.01, until - time.monotonic()))
+            welcome = knock(address, port, claim, max(0.01, until - time.monotonic()))
+            welcome.socket.close()
+            here = card.identity()
+            raise Refused(
+                f"two processes act as rank 0 of this job: pid {here['pid']} on {here['host']}, and a process that "
+                f"listens at {hosts.in_url(address, port)}{_owner(port)}, which accepted this one as if it were a rank "
+                "of its own: no rank 0 does that. Another user may have found out the secret of this job: "
+                f"{SAME_SECRET}"
+            )
+
+
+def _owner(port: int) -> str:
+    """', started by user 1000' for who listens at `port` of this node; '' where the kernel does not show it."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            for row in Path(table).read_text().splitlines()[1:]:
+                words = row.split()  # sl local_address rem_address st ... uid
+                if words[3] == LISTEN and int(words[1].rpartition(":")[2], 16) == port:
+                    return f", started by user {words[7]}"
+    return ""
 
 
 def allow_many_files(ranks: int) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpcinit.facts.errors import BringUpError, WorldError
+from hpcinit.facts.saying import say
 from hpcinit.facts.world import World
 from hpcinit.runtime.meeting import card, knocking, wire
 from hpcinit.runtime.meeting.party import Party
@@ -35,8 +36,8 @@ class Visit(Party):
     """A connection to rank 0's door, from the first knock until everybody is up.
 
     resolve: gives the addresses to try, anew each time (a name may resolve a moment later), or raises WorldError with
-    the reason why there is none. deadline: on the monotonic clock. Raises BringUpError, with what was seen at each
-    port, if the door does not open by then.
+    the reason why there is none. deadline: on the monotonic clock. nat: rank 0 is at a translated address. Raises
+    BringUpError, with what was seen at each port, if the door does not open by then.
     """
 
     def __init__(
@@ -47,11 +48,12 @@ class Visit(Party):
         job: str,
         made_of: Mapping[str, str],
         deadline: float,
+        nat: bool = False,
     ) -> None:
         super().__init__()
         self._world = world
-        self._claim = knocking.Claim(world.rank, key, job, made_of)
-        self._closed = False
+        self._claim = knocking.Claim(world.rank, key, job, made_of, nat)
+        self._closed = self._reported = False
         self._missing: str | None = None
         self._socket, self._lines, self.program_port, said, offset = self._find(resolve, deadline)
         if offset.known:
@@ -145,22 +147,38 @@ class Visit(Party):
             while True:
                 for message in wire.receive(self._socket, self._lines):
                     self._take(message)
-        except (OSError, EOFError, wire.NotOurs, ValueError):
+        except (OSError, EOFError):
             # All are up, or rank 0's program needed no more and it said so; else rank 0 is gone.
             if not self._closed and not self.failure:
                 self._failed(f"rank 0 on {self._world.master_addr} ended during start-up; its log says why")
+        except wire.NotOurs as error:
+            self._failed(
+                f"rank 0 on {self._world.master_addr} sent something that is no message of the rendezvous ({error}): "
+                f"{knocking.SAME_VERSION}"
+            )
 
     def _take(self, message: dict[str, Any]) -> None:
         if "failed" in message:
-            self._failed(str(message["failed"]))
+            self._failed(str(message["failed"])[: wire.LONGEST_TEXT].encode("utf-8", "replace").decode())
         with self._changed:
             self._all_came |= "all" in message
             self._closed |= "closed" in message
-            if "store" in message:
-                self._store_port = int(message["store"])
-            if "missing" in message:
-                self._missing = str(message["missing"])
+            try:
+                if "store" in message:
+                    self._store_port = wire.port(message, "store")
+                if "missing" in message:
+                    self._missing = wire.text(message, "missing")
+            except wire.NotOurs as error:
+                self._ignored(error)
             self._changed.notify_all()
+
+    def _ignored(self, error: wire.NotOurs) -> None:
+        if not self._reported:
+            self._reported = True
+            say(
+                f"warning: rank 0 on {self._world.master_addr} sent a message that is not understood and is ignored: "
+                f"{error}; {knocking.SAME_VERSION}"
+            )
 
     def _failed(self, reason: str) -> None:
         with self._changed:

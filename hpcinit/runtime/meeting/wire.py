@@ -1,16 +1,25 @@
-"""What goes over a connection: JSON objects, one a line, and the proofs."""
+"""What goes over a connection: JSON objects, one a line, and the proofs.
+
+A message is data of a stranger until its proof has been checked, and may be of another version of hpcinit after that:
+read its fields with text(), integer() and choice(), which raise NotOurs for a value that they cannot use.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import json
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 
-GREETING = "hpcinit-meeting-1"
+PROTOCOL = "hpcinit-meeting-"
+GREETING = f"{PROTOCOL}2"
+LONGEST_TEXT = 5_000  # characters of a text field: JSON makes up to 12 bytes of each
+LONGEST_INTEGER = 20  # digits
 LONGEST_ERROR = 4_000  # characters of a rank's error that the others are told
 LONGEST_LINE = 65_536  # a peer that sends more without a line end is none of ours
 
@@ -21,11 +30,63 @@ class NotOurs(Exception):
 
 def proof(key: str, side: str, challenge: str, about: str) -> str:
     """That `side` holds the key, for one challenge; about: what else it vouches for (the rank)."""
-    return hmac.new(key.encode(), f"{side}|{challenge}|{about}".encode(), hashlib.sha256).hexdigest()
+    said = f"{side}|{challenge}|{about}".encode("utf-8", "surrogatepass")  # a stranger's challenge may be any text
+    return hmac.new(key.encode(), said, hashlib.sha256).hexdigest()
 
 
 def same(one: object, other: str) -> bool:
-    return isinstance(one, str) and hmac.compare_digest(one.encode(), other.encode())
+    """Whether `one`, which may be anything, is the proof `other`. Takes the same time wherever they differ."""
+    return isinstance(one, str) and one.isascii() and hmac.compare_digest(one, other)
+
+
+def key_id(key: str, job: str) -> str:
+    """Return a name for the key that does not reveal it, for messages about processes that hold different keys."""
+    return proof(key, "key", "", job)[:8]
+
+
+def endpoint(address: Sequence[Any], nat: bool) -> str:
+    """Return '10.0.0.1:20417' of what getsockname() or getpeername() returned; with `nat`, the port alone.
+
+    Both sides of a connection put the listener's endpoint into their proofs. A process that passes the messages of
+    two others on listens at another endpoint, so its clients do not accept the proof.
+    """
+    if nat:
+        return f"*:{address[1]}"
+    host = ipaddress.ip_address(str(address[0]).partition("%")[0])
+    mapped = host.ipv4_mapped if isinstance(host, ipaddress.IPv6Address) else None
+    return f"{mapped or host}:{address[1]}"
+
+
+def text(message: dict[str, Any], name: str, longest: int = LONGEST_TEXT) -> str:
+    """Return the text of a field, cut to `longest` characters and fit for a file. Raise NotOurs if it is no text."""
+    value = message.get(name)
+    if not isinstance(value, str):
+        raise NotOurs(f"{name} is {_brief(value)}, expected a text")
+    return value[:longest].encode("utf-8", "replace").decode()
+
+
+def integer(message: dict[str, Any], name: str, least: int, most: int) -> int:
+    """Return the integer of a field. Raise NotOurs unless it is one from `least` to `most`."""
+    value = message.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise NotOurs(f"{name} is {_brief(value)}, expected a number from {least} to {most}")
+    return value
+
+
+def port(message: dict[str, Any], name: str) -> int:
+    return integer(message, name, 1, 65_535)
+
+
+def choice(message: dict[str, Any], name: str, known: Sequence[str]) -> str:
+    """Return a field that has one of the `known` values. Raise NotOurs for another one."""
+    value = message.get(name)
+    if value not in known:
+        raise NotOurs(f"{name} is {_brief(value)}, expected one of {', '.join(known)}")
+    return str(value)
+
+
+def _brief(value: object) -> str:
+    return ascii(value)[:60]
 
 
 def challenge() -> str:
@@ -50,13 +111,18 @@ class Lines:
         messages = []
         for line in lines:
             try:
-                message = json.loads(line)
+                message = json.loads(line, parse_constant=str, parse_int=_integer)  # NaN and Infinity are no JSON
             except (ValueError, RecursionError):
                 raise NotOurs(f"not JSON: {line[:40]!r}") from None
             if not isinstance(message, dict):
                 raise NotOurs(f"not an object: {line[:40]!r}")
             messages.append(message)
         return messages
+
+
+def _integer(digits: str) -> int | str:
+    """Return the number, or a text, which no field for numbers takes, where it is longer than any field's."""
+    return int(digits) if len(digits) <= LONGEST_INTEGER else digits[:LONGEST_INTEGER]
 
 
 def receive(connection: socket.socket, lines: Lines, deadline: float | None = None) -> list[dict[str, Any]]:

@@ -1,0 +1,63 @@
+"""What ranks printed, in a terminal: it may come from data that another user has written."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import Run
+
+TITLE = "\x1b]0;owned\x07"
+PROGRAM = r"""
+import sys
+print("\x1b[31mred\x1b[0m \x1b]0;owned\x07 \x1b[2J\x9b2J \x1b[5;1Hmoved")
+print(" 10%\r 50%\r100% done")
+raise ValueError("bad \x1b]0;owned\x07\x1b[1A\x1b[2K name")
+"""
+
+
+def in_a_terminal(folder: Path, *words: str) -> str:
+    """What `hpcinit WORDS` writes to a terminal, as bytes 0 to 255 of a text."""
+    master, slave = pty.openpty()
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "200", "NO_COLOR": ""}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hpcinit", *words], cwd=folder, env=env, stdin=slave, stdout=slave, stderr=slave
+    )
+    os.close(slave)
+    written = b""
+    try:
+        while data := os.read(master, 65_536):
+            written += data
+    except OSError:  # the other end is closed
+        pass
+    os.close(master)
+    process.wait(60)
+    return written.decode()
+
+
+def test_control_sequences_of_a_rank_do_not_reach_the_terminal(hpcinit: Run, tmp_path: Path) -> None:
+    """logs, why, status, watch, report and a submission that is waited for print them; colors of a log stay."""
+    (tmp_path / "bad.py").write_text(PROGRAM)
+    shown = {"submit": in_a_terminal(tmp_path, "submit", "wait=true", "name=bad", "--", "bad.py")}
+    for command in ("logs", "why", "status", "watch", "report"):
+        shown[command] = in_a_terminal(tmp_path, command, "bad-0001")
+    for command, text in shown.items():
+        assert text and "\x1b]" not in text and "\x07" not in text and "\x9b" not in text, (command, text)
+        assert "\x1b[2J" not in text and "\x1b[5;1H" not in text and "\x1b[1A\x1b[2K name" not in text, (command, text)
+    for command in ("logs", "why", "submit"):
+        assert "\\x1b]0;owned\\x07" in shown[command], shown[command]
+    for command in ("logs", "submit"):
+        assert "\x1b[31mred" in shown[command] and "100% done" in shown[command] and " 50%" not in shown[command]
+
+
+def test_other_outputs_get_every_byte(hpcinit: Run, tmp_path: Path) -> None:
+    """Into a file or a pipe `hpcinit logs` writes the log as it is."""
+    (tmp_path / "bad.py").write_text(PROGRAM)
+    hpcinit("submit", "wait=true", "name=bad", "--", "bad.py")
+    said = subprocess.run(
+        [sys.executable, "-m", "hpcinit", "logs", "bad-0001"], cwd=tmp_path, capture_output=True, check=True, timeout=60
+    ).stdout
+    assert TITLE.encode() in said and b" 10%\r 50%\r100% done\n" in said and b"\x1b[5;1Hmoved" in said
