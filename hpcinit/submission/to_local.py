@@ -24,7 +24,7 @@ hpcinit_to_local() { # send the environment to all nodes; the ranks' Python into
   [ -r "$archive" ] || { hpcinit_not_local "$archive cannot be read: submitting again makes it anew"; return 0; }
   touch -c "$archive" # in use
   coproc hpcinit_keeper { exec srun --overlap --no-kill --nodes="$SLURM_JOB_NUM_NODES" \\
-    --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 --mem=0 --mpi=none \\
+    --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 --mem=0 --export=ALL --mpi=none \\
     --kill-on-bad-exit=0 --wait=0 @RUNS@ -m hpcinit.local_environment "$archive" "$old" \\
     2> >(sed -u 's/^/hpcinit: env_to_local: /' >&2); }
   hpcinit_keeper_pid=$! hpcinit_hears=${hpcinit_keeper[0]} hpcinit_tells=${hpcinit_keeper[1]}
