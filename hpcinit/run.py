@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpcinit.cli import guarded
-from hpcinit.facts import launchers, open_files, runfolder, safeguards, scratch
+from hpcinit.facts import launchers, open_files, ownership, runfolder, safeguards, scratch
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Program, Spec, load, of_this_run
@@ -95,6 +95,8 @@ def enter(name: str) -> Spec:
     """Of the run whose spec is the file `name`; from here on this process is in its working folder."""
     path = Path(name).absolute()
     spec = load(path)
+    if said := ownership.of_path(path.parent, "submit again"):
+        raise RequestError(said)
     os.environ[runfolder.ENV_FOLDER] = str(path.parent)
     try:
         os.chdir(spec.workdir)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
+from hpcinit.facts import ownership, quoting
 from hpcinit.facts.errors import ConfigError
 
 
@@ -25,7 +28,31 @@ def user_folders() -> list[Path]:
     found = [place.absolute() for place in places if place is not None and place.is_dir()]
     if named and not Path(named).is_dir():
         raise ConfigError(f"HPCINIT_CONF is {named!r}, expected a folder that exists")
+    chosen = Path(named).absolute() if named else None
+    if problems := [
+        said for place in found for said in _problems(place, chosen is not None and place.samefile(chosen))
+    ]:
+        raise ConfigError(*problems)
     return found
+
+
+@cache
+def _problems(place: Path, named: bool) -> tuple[str, ...]:
+    """Return why the YAML in `place` cannot be trusted. Its cluster.setup is shell that the job runs as this user.
+
+    named: by HPCINIT_CONF. Who names a folder trusts its owner and group: a site's folder often belongs to an account
+    for software.
+    """
+    if place.samefile(folder()):  # of a checkout whose Python code runs already
+        return ()
+    owners = (place.stat().st_uid,) if named else ()
+    advice = f"if you trust them: HPCINIT_CONF={quoting.shell(str(place))}"
+    files = [path for path in place.rglob("*") if path.suffix in {".yaml", ".yml"} or path.is_dir()]
+    found = []
+    for path in (place, *files):
+        with suppress(OSError):  # a link that leads nowhere
+            found.append(ownership.of_path(path, advice, owners=owners, named=named))
+    return tuple(said for said in found if said)
 
 
 def choices(group: str) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpcinit.config.schema import Config
+from hpcinit.facts import ownership
 from hpcinit.facts.user_paths import expanded
 
 LEAST_MB = 16  # a run folder begins with some 20 kB; logs and error records come to it
@@ -54,6 +55,8 @@ def _runs_dir(place: Path) -> Iterator[str]:
     if not there.is_dir():
         yield f"runs_dir is {str(place)!r}, but {there} is not a folder: choose another runs_dir=..."
         return
+    if there == place and (said := ownership.of_runs_dir(place)):
+        yield f"runs_dir: {said}"
     if not os.access(there, os.W_OK | os.X_OK):
         return  # said by submit, with the system's own reason: read-only, or not yours
     disk = shutil.disk_usage(there)

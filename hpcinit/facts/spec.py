@@ -7,12 +7,13 @@ shared folder is code that anyone who can write there runs as you.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import runfolder
+from hpcinit.facts import ownership, runfolder
 from hpcinit.facts.batch import Batch, solve
 from hpcinit.facts.errors import RequestError, SpecError
 from hpcinit.facts.layout import Layout
@@ -184,10 +185,17 @@ class Spec:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
 
 
-def load(path: Path) -> Spec:
-    """The Spec in `path`. Raises SpecError if it is not one that this version can use."""
+def load(path: Path, to_run: bool = True) -> Spec:
+    """The Spec in `path`. Raises SpecError if it is not one that this version can use.
+
+    to_run: this process will do what the spec says, so another user must not have written it. Who only looks at a
+    colleague's run says False.
+    """
     try:
-        document = json.loads(path.read_text())
+        with path.open(encoding="utf-8") as file:
+            if to_run and (said := ownership.problem(path, os.fstat(file.fileno()), "submit again")):
+                raise SpecError(said)
+            document = json.load(file)
     except OSError as error:
         raise SpecError(
             f"cannot read {path}: {error.strerror}; is the run folder on a file system that this node shares?"
@@ -208,7 +216,7 @@ def load(path: Path) -> Spec:
 def ranks_per_task(folder: Path) -> int:
     """How many ranks one of srun's tasks starts, in the run of `folder`; 1 where its spec cannot be read."""
     try:
-        spec = load(folder / runfolder.SPEC)
+        spec = load(folder / runfolder.SPEC, to_run=False)
     except SpecError:
         return 1
     return 1 if spec.launch.kind == "srun" else spec.ranks_per_node

@@ -27,6 +27,7 @@ class Reason(IntEnum):
         return _WORDS[self]
 
 
+NOT_RECORDED = "the reason was not recorded"  # in stopped.json instead of a Reason, until the ranks agree on one
 _WORDS = {
     Reason.ENDED: "told to end",
     Reason.TIME_LIMIT: "time limit",

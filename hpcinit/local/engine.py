@@ -22,6 +22,8 @@ import psutil
 
 from hpcinit.facts import children, parent_death, runfolder, whole_file
 from hpcinit.facts.errors import SubmitError
+from hpcinit.facts import ownership, parent_death, runfolder, whole_file
+from hpcinit.facts.errors import SpecError, SubmitError
 from hpcinit.facts.spec import load
 from hpcinit.local import environment, processes
 
@@ -66,7 +68,14 @@ def main(argv: Sequence[str]) -> int:
     if sys.stdin.buffer.read() != GO:
         return 1  # who submits was killed before it could say so: there is no job
     path, time_min = Path(argv[0]), float(argv[1])
-    spec = load(path / runfolder.SPEC)
+    try:
+        spec = load(path / runfolder.SPEC)
+        for place in (path, path / runfolder.SCRIPT):
+            if said := ownership.of_path(place, "submit again"):
+                raise SpecError(said)
+    except (SpecError, OSError) as error:
+        print(f"hpcinit: error: {error}", flush=True)
+        return _ended(path, {"pid": os.getpid(), "started": time.time()}, "FAILED", 2)
     env = dict(os.environ)
     env |= environment.batch(os.getpid(), spec.name, spec.nodes, spec.ranks_per_node, spec.workdir)
     env[processes.ENV_ENGINE] = str(os.getpid())

@@ -122,7 +122,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kill-on-bad-exit", type=int, default=0)
     parser.add_argument("--output", help="log file of a task; %%t: its rank; none: as this process")
     # Taken and not acted on: this machine's cores are not shared out, and output is appended in any case.
-    for name in ("--cpus-per-task", "--wait", "--cpu-bind", "--gpu-bind", "--open-mode"):
+    # There is no MPI, and the tasks have this process's environment.
+    for name in ("--cpus-per-task", "--wait", "--cpu-bind", "--gpu-bind", "--open-mode", "--export", "--mpi"):
         parser.add_argument(name)
     parser.add_argument("--unbuffered", action="store_true")
     parser.add_argument("command", nargs=argparse.REMAINDER)

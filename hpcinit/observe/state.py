@@ -182,7 +182,7 @@ def _chain(run: _Run, answer: slurm.Answer) -> State:
 def _decided(path: Path) -> bool:
     """Whether no later job of a chain goes on: an attempt has come to its end, or failed by itself."""
     status = exit_status(path)
-    stopped = status == 0 and _json(path / runfolder.STOPPED).get("job") == last_job(path)
+    stopped = status == 0 and (path / runfolder.STOPPED).exists()
     return status not in (None, runfolder.ENDED_EARLY) and not stopped
 
 

@@ -16,7 +16,7 @@ from hpcinit.config.schema import Config
 from hpcinit.facts import runfolder
 from hpcinit.facts.quoting import shell
 from hpcinit.facts.ranges import ranges
-from hpcinit.submission import script
+from hpcinit.submission import script, trusted
 
 # The name that stands for a task; at random, so that no value of the user's contains it.
 TASK = f"hpcinit-task-{secrets.token_hex(8)}"
@@ -98,7 +98,7 @@ def _with_env(config: Config, names: set[str]) -> Config:
 
 def _sourced(text: str) -> str:
     """The task's variables come from its file where the first of them is set."""
-    lines = [f'. "${runfolder.ENV_FOLDER}/{runfolder.ENV}"']
+    lines = [trusted.source(f'"${runfolder.ENV_FOLDER}/{runfolder.ENV}"')]
     return re.sub(rf"^export \w+={TASK}\n", lambda _: f"{lines.pop()}\n" if lines else "", text, flags=re.MULTILINE)
 
 

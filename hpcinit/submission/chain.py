@@ -15,8 +15,9 @@ from hpcinit.facts.errors import SubmitError
 # What the attempt before has left in exit.json decides. No record of its end: it was killed, or its first node lost.
 # 143: it was told to end (128 + SIGTERM), by the time limit, for another job, by scancel. Where another node is lost
 # the ranks on the others fail, and Slurm says why: 'srun: error: Node failure on n2', '*** JOB 15 ON n1 CANCELLED AT
-# ... DUE TO NODE FAILURE'. A program that ends well because run.should_stop() said so is not done: stopped.json. A
-# requeued job is no next link.
+# ... DUE TO NODE FAILURE'. A program that exits with 0 is done, unless stopped.json exists: it is there from the first
+# run.should_stop() until the end of a program that did not stop, so that a record which cannot be written never looks
+# like 'done'. It is removed after exit.json, for the same reason. A requeued job is no next link.
 LINES = f"""\
 hpcinit_before() {{ # one of a chain of jobs: what the one before has left decides
   local left job='' status='' log="${runfolder.ENV_FOLDER}/{runfolder.JOB_LOG}"
@@ -25,7 +26,7 @@ hpcinit_before() {{ # one of a chain of jobs: what the one before has left decid
   [[ $left =~ '"exit_status": '([0-9]+) ]] && status=${{BASH_REMATCH[1]}}
   case $job:$status in
     "$SLURM_JOB_ID":*|*:|*:{runfolder.ENDED_EARLY}) return ;;
-    *:0) grep -qs "\\"job\\": \\"$job\\"" "${runfolder.ENV_FOLDER}/{runfolder.STOPPED}" && return
+    *:0) [ ! -e "${runfolder.ENV_FOLDER}/{runfolder.STOPPED}" ] || return 0
        echo "hpcinit: job $job of this chain has ended well: nothing is left to do for job $SLURM_JOB_ID" ;;
     *) sed -n "/^hpcinit: job $job of a chain begins$/,\\$p" "$log" | grep -qi 'node failure' && return
        echo "hpcinit: job $job of this chain has failed by itself ($status): job $SLURM_JOB_ID runs nothing" ;;
@@ -33,7 +34,8 @@ hpcinit_before() {{ # one of a chain of jobs: what the one before has left decid
   echo "hpcinit: to run the script again by hand, take ${runfolder.ENV_FOLDER}/{runfolder.EXIT} away"
   exit "$status"
 }}
-hpcinit_before; rm -f "${runfolder.ENV_FOLDER}/{runfolder.STOPPED}"; echo "hpcinit: job $SLURM_JOB_ID of a chain begins"
+hpcinit_before; rm -f "${runfolder.ENV_FOLDER}/{runfolder.EXIT}" "${runfolder.ENV_FOLDER}/{runfolder.STOPPED}"
+echo "hpcinit: job $SLURM_JOB_ID of a chain begins"
 hpcinit_from=$(wc -l < "${runfolder.ENV_FOLDER}/{runfolder.JOB_LOG}")
 """.splitlines()
 # srun ends with the highest status of all ranks, and where one fails it ends the others by SIGTERM: 143, as if Slurm

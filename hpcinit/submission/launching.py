@@ -71,6 +71,10 @@ def _options(config: Config, folder: Path) -> dict[str, Any]:
         "ntasks-per-node": ranks if alone else 1,
         # Stated again: srun of Slurm 22.05 to 23.02 does not inherit it from sbatch.
         "cpus-per-task": cores if alone or cores is None else cores * ranks,
+        # With SLURM_EXPORT_ENV=NONE (sbatch --export=NONE, some sites' profiles) the ranks would get no environment.
+        "export": "ALL",
+        # A site's MpiDefault may need a library that the nodes lack. cluster.srun.mpi chooses another type.
+        "mpi": None if config.comm.backend == "mpi" else "none",
         "kill-on-bad-exit": int(launch.kill_on_bad_exit),
         "wait": launch.wait_s,
         "cpu-bind": launch.cpu_bind if alone else launch.cpu_bind and "none",

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from hpcinit.config import environments
 from hpcinit.config.schema import Config
-from hpcinit.facts import telling
+from hpcinit.facts import ownership, telling
 from hpcinit.facts.errors import SubmitError
 from hpcinit.facts.user_paths import expanded
 
@@ -40,10 +40,15 @@ def ready(config: Config) -> None:
     path, prefix = archive(config), _prefix(config)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        if path.exists():
+        ownership.make_folders(path.parent)
+        # The nodes unpack it and run its Python: nobody else may have put it there.
+        own = [path] if path.exists() else []
+        for place in (path.parent.parent, path.parent, *own):
+            if said := ownership.of_path(place, "cluster.cache=FOLDER names a place of your own"):
+                raise SubmitError(f"{KEY}: {said}; nothing was submitted")
+        if own:
             os.utime(path)  # in use
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
         _remove_old(path.parent, _family(prefix))
         try:
             _write(partial, prefix)

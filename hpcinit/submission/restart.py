@@ -9,7 +9,7 @@ from hpcinit.config.schema import Config
 from hpcinit.facts import hangs, runfolder
 from hpcinit.facts.elastic import ASIDE
 from hpcinit.facts.restarts import FAILURE, HANG, NODE_FAIL, PREEMPTED, SLURM, TIME_LIMIT
-from hpcinit.facts.stopping import Reason
+from hpcinit.facts.stopping import NOT_RECORDED, Reason
 
 # Whether one more restart is left, and whether the last ones have brought the run further. Slurm requeues by itself too
 # (preemption, a lost node), without asking anybody: so it is looked at when an attempt begins as well. A restart's line
@@ -35,9 +35,14 @@ hpcinit_restart() { # one more, number $1, for the reason $2; 1 if there may be 
     echo "hpcinit: restart $1 ($2) is not begun: $hpcinit_idle in a row have come no further than step $hpcinit_step" \\
       "(restart.without_progress)"; return 1
   fi
-  printf '{"job": "%s", "restart": %d, "time": %d, "reason": "%s", "step": %s, %s}\\n' \\
-    "$hpcinit_job" "$1" "$(date +%s)" "$2" "$hpcinit_step" \\
-    "\\"without_progress\\": $hpcinit_idle, \\"budget\\": @BUDGET@" >> "@RESTARTS@"
+  # A full disk must not end the job: the budget counts SLURM_RESTART_COUNT, and not these lines.
+  { [ ! -e "@RESTARTS@" ] || cat "@RESTARTS@"; } > "@RESTARTS@.tmp" &&
+    printf '{"job": "%s", "restart": %d, "time": %d, "reason": "%s", "step": %s, %s}\\n' \\
+      "$hpcinit_job" "$1" "$(date +%s)" "$2" "$hpcinit_step" \\
+      "\\"without_progress\\": $hpcinit_idle, \\"budget\\": @BUDGET@" >> "@RESTARTS@.tmp" &&
+    mv "@RESTARTS@.tmp" "@RESTARTS@" ||
+    echo "hpcinit: warning: restart $1 ($2) is not in @RESTARTS@, which cannot be written" >&2
+  return 0
 }
 hpcinit_attempt=${SLURM_RESTART_COUNT:-0}
 if [ "$hpcinit_attempt" -gt 0 ]; then
@@ -68,7 +73,8 @@ hpcinit_reason() { # why the ranks have ended with status $1; nothing if they ar
   case $left in *"\\"job\\": \\"$SLURM_JOB_ID\\""*) ;; *) left='' ;; esac
   [ "$1" -ne 0 ] || [ -n "$left" ] || return 0
   if [[ $left == *"@STOP_PREEMPTED@"* ]] || hpcinit_preempted; then echo @PREEMPTED@
-  elif [[ $left == *"@STOP_TIME_LIMIT@"* ]]; then echo @TIME_LIMIT@
+  elif [[ $left == *"@STOP_TIME_LIMIT@"* ]] || { [ "$1" -eq 0 ] && [[ $left == *"@NOT_RECORDED@"* ]]; }; then
+    echo @TIME_LIMIT@
   elif [ "$1" -eq 0 ]; then return 0
   elif [ -n "$(hpcinit_lost)" ]; then echo @NODE_FAIL@
   elif [ "$1" -eq @HUNG@ ] || [ -n "$(hpcinit_hang)" ]; then echo @HANG@
@@ -208,6 +214,7 @@ def _filled(text: str, config: Config) -> str:
         "HUNG": str(hangs.HUNG),
         "STOP_PREEMPTED": str(Reason.PREEMPTED),
         "STOP_TIME_LIMIT": str(Reason.TIME_LIMIT),
+        "NOT_RECORDED": NOT_RECORDED,
         **{"PREEMPTED": PREEMPTED, "TIME_LIMIT": TIME_LIMIT, "NODE_FAIL": NODE_FAIL, "HANG": HANG},
         **{"FAILURE": FAILURE, "SLURM": SLURM},
     }

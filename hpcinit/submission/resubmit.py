@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcinit.config.request import Prepare, Request
-from hpcinit.facts import runfolder, telling
+from hpcinit.facts import ownership, runfolder, telling
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.user_paths import expanded
 from hpcinit.observe import find, state, sweep
@@ -36,6 +36,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     options = telling.parsed(parser(), list(argv), intermixed=True)
     run = find.find(options.run, options.runs_dir).absolute()
+    if foreign := ownership.of_path(
+        run, f"look at it with hpcinit render {shlex.quote(str(run))}, and submit your own"
+    ):
+        raise RequestError(foreign)
     said = ["hpcinit", "resubmit", *argv]
     if (run / runfolder.SWEEP).is_file():
         return command.submit_all(_failed(run, options.overrides), said, as_json=options.json)

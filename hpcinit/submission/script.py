@@ -36,6 +36,9 @@ IN_A_JOB = (
     """[ -n "${SLURM_JOB_ID:-}" ] || """
     """{ echo "$0 is not in a job; start it with: sbatch $(printf %q "$0")" >&2; exit 2; }"""
 )
+# sbatch may need this token to submit, and passes it to the job. There it would reach every rank, and srun would use it
+# instead of munge.
+NO_TOKEN = "unset SLURM_JWT"
 
 
 def render(config: Config, folder: Path, workdir: Path, code: Plan | None = None) -> str:
@@ -96,6 +99,7 @@ def _mem(gb: float) -> str:
 
 def _setup(config: Config, folder: Path, code: Plan | None) -> list[str]:
     lines = [IN_A_JOB] if config.cluster.engine == "slurm" else []
+    lines += [NO_TOKEN]
     lines += [f"export {runfolder.ENV_FOLDER}={quoting.shell(str(folder))}"]
     lines += [*chain.lines(config.chain), *ATTEMPT]
     lines += preemption.LINES if config.chain > 1 or restart.asks(config) else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,17 +30,17 @@ def fill(path: Path, requests: Sequence[Request], jobs: Sequence[Job], provenanc
         for request in requests:
             task = f"{path}/{request.number}"
             folder.make(task)
-            _write(
+            folder.write(
                 f"{task}/{runfolder.SPEC}",
                 for_job.make_spec(request.config, for_job.workdir_of(request.config)).to_json(),
             )
-            _write(f"{task}/{runfolder.CONFIG}", _yaml(request.document, sections))
+            folder.write(f"{task}/{runfolder.CONFIG}", _yaml(request.document, sections))
             if names[request.number]:
-                _write(f"{task}/{runfolder.ENV}", array.env_file(request.config, names[request.number]))
+                folder.write(f"{task}/{runfolder.ENV}", array.env_file(request.config, names[request.number]))
         for job in jobs:
-            _write(f"{path}/{job.file}", job.text)
-        _write(f"{path}/{runfolder.SWEEP}", json.dumps({"format": FORMAT, "tasks": tasks}, indent=1) + "\n")
-        _write(f"{path}/{runfolder.PROVENANCE}", provenance.to_json())
+            folder.write(f"{path}/{job.file}", job.text)
+        folder.write(f"{path}/{runfolder.SWEEP}", json.dumps({"format": FORMAT, "tasks": tasks}, indent=1) + "\n")
+        folder.write(f"{path}/{runfolder.PROVENANCE}", provenance.to_json())
     except OSError as error:
         raise folder.cannot_write(path, error) from None
 
@@ -49,7 +48,7 @@ def fill(path: Path, requests: Sequence[Request], jobs: Sequence[Job], provenanc
 def mark(task: Path, record: Mapping[str, Any]) -> None:
     """The task's job exists. Raises MaybeSubmitted."""
     try:
-        _write(f"{task}/{runfolder.SUBMISSION}", json.dumps(record, indent=2) + "\n")
+        folder.write(f"{task}/{runfolder.SUBMISSION}", json.dumps(record, indent=2) + "\n")
     except OSError as error:
         raise MaybeSubmitted(
             f"job {record['job_id']} was submitted, but its record {task / runfolder.SUBMISSION} cannot be written: "
@@ -65,17 +64,6 @@ def forget(path: Path, requests: Sequence[Request], ids: Mapping[int, str]) -> N
         for request in requests:
             if request.number not in ids:
                 shutil.rmtree(path / str(request.number), ignore_errors=True)
-
-
-def _write(path: str, text: str) -> None:
-    """In four calls of the system; a thousand tasks are thousands of files."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        data = text.encode()
-        while data:  # a disk that is almost full takes a part
-            data = data[os.write(file, data) :]
-    finally:
-        os.close(file)
 
 
 def _yaml(document: Mapping[str, Any], known: dict[tuple[str, str], str]) -> str:

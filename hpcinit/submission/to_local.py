@@ -10,6 +10,7 @@ from hpcinit.config import environments
 from hpcinit.config.schema import Config
 from hpcinit.facts import scratch
 from hpcinit.facts.quoting import shell
+from hpcinit.submission import trusted
 
 PYTHON = '"$hpcinit_python"'  # in the place of the interpreter, in the line that starts the ranks
 PATIENCE_S = 600  # for a node's word; 10 GB in 100,000 files are unpacked in less
@@ -21,17 +22,19 @@ LINES = """\
 hpcinit_python=@PYTHON@
 hpcinit_to_local() { # send the environment to all nodes; the ranks' Python into $hpcinit_python
   local archive=@ARCHIVE@ old=@PREFIX@ new sent begin=$SECONDS
-  [ -r "$archive" ] || { hpcinit_not_local "$archive cannot be read: submitting again makes it anew"; return 0; }
+  { exec 9< "$archive"; } 2> /dev/null ||
+    { hpcinit_not_local "$archive cannot be read: submitting again makes it anew"; return 0; }
+  @OURS@ || { hpcinit_not_local "$archive @WHOSE@"; return 0; }
   touch -c "$archive" # in use
   coproc hpcinit_keeper { exec srun --overlap --no-kill --nodes="$SLURM_JOB_NUM_NODES" \\
-    --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 --mem=0 --mpi=none \\
+    --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 --mem=0 --export=ALL --mpi=none \\
     --kill-on-bad-exit=0 --wait=0 @RUNS@ -m hpcinit.local_environment "$archive" "$old" \\
     2> >(sed -u 's/^/hpcinit: env_to_local: /' >&2); }
   hpcinit_keeper_pid=$! hpcinit_hears=${hpcinit_keeper[0]} hpcinit_tells=${hpcinit_keeper[1]}
   hpcinit_heard room || return 0
   new=$hpcinit_said/@ENVIRONMENT@
-  sbcast "$archive" "$hpcinit_said/@FILE@" || { hpcinit_not_local "sbcast failed with status $?"; return 0; }
-  sent=$((SECONDS - begin)); export @USED@=$hpcinit_said
+  sbcast /dev/fd/9 "$hpcinit_said/@FILE@" || { hpcinit_not_local "sbcast failed with status $?"; return 0; }
+  exec 9<&-; sent=$((SECONDS - begin)); export @USED@=$hpcinit_said
   echo unpack >&"$hpcinit_tells"
   hpcinit_heard ready || return 0
   echo "hpcinit: env_to_local: $(($(stat -Lc %s "$archive") / 1000000)) MB on $SLURM_JOB_NUM_NODES node(s) in" \\
@@ -54,7 +57,7 @@ hpcinit_heard() { # every node's word $1, into $hpcinit_said; they must all say 
 }
 hpcinit_not_local() { # for the reason $1
   echo "hpcinit: warning: env_to_local: $1; the ranks run from "@PREFIX@ >&2
-  unset @USED@
+  unset @USED@; exec 9<&-
   [ -z "${hpcinit_tells:-}" ] || eval "exec $hpcinit_tells>&-"
   hpcinit_tells=''
 }
@@ -79,6 +82,7 @@ def lines(config: Config) -> list[str]:
         "ARCHIVE": shell(str(packing.archive(config))),
         "PREFIX": shell(str(prefix)),
         "BIN": shell(str(interpreter.relative_to(prefix))),
+        **{"OURS": trusted.OURS.format(fd=9), "WHOSE": trusted.WHOSE.format(path='"$archive"')},
         **{"USED": scratch.ENV_USED, "PATIENCE": str(PATIENCE_S)},
         **{"FILE": scratch.ARCHIVE, "ENVIRONMENT": scratch.ENVIRONMENT},
     }

@@ -35,7 +35,7 @@ def read(runs: Iterable[Path]) -> History:
             without.append(run.name)
             continue
         try:
-            made = spec.load(run / runfolder.SPEC)
+            made = spec.load(run / runfolder.SPEC, to_run=False)
         except SpecError:
             without.append(run.name)
             continue

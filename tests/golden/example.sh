@@ -15,6 +15,7 @@
 
 # setup
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "$0 is not in a job; start it with: sbatch $(printf %q "$0")" >&2; exit 2; }
+unset SLURM_JWT
 export HPCINIT_RUN=/shared/me/runs/x-0001
 hpcinit_job="${SLURM_JOB_ID:-$$}"
 hpcinit_record() {
@@ -42,4 +43,4 @@ ulimit -c 0
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --nodes=8 --ntasks=32 --ntasks-per-node=4 --cpus-per-task=16 --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log --mpi=none /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
+srun --nodes=8 --ntasks=32 --ntasks-per-node=4 --cpus-per-task=16 --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

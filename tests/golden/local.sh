@@ -10,6 +10,7 @@
 #SBATCH --time=60
 
 # setup
+unset SLURM_JWT
 export HPCINIT_RUN=/shared/me/runs/x-0001
 hpcinit_job="${SLURM_JOB_ID:-$$}"
 hpcinit_record() {
@@ -27,4 +28,4 @@ export OMP_NUM_THREADS=1
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-/shared/me/venv/bin/python -m hpcinit.local.step --nodes=2 --ntasks=4 --ntasks-per-node=2 --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
+/shared/me/venv/bin/python -m hpcinit.local.step --nodes=2 --ntasks=4 --ntasks-per-node=2 --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

@@ -14,6 +14,7 @@
 
 # setup
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "$0 is not in a job; start it with: sbatch $(printf %q "$0")" >&2; exit 2; }
+unset SLURM_JWT
 export HPCINIT_RUN=/shared/me/runs/x-0001
 hpcinit_job="${SLURM_JOB_ID:-$$}"
 hpcinit_record() {
@@ -36,4 +37,4 @@ export OMP_NUM_THREADS=1
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --nodes=4 --ntasks=8 --ntasks-per-node=2 --cpus-per-task=8 --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
+srun --nodes=4 --ntasks=8 --ntasks-per-node=2 --cpus-per-task=8 --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

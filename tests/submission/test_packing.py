@@ -17,6 +17,7 @@ from hpcinit.facts import scratch, telling
 from hpcinit.facts.errors import SubmitError
 from hpcinit.submission import packing
 from tests import environments
+from tests.leaving_out import leave_out
 
 Place = tuple[Path, Config]
 
@@ -127,3 +128,19 @@ def test_only_this_environments_path_is_adapted(tmp_path: Path) -> None:
     (tmp_path / "bin/a").write_text("#!/me/venv/bin/python\n/me/venv2/bin:/me/venv:'/me/venv'\n")
     local_environment.adapt(tmp_path, Path("/me/venv"))
     assert (tmp_path / "bin/a").read_text() == f"#!{tmp_path}/bin/python\n/me/venv2/bin:{tmp_path}:'{tmp_path}'\n"
+
+
+def test_an_archive_of_another_user_is_refused(place: Place) -> None:
+    """Whoever makes the archive first, in a cache that many share, would choose the Python that all jobs run."""
+    if os.geteuid() != 0:
+        leave_out("only root can make a file another user's")
+    path = packing.archive(place[1])
+    path.parent.mkdir(parents=True)
+    path.touch()
+    os.chown(path, 4242, 4242)
+    with pytest.raises(SubmitError, match=rf"{path} belongs to user 4242 .*cluster.cache=FOLDER names a place of your"):
+        packing.ready(place[1])
+    path.unlink()
+    path.parent.chmod(0o777)
+    with pytest.raises(SubmitError, match=rf"every user can write it.*chmod o-w {path.parent}.*nothing was submitted"):
+        packing.ready(place[1])

@@ -73,7 +73,8 @@ def test_one_task_per_node_has_the_cores_of_its_ranks() -> None:
     words = ("cluster=mini", "nodes=2", "ranks_per_node=4", "launch.kill_on_bad_exit=false")
     for kind, module in (("fork", "fork"), ("torchrun", "elastic")):
         step = render(*words, f"launch={kind}", "cpus_per_rank=3").splitlines()[-1]
-        assert "--ntasks=2 --ntasks-per-node=1 --cpus-per-task=12 --kill-on-bad-exit=0" in step
+        assert "--ntasks=2 --ntasks-per-node=1 --cpus-per-task=12 --export=ALL" in step
+        assert "--kill-on-bad-exit=0" in step
         assert step.endswith(f"-m hpcinit.{module} {FOLDER}/spec.json") and "--output" not in step
     assert "--cpus-per-task" not in render(*words, "launch=fork", "cluster.cpus_per_node=null")
 

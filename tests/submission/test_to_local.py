@@ -135,6 +135,11 @@ def test_a_job_that_is_cancelled(site: Site) -> None:
             ["nodes=1", "cluster.setup=['rm cache/hpcinit/environments/*.tar']"],
             "cannot be read: submitting again makes",
         ),
+        # The job runs as root, which may give the archive to another user, as if that one had put it there.
+        (
+            ["nodes=1", "cluster.setup=['chown games cache/hpcinit/environments/*.tar']"],
+            ".tar can be written by another user (owner games, mode 644), expected yours alone",
+        ),
     ],
 )
 def test_what_a_node_cannot_take(site: Site, words: list[str], why: str) -> None:

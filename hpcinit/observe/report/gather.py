@@ -64,7 +64,7 @@ def _with_law(attempt: Attempt, run: Path) -> Attempt:
     if attempt.law:
         return attempt
     try:
-        law = spec.load(run / runfolder.SPEC).comm.timeout
+        law = spec.load(run / runfolder.SPEC, to_run=False).comm.timeout
         limit, text = law.start_up(attempt.nodes).total_seconds(), law.formula(attempt.nodes)
     except HpcinitError:
         return attempt

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import signal
@@ -24,6 +23,7 @@ from hpcinit.facts.timeouts import left_of_job
 from hpcinit.facts.world import World
 from hpcinit.runtime.lifecycle import loader_workers, phase
 from hpcinit.runtime.lifecycle.signals import Watch
+from hpcinit.runtime.lifecycle.stop_record import StopRecord
 
 SHARE = 0.005  # of the time of a step that agreeing may cost
 MOST_STEPS, MOST_S = 1000, 10.0  # between two agreements
@@ -56,7 +56,9 @@ class Stopper:
         self._before, self._longest = time.monotonic(), 0.0
         self.longest_save = timedelta()
         self._watch = self._listen()
+        self._stop_record: StopRecord | None = None
         if world.rank == 0 and folder is not None:
+            self._stop_record = StopRecord(folder, env.get("SLURM_JOB_ID", ""))
             threading.Thread(target=self._look, args=(folder,), name="hpcinit-stop", daemon=True).start()
 
     def ask(self) -> Stop | None:
@@ -97,10 +99,8 @@ class Stopper:
 
     def _record(self, stop: Stop) -> None:
         """For the next job of a chain: what ends well now is not done, unless the user asked for the end."""
-        if self._world.rank == 0 and self._folder is not None and stop.reason is not Reason.USER:
-            document = {"job": self._env.get("SLURM_JOB_ID", ""), "reason": str(stop.reason)}
-            with contextlib.suppress(OSError):
-                (self._folder / runfolder.STOPPED).write_text(json.dumps(document) + "\n")
+        if self._stop_record is not None:
+            self._stop_record.stop(stop.reason)
 
     def _apart(self) -> float:
         """Seconds between two agreements, at most: a short job's margin must not pass between them."""

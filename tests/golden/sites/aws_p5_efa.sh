@@ -15,6 +15,7 @@
 
 # setup
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "$0 is not in a job; start it with: sbatch $(printf %q "$0")" >&2; exit 2; }
+unset SLURM_JWT
 export HPCINIT_RUN=/shared/me/runs/x-0001
 hpcinit_job="${SLURM_JOB_ID:-$$}"
 hpcinit_record() {
@@ -39,4 +40,4 @@ export FI_EFA_USE_HUGE_PAGE=0
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=24 --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log --container-image=/fsx/images/pytorch.sqsh --container-mounts=/shared/me/project:/shared/me/project,/shared/me/runs/x-0001:/shared/me/runs/x-0001,/fsx:/fsx --container-env=FI_EFA_USE_HUGE_PAGE,NCCL_SOCKET_IFNAME python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
+srun --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=24 --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log --container-image=/fsx/images/pytorch.sqsh --container-mounts=/shared/me/project:/shared/me/project,/shared/me/runs/x-0001:/shared/me/runs/x-0001,/fsx:/fsx --container-env=FI_EFA_USE_HUGE_PAGE,NCCL_SOCKET_IFNAME python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

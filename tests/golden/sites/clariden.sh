@@ -15,6 +15,7 @@
 
 # setup
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "$0 is not in a job; start it with: sbatch $(printf %q "$0")" >&2; exit 2; }
+unset SLURM_JWT
 export HPCINIT_RUN=/shared/me/runs/x-0001
 hpcinit_job="${SLURM_JOB_ID:-$$}"
 hpcinit_record() {
@@ -49,4 +50,4 @@ ulimit -c 0
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=72 --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
+srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=72 --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

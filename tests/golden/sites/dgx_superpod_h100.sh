@@ -16,6 +16,7 @@
 
 # setup
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "$0 is not in a job; start it with: sbatch $(printf %q "$0")" >&2; exit 2; }
+unset SLURM_JWT
 export HPCINIT_RUN=/shared/me/runs/x-0001
 hpcinit_job="${SLURM_JOB_ID:-$$}"
 hpcinit_record() {
@@ -37,4 +38,4 @@ export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 30))}"
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=14 --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log '--container-image=nvcr.io#nvidia/pytorch:25.01-py3' --container-mounts=/shared/me/project:/shared/me/project,/shared/me/runs/x-0001:/shared/me/runs/x-0001 python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
+srun --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=14 --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log '--container-image=nvcr.io#nvidia/pytorch:25.01-py3' --container-mounts=/shared/me/project:/shared/me/project,/shared/me/runs/x-0001:/shared/me/runs/x-0001 python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

@@ -17,6 +17,7 @@
 
 # setup
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "$0 is not in a job; start it with: sbatch $(printf %q "$0")" >&2; exit 2; }
+unset SLURM_JWT
 export HPCINIT_RUN=/shared/me/runs/x-0001
 hpcinit_job="${SLURM_JOB_ID:-$$}"
 hpcinit_record() {
@@ -46,4 +47,4 @@ export MIOPEN_CUSTOM_CACHE_DIR=/tmp/me-miopen
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=7 --kill-on-bad-exit=1 --wait=0 --cpu-bind=mask_cpu:fe000000000000,fe00000000000000,fe0000,fe000000,fe,fe00,fe00000000,fe0000000000 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
+srun --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=7 --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --cpu-bind=mask_cpu:fe000000000000,fe00000000000000,fe0000,fe000000,fe,fe00,fe00000000,fe0000000000 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
