@@ -75,6 +75,7 @@ def unexpected(error: BaseException, token: str, printed: Sequence[str] = ()) ->
 
 
 def _check_first(token: str, printed: Sequence[str]) -> str:
+    printed = list(dict.fromkeys(printed))  # a controller that forgot job 8 gives that id to the next job
     ids = f" (sbatch printed {' and '.join(printed)})" if printed else ""
     commands = [
         f"squeue --all --me --states=all --format '%i %T %k' | grep -F {queue.MARK}{token}",

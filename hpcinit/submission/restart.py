@@ -59,9 +59,9 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
 fi
 """
 
-# sinfo marks nodes that do not answer with '*'; without --all it omits nodes that are in hidden partitions only. srun's own
-# status is the highest of all ranks, and ranks that were killed have higher ones than those that hung: the report of the
-# hang tells, too.
+# sinfo marks nodes that do not answer with '*'; without --all it omits nodes that are in hidden partitions only.
+# srun's own status is the highest of all ranks, and ranks that were killed have higher ones than those that hung: the
+# report of the hang tells, too.
 REASON = """\
 hpcinit_reason() { # why the ranks have ended with status $1; nothing if they are done
   local left
