@@ -96,6 +96,7 @@ def unpack(folder: Path, prefix: Path) -> None:
             check=True,
             capture_output=True,
             text=True,
+            errors="replace",
         )
     except subprocess.CalledProcessError as error:
         raise OSError(f"tar cannot unpack {archive}: {error.stderr.strip()[-500:]}") from None

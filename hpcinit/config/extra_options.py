@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hpcinit.config import slurm_options
 from hpcinit.config.schema import Config
 from hpcinit.facts import quoting
 
@@ -100,8 +101,9 @@ def problems(config: Config) -> Iterator[str]:
     for table, options in (("sbatch", config.cluster.sbatch), ("srun", config.cluster.srun)):
         key = f"cluster.{table}"
         for option, value in options.items():
-            if said := instead(option, table):
-                yield f"{key}.{option}: {said}"
+            full = slurm_options.meant(str(option), table)
+            if said := instead(full, table):
+                yield f"{key}.{option}: {f'{table} takes it for --{full}; ' * (full != option)}{said}"
             elif not quoting.OPTION_NAME.fullmatch(str(option)):
                 yield f"{key} has {option!r}, expected the long name of an option without its dashes, as in mail-type"
             elif isinstance(value, (list, dict)):

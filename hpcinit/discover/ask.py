@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpcinit.facts import slurm_records
+from hpcinit.facts import slurm_client, slurm_records
 from hpcinit.facts.errors import Failure
 
 ANSWER_S = 60  # longer than Slurm's MessageTimeout (10 s); 10,000 nodes are some 10 MB of text
@@ -56,16 +56,7 @@ def accounting(config: Mapping[str, str]) -> bool:
 def _run(command: list[str], env: Mapping[str, str]) -> str:
     said = " ".join(command)
     try:
-        done = subprocess.run(
-            command,
-            env={**env, "LC_ALL": "C.UTF-8"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=ANSWER_S,
-            check=False,
-        )
+        done = slurm_client.run(command, ANSWER_S, {**env, "LC_ALL": "C.UTF-8"})
     except FileNotFoundError:
         raise Failure(
             f"{command[0]} is not on PATH, and discover asks Slurm itself: is this a login node, and is the slurm "

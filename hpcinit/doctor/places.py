@@ -96,7 +96,7 @@ def _file_system(path: Path) -> str:
     """'nfs4', 'lustre', 'tmpfs': of the mount that holds `path`; '' where Linux does not say."""
     best, kind = "", ""
     try:
-        mounts = Path("/proc/self/mounts").read_text().splitlines()
+        mounts = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
     except OSError:
         return ""
     for words in (line.split() for line in mounts):

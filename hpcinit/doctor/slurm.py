@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from hpcinit.config.schema import Config
-from hpcinit.facts import clocks, slurm_records
+from hpcinit.facts import clocks, slurm_client, slurm_records
 from hpcinit.facts.checkup import BAD, OK, WARNING, Check
 
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
@@ -103,10 +103,7 @@ def _base(state: str) -> str:
 def _ask(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:
     """What it printed, and '' or why there is no answer."""
     try:
-        done = subprocess.run(
-            command, env={**env, "LC_ALL": "C.UTF-8"}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            errors="replace", timeout=ANSWER_S, check=False,
-        )  # fmt: skip
+        done = slurm_client.run(command, ANSWER_S, {**env, "LC_ALL": "C.UTF-8"})
     except OSError as error:
         return "", f"cannot run {command[0]}: {error.strerror}"
     except subprocess.TimeoutExpired:

@@ -116,7 +116,7 @@ def _ipv4() -> list[tuple[str, ipaddress.IPv4Address]]:
         answer = fcntl.ioctl(asked, SIOCGIFCONF, struct.pack("iP", size, at))
     filled = struct.unpack("iP", answer)[0]
     entries = [buffer[i : i + _IFREQ].tobytes() for i in range(0, filled, _IFREQ)]
-    return [(e[:16].partition(b"\0")[0].decode(), ipaddress.IPv4Address(e[20:24])) for e in entries]
+    return [(e[:16].partition(b"\0")[0].decode(errors="replace"), ipaddress.IPv4Address(e[20:24])) for e in entries]
 
 
 def _ipv6() -> list[tuple[str, ipaddress.IPv6Address]]:

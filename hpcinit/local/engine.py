@@ -53,10 +53,11 @@ def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Seq
         write_state(path, {"state": "RUNNING", "pid": process.pid, "started": time.time()})
         process.stdin.write(GO)
         process.stdin.close()
-    except OSError as error:
+    except Exception as error:  # without GO the engine runs nothing
         process.kill()
         process.wait()
-        raise SubmitError(f"cannot start the job of {path}: {error.strerror}; nothing was submitted") from None
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise SubmitError(f"cannot start the job of {path}: {why}; nothing was submitted") from error
     return str(process.pid), command
 
 

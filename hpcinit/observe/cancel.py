@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcinit.facts import runfolder, telling
+from hpcinit.facts import runfolder, slurm_client, telling
 from hpcinit.facts.errors import Failure, RequestError
 from hpcinit.observe import find, overview, sweep
 
@@ -112,7 +112,7 @@ def _note(path: Path, jobs: Sequence[str]) -> None:
 def _scancel(jobs: Sequence[str]) -> None:
     command = ["scancel", *jobs]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = slurm_client.run(command, 60)
     except FileNotFoundError:
         raise Failure("scancel is not on PATH: cancel where the job was submitted") from None
     except subprocess.TimeoutExpired:

@@ -12,7 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import beats, error_records, flight, hang_verdict, hangs, job_log, runfolder, slurm_records, spec
+from hpcinit.facts import (
+    beats,
+    error_records,
+    flight,
+    hang_verdict,
+    hangs,
+    job_log,
+    runfolder,
+    slurm_client,
+    slurm_records,
+    spec,
+)
 from hpcinit.facts.error_records import Found
 from hpcinit.facts.evidence import Evidence, clocks
 from hpcinit.observe import logs, progress, state
@@ -133,11 +144,8 @@ def _record(what: str, name: str, key: str) -> dict[str, str]:
 
 
 def _shown(what: str, name: str) -> str:
-    command = ["scontrol", "show", what, name]
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S, check=False
-        )
+        done = slurm_client.run(["scontrol", "--all", "show", what, name], ANSWER_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+
+from hpcinit.facts import slurm_client
 
 ANSWER_S = 30  # longer than Slurm's MessageTimeout (10 s), after which its clients give up by themselves
 NOBODY = "nobody"  # the source of a state when Slurm did not answer
@@ -169,7 +170,7 @@ def _sacct(ids: Iterable[str]) -> Iterator[State]:
 
 def _scontrol(ids: Sequence[str]) -> Iterator[State]:
     """Other users' jobs as well, with exit status; all that the controller holds if it is asked for several."""
-    for line in ask_slurm("scontrol", "--oneliner", "show", "job", *(ids if len(ids) == 1 else ())):
+    for line in ask_slurm("scontrol", "--all", "--oneliner", "show", "job", *(ids if len(ids) == 1 else ())):
         if match := SCONTROL.match(line):
             job_id = f"{match['array']}_{match['task']}" if match["array"] else match["job"]
             reason = "" if match["reason"] == "None" else match["reason"]
@@ -225,12 +226,10 @@ def ask_slurm(*command: str) -> list[str]:
 
 def _start(command: Sequence[str]) -> subprocess.Popen[str] | None:
     """None where there is no such program."""
-    # SQUEUE_PARTITION and the like hide jobs, SLURM_TIME_FORMAT writes times as it likes.
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("SQUEUE_", "SACCT_")) and k != "SLURM_TIME_FORMAT"}
     try:
         return subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            errors="replace",
+            command, env=slurm_client.environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, errors="replace",
         )  # fmt: skip
     except OSError:
         return None

@@ -227,7 +227,7 @@ def _unsubmitted(path: Path) -> str:
         )
     return (
         f"{path} has a script and no {runfolder.SUBMISSION}: hpcinit was ended while it submitted, or nobody could say "
-        f"whether there is a job. Look for it: squeue --me --states=all --format='%i %T %o' | grep -F {script} ; "
+        f"whether there is a job. Look for it: squeue --all --me --states=all --format='%i %T %o' | grep -F {script} ; "
         "without one nothing was submitted"
     )
 

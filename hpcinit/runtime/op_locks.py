@@ -94,7 +94,7 @@ def file_system(path: Path) -> str:
     """'ext4', 'nfs4', 'lustre'...: of the mount that a path is on, '' if that cannot be told."""
     best, kind = -1, ""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
             # "36 35 98:0 /root /mount\040point rw,noatime master:1 - ext3 /dev/root rw"
             mount, _, rest = line.partition(" - ")
             point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), mount.split()[4])

@@ -191,7 +191,12 @@ def _node_addr(host: str) -> str | None:
         return alias
     try:
         done = subprocess.run(
-            ["scontrol", "show", "node", host], capture_output=True, text=True, timeout=20, check=False
+            ["scontrol", "--all", "show", "node", host],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=20,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None  # containers often have no scontrol

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from hpcinit.facts import telling
+from hpcinit.facts import slurm_client, telling
 from hpcinit.submission import refusal
 from hpcinit.submission.slurm_executor import LOST_CONTROLLER, NOT_SENT
 
@@ -40,8 +40,8 @@ def test_only(script: Path, env: Mapping[str, str], options: Sequence[str] = ())
     words = ["sbatch", "--test-only", *options, str(script)]
     try:
         done = subprocess.run(
-            words, env=dict(env), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE_S,
-            start_new_session=True, check=False,
+            words, env=dict(env), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+            timeout=PATIENCE_S, start_new_session=True, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return ""
@@ -85,11 +85,8 @@ def _missing_nodes(script: str, env: Mapping[str, str]) -> str:
     """'2 of 4 nodes of partition main are down, drained or reserved'; '' if none are, or if that cannot be told."""
     found = re.search(r"^#SBATCH --partition='?([\w.,+-]+)'?$", script, re.MULTILINE)
     words = ["sinfo", "--noheader", "--format=%D %T %P", *([f"--partition={found[1]}"] if found else [])]
-    quiet = {name: value for name, value in env.items() if not name.startswith("SINFO_")}
     try:
-        done = subprocess.run(
-            words, env=quiet, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SINFO_S, check=False
-        )
+        done = slurm_client.run(words, SINFO_S, env)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     total = missing = 0

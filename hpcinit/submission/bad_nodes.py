@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from hpcinit.config import partition
 from hpcinit.config.request import Request
 from hpcinit.config.schema import Config
-from hpcinit.facts import bad_nodes
+from hpcinit.facts import bad_nodes, slurm_client
 from hpcinit.facts.bad_nodes import Standing
 from hpcinit.facts.errors import NodelistError
 from hpcinit.facts.user_paths import expanded
@@ -81,11 +81,9 @@ def _strange(hosts: Sequence[str]) -> set[str]:
         return set()
     import subprocess  # noqa: PLC0415 - where there are such nodes
 
-    command = ["scontrol", "show", "node", ",".join(hosts)]
+    # --all: without it a node that is in hidden partitions only is 'not found'.
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S, check=False
-        )
+        done = slurm_client.run(["scontrol", "--all", "show", "node", ",".join(hosts)], ANSWER_S)
     except (OSError, subprocess.TimeoutExpired):
         return set()
     return set(hosts) & set(re.findall(r"Node (\S+) not found", done.stdout + done.stderr))

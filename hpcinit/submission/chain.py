@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from hpcinit.config.schema import Config
 from hpcinit.facts import runfolder
-from hpcinit.facts.errors import SubmitError
 
 # What the attempt before has left in exit.json decides. No record of its end: it was killed, or its first node lost.
 # 143: it was told to end (128 + SIGTERM), by the time limit, for another job, by scancel. Where another node is lost
@@ -77,7 +76,7 @@ def around(step: str, links: int) -> str:
 def hand_over(submit: Callable[..., tuple[str, Sequence[str]]], config: Config) -> Links:
     """Submit the jobs of a run. submit: takes options of sbatch, returns job id and command.
 
-    Raises SubmitError if there is not even a first; the jobs before one that is refused are kept, and it is told.
+    Raises SubmitError if there is not even a first. Where a later one fails, the jobs before it are kept.
     """
     job_id, command = submit()
     jobs = [job_id]
@@ -85,7 +84,7 @@ def hand_over(submit: Callable[..., tuple[str, Sequence[str]]], config: Config) 
         try:
             # On sbatch's command line, where it takes the place of the script's own: the first alone waits for others.
             job_id, _ = submit(f"--dependency=afterany:{jobs[-1]}" + ",singleton" * config.singleton)
-        except (SubmitError, KeyboardInterrupt) as error:
+        except (Exception, KeyboardInterrupt) as error:  # the jobs before this one exist, whatever has happened
             return Links(jobs, command, _missing(str(error) or "interrupted", jobs, config.chain))
         jobs.append(job_id)
     return Links(jobs, command)

@@ -29,7 +29,7 @@ def root(workdir: Path) -> Path:
 def commit(top: Path) -> str | None:
     """The commit that is checked out; None before the first."""
     done = _git(top, "rev-parse", "--verify", "--quiet", "HEAD^{commit}")
-    return done.stdout.decode().strip() or None
+    return os.fsdecode(done.stdout).strip() or None
 
 
 def files(top: Path) -> Iterator[str]:

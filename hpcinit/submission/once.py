@@ -9,8 +9,10 @@ import secrets
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from hpcinit.facts import slurm_client
 from hpcinit.facts.errors import INTERRUPTED, MaybeSubmitted, NotReached, SubmitError
 from hpcinit.submission import queue
 from hpcinit.submission.waiting import Waiting
@@ -23,7 +25,11 @@ SETTLE_S = 5.0
 # slurmctld writes its jobs to disk up to 5 s after it has taken one (SAVE_MAX_WAIT in state_save.c); killed before, it
 # forgets a job whose id sbatch has printed already.
 SAVED_S = 7.0
+# Attempts that may each have made a job. If Slurm shows no job after two of them, a third would hardly help, and may be
+# one more job: a person has to look.
+MOST_ACCEPTED = 2
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 10.0)  # between two attempts; the last one again and again
+CANCEL_S = 60  # for scancel
 TICK_S = 0.2  # how soon Ctrl-C is seen
 
 
@@ -49,14 +55,36 @@ def hand_over(
     of sbatch's command line. patience_s: how long the controller may stay away. confirm: look again after SAVED_S
     whether the controller still has the job, which is done after any trouble anyway. interrupted: whether Ctrl-C came.
 
-    Raises SubmitError: there is no job. MaybeSubmitted: nobody could say whether there is one. KeyboardInterrupt:
-    there is none.
+    Raises SubmitError: there is no job. MaybeSubmitted: there may be one, also after any error that is not expected
+    here. KeyboardInterrupt: there is none.
     """
     submission = _Submission(script, env, token, options, comment, patience_s, interrupted)
     try:
         return submission.run(confirm), submission.command
+    except SubmitError:
+        raise
+    except Exception as error:
+        raise unexpected(error, token, submission.printed) from error
     finally:
         submission.waiting.end()
+
+
+def unexpected(error: BaseException, token: str, printed: Sequence[str] = ()) -> MaybeSubmitted:
+    """Return what to raise instead of `error`, which occurred after sbatch was started. printed: ids from sbatch."""
+    return MaybeSubmitted(f"{type(error).__name__}: {error}\n{_check_first(token, printed)}")
+
+
+def _check_first(token: str, printed: Sequence[str]) -> str:
+    printed = list(dict.fromkeys(printed))  # a controller that forgot job 8 gives that id to the next job
+    ids = f" (sbatch printed {' and '.join(printed)})" if printed else ""
+    commands = [
+        f"squeue --all --me --states=all --format '%i %T %k' | grep -F {queue.MARK}{token}",
+        *(f"scontrol show job {job_id}" for job_id in printed),
+    ]
+    return (
+        f"the job may exist all the same{ids}; the run folder was kept. Check before you submit again, with\n  "
+        + "\n  ".join(commands)
+    )
 
 
 class _Submission:
@@ -80,6 +108,8 @@ class _Submission:
         self._trouble = ""  # what sbatch said last
         self._unclear = False  # whether an attempt may have made a job that nobody has seen
         self._attempts = 0
+        self._accepted = 0  # attempts that may have made a job, whatever was found of it later
+        self.printed: list[str] = []  # ids that sbatch printed
 
     def run(self, confirm: bool) -> str:
         while True:
@@ -88,6 +118,8 @@ class _Submission:
                 job_id = self._kept(job_id)
             if job_id:
                 return job_id
+            if self._accepted >= MOST_ACCEPTED:
+                raise self._gave_up(f"{self._accepted} attempts may each have made a job, and Slurm shows none of them")
             self._pause("sbatch is tried again")
 
     def _submit(self) -> str | None:
@@ -96,11 +128,14 @@ class _Submission:
         self._attempts += 1
         try:
             job_id, self.command = slurm_executor.sbatch(self._script, self._env, self._words)
+            self._accepted += 1
+            self.printed.append(job_id)
             return job_id
         except NotReached as error:
             self._in_trouble(str(error))
         except MaybeSubmitted as error:
             self._in_trouble(str(error))
+            self._accepted += 1
             self._unclear = True
         return None
 
@@ -152,7 +187,8 @@ class _Submission:
         first, *others = sorted(jobs, key=lambda job: (job.state == "PENDING", int(job.job_id)))
         if others:
             surplus = [job.job_id for job in others]
-            subprocess.run(["scancel", *surplus], env=dict(self._env), check=False, start_new_session=True)
+            with suppress(OSError, subprocess.TimeoutExpired):
+                slurm_client.run(["scancel", *surplus], CANCEL_S, self._env)
             self.waiting.show(f"the controller took the request late: job {' '.join(surplus)} of it is cancelled")
         self.command = self.command or ("sbatch", "--parsable", *self._words, str(self._script))
         return first.job_id
@@ -169,7 +205,7 @@ class _Submission:
         until = time.monotonic() + seconds
         while (clock := time.monotonic()) < until:
             if self._interrupted():
-                raise self._gave_up("interrupted") if self._unclear else KeyboardInterrupt
+                raise self._gave_up("interrupted") if self._accepted else KeyboardInterrupt
             if self._given_up_at is not None and clock > self._given_up_at:
                 raise self._gave_up(
                     f"the controller did not take the job in {self._patience_s:g} s (cluster.submit_patience_s)"
@@ -178,12 +214,9 @@ class _Submission:
             time.sleep(min(TICK_S, until - clock))
 
     def _gave_up(self, why: str) -> SubmitError:
-        if not self._unclear:
+        if not self._accepted:
             return SubmitError(f"{self._trouble}\n{why}")
-        error = MaybeSubmitted(
-            f"{self._trouble}\n{why}; the job may exist all the same: look for {queue.MARK}{self._token} in the output "
-            "of\n  squeue --me --states=all --format '%i %T %k'\nbefore you submit again; the run folder was kept"
-        )
+        error = MaybeSubmitted(f"{self._trouble}\n{why}; {_check_first(self._token, self.printed)}")
         if why == "interrupted":
             error.exit_status = INTERRUPTED
         return error

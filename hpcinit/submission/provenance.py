@@ -25,6 +25,7 @@ class Provenance:
             self._git: subprocess.Popen[str] | None = subprocess.Popen(
                 ["git", "-C", str(workdir), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                errors="replace",
             )  # fmt: skip
         except OSError:  # no git, or none that we may run
             self._git = None

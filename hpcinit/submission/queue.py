@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcinit.facts import runfolder
+from hpcinit.facts import runfolder, slurm_client
 
 MARK = "hpcinit="  # before a token, in a job's comment
 ANSWER_S = 30  # longer than Slurm's MessageTimeout (10 s), after which its clients give up by themselves
@@ -39,10 +39,11 @@ class Question:
     def __init__(self, env: Mapping[str, str], *, over: bool) -> None:
         """over: jobs that have ended too, for as long as the controller keeps them (MinJobAge)."""
         states = ["--states=all"] if over else []
-        command = ["squeue", "--me", "--noheader", *states, f"--format={FORMAT}"]
+        # --all: without it the user's own jobs in hidden partitions, or in those of a group, are not listed.
+        command = ["squeue", "--all", "--me", "--noheader", *states, f"--format={FORMAT}"]
         try:
             self._process: subprocess.Popen[str] | None = subprocess.Popen(
-                command, env=_unfiltered(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                command, env=slurm_client.environment(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL, text=True, errors="replace", start_new_session=True,
             )  # fmt: skip
         except OSError:
@@ -72,11 +73,6 @@ class Question:
             self._process.communicate()
 
 
-def _unfiltered(env: Mapping[str, str]) -> dict[str, str]:
-    """Without SQUEUE_PARTITION and the like, which would hide jobs."""
-    return {key: value for key, value in env.items() if not key.startswith(("SQUEUE_", "SACCT_"))}
-
-
 def find(env: Mapping[str, str], token: str, script: Path, known: Sequence[str], alone: bool) -> list[Job] | None:
     """The jobs that carry `token`, ended ones too; none if there is certainly none; None if nobody answered.
 
@@ -93,17 +89,29 @@ def find(env: Mapping[str, str], token: str, script: Path, known: Sequence[str],
         return MARK not in job.comment and job.command == str(script) and (alone or job.job_id in known)
 
     found = {job.job_id: job for job in jobs if ours(job)}  # an array's tasks are one job
-    return list(found.values()) or _in_accounting(env, token) or (_left_behind(script) if alone else [])
+    elsewhere = [job for job_id in known if (job := _by_id(env, job_id)) and ours(job)] if not found else []
+    return list(found.values()) or elsewhere or _in_accounting(env, token) or (_left_behind(script) if alone else [])
+
+
+def _by_id(env: Mapping[str, str], job_id: str) -> Job | None:
+    """Return the job that the controller knows by this id, whatever squeue lists; None if it shows none.
+
+    A second opinion: a site's own squeue may be a wrapper that lists what it saw a minute ago.
+    """
+    try:
+        said = slurm_client.run(["scontrol", "--all", "show", "job", job_id], ANSWER_S, env).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    words = {key: value for line in said.splitlines() for key, _, value in [line.strip().partition("=")]}
+    state = words.get("JobState", "").partition(" ")[0]
+    return Job(job_id, state, words.get("Command", ""), words.get("Comment", "")) if state else None
 
 
 def _in_accounting(env: Mapping[str, str], token: str) -> list[Job]:
     """For a job that has ended and is forgotten. sacct keeps the line that submitted it (Slurm >= 21.08)."""
     command = ["sacct", "-X", "--noheader", "--parsable2", "--starttime=now-1days", "--format=JobID,State,SubmitLine"]
     try:
-        done = subprocess.run(
-            command, env=_unfiltered(env), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-            timeout=ANSWER_S, check=False, start_new_session=True,
-        )  # fmt: skip
+        done = slurm_client.run(command, ANSWER_S, env)
     except (OSError, subprocess.TimeoutExpired):
         return []
     if done.returncode:  # no accounting

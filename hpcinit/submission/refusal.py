@@ -82,7 +82,7 @@ def explain(words: str, script: str) -> str:
         if reason in words:
             return (
                 f"{whose} have only so many jobs in the queue at a time, and each task of an array counts: `{shown}` "
-                "shows how many, `squeue --me --array` yours; submit when some have ended, or fewer at once\n"
+                "shows how many, `squeue --all --me --array` yours; submit when some have ended, or fewer at once\n"
             )
     named = re.findall(r"--([a-z][a-z-]+)", words)  # "Invalid --begin specification", "unrecognized option '--frob=1'"
     found = list(_lines(script, named))

@@ -64,8 +64,9 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
 fi
 """
 
-# sinfo marks nodes that do not answer with '*'. srun's own status is the highest of all ranks, and ranks that were
-# killed have higher ones than those that hung: the report of the hang tells, too.
+# sinfo marks nodes that do not answer with '*'; without --all it omits nodes that are in hidden partitions only.
+# srun's own status is the highest of all ranks, and ranks that were killed have higher ones than those that hung: the
+# report of the hang tells, too.
 REASON = """\
 hpcinit_reason() { # why the ranks have ended with status $1; nothing if they are done
   local left
@@ -83,7 +84,7 @@ hpcinit_reason() { # why the ranks have ended with status $1; nothing if they ar
 }
 hpcinit_lost() { # nodes of the job that are down or do not answer
   local node state
-  sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --format='%N %T' 2>/dev/null | sort -u |
+  sinfo --all --noheader --Node --nodes="$SLURM_JOB_NODELIST" --format='%N %T' 2>/dev/null | sort -u |
     while read -r node state; do
       case ",${hpcinit_out:-},:$state" in *",$node,"*) ;; *:down*|*:fail*|*[*]) echo "$node" ;; esac
     done

@@ -70,29 +70,41 @@ def sbatch(script: Path, env: Mapping[str, str], options: Sequence[str] = ()) ->
     *words, path = executor._make_submission_command(script)
     command = [*words, *options, path]
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             command,
             env=dict(env),
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=SBATCH_PATIENCE_S,
+            errors="replace",  # a site's job_submit.lua may print in any encoding
             start_new_session=True,
-            check=False,
         )
     except FileNotFoundError:
         raise SubmitError("sbatch is not on PATH: is this a login node, and is the slurm module loaded?") from None
     except OSError as error:
         raise SubmitError(f"cannot run sbatch: {error.strerror}") from None
-    except subprocess.TimeoutExpired:
-        raise MaybeSubmitted(f"sbatch did not answer in {SBATCH_PATIENCE_S} s") from None
-    if done.returncode != 0:
-        words_said = done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}, and no word"
-        raise _kind_of(words_said, done.returncode)(words_said)
-    if done.stderr.strip():  # what the site's submit filter says of a job that it takes
-        with suppress(OSError):  # a closed terminal loses no job
-            telling.note(done.stderr.strip())
-    return executor._get_job_id_from_submission_command(done.stdout), command
+    out, err = _output(process)
+    if process.returncode != 0:
+        words_said = err.strip() or out.strip() or f"exit status {process.returncode}, and no word"
+        raise _kind_of(words_said, process.returncode)(words_said)
+    if err.strip():  # what the site's submit filter says of a job that it takes
+        with suppress(OSError, ValueError):  # a closed terminal loses no job
+            telling.note(err.strip())
+    return executor._get_job_id_from_submission_command(out), command
+
+
+def _output(sbatch: subprocess.Popen[str]) -> tuple[str, str]:
+    """Return stdout and stderr of sbatch at its end. Raises MaybeSubmitted for any trouble: the request may be sent."""
+    with sbatch:
+        try:
+            return sbatch.communicate(timeout=SBATCH_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            sbatch.kill()
+            raise MaybeSubmitted(f"sbatch did not answer in {SBATCH_PATIENCE_S} s") from None
+        except Exception as error:
+            sbatch.kill()
+            raise MaybeSubmitted(f"the answer of sbatch cannot be read: {type(error).__name__}: {error}") from error
 
 
 # The request was not sent, or was sent back as it was (slurm_protocol_api.c of 22.05: slurm_send_recv_controller_msg

@@ -126,6 +126,7 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
     env, dropped = environment.of_job(os.environ, config.secrets, config.secret_names, devices=slurm)
     # Answered while we render.
     question = queue.Question(env, over=False) if slurm and not config.again else None
+    started = False  # the program that makes the job
     with interrupts.deferred() as interrupted:
         path = folder.claim(runs_dir_of(config), config.name)
         try:
@@ -154,8 +155,11 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
                 own = once.token(request) if options else token  # every job of a chain has its own
                 return _hand_over(config, path, env, own, options, lambda: bool(interrupted))
 
+            started = True
             links = chain.hand_over(one, config)
         except BaseException as error:
+            if started and not isinstance(error, (SubmitError, KeyboardInterrupt)):
+                raise once.unexpected(error, token) from error
             if not isinstance(error, MaybeSubmitted):
                 folder.discard(path)
             raise

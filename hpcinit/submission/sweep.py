@@ -86,6 +86,7 @@ def submit_all(requests: Sequence[Request], argv: Sequence[str]) -> Submitted:
         records: list[dict[str, Any]] = []
         refused = ""
         expected: list[str] = []
+        token = ""  # of the job that is being submitted
         try:
             jobs = sweep_jobs.of(requests, path)
             sweep_folder.fill(path, requests, jobs, provenance)
@@ -96,12 +97,15 @@ def submit_all(requests: Sequence[Request], argv: Sequence[str]) -> Submitted:
             for job in jobs:
                 if interrupted:
                     raise KeyboardInterrupt
-                ids |= _hand_over(path, job, env, once.token(request), records, lambda: bool(interrupted))
-        except BaseException as error:
+                token = once.token(request)
+                ids |= _hand_over(path, job, env, token, records, lambda: bool(interrupted))
+        except BaseException as seen:
+            known = isinstance(seen, (SubmitError, KeyboardInterrupt))
+            error = once.unexpected(seen, token) if token and not known else seen
             if not isinstance(error, MaybeSubmitted):
                 sweep_folder.forget(path, requests, ids)
             if not ids or not isinstance(error, (SubmitError, KeyboardInterrupt)):
-                raise
+                raise error from seen.__cause__
             refused = str(error)
     return Submitted(path, ids, dropped, bool(interrupted), refused, expected)
 

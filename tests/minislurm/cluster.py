@@ -24,14 +24,15 @@ BASE = Path("/var/lib/minislurm")  # one folder per cluster, by its name
 class MiniSlurm(RunningCluster):
     """N nodes n1..nN and a controller ctl; partitions main (default) and high, which preempts main (requeue).
 
-    `options` are lines of slurm.conf to set or to replace: {"MaxArraySize": "11"}. A cluster belongs to the
+    `options` are lines of slurm.conf to set or to replace: {"MaxArraySize": "11"}. `partitions` adds partitions of all
+    nodes, each with its own options: {"secret": "Hidden=YES"}. A cluster belongs to the
     process that brought it up unless `owned` is false; `sweep()` takes down those whose owner has ended.
     """
 
     def __init__(
         self, nodes: int = 4, gpus: int = 8, accounting: bool = False, name: str = "hpcinit",
         directory: Path | None = None, *, cpus: int = 16, options: Mapping[str, str] | None = None,
-        owned: bool = True,
+        partitions: Mapping[str, str] | None = None, owned: bool = True,
     ) -> None:  # fmt: skip
         if not re.fullmatch(r"[a-z][a-z0-9-]{0,31}", name):
             raise MiniSlurmError(f"bad cluster name {name!r}: expected at most 32 of a-z, 0-9 and '-'")
@@ -40,7 +41,7 @@ class MiniSlurm(RunningCluster):
         super().__init__(name, Path(directory).absolute() if directory else BASE / name)
         if len(str(self.directory)) > 80:
             raise MiniSlurmError(f"{self.directory}: too long, the path of a socket ends at 107 characters")
-        self.shape = config.Shape(nodes, gpus, cpus, accounting, dict(options or {}))
+        self.shape = config.Shape(nodes, gpus, cpus, accounting, dict(options or {}), dict(partitions or {}))
         self._owner = [os.getpid(), start_time(os.getpid())] if owned else None
 
     def __enter__(self) -> "MiniSlurm":

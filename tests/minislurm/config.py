@@ -19,6 +19,7 @@ class Shape:
     cpus: int = 16
     accounting: bool = False
     options: Mapping[str, str] = field(default_factory=dict)  # lines of slurm.conf to set or to replace
+    partitions: Mapping[str, str] = field(default_factory=dict)  # further ones: name to options, as in "Hidden=YES"
 
     @property
     def node_names(self) -> list[str]:
@@ -64,6 +65,7 @@ def slurm_conf(name: str, shape: Shape, network: Network, directory: Path) -> st
         lines.append(f"NodeName={node} NodeAddr={network.address(node)} {has}")
     lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=1:00:00 State=UP PriorityTier=1")
     lines.append("PartitionName=high Nodes=ALL MaxTime=1:00:00 State=UP PriorityTier=10")
+    lines += [f"PartitionName={name} Nodes=ALL State=UP {own}" for name, own in shape.partitions.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -39,7 +39,7 @@ def test_a_folder_that_never_became_a_job(tmp_path: Path) -> None:
         state.read(path)
     folder.fill(path, {"job.sh": ""})
     with pytest.raises(
-        RequestError, match=r"nobody could say whether there is a job\. Look for it: squeue --me .*/job\.sh"
+        RequestError, match=r"nobody could say whether there is a job\. Look for it: squeue --all --me .*/job\.sh"
     ):
         state.read(path)
     (path / "exit.json").write_text('{"job": "7", "pid": 1, "restart": 0, "began": 1}')

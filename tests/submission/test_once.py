@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcinit.facts import telling
 from hpcinit.facts.errors import MaybeSubmitted, NotReached, SubmitError
 from hpcinit.submission import once, queue
 from hpcinit.submission.slurm_executor import sbatch
@@ -124,7 +125,8 @@ def test_when_patience_is_over_nobody_knows(cluster: MiniSlurm, env: dict[str, s
             once.hand_over(script_in(tmp_path), env, token, patience_s=1)
     finally:
         cluster.resume_controller()
-    assert f"look for hpcinit={token} in the output of\n  squeue --me --states=all" in str(raised.value)
+    check = f"squeue --all --me --states=all --format '%i %T %k' | grep -F hpcinit={token}"
+    assert f"Check before you submit again, with\n  {check}" in str(raised.value)
     assert "Socket timed out" in str(raised.value)
     assert "the controller did not take the job in 1 s (cluster.submit_patience_s)" in str(raised.value)
 
@@ -205,7 +207,8 @@ def test_ctrl_c_while_nobody_knows(hpcinit: Run, cluster: MiniSlurm, env: dict[s
         _, err = process.communicate(timeout=30)
     finally:
         cluster.resume_controller()
-    assert process.returncode == 130 and "interrupted; the job may exist all the same: look for hpcinit=" in err
+    assert process.returncode == 130 and "interrupted; the job may exist all the same; the run folder was kept" in err
+    assert "| grep -F hpcinit=" in err
     assert (tmp_path / "runs/true-0001/job.sh").exists()
 
 
@@ -266,6 +269,68 @@ def test_the_users_own_filters_hide_no_job(cluster: MiniSlurm, env: dict[str, st
     job_id, _ = sbatch(script, env, [f"--comment=hpcinit={token}"])
     found = queue.find({**env, "SQUEUE_PARTITION": "high", "SQUEUE_NAMES": "x"}, token, script, [], alone=False)
     assert found is not None and [job.job_id for job in found] == [job_id]
+
+
+def stand_in(folder: Path, name: str, shell: str) -> None:
+    """Puts a program of this name into `folder`, with `shell` for its text."""
+    (folder / name).write_text(f"#!/bin/bash\n{shell}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("answer", "named"),
+    [
+        ("echo $((41 + $(wc -l < calls)))", ["42", "43"]),
+        ("echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1", []),
+    ],
+)
+def test_after_two_attempts_a_person_has_to_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, named: list[str]
+) -> None:
+    """If Slurm shows no job after two attempts that may each have made one, there is no third.
+
+    Stand-ins for sbatch, squeue and scontrol: the real ones do not hide a job in a way that we do not know of.
+    """
+    monkeypatch.chdir(tmp_path)
+    stand_in(tmp_path, "sbatch", f"echo called >> calls; {answer}")
+    stand_in(tmp_path, "squeue", "true")
+    stand_in(tmp_path, "scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(once, "SAVED_S", 0.1)
+    monkeypatch.setattr(once, "SETTLE_S", 0.1)
+    with pytest.raises(MaybeSubmitted) as raised:
+        once.hand_over(script_in(tmp_path), os.environ, once.token(), patience_s=20, confirm=True)
+    assert (tmp_path / "calls").read_text() == "called\n" * 2
+    assert "2 attempts may each have made a job, and Slurm shows none of them; the job may exist" in str(raised.value)
+    assert [f"scontrol show job {job_id}" for job_id in named] == re.findall(r"scontrol show .*", str(raised.value))
+
+
+def test_an_error_after_sbatch_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that nobody expected leaves it open whether there is a job, and names the token to look for."""
+    stand_in(tmp_path, "sbatch", "echo 'the filter says hello' >&2; echo 42")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def fail(text: str) -> None:
+        raise RuntimeError(f"cannot print {text}")
+
+    monkeypatch.setattr(telling, "note", fail)
+    with pytest.raises(MaybeSubmitted) as raised:
+        once.hand_over(script_in(tmp_path), os.environ, "x-1234")
+    assert str(raised.value).startswith(
+        "RuntimeError: cannot print the filter says hello\nthe job may exist all the same"
+    )
+    assert "| grep -F hpcinit=x-1234" in str(raised.value)
+
+
+@pytest.mark.slurm
+def test_a_squeue_that_lists_too_little(cluster: MiniSlurm, env: dict[str, str], tmp_path: Path) -> None:
+    """A job whose id sbatch has printed is asked for by its id where squeue does not list it (a stand-in: a site's
+    squeue that shows what it saw a minute ago)."""
+    stand_in(tmp_path, "squeue", "true")
+    token = once.token()
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    job_id, _ = once.hand_over(script_in(tmp_path), {**env, "PATH": path}, token, patience_s=20, confirm=True)
+    assert jobs_with(cluster, token) == [job_id]
 
 
 def test_no_squeue_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,9 @@ class Stopper:
             job = f"{self._env.get('SLURM_ARRAY_JOB_ID')}_{task}"
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             command = ["scontrol", "--oneliner", "show", "job", job]
-            said = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False).stdout
+            said = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False
+            ).stdout
             words = dict(word.partition("=")[::2] for word in said.split())
             preempted = words.get("PreemptTime", "None")  # '2026-11-21T14:02:00'; kept when the job is requeued
             if preempted not in {"None", "N/A"} and preempted >= words.get("StartTime", ""):

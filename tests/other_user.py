@@ -1,0 +1,87 @@
+"""A user of this machine who is not root, for tests of what Slurm shows to users."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class User:
+    """name: None for a uid that has no entry in /etc/passwd. home: a folder of the user's, which all may read."""
+
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+    home: Path
+    name: str | None = None
+
+    def command(self, *words: str) -> list[str]:
+        """The command line that runs `words` as this user.
+
+        The right to read every file stays: the interpreter and the checkout may be below /root.
+        """
+        groups = f"--groups={','.join(map(str, self.groups))}" if self.groups else "--clear-groups"
+        kept = ("--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search")
+        return ["setpriv", f"--reuid={self.uid}", f"--regid={self.gid}", groups, *kept, "--", *words]
+
+    def run(
+        self, *words: str, env: Mapping[str, str] | None = None, timeout: float = 240
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `words` as this user in the user's home. HOME is set unless `env` has an empty one."""
+        given = {"PATH": os.environ["PATH"], "HOME": str(self.home), **(env or {})}
+        return subprocess.run(
+            self.command(*words),
+            env={key: value for key, value in given.items() if value},
+            cwd=self.home,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+        )
+
+
+@contextmanager
+def made(name: str, group: str) -> Iterator[User]:
+    """A new user who is also in the new group `group`; both are removed afterwards. Needs root."""
+    with _home() as home:
+        subprocess.run(["groupadd", group], check=True)
+        try:
+            subprocess.run(["useradd", "--no-create-home", f"--home-dir={home}", f"--groups={group}", name], check=True)
+            try:
+                entry = pwd.getpwnam(name)
+                os.chown(home, entry.pw_uid, entry.pw_gid)
+                yield User(entry.pw_uid, entry.pw_gid, (grp.getgrnam(group).gr_gid,), home, name)
+            finally:
+                subprocess.run(["userdel", name], check=True, capture_output=True)
+        finally:
+            subprocess.run(["groupdel", group], check=True)
+
+
+@contextmanager
+def without_entry(uid: int = 51234) -> Iterator[User]:
+    """A uid that /etc/passwd does not know, as in many containers."""
+    with _home() as home:
+        os.chown(home, uid, uid)
+        yield User(uid, uid, (), home)
+
+
+@contextmanager
+def _home() -> Iterator[Path]:
+    """Not in pytest's own folder, which is root's alone."""
+    home = Path(tempfile.mkdtemp(prefix="hpcinit-user-"))
+    home.chmod(0o755)
+    try:
+        yield home
+    finally:
+        shutil.rmtree(home)
