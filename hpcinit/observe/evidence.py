@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import re
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,6 +22,7 @@ from hpcinit.observe import logs, progress, state
 ANSWER_S = 15
 TAIL_BYTES = 4096  # of each rank's log
 MOST_LOGS = 1024
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}
 # Words in a rank's log that are not the rank's, or say nothing of an end.
 _NOT_LAST = re.compile(r"^(slurmstepd\S*:|srun:|hpcinit: |\[W)|^\s*$")
 
@@ -67,6 +70,17 @@ def age_s(path: Path, found: Evidence) -> float:
     with contextlib.suppress(OSError):
         written.append((path / runfolder.JOB_LOG).stat().st_mtime)
     return time.time() - max(written, default=0.0)
+
+
+def unwritable(path: Path) -> str:
+    """Why nothing can be written in the run folder now: 'No space left on device', a quota, or a file server's error;
+    '' where it can, and where it is not ours to write."""
+    try:
+        with tempfile.NamedTemporaryFile(prefix=".hpcinit-", dir=path / runfolder.LOGS, buffering=0) as file:
+            file.write(b"x")
+    except OSError as error:
+        return error.strerror or str(error) if error.errno in FULL else ""
+    return ""
 
 
 def _differences(path: Path, found: Sequence[Found]) -> Iterator[tuple[str, float]]:
