@@ -13,20 +13,23 @@ import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, Any
 
 from hpcinit.facts import reports
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
+from hpcinit.facts.saying import say
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[IO[bytes] | None]:
-    """Yield the log, to append to; or None where it cannot be opened, with a warning in the log of this process."""
+    """Yield the log, to append to; or None where its disk does not take it, with a warning in the log of this process.
+    Raise OSError for a wrong path."""
     log = None
-    with reports.suppressed(path.name):
+    try:
         log = path.open("ab", buffering=0)  # the umask is the user's
+    except OSError as error:
+        if error.errno not in reports.DISK:
+            raise
+        say(f"warning: {path} cannot be opened: {error.strerror}; what this rank prints goes to the log of the job")
     try:
         yield log
     finally:
@@ -39,7 +42,7 @@ class _Log(io.FileIO):
 
     _lost, _why = 0, ""
 
-    def write(self, data: ReadableBuffer, /) -> int:
+    def write(self, data: Any, /) -> int:
         size = memoryview(data).nbytes
         try:
             if self._lost:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import threading
 import time
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterator
 
 from hpcinit.facts.saying import say
 
+# Errors of a disk, a quota or a file server, and not of a wrong path.
+DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}
 RETRY_S = 5.0  # between two attempts at a report that failed
 FLUSH_S = 10.0  # how long a process waits for its last reports before it ends
 

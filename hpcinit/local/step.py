@@ -128,7 +128,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     try:
         return Step(parse(argv)).run()
-    except OSError as error:  # no more processes
+    except OSError as error:  # a log that cannot be opened, no more processes
         say(f"error: cannot start a task: {error}")
         return 1
 

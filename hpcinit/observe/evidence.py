@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import re
 import subprocess
@@ -14,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import beats, error_records, flight, hangs, job_log, runfolder, slurm_records, spec
+from hpcinit.facts import beats, error_records, flight, hangs, job_log, reports, runfolder, slurm_records, spec
 from hpcinit.facts.error_records import Found
 from hpcinit.facts.evidence import Evidence, clocks
 from hpcinit.observe import logs, progress, state
@@ -22,7 +21,6 @@ from hpcinit.observe import logs, progress, state
 ANSWER_S = 15
 TAIL_BYTES = 4096  # of each rank's log
 MOST_LOGS = 1024
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}
 # Words in a rank's log that are not the rank's, or say nothing of an end.
 _NOT_LAST = re.compile(r"^(slurmstepd\S*:|srun:|hpcinit: |\[W)|^\s*$")
 
@@ -79,7 +77,7 @@ def unwritable(path: Path) -> str:
         with tempfile.NamedTemporaryFile(prefix=".hpcinit-", dir=path / runfolder.LOGS, buffering=0) as file:
             file.write(b"x")
     except OSError as error:
-        return error.strerror or str(error) if error.errno in FULL else ""
+        return error.strerror or str(error) if error.errno in reports.DISK else ""
     return ""
 
 

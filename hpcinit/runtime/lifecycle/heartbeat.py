@@ -1,6 +1,6 @@
 """A rank tells each step it takes; a silence that is too long leaves stacks and a report of who waits for whom.
 
-Ranks of a node share a table (a file on its own disk), so that a step costs some microseconds and one rank writes
+Ranks of a node share a table (a file on its own disk), so that a step costs a microsecond and one rank writes
 for its node. A thread looks after it. Where C code keeps Python's lock it does not run, and the node's other ranks see.
 """
 
