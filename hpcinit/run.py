@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpcinit.cli import guarded
-from hpcinit.facts import launchers, open_files, ownership, runfolder, safeguards, scratch
+from hpcinit.facts import launchers, open_files, ownership, rank_log, runfolder, safeguards, scratch
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Program, Spec, load, of_this_run
@@ -44,6 +44,7 @@ def become_rank(argv: Sequence[str], spec: Spec | None, protected: tuple[str, ..
 
     argv: as of main. protected: names of the safeguards, where they are set already.
     """
+    rank_log.protect()
     what = spec.program if spec else _program(list(argv))
     world = launchers.read(os.environ)
     open_files.allow(world.world_size)

@@ -39,7 +39,11 @@ class Node:
 def read(folder: Path) -> list[Node]:
     """All nodes' last words in `folder`, which is beats/JOB of a run, by host; what cannot be read is left out."""
     found = []
-    for path in sorted(folder.glob("*.json")):
+    try:
+        paths = sorted(folder.glob("*.json"))
+    except OSError:
+        return []
+    for path in paths:
         try:
             document = json.loads(path.read_text())
             beats = tuple(Beat(**beat) for beat in document["beats"])

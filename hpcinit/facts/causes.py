@@ -64,7 +64,8 @@ KINDS = (
 SIGNALS = {
     "Killed": "signal 9 from outside: the kernel, out of memory (mem_gb=...; dmesg on the node), or a kill -9",
     "Segmentation fault": "a crash in C code: python -X faulthandler shows where; mixed builds of torch and CUDA do it",
-    "Bus error": "a full /dev/shm or a file that was truncated: fewer data loader workers",
+    "Bus error": "a memory-mapped file whose disk is full, or that was truncated: look at /tmp, TMPDIR and /dev/shm on "
+    "that node (df -h; files of other users and jobs count)",
     "Aborted": "C code gave up; its words are the last of that rank's log",
 }
 

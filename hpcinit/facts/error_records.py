@@ -44,13 +44,21 @@ class Found:
 
 
 def read(folder: Path, name: str = "rank-*.json") -> Iterator[Found]:
-    """All of `folder`, a run's errors/, or the one of that name. Half written or of another version: left out."""
-    for path in sorted(folder.glob(name)):
+    """All of `folder`, a run's errors/, or the one of that name. What cannot be read, is half written or of another
+    version is left out."""
+    for path in _named(folder, name):
         try:
             record = known_fields.made(ErrorRecord, json.loads(path.read_text()))
             yield Found(record, path.stat().st_mtime)
         except (OSError, ValueError, TypeError, AttributeError):
             continue
+
+
+def _named(folder: Path, name: str) -> list[Path]:
+    try:
+        return sorted(folder.glob(name))
+    except OSError:  # a file server's: ESTALE, EIO
+        return []
 
 
 def of_last_attempt(found: list[Found], job_id: str, restart: int | None) -> list[Found]:

@@ -5,6 +5,7 @@ hang/JOB/rank-N.txt, one folder for each attempt, is what faulthandler writes, b
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,10 +72,11 @@ def _main_frames(text: str) -> Iterator[re.Match[str]]:
 def places(folder: Path) -> dict[int, Place]:
     """Of every rank that has left a stack in `folder`, which is hang/JOB of a run."""
     found = {}
-    for path in folder.glob(STACK.format(rank="*")):
-        number = path.stem.rpartition("-")[2]
-        if number.isdigit():
-            found[int(number)] = place(path.read_text(errors="replace"))
+    with contextlib.suppress(OSError):  # of a disk: what could be read counts
+        for path in folder.glob(STACK.format(rank="*")):
+            number = path.stem.rpartition("-")[2]
+            if number.isdigit():
+                found[int(number)] = place(path.read_text(errors="replace"))
     return found
 
 

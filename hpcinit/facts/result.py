@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 from collections.abc import Sequence
 from numbers import Real
 from pathlib import Path
 
-from hpcinit.facts import runfolder, whole_file
+from hpcinit.facts import reports, runfolder, whole_file
 from hpcinit.facts.errors import RequestError
+from hpcinit.facts.saying import say
 
 Value = float | tuple[float, ...]
 
@@ -25,9 +27,40 @@ def of(value: object) -> Value:
     raise RequestError(f"the result is {str(value)[:80]!r} ({kind}), expected a number or a sequence of numbers{do}")
 
 
+_unwritten: dict[Path, str] = {}  # text of each result.json that is not written yet
+
+
 def write(folder: Path, value: Value) -> None:
-    """There whole or not at all."""
+    """Write it whole or not at all. Raise OSError."""
     whole_file.write(folder / runfolder.RESULT, json.dumps({"value": value}) + "\n")
+
+
+def write_or_print(folder: Path, value: Value) -> None:
+    """Write it, and where that fails try again until the process ends; then print it. Never raises OSError.
+
+    It is what the user has asked for, and not worth a training run that has ended well: the ranks have saved by then,
+    and an exit status of rank 0 would end the others.
+    """
+    path, text = folder / runfolder.RESULT, json.dumps({"value": value})
+    if not _unwritten:
+        atexit.unregister(_print)
+        atexit.register(_print)
+    _unwritten[path] = text
+
+    def once_more() -> None:
+        whole_file.write(path, text + "\n")
+        if _unwritten.get(path) == text:
+            del _unwritten[path]
+
+    reports.later(runfolder.RESULT, once_more)
+    reports.flush()
+
+
+def _print() -> None:
+    """At the end of the process."""
+    reports.flush()
+    for path, text in _unwritten.items():
+        say(f"error: the result is not in {path}, which could not be written; make room, and write it there: {text}")
 
 
 def read(folder: Path) -> Value | None:

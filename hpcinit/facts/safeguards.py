@@ -58,6 +58,7 @@ def _caches(folder: Path) -> list[_Variable]:
     ]
 
 
+CACHE_ROOM = 64 * 2**20  # bytes free on the disk of the caches: what a few compiled kernels need
 CACHES = tuple(variable.name for variable in _caches(Path()))
 
 
@@ -107,11 +108,10 @@ def _cache_folder(environ: Mapping[str, str], job: str) -> Path | None:
     if all(name in environ for name in CACHES):
         return None
     try:
-        parent = scratch.base(environ)
-        if parent is None:
-            return None
-        scratch.sweep(parent)
-        return scratch.take(parent, job)
+        if mine := scratch.base(environ):  # what killed jobs have left there may be what fills the disk
+            scratch.sweep(mine)
+        parent = scratch.base(environ, CACHE_ROOM)
+        return scratch.take(parent, job) if parent else None
     except OSError:
         return None
 
@@ -141,5 +141,8 @@ def describe(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
         return ""
     line = "set for this run, where you had not: " + " ".join(f"{name}={environ[name]}" for name in names)
     if not any(name in environ for name in CACHES):
-        line += "; caches of compiled code stay shared: no folder in TMPDIR, /tmp or /var/tmp is private and executable"
+        line += (
+            "; caches of compiled code stay shared: no folder in TMPDIR, /tmp or /var/tmp is private, executable and "
+            f"has {CACHE_ROOM >> 20} MB free"
+        )
     return line

@@ -31,8 +31,8 @@ def folder_name(job: str) -> str:
     return re.sub(r"[^\w.+-]", "-", job) or "job"
 
 
-def base(env: Mapping[str, str]) -> Path | None:
-    """This user's folder below the site's local disk, TMPDIR, /tmp or /var/tmp.
+def base(env: Mapping[str, str], room: int = 0) -> Path | None:
+    """This user's folder below the site's local disk, TMPDIR, /tmp or /var/tmp. room: bytes that must be free there.
 
     The first of them that is ours alone and may hold programs. Compiled extensions are loaded from it, so a mount with
     noexec will not do; and what another user can write there would run as this one, so neither will a folder that
@@ -41,7 +41,10 @@ def base(env: Mapping[str, str]) -> Path | None:
     for parent in (env.get(ENV_LOCAL_DISK, ""), env.get("TMPDIR", ""), "/tmp", "/var/tmp"):
         folder = Path(parent) / f"hpcinit-{os.geteuid()}"
         with contextlib.suppress(OSError):
-            if not folder.is_absolute() or os.statvfs(parent).f_flag & os.ST_NOEXEC:
+            if not folder.is_absolute():
+                continue
+            disk = os.statvfs(parent)
+            if disk.f_flag & os.ST_NOEXEC or disk.f_bavail * disk.f_frsize < room:
                 continue
             folder.mkdir(mode=0o700, exist_ok=True)
             found = folder.lstat()
@@ -116,11 +119,12 @@ def _hold(folder: Path) -> int:
 
 def sweep(parent: Path) -> None:
     """Remove the folders that nobody uses any more: those of jobs that were killed."""
-    for folder in parent.iterdir():
-        if folder.name.endswith(GONE):
-            shutil.rmtree(folder, ignore_errors=True)
-        else:
-            _remove_unused(folder)
+    with contextlib.suppress(OSError):
+        for folder in parent.iterdir():
+            if folder.name.endswith(GONE):
+                shutil.rmtree(folder, ignore_errors=True)
+            else:
+                _remove_unused(folder)
 
 
 def _is_still(path: Path, opened: int) -> bool:

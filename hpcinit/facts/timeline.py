@@ -9,6 +9,7 @@ the node's own clock; facts/node_clocks.py corrects them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import nodelist, runfolder, scratch
+from hpcinit.facts import nodelist, reports, runfolder, scratch
 from hpcinit.facts.errors import HpcinitError
 
 # In the order of time. Any of them may be missing: 'spawned' is for ranks of a torchrun agent, 'forked' for those of a
@@ -120,20 +121,27 @@ def path(run: Path, job: str, host: str) -> Path:
 
 
 class Writer:
-    """Appends to the file of this node. Never raises: no start-up fails because its own record cannot be written."""
+    """Appends to the file of this node. Never raises: no start-up fails because its own record cannot be written. What
+    could not be written goes before the next line."""
 
     def __init__(self, file: Path) -> None:
+        self._file, self._left = file, b""
         self._fd: int | None = None
-        with contextlib.suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
     def write(self, rank: int, values: Mapping[str, Any]) -> None:
-        if self._fd is not None:
-            try:
-                os.write(self._fd, (json.dumps({"rank": rank, **values}, separators=(",", ":")) + "\n").encode())
-            except OSError:
-                self.close()
+        line = (json.dumps({"rank": rank, **values}, separators=(",", ":")) + "\n").encode()
+        text, self._left = self._left + line, self._left + line
+        with reports.suppressed("the timeline of the start"):
+            if os.write(self._opened(), text) < len(text):
+                self._left = b"\n" + text  # the line that was cut short ends here; a reader skips it
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file))
+            self._left = b""
+
+    def _opened(self) -> int:
+        if self._fd is None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        return self._fd
 
     def close(self) -> None:
         """Also in a forked child, whose copy of the descriptor it is."""

@@ -8,6 +8,7 @@ It takes the options that hpcinit renders for srun and means the same by them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,11 +17,10 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 import psutil
 
-from hpcinit.facts import children, job_log, parent_death
+from hpcinit.facts import children, job_log, parent_death, rank_log
 from hpcinit.facts.saying import say
 from hpcinit.local import environment, processes
 
@@ -35,7 +35,6 @@ class Step:
         self.tasks: dict[int, subprocess.Popen[bytes]] = {}
         self.statuses: dict[int, int] = {}
         self.signals: list[int] = []
-        self.logs: list[IO[bytes]] = []
         self.parent = os.getppid()  # the batch script
 
     def run(self) -> int:
@@ -47,26 +46,23 @@ class Step:
             self._wait()
         finally:
             self._end()
-            for log in self.logs:
-                log.close()
         return max(self.statuses.values(), default=0)
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         per_node = self.options.ntasks_per_node
         env = {**os.environ, **environment.task(os.environ, self.options.nodes, per_node, rank)}
-        log = None
-        if self.options.output:
-            log = Path(self.options.output.replace("%t", str(rank)).replace("%%", "%")).open("ab", buffering=0)  # noqa: SIM115 - closed by run()
-            self.logs.append(log)
-        return subprocess.Popen(
-            self.options.command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # so that what a rank starts (data loaders) ends with it
-            preexec_fn=partial(parent_death.end_with, os.getpid()),
-        )
+        output = self.options.output
+        path = Path(output.replace("%t", str(rank)).replace("%%", "%")) if output else None
+        with rank_log.opened(path) if path else contextlib.nullcontext() as log:
+            return subprocess.Popen(
+                self.options.command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # so that what a rank starts (data loaders) ends with it
+                preexec_fn=partial(parent_death.end_with, os.getpid()),
+            )
 
     def _wait(self) -> None:
         while len(self.statuses) < len(self.tasks):

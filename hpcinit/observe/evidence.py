@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from hpcinit.facts import (
     slurm_records,
     spec,
 )
+from hpcinit.facts import beats, error_records, flight, hangs, job_log, reports, runfolder, slurm_records, spec
 from hpcinit.facts.error_records import Found
 from hpcinit.facts.evidence import Evidence, clocks
 from hpcinit.observe import logs, progress, state
@@ -78,6 +80,17 @@ def age_s(path: Path, found: Evidence) -> float:
     with contextlib.suppress(OSError):
         written.append((path / runfolder.JOB_LOG).stat().st_mtime)
     return time.time() - max(written, default=0.0)
+
+
+def unwritable(path: Path) -> str:
+    """Why nothing can be written in the run folder now: 'No space left on device', a quota, or a file server's error;
+    '' where it can, and where it is not ours to write."""
+    try:
+        with tempfile.NamedTemporaryFile(prefix=".hpcinit-", dir=path / runfolder.LOGS, buffering=0) as file:
+            file.write(b"x")
+    except OSError as error:
+        return error.strerror or str(error) if error.errno in reports.DISK else ""
+    return ""
 
 
 def _differences(path: Path, found: Sequence[Found]) -> Iterator[tuple[str, float]]:

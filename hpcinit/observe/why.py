@@ -101,7 +101,17 @@ def of_run(path: Path, now: state.State) -> Verdict:
         return _unheard(path, now, found)
     if not now.over and not now.forgotten:
         return _going(path, now, found)
-    return failure.judge(found)
+    return _with_disk(path, failure.judge(found))
+
+
+def _with_disk(path: Path, verdict: Verdict) -> Verdict:
+    """A failure without a cause may be one that nothing could be written of."""
+    problem = evidence.unwritable(path) if verdict.kind in UNSAID else ""
+    if not problem:
+        return verdict
+    line = f"the run folder cannot be written ({problem}): error records and logs of this run may be missing"
+    do = f"make room for {path} (df -h, quota) and submit again"
+    return replace(verdict, kind="disk", do=do, evidence=(line, *verdict.evidence))
 
 
 def _evidence(path: Path, now: state.State) -> Evidence:

@@ -81,8 +81,19 @@ def prepare(
     if not names:
         return
     root = Path(env[VARIABLE]) if env.get(VARIABLE) else shared_cache(env)
-    env[VARIABLE] = str(root)
     built = shared_cache(env) if _is_ours(env) else root
+    for place in dict.fromkeys((root, built)):  # the job's own cache may be on a full disk
+        try:
+            return _prepare(names, place, built, env, say)
+        except OSError as error:
+            problem = error
+            say(f"warning: DeepSpeed's ops cannot be kept in {place}: {error}")
+    raise BringUpError(f"no disk for DeepSpeed's ops: {problem}; make room, or set {VARIABLE} to another folder")
+
+
+def _prepare(names: Sequence[str], root: Path, built: Path, env: MutableMapping[str, str], say: Say) -> None:
+    """In the cache `root`, with what was built in `built` before. Raises BringUpError, and OSError for a full disk."""
+    env[VARIABLE] = str(root)
     with op_locks.one_builder(root, say) as building:
         clear(root, say, QUIET_S)
         for name in names:

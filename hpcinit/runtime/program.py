@@ -21,7 +21,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TextIO
 
-from hpcinit.facts import error_records, runfolder, whole_file
+from hpcinit.facts import error_records, reports, runfolder, whole_file
 from hpcinit.facts.error_records import ErrorRecord
 from hpcinit.facts.errors import BringUpError, HpcinitError, RequestError
 from hpcinit.facts.saying import say
@@ -206,13 +206,14 @@ def record(error: BaseException, world: World) -> None:
         monotonic=time.monotonic(),
     )
     below = Path(folder) / runfolder.ERRORS
-    path = below / document.name
-    try:
-        if any(found.record.job == world.job for found in error_records.read(below, document.name)):
-            return
-        whole_file.write(path, document.to_json())
-    except OSError as problem:  # the disk may be what failed; the traceback is in the log all the same
-        say(f"cannot write {path}: {problem.strerror}")
+
+    def write() -> None:
+        if not any(found.record.job == world.job for found in error_records.read(below, document.name)):
+            whole_file.write(below / document.name, document.to_json())
+
+    # The disk may be what failed; the traceback is in the log all the same.
+    reports.later(f"the error record {document.name}", write, keep_first=True)
+    reports.flush()
 
 
 def _forget(world: World) -> None:

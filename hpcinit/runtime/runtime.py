@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpcinit.facts import result, runfolder, scratch, whole_file
+from hpcinit.facts import reports, result, runfolder, scratch, whole_file
 from hpcinit.facts.batch import Batch
 from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.layout import Layout
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hpcinit.runtime.wrap.wrapped import MakeOptimizer
 
 PROGRESS_EVERY_S = 1.0
+HEARTBEAT_AGAIN_S = 60.0  # until a heartbeat that had no room on its disk is tried again
 
 
 @dataclass
@@ -48,14 +49,18 @@ class _Changing:
     longest_save: timedelta = timedelta()
     heartbeat: Heartbeat | None = None
     told: int | None = None
+    heartbeat_at: float = float("-inf")
+    scratch: Path | None = None
+    told: int = 0
     asked: int = 0
 
     def close(self) -> None:
-        """Put back what was changed in this process."""
+        """Put back what was changed in this process, and wait for the last reports."""
         for thing in (self.stopper, self.heartbeat):
             if thing is not None:
                 thing.close()
         self.stopper = self.heartbeat = None
+        reports.flush()
 
 
 @dataclass(frozen=True)
@@ -264,7 +269,8 @@ class Runtime:
     def progress(self, step: int, total: int, **values: float) -> None:
         """Tell those who wait how far the training is: `run.progress(step, total, loss=1.2)`.
 
-        Only rank 0 writes, at most once a second and always at the last step. On every rank it is a sign of life.
+        Only rank 0 writes, at most once a second and always at the last step. On every rank it is a sign of life. A
+        thread writes, so that no step waits for the file system; where that fails, there is one warning.
         """
         self._changing.told = step
         phase.told(step)
@@ -276,17 +282,19 @@ class Runtime:
             return
         self._changing.progress_at = now
         document = {"step": step, "total": total, "values": values, "time": time.time()}
-        whole_file.write(self.folder / runfolder.PROGRESS, json.dumps(document) + "\n")
+        path, text = self.folder / runfolder.PROGRESS, json.dumps(document) + "\n"
+        reports.later(runfolder.PROGRESS, lambda: whole_file.write(path, text))
 
     def result(self, value: float | Sequence[float]) -> None:
         """What the training came to, for a sweeper that waits for it: `run.result(loss)`, or one number per objective.
 
         Only rank 0 writes, and only where there is a run folder; the last call counts. Raises RequestError for a value
-        that is no number.
+        that is no number. Where the file cannot be written, hpcinit tries again until the process ends, and then prints
+        the result; the exit status stays the program's own.
         """
         known = result.of(value)
         if self.rank == 0 and self.folder is not None:
-            result.write(self.folder, known)
+            result.write_or_print(self.folder, known)
 
     def _beat(self, step: int) -> None:
         """A sign of life. step: as told by progress(), or how often should_stop() was asked where nothing is told."""
@@ -294,11 +302,23 @@ class Runtime:
         if self.folder is None or not self.hang.after_s:
             return
         if changing.heartbeat is None:
-            from hpcinit.runtime.lifecycle import heartbeat  # noqa: PLC0415 - for those who tell their steps
+            now = time.monotonic()
+            if now < changing.heartbeat_at + HEARTBEAT_AGAIN_S:
+                return
+            changing.heartbeat_at = now
+            with reports.suppressed("this rank's heartbeat"):
+                changing.heartbeat = self._heartbeat(self.folder)
+        if changing.heartbeat is not None:
+            changing.heartbeat.tell(step)
 
+    def _heartbeat(self, folder: Path) -> Heartbeat:
+        """Raise OSError where this node has no disk for it."""
+        from hpcinit.runtime.lifecycle import heartbeat  # noqa: PLC0415 - for those who tell their steps
+
+        if self._changing.scratch is None:
             place = scratch.base(os.environ)
             if place is None:
-                return
-            table = scratch.take(place, self.world.job) / heartbeat.TABLE
-            changing.heartbeat = heartbeat.Heartbeat(self.world, self.hang, self.folder, table)
-        changing.heartbeat.tell(step)
+                raise OSError("no folder in TMPDIR, /tmp or /var/tmp is private and executable")
+            self._changing.scratch = scratch.take(place, self.world.job)
+        table = self._changing.scratch / heartbeat.TABLE
+        return heartbeat.Heartbeat(self.world, self.hang, folder, table)

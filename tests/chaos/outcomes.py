@@ -46,7 +46,7 @@ def keep(outcome: Outcome, docs: Path = DOCS, load: float | None = None) -> None
         asdict(outcome) | measured | {"first": FOLDER.sub("/.../", outcome.first)}
     )
     path.write_text(json.dumps(known, indent=1) + "\n")
-    (docs / TABLE).write_text(_replaced((docs / TABLE).read_text(), table(known)))
+    (docs / TABLE).write_text(replaced((docs / TABLE).read_text(), table(known)))
 
 
 def table(known: dict[str, dict]) -> str:
@@ -73,9 +73,9 @@ def _cell(text: str) -> str:
     return "`" + text.replace("|", "/").replace("`", "'") + "`"
 
 
-def _replaced(page: str, table: str) -> str:
+def replaced(page: str, table: str, name: str = TABLE) -> str:
     before, _, rest = page.partition(BEGIN)
     _, found, after = rest.partition(END)
     if not found:
-        raise ValueError(f"{TABLE} has no lines {BEGIN!r} and {END!r}, between which the table goes")
+        raise ValueError(f"{name} has no lines {BEGIN!r} and {END!r}, between which the table goes")
     return f"{before}{BEGIN}\n{table}\n{END}{after}"

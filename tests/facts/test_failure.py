@@ -252,3 +252,10 @@ def test_a_collective_that_timed_out_has_the_flight_recorders_culprit() -> None:
         Evidence("FAILED", hang=("rank 1 on n1 has not come to a collective: it is at train.py:9",), flight=found)
     )
     assert hang.headline.startswith("the training hung: rank 1") and hang.evidence == (f"flight recorder: {line}",)
+
+
+def test_a_bus_error_is_a_disk() -> None:
+    """It comes of any full disk with mapped files: /tmp as well as /dev/shm, and not of data loaders alone."""
+    verdict = judge(Evidence("FAILED", log=job_log.read("srun: error: n2: task 1: Bus error\n")))
+    assert verdict.headline == "rank 1 on n2 was ended by a signal (Bus error) first"
+    assert "look at /tmp, TMPDIR and /dev/shm on that node (df -h" in verdict.do and "data loader" not in verdict.do

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from hpcinit.facts import scratch
-from hpcinit.facts.safeguards import CACHES, describe, safeguards
+from hpcinit.facts.safeguards import CACHE_ROOM, CACHES, describe, safeguards
 from tests.leaving_out import leave_out
+from tests.small_disks import small_disk
 
 HOST = os.uname().nodename
 # Applies the safeguards to its own environment, says what it set, and lives until its input ends.
@@ -116,6 +117,16 @@ def test_the_line_tells_no_more_than_was_set(tmp_path: Path) -> None:
     )
     assert f"TORCHINDUCTOR_CACHE_DIR={tmp_path}/hpcinit-{os.geteuid()}/7.0.0-{HOST}/inductor" in process.stdout
     assert "secret" not in process.stdout and "TRITON" not in process.stdout and "KEY" not in process.stdout
+
+
+def test_a_disk_without_room_is_not_for_caches(tmp_path: Path) -> None:
+    """Compilers would fail there: the next disk is taken. Heartbeats need a few bytes only."""
+    with small_disk(tmp_path / "disk", "size=1m") as place:
+        mine = place / f"hpcinit-{os.geteuid()}"
+        assert scratch.base({"TMPDIR": str(place)}) == mine
+        assert scratch.base({"TMPDIR": str(place)}, CACHE_ROOM) != mine
+        line = end(rank(place, "", "7.0.0", first=False))
+    assert "TRITON_CACHE_DIR=" in line and f"TRITON_CACHE_DIR={place}" not in line
 
 
 def test_once_for_each_process_and_job(tmp_path: Path) -> None:

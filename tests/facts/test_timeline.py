@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hpcinit.facts import timeline
 from hpcinit.facts.timeline import Attempt, Rank, Writer
+from tests.small_disks import fill, small_disk
 
 FIRST = {"job": "43.0.0", "world_size": 4, "nodes": 2, "launcher": "slurm"}
 
@@ -61,6 +62,22 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "timeline").write_text("no folder")
     Writer(timeline.path(tmp_path, "43.0.0", "n1")).write(0, FIRST)
     assert timeline.read(tmp_path) == []
+
+
+def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
+    """What could not be written, or only in part, is written before the next line."""
+    with small_disk(tmp_path / "disk") as place:
+        writer = Writer(timeline.path(place, "43.0.0", "n1"))
+        writer.write(0, {**FIRST, "started": 1.0})
+        other = fill(place)
+        for number in range(100):  # beyond the page that the file has
+            writer.write(0, {"interpreter": 2.0, "pad": f"{number:099}"})
+        writer.write(0, {"imported": 3.0})
+        other.unlink()
+        writer.write(0, {"device": 4.0})
+        writer.close()
+        (attempt,) = timeline.read(place)
+    assert attempt.ranks[0].moments == {"started": 1.0, "interpreter": 2.0, "imported": 3.0, "device": 4.0}
 
 
 def test_processes_that_write_at_the_same_time(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hpcinit.facts.error_records import ErrorRecord
 from hpcinit.observe import attempts, evidence, jobs, overview, state, view, why
 from hpcinit.observe.state import State
 from tests.facts.test_job_log import KILLED, LOST
+from tests.small_disks import fill, small_disk
 
 CLOSED = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:28071"
 PREEMPTED = "slurmstepd-n1: error: *** JOB 5 ON n1 CANCELLED AT 2026-11-21T14:32:27 DUE TO PREEMPTION ***\n"
@@ -166,3 +167,18 @@ def test_the_attempts_before(tmp_path: Path) -> None:
     [shown] = view.documents(overview.Run(tmp_path, now))
     assert shown["restarts"] == document
     assert (attempts.line([]), attempts.words([])) == ("", "")
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_failure_that_could_not_be_recorded(tmp_path: Path, full: bool) -> None:
+    """Where nothing else is known, the report names the run folder's disk if that is full, and guesses nothing."""
+    with small_disk(tmp_path / "run") as place:
+        (place / runfolder.LOGS).mkdir()
+        if full:
+            fill(place)
+        verdict = why.of_run(place, State("FAILED", "5", "local", exit_status=1))
+    if full:
+        assert verdict.kind == "disk" and verdict.do.startswith(f"make room for {place}")
+        assert "the run folder cannot be written (No space left on device)" in verdict.evidence[0]
+    else:
+        assert verdict.kind == "script"

@@ -32,6 +32,7 @@ from hpcinit.runtime.elastic import gathering
 from hpcinit.runtime.elastic.gathering import Gathering
 from hpcinit.runtime.elastic.workers import Start, Workers
 from tests import waiting
+from tests.small_disks import small_disk
 
 until = partial(waiting.until, timeout_s=60, pause_s=0.05)
 
@@ -245,6 +246,15 @@ def test_a_rank_that_cannot_be_started_leaves_none(tmp_path: Path) -> None:
     assert b"298.5" not in b"".join(
         path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if _runs(int(path.parent.name))
     )
+
+
+def test_a_rank_whose_log_has_no_room(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It is started all the same, and prints to the log of its agent."""
+    with small_disk(tmp_path / "disk", "nr_inodes=1") as place:
+        ranks = Workers(["echo", "hello"], [Start(dict(os.environ), place / "0.log")], _plainly)
+        until(lambda: ranks.ended() == {0: 0})
+    out, err = capfd.readouterr()
+    assert out == "hello\n" and "0.log cannot be opened: No space left on device" in err
 
 
 def test_a_rank_has_the_cpus_that_it_is_given(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from hpcinit import build_ops
 from hpcinit.facts import safeguards
 from hpcinit.facts.errors import BringUpError, RequestError
 from hpcinit.runtime import op_locks, ops
+from tests.small_disks import fill, small_disk
 
 ADAMW = {"optimizer": {"type": "AdamW"}}
 SOURCE = 'extern "C" int one() { return 1; }\n'
@@ -206,6 +207,29 @@ def test_what_was_built_before_is_copied_into_a_job_s_own_cache(
     ops.prepare(ADAMW, "cuda", env, pytest.fail)
     assert sorted(path.name for path in (own / "fused_adam").iterdir()) == [ops.BUILT, "fused_adam.so"]
     assert env["TORCH_EXTENSIONS_DIR"] == str(own)
+
+
+def test_a_job_s_cache_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was built before is used where it is, with a line; without room anywhere the error says what to do."""
+    with small_disk(tmp_path / "own") as own:
+        cache = tmp_path / "xdg"
+        env = {"XDG_CACHE_HOME": str(cache), ops.VARIABLE: str(own), safeguards.ENV_SET: f"1 {ops.VARIABLE}"}
+        built = ops.shared_cache(env) / "fused_adam"
+        built.mkdir(parents=True)
+        (built / ops.BUILT).touch()
+        (built / "fused_adam.so").write_bytes(bytes(1 << 16))
+        monkeypatch.setattr(ops, "loader", lambda name: pytest.fail(f"{name} would be compiled"))
+        fill(own)
+        said: list[str] = []
+        ops.prepare(ADAMW, "cuda", env, said.append)
+        assert env[ops.VARIABLE] == str(built.parent)
+        assert f"warning: DeepSpeed's ops cannot be kept in {own}: " in said[0]
+        env = {ops.VARIABLE: str(own), safeguards.ENV_SET: ""}
+        monkeypatch.setattr(ops, "loader", lambda name: lambda: None)
+        with pytest.raises(
+            BringUpError, match=r"no disk for DeepSpeed's ops: .*No space left on device.*make room, or"
+        ):
+            ops.prepare(ADAMW, "cuda", env, said.append)
 
 
 def test_a_cache_of_the_user_s_is_used_as_it_is(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from hpcinit.facts import elastic, error_records, job_log, runfolder, timeline
+from hpcinit.facts import elastic, error_records, job_log, reports, runfolder, timeline
 from hpcinit.facts.elastic import Restart
 from hpcinit.facts.evidence import brief
 from hpcinit.facts.launchers.torchrun import ENV_AGENT
@@ -67,7 +67,7 @@ class Node:
         starts = [self._start(local_rank) for local_rank in range(self._spec.ranks_per_node)]
         if why := self.gathering.why:
             for start in starts:
-                with start.log.open("a") as log:
+                with reports.suppressed("the restart's line in the log of a rank"), start.log.open("a") as log:
                     print(f"hpcinit: {self._begins(why)}", file=log)
         command = [sys.executable, "-u", "-m", "hpcinit.run", str(self._path)]
         return Workers(command, starts, self._came.unblocked)
@@ -100,8 +100,10 @@ class Node:
 
     def _begin(self, why: Restart) -> None:
         """By the first agent, once no rank of the start before runs any more."""
-        elastic.set_aside(self._folder, why.job)
-        elastic.record(self._folder, why)
+        with reports.suppressed("the old error records' new place"):
+            elastic.set_aside(self._folder, why.job)
+        with reports.suppressed(runfolder.ELASTIC):
+            elastic.record(self._folder, why)
         say(self._begins(why))
 
     def _begins(self, why: Restart) -> str:

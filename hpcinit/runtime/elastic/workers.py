@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcinit.facts import children
+from hpcinit.facts import children, rank_log
 
 LOOK_S = 0.02
 
@@ -77,7 +77,7 @@ class Workers:
 
 def _start(command: Sequence[str], start: Start) -> subprocess.Popen[bytes]:
     before = os.sched_getaffinity(0)
-    with start.log.open("ab", buffering=0) as log:
+    with rank_log.opened(start.log) as log:
         try:
             if start.cpus:
                 os.sched_setaffinity(0, start.cpus)  # of this thread, and of what it starts

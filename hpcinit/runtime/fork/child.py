@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpcinit.facts import forked, parent_death, runfolder
+from hpcinit.facts import forked, parent_death, rank_log, runfolder
 from hpcinit.facts.forked import Node
 from hpcinit.facts.spec import Spec
 from hpcinit.runtime.fork import binding, process
@@ -33,13 +33,13 @@ def become(here: Node, spec: Spec, folder: Path, local_rank: int, parent: int, c
 
 
 def _open_log(path: Path) -> None:
-    """stdout and stderr append to `path`, as srun's --open-mode=append has it; stdin is empty. Raises OSError."""
-    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)  # the umask is the user's
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (log, 1), (log, 2)):
-        os.dup2(source, target)
-    os.close(log)
-    os.close(nothing)
+    """stdout and stderr append to `path`, as srun's --open-mode=append has it, or stay the parent's where it cannot be
+    opened. stdin is empty."""
+    with rank_log.opened(path) as log, open(os.devnull, "rb") as nothing:  # noqa: PTH123 - no path
+        os.dup2(nothing.fileno(), 0)
+        if log is not None:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
 
 
 def _exchange_environment(env: Mapping[str, str]) -> None:

@@ -1,6 +1,6 @@
 """A rank tells each step it takes; a silence that is too long leaves stacks and a report of who waits for whom.
 
-Ranks of a node share a table in memory (a file on its own disk), so that a step costs a microsecond and one rank writes
+Ranks of a node share a table (a file on its own disk), so that a step costs a microsecond and one rank writes
 for its node. A thread looks after it. Where C code keeps Python's lock it does not run, and the node's other ranks see.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import mmap
 import os
 import struct
 import sys
@@ -16,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from hpcinit.facts import beats, hangs, scratch, whole_file
+from hpcinit.facts import beats, hangs, reports, scratch, whole_file
 from hpcinit.facts.beats import FRESH_PERIODS, Beat, Node
 from hpcinit.facts.errors import Failure
 from hpcinit.facts.saying import say
@@ -24,6 +23,7 @@ from hpcinit.facts.spec import Hang
 from hpcinit.facts.world import World
 from hpcinit.runtime import program
 from hpcinit.runtime.lifecycle import phase
+from hpcinit.runtime.lifecycle.table import Table
 
 SLOT = struct.Struct("<qqqdd")  # rank, pid, step, when it was told, when the thread last looked (time.monotonic)
 TOLD, LOOKED = struct.Struct("<qd"), struct.Struct("<d")
@@ -37,7 +37,8 @@ STATES = {"T": "stopped", "t": "stopped", "D": "in the kernel"}  # of /proc/PID/
 
 
 class Heartbeat:
-    """Of one rank. tell() is called by the training; all else happens in a thread."""
+    """Of one rank. tell() is called by the training; all else happens in a thread. Raises OSError where `table`, a path
+    on the node's own disk, cannot be written."""
 
     def __init__(self, world: World, asked: Hang, folder: Path, table: Path) -> None:
         self._world, self._asked = world, asked
@@ -51,7 +52,11 @@ class Heartbeat:
         self._longest = self._recent = 0.0  # step: so far, and since the thread last looked
         self._due = float("inf")  # when the thread wakes up
         self._stopped = self._stopped_at = 0.0  # seconds, and when: the process did not run (SIGSTOP, scontrol suspend)
+        slot = SLOT.pack(world.rank, os.getpid(), -1, 0.0, time.monotonic())
+        self._table = Table(table, world.local_world_size * SLOT.size, self._at, slot)
+        self._last = self._longest = 0.0
         self._dumped = 0.0
+        self._reported = False
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="hpcinit-heartbeat", daemon=True).start()
 
@@ -61,6 +66,10 @@ class Heartbeat:
             self._recent = max(self._recent, self._quiet(now))
         self._last, self._step = now, step
         TOLD.pack_into(self._table, self._at + TOLD_AT, step, now)
+        if self._last:
+            self._longest = max(self._longest, now - self._last)
+        self._last = now
+        self._table.write(self._at + TOLD_AT, TOLD.pack(step, now))
 
     def _quiet(self, now: float) -> float:
         """Seconds since the last sign of life: a step, or the end of a save or of a phase that the program declares.
@@ -79,15 +88,18 @@ class Heartbeat:
             LOOKED.pack_into(self._table, self._at + LOOKED_AT, time.monotonic())
             self._measure()
             with contextlib.suppress(OSError):  # the disk of the run folder: it is not for us to end a training
+            self._table.write(self._at + LOOKED_AT, LOOKED.pack(time.monotonic()))
+            with reports.suppressed("the heartbeats of this node"):
                 if self._leads():
                     self._publish()
+            with reports.suppressed("the report of a hang"):
                 self._look()
             self._due = time.monotonic() + self._period
             if self._closed.wait(self._period):
                 return
 
     def _slots(self) -> list[tuple[int, int, int, float, float]]:
-        return [slot for slot in SLOT.iter_unpack(self._table[:]) if slot[1]]
+        return [slot for slot in SLOT.iter_unpack(self._table.read()) if slot[1]]
 
     def _leads(self) -> bool:
         """The first rank of the node whose thread runs."""
@@ -128,7 +140,7 @@ class Heartbeat:
         silent = self._silent()
         if silent <= self._limit():
             if self._dumped:
-                self._dumped = 0.0
+                self._dumped, self._reported = 0.0, False
                 say(f"rank {self._world.rank} goes on")
                 for path in (self._stack(), self._hang / hangs.REPORT):
                     path.unlink(missing_ok=True)
@@ -155,27 +167,29 @@ class Heartbeat:
         fresh_s = FRESH_PERIODS * self._period
         told, stacks = beats.read(self._beats), hangs.places(self._hang)
         lines = hangs.report(told, stacks, time.time(), self._world.world_size, fresh_s)
-        with contextlib.suppress(FileExistsError):
-            with path.open("x") as file:
-                file.write("\n".join(lines) + "\n")
+        if not self._reported and _is_first(path, "\n".join(lines) + "\n"):
             say("the training hangs: " + "\n  ".join(lines))
             if self._asked.action == "end":
                 program.record(Failure("the training hangs: " + "; ".join(lines)), self._world)
+        self._reported = True
         if self._asked.action == "end":
             say(f"rank {self._world.rank} ends after {silent:.0f} s without a step (hang.action=end)")
-            sys.stdout.flush()
+            with contextlib.suppress(OSError, ValueError):  # its disk is full too, or the program has closed it
+                sys.stdout.flush()
             os._exit(hangs.HUNG)
 
 
-def _shared(path: Path, size: int) -> mmap.mmap:
-    """Ranks of a node open the same file; whoever comes first makes it. New bytes are zero: a slot not taken."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+def _is_first(path: Path, text: str) -> bool:
+    """Write the report of a hang, which the first rank does for all. Where the disk is full, none can know which rank
+    is the first, and each reports."""
     try:
-        if os.fstat(descriptor).st_size < size:
-            os.truncate(descriptor, size)
-        return mmap.mmap(descriptor, size)
-    finally:
-        os.close(descriptor)
+        with path.open("x") as file:
+            file.write(text)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        say(f"warning: {path} cannot be written: {error}")
+    return True
 
 
 def _state(pid: int) -> str:

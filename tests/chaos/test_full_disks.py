@@ -1,0 +1,295 @@
+"""Each disk that hpcinit writes to, full at each phase of a run: training goes on, or the message names what could not
+be saved. The matrix runs on cluster=local in a mount namespace with small disks; the chaos rows on a real Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import disk_table, outcomes
+from tests.chaos.conftest import ALL
+from tests.chaos.outcomes import BEGIN, DOCS, END, Outcome
+from tests.chaos.training import RANKS_PER_NODE, Training, started
+from tests.conftest import Run
+from tests.leaving_out import leave_out
+from tests.minislurm import MiniSlurm
+from tests.small_disks import fill, small_disk
+from tests.submitting import folder_of, submit
+from tests.waiting import until
+
+STEPS = 8
+FILL = """
+import sys
+from pathlib import Path
+def fill(place):
+    for size in (1 << 20, 4096, 1):
+        try:
+            with (Path(place) / "other").open("ab", buffering=0) as file:
+                while True:
+                    file.write(bytes(size))
+        except OSError:
+            pass
+if __name__ == "__main__":
+    fill(sys.argv[1])
+"""
+# A disk that is filled before a phase is free again some steps later.
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from fill import fill
+place, phase = sys.argv[1:]
+def at(name):
+    if phase == name:
+        fill(place)
+def free():
+    (Path(place) / "other").unlink(missing_ok=True)
+at("during start-up")
+import torch
+import hpcinit
+with hpcinit.session() as run:
+    wrapped = run.wrap(torch.nn.Linear(64, 64), optimizer=lambda all: torch.optim.SGD(all, lr=0.001))
+    at("before the first progress")
+    for step in range(1, 9):
+        wrapped.backward(wrapped(torch.ones(2, 64)).square().mean())
+        wrapped.step()
+        time.sleep(0.3)
+        print("step", step, flush=True)
+        run.progress(step, 8)
+        run.should_stop()
+        with open("steps", "a") as file:
+            print(step, file=file)
+        if step == 3: free()
+        if step == 3: at("during steps")
+        if step == 6: free()
+        if step == 7: at("at a save")
+        if step == 7: run.save(wrapped, run.folder / "checkpoints", step)
+    at("at exit")
+    run.result(0.25)
+"""
+# /tmp is hidden by a small one; the test's own folder, which may be below it, is bound into that again.
+SMALL = """
+set -e
+mount --bind "$HERE" /mnt
+mount -t tmpfs -o size=96m,mode=1777 hpcinit /tmp
+mkdir -p "$HERE"
+mount --bind /mnt "$HERE"
+mount -t tmpfs -o size=96m hpcinit /dev/shm
+for disk in runs scratch cache; do mount -t tmpfs -o size=96m hpcinit "$HERE/$disk"; done
+cd "$HERE"
+set +e
+"$@"
+status=$?
+rm -f "$PLACE/other"
+cp -a runs out
+exit $status
+"""
+PHASES = (
+    "before the ranks start",
+    "during start-up",
+    "before the first progress",
+    "during steps",
+    "at a save",
+    "at exit",
+)
+# What each disk is to hpcinit, and where it is below the test's folder.
+DISKS = {
+    "the run folder's": "runs",
+    "the node's own (`cluster.local_disk`, `TMPDIR`)": "scratch",
+    "`/tmp`, without `TMPDIR`": "/tmp",
+    "`/dev/shm`": "/dev/shm",
+    "caches (`XDG_CACHE_HOME`)": "cache",
+}
+QUICK = {
+    ("runs", "during steps"),
+    ("runs", "at exit"),
+    ("scratch", "before the ranks start"),
+    ("/tmp", "during start-up"),
+}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that is over. steps: how many it took. said: what hpcinit printed. folder: a copy of its run folder."""
+
+    state: str
+    steps: int
+    said: tuple[str, ...]
+    folder: Path
+
+    @property
+    def outcome(self) -> str:
+        """In words, for the table."""
+        if self.state != "COMPLETED":
+            error = next((line for line in self.said if "Error" in line or "error: " in line), "no message")
+            return f"{self.state} after {self.steps} of {STEPS} steps: `{_short(error)}`"
+        lines = [
+            f"`{_short(line)}`" for line in self.said if line.startswith(("hpcinit: warning: ", "hpcinit: error: "))
+        ]
+        return "; ".join(["the training run completes", *dict.fromkeys(lines)])
+
+
+def _short(line: str) -> str:
+    """Without what differs from run to run, or is in every warning."""
+    line = line.removeprefix("hpcinit: ").removesuffix("; the program continues, and hpcinit tries again")
+    for pattern, text in (
+        (r"/\S*/(runs|scratch|cache|tmp)/", r".../\1/"),
+        (r"\d+ bytes", "N bytes"),
+        (r"\[Errno \d+\] ", ""),
+    ):
+        line = re.sub(pattern, text, line)
+    return line.replace(os.uname().nodename, "n1").replace("|", "/")
+
+
+def trained(here: Path, disk: str, phase: str) -> Ended:
+    """Run the program of one rank with `disk` full at `phase`, to its end."""
+    for name in ("runs", "scratch", "cache", "home"):
+        (here / name).mkdir()
+    (here / "fill.py").write_text(FILL)
+    (here / "train.py").write_text(PROGRAM)
+    place = disk if disk.startswith("/") else str(here / disk)
+    words = ["cluster=local", "wait=true", "time_min=5", "hang.after_s=60", "name=full"]
+    if phase == PHASES[0]:
+        words.append(f"cluster.setup=['{sys.executable} fill.py {place}']")
+    env = {
+        **os.environ,
+        "HERE": str(here),
+        "PLACE": place,
+        "HOME": str(here / "home"),
+        "XDG_CACHE_HOME": str(here / "cache"),
+    }
+    env.pop("TMPDIR", None)
+    if disk != "/tmp":
+        env["TMPDIR"] = str(here / "scratch")
+    command = [sys.executable, "-m", "hpcinit", "submit", *words, "--", "train.py", place, phase]
+    done = subprocess.run(
+        ["unshare", "--mount", "--propagation", "private", "sh", "-c", SMALL, "sh", *command],
+        env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    folder = here / "out/full-0001"
+    assert folder.is_dir(), (done.stdout, done.stderr)
+    logs = "".join(path.read_text() for path in sorted((folder / "logs").iterdir()))
+    steps = (here / "steps").read_text().count("\n") if (here / "steps").exists() else 0
+    return Ended(json.loads((folder / "local.json").read_text())["state"], steps, tuple(logs.splitlines()), folder)
+
+
+def _cases() -> Iterator[object]:
+    for disk, place in DISKS.items():
+        for phase in PHASES:
+            marks = pytest.mark.chaos(short=(place, phase) in QUICK)
+            yield pytest.param(disk, phase, id=f"{place}-{phase}", marks=marks)
+
+
+@pytest.mark.parametrize(("disk", "phase"), list(_cases()))
+def test_a_full_disk_does_not_end_training(disk: str, phase: str, tmp_path: Path) -> None:
+    """All steps are taken and the run ends well; only a checkpoint that has no room ends it, with a message."""
+    if os.geteuid() != 0:
+        leave_out("needs root: mounts file systems")
+    ended = trained(tmp_path, DISKS[disk], phase)
+    if os.environ.get(ALL) == "1":
+        disk_table.keep(disk, phase, ended.outcome)
+    told = "\n".join(ended.said)
+    if (DISKS[disk], phase) == ("runs", "at a save"):
+        assert ended.state == "FAILED" and "was not saved" in told and "No space left on device" in told, told
+        return
+    assert (ended.state, ended.steps) == ("COMPLETED", STEPS), told
+    if (DISKS[disk], phase) == ("runs", "at exit"):
+        assert '{"value": 0.25}' in told or not (ended.folder / "result.json").exists()
+    else:
+        assert json.loads((ended.folder / "progress.json").read_text())["step"] == STEPS
+        assert json.loads((ended.folder / "result.json").read_text()) == {"value": 0.25}
+        assert list((ended.folder / "timeline").glob("*/*.jsonl"))
+        assert list((ended.folder / "checkpoints").glob("step-*7"))
+    assert told.count("hpcinit: warning: progress.json cannot be written") <= 1
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    """The table of docs/faults.md is that of its JSON, and has every disk and phase."""
+    known = json.loads((DOCS / disk_table.JSON).read_text())
+    assert {disk: set(phases) for disk, phases in known.items()} == {disk: set(PHASES) for disk in DISKS}
+    assert f"{BEGIN}\n{disk_table.table(known)}\n{END}" in (DOCS / disk_table.PAGE).read_text()
+
+
+@pytest.fixture(params=["srun", "fork"])
+def launch(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def kept(run: Training, fault: str, said: str, ends: str) -> None:
+    """Into the table of docs/chaos.md, where it is asked for."""
+    if os.environ.get(ALL) == "1":
+        outcomes.keep(Outcome(fault, run.launch, said, None, run.lost(), ends))
+    assert ends == "COMPLETED", said
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(400)
+@pytest.mark.chaos(short="srun")
+def test_tmp_is_full_when_training_starts(hpcinit: Run, idle_slurm: MiniSlurm, launch: str) -> None:
+    """The disk of a node on which the heartbeats and caches go has no byte left, for files of another user: the ranks
+    there train without heartbeats, and report so once."""
+    place = Path.cwd() / "full"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=1777", "full", str(place)]
+    subprocess.run(idle_slurm.inside("n2", mount), check=True)
+    try:
+        everything = f"head -c 1m /dev/zero > {place}/other 2> /dev/null || true"
+        subprocess.run(idle_slurm.inside("n2", ["sh", "-c", everything]), check=True)
+        run = started(hpcinit, idle_slurm, launch, f"cluster.local_disk={place}", total=30)
+        ends = run.ends(quick=True)
+    finally:
+        subprocess.run(idle_slurm.inside("n2", ["umount", "--lazy", str(place)]), check=True)
+    kept(run, "/tmp of a node is full when training starts", run.why(), ends)
+    ranks = 2 * RANKS_PER_NODE[launch]
+    for rank in range(ranks):
+        text = (run.folder / f"logs/rank-{rank}.log").read_text()
+        assert text.count("this rank's heartbeat cannot be written") == (rank >= ranks // 2), text
+
+
+@pytest.fixture
+def full_runs(tmp_path: Path) -> Iterator[tuple[Path, MiniSlurm]]:
+    """A small disk for run folders that all nodes of a cluster see: it is mounted before they are made."""
+    name = f"pytest-{os.getpid()}-runs"
+    with small_disk(tmp_path / "disk", "size=4m") as place, MiniSlurm(nodes=2, gpus=0, name=name) as slurm:
+        yield place, slurm
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(400)
+@pytest.mark.chaos
+def test_the_run_folder_is_full_while_training(
+    hpcinit: Run, full_runs: tuple[Path, MiniSlurm], tmp_path: Path, launch: str
+) -> None:
+    """Nothing that reports can be written for 15 s: no rank ends, and the last step is on record when there is room."""
+    place, slurm = full_runs
+    run = started(hpcinit, slurm, launch, f"runs_dir={place}", saved=tmp_path / "checkpoints", total=200)
+    other, before = fill(place), run.checkpoint()
+    time.sleep(15)
+    said = run.why()
+    assert run.checkpoint() > before, "no step was taken on the full disk"
+    other.unlink()
+    ends = run.ends(quick=True)
+    kept(run, "the disk of the run folder is full for 15 s", said, ends)
+    assert json.loads((run.folder / "progress.json").read_text())["step"] == 200
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(300)
+@pytest.mark.chaos
+def test_why_of_a_run_that_could_record_nothing(hpcinit: Run, full_runs: tuple[Path, MiniSlurm]) -> None:
+    """A program that fails on a full run folder leaves no record: the report names the disk, and guesses nothing."""
+    place, slurm = full_runs
+    Path("train.py").write_text(FILL + f"    fill('{place}')\n    raise SystemExit(7)\n")
+    folder = folder_of(submit(hpcinit, slurm, f"runs_dir={place}", "--", "train.py", str(place)))
+    run = Training(hpcinit, slurm, folder, folder)
+    until(lambda: run.state == "FAILED", 100)
+    said = hpcinit("why", str(folder), env=slurm.env).stdout
+    assert "cannot be written (No space left on device)" in said and "make room for" in said, said
