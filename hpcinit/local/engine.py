@@ -20,9 +20,7 @@ from typing import Any
 
 import psutil
 
-from hpcinit.facts import children, parent_death, runfolder, whole_file
-from hpcinit.facts.errors import SubmitError
-from hpcinit.facts import ownership, parent_death, runfolder, whole_file
+from hpcinit.facts import children, ownership, parent_death, runfolder, whole_file
 from hpcinit.facts.errors import SpecError, SubmitError
 from hpcinit.facts.spec import load
 from hpcinit.local import environment, processes

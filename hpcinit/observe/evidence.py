@@ -20,12 +20,12 @@ from hpcinit.facts import (
     hang_verdict,
     hangs,
     job_log,
+    reports,
     runfolder,
     slurm_client,
     slurm_records,
     spec,
 )
-from hpcinit.facts import beats, error_records, flight, hangs, job_log, reports, runfolder, slurm_records, spec
 from hpcinit.facts.error_records import Found
 from hpcinit.facts.evidence import Evidence, clocks
 from hpcinit.observe import logs, progress, state

@@ -48,10 +48,9 @@ class _Changing:
     stopper: Stopper | None = None
     longest_save: timedelta = timedelta()
     heartbeat: Heartbeat | None = None
-    told: int | None = None
     heartbeat_at: float = float("-inf")
     scratch: Path | None = None
-    told: int = 0
+    told: int | None = None
     asked: int = 0
 
     def close(self) -> None:

@@ -46,15 +46,12 @@ class Heartbeat:
         self._beats, self._hang = folder / beats.FOLDER / job, folder / hangs.FOLDER / job
         self._period = min(PERIOD_S, asked.after_s / 4)
         self._at = world.local_rank * SLOT.size
-        self._table = _shared(table, world.local_world_size * SLOT.size)
-        SLOT.pack_into(self._table, self._at, world.rank, os.getpid(), -1, 0.0, time.monotonic())
         self._last, self._step = 0.0, -1  # when a step was told, and which
         self._longest = self._recent = 0.0  # step: so far, and since the thread last looked
         self._due = float("inf")  # when the thread wakes up
         self._stopped = self._stopped_at = 0.0  # seconds, and when: the process did not run (SIGSTOP, scontrol suspend)
         slot = SLOT.pack(world.rank, os.getpid(), -1, 0.0, time.monotonic())
         self._table = Table(table, world.local_world_size * SLOT.size, self._at, slot)
-        self._last = self._longest = 0.0
         self._dumped = 0.0
         self._reported = False
         self._closed = threading.Event()
@@ -65,10 +62,6 @@ class Heartbeat:
         if self._last and step != self._step:  # progress() and should_stop() both tell it
             self._recent = max(self._recent, self._quiet(now))
         self._last, self._step = now, step
-        TOLD.pack_into(self._table, self._at + TOLD_AT, step, now)
-        if self._last:
-            self._longest = max(self._longest, now - self._last)
-        self._last = now
         self._table.write(self._at + TOLD_AT, TOLD.pack(step, now))
 
     def _quiet(self, now: float) -> float:
@@ -85,10 +78,8 @@ class Heartbeat:
     def _run(self) -> None:
         # Once before the first wait: a node that falls silent at once is known by name all the same.
         while True:
-            LOOKED.pack_into(self._table, self._at + LOOKED_AT, time.monotonic())
-            self._measure()
-            with contextlib.suppress(OSError):  # the disk of the run folder: it is not for us to end a training
             self._table.write(self._at + LOOKED_AT, LOOKED.pack(time.monotonic()))
+            self._measure()
             with reports.suppressed("the heartbeats of this node"):
                 if self._leads():
                     self._publish()
