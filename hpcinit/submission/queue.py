@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcinit.facts import runfolder, slurm_client
+from hpcinit.facts import runfolder, slurm_client, slurm_records
 
 MARK = "hpcinit="  # before a token, in a job's comment
 ANSWER_S = 30  # longer than Slurm's MessageTimeout (10 s), after which its clients give up by themselves
@@ -71,6 +71,15 @@ class Question:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.communicate()
+
+
+def cluster(env: Mapping[str, str]) -> str:
+    """Return the ClusterName of the controller that SLURM_CONF names; '' where it gives no answer."""
+    try:
+        done = slurm_client.run(["scontrol", "show", "config"], ANSWER_S, env)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return slurm_records.config(done.stdout).get("ClusterName", "")
 
 
 def find(env: Mapping[str, str], token: str, script: Path, known: Sequence[str], alone: bool) -> list[Job] | None:
