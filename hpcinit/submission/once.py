@@ -81,6 +81,7 @@ def unexpected(error: BaseException, token: str, printed: Sequence[str] = ()) ->
 
 
 def _check_first(token: str, printed: Sequence[str]) -> str:
+    """Return the end of a message: that the job may exist, and how to find out. printed: ids that sbatch printed."""
     printed = list(dict.fromkeys(printed))  # a controller that forgot job 8 gives that id to the next job
     ids = f" (sbatch printed {' and '.join(printed)})" if printed else ""
     commands = [
