@@ -69,8 +69,12 @@ def _take(path: Path, me: Owner, run: Path) -> None:
             continue
         except OSError as error:
             raise cannot_write(run, error) from None
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(me)))
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(me)))
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise cannot_write(run, error) from None
         return
     raise RequestError(_refusal(path, None))
 
@@ -87,7 +91,7 @@ def _read(path: Path) -> tuple[str, Owner | None]:
 
 def _is_stale(path: Path, owner: Owner | None, run: Path, place: str) -> bool:
     """Whether the owner is gone. Ages are the file server's: the run folder was made there a moment ago."""
-    if owner is not None and owner.place == place:
+    if owner is not None and owner.place == place and owner.began:
         return _began(owner.pid) != owner.began
     try:
         age_s = run.stat().st_mtime - path.stat().st_mtime

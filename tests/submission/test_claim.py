@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -102,6 +103,20 @@ def test_a_claim_of_another_host(tmp_path: Path) -> None:
     with claim.held(run, REQUEST, 600):
         assert json.loads(path.read_text())["pid"] == os.getpid()
     assert not path.exists()
+
+
+def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim that could not be written whole does not stay (a stand-in for a full disk)."""
+    run = tmp_path / "run"
+    run.mkdir()
+    monkeypatch.setattr(claim, "asdict", fail)
+    with pytest.raises(SubmitError, match="the file system is full"), claim.held(run, REQUEST, 600):
+        pass
+    assert list(tmp_path.iterdir()) == [run]
+
+
+def fail(_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_claim_that_was_replaced_stays(tmp_path: Path) -> None:
