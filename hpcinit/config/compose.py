@@ -36,6 +36,7 @@ UNUSABLE = (
     yaml.YAMLError,
     ValueError,
     AttributeError,
+    RecursionError,
 )  # what a wrong request raises
 SHOW = ("cfg", "help", "hydra_help", "info", "shell_completion", "experimental_rerun")  # flags that print and end
 

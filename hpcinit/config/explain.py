@@ -5,6 +5,7 @@ Their errors are known by the names of their classes: about a file, OmegaConf's 
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class _Said:
 
 def sentence(error: Exception, override: str = "") -> str:
     """One line about `error`. override: the word of the command line that brought it about; '' if not known."""
-    if isinstance(error, (yaml.YAMLError, UnicodeDecodeError)):
+    if isinstance(error, (yaml.YAMLError, UnicodeDecodeError, RecursionError)):
         return _where(override, _unreadable_file(error))
     missing: str | None = getattr(error, "missing_cfg_file", None)
     if missing is not None:
@@ -189,7 +190,42 @@ def _near(key: str, override: str) -> str:
     return f"; hpcinit submit --help explains all there are{behind}"
 
 
+def _includes_itself() -> str:
+    """Name the user's files whose defaults list contains the file's own name; Hydra takes it for the file itself."""
+    found = []
+    for place in folders.user_folders():
+        for path in sorted(place.rglob("*.yaml")):
+            with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+                content = yaml.safe_load(path.read_text(encoding="utf-8"))
+                if isinstance(content, dict) and path.stem in (content.get("defaults") or ()):
+                    found.append(folders.find(str(path.relative_to(place).with_suffix(""))))
+    if not found:
+        return "the defaults lists of config files include each other in a circle; remove one of the entries"
+    name = Path(found[0]).stem
+    do = f"Give it another name{', and choose it with --config-name' * (name in folders.choices(''))}"
+    return (
+        f"{' and '.join(found)} includes itself: '- {name}' in its defaults list is this file, not the one that comes "
+        f"with hpcinit. {do}"
+    )
+
+
+def _not_ascii(override: str) -> str:
+    """Name the first character that Hydra reads only in quotes; '' where there is none outside of them."""
+    plain = re.sub(r"'[^']*'|\"[^\"]*\"", "", override)
+    bad = next((char for char in plain if not char.isascii()), "")
+    key, _, value = override.partition("=")
+    if not bad or bad in key:
+        return bad and f"{_shown(override)}: {_shown(bad)!r} cannot be in a key; expected letters a to z, '_' and '.'"
+    if key == "name":
+        expected = "letters a to z, digits, '.', '_' and '-'"
+        return f"{_shown(override)}: {_shown(bad)!r} cannot be in a name; expected {expected}"
+    quoted = f": {key}='\"{_shown(value)}\"'" if not re.search(r"['\"\[{(]", value) else ""
+    return f"{_shown(override)}: {_shown(bad)!r} has to be in quotes, inside the shell's{quoted}"
+
+
 def _not_readable(override: str) -> str:
+    if said := _not_ascii(override):
+        return said
     found = re.fullmatch(r"\s*([\w.]+)\s*(?:=+|:|\s)\s*(\S*)\s*", override)
     if found and keys.kind(found[1]) is not None and override != f"{found[1]}={found[2]}":
         return f"{_shown(override)}: expected key=value: {found[1]}={found[2] or '...'}"
@@ -200,7 +236,9 @@ def _not_readable(override: str) -> str:
     return f"{_shown(override)}: {NOT_READABLE}"
 
 
-def _unreadable_file(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+def _unreadable_file(error: yaml.YAMLError | UnicodeDecodeError | RecursionError) -> str:
+    if isinstance(error, RecursionError):
+        return _includes_itself()
     if isinstance(error, UnicodeDecodeError):
         bad = f"byte 0x{error.object[error.start]:02x} at position {error.start}"
         return f"{_not_utf8()} is not UTF-8 ({bad}); save it as UTF-8"

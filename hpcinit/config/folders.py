@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hpcinit.facts import ownership, quoting
 from hpcinit.facts.errors import ConfigError
+from hpcinit.facts.user_paths import home
 
 
 def folder() -> Path:
@@ -24,7 +25,7 @@ def user_folders() -> list[Path]:
     except FileNotFoundError:
         raise ConfigError("the current folder was deleted under this shell: cd to one that exists") from None
     named = os.environ.get("HPCINIT_CONF")
-    places = [Path("conf"), Path(named) if named else None, Path("~/.config/hpcinit").expanduser()]
+    places = [Path("conf"), Path(named) if named else None, home() / ".config/hpcinit"]
     found = [place.absolute() for place in places if place is not None and place.is_dir()]
     if named and not Path(named).is_dir():
         raise ConfigError(f"HPCINIT_CONF is {named!r}, expected a folder that exists")

@@ -11,7 +11,7 @@ from pathlib import Path
 from hpcinit.config.schema import Config
 from hpcinit.facts import bad_nodes, clocks
 from hpcinit.facts.checkup import BAD, OK, WARNING, Check
-from hpcinit.facts.user_paths import expanded
+from hpcinit.facts.user_paths import expanded, home
 
 LITTLE_GB, FEW_FILES = 1.0, 1000  # below this a warning
 OF_ONE_MACHINE = ("tmpfs", "ramfs", "overlay", "squashfs")  # file systems that no compute node shares
@@ -25,9 +25,13 @@ def checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
     for key, place in (("cluster.scratch", config.cluster.scratch), ("cluster.cache", config.cluster.cache)):
         if place:
             yield _folder(key, expanded(os.path.expandvars(place)), absent=WARNING)
+    if not home().is_dir():
+        said = f"there is none at {home()}: HOME is {env.get('HOME') or 'not set'}, and this is uid {os.getuid()}"
+        yield Check("home folder", BAD, said, "export HOME=... with a folder of yours")
+        return
     if not config.cluster.cache:
         for name, below in CACHES.items():
-            yield _folder(name, Path(env.get(name) or Path.home() / below), absent=OK)
+            yield _folder(name, Path(env.get(name) or home() / below), absent=OK)
     yield _folder("what is known of bad nodes", bad_nodes.folder(env), absent=OK)
 
 

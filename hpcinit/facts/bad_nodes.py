@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpcinit.facts import known_fields
+from hpcinit.facts.user_paths import home
 
 FOLDER = "hpcinit/nodes"  # below XDG_STATE_HOME, ~/.local/state: every login node of a site has the same
 LIMIT, EXPIRY_H = 2, 24.0  # defaults of bad_nodes.limit and bad_nodes.expiry_h
@@ -78,7 +79,7 @@ def folder(env: Mapping[str, str]) -> Path:
     """Where the files of all clusters are. An XDG_STATE_HOME that is no absolute path counts for nothing, as its
     standard says."""
     own = env.get("XDG_STATE_HOME", "")
-    return (Path(own) if own.startswith("/") else Path.home() / ".local/state") / FOLDER
+    return (Path(own) if own.startswith("/") else home() / ".local/state") / FOLDER
 
 
 def file(env: Mapping[str, str], cluster: str) -> Path:

@@ -17,6 +17,15 @@ def expanded(place: str) -> Path:
         return Path(place)
 
 
+def home() -> Path:
+    """Return the user's home folder, or /dev/null where there is none: no HOME, and no entry in /etc/passwd.
+
+    Below /dev/null nothing is found, and writing fails with an OSError that names it.
+    """
+    path = expanded("~")
+    return path if path.is_absolute() else Path(os.devnull)
+
+
 def unknown_user(place: str) -> str:
     """'name' of a ~name/... that is nobody's home, or ''."""
     first = place.partition("/")[0]

@@ -143,6 +143,8 @@ def _question(ids: Collection[str]) -> Question:
 def _squeue(question: Question) -> Iterator[State]:
     """Of each job that is in the queue, or has left it not long ago."""
     for line in question.answer():
+        if line.count("|") < 5:  # a heading
+            continue
         job_id, name, start, elapsed, left, reason = line.split("|", 5)
         # A job that was cancelled while it waited keeps the reason why it waited.
         reason = "" if reason == "None" or name == "CANCELLED" else reason

@@ -22,6 +22,7 @@ from typing import Any
 from hpcinit.facts import deepspeed_ops, safeguards, saying
 from hpcinit.facts.deepspeed_ops import needed as ops_needed
 from hpcinit.facts.errors import BringUpError, RequestError
+from hpcinit.facts.user_paths import home
 from hpcinit.facts.versions import installed
 from hpcinit.runtime import op_locks
 
@@ -65,7 +66,7 @@ def shared_cache(env: Mapping[str, str]) -> Path:
     """Where `hpcinit build-ops` builds: TORCH_EXTENSIONS_DIR of the user's, or else a folder of this environment."""
     if env.get(VARIABLE) and not _is_ours(env):
         return Path(env[VARIABLE])
-    base = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    base = Path(env.get("XDG_CACHE_HOME") or home() / ".cache")
     return base / "hpcinit" / "ops" / environment()
 
 

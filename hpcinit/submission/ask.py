@@ -90,7 +90,8 @@ def _missing_nodes(script: str, env: Mapping[str, str]) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     total = missing = 0
-    lines = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
+    lines = [words for line in done.stdout.splitlines() if len(words := line.split(maxsplit=2)) == 3]
+    lines = [words for words in lines if words[0].isdigit()]  # not 'CLUSTER: name'
     default = [line for line in lines if line[2].endswith("*")]  # main*
     for count, state, _ in lines if found or not default else default:
         total += int(count)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpcinit.facts import secret_names
+from hpcinit.facts import secret_names, slurm_client
 
 # SBATCH_* beats #SBATCH lines; SLURM_* of a surrounding job binds the new one's steps to the wrong cores
 # (https://github.com/goodfire-ai/spd/issues/955) or memory; the others make a rank believe in another world.
@@ -64,7 +64,7 @@ DEVICES = {
 }
 # How clients find Slurm at all: without SLURM_CONF, sbatch looks in DNS
 # (https://github.com/facebookincubator/submitit/issues/1814).
-KEPT = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_CONF_SERVER"}
+KEPT = {"SLURM_CONF", "SLURM_JWT", "SLURM_CONF_SERVER"}
 # What people set on purpose in a profile, and the key that says the same.
 INSTEAD = {
     "SBATCH_ACCOUNT": "account",
@@ -98,13 +98,14 @@ class Dropped:
 
 
 def clean(env: Mapping[str, str], devices: bool = False) -> tuple[dict[str, str], list[str]]:
-    """`env` without variables of other jobs, and the sorted names of what was dropped.
+    """Return `env` without variables of other jobs, and the sorted names of what was dropped.
 
-    devices: those that number GPUs too.
+    devices: those that number GPUs too. How the user likes squeue's output is dropped without a name: the batch script
+    asks squeue and sinfo, too.
     """
     others = RANKS | (DEVICES if devices else set())
     dropped = sorted(k for k in env if k not in KEPT and (k in others or k.startswith(FOREIGN)))
-    return {k: v for k, v in env.items() if k not in dropped}, dropped
+    return {k: v for k, v in slurm_client.environment(env).items() if k not in dropped}, dropped
 
 
 def of_job(

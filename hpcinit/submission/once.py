@@ -30,12 +30,18 @@ SAVED_S = 7.0
 MOST_ACCEPTED = 2
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 10.0)  # between two attempts; the last one again and again
 CANCEL_S = 60  # for scancel
+BESIDE_S = 600.0  # what sbatch, squeue, scontrol and sacct may take in all once patience is over
 TICK_S = 0.2  # how soon Ctrl-C is seen
 
 
 def token(request: str = "") -> str:
     """One for each submission: 12 hexadecimal digits of the request, 8 at random."""
     return f"{request[:12] or 'x'}-{secrets.token_hex(4)}"
+
+
+def longest_s(patience_s: float, jobs: int) -> float:
+    """Return a bound of the time that so many submissions may take, one after the other."""
+    return jobs * (patience_s + BESIDE_S)
 
 
 def hand_over(
@@ -75,6 +81,7 @@ def unexpected(error: BaseException, token: str, printed: Sequence[str] = ()) ->
 
 
 def _check_first(token: str, printed: Sequence[str]) -> str:
+    """Return the end of a message: that the job may exist, and how to find out. printed: ids that sbatch printed."""
     printed = list(dict.fromkeys(printed))  # a controller that forgot job 8 gives that id to the next job
     ids = f" (sbatch printed {' and '.join(printed)})" if printed else ""
     commands = [

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcinit.facts import runfolder, slurm_client
+from hpcinit.facts import runfolder, slurm_client, slurm_records
 
 MARK = "hpcinit="  # before a token, in a job's comment
 ANSWER_S = 30  # longer than Slurm's MessageTimeout (10 s), after which its clients give up by themselves
@@ -73,6 +73,15 @@ class Question:
             self._process.communicate()
 
 
+def cluster(env: Mapping[str, str]) -> str:
+    """Return the ClusterName of the controller that SLURM_CONF names; '' where it gives no answer."""
+    try:
+        done = slurm_client.run(["scontrol", "show", "config"], ANSWER_S, env)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return slurm_records.config(done.stdout).get("ClusterName", "")
+
+
 def find(env: Mapping[str, str], token: str, script: Path, known: Sequence[str], alone: bool) -> list[Job] | None:
     """The jobs that carry `token`, ended ones too; none if there is certainly none; None if nobody answered.
 
@@ -89,20 +98,31 @@ def find(env: Mapping[str, str], token: str, script: Path, known: Sequence[str],
         return MARK not in job.comment and job.command == str(script) and (alone or job.job_id in known)
 
     found = {job.job_id: job for job in jobs if ours(job)}  # an array's tasks are one job
-    elsewhere = [job for job_id in known if (job := _by_id(env, job_id)) and ours(job)] if not found else []
+    try:
+        elsewhere = [job for job_id in known if (job := _by_id(env, job_id)) and ours(job)] if not found else []
+    except _NoAnswer:
+        return None
     return list(found.values()) or elsewhere or _in_accounting(env, token) or (_left_behind(script) if alone else [])
 
 
-def _by_id(env: Mapping[str, str], job_id: str) -> Job | None:
-    """Return the job that the controller knows by this id, whatever squeue lists; None if it shows none.
+class _NoAnswer(Exception):
+    """The controller did not say whether it knows the job."""
 
-    A second opinion: a site's own squeue may be a wrapper that lists what it saw a minute ago.
+
+def _by_id(env: Mapping[str, str], job_id: str) -> Job | None:
+    """Return the job that the controller knows by this id, whatever squeue lists; None if it knows none.
+
+    A second opinion: a site's own squeue may be a wrapper that lists what it saw a minute ago. Raises _NoAnswer.
     """
     try:
-        said = slurm_client.run(["scontrol", "--all", "show", "job", job_id], ANSWER_S, env).stdout
-    except (OSError, subprocess.TimeoutExpired):
+        done = slurm_client.run(["scontrol", "--all", "show", "job", job_id], ANSWER_S, env)
+    except OSError:  # no scontrol: squeue's answer has to do
         return None
-    words = {key: value for line in said.splitlines() for key, _, value in [line.strip().partition("=")]}
+    except subprocess.TimeoutExpired:
+        raise _NoAnswer from None
+    if done.returncode and "Invalid job id" not in done.stdout + done.stderr:
+        raise _NoAnswer
+    words = {key: value for line in done.stdout.splitlines() for key, _, value in [line.strip().partition("=")]}
     state = words.get("JobState", "").partition(" ")[0]
     return Job(job_id, state, words.get("Command", ""), words.get("Comment", "")) if state else None
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hpcinit.submission import (
     after,
     ask,
     chain,
+    claim,
     environment,
     folder,
     interrupts,
@@ -93,8 +95,17 @@ def dry_run(config: Config) -> str:
 
 
 def require_sbatch(config: Config) -> None:
-    """Raises SubmitError where the cluster has Slurm and this machine has no sbatch."""
-    if config.cluster.engine == "slurm" and shutil.which("sbatch") is None:
+    """Raise SubmitError where the cluster has Slurm and this machine has no sbatch, and RequestError where the user's
+    environment sends jobs to another cluster than this machine's."""
+    if config.cluster.engine != "slurm":
+        return
+    if (other := os.environ.get("SLURM_CLUSTERS")) and (ours := queue.cluster(os.environ)) and other != ours:
+        raise RequestError(
+            f"SLURM_CLUSTERS is {other!r}, expected {ours!r} or nothing: hpcinit submits to this machine's cluster and "
+            "looks for jobs there only. To submit here: unset SLURM_CLUSTERS. For the other cluster: submit on its "
+            "login nodes, or set SLURM_CONF to its slurm.conf"
+        )
+    if shutil.which("sbatch") is None:
         raise SubmitError(
             f"sbatch is not on PATH, and cluster {config.cluster.name} needs it: is this a login node, and is the "
             "slurm module loaded? dry_run=true renders without it, cluster=local runs on this machine"
@@ -124,15 +135,19 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
     provenance = Provenance(workdir, secret_names.masked(argv, config.secret_names))
     slurm = config.cluster.engine == "slurm"
     env, dropped = environment.of_job(os.environ, config.secrets, config.secret_names, devices=slurm)
-    # Answered while we render.
-    question = queue.Question(env, over=False) if slurm and not config.again else None
     started = False  # the program that makes the job
-    with interrupts.deferred() as interrupted:
+    with interrupts.deferred() as interrupted, ExitStack() as claims:
         path = folder.claim(runs_dir_of(config), config.name)
         try:
-            text = script.render(config, path, workdir, code)
             taken = snapshot.take(code, path) if code else None
             request = twice.request_hash(document, workdir, runs_dir_of(config), taken["sha256"] if taken else "")
+            question = None
+            if slurm and not config.again:
+                claims.enter_context(
+                    claim.held(path, request, once.longest_s(config.cluster.submit_patience_s, config.chain))
+                )
+                question = queue.Question(env, over=False)  # answered while we render
+            text = script.render(config, path, workdir, code)
             files = {
                 runfolder.SCRIPT: text,
                 runfolder.SPEC: make_spec(config, workdir, code, path).to_json(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hpcinit.facts.errors import MaybeSubmitted, SubmitError
 from hpcinit.facts.ranges import ranges
 from hpcinit.submission import (
     ask,
+    claim,
     environment,
     folder,
     for_job,
@@ -79,8 +81,7 @@ def submit_all(requests: Sequence[Request], argv: Sequence[str]) -> Submitted:
     env, dropped = environment.of_job(os.environ, config.secrets, config.secret_names, devices=True)
     tasks = [request.combination for request in requests]
     request = twice.request_hash({**requests[0].document, "combinations": tasks}, workdir, runs_dir)
-    question = None if config.again else queue.Question(env, over=False)  # answered while we write
-    with interrupts.deferred() as interrupted:
+    with interrupts.deferred() as interrupted, ExitStack() as claims:
         path = folder.claim(runs_dir, config.name, ())
         ids: dict[int, str] = {}
         records: list[dict[str, Any]] = []
@@ -89,6 +90,11 @@ def submit_all(requests: Sequence[Request], argv: Sequence[str]) -> Submitted:
         token = ""  # of the job that is being submitted
         try:
             jobs = sweep_jobs.of(requests, path)
+            question = None
+            if not config.again:
+                longest_s = once.longest_s(config.cluster.submit_patience_s, len(jobs))
+                claims.enter_context(claim.held(path, request, longest_s))
+                question = queue.Question(env, over=False)  # answered while we write
             sweep_folder.fill(path, requests, jobs, provenance)
             if question is not None:
                 twice.refuse(question, request)

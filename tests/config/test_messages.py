@@ -16,6 +16,7 @@ FILES = {
     "cluster/latin.yaml": "name: caf\xe9\n".encode("latin1"),
     "cluster/alist.yaml": b"- name\n",
     "cluster/text.yaml": b"just text\n",
+    "cluster/same.yaml": b"defaults: [same]\n",
     "cluster/tab.yaml": b"name: x\nenv:\n\tA: 1\n",
     "cluster/twice.yaml": b"name: x\nname: y\n",
     "cluster/type.yaml": b"name: x\ngpus_per_node: many\n",
@@ -72,6 +73,11 @@ CASES = [
     ("job=noname", "job.name is not set, expected text: add `name: ...` to conf/job/noname.yaml"),
     ("cluster=latin", "cluster=latin: conf/cluster/latin.yaml is not UTF-8 (byte 0xe9 at position 9)"),
     ("cluster=alist", "conf/cluster/alist.yaml holds a list, expected lines of key: value"),
+    ("cluster=same", "conf/cluster/same.yaml includes itself: '- same' in its defaults list is this file"),
+    ("name=größe", "name=größe: 'ö' cannot be in a name; expected letters a to z, digits"),
+    ("comment=für", "comment=für: 'ü' has to be in quotes, inside the shell's: comment='\"für\"'"),
+    ("job.args=[a,ü]", "job.args=[a,ü]: 'ü' has to be in quotes, inside the shell's"),
+    ("nöme=3", "nöme=3: 'ö' cannot be in a key"),
     ("cluster=text", "conf/cluster/text.yaml holds 'just text', expected lines of key: value"),
     ("cluster=tab", "conf/cluster/tab.yaml, line 3: found character '\\t' that cannot start any token; YAML wants blanks"),
     ("cluster=twice", "conf/cluster/twice.yaml, line 2: found duplicate key name"),
@@ -189,6 +195,24 @@ def test_one_clear_line(
     assert (out, err.count("\n")) == ("", 1) and err.startswith("hpcinit: error: ")
     assert message in err and not [word for word in JARGON if word in err]
     assert [path.name for path in Path().iterdir()] == ["conf"]
+
+
+@pytest.mark.parametrize("line", ["nodes=2", "--cfg job", "-m nodes=1,2"])
+def test_a_primary_config_that_includes_itself(line: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """conf/hpcinit.yaml that builds on 'hpcinit' builds on itself: the file is named, and what to do."""
+    Path("conf/hpcinit.yaml").write_text("defaults: [hpcinit, _self_]\nnodes: 2\n")
+    Path("conf/cluster/same.yaml").unlink()
+    assert main(["submit", *line.split()]) == 2
+    assert "conf/hpcinit.yaml includes itself: '- hpcinit' in its defaults list" in (err := capfd.readouterr().err)
+    assert err.count("\n") == 1 and "Give it another name, and choose it with --config-name" in err
+
+
+def test_configs_that_include_each_other(capfd: pytest.CaptureFixture[str]) -> None:
+    """A circle of several files is reported as one."""
+    for name, other in (("same", "back"), ("back", "same")):
+        Path(f"conf/cluster/{name}.yaml").write_text(f"defaults: [{other}]\n")
+    assert main(["submit", "cluster=same"]) == 2
+    assert "the defaults lists of config files include each other in a circle" in capfd.readouterr().err
 
 
 def test_a_cluster_of_the_folder_above(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

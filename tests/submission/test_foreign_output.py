@@ -53,6 +53,34 @@ def test_a_filter_that_prints_latin_1(hpcinit: Run, site: MiniSlurm, asked: str)
     assert json.loads((folder_of(done) / "submission.json").read_text())["job_id"] == queued(site)[0]
 
 
+# Its text is saved in Latin-1.
+FILTER = b"""
+function slurm_job_submit(job, partitions, uid)
+    slurm.log_user("Gr\xf6\xdfe: 1 node")
+    return slurm.SUCCESS
+end
+function slurm_job_modify(job, known, partitions, uid)
+    return slurm.SUCCESS
+end
+return slurm.SUCCESS
+"""
+
+
+@pytest.mark.slurm
+def test_a_real_job_submit_lua(hpcinit: Run) -> None:
+    """The same with Slurm's own plugin for submit filters in the place of the stand-in."""
+    with MiniSlurm(1, name=f"lua-{os.getpid()}") as cluster:
+        (cluster.directory / "etc/job_submit.lua").write_bytes(FILTER)
+        with cluster.conf.open("a") as file:
+            file.write("JobSubmitPlugins=lua\n")
+        cluster.stop_controller()
+        cluster.start_controller()
+        done = submit_on(hpcinit, cluster, LATER, "--", "true")
+        assert done.returncode == 0, done.stderr
+        assert "Gr\ufffd\ufffde: 1 node" in done.stderr
+        assert json.loads((folder_of(done) / "submission.json").read_text())["job_id"] == queued(cluster)[0]
+
+
 @pytest.mark.slurm
 def test_a_chain_there(hpcinit: Run, site: MiniSlurm) -> None:
     """Every job of a chain is recorded in its folder."""

@@ -333,6 +333,25 @@ def test_a_squeue_that_lists_too_little(cluster: MiniSlurm, env: dict[str, str],
     assert jobs_with(cluster, token) == [job_id]
 
 
+@pytest.mark.parametrize(
+    ("answer", "known"),
+    [
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", []),
+        ("echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1", None),
+    ],
+)
+def test_a_controller_that_fails_between_two_questions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, known: list[str] | None
+) -> None:
+    """A job counts as forgotten only if scontrol says so. Stand-ins: the real ones do not fail on demand."""
+    stand_in(tmp_path, "squeue", "true")
+    stand_in(tmp_path, "sacct", "exit 1")
+    stand_in(tmp_path, "scontrol", answer)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    monkeypatch.setenv("PATH", path)
+    assert queue.find({"PATH": path}, once.token(), tmp_path / "job.sh", ["42"], alone=False) == known
+
+
 def test_no_squeue_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where squeue cannot be run nobody has said that there is no job."""
     monkeypatch.setenv("PATH", str(tmp_path))

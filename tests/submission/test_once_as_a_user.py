@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcinit.submission import restart
 from tests import other_user
 from tests.minislurm import MiniSlurm
 from tests.minislurm.plugin import require_slurm
@@ -94,6 +95,24 @@ def test_the_same_request_is_refused(cluster: MiniSlurm, user: User, partition: 
     second = submit(cluster, user, *words)
     assert second.returncode == 2 and "already queued as " in second.stderr, second.stderr
     assert len(cluster.run("squeue", "--all", "--noheader", "--format=%i").split()) == 1
+
+
+def test_a_node_of_hidden_partitions_only(cluster: MiniSlurm, user: User) -> None:
+    """It is a node that Slurm knows, and the batch script finds it when it is down."""
+    others = ("main", "high", "team")
+    for name in others:
+        cluster.run("scontrol", "update", f"PartitionName={name}", "Nodes=n1")
+    try:
+        code = "from hpcinit.submission import bad_nodes; print(bad_nodes._strange(['n2', 'n7']))"
+        assert user.run(sys.executable, "-c", code, env=cluster.env).stdout == "{'n7'}\n"
+        cluster.give_up("n2")
+        lost = restart.REASON[restart.REASON.index("hpcinit_lost() {") : restart.REASON.index("hpcinit_hang() {")]
+        done = user.run("bash", "-c", f"{lost}\nhpcinit_lost", env={**cluster.env, "SLURM_JOB_NODELIST": "n2"})
+        assert done.stdout == "n2\n", done.stderr
+    finally:
+        cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME")
+        for name in others:
+            cluster.run("scontrol", "update", f"PartitionName={name}", "Nodes=ALL")
 
 
 def submit(cluster: MiniSlurm, user: User, *words: str) -> subprocess.CompletedProcess[str]:

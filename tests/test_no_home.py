@@ -1,0 +1,50 @@
+"""A user without HOME and without an entry in /etc/passwd, as in many containers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcinit.facts import user_paths
+from tests import other_user
+from tests.leaving_out import leave_out
+from tests.other_user import User
+
+
+@pytest.fixture
+def nobody() -> Iterator[User]:
+    if os.geteuid() != 0:
+        leave_out("needs root, to become a user without an entry in /etc/passwd")
+    with other_user.without_entry() as user:
+        yield user
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "shown"),
+    [
+        ("submit dry_run=true -- true", 0, "/runs/true-0001"),
+        ("submit cluster=mini dry_run=true -- true", 0, "/runs/true-0001"),
+        ("submit cluster=local wait=true -- true", 0, "COMPLETED"),
+        ("status", 2, "no runs in "),
+        ("doctor", 1, "home folder: there is none at /dev/null: HOME is not set, and this is uid 51234"),
+        ("nodes", 0, "no node has failed"),
+        ("timeouts", 0, "1024"),
+        ("discover --print", 1, "scontrol"),
+    ],
+)
+def test_commands_without_a_home_folder(nobody: User, line: str, status: int, shown: str) -> None:
+    """Every command works, or ends with a message; none with a traceback, and no folder named ~ is made."""
+    done = nobody.run(sys.executable, "-m", "hpcinit", *line.split(), env={"HOME": "", "SLURM_CONF": "/nowhere"})
+    assert "Traceback" not in done.stderr, done.stderr
+    assert (done.returncode, shown in done.stdout + done.stderr) == (status, True), done.stdout + done.stderr
+    assert not (nobody.home / "~").exists()
+
+
+def test_a_home_folder_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HOME is the home folder."""
+    monkeypatch.setenv("HOME", "/home/me")
+    assert user_paths.home() == Path("/home/me")
