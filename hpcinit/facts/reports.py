@@ -84,8 +84,11 @@ class _Writer:
                 while (what := self._due()) is None:
                     self._changed.wait(RETRY_S if self._waiting else None)
                 write, self._busy = self._waiting.pop(what), what
-            with suppressed(what):
-                write()
+            try:
+                with suppressed(what):
+                    write()
+            except Exception as error:  # the thread goes on: other reports wait
+                say(f"warning: {what} cannot be written: {error!r}")
             with self._changed:
                 if what in _failing:
                     self._failed_at[what] = time.monotonic()

@@ -258,7 +258,7 @@ def test_tmp_is_full_when_training_starts(hpcinit: Run, idle_slurm: MiniSlurm, l
 def full_runs(tmp_path: Path) -> Iterator[tuple[Path, MiniSlurm]]:
     """A small disk for run folders that all nodes of a cluster see: it is mounted before they are made."""
     name = f"pytest-{os.getpid()}-runs"
-    with small_disk(tmp_path / "disk", "size=4m") as place, MiniSlurm(nodes=2, gpus=0, name=name) as slurm:
+    with small_disk(tmp_path / "disk", "size=32m") as place, MiniSlurm(nodes=2, gpus=0, name=name) as slurm:
         yield place, slurm
 
 

@@ -17,10 +17,12 @@ from tests.waiting import until
 
 @pytest.fixture(autouse=True)
 def _own_writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(reports, "_writer", reports._Writer())
+    writer = reports._Writer()
+    monkeypatch.setattr(reports, "_writer", writer)
     monkeypatch.setattr(reports, "_failing", set())
     monkeypatch.setattr(reports, "_warned", set())
     yield
+    writer._waiting.clear()  # else its thread warns in other tests
 
 
 def full() -> None:
@@ -89,6 +91,14 @@ def test_a_write_that_hangs_is_waited_for_once(tmp_path: Path, capsys: pytest.Ca
     with (tmp_path / "x").open() as reader:  # it answers again
         assert reader.read() == "1"
     assert reports.flush()
+
+
+def test_a_report_that_is_wrong_stops_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An error that no disk makes is printed, and the report is dropped."""
+    reports.later("x", lambda: (tmp_path / "x").write_text("\ud800", encoding="utf-8"))
+    reports.later("y", lambda: (tmp_path / "y").write_text("1"))
+    assert reports.flush() and (tmp_path / "y").exists()
+    assert "warning: x cannot be written: UnicodeEncodeError" in capsys.readouterr().err
 
 
 def test_a_forked_child_writes_its_own(tmp_path: Path) -> None:

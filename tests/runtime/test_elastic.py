@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from hpcinit import elastic as entry
 from hpcinit.facts import elastic
 from hpcinit.facts.elastic import Restart
+from hpcinit.facts.error_records import ErrorRecord
 from hpcinit.facts.errors import BringUpError, RequestError
 from hpcinit.facts.spec import Program, Spec
 from hpcinit.facts.world import World
@@ -32,7 +33,7 @@ from hpcinit.runtime.elastic import gathering
 from hpcinit.runtime.elastic.gathering import Gathering
 from hpcinit.runtime.elastic.workers import Start, Workers
 from tests import waiting
-from tests.small_disks import small_disk
+from tests.small_disks import fill, small_disk
 
 until = partial(waiting.until, timeout_s=60, pause_s=0.05)
 
@@ -255,6 +256,23 @@ def test_a_rank_whose_log_has_no_room(tmp_path: Path, capfd: pytest.CaptureFixtu
         until(lambda: ranks.ended() == {0: 0})
     out, err = capfd.readouterr()
     assert out == "hello\n" and "0.log cannot be opened: No space left on device" in err
+
+
+def test_a_restart_that_cannot_be_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The ranks start again on a full disk too; two warnings name what is not on record."""
+    from hpcinit.runtime.elastic import run
+
+    with small_disk(tmp_path / "run", "nr_inodes=4") as place:  # errors/, its file, and no further folder
+        (place / "errors").mkdir()
+        record = ErrorRecord(1.0, 0, "n1", "ValueError: x", "", job="43.0.0")
+        (place / "errors" / record.name).write_text(record.to_json())
+        fill(place)
+        node = object.__new__(run.Node)
+        node._folder, node._begins = place, lambda why: "begins"  # type: ignore[method-assign]
+        node._begin(Restart("43.0.0", 1, 1.0, 0, "n1", "Killed"))
+    err = capsys.readouterr().err
+    assert "the old error records' new place cannot be written: " in err and "elastic.jsonl cannot be written: " in err
+    assert "hpcinit: begins" in err
 
 
 def test_a_rank_has_the_cpus_that_it_is_given(tmp_path: Path) -> None:

@@ -113,31 +113,34 @@ def test_a_full_run_folder_during_training(here: Path, run: Path) -> None:
     assert json.loads((run / "progress.json").read_text())["step"] == 6
 
 
-@pytest.mark.parametrize("error", ["EDQUOT", "EIO", "ESTALE"])
-def test_errors_of_quotas_and_file_servers(here: Path, run: Path, error: str) -> None:
-    """Every write below the run folder fails from step 2 to 5 (a stand-in: os.open and builtins.open alone)."""
-    code = f"""
-import builtins, errno, io, os
+def test_errors_of_quotas_and_file_servers(here: Path, run: Path) -> None:
+    """Every write below the run folder fails from step 2 to 5, with EDQUOT, EIO and ESTALE in turns (a stand-in: os.open
+    and io.open alone)."""
+    code = """
+import builtins, errno, io, itertools, os
 from pathlib import Path
-real_open, real_io = os.open, io.open
+real_open, real_io, errors = os.open, io.open, itertools.cycle([errno.EDQUOT, errno.EIO, errno.ESTALE])
 def bad(path):
-    return str(path).startswith(os.environ["FOLDER"]) and Path("done-1").exists() and not Path("done-5").exists()
+    if str(path).startswith(os.environ["FOLDER"]) and Path("done-1").exists() and not Path("done-5").exists():
+        number = next(errors)
+        raise OSError(number, os.strerror(number), str(path))
 def failing(path, *words, **more):
-    if bad(path): raise OSError(errno.{error}, os.strerror(errno.{error}), str(path))
+    bad(path)
     return real_open(path, *words, **more)
 def failing_io(path, *words, **more):
-    if bad(path): raise OSError(errno.{error}, os.strerror(errno.{error}), str(path))
+    bad(path)
     return real_io(path, *words, **more)
 os.open, io.open, builtins.open = failing, failing_io, failing_io
 """
     go(1)
-    with ranks(code + TRAIN.replace("run.should_stop()", "time.sleep(0.3)") + END, 1, here) as found:
+    with ranks(code + TRAIN.replace("run.should_stop()", "time.sleep(0.6)") + END, 1, here) as found:
         until(Path("done-1").exists, 60)
         go(2, 3, 4, 5)
         until(Path("done-5").exists, 60)
         go(6)
         status, text = found[0].end()
     assert status == 0, text
+    assert "progress.json cannot be written: " in text and "heartbeats of this node cannot be written: " in text, text
     assert json.loads((run / "progress.json").read_text())["step"] == 6
 
 
