@@ -175,9 +175,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def two_ranks(code: str, folder: Path, **env: str) -> list[tuple[Any, str]]:
-    """What `code` put into `found` on each of 2 ranks, and what each printed."""
-    begin = """
+BEGIN = """
         import json, os, shutil, sys
         from pathlib import Path
         import torch, hpcinit
@@ -205,8 +203,12 @@ def two_ranks(code: str, folder: Path, **env: str) -> list[tuple[Any, str]]:
             seen = sorted(path.name for path in folder.iterdir() if path.name != ".owner.json")
             torch.distributed.barrier()
             return seen
-    """
-    with ranks(begin + code + "\n        print(json.dumps(found))\n", 2, folder, OMP_NUM_THREADS="1", **env) as started:
+"""
+
+
+def two_ranks(code: str, folder: Path, **env: str) -> list[tuple[Any, str]]:
+    """What `code` put into `found` on each of 2 ranks, and what each printed."""
+    with ranks(BEGIN + code + "\n        print(json.dumps(found))\n", 2, folder, OMP_NUM_THREADS="1", **env) as started:
         ended = [rank.end() for rank in started]
     assert [status for status, _ in ended] == [0, 0], ended
     return [(json.loads(output.splitlines()[-1]), output) for _, output in ended]

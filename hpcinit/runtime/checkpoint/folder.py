@@ -118,6 +118,7 @@ def publish(unfinished: Unfinished, description: Description) -> Path:
     over or has published this step, OSError.
     """
     temporary = unfinished.path
+    owners.claim(temporary.parent, unfinished.owner)  # a later owner may have removed the files
     _see(temporary, description.files)
     document = {"format": FORMAT, **asdict(description)}
     write(temporary / METADATA, (json.dumps(document, indent=1) + "\n").encode())
