@@ -17,6 +17,7 @@ from hpcinit.runtime.checkpoint import owner as owners
 from tests.runtime.spawned import ranks
 from tests.runtime.test_checkpoint import BEGIN, begin, left_in, publish, two_ranks, whole
 
+PATIENCE_S = 240  # four ranks that import torch at the same time, on a busy machine
 # Rank 0 of each group touches a file where it is, and waits for one of the other group's.
 GATES = """
         import time
@@ -71,6 +72,8 @@ def two_groups(code: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]
         ranks(text, 2, folder / "first", GROUP="first", **env) as one,
         ranks(text, 2, folder / "second", GROUP="second", **env) as other,
     ):
+        for rank in (*one, *other):
+            rank.process.wait(PATIENCE_S)
         ended = [rank.end() for rank in (*one, *other)]
     assert [status for status, _ in ended] == [0] * 4, "\n".join(output for _, output in ended)
     found = [json.loads(output.splitlines()[-1]) for _, output in ended]
