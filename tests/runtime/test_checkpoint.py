@@ -110,6 +110,8 @@ def test_a_torn_step_is_skipped(tmp_path: Path, said: str) -> None:
     found = of_steps.newest(tmp_path, lines.append)
     assert found is not None and (found[0].name, found[1].samples) == ("step-00000009", 72)
     assert len(lines) == 1 and said in lines[0] and "step-00000010 is skipped" in lines[0]
+    begin(tmp_path, 10)
+    assert (tmp_path / "step-00000010").is_dir(), "it stays until another one is whole"
     whole(tmp_path, 10)
     assert of_steps.newest(tmp_path, lines.append) == (
         tmp_path / "step-00000010",
