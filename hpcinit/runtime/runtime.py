@@ -187,7 +187,7 @@ class Runtime:
     ) -> Path:
         """A checkpoint of all ranks in folder/step-N, there whole or not at all. See runtime.checkpoint.save.
 
-        timeout: how long ranks wait for each other here; None: checkpoint_timeout.
+        timeout: how long ranks wait for each other here; None: the longer of checkpoint_timeout and collective_timeout.
         """
         from hpcinit.runtime import checkpoint  # noqa: PLC0415 - as above
 
@@ -203,7 +203,7 @@ class Runtime:
                 extra=extra,
                 samples=samples,
                 keep=keep,
-                timeout=timeout or self.checkpoint_timeout,
+                timeout=timeout or max(self.checkpoint_timeout, self.collective_timeout),
                 job=self.world.job,
             )
         self._changing.longest_save = max(self._changing.longest_save, timedelta(seconds=time.monotonic() - began))
@@ -219,7 +219,7 @@ class Runtime:
     ) -> Loaded | None:
         """The newest whole step, whatever number of ranks wrote it; None if there is none. See checkpoint.load.
 
-        timeout: how long ranks wait for each other here; None: checkpoint_timeout.
+        timeout: how long ranks wait for each other here; None: the longer of checkpoint_timeout and collective_timeout.
         """
         from hpcinit.runtime import checkpoint  # noqa: PLC0415 - as above
 
@@ -230,7 +230,7 @@ class Runtime:
                 layout=self.layout,
                 loader=loader,
                 seed_by=self.seed_by,
-                timeout=timeout or self.checkpoint_timeout,
+                timeout=timeout or max(self.checkpoint_timeout, self.collective_timeout),
                 job=self.world.job,
             )
 

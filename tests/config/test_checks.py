@@ -157,6 +157,7 @@ def test_every_shipped_parallelism_is_right(choice: str) -> None:
         (["cluster.host_template='{node}-ib'"], "the host template '{node}-ib' is not understood, expected {host} once"),
         (["comm.timeout_base_s=0"], "comm.timeout_base_s is 0, expected more than 0"),
         (["comm.collective_timeout_s=-5"], "comm.collective_timeout_s is -5, expected more than 0"),
+        (["comm.checkpoint_timeout_s=0"], "comm.checkpoint_timeout_s is 0, expected more than 0"),
         (["comm.timeout_per_node_s=-1"], "comm.timeout_per_node_s is -1, expected 0 or more"),
         (["seed=99999999999999999999"], "seed is 99999999999999999999, expected at most 9223372036854775807"),
         (["+cluster.sbatch.ntasks_per_node=9"], "cluster.sbatch has 'ntasks_per_node', expected the long name"),

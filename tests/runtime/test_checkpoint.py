@@ -110,6 +110,8 @@ def test_a_torn_step_is_skipped(tmp_path: Path, said: str) -> None:
     found = of_steps.newest(tmp_path, lines.append)
     assert found is not None and (found[0].name, found[1].samples) == ("step-00000009", 72)
     assert len(lines) == 1 and said in lines[0] and "step-00000010 is skipped" in lines[0]
+    begin(tmp_path, 10)
+    assert (tmp_path / "step-00000010").is_dir(), "it stays until another one is whole"
     whole(tmp_path, 10)
     assert of_steps.newest(tmp_path, lines.append) == (
         tmp_path / "step-00000010",
@@ -175,9 +177,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def two_ranks(code: str, folder: Path, **env: str) -> list[tuple[Any, str]]:
-    """What `code` put into `found` on each of 2 ranks, and what each printed."""
-    begin = """
+BEGIN = """
         import json, os, shutil, sys
         from pathlib import Path
         import torch, hpcinit
@@ -205,8 +205,12 @@ def two_ranks(code: str, folder: Path, **env: str) -> list[tuple[Any, str]]:
             seen = sorted(path.name for path in folder.iterdir() if path.name != ".owner.json")
             torch.distributed.barrier()
             return seen
-    """
-    with ranks(begin + code + "\n        print(json.dumps(found))\n", 2, folder, OMP_NUM_THREADS="1", **env) as started:
+"""
+
+
+def two_ranks(code: str, folder: Path, **env: str) -> list[tuple[Any, str]]:
+    """What `code` put into `found` on each of 2 ranks, and what each printed."""
+    with ranks(BEGIN + code + "\n        print(json.dumps(found))\n", 2, folder, OMP_NUM_THREADS="1", **env) as started:
         ended = [rank.end() for rank in started]
     assert [status for status, _ in ended] == [0, 0], ended
     return [(json.loads(output.splitlines()[-1]), output) for _, output in ended]

@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -93,15 +93,12 @@ def begin(folder: Path, step: int, owner: Owner, removals_s: float = 0.0) -> Unf
     final = folder / name(step)
     if not removal.wait(removals_s):
         say(f"warning: older checkpoints in {folder} are still being removed after {removals_s:g} s: saving anyway")
-    torn = final.exists()
-    if torn and problem(final) is None:
+    if final.exists() and problem(final) is None:
         raise RequestError(_there_already(final))
     folder.mkdir(parents=True, exist_ok=True)
     before = owners.claim(folder, owner)
     if before is not None and not owners.is_dead(before, owner, untouched_s=0.0):
         say(f"{owner} takes over {folder} from {before}: if that one still runs, its next save will fail")
-    if torn:
-        removal.set_aside(final)
     sweep(folder, owner)
     save = secrets.token_hex(8)
     label = re.sub(r"[^\w.+-]", "_", owner.job) or "job"
@@ -118,6 +115,7 @@ def publish(unfinished: Unfinished, description: Description) -> Path:
     over or has published this step, OSError.
     """
     temporary = unfinished.path
+    owners.claim(temporary.parent, unfinished.owner)  # a later owner may have removed the files
     _see(temporary, description.files)
     document = {"format": FORMAT, **asdict(description)}
     write(temporary / METADATA, (json.dumps(document, indent=1) + "\n").encode())
@@ -126,6 +124,8 @@ def publish(unfinished: Unfinished, description: Description) -> Path:
         sync(Path(inner))
     final = temporary.parent / name(description.step)
     owners.claim(final.parent, unfinished.owner)
+    if final.exists() and problem(final) is not None:
+        discard(removal.set_aside(final))
     try:
         temporary.rename(final)  # fails if `final` is a folder with anything in it
     except OSError as error:
@@ -144,31 +144,31 @@ def sweep(folder: Path, owner: Owner) -> None:
     names = [path.name for path in folder.iterdir()]
     leftovers = [folder / each for each in names if _UNFINISHED.fullmatch(each)]
     aside = [folder / each for each in names if each.endswith(removal.SUFFIX)]
-    removal.later(partial(_remove_leftovers, owner, leftovers, aside))
+    for path in aside:
+        discard(path)
+    for path in leftovers:
+        removal.later(partial(_remove_if_dead, path, owner))
 
 
 def discard(path: Path) -> None:
-    """Remove an unfinished step in the background."""
+    """Remove the folder in the background."""
     removal.later(partial(removal.remove, path))
 
 
 def _there_already(final: Path) -> str:
     by = ""
-    with suppress(OSError, ValueError, TypeError, KeyError):
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         if (owner := describe(final).owner) is not None:
             at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(final.stat().st_mtime))
             by = f", written by {owner} at {at}"
     return f"{final} is there already{by}: load it and go on from there, or save into another folder (or remove it)"
 
 
-def _remove_leftovers(mine: Owner, unfinished: Sequence[Path], aside: Sequence[Path]) -> None:
-    for path in aside:
+def _remove_if_dead(path: Path, mine: Owner) -> None:
+    owner = owners.read(path / OWNER)
+    untouched_s = time.time() - _last_change(path)
+    if owners.is_dead(owner, mine, untouched_s) if owner else untouched_s > mine.timeout_s:
         removal.remove(path)
-    for path in unfinished:
-        owner = owners.read(path / OWNER)
-        untouched_s = time.time() - _last_change(path)
-        if owners.is_dead(owner, mine, untouched_s) if owner else untouched_s > mine.timeout_s:
-            removal.remove(path)
 
 
 def _last_change(folder: Path) -> float:
