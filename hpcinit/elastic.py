@@ -8,13 +8,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from hpcinit.cli import guarded
 from hpcinit.facts import launchers, runfolder, scratch
 from hpcinit.facts.errors import RequestError
+from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Spec
+from hpcinit.facts.timeouts import check_clock
 from hpcinit.facts.world import World
 from hpcinit.run import enter
 
@@ -30,6 +33,8 @@ def main(argv: Sequence[str]) -> int:
     came = signals.Signals()  # before torch starts threads: they inherit what is blocked
     path = Path(argv[0]).absolute()
     spec = enter(argv[0])
+    if doubt := check_clock(os.environ, time.time()):
+        say(doubt)
     agents = launchers.read(os.environ)
     _refuse_another_size(spec, agents, path)
     from hpcinit.runtime.elastic import run  # noqa: PLC0415 - imports torch

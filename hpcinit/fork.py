@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from hpcinit.facts.errors import HpcinitError, RequestError
 from hpcinit.facts.launchers import slurm
 from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Spec
+from hpcinit.facts.timeouts import check_clock
 from hpcinit.runtime.fork import binding, child, preload, process, unborn
 from hpcinit.runtime.fork.family import Family, end_as
 from hpcinit.runtime.fork.witness import Witness
@@ -31,6 +33,8 @@ def main(argv: Sequence[str]) -> int:
         raise RequestError(f"{' '.join(argv)}: expected SPEC alone, a run folder's {runfolder.SPEC}")
     spec = run.enter(argv[0])
     scratch.use(os.environ)
+    if doubt := check_clock(os.environ, time.time()):
+        say(doubt)
     here, folder = forked.node(os.environ, spec.nodes, spec.ranks_per_node), Path(os.environ[runfolder.ENV_FOLDER])
     if spec.stop.signal:  # it waits until there are ranks that hear it
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.Signals[f"SIG{spec.stop.signal}"]])

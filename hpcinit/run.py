@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from hpcinit.facts import launchers, open_files, ownership, rank_log, runfolder,
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Program, Spec, load, of_this_run
+from hpcinit.facts.timeouts import check_clock
 from hpcinit.facts.world import World
 from hpcinit.runtime import moments, orphans, program
 
@@ -48,6 +50,8 @@ def become_rank(argv: Sequence[str], spec: Spec | None, protected: tuple[str, ..
     what = spec.program if spec else _program(list(argv))
     world = launchers.read(os.environ)
     open_files.allow(world.world_size)
+    if doubt := check_clock(os.environ, time.time()):
+        say(doubt)
     if world.rank == 0:
         for warning in (*world.warnings, *_of_another_size(spec, world, argv)):
             say(f"warning: {warning}")

@@ -85,6 +85,17 @@ def minutes(text: str | None) -> int | None:
     return given[0] * 60 + given[1] if len(given) == 3 else given[0]
 
 
+def seconds(text: str | None) -> int | None:
+    """'2-12:00:00', '01:30:00' or '4:30', as squeue prints a time (%L, %M); None: no limit, or not known."""
+    found = _TIME.fullmatch(text or "")
+    if not found:
+        return None
+    total = 0
+    for part in (part for part in found.groups()[1:] if part is not None):
+        total = 60 * total + int(part)
+    return 86400 * int(found[1] or 0) + total
+
+
 def number(text: str | None) -> int | None:
     """A whole number; None: no limit, or not told."""
     return int(text) if text is not None and text.isdigit() else None

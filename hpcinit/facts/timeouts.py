@@ -8,7 +8,7 @@ Where the default coefficients come from: docs/timeouts.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -22,6 +22,8 @@ RESERVE_S = 30.0
 # In seconds since 1970. Slurm 24.11 sets the first and 22.05 does not (tests/data/slurm); the second is what a batch
 # script can say there.
 JOB_END = ("SLURM_JOB_END_TIME", "HPCINIT_JOB_END_TIME")
+ENV_LIMIT_S = "HPCINIT_JOB_LIMIT_S"  # the job's time limit in seconds, as it was requested
+CLOCK_SLACK_S = 120.0  # a limit is rounded up to minutes, and clocks of healthy nodes differ by seconds
 
 
 @dataclass(frozen=True)
@@ -79,3 +81,36 @@ def left_of_job(env: Mapping[str, str], now_s: float) -> timedelta | None:
         if text.isdecimal() and int(text) > 0:
             return timedelta(seconds=int(text) - now_s)
     return None
+
+
+def check_clock(environ: MutableMapping[str, str], now_s: float) -> str:
+    """Replace an end of the job that cannot be right by this node's clock, and return a line about it; '' if it can be.
+
+    The end is a time of the controller's clock. If it is over already when the job starts, or later than the job's
+    limit allows, this node's clock is wrong, or the limit was changed. From then on the whole limit counts as left; if
+    the limit is not known either, no end is. now_s: seconds since 1970, by this node's clock.
+    """
+    left = left_of_job(environ, now_s)
+    limit_s = _limit_s(environ)
+    if left is None or 0 < left.total_seconds() <= limit_s + CLOCK_SLACK_S:
+        return ""
+    name = next(name for name in JOB_END if environ.get(name, "").isdecimal())
+    seen = f"{name}={environ[name]} is {abs(left.total_seconds()):.0f} s {'ago' if left <= timedelta() else 'ahead'}"
+    for other in JOB_END:
+        environ.pop(other, None)
+    if math.isinf(limit_s):
+        return f"warning: {seen} by this node's clock: the job's time limit is not known here; is the clock right?"
+    environ.update({JOB_END[1]: str(int(now_s + limit_s)), ENV_LIMIT_S: f"{limit_s:.0f}"})
+    return (
+        f"warning: {seen} by this node's clock, and the job's limit is {limit_s:.0f} s: all of it counts as left from "
+        "now on; is the clock right?"
+    )
+
+
+def _limit_s(env: Mapping[str, str]) -> float:
+    """The job's time limit in seconds; inf if it is not known."""
+    end, start = env.get("SLURM_JOB_END_TIME", ""), env.get("SLURM_JOB_START_TIME", "")
+    if end.isdecimal() and start.isdecimal():  # Slurm 24.11
+        return float(int(end) - int(start))
+    own = env.get(ENV_LIMIT_S, "")
+    return float(own) if own.isdecimal() else math.inf

@@ -22,6 +22,7 @@ from hpcinit.facts.layout import Layout
 from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Comm, Hang, Samples, Spec, Training, of_this_run
 from hpcinit.facts.stopping import Stopping
+from hpcinit.facts.timeouts import check_clock
 from hpcinit.facts.world import World
 from hpcinit.runtime import (
     binding,
@@ -132,6 +133,8 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
     moments.note("imported")
     open_files.allow(world.world_size)
     protected = safeguards.apply(os.environ, folder, world.job)
+    if doubt := check_clock(os.environ, time.time()):
+        say(doubt)
     device = devices.choose(world)  # before the group exists: NCCL takes the current device
     plan = resolve(request, world, spec, device)
     notes = [binding.bind(world, device), plan.binding.why]

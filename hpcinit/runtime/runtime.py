@@ -262,8 +262,12 @@ class Runtime:
         return phase.during(name, limit)
 
     def time_left(self) -> timedelta | None:
-        """Until the job's time limit; None where nobody says when that is."""
-        return left_of_job(os.environ, time.time())
+        """Until the job's time limit; None if it is not known.
+
+        With should_stop() rank 0 asks Slurm, so a limit that was changed since is known, and all ranks have the same.
+        """
+        stopper = self._changing.stopper
+        return left_of_job(os.environ, time.time()) if stopper is None else stopper.left()
 
     def progress(self, step: int, total: int, **values: float) -> None:
         """Tell those who wait how far the training is: `run.progress(step, total, loss=1.2)`.

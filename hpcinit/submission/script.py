@@ -9,6 +9,7 @@ from typing import Any
 from hpcinit.config.checks import ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.facts import quoting, runfolder, timeline
+from hpcinit.facts.timeouts import ENV_LIMIT_S
 from hpcinit.submission import after, chain, launching, preemption, restart, setup, to_local
 from hpcinit.submission.snapshot import Plan
 
@@ -105,7 +106,8 @@ def _setup(config: Config, folder: Path, code: Plan | None) -> list[str]:
     lines += preemption.LINES if config.chain > 1 or restart.asks(config) else []
     lines += restart.lines(config)
     # Slurm 24.11 says when the job ends; 22.05 does not, and no start-up should wait beyond it.
-    lines += [f'export HPCINIT_JOB_END_TIME="${{SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * {config.time_min}))}}"']
+    end = f'HPCINIT_JOB_END_TIME="${{SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * {config.time_min}))}}"'
+    lines += [f"export {end} {ENV_LIMIT_S}={60 * config.time_min}"]
     lines += setup.lines(config)
     if code:  # last, so that the snapshot's packages are found before those of anything above
         path = quoting.shell(":".join(code.python_path(folder)))

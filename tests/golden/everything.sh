@@ -40,7 +40,7 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
   echo "hpcinit: restart $SLURM_RESTART_COUNT of job $hpcinit_job begins on $SLURM_JOB_NODELIST"
   rm -f "$HPCINIT_RUN/stopped.json"
 fi
-export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 90))}"
+export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 90))}" HPCINIT_JOB_LIMIT_S=5400
 export NCCL_SOCKET_IFNAME=ib0
 export GLOO_SOCKET_IFNAME=ib0
 type module > /dev/null 2>&1 || . /etc/profile

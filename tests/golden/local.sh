@@ -22,7 +22,7 @@ hpcinit_record() {
 rm -f "$HPCINIT_RUN/exit.json"; hpcinit_record began; trap 'exit 143' TERM
 HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}"
 trap 'hpcinit_record ended ", \"exit_status\": $?"' EXIT
-export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 60))}"
+export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 60))}" HPCINIT_JOB_LIMIT_S=3600
 export GLOO_SOCKET_IFNAME=lo
 export OMP_NUM_THREADS=1
 

@@ -32,7 +32,7 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
   echo "hpcinit: restart $SLURM_RESTART_COUNT of job $hpcinit_job begins on $SLURM_JOB_NODELIST"
   rm -f "$HPCINIT_RUN/stopped.json"
 fi
-export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 10))}"
+export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 10))}" HPCINIT_JOB_LIMIT_S=600
 export OMP_NUM_THREADS=1
 
 # command

@@ -14,8 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.conftest import Run
 from tests.runtime.spawned import ranks
 from tests.runtime.test_stopping import END, last_lines
+from tests.submitting import folder_of
 from tests.waiting import until
 
 DATA = """
@@ -251,3 +253,15 @@ def test_a_cache_in_a_manager_survives_the_signal(tmp_path: Path) -> None:
             os.kill(child, signal.SIGTERM)
         lines = last_lines(found)
     assert re.fullmatch(r"saved after \d+: told to end \(rank 0\)", lines[0]), lines
+
+
+def test_workers_on_this_machine_survive_cancel(hpcinit: Run, tmp_path: Path) -> None:
+    """cluster=local: `hpcinit cancel` ends a job by SIGTERM to its process groups, workers first or not."""
+    (tmp_path / "train.py").write_text(training())
+    done = hpcinit("submit", "cluster=local", "ranks_per_node=2", "--", "train.py")
+    folder = folder_of(done)
+    logs = [folder / f"logs/rank-{rank}.log" for rank in (0, 1)]
+    until(lambda: all(log.exists() and "step 10\n" in log.read_text() for log in logs))
+    assert hpcinit("cancel", folder.name).returncode == 0
+    until(lambda: all("saved after" in log.read_text() for log in logs), 60)
+    assert not any("Error" in log.read_text() for log in logs)

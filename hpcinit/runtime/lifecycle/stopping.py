@@ -9,14 +9,14 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from hpcinit.facts import runfolder
+from hpcinit.facts import runfolder, slurm_records
 from hpcinit.facts.saying import say
 from hpcinit.facts.stopping import SIGNAL_EARLY, Reason, Stop, Stopping
 from hpcinit.facts.timeouts import left_of_job
@@ -29,6 +29,9 @@ SHARE = 0.005  # of the time of a step that agreeing may cost
 MOST_STEPS, MOST_S = 1000, 10.0  # between two agreements
 TIMED = 5  # so many agreements and steps are timed
 LOOK_S = 2.0  # between two looks for a user's request
+ASK_EVERY_S = 600.0  # how much time is left; one rank of each job asks Slurm
+ASK_PATIENTLY_S = 10.0  # for an answer that no rank waits for
+MILLISECOND = timedelta(milliseconds=1)
 STUCK_S = 10.0  # after SIGTERM and beyond the longest step so far, a rank that comes to no step's end is stuck
 TURN_S = 0.25  # between two looks for that
 LONGEST_PHASE_S = 3600.0  # a save that takes longer is stuck; the grace time of most clusters ends before
@@ -44,7 +47,12 @@ class Stopper:
         self, world: World, asked: Stopping, timeout: timedelta, folder: Path | None, env: Mapping[str, str]
     ) -> None:
         self._world, self._asked, self._folder, self._env = world, asked, folder, env
-        self._had = left_of_job(env, time.time())
+        self._made = time.monotonic()
+        self._had: timedelta | None = None
+        self._ends: float | None = None  # when the job does, by time.monotonic()
+        self._job = _job(env)
+        self._file_seen = False
+        self._set_left(left_of_job(env, time.time()))
         self._seen: Reason | None = None
         self._stop: Stop | None = None
         self._lock = threading.RLock()  # torch's handler of SIGCHLD runs in the main thread, wherever that is
@@ -60,6 +68,8 @@ class Stopper:
         if world.rank == 0 and folder is not None:
             self._stop_record = StopRecord(folder, env.get("SLURM_JOB_ID", ""))
             threading.Thread(target=self._look, args=(folder,), name="hpcinit-stop", daemon=True).start()
+        if world.rank == 0:
+            threading.Thread(target=self._look, name="hpcinit-stop", daemon=True).start()
 
     def ask(self) -> Stop | None:
         """What all ranks agreed on by now. Once it is a Stop it stays one."""
@@ -75,6 +85,10 @@ class Stopper:
         self._before = time.monotonic()
         return self._stop
 
+    def left(self) -> timedelta | None:
+        """Until the job's time limit; None if it is not known."""
+        return None if self._ends is None else timedelta(seconds=self._ends - time.monotonic())
+
     def close(self) -> None:
         if self._watch is not None:
             self._watch.close()
@@ -84,7 +98,13 @@ class Stopper:
     def _agree(self) -> None:
         reason = self._reason()
         began = time.monotonic()
-        (found,) = self._largest(0 if reason is None else reason * RANKS + RANKS - 1 - self._world.rank)
+        left = self.left() if self._world.rank == 0 else None
+        found, left_ms = self._largest(
+            0 if reason is None else reason * RANKS + RANKS - 1 - self._world.rank,
+            -1 if left is None else max(0, int(left / MILLISECOND)),
+        )
+        if self._world.rank and left_ms >= 0:
+            self._set_left(left_ms * MILLISECOND)
         if self._asked.every_steps is None and len(self._costs) < TIMED:
             self._costs.append(time.monotonic() - began)
             if len(self._costs) == TIMED:  # the quickest of each: slow ones have waited for others
@@ -93,7 +113,7 @@ class Stopper:
                 self._every = every(cost, step, -apart)
         if found:
             reason, rank = Reason(found // RANKS), RANKS - 1 - found % RANKS
-            (told,) = self._largest(self._who_told(reason) if self._world.rank == 0 else reason)
+            (told,) = self._largest(self._who_told(reason) if self._world.rank == 0 else 0)
             self._stop = Stop(Reason(told), rank)
             self._record(self._stop)
 
@@ -118,17 +138,41 @@ class Stopper:
         with self._lock:
             if self._seen is not None:
                 return self._seen
-        left = left_of_job(self._env, time.time())
-        if left is not None and self._had is not None and left < self._asked.margin(self._had, self.longest_save):
-            return Reason.TIME_LIMIT
+        if self._world.rank == 0 and self._ends_soon():  # rank 0 asks Slurm, for all ranks
+            self._ask_left(ASK_S)  # the end may be later by now: scontrol resume and scontrol update move it
+            return Reason.TIME_LIMIT if self._ends_soon() else None
         return None
+
+    def _ends_soon(self) -> bool:
+        left = self.left()
+        return left is not None and self._had is not None and left < self._asked.margin(self._had, self.longest_save)
+
+    def _set_left(self, left: timedelta | None) -> None:
+        if left is not None:
+            now = time.monotonic()
+            self._ends, self._had = now + left.total_seconds(), left + timedelta(seconds=now - self._made)
+
+    def _ask_left(self, timeout_s: float) -> None:
+        """Ask Slurm how much is left: the limit may be shorter or longer than requested, and may change meanwhile.
+
+        Without an answer, what is known stays.
+        """
+        if self._job:
+            said = _answer(["squeue", "--noheader", f"--jobs={self._job}", "--format=%L"], timeout_s)
+            left_s = slurm_records.seconds(
+                said.partition("\n")[0].strip()
+            )  # a heterogeneous job has a line for each part
+            self._set_left(None if left_s is None else timedelta(seconds=left_s))
 
     def _who_told(self, reason: Reason) -> Reason:
         """SIGTERM does not say from whom. Slurm does, where it can be asked: a job that is being preempted has a time
         for it."""
+        if reason is Reason.USER and not self._file_seen:  # the program's own signal, by what that rank knew was left
+            self._ask_left(ASK_S)
+            return self._of_own_signal()
         if reason is not Reason.ENDED:
             return reason
-        left = left_of_job(self._env, time.time())
+        left = self.left()
         if left is not None and left <= timedelta():
             return Reason.TIME_LIMIT
         job, task = self._env.get("SLURM_JOB_ID", ""), self._env.get("SLURM_ARRAY_TASK_ID")
@@ -139,6 +183,8 @@ class Stopper:
             said = subprocess.run(
                 command, capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False
             ).stdout
+        if self._job:
+            said = _answer(["scontrol", "--oneliner", "show", "job", self._job], ASK_S)
             words = dict(word.partition("=")[::2] for word in said.split())
             preempted = words.get("PreemptTime", "None")  # '2026-11-21T14:02:00'; kept when the job is requeued
             if preempted not in {"None", "N/A"} and preempted >= words.get("StartTime", ""):
@@ -153,10 +199,11 @@ class Stopper:
         return Watch(self._asked.numbers, self._noted)
 
     def _worker_died(self, error: str) -> bool:
-        """Whether the rank goes on without this DataLoader worker: if it is asked to stop, and so was the worker.
+        """Whether the rank goes on without this DataLoader worker: only if it was asked to stop.
 
-        Called in a signal handler: nothing is printed here. Batches that workers have read already remain, and are
-        enough if the ranks agree to stop before they are used up; if not, torch raises where the next one is read.
+        SIGTERM that ended the worker counts as SIGTERM to the rank. This is called in a signal handler, so it prints
+        nothing. The rank saves if the ranks agree to stop before it needs a batch of this worker. Otherwise torch
+        raises where that batch is read.
         """
         if self._seen is None and self._stop is None:
             if not error.rstrip(" .").endswith(KILLED_BY_SIGTERM):
@@ -174,7 +221,7 @@ class Stopper:
 
     def _of_own_signal(self) -> Reason:
         """--signal comes before the time limit, and by PreemptParameters=send_user_signal before a preemption."""
-        left = left_of_job(self._env, time.time())
+        left = self.left()
         near = left is None or self._had is None or left < max(SIGNAL_EARLY, 0.5 * self._had)
         return Reason.TIME_LIMIT if near else Reason.USER
 
@@ -192,15 +239,38 @@ class Stopper:
         if watch is not None:
             watch.die_of(signal.SIGTERM)
 
-    def _look(self, folder: Path) -> None:
+    def _look(self) -> None:
+        """A thread of rank 0: a user's request in the run folder, and what is left of the job's time."""
+        ask_at = time.monotonic()
         while self._stop is None and self._watch is not None:
-            if (folder / runfolder.STOP).exists():
+            if self._folder is not None and (self._folder / runfolder.STOP).exists():
                 with self._lock:
-                    self._seen = max(Reason.USER, self._seen or Reason.USER)
+                    self._file_seen, self._seen = True, max(Reason.USER, self._seen or Reason.USER)
                 with contextlib.suppress(OSError):
-                    (folder / runfolder.STOP).unlink()
+                    (self._folder / runfolder.STOP).unlink()
                 return
+            if time.monotonic() >= ask_at:
+                self._ask_left(ASK_PATIENTLY_S)
+                ask_at = time.monotonic() + ASK_EVERY_S
             time.sleep(LOOK_S)
+
+
+def _job(env: Mapping[str, str]) -> str:
+    """What squeue and scontrol call this job; '' if it is not Slurm's."""
+    if "HPCINIT_ENGINE" in env:  # cluster=local, whose job ids are process ids
+        return ""
+    if task := env.get("SLURM_ARRAY_TASK_ID"):  # the SLURM_JOB_ID of one task is the array's: it stands for all tasks
+        return f"{env.get('SLURM_ARRAY_JOB_ID')}_{task}"
+    return env.get("SLURM_JOB_ID", "")
+
+
+def _answer(command: Sequence[str], timeout_s: float) -> str:
+    """What the command prints; '' if there is no answer."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
+        ).stdout
+    return ""
 
 
 def every(cost_s: float, step_s: float, most_s: float = MOST_S) -> int:

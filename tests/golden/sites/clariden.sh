@@ -33,7 +33,7 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
   echo "hpcinit: restart $SLURM_RESTART_COUNT of job $hpcinit_job begins on $SLURM_JOB_NODELIST"
   rm -f "$HPCINIT_RUN/stopped.json"
 fi
-export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 30))}"
+export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 30))}" HPCINIT_JOB_LIMIT_S=1800
 [ -n "${SCRATCH:-}" ] || export SCRATCH=/iopsstor/scratch/cscs/me
 export NCCL_NET='AWS Libfabric'
 export NCCL_NET_GDR_LEVEL=PHB

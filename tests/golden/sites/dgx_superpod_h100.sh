@@ -34,7 +34,7 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
   echo "hpcinit: restart $SLURM_RESTART_COUNT of job $hpcinit_job begins on $SLURM_JOB_NODELIST"
   rm -f "$HPCINIT_RUN/stopped.json"
 fi
-export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 30))}"
+export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 30))}" HPCINIT_JOB_LIMIT_S=1800
 
 # command
 export SUBMITIT_EXECUTOR=slurm
