@@ -117,7 +117,7 @@ def _gather(store: Store, rank: int, world_size: int, backend: str, deadline: fl
         _claim(store, rank, world_size, backend)
         while missing := [number for number in missing if not store.check([f"came/{number}"])]:
             if store.check(["failed"]):
-                raise BringUpError(store.get("failed").decode())
+                raise BringUpError(store.get("failed").decode(errors="replace"))
             if time.monotonic() > deadline:
                 raise BringUpError(
                     f"{_named(missing)} of {world_size} never came; here are {_here(store, missing, world_size)}"
@@ -136,11 +136,11 @@ def _gather(store: Store, rank: int, world_size: int, backend: str, deadline: fl
 
 def _claim(store: Store, rank: int, world_size: int, backend: str) -> None:
     asked = json.dumps({"world_size": world_size, "backend": backend})
-    found = store.compare_set("made", "", asked).decode()
+    found = store.compare_set("made", "", asked).decode(errors="replace")
     if found != asked:
         raise BringUpError(f"rank {rank} asks for {asked}, and who came first for {found}")
     me = f"{socket.gethostname()} (pid {os.getpid()})"
-    first = store.compare_set(f"came/{rank}", "", me).decode()
+    first = store.compare_set(f"came/{rank}", "", me).decode(errors="replace")
     if first != me:
         raise BringUpError(f"two processes claim rank {rank}: {first}, which came first, and {me}")
 
@@ -152,7 +152,8 @@ def _named(missing: Sequence[int]) -> str:
 
 def _here(store: Store, missing: Sequence[int], world_size: int) -> str:
     here = [number for number in range(world_size) if number not in set(missing)]
-    return ", ".join(f"rank {number} on {store.get(f'came/{number}').decode()}" for number in here[:NAMED])
+    hosts = {number: store.get(f"came/{number}").decode(errors="replace") for number in here[:NAMED]}
+    return ", ".join(f"rank {number} on {host}" for number, host in hosts.items())
 
 
 def _left(deadline: float) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from hpcinit.facts.errors import HpcinitError
@@ -193,3 +194,15 @@ def test_a_default_group_that_is_bound_to_a_device_is_not_split(monkeypatch: pyt
         assert dist.get_world_size(group) == 1  # type: ignore[arg-type]
     finally:
         dist.destroy_process_group()
+
+
+def test_bytes_of_another_program_are_shown(elsewhere: Callable[..., list[str]]) -> None:
+    """Whoever reaches the port can write to the store: what is no text is an error with a message, and no traceback."""
+    port = free_port()
+    returned = elsewhere(0, port, 3, seconds=30)
+    store = TCPStore("127.0.0.1", port, 3, False, timedelta(seconds=20), wait_for_workers=False)
+    PrefixStore("hpcinit/side/s", store).set("failed", b"\xff\xfe")  # type: ignore[arg-type]
+    deadline = time.monotonic() + 20
+    while not returned and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert returned and "side group 's' at 127.0.0.1" in returned[0] and "\ufffd" in returned[0]
