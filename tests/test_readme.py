@@ -35,6 +35,7 @@ ELSEWHERE = {
     "make demo",  # the same submission as test_train_gpt.py's
     "make test",  # .ci/run
     "hpcinit discover --name NAME",  # tests/discover/test_discover.py
+    "make gpu",  # tests/test_gpu_suite.py, as far as it goes without a GPU
     "make docs",  # tests/docs/test_site.py: mkdocs build --strict
     "make cluster",  # test_minislurm.py: `python -m tests.minislurm up`
 }

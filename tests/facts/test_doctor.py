@@ -333,9 +333,7 @@ def test_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("PATH", str(tmp_path))
     assert nvidia_smi.look() == ()
     command = tmp_path / "nvidia-smi"
-    command.write_text(
-        "#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not communicate with the driver'\nexit 9\n"
-    )
+    command.write_text(f"#!/bin/sh\nprintf '%s' '{SMI}'\nexit 9\n")
     command.chmod(0o755)
     assert nvidia_smi.look() == ()
     command.write_text(

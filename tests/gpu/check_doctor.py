@@ -49,7 +49,7 @@ def _report(found: Findings, report: Report, checks: list[Check]) -> None:
     found.measured("NUMA node", report.numa or "not reported: a virtual machine often has none", device=True)
     found.claim("nvidia-smi has the device", gpu is not None, str(gpu), device=True)
     ecc = f"{gpu.ecc or 'not reported'}, {gpu.ecc_errors} uncorrected" if gpu else ""
-    found.claim("ECC", bool(gpu and gpu.ecc), ecc, device=True)
+    _reported(found, "ECC", bool(gpu and gpu.ecc), ecc)
     clocks = (
         f"SM {gpu.sm_mhz} of {gpu.sm_max_mhz} MHz, memory {gpu.memory_mhz} of {gpu.memory_max_mhz} MHz" if gpu else ""
     )
@@ -59,13 +59,21 @@ def _report(found: Findings, report: Report, checks: list[Check]) -> None:
         if gpu
         else ""
     )
-    found.claim("PCIe link", bool(gpu and gpu.pcie_width), link, device=True)
+    _reported(found, "PCIe link", bool(gpu and gpu.pcie_width), link)
     speeds = f"{copies.to_device_gb_s:.1f} GB/s to it, {copies.from_device_gb_s:.1f} GB/s from it, " if copies else ""
     speeds += f"{copies.on_device_gb_s:,.0f} GB/s on it" if copies else ""
     found.claim("bandwidth of copies", copies is not None, speeds, device=True)
     product = f"{1000 * min(report.matmul_s):.2f} ms" if report.matmul_s else ""
     found.claim("time of a matrix product", bool(report.matmul_s), product, device=True)
     found.measured("all its lines", "; ".join(f"{one.grade} {one.about}: {one.said}" for one in checks))
+
+
+def _reported(found: Findings, name: str, there: bool, detail: str) -> None:
+    """A value that nvidia-smi does not have on every machine: virtual ones lack some."""
+    if there or found.cpu:
+        found.claim(name, there, detail, device=True)
+        return
+    found.add(name, NOT_SHOWN, f"nvidia-smi does not report it here: {detail}")
 
 
 def _another_process(found: Findings, folder: Path) -> None:

@@ -53,7 +53,7 @@ def _at_timeout(found: Findings, folder: Path) -> None:
     seconds = time.time() - done.began
     lines = [line for line in done.output.splitlines() if "Watchdog caught" in line or "Timed out" in line]
     detail = f"status {done.status} after {seconds:.0f} s: {lines[0][-300:] if lines else done.tail(300)}"
-    found.claim("a collective that hangs ends the rank", done.status not in {0, 124}, detail)
+    found.claim("a collective that hangs ends the rank", done.status not in {0, starting.STOPPED}, detail)
     dumps = sorted((done.folder / flight.FLIGHT).glob("*.rank_*"))
     written = f"{[path.name for path in dumps]}, of {[path.stat().st_size for path in dumps]} bytes"
     if (

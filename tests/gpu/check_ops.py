@@ -38,9 +38,9 @@ def main(found: Findings, folder: Path) -> None:
 
 
 def _there(name: str) -> bool:
-    if name == "nvcc" and os.environ.get("CUDA_HOME"):
-        return (Path(os.environ["CUDA_HOME"]) / "bin/nvcc").exists()
-    return bool(shutil.which(name))
+    """On PATH; nvcc also where torch looks for it."""
+    places = (os.environ.get("CUDA_HOME", ""), "/usr/local/cuda")
+    return bool(shutil.which(name)) or (name == "nvcc" and any(Path(one, "bin/nvcc").exists() for one in places if one))
 
 
 def _start(cache: Path, op: str) -> subprocess.Popen[str]:

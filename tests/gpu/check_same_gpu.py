@@ -28,7 +28,10 @@ def main(found: Findings, folder: Path) -> None:
     lines = [line for line in shared.output.splitlines() if "Duplicate GPU" in line or "hpcinit: error" in line]
     detail = f"after {seconds:.0f} s: {' / '.join(dict.fromkeys(lines))[-600:] or shared.tail(300)}"
     found.claim(
-        "two ranks that share a GPU by CUDA_VISIBLE_DEVICES end", shared.status not in {0, 124}, detail, device=True
+        "two ranks that share a GPU by CUDA_VISIBLE_DEVICES end",
+        shared.status not in {0, starting.STOPPED},
+        detail,
+        device=True,
     )
     named = "Duplicate GPU" in shared.output
     found.claim("the message names the duplicate GPU", named, detail, device=True)

@@ -22,9 +22,11 @@ from hpcinit.facts import runfolder
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.spec import Comm, Launch, Precision, Program, Samples, Spec, Training
 from hpcinit.local import environment
+from tests.gpu.checks import CPU_FACTOR
 
 ROOT = Path(__file__).parents[2]
 PLAIN, FORK, TORCHRUN = "plain processes", "launch=fork", "torchrun"
+STOPPED = 124  # status of ranks that reached their time limit, as timeout(1) has it
 LEFT_S = 20.0  # after one rank has failed, for the others
 
 
@@ -54,6 +56,7 @@ class Started:
     output: str
     began: float
     folder: Path
+    limit_s: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -67,7 +70,9 @@ class Started:
         return self.results[0]
 
     def tail(self, characters: int = 800) -> str:
-        return self.output.strip()[-characters:]
+        """The end of the output, and whether the time limit was reached."""
+        stopped = f"stopped after {self.limit_s:.0f} s: " if self.status == STOPPED else ""
+        return stopped + self.output.strip()[-characters:]
 
 
 def run(job: Job, folder: Path, meanwhile: Callable[[int], None] = lambda pid: None) -> Started:
@@ -87,6 +92,7 @@ def run(job: Job, folder: Path, meanwhile: Callable[[int], None] = lambda pid: N
         launch=Launch("fork" if job.launch == FORK else "srun", tuple(job.preload) if job.launch == FORK else ()),
     )  # fmt: skip
     (folder / runfolder.SPEC).write_text(spec.to_json())
+    limit_s = job.limit_s * (CPU_FACTOR if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else 1)
     began = time.time()
     with (folder / "output.log").open("ab", buffering=0) as log:
         processes = [
@@ -97,14 +103,14 @@ def run(job: Job, folder: Path, meanwhile: Callable[[int], None] = lambda pid: N
         ]
         try:
             meanwhile(processes[0].pid)
-            status = _wait(processes, began + job.limit_s)
+            status = _wait(processes, began + limit_s)
         finally:
             for process in processes:
                 _kill(process)
     results = [_result(folder / f"results/rank-{rank}.json") for rank in range(job.ranks)]
     logs = [folder / "output.log", *sorted((folder / runfolder.LOGS).glob("rank-*.log"))]
     output = "\n".join(log.read_text(errors="replace") for log in logs if log.exists())
-    return Started(status, results, output, began, folder)
+    return Started(status, results, output, began, folder, limit_s)
 
 
 def _commands(job: Job, folder: Path, argument: str) -> list[tuple[list[str], dict[str, str]]]:
@@ -131,11 +137,11 @@ def _free_port() -> int:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> int:
-    """The first exit status that is not 0, or 124 after the deadline. A failure gives the others LEFT_S."""
+    """The first exit status that is not 0, or STOPPED after the deadline. A failure gives the others LEFT_S."""
     first = 0
     while any(process.poll() is None for process in processes):
         if time.time() > deadline:
-            return first or 124
+            return first or STOPPED
         failed = next((process.returncode for process in processes if process.returncode), 0)
         if failed and not first:
             first, deadline = failed, min(deadline, time.time() + LEFT_S)
