@@ -34,9 +34,8 @@ def test_runtime_tells_everything(hpcinit: Run, tmp_path: Path) -> None:
             run.checkpoint_timeout.total_seconds(), run.mesh.mesh_dim_names, list(run.mesh.shape), run.seed, run.folder.name]))
     """
     words = ["comm.timeout_base_s=60", "comm.timeout_per_node_s=10", "comm.collective_timeout_s=33", "seed=5"]
-    expected = ["127.0.0.1", "127.0.0.2"], "cpu", "gloo", 80.0, 33.0, ["dp_replicate"], [2], 5, "script-0001"
     words += ["comm.checkpoint_timeout_s=99"]
-    expected = ["127.0.0.1", "127.0.0.2"], "cpu", "gloo", 80.0, 33.0, 99.0, ["dp_replicate"], [2], 5, "code-0001"
+    expected = ["127.0.0.1", "127.0.0.2"], "cpu", "gloo", 80.0, 33.0, 99.0, ["dp_replicate"], [2], 5, "script-0001"
     found = [json.loads(line) for line in ranks(hpcinit, tmp_path, code, *words)]
     assert found == [[rank, 2, 0, 1, rank, *expected] for rank in range(2)]
 

@@ -67,7 +67,6 @@ class Stopper:
         self._stop_record: StopRecord | None = None
         if world.rank == 0 and folder is not None:
             self._stop_record = StopRecord(folder, env.get("SLURM_JOB_ID", ""))
-            threading.Thread(target=self._look, args=(folder,), name="hpcinit-stop", daemon=True).start()
         if world.rank == 0:
             threading.Thread(target=self._look, name="hpcinit-stop", daemon=True).start()
 
@@ -157,6 +156,24 @@ class Stopper:
 
         Without an answer, what is known stays.
         """
+        if self._job:
+            said = _answer(["squeue", "--noheader", f"--jobs={self._job}", "--format=%L"], timeout_s)
+            left_s = slurm_records.seconds(
+                said.partition("\n")[0].strip()
+            )  # a heterogeneous job has a line for each part
+            self._set_left(None if left_s is None else timedelta(seconds=left_s))
+
+    def _who_told(self, reason: Reason) -> Reason:
+        """SIGTERM does not say from whom. Slurm does, where it can be asked: a job that is being preempted has a time
+        for it."""
+        if reason is Reason.USER and not self._file_seen:  # the program's own signal, by what that rank knew was left
+            self._ask_left(ASK_S)
+            return self._of_own_signal()
+        if reason is not Reason.ENDED:
+            return reason
+        left = self.left()
+        if left is not None and left <= timedelta():
+            return Reason.TIME_LIMIT
         if self._job:
             said = _answer(["squeue", "--noheader", f"--jobs={self._job}", "--format=%L"], timeout_s)
             left_s = slurm_records.seconds(
