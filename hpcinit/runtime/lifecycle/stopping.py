@@ -63,10 +63,10 @@ class Stopper:
         self._steps: list[float] = []
         self._before, self._longest = time.monotonic(), 0.0
         self.longest_save = timedelta()
-        self._watch = self._listen()
         self._stop_record: StopRecord | None = None
         if world.rank == 0 and folder is not None:
             self._stop_record = StopRecord(folder, env.get("SLURM_JOB_ID", ""))
+        self._watch = self._listen()
         if world.rank == 0:
             threading.Thread(target=self._look, name="hpcinit-stop", daemon=True).start()
 
@@ -174,32 +174,6 @@ class Stopper:
         left = self.left()
         if left is not None and left <= timedelta():
             return Reason.TIME_LIMIT
-        if self._job:
-            said = _answer(["squeue", "--noheader", f"--jobs={self._job}", "--format=%L"], timeout_s)
-            left_s = slurm_records.seconds(
-                said.partition("\n")[0].strip()
-            )  # a heterogeneous job has a line for each part
-            self._set_left(None if left_s is None else timedelta(seconds=left_s))
-
-    def _who_told(self, reason: Reason) -> Reason:
-        """SIGTERM does not say from whom. Slurm does, where it can be asked: a job that is being preempted has a time
-        for it."""
-        if reason is Reason.USER and not self._file_seen:  # the program's own signal, by what that rank knew was left
-            self._ask_left(ASK_S)
-            return self._of_own_signal()
-        if reason is not Reason.ENDED:
-            return reason
-        left = self.left()
-        if left is not None and left <= timedelta():
-            return Reason.TIME_LIMIT
-        job, task = self._env.get("SLURM_JOB_ID", ""), self._env.get("SLURM_ARRAY_TASK_ID")
-        if task:  # one task's SLURM_JOB_ID is the array's, of which scontrol would show all tasks
-            job = f"{self._env.get('SLURM_ARRAY_JOB_ID')}_{task}"
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            command = ["scontrol", "--oneliner", "show", "job", job]
-            said = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False
-            ).stdout
         if self._job:
             said = _answer(["scontrol", "--oneliner", "show", "job", self._job], ASK_S)
             words = dict(word.partition("=")[::2] for word in said.split())
