@@ -273,7 +273,7 @@ def test_the_run_folder_is_full_while_training(
     run = started(hpcinit, slurm, launch, f"runs_dir={place}", saved=tmp_path / "checkpoints", total=200)
     other, before = fill(place), run.checkpoint()
     time.sleep(15)
-    said = run.why()
+    said = hpcinit("why", str(run.folder), env=slurm.env).stdout.partition("\n")[0]
     assert run.checkpoint() > before, "no step was taken on the full disk"
     other.unlink()
     ends = run.ends(quick=True)
@@ -288,7 +288,8 @@ def test_why_of_a_run_that_could_record_nothing(hpcinit: Run, full_runs: tuple[P
     """A program that fails on a full run folder leaves no record: the report names the disk, and guesses nothing."""
     place, slurm = full_runs
     Path("train.py").write_text(FILL + f"    fill('{place}')\n    raise SystemExit(7)\n")
-    folder = folder_of(submit(hpcinit, slurm, f"runs_dir={place}", "--", "train.py", str(place)))
+    shape = ["ranks_per_node=1", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null", f"runs_dir={place}"]
+    folder = folder_of(submit(hpcinit, slurm, *shape, "--", "train.py", str(place)))
     run = Training(hpcinit, slurm, folder, folder)
     until(lambda: run.state == "FAILED", 100)
     said = hpcinit("why", str(folder), env=slurm.env).stdout
