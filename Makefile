@@ -10,7 +10,7 @@ DS18 := $(VENV)/deepspeed-$(DS18_VERSION)
 
 # The oldest and the newest torch that we support, each in an environment that has the rest from the first one. pip's usual
 # index has builds for CUDA, 5.5 GB each; TORCH_INDEX=https://download.pytorch.org/whl/cpu has small ones for CPUs.
-TORCH_VERSIONS ?= 2.7.0 2.14.1
+TORCH_VERSIONS ?= 2.10.0 2.14.1
 TORCH_INDEX ?=
 
 # Tests mostly wait for Slurm: three files at a time, also on two cores. 0: one after the other.

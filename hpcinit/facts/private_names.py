@@ -22,7 +22,7 @@ class Tested:
 
 
 TESTED = {
-    "torch": Tested("2.7.0", "2.14.1", "2.15"),
+    "torch": Tested("2.10.0", "2.14.1", "2.15"),
     "deepspeed": Tested("0.18.5", "0.19.8", "0.20"),
 }
 
@@ -54,7 +54,7 @@ def _torch() -> Iterator[PrivateName]:
         ("torch.cuda", "_is_in_bad_fork"),
         ("torch.distributed._functional_collectives", "all_to_all_single_autograd"),
         ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "checkpoint_wrapper"),
-        ("torch.distributed.device_mesh:DeviceMesh", "_flatten"),
+        ("torch.distributed.device_mesh:DeviceMesh", "_concatenate _flatten"),
         (
             "torch.distributed.distributed_c10d",
             "_get_default_group _get_default_store _new_process_group_helper "
@@ -69,7 +69,6 @@ def _torch() -> Iterator[PrivateName]:
     ):
         for name in names.split():
             yield PrivateName("torch", owner, name)
-    yield PrivateName("torch", "torch.distributed.device_mesh:DeviceMesh", "_concatenate", since="2.10")
     agent = "torch.distributed.elastic.agent.server.api:SimpleElasticAgent"
     yield PrivateName("torch", agent, "_remaining_restarts", on_instances=True)
 

@@ -49,8 +49,6 @@ def part(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
         return mesh[found]
     if len(found) == 1:
         return _flattened(mesh, found[0])
-    if not hasattr(DeviceMesh, "_concatenate"):  # torch before 2.10, which slices flattened dimensions without a word
-        return mesh[found]
     # fully_shard's own way (torch/distributed/fsdp/_fully_shard/_fsdp_init.py)
     return DeviceMesh._concatenate([_flattened(mesh, name) if name in flat else mesh[name] for name in found])
 
@@ -75,7 +73,7 @@ def _members(mesh: DeviceMesh, name: str) -> tuple[str, ...]:
 
 
 def _flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """A combination as one dimension: made the first time, and torch keeps it by its name (2.7 as well as 2.13)."""
+    """A combination as one dimension: made the first time, and torch keeps it by its name."""
     return mesh[_members(mesh, name)]._flatten(name)  # private, and the only way: torchtitan's too
 
 

@@ -7,8 +7,6 @@ import socket
 import time
 from datetime import timedelta
 
-import torch
-from packaging.version import Version
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
@@ -19,9 +17,6 @@ from hpcinit.runtime.meeting import wire
 from hpcinit.runtime.meeting.door import Door
 from hpcinit.runtime.meeting.visit import spread_s
 from hpcinit.runtime.rendezvous import Meeting, said_every_s
-
-# Before, torch's libuv server refuses a socket that it has not made: https://github.com/pytorch/pytorch/pull/150215
-LIBUV_TAKES_A_LISTENER_SINCE = Version("2.8")
 
 _rounds = 0
 
@@ -59,7 +54,6 @@ def serve(address: str, listener: socket.socket, world_size: int, timeout: timed
         timeout,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
-        use_libuv=Version(torch.__version__) >= LIBUV_TAKES_A_LISTENER_SINCE,
     )
 
 

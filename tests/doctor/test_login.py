@@ -180,7 +180,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch is needed where the ranks run with this Python, and not where they have another."""
     monkeypatch.setattr(login.versions, "installed", lambda name: "2.1.0" if name == "torch" else "")
     found = {check.about: check for check in login.of_versions(compose(["parallel=zero3"]))}
-    assert found["torch"].said == "2.1.0, expected 2.7.0 or newer" and found["deepspeed"].grade == BAD
+    assert found["torch"].said == "2.1.0, expected 2.10.0 or newer" and found["deepspeed"].grade == BAD
     monkeypatch.setattr(login.versions, "installed", lambda name: "")
     found = {check.about: check for check in login.of_versions(compose([]))}
     assert found["torch"].grade == BAD and found["deepspeed"].grade == OK
