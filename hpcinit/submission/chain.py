@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from hpcinit.config.schema import Config
 from hpcinit.facts import runfolder
+from hpcinit.facts.stopping import NOT_RECORDED
 
 # What the attempt before has left in exit.json decides. No record of its end: it was killed, or its first node lost.
 # 143: it was told to end (128 + SIGTERM), by the time limit, for another job, by scancel. Where another node is lost
@@ -25,7 +26,11 @@ hpcinit_before() {{ # one of a chain of jobs: what the one before has left decid
   [[ $left =~ '"exit_status": '([0-9]+) ]] && status=${{BASH_REMATCH[1]}}
   case $job:$status in
     "$SLURM_JOB_ID":*|*:|*:{runfolder.ENDED_EARLY}) return ;;
-    *:0) [ ! -e "${runfolder.ENV_FOLDER}/{runfolder.STOPPED}" ] || return 0
+    *:0) if [ -e "${runfolder.ENV_FOLDER}/{runfolder.STOPPED}" ]; then
+         ! grep -qs "{NOT_RECORDED}" "${runfolder.ENV_FOLDER}/{runfolder.STOPPED}" ||
+           echo "hpcinit: warning: job $job of this chain stopped, {NOT_RECORDED}; was the disk full?"
+         return 0
+       fi
        echo "hpcinit: job $job of this chain has ended well: nothing is left to do for job $SLURM_JOB_ID" ;;
     *) sed -n "/^hpcinit: job $job of a chain begins$/,\\$p" "$log" | grep -qi 'node failure' && return
        echo "hpcinit: job $job of this chain has failed by itself ($status): job $SLURM_JOB_ID runs nothing" ;;

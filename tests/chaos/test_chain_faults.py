@@ -139,6 +139,9 @@ def test_a_chain_goes_on_from_a_full_disk(
     assert reported(second, "up"), (folder / "logs/job.log").read_text()
     shown = hpcinit("status", "--json", str(folder), env=small.env).stdout
     assert json.loads(shown)["link"] == "job 2 of a chain of 2", shown
+    if full == "before the stop":
+        told = f"hpcinit: warning: job {first} of this chain stopped, the reason was not recorded; was the disk full?"
+        assert told in (folder / "logs/job.log").read_text()
     Path("finish").touch()
     until(lambda: states(small, [second])[0] == "COMPLETED", 60)
     assert not (folder / "stopped.json").exists(), "the second job came to its end"
@@ -164,3 +167,22 @@ def test_a_restart_happens_on_a_full_disk(hpcinit: Run, disk: Disk, small: MiniS
     Path("go").touch()
     assert finish(small, job, 120) == "FAILED"
     assert Path("attempts").read_text() == "xxx", "the first attempt and two restarts"
+
+
+def test_a_training_that_stops_on_a_full_disk_is_requeued(hpcinit: Run, disk: Disk, small: MiniSlurm) -> None:
+    """With restart.on=[time_limit] a stop whose reason could not be recorded counts as the time limit."""
+    Path("stop.py").write_text(PROGRAM)
+    asked = ["restart.budget=1", "restart.on=[time_limit]", "time_min=1", "stop.signal=USR1"]
+    done = submit(hpcinit, small, f"runs_dir={disk.place}", *asked, "nodes=2", *SHAPE, "--", "stop.py")
+    job = job_id_of(done)
+    Path("go").touch()
+    until(lambda: reported(job, "step"))
+    disk.fill()
+    small.run("scancel", "--signal=USR1", job)
+    until(lambda: reported(job, "stopped: time limit"))
+    Path("leave").touch()
+    until(lambda: state(small, job) in ("PENDING", "COMPLETED", "FAILED"))
+    disk.free()
+    Path("finish").touch()
+    assert finish(small, job, 120) == "COMPLETED"
+    assert Path("reported").read_text().count(" up") == 2, "the first attempt and one restart"
