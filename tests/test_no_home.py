@@ -30,7 +30,7 @@ def nobody() -> Iterator[User]:
         ("submit cluster=mini dry_run=true -- true", 0, "/runs/true-0001"),
         ("submit cluster=local wait=true -- true", 0, "COMPLETED"),
         ("status", 2, "no runs in "),
-        ("doctor", 1, "home folder: there is none at /dev/null: HOME is not set, and this is uid 51234"),
+        ("doctor", 1, "home folder: there is none: HOME is not set, and uid 51234 has no entry in /etc/passwd"),
         ("nodes", 0, "no node has failed"),
         ("timeouts", 0, "1024"),
         ("discover --print", 1, "scontrol"),

@@ -25,8 +25,8 @@ def checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
     for key, place in (("cluster.scratch", config.cluster.scratch), ("cluster.cache", config.cluster.cache)):
         if place:
             yield _folder(key, expanded(os.path.expandvars(place)), absent=WARNING)
-    if not home().is_dir():
-        said = f"there is none at {home()}: HOME is {env.get('HOME') or 'not set'}, and this is uid {os.getuid()}"
+    if home() == Path(os.devnull):
+        said = f"there is none: HOME is not set, and uid {os.getuid()} has no entry in /etc/passwd"
         yield Check("home folder", BAD, said, "export HOME=... with a folder of yours")
         return
     if not config.cluster.cache:
