@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import ipaddress
@@ -232,7 +233,10 @@ def _publish(world: World) -> None:
         with path.open("x") as file:
             file.write(f"{world.master_addr}\n{me['host']}\n{me['pid']}\n")
     except FileExistsError:
-        _, host, pid, *_ = [*path.read_text().split("\n"), "", "", ""]
+        written = ""
+        with contextlib.suppress(OSError):  # a file server's trouble: the check is lost, not the start
+            written = path.read_text()
+        _, host, pid, *_ = [*written.split("\n"), "", "", ""]
         if host and host != me["host"]:
             raise BringUpError(
                 f"two processes claim rank 0: pid {pid} on {host}, which came first (so says {path}), and pid "

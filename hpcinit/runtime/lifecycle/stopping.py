@@ -234,7 +234,8 @@ class Stopper:
         """A thread of rank 0: a user's request in the run folder, and what is left of the job's time."""
         ask_at = time.monotonic()
         while self._stop is None and self._watch is not None:
-            if self._folder is not None and (self._folder / runfolder.STOP).exists():
+            # Not Path.exists(), which raises where a file server has trouble (ESTALE, EIO).
+            if self._folder is not None and os.path.exists(self._folder / runfolder.STOP):  # noqa: PTH110
                 with self._lock:
                     self._file_seen, self._seen = True, max(Reason.USER, self._seen or Reason.USER)
                 with contextlib.suppress(OSError):
