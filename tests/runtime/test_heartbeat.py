@@ -237,8 +237,12 @@ def test_the_first_step_may_take_long(folder: Path) -> None:
 
 
 def test_a_job_that_is_suspended_does_not_hang(folder: Path) -> None:
-    """SIGSTOP to all ranks for 7 s, SIGCONT: nobody ran, and nothing is reported. A hang afterwards still is."""
-    code = TRAIN.replace("step == 20 and", "step == 35 and")
+    """SIGSTOP to all ranks for 7 s, SIGCONT: nobody ran, and nothing is reported, although the first step afterwards is
+    slow. A hang afterwards still is."""
+    code = TRAIN.replace("step == 20 and", "step == 35 and").replace(
+        "    read(step)\n", "    if time.monotonic() - before > 5:\n        time.sleep(1.9)\n    read(step)\n", 1
+    )
+    code = code.replace("    time.sleep(0.02 if", "    before = time.monotonic()\n    time.sleep(0.02 if")
     with ranks(code, 3, folder, ACTION="end") as found:
         until(lambda: "up in" in (folder / "rank-0.log").read_text() and bool(list(folder.glob("beats/*/*.json"))))
         for number, wait_s in ((signal.SIGSTOP, 7.0), (signal.SIGCONT, 0.0)):

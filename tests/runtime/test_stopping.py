@@ -175,7 +175,7 @@ def test_a_signal_during_a_long_save_lets_it_end(tmp_path: Path) -> None:
     code = TRAIN.replace(
         "for step in",
         "import hpcinit.runtime.checkpoint\nfrom hpcinit.runtime.lifecycle import stopping\nstopping.STUCK_S = 1\n"
-        "hpcinit.runtime.checkpoint.save = lambda *a, **k: time.sleep(4)\nfor step in",
+        "hpcinit.runtime.checkpoint.save = lambda *a, **k: time.sleep(12)\nfor step in",
     ).replace("    if stop", "    if step == 20: run.save(None, 'x', step); print('saved', flush=True)\n    if stop")
     with ranks(code + END, 2, tmp_path) as found:
         until(tmp_path / "rank-0.log", "step 20")
