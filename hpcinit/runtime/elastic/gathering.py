@@ -179,7 +179,7 @@ class Gathering(RendezvousHandler):
 def _read(value: bytes) -> Restart | None:
     """Return the restart that a value of the store describes. Anyone who reaches the store may have written it."""
     try:
-        return elastic.from_json(value.decode())
+        return elastic.from_json(value.decode(errors="replace"))
     except (ValueError, TypeError, AttributeError):
         return None
 

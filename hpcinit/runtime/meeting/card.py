@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcinit.facts import versions
+from hpcinit.runtime.meeting import wire
 
 # Ranks that differ in one of these fail late and strangely: NCCL of two versions does not talk to itself
 # (https://github.com/NVIDIA/nccl/issues/286).
@@ -41,14 +42,10 @@ def differences(mine: Mapping[str, str], theirs: Mapping[str, Any]) -> list[str]
     theirs: what another rank sent, so of any type and length.
     """
     return [
-        f"{_brief(key)} {_brief(theirs.get(key, 'absent'))} instead of {mine.get(key, 'absent')}"
+        f"{wire.cut(str(key), LONGEST)} {wire.cut(str(theirs.get(key, 'absent')), LONGEST)} instead of {mine.get(key, 'absent')}"
         for key in sorted({*mine, *theirs})
         if mine.get(key) != theirs.get(key)
     ]
-
-
-def _brief(value: object) -> str:
-    return str(value)[:LONGEST].encode("utf-8", "replace").decode()
 
 
 def commit(folder: Path) -> str:

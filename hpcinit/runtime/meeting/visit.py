@@ -159,7 +159,7 @@ class Visit(Party):
 
     def _take(self, message: dict[str, Any]) -> None:
         if "failed" in message:
-            self._failed(str(message["failed"])[: wire.LONGEST_TEXT].encode("utf-8", "replace").decode())
+            self._failed(wire.cut(str(message["failed"]), wire.LONGEST_TEXT))
         with self._changed:
             self._all_came |= "all" in message
             self._closed |= "closed" in message

@@ -62,7 +62,12 @@ def text(message: dict[str, Any], name: str, longest: int = LONGEST_TEXT) -> str
     value = message.get(name)
     if not isinstance(value, str):
         raise NotOurs(f"{name} is {_brief(value)}, expected a text")
-    return value[:longest].encode("utf-8", "replace").decode()
+    return cut(value, longest)
+
+
+def cut(value: str, longest: int) -> str:
+    """Return at most `longest` characters of a peer's text, without halves of surrogate pairs, which no file takes."""
+    return value[:longest].encode("utf-8", "replace").decode(errors="replace")
 
 
 def integer(message: dict[str, Any], name: str, least: int, most: int) -> int:
