@@ -14,7 +14,6 @@ STARTERS = {"run", "Popen", "check_output", "check_call", "call", "getoutput", "
 STRICT = {
     "discover/place.py": "a user's YAML file; what is not UTF-8 is a RequestError",
     "jobs/train_gpt.py": "letters that this program has encoded",
-    "runtime/groups.py": "what other ranks have written into the store, with the same code",
 }
 
 

@@ -42,7 +42,8 @@ def differences(mine: Mapping[str, str], theirs: Mapping[str, Any]) -> list[str]
     theirs: what another rank sent, so of any type and length.
     """
     return [
-        f"{wire.cut(str(key), LONGEST)} {wire.cut(str(theirs.get(key, 'absent')), LONGEST)} instead of {mine.get(key, 'absent')}"
+        f"{wire.cut(key, LONGEST)} {wire.cut(str(theirs.get(key, 'absent')), LONGEST)} "
+        f"instead of {mine.get(key, 'absent')}"
         for key in sorted({*mine, *theirs})
         if mine.get(key) != theirs.get(key)
     ]
