@@ -1,7 +1,8 @@
 """Locks on a cache of compiled ops: torch's, which a killed compile leaves behind, and ours, which the kernel drops.
 
-torch (utils/file_baton.py) makes a file `lock` in the op's folder, keeps it open while it compiles, and waits for as
-long as one is there: https://github.com/deepspeedai/DeepSpeed/issues/5205.
+torch up to 2.13 (utils/file_baton.py) makes a file `lock` in the op's folder, keeps it open while it compiles, and
+waits for as long as one is there: https://github.com/deepspeedai/DeepSpeed/issues/5205. From 2.14 on it locks that file
+with flock(2): the kernel releases the lock of a process that ended, and the file stays after every build.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcinit.facts import versions
 from hpcinit.facts.errors import BringUpError
 
 TORCH_LOCK = "lock"
+KERNEL_LOCKS = "2.14"  # torch/utils/cpp_extension.py of 2.14.1 uses FileLock, that of 2.13.0 FileBaton; 2.14.0 not seen
 OUR_LOCK = ".hpcinit-build"  # its content says who builds what; empty when nobody does
 WAIT_S = 1800.0
 # Disks that one node alone writes to: whoever holds a lock there is a process of this node.
@@ -40,9 +43,16 @@ class Judgement:
         return f"{self.path} ({self.age_s:.0f} s old): {self.why}"
 
 
+def files_are_locks() -> bool:
+    """Return whether the installed torch waits for as long as a lock's file is there."""
+    return versions.key(versions.installed("torch") or "0") < versions.key(KERNEL_LOCKS)
+
+
 def locks(root: Path) -> list[Judgement]:
-    """Every lock of torch's below a cache, judged."""
-    found = []
+    """Every lock of torch's below a cache, judged; none where the file of a lock does not make torch wait."""
+    found: list[Judgement] = []
+    if not files_are_locks():
+        return found
     for path in sorted(root.glob(f"*/{TORCH_LOCK}")):
         with contextlib.suppress(FileNotFoundError):  # released meanwhile
             found.append(judge(path))

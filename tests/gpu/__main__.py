@@ -2,7 +2,7 @@
 
     python -m tests.gpu [--part 1|2|all] [--out FOLDER] [--cpu] [--only NAME,NAME] [--list]
 
-Needs torch with CUDA (2.7 or newer), numpy and Python 3.10 or newer. Installs nothing and uses no network.
+Needs torch with CUDA (2.10 or newer), numpy and Python 3.10 or newer. Installs nothing and uses no network.
 Exit status: 0 no claim failed, 1 some did, 2 the suite cannot start.
 """
 

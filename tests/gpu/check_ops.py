@@ -62,6 +62,10 @@ def _killed(found: Findings, cache: Path, op: str) -> bool:
         os.killpg(process.pid, signal.SIGKILL)
     output, _ = process.communicate()
     detail = "" if there else f"no lock was made: {output[-600:]}"
+    from hpcinit.runtime import op_locks
+
+    if not op_locks.files_are_locks():
+        detail = detail or "this torch locks with flock(2): the kernel has released the lock of the killed compile"
     return found.claim(f"{op}: a killed compile leaves torch's lock", there and lock.exists(), detail)
 
 
@@ -75,7 +79,10 @@ def _built(found: Findings, cache: Path, op: str) -> bool:
         process.communicate()
         return found.claim(f"{op}: the next build ends", False, f"not after {BUILD_S:.0f} s")
     removed = next((line for line in output.splitlines() if "removed the stale lock" in line), "")
-    found.claim(f"{op}: the next build removes the stale lock", bool(removed), removed or output[-400:])
+    from hpcinit.runtime import op_locks
+
+    if op_locks.files_are_locks():
+        found.claim(f"{op}: the next build removes the stale lock", bool(removed), removed or output[-400:])
     well = process.returncode == 0
     detail = f"{time.monotonic() - began:.0f} s" if well else output[-800:]
     return found.claim(f"{op}: build-ops builds it", well, detail)
@@ -102,7 +109,7 @@ def _used(found: Findings, folder: Path, cache: Path, op: str, optimizer: str) -
 def _locked(found: Findings, cache: Path, op: str) -> None:
     """A lock that no process holds, in a cache that is built: found and removed, rather than waited for."""
     from hpcinit.facts.errors import BringUpError
-    from hpcinit.runtime import ops
+    from hpcinit.runtime import op_locks, ops
 
     lock = cache / op / "lock"
     lock.touch()
@@ -114,6 +121,9 @@ def _locked(found: Findings, cache: Path, op: str) -> None:
         said = "nothing"
     except BringUpError as error:
         said = str(error)
+    if not op_locks.files_are_locks():
+        found.claim(f"{op}: the file of a lock, which stays after each build, stops no job", said == "nothing", said)
+        return
     found.claim(f"{op}: a stale lock is reported", "torch would wait for ever for the lock" in said, said)
     lines: list[str] = []
     ops.clear(cache, lines.append)

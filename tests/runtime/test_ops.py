@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -89,6 +89,33 @@ def compiling(folder: Path) -> Iterator[subprocess.Popen[str]]:
         (folder / "slow.began").unlink(missing_ok=True)
 
 
+Test = Callable[[Path], None]
+
+
+def with_files(test: Test) -> Test | None:
+    """Collect a test with a torch that waits for the file of a lock (2.13) only."""
+    return test if op_locks.files_are_locks() else None
+
+
+def with_flock(test: Test) -> Test | None:
+    """Collect a test with a torch that locks with flock(2) (2.14) only."""
+    return None if op_locks.files_are_locks() else test
+
+
+@with_flock
+def test_a_killed_build_blocks_no_later_one(folder: Path) -> None:
+    """From torch 2.14 on, the file of a lock stays after a build, killed or not: no job is refused because of it."""
+    with compiling(folder):
+        lock = folder / "cache" / "tiny" / op_locks.TORCH_LOCK
+    assert lock.exists()
+    env = {"TORCH_EXTENSIONS_DIR": str(folder / "cache")}
+    ops.check(ADAMW, "cuda", env)
+    said, _ = run(BUILD, folder).communicate(timeout=120)
+    assert "tiny: built in" in said and "lock" not in said and lock.exists()
+    ops.check(ADAMW, "cuda", env)
+
+
+@with_files
 def test_a_killed_build_leaves_a_lock_that_the_next_one_names_and_removes(folder: Path) -> None:
     """SIGKILL in a real compile leaves torch's lock; the next build says whose it was, removes it and builds."""
     with compiling(folder) as process:
@@ -108,6 +135,7 @@ def test_a_killed_build_leaves_a_lock_that_the_next_one_names_and_removes(folder
     assert "tiny: built before" in said
 
 
+@with_files
 def test_torch_itself_waits_for_a_lock_that_nobody_holds(folder: Path) -> None:
     """What the check is for: with a lock left behind, torch's own load does not come back."""
     lock = folder / "cache" / "tiny" / op_locks.TORCH_LOCK
@@ -164,6 +192,7 @@ def test_a_lock_that_may_be_held_on_another_node_is_named_and_left(
     The disk is said to be NFS: there is none here.
     """
     monkeypatch.setattr(op_locks, "file_system", lambda path: "nfs4")
+    monkeypatch.setattr(op_locks, "files_are_locks", lambda: True)  # as with torch 2.13
     lock = tmp_path / "cpu_adam" / op_locks.TORCH_LOCK
     lock.parent.mkdir()
     lock.touch()
