@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 from hpcinit.facts import ownership, quoting
 from hpcinit.facts.errors import ConfigError
 from hpcinit.facts.user_paths import home
+
+MOST_PROBLEMS = 3  # further ones are counted
 
 
 def folder() -> Path:
@@ -48,12 +51,28 @@ def _problems(place: Path, named: bool) -> tuple[str, ...]:
         return ()
     owners = (place.stat().st_uid,) if named else ()
     advice = f"if you trust them: HPCINIT_CONF={quoting.shell(str(place))}"
-    files = [path for path in place.rglob("*") if path.suffix in {".yaml", ".yml"} or path.is_dir()]
     found = []
-    for path in (place, *files):
+    for path in _below(place):
         with suppress(OSError):  # a link that leads nowhere
             found.append(ownership.of_path(path, advice, owners=owners, named=named))
-    return tuple(said for said in found if said)
+    first, *more = [said for said in found if said] or [""]
+    if len(more) > MOST_PROBLEMS:
+        rest = f"and {len(more) - MOST_PROBLEMS} more in {place}: chmod -R go-w {quoting.shell(str(place))}; {advice}"
+        more = [*more[:MOST_PROBLEMS], rest]
+    return tuple(said for said in (first, *more) if said)
+
+
+def _below(place: Path) -> Iterator[Path]:
+    """The folder `place`, and the folders and YAML files below it, through links too, as Hydra reads them."""
+    seen = set()
+    for top, names, files in os.walk(place, followlinks=True):
+        real = os.path.realpath(top)
+        if real in seen:
+            names.clear()
+            continue
+        seen.add(real)
+        yield Path(top)
+        yield from (Path(top, file) for file in files if file.endswith((".yaml", ".yml")))
 
 
 def choices(group: str) -> list[str]:

@@ -6,8 +6,8 @@ import contextlib
 import resource
 
 # Connections with each other rank: gloo connects all ranks of a group. A run has the default group, up to five groups
-# of its mesh, and on rank 0 the rendezvous and torch's store.
-PER_RANK = 8
+# of its mesh, those of should_stop() and save(), and on rank 0 the rendezvous and torch's store.
+PER_RANK = 10
 BESIDES = 1024  # the program's own; the usual soft limit
 
 

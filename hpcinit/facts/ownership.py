@@ -26,21 +26,24 @@ def problem(path: Path, found: os.stat_result, advice: str, *, owners: Container
     user ids that are trusted besides this user and root. named: the user chose this place for what its group writes.
     """
     mode = stat.S_IMODE(found.st_mode)
-    about = f"{path} belongs to {user(found.st_uid)} (mode {mode:04o})"
+
+    def about() -> str:  # looks up names, which may ask a server: only where something is wrong
+        return f"{path} belongs to {user(found.st_uid)} (mode {mode:04o})"
+
     if found.st_uid not in (0, os.geteuid()) and found.st_uid not in owners:
-        return f"{about}, expected {user(os.geteuid())} or root: its owner could run any program as you; {advice}"
+        return f"{about()}, expected {user(os.geteuid())} or root: its owner could run any program as you; {advice}"
     folder = stat.S_ISDIR(found.st_mode)
     if folder and mode & stat.S_ISVTX:  # as in /tmp, nobody can rename or remove what belongs to another user
         return ""
     if mode & stat.S_IWOTH:
-        who, change = "every user", "o-w"
+        who, change = "every user", "go-w" if mode & stat.S_IWGRP else "o-w"
     elif mode & stat.S_IWGRP and not named and not _only_ours(path, found.st_gid):
         who, change = f"group {_group(found.st_gid)}", "g-w"
     else:
         return ""
     shared = f", or chmod +t {shell(str(path))} if others need to create files there" if folder else ""
     return (
-        f"{about} and {who} can write it: whoever can could run any program as you; "
+        f"{about()} and {who} can write it: whoever can could run any program as you; "
         f"chmod {change} {shell(str(path))}{shared}"
     )
 
@@ -52,7 +55,8 @@ def of_path(path: Path, advice: str, *, owners: Container[int] = (), named: bool
 
 def of_runs_dir(path: Path) -> str:
     """Return why another user could replace a run folder in `path`, or ''. Raise OSError if it does not exist."""
-    return of_path(path, f"choose a folder of your own: runs_dir={shell(str(path / user(os.geteuid())))}")
+    name = user(os.geteuid()).rpartition(" ")[2]  # '4242' of a user without a name
+    return of_path(path, f"choose a folder of your own: runs_dir={shell(str(path / name))}")
 
 
 def make_folders(path: Path) -> None:

@@ -66,6 +66,8 @@ def _torch() -> Iterator[PrivateName]:
         ),
         ("torch.utils", "_device"),
         ("torch.utils._pytree", "tree_map_only"),
+        ("torch.utils.data._utils.signal_handling", "_error_if_any_worker_fails _set_worker_signal_handlers"),
+        ("torch.utils.data._utils.worker", "_worker_loop"),
     ):
         for name in names.split():
             yield PrivateName("torch", owner, name)

@@ -58,8 +58,11 @@ class _Writer:
                 return
             self._waiting[what] = write
             if not self._started:
+                try:
+                    threading.Thread(target=self._run, name="hpcinit-reports", daemon=True).start()
+                except RuntimeError:  # this user may have no more threads: the next report tries again
+                    return
                 self._started = True
-                threading.Thread(target=self._run, name="hpcinit-reports", daemon=True).start()
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:

@@ -18,6 +18,20 @@ def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     return {key: value for key, value in given.items() if not key.startswith(PREFERENCES)}
 
 
+def start(command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """Start a client, whose output is read as text; a byte that is not UTF-8 becomes U+FFFD. Raises OSError."""
+    return subprocess.Popen(
+        command,
+        env=environment(env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+
 def run(
     command: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:

@@ -54,7 +54,7 @@ class Source(NamedTuple):
         """to_terminal: of a line that was overwritten with carriage returns the last state, as a terminal shows it, and
         no control sequences but colors. Other outputs get every byte."""
         if not as_json:
-            return self.prefix + (terminal.colored(line.rpartition("\r")[2]) if to_terminal else line)
+            return self.prefix + (terminal.colored(line.rstrip("\r").rpartition("\r")[2]) if to_terminal else line)
         task = {} if self.task is None else {"task": self.task}
         return json.dumps({**task, "rank": self.rank, "line": line})
 

@@ -75,11 +75,11 @@ def _of_dumps(dumps: Mapping[int, Mapping[str, Any]], options: argparse.Namespac
         kind = found.culprits[0].kind if found.culprits else "unknown" if found else WELL
         print(json.dumps({"verdict": first, "kind": kind, "ranks": sorted(dumps), **found.document()}))
     elif options.quiet:
-        print(first)
+        print(plain(first))
     else:
-        print("\n".join([first, *(f"  {line}" for line in rest)]))
+        print("\n".join(map(plain, [first, *(f"  {line}" for line in rest)])))
         for advice in dict.fromkeys(f"what to do about rank {one.rank}: {one.advice}" for one in found.culprits[:3]):
-            print(advice)
+            print(plain(advice))
         print("\n".join(f"  {line}" for line in found.document()["secondary"]), end="\n" if found.victims else "")
     return 0
 

@@ -147,7 +147,7 @@ def timeouts_of_at_least(timeout: timedelta) -> Iterator[None]:
 
     A backend that cannot report or change its timeout keeps it.
     """
-    before = [(backend, _timeout(backend)) for backend in _backends_of_all()]
+    before = [(backend, _timeout_given_to(backend)) for backend in _backends_of_all()]
     shorter = [(backend, found) for backend, found in before if found is not None and found < timeout]
     for backend, _ in shorter:
         with suppress(RuntimeError, NotImplementedError):
@@ -169,10 +169,10 @@ def _change(backend: object, timeout: timedelta) -> None:
 
 def timeout_of(device: torch.device, group: ProcessGroup | None = None) -> timedelta | None:
     """What the group's collectives on `device` are given; None where its backend does not say."""
-    return _timeout(_unwrapped((group or c10d._get_default_group())._get_backend(device)))
+    return _timeout_given_to(_unwrapped((group or c10d._get_default_group())._get_backend(device)))
 
 
-def _timeout(backend: object) -> timedelta | None:
+def _timeout_given_to(backend: object) -> timedelta | None:
     found = getattr(getattr(backend, "options", None), "_timeout", None)
     return found if isinstance(found, timedelta) else None
 

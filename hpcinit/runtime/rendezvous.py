@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from hpcinit.facts import hosts, interfaces, ports, runfolder
+from hpcinit.facts import hosts, interfaces, ports, runfolder, slurm_client
 from hpcinit.facts.errors import BringUpError, WorldError
 from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Spec
@@ -191,14 +191,7 @@ def _node_addr(host: str) -> str | None:
     if alias := hosts.node_aliases(os.environ.get("SLURM_NODE_ALIASES", "")).get(host):
         return alias
     try:
-        done = subprocess.run(
-            ["scontrol", "--all", "show", "node", host],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=20,
-            check=False,
-        )
+        done = slurm_client.run(["scontrol", "--all", "show", "node", host], 20)
     except (OSError, subprocess.TimeoutExpired):
         return None  # containers often have no scontrol
     return next((word.partition("=")[2] for word in done.stdout.split() if word.startswith("NodeAddr=")), None)

@@ -191,8 +191,8 @@ class Runtime:
         """
         from hpcinit.runtime import checkpoint  # noqa: PLC0415 - as above
 
-        began = time.monotonic()
-        with phase.during("saving"):
+        began, timeout = time.monotonic(), self._patience(timeout)
+        with phase.during("saving", max(timeout, phase.LONG * timedelta(seconds=self.hang.after_s))):
             written = checkpoint.save(
                 wrapped,
                 Path(folder),
@@ -203,7 +203,7 @@ class Runtime:
                 extra=extra,
                 samples=samples,
                 keep=keep,
-                timeout=timeout or max(self.checkpoint_timeout, self.collective_timeout),
+                timeout=timeout,
                 job=self.world.job,
             )
         self._changing.longest_save = max(self._changing.longest_save, timedelta(seconds=time.monotonic() - began))
@@ -223,16 +223,21 @@ class Runtime:
         """
         from hpcinit.runtime import checkpoint  # noqa: PLC0415 - as above
 
-        with phase.during("loading"):
+        timeout = self._patience(timeout)
+        with phase.during("loading", max(timeout, phase.LONG * timedelta(seconds=self.hang.after_s))):
             return checkpoint.load(
                 wrapped,
                 Path(folder),
                 layout=self.layout,
                 loader=loader,
                 seed_by=self.seed_by,
-                timeout=timeout or max(self.checkpoint_timeout, self.collective_timeout),
+                timeout=timeout,
                 job=self.world.job,
             )
+
+    def _patience(self, timeout: timedelta | None) -> timedelta:
+        """How long ranks wait for each other in save() and load()."""
+        return timeout or max(self.checkpoint_timeout, self.collective_timeout)
 
     def should_stop(self) -> Stop | None:
         """Whether to save and end now, and why: `if run.should_stop(): run.save(...); break`.

@@ -73,7 +73,8 @@ def _take(path: Path, me: Owner, run: Path) -> None:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(me)))
         except OSError as error:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
             raise cannot_write(run, error) from None
         return
     raise RequestError(_refusal(path, None))
@@ -114,11 +115,12 @@ def _remove(path: Path, text: str) -> None:
 def _refusal(path: Path, owner: Owner | None) -> str:
     if owner is None:
         return f"the same request is being submitted by another process ({path}); try again in a minute"
-    since = time.strftime("%H:%M:%S", time.localtime(owner.since))
+    since, until = (time.strftime("%H:%M", time.localtime(at)) for at in (owner.since, owner.since + owner.expires_s))
     return (
         f"the same request is being submitted by process {owner.pid} on {owner.host} since {since}, run folder "
         f"{owner.run}; expected a request that differs in something: `hpcinit status {shlex.quote(owner.run)}` shows "
-        "what becomes of it, again=true submits this one a second time"
+        "what becomes of it, again=true submits this one a second time. If that process is gone: rm "
+        f"{shlex.quote(str(path))}, which otherwise counts until {until}"
     )
 
 

@@ -11,6 +11,7 @@ from hpcinit.facts import secret_names, slurm_client
 # (https://github.com/goodfire-ai/spd/issues/955) or memory; the others make a rank believe in another world.
 # Held against sbatch(1) and srun(1), INPUT ENVIRONMENT VARIABLES: tests/submission/test_environment.py.
 FOREIGN = (
+    "HPCINIT_NONCE",  # of the script that this shell runs in
     "SBATCH_",
     "SLURM_",
     "SLURMD_",

@@ -49,6 +49,7 @@ def claim(runs_dir: Path, name: str, below: Sequence[str] = (runfolder.LOGS, run
             path.mkdir(mode=PRIVATE)
             for inner in below:
                 (path / inner).mkdir(mode=PRIVATE)
+            _refuse_strange_owner(path, path)
             return path
         except FileExistsError:
             if not runs_dir.is_dir():
@@ -65,11 +66,22 @@ def make(task: str) -> None:
         os.mkdir(path, PRIVATE)  # noqa: PTH102 - a thousand of them: Path takes three times as long
 
 
+def _refuse_strange_owner(path: Path, made: Path) -> None:
+    """Raise SubmitError if what hpcinit has just made in the run folder `path` is not this user's alone: the job would
+    refuse it, after its time in the queue. Some file systems choose the owner or the mode (NFS all_squash, inherited
+    access lists)."""
+    if said := ownership.of_path(made, "its file system chooses the owner: choose another runs_dir=..."):
+        discard(path)
+        raise SubmitError(f"{said}, or choose another runs_dir=...; nothing was submitted")
+
+
 def fill(path: Path, files: Mapping[str, str]) -> None:
     """Write the files, name to text. Raises SubmitError, and then the folder is gone."""
     try:
         for name, text in files.items():
             write(f"{path}/{name}", text)
+        for name in list(files)[:1]:
+            _refuse_strange_owner(path, path / name)
     except OSError as error:
         discard(path)
         raise cannot_write(path, error) from None

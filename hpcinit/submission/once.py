@@ -144,6 +144,14 @@ class _Submission:
             self._in_trouble(str(error))
             self._accepted += 1
             self._unclear = True
+        except SubmitError as error:  # refused, perhaps because a job of the first attempt fills a limit by now
+            if not self._accepted:
+                raise
+            self._in_trouble(str(error))
+            jobs = queue.find(self._env, self._token, self._script, self.printed, self._alone)
+            if jobs:
+                return self._only(jobs)
+            raise self._gave_up("a second attempt was refused") from None
         return None
 
     def _in_trouble(self, words: str) -> None:

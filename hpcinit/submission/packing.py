@@ -47,10 +47,13 @@ def ready(config: Config) -> None:
             if said := ownership.of_path(place, "cluster.cache=FOLDER names a place of your own"):
                 raise SubmitError(f"{KEY}: {said}; nothing was submitted")
         if own:
+            if path.stat().st_uid == os.geteuid():
+                path.chmod(0o600)  # the batch script knows no private groups, and refuses what any group can write
             os.utime(path)  # in use
             return
         _remove_old(path.parent, _family(prefix))
         try:
+            partial.touch(0o600)
             _write(partial, prefix)
             partial.replace(path)
         finally:

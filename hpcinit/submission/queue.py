@@ -42,10 +42,7 @@ class Question:
         # --all: without it the user's own jobs in hidden partitions, or in those of a group, are not listed.
         command = ["squeue", "--all", "--me", "--noheader", *states, f"--format={FORMAT}"]
         try:
-            self._process: subprocess.Popen[str] | None = subprocess.Popen(
-                command, env=slurm_client.environment(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL, text=True, errors="replace", start_new_session=True,
-            )  # fmt: skip
+            self._process: subprocess.Popen[str] | None = slurm_client.start(command, env)
         except OSError:
             self._process = None
 

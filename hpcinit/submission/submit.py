@@ -99,7 +99,11 @@ def require_sbatch(config: Config) -> None:
     environment sends jobs to another cluster than this machine's."""
     if config.cluster.engine != "slurm":
         return
-    if (other := os.environ.get("SLURM_CLUSTERS")) and (ours := queue.cluster(os.environ)) and other != ours:
+    if (
+        (other := os.environ.get("SLURM_CLUSTERS"))
+        and (ours := queue.cluster(os.environ))
+        and other.lower() != ours.lower()
+    ):
         raise RequestError(
             f"SLURM_CLUSTERS is {other!r}, expected {ours!r} or nothing: hpcinit submits to this machine's cluster and "
             "looks for jobs there only. To submit here: unset SLURM_CLUSTERS. For the other cluster: submit on its "

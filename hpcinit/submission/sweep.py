@@ -111,7 +111,7 @@ def submit_all(requests: Sequence[Request], argv: Sequence[str]) -> Submitted:
             if not isinstance(error, MaybeSubmitted):
                 sweep_folder.forget(path, requests, ids)
             if not ids or not isinstance(error, (SubmitError, KeyboardInterrupt)):
-                raise error from seen.__cause__
+                raise error from (seen if error is not seen else seen.__cause__)
             refused = str(error)
     return Submitted(path, ids, dropped, bool(interrupted), refused, expected)
 

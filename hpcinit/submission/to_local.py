@@ -22,7 +22,7 @@ LINES = """\
 hpcinit_python=@PYTHON@
 hpcinit_to_local() { # send the environment to all nodes; the ranks' Python into $hpcinit_python
   local archive=@ARCHIVE@ old=@PREFIX@ new sent begin=$SECONDS
-  { exec 9< "$archive"; } 2> /dev/null ||
+  { exec {hpcinit_fd}< "$archive"; } 2> /dev/null ||
     { hpcinit_not_local "$archive cannot be read: submitting again makes it anew"; return 0; }
   @OURS@ || { hpcinit_not_local "$archive @WHOSE@"; return 0; }
   touch -c "$archive" # in use
@@ -33,8 +33,8 @@ hpcinit_to_local() { # send the environment to all nodes; the ranks' Python into
   hpcinit_keeper_pid=$! hpcinit_hears=${hpcinit_keeper[0]} hpcinit_tells=${hpcinit_keeper[1]}
   hpcinit_heard room || return 0
   new=$hpcinit_said/@ENVIRONMENT@
-  sbcast /dev/fd/9 "$hpcinit_said/@FILE@" || { hpcinit_not_local "sbcast failed with status $?"; return 0; }
-  exec 9<&-; sent=$((SECONDS - begin)); export @USED@=$hpcinit_said
+  sbcast "/dev/fd/$hpcinit_fd" "$hpcinit_said/@FILE@" || { hpcinit_not_local "sbcast failed with status $?"; return 0; }
+  exec {hpcinit_fd}<&-; hpcinit_fd=''; sent=$((SECONDS - begin)); export @USED@=$hpcinit_said
   echo unpack >&"$hpcinit_tells"
   hpcinit_heard ready || return 0
   echo "hpcinit: env_to_local: $(($(stat -Lc %s "$archive") / 1000000)) MB on $SLURM_JOB_NUM_NODES node(s) in" \\
@@ -57,7 +57,9 @@ hpcinit_heard() { # every node's word $1, into $hpcinit_said; they must all say 
 }
 hpcinit_not_local() { # for the reason $1
   echo "hpcinit: warning: env_to_local: $1; the ranks run from "@PREFIX@ >&2
-  unset @USED@; exec 9<&-
+  unset @USED@
+  [ -z "${hpcinit_fd:-}" ] || exec {hpcinit_fd}<&-
+  hpcinit_fd=''
   [ -z "${hpcinit_tells:-}" ] || eval "exec $hpcinit_tells>&-"
   hpcinit_tells=''
 }
@@ -82,7 +84,7 @@ def lines(config: Config) -> list[str]:
         "ARCHIVE": shell(str(packing.archive(config))),
         "PREFIX": shell(str(prefix)),
         "BIN": shell(str(interpreter.relative_to(prefix))),
-        **{"OURS": trusted.OURS.format(fd=9), "WHOSE": trusted.WHOSE.format(path='"$archive"')},
+        **{"OURS": trusted.OURS, "WHOSE": trusted.WHOSE.format(path='"$archive"')},
         **{"USED": scratch.ENV_USED, "PATIENCE": str(PATIENCE_S)},
         **{"FILE": scratch.ARCHIVE, "ENVIRONMENT": scratch.ENVIRONMENT},
     }

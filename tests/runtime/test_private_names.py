@@ -23,9 +23,10 @@ PACKAGE = Path(hpcinit.__file__).parent
 FOREIGN = ("torch", "deepspeed")
 STANDARD = {"__all__", "__cause__", "__dict__", "__doc__", "__file__", "__get__", "__init__", "__main__", "__module__",
             "__name__", "__traceback__", "__version__"}  # fmt: skip
-# Private names in the files that use torch or DeepSpeed, but of others: Python's os, threading and atexit, hpcinit's
-# Runtime, the standard library's _sysconfig*.py files.
-OTHERS = {"_exit", "_run_exitfuncs", "_shutdown", "_changing", "_sysconfig", "_P"}
+# Private names in the files that use torch or DeepSpeed, but of others: Python's os, threading, atexit and
+# multiprocessing, hpcinit's Runtime, the standard library's _sysconfig*.py files.
+OTHERS = {"_exit", "_run_exitfuncs", "_shutdown", "_changing", "_sysconfig", "_P",
+          "_popen", "_run_server", "_start_method", "_target", "_hpcinit_unblock"}  # fmt: skip
 
 
 def private(name: str) -> bool:
@@ -49,7 +50,9 @@ def _imported(tree: ast.Module) -> Iterator[str]:
             names = [str(node.value)]
         else:
             continue
-        yield from (name for name in names if any(map(private, name.split("."))))
+        # A module by its whole name stands for what the file takes from it, which is found by itself.
+        modules = {owner.owner for owner in NAMES}
+        yield from (name for name in names if any(map(private, name.split("."))) and name not in modules)
 
 
 def _uses(tree: ast.Module) -> Iterator[str]:

@@ -305,6 +305,32 @@ def test_after_two_attempts_a_person_has_to_look(
     assert [f"scontrol show job {job_id}" for job_id in named] == re.findall(r"scontrol show .*", str(raised.value))
 
 
+@pytest.mark.parametrize("late", [True, False])
+def test_a_second_attempt_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    """A job that the controller made late, of the first attempt, fills the user's limit: it is found, or may exist.
+
+    Stand-ins for sbatch, squeue and scontrol: the real controller does not run late on demand.
+    """
+    monkeypatch.chdir(tmp_path)
+    token = once.token()
+    stand_in(
+        tmp_path,
+        "sbatch",
+        "echo called >> calls; [ $(wc -l < calls) = 1 ] && { echo 'sbatch: error: Socket timed out' >&2; exit 1; }\n"
+        "echo 'sbatch: error: Batch job submission failed: QOSMaxSubmitJobPerUserLimit' >&2; exit 1",
+    )
+    listed = rf"[ $(wc -l < calls) = 1 ] || printf '42\037PENDING\037{tmp_path}/job.sh\037hpcinit={token}\n'"
+    stand_in(tmp_path, "squeue", listed if late else "true")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name in ("SAVED_S", "SETTLE_S"):
+        monkeypatch.setattr(once, name, 0.1)
+    if late:
+        assert once.hand_over(script_in(tmp_path), os.environ, token, patience_s=20)[0] == "42"
+        return
+    with pytest.raises(MaybeSubmitted, match="a second attempt was refused; the job may exist all the same"):
+        once.hand_over(script_in(tmp_path), os.environ, token, patience_s=20)
+
+
 def test_an_error_after_sbatch_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that nobody expected leaves it open whether there is a job, and names the token to look for."""
     stand_in(tmp_path, "sbatch", "echo 'the filter says hello' >&2; echo 42")

@@ -124,7 +124,8 @@ def _convert(path: Path, saved: Description) -> None:
                 state[0] = 1 if next(running) else 0
             except Exception as error:
                 state[0], problem = 2, agreement.words(error)
-        dist.broadcast(state, src=0, group=agreement.group())
+        if dist.get_world_size() > 1:  # else the group is the default one, and NCCL's takes no tensor of the CPU
+            dist.broadcast(state, src=0, group=agreement.group())
         if state[0]:
             break
     agreement.gather(None, CheckpointError(problem) if problem else None)

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -30,6 +31,7 @@ from hpcinit.runtime.checkpoint.owner import Owner
 METADATA = "checkpoint.json"
 FORMAT = 2
 OWNER = "owner.json"  # in an unfinished step: whose it is
+SHORT_S = 5.0  # for earlier removals, where the disk has room without them
 VISIBLE_S = 60.0  # NFS keeps what it knows of a folder for up to a minute (acdirmax)
 _STEP = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"\.step-\d{8,}\..+\.tmp")
@@ -83,6 +85,17 @@ def name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def _has_room(folder: Path) -> bool:
+    """Whether twice the newest step fits on the disk; False where that is not known."""
+    try:
+        found = newest(folder, lambda _: None)
+        return found is not None and shutil.disk_usage(folder).free > 2 * sum(
+            one.bytes for one in found[1].files.values()
+        )
+    except OSError:
+        return False
+
+
 def begin(folder: Path, step: int, owner: Owner, removals_s: float = 0.0) -> Unfinished:
     """Make `owner` the owner of the folder, and a new folder in it to write the step into.
 
@@ -91,7 +104,8 @@ def begin(folder: Path, step: int, owner: Owner, removals_s: float = 0.0) -> Unf
     OSError.
     """
     final = folder / name(step)
-    if not removal.wait(removals_s):
+    patience_s = min(removals_s, SHORT_S) if _has_room(folder) else removals_s
+    if not removal.wait(patience_s) and patience_s == removals_s:
         say(f"warning: older checkpoints in {folder} are still being removed after {removals_s:g} s: saving anyway")
     if final.exists() and problem(final) is None:
         raise RequestError(_there_already(final))

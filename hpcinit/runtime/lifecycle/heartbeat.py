@@ -31,7 +31,6 @@ TOLD_AT, LOOKED_AT = 16, 32  # in a slot
 TABLE = "beats"  # of the ranks of a node, in their folder on its own disk
 PERIOD_S = 5.0
 PATIENCE = 5  # a silence is none before it is so many times as long as the longest between two steps so far
-LONG_PHASE = 10  # times hang.after_s: a save, a phase that the program declares, or the first step, which may compile
 SETTLE_PERIODS = 2  # until the other ranks have left their stacks too
 STATES = {"T": "stopped", "t": "stopped", "D": "in the kernel"}  # of /proc/PID/stat, proc(5)
 
@@ -55,14 +54,22 @@ class Heartbeat:
         self._dumped = 0.0
         self._reported = False
         self._closed = threading.Event()
-        threading.Thread(target=self._run, name="hpcinit-heartbeat", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="hpcinit-heartbeat", daemon=True).start()
+        except RuntimeError as error:  # this user may have no more threads
+            raise OSError(str(error)) from None
 
     def tell(self, step: int) -> None:
         now = time.monotonic()
         if self._last and step != self._step:  # progress() and should_stop() both tell it
             self._recent = max(self._recent, self._quiet(now))
-        self._last, self._step = now, step
-        self._table.write(self._at + TOLD_AT, TOLD.pack(step, now))
+        first, self._last, self._step = not self._last, now, step
+        if first:  # the others see at once that this rank has begun; later steps are written by the thread
+            self._write_step()
+
+    def _write_step(self) -> None:
+        """Not from the training: a write to a disk can wait for its journal, or for ever for a dead file server."""
+        self._table.write(self._at + TOLD_AT, TOLD.pack(self._step, self._last))
 
     def _quiet(self, now: float) -> float:
         """Seconds since the last sign of life: a step, or the end of a save or of a phase that the program declares.
@@ -78,6 +85,8 @@ class Heartbeat:
     def _run(self) -> None:
         # Once before the first wait: a node that falls silent at once is known by name all the same.
         while True:
+            if self._last:
+                self._write_step()
             self._table.write(self._at + LOOKED_AT, LOOKED.pack(time.monotonic()))
             self._measure()
             with reports.suppressed("the heartbeats of this node"):
@@ -111,6 +120,7 @@ class Heartbeat:
         late = time.monotonic() - self._due
         stopped = late if late > self._period else 0.0
         if stopped:
+            phase.not_counted(stopped)
             again = max(self._last, phase.last_end()) < self._stopped_at  # no sign of life since it was stopped before
             self._stopped, self._stopped_at = stopped + (self._stopped if again else 0.0), self._due
         recent, self._recent = self._recent, 0.0
@@ -118,13 +128,13 @@ class Heartbeat:
 
     def _silent(self) -> float:
         """Seconds of silence that is not expected."""
-        if not self._last or phase.silence_is_expected(LONG_PHASE * self._asked.after_s):
+        if not self._last or phase.silence_is_expected(phase.LONG * self._asked.after_s):
             return 0.0
         return self._quiet(time.monotonic())
 
     def _limit(self) -> float:
         if not self._longest:  # no step has been measured yet
-            return LONG_PHASE * self._asked.after_s
+            return phase.LONG * self._asked.after_s
         return max(self._asked.after_s, PATIENCE * self._longest)
 
     def _look(self) -> None:

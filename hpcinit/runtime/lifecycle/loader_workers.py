@@ -17,7 +17,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import get_start_method, popen_fork, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -51,7 +51,8 @@ def install(numbers: Collection[int]) -> None:
         return
     _replace(BaseProcess, "start", _start)
     _replace(popen_fork.Popen, "terminate", _terminate)
-    _replace(importlib.import_module(TORCH_SIGNALS), "_error_if_any_worker_fails", _check_workers)
+    with suppress(ImportError):  # a later torch
+        _replace(importlib.import_module(TORCH_SIGNALS), "_error_if_any_worker_fails", _check_workers)
 
 
 def _replace(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 START, TRAINING = "start-up", "training"
+LONG = 10  # times hang.after_s: how long a save, a declared phase, or the first step, which may compile, may take
 _phase, _step = START, -1  # before init, before the first step
 
 
@@ -67,6 +68,12 @@ def silence_is_expected(default_s: float) -> bool:
     """Whether a declared phase is active, and not for longer than its limit, or `default_s` seconds without one."""
     now_s = time.monotonic()
     return any(now_s - each.began_s < (default_s if each.limit_s is None else each.limit_s) for each in _declared[:])
+
+
+def not_counted(seconds: float) -> None:
+    """The process was stopped for so long (SIGSTOP, scontrol suspend): no active phase took that time."""
+    for each in _declared[:]:
+        each.began_s += seconds
 
 
 def last_end() -> float:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpcinit.facts import runfolder, slurm_records
+from hpcinit.facts import runfolder, slurm_client, slurm_records
 from hpcinit.facts.saying import say
 from hpcinit.facts.stopping import SIGNAL_EARLY, Reason, Stop, Stopping
 from hpcinit.facts.timeouts import left_of_job
@@ -33,6 +33,7 @@ ASK_EVERY_S = 600.0  # how much time is left; one rank of each job asks Slurm
 ASK_PATIENTLY_S = 10.0  # for an answer that no rank waits for
 MILLISECOND = timedelta(milliseconds=1)
 STUCK_S = 10.0  # after SIGTERM and beyond the longest step so far, a rank that comes to no step's end is stuck
+FIRST_STEP_S = 600.0  # the longest first step that SIGTERM waits for
 TURN_S = 0.25  # between two looks for that
 LONGEST_PHASE_S = 3600.0  # a save that takes longer is stuck; the grace time of most clusters ends before
 ASK_S = 2.0
@@ -57,6 +58,8 @@ class Stopper:
         self._stop: Stop | None = None
         self._lock = threading.RLock()  # torch's handler of SIGCHLD runs in the main thread, wherever that is
         self._lost_workers: list[str] = []
+        self._watch: Watch | None = None  # a signal may come while it is made
+        self._closed = threading.Event()
         self._group = dist.new_group(backend="gloo", timeout=timeout) if world.world_size > 1 else None
         self._every, self._calls = asked.every_steps or 1, 0
         self._costs: list[float] = []
@@ -89,6 +92,7 @@ class Stopper:
         return None if self._ends is None else timedelta(seconds=self._ends - time.monotonic())
 
     def close(self) -> None:
+        self._closed.set()
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -221,19 +225,20 @@ class Stopper:
 
         A save, or another declared phase, is not stuck. Turns are counted, not time: a stopped process takes none.
         """
-        calls, turns, watch = self._calls, 0, self._watch
-        while turns * TURN_S < STUCK_S + self._longest:
+        calls, turns = self._calls, 0
+        longest = self._longest if calls > 1 else FIRST_STEP_S  # which may compile
+        while turns * TURN_S < STUCK_S + longest:
             time.sleep(TURN_S)
-            if self._calls != calls or self._stop is not None or self._watch is None:
+            if self._calls != calls or self._stop is not None or self._closed.is_set():
                 return
             turns = 0 if phase.silence_is_expected(LONGEST_PHASE_S) else turns + 1
-        if watch is not None:
+        if (watch := self._watch) is not None:
             watch.die_of(signal.SIGTERM)
 
     def _look(self) -> None:
         """A thread of rank 0: a user's request in the run folder, and what is left of the job's time."""
         ask_at = time.monotonic()
-        while self._stop is None and self._watch is not None:
+        while self._stop is None and not self._closed.is_set():
             # Not Path.exists(), which raises where a file server has trouble (ESTALE, EIO).
             if self._folder is not None and os.path.exists(self._folder / runfolder.STOP):  # noqa: PTH110
                 with self._lock:
@@ -257,11 +262,14 @@ def _job(env: Mapping[str, str]) -> str:
 
 
 def _answer(command: Sequence[str], timeout_s: float) -> str:
-    """What the command prints; '' if there is no answer."""
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        return subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
-        ).stdout
+    """What the command prints; '' if there is no answer. Not subprocess.run(), which waits without end for a client
+    that it has killed: one that hangs in the kernel, on a dead file server, must not hold the rank."""
+    with contextlib.suppress(OSError):
+        process = slurm_client.start(command)
+        try:
+            return process.communicate(timeout=timeout_s)[0]
+        except subprocess.TimeoutExpired:
+            process.kill()
     return ""
 
 
