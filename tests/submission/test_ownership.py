@@ -232,7 +232,7 @@ def write_conf(place: Path) -> tuple[Path, Path]:
         (ALICE, 0o664, "belongs to backup (mode 0664) and group users can write it: whoever can could run any program as "
             "you; chmod g-w "),
         (ALICE, 0o666, "belongs to backup (mode 0666) and every user can write it: whoever can could run any program as "
-            "you; chmod o-w "),
+            "you; chmod go-w "),
     ],
 )  # fmt: skip
 def test_config_that_another_user_can_write_is_refused(place: Path, owner: str, mode: int, said: str) -> None:
