@@ -249,7 +249,14 @@ def test_a_started_cuda_that_torch_does_not_report(
     )
 
 
+@pytest.fixture
+def no_nvml_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed sets this variable when another test of this process imports it."""
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+
+
 @pytest.mark.parametrize(("version", "imported"), [("0.18.5", False), ("0.19.2", False), ("0.19.3", True), ("0.20.0", True)])  # fmt: skip
+@pytest.mark.usefixtures("no_nvml_check")
 def test_a_deepspeed_that_starts_cuda_is_not_imported(tmp_path: Path, version: str, imported: bool) -> None:
     """The fork server imports only a DeepSpeed whose import leaves CUDA alone, and its log states what it imported and why not
     the rest. DeepSpeed is a fake here: a module with only a version."""
@@ -268,6 +275,7 @@ def test_a_deepspeed_that_starts_cuda_is_not_imported(tmp_path: Path, version: s
     )
 
 
+@pytest.mark.usefixtures("no_nvml_check")
 def test_devices_are_counted_without_starting_cuda(tmp_path: Path) -> None:
     """While modules are imported torch is told to ask NVML for devices; ranks do not inherit that, but a user's value."""
     (tmp_path / "looks.py").write_text("import os\nseen = os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK')")

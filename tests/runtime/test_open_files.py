@@ -31,7 +31,7 @@ def low() -> Iterator[int]:
 
 
 def needed(ranks: int, hard: int) -> list[int]:
-    most = 1024 + 8 * ranks
+    most = 1024 + 10 * ranks
     return [most if hard == resource.RLIM_INFINITY else min(hard, most), hard]
 
 
@@ -64,9 +64,9 @@ def test_a_forked_rank(tmp_path: Path, low: int) -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ((1024, 100_000), (1024 + 8_000, 100_000)),
+        ((1024, 100_000), (1024 + 10_000, 100_000)),
         ((1024, 4096), (4096, 4096)),
-        ((1024, resource.RLIM_INFINITY), (1024 + 8_000, resource.RLIM_INFINITY)),
+        ((1024, resource.RLIM_INFINITY), (1024 + 10_000, resource.RLIM_INFINITY)),
         ((65_536, 100_000), None),
         ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
     ],

@@ -100,13 +100,13 @@ def begin(folder: Path, step: int, owner: Owner, removals_s: float = 0.0) -> Unf
     """Make `owner` the owner of the folder, and a new folder in it to write the step into.
 
     Removal of what dead jobs left there begins in the background. removals_s: how long to wait for earlier removals,
-    which free space on the disk. Raise RequestError if the step is there already or the folder belongs to another job,
-    OSError.
+    which free space on the disk; less where the disk has room without them. Raise RequestError if the step is there
+    already or the folder belongs to another job, OSError.
     """
     final = folder / name(step)
     patience_s = min(removals_s, SHORT_S) if _has_room(folder) else removals_s
-    if not removal.wait(patience_s) and patience_s == removals_s:
-        say(f"warning: older checkpoints in {folder} are still being removed after {removals_s:g} s: saving anyway")
+    if not removal.wait(patience_s):
+        say(f"warning: older checkpoints in {folder} are still being removed after {patience_s:g} s: saving anyway")
     if final.exists() and problem(final) is None:
         raise RequestError(_there_already(final))
     folder.mkdir(parents=True, exist_ok=True)
