@@ -120,6 +120,7 @@ def test_a_chain_goes_on_from_a_full_disk(
     words = [f"runs_dir={disk.place}", "chain=2", "nodes=2", "time_min=1", "stop.signal=USR1", f"launch={launch}"]
     folder = folder_of(submit(hpcinit, small, *words, *SHAPE, "--", *program))
     first, second = jobs(folder)
+    small.run("scontrol", "update", f"jobid={second}", "TimeLimit=10")  # a busy machine may need its minute to start
     until(lambda: reported(first, "up"))
     if full == "before the first step":
         disk.fill()
@@ -180,6 +181,7 @@ def test_a_training_that_stops_on_a_full_disk_is_requeued(hpcinit: Run, disk: Di
     disk.fill()
     small.run("scancel", "--signal=USR1", job)
     until(lambda: reported(job, "stopped: time limit"))
+    small.run("scontrol", "update", f"jobid={job}", "TimeLimit=10")  # as above, for the next attempt
     Path("leave").touch()
     until(lambda: state(small, job) in ("PENDING", "COMPLETED", "FAILED"))
     disk.free()
