@@ -142,5 +142,5 @@ def test_an_archive_of_another_user_is_refused(place: Place) -> None:
         packing.ready(place[1])
     path.unlink()
     path.parent.chmod(0o777)
-    with pytest.raises(SubmitError, match=rf"every user can write it.*chmod o-w {path.parent}.*nothing was submitted"):
+    with pytest.raises(SubmitError, match=rf"every user can write it.*chmod go-w {path.parent}.*nothing was submitted"):
         packing.ready(place[1])

@@ -138,7 +138,7 @@ def test_a_job_that_is_cancelled(site: Site) -> None:
         # The job runs as root, which may give the archive to another user, as if that one had put it there.
         (
             ["nodes=1", "cluster.setup=['chown games cache/hpcinit/environments/*.tar']"],
-            ".tar can be written by another user (owner games, mode 644), expected yours alone",
+            ".tar can be written by another user (owner games, mode 600), expected yours alone",
         ),
     ],
 )
