@@ -88,9 +88,12 @@ def test_the_recorders_format_is_the_readers(dump: bytes) -> None:
     """The reader finds the last collective in a dump of this build, whose format is one that it was tried with."""
     document = flight.load(dump)
     assert document["version"] in FORMATS
-    assert {group: str(last) for group, last in flight.last(document).items()} == {
-        "0 default_pg": "broadcast of [2] (number 2)"
-    }
+    recording = flight.recordings({0: document})[0]
+    [(group, number)] = recording.last.items()
+    assert (str(group), number) == ("group default_pg (0)", 2)
+    call = recording.call((group, number))
+    assert call is not None
+    assert (call.name, call.input_sizes) == ("broadcast", (((2,),),))
 
 
 def test_nccls_recorder_has_the_same_format(dump: bytes) -> None:
@@ -104,7 +107,7 @@ def test_another_format_is_seen(dump: bytes) -> None:
     document = pickle.loads(dump)
     for entry in document["entries"]:
         del entry["collective_seq_id"]
-    assert flight.last(flight.load(pickle.dumps(document, protocol=2))) == {}
+    assert flight.recordings({0: flight.load(pickle.dumps(document, protocol=2))})[0].last == {}
 
 
 def test_the_build_has_cuda() -> None:
