@@ -19,7 +19,7 @@ from hpcinit.config.schema import Config
 from hpcinit.facts import quoting, runfolder
 from hpcinit.facts.options import flags
 from hpcinit.facts.spec import Launch
-from hpcinit.submission import chain, container, restart, to_local
+from hpcinit.submission import chain, container, restart
 
 ENTRIES = {"srun": "hpcinit.run", "fork": "hpcinit.fork", "torchrun": "hpcinit.elastic"}
 
@@ -30,12 +30,10 @@ def step(config: Config, folder: Path, workdir: Path) -> str:
     here = sys.executable if config.container.image else python
     launcher = ["srun"] if config.cluster.engine == "slurm" else [here, "-m", "hpcinit.local.step"]
     options = {**_options(config, folder), **container.of_srun(config, folder, workdir), **config.cluster.srun}
-    if config.launch.env_to_local:
-        python = to_local.PYTHON
     run = [python, "-u", "-m", ENTRIES[config.launch.kind], str(folder / runfolder.SPEC)]
     words = [*launcher, *flags(options), *container.before_python(config, folder, workdir), *run]
-    line = " ".join(word if word == to_local.PYTHON else quoting.shell(word) for word in words)
-    return to_local.around(restart.around(chain.around(line, config.chain), config), config)
+    line = " ".join(quoting.shell(word) for word in words)
+    return restart.around(chain.around(line, config.chain), config)
 
 
 def for_job(config: Config) -> Launch:

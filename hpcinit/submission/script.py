@@ -10,7 +10,7 @@ from hpcinit.config.checks import ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.facts import quoting, runfolder, timeline
 from hpcinit.facts.timeouts import ENV_LIMIT_S
-from hpcinit.submission import after, chain, launching, preemption, restart, setup, to_local
+from hpcinit.submission import after, chain, launching, preemption, restart, setup
 from hpcinit.submission.snapshot import Plan
 
 # What the batch script leaves behind: a record of its start, and one of its end in its place, whatever ended it but
@@ -112,4 +112,4 @@ def _setup(config: Config, folder: Path, code: Plan | None) -> list[str]:
     if code:  # last, so that the snapshot's packages are found before those of anything above
         path = quoting.shell(":".join(code.python_path(folder)))
         lines += [f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}}"]
-    return [*lines, *to_local.lines(config)]
+    return lines
