@@ -13,6 +13,7 @@ NEVER = 10**9  # restarts
 
 
 def wanted(config: Config) -> bool:
+    """Whether the batch script counts the restarts of its job, and requeues it."""
     return bool(config.restart.budget) and config.cluster.engine == "slurm"
 
 
@@ -22,8 +23,3 @@ def option(config: Config) -> dict[str, bool]:
     if config.restart.budget is None or config.cluster.engine != "slurm":
         return spares
     return {**spares, **({"requeue": True} if config.restart.budget else {"no-requeue": True})}
-
-
-def asks(config: Config) -> bool:
-    """Whether the batch script looks at why its ranks have ended."""
-    return wanted(config) or (bool(config.spares) and config.cluster.engine == "slurm")

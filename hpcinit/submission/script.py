@@ -139,11 +139,12 @@ def _end_time(config: Config) -> list[str]:
 
 
 def _code(run: RunPath, code: Plan | None) -> list[str]:
-    """Return the line that puts a snapshot's packages before those of everything above."""
+    """Return the lines that put a snapshot's packages before those of everything above."""
     if code is None:
         return []
     path = quoting.shell(":".join(code.python_path(run.path)))
-    return [f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}}"]
+    about = "# The packages of the code snapshot come first."
+    return ["", about, f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}}"]
 
 
 def _command(config: Config, step: str) -> list[str]:
