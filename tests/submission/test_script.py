@@ -5,8 +5,10 @@ HPCINIT_WRITE_GOLDEN=1 pytest tests/submission/test_script.py writes them anew; 
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -190,3 +192,31 @@ def test_memory_has_slurms_spellings() -> None:
     for gb, flag in (("0", "--mem=0\n"), ("3", "--mem=3G\n"), ("1.5", "--mem=1536M\n")):
         assert flag in render(f"mem_gb={gb}")
     assert "--mem" not in render()
+
+
+@pytest.mark.parametrize(("numbers", "size"), [([3, 4], 1000), ([2017, 2018], 1000), ([17], 10)])
+def test_a_task_has_its_own_paths(tmp_path: Path, numbers: list[int], size: int) -> None:
+    """sbatch gets a pattern of its own, and bash the number of the task, whatever the folder's name contains."""
+    sweep, index = tmp_path / 'it\'s 50% "$HOME" `x`', numbers[-1] % size
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/srun").write_text('#!/bin/sh\nprintf "%s\\n" "$HPCINIT_RUN" "$@"\n')
+    (tmp_path / "bin/srun").chmod(0o755)
+    (sweep / str(numbers[-1])).mkdir(parents=True)
+    container = ["cluster.container.runtime=apptainer", "container.image=/x.sif", "container.mounts=['/a b:/c']"]
+    configs = [compose(["cluster=mini", "nodes=2", *container, PYTHON]) for _ in numbers]
+    text = array.render(configs, numbers, sweep, WORKDIR, size)
+    (output,) = re.findall("^#SBATCH --output=(.*)$", text, re.MULTILINE)
+    digits = len(str(size)) - 1
+    task = f"%{digits}a" if numbers[0] >= size else "%a"
+    folder = str(sweep).replace("%", "%%")
+    block = str(numbers[0] // size or "")
+    assert shlex.split(output) == [f"{folder}/{block}{task}/logs/job.log"]
+    env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "5", "SLURM_ARRAY_JOB_ID": "4"}
+    done = subprocess.run(
+        ["bash", "-c", text], env={**env, "SLURM_ARRAY_TASK_ID": str(index)}, capture_output=True, text=True, check=True
+    )
+    run, *words = done.stdout.splitlines()
+    assert run == f"{sweep}/{numbers[-1]}" and words[-1] == f"{run}/spec.json"
+    assert f"--output={folder}/{numbers[-1]}/logs/rank-%t.log" in words
+    assert f"{WORKDIR}:{WORKDIR},{run}:{run},/a b:/c" in " ".join(words)
+    assert json.loads((Path(run) / "exit.json").read_text())["job"] == f"4_{index}"
