@@ -144,7 +144,7 @@ lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/shellcheck sbatch/*.sbatch examples/*/submit.sh .ci/run
+	$(BIN)/shellcheck sbatch/*.sbatch examples/*/submit.sh hpcinit/submission/lib/*.sh .ci/run
 
 # The lines of make test, of all tests or of a part, in a table by file. Here failures of tests are shown and do not count.
 .PHONY: coverage

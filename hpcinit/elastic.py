@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcinit.cli import guarded
-from hpcinit.facts import launchers, runfolder, scratch
+from hpcinit.facts import launchers, runfolder
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Spec
@@ -29,7 +29,6 @@ def main(argv: Sequence[str]) -> int:
         raise RequestError(f"launch=torchrun needs torch, and {sys.executable} on {os.uname().nodename} lacks it")
     from hpcinit.runtime.elastic import signals  # noqa: PLC0415 - after the check, since the room needs torch
 
-    scratch.use(os.environ)
     came = signals.Signals()  # before torch starts threads: they inherit what is blocked
     path = Path(argv[0]).absolute()
     spec = enter(argv[0])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hpcinit import run
 from hpcinit.cli import guarded
-from hpcinit.facts import forked, runfolder, safeguards, scratch
+from hpcinit.facts import forked, runfolder, safeguards
 from hpcinit.facts.errors import HpcinitError, RequestError
 from hpcinit.facts.launchers import slurm
 from hpcinit.facts.saying import say
@@ -32,7 +32,6 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) > 1:
         raise RequestError(f"{' '.join(argv)}: expected SPEC alone, a run folder's {runfolder.SPEC}")
     spec = run.enter(argv[0])
-    scratch.use(os.environ)
     if doubt := check_clock(os.environ, time.time()):
         say(doubt)
     here, folder = forked.node(os.environ, spec.nodes, spec.ranks_per_node), Path(os.environ[runfolder.ENV_FOLDER])

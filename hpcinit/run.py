@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpcinit.cli import guarded
-from hpcinit.facts import launchers, open_files, ownership, rank_log, runfolder, safeguards, scratch
+from hpcinit.facts import launchers, open_files, ownership, rank_log, runfolder, safeguards
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Program, Spec, load, of_this_run
@@ -28,7 +28,6 @@ NOT_SPECS = {runfolder.PROVENANCE, runfolder.SUBMISSION, runfolder.EXIT, runfold
 
 def main(argv: Sequence[str]) -> int:
     orphans.die_with_parent()
-    scratch.use(os.environ)
     if not argv or argv[0] in {"-h", "--help"}:
         print(__doc__)
         return 0 if argv else 2

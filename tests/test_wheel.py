@@ -36,6 +36,8 @@ def test_wheel_submits_from_any_folder(tmp_path: Path) -> None:
     assert {path.name for path in (site / "hpcinit/sbatch").iterdir()} == {
         path.name for path in (ROOT / "sbatch").iterdir()
     }
+    blocks = "hpcinit/submission/lib"
+    assert {path.name for path in (site / blocks).iterdir()} == {path.name for path in (ROOT / blocks).iterdir()}
     env = {**os.environ, "PYTHONPATH": str(site)}
     where = subprocess.run(
         [sys.executable, "-c", "import hpcinit; print(hpcinit.__file__)"],

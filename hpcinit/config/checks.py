@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from hpcinit.config import (
     chains,
-    environments,
     extra_options,
     launches,
     needs,
@@ -83,7 +82,7 @@ def problems(config: Config, *, to_submit: bool = True) -> list[str]:
     values = (_choices, _finite, _numbers, _more_numbers, _names, _texts, extra_options.problems, chains.problems)
     here = (
         *(program.problems, surroundings.problems, secret_files.problems),
-        *(needs.problems, places.problems, environments.problems),
+        *(needs.problems, places.problems),
     )
     found: list[str] = []
     for check in (*values, *(here if to_submit else ()), partition.problems, launches.problems):

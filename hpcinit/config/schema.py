@@ -207,7 +207,6 @@ class Launch:
         "srun",
     )
     preload: list[str] = key("fork: modules that are imported once per node, DeepSpeed too where it is used", ["torch"])
-    env_to_local: bool = key("run from a copy of the Python environment on each node's own disk, sent by sbcast", False)
     max_restarts: int = key("torchrun: how often its agents start the ranks again before the step fails", 0)
     kill_on_bad_exit: bool = key("end the step when one rank fails; srun's own default waits for ever", True)
     wait_s: Optional[int] = key("end the step this long after the first rank has ended; 0: never; null: the site's", 0)

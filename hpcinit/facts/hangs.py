@@ -18,6 +18,7 @@ from hpcinit.facts.ranges import ranges
 FOLDER = "hang"
 STACK = "rank-{rank}.txt"
 REPORT = "report.txt"
+NODE = "node.txt"  # beside it, for the batch script: the node at fault
 MAIN = "main thread {ident:#018x}"  # as faulthandler writes a thread's number
 DEAD_S = 60.0  # clocks of two nodes may differ by seconds, and a file may come late over NFS
 HUNG = 76  # the exit status of a rank that was ended because it hung
@@ -99,10 +100,7 @@ def report(
     if unheard := sorted(set(range(size)) - set(beats) - set(stacks)):
         lines.append(f"{_ranks(unheard)} {'have' if len(unheard) > 1 else 'has'} never said anything")
     for node in nodes:
-        # Several ranks, no stack of any, and none that the others saw in trouble: that is the node, or its disk. So a
-        # clock that is off by seconds blames nobody.
-        whole = len(node.beats) > 1 and not any(beat.rank in stacks or beat.state for beat in node.beats)
-        if now_s - node.time > (fresh_s if whole else DEAD_S):
+        if _is_silent(node, stacks, now_s, fresh_s):
             ranks = [beat.rank for beat in node.beats]
             lines.append(f"node {node.host} has said nothing for {now_s - node.time:.0f} s: {_ranks(ranks)} ran there")
             beats = {rank: found for rank, found in beats.items() if rank not in ranks}
@@ -113,6 +111,21 @@ def report(
         elif not found.waits_in:
             lines.append(f"rank {rank} on {host} has not come to a collective: it is at {found.at or 'no Python line'}")
     return lines
+
+
+def host_at_fault(nodes: Sequence[Node], stacks: Mapping[int, Place], now_s: float, fresh_s: float = DEAD_S) -> str:
+    """Return the first host that report() names, '' where it names none."""
+    if silent := [node.host for node in nodes if _is_silent(node, stacks, now_s, fresh_s)]:
+        return silent[0]
+    ranks = sorted((beat.rank, node.host) for node in nodes for beat in node.beats)
+    return next((host for rank, host in ranks if rank not in stacks or not stacks[rank].waits_in), "")
+
+
+def _is_silent(node: Node, stacks: Mapping[int, Place], now_s: float, fresh_s: float) -> bool:
+    # Several ranks, no stack of any, and none that the others saw in trouble: that is the node, or its disk. So a
+    # clock that is off by seconds blames nobody.
+    whole = len(node.beats) > 1 and not any(beat.rank in stacks or beat.state for beat in node.beats)
+    return now_s - node.time > (fresh_s if whole else DEAD_S)
 
 
 def left(run: Path, job_id: str, restart: object) -> tuple[str, ...]:

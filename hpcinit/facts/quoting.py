@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 
 # What a file name pattern of Slurm's, a path and a shell agree on.
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -38,9 +39,22 @@ def unsafe_path(path: str) -> str | None:
     return unsafe(path) or ("contains a backslash" if "\\" in path else None)
 
 
+class Raw(str):
+    """A word that the shell interprets; every other text is quoted."""
+
+    __slots__ = ()
+
+
 def shell(text: str) -> str:
-    """`text` as one word of a shell command."""
-    return shlex.quote(text)
+    """Return `text` as one word of a shell command; what is Raw stays as it is."""
+    return text if isinstance(text, Raw) else shlex.quote(text)
+
+
+def joined(separator: str, texts: Sequence[str]) -> str:
+    """Return `texts` as one word with `separator` between them, which is Raw if any of them is."""
+    if any(isinstance(text, Raw) for text in texts):
+        return Raw(separator.join(map(shell, texts)))
+    return separator.join(texts)
 
 
 def pattern(path: str) -> str:

@@ -12,7 +12,10 @@ SWEEP = "sweep.json"  # in the folder of a sweep: the combination of each task, 
 ENV = "env.sh"  # of a task in an array: its own environment variables
 PROGRESS = "progress.json"  # written by rank 0
 RESULT = "result.json"  # written by rank 0 or by the program itself: what the run came to, facts/result.py
-STOPPED = "stopped.json"  # job and reason: the ranks stopped before the end, or their program has not ended
+STOPPED = "stopped.txt"  # job and reason: the ranks stopped before the end, or their program has not ended
+STEP = "step.txt"  # the step in PROGRESS, for the batch script
+CHAIN = "chain.txt"  # by the batch script of a chain, for the next job: job, lines of the log before it, exit status
+RESTART = "restart.txt"  # by the batch script, for the next attempt: the last line of RESTARTS
 RESTARTS = "restarts.jsonl"  # by the batch script, a line for each restart: why, and the furthest step until then
 ELASTIC = "elastic.jsonl"  # launch=torchrun, by the first agent: a line for each restart inside the job
 STOP = "stop"  # made by `hpcinit cancel --save`: the ranks are to save and end

@@ -14,15 +14,12 @@ import os
 import re
 import shutil
 import stat
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 LOCK = "in-use"
 GONE = ".gone"  # a folder that is being removed has left its name, so that nobody can begin to use it
 TRIES = 100
-ENV_USED = "HPCINIT_LOCAL_ENVIRONMENT"  # folder of make() that the ranks of this job run from
-ARCHIVE, ENVIRONMENT = "environment.tar", "environment"  # in it: what sbcast brings, and what is made of that
 ENV_LOCAL_DISK = "HPCINIT_LOCAL_DISK"  # what the cluster's description says of the node's own disk
 
 
@@ -61,45 +58,6 @@ def take(parent: Path, job: str) -> Path:
     os.set_inheritable(lock, True)  # a command that takes this process's place goes on using it
     atexit.register(_leave, folder, lock)
     return folder
-
-
-def make(parent: Path, name: str) -> tuple[Path, int]:
-    """A new folder of this name, below base(), and the lock that keeps it until remove(). Raises OSError.
-
-    Every node of a job makes its own by one name: a second one on the same disk fails.
-    """
-    folder = parent / folder_name(name)
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError:
-        raise OSError(
-            f"{folder} is there already: another node made it, so this is no disk of the node's own; "
-            "cluster.local_disk=FOLDER names one"
-        ) from None
-    return folder, _hold(folder)
-
-
-def use(env: Mapping[str, str]) -> None:
-    """This process and those that take its place use the folder that ENV_USED names, where one is named."""
-    with contextlib.suppress(OSError):
-        if folder := env.get(ENV_USED):
-            lock = os.open(Path(folder) / LOCK, os.O_RDWR)
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            os.set_inheritable(lock, True)
-
-
-def remove(folder: Path, lock: int, patience_s: float) -> None:
-    """A folder of make(), when nobody else uses it any more, or after `patience_s` all the same."""
-    deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            time.sleep(0.1)
-        except OSError:  # a disk without locks
-            break
-    _remove(folder)
 
 
 def _hold(folder: Path) -> int:

@@ -26,14 +26,25 @@ class Reason(IntEnum):
     def __str__(self) -> str:
         return _WORDS[self]
 
+    @property
+    def token(self) -> str:
+        """Its name in stopped.txt, as lib/reason.sh compares it."""
+        return self.name.lower()
 
-NOT_RECORDED = "the reason was not recorded"  # in stopped.json instead of a Reason, until the ranks agree on one
+
+NOT_RECORDED = "not_recorded"  # in stopped.txt instead of a Reason, until the ranks agree on one
 _WORDS = {
     Reason.ENDED: "told to end",
     Reason.TIME_LIMIT: "time limit",
     Reason.USER: "asked by the user",
     Reason.PREEMPTED: "preempted",
 }
+
+
+def sentence(token: str) -> str:
+    """Return the words for a reason in stopped.txt; a token of another version as it is."""
+    known = {reason.token: str(reason) for reason in Reason}
+    return {**known, NOT_RECORDED: "the reason was not recorded"}.get(token, token)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import runfolder
+from hpcinit.facts import plain_files, runfolder
+from hpcinit.facts.stopping import sentence
 from hpcinit.observe.state import State
 
 
@@ -30,11 +30,10 @@ def stopped(path: Path, now: State, told: Mapping[str, Any] | None = None) -> st
     try:
         if told and told["step"] >= told["total"]:
             return ""
-        with open(f"{path}/{runfolder.STOPPED}", "rb", buffering=0) as file:  # noqa: PTH123 - many runs
-            record = json.loads(file.read())
+        record = plain_files.read(path / runfolder.STOPPED)
         # Ranks of a task know its job by a number that is not the task's name '17_1', whose folder no other job has.
         own = record["job"] in ("", now.job_id) or "_" in now.job_id
-        return str(record["reason"]) if own else ""
+        return sentence(record["reason"]) if own else ""
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 

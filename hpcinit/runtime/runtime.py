@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpcinit.facts import reports, result, runfolder, scratch, whole_file
+from hpcinit.facts import plain_files, reports, result, runfolder, scratch, whole_file
 from hpcinit.facts.batch import Batch
 from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.layout import Layout
@@ -291,7 +291,12 @@ class Runtime:
         self._changing.progress_at = now
         document = {"step": step, "total": total, "values": values, "time": time.time()}
         path, text = self.folder / runfolder.PROGRESS, json.dumps(document) + "\n"
-        reports.later(runfolder.PROGRESS, lambda: whole_file.write(path, text))
+
+        def write() -> None:
+            whole_file.write(path, text)
+            plain_files.write(path.with_name(runfolder.STEP), {"step": step})
+
+        reports.later(runfolder.PROGRESS, write)
 
     def result(self, value: float | Sequence[float]) -> None:
         """What the training came to, for a sweeper that waits for it: `run.result(loss)`, or one number per objective.

@@ -19,23 +19,21 @@ from hpcinit.config.schema import Config
 from hpcinit.facts import quoting, runfolder
 from hpcinit.facts.options import flags
 from hpcinit.facts.spec import Launch
-from hpcinit.submission import chain, container, restart, to_local
+from hpcinit.submission import container
+from hpcinit.submission.run_path import RunPath
 
 ENTRIES = {"srun": "hpcinit.run", "fork": "hpcinit.fork", "torchrun": "hpcinit.elastic"}
 
 
-def step(config: Config, folder: Path, workdir: Path) -> str:
-    """The line that starts the ranks of the run in `folder`, with what follows it."""
+def step(config: Config, run: RunPath, workdir: Path) -> str:
+    """Return the line that starts the ranks."""
     python = environments.python(config)
     here = sys.executable if config.container.image else python
     launcher = ["srun"] if config.cluster.engine == "slurm" else [here, "-m", "hpcinit.local.step"]
-    options = {**_options(config, folder), **container.of_srun(config, folder, workdir), **config.cluster.srun}
-    if config.launch.env_to_local:
-        python = to_local.PYTHON
-    run = [python, "-u", "-m", ENTRIES[config.launch.kind], str(folder / runfolder.SPEC)]
-    words = [*launcher, *flags(options), *container.before_python(config, folder, workdir), *run]
-    line = " ".join(word if word == to_local.PYTHON else quoting.shell(word) for word in words)
-    return to_local.around(restart.around(chain.around(line, config.chain), config), config)
+    options = {**_options(config, run), **container.of_srun(config, run, workdir), **config.cluster.srun}
+    program = [python, "-u", "-m", ENTRIES[config.launch.kind], run.in_shell(runfolder.SPEC)]
+    words = [*launcher, *flags(options), *container.before_python(config, run, workdir), *program]
+    return " ".join(quoting.shell(word) for word in words)
 
 
 def for_job(config: Config) -> Launch:
@@ -61,7 +59,7 @@ def cpus_per_rank(config: Config) -> int | None:
     return max(1, config.cluster.cpus_per_node // ranks_per_node(config))
 
 
-def _options(config: Config, folder: Path) -> dict[str, Any]:
+def _options(config: Config, run: RunPath) -> dict[str, Any]:
     """Of srun. A task of a node binds its ranks itself: what it is given is for all of them."""
     ranks, cores, launch = ranks_per_node(config), cpus_per_rank(config), config.launch
     alone = launch.kind == "srun"
@@ -82,7 +80,7 @@ def _options(config: Config, folder: Path) -> dict[str, Any]:
         "unbuffered": True,
         "open-mode": "append",  # a requeued job must not overwrite what the first attempt wrote
         # What a node's task says goes to the job's log; it opens the logs of its ranks.
-        "output": quoting.pattern(str(folder / runfolder.LOGS)) + "/rank-%t.log" if alone else None,
+        "output": quoting.joined("", [run.pattern_in_shell(runfolder.LOGS), "/rank-%t.log"]) if alone else None,
     }
 
 

@@ -3,58 +3,36 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hpcinit.config.checks import ranks_per_node
 from hpcinit.config.schema import Config
-from hpcinit.facts import quoting, runfolder, timeline
+from hpcinit.facts import hangs, quoting, runfolder
+from hpcinit.facts.quoting import Raw
 from hpcinit.facts.timeouts import ENV_LIMIT_S
-from hpcinit.submission import after, chain, launching, preemption, restart, setup, to_local
+from hpcinit.submission import after, launching, restart, setup, shell_blocks
+from hpcinit.submission.run_path import RunPath
 from hpcinit.submission.snapshot import Plan
-
-# What the batch script leaves behind: a record of its start, and one of its end in its place, whatever ended it but
-# SIGKILL. Shell and not Python: the environment may be what is broken. A record of an attempt before goes first. By
-# hand and without Slurm, the job's name is the script's process id. bash's EXIT trap sees status 0 when SIGTERM ends
-# it, hence the TERM trap.
-RECORD = f"${runfolder.ENV_FOLDER}/{runfolder.EXIT}"
-ALLOCATED = timeline.ENV_ALLOCATED
-JOB_ID = '"${SLURM_JOB_ID:-$$}"'
-ATTEMPT = [
-    f"hpcinit_job={JOB_ID}",
-    "hpcinit_record() {",
-    r"""  printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s}\n' \ """.rstrip(),
-    r"""    "$hpcinit_job" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:-}" \ """.rstrip(),
-    f"""    > "{RECORD}.tmp" && mv "{RECORD}.tmp" "{RECORD}\"""",
-    f'  [ "$1" = ended ] || {{ {ALLOCATED}=$(date +%s.%N); export {ALLOCATED}; }}',
-    "}",
-    f"""rm -f "{RECORD}"; hpcinit_record began; trap 'exit 143' TERM""",
-    f'{ALLOCATED}="${{SLURM_JOB_START_TIME:-${ALLOCATED}}}"',
-    r"""trap 'hpcinit_record ended ", \"exit_status\": $?"' EXIT""",
-]
-# srun outside of a job makes one of its own, without GPUs, partition and account: it reads no #SBATCH line.
-IN_A_JOB = (
-    """[ -n "${SLURM_JOB_ID:-}" ] || """
-    """{ echo "$0 is not in a job; start it with: sbatch $(printf %q "$0")" >&2; exit 2; }"""
-)
-# sbatch may need this token to submit, and passes it to the job. There it would reach every rank, and srun would use it
-# instead of munge.
-NO_TOKEN = "unset SLURM_JWT"
 
 
 def render(config: Config, folder: Path, workdir: Path, code: Plan | None = None) -> str:
     """The script of the run in `folder`. The config must have passed its checks. code: of a run from a snapshot."""
+    return render_at(config, RunPath(folder), code.place(folder) if code else workdir, code)
+
+
+def render_at(config: Config, run: RunPath, workdir: Path, code: Plan | None = None) -> str:
+    """Return the script of the run in `run`, whose job starts in `workdir`."""
     # Imported here: submitit costs a login node 0.08 s, and only what renders needs it.
     from hpcinit.submission import slurm_executor  # noqa: PLC0415
 
-    if code:
-        workdir = code.place(folder)
-    return slurm_executor.render(
-        folder, launching.step(config, folder, workdir), parameters(config, folder, workdir, code)
-    )
+    command = "\n".join(_command(config, launching.step(config, run, workdir)))
+    return slurm_executor.render(run.path, command, parameters(config, run, workdir, code))
 
 
-def parameters(config: Config, folder: Path, workdir: Path, code: Plan | None = None) -> dict[str, Any]:
+def parameters(config: Config, run: RunPath, workdir: Path, code: Plan | None = None) -> dict[str, Any]:
     """submitit's parameters; whatever is None gets no directive."""
     cluster = config.cluster
     known = {
@@ -70,11 +48,11 @@ def parameters(config: Config, folder: Path, workdir: Path, code: Plan | None = 
         "mem": None if config.mem_gb is None else _mem(config.mem_gb),
         "exclusive": cluster.exclusive or None,
         "stderr_to_stdout": True,
-        "setup": _setup(config, folder, code),
+        "setup": _setup(config, run, code),
     }
     extra: dict[str, Any] = {
         "chdir": str(workdir),
-        "output": quoting.pattern(str(folder / runfolder.JOB_LOG)),
+        "output": run.in_directive(runfolder.JOB_LOG),
         "dependency": after.dependency(config),
         **restart.option(config),
     }
@@ -98,18 +76,86 @@ def _mem(gb: float) -> str:
     return f"{int(gb)}G" if gb == int(gb) and gb else f"{math.ceil(gb * 1024)}M" if gb else "0"
 
 
-def _setup(config: Config, folder: Path, code: Plan | None) -> list[str]:
-    lines = [IN_A_JOB] if config.cluster.engine == "slurm" else []
-    lines += [NO_TOKEN]
-    lines += [f"export {runfolder.ENV_FOLDER}={quoting.shell(str(folder))}"]
-    lines += [*chain.lines(config.chain), *ATTEMPT]
-    lines += preemption.LINES if config.chain > 1 or restart.asks(config) else []
-    lines += restart.lines(config)
-    # Slurm 24.11 says when the job ends; 22.05 does not, and no start-up should wait beyond it.
-    end = f'HPCINIT_JOB_END_TIME="${{SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * {config.time_min}))}}"'
-    lines += [f"export {end} {ENV_LIMIT_S}={60 * config.time_min}"]
-    lines += setup.lines(config)
-    if code:  # last, so that the snapshot's packages are found before those of anything above
-        path = quoting.shell(":".join(code.python_path(folder)))
-        lines += [f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}}"]
-    return [*lines, *to_local.lines(config)]
+def _setup(config: Config, run: RunPath, code: Plan | None) -> list[str]:
+    """Return the lines before the ranks start: the blocks of lib/ in their order, each if its condition is true."""
+    slurm = config.cluster.engine == "slurm"
+    chain, spares = config.chain > 1, bool(config.spares) and slurm
+    requeues = restart.wanted(config)
+    asks = requeues or spares  # why the ranks ended
+    on: Mapping[str, str | int] = {"hpcinit_hung": hangs.HUNG, "hpcinit_on": " ".join(config.restart.on)}
+    most = {
+        "hpcinit_budget": config.restart.budget or 0,
+        "hpcinit_without_progress": config.restart.without_progress or restart.NEVER,
+    }
+    blocks: list[tuple[bool, str, Mapping[str, str | int]]] = [
+        (chain or asks, "facts", {}),
+        (chain or spares, "srun_messages", {}),
+        (chain, "chain_check", {}),
+        (True, "record", {"hpcinit_job": run.job_id}),
+        (chain or asks, "preempted", {}),
+        (chain, "chain_record", {}),
+        (requeues, "restarts", most),
+        (slurm and not requeues, "requeued", {}),
+        (asks, "reason", on),
+        (spares, "spares", {"hpcinit_nodes": config.nodes}),
+        (requeues, "requeue", {}),
+    ]
+    body = [line for wanted, name, values in blocks if wanted for line in ["", *shell_blocks.block(name, values)]]
+    first = [
+        *(shell_blocks.block(run.guard) if slurm else []),
+        *shell_blocks.block("token"),
+        "",
+        *_run_folder(run, "\n".join(body)),
+    ]
+    return [*first, *body, "", *_end_time(config), *setup.lines(config, run), *_code(run, code)]
+
+
+def _run_folder(run: RunPath, body: str) -> list[str]:
+    """Return the block that names the run folder and those of its files that `body` uses."""
+    names = {
+        "exit": runfolder.EXIT,
+        "log": runfolder.JOB_LOG,
+        "chain": runfolder.CHAIN,
+        "stopped": runfolder.STOPPED,
+        "progress": runfolder.STEP,
+        "restart": runfolder.RESTART,
+        "restarts": runfolder.RESTARTS,
+        "errors": runfolder.ERRORS,
+        "hang": hangs.FOLDER,
+    }
+    files = {f"hpcinit_{key}": Raw(f'"${runfolder.ENV_FOLDER}/{name}"') for key, name in names.items()}
+    lines = shell_blocks.block("run_folder", {runfolder.ENV_FOLDER: run.in_shell(), **files})
+    used = set(re.findall(r"\$(hpcinit_\w+)", body))
+    return [line for line in lines if line.partition("=")[0] not in files.keys() - used]
+
+
+def _end_time(config: Config) -> list[str]:
+    """Return the lines that export when the job ends. Slurm 24.11 has a variable for it, and 22.05 has none."""
+    end = f"$(($(date +%s) + 60 * {config.time_min}))"
+    return [
+        "# When the job ends: no start-up waits longer.",
+        f'export HPCINIT_JOB_END_TIME="${{SLURM_JOB_END_TIME:-{end}}}" {ENV_LIMIT_S}={60 * config.time_min}',
+    ]
+
+
+def _code(run: RunPath, code: Plan | None) -> list[str]:
+    """Return the lines that put a snapshot's packages before those of everything above."""
+    if code is None:
+        return []
+    path = quoting.shell(":".join(code.python_path(run.path)))
+    about = "# The packages of the code snapshot come first."
+    return ["", about, f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}}"]
+
+
+def _command(config: Config, step: str) -> list[str]:
+    """Return the lines that run `step`, which starts the ranks, and what decides after their end."""
+    own = ["hpcinit_own_status $?"] if config.chain > 1 else []
+    requeue = ["hpcinit_requeue $?"] if restart.wanted(config) else []
+    if not config.spares:
+        return [step, *own, *requeue]
+    launcher, _, rest = step.partition(" ")
+    # Slurm 22.05 counts what a step on a lost node used as taken forever ('unable to update job's core use information
+    # due to job resizing'), hence --overlap.
+    ranks = f'{launcher} ${{hpcinit_excluded:+--overlap --exclude="$hpcinit_excluded"}} {rest}'
+    body = [f"  {line}" for line in (ranks, *own)]
+    return ["hpcinit_ranks() {", *body, "}", "hpcinit_run_with_spares", *requeue]

@@ -21,4 +21,4 @@ def lines(secrets: Mapping[str, str]) -> list[str]:
         path = str(expanded(place).absolute())
         said = quoting.shell(f"secrets.{name}: cannot read {path} on this node")
         read.append(f'{name}="$(cat -- {quoting.shell(path)})" || {{ echo {said} >&2; exit 1; }}; export {name}')
-    return ["# secrets, read from files when the job starts:", QUIET, *read, AS_BEFORE]
+    return [QUIET, *read, AS_BEFORE]

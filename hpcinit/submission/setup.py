@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 
 from hpcinit.config.schema import Cluster, Config
-from hpcinit.facts import scratch
+from hpcinit.facts import runfolder, scratch
 from hpcinit.facts.quoting import shell
-from hpcinit.submission import secrets
+from hpcinit.submission import secrets, shell_blocks
+from hpcinit.submission.run_path import RunPath
 
 # A batch script's bash is no login shell; most sites hand the function `module` down all the same, as BASH_FUNC_module.
 HAVE_MODULES = "type module > /dev/null 2>&1 || . /etc/profile"
@@ -23,19 +24,36 @@ def names(config: Config) -> list[str]:
     )
 
 
-def lines(config: Config) -> Iterator[str]:
+def lines(config: Config, run: RunPath) -> Iterator[str]:
+    """Yield the lines, with a comment for each block that has any."""
     cluster = config.cluster
+    blocks = {
+        "The network interface and the folders of the cluster.": [*_interface(cluster), *_folders(cluster)],
+        "Modules and the environment of Python.": [*_modules(cluster), *_environment(cluster)],
+        "Variables of cluster.env and job.env.": _variables({**cluster.env, **config.job.env}, run.own_env),
+        "Secrets, read from files when the job starts.": secrets.lines(config.secrets),
+        "cluster.setup, shell by design.": cluster.setup,
+    }
+    for about, block in blocks.items():
+        if found := list(block):
+            yield from ("", f"# {about}", *found)
+
+
+def _interface(cluster: Cluster) -> Iterator[str]:
     if cluster.interface:
         yield from (f"export {name}={shell(cluster.interface)}" for name in INTERFACE)
-    yield from _folders(cluster)
-    yield from _modules(cluster)
-    yield from _environment(cluster)
-    for name, value in {**cluster.env, **config.job.env}.items():
-        yield f"export {name}={shell(value)}"
-    yield from secrets.lines(config.secrets)
-    if cluster.setup:
-        yield "# cluster.setup, shell by design:"
-        yield from cluster.setup
+
+
+def _variables(env: Mapping[str, str], own: Container[str]) -> Iterator[str]:
+    """Set the variables of cluster.env and job.env. own: a task of an array reads those from its own file."""
+    sourced = False
+    for name, value in env.items():
+        if name not in own:
+            yield f"export {name}={shell(value)}"
+        elif not sourced:
+            yield from shell_blocks.block("trusted")
+            yield f'hpcinit_source "${runfolder.ENV_FOLDER}/{runfolder.ENV}"'
+            sourced = True
 
 
 def _folders(cluster: Cluster) -> Iterator[str]:

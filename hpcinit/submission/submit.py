@@ -116,14 +116,6 @@ def require_sbatch(config: Config) -> None:
         )
 
 
-def pack(config: Config) -> None:
-    """The archive of launch.env_to_local, where it is asked for. Raises SubmitError."""
-    if config.launch.env_to_local:
-        from hpcinit.submission import packing  # noqa: PLC0415 - for those who want it
-
-        packing.ready(config)
-
-
 def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> Submitted:
     """Check, render, write the run folder and hand the script to Slurm or to the local engine.
 
@@ -133,7 +125,6 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
     """
     check(config, document)
     require_sbatch(config)
-    pack(config)
     workdir = workdir_of(config)
     code = snapshot.of(config, workdir)
     provenance = Provenance(workdir, secret_names.masked(argv, config.secret_names))

@@ -74,8 +74,6 @@ def submit_all(requests: Sequence[Request], argv: Sequence[str]) -> Submitted:
     """
     config = requests[0].config
     submit.require_sbatch(config)
-    for one in requests:
-        submit.pack(one.config)
     workdir, runs_dir = for_job.workdir_of(config), for_job.runs_dir_of(config)
     provenance = Provenance(workdir, secret_names.masked(argv, config.secret_names))
     env, dropped = environment.of_job(os.environ, config.secrets, config.secret_names, devices=True)

@@ -10,19 +10,33 @@
 #SBATCH --time=60
 
 # setup
+# sbatch passes this token to the job, where every rank could read it, and srun would use it instead of munge.
 unset SLURM_JWT
+
+# The run folder, which the ranks use as well, and its files.
 export HPCINIT_RUN=/shared/me/runs/x-0001
-hpcinit_job="${SLURM_JOB_ID:-$$}"
-hpcinit_record() {
+hpcinit_exit="$HPCINIT_RUN/exit.json" # start and end of this attempt
+
+# Record the start of this attempt, and replace the record at the end, whatever ended the script except SIGKILL.
+# bash runs the EXIT trap with status 0 if SIGTERM ended it, hence the trap for TERM.
+hpcinit_job="${SLURM_JOB_ID:-$$}" # as squeue names it; without Slurm: the process ID of this script
+
+hpcinit_record() { # that this attempt $1 (began or ended), and its exit status $2
   printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s}\n' \
-    "$hpcinit_job" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:-}" \
-    > "$HPCINIT_RUN/exit.json.tmp" && mv "$HPCINIT_RUN/exit.json.tmp" "$HPCINIT_RUN/exit.json"
+    "$hpcinit_job" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:+, \"exit_status\": $2}" \
+    > "$hpcinit_exit.tmp" && mv "$hpcinit_exit.tmp" "$hpcinit_exit"
   [ "$1" = ended ] || { HPCINIT_ALLOCATED=$(date +%s.%N); export HPCINIT_ALLOCATED; }
 }
-rm -f "$HPCINIT_RUN/exit.json"; hpcinit_record began; trap 'exit 143' TERM
+rm -f "$hpcinit_exit"
+hpcinit_record began
+trap 'exit 143' TERM
+trap 'hpcinit_record ended $?' EXIT
 HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}"
-trap 'hpcinit_record ended ", \"exit_status\": $?"' EXIT
+
+# When the job ends: no start-up waits longer.
 export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 60))}" HPCINIT_JOB_LIMIT_S=3600
+
+# Variables of cluster.env and job.env.
 export GLOO_SOCKET_IFNAME=lo
 export OMP_NUM_THREADS=1
 

@@ -102,18 +102,19 @@ def test_a_hang(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "job_id", "step", "why"),
     [
-        ('{"job": "77", "reason": "time limit"}', "77", 20, "time limit"),
-        ('{"job": "", "reason": "preempted"}', "4711", 20, "preempted"),  # without Slurm
-        ('{"job": "80", "reason": "time limit"}', "77_3", 20, "time limit"),
-        ('{"job": "76", "reason": "time limit"}', "77", 20, ""),  # of the job before
-        ('{"job": "77", "reason": "time limit"}', "77", 60, ""),  # it has come to its end all the same
-        ('{"job": "77"', "77", 20, ""),
+        ("job 77\nreason time_limit\n", "77", 20, "time limit"),
+        ("job 77\nreason not_recorded\n", "77", 20, "the reason was not recorded"),
+        ("job \nreason preempted\n", "4711", 20, "preempted"),  # without Slurm
+        ("job 80\nreason time_limit\n", "77_3", 20, "time limit"),
+        ("job 76\nreason time_limit\n", "77", 20, ""),  # of the job before
+        ("job 77\nreason time_limit\n", "77", 60, ""),  # it has come to its end all the same
+        ("job 77\n", "77", 20, ""),
     ],
 )
 def test_a_training_that_stopped(tmp_path: Path, record: str, job_id: str, step: int, why: str) -> None:
     """A run that ended well before its last step shows why; what a job before it has left says nothing of it."""
     (tmp_path / "progress.json").write_text(json.dumps({"step": step, "total": 60, "values": {}}))
-    (tmp_path / "stopped.json").write_text(record)
+    (tmp_path / "stopped.txt").write_text(record)
     now = State("COMPLETED", job_id, "slurm", exit_status=0)
     assert shown_everywhere(tmp_path, now) == ([], why, f"stopped before its end: {why}" if why else "")
     assert shown_everywhere(tmp_path, replace(now, name="FAILED", exit_status=1)) == ([], "", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.facts import beats, hangs
+from hpcinit.facts import beats, hangs, plain_files
 from hpcinit.facts.beats import Beat, Node
 from tests.runtime.spawned import ranks
 from tests.runtime.test_stopping import END
@@ -56,6 +57,7 @@ def test_the_rank_that_does_not_come_is_named(folder: Path) -> None:
     with ranks(TRAIN + END, 3, folder) as found:
         until(lambda: report(folder).count("\n") >= 3)
         text = report(folder)
+        nodes = [plain_files.read(path) for path in folder.glob(f"hang/*/{hangs.NODE}")]
         (folder / "go").touch()
         ends = [rank.end() for rank in found]
     assert [status for status, _ in ends] == [0, 0, 0], ends
@@ -64,6 +66,7 @@ def test_the_rank_that_does_not_come_is_named(folder: Path) -> None:
     assert "has not come to a collective: it is at <string>:12 in read" in text and "rank 2 on " in text
     assert sum("the training hangs" in said for _, said in ends) == 1  # by one rank, not by all
     assert "rank 2 goes on" in ends[2][1]
+    assert nodes == [{"node": os.uname().nodename}], "for the batch script"
     assert not list(folder.glob("hang/*/*"))
 
 
@@ -173,6 +176,25 @@ def test_ranks_of_which_nothing_is_known_are_named() -> None:
         "ranks 1-2 have never said anything",
     ]
     assert "rank 1 has never said anything" in hangs.report([node], {}, now_s=100.0, size=2)
+
+
+def test_the_host_at_fault_is_the_first_that_the_report_names() -> None:
+    """A silent node comes first, then the lowest rank that waits in no collective; nobody if all wait."""
+    waits, works = hangs.Place("all_reduce", "train.py:9 in step"), hangs.Place("", "train.py:5 in read")
+    first = Node("n1", 1000.0, (Beat(0, 7, 3, 9.0), Beat(1, 8, 3, 9.0)))
+    second = Node("n2", 1000.0, (Beat(2, 7, 3, 9.0), Beat(3, 8, 3, 9.0)))
+    old = Node("n2", 900.0, second.beats)
+    for nodes, stacks, host in (
+        ([first, second], {0: waits, 1: waits, 2: waits, 3: works}, "n2"),
+        ([first, second], {0: waits, 1: works, 2: works}, "n1"),
+        ([first, second], {0: waits, 1: waits, 3: waits}, "n2"),
+        ([first, old], {0: works, 1: waits}, "n2"),
+        ([first, second], dict.fromkeys(range(4), waits), ""),
+        ([], {}, ""),
+    ):
+        assert hangs.host_at_fault(nodes, stacks, 1001.0) == host
+        lines = " ".join(hangs.report(nodes, stacks, 1001.0, 4))
+        assert bool(host) == bool(re.search(rf"(rank \d+ on|node) {host or 'n'}", lines))
 
 
 # What happens at step 20 of all ranks, instead of a read that rank 2 does not end.

@@ -15,6 +15,7 @@ import pytest
 from hpcinit.config import checks
 from hpcinit.config.compose import compose
 from hpcinit.config.words import with_ids_as_text
+from hpcinit.submission import shell_blocks
 from tests.conftest import Run
 from tests.leaving_out import installed
 from tests.minislurm import MiniSlurm
@@ -81,7 +82,41 @@ def test_a_task_of_an_array_is_no_number(written: str, read: str) -> None:
 def test_a_plain_script_knows_nothing_of_chains(hpcinit: Run) -> None:
     """Without these keys the script has no line about them."""
     text = hpcinit("submit", "cluster=mini", "dry_run=true").stdout
-    assert "dependency" not in text and "hpcinit_before" not in text and "hpcinit_preempted" not in text
+    assert "dependency" not in text and "hpcinit_check_chain" not in text and "hpcinit_preempted" not in text
+
+
+LOST = "srun: error: Node failure on n2\n"
+
+
+@pytest.mark.parametrize(
+    ("record", "stopped", "log", "status", "said"),
+    [
+        ("", "", "", None, ""),
+        ("job 15\nfrom 0\n", "", "", None, ""),  # killed
+        ("job 16\nfrom 0\nstatus 7\n", "", "", None, ""),  # this job, requeued
+        ("job 15\nfrom 0\nstatus 143\n", "", "", None, ""),
+        ("job 15\nfrom 0\nstatus 0\n", "", "", 0, "job 15 of this chain has ended well"),
+        ("job 15\nfrom 0\nstatus 0\n", "job 15\nreason time_limit\n", "", None, ""),
+        ("job 15\nfrom 0\nstatus 0\n", "job 15\nreason not_recorded\n", "", None, "was the disk full?"),
+        ("job 15\nfrom 0\nstatus 7\n", "", "", 7, "job 15 of this chain has failed by itself (7)"),
+        ("job 15\nfrom 0\nstatus 7\n", "", LOST, None, ""),
+        ("job 15\nfrom 1\nstatus 7\n", "", LOST, 7, "has failed by itself (7)"),  # a node of an earlier job
+    ],
+)
+def test_the_record_of_the_job_before_decides(
+    tmp_path: Path, record: str, stopped: str, log: str, status: int | None, said: str
+) -> None:
+    """None: the job runs; otherwise it ends with that status, and prints why."""
+    for name, text in (("chain", record), ("stopped", stopped), ("log", log)):
+        if text or name == "log":
+            (tmp_path / name).write_text(text)
+    variables = [f'hpcinit_{name}="{tmp_path}/{name}"' for name in ("chain", "stopped", "log")]
+    blocks = [line for name in ("facts", "srun_messages", "chain_check") for line in shell_blocks.block(name)]
+    script = "\n".join(["SLURM_JOB_ID=16", *variables, *blocks, "exit 99"])
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (99 if status is None else status, "")
+    assert said in done.stdout and ("job 16 of a chain begins" in done.stdout) == (status is None)
+    assert (tmp_path / "chain").exists() == (status is not None), "the next job reads the record of this one"
 
 
 # --- after, after_ok, singleton

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.submission import restart
+from hpcinit.submission import shell_blocks
 from tests import other_user
 from tests.minislurm import MiniSlurm
 from tests.minislurm.plugin import require_slurm
@@ -106,8 +106,8 @@ def test_a_node_of_hidden_partitions_only(cluster: MiniSlurm, user: User) -> Non
         code = "from hpcinit.submission import bad_nodes; print(bad_nodes._strange(['n2', 'n7']))"
         assert user.run(sys.executable, "-c", code, env=cluster.env).stdout == "{'n7'}\n"
         cluster.give_up("n2")
-        lost = restart.REASON[restart.REASON.index("hpcinit_lost() {") : restart.REASON.index("hpcinit_hang() {")]
-        done = user.run("bash", "-c", f"{lost}\nhpcinit_lost", env={**cluster.env, "SLURM_JOB_NODELIST": "n2"})
+        reason = "\n".join(shell_blocks.block("reason", {"hpcinit_hung": 76, "hpcinit_on": ""}))
+        done = user.run("bash", "-c", f"{reason}\nhpcinit_lost_nodes", env={**cluster.env, "SLURM_JOB_NODELIST": "n2"})
         assert done.stdout == "n2\n", done.stderr
     finally:
         cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME")

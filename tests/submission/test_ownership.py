@@ -17,7 +17,7 @@ import pytest
 from hpcinit.facts import ownership
 from hpcinit.facts.errors import SpecError
 from hpcinit.facts.spec import load
-from hpcinit.submission import folder
+from hpcinit.submission import folder, shell_blocks
 from tests.conftest import Run
 from tests.leaving_out import installed, leave_out
 from tests.minislurm import MiniSlurm
@@ -283,6 +283,52 @@ def test_what_counts_as_ones_own(place: Path) -> None:
         said(0, 0, 0o664)
         subprocess.run(["setfacl", "-m", f"u:{MALLORY}:rw", file], check=True)
         assert "group root can write it" in ownership.of_path(file, "submit again")
+
+
+PYTHON_RULE = """
+import pathlib, sys
+from hpcinit.facts import ownership
+for path in map(pathlib.Path, sys.argv[1:]):
+    print(path.name, "no" if ownership.of_path(path, "") else "yes")
+"""
+SHELL_RULE = """
+for path; do
+  (hpcinit_source "$path") 2> /dev/null && echo "${path##*/} yes" || echo "${path##*/} no"
+done
+"""
+
+
+def test_python_and_the_batch_script_have_one_rule(place: Path) -> None:
+    """Both trust the same files, except one that the user's private group can write, which the script refuses."""
+    me, other = pwd.getpwnam(ALICE), pwd.getpwnam(MALLORY)
+    files = {  # owner, group, mode, whether it is trusted
+        "mine": (me.pw_uid, me.pw_gid, 0o600, "yes"),
+        "mine-others-read": (me.pw_uid, PROJECT, 0o644, "yes"),
+        "mine-program": (me.pw_uid, me.pw_gid, 0o755, "yes"),
+        "mine-set-group": (me.pw_uid, me.pw_gid, 0o2644, "yes"),
+        "root": (0, 0, 0o644, "yes"),
+        "mine-group-writes": (me.pw_uid, PROJECT, 0o664, "no"),
+        "mine-group-only-writes": (me.pw_uid, PROJECT, 0o620, "no"),
+        "mine-all-write": (me.pw_uid, me.pw_gid, 0o646, "no"),
+        "mine-all-only-write": (me.pw_uid, me.pw_gid, 0o602, "no"),
+        "root-group-writes": (0, 0, 0o664, "no"),
+        "other": (other.pw_uid, other.pw_gid, 0o644, "no"),
+        "other-private": (other.pw_uid, me.pw_gid, 0o600, "no"),
+        "mine-private-group-writes": (me.pw_uid, me.pw_gid, 0o664, "yes"),
+    }
+    for name, (owner, group, mode, _) in files.items():
+        (place / name).touch()
+        os.chown(place / name, owner, group)
+        (place / name).chmod(mode)
+    expected = {name: trusted for name, (_, _, _, trusted) in files.items()}
+
+    def said(*command: str) -> dict[str, str]:
+        done = as_user(ALICE, [*command, *(str(place / name) for name in files)], place)
+        return dict(line.split() for line in done.stdout.splitlines())
+
+    assert said(sys.executable, "-c", PYTHON_RULE) == expected
+    block = "\n".join(shell_blocks.block("trusted"))
+    assert said("bash", "-c", block + SHELL_RULE, "bash") == expected | {"mine-private-group-writes": "no"}
 
 
 def test_a_rank_refuses_a_spec_and_a_reader_shows_it(place: Path) -> None:

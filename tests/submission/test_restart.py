@@ -11,7 +11,7 @@ import pytest
 
 from hpcinit.config import checks
 from hpcinit.config.compose import compose
-from hpcinit.submission import preemption
+from hpcinit.submission import shell_blocks
 from tests.conftest import Run
 from tests.leaving_out import installed
 from tests.minislurm import MiniSlurm
@@ -93,7 +93,7 @@ def test_who_asks_for_nothing_gets_no_line_of_it(hpcinit: Run) -> None:
     ]
     assert ["#SBATCH --requeue\n" in text for text in texts] == [False, False, True]
     assert ["#SBATCH --no-requeue\n" in text for text in texts] == [False, True, False]
-    assert ["hpcinit_after" in text for text in texts] == [False, False, True]
+    assert ["hpcinit_requeue" in text for text in texts] == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_the_script_is_valid_bash(hpcinit: Run, tmp_path: Path, words: list[str]
     """bash and shellcheck have nothing to say about a script with restarts."""
     done = hpcinit("submit", "cluster=mini", "restart.budget=2", *words, "dry_run=true", "--", "true")
     (tmp_path / "job.sh").write_text(done.stdout)
-    assert "hpcinit_after" in done.stdout
+    assert "hpcinit_requeue" in done.stdout
     subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
     subprocess.run([installed("shellcheck"), tmp_path / "job.sh"], check=True)
 
@@ -126,7 +126,7 @@ def test_the_preemption_of_an_attempt_before_does_not_count(times: str, preempte
     """Slurm keeps its time over the requeue: it counts from the start of this attempt on. (Words of scontrol stand in for
     it here; test_restart_training.py has the real one.)"""
     said = f"scontrol() {{ echo 'JobId=7 JobState=RUNNING {times} SuspendTime=None'; }}"
-    script = "\n".join(["hpcinit_job=7", said, *preemption.LINES, "hpcinit_preempted"])
+    script = "\n".join(["hpcinit_job=7", said, *shell_blocks.block("preempted"), "hpcinit_preempted"])
     assert (subprocess.run(["bash", "-uc", script], check=False).returncode == 0) is preempted
 
 
@@ -138,7 +138,7 @@ import json, os, pathlib, sys
 folder = pathlib.Path(os.environ["HPCINIT_RUN"])
 status, _, step = sys.argv[1 + int(os.environ.get("SLURM_RESTART_COUNT", 0))].partition("@")
 if step:
-    (folder / "progress.json").write_text(json.dumps({"step": int(step), "total": 100}) + "\\n")
+    (folder / "step.txt").write_text(f"step {step}\\n")  # as run.progress() does
 print("attempt", os.environ.get("SLURM_RESTART_COUNT", 0), flush=True)
 sys.exit(int(status))
 """

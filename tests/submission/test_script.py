@@ -5,16 +5,22 @@ HPCINIT_WRITE_GOLDEN=1 pytest tests/submission/test_script.py writes them anew; 
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from hpcinit.config.compose import compose
+from hpcinit.facts import elastic, hangs, restarts, runfolder, stopping
+from hpcinit.facts.quoting import Raw
 from hpcinit.facts.spec import load
-from hpcinit.submission import launching, restart, script
+from hpcinit.submission import array, launching, script, shell_blocks
 from hpcinit.submission.for_job import make_spec
+from tests.leaving_out import installed
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FOLDER, WORKDIR = Path("/shared/me/runs/x-0001"), Path("/shared/me/project")
@@ -26,6 +32,8 @@ CASES = {
     "example": ["cluster=example", "nodes=8"],
     "fork": ["cluster=mini", "nodes=2", "ranks_per_node=4", "launch=fork", "launch.cpu_bind=cores"],
     "torchrun": ["cluster=mini", "nodes=2", "ranks_per_node=4", "launch=torchrun", "launch.gpu_bind='map_gpu:0,1,2,3'"],
+    "survives": ["cluster=mini", "nodes=2", "ranks_per_node=2", "spares=1", "chain=3", "restart.budget=2", "restart.on=[node_fail,hang]"],
+    "array": ["cluster=mini", "nodes=2", "ranks_per_node=2", "+job.env.LR=1", "sweep.at_once=4"],
     "everything": [
         "cluster=example", "nodes=3", "ranks_per_node=2", "cpus_per_rank=7", "time_min=90", "account=proj-1",
         "qos=long", "mem_gb=0.5", "comment='two words, a # and $HOME'", "cluster.exclusive=true",
@@ -40,10 +48,17 @@ def render(*overrides: str, folder: Path = FOLDER) -> str:
     return script.render(compose([*overrides, PYTHON]), folder, WORKDIR)
 
 
+def render_case(name: str) -> str:
+    if name != "array":
+        return render(*CASES[name])
+    configs = [compose([*CASES[name], f"job.env.LR={number}", PYTHON]) for number in range(3)]
+    return array.render(configs, [1000, 1001, 1002], FOLDER, WORKDIR, 1000)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_script_is_the_golden_one(name: str) -> None:
     """The whole script of a typical request is what was reviewed."""
-    text, path = render(*CASES[name]), GOLDEN / f"{name}.sh"
+    text, path = render_case(name), GOLDEN / f"{name}.sh"
     if os.environ.get("HPCINIT_WRITE_GOLDEN") == "1":
         path.write_text(text)
     assert text == path.read_text()
@@ -62,10 +77,54 @@ def test_local_and_slurm_differ_in_the_launcher_only() -> None:
     slurm = render("cluster=local", *same, "cluster.engine=slurm")
     local = render("cluster=local", *same)
     ours = "/shared/me/venv/bin/python -m hpcinit.local.step --"
-    requeue = restart.lines(compose(["cluster=mini"]))
-    for lines in ([script.IN_A_JOB], requeue):
-        slurm = slurm.replace("".join(f"{line}\n" for line in lines), "")
-    assert local.replace(ours, "srun --") == slurm and ours in local and requeue
+    blocks = [[*shell_blocks.block("in_a_job")], ["", *shell_blocks.block("requeued")]]
+    files = [line for line in slurm.splitlines() if line.startswith(("hpcinit_stopped=", "hpcinit_restarts="))]
+    for lines in (*blocks, files):
+        text = "".join(f"{line}\n" for line in lines)
+        assert text in slurm and text not in local
+        slurm = slurm.replace(text, "")
+    assert local.replace(ours, "srun --") == slurm and ours in local
+
+
+@pytest.mark.parametrize("path", sorted(shell_blocks.LIB.glob("*.sh")), ids=lambda path: path.stem)
+def test_shellcheck_accepts_each_block(path: Path) -> None:
+    """shellcheck finds nothing in a block of the script, and the script uses it."""
+    subprocess.run([installed("shellcheck"), path], check=True)
+    assert f'"{path.stem}"' in "".join(file.read_text() for file in shell_blocks.LIB.parent.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shellcheck_accepts_each_script(name: str, tmp_path: Path) -> None:
+    """shellcheck finds nothing in a script of each kind, and bash has no variable in it that nothing sets."""
+    text = GOLDEN.joinpath(f"{name}.sh").read_text()
+    (tmp_path / "job.sh").write_text(text)
+    subprocess.run([installed("shellcheck"), "--exclude=SC2034,SC1090,SC1091,SC2016", tmp_path / "job.sh"], check=True)
+    assigned = set(re.findall(r"\b(hpcinit_\w+)(?:=|\+=|:=|\(\))", text)) | set(re.findall(r"\{(hpcinit_\w+):=", text))
+    assert set(re.findall(r"\$\{?(hpcinit_\w+)", text)) <= assigned
+
+
+def test_a_block_needs_exactly_its_variables() -> None:
+    """A value that is missing, and one that the block has no variable for, are errors; text is quoted, Raw is not."""
+    with pytest.raises(ValueError, match=r"lib/spares\.sh needs a value for hpcinit_nodes"):
+        shell_blocks.block("spares")
+    with pytest.raises(ValueError, match=r"lib/token\.sh has no variable x"):
+        shell_blocks.block("token", {"x": 1})
+    assert shell_blocks.block("record", {"hpcinit_job": "a b"})[2].startswith("hpcinit_job='a b' # ")
+    assert shell_blocks.block("record", {"hpcinit_job": Raw('"$a"')})[2].startswith('hpcinit_job="$a" # ')
+
+
+def test_names_in_the_blocks_are_those_of_python() -> None:
+    """The words and the file names that both languages use are the same."""
+    text = {path.stem: path.read_text() for path in shell_blocks.LIB.glob("*.sh")}
+    reasons = re.findall(r"then echo (\w+)", text["reason"])
+    assert sorted(reasons) == sorted(restarts.REASONS)
+    stops = [stopping.Reason.PREEMPTED.token, stopping.Reason.TIME_LIMIT.token, stopping.NOT_RECORDED]
+    assert [word for word in stops if word not in text["reason"]] == []
+    assert f"!= {stopping.NOT_RECORDED} ]" in text["chain_check"]
+    assert f"*:{runfolder.ENDED_EARLY})" in text["chain_check"] and str(runfolder.ENDED_EARLY) in text["chain_record"]
+    assert f"/{hangs.REPORT}" in text["reason"] and f"/{hangs.NODE}" in text["spares"]
+    assert f"/{elastic.ASIDE}" in text["spares"] and f'"reason": "{restarts.SLURM}"' in text["requeued"]
+    assert f'" {restarts.SLURM} ||' in text["restarts"]
 
 
 def test_one_task_per_node_has_the_cores_of_its_ranks() -> None:
@@ -133,3 +192,31 @@ def test_memory_has_slurms_spellings() -> None:
     for gb, flag in (("0", "--mem=0\n"), ("3", "--mem=3G\n"), ("1.5", "--mem=1536M\n")):
         assert flag in render(f"mem_gb={gb}")
     assert "--mem" not in render()
+
+
+@pytest.mark.parametrize(("numbers", "size"), [([3, 4], 1000), ([2017, 2018], 1000), ([17], 10)])
+def test_a_task_has_its_own_paths(tmp_path: Path, numbers: list[int], size: int) -> None:
+    """sbatch gets a pattern of its own, and bash the number of the task, whatever the folder's name contains."""
+    sweep, index = tmp_path / 'it\'s 50% "$HOME" `x`', numbers[-1] % size
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/srun").write_text('#!/bin/sh\nprintf "%s\\n" "$HPCINIT_RUN" "$@"\n')
+    (tmp_path / "bin/srun").chmod(0o755)
+    (sweep / str(numbers[-1])).mkdir(parents=True)
+    container = ["cluster.container.runtime=apptainer", "container.image=/x.sif", "container.mounts=['/a b:/c']"]
+    configs = [compose(["cluster=mini", "nodes=2", *container, PYTHON]) for _ in numbers]
+    text = array.render(configs, numbers, sweep, WORKDIR, size)
+    (output,) = re.findall("^#SBATCH --output=(.*)$", text, re.MULTILINE)
+    digits = len(str(size)) - 1
+    task = f"%{digits}a" if numbers[0] >= size else "%a"
+    folder = str(sweep).replace("%", "%%")
+    block = str(numbers[0] // size or "")
+    assert shlex.split(output) == [f"{folder}/{block}{task}/logs/job.log"]
+    env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "5", "SLURM_ARRAY_JOB_ID": "4"}
+    done = subprocess.run(
+        ["bash", "-c", text], env={**env, "SLURM_ARRAY_TASK_ID": str(index)}, capture_output=True, text=True, check=True
+    )
+    run, *words = done.stdout.splitlines()
+    assert run == f"{sweep}/{numbers[-1]}" and words[-1] == f"{run}/spec.json"
+    assert f"--output={folder}/{numbers[-1]}/logs/rank-%t.log" in words
+    assert f"{WORKDIR}:{WORKDIR},{run}:{run},/a b:/c" in " ".join(words)
+    assert json.loads((Path(run) / "exit.json").read_text())["job"] == f"4_{index}"

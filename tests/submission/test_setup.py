@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.conftest import Run
 from tests.leaving_out import leave_out
@@ -167,3 +169,25 @@ def test_on_real_slurm_too(hpcinit: Run, slurm: MiniSlurm, modules: Path) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
         assert json.loads(printed(folder_of(done), rank).splitlines()[-1])[1]["CUDA_HOME"] == "/sw/cuda"
+
+
+@pytest.mark.slurm
+def test_the_recipe_that_copies_the_environment(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
+    """The lines in docs/performance.md start the ranks from a copy of the environment on the node's own disk."""
+    venv = tmp_path / "venv"
+    site = venv / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+    site.mkdir(parents=True)
+    (site / "more.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    (venv / "bin").mkdir()
+    (venv / "bin/python").symlink_to(Path(sys.executable).resolve())
+    (venv / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
+    subprocess.run(["tar", "-C", venv, "-cf", tmp_path / "venv.tar", "."], check=True)
+    page = (Path(__file__).parent.parent.parent / "docs/performance.md").read_text()
+    block = page.partition("# conf/cluster/NAME.yaml\n")[2].partition("```")[0]
+    recipe = yaml.safe_load(block.replace("/shared/me", str(tmp_path)).replace("/tmp/venv", f"{tmp_path}/copy"))
+    assert recipe["python"] == "python" and len(recipe["setup"]) == 4
+    words = [f"cluster.python={recipe['python']}", f"cluster.setup={json.dumps(recipe['setup'])}", "ranks_per_node=2"]
+    done = submit(hpcinit, idle_slurm, *words, "wait=true", "--", "python", "-c", TELL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    prefix, _ = json.loads(printed(folder_of(done), 1))
+    assert Path(prefix).parent == tmp_path and Path(prefix).name.startswith("copy-"), prefix

@@ -12,6 +12,7 @@ import pytest
 
 from hpcinit.config.compose import compose
 from hpcinit.submission import launching
+from hpcinit.submission.run_path import RunPath
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.minislurm.plugin import require_slurm
@@ -58,7 +59,7 @@ def test_another_mpi_type_can_be_chosen() -> None:
     """cluster.srun.mpi replaces the default, and a program whose backend is MPI gets the site's."""
 
     def step(*words: str) -> str:
-        return launching.step(compose(["cluster=mini", *words]), Path("/r"), Path("/w"))
+        return launching.step(compose(["cluster=mini", *words]), RunPath(Path("/r")), Path("/w"))
 
     assert "--mpi=none" in step() and "--export=ALL" in step()
     assert (

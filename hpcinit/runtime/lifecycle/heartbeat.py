@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from hpcinit.facts import beats, hangs, reports, scratch, whole_file
+from hpcinit.facts import beats, hangs, plain_files, reports, scratch, whole_file
 from hpcinit.facts.beats import FRESH_PERIODS, Beat, Node
 from hpcinit.facts.errors import Failure
 from hpcinit.facts.saying import say
@@ -143,7 +143,7 @@ class Heartbeat:
             if self._dumped:
                 self._dumped, self._reported = 0.0, False
                 say(f"rank {self._world.rank} goes on")
-                for path in (self._stack(), self._hang / hangs.REPORT):
+                for path in (self._stack(), self._hang / hangs.REPORT, self._hang / hangs.NODE):
                     path.unlink(missing_ok=True)
             return
         if not self._dumped:
@@ -166,8 +166,11 @@ class Heartbeat:
         """By the rank that comes first; then, where it is asked for, the end of this one."""
         path = self._hang / hangs.REPORT
         fresh_s = FRESH_PERIODS * self._period
-        told, stacks = beats.read(self._beats), hangs.places(self._hang)
-        lines = hangs.report(told, stacks, time.time(), self._world.world_size, fresh_s)
+        told, stacks, now_s = beats.read(self._beats), hangs.places(self._hang), time.time()
+        lines = hangs.report(told, stacks, now_s, self._world.world_size, fresh_s)
+        if not path.exists() and (host := hangs.host_at_fault(told, stacks, now_s, fresh_s)):
+            with contextlib.suppress(OSError):  # before the report, which the batch script looks for
+                plain_files.write(self._hang / hangs.NODE, {"node": host})
         if not self._reported and _is_first(path, "\n".join(lines) + "\n"):
             say("the training hangs: " + "\n  ".join(lines))
             if self._asked.action == "end":

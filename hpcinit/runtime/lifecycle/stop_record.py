@@ -1,4 +1,4 @@
-"""`stopped.json`: exists while a training that can stop early runs, and stays behind if it stops before its end.
+"""`stopped.txt`: exists while a training that can stop early runs, and stays behind if it stops before its end.
 
 Rank 0 writes it at the first `run.should_stop()`, replaces it when the ranks agree to stop, and removes it at the end
 of a program that did not stop. If the ranks stop and the file cannot be replaced, because the disk is full for example,
@@ -8,13 +8,12 @@ the first file still exists, and the next job of a chain runs. Why: docs/decisio
 from __future__ import annotations
 
 import atexit
-import json
 import os
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
-from hpcinit.facts import runfolder, whole_file
+from hpcinit.facts import plain_files, runfolder
 from hpcinit.facts.saying import say
 from hpcinit.facts.stopping import NOT_RECORDED, Reason
 
@@ -41,7 +40,7 @@ class StopRecord:
             return
         StopRecord.stopped = True
         try:
-            self._write(str(reason))
+            self._write(reason.token)
         except OSError as error:
             StopRecord.lost = not self._exists
             instead = (
@@ -52,7 +51,7 @@ class StopRecord:
             say(f"error: cannot record that the training stops ({reason}): {error.strerror}; {instead}")
 
     def _write(self, reason: str) -> None:
-        whole_file.write(self._path, json.dumps({"job": self._job, "reason": reason}) + "\n")
+        plain_files.write(self._path, {"job": self._job, "reason": reason})
         self._exists = True
 
     def _remove(self) -> None:

@@ -17,26 +17,45 @@
 #SBATCH --time=30
 
 # setup
+# Stop unless sbatch started this script: outside of a job, srun requests one without the options above.
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "$0 is not in a job; start it with: sbatch $(printf %q "$0")" >&2; exit 2; }
+# sbatch passes this token to the job, where every rank could read it, and srun would use it instead of munge.
 unset SLURM_JWT
+
+# The run folder, which the ranks use as well, and its files.
 export HPCINIT_RUN=/shared/me/runs/x-0001
-hpcinit_job="${SLURM_JOB_ID:-$$}"
-hpcinit_record() {
+hpcinit_exit="$HPCINIT_RUN/exit.json" # start and end of this attempt
+hpcinit_stopped="$HPCINIT_RUN/stopped.txt" # why the ranks stopped early: job and reason
+hpcinit_restarts="$HPCINIT_RUN/restarts.jsonl" # a line for each restart
+
+# Record the start of this attempt, and replace the record at the end, whatever ended the script except SIGKILL.
+# bash runs the EXIT trap with status 0 if SIGTERM ended it, hence the trap for TERM.
+hpcinit_job="${SLURM_JOB_ID:-$$}" # as squeue names it; without Slurm: the process ID of this script
+
+hpcinit_record() { # that this attempt $1 (began or ended), and its exit status $2
   printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s}\n' \
-    "$hpcinit_job" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:-}" \
-    > "$HPCINIT_RUN/exit.json.tmp" && mv "$HPCINIT_RUN/exit.json.tmp" "$HPCINIT_RUN/exit.json"
+    "$hpcinit_job" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:+, \"exit_status\": $2}" \
+    > "$hpcinit_exit.tmp" && mv "$hpcinit_exit.tmp" "$hpcinit_exit"
   [ "$1" = ended ] || { HPCINIT_ALLOCATED=$(date +%s.%N); export HPCINIT_ALLOCATED; }
 }
-rm -f "$HPCINIT_RUN/exit.json"; hpcinit_record began; trap 'exit 143' TERM
+rm -f "$hpcinit_exit"
+hpcinit_record began
+trap 'exit 143' TERM
+trap 'hpcinit_record ended $?' EXIT
 HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}"
-trap 'hpcinit_record ended ", \"exit_status\": $?"' EXIT
+
+# Slurm, or scontrol requeue, started this job again: record it, and mark in the log where this attempt begins.
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
   printf '{"job": "%s", "restart": %d, "time": %d, "reason": "slurm"}\n' \
-    "$hpcinit_job" "$SLURM_RESTART_COUNT" "$(date +%s)" >> "$HPCINIT_RUN/restarts.jsonl"
+    "$hpcinit_job" "$SLURM_RESTART_COUNT" "$(date +%s)" >> "$hpcinit_restarts"
   echo "hpcinit: restart $SLURM_RESTART_COUNT of job $hpcinit_job begins on $SLURM_JOB_NODELIST"
-  rm -f "$HPCINIT_RUN/stopped.json"
+  rm -f "$hpcinit_stopped"
 fi
+
+# When the job ends: no start-up waits longer.
 export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 30))}" HPCINIT_JOB_LIMIT_S=1800
+
+# Modules and the environment of Python.
 type module > /dev/null 2>&1 || . /etc/profile
 module purge
 module load arch/h100 || { echo 'hpcinit: error: cluster.modules: `module load` failed' "on $(hostname)" >&2; exit 1; }

@@ -1,0 +1,16 @@
+# shellcheck shell=bash disable=SC2154 # variables of run_folder.sh
+# Record the start of this attempt, and replace the record at the end, whatever ended the script except SIGKILL.
+# bash runs the EXIT trap with status 0 if SIGTERM ended it, hence the trap for TERM.
+hpcinit_job='' # as squeue names it; without Slurm: the process ID of this script
+
+hpcinit_record() { # that this attempt $1 (began or ended), and its exit status $2
+  printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s}\n' \
+    "$hpcinit_job" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:+, \"exit_status\": $2}" \
+    > "$hpcinit_exit.tmp" && mv "$hpcinit_exit.tmp" "$hpcinit_exit"
+  [ "$1" = ended ] || { HPCINIT_ALLOCATED=$(date +%s.%N); export HPCINIT_ALLOCATED; }
+}
+rm -f "$hpcinit_exit"
+hpcinit_record began
+trap 'exit 143' TERM
+trap 'hpcinit_record ended $?' EXIT
+HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}"
