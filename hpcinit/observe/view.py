@@ -39,7 +39,7 @@ def _json(path: Path, now: State) -> dict[str, Any]:
         "progress": told,
         "restarts": attempts.document(path) if now.restart is not None else None,
         "step_age_s": progress.age_s(path, time.time()) if now.name == "RUNNING" else None,
-        "hang": list(remarks.hang(path, now)),
+        "hang": list(report.lines()) if (report := remarks.hang(path, now)) else [],
         "stopped": remarks.stopped(path, now, told),
     }
 

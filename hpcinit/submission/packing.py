@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 from hpcinit.config import environments
 from hpcinit.config.schema import Config
 from hpcinit.facts import ownership, telling
-from hpcinit.facts.errors import SubmitError
+from hpcinit.facts.errors import NOTHING_SUBMITTED, SubmitError
 from hpcinit.facts.user_paths import expanded
 
 TELL_S = 10.0  # between two lines about an archive that is being made
@@ -45,7 +45,7 @@ def ready(config: Config) -> None:
         own = [path] if path.exists() else []
         for place in (path.parent.parent, path.parent, *own):
             if said := ownership.of_path(place, "cluster.cache=FOLDER names a place of your own"):
-                raise SubmitError(f"{KEY}: {said}; nothing was submitted")
+                raise SubmitError(f"{KEY}: {said}", NOTHING_SUBMITTED)
         if own:
             if path.stat().st_uid == os.geteuid():
                 path.chmod(0o600)  # the batch script knows no private groups, and refuses what any group can write
