@@ -47,14 +47,7 @@ class ErrorRecord:
         return f"rank-{self.rank}.json"
 
     def to_json(self) -> str:
-        """One key per line, for the batch script, which has no parser for JSON."""
-        return one_key_per_line(asdict(self))
-
-
-def one_key_per_line(document: Mapping[str, Any]) -> str:
-    """Return `document` as JSON with a line for each of its keys, whatever their values contain."""
-    lines = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+        return json.dumps(asdict(self), indent=2) + "\n"
 
 
 @dataclass(frozen=True)

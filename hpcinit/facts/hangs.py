@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 
 from hpcinit.facts import known_fields, scratch
 from hpcinit.facts.beats import GONE, IN_KERNEL, MUTE, STOPPED, Beat, Node
-from hpcinit.facts.error_records import ErrorRecord, one_key_per_line
+from hpcinit.facts.error_records import ErrorRecord
 from hpcinit.facts.ranges import ranges
 
 FOLDER = "hang"
 STACK = "rank-{rank}.txt"
 RECORD = "report.json"  # a HangReport
 REPORT = "report.txt"  # the same, for a person who opens the folder
+NODE = "node.txt"  # 'node n2': the node at fault, for the batch script, which has no parser for JSON
 ELSEWHERE = "elsewhere"  # state of a rank that left a stack and waits in no collective
 MAIN = "main thread {ident:#018x}"  # as faulthandler writes a thread's number
 DEAD_S = 60.0  # clocks of two nodes may differ by seconds, and a file may come late over NFS
@@ -168,8 +169,7 @@ class HangReport:
         return asdict(self)
 
     def to_json(self) -> str:
-        """One key per line: the batch script reads `host`, the node to replace, and has no parser for JSON."""
-        return one_key_per_line(self.document())
+        return json.dumps(self.document()) + "\n"
 
 
 def from_document(document: Mapping[str, Any]) -> HangReport:

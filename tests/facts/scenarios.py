@@ -261,7 +261,7 @@ def of_folder(run: Path) -> dict[str, Any]:
         "host": verdict.host,
         "do": verdict.do,
         "waits_for_a_cause": failure.has_only_echoes(found),
-        "secondary": [re.sub(r"[^0-9].*", "", line) for line in verdict.echoes],
+        "secondary": [re.sub(r"[^0-9].*", "", line) for line in verdict.echoes],  # how many ranks
         "when_requeued": again.kind,
         "nothing_to_do_when_requeued": again.do == why.BY_ITSELF,
         "counted": sorted((one.host, one.kind) for one in faults),
@@ -276,12 +276,8 @@ def of_folder(run: Path) -> dict[str, Any]:
 
 
 def replaced(run: Path) -> str:
-    """The node that the batch script of a job with spare nodes replaces after a hang: the first "host" of the record."""
-    for path in run.glob("hang/*/report.json"):
-        for line in path.read_text().splitlines():
-            if found := re.fullmatch(r' *"host": "([^"]*)",?', line):
-                return found[1]
-    return ""
+    """Return the node that the batch script of a job with spare nodes replaces after a hang."""
+    return "".join(path.read_text().removeprefix("node ").strip() for path in run.glob("hang/*/node.txt"))
 
 
 def refused_submissions(_: Path) -> dict[str, Any]:

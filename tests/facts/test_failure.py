@@ -311,14 +311,6 @@ def test_a_record_with_values_of_other_types_is_left_out(tmp_path: Path, change:
     assert list(error_records.read(tmp_path)) == []
 
 
-def test_a_record_has_one_key_per_line() -> None:
-    """The batch script reads a field with sed; what a field contains cannot look like another field."""
-    report = HangReport(host="n2", stuck=(StuckRank(1, "n3"),), text=('"host": "n9"',))
-    record = replace(told(0, 'x\n  "host": "n8",\n', host="n1").record, kind="hang", hang=report.document())
-    for text, host in ((record.to_json(), "n1"), (report.to_json(), "n2")):
-        assert [line for line in text.splitlines() if line.startswith('  "host": ')] == [f'  "host": "{host}",']
-
-
 WHOLE = HangReport(
     rank=2,
     host="n2",

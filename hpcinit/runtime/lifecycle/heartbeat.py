@@ -144,7 +144,8 @@ class Heartbeat:
             if self._dumped:
                 self._dumped, self._reported = 0.0, False
                 say(f"rank {self._world.rank} goes on")
-                for path in (self._stack(), self._hang / hangs.RECORD, self._hang / hangs.REPORT):
+                files = (self._hang / name for name in (hangs.RECORD, hangs.NODE, hangs.REPORT))
+                for path in (self._stack(), *files):
                     path.unlink(missing_ok=True)
             return
         if not self._dumped:
@@ -189,7 +190,10 @@ def _is_first(folder: Path, report: HangReport) -> bool:
     try:
         with path.open("x") as file:
             file.write(report.to_json())
-        path = folder / hangs.REPORT
+        if report.host:
+            path = folder / hangs.NODE
+            path.write_text(f"node {report.host}\n")
+        path = folder / hangs.REPORT  # last: the batch script looks for it, and for what is beside it then
         path.write_text("".join(f"{line}\n" for line in report.lines()))
     except FileExistsError:
         return False
