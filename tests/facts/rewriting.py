@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib.machinery
+import os
 import random
 import re
 import string
 import sys
-import tempfile
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -25,8 +25,8 @@ OF_OTHERS = {"facts/job_log.py"}
 
 def install(seed: int) -> None:
     """Rewrite every module of hpcinit that is imported from now on. Equal seeds give equal words."""
-    sys.pycache_prefix = tempfile.mkdtemp(prefix="hpcinit-rewritten-")  # else compiled files would be used, and left
-    sys.dont_write_bytecode = True
+    # Compiled files of the plain sources are not read, and those of rewritten sources are not written.
+    sys.pycache_prefix, sys.dont_write_bytecode = os.devnull, True
     for name in [name for name in sys.modules if name.partition(".")[0] == "hpcinit"]:
         del sys.modules[name]
     compiled = importlib.machinery.SourceFileLoader.source_to_code

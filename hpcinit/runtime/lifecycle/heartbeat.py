@@ -186,19 +186,17 @@ class Heartbeat:
 def _is_first(folder: Path, report: HangReport) -> bool:
     """Write the report of a hang, which the first rank does for all. Where the disk is full, none can know which rank
     is the first, and each reports."""
-    path = folder / hangs.RECORD
-    try:
-        with path.open("x") as file:
-            file.write(report.to_json())
-        if report.host:
-            path = folder / hangs.NODE
-            path.write_text(f"node {report.host}\n")
-        path = folder / hangs.REPORT  # last: the batch script looks for it, and for what is beside it then
-        path.write_text("".join(f"{line}\n" for line in report.lines()))
-    except FileExistsError:
-        return False
-    except OSError as error:
-        say(f"warning: {path} cannot be written: {error}")
+    # The report last: the batch script looks for it, and for what is beside it then.
+    node = {hangs.NODE: f"node {report.host}\n"} if report.host else {}
+    text = "".join(f"{line}\n" for line in report.lines())
+    for name, content in {hangs.RECORD: report.to_json(), **node, hangs.REPORT: text}.items():
+        try:
+            with (folder / name).open("x" if name == hangs.RECORD else "w") as file:
+                file.write(content)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            say(f"warning: {folder / name} cannot be written: {error}")
     return True
 
 

@@ -14,12 +14,15 @@ KINDS = (kinds.PROGRAM, kinds.START_UP, kinds.PEER_LOST)
 
 @dataclass(frozen=True)
 class StartupFailure:
-    """kind: one of KINDS. rank, host: at fault, None and '' if not known."""
+    """kind: one of KINDS. rank, host: at fault, None and '' if not known. False if the message is empty."""
 
     message: str
     kind: str = kinds.PROGRAM
     rank: int | None = None
     host: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.message)
 
     def error(self) -> BringUpError:
         return BringUpError(self.message, kind=self.kind, rank_at_fault=self.rank, host_at_fault=self.host)

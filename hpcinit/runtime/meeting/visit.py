@@ -114,7 +114,7 @@ class Visit(Party):
     def _ask_who_is_missing(self, phase: str) -> StartupFailure | None:
         self._send({"who": phase})
         with self._changed:
-            self._changed.wait_for(lambda: self._missing is not None or self._failure is not None, 2)
+            self._changed.wait_for(lambda: self._missing is not None or bool(self._failure), 2)
             return self._failure or self._missing
 
     def _still_waiting(self, phase: str) -> None:
@@ -122,7 +122,7 @@ class Visit(Party):
 
     def _too_late(self, phase: str) -> StartupFailure:
         found, here = self._ask_who_is_missing(phase), card.identity()["host"]
-        if found and found.message:
+        if found:
             return found
         return self._of_rank_0(
             f"does not answer rank {self._world.rank} on {here} any more, so who is missing cannot be told: has one of "
