@@ -29,6 +29,7 @@ def install(seed: int) -> None:
     sys.pycache_prefix, sys.dont_write_bytecode = os.devnull, True
     for name in [name for name in sys.modules if name.partition(".")[0] == "hpcinit"]:
         del sys.modules[name]
+    assert all((PACKAGE / name).exists() for name in OF_OTHERS)
     compiled = importlib.machinery.SourceFileLoader.source_to_code
 
     def source_to_code(self: Any, data: Any, path: Any, **options: Any) -> CodeType:
