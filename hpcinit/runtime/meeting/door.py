@@ -132,8 +132,10 @@ class Door(Party):
         return StartupFailure(self.missing(phase), kinds.START_UP, rank, host)
 
     def _lost(self) -> StartupFailure:
-        first = self.roll.dead()[0]
-        return StartupFailure(self.roll.lost(), kinds.PEER_LOST, first.rank, first.host)
+        """The first rank that died; false where none did."""
+        first = next(iter(self.roll.dead()), None)
+        where = (first.rank, first.host) if first else (None, "")
+        return StartupFailure(self.roll.lost(), kinds.PEER_LOST, *where)
 
     # --- in the thread of the callers
 
