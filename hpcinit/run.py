@@ -105,7 +105,9 @@ def enter(name: str) -> Spec:
     try:
         os.chdir(spec.workdir)
     except OSError as error:
-        raise RequestError(f"cannot enter the working folder {spec.workdir}: {error.strerror}") from None
+        raise RequestError(
+            f"cannot enter the working folder {spec.workdir}: {error.strerror}", quoted=error.strerror or ""
+        ) from None
     return spec
 
 

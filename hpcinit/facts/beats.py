@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FOLDER = "beats"
+STOPPED, IN_KERNEL, GONE, MUTE = "stopped", "in the kernel", "gone", "mute"  # values of Beat.state
 FRESH_PERIODS = 3  # a thread that has not looked for so many periods does not run
 
 

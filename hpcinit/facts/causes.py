@@ -1,8 +1,15 @@
-"""What an error says of its cause, and what to do next. An echo is an error that another rank's end brings about."""
+"""What an error says of its cause, and what to do next. An echo is an error that another rank's end brings about.
+
+The patterns are of other programs' output: torch, NCCL, gloo, Python, Slurm. What hpcinit itself raises has its kind in
+its record.
+"""
 
 from __future__ import annotations
 
 import re
+
+from hpcinit.facts import failure_kinds as kinds
+from hpcinit.facts.error_records import ErrorRecord
 
 ECHO = re.compile(
     "|".join(
@@ -18,8 +25,6 @@ ECHO = re.compile(
             r"failed to recv, got 0 bytes",  # TCPStore, whose host is gone
             r"DataLoader worker .* killed by signal: Terminated",
             r"^SystemExit: 143$",
-            r"died during start-up",  # hpcinit's meeting names the one that failed
-            r"failed during start-up",
         )
     )
 )
@@ -29,37 +34,35 @@ HOST_MEMORY = (
 )
 # Kind, what its text looks like, what to do. The first that fits.
 KINDS = (
-    ("hang", r"the training hangs:", "see hang/ in the run folder for the stacks of all ranks"),
-    ("cuda-memory", r"CUDA out of memory|CUDA error: out of memory|HIP out of memory", _CUDA),
-    ("host-memory", r"DataLoader worker .* killed by signal: Killed|^MemoryError|Cannot allocate memory", HOST_MEMORY),
-    ("shared-memory", r"unable to allocate shared memory|DataLoader worker .* Bus error",
+    (kinds.CUDA_MEMORY, r"CUDA out of memory|CUDA error: out of memory|HIP out of memory", _CUDA),
+    (kinds.HOST_MEMORY, r"DataLoader worker .* killed by signal: Killed|^MemoryError|Cannot allocate memory",
+     HOST_MEMORY),
+    (kinds.SHARED_MEMORY, r"unable to allocate shared memory|DataLoader worker .* Bus error",
      "the node's /dev/shm is full: fewer data loader workers, "
      "or torch.multiprocessing.set_sharing_strategy('file_system')"),
-    ("disk", r"No space left on device|Disk quota exceeded",
+    (kinds.DISK, r"No space left on device|Disk quota exceeded",
      "make room (df -h, quota), or write elsewhere: runs_dir, TMPDIR"),
     # torch.save where there is no room: https://github.com/pytorch/pytorch/issues/121833
-    ("disk", r"inline_container\.cc.* unexpected pos|PytorchStreamWriter failed writing|: iostream error",
+    (kinds.DISK, r"inline_container\.cc.* unexpected pos|PytorchStreamWriter failed writing|: iostream error",
      "torch could not write a file to its end, most often for want of room: df -h and quota, where the program saves"),
-    ("program", r"^SystemExit: \d+$",
+    (kinds.PROGRAM, r"^SystemExit: \d+$",
      "the program ended itself with that status (sys.exit): what it printed before that is in that rank's log"),
-    ("import", r"^(ModuleNotFoundError|ImportError)",
+    (kinds.IMPORT, r"^(ModuleNotFoundError|ImportError)",
      "the ranks' Python lacks it: cluster.venv, cluster.conda, cluster.modules or container.image say which it is"),
-    ("no-gpu", r"Torch not compiled with CUDA enabled|has no attribute '_cuda_setDevice'|Found no NVIDIA driver",
+    (kinds.NO_GPU, r"Torch not compiled with CUDA enabled|has no attribute '_cuda_setDevice'|Found no NVIDIA driver",
      "the ranks' torch is built for CPUs, or their node has no GPU: cluster.venv, cluster.conda or container.image say "
      "which torch it is; hpcinit doctor cluster=... nodes=1 shows what it finds"),
-    ("gpu", r"Xid|ECC error|device-side assert|CUDA error|no CUDA-capable device|GPU is lost",
+    (kinds.GPU, r"Xid|ECC error|device-side assert|CUDA error|no CUDA-capable device|GPU is lost",
      "if it is always the same node, leave it out (+cluster.sbatch.exclude=NODE) and tell the site; "
      "a device-side assert is the program's: CUDA_LAUNCH_BLOCKING=1 names the line"),
-    ("port", r"Address already in use|EADDRINUSE",
+    (kinds.PORT, r"Address already in use|EADDRINUSE",
      "another process has the port: submit again, hpcinit takes another one"),
-    ("not-a-number", r"\b(nan|NaN|FloatingPointError|loss is (nan|inf))\b",
+    (kinds.NOT_A_NUMBER, r"\b(nan|NaN|FloatingPointError|loss is (nan|inf))\b",
      "the numbers broke, not the cluster: lower the learning rate, clip gradients, go on from an earlier checkpoint"),
-    ("file", r"^(FileNotFoundError|PermissionError|IsADirectoryError)",
+    (kinds.FILE, r"^(FileNotFoundError|PermissionError|IsADirectoryError)",
      "is the path there on the compute nodes, and readable?"),
-    ("network", r"ncclSystemError|ncclInternalError|NCCL error|No route to host|Network is unreachable",
+    (kinds.NETWORK, r"ncclSystemError|ncclInternalError|NCCL error|No route to host|Network is unreachable",
      "run it again with NCCL_DEBUG=INFO; if it is always the same node, leave it out (+cluster.sbatch.exclude=NODE)"),
-    ("start-up", r"ranks? (is|are) missing|never arrived",
-     "look at the log of the rank that is missing, and at its node"),
 )  # fmt: skip
 SIGNALS = {
     "Killed": "signal 9 from outside: the kernel, out of memory (mem_gb=...; dmesg on the node), or a kill -9",
@@ -70,13 +73,46 @@ SIGNALS = {
 }
 
 
+ADVICE = {
+    kinds.PROGRAM: "the traceback is in that rank's log",
+    kinds.HANG: "see hang/ in the run folder for the stacks of all ranks",
+    kinds.START_UP: "look at the log of the rank that is missing, and at its node",
+}
+
+
 def is_echo(error: str) -> bool:
+    """Whether the words of another program are those of an error that another rank's end brings about."""
     return bool(ECHO.search(error))
 
 
+def is_secondary(record: ErrorRecord) -> bool:
+    """Whether the error is a consequence of another rank's failure."""
+    return record.kind in kinds.SECONDARY or is_echo(record.foreign)
+
+
+def secondary_name(record: ErrorRecord) -> str:
+    """Return what is_secondary() found in the record, '' if nothing."""
+    if record.kind in kinds.SECONDARY:
+        return kinds.SECONDARY[record.kind]
+    found = ECHO.search(record.foreign)
+    return found[0].strip("^$") if found else ""
+
+
 def kind(error: str) -> tuple[str, str]:
-    """('cuda-memory', what to do), or ('program', ...) for an error that is nobody's but the program's."""
+    """('cuda-memory', what to do), or ('program', ...) for an error that is nobody's but the program's.
+
+    error: the words of another program.
+    """
     for name, pattern, advice in KINDS:
         if re.search(pattern, error):
             return name, advice
-    return "program", "the traceback is in that rank's log"
+    return kinds.PROGRAM, ADVICE[kinds.PROGRAM]
+
+
+def of_record(record: ErrorRecord) -> tuple[str, str]:
+    """As kind(). For an error of hpcinit: what it quotes, or else its own kind; kinds of later versions count as
+    'program'."""
+    found = kind(record.foreign)
+    if found[0] == kinds.PROGRAM and record.kind in ADVICE:
+        return record.kind, ADVICE[record.kind]
+    return found

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpcinit.facts import causes, error_records, hangs, known_fields, runfolder, scratch
+from hpcinit.facts import error_records, hangs, known_fields, runfolder, scratch
 
 LATEST = 1e11  # seconds since 1970: the year 5138
 ASIDE = "before-"  # errors/before-43.0.0/, hang/before-43.0.0/
@@ -23,7 +23,7 @@ class Restart:
     """Why all ranks are started again. job: World.job of the start that failed. number: 1 for the first of this step.
 
     how: 'Killed', 'Exited with exit code 1'. error: one line of the rank's own, or ''. step: the furthest that was
-    told, -1 for none. time: seconds since 1970.
+    told, -1 for none. time: seconds since 1970. secondary: whether the error is a consequence of another rank's end.
     """
 
     job: str
@@ -34,6 +34,7 @@ class Restart:
     how: str
     error: str = ""
     step: int = -1
+    secondary: bool = False
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host}: {self.how}" + (f" ({self.error})" if self.error else "")
@@ -62,11 +63,13 @@ def _check_types(found: Restart) -> None:
             raise ValueError(f"{name} is {value!r:.40}, expected a number")
     if not isinstance(found.time, (int, float)) or not 0 <= found.time < LATEST:
         raise ValueError(f"time is {found.time!r:.40}, expected seconds since 1970")
+    if not isinstance(found.secondary, bool):
+        raise ValueError(f"secondary is {found.secondary!r:.40}, expected true or false")
 
 
 def cause(found: Sequence[Restart]) -> Restart:
-    """The failure that the others come of, as far as their own words tell it from an echo; else the first in time."""
-    return min(found, key=lambda one: (causes.is_echo(one.error), one.time))
+    """The first in time of those that are no consequence of another rank's end; else the first in time."""
+    return min(found, key=lambda one: (one.secondary, one.time))
 
 
 def start_of(step: str, number: int) -> str:

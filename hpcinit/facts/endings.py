@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from hpcinit.facts import causes, hangs
+from hpcinit.facts import beats, causes, hangs
+from hpcinit.facts import failure_kinds as kinds
+from hpcinit.facts.error_records import ErrorRecord
 from hpcinit.facts.evidence import Evidence, Verdict, brief
 from hpcinit.facts.job_log import Cancelled, End
 
@@ -29,10 +31,10 @@ def of_slurm(evidence: Evidence) -> Verdict | None:
         which = ", ".join(log.unreachable)
         head = f"srun could not start the ranks on {which}: its slurmd gave no answer"
         do = f"the node is away, or srun's own set-up failed there (an image, a mount); {LEAVE_OUT}{log.unreachable[0]}"
-        return _verdict(evidence, head, "node", do, host=log.unreachable[0])
+        return _verdict(evidence, head, kinds.NODE, do, host=log.unreachable[0])
     if evidence.oom:
         said = "a node's memory for this job is used up: the kernel killed a process of it"
-        return _verdict(evidence, said, "host-memory", causes.HOST_MEMORY, evidence=(evidence.oom,))
+        return _verdict(evidence, said, kinds.HOST_MEMORY, causes.HOST_MEMORY, evidence=(evidence.oom,))
     if evidence.hang or evidence.flight:
         return of_hang(evidence) if evidence.hang else _of_flight(evidence)
     if ended or evidence.state in ("TIMEOUT", "CANCELLED", "PREEMPTED", "DEADLINE"):
@@ -48,25 +50,27 @@ def without_record(evidence: Evidence) -> Verdict:
         if end.how.startswith("Exited with") and alone:
             return _of_exit(end, alone[0], evidence)
     if evidence.found:
-        return _verdict(evidence, GONE, "unknown", "read the job's log, and the logs of ranks without an error record")
+        return _verdict(
+            evidence, GONE, kinds.UNKNOWN, "read the job's log, and the logs of ranks without an error record"
+        )
     said = evidence.log.said
     if said or evidence.exit_status:
         head = f"the batch script ended with exit status {evidence.exit_status} and no rank left an error"
         head += f": {said[-1]}" if said else ""
-        return _verdict(evidence, head, "script", _of_status(evidence.exit_status), evidence=said[:-1])
+        return _verdict(evidence, head, kinds.SCRIPT, _of_status(evidence.exit_status), evidence=said[:-1])
     about = f"{evidence.state} ({evidence.reason})" if evidence.reason else evidence.state
-    return _verdict(evidence, f"nothing says why: Slurm's state is {about}", "unknown", "scontrol show job")
+    return _verdict(evidence, f"nothing says why: Slurm's state is {about}", kinds.UNKNOWN, "scontrol show job")
 
 
-def of_hang(evidence: Evidence, error: str = "") -> Verdict:
-    """error: the report as a rank's record has it, where its own file is gone."""
-    lines = list(evidence.hang) or error.partition("the training hangs: ")[2].split("; ")
-    at = hangs.to_blame(lines)
-    words = at.split()
-    rank = int(words[1]) if words[:1] == ["rank"] and words[1].isdigit() else None
-    stopped = "somebody stopped that process (SIGSTOP, a debugger, a node's guard); " if "is stopped" in at else ""
-    rest = (*(line for line in lines if line != at), *found_in(evidence))
-    return _verdict(evidence, f"the training hung: {at}", "hang", stopped + HANG, rank=rank, evidence=rest)
+def of_hang(evidence: Evidence, record: ErrorRecord | None = None) -> Verdict:
+    """record: of the rank that reported the hang, for a run whose report is lost."""
+    report = evidence.hang or hangs.of_record(record)
+    stopped = report.state == beats.STOPPED
+    do = "somebody stopped that process (SIGSTOP, a debugger, a node's guard); " * stopped + HANG
+    about = report.headline
+    rest = (*(line for line in report.lines() if line != about), *found_in(evidence))
+    head = f"the training hung: {about}"
+    return _verdict(evidence, head, kinds.HANG, do, rank=report.rank, host=report.host, evidence=rest)
 
 
 def _of_flight(evidence: Evidence) -> Verdict:
@@ -75,7 +79,7 @@ def _of_flight(evidence: Evidence) -> Verdict:
     culprit = next(iter(evidence.flight.culprits), None)
     do = f"{culprit.advice}; {FLIGHT}" if culprit else FLIGHT
     rank, host = (culprit.rank, culprit.host) if culprit else (None, "")
-    return _verdict(evidence, f"a collective hung: {first}", "hang", do, rank=rank, host=host, evidence=tuple(rest))
+    return _verdict(evidence, f"a collective hung: {first}", kinds.HANG, do, rank=rank, host=host, evidence=tuple(rest))
 
 
 def found_in(evidence: Evidence) -> list[str]:
@@ -92,7 +96,7 @@ def _of_node(lost: Sequence[str], found: Evidence) -> Verdict:
     do = f"submit again, without that node: +cluster.sbatch.exclude={which}; the site should know"
     head = f"node {', '.join(lost)} was lost" if lost else "a node was lost"
     head += f"{found.at_step}: Slurm says node failure"
-    return _verdict(found, head, "node", do, host=lost[0] if lost else "", evidence=lines)
+    return _verdict(found, head, kinds.NODE, do, host=lost[0] if lost else "", evidence=lines, resubmit=True)
 
 
 def _of_end(ended: Cancelled | None, found: Evidence) -> Verdict:
@@ -101,16 +105,16 @@ def _of_end(ended: Cancelled | None, found: Evidence) -> Verdict:
     when = (f", {time.strftime('%H:%M:%S', time.localtime(at))}" if at else "") + found.at_step
     if "TIME LIMIT" in why:
         limit = f" of {found.time_min} min" if found.time_min else ""
-        return _verdict(found, f"the time limit{limit} ended the job{when}", "time-limit", MORE_TIME, time=at)
+        return _verdict(found, f"the time limit{limit} ended the job{when}", kinds.TIME_LIMIT, MORE_TIME, time=at)
     if "REQUEUE" in why:
         head = f"the job was requeued{when}: by its batch script, an administrator, or scontrol requeue"
-        return _verdict(found, head, "requeued", "nothing of the run's own failed", time=at)
+        return _verdict(found, head, kinds.REQUEUED, "nothing of the run's own failed", time=at)
     if "PREEMPT" in why:
         do = "submit it again; run.should_stop() saves on the warning"
-        return _verdict(found, f"a job of higher priority took the nodes{when}", "preempted", do, time=at)
+        return _verdict(found, f"a job of higher priority took the nodes{when}", kinds.PREEMPTED, do, time=at)
     who = f" by {found.who}" if found.who else ""
     head = f"the job was cancelled{who}{when}: scancel, hpcinit cancel, or an administrator"
-    return _verdict(found, head, "cancelled", "nothing of the run's own failed", time=at)
+    return _verdict(found, head, kinds.CANCELLED, "nothing of the run's own failed", time=at)
 
 
 def _of_exit(end: End, rank: int, found: Evidence) -> Verdict:
@@ -118,7 +122,7 @@ def _of_exit(end: End, rank: int, found: Evidence) -> Verdict:
     kind, do = causes.kind(tail)
     head = f"rank {rank} on {end.host} ended first{found.at_step}, {end.how.lower()}"
     head += f": {brief(tail)}" if tail else ""
-    do = do if kind != "program" else "its log has its last words"
+    do = do if kind != kinds.PROGRAM else "its log has its last words"
     return _verdict(found, head, kind, do, rank=rank, host=end.host)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from hpcinit.facts import known_fields
 
@@ -15,6 +16,10 @@ class ErrorRecord:
     """time: seconds since 1970, by the node's own clock. monotonic: seconds since the node came up, where steps of a
     clock that is set do not show. phase: 'start-up', 'training', 'saving', ... step: the last that was told, or -1.
     job: World.job, which names this start of this job and no other.
+
+    kind: of facts/failure_kinds.py if hpcinit raised the error, '' if another program did. rank_at_fault,
+    host_at_fault: whose failure this is a consequence of, None and '' if not known. quoted: what hpcinit's message
+    quotes of another program. hang: the fields of hangs.HangReport, None for other errors.
     """
 
     time: float
@@ -26,6 +31,16 @@ class ErrorRecord:
     step: int = -1
     job: str = ""
     monotonic: float = 0.0
+    kind: str = ""
+    rank_at_fault: int | None = None
+    host_at_fault: str = ""
+    quoted: str = ""
+    hang: Mapping[str, Any] | None = None
+
+    @property
+    def foreign(self) -> str:
+        """The words of other programs: all of `error`, or `quoted` if hpcinit raised it."""
+        return self.quoted if self.kind else self.error
 
     @property
     def name(self) -> str:
@@ -49,9 +64,26 @@ def read(folder: Path, name: str = "rank-*.json") -> Iterator[Found]:
     for path in _named(folder, name):
         try:
             record = known_fields.made(ErrorRecord, json.loads(path.read_text()))
+            _check_types(record)
             yield Found(record, path.stat().st_mtime)
-        except (OSError, ValueError, TypeError, AttributeError):
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
             continue
+
+
+TYPES: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("time", "monotonic"), (int, float)),
+    **dict.fromkeys(("rank", "step"), (int,)),
+    **dict.fromkeys(("host", "error", "traceback", "phase", "job", "kind", "host_at_fault", "quoted"), (str,)),
+    "rank_at_fault": (int, type(None)),
+    "hang": (dict, type(None)),
+}
+
+
+def _check_types(record: ErrorRecord) -> None:
+    """Raise ValueError for a value of another type than its field's: no reader has to expect it."""
+    for name, types in TYPES.items():
+        if not isinstance(getattr(record, name), types):
+            raise ValueError(f"{name} is {getattr(record, name)!r:.40}, expected {types[0].__name__}")
 
 
 def _named(folder: Path, name: str) -> list[Path]:

@@ -11,22 +11,50 @@
         │   ├── NotReached       the controller did not get the request: there is no job
         │   └── MaybeSubmitted   or gave no clear answer: look before you submit again
         ├── BringUpError     the process group did not come up as asked
+        ├── TrainingHang     the ranks took no step for too long
         └── CheckpointError  a checkpoint could not be written or read
 
-A message says what we looked at, what we saw, what we expected and what to do.
+A message says what we looked at, what we saw, what we expected and what to do. It is for people: what another part of
+hpcinit must know about an error is a field of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hpcinit.facts import failure_kinds
 
 INTERRUPTED = 130  # the exit status after Ctrl-C: 128 + SIGINT, as shells say
 
 
+NOTHING_SUBMITTED = "nothing was submitted"  # the outcome of most SubmitErrors
+
+
 class HpcinitError(Exception):
-    """Base of all. `exit_status` is what a command line program ends with."""
+    """Base of all. `exit_status` is what a command line program ends with.
+
+    kind: one of facts/failure_kinds.py. rank_at_fault, host_at_fault: None and '' if they are not known. quoted: the
+    words of another program in the message, or of the system; `hpcinit why` looks for their cause.
+    """
 
     exit_status = 1
+    kind = failure_kinds.PROGRAM
+    rank_at_fault: int | None = None
+    host_at_fault = ""
+    quoted = ""
+
+    def __init__(
+        self,
+        *args: object,
+        kind: str = "",
+        rank_at_fault: int | None = None,
+        host_at_fault: str = "",
+        quoted: str = "",
+    ) -> None:
+        super().__init__(*args)
+        self.kind = kind or self.kind
+        self.rank_at_fault, self.host_at_fault, self.quoted = rank_at_fault, host_at_fault, quoted
 
 
 class RequestError(HpcinitError):
@@ -61,7 +89,14 @@ class Failure(HpcinitError):
 
 
 class SubmitError(Failure):
-    pass
+    """problem: the message without its last clause. outcome: that clause, which says what became of the submission.
+
+    A caller that knows more about the outcome raises the problem with an outcome of its own.
+    """
+
+    def __init__(self, problem: str = "", outcome: str = "", separator: str = "; ") -> None:
+        self.problem, self.outcome = problem, outcome
+        super().__init__(f"{problem}{separator}{outcome}" if outcome else problem)
 
 
 class NotReached(SubmitError):
@@ -74,6 +109,16 @@ class MaybeSubmitted(SubmitError):
 
 class BringUpError(Failure):
     pass
+
+
+class TrainingHang(Failure):
+    """report: the fields of hangs.HangReport, which the message is made of."""
+
+    kind = failure_kinds.HANG
+
+    def __init__(self, message: str, report: Mapping[str, Any] | None = None) -> None:
+        self.report = report or {}
+        super().__init__(message, rank_at_fault=self.report.get("rank"), host_at_fault=self.report.get("host", ""))
 
 
 class CheckpointError(Failure):

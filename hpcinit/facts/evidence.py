@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from hpcinit.facts.error_records import Found
 from hpcinit.facts.hang_verdict import HangVerdict
+from hpcinit.facts.hangs import HangReport
 from hpcinit.facts.job_log import JobLog
 
 AGREE_S = 0.5  # clocks that differ by less are taken as one: a file may be written so late
@@ -18,8 +19,8 @@ class Evidence:
     """state, reason, exit_status: as `hpcinit status` has them. who: who cancelled it, where accounting says.
 
     clocks: the file server's clock minus the node's, by host. nodes: Slurm's reason for a node that is down. hang:
-    lines of its report. flight: the verdict on the dumps of torch's flight recorder. tails: the last words in logs of
-    ranks. step: the last that rank 0 told, -1 before.
+    its report, None if there is none. flight: the verdict on the dumps of torch's flight recorder. tails: the last
+    words in logs of ranks. step: the last that rank 0 told, -1 before.
     """
 
     state: str
@@ -30,7 +31,7 @@ class Evidence:
     log: JobLog = field(default_factory=JobLog)
     clocks: Mapping[str, float] = field(default_factory=dict)
     nodes: Mapping[str, str] = field(default_factory=dict)
-    hang: Sequence[str] = ()
+    hang: HangReport | None = None
     flight: HangVerdict = field(default_factory=HangVerdict)
     tails: Mapping[int, str] = field(default_factory=dict)
     step: int = -1
@@ -49,8 +50,9 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """headline: what failed first, and how. do: what next. rank: None where it is no rank's doing. time: on the common
-    clock, None where nobody says when. flight: which ranks cause a hang, from torch's flight recorder."""
+    """headline: what failed first, and how. kind: of failure_kinds. do: what next. rank: None where it is no rank's
+    doing. time: on the common clock, None where nobody says when. flight: which ranks cause a hang, from torch's flight
+    recorder. resubmit: whether all there is to do is to submit the run again, which Slurm does for a requeued job."""
 
     headline: str
     kind: str
@@ -62,6 +64,7 @@ class Verdict:
     evidence: tuple[str, ...] = ()
     echoes: tuple[str, ...] = ()
     flight: HangVerdict = field(default_factory=HangVerdict)
+    resubmit: bool = False
 
 
 def clocks(differences: Iterable[tuple[str, float]]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hpcinit.facts import causes, endings
+from hpcinit.facts import failure_kinds as kinds
 from hpcinit.facts.error_records import ErrorRecord, Found
 from hpcinit.facts.evidence import AGREE_S, Evidence, Verdict, brief
 from hpcinit.facts.job_log import End, JobLog
@@ -46,7 +47,7 @@ def _when(one: Found, offsets: Mapping[str, float]) -> float:
 
 
 def _is_cause(one: Found, evidence: Evidence) -> bool:
-    if causes.is_echo(one.record.error) or "KeyboardInterrupt" in one.record.error[:20]:
+    if causes.is_secondary(one.record) or "KeyboardInterrupt" in one.record.foreign[:20]:  # Python's own name
         return False
     ended = evidence.log.cancelled
     late = ended and ended.at is not None and _when(one, evidence.clocks) >= ended.at and ended.why != "NODE FAILURE"
@@ -65,13 +66,13 @@ def _signalled(log: JobLog, first: Found | None) -> End | None:
 
 def _of_signal(end: End, evidence: Evidence) -> Verdict:
     name = next((name for name in causes.SIGNALS if end.how.startswith(name)), "")
-    kind, do = "signal", causes.SIGNALS.get(name, "its last words are in that rank's log")
+    kind, do = kinds.SIGNAL, causes.SIGNALS.get(name, "its last words are in that rank's log")
     rank, oom = end.ranks[0], evidence.oom
     was, plural = ("were", "s") if len(end.ranks) > 1 else ("was", "")
     how = f"{was} ended by a signal ({end.how})"
     if oom or end.how.startswith("Out Of Memory"):
         kind, do, how = (
-            "host-memory",
+            kinds.HOST_MEMORY,
             causes.HOST_MEMORY,
             f"{was} killed by the kernel: the node's memory for this job is used up",
         )
@@ -85,11 +86,11 @@ def _of_signal(end: End, evidence: Evidence) -> Verdict:
 
 def _of_record(first: Found, ordered: Sequence[Found], evidence: Evidence) -> Verdict:
     record, at = first.record, _when(first, evidence.clocks)
-    kind, do = causes.kind(record.error)
-    if kind == "hang":
-        return endings.of_hang(evidence, record.error)
-    if kind == "program" and evidence.oom:
-        kind, do = "host-memory", causes.HOST_MEMORY
+    kind, do = causes.of_record(record)
+    if kind == kinds.HANG:
+        return endings.of_hang(evidence, record)
+    if kind == kinds.PROGRAM and evidence.oom:
+        kind, do = kinds.HOST_MEMORY, causes.HOST_MEMORY
     clock = time.strftime("%H:%M:%S", time.localtime(at))
     head = f"rank {record.rank} on {record.host} failed first, {clock}{_place(record)}: {brief(record.error)}"
     lines = _source(record.traceback)
@@ -136,8 +137,8 @@ def _with_echoes(verdict: Verdict, ordered: Sequence[Found], evidence: Evidence)
     """Counts of what others said because of it, by kind."""
     groups: dict[str, list[Found]] = {}
     for one in ordered:
-        if one.record.rank != verdict.rank and causes.is_echo(one.record.error):
-            groups.setdefault(_echo_name(one.record.error), []).append(one)
+        if one.record.rank != verdict.rank and causes.is_secondary(one.record):
+            groups.setdefault(causes.secondary_name(one.record), []).append(one)
     lines = []
     for name, group in groups.items():
         times = [_when(one, evidence.clocks) for one in group]
@@ -153,8 +154,3 @@ def _with_echoes(verdict: Verdict, ordered: Sequence[Found], evidence: Evidence)
         spread = max(evidence.clocks.values()) - min(evidence.clocks.values())
         lines.append(f"clocks of the nodes differ by {spread:.1f} s ({ahead} is ahead); times above are corrected")
     return replace(verdict, echoes=tuple(lines))
-
-
-def _echo_name(error: str) -> str:
-    found = causes.ECHO.search(error)
-    return found[0].strip("^$") if found else ""

@@ -11,11 +11,10 @@ that does not advance.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcinit.facts import flight
 from hpcinit.facts.flight import DONE, FORGOTTEN, SCHEDULED, STARTED, Call, Group, Message, Operation, Recording
@@ -45,7 +44,8 @@ class Culprit:
 
     kind: 'not-called', 'device-stuck', 'mismatch' or 'no-dump'. group, description, collective, number: the call that
     the others wait in, by torch's name of the group; number is None for a send or receive. waiting_ranks: those who
-    wait in it. since_ns: when the first of them called, since 1970; 0 where no dump shows it.
+    wait in it. since_ns: when the first of them called, since 1970; 0 where no dump shows it. shared: the evidence
+    without its subject, as it reads for several ranks.
     """
 
     rank: int
@@ -58,6 +58,7 @@ class Culprit:
     waiting_ranks: tuple[int, ...]
     evidence: str
     since_ns: int = 0
+    shared: str = ""
 
     @property
     def advice(self) -> str:
@@ -78,15 +79,15 @@ class HangVerdict:
 
     def lines(self) -> tuple[str, ...]:
         """One sentence for each root cause, then what is unknown. Ranks with the same cause share a sentence."""
-        shared: dict[str, list[Culprit]] = {}
+        shared: dict[tuple[str, str], list[Culprit]] = {}
         for one in self.culprits:
-            shared.setdefault(f"{one.kind} {one.evidence.partition(' ')[2].partition(' ')[2]}", []).append(one)
+            shared.setdefault((one.kind, one.shared or one.evidence), []).append(one)
         said = [_joined(found) for found in shared.values()]
         return (*said, *self.unknown)
 
     def document(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        culprits = [{k: v for k, v in asdict(one).items() if k != "since_ns"} for one in self.culprits]
+        culprits = [{k: v for k, v in asdict(one).items() if k not in ("since_ns", "shared")} for one in self.culprits]
         secondary = [f"{_ranks(self.victims)} {_plural(self.victims, 'wait')} because of this"] if self.victims else []
         return {"culprits": culprits, "secondary": secondary, "unknown": list(self.unknown)}
 
@@ -210,7 +211,8 @@ class _Search:
         if isinstance(operation[1], Message) and not all(self.ranks[rank].complete for rank in states):
             done = []  # messages are counted from the oldest pending one: an older one says nothing
         for rank in sorted(concerned - self.ranks.keys()):
-            self._blame(rank, NO_DUMP, operation, waiting, "left no dump: its process is dead or unresponsive")
+            clause = _clause("left no dump: {its} process is dead or unresponsive")
+            self._blame(rank, NO_DUMP, operation, waiting, clause)
         for rank in absent:
             if not self.pending[rank]:
                 self._blame(rank, NOT_CALLED, operation, waiting, self._not_called(rank, operation))
@@ -249,7 +251,7 @@ class _Search:
     def _any_timed(self) -> bool:
         return any(one.timed for one in self.ranks.values())
 
-    def _blame(self, rank: int, kind: str, operation: Operation, waiting: Sequence[int], evidence: str) -> None:
+    def _blame(self, rank: int, kind: str, operation: Operation, waiting: Sequence[int], clause: Clause) -> None:
         """Note a root cause, by the operation that somebody has waited in for longest."""
         calls = [call for other in waiting if (call := self.ranks[other].call(operation))]
         since = min((call.created_ns for call in calls), default=0)
@@ -260,8 +262,12 @@ class _Search:
         name = _message(operation) if isinstance(what, Message) else calls[0].name if calls else self._name(operation)
         number = None if isinstance(what, Message) else what
         others = tuple(sorted(waiting))
-        text = f"rank {rank} {evidence}"
-        self.found[rank] = Culprit(rank, "", kind, group.name, group.description, name, number, others, text, since)
+        self.found[rank] = Culprit(
+            *(rank, "", kind, group.name, group.description, name, number, others),
+            evidence=f"rank {rank} {clause.one}",
+            since_ns=since,
+            shared=clause.several,
+        )
 
     def _differs(self, operation: Operation, ranks: Sequence[int]) -> bool:
         """Whether the ranks called different things; then the few who differ from the most are to blame."""
@@ -279,10 +285,14 @@ class _Search:
         for rank in odd:
             others = [other for other in calls if other != rank]
             other = usual if not tie else next(calls[one] for one in others if keys[one] != keys[rank])
-            text = (
-                f"called {_described(calls[rank])} where {_ranks(r for r in others if keys[r] != keys[rank])} called "
+            clause = _clause(
+                "called {mine} where {others} called {theirs} ({where})",
+                mine=_described(calls[rank]),
+                others=_ranks(r for r in others if keys[r] != keys[rank]),
+                theirs=_described(other),
+                where=_where(operation),
             )
-            self._blame(rank, MISMATCH, operation, others, f"{text}{_described(other)} ({_where(operation)})")
+            self._blame(rank, MISMATCH, operation, others, clause)
         if tie:
             self.unknown.append(f"which of {_ranks(odd)} called the wrong thing: as many ranks did one as the other")
         return True
@@ -306,8 +316,12 @@ class _Search:
         first = min(self.open, key=lambda one: min(c.created_ns for c in self._calls(one)))
         if len(idle) == 1 and self._is_gloo():
             in_it = sorted(rank for rank in waiting if first in self.pending[rank])
-            text = f"waits in no collective, and all others do, {_ranks(in_it)} in {self._called(first)}: its program "
-            self._blame(idle[0], NOT_CALLED, first, in_it, f"{text}is elsewhere")
+            clause = _clause(
+                "waits in no collective, and all others do, {ranks} in {what}: {its} program is elsewhere",
+                ranks=_ranks(in_it),
+                what=self._called(first),
+            )
+            self._blame(idle[0], NOT_CALLED, first, in_it, clause)
         elif idle:
             self.unknown.append(
                 f"{_ranks(idle)} {_plural(idle, 'wait')} in no collective: their stacks show whether they should; the "
@@ -330,9 +344,13 @@ class _Search:
         for rank in in_cycle:
             operation = self.pending[rank][0]
             others = sorted(waits_for[rank] & set(in_cycle))
-            text = f"waits in {self._called(operation)} for {_ranks(others)}, and {_ranks(others)} "
-            text += f"{_plural(others, 'wait')} for it elsewhere: they call in different orders"
-            self._blame(rank, MISMATCH, operation, others, text)
+            clause = _clause(
+                "waits in {what} for {others}, and {others} {wait} for it elsewhere: they call in different orders",
+                what=self._called(operation),
+                others=_ranks(others),
+                wait=_plural(others, "wait"),
+            )
+            self._blame(rank, MISMATCH, operation, others, clause)
 
     # Sentences
 
@@ -348,29 +366,52 @@ class _Search:
         name = _message(operation) if isinstance(operation[1], Message) else self._name(operation)
         return f"{name} {_where(operation)}"
 
-    def _not_called(self, rank: int, operation: Operation) -> str:
+    def _not_called(self, rank: int, operation: Operation) -> Clause:
         group, what = operation
         waiting = [
             other for other in self._concerned(operation) & self.ranks.keys() if operation in self.pending[other]
         ]
-        text = f"has not called {self._called(operation)}, in which {_ranks(waiting)} {_plural(waiting, 'wait')}"
         last = self.ranks[rank].last.get(group)
-        if isinstance(what, Message):
-            return f"{text}; it waits in no other group: its program is elsewhere"
-        before = f"number {last}" if last is not None else "none"
-        return f"{text}; its last call there is {before}, and it waits in no other group: its program is elsewhere"
+        before = "" if isinstance(what, Message) else "{its} last call there is {last}, and "
+        return _clause(
+            "{has} not called {what}, in which {others} {wait}; "
+            + before
+            + "{it_waits} in no other group: {its} program is elsewhere",
+            what=self._called(operation),
+            others=_ranks(waiting),
+            wait=_plural(waiting, "wait"),
+            last="none" if last is None else f"number {last}",
+        )
 
     def _does_not_advance(
         self, rank: int, operation: Operation, states: Mapping[int, str | None], done: Sequence[int]
-    ) -> str:
+    ) -> Clause:
         what = self._called(operation)
         if done:
-            return f"has called {what}, which {_ranks(done)} finished: its GPU or link does not advance"
+            text = "{has} called {what}, which {others} finished: {its} GPU or link does not advance"
+            return _clause(text, what=what, others=_ranks(done))
         if states[rank] == SCHEDULED:
             started = [other for other, state in states.items() if state == STARTED]
             peers = f", which {_ranks(started)} started" if started else ""
-            return f"has called {what}{peers}, and its device has not started it: its GPU does not advance"
-        return f"has called {what}, and its device does not finish it: its GPU or link does not advance"
+            text = "{has} called {what}{peers}, and {its} device has not started it: {its} GPU does not advance"
+            return _clause(text, what=what, peers=peers)
+        text = "{has} called {what}, and {its} device does not finish it: {its} GPU or link does not advance"
+        return _clause(text, what=what)
+
+
+class Clause(NamedTuple):
+    """What is said of a culprit, without its subject, where that is one rank and where it is several."""
+
+    one: str
+    several: str
+
+
+ONE = {"has": "has", "its": "its", "it_waits": "it waits"}
+SEVERAL = {"has": "have", "its": "their", "it_waits": "they wait"}
+
+
+def _clause(text: str, **values: str) -> Clause:
+    return Clause(text.format(**values, **ONE), text.format(**values, **SEVERAL))
 
 
 def _must_agree(call: Call) -> tuple[Any, ...]:
@@ -450,10 +491,7 @@ def _joined(found: Sequence[Culprit]) -> str:
     """'ranks 3,7 have not called ...' of two culprits with the same evidence."""
     if len(found) == 1:
         return found[0].evidence
-    text = found[0].evidence.removeprefix(f"rank {found[0].rank} ")
-    for one, several in ((r"\bhas\b", "have"), (r"\bit waits\b", "they wait"), (r"\bits\b", "their")):
-        text = re.sub(one, several, text)
-    return f"{_ranks(one.rank for one in found)} {text}"
+    return f"{_ranks(one.rank for one in found)} {found[0].shared}"
 
 
 def _ranks(found: Iterable[int]) -> str:

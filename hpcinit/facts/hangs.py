@@ -6,19 +6,24 @@ hang/JOB/rank-N.txt, one folder for each attempt, is what faulthandler writes, b
 from __future__ import annotations
 
 import contextlib
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
+from typing import Any, TypeVar
 
-from hpcinit.facts import scratch
-from hpcinit.facts.beats import Beat, Node
+from hpcinit.facts import known_fields, scratch
+from hpcinit.facts.beats import GONE, IN_KERNEL, MUTE, STOPPED, Beat, Node
+from hpcinit.facts.error_records import ErrorRecord
 from hpcinit.facts.ranges import ranges
 
 FOLDER = "hang"
 STACK = "rank-{rank}.txt"
-REPORT = "report.txt"
-NODE = "node.txt"  # beside it, for the batch script: the node at fault
+RECORD = "report.json"  # a HangReport
+REPORT = "report.txt"  # the same, for a person who opens the folder
+NODE = "node.txt"  # 'node n2': the node at fault, for the batch script, which has no parser for JSON
+ELSEWHERE = "elsewhere"  # state of a rank that left a stack and waits in no collective
 MAIN = "main thread {ident:#018x}"  # as faulthandler writes a thread's number
 DEAD_S = 60.0  # clocks of two nodes may differ by seconds, and a file may come late over NFS
 HUNG = 76  # the exit status of a rank that was ended because it hung
@@ -81,97 +86,230 @@ def places(folder: Path) -> dict[int, Place]:
     return found
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """Ranks that wait in one collective, called at one line of the program."""
+
+    ranks: tuple[int, ...] = ()
+    collective: str = ""
+    called_at: str = ""
+
+    def __str__(self) -> str:
+        return (
+            f"{_ranks(self.ranks)} wait{'s' * (len(self.ranks) == 1)} in {self.collective}, called at {self.called_at}"
+        )
+
+
+@dataclass(frozen=True)
+class SilentNode:
+    """A node that wrote no heartbeat for silent_s seconds, and the ranks on it."""
+
+    host: str = ""
+    silent_s: float = 0.0
+    ranks: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"node {self.host} has said nothing for {self.silent_s:.0f} s: {_ranks(self.ranks)} ran there"
+
+
+@dataclass(frozen=True)
+class StuckRank:
+    """A rank that does not wait in a collective. state: ELSEWHERE if it left a stack, whose line is `at`; else what its
+    node sees of the process, as in Beat.state."""
+
+    rank: int = -1
+    host: str = ""
+    pid: int = 0
+    state: str = ""
+    at: str = ""
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank} on {self.host}"
+        if self.state == ELSEWHERE:
+            return f"{who} has not come to a collective: it is at {self.at or 'no Python line'}"
+        return f"{who} cannot be asked: {_state(self.state, self.pid)}"
+
+
+@dataclass(frozen=True)
+class HangReport:
+    """Which ranks hang, and which rank or node they wait for. report.json has these fields, report.txt their sentences.
+
+    rank, host, state: of the one at fault; rank is None where a whole node is, all are empty where nobody is known to
+    be. silent_s: since any rank took a step; None where none has. last_steps: (step, the ranks that told it last).
+    unheard: ranks that left neither heartbeat nor stack. text: the lines of a report whose fields cannot be read.
+    """
+
+    rank: int | None = None
+    host: str = ""
+    state: str = ""
+    silent_s: float | None = None
+    last_steps: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    waiting: tuple[Waiting, ...] = ()
+    unheard: tuple[int, ...] = ()
+    silent_nodes: tuple[SilentNode, ...] = ()
+    stuck: tuple[StuckRank, ...] = ()
+    text: tuple[str, ...] = ()
+
+    @property
+    def headline(self) -> str:
+        """The sentence about the one at fault, or the first one."""
+        return next(map(str, (*self.silent_nodes, *self.stuck)), "") or self.lines()[0]
+
+    def lines(self) -> tuple[str, ...]:
+        """The report for a person, at least one line."""
+        if self.text:
+            return self.text
+        found = [_silence(self.silent_s, self.last_steps), *map(str, self.waiting)]
+        if self.unheard:
+            found.append(f"{_ranks(self.unheard)} {'have' if len(self.unheard) > 1 else 'has'} never said anything")
+        return (*found, *map(str, self.silent_nodes), *map(str, self.stuck))
+
+    def document(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        return json.dumps(self.document()) + "\n"
+
+
+def from_document(document: Mapping[str, Any]) -> HangReport:
+    """Return the report that document() was made of. Keys that are missing count as empty, unknown ones as nothing.
+
+    Raise ValueError, TypeError or AttributeError for values of other types.
+    """
+    found = known_fields.made(HangReport, document)
+    silent, stuck = _parts(SilentNode, found.silent_nodes), _parts(StuckRank, found.stuck)
+    report = replace(
+        found,
+        last_steps=tuple((step, tuple(ranks)) for step, ranks in found.last_steps),
+        waiting=_parts(Waiting, found.waiting),
+        unheard=tuple(found.unheard),
+        silent_nodes=silent,
+        stuck=stuck,
+        text=tuple(found.text),
+    )
+    texts = [report.host, report.state, *(one.host for one in silent), *(one.host for one in stuck), *report.text]
+    if not (report.rank is None or isinstance(report.rank, int)) or not all(isinstance(one, str) for one in texts):
+        raise ValueError("rank is no number, or a name is no text")
+    report.lines()  # raises for what no sentence can be made of
+    return report
+
+
+T = TypeVar("T")
+
+
+def _parts(kind: type[T], documents: Iterable[Any]) -> tuple[T, ...]:
+    """Return the parts of a report, with tuples where JSON has lists."""
+    values = ({k: tuple(v) if isinstance(v, list) else v for k, v in one.items()} for one in documents)
+    return tuple(known_fields.made(kind, one) for one in values)
+
+
+def of_record(record: ErrorRecord | None) -> HangReport:
+    """Return the report in the error record of the rank that wrote it, or its message where there is none."""
+    if record is None:
+        return HangReport(text=("no report",))
+    try:
+        return from_document(record.hang or {"text": [record.error]})
+    except (ValueError, TypeError, AttributeError):
+        return HangReport(text=(record.error,))
+
+
 def report(
     nodes: Sequence[Node], stacks: Mapping[int, Place], now_s: float, size: int, fresh_s: float = DEAD_S
-) -> list[str]:
-    """Lines for a person: how long nothing has happened, who waits in what, and who has not come there.
+) -> HangReport:
+    """How long nothing has happened, who waits in what, and who has not come there.
 
     now_s: in seconds since 1970, against which a node that says nothing any more is told. size: of the world.
     fresh_s: how old a node's last word may be while one of its ranks runs.
     """
     beats = {beat.rank: (node.host, beat) for node in nodes for beat in node.beats}
-    lines = [_silence([beat for _, beat in beats.values()])]
-    waiting: dict[tuple[str, str], list[int]] = {}
+    silent_s, last_steps = _last([beat for _, beat in beats.values()])
+    together: dict[tuple[str, str], list[int]] = {}
     for rank, where in stacks.items():
         if where.waits_in:
-            waiting.setdefault((where.waits_in, where.at), []).append(rank)
-    for (what, at), ranks in sorted(waiting.items(), key=lambda item: -len(item[1])):
-        lines.append(f"{_ranks(ranks)} wait{'s' * (len(ranks) == 1)} in {what}, called at {at}")
-    if unheard := sorted(set(range(size)) - set(beats) - set(stacks)):
-        lines.append(f"{_ranks(unheard)} {'have' if len(unheard) > 1 else 'has'} never said anything")
+            together.setdefault((where.waits_in, where.at), []).append(rank)
+    groups = sorted(together.items(), key=lambda item: -len(item[1]))
+    unheard = sorted(set(range(size)) - set(beats) - set(stacks))
+    silent = []
     for node in nodes:
-        if _is_silent(node, stacks, now_s, fresh_s):
-            ranks = [beat.rank for beat in node.beats]
-            lines.append(f"node {node.host} has said nothing for {now_s - node.time:.0f} s: {_ranks(ranks)} ran there")
+        # Several ranks, no stack of any, and none that the others saw in trouble: that is the node, or its disk. So a
+        # clock that is off by seconds blames nobody.
+        whole = len(node.beats) > 1 and not any(beat.rank in stacks or beat.state for beat in node.beats)
+        if now_s - node.time > (fresh_s if whole else DEAD_S):
+            ranks = tuple(beat.rank for beat in node.beats)
+            silent.append(SilentNode(node.host, now_s - node.time, ranks))
             beats = {rank: found for rank, found in beats.items() if rank not in ranks}
+    stuck = []
     for rank, (host, beat) in sorted(beats.items()):
         found = stacks.get(rank)
         if found is None:
-            lines.append(f"rank {rank} on {host} cannot be asked: {_state(beat)}")
+            stuck.append(StuckRank(rank, host, beat.pid, beat.state))
         elif not found.waits_in:
-            lines.append(f"rank {rank} on {host} has not come to a collective: it is at {found.at or 'no Python line'}")
-    return lines
+            stuck.append(StuckRank(rank, host, beat.pid, ELSEWHERE, found.at))
+    first = stuck[0] if stuck and not silent else StuckRank(host=silent[0].host if silent else "")
+    return HangReport(
+        rank=first.rank if first.rank >= 0 else None,
+        host=first.host,
+        state=first.state,
+        silent_s=silent_s,
+        last_steps=last_steps,
+        waiting=tuple(Waiting(tuple(ranks), *where) for where, ranks in groups),
+        unheard=tuple(unheard),
+        silent_nodes=tuple(silent),
+        stuck=tuple(stuck),
+    )
 
 
-def host_at_fault(nodes: Sequence[Node], stacks: Mapping[int, Place], now_s: float, fresh_s: float = DEAD_S) -> str:
-    """Return the first host that report() names, '' where it names none."""
-    if silent := [node.host for node in nodes if _is_silent(node, stacks, now_s, fresh_s)]:
-        return silent[0]
-    ranks = sorted((beat.rank, node.host) for node in nodes for beat in node.beats)
-    return next((host for rank, host in ranks if rank not in stacks or not stacks[rank].waits_in), "")
-
-
-def _is_silent(node: Node, stacks: Mapping[int, Place], now_s: float, fresh_s: float) -> bool:
-    # Several ranks, no stack of any, and none that the others saw in trouble: that is the node, or its disk. So a
-    # clock that is off by seconds blames nobody.
-    whole = len(node.beats) > 1 and not any(beat.rank in stacks or beat.state for beat in node.beats)
-    return now_s - node.time > (fresh_s if whole else DEAD_S)
-
-
-def left(run: Path, job_id: str, restart: object) -> tuple[str, ...]:
-    """Lines of the report in the run folder `run`, of an attempt's steps, whose folders are JOB.STEP.RESTART.
+def left(run: Path, job_id: str, restart: object) -> HangReport | None:
+    """The report in the run folder `run`, of an attempt's steps, whose folders are JOB.STEP.RESTART; None if none is.
 
     restart: a number, or None where nobody says which. job_id: of a task '18_1', whose steps have another number of
     Slurm's, and whose folder no other job has.
     """
-    for path in sorted((run / FOLDER).glob(f"*/{REPORT}")):
-        job, _, rest = path.parent.name.partition(".")
+    for folder in sorted({path.parent for name in (RECORD, REPORT) for path in (run / FOLDER).glob(f"*/{name}")}):
+        job, _, rest = folder.name.partition(".")
         if ("_" in job_id or job == scratch.folder_name(job_id)) and (
             restart is None or rest.rpartition(".")[2] in ("", str(restart))
         ):
-            try:
-                return tuple(path.read_text(errors="replace").splitlines())
-            except OSError:
-                return ()
-    return ()
+            return _read(folder)
+    return None
 
 
-def to_blame(lines: Sequence[str]) -> str:
-    """Of the lines of a report the one that names who the others wait for; the first where none does."""
-    marks = ("cannot be asked", "has not come to", "has said nothing")
-    return next((line for line in lines if any(mark in line for mark in marks)), lines[0])
+def _read(folder: Path) -> HangReport | None:
+    """The record, or the text beside it where the record is torn, or of a version that wrote none."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return from_document(json.loads((folder / RECORD).read_text()))
+    with contextlib.suppress(OSError):
+        if lines := tuple((folder / REPORT).read_text(errors="replace").splitlines()):
+            return HangReport(text=lines)
+    return None
 
 
-def _silence(beats: Sequence[Beat]) -> str:
+def _last(beats: Sequence[Beat]) -> tuple[float | None, tuple[tuple[int, tuple[int, ...]], ...]]:
+    """Seconds since any rank took a step, and (step, ranks) of the steps that they told last."""
     spoken = [beat for beat in beats if beat.silent_s is not None]
-    if not spoken:
-        return "no rank has told a step yet"
-    since = min(beat.silent_s or 0.0 for beat in spoken)
     steps: dict[int, list[int]] = {}
     for beat in spoken:
         steps.setdefault(beat.step, []).append(beat.rank)
-    told = ", ".join(f"step {step} by {_ranks(ranks)}" for step, ranks in sorted(steps.items()))
-    return f"no step for {since:.0f} s; last told: {told}"
+    since = min((beat.silent_s or 0.0 for beat in spoken), default=None)
+    return since, tuple((step, tuple(ranks)) for step, ranks in sorted(steps.items()))
 
 
-def _state(beat: Beat) -> str:
+def _silence(silent_s: float | None, last_steps: Sequence[tuple[int, Sequence[int]]]) -> str:
+    if silent_s is None:
+        return "no rank has told a step yet"
+    told = ", ".join(f"step {step} by {_ranks(ranks)}" for step, ranks in last_steps)
+    return f"no step for {silent_s:.0f} s; last told: {told}"
+
+
+def _state(state: str, pid: int) -> str:
     words = {
-        "stopped": f"process {beat.pid} is stopped (SIGSTOP, or a debugger); kill -CONT {beat.pid} lets it go on",
-        "in the kernel": f"process {beat.pid} waits in the kernel, for a disk or a driver",
-        "gone": f"process {beat.pid} is gone",
-        "mute": f"process {beat.pid} runs and lets no other thread run: it is in C code that keeps Python's lock",
+        STOPPED: f"process {pid} is stopped (SIGSTOP, or a debugger); kill -CONT {pid} lets it go on",
+        IN_KERNEL: f"process {pid} waits in the kernel, for a disk or a driver",
+        GONE: f"process {pid} is gone",
+        MUTE: f"process {pid} runs and lets no other thread run: it is in C code that keeps Python's lock",
     }
-    return words.get(beat.state, f"process {beat.pid} left no stack")
+    return words.get(state, f"process {pid} left no stack")
 
 
 def _ranks(found: Sequence[int]) -> str:

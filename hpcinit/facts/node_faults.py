@@ -22,8 +22,6 @@ _WORDS = (
     ("NVLink", re.compile(r"[Uu]ncorrectable NVLink error")),  # CUDA's 220
     ("GPU lost", re.compile(r"fallen off the bus|GPU is lost")),  # NVML's 15
 )
-# Of facts/hangs.py. A node with one rank is not blamed: its process may be stopped, or keep Python's lock.
-_SILENT = re.compile(r"node (\S+) has said nothing for \d+ s: ranks ")
 
 
 class Fault(NamedTuple):
@@ -49,13 +47,13 @@ def _of_slurm(evidence: Evidence) -> Iterator[Fault]:
         yield Fault(host, NODE_FAIL, evidence.nodes.get(host, ""))
     if len(evidence.log.unreachable) == 1:  # of several at a time: an image that starts nowhere looks the same
         yield Fault(evidence.log.unreachable[0], UNREACHABLE)
-    for line in evidence.hang:
-        if found := _SILENT.match(line):
-            yield Fault(found[1], NO_BEATS, line)
+    for node in evidence.hang.silent_nodes if evidence.hang else ():
+        if len(node.ranks) > 1:  # a single process may be stopped, or keep Python's lock: that is not the node
+            yield Fault(node.host, NO_BEATS, str(node))
 
 
 def _of_errors(evidence: Evidence) -> Iterator[Fault]:
-    said = [(one.record.host, one.record.error) for one in evidence.found if not causes.is_echo(one.record.error)]
+    said = [(one.record.host, one.record.foreign) for one in evidence.found if not causes.is_secondary(one.record)]
     tails = evidence.tails
     said += [(end.host, tails[rank]) for end in evidence.log.ends for rank in end.ranks if rank in tails]
     for host, text in said:

@@ -198,7 +198,8 @@ def load(path: Path, to_run: bool = True) -> Spec:
             document = json.load(file)
     except OSError as error:
         raise SpecError(
-            f"cannot read {path}: {error.strerror}; is the run folder on a file system that this node shares?"
+            f"cannot read {path}: {error.strerror}; is the run folder on a file system that this node shares?",
+            quoted=error.strerror or "",
         ) from None
     except ValueError as error:
         raise SpecError(f"{path} is not JSON ({error}); submit again") from None

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from hpcinit.facts import children, ownership, parent_death, runfolder, whole_file
-from hpcinit.facts.errors import SpecError, SubmitError
+from hpcinit.facts.errors import NOTHING_SUBMITTED, SpecError, SubmitError
 from hpcinit.facts.spec import load
 from hpcinit.local import environment, processes
 
@@ -42,7 +42,7 @@ def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Seq
                 command, env=dict(env), stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
     except OSError as error:
-        raise SubmitError(f"cannot start the local engine: {error}; nothing was submitted") from None
+        raise SubmitError(f"cannot start the local engine: {error}", NOTHING_SUBMITTED) from None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert process.stdin is not None  # PIPE
@@ -55,7 +55,7 @@ def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Seq
         process.kill()
         process.wait()
         why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        raise SubmitError(f"cannot start the job of {path}: {why}; nothing was submitted") from error
+        raise SubmitError(f"cannot start the job of {path}: {why}", NOTHING_SUBMITTED) from error
     return str(process.pid), command
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcinit.facts import plain_files, runfolder
 from hpcinit.facts.stopping import sentence
 from hpcinit.observe.state import State
 
+if TYPE_CHECKING:
+    from hpcinit.facts.hangs import HangReport
 
-def hang(path: Path, now: State) -> Sequence[str]:
-    """Lines of the report of a hang in the run's folder `path`; none if it does not run, or goes on by now."""
+
+def hang(path: Path, now: State) -> HangReport | None:
+    """The report of a hang in the run's folder `path`; None if it does not run, or goes on by now."""
     if now.name != "RUNNING":
-        return ()
+        return None
     from hpcinit.facts import hangs  # noqa: PLC0415 - for runs that run
 
     return hangs.left(path, now.job_id, now.restart)
@@ -40,9 +43,7 @@ def stopped(path: Path, now: State, told: Mapping[str, Any] | None = None) -> st
 
 def words(path: Path, now: State, told: Mapping[str, Any]) -> str:
     """For a person, in a line: '' where there is nothing to tell."""
-    if lines := hang(path, now):
-        from hpcinit.facts import hangs  # noqa: PLC0415
-
-        return f"the training hangs: {hangs.to_blame(lines)}"
+    if report := hang(path, now):
+        return f"the training hangs: {report.headline}"
     why = stopped(path, now, told)
     return f"stopped before its end: {why}" if why else ""

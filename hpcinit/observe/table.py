@@ -65,7 +65,7 @@ def _row(name: str, path: Path, now: State, about: str) -> Row:
         Text(now.name, STYLES.get(now.name, "red" if now.over else "")),
         _bar(told["step"], told["total"]) if told else "",
         f"{told['step']}/{told['total']}" if told else "",
-        view.times(now).removeprefix("for ").removeprefix("starts about "),
+        view.times_alone(now),
         Text(plain("  ".join(part for part in parts if part))),
     ]
 

@@ -39,7 +39,7 @@ def _json(path: Path, now: State) -> dict[str, Any]:
         "progress": told,
         "restarts": attempts.document(path) if now.restart is not None else None,
         "step_age_s": progress.age_s(path, time.time()) if now.name == "RUNNING" else None,
-        "hang": list(remarks.hang(path, now)),
+        "hang": list(report.lines()) if (report := remarks.hang(path, now)) else [],
         "stopped": remarks.stopped(path, now, told),
     }
 
@@ -96,11 +96,17 @@ def details(path: Path, now: State) -> str:
 
 def times(now: State) -> str:
     """'for 1:02:03, 57:57 left' of a job that runs, 'starts about 14:02 (in 0:12:00)' of one that waits."""
+    found = times_alone(now)
+    return f"{'for' if now.name == 'RUNNING' else 'starts about'} {found}" if found else ""
+
+
+def times_alone(now: State) -> str:
+    """Return times() without the words before it, for a column of a table."""
     if now.name == "RUNNING" and now.elapsed_s is not None:
         left = "" if now.left_s is None else f", {duration(now.left_s)} left"
-        return f"for {duration(now.elapsed_s)}{left}"
+        return f"{duration(now.elapsed_s)}{left}"
     if now.name == "PENDING" and now.start:
-        return f"starts about {when(now.start, datetime.now())}"
+        return when(now.start, datetime.now())
     return ""
 
 

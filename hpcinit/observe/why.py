@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from hpcinit.facts import failure, flight, hang_verdict, restarts, runfolder, telling
+from hpcinit.facts import failure_kinds as kinds
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.evidence import Evidence, Verdict
 from hpcinit.facts.ranges import ranges
 from hpcinit.facts.terminal import plain
 from hpcinit.observe import attempts, bad_nodes, evidence, find, progress, reasons, remarks, state, sweep
 
-WELL, ASKED = "none", "stopped"  # kinds of a verdict on a run in which nothing failed
-UNSAID = ("unknown", "script")  # of a verdict that names no cause
+WELL, ASKED = kinds.NONE, kinds.STOPPED  # of a verdict on a run in which nothing failed
+UNSAID = (kinds.UNKNOWN, kinds.SCRIPT)  # of a verdict that names no cause
 TAKEN = "Slurm has taken it from its nodes, and nobody says why: preempted, a lost node, or scontrol requeue"
 SILENT = (
     "wait, or hpcinit logs --all; no step has been told yet: of a program that calls run.progress(step, total) it is "
@@ -72,7 +73,7 @@ def _of_dumps(dumps: Mapping[int, Mapping[str, Any]], options: argparse.Namespac
     found = hang_verdict.verdict(dumps)
     first, *rest = found.lines() or (f"the dumps of {len(dumps)} ranks show no rank that waits in a collective",)
     if options.json:
-        kind = found.culprits[0].kind if found.culprits else "unknown" if found else WELL
+        kind = found.culprits[0].kind if found.culprits else kinds.UNKNOWN if found else WELL
         print(json.dumps({"verdict": first, "kind": kind, "ranks": sorted(dumps), **found.document()}))
     elif options.quiet:
         print(plain(first))
@@ -111,7 +112,7 @@ def _with_disk(path: Path, verdict: Verdict) -> Verdict:
         return verdict
     line = f"the run folder cannot be written ({problem}): error records and logs of this run may be missing"
     do = f"make room for {path} (df -h, quota) and submit again"
-    return replace(verdict, kind="disk", do=do, evidence=(line, *verdict.evidence))
+    return replace(verdict, kind=kinds.DISK, do=do, evidence=(line, *verdict.evidence))
 
 
 def _evidence(path: Path, now: state.State) -> Evidence:
@@ -140,13 +141,13 @@ def _again(path: Path, now: state.State, found: Evidence) -> Verdict:
         return Verdict(f"{head}{attempts.WORDS[told]}{found.at_step}", ASKED, BY_ITSELF, step=found.step)
     verdict = failure.judge(found)
     if verdict.kind in UNSAID and not found.found:
-        return Verdict(f"{head}{TAKEN}{found.at_step}", "requeued", BY_ITSELF, step=found.step)
-    return replace(verdict, headline=head + verdict.headline, do=_meanwhile(verdict.do))
+        return Verdict(f"{head}{TAKEN}{found.at_step}", kinds.REQUEUED, BY_ITSELF, step=found.step)
+    return replace(verdict, headline=head + verdict.headline, do=_meanwhile(verdict))
 
 
-def _meanwhile(do: str) -> str:
+def _meanwhile(verdict: Verdict) -> str:
     """What is left to do about a job that Slurm starts again."""
-    return BY_ITSELF if not do or do.startswith("submit again") else f"{BY_ITSELF}; {do}"
+    return BY_ITSELF if not verdict.do or verdict.resubmit else f"{BY_ITSELF}; {verdict.do}"
 
 
 def _unheard(path: Path, now: state.State, found: Evidence) -> Verdict:
@@ -156,7 +157,7 @@ def _unheard(path: Path, now: state.State, found: Evidence) -> Verdict:
         return replace(verdict, headline=f"{verdict.headline}  ({AWAY}: {now.reason})")
     head = f"{AWAY} ({now.reason}); as far as the run has left word nothing has failed  {progress.line(path)}"
     return Verdict(
-        head.rstrip(), "unknown", "ask again when it is back: jobs that run go on without it", step=found.step
+        head.rstrip(), kinds.UNKNOWN, "ask again when it is back: jobs that run go on without it", step=found.step
     )
 
 

@@ -51,7 +51,9 @@ def start(backend: str, timeout: timedelta, device: torch.device) -> bool:
     try:
         import deepspeed  # noqa: PLC0415 - over a second to import
     except ImportError as error:
-        raise BringUpError(f"comm.deepspeed is true, and DeepSpeed cannot be imported: {error}") from error
+        raise BringUpError(
+            f"comm.deepspeed is true, and DeepSpeed cannot be imported: {error}", quoted=str(error)
+        ) from error
     devices.for_deepspeed(device)
     if deepspeed.comm.is_initialized():
         return False

@@ -89,10 +89,15 @@ def _open(rank: int, address: str, port: int, world_size: int, deadline: float, 
     thread.join(_left(deadline) + 1)
     if opened:
         return opened[0]
-    first = str(failed[0]).partition("\n")[0] if failed else "somebody listens there who says nothing"
+    theirs = str(failed[0]).partition("\n")[0] if failed else ""
+    first = theirs if failed else "somebody listens there who says nothing"
     if rank == 0:
-        raise BringUpError(f"{where}: rank 0 cannot listen there: {first}; is it this node's address, and is it free?")
-    raise BringUpError(f"{where}: rank {rank} did not find rank 0: {first}; was it started, does it listen there?")
+        raise BringUpError(
+            f"{where}: rank 0 cannot listen there: {first}; is it this node's address, and is it free?", quoted=theirs
+        )
+    raise BringUpError(
+        f"{where}: rank {rank} did not find rank 0: {first}; was it started, does it listen there?", quoted=theirs
+    )
 
 
 def _serve(address: str, port: int, world_size: int, deadline: float) -> Store:

@@ -89,7 +89,9 @@ def prepare(
         except OSError as error:
             problem = error
             say(f"warning: DeepSpeed's ops cannot be kept in {place}: {error}")
-    raise BringUpError(f"no disk for DeepSpeed's ops: {problem}; make room, or set {VARIABLE} to another folder")
+    raise BringUpError(
+        f"no disk for DeepSpeed's ops: {problem}; make room, or set {VARIABLE} to another folder", quoted=str(problem)
+    )
 
 
 def _prepare(names: Sequence[str], root: Path, built: Path, env: MutableMapping[str, str], say: Say) -> None:
@@ -177,7 +179,7 @@ def _compile(name: str, load: Callable[[], Any], root: Path) -> None:
     try:
         load()
     except (RuntimeError, ImportError, OSError, ValueError) as error:
-        raise BringUpError(f"DeepSpeed's op {name} could not be built in {root}: {error}") from error
+        raise BringUpError(f"DeepSpeed's op {name} could not be built in {root}: {error}", quoted=str(error)) from error
 
 
 def clear(root: Path, say: Say, patience_s: float = 0.0) -> None:

@@ -100,9 +100,11 @@ def _in_torch(
         barrier(device)
         moments.note("collective")
     except (RuntimeError, ValueError, OSError) as error:  # torch's own are RuntimeErrors
+        gist = _gist(error)
         raise BringUpError(
             f"torch did not make the process group ({backend}) on rank {world.rank}, {socket.gethostname()}: "
-            f"{_gist(error)}; TORCH_CPP_LOG_LEVEL=INFO has torch say more, and NCCL_DEBUG=INFO has NCCL"
+            f"{gist}; TORCH_CPP_LOG_LEVEL=INFO has torch say more, and NCCL_DEBUG=INFO has NCCL",
+            quoted=gist,
         ) from error
 
 

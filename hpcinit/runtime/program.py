@@ -19,11 +19,11 @@ import types
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from hpcinit.facts import error_records, reports, runfolder, whole_file
 from hpcinit.facts.error_records import ErrorRecord
-from hpcinit.facts.errors import BringUpError, HpcinitError, RequestError
+from hpcinit.facts.errors import BringUpError, HpcinitError, RequestError, TrainingHang
 from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Program, Spec
 from hpcinit.facts.timeouts import TimeoutLaw, left_of_job
@@ -133,7 +133,9 @@ def _script(path: Path) -> Callable[[], None]:
     try:
         source = path.read_bytes()
     except OSError as error:
-        raise RequestError(f"cannot read {file}: {error.strerror}; is it shared with this node?") from None
+        raise RequestError(
+            f"cannot read {file}: {error.strerror}; is it shared with this node?", quoted=error.strerror or ""
+        ) from None
 
     def start() -> None:
         main = types.ModuleType("__main__")
@@ -168,7 +170,8 @@ def _command(program: Program) -> int:
     try:
         os.execvp(program.target, [program.target, *program.args])
     except OSError as error:
-        raise RequestError(f"cannot run {program.target!r}: {error.strerror}; looked for it on PATH") from None
+        said = f"cannot run {program.target!r}: {error.strerror}; looked for it on PATH"
+        raise RequestError(said, quoted=error.strerror or "") from None
 
 
 def _status(error: SystemExit) -> int:
@@ -204,6 +207,7 @@ def record(error: BaseException, world: World) -> None:
         step=step,
         job=world.job,
         monotonic=time.monotonic(),
+        **_fields(error),
     )
     below = Path(folder) / runfolder.ERRORS
 
@@ -214,6 +218,15 @@ def record(error: BaseException, world: World) -> None:
     # The disk may be what failed; the traceback is in the log all the same.
     reports.later(f"the error record {document.name}", write, keep_first=True)
     reports.flush()
+
+
+def _fields(error: BaseException) -> dict[str, Any]:
+    """The fields of a record that only errors of hpcinit have."""
+    if not isinstance(error, HpcinitError):
+        return {}
+    names = ("kind", "rank_at_fault", "host_at_fault", "quoted")
+    hang = error.report if isinstance(error, TrainingHang) else None
+    return {**{name: getattr(error, name) for name in names}, "hang": hang}
 
 
 def _forget(world: World) -> None:

@@ -86,15 +86,15 @@ def _with_ports_for_a_door(world: World) -> World:
 
 def _open_door(places: list[str], open_at: Callable[[str], Door]) -> Door:
     """At the first of rank 0's addresses that is one of this node."""
-    problems = []
+    problems: list[BringUpError] = []
     for place in places:
         try:
             return open_at(place)
         except Refused:
             raise  # another process is rank 0: no other address changes that
         except BringUpError as error:
-            problems.append(str(error))
-    raise BringUpError("\n".join(problems))
+            problems.append(error)
+    raise BringUpError("\n".join(map(str, problems)), quoted="\n".join(one.quoted for one in problems))
 
 
 def leave(error: str = "") -> None:

@@ -67,7 +67,9 @@ def _torchruns(world: World, timeout: timedelta) -> Store:
     except (DistError, OSError) as error:
         where = f"{world.master_addr}:{world.master_ports[0]}"
         first = str(error).partition("\n")[0]
-        raise BringUpError(f"rank {world.rank} could not reach torchrun's store at {where}: {first}") from error
+        raise BringUpError(
+            f"rank {world.rank} could not reach torchrun's store at {where}: {first}", quoted=first
+        ) from error
     return PrefixStore(f"hpcinit/{world.job}/{_rounds}", store)
 
 

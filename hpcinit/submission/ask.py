@@ -57,7 +57,7 @@ def test_only(script: Path, env: Mapping[str, str], options: Sequence[str] = ())
             f"Slurm could not start it now: {said.splitlines()[-1]}; {missing}, so the job is submitted to wait"
         )
         return ""
-    raise refusal.error(f"sbatch --test-only: {said}", text, "if Slurm would take it all the same: test_only=false; ")
+    raise refusal.error(f"sbatch --test-only: {said}", text, "if Slurm would take it all the same: test_only=false")
 
 
 def expectation(start: str, nodes: str, now: datetime) -> str:

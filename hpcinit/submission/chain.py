@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hpcinit.config.schema import Config
+from hpcinit.facts.errors import SubmitError
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,13 @@ def hand_over(submit: Callable[..., tuple[str, Sequence[str]]], config: Config) 
             # On sbatch's command line, where it takes the place of the script's own: the first alone waits for others.
             job_id, _ = submit(f"--dependency=afterany:{jobs[-1]}" + ",singleton" * config.singleton)
         except (Exception, KeyboardInterrupt) as error:  # the jobs before this one exist, whatever has happened
-            return Links(jobs, command, _missing(str(error) or "interrupted", jobs, config.chain))
+            said = error.problem if isinstance(error, SubmitError) else str(error)
+            return Links(jobs, command, _missing(said or "interrupted", jobs, config.chain))
         jobs.append(job_id)
     return Links(jobs, command)
 
 
-def _missing(error: str, jobs: Sequence[str], asked: int) -> str:
-    said = error.removesuffix("nothing was submitted").rstrip("; \n")
+def _missing(said: str, jobs: Sequence[str], asked: int) -> str:
     return (
         f"job {len(jobs) + 1} of a chain of {asked}: {said}\n"
         f"those before it stay in the queue ({', '.join(jobs)}): the run begins, with fewer jobs than were asked for; "

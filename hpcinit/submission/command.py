@@ -141,9 +141,8 @@ def _all(
         except SubmitError as error:
             if not request.combination:
                 raise
-            said = str(error).removesuffix("nothing was submitted").rstrip("; \n")
             left = number + isinstance(error, MaybeSubmitted)
-            raise type(error)(f"with {request.combination}: {said}{_others(requests, left)}") from None
+            raise type(error)(f"with {request.combination}: {error.problem}{_others(requests, left)}") from None
         if done.interrupted:
             run = shlex.quote(str(done.path))
             end = f"interrupted, but the job was submitted already; hpcinit cancel {run} ends it"

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from hpcinit.facts import ownership, runfolder, whole_file
-from hpcinit.facts.errors import SubmitError
+from hpcinit.facts.errors import NOTHING_SUBMITTED, SubmitError
 
 PRIVATE, PRIVATE_FILE = 0o700, 0o600
 
@@ -45,7 +45,7 @@ def claim(runs_dir: Path, name: str, below: Sequence[str] = (runfolder.LOGS, run
         try:
             ownership.make_folders(runs_dir)
             if said := ownership.of_runs_dir(runs_dir):
-                raise SubmitError(f"{said}; nothing was submitted")
+                raise SubmitError(said, NOTHING_SUBMITTED)
             path.mkdir(mode=PRIVATE)
             for inner in below:
                 (path / inner).mkdir(mode=PRIVATE)
@@ -72,7 +72,7 @@ def _refuse_strange_owner(path: Path, made: Path) -> None:
     access lists)."""
     if said := ownership.of_path(made, "its file system chooses the owner: choose another runs_dir=..."):
         discard(path)
-        raise SubmitError(f"{said}, or choose another runs_dir=...; nothing was submitted")
+        raise SubmitError(f"{said}, or choose another runs_dir=...", NOTHING_SUBMITTED)
 
 
 def fill(path: Path, files: Mapping[str, str]) -> None:
@@ -116,4 +116,4 @@ def cannot_write(path: Path, error: OSError) -> SubmitError:
         errno.EROFS: "the file system is read-only; choose another runs_dir=...",
         errno.EACCES: "you may not write there; choose another runs_dir=...",
     }.get(error.errno or 0, "choose another runs_dir=...")
-    return SubmitError(f"cannot write the run folder {path}: {error.strerror}; {do}; nothing was submitted")
+    return SubmitError(f"cannot write the run folder {path}: {error.strerror}; {do}", NOTHING_SUBMITTED)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from hpcinit.config.extra_options import OWNED
-from hpcinit.facts.errors import SubmitError
+from hpcinit.facts.errors import NOTHING_SUBMITTED, SubmitError
 
 # Limits of how many jobs may be in the queue, as sbatch names them (slurm_protocol_defs.c, job_reason_string; 22.05 to
 # 24.11): no line of the script is at fault. Whose limit it is, and the command that shows it.
@@ -73,7 +73,8 @@ KEYS = {
 
 def error(words: str, script: str, do: str = "") -> SubmitError:
     """Slurm's words, the lines of `script` that they are about, what to `do`, and that there is no job."""
-    return SubmitError(f"{words}\n{explain(words, script)}{do}nothing was submitted")
+    problem = f"{words}\n{explain(words, script)}{do}".rstrip("\n")
+    return SubmitError(problem, NOTHING_SUBMITTED, separator="; " if do else "\n")
 
 
 def explain(words: str, script: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from hpcinit.config.schema import Config
 from hpcinit.facts import runfolder, telling
-from hpcinit.facts.errors import RequestError, SubmitError
+from hpcinit.facts.errors import NOTHING_SUBMITTED, RequestError, SubmitError
 from hpcinit.submission import checkout
 
 MB = 10**6
@@ -169,7 +169,7 @@ def take(plan: Plan, folder: Path) -> dict[str, Any]:
         (folder / runfolder.CODE_DIFF).write_bytes(changed)
     except OSError as error:
         raise SubmitError(
-            f"snapshot=git: cannot copy {error.filename} into {folder}: {error.strerror}; nothing was submitted"
+            f"snapshot=git: cannot copy {error.filename} into {folder}: {error.strerror}", NOTHING_SUBMITTED
         ) from None
     if pointers:
         telling.warning(_pointers(pointers))
@@ -191,7 +191,8 @@ def _the_same(plan: Plan, sha256: str) -> dict[str, Any]:
         raise SubmitError(
             f"snapshot=git: the files in {plan.root} are not those that were submitted (sha256 {sha256[:12]}, recorded "
             f"{str(plan.before.get('sha256'))[:12]}): the job or somebody changed them; --fresh-code takes the "
-            "checkout as it is now; nothing was submitted"
+            "checkout as it is now",
+            NOTHING_SUBMITTED,
         )
     return {**plan.before, "from": str(plan.root)}
 

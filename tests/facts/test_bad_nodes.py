@@ -12,6 +12,7 @@ from hpcinit.facts import bad_nodes, causes, job_log, node_faults
 from hpcinit.facts.bad_nodes import ADDED, FORGOTTEN, NodeFailure
 from hpcinit.facts.error_records import ErrorRecord, Found
 from hpcinit.facts.evidence import Evidence
+from hpcinit.facts.hangs import HangReport, SilentNode
 from tests.facts.test_job_log import KILLED, LIMIT, LOST, OOM
 
 NOW = 1795267388.0
@@ -81,9 +82,8 @@ def test_a_node_that_goes_with_its_memory_is_not_blamed() -> None:
 
 def test_a_silent_node_is_blamed_where_several_ranks_went_silent_at_once() -> None:
     """A single rank may be stopped, or keep Python's lock: the program's own."""
-    line = "node n2 has said nothing for 75 s: {} ran there"
-    assert blamed(hang=["no step for 80 s", line.format("ranks 2-3")]) == [("n2", "no beats")]
-    assert blamed(hang=[line.format("rank 2")]) == []
+    assert blamed(hang=HangReport(silent_nodes=(SilentNode("n2", 75.0, (2, 3)),))) == [("n2", "no beats")]
+    assert blamed(hang=HangReport(silent_nodes=(SilentNode("n2", 75.0, (2,)),))) == []
 
 
 def test_last_words_of_a_rank_without_a_record() -> None:

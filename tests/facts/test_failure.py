@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import traceback
@@ -10,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.facts import causes, error_records, job_log
+from hpcinit.facts import causes, error_records, hangs, job_log
+from hpcinit.facts.beats import STOPPED
 from hpcinit.facts.error_records import ErrorRecord, Found
 from hpcinit.facts.evidence import Evidence, brief, clocks
 from hpcinit.facts.failure import judge
 from hpcinit.facts.hang_verdict import Culprit, HangVerdict
+from hpcinit.facts.hangs import ELSEWHERE, HangReport, StuckRank, Waiting
 from tests.facts.test_job_log import KILLED, LIMIT, LOST, OOM
 
 # As torch 2.13 with gloo writes it.
@@ -111,13 +114,22 @@ def test_cancelled_and_preempted() -> None:
 
 def test_a_hang_that_somebody_ended() -> None:
     """The report names the rank that the others wait for; the end that Slurm tells of is not the cause."""
-    report = ("no step for 12 s", "ranks 0,2-3 wait in all_reduce, called at train.py:13 in <module>",
-              "rank 1 on n1 cannot be asked: process 9 is stopped (SIGSTOP, or a debugger)")  # fmt: skip
+    report = HangReport(
+        rank=1,
+        host="n1",
+        state=STOPPED,
+        silent_s=12.0,
+        last_steps=((4, (0, 1, 2, 3)),),
+        waiting=(Waiting((0, 2, 3), "all_reduce", "train.py:13 in <module>"),),
+        stuck=(StuckRank(1, "n1", 9, STOPPED),),
+    )
     verdict = judge(Evidence("TIMEOUT", log=job_log.read(LIMIT), hang=report))
     assert verdict.headline.startswith("the training hung: rank 1 on n1 cannot be asked: process 9 is stopped")
-    assert (verdict.rank, verdict.kind, verdict.evidence) == (1, "hang", report[:2])
-    ended = told(0, "hpcinit.facts.errors.Failure: the training hangs: " + "; ".join(report))
-    assert judge(Evidence("FAILED", found=(ended,))).headline == verdict.headline
+    assert (verdict.rank, verdict.host, verdict.kind) == (1, "n1", "hang")
+    assert verdict.evidence == report.lines()[:2] and "somebody stopped that process" in verdict.do
+    record = replace(told(0, "the training hangs").record, kind="hang", hang=json.loads(report.to_json()))
+    alone = judge(Evidence("FAILED", found=(Found(record, T),)))
+    assert (alone.headline, alone.rank, alone.do) == (verdict.headline, 1, verdict.do)
 
 
 def test_an_exit_status_without_a_record() -> None:
@@ -249,9 +261,12 @@ def test_a_collective_that_timed_out_has_the_flight_recorders_culprit() -> None:
     assert (verdict.headline, verdict.rank, verdict.host) == (f"a collective hung: {line}", 1, "n1")
     assert verdict.kind == "hang" and verdict.flight == found and "torchfrtrace" in verdict.do
     hang = judge(
-        Evidence("FAILED", hang=("rank 1 on n1 has not come to a collective: it is at train.py:9",), flight=found)
+        Evidence(
+            "FAILED", hang=HangReport(1, "n1", stuck=(StuckRank(1, "n1", 9, ELSEWHERE, "train.py:9"),)), flight=found
+        )
     )
-    assert hang.headline.startswith("the training hung: rank 1") and hang.evidence == (f"flight recorder: {line}",)
+    assert hang.headline.startswith("the training hung: rank 1")
+    assert hang.evidence == ("no rank has told a step yet", f"flight recorder: {line}")
 
 
 def test_a_bus_error_is_a_disk() -> None:
@@ -259,3 +274,89 @@ def test_a_bus_error_is_a_disk() -> None:
     verdict = judge(Evidence("FAILED", log=job_log.read("srun: error: n2: task 1: Bus error\n")))
     assert verdict.headline == "rank 1 on n2 was ended by a signal (Bus error) first"
     assert "look at /tmp, TMPDIR and /dev/shm on that node (df -h" in verdict.do and "data loader" not in verdict.do
+
+
+def test_errors_of_hpcinit_are_known_by_their_fields() -> None:
+    """A consequence of another rank's failure by its kind; a cause by what the message quotes, or else by its kind."""
+    lost = replace(told(0, "words").record, kind="peer-lost", rank_at_fault=2)
+    assert causes.is_secondary(lost) and causes.secondary_name(lost) == "died during start-up"
+    late = replace(lost, kind="start-up")
+    assert not causes.is_secondary(late) and causes.of_record(late)[0] == "start-up"
+    quotes = replace(lost, kind="program", error="cannot write", quoted="[Errno 28] No space left on device")
+    assert causes.of_record(quotes)[0] == "disk"
+    assert causes.is_secondary(replace(quotes, quoted=CLOSED))
+    ours = replace(lost, kind="program", error="Connection closed by peer; No space left on device", quoted="")
+    assert not causes.is_secondary(ours) and causes.of_record(ours)[0] == "program"
+    assert causes.of_record(replace(ours, kind="of a later version"))[0] == "program"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": 7},
+        {"quoted": None},
+        {"time": "now"},
+        {"rank": None},
+        {"rank_at_fault": "2"},
+        {"hang": ["no mapping"]},
+        {"host": []},
+    ],
+)
+def test_a_record_with_values_of_other_types_is_left_out(tmp_path: Path, change: dict[str, object]) -> None:
+    """Whoever wrote it, no reader gets a value that it does not expect; keys of later versions do no harm."""
+    document = json.loads(told(3, "ValueError: x").record.to_json())
+    (tmp_path / "rank-3.json").write_text(json.dumps({**document, "of_a_later_version": 1}))
+    assert [one.record.rank for one in error_records.read(tmp_path)] == [3]
+    (tmp_path / "rank-3.json").write_text(json.dumps({**document, **change}))
+    assert list(error_records.read(tmp_path)) == []
+
+
+WHOLE = HangReport(
+    rank=2,
+    host="n2",
+    state=STOPPED,
+    silent_s=90.25,
+    last_steps=((41, (0, 1)), (42, (2,))),
+    waiting=(Waiting((0, 1), "all_reduce", "train.py:57 in step"),),
+    unheard=(5, 6),
+    silent_nodes=(hangs.SilentNode("n4", 500.0, (3, 4)),),
+    stuck=(StuckRank(2, "n2", 72, STOPPED),),
+)
+
+
+def test_the_report_of_a_hang_is_read_back_as_it_was_written() -> None:
+    assert hangs.from_document(json.loads(WHOLE.to_json())) == WHOLE
+    assert hangs.from_document({"rank": 1, "of_a_later_version": {}}) == HangReport(rank=1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        '{"rank": ',
+        "[]",
+        "7",
+        '{"rank": "2"}',
+        '{"host": 7}',
+        '{"silent_s": "long"}',
+        '{"stuck": [7]}',
+        '{"stuck": 7}',
+        '{"last_steps": [[1]]}',
+        '{"waiting": [{"ranks": "0-3"}]}',
+        '{"silent_nodes": [{"host": null}]}',
+        '{"unheard": 5}',
+        '{"text": [1]}',
+        "[" * 100_000,
+    ],
+)
+def test_a_torn_report_of_a_hang_costs_its_fields_only(tmp_path: Path, text: str) -> None:
+    """Its text is shown, as that of a version that wrote no fields; where that is missing too there is no report."""
+    folder = tmp_path / "hang/5.0.0"
+    folder.mkdir(parents=True)
+    (folder / hangs.RECORD).write_text(text)
+    assert hangs.left(tmp_path, "5", 0) is None
+    (folder / hangs.REPORT).write_text("no step for 90 s\nrank 2 on n2 is stopped\n")
+    found = hangs.left(tmp_path, "5", 0)
+    assert found is not None and found.lines() == ("no step for 90 s", "rank 2 on n2 is stopped")
+    verdict = judge(Evidence("FAILED", hang=found))
+    assert (verdict.headline, verdict.kind, verdict.rank) == ("the training hung: no step for 90 s", "hang", None)

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from hpcinit.facts import hangs
 from hpcinit.facts.beats import Beat, Node
+from hpcinit.facts.hangs import HangReport
 from hpcinit.observe import overview, progress, sweep, table, view
 from hpcinit.observe.state import State
 
@@ -66,10 +68,15 @@ def test_an_odd_progress_is_none(tmp_path: Path, text: str) -> None:
     assert (progress.read(tmp_path), progress.line(tmp_path)) == ({}, "")
 
 
-REPORT = """no step for 9 s; last told: step 3 by ranks 0-1
-rank 0 waits in all_reduce, called at train.py:12 in <module>
-rank 1 on n2 has not come to a collective: it is at train.py:11 in <module>
-"""
+REPORT = HangReport(
+    rank=1,
+    host="n2",
+    state=hangs.ELSEWHERE,
+    silent_s=9.0,
+    last_steps=((3, (0, 1)),),
+    waiting=(hangs.Waiting((0,), "all_reduce", "train.py:12 in <module>"),),
+    stuck=(hangs.StuckRank(1, "n2", 7, hangs.ELSEWHERE, "train.py:11 in <module>"),),
+)
 
 
 def shown_everywhere(path: Path, now: State) -> tuple[list[str], str, str]:
@@ -90,12 +97,12 @@ def test_a_hang(tmp_path: Path) -> None:
     training(tmp_path, 5)
     running = replace(RUNNING, restart=1)
     (tmp_path / "hang/77.0.0").mkdir(parents=True)
-    (tmp_path / "hang/77.0.0/report.txt").write_text("rank 5 on n1 cannot be asked: of an attempt before\n")
+    (tmp_path / "hang/77.0.0" / hangs.RECORD).write_text(HangReport(text=("of an attempt before",)).to_json())
     assert shown_everywhere(tmp_path, running) == ([], "", "")
     (tmp_path / "hang/77.0.1").mkdir()
-    (tmp_path / "hang/77.0.1/report.txt").write_text(REPORT)
+    (tmp_path / "hang/77.0.1" / hangs.RECORD).write_text(REPORT.to_json())
     who = "the training hangs: rank 1 on n2 has not come to a collective: it is at train.py:11 in <module>"
-    assert shown_everywhere(tmp_path, running) == (REPORT.splitlines(), "", who)
+    assert shown_everywhere(tmp_path, running) == (list(REPORT.lines()), "", who)
     assert shown_everywhere(tmp_path, replace(running, name="CANCELLED")) == ([], "", "")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hpcinit.facts import causes
 from hpcinit.facts.errors import CheckpointError, RequestError
 from hpcinit.runtime.checkpoint import folder as of_steps
 from hpcinit.runtime.checkpoint import owner as owners
@@ -186,12 +187,13 @@ BEGIN = """
         from hpcinit.runtime import checkpoint
         from hpcinit.runtime.checkpoint import content, removal
         from tests.runtime.checkpointing import Program, zero
-        run, found = hpcinit.init(deepspeed=True), {}
+        run, found, quoted = hpcinit.init(deepspeed=True), {}, []
         ddp, plain = Training("ddp"), Layout()
         def error(work):
             try:
                 return repr(work())
             except hpcinit.HpcinitError as error:
+                quoted.append(error.quoted)
                 return f"{type(error).__name__}: {error}"
         def restamp(step):
             # Record the files as they are now, as if what a test made of them had been written.
@@ -242,7 +244,7 @@ def test_a_full_disk(small: Path, tmp_path: Path) -> None:
             old = Program(run, plain, training)
             loaded = [old.load(folder).step, old.save(folder, 3, keep=1).name]
             torch.distributed.barrier()
-            found[name] = [refused, loaded, names(folder)]
+            found[name] = [refused, loaded, names(folder), quoted[-1]]
             torch.distributed.barrier()
             if run.rank == 0:
                 shutil.rmtree(folder)
@@ -251,7 +253,8 @@ def test_a_full_disk(small: Path, tmp_path: Path) -> None:
     for found, output in two_ranks(code, tmp_path, SMALL=str(small)):
         print(found)
         assert set(found) == {"ddp", "zero 1", "zero 3"}
-        for name, ((refused, after), loaded, at_last) in found.items():
+        for name, ((refused, after), loaded, at_last, quoted) in found.items():
+            assert causes.kind(quoted)[0] == "disk", "what `hpcinit why` reads of it, on the rank that did not fail too"
             assert refused.startswith(f"CheckpointError: step 2 was not saved in {small / name}: rank "), output
             assert refused.endswith("; 0.0 GB are free there; step-00000001 is the newest")
             assert after == ["step-00000001"]

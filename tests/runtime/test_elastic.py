@@ -39,7 +39,7 @@ until = partial(waiting.until, timeout_s=60, pause_s=0.05)
 
 T = TypeVar("T")
 WHY = Restart("43.0.0", 1, 100.0, 3, "n2", "Killed")
-ECHO = Restart("43.0.0", 1, 99.0, 0, "n1", "Exited with exit code 1", "RuntimeError: Connection closed by peer")
+ECHO = Restart("43.0.0", 1, 99.0, 0, "n1", "Exited with exit code 1", "RuntimeError: x", secondary=True)
 SPEC = Spec("x", "local", 2, 2, Program("script", "x.py"), "/", "nonce")
 
 

@@ -52,15 +52,22 @@ def report(folder: Path) -> str:
     return next((path.read_text() for path in folder.glob(f"hang/*/{hangs.REPORT}")), "")
 
 
+def lines_of(*given: object, **more: object) -> tuple[str, ...]:
+    return hangs.report(*given, **more).lines()  # type: ignore[arg-type]
+
+
 def test_the_rank_that_does_not_come_is_named(folder: Path) -> None:
     """The others wait in all_reduce, it is in a function of the program's; when it comes at last all goes on."""
     with ranks(TRAIN + END, 3, folder) as found:
         until(lambda: report(folder).count("\n") >= 3)
         text = report(folder)
         nodes = [plain_files.read(path) for path in folder.glob(f"hang/*/{hangs.NODE}")]
+        (record,) = (json.loads(path.read_text()) for path in folder.glob(f"hang/*/{hangs.RECORD}"))
         (folder / "go").touch()
         ends = [rank.end() for rank in found]
     assert [status for status, _ in ends] == [0, 0, 0], ends
+    assert hangs.from_document(record).lines() == tuple(text.splitlines())
+    assert (record["rank"], record["state"]) == (2, hangs.ELSEWHERE)
     assert "no step for " in text and "last told: step 19 by ranks 0-2" in text
     assert "ranks 0-1 wait in all_reduce, called at <string>:16 in <module>" in text
     assert "has not come to a collective: it is at <string>:12 in read" in text and "rank 2 on " in text
@@ -134,7 +141,7 @@ def test_a_stack_is_read() -> None:
 )
 def test_ranks_that_cannot_be_asked(state: str, words: str) -> None:
     """Each with what its node sees of it."""
-    lines = hangs.report([Node("n1", 100.0, (Beat(0, 7, 3, 9.0, state),))], {}, now_s=100.0, size=1)
+    lines = lines_of([Node("n1", 100.0, (Beat(0, 7, 3, 9.0, state),))], {}, now_s=100.0, size=1)
     assert lines[0] == "no step for 9 s; last told: step 3 by rank 0"
     assert lines[1].startswith("rank 0 on n1 cannot be asked: ") and words in lines[1]
 
@@ -146,8 +153,8 @@ def test_a_node_that_says_nothing_is_named(tmp_path: Path) -> None:
     (tmp_path / "n3.json").write_text('{"host": ')
     (tmp_path / "n4.json").write_text(json.dumps({"host": "n4"}))
     assert beats.read(tmp_path) == [node]
-    assert "node n2 has said nothing for 500 s: ranks 2-3 ran there" in hangs.report([node], {}, now_s=1500.0, size=4)
-    assert hangs.report([], {}, now_s=0.0, size=0) == ["no rank has told a step yet"]
+    assert "node n2 has said nothing for 500 s: ranks 2-3 ran there" in lines_of([node], {}, now_s=1500.0, size=4)
+    assert lines_of([], {}, now_s=0.0, size=0) == ("no rank has told a step yet",)
 
 
 def test_a_node_that_is_frozen_whole_is_named_at_once() -> None:
@@ -155,14 +162,14 @@ def test_a_node_that_is_frozen_whole_is_named_at_once() -> None:
     with a young word, or with one rank, which may be what is stopped, is not taken for frozen."""
     well, ill = (Beat(2, 7, 3, 9.0), Beat(3, 8, 3, 9.0)), (Beat(2, 7, 3, 9.0, "stopped"), Beat(3, 8, 3, 9.0))
     frozen = "node n2 has said nothing for 16 s: ranks 2-3 ran there"
-    assert frozen in hangs.report([Node("n2", 1000.0, well)], {}, 1016.0, 4, fresh_s=15.0)
+    assert frozen in lines_of([Node("n2", 1000.0, well)], {}, 1016.0, 4, fresh_s=15.0)
     for node, now_s, stacks in (
         (Node("n2", 1000.0, well), 1014.0, {}),
         (Node("n2", 1000.0, ill), 1016.0, {}),
         (Node("n2", 1000.0, well[:1]), 1016.0, {}),
         (Node("n2", 1000.0, well), 1016.0, {3: hangs.Place("", "")}),
     ):
-        lines = hangs.report([node], stacks, now_s, 4, fresh_s=15.0)
+        lines = lines_of([node], stacks, now_s, 4, fresh_s=15.0)
         assert not any("has said nothing" in line for line in lines)
         assert any(line.startswith("rank 2 on n2 cannot be asked: ") for line in lines)
 
@@ -170,12 +177,12 @@ def test_a_node_that_is_frozen_whole_is_named_at_once() -> None:
 def test_ranks_of_which_nothing_is_known_are_named() -> None:
     """Neither a word of their node nor a stack: a node that was frozen before it wrote its first."""
     node = Node("n1", 100.0, (Beat(0, 7, 3, 9.0),))
-    lines = hangs.report([node], {0: hangs.Place("all_reduce", "train.py:9 in step")}, now_s=100.0, size=3)
-    assert lines[1:] == [
+    lines = lines_of([node], {0: hangs.Place("all_reduce", "train.py:9 in step")}, now_s=100.0, size=3)
+    assert lines[1:] == (
         "rank 0 waits in all_reduce, called at train.py:9 in step",
         "ranks 1-2 have never said anything",
-    ]
-    assert "rank 1 has never said anything" in hangs.report([node], {}, now_s=100.0, size=2)
+    )
+    assert "rank 1 has never said anything" in lines_of([node], {}, now_s=100.0, size=2)
 
 
 def test_the_host_at_fault_is_the_first_that_the_report_names() -> None:
@@ -192,8 +199,9 @@ def test_the_host_at_fault_is_the_first_that_the_report_names() -> None:
         ([first, second], dict.fromkeys(range(4), waits), ""),
         ([], {}, ""),
     ):
-        assert hangs.host_at_fault(nodes, stacks, 1001.0) == host
-        lines = " ".join(hangs.report(nodes, stacks, 1001.0, 4))
+        found = hangs.report(nodes, stacks, 1001.0, 4)
+        assert found.host == host
+        lines = " ".join(found.lines())
         assert bool(host) == bool(re.search(rf"(rank \d+ on|node) {host or 'n'}", lines))
 
 

@@ -128,8 +128,9 @@ def _save(
         winner = owners.taken_by(folder, unfinished.owner) if unfinished else None
         text = _undone(folder, unfinished, step, error)
         if unfinished and winner:  # it may have removed the unfinished step, so that a restart would not help
-            raise RequestError(f"{text}; {owners.lost(folder, unfinished.owner, winner)}") from error
-        raise CheckpointError(text) from error
+            lost = owners.lost(folder, unfinished.owner, winner)
+            raise RequestError(f"{text}; {lost}", quoted=error.quoted) from error
+        raise CheckpointError(text, quoted=error.quoted) from error
     except RequestError:
         _clear(unfinished)
         raise

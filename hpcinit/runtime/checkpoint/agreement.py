@@ -64,16 +64,19 @@ def on_rank_0(work: Callable[[], T]) -> T:
 
 def gather(value: T | None, error: BaseException | None) -> list[T]:
     """The values of all ranks. Raises as everywhere() does."""
-    said = None if error is None else (socket.gethostname(), words(error), isinstance(error, RequestError))
+    said = (
+        None if error is None else (socket.gethostname(), words(error), isinstance(error, RequestError), quoted(error))
+    )
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (value, said), group())
     failed = [(rank, *said) for rank, (_, said) in enumerate(told) if said]
     if failed:
-        rank, host, text, asked = failed[0]
+        rank, host, text, asked, theirs = failed[0]
         if asked:
-            raise RequestError(text) from error
+            raise RequestError(text, quoted=theirs) from error
         others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        raise CheckpointError(f"rank {rank} on {host}{others}: {text}") from error
+        message = f"rank {rank} on {host}{others}: {text}"
+        raise CheckpointError(message, rank_at_fault=rank, host_at_fault=host, quoted=theirs) from error
     return [value for value, _ in told]
 
 
@@ -81,4 +84,9 @@ def words(error: BaseException) -> str:
     """One line: torch's own errors go on with a stack of C++ frames."""
     if isinstance(error, HpcinitError):
         return str(error)
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return f"{type(error).__name__}: {quoted(error)}"
+
+
+def quoted(error: BaseException) -> str:
+    """What words() has of another program's message."""
+    return error.quoted if isinstance(error, HpcinitError) else str(error).strip().partition(chr(10))[0]

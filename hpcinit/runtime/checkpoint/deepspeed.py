@@ -154,7 +154,7 @@ def _converter(path: Path, saved: Description) -> Iterator[bool]:
             process.wait()
         if process.returncode:
             last = "\n  ".join(log.read_text(errors="replace").splitlines()[-4:])
-            raise CheckpointError(f"ds_to_universal ended with {process.returncode} for {path}:\n  {last}")
+            raise CheckpointError(f"ds_to_universal ended with {process.returncode} for {path}:\n  {last}", quoted=last)
         for inner, _, names in os.walk(made):
             for name in [".", *names]:
                 of_steps.sync(Path(inner, name))

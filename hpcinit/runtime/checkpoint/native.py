@@ -42,7 +42,9 @@ def load(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
     try:
         state_dict_loader.load(state, storage_reader=FileSystemReader(folder / FOLDER), process_group=agreement.group())
     except CheckpointException as error:
-        raise CheckpointError(f"{folder} does not fit this model and optimizer: {_told(error)}") from error
+        told = _told(error)
+        message = f"{folder} does not fit this model and optimizer: {told}"
+        raise CheckpointError(message, quoted=told.quoted) from error
     set_state_dict(
         model,
         optimizer or [],
@@ -60,4 +62,5 @@ def _state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
 def _told(error: CheckpointException) -> CheckpointError:
     """The first failed rank's own words, without the stacks of all of them."""
     rank, (cause, _) = min(error.failures.items())
-    return CheckpointError(f"rank {rank}: {type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}")
+    first = str(cause).strip().partition(chr(10))[0]
+    return CheckpointError(f"rank {rank}: {type(cause).__name__}: {first}", quoted=first)

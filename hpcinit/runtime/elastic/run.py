@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from hpcinit.facts import elastic, error_records, job_log, reports, runfolder, timeline
+from hpcinit.facts import causes, elastic, error_records, job_log, reports, runfolder, timeline
 from hpcinit.facts.elastic import Restart
 from hpcinit.facts.evidence import brief
 from hpcinit.facts.launchers.torchrun import ENV_AGENT
@@ -96,6 +96,7 @@ class Node:
             how=job_log.how(status),
             error=brief(record.error) if record else "",
             step=elastic.furthest(self._folder),
+            secondary=bool(record and causes.is_secondary(record)),
         )
 
     def _begin(self, why: Restart) -> None:

@@ -15,9 +15,10 @@ import threading
 import time
 from pathlib import Path
 
-from hpcinit.facts import beats, hangs, plain_files, reports, scratch, whole_file
+from hpcinit.facts import beats, hangs, reports, scratch, whole_file
 from hpcinit.facts.beats import FRESH_PERIODS, Beat, Node
-from hpcinit.facts.errors import Failure
+from hpcinit.facts.errors import TrainingHang
+from hpcinit.facts.hangs import HangReport
 from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Hang
 from hpcinit.facts.world import World
@@ -32,7 +33,7 @@ TABLE = "beats"  # of the ranks of a node, in their folder on its own disk
 PERIOD_S = 5.0
 PATIENCE = 5  # a silence is none before it is so many times as long as the longest between two steps so far
 SETTLE_PERIODS = 2  # until the other ranks have left their stacks too
-STATES = {"T": "stopped", "t": "stopped", "D": "in the kernel"}  # of /proc/PID/stat, proc(5)
+STATES = {"T": beats.STOPPED, "t": beats.STOPPED, "D": beats.IN_KERNEL}  # of /proc/PID/stat, proc(5)
 
 
 class Heartbeat:
@@ -143,7 +144,8 @@ class Heartbeat:
             if self._dumped:
                 self._dumped, self._reported = 0.0, False
                 say(f"rank {self._world.rank} goes on")
-                for path in (self._stack(), self._hang / hangs.REPORT, self._hang / hangs.NODE):
+                files = (self._hang / name for name in (hangs.RECORD, hangs.NODE, hangs.REPORT))
+                for path in (self._stack(), *files):
                     path.unlink(missing_ok=True)
             return
         if not self._dumped:
@@ -164,17 +166,15 @@ class Heartbeat:
 
     def _report(self, silent: float) -> None:
         """By the rank that comes first; then, where it is asked for, the end of this one."""
-        path = self._hang / hangs.REPORT
         fresh_s = FRESH_PERIODS * self._period
-        told, stacks, now_s = beats.read(self._beats), hangs.places(self._hang), time.time()
-        lines = hangs.report(told, stacks, now_s, self._world.world_size, fresh_s)
-        if not path.exists() and (host := hangs.host_at_fault(told, stacks, now_s, fresh_s)):
-            with contextlib.suppress(OSError):  # before the report, which the batch script looks for
-                plain_files.write(self._hang / hangs.NODE, {"node": host})
-        if not self._reported and _is_first(path, "\n".join(lines) + "\n"):
+        told, stacks = beats.read(self._beats), hangs.places(self._hang)
+        report = hangs.report(told, stacks, time.time(), self._world.world_size, fresh_s)
+        if not self._reported and _is_first(self._hang, report):
+            lines = report.lines()
             say("the training hangs: " + "\n  ".join(lines))
             if self._asked.action == "end":
-                program.record(Failure("the training hangs: " + "; ".join(lines)), self._world)
+                message = "the training hangs: " + "; ".join(lines)
+                program.record(TrainingHang(message, report.document()), self._world)
         self._reported = True
         if self._asked.action == "end":
             say(f"rank {self._world.rank} ends after {silent:.0f} s without a step (hang.action=end)")
@@ -183,16 +183,20 @@ class Heartbeat:
             os._exit(hangs.HUNG)
 
 
-def _is_first(path: Path, text: str) -> bool:
+def _is_first(folder: Path, report: HangReport) -> bool:
     """Write the report of a hang, which the first rank does for all. Where the disk is full, none can know which rank
     is the first, and each reports."""
-    try:
-        with path.open("x") as file:
-            file.write(text)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        say(f"warning: {path} cannot be written: {error}")
+    # The report last: the batch script looks for it, and for what is beside it then.
+    node = {hangs.NODE: f"node {report.host}\n"} if report.host else {}
+    text = "".join(f"{line}\n" for line in report.lines())
+    for name, content in {hangs.RECORD: report.to_json(), **node, hangs.REPORT: text}.items():
+        try:
+            with (folder / name).open("x" if name == hangs.RECORD else "w") as file:
+                file.write(content)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            say(f"warning: {folder / name} cannot be written: {error}")
     return True
 
 
@@ -202,8 +206,8 @@ def _state(pid: int) -> str:
         # The name in the second field may hold blanks and brackets; the state follows the last ')'.
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
     except OSError:
-        return "gone"
-    return "gone" if state in "ZX" else STATES.get(state, "mute")
+        return beats.GONE
+    return beats.GONE if state in "ZX" else STATES.get(state, beats.MUTE)
 
 
 def _write(path: Path, text: str) -> None:

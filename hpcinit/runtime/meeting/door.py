@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hpcinit.facts import failure_kinds as kinds
 from hpcinit.facts import hosts
 from hpcinit.facts.saying import say
 from hpcinit.facts.world import World
 from hpcinit.runtime.meeting import card, clock, listening, wire
 from hpcinit.runtime.meeting.callers import Caller, Callers
+from hpcinit.runtime.meeting.failure import StartupFailure
 from hpcinit.runtime.meeting.knocking import SAME_SECRET, SAME_VERSION, Claim
 from hpcinit.runtime.meeting.party import Party
 from hpcinit.runtime.meeting.roll import PHASES, Guest, Roll
@@ -46,7 +48,7 @@ class Door(Party):
         self.roll = Roll(world.world_size, world.hosts)
         self.roll.enter(Guest(0, **card.identity()))
         self._inside: dict[Caller, None] = {}  # the ranks that were let in; changed and walked under _changed
-        self._told: dict[str, tuple[float, str]] = {}  # by phase: when, and who was missing
+        self._told: dict[str, tuple[float, StartupFailure]] = {}  # by phase: when, and who was missing
         self._claim = Claim(0, key, job, made_of, nat)
         self._reported: set[str] = set()  # what was printed once and is not to be printed again
         self._said_store = self._closing = self._waited_long = False
@@ -86,14 +88,14 @@ class Door(Party):
         with self._changed:
             self._on_failure = None
             guest = self.roll.guests[0]
-            if not guest.reached("up") and not self.failure:
+            if not guest.reached("up") and not self._failure:
                 guest.error, guest.gone = error[: wire.LONGEST_ERROR], True
-                self._fail(self.roll.lost())
+                self._fail(self._lost())
 
     def tell_the_late(self) -> None:
         deadline = time.monotonic() + LATE_S
         with self._changed:
-            if not self.failure or self._waited_long or self._all_have_been_here():
+            if not self._failure or self._waited_long or self._all_have_been_here():
                 return
             say(f"up to {LATE_S:g} s for those who come now: {self.failure}")
             while not self._all_have_been_here() and (left := deadline - time.monotonic()) > 0:
@@ -118,11 +120,22 @@ class Door(Party):
     def _still_waiting(self, phase: str) -> None:
         say(f"waiting: {self.missing(phase)}")
 
-    def _too_late(self, phase: str) -> str:
+    def _too_late(self, phase: str) -> StartupFailure:
         with self._changed:
             self._waited_long = True
-            self._fail(self.missing(phase))
-            return self.failure
+            self._fail(self._missing(phase))
+            assert self._failure is not None
+            return self._failure
+
+    def _missing(self, phase: str) -> StartupFailure:
+        rank, host = self.roll.first_missing(phase)
+        return StartupFailure(self.missing(phase), kinds.START_UP, rank, host)
+
+    def _lost(self) -> StartupFailure:
+        """The first rank that died; false where none did."""
+        first = next(iter(self.roll.dead()), None)
+        where = (first.rank, first.host) if first else (None, "")
+        return StartupFailure(self.roll.lost(), kinds.PEER_LOST, *where)
 
     # --- in the thread of the callers
 
@@ -146,7 +159,7 @@ class Door(Party):
             if not wire.same(message.get("proof"), proof):
                 raise wire.NotOurs("no proof")
             pid, made_of = wire.integer(message, "pid", 0, 2**31), message.get("made_of")
-            guest = Guest(rank, wire.text(message, "host", 255), pid)
+            guest = Guest(rank, wire.text(message, "host", wire.LONGEST_HOST), pid)
             self._register(caller, guest, made_of if isinstance(made_of, dict) else {})
 
     def _challenge(self, caller: Caller, message: dict[str, Any]) -> None:
@@ -170,7 +183,8 @@ class Door(Party):
             if "phase" in message:
                 self.roll.move(guest, wire.choice(message, "phase", PHASES))
             if "who" in message:
-                caller.send({"missing": self._recently_missing(wire.choice(message, "who", PHASES))})
+                missing = self._recently_missing(wire.choice(message, "who", PHASES))
+                caller.send(missing.fields("missing"))
             if "error" in message:
                 guest.error = wire.text(message, "error", wire.LONGEST_ERROR)
         except wire.NotOurs as error:
@@ -207,11 +221,12 @@ class Door(Party):
         self.roll.enter(guest)
         self._inside[caller] = None
         caller.send({"welcome": self.program_port, **clock.stamp(caller.heard)})
-        if self.failure:
-            caller.send({"failed": self.failure})
+        if self._failure:
+            caller.send(self._failure.fields("failed"))
         if different := card.differences(self._claim.made_of, made_of):
             told = ", ".join(different)[: wire.LONGEST_ERROR]
-            self._fail(f"rank {guest.rank} on {guest.host} is not made like rank 0: {told}")
+            text = f"rank {guest.rank} on {guest.host} is not made like rank 0: {told}"
+            self._fail(StartupFailure(text, kinds.PROGRAM, guest.rank, guest.host))
 
     def _react(self) -> None:
         """What follows from what has changed; under the lock."""
@@ -239,13 +254,13 @@ class Door(Party):
         if caller.guest is not None and isinstance(error, wire.NotOurs):
             caller.guest.error = caller.guest.error or f"it sent something that is no message: {error}; {SAME_VERSION}"
 
-    def _fail(self, reason: str) -> None:
-        if not self.failure:
-            self.failure = reason
-            self._send_all({"failed": reason})
+    def _fail(self, reason: StartupFailure) -> None:
+        if not self._failure:
+            self._failure = reason
+            self._send_all(reason.fields("failed"))
             self._changed.notify_all()
             if self._on_failure:
-                self._on_failure(reason)
+                self._on_failure(reason.message)
 
     def _lose(self, caller: Caller) -> None:
         with self._changed:
@@ -260,14 +275,15 @@ class Door(Party):
 
     def _mourn(self, guest: Guest) -> None:
         guest.gone = True
-        if not self.failure:  # else all others leave too, and who was first is told already
-            self._fail(self.roll.lost())
+        if not self._failure:  # else all others leave too, and who was first is told already
+            self._fail(self._lost())
 
-    def _recently_missing(self, phase: str) -> str:
+    def _recently_missing(self, phase: str) -> StartupFailure:
         """At the deadline every rank asks, and the answer takes a walk over all ranks: one walk a second is enough."""
-        at, told = self._told.get(phase, (-math.inf, ""))
-        if time.monotonic() - at > 1:
-            told = self.roll.missing(phase)
+        at, told = self._told.get(phase, (-math.inf, None))
+        if told is None or time.monotonic() - at > 1:
+            rank, host = self.roll.first_missing(phase)
+            told = StartupFailure(self.roll.missing(phase), kinds.START_UP, rank, host)
             self._told[phase] = (time.monotonic(), told)
         return told
 

@@ -58,11 +58,13 @@ def _no_ports(address: str, door: socket.socket | None, refused: list[str]) -> B
     tried, here = "; ".join(refused), card.identity()
     if door is not None:
         return BringUpError(
-            f"rank 0 found one free port at {address} and needs two, tried {tried}: end what listens there"
+            f"rank 0 found one free port at {address} and needs two, tried {tried}: end what listens there",
+            quoted=tried,
         )
     return BringUpError(
         f"rank 0 (pid {here['pid']} on {here['host']}) cannot listen at {address}, tried ports {tried}: is {address} "
-        "an address of this node, and are all these ports taken?"
+        "an address of this node, and are all these ports taken?",
+        quoted=tried,
     )
 
 

@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from hpcinit.facts.errors import BringUpError
+from hpcinit.runtime.meeting.failure import StartupFailure
 
 
 class Party(ABC):
@@ -25,11 +25,15 @@ class Party(ABC):
     clock_uncertainty_s: float | None = None
 
     def __init__(self) -> None:
-        self.failure = ""
+        self._failure: StartupFailure | None = None
         self._on_failure: Callable[[str], None] | None = None
         self._changed = threading.Condition()
         self._all_came = False
         self._store_port: int | None = None
+
+    @property
+    def failure(self) -> str:
+        return self._failure.message if self._failure else ""
 
     @abstractmethod
     def tell(self, phase: str) -> None:
@@ -72,9 +76,9 @@ class Party(ABC):
         """Call `act` when a rank fails, at once if one has already; None: nobody looks any more."""
         with self._changed:
             self._on_failure = act
-            failure = self.failure
+            failure = self._failure
         if act and failure:
-            act(failure)
+            act(failure.message)
 
     def _store_is_told(self) -> bool:
         return self._store_port is not None
@@ -82,19 +86,19 @@ class Party(ABC):
     def _wait(self, done: Callable[[], bool], phase: str, deadline: float, every_s: float) -> None:
         said = time.monotonic()
         with self._changed:
-            while not (self.failure or done()) and (now := time.monotonic()) <= deadline:
+            while not (self._failure or done()) and (now := time.monotonic()) <= deadline:
                 if now - said > every_s:
                     said = now
                     self._still_waiting(phase)
                 self._changed.wait(max(0.05, min(every_s, deadline - now)))
-            if done() and not self.failure:
+            if done() and not self._failure:
                 return
-        raise BringUpError(self.failure or self._too_late(phase))
+        raise (self._failure or self._too_late(phase)).error()
 
     @abstractmethod
     def _still_waiting(self, phase: str) -> None:
         """Say so, or leave it to rank 0."""
 
     @abstractmethod
-    def _too_late(self, phase: str) -> str:
-        """The deadline has passed: the message, for this rank and whoever listens."""
+    def _too_late(self, phase: str) -> StartupFailure:
+        """The deadline has passed: what to report, for this rank and whoever listens."""

@@ -90,6 +90,18 @@ class Roll:
             parts.append(f"and {len(late) - 16} more")
         return f"{len(absent) + len(late)} of {self.world_size} ranks are missing: " + "; ".join(parts)
 
+    def first_missing(self, phase: str) -> tuple[int | None, str]:
+        """Return the rank and the host that missing() names first. Either is None or '' where it is not certain that
+        they belong together: which node an absent rank would be on is not known here."""
+        absent = [rank for rank in range(self.world_size) if rank not in self.guests]
+        if absent:
+            seen = {guest.host for guest in self.guests.values()}
+            empty = [host for host in dict.fromkeys(self.hosts) if host not in seen]
+            return (absent[0] if len(absent) == 1 or not empty else None), (empty[0] if empty else "")
+        late = [guest for guest in self.guests.values() if not guest.reached(phase)]
+        first = min(late, key=lambda guest: guest.rank, default=None)
+        return (first.rank, first.host) if first else (None, "")
+
     def lost(self) -> str:
         """'rank 3 on n2 (pid 77) died when it had started: ValueError: boom', or ''."""
         first = self.dead()[:1]

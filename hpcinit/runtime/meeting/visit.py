@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hpcinit.facts import failure_kinds as kinds
 from hpcinit.facts.errors import BringUpError, WorldError
 from hpcinit.facts.saying import say
 from hpcinit.facts.world import World
-from hpcinit.runtime.meeting import card, knocking, wire
+from hpcinit.runtime.meeting import card, failure, knocking, wire
+from hpcinit.runtime.meeting.failure import StartupFailure
 from hpcinit.runtime.meeting.party import Party
 
 # Between two rounds of knocking, growing: ranks that start at the same time must not wait long for rank 0 to be
@@ -54,7 +56,7 @@ class Visit(Party):
         self._world = world
         self._claim = knocking.Claim(world.rank, key, job, made_of, nat)
         self._closed = self._reported = False
-        self._missing: str | None = None
+        self._missing: StartupFailure | None = None
         self._socket, self._lines, self.program_port, said, offset = self._find(resolve, deadline)
         if offset.known:
             self.clock_offset_s, self.clock_uncertainty_s = offset.known
@@ -88,7 +90,7 @@ class Visit(Party):
             except WorldError as error:
                 seen[self._world.master_addr] = str(error)
             if time.monotonic() > deadline:
-                raise BringUpError(self._no_door(seen))
+                raise BringUpError(self._no_door(seen), rank_at_fault=0, host_at_fault=self._world.master_addr)
             time.sleep(pause * random.uniform(0.5, 1.5))  # thousands of ranks must not knock in step
             pause = min(longest_pause, pause * 1.5)
 
@@ -106,20 +108,30 @@ class Visit(Party):
 
     def missing(self, phase: str) -> str:
         """Asks rank 0; '' if it does not answer."""
+        found = self._ask_who_is_missing(phase)
+        return found.message if found else ""
+
+    def _ask_who_is_missing(self, phase: str) -> StartupFailure | None:
         self._send({"who": phase})
         with self._changed:
-            self._changed.wait_for(lambda: self._missing is not None or bool(self.failure), 2)
-            return self.failure or self._missing or ""
+            self._changed.wait_for(lambda: self._missing is not None or bool(self._failure), 2)
+            return self._failure or self._missing
 
     def _still_waiting(self, phase: str) -> None:
         """One voice is enough."""
 
-    def _too_late(self, phase: str) -> str:
-        here = card.identity()["host"]
-        return self.missing(phase) or (
-            f"rank 0 on {self._world.master_addr} does not answer rank {self._world.rank} on {here} any more, so who "
-            "is missing cannot be told: has one of the two nodes lost its network, or is rank 0 frozen?"
+    def _too_late(self, phase: str) -> StartupFailure:
+        found, here = self._ask_who_is_missing(phase), card.identity()["host"]
+        if found:
+            return found
+        return self._of_rank_0(
+            f"does not answer rank {self._world.rank} on {here} any more, so who is missing cannot be told: has one of "
+            "the two nodes lost its network, or is rank 0 frozen?"
         )
+
+    def _of_rank_0(self, what: str) -> StartupFailure:
+        at = self._world.master_addr
+        return StartupFailure(f"rank 0 on {at} {what}", kinds.PROGRAM, 0, at)
 
     def fail(self, error: str) -> None:
         self._send({"error": error[: wire.LONGEST_ERROR]})
@@ -149,17 +161,15 @@ class Visit(Party):
                     self._take(message)
         except (OSError, EOFError):
             # All are up, or rank 0's program needed no more and it said so; else rank 0 is gone.
-            if not self._closed and not self.failure:
-                self._failed(f"rank 0 on {self._world.master_addr} ended during start-up; its log says why")
+            if not self._closed and not self._failure:
+                self._failed(self._of_rank_0("ended during start-up; its log says why"))
         except wire.NotOurs as error:
-            self._failed(
-                f"rank 0 on {self._world.master_addr} sent something that is no message of the rendezvous ({error}): "
-                f"{knocking.SAME_VERSION}"
-            )
+            text = f"sent something that is no message of the rendezvous ({error}): {knocking.SAME_VERSION}"
+            self._failed(self._of_rank_0(text))
 
     def _take(self, message: dict[str, Any]) -> None:
         if "failed" in message:
-            self._failed(wire.cut(str(message["failed"]), wire.LONGEST_TEXT))
+            self._failed(failure.of(message, "failed"))
         with self._changed:
             self._all_came |= "all" in message
             self._closed |= "closed" in message
@@ -167,7 +177,8 @@ class Visit(Party):
                 if "store" in message:
                     self._store_port = wire.port(message, "store")
                 if "missing" in message:
-                    self._missing = wire.text(message, "missing")
+                    wire.text(message, "missing")
+                    self._missing = failure.of(message, "missing")
             except wire.NotOurs as error:
                 self._ignored(error)
             self._changed.notify_all()
@@ -180,13 +191,13 @@ class Visit(Party):
                 f"{error}; {knocking.SAME_VERSION}"
             )
 
-    def _failed(self, reason: str) -> None:
+    def _failed(self, reason: StartupFailure) -> None:
         with self._changed:
-            self.failure = self.failure or reason
+            self._failure = self._failure or reason
             act = self._on_failure
             self._changed.notify_all()
         if act:
-            act(reason)
+            act(reason.message)
 
     def _no_door(self, seen: Mapping[str, str]) -> str:
         me = f"rank {self._world.rank} on {card.identity()['host']}"

@@ -20,6 +20,7 @@ PROTOCOL = "hpcinit-meeting-"
 GREETING = f"{PROTOCOL}2"
 LONGEST_TEXT = 5_000  # characters of a text field: JSON makes up to 12 bytes of each
 LONGEST_INTEGER = 20  # digits
+LONGEST_HOST = 255  # characters
 LONGEST_ERROR = 4_000  # characters of a rank's error that the others are told
 LONGEST_LINE = 65_536  # a peer that sends more without a line end is none of ours
 
