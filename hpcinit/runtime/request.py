@@ -94,7 +94,7 @@ def _comm(request: Request, spec: Spec | None, training: Training) -> Comm:
 
 
 def _needs_deepspeed(comm: Comm, training: Training) -> bool:
-    return comm.deepspeed or training.wrap == "deepspeed"
+    return comm.deepspeed or training.wrapper.needs_deepspeed
 
 
 def _start_up(request: Request, comm: Comm, world: World) -> tuple[timedelta, str]:
