@@ -30,7 +30,7 @@ from hpcinit.facts.timeouts import TimeoutLaw, left_of_job
 from hpcinit.facts.world import World
 from hpcinit.runtime import rendezvous
 from hpcinit.runtime.lifecycle import phase, signals
-from hpcinit.runtime.lifecycle.stop_record import StopRecord
+from hpcinit.runtime.process_state import state
 
 
 def run(program: Program, world: World, spec: Spec | None = None) -> int:
@@ -55,7 +55,7 @@ def run(program: Program, world: World, spec: Spec | None = None) -> int:
         except BringUpError as error:  # the program is done all the same
             say(f"this rank has ended well, but {error}")
             rendezvous.leave()
-    return runfolder.ENDED_EARLY if status == 0 and StopRecord.lost else status
+    return runfolder.ENDED_EARLY if status == 0 and state.stop_not_recorded else status
 
 
 def end(status: int) -> None:

@@ -24,6 +24,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hpcinit.runtime.process_state import state
+
 # Targets of the processes that are protected. A manager is where data sets keep what their workers share.
 PROTECTED = {
     ("torch.utils.data._utils.worker", "_worker_loop"),
@@ -34,19 +36,14 @@ TORCH_SIGNALS = "torch.utils.data._utils.signal_handling"
 FIELDS = re.compile(r"^Sig(?:Cgt|Ign|Blk):\s*([0-9a-f]+)$", re.MULTILINE)  # of /proc/PID/status, proc(5)
 PID = re.compile(r"\(pid (\d+)\)")
 
-_rank: int | None = None  # process id of the rank in which install() was called
-_numbers: frozenset[int] = frozenset()
-_terminated: set[int] = set()  # process ids of protected processes that this rank has ended by itself
-on_death: Callable[[str], bool] | None = None  # called with torch's error; True if the rank goes on without the worker
-
 
 def install(numbers: Collection[int]) -> None:
     """Protect the workers that this process, a rank, starts from now on against these signals.
 
     numbers: those that ask a rank to save and stop. Calling it again replaces them.
     """
-    global _rank, _numbers
-    first, _rank, _numbers = _rank is None, os.getpid(), frozenset(numbers)
+    mine = state.loader_workers
+    first, mine.rank_pid, mine.numbers = mine.rank_pid is None, os.getpid(), frozenset(numbers)
     if not first:  # also in a rank that was forked from one
         return
     _replace(BaseProcess, "start", _start)
@@ -71,17 +68,18 @@ def _start(original: Callable[[BaseProcess], None], process: BaseProcess) -> Non
     A process inherits blocked signals from the one that starts it. So multiprocessing's fork server, whose death would
     end its workers too, has them blocked for good, and its other children unblock them when they are unpickled.
     """
+    mine = state.loader_workers
     protected = _is_protected(getattr(process, "_target", None))
     method = getattr(process, "_start_method", None) or get_start_method()
-    if os.getpid() != _rank or not (protected or method == "forkserver"):
+    if mine.rank_pid is None or os.getpid() != mine.rank_pid or not (protected or method == "forkserver"):
         return original(process)
     if protected:
-        process._target = _Protected(process._target, _numbers, _rank)  # type: ignore[attr-defined]
+        process._target = _Protected(process._target, mine.numbers, mine.rank_pid)  # type: ignore[attr-defined]
     else:
-        process._hpcinit_unblock = _Unblock(_numbers)  # type: ignore[attr-defined]
+        process._hpcinit_unblock = _Unblock(mine.numbers)  # type: ignore[attr-defined]
     if method != "fork":
         resource_tracker.ensure_running()  # it would unblock SIGTERM in this thread when it is started
-    with _blocked(_numbers):
+    with _blocked(mine.numbers):
         original(process)
     process._popen.hpcinit_protected = protected  # type: ignore[attr-defined]
     return None
@@ -105,7 +103,7 @@ def _terminate(original: Callable[[popen_fork.Popen], None], popen: popen_fork.P
     """Process.terminate(): SIGTERM would do nothing to a protected process."""
     if not getattr(popen, "hpcinit_protected", False):
         return original(popen)
-    _terminated.add(popen.pid)
+    state.loader_workers.terminated.add(popen.pid)
     popen.kill()
     return None
 
@@ -115,11 +113,11 @@ def _check_workers(original: Callable[[], None]) -> None:
     try:
         original()
     except RuntimeError as error:
-        text = str(error)
+        text, mine = str(error), state.loader_workers
         pid = PID.search(text)
-        if pid and int(pid[1]) in _terminated:
+        if pid and int(pid[1]) in mine.terminated:
             return
-        if os.getpid() != _rank or on_death is None or not on_death(text):
+        if os.getpid() != mine.rank_pid or mine.on_death is None or not mine.on_death(text):
             raise
 
 

@@ -13,13 +13,12 @@ import threading
 from collections.abc import Callable, Iterable
 from types import FrameType
 
-_came: set[int] = set()  # before anybody listened
-_watches: set[Watch] = set()  # that are not closed
+from hpcinit.runtime.process_state import state
 
 
 def note(number: int, frame: FrameType | None) -> None:
     """The handler: Python needs one, or the signal would end the process. What is to be done is done by a Watch."""
-    _came.add(number)
+    state.early_signals.add(number)
 
 
 def hold(number: int) -> None:
@@ -45,8 +44,8 @@ class Watch:
             signal.signal(number, note)
             signal.siginterrupt(number, False)  # system calls of C libraries go on
         threading.Thread(target=self._listen, name="hpcinit-signals", daemon=True).start()
-        _watches.add(self)
-        for number in self.wanted & _came:
+        state.watches.add(self)
+        for number in self.wanted & state.early_signals:
             noted(number)
 
     def die_of(self, number: int) -> None:
@@ -59,7 +58,7 @@ class Watch:
 
     def close(self) -> None:
         """Put things back as they were. From the main thread, or in a forked child."""
-        _watches.discard(self)
+        state.watches.discard(self)
         signal.set_wakeup_fd(self._before)
         for number in self._ours:
             if signal.getsignal(number) is note:
@@ -80,23 +79,16 @@ class Watch:
 
 # What a forked child inherits of a Watch: its handlers, and the pipe, by which a signal to the child would reach the
 # parent. Signals wait until the child is rid of both: Python drops those that arrive while it forks.
-_masks: dict[int, set[int]] = {}  # of the threads that fork
 
 
 def _before_fork() -> None:
-    numbers = {number for watch in _watches for number in watch.wanted}
-    _masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    numbers = {number for watch in state.watches for number in watch.wanted}
+    state.masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
 
-def _in_parent() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.pop(threading.get_ident()))
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, state.masks.pop(threading.get_ident()))
 
 
-def _in_child() -> None:
-    _came.clear()
-    for watch in list(_watches):
-        watch.close()
-    _in_parent()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+# In the child process_state closes the watches first: it is imported before, so its hook is called before this one.
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

@@ -21,9 +21,10 @@ from hpcinit.facts.saying import say
 from hpcinit.facts.stopping import SIGNAL_EARLY, Reason, Stop, Stopping
 from hpcinit.facts.timeouts import left_of_job
 from hpcinit.facts.world import World
-from hpcinit.runtime.lifecycle import loader_workers, phase
+from hpcinit.runtime.lifecycle import phase
 from hpcinit.runtime.lifecycle.signals import Watch
 from hpcinit.runtime.lifecycle.stop_record import StopRecord
+from hpcinit.runtime.process_state import state
 
 SHARE = 0.005  # of the time of a step that agreeing may cost
 MOST_STEPS, MOST_S = 1000, 10.0  # between two agreements
@@ -96,7 +97,7 @@ class Stopper:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-            loader_workers.on_death = None
+            state.loader_workers.on_death = None
 
     def _agree(self) -> None:
         reason = self._reason()
@@ -190,7 +191,7 @@ class Stopper:
         """None where this is no main thread, which alone may listen for signals."""
         if threading.current_thread() is not threading.main_thread():
             return None
-        loader_workers.on_death = self._worker_died
+        state.loader_workers.on_death = self._worker_died
         return Watch(self._asked.numbers, self._noted)
 
     def _worker_died(self, error: str) -> bool:
