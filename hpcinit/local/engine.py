@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from hpcinit.facts import children, ownership, parent_death, runfolder, whole_file
+from hpcinit.facts import children, ownership, parent_death, runfolder, signals, whole_file
 from hpcinit.facts.errors import SpecError, SubmitError
 from hpcinit.facts.spec import load
 from hpcinit.local import environment, processes
@@ -35,7 +35,7 @@ def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Seq
     """Start the job of a filled run folder in the background; its id (the process's) and the command used."""
     command = [sys.executable, "-m", "hpcinit.local.engine", str(path), str(time_min)]
     # The engine starts with these signals blocked and takes them when its handlers stand: none is lost, none kills it.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    before = signals.block(ENDING)
     try:
         with (path / runfolder.JOB_LOG).open("ab") as log:
             process = subprocess.Popen(
@@ -44,7 +44,7 @@ def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Seq
     except OSError as error:
         raise SubmitError(f"cannot start the local engine: {error}; nothing was submitted") from None
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signals.set_blocked(before)
     assert process.stdin is not None  # PIPE
     # Nothing is run before its state is on disk: a reader always finds one, and the engine's own comes after it.
     try:
@@ -60,10 +60,8 @@ def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Seq
 
 
 def main(argv: Sequence[str]) -> int:
-    asked: list[int] = []
-    for number in ENDING:
-        signal.signal(number, lambda number, frame: asked.append(number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    asked = signals.collected(ENDING)
+    signals.unblock(ENDING)
     if sys.stdin.buffer.read() != GO:
         return 1  # who submits was killed before it could say so: there is no job
     path, time_min = Path(argv[0]), float(argv[1])

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from hpcinit.facts import children, job_log, parent_death, rank_log
+from hpcinit.facts import children, job_log, parent_death, rank_log, signals
 from hpcinit.facts.saying import say
 from hpcinit.local import environment, processes
 
@@ -38,8 +38,7 @@ class Step:
         self.parent = os.getppid()  # the batch script
 
     def run(self) -> int:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, lambda number, frame: self.signals.append(number))
+        self.signals = signals.collected((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2))
         try:
             for rank in range(self.options.ntasks):
                 self.tasks[rank] = self._start(rank)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcinit.facts import error_records, job_log, runfolder
+from hpcinit.facts import error_records, job_log, runfolder, signals
 from hpcinit.facts.forked import Node
 from hpcinit.facts.ranges import ranges
 from hpcinit.facts.saying import say
@@ -48,7 +48,7 @@ class Family:
     def fork(self, become: Callable[[int, int], None]) -> int | None:
         """become(local_rank, parent): what makes a rank of the child; its signals are blocked until then."""
         parent = os.getpid()
-        signal.pthread_sigmask(signal.SIG_BLOCK, LISTENED)
+        signals.block(LISTENED)
         sys.stdout.flush()
         sys.stderr.flush()
         for local_rank in range(self._here.ranks_per_node):
@@ -56,14 +56,14 @@ class Family:
             if pid == 0:
                 self._witness.forget()
                 become(local_rank, parent)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, LISTENED)
+                signals.unblock(LISTENED)
                 return local_rank
             self._ranks.append(Rank(self._here.first + local_rank, pid))
         return None
 
     def wait(self) -> int:
         """Until the last has ended. Returns what os.waitpid would say of this process, if it ends as it should."""
-        came = process.Signals(LISTENED)
+        came = signals.Descriptor(LISTENED)
         while running := self._running():
             deadline = self._deadline()
             if deadline is not None and time.monotonic() >= deadline:
@@ -182,8 +182,5 @@ def end_as(status: int) -> int:
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank has left its own
     sys.stdout.flush()
-    if -code not in (signal.SIGKILL, signal.SIGSTOP):
-        signal.signal(-code, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
-    os.kill(os.getpid(), -code)
+    signals.end_by(-code)
     return 128 - code  # not reached

@@ -16,14 +16,15 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from multiprocessing import get_start_method, popen_fork, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hpcinit.facts import signals
 from hpcinit.runtime.process_state import state
 
 # Targets of the processes that are protected. A manager is where data sets keep what their workers share.
@@ -79,7 +80,7 @@ def _start(original: Callable[[BaseProcess], None], process: BaseProcess) -> Non
         process._hpcinit_unblock = _Unblock(mine.numbers)  # type: ignore[attr-defined]
     if method != "fork":
         resource_tracker.ensure_running()  # it would unblock SIGTERM in this thread when it is started
-    with _blocked(mine.numbers):
+    with signals.blocked(mine.numbers):
         original(process)
     process._popen.hpcinit_protected = protected  # type: ignore[attr-defined]
     return None
@@ -87,16 +88,6 @@ def _start(original: Callable[[BaseProcess], None], process: BaseProcess) -> Non
 
 def _is_protected(target: object) -> bool:
     return (getattr(target, "__module__", ""), getattr(target, "__name__", "")) in PROTECTED
-
-
-@contextmanager
-def _blocked(numbers: Collection[int]) -> Iterator[None]:
-    """In this thread only: a signal to the rank reaches another thread, or waits."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _terminate(original: Callable[[popen_fork.Popen], None], popen: popen_fork.Popen) -> None:
@@ -137,20 +128,17 @@ class _Protected:
         self._target(*args, **kwargs)
 
     def _after_torch(self, original: Callable[[], None]) -> None:
-        with _blocked(self._numbers):
+        with signals.blocked(self._numbers):
             original()
             self._protect()
 
     def _protect(self) -> None:
-        for number in self._numbers:
-            signal.signal(number, self._handle)
-            signal.siginterrupt(number, False)  # system calls of C libraries go on
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
+        signals.Handlers(self._numbers, self._handle, restart_calls=True)
+        signals.unblock(self._numbers)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not _survives(self._rank, number):
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            signals.end_by(number)
 
 
 class _Unblock:
@@ -160,7 +148,7 @@ class _Unblock:
         self._numbers = numbers
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[int, Collection[int]]]:
-        return signal.pthread_sigmask, (int(signal.SIG_UNBLOCK), self._numbers)
+        return signal.pthread_sigmask, (int(signal.SIG_UNBLOCK), self._numbers)  # needs no import of hpcinit there
 
 
 def _survives(pid: int, number: int) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpcinit.facts import runfolder, slurm_client, slurm_records
+from hpcinit.facts import runfolder, signals, slurm_client, slurm_records
 from hpcinit.facts.saying import say
 from hpcinit.facts.stopping import SIGNAL_EARLY, Reason, Stop, Stopping
 from hpcinit.facts.timeouts import left_of_job
@@ -233,8 +233,8 @@ class Stopper:
             if self._calls != calls or self._stop is not None or self._closed.is_set():
                 return
             turns = 0 if phase.silence_is_expected(LONGEST_PHASE_S) else turns + 1
-        if (watch := self._watch) is not None:
-            watch.die_of(signal.SIGTERM)
+        if self._watch is not None:
+            signals.end_by(signal.SIGTERM)
 
     def _look(self) -> None:
         """A thread of rank 0: a user's request in the run folder, and what is left of the job's time."""
