@@ -27,7 +27,7 @@ for step in range(2000):
         break
 """
 # As hpcinit.run ends a rank: in Python's own last step gloo's threads may abort it (see runtime/program.py).
-END = "from hpcinit.runtime import program\nhpcinit.shutdown()\nprogram.end(0)\n"
+END = "from hpcinit.runtime import interpreter_exit\nhpcinit.shutdown()\ninterpreter_exit.end(0)\n"
 
 
 def until(path: Path, text: str, timeout_s: float = 150) -> None:

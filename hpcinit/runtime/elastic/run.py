@@ -20,7 +20,7 @@ from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Spec
 from hpcinit.facts.timeouts import left_of_job
 from hpcinit.facts.world import World
-from hpcinit.runtime import moments, program
+from hpcinit.runtime import interpreter_exit, moments
 from hpcinit.runtime.elastic.agent import Agent
 from hpcinit.runtime.elastic.gathering import Gathering
 from hpcinit.runtime.elastic.signals import Signals
@@ -48,7 +48,7 @@ def run(spec: Spec, path: Path, agents: World, came: Signals) -> int:
     if failed and agent.status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank's own core is the one to keep
         signals.end_by(-agent.status)
-    program.end(agent.status if failed else 0)
+    interpreter_exit.end(agent.status if failed else 0)
     return agent.status if failed else 0
 
 
