@@ -149,11 +149,6 @@ def get(name: str) -> Wrapper:
     return WRAPPERS[name]
 
 
-def memory_of(demand: Demand) -> tuple[Part, ...]:
-    """Return what one rank needs memory for with the wrapper of `demand`. Raise SpecError for an unknown wrapper."""
-    return get(demand.wrap).memory(demand)
-
-
 def of_format(checkpoint_format: str) -> str:
     """Return 'ddp or fsdp': the wrappers for several ranks that read and write this format of checkpoints."""
     found = [each for each in WRAPPERS.values() if each.checkpoint_format == checkpoint_format and each.for_many_ranks]

@@ -66,4 +66,4 @@ def test_a_wrapper_that_is_added_to_the_table_is_accepted_everywhere(monkeypatch
     monkeypatch.setitem(WRAPPERS, "copies", Copies())
     assert checks.problems(config, to_submit=False) == []
     assert not Training("copies").wrapper.needs_deepspeed
-    assert [part.bytes for part in wrappers.memory_of(Demand(7, wrap="copies"))] == [21]
+    assert [part.bytes for part in wrappers.get("copies").memory(Demand(7))] == [21]

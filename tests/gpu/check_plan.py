@@ -121,7 +121,7 @@ def predicted(row: Row, size: Size, parameters: int) -> list[Part]:
     demand = Demand(parameters, ALONE, row.wrap, row.param, fused=row.fused, layers=size.layers, zero=zero)
     shape = Transformer(size.layers, size.width, size.context, MICRO)
     kept = activations.of_rank(shape, ALONE, row.param, row.checkpointing)
-    return [*wrappers.memory_of(demand), Part("activations", kept, "", during=PASS)]
+    return [*wrappers.get(demand.wrap).memory(demand), Part("activations", kept, "", during=PASS)]
 
 
 def lowest(parts: Sequence[Part]) -> int:
