@@ -10,7 +10,7 @@ This is the part that needs no torch. To add a wrapper, change three files:
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from hpcinit.facts import memory
@@ -49,9 +49,9 @@ class Wrapper(abc.ABC):
     @abc.abstractmethod
     def _parts(self, demand: Demand) -> Iterator[Part]: ...
 
-    def not_counted(self, demand: Demand) -> Iterator[str]:
+    def not_counted(self, demand: Demand) -> Sequence[str]:
         """Return what memory() cannot count without further keys, one line each."""
-        yield from ()
+        return ()
 
     def with_less_memory(self, zero_stage: int) -> Iterator[Mapping[str, Any]]:
         """Return changes to the config that may need less memory, by key. zero_stage: `deepspeed.zero_stage` now."""
@@ -95,9 +95,8 @@ class FSDP(Wrapper):
     def _parts(self, demand: Demand) -> Iterator[Part]:
         return memory.fsdp(demand, demand.layout.dp_shard * demand.layout.cp)
 
-    def not_counted(self, demand: Demand) -> Iterator[str]:
-        if not demand.layers:
-            yield "the blocks that FSDP gathers: give model.layers"
+    def not_counted(self, demand: Demand) -> Sequence[str]:
+        return () if demand.layers else ("the blocks that FSDP gathers: give model.layers",)
 
 
 class DeepSpeed(Wrapper):
