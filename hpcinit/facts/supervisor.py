@@ -52,8 +52,9 @@ class Child:
             with suppress(ProcessLookupError, PermissionError):  # PermissionError on macOS: a group of zombies
                 try:
                     os.killpg(self.pid, number)
-                except ProcessLookupError:  # a forked one that has no session yet
-                    os.kill(self.pid, number)
+                except ProcessLookupError:
+                    if self._process is None:  # forked, and it has no session yet
+                        os.kill(self.pid, number)
 
     def reap(self, timeout_s: float | None = None) -> None:
         """Wait for its end. Raise TimeoutExpired; a forked child must have ended already."""
