@@ -73,7 +73,7 @@ def _config(given: argparse.Namespace) -> dict[str, Any]:
     from hpcinit.config import compose, parallel  # noqa: PLC0415 - Hydra, which the other ways do without
 
     chosen = parallel.training(compose.compose(given.overrides))
-    if chosen.wrap != "deepspeed":
+    if not chosen.wrapper.needs_deepspeed:
         return {}
     return deepspeed_config.without_ranks(deepspeed_config.options(chosen.deepspeed))
 

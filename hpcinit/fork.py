@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hpcinit import run
 from hpcinit.cli import guarded
-from hpcinit.facts import forked, runfolder, safeguards
+from hpcinit.facts import forked, runfolder, safeguards, signals
 from hpcinit.facts.errors import HpcinitError, RequestError
 from hpcinit.facts.launchers import slurm
 from hpcinit.facts.saying import say
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         say(doubt)
     here, folder = forked.node(os.environ, spec.nodes, spec.ranks_per_node), Path(os.environ[runfolder.ENV_FOLDER])
     if spec.stop.signal:  # it waits until there are ranks that hear it
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.Signals[f"SIG{spec.stop.signal}"]])
+        signals.block([signal.Signals[f"SIG{spec.stop.signal}"]])
     witness = Witness()
     # As hpcinit.run: before torch is imported.
     protected = safeguards.apply(os.environ, folder, slurm.identity(os.environ))

@@ -20,7 +20,7 @@ from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Program, Spec, load, of_this_run
 from hpcinit.facts.timeouts import check_clock
 from hpcinit.facts.world import World
-from hpcinit.runtime import moments, orphans, program
+from hpcinit.runtime import interpreter_exit, moments, orphans, program
 
 # What lies beside the spec and could be taken for it.
 NOT_SPECS = {runfolder.PROVENANCE, runfolder.SUBMISSION, runfolder.EXIT, runfolder.PROGRESS}
@@ -64,7 +64,7 @@ def become_rank(argv: Sequence[str], spec: Spec | None, protected: tuple[str, ..
     if (restart := os.environ.get("SLURM_RESTART_COUNT", "0")) != "0":  # logs are appended to
         say(f"restart {restart} of job {world.job.partition('.')[0]} begins")
     status = program.run(what, world, own)
-    program.end(status)
+    interpreter_exit.end(status)
     return status
 
 

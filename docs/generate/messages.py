@@ -12,6 +12,7 @@ from hpcinit.facts import errors
 
 PACKAGE = Path(errors.__file__).parent.parent
 KINDS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+CHECKS = ("config.", "facts.wrappers")  # modules that yield problems of a config
 SHORTEST = 12  # letters of a text that is a message, and not a word that some function yields
 
 
@@ -72,7 +73,7 @@ def _statements(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef | None, ast.
 def _said(node: ast.AST, module: str) -> tuple[str, list[ast.expr]]:
     """The error's name and its messages; a problem in the config is yielded and raised with all others at the end."""
     if isinstance(node, ast.Yield):
-        return "ConfigError", [node.value] if module.startswith("config.") and node.value else []
+        return "ConfigError", [node.value] if module.startswith(CHECKS) and node.value else []
     call = node.exc if isinstance(node, ast.Raise) else None
     name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
     return (name, list(call.args)) if name in KINDS and isinstance(call, ast.Call) else ("", [])

@@ -24,9 +24,10 @@ from hpcinit.facts import hosts, quoting, secret_names
 from hpcinit.facts.deepspeed_options import OFFLOAD, OPTIMIZERS
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.layout import CP_KINDS
-from hpcinit.facts.spec import CHECKPOINTING, DEVICE_ID, HANG_ACTIONS, LAUNCHES, PARAM, REDUCE, SEED_BY, WRAPS
+from hpcinit.facts.spec import CHECKPOINTING, DEVICE_ID, HANG_ACTIONS, LAUNCHES, PARAM, REDUCE, SEED_BY
 from hpcinit.facts.stopping import SIGNALS
 from hpcinit.facts.user_paths import expanded, unknown_user
+from hpcinit.facts.wrappers import WRAPPERS
 
 T = TypeVar("T")
 ranks_per_node = partition.ranks_per_node
@@ -36,7 +37,7 @@ CHOICES = {
     "comm.backend": ("auto", "nccl", "gloo"),
     "comm.device_id": DEVICE_ID,
     "seed_by": SEED_BY,
-    "parallel.wrap": WRAPS,
+    "parallel.wrap": WRAPPERS.keys(),
     "parallel.cp_kind": CP_KINDS,
     "precision.param": PARAM,
     "precision.reduce": REDUCE,

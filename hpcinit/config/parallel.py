@@ -7,6 +7,7 @@ from dataclasses import asdict
 from hpcinit.config.schema import Config
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.spec import Precision, Samples, Training
+from hpcinit.facts.wrappers import WRAPPERS
 
 
 def layout(config: Config) -> Layout:
@@ -29,3 +30,9 @@ def training(config: Config) -> Training:
         gradient_clip=config.gradient_clip,
         deepspeed=asdict(config.deepspeed),
     )
+
+
+def needs_deepspeed(config: Config) -> bool:
+    """Return whether the ranks start DeepSpeed. A wrapper that does not exist, which the checks refuse, needs none."""
+    wrapper = WRAPPERS.get(config.parallel.wrap)
+    return config.comm.deepspeed or (wrapper is not None and wrapper.needs_deepspeed)

@@ -10,6 +10,7 @@ from typing import Any, Optional
 
 from omegaconf import MISSING
 
+from hpcinit.facts import wrappers
 from hpcinit.facts.bad_nodes import EXPIRY_H, LIMIT
 
 # OmegaConf 2.3 evaluates the annotations and does not know `X | None` before Python 3.10's types.UnionType;
@@ -108,7 +109,7 @@ class Parallel:
     ep: int = key("expert parallel degree: a part of the data parallel ranks, no factor of its own", 1)
     cp_kind: str = key("context parallelism by all-to-all over the heads, or around a ring: ulysses or ring", "ulysses")
     tp_across_nodes: bool = key("let tensor parallel groups span nodes", False)
-    wrap: str = key("what run.wrap makes of the model: ddp, fsdp (HSDP with dp_replicate), deepspeed or none", "ddp")
+    wrap: str = key(f"what run.wrap makes of the model: {wrappers.described()}", "ddp")
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import Any
 
 from hpcinit.config import parallel
 from hpcinit.config.schema import Config, DeepSpeed
+from hpcinit.facts import wrappers
 from hpcinit.facts.deepspeed_options import options
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.layout import Layout, divisors_around
@@ -22,8 +23,9 @@ def problems(config: Config, ranks_per_node: int) -> Iterator[str]:
         yield str(error)
         return
     wrong = list(_said(lambda: parallel.samples(config).over(layout.data_parallel)))
-    yield from (*wrong, *_wrap(config, layout), *_model(config, layout))
-    if config.parallel.wrap != "deepspeed":
+    wrapper = wrappers.get(config.parallel.wrap)
+    yield from (*wrong, *wrapper.problems(layout), *_model(config, layout))
+    if not wrapper.needs_deepspeed:
         yield from _unused(config)
     elif not wrong:  # its numbers are the batch's
         yield from _deepspeed(config, layout)[0]
@@ -31,14 +33,14 @@ def problems(config: Config, ranks_per_node: int) -> Iterator[str]:
 
 def warnings(config: Config, ranks_per_node: int) -> Iterator[str]:
     """What is not refused and is worth a look, of a config that has no problem."""
-    layout = _layout(config, ranks_per_node)
-    if config.parallel.wrap != "none" and layout.pp * layout.ep > 1:
+    layout, wrapper = _layout(config, ranks_per_node), wrappers.get(config.parallel.wrap)
+    if wrapper.for_many_ranks and layout.pp * layout.ep > 1:
         name = "pp" if layout.pp > 1 else "ep"
         yield (
             f"parallel.{name} is {getattr(layout, name)}: run.mesh has its groups, but run.wrap refuses it; "
             "parallel.wrap=none says that the program does it all"
         )
-    if config.parallel.wrap == "deepspeed":
+    if wrapper.needs_deepspeed:
         yield from _deepspeed(config, layout)[1]
 
 
@@ -51,25 +53,6 @@ def _said(check: Callable[[], object]) -> Iterator[str]:
         check()
     except RequestError as error:
         yield str(error)
-
-
-def _wrap(config: Config, layout: Layout) -> Iterator[str]:
-    wrap, replicate, shard = config.parallel.wrap, layout.dp_replicate, layout.dp_shard
-    if wrap == "fsdp" and shard * layout.cp == 1 and replicate > 1:
-        yield (
-            f"parallel.wrap is fsdp with dp_replicate {replicate} and dp_shard 1: nothing would be divided; "
-            f"parallel=fsdp, parallel.dp_shard={replicate} parallel.dp_replicate=1, or parallel.wrap=ddp"
-        )
-    if wrap == "ddp" and shard > 1:
-        yield (
-            f"parallel.wrap is ddp with dp_shard {shard}: DDP divides no parameters; parallel.wrap=fsdp, or "
-            "parallel.dp_replicate=-1 parallel.dp_shard=1"
-        )
-    if wrap == "deepspeed" and replicate > 1 and shard > 1:
-        yield (
-            f"parallel.wrap is deepspeed with dp_replicate {replicate} and dp_shard {shard}: ZeRO divides over "
-            "all data parallel ranks; parallel.dp_replicate=1 parallel.dp_shard=-1, with deepspeed.hpz if wanted"
-        )
 
 
 def _model(config: Config, layout: Layout) -> Iterator[str]:

@@ -53,7 +53,7 @@ class Zero:
 class Demand:
     """What is to be trained, and how. layout: without a -1. layers: None where not known.
 
-    wrap: ddp, fsdp, deepspeed or none. optimizer: a name in STATES. fused: its step needs no temporaries.
+    wrap: a name in wrappers.WRAPPERS. optimizer: a name in STATES. fused: its step needs no temporaries.
     Raises RequestError.
     """
 
@@ -101,17 +101,6 @@ class Part:
     during: str = ALWAYS
 
 
-def parts(demand: Demand) -> tuple[Part, ...]:
-    """Everything that one rank holds but activations, those of 0 bytes left out."""
-    if demand.wrap == "deepspeed":
-        found = _zero0(demand) if demand.zero.stage == 0 else _zero(demand)
-    elif demand.wrap == "fsdp" or demand.layout.tp > 1:  # run.wrap divides by tp with fully_shard only
-        found = _fsdp(demand, demand.layout.dp_shard * demand.layout.cp if demand.wrap == "fsdp" else 1)
-    else:
-        found = _ddp(demand)
-    return tuple(part for part in found if part.bytes)
-
-
 def total(held: Sequence[Part], place: str) -> int:
     """At the worst moment: what is always there, and the more of pass and step."""
     sums = {
@@ -141,7 +130,7 @@ def _temporaries(demand: Demand, shards: int = 1) -> Iterator[Part]:
         yield _per("step's temporaries", 4, demand.own, shards, during=STEP)
 
 
-def _ddp(demand: Demand) -> Iterator[Part]:
+def ddp(demand: Demand) -> Iterator[Part]:
     """4P + 4P + states, all in fp32, also under autocast; gradients lie in the buckets (gradient_as_bucket_view)."""
     yield _per("parameters", 4, demand.own)
     yield _per("gradients", 4, demand.own)
@@ -151,7 +140,7 @@ def _ddp(demand: Demand) -> Iterator[Part]:
     yield from _temporaries(demand)
 
 
-def _fsdp(demand: Demand, shards: int) -> Iterator[Part]:
+def fsdp(demand: Demand, shards: int) -> Iterator[Part]:
     """(4P + 4P + states)/N; in the pass two blocks whole, one of them fetched ahead, and the gradients of one, there
     and as what is reduced.
     """
@@ -163,7 +152,12 @@ def _fsdp(demand: Demand, shards: int) -> Iterator[Part]:
     yield from _temporaries(demand, shards)
 
 
-def _zero0(demand: Demand) -> Iterator[Part]:
+def zero(demand: Demand) -> Iterator[Part]:
+    """Return the parts with DeepSpeed's engine, for the ZeRO stage of `demand`."""
+    return _zero_0(demand) if demand.zero.stage == 0 else _zero_1_to_3(demand)
+
+
+def _zero_0(demand: Demand) -> Iterator[Part]:
     """(2 + 2 + 4 + states)P and 4P of fp32 gradients at the step; without a master copy in fp32."""
     each, mixed = BYTES[demand.param], demand.param != "fp32"
     yield _per("parameters", each, demand.own)
@@ -176,7 +170,7 @@ def _zero0(demand: Demand) -> Iterator[Part]:
     yield from _temporaries(demand)
 
 
-def _zero(demand: Demand) -> Iterator[Part]:
+def _zero_1_to_3(demand: Demand) -> Iterator[Part]:
     """Stages 1 to 3; also in fp32 the shard is a second copy, the master."""
     zero, own, shards, each = demand.zero, demand.own, demand.copies, BYTES[demand.param]
     offloaded = zero.offload_optimizer != "none"

@@ -13,18 +13,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import ownership, runfolder
+from hpcinit.facts import ownership, runfolder, wrappers
 from hpcinit.facts.batch import Batch, solve
 from hpcinit.facts.errors import RequestError, SpecError
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.stopping import Stopping
 from hpcinit.facts.timeouts import CHECKPOINT_S, COLLECTIVE_S, TimeoutLaw
+from hpcinit.facts.wrappers import Wrapper
 
 FORMAT = 1
 KINDS = ("script", "module", "command")
 DEVICE_ID = ("never", "auto", "always")
 SEED_BY = ("same", "rank", "data")
-WRAPS = ("ddp", "fsdp", "deepspeed", "none")
 PARAM = ("fp32", "bf16", "fp16")
 REDUCE = ("fp32", "bf16")
 HANG_ACTIONS = ("report", "end")
@@ -110,8 +110,13 @@ class Training:
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of("parallel.wrap", self.wrap, WRAPS)
+        wrappers.get(self.wrap)
         one_of("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
+
+    @property
+    def wrapper(self) -> Wrapper:
+        """The object that `wrap` names."""
+        return wrappers.get(self.wrap)
 
 
 @dataclass(frozen=True)

@@ -231,7 +231,7 @@ def finish(run: hpcinit.Runtime, gpt: GPT, losses: list[float], unseen: float) -
     if not same_on_all_ranks(checksum(gpt)):
         raise SystemExit("the parameters differ between the ranks after training")
     # Where a rank holds a part of the model only, all have to take part in what it writes.
-    alone = run.training.wrap == "ddp" and run.layout.tp == 1
+    alone = run.training.wrapper.whole_model and run.layout.tp == 1
     written = "" if alone and run.rank else sample(run, gpt, "def ", 200)
     result = f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in {len(losses)} steps, held-out {unseen:.2f}"
     if run.rank == 0:

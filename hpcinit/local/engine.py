@@ -20,9 +20,10 @@ from typing import Any
 
 import psutil
 
-from hpcinit.facts import children, ownership, parent_death, runfolder, whole_file
+from hpcinit.facts import ownership, parent_death, runfolder, signals, whole_file
 from hpcinit.facts.errors import NOTHING_SUBMITTED, SpecError, SubmitError
 from hpcinit.facts.spec import load
+from hpcinit.facts.supervisor import Child, Supervisor
 from hpcinit.local import environment, processes
 
 STATE = "local.json"  # in the run folder: what squeue would say
@@ -35,7 +36,7 @@ def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Seq
     """Start the job of a filled run folder in the background; its id (the process's) and the command used."""
     command = [sys.executable, "-m", "hpcinit.local.engine", str(path), str(time_min)]
     # The engine starts with these signals blocked and takes them when its handlers stand: none is lost, none kills it.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    before = signals.block(ENDING)
     try:
         with (path / runfolder.JOB_LOG).open("ab") as log:
             process = subprocess.Popen(
@@ -44,7 +45,7 @@ def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Seq
     except OSError as error:
         raise SubmitError(f"cannot start the local engine: {error}", NOTHING_SUBMITTED) from None
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signals.set_blocked(before)
     assert process.stdin is not None  # PIPE
     # Nothing is run before its state is on disk: a reader always finds one, and the engine's own comes after it.
     try:
@@ -60,10 +61,8 @@ def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Seq
 
 
 def main(argv: Sequence[str]) -> int:
-    asked: list[int] = []
-    for number in ENDING:
-        signal.signal(number, lambda number, frame: asked.append(number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    asked = signals.collected(ENDING)
+    signals.unblock(ENDING)
     if sys.stdin.buffer.read() != GO:
         return 1  # who submits was killed before it could say so: there is no job
     path, time_min = Path(argv[0]), float(argv[1])
@@ -81,20 +80,16 @@ def main(argv: Sequence[str]) -> int:
     state: dict[str, object] = {"state": "RUNNING", "pid": os.getpid(), "started": time.time()}
     processes.adopt_orphans()  # of a step that was killed: nothing of the job may outlive it
     try:
-        job = subprocess.Popen(
-            ["bash", str(path / runfolder.SCRIPT)],
-            env=env,
-            cwd=spec.workdir,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=partial(parent_death.die_with, os.getpid()),
-        )
+        script = ["bash", str(path / runfolder.SCRIPT)]
+        die_with_this = partial(parent_death.die_with, os.getpid())
+        job = Supervisor().start(0, script, env, folder=spec.workdir, in_child=die_with_this)
     except OSError as error:
         print(f"hpcinit: error: cannot start the batch script in {spec.workdir}: {error}", flush=True)
         return _ended(path, state, "FAILED", 1)
     end = _watch(job, asked, time.monotonic() + 60 * time_min)
     processes.kill_descendants()
-    status = job.returncode if job.returncode >= 0 else 128 - job.returncode
+    code = job.ended() or 0
+    status = code if code >= 0 else 128 - code
     return _ended(path, state, end or ("COMPLETED" if status == 0 else "FAILED"), status)
 
 
@@ -108,28 +103,28 @@ def _ended(path: Path, state: Mapping[str, object], outcome: str, status: int) -
     return status
 
 
-def _watch(job: subprocess.Popen[bytes], asked: Sequence[int], deadline: float) -> str | None:
+def _watch(job: Child, asked: Sequence[int], deadline: float) -> str | None:
     """Wait for the job; end it when asked to or when its time is up. Returns why, if one of these."""
     why = None
-    while children.status(job) is None:
+    while job.ended() is None:
         if asked or time.monotonic() > deadline:
             why = "CANCELLED" if asked else "TIMEOUT"
             print(f"hpcinit: job {os.getpid()} on 127.0.0.1 {why}", flush=True)
             _end(job)
             break
         time.sleep(0.05)
-    job.wait()
+    job.reap()
     return why
 
 
-def _end(job: subprocess.Popen[bytes]) -> None:
+def _end(job: Child) -> None:
     """SIGTERM to the batch script and its steps, SIGKILL to what is left, as slurmd does it.
 
     The script is gone at once, its step needs a moment to end the ranks: wait for the whole group. The script is not
     reaped before, so that the number of the group stays its own.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
-        children.signal_group(job, number)
+        job.signal(number)
         deadline = time.monotonic() + KILL_WAIT_S
         while time.monotonic() < deadline and processes.group_runs(job.pid):
             time.sleep(0.02)

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -20,94 +19,64 @@ from pathlib import Path
 
 import psutil
 
-from hpcinit.facts import children, job_log, parent_death, rank_log
+from hpcinit.facts import job_log, parent_death, rank_log, signals
 from hpcinit.facts.saying import say
+from hpcinit.facts.supervisor import LOOK_S, Child, Supervisor
 from hpcinit.local import environment, processes
 
 KILL_WAIT_S = 2.0
 
 
-class Step:
+class Step(Supervisor):
     """The tasks of one step. `run()` returns what srun would: the highest exit code of any task."""
 
     def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__()
         self.options = options
-        self.tasks: dict[int, subprocess.Popen[bytes]] = {}
-        self.statuses: dict[int, int] = {}
-        self.signals: list[int] = []
         self.parent = os.getppid()  # the batch script
 
     def run(self) -> int:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, lambda number, frame: self.signals.append(number))
+        self.signals = signals.collected((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2))
         try:
             for rank in range(self.options.ntasks):
-                self.tasks[rank] = self._start(rank)
-            self._wait()
+                self._start(rank)
+            self.supervise(self._next_signal)
         finally:
-            self._end()
-        return max(self.statuses.values(), default=0)
+            self.stop(KILL_WAIT_S)
+        return max((code if code >= 0 else 128 - code for code in self.ended().values()), default=0)
 
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+    def on_exit(self, child: Child) -> bool:
+        code = child.ended() or 0
+        if code != 0:
+            node = child.number // self.options.ntasks_per_node + 1
+            say(f"error: 127.0.0.{node}: task {child.number}: {job_log.how(code)}")
+        return code != 0 and bool(self.options.kill_on_bad_exit)
+
+    def on_signal(self, number: int) -> bool:
+        self.signal(number)
+        return number in (signal.SIGTERM, signal.SIGINT)
+
+    def is_over(self) -> bool:
+        return self._is_left_alone()
+
+    def _start(self, rank: int) -> None:
         per_node = self.options.ntasks_per_node
         env = {**os.environ, **environment.task(os.environ, self.options.nodes, per_node, rank)}
         output = self.options.output
         path = Path(output.replace("%t", str(rank)).replace("%%", "%")) if output else None
+        end_with_this = partial(parent_death.end_with, os.getpid())
         with rank_log.opened(path) if path else contextlib.nullcontext() as log:
-            return subprocess.Popen(
-                self.options.command,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # so that what a rank starts (data loaders) ends with it
-                preexec_fn=partial(parent_death.end_with, os.getpid()),
-            )
+            self.start(rank, self.options.command, env, output=log, in_child=end_with_this)
 
-    def _wait(self) -> None:
-        while len(self.statuses) < len(self.tasks):
-            if self._is_left_alone():
-                return
-            while self.signals:
-                number = self.signals.pop(0)
-                self._signal(number)
-                if number in (signal.SIGTERM, signal.SIGINT):
-                    return
-            for rank, task in self.tasks.items():
-                if rank not in self.statuses and (status := children.status(task)) is not None:
-                    self._note(rank, status)
-                    if status != 0 and self.options.kill_on_bad_exit:
-                        return
-            time.sleep(0.02)
+    def _next_signal(self, timeout_s: float) -> int | None:
+        if not self.signals:
+            time.sleep(min(LOOK_S, timeout_s))
+        return self.signals.pop(0) if self.signals else None
 
     def _is_left_alone(self) -> bool:
         """The batch script is gone, however it ended, or the engine, maybe before this process came so far."""
         engine = os.environ.get(processes.ENV_ENGINE, "")
         return os.getppid() != self.parent or (engine.isdigit() and not psutil.pid_exists(int(engine)))
-
-    def _note(self, rank: int, code: int) -> None:
-        self.statuses[rank] = code if code >= 0 else 128 - code
-        if code != 0:
-            node = rank // self.options.ntasks_per_node + 1
-            say(f"error: 127.0.0.{node}: task {rank}: {job_log.how(code)}")
-
-    def _signal(self, number: int) -> None:
-        for rank, task in self.tasks.items():
-            if rank not in self.statuses or number == signal.SIGKILL:
-                children.signal_group(task, number)
-
-    def _end(self) -> None:
-        """Nothing of this step is left: SIGTERM to what runs, then SIGKILL to every group."""
-        if len(self.statuses) < len(self.tasks):
-            self._signal(signal.SIGTERM)
-            deadline = time.monotonic() + KILL_WAIT_S
-            while time.monotonic() < deadline and any(children.status(t) is None for t in self.tasks.values()):
-                time.sleep(0.02)
-        self._signal(signal.SIGKILL)
-        for rank, task in self.tasks.items():
-            task.wait()
-            if rank not in self.statuses:
-                self.statuses[rank] = task.returncode if task.returncode >= 0 else 128 - task.returncode
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -107,10 +107,3 @@ def _bind_all_threads(mine: set[int], before: set[int]) -> None:
                 os.sched_setaffinity(thread, mine)
         except ProcessLookupError:
             continue  # it has ended
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

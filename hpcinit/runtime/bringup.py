@@ -8,11 +8,11 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import ParamSpec
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -20,8 +20,7 @@ from hpcinit.facts import grouping, launchers, open_files, safeguards
 from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.saying import say
-from hpcinit.facts.spec import Comm, Hang, Samples, Spec, Training, of_this_run
-from hpcinit.facts.stopping import Stopping
+from hpcinit.facts.spec import Samples, Spec, Training, of_this_run
 from hpcinit.facts.timeouts import check_clock
 from hpcinit.facts.world import World
 from hpcinit.runtime import (
@@ -38,24 +37,12 @@ from hpcinit.runtime import (
     teardown,
 )
 from hpcinit.runtime.lifecycle import loader_workers
+from hpcinit.runtime.process_state import state
 from hpcinit.runtime.request import Plan, Request, resolve
-from hpcinit.runtime.runtime import Runtime, _Changing
+from hpcinit.runtime.runtime import Runtime, Session
 
 # A group whose peers are alive goes down in well under a second; Slurm itself waits 30 s (KillWait) before it kills.
 SHUTDOWN = timedelta(seconds=30)
-
-
-@dataclass(frozen=True)
-class _Current:
-    """kept: the groups that were there before, None where the default group is ours. deepspeed: started from here."""
-
-    request: Request
-    runtime: Runtime
-    kept: frozenset[ProcessGroup] | None
-    deepspeed: bool
-
-
-_current: _Current | None = None
 
 
 def init(
@@ -99,16 +86,15 @@ def init(
         deterministic=deterministic,
         launcher=launcher,
     )
-    if _current is not None:
-        if different := _current.request.differences(request):
+    if state.runtime is not None:
+        if different := state.runtime._session.request.differences(request):
             raise BringUpError(f"init was called before with another request: {different}; call it once, or shutdown()")
-        return _current.runtime
+        return state.runtime
     teardown.refuse_if_stuck()
     return _first_init(request)
 
 
 def _first_init(request: Request) -> Runtime:
-    global _current  # noqa: PLW0603 - a process has one default process group, and so does this module
     world = launchers.read(os.environ, request.launcher)
     if world.rank == 0:
         for warning in world.warnings:
@@ -116,18 +102,18 @@ def _first_init(request: Request) -> Runtime:
     spec, folder = of_this_run(os.environ, world.world_size)
     theirs = dist.is_initialized()
     try:
-        _current = _bring_up(request, world, spec, folder)
+        runtime = state.runtime = _bring_up(request, world, spec, folder)
     except BaseException:
         if not theirs:  # half a runtime would be in the way of a second try
             if dist.is_initialized():  # else the meeting is still to come, and a rank that is late must find this one
                 rendezvous.leave()
-            _destroy(None, above=True, timeout=SHUTDOWN)
+            _destroy(None, deepspeed_started=True, timeout=SHUTDOWN)
         raise
     atexit.register(shutdown)
-    return _current.runtime
+    return runtime
 
 
-def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | None) -> _Current:
+def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | None) -> Runtime:
     began = time.monotonic()
     moments.begin(world, folder)
     moments.note("imported")
@@ -146,10 +132,8 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
     above = plan.deepspeed and deepspeed.start(plan.backend, plan.collective_timeout, device)
     made = mesh.build(plan.layout, device)
     collectives = _settle(plan, keep=kept is not None and request.collective_timeout is None)
-    stopping = spec.stop if spec else Stopping()
-    loader_workers.install(stopping.numbers)
-    share = plan.layout.data_rank(world.rank)
-    seeds.seed_all(seeds.of(plan.seed, plan.seed_by, world.rank, share))
+    loader_workers.install(plan.stopping.numbers)
+    seeds.seed_all(seeds.of(plan.seed, plan.seed_by, world.rank, plan.layout.data_rank(world.rank)))
     moments.note("up")
     if world.rank == 0:
         took_s = time.monotonic() - began
@@ -158,25 +142,7 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
         for line in (table, devices.unseen(device), safeguards.describe(os.environ, protected)):
             if line:
                 say(line)
-    runtime = Runtime(
-        world=world,
-        device=device,
-        backend=plan.backend,
-        timeout=plan.timeout,
-        layout=plan.layout,
-        mesh=made,
-        batch=plan.batch,
-        training=plan.training,
-        seed=plan.seed,
-        seed_by=plan.seed_by,
-        data_rank=share,
-        folder=folder,
-        stopping=stopping,
-        hang=spec.hang if spec else Hang(),
-        checkpoint_timeout=timedelta(seconds=(spec.comm if spec else Comm()).checkpoint_timeout_s),
-        _changing=_Changing(collectives),
-    )
-    return _Current(request, runtime, kept, above)
+    return Runtime(world, plan, made, folder, Session(request, kept, above, collectives))
 
 
 def _group(world: World, spec: Spec | None, plan: Plan) -> tuple[frozenset[ProcessGroup] | None, str]:
@@ -213,16 +179,6 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def _after_fork() -> None:
-    """In a forked child: the group is the parent's, and must not be destroyed from here."""
-    global _current  # noqa: PLW0603
-    _current = None
-    atexit.unregister(shutdown)
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
 def shutdown(timeout: timedelta = SHUTDOWN) -> None:
     """Take the process group down, DeepSpeed's module state too; init works again afterwards.
 
@@ -230,25 +186,26 @@ def shutdown(timeout: timedelta = SHUTDOWN) -> None:
     a peer that is dead or stuck holds the group up for longer than `timeout`, a warning says so and the process goes on
     to its end, without another group, with exit status 1.
     """
-    global _current
-    if _current is None:
+    if state.runtime is None:  # as in a child that was forked since
         return
-    ended, _current = _current, None
+    ended, state.runtime = state.runtime, None
     atexit.unregister(shutdown)
     rendezvous.leave()
-    _destroy(ended.kept, ended.deepspeed, timeout, ended.runtime)
+    ended._session.close()
+    _destroy(ended._session.kept_groups, ended._session.deepspeed, timeout, ended.device)
 
 
 def _destroy(
-    kept: frozenset[ProcessGroup] | None, above: bool, timeout: timedelta, runtime: Runtime | None = None
+    kept: frozenset[ProcessGroup] | None,
+    deepspeed_started: bool,
+    timeout: timedelta,
+    device: torch.device | None = None,
 ) -> None:
-    """above: DeepSpeed is on top of the group, and was started from here."""
-    if runtime is not None:
-        runtime._changing.close()
-    if kept is None or above:
+    """Destroy the groups that hpcinit made. deepspeed_started: DeepSpeed was started from here, on top of the group."""
+    if kept is None or deepspeed_started:
         deepspeed.forget()
     if kept is None:
-        teardown.destroy(timeout, runtime.device if runtime else None)
+        teardown.destroy(timeout, device)
     else:
         foreign.leave(kept)
 

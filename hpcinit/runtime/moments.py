@@ -14,13 +14,11 @@ from typing import Any
 import hpcinit
 from hpcinit.facts import nodelist, timeline
 from hpcinit.facts.world import World
+from hpcinit.runtime.process_state import state
 
 # One clock per process, and with its parent's anchor one for all ranks that it forks: a clock that is set while they
 # start moves nothing.
 _WALL, _MONOTONIC, _PID = hpcinit.BEGAN
-_writer: timeline.Writer | None = None
-_rank = -1
-_over = False  # a process has one start: what init does after a shutdown is none
 
 
 def now() -> float:
@@ -33,12 +31,12 @@ def begin(world: World, run: Path | None, first_line: bool = False) -> None:
 
     first_line: hpcinit was the first that Python ran, so that its first line is when the interpreter was up.
     """
-    global _writer, _rank, _over  # noqa: PLW0603 - a process is one rank
-    if run is None or _over:
+    mine = state.timeline
+    if run is None or mine.opened:  # a process has one start: what init does after a shutdown is none
         return
-    _over = True
-    _rank, _writer = world.rank, _open(world, run)
-    _writer.write(_rank, {**_about(world), **_before(os.environ, first_line)})
+    mine.opened = True
+    mine.rank, mine.writer = world.rank, _open(world, run)
+    mine.writer.write(mine.rank, {**_about(world), **_before(os.environ, first_line)})
 
 
 def announce(world: World, run: Path) -> None:
@@ -69,10 +67,11 @@ def _about(world: World) -> dict[str, Any]:
 
 def note(moment: str, **more: object) -> None:
     """This moment is now. more: what else is known by then. Ends the record with the last moment."""
-    if _writer is not None:
-        _writer.write(_rank, {moment: round(now(), 6), **more})
+    mine = state.timeline
+    if mine.writer is not None:
+        mine.writer.write(mine.rank, {moment: round(now(), 6), **more})
         if moment == timeline.LAST:
-            _forget()
+            mine.close()
 
 
 def _before(env: Mapping[str, str], first_line: bool) -> dict[str, float]:
@@ -108,14 +107,3 @@ def _made(pid: int) -> float | None:
     except (OSError, ValueError, IndexError):
         return None
     return now() - ago
-
-
-def _forget() -> None:
-    global _writer  # noqa: PLW0603
-    if _writer is not None:
-        _writer.close()
-        _writer = None
-
-
-# A child that is forked later is no rank, and closes its copy; one that begins its own start was forked before it.
-os.register_at_fork(after_in_child=_forget)

@@ -21,6 +21,7 @@ from hpcinit.facts import scratch
 from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Spec
 from hpcinit.facts.world import World
+from hpcinit.runtime.process_state import state
 
 ENV_NONCE = "HPCINIT_NONCE"
 HEAD = "hpcinit-nonce-1 "  # so that no other private file of this user is taken for one
@@ -33,7 +34,6 @@ WARNING = (
     "its nodes who knows the number of the job can act as a rank, and then run code as you. To prevent it, add this to "
     f"the batch script, before srun or mpirun: export {ENV_NONCE}=$(cat /proc/sys/kernel/random/uuid)"
 )
-_file: Path | None = None
 
 
 def find(world: World, spec: Spec | None) -> str:
@@ -54,29 +54,27 @@ def find(world: World, spec: Spec | None) -> str:
 
 def remove() -> None:
     """Remove the file that this process read or created. To be called by rank 0, once all ranks have come."""
-    global _file  # noqa: PLW0603 - a process is in one start at a time
-    if _file is not None:
+    if state.nonce_file is not None:
         with suppress(OSError):
-            _file.unlink()
-        _file = None
+            state.nonce_file.unlink()
+        state.nonce_file = None
 
 
 def _shared(world: World) -> str:
-    global _file  # noqa: PLW0603
     name = f".hpcinit-{scratch.folder_name(world.job)}.nonce"
     places = [place for place in _places() if _is_shared(place, world)]
     until = time.monotonic() + (FIRST_S if world.local_rank else 0.0)
     while True:
         for place in places:
             if found := _read(place / name):
-                _file = place / name
+                state.nonce_file = place / name
                 return found
         if time.monotonic() >= until:
             break
         time.sleep(0.02)
     for place in places:
         if found := _create(place / name):
-            _file = place / name
+            state.nonce_file = place / name
             return found
     return ""
 

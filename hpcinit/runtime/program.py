@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import ctypes
-import gc
 import importlib.util
-import io
 import os
 import runpy
 import signal
 import sys
-import threading
 import time
 import traceback
 import types
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from hpcinit.facts import error_records, reports, runfolder, whole_file
 from hpcinit.facts.error_records import ErrorRecord
@@ -30,7 +25,7 @@ from hpcinit.facts.timeouts import TimeoutLaw, left_of_job
 from hpcinit.facts.world import World
 from hpcinit.runtime import rendezvous
 from hpcinit.runtime.lifecycle import phase, signals
-from hpcinit.runtime.lifecycle.stop_record import StopRecord
+from hpcinit.runtime.process_state import state
 
 
 def run(program: Program, world: World, spec: Spec | None = None) -> int:
@@ -55,48 +50,7 @@ def run(program: Program, world: World, spec: Spec | None = None) -> int:
         except BringUpError as error:  # the program is done all the same
             say(f"this rank has ended well, but {error}")
             rendezvous.leave()
-    return runfolder.ENDED_EARLY if status == 0 and StopRecord.lost else status
-
-
-def end(status: int) -> None:
-    """End as the interpreter would, but for its last step, if torch is there; without torch, return.
-
-    In that last step a thread of gloo's that lets go of a tensor (ProcessGroupGloo::runLoop, decref_pyobject) asks
-    for the lock of an interpreter that is gone, and the process aborts: 'terminate called without an active
-    exception', also in ranks that have destroyed their group. https://github.com/pytorch/pytorch/issues/190489 and
-    pull request 179291 there. So what that step does is done here: open files, also those that the C library holds,
-    are written out. What is left out are the destructors of C++.
-    """
-    if "torch" not in sys.modules:
-        return
-    with contextlib.suppress(KeyboardInterrupt):
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for the program's threads, as Python does
-    atexit._run_exitfuncs()
-    sys.modules["__main__"].__dict__.clear()
-    gc.collect()
-    _write_out()
-    status = status & 0xFF if _flushed(sys.stdout) and _flushed(sys.stderr) else 120  # Python's own 120
-    os._exit(status)
-
-
-def _write_out() -> None:
-    """What stands in buffers: of files that some module or object still holds, and of C code's streams."""
-    for thing in gc.get_objects():
-        if issubclass(type(thing), io.IOBase) and thing not in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                thing.flush()
-    with contextlib.suppress(Exception):
-        ctypes.CDLL(None).fflush(None)
-
-
-def _flushed(stream: TextIO | None) -> bool:
-    """False if what was printed could not be written: a full disk, a closed pipe."""
-    try:
-        if stream is not None and not stream.closed:
-            stream.flush()
-    except Exception:
-        return False
-    return True
+    return runfolder.ENDED_EARLY if status == 0 and state.stop_not_recorded else status
 
 
 def _python(program: Program, world: World) -> int:

@@ -25,51 +25,52 @@ from hpcinit.runtime.meeting import card
 from hpcinit.runtime.meeting.door import Door
 from hpcinit.runtime.meeting.knocking import ENV_NAT, Refused
 from hpcinit.runtime.meeting.visit import Visit
+from hpcinit.runtime.process_state import state
 
 Meeting = Door | Visit
 ENV_GLOO = "GLOO_SOCKET_IFNAME"
-
-# The meeting of this process: hpcinit.run begins it, init goes on with it. After a shutdown a next one begins,
-# with a number of its own, so that ranks of two generations never mix.
-_current: Meeting | None = None
-_generation = 0
 
 
 def meet(world: World, spec: Spec | None, timeout: timedelta) -> Meeting | None:
     """Find the other ranks of this start; the meeting that is under way already, if there is one.
 
+    hpcinit.run begins it, init goes on with it. After a shutdown a next one begins, with a number of its own, so that
+    ranks of two generations never mix.
+
     None where there is nobody to meet, and under a torchrun of the user's, whose agents have met: those of
     launch=torchrun name the hosts and leave the meeting to the ranks. Raises BringUpError.
     """
-    global _current, _generation  # noqa: PLW0603 - a process is in one meeting at a time
     if world.world_size == 1 or (world.launcher == "torchrun" and not world.hosts):
         return None
-    if _current is not None:
-        return _current
+    if state.rendezvous is not None:
+        return state.rendezvous
     world = _with_ports_for_a_door(world)
-    job = f"{world.job}#{_generation}"
+    job = f"{world.job}#{state.rendezvous_count}"
     folder = Path(os.environ[runfolder.ENV_FOLDER]) if spec else None
     key, made_of = _key(world, spec), card.fingerprint(folder)
     notes: list[str] = []
 
     def resolve() -> list[str]:
-        found, *others = addresses(world, spec)
-        notes[:] = [found.note] if found.note else []
-        return [found.address, *(other.address for other in others)]
+        best, *others = addresses(world, spec)
+        notes[:] = [best.note] if best.note else []
+        return [best.address, *(other.address for other in others)]
 
     nat = os.environ.get(ENV_NAT, "") not in {"", "0"}
     if world.rank == 0:
         _publish(world)
-        _current = _open_door(resolve(), lambda address: Door(world, address, key, job, made_of, nat, nonce.remove))
+        found: Meeting = _open_door(
+            resolve(), lambda address: Door(world, address, key, job, made_of, nat, nonce.remove)
+        )
     else:
         deadline = time.monotonic() + timeout.total_seconds()
-        _current = Visit(world, resolve, key, job, made_of, deadline, nat)
-    clock = (_current.clock_offset_s, _current.clock_uncertainty_s)
+        found = Visit(world, resolve, key, job, made_of, deadline, nat)
+    state.rendezvous = found
+    clock = (found.clock_offset_s, found.clock_uncertainty_s)
     moments.note("met", **({} if None in clock else {"clock": clock}))
     for note in notes:
         say(note)
-    _generation += 1
-    return _current
+    state.rendezvous_count += 1
+    return found
 
 
 def _with_ports_for_a_door(world: World) -> World:
@@ -99,9 +100,8 @@ def _open_door(places: list[str], open_at: Callable[[str], Door]) -> Door:
 
 def leave(error: str = "") -> None:
     """End this process's part in the meeting, telling the others why if it is because of an error."""
-    global _current
-    if _current is not None:
-        meeting, _current = _current, None
+    if state.rendezvous is not None:
+        meeting, state.rendezvous = state.rendezvous, None
         if error:
             meeting.fail(error)
             meeting.tell_the_late()
@@ -116,20 +116,9 @@ def leave_together(world: World, timeout: timedelta) -> None:
     For programs that do not call init: a command replaces this process, a short script ends before slower ranks
     have started. Raises BringUpError that names who did not come.
     """
-    if _current is not None:
-        _current.wait_for_all(time.monotonic() + timeout.total_seconds(), said_every_s(world))
+    if state.rendezvous is not None:
+        state.rendezvous.wait_for_all(time.monotonic() + timeout.total_seconds(), said_every_s(world))
     leave()
-
-
-def _after_fork() -> None:
-    """In a forked child: the meeting is the parent's. Close the copies of its sockets without a word."""
-    global _current  # noqa: PLW0603
-    if _current is not None:
-        _current.forget()
-        _current = None
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def program_environment(world: World, meeting: Meeting | None) -> dict[str, str]:

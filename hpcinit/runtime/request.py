@@ -12,7 +12,8 @@ import torch
 
 from hpcinit.facts.batch import Batch
 from hpcinit.facts.layout import Layout
-from hpcinit.facts.spec import SEED_BY, Comm, Samples, Spec, Training, one_of
+from hpcinit.facts.spec import SEED_BY, Comm, Hang, Samples, Spec, Training, one_of
+from hpcinit.facts.stopping import Stopping
 from hpcinit.facts.timeouts import left_of_job
 from hpcinit.facts.world import World
 from hpcinit.runtime import deepspeed, device_id, devices
@@ -43,7 +44,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be done; nothing is open any more. law: the start-up timeout with its terms, for the log line."""
+    """What init decided, from its arguments, the submission and the defaults.
+
+    backend: of the group on `device`. timeout: of the start-up; law: the same with its terms, for the log line. layout:
+    every degree known. batch: samples of a step. training: what wrap() goes by. seed: as asked, before seed_by ('same',
+    'rank' or 'data') makes it this rank's. stopping: what should_stop() goes by. hang: how long without a step is one.
+    checkpoint_timeout: how long ranks wait for each other in save() and load().
+    """
 
     device: torch.device
     backend: str
@@ -58,6 +65,9 @@ class Plan:
     seed: int
     seed_by: str
     deterministic: bool
+    stopping: Stopping
+    hang: Hang
+    checkpoint_timeout: timedelta
 
 
 def resolve(request: Request, world: World, spec: Spec | None, device: torch.device) -> Plan:
@@ -84,6 +94,9 @@ def resolve(request: Request, world: World, spec: Spec | None, device: torch.dev
         seed=_first(request.seed, spec and spec.seed, 0),
         seed_by=seed_by,
         deterministic=_first(request.deterministic, spec and spec.deterministic, False),
+        stopping=spec.stop if spec else Stopping(),
+        hang=spec.hang if spec else Hang(),
+        checkpoint_timeout=timedelta(seconds=comm.checkpoint_timeout_s),
     )
 
 
@@ -94,7 +107,7 @@ def _comm(request: Request, spec: Spec | None, training: Training) -> Comm:
 
 
 def _needs_deepspeed(comm: Comm, training: Training) -> bool:
-    return comm.deepspeed or training.wrap == "deepspeed"
+    return comm.deepspeed or training.wrapper.needs_deepspeed
 
 
 def _start_up(request: Request, comm: Comm, world: World) -> tuple[timedelta, str]:

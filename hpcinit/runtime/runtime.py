@@ -26,8 +26,10 @@ from hpcinit.facts.timeouts import left_of_job
 from hpcinit.facts.world import World
 from hpcinit.runtime import process_group, seeds
 from hpcinit.runtime.lifecycle import phase
+from hpcinit.runtime.request import Plan, Request
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.tensor.parallel import ParallelStyle
 
     from hpcinit.runtime.checkpoint import Loaded
@@ -42,7 +44,17 @@ HEARTBEAT_AGAIN_S = 60.0  # until a heartbeat that had no room on its disk is tr
 
 
 @dataclass
-class _Changing:
+class Session:
+    """Everything that changes while a process group is up, and what shutdown() needs to know of its start.
+
+    request: the arguments of init. kept_groups: those that were there before, None where the default group is ours.
+    deepspeed: started from here. collective_timeout: as last set. told: the last step that progress() reported, asked:
+    how often should_stop() was called.
+    """
+
+    request: Request
+    kept_groups: frozenset[ProcessGroup] | None
+    deepspeed: bool
     collective_timeout: timedelta
     progress_at: float = float("-inf")
     stopper: Stopper | None = None
@@ -66,30 +78,75 @@ class _Changing:
 class Runtime:
     """A rank whose process group is up.
 
-    world: all that is known of this rank's place; the commonest are properties here. device: torch.device, already
-    current. backend: of the group on that device. timeout: what the start-up was given. layout: every degree known.
-    mesh: one dimension per kind of parallelism in use. batch: samples of a step. training: what wrap() goes by. seed:
-    as asked, before it is made this rank's by seed_by ('same', 'rank' or 'data'). data_rank: which share of the samples
-    is this rank's. folder: the run folder, None without a submission. stopping: what should_stop() goes by. hang:
-    how long without a step is one. checkpoint_timeout: how long ranks wait for each other in save() and load().
+    world: all that is known of this rank's place. plan: what init decided. The commonest of both are properties here.
+    mesh: one dimension per kind of parallelism in use. folder: the run folder, None without a submission.
     """
 
     world: World
-    device: torch.device
-    backend: str
-    timeout: timedelta
-    layout: Layout
+    plan: Plan
     mesh: DeviceMesh
-    batch: Batch
-    training: Training
-    seed: int
-    seed_by: str
-    data_rank: int
     folder: Path | None
-    stopping: Stopping
-    hang: Hang
-    checkpoint_timeout: timedelta
-    _changing: _Changing = field(repr=False, compare=False)
+    _session: Session = field(repr=False, compare=False)
+
+    @property
+    def device(self) -> torch.device:
+        """torch.device of this rank, already current."""
+        return self.plan.device
+
+    @property
+    def backend(self) -> str:
+        """The process group's backend on `device`."""
+        return self.plan.backend
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long the start-up was allowed to take."""
+        return self.plan.timeout
+
+    @property
+    def layout(self) -> Layout:
+        """How the ranks are divided; every degree is known."""
+        return self.plan.layout
+
+    @property
+    def batch(self) -> Batch:
+        """Samples of a step."""
+        return self.plan.batch
+
+    @property
+    def training(self) -> Training:
+        """What wrap() goes by."""
+        return self.plan.training
+
+    @property
+    def seed(self) -> int:
+        """As requested, before seed_by makes it this rank's."""
+        return self.plan.seed
+
+    @property
+    def seed_by(self) -> str:
+        """'same', 'rank' or 'data'."""
+        return self.plan.seed_by
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the samples is this rank's."""
+        return self.layout.data_rank(self.rank)
+
+    @property
+    def stopping(self) -> Stopping:
+        """What should_stop() goes by."""
+        return self.plan.stopping
+
+    @property
+    def hang(self) -> Hang:
+        """How long without a step is a hang."""
+        return self.plan.hang
+
+    @property
+    def checkpoint_timeout(self) -> timedelta:
+        """How long ranks wait for each other in save() and load()."""
+        return self.plan.checkpoint_timeout
 
     @property
     def rank(self) -> int:
@@ -124,7 +181,7 @@ class Runtime:
     @property
     def collective_timeout(self) -> timedelta:
         """How long a collective may take before it fails, as last set."""
-        return self._changing.collective_timeout
+        return self._session.collective_timeout
 
     def set_collective_timeout(self, timeout: timedelta) -> None:
         """From now on, of all groups that this rank is in by now; every rank should call it with the same.
@@ -136,7 +193,7 @@ class Runtime:
             raise BringUpError(f"collective timeout {timeout}, expected more than 0")
         if not process_group.set_timeout(timeout):
             raise BringUpError(f"backend {self.backend} cannot change its timeout, it stays {self.collective_timeout}")
-        self._changing.collective_timeout = timeout
+        self._session.collective_timeout = timeout
 
     def loader_options(self, epoch: int = 0) -> dict[str, torch.Generator]:
         """`DataLoader(dataset, **run.loader_options(epoch))`: an order and workers that are this data share's own."""
@@ -206,7 +263,7 @@ class Runtime:
                 timeout=timeout,
                 job=self.world.job,
             )
-        self._changing.longest_save = max(self._changing.longest_save, timedelta(seconds=time.monotonic() - began))
+        self._session.longest_save = max(self._session.longest_save, timedelta(seconds=time.monotonic() - began))
         return written
 
     def load(
@@ -246,16 +303,16 @@ class Runtime:
         saw a reason: SIGTERM (preemption, scancel), the job's time limit with a margin, `hpcinit cancel --save`. From
         the first call on SIGTERM ends a rank only when it is stuck.
         """
-        self._changing.asked += 1
-        self._beat(self._changing.asked if self._changing.told is None else self._changing.told)
-        if self._changing.stopper is None:
+        self._session.asked += 1
+        self._beat(self._session.asked if self._session.told is None else self._session.told)
+        if self._session.stopper is None:
             from hpcinit.runtime.lifecycle.stopping import Stopper  # noqa: PLC0415 - a group more, for those who ask
 
-            self._changing.stopper = Stopper(
+            self._session.stopper = Stopper(
                 self.world, self.stopping, self.collective_timeout, self.folder, dict(os.environ)
             )
-        self._changing.stopper.longest_save = self._changing.longest_save
-        return self._changing.stopper.ask()
+        self._session.stopper.longest_save = self._session.longest_save
+        return self._session.stopper.ask()
 
     def phase(self, name: str, limit: timedelta | None = None) -> AbstractContextManager[None]:
         """`with run.phase("evaluating"):` - no step ends in this block, and that is not a hang.
@@ -271,7 +328,7 @@ class Runtime:
 
         With should_stop() rank 0 asks Slurm, so a limit that was changed since is known, and all ranks have the same.
         """
-        stopper = self._changing.stopper
+        stopper = self._session.stopper
         return left_of_job(os.environ, time.time()) if stopper is None else stopper.left()
 
     def progress(self, step: int, total: int, **values: float) -> None:
@@ -280,15 +337,15 @@ class Runtime:
         Only rank 0 writes, at most once a second and always at the last step. On every rank it is a sign of life. A
         thread writes, so that no step waits for the file system; where that fails, there is one warning.
         """
-        self._changing.told = step
+        self._session.told = step
         phase.told(step)
         self._beat(step)
         now = time.monotonic()
         if self.rank or self.folder is None:
             return
-        if step < total and now - self._changing.progress_at < PROGRESS_EVERY_S:
+        if step < total and now - self._session.progress_at < PROGRESS_EVERY_S:
             return
-        self._changing.progress_at = now
+        self._session.progress_at = now
         document = {"step": step, "total": total, "values": values, "time": time.time()}
         path, text = self.folder / runfolder.PROGRESS, json.dumps(document) + "\n"
 
@@ -311,27 +368,27 @@ class Runtime:
 
     def _beat(self, step: int) -> None:
         """A sign of life. step: as told by progress(), or how often should_stop() was asked where nothing is told."""
-        changing = self._changing
+        session = self._session
         if self.folder is None or not self.hang.after_s:
             return
-        if changing.heartbeat is None:
+        if session.heartbeat is None:
             now = time.monotonic()
-            if now < changing.heartbeat_at + HEARTBEAT_AGAIN_S:
+            if now < session.heartbeat_at + HEARTBEAT_AGAIN_S:
                 return
-            changing.heartbeat_at = now
+            session.heartbeat_at = now
             with reports.suppressed("this rank's heartbeat"):
-                changing.heartbeat = self._heartbeat(self.folder)
-        if changing.heartbeat is not None:
-            changing.heartbeat.tell(step)
+                session.heartbeat = self._heartbeat(self.folder)
+        if session.heartbeat is not None:
+            session.heartbeat.tell(step)
 
     def _heartbeat(self, folder: Path) -> Heartbeat:
         """Raise OSError where this node has no disk for it."""
         from hpcinit.runtime.lifecycle import heartbeat  # noqa: PLC0415 - for those who tell their steps
 
-        if self._changing.scratch is None:
+        if self._session.scratch is None:
             place = scratch.base(os.environ)
             if place is None:
                 raise OSError("no folder in TMPDIR, /tmp or /var/tmp is private and executable")
-            self._changing.scratch = scratch.take(place, self.world.job)
-        table = self._changing.scratch / heartbeat.TABLE
+            self._session.scratch = scratch.take(place, self.world.job)
+        table = self._session.scratch / heartbeat.TABLE
         return heartbeat.Heartbeat(self.world, self.hang, folder, table)

@@ -16,9 +16,8 @@ from hpcinit.facts.world import World, exports
 from hpcinit.runtime.meeting import wire
 from hpcinit.runtime.meeting.door import Door
 from hpcinit.runtime.meeting.visit import spread_s
+from hpcinit.runtime.process_state import state
 from hpcinit.runtime.rendezvous import Meeting, said_every_s
-
-_rounds = 0
 
 
 def open_store(world: World, meeting: Meeting | None, deadline: float) -> Store:
@@ -59,8 +58,7 @@ def serve(address: str, listener: socket.socket, world_size: int, timeout: timed
 
 def _torchruns(world: World, timeout: timedelta) -> Store:
     """The store that torchrun's agent holds."""
-    global _rounds  # noqa: PLW0603 - the agent's store outlives a shutdown, and so do the keys in it
-    _rounds += 1
+    state.agent_store_rounds += 1  # the agent's store outlives a shutdown, and so do the keys in it
     os.environ.update(exports(world))
     try:
         store: Store = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))[0]
@@ -70,7 +68,7 @@ def _torchruns(world: World, timeout: timedelta) -> Store:
         raise BringUpError(
             f"rank {world.rank} could not reach torchrun's store at {where}: {first}", quoted=first
         ) from error
-    return PrefixStore(f"hpcinit/{world.job}/{_rounds}", store)
+    return PrefixStore(f"hpcinit/{world.job}/{state.agent_store_rounds}", store)
 
 
 def _left(deadline: float) -> timedelta:

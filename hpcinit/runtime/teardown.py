@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from hpcinit.facts.errors import BringUpError
 from hpcinit.facts.saying import say
+from hpcinit.runtime.process_state import state
 from hpcinit.runtime.watchdog import end_hard
-
-_stuck: str = ""  # why a group of this process would not go down
 
 
 def destroy(timeout: timedelta, device: torch.device | None = None) -> None:
@@ -22,27 +21,26 @@ def destroy(timeout: timedelta, device: torch.device | None = None) -> None:
     The process is then no use for another group, and ends hard where the interpreter would: its last steps wait for
     threads that are inside the group (https://github.com/pytorch/pytorch/issues/119250).
     """
-    global _stuck  # noqa: PLW0603 - a process has one default group
-    if _stuck or not dist.is_initialized():
+    if state.stuck_group or not dist.is_initialized():
         return
     raised: list[BaseException] = []
     thread = threading.Thread(target=_destroy, args=(device, raised), name="hpcinit-shutdown", daemon=True)
     thread.start()
     thread.join(timeout.total_seconds())
     if thread.is_alive():
-        _stuck = (
+        state.stuck_group = (
             f"the process group did not go down in {timeout.total_seconds():g} s: a peer that died or hangs holds it "
             "up; look for the rank that failed first"
         )
-        say(f"warning: {_stuck}. This process goes on without it, and will end with exit status 1")
+        say(f"warning: {state.stuck_group}. This process goes on without it, and will end with exit status 1")
     elif raised:
         raise raised[0]
 
 
 def refuse_if_stuck() -> None:
     """Raises BringUpError if a group of this process never went down."""
-    if _stuck:
-        raise BringUpError(f"no second process group in this process: {_stuck}")
+    if state.stuck_group:
+        raise BringUpError(f"no second process group in this process: {state.stuck_group}")
 
 
 def _destroy(device: torch.device | None, raised: list[BaseException]) -> None:
@@ -57,5 +55,5 @@ def _destroy(device: torch.device | None, raised: list[BaseException]) -> None:
 @atexit.register
 def _end_if_stuck() -> None:
     # Registered when this module is imported, so that it runs after what the program registered later.
-    if _stuck:
-        end_hard(_stuck)
+    if state.stuck_group:
+        end_hard(state.stuck_group)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hpcinit.config import checks, parallel
 from hpcinit.config.schema import Config
-from hpcinit.facts import activations, memory
+from hpcinit.facts import activations, memory, wrappers
 from hpcinit.facts.activations import Transformer
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.layout import Layout
@@ -60,13 +60,13 @@ class Estimate:
 def of(config: Config) -> Estimate:
     """Raises RequestError for what cannot be estimated."""
     demand = demand_of(config)
-    parts, unknown = [*memory.parts(demand)], []
+    wrapper, unknown = wrappers.get(demand.wrap), []
+    parts = [*wrapper.memory(demand)]
     if found := _activations(config, demand.layout):
         parts.append(found)
     else:
         unknown.append(f"activations: give {', '.join(_missing(config))}")
-    if demand.wrap == "fsdp" and not demand.layers:
-        unknown.append("the blocks that FSDP gathers: give model.layers")
+    unknown.extend(wrapper.not_counted(demand))
     if demand.layout.ep > 1:
         unknown.append("ep: every parameter counts as one that all ranks share, so experts take less than said")
     per_node = checks.ranks_per_node(config)
@@ -93,7 +93,7 @@ def demand_of(config: Config) -> Demand:
         param=config.precision.param,
         reduce=config.precision.reduce,
         optimizer="muon" if own == "muon" else "adamw",
-        fused=config.parallel.wrap == "deepspeed" and own == "adamw",
+        fused=wrappers.get(config.parallel.wrap).needs_deepspeed and own == "adamw",
         layers=config.model.layers,
         zero=_zero(config),
     )

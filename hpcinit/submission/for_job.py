@@ -36,7 +36,7 @@ def make_spec(config: Config, workdir: Path, code: snapshot.Plan | None = None, 
         layout=parallel.layout(config).over(config.nodes * per_node, per_node),
         comm=Comm(
             comm.backend,
-            comm.deepspeed or config.parallel.wrap == "deepspeed",
+            parallel.needs_deepspeed(config),
             timeouts.law(config),
             comm.collective_timeout_s,
             config.cluster.host_template,

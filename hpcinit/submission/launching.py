@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hpcinit.config import environments
+from hpcinit.config import environments, parallel
 from hpcinit.config.checks import ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.facts import quoting, runfolder
@@ -39,7 +39,7 @@ def step(config: Config, run: RunPath, workdir: Path) -> str:
 def for_job(config: Config) -> Launch:
     """What the job is told of it."""
     asked = config.launch
-    deepspeed = config.comm.deepspeed or config.parallel.wrap == "deepspeed"
+    deepspeed = parallel.needs_deepspeed(config)
     return Launch(
         kind=asked.kind,
         preload=tuple(dict.fromkeys([*asked.preload, *["deepspeed"] * deepspeed])),

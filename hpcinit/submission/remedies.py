@@ -8,7 +8,7 @@ from typing import Any
 
 from hpcinit.config import checks
 from hpcinit.config.schema import Config
-from hpcinit.facts import memory
+from hpcinit.facts import memory, wrappers
 from hpcinit.facts.errors import RequestError
 from hpcinit.submission import estimate
 
@@ -28,20 +28,7 @@ def remedies(config: Config) -> list[str]:
 
 
 def _changes(config: Config) -> Iterator[Mapping[str, Any]]:
-    shard = {"parallel.dp_replicate": 1, "parallel.dp_shard": -1}
-    if config.parallel.wrap == "deepspeed":
-        for stage in range(config.deepspeed.zero_stage + 1, 4):
-            yield {"deepspeed.zero_stage": stage}
-        yield {"deepspeed.zero_stage": max(1, config.deepspeed.zero_stage), "deepspeed.offload_optimizer": "cpu"}
-        yield {
-            "deepspeed.zero_stage": 3,
-            "deepspeed.offload_optimizer": "cpu",
-            "deepspeed.offload_param": "cpu",
-        }
-    else:
-        yield {"parallel.wrap": "fsdp", **shard}
-        for stage in (2, 3):
-            yield {"parallel.wrap": "deepspeed", **shard, "deepspeed.zero_stage": stage}
+    yield from wrappers.get(config.parallel.wrap).with_less_memory(config.deepspeed.zero_stage)
     if config.precision.param == "fp32":
         yield {"precision.param": "bf16"}
     if config.activation_checkpointing == "none" and config.model.layers:

@@ -11,14 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.facts import activations, memory
+from hpcinit.facts import activations, memory, wrappers
 from hpcinit.facts.activations import Transformer
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.layout import Layout
-from hpcinit.facts.memory import Demand, Zero
+from hpcinit.facts.memory import Demand, Part, Zero
 
 WIDTH, LAYERS, RANKS = 128, 8, 4  # of tests.facts.holdings
 P = WIDTH * WIDTH * LAYERS
+
+
+def parts_of(wanted: Demand) -> tuple[Part, ...]:
+    """Return what one rank needs memory for."""
+    return wrappers.get(wanted.wrap).memory(wanted)
 
 
 def small(stage: int, **more: object) -> Zero:
@@ -74,7 +79,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, in
 
 def predicted(wanted: Demand, *during: str) -> float:
     """Bytes per parameter in all places: on a CPU all of them are the same memory."""
-    parts = [part for part in memory.parts(wanted) if part.during in during]
+    parts = [part for part in parts_of(wanted) if part.during in during]
     return sum(part.bytes for part in parts) / P
 
 
@@ -85,7 +90,7 @@ def gradients_that_come_and_go(wanted: Demand) -> float:
     fleeting = {"hpZ's second shard"}
     if wanted.wrap == "fsdp" or (wanted.wrap == "deepspeed" and wanted.zero.stage == 0):
         fleeting.add("gradients")
-    return sum(part.bytes for part in memory.parts(wanted) if part.name in fleeting) / P
+    return sum(part.bytes for part in parts_of(wanted) if part.name in fleeting) / P
 
 
 def test_the_formulas_are_what_real_ranks_hold(measured: dict[str, dict[str, int]]) -> None:
@@ -105,9 +110,7 @@ def test_the_backward_pass_stays_below_the_estimate(measured: dict[str, dict[str
         most = predicted(wanted, memory.ALWAYS, memory.PASS)
         block = 2 * 4 / LAYERS + 4 / LAYERS  # the last block's gradients come after the last look
         held = measured[name]["pass"]
-        moment = (
-            sum(p.bytes for p in memory.parts(wanted) if p.name in {"gathered parameters", "all-reduce bucket"}) / P
-        )
+        moment = sum(p.bytes for p in parts_of(wanted) if p.name in {"gathered parameters", "all-reduce bucket"}) / P
         partly = 0.5 if wanted.zero.stage == 2 else 0  # rank 0 owns the first layers, whose gradients come last
         assert most - moment - partly - block <= held <= most + spare, name
 
@@ -121,7 +124,7 @@ def test_deepspeeds_own_estimate() -> None:
     layout = Layout(dp_replicate=1, dp_shard=gpus * nodes)
 
     def gpu(zero: Zero, *names: str) -> int:
-        parts = memory.parts(Demand(params, layout, "deepspeed", "bf16", zero=zero))
+        parts = parts_of(Demand(params, layout, "deepspeed", "bf16", zero=zero))
         return sum(part.bytes for part in parts if part.place == memory.GPU and part.name in names)
 
     states = ("parameters", "gradients", "master copy", "optimizer states", "gradients in fp32")
@@ -141,7 +144,7 @@ def test_deepspeeds_own_estimate() -> None:
     assert gpu(offload.zero, *states) == gpu_mem == 0
     # The gradients in 16 bit lie on the CPU too (stage3.py, grad_partitions_flat_buffer): 2 bytes that theirs lacks.
     assert cpu_mem == 18 * params // nodes
-    assert memory.total(memory.parts(offload), memory.CPU) * gpus == 20 * params // nodes
+    assert memory.total(parts_of(offload), memory.CPU) * gpus == 20 * params // nodes
 
 
 def test_the_zero_papers_example() -> None:
@@ -149,7 +152,7 @@ def test_the_zero_papers_example() -> None:
     states = {"parameters", "gradients", "master copy", "optimizer states"}
     for stage, expected in enumerate((120, 31.4, 16.6, 1.9)):
         wanted = Demand(7_500_000_000, Layout(dp_replicate=64), "deepspeed", "bf16", zero=Zero(stage))
-        found = sum(part.bytes for part in memory.parts(wanted) if part.name in states)
+        found = sum(part.bytes for part in parts_of(wanted) if part.name in states)
         assert found / 1e9 == pytest.approx(expected, abs=0.05)
 
 
@@ -169,7 +172,7 @@ def test_nvme_holds_what_was_sent_there() -> None:
     gradients, on the CPU. By arithmetic only: no disk is measured here.
     """
     zero = Zero(3, offload_param="nvme", offload_optimizer="nvme")
-    parts = memory.parts(Demand(8 * 10**9, Layout(dp_replicate=8), "deepspeed", "bf16", zero=zero))
+    parts = parts_of(Demand(8 * 10**9, Layout(dp_replicate=8), "deepspeed", "bf16", zero=zero))
     assert memory.total(parts, memory.NVME) == (2 + 4 + 8 + 4) * 10**9
     assert memory.total(parts, memory.CPU) == 2 * 10**9 + 16 * 10**9 + 10 * 10**8
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import activations, memory
+from hpcinit.facts import activations, memory, wrappers
 from hpcinit.facts.activations import Transformer
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.memory import ALWAYS, GPU, PASS, STEP, Demand, Part, Zero
@@ -121,7 +121,7 @@ def predicted(row: Row, size: Size, parameters: int) -> list[Part]:
     demand = Demand(parameters, ALONE, row.wrap, row.param, fused=row.fused, layers=size.layers, zero=zero)
     shape = Transformer(size.layers, size.width, size.context, MICRO)
     kept = activations.of_rank(shape, ALONE, row.param, row.checkpointing)
-    return [*memory.parts(demand), Part("activations", kept, "", during=PASS)]
+    return [*wrappers.get(demand.wrap).memory(demand), Part("activations", kept, "", during=PASS)]
 
 
 def lowest(parts: Sequence[Part]) -> int:

@@ -188,6 +188,7 @@ def test_content_that_changed_is_not_loaded(tmp_path: Path) -> None:
     step before is loaded, a line says why, and the step can be saved again."""
     code = """
         from datetime import timedelta
+        from hpcinit.runtime import process_state
         from hpcinit.runtime.checkpoint import agreement
         def newest(folder):
             # What load() would load, without loading it.
@@ -216,7 +217,7 @@ def test_content_that_changed_is_not_loaded(tmp_path: Path) -> None:
                         path.write_bytes(other)
                     torch.distributed.barrier()
                     found[name][f"{file}: {change}"] = newest(top / "one")
-                    checkpoint.of_steps._damaged.clear()  # as a later process, which has not looked
+                    process_state.state.damaged.clear()  # as a later process, which has not looked
                     torch.distributed.barrier()
                     if run.rank == 0:
                         path.write_bytes(content)

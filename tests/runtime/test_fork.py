@@ -376,8 +376,8 @@ elif rank == 0:
         time.sleep(0.02)
 if rank is not None:
     os._exit(7)
-print(ranks._ranks[1].pid, flush=True)
-sys.exit(os.waitstatus_to_exitcode(ranks.wait()))
+print(ranks.children[1].pid, flush=True)
+sys.exit(ranks.wait())
 """
 
 

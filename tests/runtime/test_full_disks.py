@@ -26,7 +26,7 @@ from hpcinit.facts.spec import Hang
 with hpcinit.session(backend="gloo") as run:
     os.environ["HPCINIT_RUN"] = os.environ["FOLDER"]  # init would look for a spec there
     object.__setattr__(run, "folder", Path(os.environ["FOLDER"]))
-    object.__setattr__(run, "hang", Hang(after_s=float(os.environ.get("HANG_S", 2)), action=os.environ.get("ACTION", "report")))
+    object.__setattr__(run.plan, "hang", Hang(after_s=float(os.environ.get("HANG_S", 2)), action=os.environ.get("ACTION", "report")))
     for step in range(1, 7):
         while not Path(f"go-{step}").exists():
             time.sleep(0.02)

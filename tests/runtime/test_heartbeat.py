@@ -25,7 +25,7 @@ import hpcinit
 from hpcinit.facts.spec import Hang
 run = hpcinit.init(backend="gloo")
 object.__setattr__(run, "folder", Path(os.environ["FOLDER"]))
-object.__setattr__(run, "hang", Hang(after_s=2, action=os.environ.get("ACTION", "report")))
+object.__setattr__(run.plan, "hang", Hang(after_s=2, action=os.environ.get("ACTION", "report")))
 def read(step):
     while step == 20 and run.rank == 2 and not Path("go").exists():
         time.sleep(0.05)

@@ -25,7 +25,7 @@ STANDARD = {"__all__", "__cause__", "__dict__", "__doc__", "__file__", "__get__"
             "__name__", "__traceback__", "__version__"}  # fmt: skip
 # Private names in the files that use torch or DeepSpeed, but of others: Python's os, threading, atexit and
 # multiprocessing, hpcinit's Runtime, the standard library's _sysconfig*.py files.
-OTHERS = {"_exit", "_run_exitfuncs", "_shutdown", "_changing", "_sysconfig", "_P",
+OTHERS = {"_exit", "_run_exitfuncs", "_shutdown", "_session", "_sysconfig", "_P",
           "_popen", "_run_server", "_start_method", "_target", "_hpcinit_unblock"}  # fmt: skip
 
 

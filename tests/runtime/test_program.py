@@ -67,7 +67,7 @@ if __name__ == "__main__":
     assert done.stdout == "fork [[0, 1], [4, 9]]\nspawn [[0, 1], [4, 9]]\nspawned 0\n"
 
 
-# What program.end looks for; torch itself would only cost time.
+# What interpreter_exit.end looks for; torch itself would only cost time.
 WITH_TORCH = "import sys\nsys.modules['torch'] = sys\n"
 
 

@@ -27,7 +27,7 @@ for step in range(2000):
         break
 """
 # As hpcinit.run ends a rank: in Python's own last step gloo's threads may abort it (see runtime/program.py).
-END = "from hpcinit.runtime import program\nhpcinit.shutdown()\nprogram.end(0)\n"
+END = "from hpcinit.runtime import interpreter_exit\nhpcinit.shutdown()\ninterpreter_exit.end(0)\n"
 
 
 def until(path: Path, text: str, timeout_s: float = 150) -> None:
@@ -120,7 +120,7 @@ def test_a_signal_before_anybody_listens_is_kept(tmp_path: Path) -> None:
     code = TRAIN.replace(
         "for step in",
         "import signal\nfrom hpcinit.facts.stopping import Stopping\nfrom hpcinit.runtime.lifecycle import signals\n"
-        "object.__setattr__(run, 'stopping', Stopping(signal='USR1'))\n"
+        "object.__setattr__(run.plan, 'stopping', Stopping(signal='USR1'))\n"
         "signals.hold(signal.SIGUSR1); os.kill(os.getpid(), signal.SIGUSR1)\nfor step in",
     )
     with ranks(code + END, 1, tmp_path) as found:

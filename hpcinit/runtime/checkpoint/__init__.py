@@ -24,18 +24,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpcinit.facts import wrappers
 from hpcinit.facts.errors import CheckpointError, RequestError
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.saying import say
 from hpcinit.facts.timeouts import CHECKPOINT_S
 from hpcinit.facts.versions import installed
-from hpcinit.runtime.checkpoint import agreement, deepspeed, native, randomness, removal
+from hpcinit.runtime.checkpoint import agreement, randomness, removal
 from hpcinit.runtime.checkpoint import folder as of_steps
 from hpcinit.runtime.checkpoint import loader as of_data
 from hpcinit.runtime.checkpoint import owner as owners
 from hpcinit.runtime.checkpoint.folder import Description, File, Unfinished
-from hpcinit.runtime.wrap.deepspeed import Engine
-from hpcinit.runtime.wrap.native import Native
 from hpcinit.runtime.wrap.wrapped import Wrapped
 
 __all__ = ["CheckpointError", "Loaded", "load", "save"]
@@ -164,10 +163,7 @@ def load(
             return None
         path, saved = found
         _check(wrapped, path, saved)
-        if isinstance(wrapped, Engine):
-            deepspeed.load(wrapped.engine, path, saved, layout.tp)
-        else:
-            native.load(wrapped.model, wrapped.optimizer, path)
+        wrapped.load_files(path, saved, layout)
         work = partial(_of_program, wrapped, loader, layout, path, saved, seed_by)
         return agreement.everywhere(work)[dist.get_rank()]
 
@@ -202,7 +198,7 @@ def _of_program(
     wrapped: Wrapped, loader: of_data.Stateful | None, layout: Layout, path: Path, saved: Description, seed_by: str
 ) -> Loaded:
     own = of_data.load_plain(path / of_data.EXTRA)
-    if isinstance(wrapped, Native) and own["scaler"]:
+    if wrapped.scaler is not None and own["scaler"]:
         wrapped.scaler.load_state_dict(own["scaler"])
     placed = _place(loader, layout, path, saved)
     drawn = randomness.load(path, saved, layout, seed_by)  # last: what comes before may draw
@@ -210,19 +206,18 @@ def _of_program(
 
 
 def _describe(wrapped: Wrapped, step: int, samples: int, layout: Layout, seed: int) -> dict[str, Any]:
-    engine = wrapped.engine if isinstance(wrapped, Engine) else None
     versions = {"torch": str(torch.__version__)}
-    if engine is not None:
+    if wrapped.zero_stage is not None:
         versions["deepspeed"] = installed("deepspeed")
     return {
         "step": step,
         "samples": samples,
-        "wrap": "torch" if engine is None else "deepspeed",
+        "wrap": wrapped.checkpoint_format,
         "world_size": dist.get_world_size(),
         "layout": layout.degrees(),
         "data_parallel": layout.data_parallel,
         "seed": seed,
-        "zero_stage": None if engine is None else int(engine.zero_optimization_stage()),
+        "zero_stage": wrapped.zero_stage,
         "versions": versions,
     }
 
@@ -236,17 +231,12 @@ def _write(
     def of_program() -> list[str]:
         files = randomness.save(rank, folder) + of_data.save(loader, layout, rank, folder)
         if rank == 0:
-            scaler = wrapped.scaler.state_dict() if isinstance(wrapped, Native) else {}
-            files += of_data.save_plain({"extra": extra, "scaler": scaler}, of_data.EXTRA, folder, "extra")
+            own = {"extra": extra, "scaler": {} if wrapped.scaler is None else wrapped.scaler.state_dict()}
+            files += of_data.save_plain(own, of_data.EXTRA, folder, "extra")
         return files
 
-    def of_model() -> list[str]:
-        if isinstance(wrapped, Engine):
-            return deepspeed.save(wrapped.engine, folder)
-        return native.save(wrapped.model, wrapped.optimizer, folder)
-
     written = agreement.everywhere(of_program)[rank]
-    written += of_model()  # talks to the others: what fails on one rank fails on all, as CheckpointError
+    written += wrapped.save_files(folder)  # collective: if it fails on one rank, all raise CheckpointError
     told = agreement.everywhere(lambda: of_steps.files_of(folder, written, rank))
     return {name: file for files in told for name, file in files.items()}
 
@@ -270,12 +260,11 @@ def _clear(unfinished: Unfinished | None) -> None:
 
 
 def _check(wrapped: Wrapped, path: Path, saved: Description) -> None:
-    kind = "deepspeed" if isinstance(wrapped, Engine) else "torch"
-    if saved.wrap != kind:
-        names = {"torch": "ddp or fsdp", "deepspeed": "deepspeed"}
+    if saved.wrap != wrapped.checkpoint_format:
+        wrote, here = wrappers.of_format(saved.wrap), wrappers.of_format(wrapped.checkpoint_format)
         raise RequestError(
-            f"{path} was written with parallel.wrap={names[saved.wrap]}, and this is {names[kind]}: their formats "
-            f"differ; parallel.wrap={names[saved.wrap]}, or another folder"
+            f"{path} was written with parallel.wrap={wrote}, and this is {here}: their formats differ; "
+            f"parallel.wrap={wrote}, or another folder"
         )
 
 

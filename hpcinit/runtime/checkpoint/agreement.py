@@ -14,9 +14,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from hpcinit.facts.errors import CheckpointError, HpcinitError, RequestError
 from hpcinit.runtime import process_group
+from hpcinit.runtime.process_state import state
 
 T = TypeVar("T")
-_group: ProcessGroup | None = None
 
 
 @contextmanager
@@ -25,14 +25,14 @@ def patient(timeout: timedelta) -> Iterator[None]:
 
     All groups get it, and what they had again at the end: DeepSpeed waits in the default group.
     """
-    global _group  # noqa: PLW0603 - the default group is as global
     with process_group.timeouts_of_at_least(timeout):
         if dist.get_world_size() == 1:
-            _group = None
-        elif _group is None or _group not in c10d._world.pg_map:  # destroyed with the default group it was made for
-            _group = dist.new_group(backend="gloo", timeout=timeout)
+            state.checkpoint_group = None
+        elif (known := state.checkpoint_group) is None or known not in c10d._world.pg_map:
+            # There is none yet, or it was destroyed with the default group that it was made for.
+            state.checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
         else:
-            process_group.set_timeout(timeout, _group)
+            process_group.set_timeout(timeout, known)
         yield
 
 
@@ -41,7 +41,7 @@ def group() -> ProcessGroup | None:
 
     It is gloo's, on the CPU: NCCL would guess a device for a barrier.
     """
-    return _group
+    return state.checkpoint_group
 
 
 def everywhere(work: Callable[[], T]) -> list[T]:

@@ -27,6 +27,7 @@ from hpcinit.facts.saying import say
 from hpcinit.runtime.checkpoint import content, removal
 from hpcinit.runtime.checkpoint import owner as owners
 from hpcinit.runtime.checkpoint.owner import Owner
+from hpcinit.runtime.process_state import state
 
 METADATA = "checkpoint.json"
 FORMAT = 2
@@ -35,7 +36,6 @@ SHORT_S = 5.0  # for earlier removals, where the disk has room without them
 VISIBLE_S = 60.0  # NFS keeps what it knows of a folder for up to a minute (acdirmax)
 _STEP = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"\.step-\d{8,}\..+\.tmp")
-_damaged: dict[tuple[Path, str], str] = {}  # (checkpoint, its save) -> what load() found wrong with its content
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def problem(path: Path) -> str | None:
             return f"{relative} cannot be read ({error.strerror})"
         if found != file.bytes:
             return f"{relative} has {found} bytes, and {file.bytes} were written"
-    return _damaged.get((path, description.save))
+    return state.damaged.get((path, description.save))
 
 
 def damage(path: Path, description: Description, rank: int, ranks: int) -> str | None:
@@ -252,7 +252,7 @@ def damage(path: Path, description: Description, rank: int, ranks: int) -> str |
 
 def remember_damage(path: Path, description: Description, wrong: str) -> None:
     """From now on problem() reports it in this process, so that the step is saved again and does not count as whole."""
-    _damaged[path, description.save] = wrong
+    state.damaged[path, description.save] = wrong
 
 
 def describe(path: Path) -> Description:

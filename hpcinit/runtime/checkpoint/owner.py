@@ -23,11 +23,11 @@ from functools import cache
 from pathlib import Path
 
 from hpcinit.facts.errors import RequestError
+from hpcinit.runtime.process_state import state
 
 CLAIM = ".owner.json"
 # World.job of a Slurm step: '4242.0.1' is job, step and restart; '4242.0e2.1' the second restart inside the step.
 _SLURM = re.compile(r"(?P<id>\d+(?:\+\d+)?)\.(?P<step>\d+|batch)(?:e(?P<start>\d+))?\.(?P<restart>\d+)")
-_claimed: set[tuple[Path, str]] = set()  # (folder, token): a process claims a folder once
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def claim(folder: Path, mine: Owner) -> Owner | None:
     if found is not None and not _may_take(folder, mine, found):
         raise RequestError(lost(folder, mine, found))
     write(folder / CLAIM, mine)
-    _claimed.add((folder.absolute(), mine.token))
+    state.claimed.add((folder.absolute(), mine.token))
     return None if found is None or found.is_same_job(mine) else found
 
 
@@ -159,6 +159,6 @@ def is_dead(owner: Owner, mine: Owner, untouched_s: float) -> bool:
 
 
 def _may_take(folder: Path, mine: Owner, found: Owner) -> bool:
-    if (folder.absolute(), mine.token) in _claimed:
+    if (folder.absolute(), mine.token) in state.claimed:
         return False  # it was ours, and `found` has taken it since
     return not (found.is_same_job(mine) and found.attempt > mine.attempt)

@@ -11,18 +11,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpcinit.facts.saying import say
+from hpcinit.runtime.process_state import state
 
 SUFFIX = ".gone"
 AT_EXIT_S = 10.0  # less than the 30 s after which Slurm kills (KillWait); a later save removes what is left
-_last: threading.Thread | None = None
 
 
 def later(work: Callable[[], None]) -> None:
     """Run `work` in a thread, after all that was given before. Print a line if it raises OSError."""
-    global _last  # noqa: PLW0603 - one queue per process
-    if _last is None:
+    if state.removal is None:
         atexit.register(wait, AT_EXIT_S)
-    before = _last
+    before = state.removal
 
     def run() -> None:
         if before is not None:
@@ -32,13 +31,13 @@ def later(work: Callable[[], None]) -> None:
         except OSError as error:
             say(f"warning: an old checkpoint could not be removed: {error}")
 
-    _last = threading.Thread(target=run, name="hpcinit-removal", daemon=True)
-    _last.start()
+    state.removal = threading.Thread(target=run, name="hpcinit-removal", daemon=True)
+    state.removal.start()
 
 
 def wait(seconds: float) -> bool:
     """Wait until all removals are done, at most so long; return whether they are."""
-    last = _last
+    last = state.removal
     if last is None:
         return True
     last.join(seconds)

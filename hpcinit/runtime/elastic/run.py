@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from hpcinit.facts import causes, elastic, error_records, job_log, reports, runfolder, timeline
+from hpcinit.facts import causes, elastic, error_records, job_log, reports, runfolder, signals, timeline
 from hpcinit.facts.elastic import Restart
 from hpcinit.facts.evidence import brief
 from hpcinit.facts.launchers.torchrun import ENV_AGENT
@@ -20,10 +20,10 @@ from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Spec
 from hpcinit.facts.timeouts import left_of_job
 from hpcinit.facts.world import World
-from hpcinit.runtime import moments, program
+from hpcinit.runtime import interpreter_exit, moments
 from hpcinit.runtime.elastic.agent import Agent
 from hpcinit.runtime.elastic.gathering import Gathering
-from hpcinit.runtime.elastic.signals import Signals, end_by
+from hpcinit.runtime.elastic.signals import Signals
 from hpcinit.runtime.elastic.workers import Start, Workers
 from hpcinit.runtime.fork import binding
 from hpcinit.runtime.orphans import ENV_PARENT
@@ -47,8 +47,8 @@ def run(spec: Spec, path: Path, agents: World, came: Signals) -> int:
     failed = agent.run().is_failed()
     if failed and agent.status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank's own core is the one to keep
-        end_by(-agent.status)
-    program.end(agent.status if failed else 0)
+        signals.end_by(-agent.status)
+    interpreter_exit.end(agent.status if failed else 0)
     return agent.status if failed else 0
 
 

@@ -7,13 +7,13 @@ told to sigwaitinfo(2) and not to a handler: hence blocked signals and a thread 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import queue
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
+
+from hpcinit.facts import signals
 
 ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 # CONT is left out: Slurm sends it before every other signal, and by itself it ends nothing.
@@ -40,10 +40,10 @@ class Signals:
         self._of_step = os.getppid() if (here if under_slurm is None else under_slurm) else 0
         self._came: queue.SimpleQueue[Came] = queue.SimpleQueue()
         self._waited_for = False
-        signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
-        for number in HEEDED:  # for the moments in which unblocked() lets them in
-            signal.signal(number, lambda number, frame: self._came.put(Came(signal.Signals(number), True)))
-        threading.Thread(target=self._listen, name="hpcinit-signals", daemon=True).start()
+        signals.block(HEEDED)
+        # For the moments in which unblocked() lets them in.
+        signals.Handlers(HEEDED, lambda number, frame: self._came.put(Came(signal.Signals(number), True)))
+        signals.Listener(HEEDED, self._heard)
 
     def begin(self) -> None:
         """There are ranks: from now on somebody takes what comes."""
@@ -60,24 +60,11 @@ class Signals:
 
     def unblocked(self, start: Callable[[], T]) -> T:
         """start() a process: it inherits what the thread that starts it blocks."""
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)
-        try:
+        with signals.unblocked(HEEDED):
             return start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
 
-    def _listen(self) -> None:
-        while True:
-            found = signal.sigwaitinfo(HEEDED)
-            number = signal.Signals(found.si_signo)
-            if self._waited_for:
-                self._came.put(Came(number, not self._of_step or found.si_pid != self._of_step))
-            elif number in ENDING:
-                end_by(number)
-
-
-def end_by(number: int) -> None:
-    """End this process as the signal would have ended it. From any thread."""
-    ctypes.CDLL(None).signal(number, 0)  # 0: SIG_DFL; Python's own way is open to the main thread only
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
-    os.kill(os.getpid(), number)
+    def _heard(self, number: signal.Signals, sender: int) -> None:
+        if self._waited_for:
+            self._came.put(Came(number, not self._of_step or sender != self._of_step))
+        elif number in ENDING:
+            signals.end_by(number)

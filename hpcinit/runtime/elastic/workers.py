@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from hpcinit.facts import children, rank_log
-
-LOOK_S = 0.02
+from hpcinit.facts import rank_log
+from hpcinit.facts.supervisor import Child, Supervisor
 
 
 @dataclass(frozen=True)
@@ -25,65 +21,38 @@ class Start:
     cpus: Set[int] | None = None
 
 
-class Workers:
-    """Started together. Numbers are local ranks.
-
-    A rank that has ended is not reaped before stop() has signalled its process group: until then the kernel gives its
-    number, which is also the group's, to no other process.
-    """
+class Workers(Supervisor):
+    """Started together. Numbers are local ranks. torch's agent asks for those that have ended, and stops all."""
 
     def __init__(
         self,
         command: Sequence[str],
         starts: Sequence[Start],
-        around: Callable[[Callable[[], subprocess.Popen[bytes]]], subprocess.Popen[bytes]],
+        around: Callable[[Callable[[], Child]], Child],
     ) -> None:
         """around: calls what it is given, which starts a process. Raises OSError; none is left running then."""
-        self._processes: list[subprocess.Popen[bytes]] = []
+        super().__init__()
         try:
-            for start in starts:
-                self._processes.append(around(lambda start=start: _start(command, start)))  # type: ignore[misc]
+            for number, start in enumerate(starts):
+                around(partial(self._start, number, command, start))
         except BaseException:
             self.stop(0.0)
             raise
 
     def pids(self) -> dict[int, int]:
-        return {number: process.pid for number, process in enumerate(self._processes)}
+        return {number: child.pid for number, child in self.children.items()}
 
-    def ended(self) -> dict[int, int]:
-        """Exit status by rank of those that have ended; -9 for one that SIGKILL has ended."""
-        found = ((number, children.status(process)) for number, process in enumerate(self._processes))
-        return {number: status for number, status in found if status is not None}
+    def stop(self, grace_s: float, reap_s: float | None = None) -> None:
+        """One that is in the kernel, for a disk or a driver, is left to Slurm."""
+        super().stop(grace_s, max(grace_s, 1.0) if reap_s is None else reap_s)
 
-    def signal(self, number: int) -> None:
-        """To those that run, and to what they have started."""
-        for process in self._processes:
-            if children.status(process) is None:
-                children.signal_group(process, number)
-
-    def stop(self, grace_s: float) -> None:
-        """SIGTERM, and after the grace time SIGKILL to whatever is left of any rank."""
-        if len(self.ended()) < len(self._processes):
-            self.signal(signal.SIGTERM)
-            deadline = time.monotonic() + grace_s
-            while time.monotonic() < deadline and len(self.ended()) < len(self._processes):
-                time.sleep(LOOK_S)
-        for process in self._processes:
-            children.signal_group(process, signal.SIGKILL)
-        for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):  # in the kernel, for a disk or a driver: Slurm's to deal with
-                process.wait(max(grace_s, 1.0))
-
-
-def _start(command: Sequence[str], start: Start) -> subprocess.Popen[bytes]:
-    before = os.sched_getaffinity(0)
-    with rank_log.opened(start.log) as log:
-        try:
-            if start.cpus:
-                os.sched_setaffinity(0, start.cpus)  # of this thread, and of what it starts
-            return subprocess.Popen(
-                command, env=dict(start.env), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
-        finally:
-            if start.cpus:
-                os.sched_setaffinity(0, before)
+    def _start(self, number: int, command: Sequence[str], start: Start) -> Child:
+        before = os.sched_getaffinity(0)
+        with rank_log.opened(start.log) as log:
+            try:
+                if start.cpus:
+                    os.sched_setaffinity(0, start.cpus)  # of this thread, and of what it starts
+                return self.start(number, command, start.env, output=log)
+            finally:
+                if start.cpus:
+                    os.sched_setaffinity(0, before)

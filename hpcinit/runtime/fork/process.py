@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import select
-import sys
-from collections.abc import Collection
 from pathlib import Path
 
 # prctl(2)
 PR_SET_NAME = 15
-# signalfd(2): close-on-exec, as in <sys/signalfd.h>; what is read of it is 128 bytes, a signal's number first.
-SFD_CLOEXEC = os.O_CLOEXEC
-SIGNALFD_SIGINFO = 128
 SHORT = 15  # bytes of a process's short name, which top and `ps -o comm` show
 
 
@@ -35,27 +28,6 @@ def call_this(title: str) -> None:
         return
     if 0 < start < end:  # both 0 where the kernel keeps them from us
         ctypes.memmove(start, text[: end - start - 1].ljust(end - start, b"\0"), end - start)
-
-
-class Signals:
-    """`numbers`, which must be blocked in this process, one after the other.
-
-    signal.sigtimedwait of Python 3.11 is not for a process that may be stopped: let go on after its time is over, it
-    returns a number from memory that nobody has written, and scontrol suspend and resume ended the job.
-    """
-
-    def __init__(self, numbers: Collection[int]) -> None:
-        mask = sum(1 << (number - 1) for number in numbers).to_bytes(128, "little")  # sigset_t
-        libc = ctypes.CDLL(None, use_errno=True)
-        self._fd = libc.signalfd(-1, mask, SFD_CLOEXEC)
-        if self._fd < 0:
-            raise OSError(ctypes.get_errno(), f"signalfd: {os.strerror(ctypes.get_errno())}")
-
-    def wait(self, timeout_s: float) -> int | None:
-        """The next; None if none comes in time."""
-        if not select.select([self._fd], [], [], max(0.0, timeout_s))[0]:
-            return None
-        return int.from_bytes(os.read(self._fd, SIGNALFD_SIGINFO)[:4], sys.byteorder)
 
 
 def state(pid: int) -> str:

@@ -15,7 +15,7 @@ import select
 import signal
 import time
 
-from hpcinit.facts import parent_death
+from hpcinit.facts import parent_death, signals
 from hpcinit.runtime.fork import process
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -55,11 +55,11 @@ class Witness:
 
 
 def _listen(write: int, parent: int) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    signals.block(FORWARDED)
     os.setsid()
     parent_death.die_with(parent)
     process.call_this("hpcinit: hears signals")
-    came = process.Signals(FORWARDED)
+    came = signals.Descriptor(FORWARDED)
     while True:
         number = came.wait(LOOK_S)
         if number is not None:

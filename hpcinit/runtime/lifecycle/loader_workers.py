@@ -16,13 +16,16 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from multiprocessing import get_start_method, popen_fork, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from hpcinit.facts import signals
+from hpcinit.runtime.process_state import state
 
 # Targets of the processes that are protected. A manager is where data sets keep what their workers share.
 PROTECTED = {
@@ -34,19 +37,14 @@ TORCH_SIGNALS = "torch.utils.data._utils.signal_handling"
 FIELDS = re.compile(r"^Sig(?:Cgt|Ign|Blk):\s*([0-9a-f]+)$", re.MULTILINE)  # of /proc/PID/status, proc(5)
 PID = re.compile(r"\(pid (\d+)\)")
 
-_rank: int | None = None  # process id of the rank in which install() was called
-_numbers: frozenset[int] = frozenset()
-_terminated: set[int] = set()  # process ids of protected processes that this rank has ended by itself
-on_death: Callable[[str], bool] | None = None  # called with torch's error; True if the rank goes on without the worker
-
 
 def install(numbers: Collection[int]) -> None:
     """Protect the workers that this process, a rank, starts from now on against these signals.
 
     numbers: those that ask a rank to save and stop. Calling it again replaces them.
     """
-    global _rank, _numbers
-    first, _rank, _numbers = _rank is None, os.getpid(), frozenset(numbers)
+    mine = state.loader_workers
+    first, mine.rank_pid, mine.numbers = mine.rank_pid is None, os.getpid(), frozenset(numbers)
     if not first:  # also in a rank that was forked from one
         return
     _replace(BaseProcess, "start", _start)
@@ -71,17 +69,18 @@ def _start(original: Callable[[BaseProcess], None], process: BaseProcess) -> Non
     A process inherits blocked signals from the one that starts it. So multiprocessing's fork server, whose death would
     end its workers too, has them blocked for good, and its other children unblock them when they are unpickled.
     """
+    mine = state.loader_workers
     protected = _is_protected(getattr(process, "_target", None))
     method = getattr(process, "_start_method", None) or get_start_method()
-    if os.getpid() != _rank or not (protected or method == "forkserver"):
+    if mine.rank_pid is None or os.getpid() != mine.rank_pid or not (protected or method == "forkserver"):
         return original(process)
     if protected:
-        process._target = _Protected(process._target, _numbers, _rank)  # type: ignore[attr-defined]
+        process._target = _Protected(process._target, mine.numbers, mine.rank_pid)  # type: ignore[attr-defined]
     else:
-        process._hpcinit_unblock = _Unblock(_numbers)  # type: ignore[attr-defined]
+        process._hpcinit_unblock = _Unblock(mine.numbers)  # type: ignore[attr-defined]
     if method != "fork":
         resource_tracker.ensure_running()  # it would unblock SIGTERM in this thread when it is started
-    with _blocked(_numbers):
+    with signals.blocked(mine.numbers):
         original(process)
     process._popen.hpcinit_protected = protected  # type: ignore[attr-defined]
     return None
@@ -91,21 +90,11 @@ def _is_protected(target: object) -> bool:
     return (getattr(target, "__module__", ""), getattr(target, "__name__", "")) in PROTECTED
 
 
-@contextmanager
-def _blocked(numbers: Collection[int]) -> Iterator[None]:
-    """In this thread only: a signal to the rank reaches another thread, or waits."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _terminate(original: Callable[[popen_fork.Popen], None], popen: popen_fork.Popen) -> None:
     """Process.terminate(): SIGTERM would do nothing to a protected process."""
     if not getattr(popen, "hpcinit_protected", False):
         return original(popen)
-    _terminated.add(popen.pid)
+    state.loader_workers.terminated.add(popen.pid)
     popen.kill()
     return None
 
@@ -115,11 +104,11 @@ def _check_workers(original: Callable[[], None]) -> None:
     try:
         original()
     except RuntimeError as error:
-        text = str(error)
+        text, mine = str(error), state.loader_workers
         pid = PID.search(text)
-        if pid and int(pid[1]) in _terminated:
+        if pid and int(pid[1]) in mine.terminated:
             return
-        if os.getpid() != _rank or on_death is None or not on_death(text):
+        if os.getpid() != mine.rank_pid or mine.on_death is None or not mine.on_death(text):
             raise
 
 
@@ -139,20 +128,17 @@ class _Protected:
         self._target(*args, **kwargs)
 
     def _after_torch(self, original: Callable[[], None]) -> None:
-        with _blocked(self._numbers):
+        with signals.blocked(self._numbers):
             original()
             self._protect()
 
     def _protect(self) -> None:
-        for number in self._numbers:
-            signal.signal(number, self._handle)
-            signal.siginterrupt(number, False)  # system calls of C libraries go on
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
+        signals.Handlers(self._numbers, self._handle, restart_calls=True)
+        signals.unblock(self._numbers)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not _survives(self._rank, number):
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            signals.end_by(number)
 
 
 class _Unblock:
@@ -162,7 +148,7 @@ class _Unblock:
         self._numbers = numbers
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[int, Collection[int]]]:
-        return signal.pthread_sigmask, (int(signal.SIG_UNBLOCK), self._numbers)
+        return signal.pthread_sigmask, (int(signal.SIG_UNBLOCK), self._numbers)  # needs no import of hpcinit there
 
 
 def _survives(pid: int, number: int) -> bool:

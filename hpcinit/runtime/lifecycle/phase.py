@@ -6,24 +6,12 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 
-START, TRAINING = "start-up", "training"
+from hpcinit.runtime.process_state import START, DeclaredPhase, state
+
+TRAINING = "training"
 LONG = 10  # times hang.after_s: how long a save, a declared phase, or the first step, which may compile, may take
-_phase, _step = START, -1  # before init, before the first step
-
-
-@dataclass(eq=False)
-class _Declared:
-    """A phase that is active. began_s: by time.monotonic(). limit_s: how long silence is expected; None: default."""
-
-    began_s: float
-    limit_s: float | None
-
-
-_declared: list[_Declared] = []
-_ended_s = 0.0  # when the last declared phase ended, by time.monotonic()
 
 
 def now() -> tuple[str, int]:
@@ -31,7 +19,8 @@ def now() -> tuple[str, int]:
     step was told: then the start-up is over, and more is not known."""
     distributed = sys.modules.get("torch.distributed")
     up = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    return "" if up and _phase == START else _phase, _step
+    mine = state.phase
+    return "" if up and mine.name == START else mine.name, mine.step
 
 
 def told(step: int) -> None:
@@ -40,8 +29,9 @@ def told(step: int) -> None:
 
 
 def enter(phase: str, step: int | None = None) -> None:
-    global _phase, _step
-    _phase, _step = phase, _step if step is None else step
+    state.phase.name = phase
+    if step is not None:
+        state.phase.step = step
 
 
 @contextlib.contextmanager
@@ -51,31 +41,31 @@ def during(phase: str, limit: timedelta | None = None) -> Iterator[None]:
     limit: how long at most; None for the caller of is_expected() to decide. An error that leaves the block finds the
     phase still so.
     """
-    global _ended_s  # noqa: PLW0603 - as this process has one phase
-    before = _phase
+    mine = state.phase
+    before = mine.name
     enter(phase)
-    declared = _Declared(time.monotonic(), None if limit is None else limit.total_seconds())
-    _declared.append(declared)
+    declared = DeclaredPhase(time.monotonic(), None if limit is None else limit.total_seconds())
+    mine.declared.append(declared)
     try:
         yield
     finally:
-        _declared.remove(declared)
-        _ended_s = time.monotonic()
+        mine.declared.remove(declared)
+        mine.ended_s = time.monotonic()
     enter(before)
 
 
 def silence_is_expected(default_s: float) -> bool:
     """Whether a declared phase is active, and not for longer than its limit, or `default_s` seconds without one."""
-    now_s = time.monotonic()
-    return any(now_s - each.began_s < (default_s if each.limit_s is None else each.limit_s) for each in _declared[:])
+    now_s, active = time.monotonic(), state.phase.declared[:]
+    return any(now_s - each.began_s < (default_s if each.limit_s is None else each.limit_s) for each in active)
 
 
 def not_counted(seconds: float) -> None:
     """The process was stopped for so long (SIGSTOP, scontrol suspend): no active phase took that time."""
-    for each in _declared[:]:
+    for each in state.phase.declared[:]:
         each.began_s += seconds
 
 
 def last_end() -> float:
     """When the last declared phase ended, by time.monotonic(); 0 before the first."""
-    return _ended_s
+    return state.phase.ended_s

@@ -11,18 +11,15 @@ import atexit
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar
 
 from hpcinit.facts import plain_files, runfolder
 from hpcinit.facts.saying import say
 from hpcinit.facts.stopping import NOT_RECORDED, Reason
+from hpcinit.runtime.process_state import state
 
 
 class StopRecord:
     """The record of one attempt. job: Slurm's id, '' without Slurm."""
-
-    stopped: ClassVar[bool] = False  # this process stopped before its end
-    lost: ClassVar[bool] = False  # and no file says so: the exit status must
 
     def __init__(self, folder: Path, job: str) -> None:
         self._path, self._job, self._pid = folder / runfolder.STOPPED, job, os.getpid()
@@ -38,14 +35,14 @@ class StopRecord:
         if reason is Reason.USER:
             self._remove()
             return
-        StopRecord.stopped = True
+        state.stopped_early = True
         try:
             self._write(reason.token)
         except OSError as error:
-            StopRecord.lost = not self._exists
+            state.stop_not_recorded = not self._exists  # the exit status must say so then
             instead = (
                 f"this rank exits with status {runfolder.ENDED_EARLY} instead of 0: the next job of a chain runs"
-                if StopRecord.lost
+                if state.stop_not_recorded
                 else f"{self._path} still says that the training did not finish, without the reason"
             )
             say(f"error: cannot record that the training stops ({reason}): {error.strerror}; {instead}")
@@ -56,6 +53,6 @@ class StopRecord:
 
     def _remove(self) -> None:
         """At the program's end. A forked child that exits is not the program."""
-        if not StopRecord.stopped and os.getpid() == self._pid:
+        if not state.stopped_early and os.getpid() == self._pid:
             with suppress(OSError):
                 self._path.unlink()

@@ -16,14 +16,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpcinit.facts import runfolder, slurm_client, slurm_records
+from hpcinit.facts import runfolder, signals, slurm_client, slurm_records
 from hpcinit.facts.saying import say
 from hpcinit.facts.stopping import SIGNAL_EARLY, Reason, Stop, Stopping
 from hpcinit.facts.timeouts import left_of_job
 from hpcinit.facts.world import World
-from hpcinit.runtime.lifecycle import loader_workers, phase
+from hpcinit.runtime.lifecycle import phase
 from hpcinit.runtime.lifecycle.signals import Watch
 from hpcinit.runtime.lifecycle.stop_record import StopRecord
+from hpcinit.runtime.process_state import state
 
 SHARE = 0.005  # of the time of a step that agreeing may cost
 MOST_STEPS, MOST_S = 1000, 10.0  # between two agreements
@@ -96,7 +97,7 @@ class Stopper:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-            loader_workers.on_death = None
+            state.loader_workers.on_death = None
 
     def _agree(self) -> None:
         reason = self._reason()
@@ -190,7 +191,7 @@ class Stopper:
         """None where this is no main thread, which alone may listen for signals."""
         if threading.current_thread() is not threading.main_thread():
             return None
-        loader_workers.on_death = self._worker_died
+        state.loader_workers.on_death = self._worker_died
         return Watch(self._asked.numbers, self._noted)
 
     def _worker_died(self, error: str) -> bool:
@@ -232,8 +233,8 @@ class Stopper:
             if self._calls != calls or self._stop is not None or self._closed.is_set():
                 return
             turns = 0 if phase.silence_is_expected(LONGEST_PHASE_S) else turns + 1
-        if (watch := self._watch) is not None:
-            watch.die_of(signal.SIGTERM)
+        if self._watch is not None:
+            signals.end_by(signal.SIGTERM)
 
     def _look(self) -> None:
         """A thread of rank 0: a user's request in the run folder, and what is left of the job's time."""

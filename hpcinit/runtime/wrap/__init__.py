@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -19,11 +18,19 @@ from hpcinit.facts.batch import Batch
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.spec import Training
-from hpcinit.runtime.wrap import blocks as repeated
 from hpcinit.runtime.wrap import deepspeed, native, sequence
+from hpcinit.runtime.wrap.strategy import Inputs, Strategy
 from hpcinit.runtime.wrap.wrapped import MakeOptimizer, Wrapped
 
-__all__ = ["Wrapped", "wrap"]
+__all__ = ["STRATEGIES", "Wrapped", "wrap"]
+
+# The torch part of each wrapper in facts/wrappers.py, which describes how to add one.
+STRATEGIES: dict[str, Strategy] = {
+    "ddp": native.DDP(),
+    "fsdp": native.FSDP(),
+    "deepspeed": deepspeed.DeepSpeed(),
+    "none": native.Unwrapped(),
+}
 
 
 def wrap(
@@ -50,37 +57,17 @@ def wrap(
 
     Raises RequestError for what cannot be done together.
     """
-    _refuse(layout, training, tp_plan)
-    attention = sequence.attention(mesh, layout, device, training.compile)
-    if training.wrap != "deepspeed":
-        return native.wrap(model, blocks, tp_plan, mesh, layout, device, batch, training, optimizer, attention)
-    repeated.prepare(model, blocks, training, attention.again)
-    return deepspeed.wrap(model, layout, device, batch, training, optimizer, attention, mesh, mpu)
+    _refuse(layout)
+    strategy = STRATEGIES[training.wrap]
+    inputs = Inputs(model, mesh, layout, device, batch, training, optimizer, tp_plan, blocks, mpu)
+    strategy.check(inputs)
+    return strategy.wrap(inputs, sequence.attention(mesh, layout, device, training.compile))
 
 
-def _refuse(layout: Layout, training: Training, tp_plan: Mapping[str, ParallelStyle] | None) -> None:
+def _refuse(layout: Layout) -> None:
     if layout.pp > 1 or layout.ep > 1:
         name = "pp" if layout.pp > 1 else "ep"
         raise RequestError(
             f"parallel.{name} is {getattr(layout, name)}, and run.wrap does no pipeline or expert parallelism: "
             f"run.mesh has the groups for what the program does itself, or parallel.{name}=1"
-        )
-    if training.wrap == "none" and dist.get_world_size() > 1:
-        raise RequestError(
-            f"parallel.wrap is none with {dist.get_world_size()} ranks: nothing would keep them together; "
-            "wrap the model yourself, or parallel.wrap=ddp, fsdp or deepspeed"
-        )
-    if training.wrap == "deepspeed" and tp_plan is not None:
-        raise RequestError(
-            "a tp_plan is for parallel.wrap=ddp or fsdp: with deepspeed, AutoTP divides the model by itself"
-        )
-    if training.wrap != "deepspeed" and layout.tp > 1 and not tp_plan:
-        raise RequestError(
-            f"parallel.tp is {layout.tp} and run.wrap was given no tp_plan: which layers are divided, and how? "
-            "tp_plan={'blocks.*.up': ColwiseParallel(), ...}, or parallel.tp=1"
-        )
-    if training.wrap == "fsdp" and layout.dp_shard * layout.cp == 1 and layout.dp_replicate > 1:
-        raise RequestError(
-            f"parallel.wrap is fsdp with dp_replicate {layout.dp_replicate} and dp_shard 1: nothing would be divided; "
-            "parallel=fsdp, or parallel.wrap=ddp"
         )

@@ -8,40 +8,49 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
-from hpcinit.facts import deepspeed_config, deepspeed_versions
+from hpcinit.facts import deepspeed_config, deepspeed_versions, wrappers
 from hpcinit.facts.batch import Batch
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.layout import Layout
 from hpcinit.facts.saying import say
-from hpcinit.facts.spec import Training
 from hpcinit.runtime import deepspeed as starting
 from hpcinit.runtime import ops, process_group
+from hpcinit.runtime.wrap import blocks as repeated
 from hpcinit.runtime.wrap import first_step, zero_states
 from hpcinit.runtime.wrap.sequence import Attention
 from hpcinit.runtime.wrap.states import State
-from hpcinit.runtime.wrap.wrapped import MakeOptimizer, Wrapped
+from hpcinit.runtime.wrap.strategy import Inputs, Strategy
+from hpcinit.runtime.wrap.wrapped import Wrapped
+
+if TYPE_CHECKING:
+    from hpcinit.runtime.checkpoint.folder import Description
 
 
-def wrap(
-    model: nn.Module,
-    layout: Layout,
-    device: torch.device,
-    batch: Batch,
-    training: Training,
-    make: MakeOptimizer | None,
-    attention: Attention,
-    mesh: DeviceMesh,
-    mpu: Any,
-) -> Wrapped:
-    """Starts DeepSpeed if nobody did. mpu: the program's own, or None. Raises RequestError, BringUpError."""
+class DeepSpeed(Strategy):
+    """DeepSpeed's engine around the model."""
+
+    def check(self, inputs: Inputs) -> None:
+        if inputs.tp_plan is not None:
+            raise RequestError(
+                "a tp_plan is for parallel.wrap=ddp or fsdp: with deepspeed, AutoTP divides the model by itself"
+            )
+
+    def wrap(self, inputs: Inputs, attention: Attention) -> Wrapped:
+        repeated.prepare(inputs.model, inputs.blocks, inputs.training, attention.again)
+        return _initialize(inputs, attention)
+
+
+def _initialize(inputs: Inputs, attention: Attention) -> Engine:
+    """Return DeepSpeed's engine, and start DeepSpeed if nothing has. Raise RequestError or BringUpError."""
+    model, layout, device, training = inputs.model, inputs.layout, inputs.device, inputs.training
+    make, mpu = inputs.optimizer, inputs.mpu
     timeout = process_group.timeout_of(device) or timedelta(minutes=30)
     starting.start(dist.get_backend(), timeout, device)
     import deepspeed  # noqa: PLC0415 - over a second to import
@@ -51,13 +60,13 @@ def wrap(
     if not options.gradient_clipping:
         options = replace(options, gradient_clipping=training.gradient_clip)
     if mpu is None and layout.cp > 1:
-        mpu = SequenceGroups(mesh["cp"].get_group())
+        mpu = SequenceGroups(inputs.mesh["cp"].get_group())
     if mpu is not None:
         options = replace(options, mpu=True)
     groups.mpu = mpu  # or those of an engine before it
     trains = make is not None or options.optimizer != "none" or "optimizer" in options.ds_config
     build = deepspeed_config.build if trains else deepspeed_config.build_eval
-    config, notes = build(options, batch, layout, training.precision)
+    config, notes = build(options, inputs.batch, layout, training.precision)
     if against := deepspeed_versions.check(config, starting.version(), torch.__version__):
         raise RequestError("; ".join(against))  # the login node may have seen another DeepSpeed, or none
     config, warned = deepspeed_versions.waiting(config, starting.version(), device.type)
@@ -78,7 +87,7 @@ def wrap(
             dist_init_required=False,
         )
     first_step.undo(engine)
-    return Engine(engine, optimizer if trains else None, batch, attention)
+    return Engine(engine, optimizer if trains else None, inputs.batch, attention)
 
 
 @contextmanager
@@ -141,9 +150,12 @@ class SequenceGroups:
 class Engine(Wrapped):
     """engine: DeepSpeed's own, for what only it can do. grad_norm is None in ZeRO 0, for which it keeps none."""
 
+    checkpoint_format = wrappers.DEEPSPEED_FORMAT
+
     def __init__(self, engine: Any, optimizer: Any, batch: Batch, attention: Attention) -> None:
         super().__init__(engine.module, optimizer, batch, attention)
         self.engine = engine
+        self.zero_stage = int(engine.zero_optimization_stage())
         self._summed = _summed(engine)
 
     def _forward(self, boundary: bool, *args: Any, **kwargs: Any) -> Any:
@@ -165,6 +177,16 @@ class Engine(Wrapped):
     def _reload(self, non_blocking: bool) -> None:
         if self.offloaded:
             self.engine.reload_states(non_blocking=non_blocking)
+
+    def save_files(self, folder: Path) -> list[str]:
+        from hpcinit.runtime.checkpoint import deepspeed  # noqa: PLC0415 - a second to import, for those who save
+
+        return deepspeed.save(self.engine, folder)
+
+    def load_files(self, path: Path, saved: Description, layout: Layout) -> None:
+        from hpcinit.runtime.checkpoint import deepspeed  # noqa: PLC0415 - as above
+
+        deepspeed.load(self.engine, path, saved, layout.tp)
 
 
 def _summed(engine: Any) -> int:

@@ -2,61 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hpcinit.facts.batch import Batch
 from hpcinit.facts.errors import RequestError
-from hpcinit.facts.layout import Layout
 from hpcinit.facts.spec import Training
 from hpcinit.runtime.wrap import blocks as repeated
 from hpcinit.runtime.wrap import clipping, ddp, fsdp, start, states, tensor
 from hpcinit.runtime.wrap.sequence import Attention
-from hpcinit.runtime.wrap.wrapped import MakeOptimizer, Wrapped
+from hpcinit.runtime.wrap.strategy import Inputs, Strategy
+from hpcinit.runtime.wrap.wrapped import Wrapped
+
+if TYPE_CHECKING:
+    from hpcinit.facts.layout import Layout
+    from hpcinit.runtime.checkpoint.folder import Description
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def wrap(
-    model: nn.Module,
-    blocks: Sequence[nn.Module] | None,
-    plan: Mapping[str, ParallelStyle] | None,
-    mesh: DeviceMesh,
-    layout: Layout,
-    device: torch.device,
-    batch: Batch,
-    training: Training,
-    make: MakeOptimizer | None,
-    attention: Attention,
-) -> Wrapped:
-    """Raises RequestError."""
-    sharded = training.wrap == "fsdp" or layout.tp > 1
-    _check_precision(training, device, sharded)
-    param, reduce = DTYPES[training.precision.param], DTYPES[training.precision.reduce]
-    start.same_on_all_ranks(model, device)
-    forward: Callable[..., Any] = model
-    synchronise: Callable[[bool], None] = _ignore
-    if sharded:
-        data, divided = fsdp.meshes(mesh, layout, device, training.wrap == "fsdp")
-        if divided is not None and plan:
-            tensor.divide(model, divided, plan)
-        parts = repeated.prepare(model, blocks, training, attention.again)
-        forward, synchronise = fsdp.wrap(model, parts, data, param, reduce)
-        param = torch.float32  # fully_shard casts by itself
-    else:
-        repeated.prepare(model.to(device), blocks, training, attention.again)
+class DDP(Strategy):
+    """DDP; together with tensor parallelism fully_shard, in which each data parallel rank keeps whole parameters."""
+
+    shards_data = False  # among the data parallel ranks
+
+    def check(self, inputs: Inputs) -> None:
+        if inputs.layout.tp > 1 and not inputs.tp_plan:
+            raise RequestError(
+                f"parallel.tp is {inputs.layout.tp} and run.wrap was given no tp_plan: which layers are divided, and "
+                "how? tp_plan={'blocks.*.up': ColwiseParallel(), ...}, or parallel.tp=1"
+            )
+
+    def wrap(self, inputs: Inputs, attention: Attention) -> Wrapped:
+        model, device, training = inputs.model, inputs.device, inputs.training
+        sharded = self.shards_data or inputs.layout.tp > 1
+        _check_precision(training, device, sharded)
+        param, reduce = DTYPES[training.precision.param], DTYPES[training.precision.reduce]
+        start.same_on_all_ranks(model, device)
+        forward: Callable[..., Any] = model
+        synchronise: Callable[[bool], None] = _ignore
+        if sharded:
+            data, divided = fsdp.meshes(inputs.mesh, inputs.layout, device, self.shards_data)
+            if divided is not None and inputs.tp_plan:
+                tensor.divide(model, divided, inputs.tp_plan)
+            parts = repeated.prepare(model, inputs.blocks, training, attention.again)
+            forward, synchronise = fsdp.wrap(model, parts, data, param, reduce)
+            param = torch.float32  # fully_shard casts by itself
+        else:
+            repeated.prepare(model.to(device), inputs.blocks, training, attention.again)
+            if dist.get_world_size() > 1:
+                forward, synchronise = ddp.wrap(model, device, reduce)
+        optimizer = inputs.optimizer(_groups(model)) if inputs.optimizer else None
+        return Native(
+            model, optimizer, inputs.batch, attention, forward, synchronise, device, param, training.gradient_clip
+        )
+
+
+class FSDP(DDP):
+    """fully_shard over the data parallel ranks."""
+
+    shards_data = True
+
+    def check(self, inputs: Inputs) -> None:
+        super().check(inputs)
+        for problem in inputs.training.wrapper.problems(inputs.layout):
+            raise RequestError(problem)
+
+
+class Unwrapped(DDP):
+    """One rank, which has nothing to combine."""
+
+    def check(self, inputs: Inputs) -> None:
         if dist.get_world_size() > 1:
-            forward, synchronise = ddp.wrap(model, device, reduce)
-    optimizer = make(_groups(model)) if make else None
-    return Native(model, optimizer, batch, attention, forward, synchronise, device, param, training.gradient_clip)
+            raise RequestError(
+                f"parallel.wrap is none with {dist.get_world_size()} ranks: nothing would keep them together; "
+                "wrap the model yourself, or parallel.wrap=ddp, fsdp or deepspeed"
+            )
+        super().check(inputs)
 
 
 def _ignore(synchronise: bool) -> None:
@@ -85,6 +114,8 @@ def _check_precision(training: Training, device: torch.device, sharded: bool) ->
 
 class Native(Wrapped):
     """scaler: of gradients in fp16; it does nothing in other precisions."""
+
+    scaler: torch.amp.GradScaler
 
     def __init__(
         self,
@@ -138,3 +169,13 @@ class Native(Wrapped):
     def _reload(self, non_blocking: bool) -> None:
         states.back(self._moved, non_blocking)
         self._moved = []
+
+    def save_files(self, folder: Path) -> list[str]:
+        from hpcinit.runtime.checkpoint import native  # noqa: PLC0415 - a second to import, for those who save
+
+        return native.save(self.model, self.optimizer, folder)
+
+    def load_files(self, path: Path, saved: Description, layout: Layout) -> None:
+        from hpcinit.runtime.checkpoint import native  # noqa: PLC0415 - as above
+
+        native.load(self.model, self.optimizer, path)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from hpcinit.facts import wrappers
 from hpcinit.facts.batch import Batch
 from hpcinit.facts.errors import RequestError
 from hpcinit.runtime.wrap import states
 from hpcinit.runtime.wrap.sequence import Attention, Ulysses
+
+if TYPE_CHECKING:
+    from hpcinit.facts.layout import Layout
+    from hpcinit.runtime.checkpoint.folder import Description
 
 # Of parameters, or of groups of them as torch's optimizers take them.
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
@@ -34,8 +40,13 @@ class Wrapped(abc.ABC):
     model: the model itself, for its parameters and its state; with FSDP and tensor parallelism each rank holds its
     shards of them. optimizer: None if there is none. grad_norm: of all gradients of the last step before they were
     clipped; None before the first, and without gradient_clip. offloaded: states that are not on the device now.
+    checkpoint_format: as facts' Wrapper has it. zero_stage: of DeepSpeed's ZeRO, None without DeepSpeed.
+    scaler: of gradients in fp16, None where DeepSpeed scales them.
     """
 
+    checkpoint_format: ClassVar[str] = wrappers.TORCH_FORMAT
+    zero_stage: int | None = None
+    scaler: torch.amp.GradScaler | None = None
     grad_norm: float | None = None
     offloaded: frozenset[states.State] = frozenset()
 
@@ -160,6 +171,17 @@ class Wrapped(abc.ABC):
 
     @abc.abstractmethod
     def _reload(self, non_blocking: bool) -> None: ...
+
+    @abc.abstractmethod
+    def save_files(self, folder: Path) -> list[str]:
+        """Write the model and its optimizer below `folder`; return the files of this rank, relative to it.
+
+        Called by every rank. Raise CheckpointError on every rank if one rank cannot write.
+        """
+
+    @abc.abstractmethod
+    def load_files(self, path: Path, saved: Description, layout: Layout) -> None:
+        """Read what save_files() wrote below `path`, in place. Raise CheckpointError or RequestError."""
 
 
 def _in_float32(tensor: Tensor) -> Tensor:

@@ -1,0 +1,170 @@
+"""Signals: the only module that installs handlers, blocks signals or waits for them. Each way calls a callback.
+
+Four ways, since each kind of process needs another one:
+
+- Handlers: a Python handler, called between two bytecodes of the main thread.
+- Wakeup: a thread, called even while the main thread is in a call of C, as in a collective that waits for a dead peer.
+- Listener: a thread that waits for blocked signals, and learns which process sent them.
+- Descriptor: no thread, for a process that forks: wait(timeout_s) returns the next blocked signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+Handler = Callable[[int, "FrameType | None"], object]
+# signalfd(2): close-on-exec, as in <sys/signalfd.h>; what is read of it is 128 bytes, a signal's number first.
+SFD_CLOEXEC = os.O_CLOEXEC
+SIGNALFD_SIGINFO = 128
+
+
+def block(numbers: Iterable[int]) -> set[int]:
+    """From now on these signals wait, in this thread and in what it starts. Return those that were blocked before."""
+    return {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, numbers)}
+
+
+def unblock(numbers: Iterable[int]) -> None:
+    """Deliver these signals to this thread again, those that wait too."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+
+def set_blocked(numbers: Iterable[int]) -> None:
+    """Block these signals in this thread and no others: what block() returned."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, numbers)
+
+
+@contextmanager
+def blocked(numbers: Iterable[int]) -> Iterator[None]:
+    """Block these signals in this thread only: a signal to the process reaches another thread, or waits."""
+    before = block(numbers)
+    try:
+        yield
+    finally:
+        set_blocked(before)
+
+
+@contextmanager
+def unblocked(numbers: Collection[int]) -> Iterator[None]:
+    """Deliver these signals, which are blocked otherwise: a process that is started here inherits them unblocked."""
+    unblock(numbers)
+    try:
+        yield
+    finally:
+        block(numbers)
+
+
+def end_by(number: int) -> None:
+    """End this process as the signal would have ended it. From any thread."""
+    ctypes.CDLL(None).signal(number, 0)  # 0: SIG_DFL; Python's own way is open to the main thread only
+    unblock({number})
+    os.kill(os.getpid(), number)
+
+
+class Handlers:
+    """`handler` for each of `numbers`, from the main thread. restore() puts back what was there.
+
+    only_free: where the program has no handler. restart_calls: system calls of C libraries continue after the signal
+    instead of failing with EINTR.
+    """
+
+    def __init__(
+        self, numbers: Iterable[int], handler: Handler, *, only_free: bool = False, restart_calls: bool = False
+    ) -> None:
+        self._handler, self._before = handler, {}
+        for number in numbers:
+            before = signal.getsignal(number)
+            if only_free and before != signal.SIG_DFL:
+                continue
+            self._before[number] = before
+            signal.signal(number, handler)
+            if restart_calls:
+                signal.siginterrupt(number, False)
+
+    def restore(self) -> None:
+        """Put the earlier handlers back, but not where the program has set one since."""
+        for number, before in self._before.items():
+            if signal.getsignal(number) is self._handler:
+                signal.signal(number, before)
+
+
+def collected(numbers: Iterable[int]) -> list[int]:
+    """Return a list to which each of these signals is appended from now on, instead of ending the process."""
+    came: list[int] = []
+    Handlers(numbers, lambda number, frame: came.append(number))
+    return came
+
+
+class Wakeup:
+    """Calls `noted(number)` in a thread for each signal that has a Python handler. Make it in the main thread.
+
+    Others that listen on the wake-up descriptor (asyncio) still get each signal.
+    """
+
+    def __init__(self, noted: Callable[[int], object]) -> None:
+        self._noted = noted
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, name="hpcinit-signals", daemon=True).start()
+
+    def close(self) -> None:
+        """Put the earlier descriptor back. From the main thread, or in a forked child."""
+        signal.set_wakeup_fd(self._before)
+        with contextlib.suppress(OSError):
+            os.close(self._write)
+
+    def _listen(self) -> None:
+        while numbers := os.read(self._read, 64):
+            if self._before != -1:
+                with contextlib.suppress(OSError):
+                    os.write(self._before, numbers)
+            for number in numbers:
+                self._noted(number)
+        os.close(self._read)
+
+
+class Listener:
+    """Blocks `numbers` in this thread and in those that it starts, and calls `noted(number, sender)` in a thread.
+
+    sender: the process id. A handler does not get it, sigwaitinfo(2) does. Make it before other threads are started.
+    """
+
+    def __init__(self, numbers: Collection[int], noted: Callable[[signal.Signals, int], object]) -> None:
+        self._numbers, self._noted = numbers, noted
+        block(numbers)
+        threading.Thread(target=self._listen, name="hpcinit-signals", daemon=True).start()
+
+    def _listen(self) -> None:
+        while True:
+            found = signal.sigwaitinfo(self._numbers)
+            self._noted(signal.Signals(found.si_signo), found.si_pid)
+
+
+class Descriptor:
+    """`numbers`, which must be blocked in this process, one after the other. Linux only.
+
+    signal.sigtimedwait of Python 3.11 is not for a process that may be stopped: let go on after its time is over, it
+    returns a number from memory that nobody has written, and scontrol suspend and resume ended the job.
+    """
+
+    def __init__(self, numbers: Collection[int]) -> None:
+        mask = sum(1 << (number - 1) for number in numbers).to_bytes(128, "little")  # sigset_t
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._fd = libc.signalfd(-1, mask, SFD_CLOEXEC)
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), f"signalfd: {os.strerror(ctypes.get_errno())}")
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Return the next; None if none comes in time."""
+        if not select.select([self._fd], [], [], max(0.0, timeout_s))[0]:
+            return None
+        return int.from_bytes(os.read(self._fd, SIGNALFD_SIGINFO)[:4], sys.byteorder)

@@ -1,0 +1,47 @@
+"""The interface of a wrapper's torch part."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from hpcinit.facts.batch import Batch
+from hpcinit.facts.layout import Layout
+from hpcinit.facts.spec import Training
+from hpcinit.runtime.wrap.sequence import Attention
+from hpcinit.runtime.wrap.wrapped import MakeOptimizer, Wrapped
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of run.wrap, and what it knows of the run."""
+
+    model: nn.Module
+    mesh: DeviceMesh
+    layout: Layout
+    device: torch.device
+    batch: Batch
+    training: Training
+    optimizer: MakeOptimizer | None
+    tp_plan: Mapping[str, ParallelStyle] | None
+    blocks: Sequence[nn.Module] | None
+    mpu: Any
+
+
+class Strategy(abc.ABC):
+    """How one wrapper makes a trainable model. It has no state: there is one object for all models."""
+
+    @abc.abstractmethod
+    def check(self, inputs: Inputs) -> None:
+        """Raise RequestError for inputs that this wrapper cannot combine."""
+
+    @abc.abstractmethod
+    def wrap(self, inputs: Inputs, attention: Attention) -> Wrapped:
+        """Return the trainable model. Raise RequestError or BringUpError."""
