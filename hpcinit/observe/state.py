@@ -10,10 +10,12 @@ from typing import Any
 
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import RequestError
-from hpcinit.observe import jobs as slurm
-from hpcinit.observe.jobs import FINAL, NOBODY, NoAnswer, State
+from hpcinit.observe.job_state import NOBODY, State, of_slurm
+from hpcinit.slurm import queue
+from hpcinit.slurm.queue import JobQuery, SlurmReply
 
-__all__ = ["FINAL", "NOBODY", "NoAnswer", "State"]  # of observe/jobs.py
+__all__ = ["NOBODY", "State"]  # of observe/job_state.py
+FEW = 20  # of more runs at once squeue is started before their folders are read
 
 
 def read(path: Path) -> State:
@@ -26,11 +28,11 @@ def read(path: Path) -> State:
 
 def read_all(paths: Sequence[Path]) -> list[State | RequestError]:
     """The state of each run, in their order, from one question to Slurm; the error of one that is none."""
-    early = slurm.Question("--me") if len(paths) > slurm.FEW else None  # answered while we read
+    early = queue.QueueQuery("--me", ended=True) if len(paths) > FEW else None  # runs while we read
     runs = [_run(path) for path in paths]
     wanted = [run.wanted for run in runs if isinstance(run, _Run)]
-    answer = slurm.ask([want for want in wanted if want], early)
-    away = bool(answer.silent)
+    answer = queue.query([want for want in wanted if want], early)
+    away = bool(answer.unreachable)
     runs = [run if isinstance(run, RequestError) else _fresh(run, answer) for run in runs]
     return [
         run if isinstance(run, RequestError) else _cancelled(run.path, _begun(run, _state(run, answer), away))
@@ -54,13 +56,13 @@ class _Run:
         return len(self.jobs) > 1 and (not self.last or self.last in self.jobs)
 
     @property
-    def wanted(self) -> slurm.Wanted | None:
+    def wanted(self) -> JobQuery | None:
         """What to ask Slurm for; None where it knows nothing of the run."""
         if self.engine == "local":
             return None
         if self.is_chain:
-            return slurm.Wanted(self.jobs, self.last or self.jobs[-1], self.left.over)
-        return slurm.Wanted([self.left.job_id], self.left.job_id, self.left.over)
+            return JobQuery(self.jobs, self.last or self.jobs[-1], self.left.over)
+        return JobQuery([self.left.job_id], self.left.job_id, self.left.over)
 
 
 def _run(path: Path) -> _Run | RequestError:
@@ -81,9 +83,9 @@ def _begun(run: _Run, now: State, away: bool) -> State:
     return replace(now, restart=run.left.restart if of_it else None, away=away and run.engine != "local")
 
 
-def _fresh(run: _Run, answer: slurm.Answer) -> _Run:
+def _fresh(run: _Run, answer: SlurmReply) -> _Run:
     """With the record of a script that has ended after it was looked for and before Slurm was asked."""
-    now = answer.said.get(run.left.job_id)
+    now = _known(answer, run.left.job_id)
     if now is None or not now.over or run.left.over:
         return run
     attempt = _json(f"{run.path}/{runfolder.EXIT}")
@@ -98,7 +100,7 @@ def _cancelled(path: Path, now: State) -> State:
     return replace(now, name="CANCELLED", reason="", source=runfolder.CANCELLED)
 
 
-def _state(run: _Run, answer: slurm.Answer) -> State:
+def _state(run: _Run, answer: SlurmReply) -> State:
     if run.is_chain:
         return _chain(run, answer)
     job_id = run.left.job_id
@@ -112,15 +114,20 @@ def _state(run: _Run, answer: slurm.Answer) -> State:
     return replace(state, by_hand=True)
 
 
-def _of_job(job_id: str, left: State, answer: slurm.Answer) -> State:
+def _known(answer: SlurmReply, job_id: str) -> State | None:
+    job = answer.jobs.get(job_id)
+    return of_slurm(job) if job else None
+
+
+def _of_job(job_id: str, left: State, answer: SlurmReply) -> State:
     """From what Slurm says of the job and what it left behind, which knows the exit status best."""
-    now = answer.said.get(job_id)
+    now = _known(answer, job_id)
     if now and now.over:
         return _ended(now, left) if left.over else now
     if now and now.source != "sacct":
         # A word of tomorrow's Slurm for a job that says itself that it is over.
         return replace(left, reason=f"Slurm says {now.name}") if now.strange and left.over else now
-    return _unsaid(job_id, now, left, answer.silent)
+    return _unsaid(job_id, now, left, answer.unreachable)
 
 
 def _ended(now: State, left: State) -> State:
@@ -159,14 +166,14 @@ def exit_status(path: Path) -> int | None:
     return status if isinstance(status, int) else None
 
 
-def _chain(run: _Run, answer: slurm.Answer) -> State:
+def _chain(run: _Run, answer: SlurmReply) -> State:
     """The state of a chain: what its last attempt has decided, or else of the job that runs, waits or was the last."""
     decided = _decided(run.path)
-    said = {job: state for job, state in answer.said.items() if job in run.jobs}
+    said = {job: of_slurm(now) for job, now in answer.jobs.items() if job in run.jobs}
     open_ = [job for job in run.jobs if job in said and not said[job].over and said[job].source != "sacct"]
     going = sorted(open_, key=lambda job: said[job].name == "PENDING")  # the one that runs first
-    if answer.silent and not decided:
-        state = State("UNKNOWN", run.last or run.jobs[0], "slurm", answer.silent, None, NOBODY)
+    if answer.unreachable and not decided:
+        state = State("UNKNOWN", run.last or run.jobs[0], "slurm", answer.unreachable, None, NOBODY)
     elif decided or not going:
         job_id = run.last or run.jobs[-1]
         left = replace(run.left, job_id=job_id)
@@ -188,14 +195,14 @@ def _decided(path: Path) -> bool:
 
 def of_job(job_id: str) -> State:
     """What Slurm says of a job by its id."""
-    answer = slurm.ask([slurm.Wanted([job_id], job_id)])
+    answer = queue.query([JobQuery([job_id], job_id)])
     return _of_job(job_id, State("UNKNOWN", job_id, "slurm"), answer)
 
 
 def of_array(job_id: str) -> list[State]:
     """What Slurm says of each task of an array ('4242'), as far as it remembers them, or of the one job that it is."""
-    answer = slurm.ask([slurm.Wanted([job_id], job_id)])
-    tasks = [now for one, now in answer.said.items() if one.startswith(f"{job_id}_")]
+    answer = queue.query([JobQuery([job_id], job_id)])
+    tasks = [of_slurm(now) for one, now in answer.jobs.items() if one.startswith(f"{job_id}_")]
     return tasks or [_of_job(job_id, State("UNKNOWN", job_id, "slurm"), answer)]
 
 

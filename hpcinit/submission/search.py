@@ -17,7 +17,7 @@ from hpcinit.facts import result, runfolder, telling
 from hpcinit.facts.errors import INTERRUPTED, Failure, HpcinitError, RequestError
 from hpcinit.facts.result import Value
 from hpcinit.observe import state
-from hpcinit.submission import folder, for_job, submit
+from hpcinit.submission import folder, for_job, transaction
 from hpcinit.submission.say import say
 
 LATE_S = 10.0  # for what a compute node has written to show here: a network file system's cache
@@ -40,7 +40,7 @@ class Trials:
             telling.note("# the batches after this one depend on its results")
             raise Ended(status)
         if self._folder is None:
-            submit.require_sbatch(config)
+            transaction.require_sbatch(config)
             self._folder = folder.claim(for_job.runs_dir_of(config), f"{config.name}-search", ())
         runs: dict[int, Path] = {}
         status = self._submit(requests, runs)
