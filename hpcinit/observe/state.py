@@ -259,11 +259,6 @@ def _by_hand(path: Path, job_id: str) -> State:
     return State("RUNNING" if alive else "NODE_FAIL", job_id, "local", "", None, runfolder.EXIT, True)
 
 
-def left_behind(path: Path, job_id: str) -> State:
-    """From exit.json: right with accounting off, and when Slurm has forgotten the job."""
-    return _left(_json(path / runfolder.EXIT), job_id)
-
-
 def _left(attempt: Mapping[str, Any], job_id: str) -> State:
     status, number = attempt.get("exit_status"), attempt.get("restart")
     restart = number if isinstance(number, int) else None
