@@ -10,7 +10,7 @@ from typing import Any
 
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import RequestError
-from hpcinit.observe.job_state import NOBODY, State, of_slurm
+from hpcinit.observe.job_state import NOBODY, Known, State, of_slurm, state_of
 from hpcinit.slurm import queue
 from hpcinit.slurm.queue import JobQuery, SlurmReply
 
@@ -34,10 +34,7 @@ def read_all(paths: Sequence[Path]) -> list[State | RequestError]:
     answer = queue.query([want for want in wanted if want], early)
     away = bool(answer.unreachable)
     runs = [run if isinstance(run, RequestError) else _fresh(run, answer) for run in runs]
-    return [
-        run if isinstance(run, RequestError) else _cancelled(run.path, _begun(run, _state(run, answer), away))
-        for run in runs
-    ]
+    return [run if isinstance(run, RequestError) else _begun(run, _state(run, answer), away) for run in runs]
 
 
 @dataclass(frozen=True)
@@ -92,21 +89,13 @@ def _fresh(run: _Run, answer: SlurmReply) -> _Run:
     return replace(run, left=_left(attempt, now.job_id)) if attempt.get("job") == now.job_id else run
 
 
-def _cancelled(path: Path, now: State) -> State:
-    """Where Slurm keeps nothing of a job, as without accounting: what `hpcinit cancel` has left says how it ended."""
-    lost = now.forgotten or (now.source == runfolder.EXIT and now.exit_status == runfolder.ENDED_EARLY)
-    if not lost or now.job_id not in _json(path / runfolder.CANCELLED).get("jobs", []):
-        return now
-    return replace(now, name="CANCELLED", reason="", source=runfolder.CANCELLED)
-
-
 def _state(run: _Run, answer: SlurmReply) -> State:
     if run.is_chain:
         return _chain(run, answer)
     job_id = run.left.job_id
     if run.engine == "local":
         return _local(run.path, job_id) if job_id == run.submitted else _by_hand(run.path, job_id)
-    state = _of_job(job_id, run.left, answer)
+    state = _of_job(run, job_id, answer)
     if job_id == run.submitted:
         return state
     # Run inside a job that goes on (salloc), the script ends before its job does.
@@ -119,35 +108,14 @@ def _known(answer: SlurmReply, job_id: str) -> State | None:
     return of_slurm(job) if job else None
 
 
-def _of_job(job_id: str, left: State, answer: SlurmReply) -> State:
-    """From what Slurm says of the job and what it left behind, which knows the exit status best."""
-    now = _known(answer, job_id)
-    if now and now.over:
-        return _ended(now, left) if left.over else now
-    if now and now.source != "sacct":
-        # A word of tomorrow's Slurm for a job that says itself that it is over.
-        return replace(left, reason=f"Slurm says {now.name}") if now.strange and left.over else now
-    return _unsaid(job_id, now, left, answer.unreachable)
+def _of_job(run: _Run, job_id: str, answer: SlurmReply) -> State:
+    """Return the state of a job of `run`, from Slurm and the run folder."""
+    record = run.left if run.left.job_id == job_id else replace(run.left, job_id=job_id)
 
+    def cancelled() -> bool:
+        return job_id in _json(run.path / runfolder.CANCELLED).get("jobs", [])
 
-def _ended(now: State, left: State) -> State:
-    """Slurm 24.11 calls a job PREEMPTED for good, once it was requeued in the grace time of a preemption, however its
-    last attempt ends; 22.05 says how that one ended, and so does the record."""
-    again = now.name == "PREEMPTED" and left.restart and left.exit_status != runfolder.ENDED_EARLY
-    return replace(now, name=left.name if again else now.name, exit_status=left.exit_status)
-
-
-def _unsaid(job_id: str, accounts: State | None, left: State, silent: str) -> State:
-    """Where the controller does not know the job or is silent. accounts: sacct's word, of a job that is not over."""
-    if left.over and not (silent and left.exit_status == runfolder.ENDED_EARLY):  # it may be requeued
-        return replace(left, reason=silent)
-    if silent and accounts:
-        return replace(accounts, reason=f"as sacct says; {silent}")
-    if silent:
-        return State("UNKNOWN", job_id, "slurm", silent, None, NOBODY)
-    if accounts:  # they were not told of the end, or are behind
-        return State("UNKNOWN", job_id, "slurm", f"sacct says {accounts.name}, the controller does not know the job")
-    return left
+    return state_of(Known(_known(answer, job_id), record, answer.unreachable, cancelled))
 
 
 def jobs(record: Mapping[str, Any]) -> list[str]:
@@ -176,9 +144,8 @@ def _chain(run: _Run, answer: SlurmReply) -> State:
         state = State("UNKNOWN", run.last or run.jobs[0], "slurm", answer.unreachable, None, NOBODY)
     elif decided or not going:
         job_id = run.last or run.jobs[-1]
-        left = replace(run.left, job_id=job_id)
         running = decided and job_id in open_  # it has left its record, and is not gone yet
-        state = left if running else _of_job(job_id, left, answer)
+        state = replace(run.left, job_id=job_id) if running else _of_job(run, job_id, answer)
     else:
         state = said[going[0]]
     number = run.jobs.index(state.job_id) + 1
@@ -193,17 +160,12 @@ def _decided(path: Path) -> bool:
     return status not in (None, runfolder.ENDED_EARLY) and not stopped
 
 
-def of_job(job_id: str) -> State:
-    """What Slurm says of a job by its id."""
-    answer = queue.query([JobQuery([job_id], job_id)])
-    return _of_job(job_id, State("UNKNOWN", job_id, "slurm"), answer)
-
-
 def of_array(job_id: str) -> list[State]:
     """What Slurm says of each task of an array ('4242'), as far as it remembers them, or of the one job that it is."""
     answer = queue.query([JobQuery([job_id], job_id)])
     tasks = [of_slurm(now) for one, now in answer.jobs.items() if one.startswith(f"{job_id}_")]
-    return tasks or [_of_job(job_id, State("UNKNOWN", job_id, "slurm"), answer)]
+    unknown = State("UNKNOWN", job_id, "slurm")
+    return tasks or [state_of(Known(_known(answer, job_id), unknown, answer.unreachable))]
 
 
 def submission(path: Path) -> dict[str, Any]:
