@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -43,7 +44,13 @@ class Trials:
             transaction.require_sbatch(config)
             self._folder = folder.claim(for_job.runs_dir_of(config), f"{config.name}-search", ())
         runs: dict[int, Path] = {}
-        status = self._submit(requests, runs)
+        try:
+            status = self._submit(requests, runs)
+        except BaseException:
+            if not self._done:
+                with suppress(OSError):
+                    self._folder.rmdir()  # nothing was submitted for it
+            raise
         if status == INTERRUPTED:
             print(f"the search ends here, after {self._so_far()}", file=sys.stderr)
             raise Ended(status)

@@ -136,6 +136,8 @@ class Transaction:
 
     def failure(self, error: BaseException) -> BaseException:
         """Return what to raise for `error`, and remove the folders whose jobs certainly do not exist."""
+        if self._queued is not None:
+            self._queued.drop()
         if self._token and not isinstance(error, (SubmitError, KeyboardInterrupt)):
             error = exactly_once.unexpected(error, self._token)
         if not self._kept:
