@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -119,10 +120,10 @@ class Call:
                 errors="replace",  # a site's job_submit.lua may print in any encoding
                 start_new_session=True,
             )
-        except FileNotFoundError:
-            raise NotStarted(f"{command[0]} is not on PATH", missing=True) from None
-        except OSError as error:
-            raise NotStarted(f"cannot run {command[0]}: {error.strerror}", missing=False) from None
+        except OSError as error:  # ENOENT also if a script's interpreter is missing
+            missing = shutil.which(command[0], path=(os.environ if env is None else env).get("PATH")) is None
+            message = f"{command[0]} is not on PATH" if missing else f"cannot run {command[0]}: {error.strerror}"
+            raise NotStarted(message, missing) from None
 
     def output(self, at_most: timedelta | None = None) -> Output:
         """Wait for the end of the command and return its output. Raise TimedOut, after it was killed."""
