@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
+from hpcinit.slurm.queue import FORMAT
 from hpcinit.submission import folder
 from tests.minislurm import MiniSlurm
 
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             contenders[f"`hpcinit status --json`, {kind}"] = ([*STATUS, *runs, *run, "--json"], Path(place))
         contenders["start-up"] = ([*STATUS, "--runs-dir", f"{place}/local"], Path(place))
         contenders["`squeue`"] = (SQUEUE, Path(place))
-        contenders["`squeue` with our columns"] = ([*SQUEUE, "--format=%i|%T|%S|%M|%L|%r"], Path(place))
+        contenders["`squeue` with our columns"] = ([*SQUEUE, f"--format={FORMAT}"], Path(place))
         print(_report(_measure(contenders, env, options.rounds), options.rounds, slurm.version()))
     return 0
 

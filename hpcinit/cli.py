@@ -116,7 +116,7 @@ def usage() -> str:
             "  hpcinit COMMAND --help    its options, and examples",
             "  --json                    its answer for programs",
             "  -q, --quiet               the shortest answer; on stderr errors alone",
-            "  -v, --verbose             also each program that is started, and when, on stderr",
+            "  -v, --verbose             also print each command of Slurm and git, with its duration, on stderr",
             "",
             "hpcinit --shell-completion install=bash prints TAB completion for bash, zsh or fish.",
         ]

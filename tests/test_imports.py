@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,17 +16,19 @@ PACKAGE = Path(hpcinit.__file__).parent
 HEAVY = ("torch", "deepspeed")
 # Room -> the rooms it may import from. Top-level modules (cli, submit, run, world) may import all.
 MAY_IMPORT = {
-    "facts": {"facts"},
+    "facts": {"facts", "slurm"},  # of slurm/ the nodelist alone
+    "slurm": {"facts", "slurm"},  # of facts/ the modules of SLURM_MAY_IMPORT alone
     "config": {"facts", "config"},
     "local": {"facts", "local"},
-    "submission": {"facts", "config", "local", "submission", "observe"},
-    "observe": {"facts", "local", "observe"},
-    "discover": {"facts", "config", "discover"},
-    "doctor": {"facts", "config", "submission", "observe", "doctor"},
+    "submission": {"facts", "slurm", "config", "local", "submission", "observe"},
+    "observe": {"facts", "slurm", "local", "observe"},
+    "discover": {"facts", "slurm", "config", "discover"},
+    "doctor": {"facts", "slurm", "config", "submission", "observe", "doctor"},
     "timeouts": {"facts", "config", "discover", "observe", "timeouts"},
-    "runtime": {"facts", "runtime"},
+    "runtime": {"facts", "slurm", "runtime"},
     "jobs": {"facts", "jobs"},  # else the public interface only, as users write it
 }
+SLURM_MAY_IMPORT = {"errors", "telling"}
 ONLY_IN = {
     "submitit": {"submission/slurm_executor.py"},
     "hydra": {"config/compose.py", "config/combinations.py", "config/variations.py", "config/search.py"},
@@ -61,6 +64,7 @@ def modules_after(statement: str) -> set[str]:
     [
         "import hpcinit",
         "import hpcinit.cli, hpcinit.submit, hpcinit.world, hpcinit.run, hpcinit.nodelist",
+        "from hpcinit.slurm import exactly_once, reasons, sbatch_errors, tokens",
         "from hpcinit.submission import command, script, slurm_executor",
         "from hpcinit.observe import follow, status, logs, cancel, why; import hpcinit.observe.report.command",
         "from hpcinit.discover import command",
@@ -102,6 +106,26 @@ def test_imports_run_downhill(path: Path) -> None:
             assert parts[1] in MAY_IMPORT[room], f"{relative} imports {name}"
         if parts[0] in ONLY_IN:
             assert str(relative) in ONLY_IN[parts[0]], f"{relative} imports {name}"
+
+
+def test_slurm_needs_base_modules_only() -> None:
+    """slurm/ imports the standard library and base modules; facts/ imports only the nodelist of slurm/."""
+    for path in (PACKAGE / "slurm").rglob("*.py"):
+        names = [name.split(".") for name in imports(path)]
+        assert {name[0] for name in names} <= set(sys.stdlib_module_names) | {"hpcinit", "__future__"}, path
+        assert {name[2] for name in names if name[:2] == ["hpcinit", "facts"]} <= SLURM_MAY_IMPORT, path
+    for path in (PACKAGE / "facts").rglob("*.py"):
+        names = [name.split(".") for name in imports(path)]
+        assert {name[2] for name in names if name[:2] == ["hpcinit", "slurm"]} <= {"nodelist"}, path
+
+
+def test_only_one_module_starts_slurms_commands() -> None:
+    """No other module of the packages that call Slurm starts one of its commands."""
+    commands = re.compile(r"[\[(]\"(squeue|sacct|scontrol|sinfo|scancel|sbatch|sacctmgr)\",")
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        if path != PACKAGE / "slurm/client.py" and commands.search(text):
+            assert "import subprocess" not in text, f"{path} starts Slurm's commands without slurm/client.py"
 
 
 def test_facts_need_the_standard_library_only() -> None:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from hpcinit.discover import ask
 from hpcinit.discover.ask import Answers
-from hpcinit.facts import nodelist, slurm_records
 from hpcinit.facts.errors import Failure
-from hpcinit.facts.slurm_records import minutes, names, number, told
+from hpcinit.slurm import nodelist, scontrol
+from hpcinit.slurm.scontrol import minutes, names, number, told
 
 # Of a node's State, 'IDLE+DRAIN' or 'DOWN*': it takes no job now. Its partition counts it all the same.
 AWAY = {"DOWN", "DRAIN", "FAIL", "FAILING", "NOT_RESPONDING", "INVAL", "FUTURE", "UNKNOWN", "ERROR"}
@@ -101,10 +101,10 @@ def _gpu_total(partition: Partition) -> int:
 
 def read(answers: Answers, user: User) -> Site:
     """Raises Failure where no partition is left that this user may use."""
-    config = slurm_records.config(answers[ask.CONFIG])
+    config = scontrol.config(answers[ask.CONFIG])
     user = _with_accounts(answers, user)
-    nodes = {node["NodeName"]: node for node in slurm_records.records(answers[ask.NODES], "NodeName")}
-    records = slurm_records.records(answers[ask.PARTITIONS], "PartitionName")
+    nodes = {node["NodeName"]: node for node in scontrol.records(answers[ask.NODES], "NodeName")}
+    records = scontrol.records(answers[ask.PARTITIONS], "PartitionName")
     found = [_partition(each, nodes, config, user) for each in records]
     site = Site(
         cluster=config.get("ClusterName", ""),
@@ -187,7 +187,7 @@ def _kinds(nodes: Iterable[Mapping[str, str]]) -> tuple[tuple[Kind, int], ...]:
     """Nodes by what they have, then the features that all of a kind share."""
     alike: dict[Kind, list[frozenset[str]]] = {}
     for node in nodes:
-        gpus = slurm_records.gpus(node.get("Gres"))
+        gpus = scontrol.gpus(node.get("Gres"))
         kind = Kind(
             sum(each.amount for each in gpus),
             tuple(sorted({each.type for each in gpus if each.type})),

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from hpcinit.config.schema import Config
-from hpcinit.facts import clocks, slurm_client, slurm_records
+from hpcinit.facts import clocks
 from hpcinit.facts.checkup import BAD, OK, WARNING, Check
+from hpcinit.slurm import client, scontrol
 
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
-ANSWER_S = 15  # longer than Slurm's MessageTimeout (10 s), after which its clients give up by themselves
 # Of sinfo's %T, without the marks *, ~, #, ... : nodes that run jobs, or may.
 USABLE = {"idle", "allocated", "mixed", "completing", "reserved", "planned", "powering_up", "powered_down"}
 CONTROLLER = "Slurm's controller"
@@ -39,7 +38,7 @@ def _controller(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
     if trouble:
         yield Check(CONTROLLER, BAD, trouble, ASK_SITE)
         return
-    settings = slurm_records.config(text)
+    settings = scontrol.config(text)
     version = settings.get("SLURM_VERSION", "?")
     took = f"answers in {after - before:.1f} s"
     slow = after - before > 5
@@ -103,12 +102,9 @@ def _base(state: str) -> str:
 def _ask(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:
     """What it printed, and '' or why there is no answer."""
     try:
-        done = slurm_client.run(command, ANSWER_S, {**env, "LC_ALL": "C.UTF-8"})
-    except OSError as error:
-        return "", f"cannot run {command[0]}: {error.strerror}"
-    except subprocess.TimeoutExpired:
-        return "", f"no answer to `{' '.join(command)}` in {ANSWER_S} s"
-    if done.returncode:
-        words = (done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}").splitlines()
-        return "", f"`{' '.join(command[:3])}` failed: {words[-1]}"
+        done = client.run(command, env)
+    except client.Unreachable as error:
+        return "", str(error)
+    if done.status:
+        return "", f"`{' '.join(command[:3])}` failed: {done.error.splitlines()[-1]}"
     return done.stdout, ""

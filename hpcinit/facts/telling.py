@@ -1,4 +1,4 @@
-"""What a command says beside its answer, on stderr: notes and warnings; with -v also each program that it starts.
+"""What a command says beside its answer, on stderr: notes and warnings; with -v also each command of Slurm and git.
 
 -q leaves all of that out, errors alone stay, and has the answer in its shortest form. One process, one command: the
 choice is made once, from the command line.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hpcinit.facts.terminal import plain
 
@@ -19,16 +20,13 @@ if TYPE_CHECKING:
 
 QUIET, PLAIN, VERBOSE = -1, 0, 1
 LONGEST = 200  # characters of a command line that -v shows
-_chosen = {"level": PLAIN, "hooked": False}
+_chosen = {"level": PLAIN}
 _began = time.monotonic()
 
 
 def choose(level: int) -> None:
     """QUIET, PLAIN or VERBOSE, for the rest of this process."""
     _chosen["level"] = level
-    if level == VERBOSE and not _chosen["hooked"]:
-        _chosen["hooked"] = True  # an audit hook stays to the end of the process
-        sys.addaudithook(_heard)
 
 
 def quiet() -> bool:
@@ -61,7 +59,10 @@ def options(
     (instead or parser).add_argument("--json", action="store_true", help=json)
     parser.add_argument("-q", "--quiet", action="store_true", help="the shortest answer; on stderr errors alone")
     parser.add_argument(
-        "-v", "--verbose", action="store_true", help="also each program that is started, and when, on stderr"
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="also print each command of Slurm and git, and its duration, on stderr",
     )
     return parser
 
@@ -91,12 +92,21 @@ def _as_asked(found: argparse.Namespace) -> None:
     choose(QUIET if found.quiet else VERBOSE if found.verbose else PLAIN)
 
 
-def _heard(event: str, about: tuple[Any, ...]) -> None:
-    """Python's audit hook. about, of subprocess.Popen: executable, arguments, folder, environment."""
-    if event != "subprocess.Popen" or _chosen["level"] != VERBOSE:
-        return
-    words = about[1] if isinstance(about[1], (list, tuple)) else [about[1]]
-    text = " ".join(shlex.join(str(word) for word in words).split())
-    text = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+def started(command: Sequence[str]) -> float:
+    """Print with -v the command that starts now. Return the time, for ended()."""
+    now = time.monotonic()
+    if _chosen["level"] == VERBOSE:
+        text = " ".join(shlex.join(command).split())
+        _print_verbose(now, text if len(text) <= LONGEST else f"{text[:LONGEST]}...")
+    return now
+
+
+def ended(command: Sequence[str], seconds: float, status: int) -> None:
+    """Print with -v how long a command took, and its exit status."""
+    if _chosen["level"] == VERBOSE:
+        _print_verbose(time.monotonic(), f"{command[0]} took {seconds:.2f} s, exit status {status}")
+
+
+def _print_verbose(now: float, text: str) -> None:
     with suppress(OSError):
-        print(f"hpcinit: [{time.monotonic() - _began:.2f} s] {text}", file=sys.stderr, flush=True)
+        print(plain(f"hpcinit: [{now - _began:.2f} s] {text}"), file=sys.stderr, flush=True)

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import nodelist, reports, runfolder, scratch
+from hpcinit.facts import reports, runfolder, scratch
 from hpcinit.facts.errors import HpcinitError
+from hpcinit.slurm import nodelist
 
 # In the order of time. Any of them may be missing: 'spawned' is for ranks of a torchrun agent, 'forked' for those of a
 # parent, 'met' for those that hpcinit.run started, and a rank that hangs or dies has none of those that come after.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcinit.facts import runfolder, slurm_client, telling
+from hpcinit.facts import runfolder, telling
 from hpcinit.facts.errors import Failure, RequestError
 from hpcinit.observe import find, overview, sweep
+from hpcinit.slurm import client
 
 
 def parser() -> argparse.ArgumentParser:
@@ -112,10 +112,10 @@ def _note(path: Path, jobs: Sequence[str]) -> None:
 def _scancel(jobs: Sequence[str]) -> None:
     command = ["scancel", *jobs]
     try:
-        done = slurm_client.run(command, 60)
-    except FileNotFoundError:
-        raise Failure("scancel is not on PATH: cancel where the job was submitted") from None
-    except subprocess.TimeoutExpired:
-        raise Failure(f"{' '.join(command)}: no answer in 60 s; try again when `squeue` answers") from None
-    if done.returncode != 0:
+        done = client.run(command)
+    except client.NotStarted as error:
+        raise Failure(f"{error}: cancel where the job was submitted") from None
+    except client.TimedOut as error:
+        raise Failure(f"{error}; try again when `squeue` answers") from None
+    if done.status != 0:
         raise Failure(f"{' '.join(command)}: {done.stderr.strip()}")

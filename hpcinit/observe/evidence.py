@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,14 @@ from hpcinit.facts import (
     job_log,
     reports,
     runfolder,
-    slurm_client,
-    slurm_records,
     spec,
 )
 from hpcinit.facts.error_records import Found
 from hpcinit.facts.evidence import Evidence, clocks
 from hpcinit.observe import logs, progress, state
+from hpcinit.slurm import client, scontrol
 
-ANSWER_S = 15
+LIMIT = timedelta(seconds=15)  # for scontrol: a verdict without it is better than a long wait
 TAIL_BYTES = 4096  # of each rank's log
 MOST_LOGS = 1024
 # Words in a rank's log that are not the rank's, or say nothing of an end.
@@ -70,7 +69,7 @@ def gather(path: Path, now: state.State) -> Evidence:
         flight=hang_verdict.verdict(flight.of_attempt(path, job_id, restart), _hosts_by_rank(path, job_id, restart)),
         tails=tails,
         step=max([int(told.get("step", -1)), *(one.record.step for one in found)]),
-        time_min=slurm_records.minutes(job.get("TimeLimit")),
+        time_min=scontrol.minutes(job.get("TimeLimit")),
     )
 
 
@@ -138,30 +137,30 @@ def _hosts_by_rank(path: Path, job_id: str, restart: object) -> dict[int, str]:
 
 def _nodes(hosts: Sequence[str]) -> dict[str, str]:
     """'Not responding [root@2026-11-21T13:36:23]' by node, of those of which Slurm says something."""
-    found = slurm_records.records(_shown("node", ",".join(hosts)), "NodeName")
+    found = scontrol.records(_shown("node", ",".join(hosts)), "NodeName")
     return {node["NodeName"]: node["Reason"] for node in found if node.get("Reason")}
 
 
 def _down(nodelist: str) -> dict[str, str]:
     """Nodes of `nodelist` that are down or do not answer, with Slurm's reason, from one question."""
-    if slurm_records.told(nodelist) is None:
+    if scontrol.told(nodelist) is None:
         return {}
-    found = slurm_records.records(_shown("node", nodelist), "NodeName")
+    found = scontrol.records(_shown("node", nodelist), "NodeName")
     away = [node for node in found if re.search(r"DOWN|NOT_RESPONDING|FAIL|\*", node.get("State", ""))]
     return {node["NodeName"]: node.get("Reason", "") or node["State"] for node in away}
 
 
 def _record(what: str, name: str, key: str) -> dict[str, str]:
     """`scontrol show job 5`: {} where it does not answer, or has forgotten it."""
-    return next(iter(slurm_records.records(_shown(what, name), key)), {})
+    return next(iter(scontrol.records(_shown(what, name), key)), {})
 
 
 def _shown(what: str, name: str) -> str:
     try:
-        done = slurm_client.run(["scontrol", "--all", "show", what, name], ANSWER_S)
-    except (OSError, subprocess.TimeoutExpired):
+        done = client.run(["scontrol", "--all", "show", what, name], at_most=LIMIT)
+    except client.Unreachable:
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    return done.stdout if done.status == 0 else ""
 
 
 def _text(path: Path) -> str:

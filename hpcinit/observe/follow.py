@@ -13,9 +13,10 @@ from hpcinit.facts import runfolder
 from hpcinit.facts.errors import INTERRUPTED
 from hpcinit.facts.ranges import ranges
 from hpcinit.facts.terminal import plain
-from hpcinit.observe import logs, progress, reasons, state, sweep, why
+from hpcinit.observe import logs, progress, state, sweep, why
 from hpcinit.observe.overview import exit_status
 from hpcinit.observe.poll import Poll, Polls
+from hpcinit.slurm import reasons
 
 LOOK_S = 0.2  # at what is on the disk; Slurm is asked more rarely
 

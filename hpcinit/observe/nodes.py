@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from hpcinit.facts import bad_nodes, nodelist, telling
+from hpcinit.facts import bad_nodes, telling
 from hpcinit.facts.bad_nodes import ADDED, FORGOTTEN, NodeFailure, Standing
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.terminal import plain
+from hpcinit.slurm import nodelist
 
 
 @dataclass(frozen=True)

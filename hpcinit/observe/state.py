@@ -10,10 +10,12 @@ from typing import Any
 
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import RequestError
-from hpcinit.observe import jobs as slurm
-from hpcinit.observe.jobs import FINAL, NOBODY, NoAnswer, State
+from hpcinit.observe.job_state import NOBODY, Known, State, of_slurm, state_of
+from hpcinit.slurm import queue
+from hpcinit.slurm.queue import JobQuery, SlurmReply
 
-__all__ = ["FINAL", "NOBODY", "NoAnswer", "State"]  # of observe/jobs.py
+__all__ = ["NOBODY", "State"]  # of observe/job_state.py
+FEW = 20  # of more runs at once squeue is started before their folders are read
 
 
 def read(path: Path) -> State:
@@ -26,16 +28,13 @@ def read(path: Path) -> State:
 
 def read_all(paths: Sequence[Path]) -> list[State | RequestError]:
     """The state of each run, in their order, from one question to Slurm; the error of one that is none."""
-    early = slurm.Question("--me") if len(paths) > slurm.FEW else None  # answered while we read
+    early = queue.QueueQuery("--me", ended=True) if len(paths) > FEW else None  # runs while we read
     runs = [_run(path) for path in paths]
     wanted = [run.wanted for run in runs if isinstance(run, _Run)]
-    answer = slurm.ask([want for want in wanted if want], early)
-    away = bool(answer.silent)
+    answer = queue.query([want for want in wanted if want], early)
+    away = bool(answer.unreachable)
     runs = [run if isinstance(run, RequestError) else _fresh(run, answer) for run in runs]
-    return [
-        run if isinstance(run, RequestError) else _cancelled(run.path, _begun(run, _state(run, answer), away))
-        for run in runs
-    ]
+    return [run if isinstance(run, RequestError) else _begun(run, _state(run, answer), away) for run in runs]
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,13 @@ class _Run:
         return len(self.jobs) > 1 and (not self.last or self.last in self.jobs)
 
     @property
-    def wanted(self) -> slurm.Wanted | None:
+    def wanted(self) -> JobQuery | None:
         """What to ask Slurm for; None where it knows nothing of the run."""
         if self.engine == "local":
             return None
         if self.is_chain:
-            return slurm.Wanted(self.jobs, self.last or self.jobs[-1], self.left.over)
-        return slurm.Wanted([self.left.job_id], self.left.job_id, self.left.over)
+            return JobQuery(self.jobs, self.last or self.jobs[-1], self.left.over)
+        return JobQuery([self.left.job_id], self.left.job_id, self.left.over)
 
 
 def _run(path: Path) -> _Run | RequestError:
@@ -81,30 +80,22 @@ def _begun(run: _Run, now: State, away: bool) -> State:
     return replace(now, restart=run.left.restart if of_it else None, away=away and run.engine != "local")
 
 
-def _fresh(run: _Run, answer: slurm.Answer) -> _Run:
+def _fresh(run: _Run, answer: SlurmReply) -> _Run:
     """With the record of a script that has ended after it was looked for and before Slurm was asked."""
-    now = answer.said.get(run.left.job_id)
+    now = _known(answer, run.left.job_id)
     if now is None or not now.over or run.left.over:
         return run
     attempt = _json(f"{run.path}/{runfolder.EXIT}")
     return replace(run, left=_left(attempt, now.job_id)) if attempt.get("job") == now.job_id else run
 
 
-def _cancelled(path: Path, now: State) -> State:
-    """Where Slurm keeps nothing of a job, as without accounting: what `hpcinit cancel` has left says how it ended."""
-    lost = now.forgotten or (now.source == runfolder.EXIT and now.exit_status == runfolder.ENDED_EARLY)
-    if not lost or now.job_id not in _json(path / runfolder.CANCELLED).get("jobs", []):
-        return now
-    return replace(now, name="CANCELLED", reason="", source=runfolder.CANCELLED)
-
-
-def _state(run: _Run, answer: slurm.Answer) -> State:
+def _state(run: _Run, answer: SlurmReply) -> State:
     if run.is_chain:
         return _chain(run, answer)
     job_id = run.left.job_id
     if run.engine == "local":
         return _local(run.path, job_id) if job_id == run.submitted else _by_hand(run.path, job_id)
-    state = _of_job(job_id, run.left, answer)
+    state = _of_job(run, job_id, answer)
     if job_id == run.submitted:
         return state
     # Run inside a job that goes on (salloc), the script ends before its job does.
@@ -112,35 +103,19 @@ def _state(run: _Run, answer: slurm.Answer) -> State:
     return replace(state, by_hand=True)
 
 
-def _of_job(job_id: str, left: State, answer: slurm.Answer) -> State:
-    """From what Slurm says of the job and what it left behind, which knows the exit status best."""
-    now = answer.said.get(job_id)
-    if now and now.over:
-        return _ended(now, left) if left.over else now
-    if now and now.source != "sacct":
-        # A word of tomorrow's Slurm for a job that says itself that it is over.
-        return replace(left, reason=f"Slurm says {now.name}") if now.strange and left.over else now
-    return _unsaid(job_id, now, left, answer.silent)
+def _known(answer: SlurmReply, job_id: str) -> State | None:
+    job = answer.jobs.get(job_id)
+    return of_slurm(job) if job else None
 
 
-def _ended(now: State, left: State) -> State:
-    """Slurm 24.11 calls a job PREEMPTED for good, once it was requeued in the grace time of a preemption, however its
-    last attempt ends; 22.05 says how that one ended, and so does the record."""
-    again = now.name == "PREEMPTED" and left.restart and left.exit_status != runfolder.ENDED_EARLY
-    return replace(now, name=left.name if again else now.name, exit_status=left.exit_status)
+def _of_job(run: _Run, job_id: str, answer: SlurmReply) -> State:
+    """Return the state of a job of `run`, from Slurm and the run folder."""
+    record = run.left if run.left.job_id == job_id else replace(run.left, job_id=job_id)
 
+    def cancelled() -> bool:
+        return job_id in _json(run.path / runfolder.CANCELLED).get("jobs", [])
 
-def _unsaid(job_id: str, accounts: State | None, left: State, silent: str) -> State:
-    """Where the controller does not know the job or is silent. accounts: sacct's word, of a job that is not over."""
-    if left.over and not (silent and left.exit_status == runfolder.ENDED_EARLY):  # it may be requeued
-        return replace(left, reason=silent)
-    if silent and accounts:
-        return replace(accounts, reason=f"as sacct says; {silent}")
-    if silent:
-        return State("UNKNOWN", job_id, "slurm", silent, None, NOBODY)
-    if accounts:  # they were not told of the end, or are behind
-        return State("UNKNOWN", job_id, "slurm", f"sacct says {accounts.name}, the controller does not know the job")
-    return left
+    return state_of(Known(_known(answer, job_id), record, answer.unreachable, cancelled))
 
 
 def jobs(record: Mapping[str, Any]) -> list[str]:
@@ -159,19 +134,18 @@ def exit_status(path: Path) -> int | None:
     return status if isinstance(status, int) else None
 
 
-def _chain(run: _Run, answer: slurm.Answer) -> State:
+def _chain(run: _Run, answer: SlurmReply) -> State:
     """The state of a chain: what its last attempt has decided, or else of the job that runs, waits or was the last."""
     decided = _decided(run.path)
-    said = {job: state for job, state in answer.said.items() if job in run.jobs}
+    said = {job: of_slurm(now) for job, now in answer.jobs.items() if job in run.jobs}
     open_ = [job for job in run.jobs if job in said and not said[job].over and said[job].source != "sacct"]
     going = sorted(open_, key=lambda job: said[job].name == "PENDING")  # the one that runs first
-    if answer.silent and not decided:
-        state = State("UNKNOWN", run.last or run.jobs[0], "slurm", answer.silent, None, NOBODY)
+    if answer.unreachable and not decided:
+        state = State("UNKNOWN", run.last or run.jobs[0], "slurm", answer.unreachable, None, NOBODY)
     elif decided or not going:
         job_id = run.last or run.jobs[-1]
-        left = replace(run.left, job_id=job_id)
         running = decided and job_id in open_  # it has left its record, and is not gone yet
-        state = left if running else _of_job(job_id, left, answer)
+        state = replace(run.left, job_id=job_id) if running else _of_job(run, job_id, answer)
     else:
         state = said[going[0]]
     number = run.jobs.index(state.job_id) + 1
@@ -186,17 +160,12 @@ def _decided(path: Path) -> bool:
     return status not in (None, runfolder.ENDED_EARLY) and not stopped
 
 
-def of_job(job_id: str) -> State:
-    """What Slurm says of a job by its id."""
-    answer = slurm.ask([slurm.Wanted([job_id], job_id)])
-    return _of_job(job_id, State("UNKNOWN", job_id, "slurm"), answer)
-
-
 def of_array(job_id: str) -> list[State]:
     """What Slurm says of each task of an array ('4242'), as far as it remembers them, or of the one job that it is."""
-    answer = slurm.ask([slurm.Wanted([job_id], job_id)])
-    tasks = [now for one, now in answer.said.items() if one.startswith(f"{job_id}_")]
-    return tasks or [_of_job(job_id, State("UNKNOWN", job_id, "slurm"), answer)]
+    answer = queue.query([JobQuery([job_id], job_id)])
+    tasks = [of_slurm(now) for one, now in answer.jobs.items() if one.startswith(f"{job_id}_")]
+    unknown = State("UNKNOWN", job_id, "slurm")
+    return tasks or [state_of(Known(_known(answer, job_id), unknown, answer.unreachable))]
 
 
 def submission(path: Path) -> dict[str, Any]:
@@ -250,11 +219,6 @@ def _by_hand(path: Path, job_id: str) -> State:
         return State("COMPLETED" if status == 0 else "FAILED", job_id, "local", "", status, runfolder.EXIT, True)
     alive = engine.is_alive({"pid": attempt.get("pid", 0), "started": attempt.get("began", 0)})
     return State("RUNNING" if alive else "NODE_FAIL", job_id, "local", "", None, runfolder.EXIT, True)
-
-
-def left_behind(path: Path, job_id: str) -> State:
-    """From exit.json: right with accounting off, and when Slurm has forgotten the job."""
-    return _left(_json(path / runfolder.EXIT), job_id)
 
 
 def _left(attempt: Mapping[str, Any], job_id: str) -> State:

@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcinit.facts.terminal import plain
-from hpcinit.observe import attempts, progress, reasons, remarks, sweep, view
+from hpcinit.observe import attempts, progress, remarks, sweep, view
 from hpcinit.observe.overview import Run
 from hpcinit.observe.state import State
+from hpcinit.slurm import reasons
 
 STYLES = {"COMPLETED": "green", "RUNNING": "cyan", "PENDING": "yellow", "COMPLETING": "cyan", "UNKNOWN": "magenta"}
 BAR = 12  # characters

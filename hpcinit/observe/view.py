@@ -8,9 +8,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpcinit.observe import attempts, progress, reasons, remarks, sweep
+from hpcinit.observe import attempts, progress, remarks, sweep
 from hpcinit.observe.overview import Run
 from hpcinit.observe.state import State
+from hpcinit.slurm import reasons
 
 OLD_S = 60.0  # a running training whose last step is older gets its age shown
 

@@ -17,7 +17,8 @@ from hpcinit.facts.errors import RequestError
 from hpcinit.facts.evidence import Evidence, Verdict
 from hpcinit.facts.ranges import ranges
 from hpcinit.facts.terminal import plain
-from hpcinit.observe import attempts, bad_nodes, evidence, find, progress, reasons, remarks, state, sweep
+from hpcinit.observe import attempts, bad_nodes, evidence, find, progress, remarks, state, sweep
+from hpcinit.slurm import reasons
 
 WELL, ASKED = kinds.NONE, kinds.STOPPED  # of a verdict on a run in which nothing failed
 UNSAID = (kinds.UNKNOWN, kinds.SCRIPT)  # of a verdict that names no cause

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import hpcinit
-from hpcinit.facts import nodelist, timeline
+from hpcinit.facts import timeline
 from hpcinit.facts.world import World
 from hpcinit.runtime.process_state import state
+from hpcinit.slurm import nodelist
 
 # One clock per process, and with its parent's anchor one for all ranks that it forks: a clock that is set while they
 # start moves nothing.

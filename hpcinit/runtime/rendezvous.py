@@ -8,14 +8,13 @@ import hashlib
 import ipaddress
 import os
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from hpcinit.facts import hosts, interfaces, ports, runfolder, slurm_client
+from hpcinit.facts import hosts, interfaces, ports, runfolder
 from hpcinit.facts.errors import BringUpError, WorldError
 from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Spec
@@ -26,6 +25,7 @@ from hpcinit.runtime.meeting.door import Door
 from hpcinit.runtime.meeting.knocking import ENV_NAT, Refused
 from hpcinit.runtime.meeting.visit import Visit
 from hpcinit.runtime.process_state import state
+from hpcinit.slurm import client
 
 Meeting = Door | Visit
 ENV_GLOO = "GLOO_SOCKET_IFNAME"
@@ -174,14 +174,17 @@ def _all_of(name: str) -> Sequence[str]:
         return ()
 
 
+NODE_ADDRESS_LIMIT = timedelta(seconds=20)  # the other ranks wait meanwhile
+
+
 @functools.cache
 def _node_addr(host: str) -> str | None:
     """What Slurm calls the node's address, for names that do not resolve; None where nobody says."""
     if alias := hosts.node_aliases(os.environ.get("SLURM_NODE_ALIASES", "")).get(host):
         return alias
     try:
-        done = slurm_client.run(["scontrol", "--all", "show", "node", host], 20)
-    except (OSError, subprocess.TimeoutExpired):
+        done = client.run(["scontrol", "--all", "show", "node", host], at_most=NODE_ADDRESS_LIMIT)
+    except client.Unreachable:
         return None  # containers often have no scontrol
     return next((word.partition("=")[2] for word in done.stdout.split() if word.startswith("NodeAddr=")), None)
 

@@ -44,11 +44,6 @@ def render(configs: Sequence[Config], numbers: Sequence[int], folder: Path, work
     return script.render_at(config, run, workdir)
 
 
-def indices(numbers: Sequence[int], size: int) -> str:
-    """'0-4,17': the tasks `numbers`, of one block of `size`, as --array takes them."""
-    return _indices(numbers, numbers[0] // size * size)
-
-
 def differing(configs: Sequence[Config]) -> set[str]:
     """Environment variables that have other values in other tasks."""
     first, *others = [{**config.cluster.env, **config.job.env} for config in configs]

@@ -7,17 +7,15 @@ check counts nodes that are down, drained or reserved as not there, although sba
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from hpcinit.facts import slurm_client, telling
-from hpcinit.submission import refusal
-from hpcinit.submission.slurm_executor import LOST_CONTROLLER, NOT_SENT
+from hpcinit.facts import telling
+from hpcinit.slurm import client
+from hpcinit.slurm.sbatch import LOST_CONTROLLER, NOT_SENT
+from hpcinit.submission import option_keys
 
-PATIENCE_S = 30  # a client gives up on a controller after two MessageTimeouts, of 10 s each if the site says nothing
-SINFO_S = 10
 # sbatch: Job 5 to start at 2026-11-21T14:05:00 using 4 processors on nodes n[1-2] in partition main
 ANSWER = re.compile(r"Job \d+ to start at (\S+) using \d+ \w+ on nodes (\S+)")
 REFUSED = "allocation failure: "
@@ -39,17 +37,14 @@ def test_only(script: Path, env: Mapping[str, str], options: Sequence[str] = ())
     """
     words = ["sbatch", "--test-only", *options, str(script)]
     try:
-        done = subprocess.run(
-            words, env=dict(env), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-            timeout=PATIENCE_S, start_new_session=True, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
+        done = client.run(words, env)
+    except client.Unreachable:
         return ""
     said = (done.stderr.strip() or done.stdout.strip()).replace(REFUSED, "")
-    if done.returncode == 0:
+    if done.status == 0:
         found = ANSWER.search(said)
         return expectation(found[1], found[2], datetime.now()) if found else ""
-    if done.returncode < 0 or not said or any(sign in said for sign in NO_ANSWER):
+    if done.status < 0 or not said or any(sign in said for sign in NO_ANSWER):
         return ""
     text = script.read_text(encoding="utf-8")
     if any(sign in said for sign in MAYBE_LATER) and (missing := _missing_nodes(text, env)):
@@ -57,7 +52,9 @@ def test_only(script: Path, env: Mapping[str, str], options: Sequence[str] = ())
             f"Slurm could not start it now: {said.splitlines()[-1]}; {missing}, so the job is submitted to wait"
         )
         return ""
-    raise refusal.error(f"sbatch --test-only: {said}", text, "if Slurm would take it all the same: test_only=false")
+    raise option_keys.refused(
+        f"sbatch --test-only: {said}", text, "if Slurm would take it all the same: test_only=false"
+    )
 
 
 def expectation(start: str, nodes: str, now: datetime) -> str:
@@ -86,8 +83,8 @@ def _missing_nodes(script: str, env: Mapping[str, str]) -> str:
     found = re.search(r"^#SBATCH --partition='?([\w.,+-]+)'?$", script, re.MULTILINE)
     words = ["sinfo", "--noheader", "--format=%D %T %P", *([f"--partition={found[1]}"] if found else [])]
     try:
-        done = slurm_client.run(words, SINFO_S, env)
-    except (OSError, subprocess.TimeoutExpired):
+        done = client.run(words, env)
+    except client.Unreachable:
         return ""
     total = missing = 0
     lines = [words for line in done.stdout.splitlines() if len(words := line.split(maxsplit=2)) == 3]

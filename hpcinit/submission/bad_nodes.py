@@ -14,13 +14,11 @@ from dataclasses import dataclass, replace
 from hpcinit.config import partition
 from hpcinit.config.request import Request
 from hpcinit.config.schema import Config
-from hpcinit.facts import bad_nodes, slurm_client
+from hpcinit.facts import bad_nodes
 from hpcinit.facts.bad_nodes import Standing
 from hpcinit.facts.errors import NodelistError
 from hpcinit.facts.user_paths import expanded
 from hpcinit.observe.bad_nodes import look
-
-ANSWER_S = 10
 
 
 @dataclass(frozen=True)
@@ -79,12 +77,12 @@ def _strange(hosts: Sequence[str]) -> set[str]:
     its own kernel, as torchrun's ranks know it. None where Slurm is not there to be asked."""
     if not hosts:
         return set()
-    import subprocess  # noqa: PLC0415 - where there are such nodes
+    from hpcinit.slurm import client  # noqa: PLC0415 - only for failed nodes
 
     # --all: without it a node that is in hidden partitions only is 'not found'.
     try:
-        done = slurm_client.run(["scontrol", "--all", "show", "node", ",".join(hosts)], ANSWER_S)
-    except (OSError, subprocess.TimeoutExpired):
+        done = client.run(["scontrol", "--all", "show", "node", ",".join(hosts)])
+    except client.Unreachable:
         return set()
     return set(hosts) & set(re.findall(r"Node (\S+) not found", done.stdout + done.stderr))
 
@@ -117,14 +115,14 @@ def decide(config: Config, table: Sequence[Standing]) -> LeftOut:
             said.append(f"excluded: {about}; hpcinit nodes --forget {one.host} takes it back")
     if not out:
         return LeftOut(None, said)
-    from hpcinit.facts import nodelist  # noqa: PLC0415 - where there are such nodes
+    from hpcinit.slurm import nodelist  # noqa: PLC0415 - where there are such nodes
 
     return LeftOut(",".join([*([own] if own else []), nodelist.compress(sorted(out))]), said)
 
 
 def _hosts(text: str) -> list[str]:
     """Of an option's value; none where it is empty, a file's name or nothing that we can read: sbatch will say."""
-    from hpcinit.facts import nodelist  # noqa: PLC0415
+    from hpcinit.slurm import nodelist  # noqa: PLC0415
 
     try:
         return nodelist.expand(text) if text and "/" not in text else []

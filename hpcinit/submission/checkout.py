@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from hpcinit.facts import telling
 from hpcinit.facts.errors import RequestError
 
 GIT_S = 120  # to list or compare the files of a large checkout on a slow file system
@@ -71,11 +73,14 @@ def _git(place: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
     # Started from a hook or from `git rebase --exec`, GIT_DIR and GIT_INDEX_FILE name another checkout.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")} | {"LC_ALL": "C"}
     command = ["git", "-C", str(place), *words]
+    started = telling.started(command)
     try:
-        return subprocess.run(
+        done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, env=env, timeout=GIT_S, check=False
         )
     except FileNotFoundError:
         raise RequestError("snapshot=git: git is not on PATH; load its module, or say snapshot=none") from None
     except subprocess.TimeoutExpired:
         raise RequestError(f"snapshot=git: git {words[0]} in {place} took more than {GIT_S} s") from None
+    telling.ended(command, time.monotonic() - started, done.returncode)
+    return done

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpcinit.facts import secret_names, slurm_client
+from hpcinit.facts import secret_names
+from hpcinit.slurm import client
 
 # SBATCH_* beats #SBATCH lines; SLURM_* of a surrounding job binds the new one's steps to the wrong cores
 # (https://github.com/goodfire-ai/spd/issues/955) or memory; the others make a rank believe in another world.
@@ -105,7 +106,7 @@ def clean(env: Mapping[str, str], devices: bool = False) -> tuple[dict[str, str]
     """
     others = RANKS | (DEVICES if devices else set())
     dropped = sorted(k for k in env if k not in KEPT and (k in others or k.startswith(FOREIGN)))
-    return {k: v for k, v in slurm_client.environment(env).items() if k not in dropped}, dropped
+    return {k: v for k, v in client.environment(env).items() if k not in dropped}, dropped
 
 
 def of_job(

@@ -6,11 +6,12 @@ import json
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import versions
+from hpcinit.facts import telling, versions
 
 PACKAGES = ("hpcinit", "hydra-core", "omegaconf", "submitit", "torch", "deepspeed", "numpy")
 
@@ -21,9 +22,11 @@ class Provenance:
     def __init__(self, workdir: Path, argv: Sequence[str]) -> None:
         self._argv = list(argv)
         self._workdir = workdir
+        command = ["git", "-C", str(workdir), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        self._started = telling.started(command)
         try:
             self._git: subprocess.Popen[str] | None = subprocess.Popen(
-                ["git", "-C", str(workdir), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+                command,
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
                 errors="replace",
             )  # fmt: skip
@@ -39,6 +42,7 @@ class Provenance:
         if self._git is not None:
             try:
                 commit = self._git.communicate(timeout=10)[0].strip()
+                telling.ended(["git"], time.monotonic() - self._started, self._git.returncode)
             except subprocess.TimeoutExpired:
                 self._git.kill()
         document = {

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -17,7 +18,7 @@ from hpcinit.facts import result, runfolder, telling
 from hpcinit.facts.errors import INTERRUPTED, Failure, HpcinitError, RequestError
 from hpcinit.facts.result import Value
 from hpcinit.observe import state
-from hpcinit.submission import folder, for_job, submit
+from hpcinit.submission import folder, for_job, transaction
 from hpcinit.submission.say import say
 
 LATE_S = 10.0  # for what a compute node has written to show here: a network file system's cache
@@ -40,10 +41,16 @@ class Trials:
             telling.note("# the batches after this one depend on its results")
             raise Ended(status)
         if self._folder is None:
-            submit.require_sbatch(config)
+            transaction.require_sbatch(config)
             self._folder = folder.claim(for_job.runs_dir_of(config), f"{config.name}-search", ())
         runs: dict[int, Path] = {}
-        status = self._submit(requests, runs)
+        try:
+            status = self._submit(requests, runs)
+        except BaseException:
+            if not self._done:
+                with suppress(OSError):
+                    self._folder.rmdir()  # nothing was submitted for it
+            raise
         if status == INTERRUPTED:
             print(f"the search ends here, after {self._so_far()}", file=sys.stderr)
             raise Ended(status)

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpcinit.config.request import Request
-from hpcinit.facts import secret_names
-from hpcinit.facts.errors import MaybeSubmitted, SubmitError
+from hpcinit.facts.errors import SubmitError
 from hpcinit.facts.ranges import ranges
-from hpcinit.submission import (
-    ask,
-    claim,
-    environment,
-    folder,
-    for_job,
-    interrupts,
-    once,
-    queue,
-    submit,
-    sweep_folder,
-    sweep_jobs,
-    twice,
-)
-from hpcinit.submission.provenance import Provenance
+from hpcinit.submission import ask, environment, folder, for_job, sweep_folder, sweep_jobs, transaction, twice
 from hpcinit.submission.sweep_jobs import Job
+from hpcinit.submission.transaction import Transaction
 
 
 @dataclass(frozen=True)
@@ -69,49 +52,38 @@ def dry_run(requests: Sequence[Request]) -> Iterator[tuple[str, str]]:
 def submit_all(requests: Sequence[Request], argv: Sequence[str]) -> Submitted:
     """Write the sweep's folder and hand its jobs to Slurm. The requests have passed their checks.
 
-    Raises RequestError where the same sweep is queued already, and SubmitError if there is no job at all; the folder is
-    then gone, except with MaybeSubmitted.
+    Raise RequestError where the same sweep is queued already, and SubmitError if there is no job at all; the folder is
+    then removed, except with MaybeSubmitted.
     """
     config = requests[0].config
-    submit.require_sbatch(config)
-    workdir, runs_dir = for_job.workdir_of(config), for_job.runs_dir_of(config)
-    provenance = Provenance(workdir, secret_names.masked(argv, config.secret_names))
-    env, dropped = environment.of_job(os.environ, config.secrets, config.secret_names, devices=True)
     tasks = [request.combination for request in requests]
-    request = twice.request_hash({**requests[0].document, "combinations": tasks}, workdir, runs_dir)
-    with interrupts.deferred() as interrupted, ExitStack() as claims:
-        path = folder.claim(runs_dir, config.name, ())
-        ids: dict[int, str] = {}
-        records: list[dict[str, Any]] = []
-        refused = ""
-        expected: list[str] = []
-        token = ""  # of the job that is being submitted
-        try:
+    document = {**requests[0].document, "combinations": tasks}
+    request = twice.request_hash(document, for_job.workdir_of(config), for_job.runs_dir_of(config))
+    ids: dict[int, str] = {}
+    records: list[dict[str, Any]] = []
+    refused = ""
+    expected: list[str] = []
+    started: list[Transaction] = []
+    try:
+        with transaction.begin(config, argv, ()) as one:
+            started.append(one)
+            path = one.path
             jobs = sweep_jobs.of(requests, path)
-            question = None
-            if not config.again:
-                longest_s = once.longest_s(config.cluster.submit_patience_s, len(jobs))
-                claims.enter_context(claim.held(path, request, longest_s))
-                question = queue.Question(env, over=False)  # answered while we write
-            sweep_folder.fill(path, requests, jobs, provenance)
-            if question is not None:
-                twice.refuse(question, request)
+            one.refuse_duplicates(request, len(jobs))
+            one.parts = [path / str(request.number) for request in requests]
+            sweep_folder.fill(path, requests, jobs, one.provenance)
+            one.check_duplicates()
             if config.test_only:  # all of them before the first is submitted
-                expected = _expected(jobs, [ask.test_only(path / job.file, env) for job in jobs])
+                expected = _expected(jobs, [ask.test_only(path / job.file, one.env) for job in jobs])
             for job in jobs:
-                if interrupted:
-                    raise KeyboardInterrupt
-                token = once.token(request)
-                ids |= _hand_over(path, job, env, token, records, lambda: bool(interrupted))
-        except BaseException as seen:
-            known = isinstance(seen, (SubmitError, KeyboardInterrupt))
-            error = once.unexpected(seen, token) if token and not known else seen
-            if not isinstance(error, MaybeSubmitted):
-                sweep_folder.forget(path, requests, ids)
-            if not ids or not isinstance(error, (SubmitError, KeyboardInterrupt)):
-                raise error from (seen if error is not seen else seen.__cause__)
-            refused = str(error)
-    return Submitted(path, ids, dropped, bool(interrupted), refused, expected)
+                one.check_interrupted()
+                _hand_over(one, job, records, ids)
+    except (SubmitError, KeyboardInterrupt) as error:
+        if not ids:
+            raise
+        refused = str(error)
+    one = started[0]
+    return Submitted(one.path, ids, one.dropped, one.interrupted, refused, expected)
 
 
 def _expected(jobs: Sequence[Job], said: Sequence[str]) -> list[str]:
@@ -129,30 +101,17 @@ def _expected(jobs: Sequence[Job], said: Sequence[str]) -> list[str]:
     return [words if len(jobs) == 1 else f"tasks {ranges(sorted(numbers))}: {words}" for words, numbers in of.items()]
 
 
-def _hand_over(
-    path: Path,
-    job: Job,
-    env: Mapping[str, str],
-    token: str,
-    records: list[dict[str, Any]],
-    interrupted: Callable[[], bool],
-) -> dict[int, str]:
-    """Submit one job and mark its tasks; the job id of each. `records` has what was submitted before."""
+def _hand_over(one: Transaction, job: Job, records: list[dict[str, Any]], ids: dict[int, str]) -> None:
+    """Submit one job, mark its tasks, and add it to `records` (one per job) and `ids` (the job id of each task)."""
     config = job.requests[0].config
     # With a cap on all of the sweep, one array starts when the one before has ended.
     after = [f"--dependency=afterany:{records[-1]['job_id']}"] if config.sweep.at_once and records else []
-    job_id, command = submit.sbatch(config, path / job.file, env, token, after, interrupted)
-    record = {
-        "job_id": job_id,
-        "engine": "slurm",
-        "cluster": config.cluster.name,
-        "token": token,
-        "submitted": time.time(),
-        "command": list(command),
-    }
+    parts = [one.path / str(number) for number in job.numbers]
+    job_id, command = one.submit(one.path / job.file, after, parts)
+    record = one.record(job_id, command)
     records.append({"job_id": job_id, "script": job.file, "tasks": ranges(job.numbers), "size": job.size})
-    ids = {number: job.id_of(number, job_id) for number in job.numbers}
-    submit.mark(path, {**record, "job_id": records[0]["job_id"], "sweep": records})
-    for number, task_id in ids.items():
-        sweep_folder.mark(path / str(number), {**record, "job_id": task_id})
-    return ids
+    transaction.mark(one.path, {**record, "job_id": records[0]["job_id"], "sweep": records})
+    for number in job.numbers:
+        task_id = job.id_of(number, job_id)
+        sweep_folder.mark(one.path / str(number), {**record, "job_id": task_id})
+    ids |= {number: job.id_of(number, job_id) for number in job.numbers}

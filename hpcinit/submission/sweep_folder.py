@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,16 +53,6 @@ def mark(task: Path, record: Mapping[str, Any]) -> None:
             f"job {record['job_id']} was submitted, but its record {task / runfolder.SUBMISSION} cannot be written: "
             f"{error.strerror}; it runs, and `scancel {record['job_id']}` ends it"
         ) from None
-
-
-def forget(path: Path, requests: Sequence[Request], ids: Mapping[int, str]) -> None:
-    """Take away what never became a job. ids: of the tasks that did."""
-    if not ids:
-        folder.discard(path)
-    else:
-        for request in requests:
-            if request.number not in ids:
-                shutil.rmtree(path / str(request.number), ignore_errors=True)
 
 
 def _yaml(document: Mapping[str, Any], known: dict[tuple[str, str], str]) -> str:

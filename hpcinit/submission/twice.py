@@ -9,8 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpcinit.facts import runfolder
 from hpcinit.facts.errors import RequestError
-from hpcinit.submission.queue import MARK, Job, Question
+from hpcinit.slurm.client import Unreachable
+from hpcinit.slurm.queue import Job, QueueQuery
+from hpcinit.slurm.tokens import MARK
 from hpcinit.submission.waiting import Waiting
 
 # Keys that say how to submit, not what. Everything else makes another request, runs_dir too: who asks for the results
@@ -35,16 +38,20 @@ def find(jobs: Sequence[Job], request: str) -> Job | None:
     return next((job for job in jobs if f"{MARK}{request}-" in job.comment and job.state != ENDING), None)
 
 
-def refuse(question: Question, request: str) -> None:
-    """Raises RequestError if the request is in the queue. No answer: the submission will wait for the controller."""
+def refuse(queued: QueueQuery, request: str) -> None:
+    """Raise RequestError if the request is in the queue. Without a reply the submission waits for the controller."""
     waiting = Waiting()
-    jobs = question.answer(
-        lambda: waiting.show("waiting for squeue, to see whether the same request is queued already")
-    )
+    try:
+        jobs = queued.jobs(
+            lambda: waiting.show("waiting for squeue, to see whether the same request is queued already")
+        )
+    except Unreachable:
+        jobs = []
     waiting.end()
-    if job := find(jobs or (), request):
-        cancel = f"hpcinit cancel {shlex.quote(str(job.folder))}"
+    if job := find(jobs, request):
+        folder = Path(job.command.removesuffix(f"/{runfolder.SCRIPT}"))
+        cancel = f"hpcinit cancel {shlex.quote(str(folder))}"
         raise RequestError(
-            f"already queued as {job.job_id}: {job.state}, run folder {job.folder}; expected a request that differs in "
+            f"already queued as {job.base_id}: {job.state}, run folder {folder}; expected a request that differs in "
             f"something: again=true submits this one a second time, `{cancel}` ends the first"
         )

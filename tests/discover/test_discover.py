@@ -257,10 +257,13 @@ def test_the_controller_is_away(hpcinit: Run, slurm: MiniSlurm, described: Path,
 
 def test_no_answer_in_time(slurm: MiniSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """A controller that takes the connection and says nothing is not waited for without end."""
+    from datetime import timedelta
+
     from hpcinit.discover import ask
     from hpcinit.facts.errors import Failure
+    from hpcinit.slurm import client
 
-    monkeypatch.setattr(ask, "ANSWER_S", 0.5)
+    monkeypatch.setitem(client.TIMEOUTS, "scontrol", timedelta(seconds=0.5))
     slurm.pause_controller()
     try:
         with pytest.raises(Failure) as error:
@@ -268,7 +271,7 @@ def test_no_answer_in_time(slurm: MiniSlurm, monkeypatch: pytest.MonkeyPatch) ->
     finally:
         slurm.resume_controller()
     assert str(error.value) == (
-        "'scontrol show config' did not answer in 0.5 s: is SLURM_CONF right, is the controller up?"
+        "`scontrol show config` did not answer in 0.5 s: is SLURM_CONF right, is the controller up?"
     )
 
 

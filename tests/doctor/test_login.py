@@ -8,6 +8,7 @@ import pty
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hpcinit.config.compose import compose
 from hpcinit.doctor import login, places, slurm
 from hpcinit.facts import checkup, clocks
 from hpcinit.facts.checkup import BAD, OK, WARNING, Check
+from hpcinit.slurm import client
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 
@@ -132,11 +134,11 @@ def test_a_slow_or_silent_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """A command that says nothing is given up after a while, and one that cannot be started is told."""
     (tmp_path / "scontrol").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "scontrol").chmod(0o755)
-    monkeypatch.setattr(slurm, "ANSWER_S", 0.2)
+    monkeypatch.setitem(client.TIMEOUTS, "scontrol", timedelta(seconds=0.2))
     monkeypatch.setattr(slurm, "COMMANDS", ("scontrol",))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     [found] = slurm.checks(compose(["cluster=mini"]), dict(os.environ))
-    assert found.grade == BAD and found.said == "no answer to `scontrol show config` in 0.2 s"
+    assert found.grade == BAD and found.said == "`scontrol show config` did not answer in 0.2 s"
     (tmp_path / "scontrol").write_text("#!/nowhere\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     [found] = slurm.checks(compose(["cluster=mini"]), dict(os.environ))

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpcinit.facts import nodelist
 from hpcinit.facts.errors import HpcinitError
 from hpcinit.nodelist import MAX_HOSTS, NodelistError, compress, expand, expand_counts, first
+from hpcinit.slurm import nodelist
 from tests.facts.record_nodelists import MINIMAL_CONF
 
 RECORDED = [json.loads(path.read_text()) for path in sorted(Path(__file__).parents[1].glob("data/nodelists-*.json"))]

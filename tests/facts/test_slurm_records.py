@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcinit.facts import slurm_records
-from hpcinit.facts.slurm_records import Gpus, gpus, minutes, names
+from hpcinit.slurm import scontrol
+from hpcinit.slurm.scontrol import Gpus, gpus, minutes, names
 
 RECORDED = sorted((Path(__file__).parent.parent / "data/discover").glob("*.json"))
 NODES, PARTITIONS = "scontrol --all show node", "scontrol --all show partition"
@@ -25,7 +25,7 @@ def recorded(path: Path, command: str) -> str:
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_a_reason_ends_with_its_line_and_claims_nothing(path: Path) -> None:
     """A node's Reason that reads like keys is one value, and hides none of the real ones."""
-    nodes = slurm_records.records(recorded(path, NODES), "NodeName")
+    nodes = scontrol.records(recorded(path, NODES), "NodeName")
     big = next(node for node in nodes if node["NodeName"] == "big1")
     assert big["Reason"].startswith("disk 3: CPUTot=999 RealMemory=9 is bad")
     assert (big["CPUTot"], big["RealMemory"], big["MemSpecLimit"]) == ("96", "1031000", "4096")
@@ -36,7 +36,7 @@ def test_a_reason_ends_with_its_line_and_claims_nothing(path: Path) -> None:
 def test_every_key_of_every_record_is_found(path: Path, command: str, kind: str) -> None:
     """As many records as lines that begin with their name, and of each every `key=` that a plain search finds."""
     text = recorded(path, command)
-    found = slurm_records.records(text, kind)
+    found = scontrol.records(text, kind)
     blocks = [block for block in re.split(rf"(?m)^(?={kind}=)", text) if block.startswith(kind)]
     assert len(found) == len(blocks) >= 9
     for record, block in zip(found, blocks, strict=True):
@@ -48,14 +48,14 @@ def test_every_key_of_every_record_is_found(path: Path, command: str, kind: str)
 def test_no_free_text_changes_another_value(reason: str) -> None:
     """Whatever an operator writes as a Reason, the CPUs and the next node are what they were."""
     text = f"NodeName=a CPUTot=4 \n   State=DOWN ThreadsPerCore=2\n   Reason={reason}\n\nNodeName=b CPUTot=8\n"
-    a, b = slurm_records.records(text, "NodeName")
+    a, b = scontrol.records(text, "NodeName")
     assert (a["CPUTot"], a["State"], a["ThreadsPerCore"], a["Reason"]) == ("4", "DOWN", "2", reason.strip())
     assert b == {"NodeName": "b", "CPUTot": "8"}
 
 
 def test_what_is_no_record_is_none() -> None:
     """'No nodes in the system' is no node, and neither is a line before the first one."""
-    assert slurm_records.records("No nodes in the system\n   CPUTot=4\n", "NodeName") == []
+    assert scontrol.records("No nodes in the system\n   CPUTot=4\n", "NodeName") == []
 
 
 @given(st.integers(0, 400), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))

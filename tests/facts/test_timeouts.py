@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.facts import slurm_records
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.timeouts import TimeoutLaw, check_clock, left_of_job
+from hpcinit.slurm import queue
 
 RECORDED = Path(__file__).parents[1] / "data/slurm/24.11.5/gpus_per_task.json"
 
@@ -72,4 +72,4 @@ def test_a_clock_that_cannot_be_right(env: dict[str, str], left_s: int | None, w
 )
 def test_seconds_as_squeue_prints_them(text: str, found: int | None) -> None:
     """%L of squeue, recorded on Slurm 22.05; a job without a limit has no number."""
-    assert slurm_records.seconds(text) == found
+    assert queue.seconds(text) == found

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.observe import follow, jobs, poll
+from hpcinit.observe import follow, poll
+from hpcinit.observe.job_state import State
+from hpcinit.slurm import queue
 from hpcinit.submission import folder
+from tests.slurm_lines import squeue_line
 
 
 @pytest.fixture
@@ -34,9 +37,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, run: Path, name: str, seconds: int) -
 
     def answer(command: tuple[str, ...], _: object) -> list[str]:
         questions.append(command[0])
-        return [f"77|{name}|N/A|0:10|INVALID|None"] if name else []
+        return [squeue_line("77", name)] if name else []
 
-    monkeypatch.setattr(jobs, "_answer", answer)
+    monkeypatch.setattr(queue, "_lines", answer)
     monkeypatch.setattr(poll, "time", Clock())
     polling = poll.Poll(run)
     over = [polling.ask() for _ in range(seconds)]
@@ -54,9 +57,7 @@ def test_the_end_is_not_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -
     questions: list[float] = []
     clock = Clock()
     monkeypatch.setattr(poll, "time", clock)
-    monkeypatch.setattr(
-        jobs, "ask_slurm", lambda *command: questions.append(clock.now) or ["77|COMPLETING|N/A|0:10|INVALID|None"]
-    )
+    monkeypatch.setattr(queue, "_lines", lambda *_: questions.append(clock.now) or [squeue_line("77", "COMPLETING")])
     polling = poll.Poll(run)
     while clock.now < 305 or questions[-1] == clock.now:  # a moment at which no question is due
         polling.ask()
@@ -79,6 +80,6 @@ def test_a_job_that_ended_well_and_wrote_no_status_is_no_failure(run: Path, monk
     gone without a record nobody knows, which is a failure."""
     (run / "job.sh").touch()
     for name, status in (("COMPLETED", 0), ("FAILED", 1)):
-        end = jobs.State(name, "77", "slurm")
+        end = State(name, "77", "slurm")
         monkeypatch.setattr(follow, "_watch", lambda *_, end=end: end)
         assert (end.exit_status, follow.follow(run)) == (None, status)

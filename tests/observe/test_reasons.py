@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcinit.observe.reasons import explain
+from hpcinit.slurm.reasons import explain
 
 
 # The first block as squeue of Slurm 22.05.8 printed them for jobs that asked for too much.

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
-from hpcinit.observe import jobs, state
+from hpcinit.observe import state
 from hpcinit.observe.follow import follow
+from hpcinit.slurm import queue
 from hpcinit.submission import folder
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.minislurm.plugin import require_slurm
+from tests.slurm_lines import squeue_line
 from tests.submitting import submit
 from tests.waiting import until
 
@@ -174,7 +176,7 @@ def test_a_word_of_tomorrow(
     path = recorded(tmp_path, "x", "77")
     if left is not None:
         (path / "exit.json").write_text(json.dumps({"job": "77", "exit_status": left}))
-    monkeypatch.setattr(jobs, "_answer", lambda *_: [f"77|{word}|N/A|1-02:03:04|UNLIMITED|None"])
+    monkeypatch.setattr(queue, "_lines", lambda *_: [squeue_line("77", word, elapsed="1-02:03:04", left="UNLIMITED")])
     now = state.read(path)
     assert (now.name, now.over, now.exit_status if over else None) == (name, over, left if over else None)
     assert ("Slurm says FROZEN_TOMORROW" in now.reason) == over
@@ -191,9 +193,9 @@ def test_an_end_between_two_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     def answer(*_: object) -> list[str]:
         (path / "exit.json").write_text(json.dumps({"job": "77", "exit_status": status}))
-        return [f"77|{word}|N/A|0:01|INVALID|None"]
+        return [squeue_line("77", word)]
 
-    monkeypatch.setattr(jobs, "_answer", answer)
+    monkeypatch.setattr(queue, "_lines", answer)
     assert state.read(path).exit_status == status and follow(path) == status
 
 
@@ -208,7 +210,7 @@ def test_preempted_and_begun_again(
     that was told to end, is what Slurm says. Played; the real one is in test_preempted_with_a_grace_time."""
     path = recorded(tmp_path, "x", "77")
     (path / "exit.json").write_text(json.dumps({"job": "77", "restart": restart, "exit_status": status}))
-    monkeypatch.setattr(jobs, "_answer", lambda *_: ["77|PREEMPTED|N/A|0:01|INVALID|None"])
+    monkeypatch.setattr(queue, "_lines", lambda *_: [squeue_line("77", "PREEMPTED")])
     now = state.read(path)
     assert (now.name, now.exit_status) == (name, status)
 
@@ -219,7 +221,7 @@ def test_accounts_that_are_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def answer(command: tuple[str, ...], _: object) -> list[str]:
         return ["77|RUNNING|0:0|2026-11-21T13:00:00|12"] if command[0] == "sacct" else []
 
-    monkeypatch.setattr(jobs, "_answer", answer)
+    monkeypatch.setattr(queue, "_lines", answer)
     now = state.read(recorded(tmp_path, "x", "77"))
     assert now.forgotten and now.reason == "sacct says RUNNING, the controller does not know the job"
 
@@ -231,7 +233,7 @@ def test_accounts_that_are_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_exit_statuses_of_sacct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, status: int | None) -> None:
     """A job that was cancelled while it waited has no exit status, although sacct says 0:0. Played, as sacct said it."""
     line = f"77|{word}|None|0"
-    monkeypatch.setattr(jobs, "_answer", lambda command, _: [line] if command[0] == "sacct" else [])
+    monkeypatch.setattr(queue, "_lines", lambda command, _: [line] if command[0] == "sacct" else [])
     now = state.read(recorded(tmp_path, "x", "77"))
     assert (now.name, now.exit_status) == (word.split("|", maxsplit=1)[0].split(maxsplit=1)[0], status)
 
@@ -250,4 +252,4 @@ def test_exit_statuses_of_sacct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 )
 def test_slurms_times(text: str, seconds: int | None) -> None:
     """Times as squeue and sacct write them."""
-    assert jobs.seconds(text) == seconds
+    assert queue.seconds(text) == seconds

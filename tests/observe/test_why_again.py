@@ -12,8 +12,10 @@ import pytest
 
 from hpcinit.facts import runfolder
 from hpcinit.facts.error_records import ErrorRecord
-from hpcinit.observe import attempts, evidence, jobs, overview, state, view, why
+from hpcinit.observe import attempts, evidence, overview, state, view, why
 from hpcinit.observe.state import State
+from hpcinit.slurm import queue
+from hpcinit.slurm.client import Unreachable
 from tests.facts.test_job_log import KILLED, LOST
 from tests.small_disks import fill, small_disk
 
@@ -130,10 +132,9 @@ def test_a_controller_that_is_away_is_asked_once(tmp_path: Path, monkeypatch: py
 
     def answer(command: tuple[str, ...], _: object) -> list[str]:
         asked.append(command[0])
-        raise jobs.NoAnswer(away)
+        raise Unreachable(away)
 
-    monkeypatch.setattr(jobs, "_start", lambda _: None)
-    monkeypatch.setattr(jobs, "_answer", answer)
+    monkeypatch.setattr(queue, "_lines", answer)
     monkeypatch.setattr(evidence, "_shown", lambda what, _: asked.append(what))
     now = state.read(tmp_path)
     assert (now.name, now.away, now.restart) == ("UNKNOWN", True, 0)

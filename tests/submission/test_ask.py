@@ -12,8 +12,8 @@ import pytest
 
 from hpcinit.config.compose import compose
 from hpcinit.facts.errors import SubmitError
+from hpcinit.slurm.sbatch import sbatch
 from hpcinit.submission import ask, script
-from hpcinit.submission.slurm_executor import sbatch
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submission.test_refusal import REFUSED

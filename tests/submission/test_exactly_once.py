@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from hpcinit.facts.errors import MaybeSubmitted
-from hpcinit.submission import once
+from hpcinit.slurm import exactly_once, tokens
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm, MiniSlurmError
 from tests.minislurm.plugin import require_slurm
@@ -62,8 +62,8 @@ def test_as_many_jobs_as_submissions(cluster: MiniSlurm, hpcinit: Run, tmp_path:
         folder = tmp_path / f"run-{number}"
         folder.mkdir(exist_ok=True)
         (folder / "job.sh").write_text("#!/bin/bash\n#SBATCH --begin=now+2hours\nsleep 60\n")
-        token = once.token()
-        named[token], _ = once.hand_over(folder / "job.sh", os.environ, token, patience_s=PATIENCE_S, confirm=True)
+        token = tokens.new()
+        named[token], _ = exactly_once.submit(folder / "job.sh", os.environ, token, patience_s=PATIENCE_S, confirm=True)
 
     def one(number: int) -> None:
         """After two attempts that the controller forgot hpcinit stops: the person who looks then is this loop."""

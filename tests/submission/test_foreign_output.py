@@ -13,6 +13,7 @@ import pytest
 from hpcinit.config import compose
 from hpcinit.facts.errors import MaybeSubmitted, SubmitError
 from hpcinit.local import engine
+from hpcinit.slurm import exactly_once
 from hpcinit.submission import chain, submit
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
@@ -124,13 +125,13 @@ def test_an_error_after_sbatch_keeps_the_folder(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.usefixtures("sbatch")
 def test_an_error_at_a_later_job_of_a_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The jobs before it are recorded, and the message says what is missing."""
-    real, calls = submit.sbatch, []
+    real, calls = exactly_once.submit, []
 
     def second_fails(*args: object, **options: object) -> object:
         calls.append(args)
         return fail() if len(calls) == 2 else real(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(submit, "sbatch", second_fails)
+    monkeypatch.setattr(exactly_once, "submit", second_fails)
     config = compose.compose(["cluster=mini", "job.module=null", "job.command=/bin/true", "test_only=false", "chain=3"])
     done = submit.submit(config, {}, ["hpcinit"])
     assert done.jobs == ["4242"] and "job 2 of a chain of 3: nobody expected this" in done.missing

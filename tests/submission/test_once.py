@@ -3,6 +3,7 @@ killed, and slowed by SIGSTOP."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pty
@@ -12,15 +13,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpcinit.facts import telling
 from hpcinit.facts.errors import MaybeSubmitted, NotReached, SubmitError
-from hpcinit.submission import once, queue
-from hpcinit.submission.slurm_executor import sbatch
+from hpcinit.observe import state
+from hpcinit.slurm import exactly_once, tokens
+from hpcinit.slurm.sbatch import sbatch
+from hpcinit.submission.waiting import Waiting
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.minislurm.plugin import require_slurm
@@ -53,6 +57,17 @@ def script_in(folder: Path, text: str = SCRIPT) -> Path:
     return path
 
 
+def hand_over(
+    script: Path, env: Mapping[str, str], token: str, options: Sequence[str] = (), **more: Any
+) -> tuple[str, Sequence[str]]:
+    """Submit as the command line does: what the submission waits for is shown on stderr."""
+    waiting = Waiting()
+    try:
+        return exactly_once.submit(script, env, token, options, show=waiting.show, **more)
+    finally:
+        waiting.end()
+
+
 def jobs_with(cluster: MiniSlurm, token: str) -> list[str]:
     lines = cluster.run("squeue", "--noheader", "--states=all", "--format=%i|%T|%k").splitlines()
     return [line.split("|")[0] for line in lines if token in line and "CANCELLED" not in line]
@@ -61,9 +76,9 @@ def jobs_with(cluster: MiniSlurm, token: str) -> list[str]:
 @pytest.mark.slurm
 def test_the_token_stands_behind_the_users_comment(cluster: MiniSlurm, env: dict[str, str], tmp_path: Path) -> None:
     """The job's comment is the user's own, then the token; further options reach sbatch."""
-    token = once.token("0123456789abcdef")
+    token = tokens.new("0123456789abcdef")
     assert re.fullmatch("0123456789ab-[0-9a-f]{8}", token)
-    job_id, command = once.hand_over(script_in(tmp_path), env, token, ["--nice=7"], comment="mine | yours")
+    job_id, command = hand_over(script_in(tmp_path), env, token, ["--nice=7"], comment="mine | yours")
     assert command[:2] == ["sbatch", "--parsable"] and "--nice=7" in command
     assert (
         cluster.run("squeue", "--noheader", f"--jobs={job_id}", "--format=%k").strip()
@@ -78,10 +93,10 @@ def test_a_controller_that_hangs_during_the_call(
     cluster: MiniSlurm, env: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str], away_s: float
 ) -> None:
     """slurmctld stopped by SIGSTOP while sbatch waits: one job, whether sbatch gave up (3 s) or not."""
-    token = once.token()
+    token = tokens.new()
     cluster.pause_controller()
     threading.Timer(away_s, cluster.resume_controller).start()
-    job_id, _ = once.hand_over(script_in(tmp_path), env, token)
+    job_id, _ = hand_over(script_in(tmp_path), env, token)
     time.sleep(1)
     assert jobs_with(cluster, token) == [job_id]
     assert ("hpcinit: " in capfd.readouterr().err) == (away_s > 3)
@@ -92,10 +107,10 @@ def test_a_controller_that_is_stopped_and_started(
     cluster: MiniSlurm, env: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """While slurmctld is down the submission waits, says so, and makes one job when it is back."""
-    token = once.token()
+    token = tokens.new()
     cluster.stop_controller()
     threading.Timer(12, cluster.start_controller).start()
-    job_id, _ = once.hand_over(script_in(tmp_path), env, token)
+    job_id, _ = hand_over(script_in(tmp_path), env, token)
     assert jobs_with(cluster, token) == [job_id]
     said = capfd.readouterr().err
     assert "Unable to contact slurm controller (connect failure); sbatch is tried again, Ctrl-C gives up" in said
@@ -106,11 +121,11 @@ def test_a_controller_that_is_killed_with_the_job_in_it(
     cluster: MiniSlurm, env: dict[str, str], tmp_path: Path
 ) -> None:
     """A job whose id was printed and which the killed controller has forgotten is submitted again, with one token."""
-    once.hand_over(script_in(tmp_path), env, once.token())  # slurmctld saves now, and the next time in 5 s
-    token = once.token()
+    hand_over(script_in(tmp_path), env, tokens.new())  # slurmctld saves now, and the next time in 5 s
+    token = tokens.new()
     killer = threading.Timer(0.5, lambda: (cluster.kill_controller(), cluster.start_controller()))
     killer.start()
-    job_id, _ = once.hand_over(script_in(tmp_path), env, token, confirm=True)
+    job_id, _ = hand_over(script_in(tmp_path), env, token, confirm=True)
     killer.join()
     assert jobs_with(cluster, token) == [job_id]
 
@@ -118,11 +133,11 @@ def test_a_controller_that_is_killed_with_the_job_in_it(
 @pytest.mark.slurm
 def test_when_patience_is_over_nobody_knows(cluster: MiniSlurm, env: dict[str, str], tmp_path: Path) -> None:
     """A controller that hangs for longer than patience: the message names the token to look for."""
-    token = once.token()
+    token = tokens.new()
     cluster.pause_controller()
     try:
         with pytest.raises(MaybeSubmitted) as raised:
-            once.hand_over(script_in(tmp_path), env, token, patience_s=1)
+            hand_over(script_in(tmp_path), env, token, patience_s=1)
     finally:
         cluster.resume_controller()
     check = f"squeue --all --me --states=all --format '%i %T %k' | grep -F hpcinit={token}"
@@ -136,7 +151,7 @@ def test_when_patience_is_over_and_nothing_was_sent(cluster: MiniSlurm, env: dic
     """A controller that was down all the time: there is no job, and the error is not one that leaves it open."""
     cluster.stop_controller()
     with pytest.raises(SubmitError) as raised:
-        once.hand_over(script_in(tmp_path), env, once.token(), patience_s=1)
+        hand_over(script_in(tmp_path), env, tokens.new(), patience_s=1)
     assert not isinstance(raised.value, MaybeSubmitted)
     assert "Unable to contact slurm controller (connect failure)" in str(raised.value)
 
@@ -146,9 +161,9 @@ def test_two_jobs_of_one_token_are_made_one(
     cluster: MiniSlurm, env: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A request that the controller served although all had given it up is cancelled when it shows."""
-    token, script = once.token(), script_in(tmp_path)
+    token, script = tokens.new(), script_in(tmp_path)
     first, _ = sbatch(script, env, [f"--comment=hpcinit={token}"])
-    job_id, _ = once.hand_over(script, env, token, confirm=True)
+    job_id, _ = hand_over(script, env, token, confirm=True)
     assert job_id == first and jobs_with(cluster, token) == [first]
     assert "the controller took the request late" in capfd.readouterr().err
 
@@ -243,31 +258,32 @@ def test_a_job_that_the_controller_has_forgotten_left_a_word(
 ) -> None:
     """A job that is over and out of the controller's memory is known by its exit record, where no other ran the script."""
     script = script_in(tmp_path)
-    assert queue.find(env, once.token(), script, [], alone=True) == []
+    assert tokens.find(env, tokens.new(), script, [], alone=True) == []
     (tmp_path / "exit.json").write_text('{"job": "4242", "pid": 1, "restart": 0, "began": 5}\n')
-    found = queue.find(env, once.token(), script, [], alone=True)
+    started = functools.partial(state.last_job, tmp_path)
+    found = tokens.find(env, tokens.new(), script, [], True, started)
     assert found is not None and [job.job_id for job in found] == ["4242"]
-    assert queue.find(env, once.token(), script, [], alone=False) == []
+    assert tokens.find(env, tokens.new(), script, [], False, started) == []
 
 
 @pytest.mark.slurm
 def test_a_site_that_writes_the_comment_itself(cluster: MiniSlurm, env: dict[str, str], tmp_path: Path) -> None:
     """Where a site's filter replaces the comment, the job is known by the script, which is no other's."""
-    script, token = script_in(tmp_path), once.token()
+    script, token = script_in(tmp_path), tokens.new()
     job_id, _ = sbatch(script, env, ["--comment=the site's own"])
     for known, alone in (([], True), ([job_id], False)):
-        found = queue.find(env, token, script, known, alone)
+        found = tokens.find(env, token, script, known, alone)
         assert found is not None and [job.job_id for job in found] == [job_id]
-    assert queue.find(env, token, script, [], alone=False) == []
-    assert queue.find(env, token, tmp_path / "other.sh", [], alone=True) == []
+    assert tokens.find(env, token, script, [], alone=False) == []
+    assert tokens.find(env, token, tmp_path / "other.sh", [], alone=True) == []
 
 
 @pytest.mark.slurm
 def test_the_users_own_filters_hide_no_job(cluster: MiniSlurm, env: dict[str, str], tmp_path: Path) -> None:
     """SQUEUE_* variables of the user do not make a job invisible."""
-    script, token = script_in(tmp_path), once.token()
+    script, token = script_in(tmp_path), tokens.new()
     job_id, _ = sbatch(script, env, [f"--comment=hpcinit={token}"])
-    found = queue.find({**env, "SQUEUE_PARTITION": "high", "SQUEUE_NAMES": "x"}, token, script, [], alone=False)
+    found = tokens.find({**env, "SQUEUE_PARTITION": "high", "SQUEUE_NAMES": "x"}, token, script, [], alone=False)
     assert found is not None and [job.job_id for job in found] == [job_id]
 
 
@@ -296,10 +312,10 @@ def test_after_two_attempts_a_person_has_to_look(
     stand_in(tmp_path, "squeue", "true")
     stand_in(tmp_path, "scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(once, "SAVED_S", 0.1)
-    monkeypatch.setattr(once, "SETTLE_S", 0.1)
+    monkeypatch.setattr(exactly_once, "SAVED_S", 0.1)
+    monkeypatch.setattr(exactly_once, "SETTLE_S", 0.1)
     with pytest.raises(MaybeSubmitted) as raised:
-        once.hand_over(script_in(tmp_path), os.environ, once.token(), patience_s=20, confirm=True)
+        hand_over(script_in(tmp_path), os.environ, tokens.new(), patience_s=20, confirm=True)
     assert (tmp_path / "calls").read_text() == "called\n" * 2
     assert "2 attempts may each have made a job, and Slurm shows none of them; the job may exist" in str(raised.value)
     assert [f"scontrol show job {job_id}" for job_id in named] == re.findall(r"scontrol show .*", str(raised.value))
@@ -312,23 +328,23 @@ def test_a_second_attempt_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     Stand-ins for sbatch, squeue and scontrol: the real controller does not run late on demand.
     """
     monkeypatch.chdir(tmp_path)
-    token = once.token()
+    token = tokens.new()
     stand_in(
         tmp_path,
         "sbatch",
         "echo called >> calls; [ $(wc -l < calls) = 1 ] && { echo 'sbatch: error: Socket timed out' >&2; exit 1; }\n"
         "echo 'sbatch: error: Batch job submission failed: QOSMaxSubmitJobPerUserLimit' >&2; exit 1",
     )
-    listed = rf"[ $(wc -l < calls) = 1 ] || printf '42\037PENDING\037{tmp_path}/job.sh\037hpcinit={token}\n'"
+    listed = rf"[ $(wc -l < calls) = 1 ] || printf '42\037PENDING\037N/A\0370:00\0371:00\037None\037{tmp_path}/job.sh\037hpcinit={token}\n'"
     stand_in(tmp_path, "squeue", listed if late else "true")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for name in ("SAVED_S", "SETTLE_S"):
-        monkeypatch.setattr(once, name, 0.1)
+        monkeypatch.setattr(exactly_once, name, 0.1)
     if late:
-        assert once.hand_over(script_in(tmp_path), os.environ, token, patience_s=20)[0] == "42"
+        assert hand_over(script_in(tmp_path), os.environ, token, patience_s=20)[0] == "42"
         return
     with pytest.raises(MaybeSubmitted, match="a second attempt was refused; the job may exist all the same"):
-        once.hand_over(script_in(tmp_path), os.environ, token, patience_s=20)
+        hand_over(script_in(tmp_path), os.environ, token, patience_s=20)
 
 
 def test_an_error_after_sbatch_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +357,7 @@ def test_an_error_after_sbatch_was_started(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(telling, "note", fail)
     with pytest.raises(MaybeSubmitted) as raised:
-        once.hand_over(script_in(tmp_path), os.environ, "x-1234")
+        hand_over(script_in(tmp_path), os.environ, "x-1234")
     assert str(raised.value).startswith(
         "RuntimeError: cannot print the filter says hello\nthe job may exist all the same"
     )
@@ -353,9 +369,9 @@ def test_a_squeue_that_lists_too_little(cluster: MiniSlurm, env: dict[str, str],
     """A job whose id sbatch has printed is asked for by its id where squeue does not list it (a stand-in: a site's
     squeue that shows what it saw a minute ago)."""
     stand_in(tmp_path, "squeue", "true")
-    token = once.token()
+    token = tokens.new()
     path = f"{tmp_path}:{os.environ['PATH']}"
-    job_id, _ = once.hand_over(script_in(tmp_path), {**env, "PATH": path}, token, patience_s=20, confirm=True)
+    job_id, _ = hand_over(script_in(tmp_path), {**env, "PATH": path}, token, patience_s=20, confirm=True)
     assert jobs_with(cluster, token) == [job_id]
 
 
@@ -375,13 +391,13 @@ def test_a_controller_that_fails_between_two_questions(
     stand_in(tmp_path, "scontrol", answer)
     path = f"{tmp_path}:{os.environ['PATH']}"
     monkeypatch.setenv("PATH", path)
-    assert queue.find({"PATH": path}, once.token(), tmp_path / "job.sh", ["42"], alone=False) == known
+    assert tokens.find({"PATH": path}, tokens.new(), tmp_path / "job.sh", ["42"], alone=False) == known
 
 
 def test_no_squeue_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where squeue cannot be run nobody has said that there is no job."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert queue.find({"PATH": str(tmp_path)}, once.token(), tmp_path / "job.sh", [], alone=True) is None
+    assert tokens.find({"PATH": str(tmp_path)}, tokens.new(), tmp_path / "job.sh", [], alone=True) is None
 
 
 @pytest.mark.slurm
@@ -390,15 +406,15 @@ def test_with_accounting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     require_slurm(accounting=True)
     with MiniSlurm(nodes=1, gpus=8, accounting=True, name=f"once-db-{os.getpid()}") as cluster:
         monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
-        token = once.token()
+        token = tokens.new()
         cluster.pause_controller()
         threading.Timer(12, cluster.resume_controller).start()
-        job_id, _ = once.hand_over(script_in(tmp_path), os.environ, token)
+        job_id, _ = hand_over(script_in(tmp_path), os.environ, token)
         assert jobs_with(cluster, token) == [job_id]
-        token = once.token()
-        job_id, _ = once.hand_over(script_in(tmp_path, "#!/bin/bash\ntrue\n"), os.environ, token)
+        token = tokens.new()
+        job_id, _ = hand_over(script_in(tmp_path, "#!/bin/bash\ntrue\n"), os.environ, token)
         deadline = time.monotonic() + 60
-        while not (found := queue._in_accounting(os.environ, token)) and time.monotonic() < deadline:
+        while not (found := tokens._in_accounting(os.environ, token)) and time.monotonic() < deadline:
             time.sleep(0.5)
         assert [job.job_id for job in found] == [job_id]
 

@@ -22,9 +22,9 @@ SCRIPT = "#!/bin/bash\n#SBATCH --begin=now+1hour --partition={partition}\nsleep 
 HAND_OVER = """
 import os, sys
 from pathlib import Path
-from hpcinit.submission import once
+from hpcinit.slurm import exactly_once
 script, token, confirm = sys.argv[1:]
-print(once.hand_over(Path(script), os.environ, token, patience_s=40, confirm=bool(confirm))[0])
+print(exactly_once.submit(Path(script), os.environ, token, patience_s=40, confirm=bool(confirm))[0])
 """
 
 
@@ -56,7 +56,7 @@ def partition(request: pytest.FixtureRequest) -> str:
 
 
 def hand_over(cluster: MiniSlurm, user: User, partition: str, token: str, confirm: str = "") -> str:
-    """The job's id, as once.hand_over() returns it to this user."""
+    """The job's id, as exactly_once.submit() returns it to this user."""
     script = user.home / f"{token}.sh"
     script.write_text(SCRIPT.format(partition=partition))
     done = user.run(sys.executable, "-c", HAND_OVER, str(script), token, confirm, env=cluster.env)

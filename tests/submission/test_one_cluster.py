@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.observe import jobs
+from hpcinit.slurm.queue import QueueQuery
 from hpcinit.submission import ask, environment
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
+from tests.slurm_lines import squeue_line
 from tests.submitting import folder_of, job_id_of
 
 # What people put into a profile, and what confuses a program that reads the answer.
@@ -65,17 +66,12 @@ def test_a_heading_above_the_answer_of_sinfo(tmp_path: Path) -> None:
     assert said == "2 of 4 nodes are down, drained or reserved"
 
 
-def test_a_heading_above_the_answer_of_squeue() -> None:
-    """A line 'CLUSTER: name' is no job."""
-
-    class Answered(jobs.Question):
-        def __init__(self) -> None:
-            pass
-
-        def answer(self) -> list[str]:
-            return ["CLUSTER: a", "7|RUNNING|2026-11-20T10:00:00|1:00|9:00|None"]
-
-    assert [(state.job_id, state.name) for state in jobs._squeue(Answered())] == [("7", "RUNNING")]
+def test_a_heading_above_the_answer_of_squeue(tmp_path: Path) -> None:
+    """A line 'CLUSTER: name' is no job. A stand-in for squeue: the real one needs several clusters to print it."""
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\necho 'CLUSTER: a'\necho '{squeue_line('7', 'RUNNING')}'\n")
+    (tmp_path / "squeue").chmod(0o755)
+    found = QueueQuery("--me", ended=True, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}).jobs()
+    assert [(job.job_id, job.state) for job in found] == [("7", "RUNNING")]
 
 
 def test_preferences_do_not_reach_the_job() -> None:

@@ -11,8 +11,10 @@ import pytest
 
 from hpcinit.config.compose import compose
 from hpcinit.facts.errors import SubmitError
-from hpcinit.submission import refusal, script
-from hpcinit.submission.slurm_executor import sbatch
+from hpcinit.slurm import sbatch_errors
+from hpcinit.slurm.sbatch import sbatch
+from hpcinit.submission import script
+from hpcinit.submission.option_keys import key_of
 from tests.minislurm import MiniSlurm
 
 ANY_SIZE = "cluster.partitions={}"
@@ -46,6 +48,10 @@ def render(words: list[str], folder: Path) -> str:
     return script.render(compose(["cluster=mini", "job=smoke", ANY_SIZE, *words]), folder, folder)
 
 
+def explain(message: str, text: str) -> str:
+    return sbatch_errors.explain(message, text, key_of)
+
+
 def shown(said: str) -> list[str]:
     """The options of the lines that are quoted."""
     lines = [line for line in said.splitlines() if line.startswith("  #SBATCH --")]
@@ -62,7 +68,7 @@ def test_each_refusal_shows_its_lines(slurm: MiniSlurm, tmp_path: Path) -> None:
         with pytest.raises(SubmitError) as caught:
             sbatch(path, {**os.environ, **slurm.env})
         assert part in str(caught.value), words
-        assert shown(refusal.explain(str(caught.value), path.read_text())) == options, words
+        assert shown(explain(str(caught.value), path.read_text())) == options, words
 
 
 @pytest.mark.slurm
@@ -81,7 +87,7 @@ def test_more_nodes_named_than_asked_for(idle_slurm: MiniSlurm, tmp_path: Path) 
     with pytest.raises(SubmitError) as caught:
         sbatch(path, env)
     assert "invalid number of nodes" in str(caught.value)
-    assert shown(refusal.explain(str(caught.value), path.read_text())) == ["nodes", "nodelist"]
+    assert shown(explain(str(caught.value), path.read_text())) == ["nodes", "nodelist"]
 
 
 # From a cluster with slurmdbd, AccountingStorageEnforce=associations,limits,qos and EnforcePartLimits=ALL (22.05.8).
@@ -102,17 +108,15 @@ RECORDED = [
 def test_refusals_of_a_cluster_with_limits(words: str, options: list[str], tmp_path: Path) -> None:
     """What a cluster with accounting and enforced limits said is about these lines."""
     text = render(["account=a", "qos=q"], tmp_path)
-    assert shown(refusal.explain(f"sbatch: error: Batch job submission failed: {words}", text)) == options
+    assert shown(explain(f"sbatch: error: Batch job submission failed: {words}", text)) == options
 
 
 def test_an_option_that_is_missing(tmp_path: Path) -> None:
     """Where sbatch wants an account and none was named, the key that names one is said."""
-    said = refusal.explain(
-        "sbatch: error: Batch job submission failed: Invalid qos specification", render([], tmp_path)
-    )
+    said = explain("sbatch: error: Batch job submission failed: Invalid qos specification", render([], tmp_path))
     assert said == "no #SBATCH line sets --qos; qos=... does\n"
 
 
 def test_words_that_mean_nothing_to_us() -> None:
     """What cannot be told is not guessed."""
-    assert refusal.explain("sbatch: error: the moon is in the wrong house", "#SBATCH --nodes=1\n") == ""
+    assert explain("sbatch: error: the moon is in the wrong house", "#SBATCH --nodes=1\n") == ""

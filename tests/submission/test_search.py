@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -67,6 +68,17 @@ def check_search(done: subprocess.CompletedProcess[str], tmp_path: Path) -> None
         f"6 trials: {tmp_path}/runs/q-search-0001",
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["q.py", "runs"]  # none of Hydra's own
+
+
+def test_a_first_batch_that_is_refused_leaves_no_folder(hpcinit: Run, tmp_path: Path) -> None:
+    """Where sbatch refuses the first trials, neither their folder nor the search's own stays."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/sbatch").write_text("#!/bin/sh\necho 'sbatch: error: no more' >&2; exit 1\n")
+    (tmp_path / "bin/sbatch").chmod(0o755)
+    env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    done = hpcinit("submit", *OPTUNA, *TRIAL, ARGS, "cluster=mini", env=env)
+    assert done.returncode == 1 and "no more" in done.stderr and "nothing was submitted" in done.stderr
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_on_this_machine(hpcinit: Run, tmp_path: Path) -> None:

@@ -203,3 +203,21 @@ def test_a_task_cannot_be_written(tmp_path: Path, hpcinit: Run) -> None:
     done = hpcinit(*words, env=fake_sbatch(tmp_path, "touch submitted; echo 7"))
     assert done.returncode == 1 and "cannot write the run folder /proc/x/true-0001" in done.stderr
     assert not (tmp_path / "submitted").exists()
+
+
+@pytest.mark.parametrize(
+    ("shell", "kept"),
+    [
+        ("[ -e once ] || { touch once; echo 7; exit; }; echo hello", ["0", "1", "3", "4"]),
+        ("echo hello", ["0", "3"]),
+    ],
+    ids=["the second array", "the first array"],
+)
+def test_a_sweep_of_which_an_array_may_exist(tmp_path: Path, hpcinit: Run, shell: str, kept: list[str]) -> None:
+    """Folders stay for tasks that were or may have been submitted; those of later arrays are removed."""
+    env = fake_sbatch(tmp_path, shell)
+    words = ["submit", "-m", "cluster=mini", "seed=1,2", "nodes=1,2,3", "cluster.submit_patience_s=1", "--", "true"]
+    done = hpcinit(*words, env=env)
+    assert done.returncode == 1 and "the job may exist all the same" in done.stderr
+    run = tmp_path / "runs/true-0001"
+    assert sorted(path.name for path in run.iterdir() if path.is_dir()) == kept

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from hpcinit.facts import nodelist, ports
+from hpcinit.facts import ports
 from hpcinit.facts.errors import WorldError
 from hpcinit.facts.world import World, number
+from hpcinit.slurm import nodelist
 
 
 class Told(NamedTuple):

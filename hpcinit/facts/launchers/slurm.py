@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpcinit.facts import nodelist, ports
+from hpcinit.facts import ports
 from hpcinit.facts.errors import WorldError
 from hpcinit.facts.launchers import slurm_hosts, slurm_step
 from hpcinit.facts.process import UNKNOWN, Process
 from hpcinit.facts.world import World, number
+from hpcinit.slurm import nodelist
 
 NAME = "slurm"
 VARIABLES = {

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcinit.facts import nodelist
 from hpcinit.facts.errors import NodelistError, WorldError
+from hpcinit.slurm import nodelist
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpcinit.facts import nodelist
 from hpcinit.facts.errors import WorldError
 from hpcinit.facts.process import Process
+from hpcinit.slurm import nodelist
 
 # slurm.h: SLURM_INTERACTIVE_STEP, SLURM_BATCH_SCRIPT, SLURM_EXTERN_CONT
 NO_RANKS = {

@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpcinit.facts import runfolder, signals, slurm_client, slurm_records
+from hpcinit.facts import runfolder, signals
 from hpcinit.facts.saying import say
 from hpcinit.facts.stopping import SIGNAL_EARLY, Reason, Stop, Stopping
 from hpcinit.facts.timeouts import left_of_job
@@ -25,6 +24,7 @@ from hpcinit.runtime.lifecycle import phase
 from hpcinit.runtime.lifecycle.signals import Watch
 from hpcinit.runtime.lifecycle.stop_record import StopRecord
 from hpcinit.runtime.process_state import state
+from hpcinit.slurm import client, queue
 
 SHARE = 0.005  # of the time of a step that agreeing may cost
 MOST_STEPS, MOST_S = 1000, 10.0  # between two agreements
@@ -162,10 +162,8 @@ class Stopper:
         Without an answer, what is known stays.
         """
         if self._job:
-            said = _answer(["squeue", "--noheader", f"--jobs={self._job}", "--format=%L"], timeout_s)
-            left_s = slurm_records.seconds(
-                said.partition("\n")[0].strip()
-            )  # a heterogeneous job has a line for each part
+            said = _output(["squeue", "--noheader", f"--jobs={self._job}", "--format=%L"], timeout_s)
+            left_s = queue.seconds(said.partition("\n")[0].strip())  # a heterogeneous job has a line for each part
             self._set_left(None if left_s is None else timedelta(seconds=left_s))
 
     def _who_told(self, reason: Reason) -> Reason:
@@ -180,7 +178,7 @@ class Stopper:
         if left is not None and left <= timedelta():
             return Reason.TIME_LIMIT
         if self._job:
-            said = _answer(["scontrol", "--oneliner", "show", "job", self._job], ASK_S)
+            said = _output(["scontrol", "--oneliner", "show", "job", self._job], ASK_S)
             words = dict(word.partition("=")[::2] for word in said.split())
             preempted = words.get("PreemptTime", "None")  # '2026-11-21T14:02:00'; kept when the job is requeued
             if preempted not in {"None", "N/A"} and preempted >= words.get("StartTime", ""):
@@ -262,16 +260,12 @@ def _job(env: Mapping[str, str]) -> str:
     return env.get("SLURM_JOB_ID", "")
 
 
-def _answer(command: Sequence[str], timeout_s: float) -> str:
-    """What the command prints; '' if there is no answer. Not subprocess.run(), which waits without end for a client
-    that it has killed: one that hangs in the kernel, on a dead file server, must not hold the rank."""
-    with contextlib.suppress(OSError):
-        process = slurm_client.start(command)
-        try:
-            return process.communicate(timeout=timeout_s)[0]
-        except subprocess.TimeoutExpired:
-            process.kill()
-    return ""
+def _output(command: Sequence[str], timeout_s: float) -> str:
+    """Return what the command prints; '' without a reply."""
+    try:
+        return client.run(command, at_most=timedelta(seconds=timeout_s)).stdout
+    except client.Unreachable:
+        return ""
 
 
 def every(cost_s: float, step_s: float, most_s: float = MOST_S) -> int:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from hpcinit.facts import nodelist
 from hpcinit.facts.ranges import ranges
+from hpcinit.slurm import nodelist
 
 # In this order a rank tells them. 'started': hpcinit.run or init has found the door. 'imported': it is in
 # init. 'joined': torch's store has answered. 'up': the process group works.

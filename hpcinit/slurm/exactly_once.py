@@ -1,21 +1,19 @@
-"""One request, one job: sbatch is tried again only when it is certain that the attempt before made none.
+"""One request, one job: sbatch is called again only when it is certain that the attempt before made none.
 
 Why it is done so, and what remains: docs/decisions/0015-submit-exactly-once.md.
 """
 
 from __future__ import annotations
 
-import secrets
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpcinit.facts import slurm_client
 from hpcinit.facts.errors import INTERRUPTED, MaybeSubmitted, NotReached, SubmitError
-from hpcinit.submission import queue
-from hpcinit.submission.waiting import Waiting
+from hpcinit.slurm import client, tokens
+from hpcinit.slurm.queue import Job
+from hpcinit.slurm.sbatch import COMMAND, sbatch
 
 PATIENCE_S = 300.0  # for the controller; a restart takes seconds to minutes
 # A request that sbatch gave up on waits in the controller's socket, and is served when the controller goes on: before
@@ -29,14 +27,8 @@ SAVED_S = 7.0
 # one more job: a person has to look.
 MOST_ACCEPTED = 2
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 10.0)  # between two attempts; the last one again and again
-CANCEL_S = 60  # for scancel
 BESIDE_S = 600.0  # what sbatch, squeue, scontrol and sacct may take in all once patience is over
 TICK_S = 0.2  # how soon Ctrl-C is seen
-
-
-def token(request: str = "") -> str:
-    """One for each submission: 12 hexadecimal digits of the request, 8 at random."""
-    return f"{request[:12] or 'x'}-{secrets.token_hex(4)}"
 
 
 def longest_s(patience_s: float, jobs: int) -> float:
@@ -44,7 +36,7 @@ def longest_s(patience_s: float, jobs: int) -> float:
     return jobs * (patience_s + BESIDE_S)
 
 
-def hand_over(
+def submit(
     script: Path,
     env: Mapping[str, str],
     token: str,
@@ -54,25 +46,27 @@ def hand_over(
     patience_s: float = PATIENCE_S,
     confirm: bool = False,
     interrupted: Callable[[], bool] = lambda: False,
+    show: Callable[[str], None] = lambda message: None,
+    started: Callable[[], str] = lambda: "",
 ) -> tuple[str, Sequence[str]]:
-    """Submit `script` with sbatch, exactly once; the job id and the command used.
+    """Submit `script` with sbatch, exactly once; return the job id and the command.
 
-    token: in the job's comment, behind the user's own `comment`; look for it to find the job. options: further words
-    of sbatch's command line. patience_s: how long the controller may stay away. confirm: look again after SAVED_S
-    whether the controller still has the job, which is done after any trouble anyway. interrupted: whether Ctrl-C came.
+    token: in the job's comment, behind the user's own `comment`; search for it to find the job. options: further
+    options on sbatch's command line. patience_s: how long the controller may be down. confirm: check again after
+    SAVED_S whether the controller still has the job, which is done after any trouble anyway. interrupted: whether
+    Ctrl-C was pressed. show: displays what the submission waits for. started: returns the id of the job that started
+    `script`, from its own record, or ''.
 
-    Raises SubmitError: there is no job. MaybeSubmitted: there may be one, also after any error that is not expected
-    here. KeyboardInterrupt: there is none.
+    Raise SubmitError if there is no job, MaybeSubmitted if there may be one, also after any error that is not expected
+    here, and KeyboardInterrupt if there is none.
     """
-    submission = _Submission(script, env, token, options, comment, patience_s, interrupted)
+    submission = _Submission(script, env, token, options, comment, patience_s, interrupted, show, started)
     try:
         return submission.run(confirm), submission.command
     except SubmitError:
         raise
     except Exception as error:
         raise unexpected(error, token, submission.printed) from error
-    finally:
-        submission.waiting.end()
 
 
 def unexpected(error: BaseException, token: str, printed: Sequence[str] = ()) -> MaybeSubmitted:
@@ -85,7 +79,7 @@ def _check_first(token: str, printed: Sequence[str]) -> str:
     printed = list(dict.fromkeys(printed))  # a controller that forgot job 8 gives that id to the next job
     ids = f" (sbatch printed {' and '.join(printed)})" if printed else ""
     commands = [
-        f"squeue --all --me --states=all --format '%i %T %k' | grep -F {queue.MARK}{token}",
+        f"squeue --all --me --states=all --format '%i %T %k' | grep -F {tokens.MARK}{token}",
         *(f"scontrol show job {job_id}" for job_id in printed),
     ]
     return (
@@ -104,11 +98,13 @@ class _Submission:
         comment: str | None,
         patience_s: float,
         interrupted: Callable[[], bool],
+        show: Callable[[str], None],
+        started: Callable[[], str],
     ) -> None:
         self.command: Sequence[str] = ()
-        self.waiting = Waiting()
+        self._show, self._started = show, started
         self._script, self._env, self._token = script, env, token
-        self._words = [f"--comment={f'{comment} ' if comment else ''}{queue.MARK}{token}", *options]
+        self._words = [f"--comment={f'{comment} ' if comment else ''}{tokens.MARK}{token}", *options]
         self._alone = not options  # else other jobs may run the script: those of a chain
         self._patience_s, self._interrupted = patience_s, interrupted
         self._given_up_at: float | None = None  # on the clock, once there is trouble
@@ -130,11 +126,9 @@ class _Submission:
             self._pause("sbatch is tried again")
 
     def _submit(self) -> str | None:
-        from hpcinit.submission import slurm_executor  # noqa: PLC0415 - submitit takes 45 ms
-
         self._attempts += 1
         try:
-            job_id, self.command = slurm_executor.sbatch(self._script, self._env, self._words)
+            job_id, self.command = sbatch(self._script, self._env, self._words)
             self._accepted += 1
             self.printed.append(job_id)
             return job_id
@@ -148,7 +142,7 @@ class _Submission:
             if not self._accepted:
                 raise
             self._in_trouble(str(error))
-            jobs = queue.find(self._env, self._token, self._script, self.printed, self._alone)
+            jobs = self._find(self.printed)
             if jobs:
                 return self._only(jobs)
             raise self._gave_up("a second attempt was refused") from None
@@ -165,8 +159,8 @@ class _Submission:
         number = 0
         while True:
             if absent_at is None:
-                self.waiting.show(f"{self._last_words()}; asking the controller whether the job is there")
-            jobs = queue.find(self._env, self._token, self._script, (), self._alone)
+                self._show(f"{self._last_words()}; asking the controller whether the job is there")
+            jobs = self._find(())
             clock = time.monotonic()
             if jobs:
                 return self._only(jobs)
@@ -181,12 +175,15 @@ class _Submission:
                 self._unclear = False
                 return None
 
+    def _find(self, known: Sequence[str]) -> list[Job] | None:
+        return tokens.find(self._env, self._token, self._script, known, self._alone, self._started)
+
     def _kept(self, job_id: str) -> str | None:
         """`job_id`, or the job in its place, once the controller has had time to save it; None if it forgot it."""
         try:
             self._rest(SAVED_S, f"job {job_id} is there; looking once more, whether the controller keeps it")
             number = 0
-            while (jobs := queue.find(self._env, self._token, self._script, [job_id], self._alone)) is None:
+            while (jobs := self._find([job_id])) is None:
                 self._in_trouble(self._trouble or "squeue got no answer")
                 self._pause(f"job {job_id} is there; waiting for the controller, to ask whether it keeps it", number)
                 number += 1
@@ -197,16 +194,16 @@ class _Submission:
         self._in_trouble(f"the controller has forgotten job {job_id}: it was killed before it had saved it")
         return None
 
-    def _only(self, jobs: Sequence[queue.Job]) -> str:
+    def _only(self, jobs: Sequence[Job]) -> str:
         """Of several jobs of one request the one that runs, else the oldest; the others are cancelled."""
-        first, *others = sorted(jobs, key=lambda job: (job.state == "PENDING", int(job.job_id)))
+        first, *others = sorted(jobs, key=lambda job: (job.state == "PENDING", int(job.base_id)))
         if others:
-            surplus = [job.job_id for job in others]
-            with suppress(OSError, subprocess.TimeoutExpired):
-                slurm_client.run(["scancel", *surplus], CANCEL_S, self._env)
-            self.waiting.show(f"the controller took the request late: job {' '.join(surplus)} of it is cancelled")
-        self.command = self.command or ("sbatch", "--parsable", *self._words, str(self._script))
-        return first.job_id
+            surplus = [job.base_id for job in others]
+            with suppress(client.Unreachable):
+                client.run(["scancel", *surplus], self._env)
+            self._show(f"the controller took the request late: job {' '.join(surplus)} of it is cancelled")
+        self.command = self.command or (*COMMAND, *self._words, str(self._script))
+        return first.base_id
 
     def _pause(self, why: str, number: int | None = None) -> None:
         number = self._attempts - 1 if number is None else number
@@ -225,7 +222,7 @@ class _Submission:
                 raise self._gave_up(
                     f"the controller did not take the job in {self._patience_s:g} s (cluster.submit_patience_s)"
                 )
-            self.waiting.show(message)
+            self._show(message)
             time.sleep(min(TICK_S, until - clock))
 
     def _gave_up(self, why: str) -> SubmitError:

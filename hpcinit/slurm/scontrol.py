@@ -11,8 +11,8 @@ import re
 from typing import NamedTuple
 
 NOTHING = {"", "(null)", "N/A", "n/a", "NONE"}
-NO_LIMIT = {"UNLIMITED", "INFINITE"}
-FREE_TEXT = ("OS", "Reason", "Comment", "Extra")  # of a node: the rest of the line is the value
+# The rest of the line is the value: of a node, where Reason is first in its line, and of a job.
+FREE_TEXT = ("OS", "Reason", "Comment", "Extra", "Command")
 _KEY = re.compile(r"(?:^|\s+)([A-Za-z][A-Za-z_:/]*)=")
 _FREE = re.compile(rf"^\s+({'|'.join(FREE_TEXT)})=(.*)$")
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -28,7 +28,9 @@ class Gpus(NamedTuple):
 
 
 def records(text: str, kind: str) -> list[dict[str, str]]:
-    """Every record of `scontrol show node` (kind NodeName) or `... partition` (PartitionName): each key's first value.
+    """Every record of `scontrol show node` (kind NodeName), `partition` (PartitionName) or `job` (JobId).
+
+    Each key has its first value. A job's name may contain anything, and ends with its line.
 
     A line that begins at column 0 with anything else belongs to nobody: 'No nodes in the system'.
     """
@@ -48,6 +50,9 @@ def _pairs(line: str) -> list[tuple[str, str]]:
     free = _FREE.match(line)
     if free:
         return [(free[1], free[2].strip())]
+    line, named, name = line.partition(" JobName=")
+    if named:
+        return [*_pairs(line), ("JobName", name)]
     keys = list(_KEY.finditer(line))
     ends = [*(key.start() for key in keys), len(line)][1:]
     return [(key[1], line[key.end() : end].strip()) for key, end in zip(keys, ends, strict=False)]
@@ -83,17 +88,6 @@ def minutes(text: str | None) -> int | None:
         hours, mins, *_ = [*given, 0]
         return int(days) * 1440 + hours * 60 + mins
     return given[0] * 60 + given[1] if len(given) == 3 else given[0]
-
-
-def seconds(text: str | None) -> int | None:
-    """'2-12:00:00', '01:30:00' or '4:30', as squeue prints a time (%L, %M); None: no limit, or not known."""
-    found = _TIME.fullmatch(text or "")
-    if not found:
-        return None
-    total = 0
-    for part in (part for part in found.groups()[1:] if part is not None):
-        total = 60 * total + int(part)
-    return 86400 * int(found[1] or 0) + total
 
 
 def number(text: str | None) -> int | None:

@@ -1,12 +1,9 @@
-"""Why sbatch refuses: the #SBATCH lines that its words are about, each with the key that set it."""
+"""Why sbatch refused a script: the #SBATCH lines that its message is about, each with the key that set it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-
-from hpcinit.config.extra_options import OWNED
-from hpcinit.facts.errors import NOTHING_SUBMITTED, SubmitError
+from collections.abc import Callable, Iterator, Sequence
 
 # Limits of how many jobs may be in the queue, as sbatch names them (slurm_protocol_defs.c, job_reason_string; 22.05 to
 # 24.11): no line of the script is at fault. Whose limit it is, and the command that shows it.
@@ -23,8 +20,8 @@ COUNTS = {
     "QOSMaxSubmitJobPerAccountLimit": ("the qos lets each account", "sacctmgr show qos format=name,maxsubmitpa"),
     "QOSGrpSubmitJobsLimit": ("the qos lets all of its users together", "sacctmgr show qos format=name,grpsubmit"),
 }
-# What sbatch says, and the options that it can mean, the likeliest first. The first text that is found decides: 'Memory
-# specification can not be satisfied' is followed by 'Requested node configuration is not available'.
+# Parts of sbatch's messages, and the options that each can mean, the likeliest first. The first part that matches
+# decides: 'Memory specification can not be satisfied' is followed by 'Requested node configuration is not available'.
 # Texts of Slurm 22.05 to 24.11 (slurm_errno.c, opt.c), provoked on 22.05.8: tests/submission/test_refusal.py.
 SIZE = ("nodes", "ntasks-per-node", "cpus-per-task")
 GPUS = ("gpus-per-node", "gres", "gpus", "gpus-per-task")
@@ -60,55 +57,41 @@ SIGNS: tuple[tuple[str, Sequence[str]], ...] = (
     ("license", ("licenses",)),
     ("environment file", ("export-file",)),
 )  # fmt: skip
-# Keys that do not follow from the option's name, or of which there are two.
-KEYS = {
-    "gpus-per-node": "cluster.gpus_per_node and cluster.gpu_type",
-    "gres": "cluster.gpus_per_node and cluster.gpu_type",
-    "cpus-per-task": "cpus_per_rank or cluster.cpus_per_node",
-    "dependency": "after, after_ok or singleton",
-    "array": "the sweep",
-    "exclude": "cluster.sbatch.exclude or by what `hpcinit nodes` shows",
-}
 
 
-def error(words: str, script: str, do: str = "") -> SubmitError:
-    """Slurm's words, the lines of `script` that they are about, what to `do`, and that there is no job."""
-    problem = f"{words}\n{explain(words, script)}{do}".rstrip("\n")
-    return SubmitError(problem, NOTHING_SUBMITTED, separator="; " if do else "\n")
+def explain(message: str, script: str, key: Callable[[str], str]) -> str:
+    """Return the lines of `script` that sbatch's `message` is about, or the limit; '' if they are not known.
 
-
-def explain(words: str, script: str) -> str:
-    """The lines of `script` that sbatch's `words` are about, or the limit; '' where that cannot be told."""
+    key: returns the config key that sets an option of sbatch.
+    """
     for reason, (whose, shown) in COUNTS.items():
-        if reason in words:
+        if reason in message:
             return (
                 f"{whose} have only so many jobs in the queue at a time, and each task of an array counts: `{shown}` "
                 "shows how many, `squeue --all --me --array` yours; submit when some have ended, or fewer at once\n"
             )
-    named = re.findall(r"--([a-z][a-z-]+)", words)  # "Invalid --begin specification", "unrecognized option '--frob=1'"
-    found = list(_lines(script, named))
+    named = re.findall(
+        r"--([a-z][a-z-]+)", message
+    )  # "Invalid --begin specification", "unrecognized option '--frob=1'"
+    found = list(_lines(script, named, key))
     if found:
         return _quoted(found)
-    options = next((options for sign, options in SIGNS if sign in words.lower()), ())
-    found = list(_lines(script, options))
+    options = next((options for sign, options in SIGNS if sign in message.lower()), ())
+    found = list(_lines(script, options, key))
     if found:
         return _quoted(found)
     if options:
-        return f"no #SBATCH line sets --{options[0]}; {_key(options[0])}=... does\n"
+        return f"no #SBATCH line sets --{options[0]}; {key(options[0])}=... does\n"
     return ""
 
 
-def _lines(script: str, options: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _lines(script: str, options: Sequence[str], key: Callable[[str], str]) -> Iterator[tuple[str, str]]:
     """(line, key) of each directive of one of these options."""
     for option in dict.fromkeys(options):
         pattern = re.compile(rf"#SBATCH --{re.escape(option)}(=.*)?")
         for line in script.splitlines():
             if pattern.fullmatch(line):
-                yield line, _key(option)
-
-
-def _key(option: str) -> str:
-    return KEYS.get(option) or OWNED.get(option) or f"cluster.sbatch.{option}"
+                yield line, key(option)
 
 
 def _quoted(found: Sequence[tuple[str, str]]) -> str:

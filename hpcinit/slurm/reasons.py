@@ -1,4 +1,4 @@
-"""What Slurm's one-word reasons for waiting mean, and what to do about those that do not pass by themselves."""
+"""What Slurm's reasons for a waiting job mean, and what to do about those that need an action."""
 
 from __future__ import annotations
 

@@ -1,0 +1,169 @@
+"""The state of one job, from the first of several sources that has it. The order of SOURCES is their precedence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hpcinit.facts import runfolder
+from hpcinit.slurm.queue import FINAL, KNOWN, Job
+
+NOBODY = "nobody"  # the source of a state when Slurm did not answer
+
+
+@dataclass(frozen=True)
+class State:
+    """name: Slurm's word (PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, ...), or UNKNOWN.
+
+    reason: why it waits or what ended it, as Slurm says. exit_status: once it has ended and is known.
+    source: who told. by_hand: of the run's last attempt, which somebody started with the script, not hpcinit.
+    link: 'job 2 of a chain of 5', or ''. others: jobs of the chain that are still in the queue beside this one.
+    restart: number of the attempt that this job began last, as it says itself; None before its first.
+    away: whether the controller gave no answer when it was asked.
+    start: when it began or, as Slurm estimates, will, in this machine's time ('2026-11-21T14:02:00'), or ''.
+    elapsed_s, left_s: since it began and until its time limit, in seconds; None where nobody says.
+    """
+
+    name: str
+    job_id: str
+    engine: str
+    reason: str = ""
+    exit_status: int | None = None
+    source: str = ""
+    by_hand: bool = False
+    link: str = ""
+    others: tuple[str, ...] = ()
+    start: str = ""
+    elapsed_s: int | None = None
+    left_s: int | None = None
+    restart: int | None = None
+    away: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.name in FINAL
+
+    @property
+    def again(self) -> bool:
+        """Waits for another attempt, after one that has ended; it may not have left its nodes yet."""
+        requeued = self.name == "PENDING" or (self.name == "COMPLETING" and self.reason == "BeginTime")
+        return requeued and self.restart is not None
+
+    @property
+    def strange(self) -> bool:
+        """A word that this version does not know."""
+        return self.name not in KNOWN
+
+    @property
+    def forgotten(self) -> bool:
+        """Slurm has answered, and knows nothing of the job, which left no word of its end either."""
+        return self.name == "UNKNOWN" and self.source == ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self)}
+
+
+def of_slurm(job: Job) -> State:
+    """Return the state of a job that Slurm knows."""
+    return State(
+        job.state, job.job_id, "slurm", job.reason, job.exit_status, job.source,
+        start=job.start, elapsed_s=job.elapsed_s, left_s=job.left_s,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known about one Slurm job.
+
+    slurm: from squeue, sacct or scontrol; None if Slurm does not know the job. record: from exit.json; it is over if
+    the batch script has ended. unreachable: why the controller did not reply, or ''. cancelled: returns whether
+    `hpcinit cancel` recorded this job in the run folder.
+    """
+
+    slurm: State | None
+    record: State
+    unreachable: str = ""
+    cancelled: Callable[[], bool] = lambda: False
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether a signal ended the batch script: Slurm may have requeued the job."""
+        return self.record.exit_status == runfolder.ENDED_EARLY
+
+    @property
+    def outlived(self) -> bool:
+        """Whether Slurm reports a state that this version does not know, for a job whose script has ended."""
+        return self.slurm is not None and self.slurm.strange and self.slurm.source != "sacct" and self.record.over
+
+
+def state_of(known: Known) -> State:
+    """Return the state from the first source that has one."""
+    return next(state for source in SOURCES if (state := source(known)) is not None)
+
+
+def _ended(known: Known) -> State | None:
+    """Slurm reports the end. The record has the exit status, which sacct and scontrol may not have.
+
+    Slurm 24.11 reports PREEMPTED forever for a job that was requeued in the grace time of a preemption, however its
+    last attempt ends; 22.05 reports how that one ended, and so does the record.
+    """
+    now, record = known.slurm, known.record
+    if now is None or not now.over or not record.over:
+        return now if now is not None and now.over else None
+    again = now.name == "PREEMPTED" and record.restart and not known.ended_early
+    return replace(now, name=record.name if again else now.name, exit_status=record.exit_status)
+
+
+def _in_queue(known: Known) -> State | None:
+    """The controller reports that the job waits or runs."""
+    return known.slurm if known.slurm and known.slurm.source != "sacct" and not known.outlived else None
+
+
+def _cancelled(known: Known) -> State | None:
+    """`hpcinit cancel` left a record, and Slurm keeps nothing of the job, as without accounting."""
+    lost = known.ended_early or not known.record.over
+    if (known.unreachable and not known.outlived) or not lost or not known.cancelled():
+        return None
+    return replace(known.record, name="CANCELLED", reason="", source=runfolder.CANCELLED)
+
+
+def _recorded(known: Known) -> State | None:
+    """The batch script recorded its end. While the controller is unreachable, an early end may be a requeue."""
+    if not known.record.over or (known.unreachable and known.ended_early and not known.outlived):
+        return None
+    reason = f"Slurm says {known.slurm.name}" if known.slurm and known.outlived else known.unreachable
+    return replace(known.record, reason=reason)
+
+
+def _accounted(known: Known) -> State | None:
+    """Only sacct knows the job. Without the controller its state may be some seconds old; with it, it is wrong."""
+    if known.slurm is None:
+        return None
+    if known.unreachable:
+        return replace(known.slurm, reason=f"as sacct says; {known.unreachable}")
+    reason = f"sacct says {known.slurm.name}, the controller does not know the job"
+    return State("UNKNOWN", known.record.job_id, "slurm", reason)
+
+
+def _unreachable(known: Known) -> State | None:
+    """No source replied."""
+    if not known.unreachable:
+        return None
+    return State("UNKNOWN", known.record.job_id, "slurm", known.unreachable, None, NOBODY)
+
+
+def _purged(known: Known) -> State:
+    """Slurm does not know the job, and no end is recorded."""
+    return known.record
+
+
+SOURCES: tuple[Callable[[Known], State | None], ...] = (
+    _ended,
+    _in_queue,
+    _cancelled,
+    _recorded,
+    _accounted,
+    _unreachable,
+    _purged,
+)

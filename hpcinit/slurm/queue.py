@@ -1,0 +1,238 @@
+"""What Slurm knows about jobs, as `Job` records: the only reader of squeue, sacct's job table and `scontrol show job`.
+
+`query` answers for any number of jobs with one squeue, then at most one sacct and one scontrol.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from hpcinit.slurm import client, scontrol
+from hpcinit.slurm.client import Call, NotStarted, Unreachable
+
+MOST = 5_000  # ids in one query: an argument may have 128 KiB
+LATE_S = 2.0  # a person who waits longer for squeue gets a message
+# Slurm's states of a job that will not run again (squeue(1), JOB STATE CODES, 22.05 to 24.11), and of one that may.
+FINAL = {
+    "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
+    "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL",
+}  # fmt: skip
+OPEN = {
+    "PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "RESIZING", "REQUEUED", "REQUEUE_FED", "STOPPED",
+    "REQUEUE_HOLD", "SPECIAL_EXIT", "SIGNALING", "STAGE_OUT", "RESV_DEL_HOLD", "POWER_UP_NODE", "EXPEDITING",
+}  # fmt: skip
+KNOWN = FINAL | OPEN | {"UNKNOWN"}
+SEPARATOR = "\x1f"  # unit separator: hpcinit lets no control character into a comment or a path
+# %k (the comment) last: sites may put anything into it.
+FORMAT = SEPARATOR.join(("%i", "%T", "%S", "%M", "%L", "%r", "%o", "%k"))
+SACCT = ("sacct", "-X", "--noheader", "--parsable2")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job, or one task of an array ('42_7'), as `source` (squeue, sacct or scontrol) reports it.
+
+    state: Slurm's word. reason: why it waits or what ended it. exit_status: once it has ended and is known.
+    start: when it started or, as Slurm estimates, will start ('2026-11-21T14:02:00', this machine's time zone), or ''.
+    elapsed_s, left_s: since its start and until its time limit, in seconds; None if unknown.
+    command: the script and its arguments. comment: as submitted, or as the site replaced it.
+    """
+
+    job_id: str
+    state: str
+    source: str
+    reason: str = ""
+    exit_status: int | None = None
+    start: str = ""
+    elapsed_s: int | None = None
+    left_s: int | None = None
+    command: str = ""
+    comment: str = ""
+
+    @property
+    def over(self) -> bool:
+        return self.state in FINAL
+
+    @property
+    def base_id(self) -> str:
+        """The id of the whole array ('42' of '42_7'), or of the whole heterogeneous job ('42' of '42+1')."""
+        return re.split(r"[_+]", self.job_id, maxsplit=1)[0]
+
+
+@dataclass(frozen=True)
+class JobQuery:
+    """jobs: all of a run. last: the one that matters once none is in the queue. ended: it left a record of its end."""
+
+    jobs: Sequence[str]
+    last: str
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class SlurmReply:
+    """jobs: by id. unreachable: why the controller did not reply, or ''."""
+
+    jobs: Mapping[str, Job] = field(default_factory=dict)
+    unreachable: str = ""
+
+
+class QueueQuery:
+    """squeue, started at once: the caller does other work until it calls jobs()."""
+
+    def __init__(self, which: str, *, ended: bool, arrays: bool = True, env: Mapping[str, str] | None = None) -> None:
+        """which: --me, or --jobs=ID. ended: also list jobs that ended less than MinJobAge (300 s) ago.
+
+        arrays: list each task of an array, else one job per array and state.
+        """
+        # --all: also partitions that are hidden from the user, or belong to another group.
+        flags = [*(["--array"] if arrays else []), *(["--states=all"] if ended else [])]
+        self._command = ("squeue", "--noheader", "--all", which, *flags, f"--format={FORMAT}")
+        self._call = _start(self._command, env)
+
+    def jobs(self, late: Callable[[], None] | None = None) -> list[Job]:
+        """Return the jobs. late: called if squeue takes longer than LATE_S. Raise Unreachable."""
+        if late is not None and isinstance(self._call, Call) and not self._call.ends_within(LATE_S):
+            late()
+        return [_of_squeue(line) for line in _lines(self._command, self._call) if line.count(SEPARATOR) >= 7]
+
+    def drop(self) -> None:
+        """Kill squeue: its output is not needed."""
+        if isinstance(self._call, Call):
+            self._call.drop()
+
+
+def query(queries: Collection[JobQuery], early: QueueQuery | None = None) -> SlurmReply:
+    """Query Slurm at most three times. sacct may reply while the controller is down. early: squeue, already started."""
+    ids = {job for one in queries for job in (*one.jobs, one.last)}
+    if not ids:
+        if early:
+            early.drop()
+        return SlurmReply()
+    found: dict[str, Job] = {}
+    unreachable = ""
+    try:
+        found = {job.job_id: job for job in (early or _query_of(ids)).jobs()}
+    except Unreachable as error:
+        unreachable = str(error)
+    open_ = {job_id for job_id, job in found.items() if not job.over}
+    missing = {one.last: one for one in queries if one.last not in found and not open_.intersection(one.jobs)}
+    try:
+        accounted = {job.job_id: job for job in _accounted(missing)}
+        # Of an array that is queried as a whole, its tasks.
+        found |= {job_id: job for job_id, job in accounted.items() if missing.keys() & {job_id, job.base_id}}
+    except Unreachable as error:
+        unreachable = unreachable or str(error)
+    rest = [job_id for job_id, one in missing.items() if not one.ended and not (job_id in found and found[job_id].over)]
+    if rest and not unreachable:
+        try:
+            found |= {job.job_id: job for job in show(rest) if job.job_id in rest}
+        except Unreachable as error:
+            unreachable = str(error)
+    return SlurmReply(found, unreachable)
+
+
+def show(ids: Sequence[str], env: Mapping[str, str] | None = None) -> list[Job]:
+    """Return the jobs of `scontrol show job`, also other users', with exit status. Raise Unreachable.
+
+    One id: that job, or nothing if Slurm does not know it. Several: all jobs that the controller has in memory.
+    """
+    command = ("scontrol", "--all", "show", "job", *(ids if len(ids) == 1 else ()))
+    text = "\n".join(_lines(command, _start(command, env)))
+    return [_of_scontrol(record) for record in scontrol.records(text, "JobId") if "JobState" in record]
+
+
+def accounting(arguments: Iterable[str], columns: int, env: Mapping[str, str] | None = None) -> list[list[str]]:
+    """Return the rows of sacct, one per job, each with so many columns; none without accounting. Raise Unreachable."""
+    command = (*SACCT, *arguments)
+    rows = [line.split("|", columns - 1) for line in _lines(command, _start(command, env))]
+    return [row for row in rows if len(row) == columns]
+
+
+def status_of(code: str) -> int | None:
+    """Return the exit status of sacct's ExitCode: '3:0' is 3, '0:9' (a signal) 137; None if it has none."""
+    status, _, number = code.partition(":")
+    return int(status) or (128 + int(number) if int(number or 0) else 0) if status.isdigit() else None
+
+
+@cache
+def seconds(text: str) -> int | None:
+    """Return the seconds of '1-02:03:04', '2:03:04', '3:04' or '4'; None for 'UNLIMITED', 'INVALID', 'NOT_SET'."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
+    if not match:
+        return None
+    days, hours, minutes, rest = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+def _query_of(ids: Collection[str]) -> QueueQuery:
+    """Query one job, whoever owns it; for several, all of this user: --jobs=1,2 would fetch those of all users."""
+    jobs = {job_id.partition("_")[0] for job_id in ids}
+    return QueueQuery(f"--jobs={jobs.pop()}" if len(jobs) == 1 else "--me", ended=True)
+
+
+def _of_squeue(line: str) -> Job:
+    job_id, state, start, elapsed, left, reason, command, comment = line.split(SEPARATOR, 7)
+    # A job that was cancelled while it waited keeps the reason why it waited.
+    reason = "" if reason == "None" or state == "CANCELLED" else reason
+    start = "" if start in ("N/A", "Unknown") else start
+    left_s = None if state in FINAL else seconds(left)
+    return Job(job_id, state, "squeue", reason, None, start, seconds(elapsed), left_s, command, comment)
+
+
+def _accounted(ids: Iterable[str]) -> list[Job]:
+    """The jobs with these ids, of whatever age."""
+    bases, found = sorted({job_id.partition("_")[0] for job_id in ids}), []
+    for at in range(0, len(bases), MOST):
+        which = f"--jobs={','.join(bases[at : at + MOST])}"
+        for row in accounting([which, "--format=JobID%40,State%40,ExitCode,Start,ElapsedRaw"], 5):
+            job_id, about, code, start, elapsed = row
+            state, *reason = about.split() or ["UNKNOWN"]  # 'CANCELLED by 1000'
+            start = "" if start in ("Unknown", "None") else start
+            status = _exit_status(state, code)
+            found.append(Job(job_id, state, "sacct", " ".join(reason), status, start, seconds(elapsed)))
+    return found
+
+
+def _of_scontrol(record: Mapping[str, str]) -> Job:
+    array = record.get("ArrayJobId")
+    job_id = f"{array}_{record.get('ArrayTaskId', '')}" if array else record["JobId"]
+    reason = "" if record.get("Reason", "None") == "None" else record["Reason"]
+    status = _exit_status(record["JobState"], record.get("ExitCode", ""))
+    command, comment = record.get("Command", ""), record.get("Comment", "")
+    return Job(job_id, record["JobState"], "scontrol", reason, status, command=command, comment=comment)
+
+
+def _exit_status(state: str, code: str) -> int | None:
+    """None before the end; and for a job that was cancelled while it waited, for which Slurm prints '0:0'."""
+    status = status_of(code)
+    return status if state in FINAL and (status or state == "COMPLETED") else None
+
+
+def _start(command: Sequence[str], env: Mapping[str, str] | None) -> Call | NotStarted:
+    try:
+        return client.start(command, env)
+    except NotStarted as error:
+        return error  # raised when the output is needed
+
+
+def _lines(command: Sequence[str], call: Call | NotStarted) -> list[str]:
+    """Return the lines of the output; none if there is no such job, or no accounting. Raise Unreachable."""
+    if isinstance(call, NotStarted):
+        if command[0] == "sacct":
+            return []
+        raise call
+    try:
+        output = call.output()
+    except client.TimedOut as error:
+        raise client.TimedOut(f"{error}: {client.CHECK}") from None
+    if output.status == 0:
+        return output.stdout.splitlines()
+    # Without accounting sacct fails at once with an error; a purged job is 'Invalid job id specified'.
+    # For a task of an array scontrol prints 'Job 18_2 not found', on stdout.
+    unknown = "Invalid job id" in output.stdout + output.stderr
+    if command[0] == "sacct" or unknown or (command[0] == "scontrol" and "not found" in output.stdout):
+        return []
+    raise Unreachable(f"{command[0]}: {output.stderr.strip().splitlines()[-1] if output.stderr.strip() else 'failed'}")

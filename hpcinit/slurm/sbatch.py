@@ -1,0 +1,86 @@
+"""sbatch: submit a script once, and decide from sbatch's reply whether a job may exist."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hpcinit.facts import telling
+from hpcinit.facts.errors import MaybeSubmitted, NotReached, SubmitError
+from hpcinit.slurm import client
+
+COMMAND = ("sbatch", "--parsable")
+# The request was not sent, or was sent back as it was (slurm_protocol_api.c of 22.05: slurm_send_recv_controller_msg
+# ends with 'connect failure' only before it sends; slurm_errno.c). Rate limit: since 23.02.
+NOT_SENT = (
+    "Unable to contact slurm controller (connect failure)",
+    "Communication connection failure",
+    "Connection refused",
+    "No route to host",
+    "Network is unreachable",
+    "Slurm backup controller in standby mode",
+    "Controller is in standby mode, try a different controller",
+    "Rate limit exceeded",
+)
+# The controller may have taken the job although sbatch failed (seen with slurmctld stopped by SIGSTOP, and killed).
+LOST_CONTROLLER = (
+    "Socket timed out",
+    "Unable to contact slurm controller",  # (send failure), (receive failure), (shutdown failure)
+    "Zero Bytes were transmitted",
+    "Message send failure",
+    "Message receive failure",
+    "Communication shutdown failure",
+    "Unexpected message received",
+    "Unexpected missing socket error",  # 24.11, of a controller killed in the call
+    "Connection reset by peer",
+    "Connection timed out",
+    "Broken pipe",
+    "Transport endpoint is not connected",
+    "Resource temporarily unavailable",
+)
+
+
+def sbatch(script: Path, env: Mapping[str, str], options: Sequence[str] = ()) -> tuple[str, Sequence[str]]:
+    """Submit `script`; return the job id and the command. options: they override the script's #SBATCH lines.
+
+    Raise SubmitError with sbatch's own message: NotReached if the controller did not get the request, so that there is
+    no job, and MaybeSubmitted if there may be one.
+    """
+    command = [*COMMAND, *options, str(script)]
+    try:
+        call = client.start(command, env)
+    except client.NotStarted as error:
+        check = ": is this a login node, and is the slurm module loaded?" if error.missing else ""
+        raise SubmitError(f"{error}{check}") from None
+    try:
+        output = call.output()
+    except client.TimedOut as error:
+        raise MaybeSubmitted(str(error)) from None
+    except Exception as error:  # the request may have been sent
+        raise MaybeSubmitted(f"the output of sbatch cannot be read: {type(error).__name__}: {error}") from error
+    if output.status != 0:
+        raise _kind_of(output.error, output.status)(output.error)
+    if output.stderr.strip():  # what the site's submit filter prints about a job that it accepts
+        with suppress(OSError, ValueError):  # a closed terminal loses no job
+            telling.note(output.stderr.strip())
+    return _job_id(output.stdout), command
+
+
+def _job_id(text: str) -> str:
+    """Return the id of '4242' or, in a federation, '4242;cluster'. Raise MaybeSubmitted for other text."""
+    # A site's wrapper may print a banner first; the id is the last line.
+    last = text.strip().splitlines()[-1] if text.strip() else ""
+    job_id = last.partition(";")[0]
+    if not job_id.isdigit():
+        raise MaybeSubmitted(f"sbatch --parsable printed {text!r}, expected a job id as its last line")
+    return job_id
+
+
+def _kind_of(message: str, status: int) -> type[SubmitError]:
+    rest = message
+    for sign in NOT_SENT:
+        rest = rest.replace(sign, "")
+    if status < 0 or any(sign in rest for sign in LOST_CONTROLLER):  # < 0: a signal ended it
+        return MaybeSubmitted
+    return SubmitError if rest == message else NotReached

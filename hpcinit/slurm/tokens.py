@@ -1,0 +1,74 @@
+"""The token in the comment of each job that hpcinit submits, and the search for the jobs with one token."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from hpcinit.slurm import queue
+from hpcinit.slurm.client import NotStarted, Unreachable
+from hpcinit.slurm.queue import Job, QueueQuery
+
+MARK = "hpcinit="  # before a token, in a job's comment
+
+
+def new(request: str = "") -> str:
+    """Return a token for one submission: 12 hexadecimal digits of the request, 8 at random."""
+    return f"{request[:12] or 'x'}-{secrets.token_hex(4)}"
+
+
+def own_jobs(env: Mapping[str, str], *, ended: bool) -> QueueQuery:
+    """Start squeue for this user's jobs, an array as one job. ended: also jobs that ended, for MinJobAge."""
+    return QueueQuery("--me", ended=ended, arrays=False, env=env)
+
+
+def find(
+    env: Mapping[str, str],
+    token: str,
+    script: Path,
+    known: Sequence[str],
+    alone: bool,
+    started: Callable[[], str] = lambda: "",
+) -> list[Job] | None:
+    """Return the jobs with `token`, ended ones too; [] if there is certainly none; None if Slurm gave no reply.
+
+    known: ids that sbatch printed for it. alone: no other job runs `script`, so a job that runs it is the one, although
+    a site replaced its comment. started: returns the id of the job that started `script`, from its own record, or ''.
+    """
+    try:
+        jobs = own_jobs(env, ended=True).jobs()
+    except Unreachable:
+        return None
+
+    def ours(job: Job) -> bool:
+        if f"{MARK}{token}" in job.comment:
+            return True
+        return MARK not in job.comment and job.command == str(script) and (alone or job.base_id in known)
+
+    found = {job.base_id: job for job in jobs if ours(job)}  # the tasks of an array are one job
+    if found:
+        return list(found.values())
+    try:
+        # A second opinion: a site's own squeue may be a wrapper that lists what it saw a minute ago.
+        elsewhere = [job for job_id in known for job in queue.show([job_id], env) if ours(job)]
+    except NotStarted:  # no scontrol
+        elsewhere = []
+    except Unreachable:
+        return None
+    return elsewhere or _in_accounting(env, token) or (_by_record(script, started()) if alone else [])
+
+
+def _in_accounting(env: Mapping[str, str], token: str) -> list[Job]:
+    """Find a job that ended and was purged. sacct keeps the command that submitted it (Slurm >= 21.08)."""
+    try:
+        rows = queue.accounting(["--starttime=now-1days", "--format=JobID,State,SubmitLine"], 3, env)
+    except Unreachable:
+        return []
+    jobs = {row[0].partition("_")[0]: row[1] for row in rows if f"{MARK}{token}" in row[2]}
+    return [Job(job_id, state, "sacct", comment=f"{MARK}{token}") for job_id, state in jobs.items()]
+
+
+def _by_record(script: Path, job_id: str) -> list[Job]:
+    """A job that was purged, without accounting: the script itself recorded its id."""
+    return [Job(job_id, "UNKNOWN", "", command=str(script))] if job_id else []
