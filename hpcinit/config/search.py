@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hpcinit.config import combinations
 from hpcinit.config.folders import folder
-from hpcinit.config.request import Composer, Ended, Prepare, Search
+from hpcinit.config.compose import Composer, Ended, Prepare, Search
 from hpcinit.facts.errors import ConfigError, Failure, HpcinitError
 
 Launch = Callable[[Sequence[Sequence[str]], int], Sequence[JobReturn]]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
-from hpcinit.config import parallel
+from hpcinit.config import job_spec
 from hpcinit.config.schema import Config, DeepSpeed
 from hpcinit.facts.deepspeed_options import options
 from hpcinit.facts.errors import RequestError
@@ -21,7 +21,7 @@ def problems(config: Config, ranks_per_node: int) -> Iterator[str]:
     except RequestError as error:
         yield str(error)
         return
-    wrong = list(_said(lambda: parallel.samples(config).over(layout.data_parallel)))
+    wrong = list(_said(lambda: job_spec.samples(config).over(layout.data_parallel)))
     yield from (*wrong, *_wrap(config, layout), *_model(config, layout))
     if config.parallel.wrap != "deepspeed":
         yield from _unused(config)
@@ -43,7 +43,7 @@ def warnings(config: Config, ranks_per_node: int) -> Iterator[str]:
 
 
 def _layout(config: Config, ranks_per_node: int) -> Layout:
-    return parallel.layout(config).over(config.nodes * ranks_per_node, ranks_per_node)
+    return job_spec.layout(config).over(config.nodes * ranks_per_node, ranks_per_node)
 
 
 def _said(check: Callable[[], object]) -> Iterator[str]:
@@ -114,8 +114,8 @@ def _deepspeed(config: Config, layout: Layout) -> tuple[list[str], list[str]]:
     from hpcinit.facts import deepspeed_config, deepspeed_versions, versions  # noqa: PLC0415 - for this wrapper only
 
     try:
-        batch = parallel.samples(config).over(layout.data_parallel)
-        asked = parallel.training(config)
+        batch = job_spec.samples(config).over(layout.data_parallel)
+        asked = job_spec.training(config)
         made, notes = deepspeed_config.build(options(asked.deepspeed), batch, layout, asked.precision)
     except RequestError as error:
         return [str(error)], []

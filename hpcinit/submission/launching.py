@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from hpcinit.config import environments
-from hpcinit.config.checks import ranks_per_node
+from hpcinit.config.job_spec import cpus_per_rank, gpu_bind
+from hpcinit.config.partition import ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.facts import quoting, runfolder
 from hpcinit.facts.options import flags
-from hpcinit.facts.spec import Launch
 from hpcinit.submission import chain, container, restart, to_local
 
 ENTRIES = {"srun": "hpcinit.run", "fork": "hpcinit.fork", "torchrun": "hpcinit.elastic"}
@@ -38,29 +38,6 @@ def step(config: Config, folder: Path, workdir: Path) -> str:
     return to_local.around(restart.around(chain.around(line, config.chain), config), config)
 
 
-def for_job(config: Config) -> Launch:
-    """What the job is told of it."""
-    asked = config.launch
-    deepspeed = config.comm.deepspeed or config.parallel.wrap == "deepspeed"
-    return Launch(
-        kind=asked.kind,
-        preload=tuple(dict.fromkeys([*asked.preload, *["deepspeed"] * deepspeed])),
-        max_restarts=asked.max_restarts,
-        kill_on_bad_exit=asked.kill_on_bad_exit,
-        wait_s=asked.wait_s,
-        cpus=cpus_per_rank(config),
-        cpu_bind=asked.cpu_bind,
-        gpu_bind=_gpu_bind(config),
-    )
-
-
-def cpus_per_rank(config: Config) -> int | None:
-    """Cores of one rank: as asked, or the node's shared out; None where the cluster does not say."""
-    if config.cpus_per_rank is not None or config.cluster.cpus_per_node is None:
-        return config.cpus_per_rank
-    return max(1, config.cluster.cpus_per_node // ranks_per_node(config))
-
-
 def _options(config: Config, folder: Path) -> dict[str, Any]:
     """Of srun. A task of a node binds its ranks itself: what it is given is for all of them."""
     ranks, cores, launch = ranks_per_node(config), cpus_per_rank(config), config.launch
@@ -78,13 +55,9 @@ def _options(config: Config, folder: Path) -> dict[str, Any]:
         "kill-on-bad-exit": int(launch.kill_on_bad_exit),
         "wait": launch.wait_s,
         "cpu-bind": launch.cpu_bind if alone else launch.cpu_bind and "none",
-        "gpu-bind": _gpu_bind(config) if alone else None,
+        "gpu-bind": gpu_bind(config) if alone else None,
         "unbuffered": True,
         "open-mode": "append",  # a requeued job must not overwrite what the first attempt wrote
         # What a node's task says goes to the job's log; it opens the logs of its ranks.
         "output": quoting.pattern(str(folder / runfolder.LOGS)) + "/rank-%t.log" if alone else None,
     }
-
-
-def _gpu_bind(config: Config) -> str | None:
-    return config.launch.gpu_bind if config.cluster.gpus_per_node and config.cluster.gpu_flag else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from hpcinit.config.extra_options import OWNED
+from hpcinit.config.slurm_options import OWNED
 from hpcinit.facts.errors import SubmitError
 
 # Limits of how many jobs may be in the queue, as sbatch names them (slurm_protocol_defs.c, job_reason_string; 22.05 to

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcinit.config.request import Request
+from hpcinit.config.compose import Request
 from hpcinit.facts import secret_names
 from hpcinit.facts.errors import MaybeSubmitted, SubmitError
 from hpcinit.facts.ranges import ranges

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpcinit.config import compose, timeouts
+from hpcinit.config import compose, job_spec
 from hpcinit.facts import runfolder, spec, timeline
 from hpcinit.facts.spec import Program, Spec
 from hpcinit.facts.timeouts import TimeoutLaw
@@ -78,7 +78,7 @@ def test_a_request_is_under_its_clusters_law(hpcinit: Run, own: Path, monkeypatc
     own.write_text(OWN + "timeout_base_s: 90\ntimeout_per_node_s: 0.5\n")
     monkeypatch.chdir(own.parents[2])
     config = compose.compose(["cluster=x", "comm.timeout_per_node_s=7"])
-    assert timeouts.law(config) == TimeoutLaw(90, 7, 3600)
+    assert job_spec.timeout_law(config) == TimeoutLaw(90, 7, 3600)
 
 
 def test_an_option_that_is_none(hpcinit: Run) -> None:
