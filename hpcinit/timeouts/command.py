@@ -23,9 +23,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Raises RequestError, ConfigError."""
     if list(argv[:1]) == ["fit"]:
-        from hpcinit.timeouts import proposal  # noqa: PLC0415 - needs no Hydra, as this does no timelines
+        from hpcinit.timeouts import fit  # noqa: PLC0415 - needs no Hydra, and this command needs no timelines
 
-        return proposal.main(argv[1:])
+        return fit.main(argv[1:])
     options = telling.parsed(parser(), list(argv), intermixed=True)
     from hpcinit.config import compose, job_spec, overrides  # noqa: PLC0415
 
