@@ -13,7 +13,7 @@ from omegaconf import MISSING
 
 from hpcinit.facts import spec
 from hpcinit.facts.bad_nodes import EXPIRY_H, LIMIT
-from hpcinit.facts.deepspeed_options import OFFLOAD, OPTIMIZERS
+from hpcinit.facts.deepspeed_config import OFFLOAD, OPTIMIZERS
 from hpcinit.facts.layout import CP_KINDS
 from hpcinit.facts.stopping import SIGNALS, Stopping
 from hpcinit.facts.timeouts import CHECKPOINT_S, COLLECTIVE_S

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpcinit.config import job_spec
 from hpcinit.config.schema import Config, DeepSpeed
-from hpcinit.facts.deepspeed_options import options
+from hpcinit.facts.deepspeed_config import options
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.layout import Layout, divisors_around
 

@@ -12,7 +12,7 @@ from hpcinit.config import checks
 from hpcinit.config.compose import compose, folder
 from hpcinit.config.schema import DeepSpeed
 from hpcinit.facts import versions
-from hpcinit.facts.deepspeed_options import Options, options
+from hpcinit.facts.deepspeed_config import Options, options
 from hpcinit.facts.spec import Precision
 from hpcinit.submission.for_job import make_spec
 
