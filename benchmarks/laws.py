@@ -44,7 +44,7 @@ def cpu(each: Mapping[str, Any]) -> float:
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:
     heads = [f"{nodes:,} nodes x {ranks}" for nodes, ranks in ASKED]
-    lines = [f"| way | | per rank, at most | {' | '.join(heads)} |", "|---|---|---|" + "--:|" * len(ASKED)]
+    lines = [f"| way | | per rank | {' | '.join(heads)} |", "|---|---|---|" + "--:|" * len(ASKED)]
     for way in dict.fromkeys(each["way"] for each in found):
         for name, value in (("seconds", seconds), ("rank 0's CPU s", cpu)):
             points = medians(found, way, value)
