@@ -105,7 +105,9 @@ def test_a_timeout_is_proposed_from_timelines(hpcinit: Run, runs: Path) -> None:
     assert told["factor"] == 10 and len(told["starts"]) == 8
 
 
-STARTS = st.dictionaries(st.integers(1, 512), st.lists(st.floats(0.01, 2000), min_size=1), min_size=1)
+STARTS = st.dictionaries(
+    st.integers(1, 512), st.lists(st.floats(0.01, 2000), min_size=1, max_size=3), min_size=1, max_size=6
+)
 
 
 @given(STARTS, st.floats(1, 10))
