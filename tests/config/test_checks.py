@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,8 @@ from hpcinit.facts import versions
 from hpcinit.facts.deepspeed_config import Options, options
 from hpcinit.facts.spec import Precision
 from hpcinit.submission.for_job import make_spec
+
+ACROSS = ("parallel.tp_across_nodes=true", "parallel.dp_replicate=-1")
 
 
 def found(*overrides: str) -> list[str]:
@@ -339,3 +342,22 @@ def test_a_partition_that_is_not_described(name: str, said: list[str]) -> None:
     """It is a warning with a guess: descriptions may lack one, and Slurm itself is asked a moment later."""
     config = compose(["cluster=mini", f"partition='{name}'"])
     assert (checks.problems(config), checks.warnings(config)) == ([], said)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "comm.checkpoint_timeout_s",
+        "hang.after_s",
+        "launch.wait_s",
+        "stop.margin_s",
+        "parallel.tp",
+        "seed",
+        "batch.micro",
+    ],
+)
+def test_a_key_reaches_the_job_by_its_name(key: str) -> None:
+    """A key that a part of the Spec has a field for arrives in that field."""
+    spec: Any = make_spec(compose(["cluster=mini", "nodes=7", "ranks_per_node=1", f"{key}=7", *ACROSS]), Path.cwd())
+    part, _, name = key.replace("parallel.", "layout.").rpartition(".")
+    assert getattr(getattr(spec, part) if part else spec, name) == 7

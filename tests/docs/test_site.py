@@ -64,6 +64,15 @@ def test_every_key_is_on_its_page() -> None:
     assert [key for key in listed if f"| `{key}` |" not in page] == []
 
 
+def test_the_page_has_what_a_key_may_be() -> None:
+    """Choices and bounds that the schema declares are in the row of their key."""
+    page = pages.keys()
+    assert re.search(r"^\| `nodes` \| `1` \| .* \(1 or more\) \|$", page, re.MULTILINE)
+    assert re.search(r"^\| `chain` \| `1` \| .* \(1 to 100\) \|$", page, re.MULTILINE)
+    assert re.search(r"^\| `bad_nodes.expiry_h` \| .* \(more than 0\) \|$", page, re.MULTILINE)
+    assert re.search(r"^\| `stop.signal` \| `null` \| .* \(`USR1`, .*, `null`\) \|$", page, re.MULTILINE)
+
+
 def raised() -> Iterator[tuple[str, str]]:
     """(module, first words) of each raise of ours whose message is plain text or an f-string."""
     for path in sorted(messages.PACKAGE.rglob("*.py")):
