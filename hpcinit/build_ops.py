@@ -70,9 +70,9 @@ def _device() -> str:
 def _config(given: argparse.Namespace) -> dict[str, Any]:
     if given.ds_config:
         return _read(given.ds_config)
-    from hpcinit.config import compose, parallel  # noqa: PLC0415 - Hydra, which the other ways do without
+    from hpcinit.config import compose, job_spec  # noqa: PLC0415 - Hydra, which the other ways do without
 
-    chosen = parallel.training(compose.compose(given.overrides))
+    chosen = job_spec.training(compose.compose(given.overrides))
     if not chosen.wrapper.needs_deepspeed:
         return {}
     return deepspeed_config.without_ranks(deepspeed_config.options(chosen.deepspeed))

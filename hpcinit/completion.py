@@ -108,7 +108,7 @@ def flags(command: str, after: Sequence[str] = ()) -> list[str]:
     """All flags of a command, as its own parser has them; of submit and plan Hydra's too. after: what follows it."""
     module = COMMANDS[command].module
     if (command, *after[:1]) == ("timeouts", "fit"):
-        module = "hpcinit.timeouts.proposal"
+        module = "hpcinit.timeouts.fit"
     parser: argparse.ArgumentParser = importlib.import_module(module).parser()
     found = {word for action in parser._actions for word in action.option_strings}
     if command in WITH_HYDRAS_FLAGS:

@@ -68,7 +68,7 @@ def modules_after(statement: str) -> set[str]:
         "from hpcinit.submission import command, script, slurm_executor",
         "from hpcinit.observe import follow, status, logs, cancel, why; import hpcinit.observe.report.command",
         "from hpcinit.discover import command",
-        "from hpcinit.timeouts import command, proposal",
+        "from hpcinit.timeouts import command, fit",
         "from hpcinit.doctor import command",
     ],
 )

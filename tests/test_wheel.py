@@ -38,6 +38,7 @@ def test_wheel_submits_from_any_folder(tmp_path: Path) -> None:
     }
     blocks = "hpcinit/submission/lib"
     assert {path.name for path in (site / blocks).iterdir()} == {path.name for path in (ROOT / blocks).iterdir()}
+    assert (site / "hydra_plugins/_hpcinit_search.py").is_file()
     env = {**os.environ, "PYTHONPATH": str(site)}
     where = subprocess.run(
         [sys.executable, "-c", "import hpcinit; print(hpcinit.__file__)"],

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 from docs.generate.messages import Message, about_module, all_messages
-from hpcinit.config import checks, reference
+from hpcinit.config import keys as schema
 from hpcinit.config.schema import Config
 from hpcinit.facts import causes
 
@@ -77,10 +77,8 @@ KINDS = {
 def keys() -> str:
     """The page of all keys, a table for each group."""
     parts = [KEYS, _table("", Config)]
-    for item in sorted((item for item in fields(Config) if reference.table(item)), key=lambda item: item.name):
-        parts.append(
-            f"## {item.name}\n\n{_about(reference.table(item))}\n\n{_table(f'{item.name}.', reference.table(item))}"
-        )
+    for item in sorted((item for item in fields(Config) if schema.table(item)), key=lambda item: item.name):
+        parts.append(f"## {item.name}\n\n{_about(schema.table(item))}\n\n{_table(f'{item.name}.', schema.table(item))}")
     return "\n".join(parts)
 
 
@@ -95,12 +93,13 @@ def _table(prefix: str, table: type) -> str:
 def _rows(prefix: str, table: type) -> Iterator[str]:
     for item in fields(table):
         name = f"{prefix}{item.name}"
-        if below := reference.table(item):
+        if below := schema.table(item):
             if prefix:
                 yield from _rows(f"{name}.", below)
             continue
-        words = ", ".join(f"`{'null' if word is None else word}`" for word in checks.CHOICES.get(name, ()))
-        shown = reference.shown(item)
+        choices = ", ".join(f"`{'null' if choice is None else choice}`" for choice in schema.choices(name))
+        words = choices or schema.bounds(item.metadata)
+        shown = schema.shown(item)
         default = f"`{shown}`" if shown else "a file must say it"
         yield f"| `{name}` | {default} | {_cell(item.metadata['help'])}{f' ({words})' if words else ''} |\n"
 

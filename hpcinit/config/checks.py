@@ -1,78 +1,32 @@
-"""Everything that can be known to be wrong before the queue, all of it in one pass."""
+"""Every problem of a config that can be found before the job is queued, reported in one pass."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from hpcinit.config import (
-    chains,
-    extra_options,
-    launches,
-    needs,
+    environment_checks,
+    job_spec,
+    keys,
     partition,
-    places,
-    program,
+    program_checks,
     secret_files,
-    surroundings,
-    timeouts,
+    slurm_options,
     training,
 )
 from hpcinit.config.schema import Config
-from hpcinit.facts import hosts, quoting, secret_names
-from hpcinit.facts.deepspeed_options import OFFLOAD, OPTIMIZERS
+from hpcinit.facts import hosts, quoting, restarts, secret_names
 from hpcinit.facts.errors import RequestError
-from hpcinit.facts.layout import CP_KINDS
-from hpcinit.facts.spec import CHECKPOINTING, DEVICE_ID, HANG_ACTIONS, LAUNCHES, PARAM, REDUCE, SEED_BY
-from hpcinit.facts.stopping import SIGNALS
 from hpcinit.facts.user_paths import expanded, unknown_user
-from hpcinit.facts.wrappers import WRAPPERS
 
 T = TypeVar("T")
 ranks_per_node = partition.ranks_per_node
-CHOICES = {
-    "cluster.engine": ("slurm", "local"),
-    "cluster.gpu_flag": ("gpus-per-node", "gres", None),
-    "comm.backend": ("auto", "nccl", "gloo"),
-    "comm.device_id": DEVICE_ID,
-    "seed_by": SEED_BY,
-    "parallel.wrap": WRAPPERS.keys(),
-    "parallel.cp_kind": CP_KINDS,
-    "precision.param": PARAM,
-    "precision.reduce": REDUCE,
-    "activation_checkpointing": CHECKPOINTING,
-    "deepspeed.offload_param": OFFLOAD,
-    "deepspeed.offload_optimizer": OFFLOAD,
-    "deepspeed.optimizer": OPTIMIZERS,
-    "launch.kind": LAUNCHES,
-    "cluster.container.runtime": surroundings.RUNTIMES,
-    "stop.signal": SIGNALS,
-    "snapshot": ("none", "git"),
-    "hang.action": HANG_ACTIONS,
-}
-AT_LEAST_ONE = (
-    *("nodes", "ranks_per_node", "cpus_per_rank", "time_min", "cluster.time_min", "cluster.cpus_per_node"),
-    *("stop.every_steps", "stop.signal_before_s", "restart.without_progress"),
-    *("cluster.max_array_size", "bad_nodes.limit"),
-    *("sweep.at_once", "model.params", "model.layers", "model.hidden", "model.heads", "model.sequence"),
-)
-AT_LEAST_ZERO = (
-    *("cluster.gpus_per_node", "mem_gb", "cluster.mem_gb", "cluster.mem_gb_per_rank"),
-    *("launch.wait_s", "seed", "gradient_clip", "stop.margin_s", "hang.after_s", "restart.budget", "spares"),
-    "launch.max_restarts",
-)
-MORE_THAN_ZERO = (
-    *("comm.collective_timeout_s", "comm.checkpoint_timeout_s", "comm.timeout_base_s", "comm.timeout_max_s"),
-    *("cluster.gpu_mem_gb", "cluster.timeout_base_s", "cluster.timeout_max_s", "bad_nodes.expiry_h"),
-)
-MOST_SEED = 2**63 - 1  # what torch.manual_seed takes
-# Texts that become an option or a path: '' is no value for one, as null is.
-NOT_EMPTY = (
-    *("runs_dir", "partition", "account", "qos", "comment", "launch.cpu_bind", "launch.gpu_bind", "cluster.name"),
-    *("cluster.venv", "cluster.conda", "cluster.scratch", "cluster.cache", "cluster.local_disk"),
-    *("container.image", "container.python"),
-)
+# The binding that a node's task can do for its ranks; srun's other ways need to know where the devices are.
+CPU_BIND = r"none|mask_cpu:[0-9a-fA-Fx,]+|map_cpu:[0-9a-fA-Fx,]+|cores|threads"
+GPU_BIND = r"none|single:1|per_task:\d+|map_gpu:[\d,]+"
 
 
 def problems(config: Config, *, to_submit: bool = True) -> list[str]:
@@ -80,32 +34,36 @@ def problems(config: Config, *, to_submit: bool = True) -> list[str]:
 
     to_submit: with what only a submission needs, such as a budget and files that are there.
     """
-    values = (_choices, _finite, _numbers, _more_numbers, _names, _texts, extra_options.problems, chains.problems)
+    values = (_declared, _finite, _names, _texts, slurm_options.problems, _dependencies, _restarts)
     here = (
-        *(program.problems, surroundings.problems, secret_files.problems),
-        *(needs.problems, places.problems),
+        *(program_checks.problems, secret_files.problems, partition.missing_keys),
+        environment_checks.problems,
     )
     found: list[str] = []
-    for check in (*values, *(here if to_submit else ()), partition.problems, launches.problems):
+    for check in (*values, *(here if to_submit else ()), partition.problems, _launch):
         found.extend(check(config))
     if not found:  # arithmetic on numbers that are wrong by themselves only adds noise
         found.extend(_arithmetic(config))
     return found
 
 
-def _get(config: Config, key: str) -> object:
-    value: object = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _choices(config: Config) -> Iterator[str]:
-    for key, choices in CHOICES.items():
-        value = _get(config, key)
-        if value not in choices:
-            names = ", ".join("null" if c is None else c for c in choices)
-            yield f"{key} is {value!r}, expected one of: {names}"
+def _declared(config: Config) -> Iterator[str]:
+    """Compare each value with the choices and bounds that the schema declares."""
+    for key, item in keys.declared().items():
+        value, about = keys.value(config, key), item.metadata
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        if about["choices"] and value not in keys.choices(key):
+            yield f"{key} is {value!r}, expected {keys.expected(key)}"
+        elif about["filled"] and value == "":
+            yield f"{key} is '', expected {about['filled']}"
+        elif not isinstance(value, (int, float)):
+            continue
+        elif about["least"] is not None and value < about["least"]:
+            yield f"{key} is {shown}, expected {about['least']} or more"
+        elif about["above"] is not None and value <= about["above"]:
+            yield f"{key} is {shown}, expected more than {about['above']}"
+        elif about["most"] is not None and value > about["most"]:
+            yield f"{key} is {shown}, expected at most {about['most']}"
 
 
 def _finite(config: Config) -> Iterator[str]:
@@ -114,37 +72,12 @@ def _finite(config: Config) -> Iterator[str]:
             yield f"{key} is {value}, expected a finite number"
 
 
-def _numbers(config: Config) -> Iterator[str]:
-    for keys, least in ((AT_LEAST_ONE, 1), (AT_LEAST_ZERO, 0)):
-        for key in keys:
-            value = _get(config, key)
-            if isinstance(value, (int, float)) and value < least:
-                yield f"{key} is {value}, expected {least} or more"
-
-
-def _more_numbers(config: Config) -> Iterator[str]:
-    if config.seed > MOST_SEED:
-        yield f"seed is {config.seed}, expected at most {MOST_SEED} (2**63 - 1)"
-    for key in MORE_THAN_ZERO:
-        value = _get(config, key)
-        if isinstance(value, (int, float)) and value <= 0:
-            yield f"{key} is {value:g}, expected more than 0"
-    for key in ("comm.timeout_per_node_s", "cluster.timeout_per_node_s"):
-        value = _get(config, key)
-        if isinstance(value, (int, float)) and value < 0:
-            yield f"{key} is {value:g}, expected 0 or more"
-
-
 def _names(config: Config) -> Iterator[str]:
     if not quoting.PLAIN_NAME.fullmatch(config.name):
         yield (
             f"name is {config.name!r}, expected letters, digits, '.', '_' and '-' only, the first a letter or a "
             "digit: it becomes the job's name and part of the run folder's"
         )
-    for key in NOT_EMPTY:
-        if _get(config, key) == "":
-            otherwise = "a name" if key == "cluster.name" else "a folder" if key == "runs_dir" else "a value, or null"
-            yield f"{key} is '', expected {otherwise}"
     for key, env in (("cluster.env", config.cluster.env), ("job.env", config.job.env)):
         for name in env:
             if not quoting.ENV_NAME.fullmatch(name):
@@ -154,7 +87,7 @@ def _names(config: Config) -> Iterator[str]:
 def _texts(config: Config) -> Iterator[str]:
     """Every text that reaches the script. Arguments of the program do not: they travel in spec.json."""
     for key in ("job.args", "cluster.setup"):
-        for item in _get(config, key):  # type: ignore[attr-defined]
+        for item in keys.value(config, key):
             if not isinstance(item, str):
                 yield f"{key} has {item!r}, expected a list of texts; quote an item that has brackets or ': ' in it"
     for key, text in _leaves("", config, str):
@@ -173,6 +106,77 @@ def _texts(config: Config) -> Iterator[str]:
             yield f"{key} is {place!r}, and there is no user {user!r}; expected a folder, or ~/... for one in your home"
         elif not quoting.unsafe(place) and (reason := quoting.unsafe_path(path)):
             yield f"{key} means the folder {path!r}: its name {reason}, which sbatch would misread; use another folder"
+
+
+def jobs_named(value: object) -> list[str]:
+    """Return the jobs and runs that `after` or `after_ok` names: one, or a list."""
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    return [str(item) for item in items]
+
+
+def _dependencies(config: Config) -> Iterator[str]:
+    """Check what a job waits for, and how many jobs a run is: after, after_ok, singleton and chain."""
+    for key in ("after", "after_ok"):
+        yield from _names_jobs(key, getattr(config, key))
+    asked = [key for key in ("after", "after_ok", "singleton") if getattr(config, key)]
+    asked += ["chain"] * (config.chain > 1)
+    if asked and config.cluster.engine == "local":
+        verb = "is" if len(asked) == 1 else "are"
+        yield (
+            f"{', '.join(asked)} {verb} given, but cluster {config.cluster.name} has no queue (engine: local): a job "
+            "starts at once; run the first with wait=true, then the next, or choose a cluster with Slurm"
+        )
+
+
+def _restarts(config: Config) -> Iterator[str]:
+    asked = config.restart
+    if config.spares and config.cluster.engine == "local":
+        yield f"spares is {config.spares}, but the nodes of cluster {config.cluster.name} are all this machine"
+    if unknown := [word for word in asked.on if word not in restarts.REASONS]:
+        yield f"restart.on has {', '.join(map(repr, unknown))}, expected some of: {', '.join(restarts.REASONS)}"
+    if asked.budget is None:
+        return
+    for option in ("requeue", "no-requeue"):
+        if option in config.cluster.sbatch:
+            yield f"cluster.sbatch.{option} and restart.budget={asked.budget}: give one of them"
+    if asked.budget and config.cluster.engine == "local":
+        yield (
+            f"restart.budget is {asked.budget}, but cluster {config.cluster.name} has no queue (engine: local) that "
+            "could take a job back; choose a cluster with Slurm"
+        )
+    if restarts.TIME_LIMIT in asked.on and asked.budget and config.chain > 1:
+        yield f"restart.on has time_limit, and so has chain={config.chain}, whose next job goes on: give one of them"
+
+
+def _names_jobs(key: str, value: object) -> Iterator[str]:
+    if isinstance(value, (dict, bool)):
+        yield f"{key} is {value!r}, expected a job id or a run, or a list of them, as in {key}=[4242,train-0001]"
+        return
+    for word in jobs_named(value):
+        if not word.strip() or word == "None":
+            yield f"{key} names {word!r}, expected a job id or a run: its folder, or the folder's name"
+
+
+def _launch(config: Config) -> Iterator[str]:
+    """Check the keys of `launch` against its kind."""
+    launch = config.launch
+    for name in launch.preload:
+        if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
+            yield f"launch.preload has {name!r}, expected the name of a module, as in transformers or my.models"
+    if launch.max_restarts > 0 and launch.kind != "torchrun":
+        yield (
+            f"launch.max_restarts is {launch.max_restarts}, but launch.kind is {launch.kind}: launch=torchrun, or "
+            "restart.budget"
+        )
+    if launch.kind == "srun":
+        return
+    for key, value, known in (("cpu_bind", launch.cpu_bind, CPU_BIND), ("gpu_bind", launch.gpu_bind, GPU_BIND)):
+        if value and not re.fullmatch(rf"(?:(?:quiet|verbose|q|v),)?(?:{known})", value):
+            names = ", ".join(word.partition(":")[0] for word in known.split("|"))
+            yield (
+                f"launch.{key} is {value!r}, but launch.kind is {launch.kind}, whose ranks are bound without Slurm, "
+                f"expected one of: {names}, null; or launch=srun"
+            )
 
 
 def _leaves(prefix: str, value: object, kind: type[T]) -> Iterator[tuple[str, T]]:
@@ -195,7 +199,7 @@ def _leaves(prefix: str, value: object, kind: type[T]) -> Iterator[tuple[str, T]
 def _arithmetic(config: Config) -> Iterator[str]:
     checks: tuple[Callable[[], object], ...] = (
         lambda: hosts.rename("node", config.cluster.host_template),
-        lambda: timeouts.law(config),
+        lambda: job_spec.timeout_law(config),
     )
     for check in checks:
         try:

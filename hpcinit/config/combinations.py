@@ -13,8 +13,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
 from hpcinit.config import explain, variations
+from hpcinit.config.compose import Composer, Prepare, Request
 from hpcinit.config.folders import folder
-from hpcinit.config.request import Composer, Prepare, Request
 from hpcinit.facts.errors import ConfigError, HpcinitError
 
 

@@ -6,7 +6,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import hydra
 import yaml
@@ -21,13 +23,12 @@ from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from hpcinit.config import explain, unread, words
+from hpcinit.config import explain
+from hpcinit.config import overrides as command_line
 from hpcinit.config.folders import folder, user_folders
-from hpcinit.config.request import Composer, Prepare, Request, Search, Task
 from hpcinit.config.schema import Config
-from hpcinit.facts.errors import ConfigError
-
-__all__ = ["compose", "flags", "folder", "main"]
+from hpcinit.facts.errors import ConfigError, HpcinitError
+from hpcinit.facts.result import Value
 
 NAME = "hpcinit"  # of the primary config: conf/hpcinit.yaml
 UNUSABLE = (
@@ -41,6 +42,60 @@ UNUSABLE = (
 SHOW = ("cfg", "help", "hydra_help", "info", "shell_completion", "experimental_rerun")  # flags that print and end
 
 
+@dataclass(frozen=True)
+class Request:
+    """A Config and where it came from.
+
+    document: the config as plain containers. combination: in a sweep, the overrides that make it this one, else ''.
+    warnings: what was not refused and is worth a look, one sentence each. number: its place in the sweep, from 0.
+    """
+
+    config: Config
+    document: dict[str, Any]
+    combination: str
+    warnings: Sequence[str]
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Composer:
+    """How a primary config is composed with overrides, for those who do it many times.
+
+    compose: overrides to Hydra's config. request: of such a config, its overrides and combination. unusable: the errors
+    that a wrong override raises.
+    """
+
+    name: str
+    compose: Callable[[Sequence[str]], Any]
+    request: Callable[[Any, Sequence[str], str], Request]
+    unusable: tuple[type[Exception], ...]
+
+
+Prepare = Callable[[Request], None]  # changes a request or refuses it with an HpcinitError
+Task = Callable[[Sequence[Request]], int]  # -> exit status
+
+
+class Search(Protocol):
+    """Who submits what a sweeper asks for, batch after batch, and tells it what each came to."""
+
+    def batch(self, requests: Sequence[Request]) -> Sequence[Value | HpcinitError]:
+        """Submitted and waited for: of each its result, or why there is none. Raises Ended where nobody waits."""
+
+    def end(self, written: Path) -> int:
+        """The sweeper has found what it was to find, and left files in the folder `written`. The exit status."""
+
+    def interrupted(self) -> int:
+        """Ctrl-C between two batches. The exit status."""
+
+
+class Ended(Exception):
+    """A search that ends early, and has said why."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
 def main(line: Sequence[str], prepare: Prepare, task: Task, search: Callable[[], Search] | None = None) -> int:
     """Compose, `prepare` every request, and hand them all to `task`: one, or with --multirun one per combination.
 
@@ -48,7 +103,7 @@ def main(line: Sequence[str], prepare: Prepare, task: Task, search: Callable[[],
     results where a sweeper waits for them; None where there can be none.
     Returns the task's exit status. Raises ConfigError with the problems of all requests, before any reaches `task`.
     """
-    args = words.parse(get_args_parser(), line)
+    args = command_line.parse(get_args_parser(), line)
     _register(args.config_dir)
     name = args.config_name or NAME
     multirun = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
@@ -88,7 +143,7 @@ def compose(overrides: Sequence[str]) -> Config:
 
 
 def _compose(overrides: Sequence[str], name: str) -> DictConfig:
-    if found := list(words.removals(overrides)):
+    if found := list(command_line.removals(overrides)):
         raise ConfigError(*found)
     try:
         return _compose_once(overrides, name)
@@ -128,8 +183,8 @@ def _request(config: DictConfig, overrides: Sequence[str], combination: str = ""
     with open_dict(config):
         del config["hydra"]
     added = [override for override in overrides if override.startswith("+")]
-    unused = unread.keys(added, OmegaConf.to_container(config), choices) if added else ()
-    warnings = [*words.repeated(overrides), *unused]
+    unused = command_line.unused(added, OmegaConf.to_container(config), choices) if added else ()
+    warnings = [*command_line.repeated(overrides), *unused]
     try:
         OmegaConf.resolve(config)
         value = OmegaConf.to_object(config)
@@ -142,11 +197,11 @@ def _request(config: DictConfig, overrides: Sequence[str], combination: str = ""
 def _unresolved(config: DictConfig, error: Exception, choices: dict[str, str]) -> list[str]:
     """Mandatory values that are missing, or else the interpolations that lead nowhere."""
     document = OmegaConf.to_container(config)
-    if missing := [key for key, raw in unread.texts(document) if raw == MISSING]:
+    if missing := [key for key, raw in command_line.texts(document) if raw == MISSING]:
         # name is ${job.name} and missing only because that is
         return explain.unset([key for key in missing if "." in key] or missing, choices)
     found: dict[str, str] = {}  # by what Hydra says, as other keys refer to the first that is wrong
-    for key, raw in unread.references(document):
+    for key, raw in command_line.references(document):
         try:
             OmegaConf.select(config, key)
         except OmegaConfBaseException as wrong:
@@ -156,7 +211,7 @@ def _unresolved(config: DictConfig, error: Exception, choices: dict[str, str]) -
 
 def _by_hydras_hand(flags: list[str], overrides: list[str], name: str, prepare: Prepare, task: Task) -> int:
     """What else Hydra can do: --cfg, --help, completion, and hydra.run, hydra.job and the like for one submission."""
-    from hpcinit.config import reference  # noqa: PLC0415 - for --help only
+    from hpcinit.config import keys  # noqa: PLC0415 - for --help only
 
     statuses: list[int | Exception] = [0]
 
@@ -172,7 +227,7 @@ def _by_hydras_hand(flags: list[str], overrides: list[str], name: str, prepare: 
 
     job.__module__ = "hpcinit.submit"  # the name that Hydra shows for the program
     # Hydra takes the help's text for a string.Template.
-    OmegaConf.register_new_resolver("hpcinit_keys", lambda: reference.text().replace("$", "$$"), replace=True)
+    OmegaConf.register_new_resolver("hpcinit_keys", lambda: keys.text().replace("$", "$$"), replace=True)
     try:
         with _as_hydra_reads([*flags, *overrides]):
             hydra.main(config_path=str(folder()), config_name=NAME, version_base="1.3")(job)()

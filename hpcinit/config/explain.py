@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from hpcinit.config import extra_options, folders, keys
+from hpcinit.config import folders, keys, slurm_options
 
 NOT_READABLE = (
     "expected key=value; a value with blanks, commas, quotes or brackets needs quotes of its own inside the shell's: "
@@ -178,7 +178,7 @@ def _about_key(override: str, said: _Said) -> str:
 def _near(key: str, override: str) -> str:
     """The key that was probably meant; if none is close all that there are, of the many at the top where to read."""
     known = keys.beside(key)
-    if "." not in key and (meant := extra_options.meant(key.replace("_", "-"), override.partition("=")[2])):
+    if "." not in key and (meant := slurm_options.meant(key.replace("_", "-"), override.partition("=")[2])):
         return f"; {meant}"
     if near := keys.guess(key.rpartition(".")[2], known):
         return f"; did you mean {keys.nearest(key)!r}?" if override else near

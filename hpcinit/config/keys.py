@@ -1,18 +1,69 @@
-"""What the schema says of a key: which type, what stands beside it, what is expected of its value."""
+"""What the schema declares about a key: its type, bounds and help, as `--help` and messages show them."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from hpcinit.config.checks import CHOICES
 from hpcinit.config.schema import Config
 
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 UNITS = {"_min": " of minutes", "_s": " of seconds", "_h": " of hours", "_gb": " of GB", "_mb": " of MB"}
+WIDTH = 34  # of 'key=default' in the help; a longer one has its explanation on the next line
+MUST = "???"  # omegaconf.MISSING
+LAST = ("cluster",)  # what a site's file says once for all
+
+
+@cache
+def declared() -> dict[str, Field[Any]]:
+    """Return every key with its field, as in {'comm.backend': Field}. A table has no entry; what is in it does."""
+    return dict(_declared("", Config))
+
+
+def _declared(prefix: str, group: Any) -> Iterator[tuple[str, Field[Any]]]:
+    for item in fields(group):
+        if below := table(item):
+            yield from _declared(f"{prefix}{item.name}.", below)
+        else:
+            yield f"{prefix}{item.name}", item
+
+
+def table(item: Field[Any]) -> Any:
+    """Return the dataclass of a table of keys, None for a key."""
+    return item.default_factory if is_dataclass(item.default_factory) else None
+
+
+@cache
+def choices(key: str) -> tuple[str | None, ...]:
+    """Return the values that `key` may have, None (null) among them where its type allows it; () for any value."""
+    item = declared().get(key)
+    known = item.metadata["choices"] if item else ()
+    return (*known, None) if known and None not in known and _optional(key) else known
+
+
+def bounds(about: Mapping[str, Any]) -> str:
+    """Return '1 or more', 'more than 0' or '1 to 100' for a field's metadata; '' for a key without bounds."""
+    if about["above"] is not None:
+        return f"more than {about['above']}"
+    if about["least"] is None:
+        return ""
+    return f"{about['least']} or more" if about["most"] is None else f"{about['least']} to {about['most']}"
+
+
+def options(kind: str) -> dict[str, str]:
+    """Return the options of sbatch and srun that the schema declares, with their keys. kind: 'sbatch' or 'owns'."""
+    return {option: key for key, item in declared().items() for option in item.metadata[kind].split()}
+
+
+def value(config: Config, key: str) -> Any:
+    """Return the value of `key` in `config`."""
+    found: Any = config
+    for part in key.split("."):
+        found = getattr(found, part)
+    return found
 
 
 def kind(key: str) -> Any:
@@ -48,15 +99,15 @@ def expected(key: str) -> str:
     known = kind(key)
     if known is None:
         return ""
-    if key in CHOICES:
-        return "one of: " + ", ".join(choice or "null" for choice in CHOICES[key])
+    if found := choices(key):
+        return "one of: " + ", ".join(choice or "null" for choice in found)
     plain = _plain(known)
     if get_origin(plain) is list:
         words = f"a list, as in {key}=[a,b]"
     elif get_origin(plain) is dict or is_dataclass(plain):
         words = f"a table, one entry is +{key}.NAME=VALUE"
     else:
-        words = WORDS.get(plain, "a value")
+        words = TYPES.get(plain, "a value")
         if plain in (int, float):
             words += next((unit for end, unit in UNITS.items() if key.endswith(end)), "")
     return f"{words}, or null" if plain is not known else words
@@ -77,6 +128,35 @@ def nearest(key: str) -> str:
     return f"{parent}{dot}{close}" if close else ""
 
 
+def text() -> str:
+    """'nodes=1                            number of nodes', a line for each key; those without a table first."""
+    groups = sorted((item for item in fields(Config) if table(item)), key=lambda item: item.name in LAST)
+    parts = [_lines({key: item for key, item in declared().items() if "." not in key})]
+    parts += [_lines(dict(_declared(f"{item.name}.", table(item)))) for item in groups]
+    return "\n\n".join(parts)
+
+
+def _lines(group: Mapping[str, Field[Any]]) -> str:
+    lines = []
+    for key, item in group.items():
+        word = f"{key}={shown(item)}"
+        gap = " " * (WIDTH - len(word)) if len(word) < WIDTH else "\n" + " " * (WIDTH + 2)
+        lines.append(f"  {word}{gap}{item.metadata['help']}")
+    return "\n".join(lines)
+
+
+def shown(item: Field[Any]) -> str:
+    """Return the default as in YAML; '' where a file must give it."""
+    default = item.default if item.default_factory is MISSING else item.default_factory()
+    if default == MUST:
+        return ""
+    if default is None or isinstance(default, bool):
+        return {None: "null", True: "true", False: "false"}[default]
+    if isinstance(default, list):
+        return f"[{', '.join(default)}]"
+    return f"{default:g}" if isinstance(default, float) else "''" if default == "" else str(default)
+
+
 def _close(word: str, known: Sequence[str]) -> str:
     lower = {name.lower(): name for name in known}
     found = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.65)
@@ -88,6 +168,11 @@ def _plain(hint: Any) -> Any:
     if get_origin(hint) is Union:
         return next(arg for arg in get_args(hint) if arg is not type(None))
     return hint
+
+
+def _optional(key: str) -> bool:
+    known = kind(key)
+    return _plain(known) is not known
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Nodes, time, GPUs, cores and memory against what is known of the partition."""
+"""Nodes, time, GPUs, cores and memory against what is known of the partition, and the keys that a site requires."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from hpcinit.config.schema import Config, Partition
+
+# The keys that a site can require, with what to call a value and where a user finds one.
+#   sbatch without an account at such a site: "Batch job submission failed: Invalid account or account/partition
+#   combination specified", or "Job violates accounting/QOS policy" after the queue
+REQUIRED = {
+    "account": ("an account (a project's budget)", "sacctmgr show associations user=$USER format=account,qos"),
+    "qos": ("a QOS", "sacctmgr show associations user=$USER format=account,qos"),
+    "partition": ("a partition", "sinfo -s"),
+}
 
 
 def ranks_per_node(config: Config) -> int:
@@ -39,6 +48,20 @@ def problems(config: Config) -> Iterator[str]:
         )
     yield from _gpus(config, has)
     yield from _cores(config, has)
+
+
+def missing_keys(config: Config) -> Iterator[str]:
+    """Yield a message for each key that the cluster requires of every user and that is not set."""
+    cluster = config.cluster
+    for name in dict.fromkeys(cluster.needs):
+        if name not in REQUIRED:
+            yield f"cluster.needs has {name!r}, expected keys out of: {', '.join(REQUIRED)}"
+        elif getattr(config, name) is None:
+            what, command = REQUIRED[name]
+            yield (
+                f"{name} is not set, and cluster {cluster.name} needs {what}: {name}=..., or keep it in a cluster file "
+                f"of your own with `defaults: [{cluster.name}]`; yours are listed by: {command}"
+            )
 
 
 def warnings(config: Config) -> Iterator[str]:

@@ -5,9 +5,8 @@ Hydra's sweepers hand combinations to a launcher and get what each came to. Ours
 
 from __future__ import annotations
 
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -17,30 +16,14 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
-from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hpcinit.config import combinations
+from hpcinit.config.compose import Composer, Ended, Prepare, Search
 from hpcinit.config.folders import folder
-from hpcinit.config.request import Composer, Ended, Prepare, Search
 from hpcinit.facts.errors import ConfigError, Failure, HpcinitError
-
-Launch = Callable[[Sequence[Sequence[str]], int], Sequence[JobReturn]]
-
-
-class _Batches(Launcher):
-    """What the sweeper is given as its launcher: it hands every batch to the 'task function'."""
-
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self._launch = cast(Launch, task_function)
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        return self._launch(job_overrides, initial_job_idx)
-
-
-# Hydra takes a launcher from below hydra_plugins only, by name. Not a file there: Hydra would import it in every run.
-_Batches.__module__ = "hydra_plugins.hpcinit"
+from hydra_plugins._hpcinit_search import BatchLauncher, Launch
 
 
 def run(overrides: Sequence[str], composer: Composer, prepare: Prepare, search: Search) -> int:
@@ -48,8 +31,7 @@ def run(overrides: Sequence[str], composer: Composer, prepare: Prepare, search: 
 
     Raises ConfigError before a batch of which any request is wrong, and Failure where the sweeper gives up.
     """
-    sys.modules[_Batches.__module__] = sys.modules[__name__]
-    Plugins.instance().register(_Batches)
+    Plugins.instance().register(BatchLauncher)
     with hydra.initialize_config_dir(config_dir=str(folder()), version_base="1.3", job_name=composer.name):
         loader = GlobalHydra.instance().config_loader()
         config = GlobalHydra.instance().hydra.compose_config(  # type: ignore[union-attr]
@@ -57,7 +39,7 @@ def run(overrides: Sequence[str], composer: Composer, prepare: Prepare, search: 
         )
     with tempfile.TemporaryDirectory(prefix="hpcinit-") as written:
         with open_dict(config):
-            config.hydra.launcher = {"_target_": f"{_Batches.__module__}.{_Batches.__name__}"}
+            config.hydra.launcher = {"_target_": f"{BatchLauncher.__module__}.{BatchLauncher.__name__}"}
             config.hydra.sweep.dir = written
         context = HydraContext(config_loader=loader, callbacks=Callbacks(config))
         try:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
-from hpcinit.config import parallel
+from hpcinit.config import job_spec
 from hpcinit.config.schema import Config, DeepSpeed
 from hpcinit.facts import wrappers
-from hpcinit.facts.deepspeed_options import options
+from hpcinit.facts.deepspeed_config import options
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.layout import Layout, divisors_around
 
@@ -22,7 +22,7 @@ def problems(config: Config, ranks_per_node: int) -> Iterator[str]:
     except RequestError as error:
         yield str(error)
         return
-    wrong = list(_said(lambda: parallel.samples(config).over(layout.data_parallel)))
+    wrong = list(_said(lambda: job_spec.samples(config).over(layout.data_parallel)))
     wrapper = wrappers.get(config.parallel.wrap)
     yield from (*wrong, *wrapper.problems(layout), *_model(config, layout))
     if not wrapper.needs_deepspeed:
@@ -45,7 +45,7 @@ def warnings(config: Config, ranks_per_node: int) -> Iterator[str]:
 
 
 def _layout(config: Config, ranks_per_node: int) -> Layout:
-    return parallel.layout(config).over(config.nodes * ranks_per_node, ranks_per_node)
+    return job_spec.layout(config).over(config.nodes * ranks_per_node, ranks_per_node)
 
 
 def _said(check: Callable[[], object]) -> Iterator[str]:
@@ -97,8 +97,8 @@ def _deepspeed(config: Config, layout: Layout) -> tuple[list[str], list[str]]:
     from hpcinit.facts import deepspeed_config, deepspeed_versions, versions  # noqa: PLC0415 - for this wrapper only
 
     try:
-        batch = parallel.samples(config).over(layout.data_parallel)
-        asked = parallel.training(config)
+        batch = job_spec.samples(config).over(layout.data_parallel)
+        asked = job_spec.training(config)
         made, notes = deepspeed_config.build(options(asked.deepspeed), batch, layout, asked.precision)
     except RequestError as error:
         return [str(error)], []

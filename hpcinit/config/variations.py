@@ -21,9 +21,9 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from hpcinit.config import unread
+from hpcinit.config.compose import Composer, Request
 from hpcinit.config.folders import folder
-from hpcinit.config.request import Composer, Request
+from hpcinit.config.overrides import references
 from hpcinit.facts.errors import HpcinitError
 
 PLAIN = (bool, int, float, str, type(None))
@@ -143,7 +143,7 @@ class _Base:
         with open_dict(composed):
             del composed["hydra"]
         raw = OmegaConf.to_container(composed)
-        texts = dict(unread.references(raw))
+        texts = dict(references(raw))
         if any("${hydra:" in NUMBERED.sub("", text) for text in texts.values()):
             return None
         keys = [override.key_or_group for override in swept]

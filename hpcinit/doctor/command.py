@@ -12,8 +12,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcinit.config import compose, words
-from hpcinit.config.request import Request
+from hpcinit.config import compose, overrides
+from hpcinit.config.compose import Request
 from hpcinit.doctor import job, login, table
 from hpcinit.facts import checkup, telling
 from hpcinit.facts.checkup import BAD, Check
@@ -24,7 +24,7 @@ from hpcinit.observe import find
 def main(argv: Sequence[str]) -> int:
     """argv: overrides as for `hpcinit submit`, and options. Raises RequestError."""
     options = telling.parsed(parser(), list(argv))
-    if wrong := words.not_overrides(options.overrides):
+    if wrong := overrides.not_overrides(options.overrides):
         raise RequestError(f"{wrong[0]!r} is no override, expected KEY=VALUE as for hpcinit submit")
     if options.run:
         if options.overrides:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hpcinit.config.request import Request
+from hpcinit.config.compose import Request
 from hpcinit.facts import bad_nodes, diagnosis, link_diagnosis, rank_report, runfolder, spec, telling
 from hpcinit.facts.bad_nodes import NodeFailure
 from hpcinit.facts.checkup import BAD, OK, WARNING, Check

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcinit.config import parallel
+from hpcinit.config import job_spec
 from hpcinit.config.schema import Config
 from hpcinit.doctor import places, slurm
 from hpcinit.facts import private_names, versions
@@ -36,7 +36,7 @@ def of_versions(config: Config | None) -> Iterator[Check]:
     other = _other_python(config) if config else ""
     yield _torch(other)
     deepspeed = versions.installed("deepspeed")
-    needed = config is not None and parallel.needs_deepspeed(config)
+    needed = config is not None and job_spec.uses_deepspeed(config)
     if needed and not deepspeed and not other:
         yield Check("deepspeed", BAD, "not installed, and this request needs it", "pip install 'hpcinit[deepspeed]'")
     elif deepspeed and not other and (newer := private_names.newer_than_tested("deepspeed", deepspeed)):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from hpcinit.facts import ownership, runfolder, wrappers
 from hpcinit.facts.batch import Batch, solve
@@ -214,8 +214,8 @@ def load(path: Path, to_run: bool = True) -> Spec:
             "use the same environment on both sides"
         )
     try:
-        return _from_document(document)
-    except (KeyError, TypeError, RequestError) as error:
+        return _value(Spec, document)  # type: ignore[no-any-return]
+    except (AttributeError, KeyError, TypeError, RequestError) as error:
         raise SpecError(f"{path} does not hold a spec: {error}; submit again") from None
 
 
@@ -241,21 +241,9 @@ def of_this_run(env: Mapping[str, str], world_size: int) -> tuple[Spec, Path] | 
     return (spec, Path(folder)) if spec.world_size == world_size else (None, None)
 
 
-def _from_document(document: Mapping[str, Any]) -> Spec:
-    comm = {**document["comm"], "timeout": TimeoutLaw(**document["comm"]["timeout"])}
-    program = {**document["program"], "args": tuple(document["program"]["args"])}
-    training = dict(document.get("training", {}))
-    precision = Precision(**training.pop("precision", {}))
-    launch = dict(document.get("launch", {}))
-    preload = tuple(launch.pop("preload", ()))
-    parts = {
-        "comm": Comm(**comm),
-        "program": Program(**program),
-        "layout": Layout(**document["layout"]),
-        "batch": Samples(**document.get("batch", {})),
-        "training": Training(**training, precision=precision),
-        "stop": Stopping(**document.get("stop", {})),
-        "hang": Hang(**document.get("hang", {})),
-        "launch": Launch(**launch, preload=preload),
-    }
-    return Spec(**{**document, **parts})
+def _value(kind: Any, given: Any) -> Any:
+    """Return `given`, plain JSON, as a value of type `kind`: a part of the Spec, or a list as a tuple."""
+    if not is_dataclass(kind):
+        return tuple(given) if isinstance(given, list) else given
+    hints = get_type_hints(kind)
+    return kind(**{name: _value(hints.get(name), value) for name, value in given.items()})  # type: ignore[operator]

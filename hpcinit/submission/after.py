@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING
 
-from hpcinit.config.chains import words
+from hpcinit.config.checks import jobs_named
 from hpcinit.config.schema import Config
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.user_paths import expanded
@@ -32,7 +32,7 @@ def dependency(config: Config) -> str | None:
 def problems(config: Config) -> Iterator[str]:
     """One message for each word that means no job."""
     for key in KINDS:
-        for word in words(getattr(config, key)):
+        for word in jobs_named(getattr(config, key)):
             try:
                 list(_job_ids(key, word, config))
             except RequestError as error:
@@ -40,7 +40,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _ids(key: str, config: Config) -> Iterator[str]:
-    for word in words(getattr(config, key)):
+    for word in jobs_named(getattr(config, key)):
         yield from _job_ids(key, word, config)
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from hpcinit.config import checks
-from hpcinit.config.request import Request
+from hpcinit.config.compose import Request
 from hpcinit.facts import telling
 from hpcinit.submission.say import say
 from hpcinit.submission.submit import Submitted

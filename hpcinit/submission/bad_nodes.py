@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hpcinit.config import partition
-from hpcinit.config.request import Request
+from hpcinit.config.compose import Request
 from hpcinit.config.schema import Config
 from hpcinit.facts import bad_nodes
 from hpcinit.facts.bad_nodes import Standing

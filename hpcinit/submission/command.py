@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from hpcinit.config import checks, compose
-from hpcinit.config.request import Request, Search
+from hpcinit.config.compose import Request, Search
+from hpcinit.config.overrides import sbatchs_quality
 from hpcinit.config.schema import Config
-from hpcinit.config.words import sbatchs_quality
 from hpcinit.facts import quoting, telling
 from hpcinit.facts.errors import INTERRUPTED, ConfigError, MaybeSubmitted, RequestError, SubmitError
 from hpcinit.submission import announce, bad_nodes, sweep

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from hpcinit.config.request import Request
+from hpcinit.config.compose import Request
 from hpcinit.facts import runfolder, telling
 from hpcinit.facts.errors import RequestError
 from hpcinit.observe import find

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpcinit.config import checks, parallel
+from hpcinit.config import checks, job_spec
 from hpcinit.config.schema import Config
 from hpcinit.facts import activations, memory, wrappers
 from hpcinit.facts.activations import Transformer
@@ -88,7 +88,7 @@ def demand_of(config: Config) -> Demand:
     own = config.deepspeed.optimizer
     return Demand(
         parameters=int(config.model.params),
-        layout=parallel.layout(config).over(config.nodes * per_node, per_node),
+        layout=job_spec.layout(config).over(config.nodes * per_node, per_node),
         wrap=config.parallel.wrap,
         param=config.precision.param,
         reduce=config.precision.reduce,
@@ -118,7 +118,7 @@ def _activations(config: Config, layout: Layout) -> Part | None:
     model = config.model
     if not (model.layers and model.hidden and model.sequence):
         return None
-    micro = parallel.samples(config).over(layout.dp_replicate * layout.dp_shard).micro
+    micro = job_spec.samples(config).over(layout.dp_replicate * layout.dp_shard).micro
     full = config.activation_checkpointing == "full"
     shape = Transformer(model.layers, model.hidden, model.sequence, micro)
     size = activations.of_rank(shape, layout, config.precision.param, full)

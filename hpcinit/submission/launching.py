@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hpcinit.config import environments, parallel
-from hpcinit.config.checks import ranks_per_node
+from hpcinit.config import environments
+from hpcinit.config.job_spec import cpus_per_rank, gpu_bind
+from hpcinit.config.partition import ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.facts import quoting, runfolder
 from hpcinit.facts.options import flags
-from hpcinit.facts.spec import Launch
 from hpcinit.submission import container
 from hpcinit.submission.run_path import RunPath
 
@@ -34,29 +34,6 @@ def step(config: Config, run: RunPath, workdir: Path) -> str:
     program = [python, "-u", "-m", ENTRIES[config.launch.kind], run.in_shell(runfolder.SPEC)]
     words = [*launcher, *flags(options), *container.before_python(config, run, workdir), *program]
     return " ".join(quoting.shell(word) for word in words)
-
-
-def for_job(config: Config) -> Launch:
-    """What the job is told of it."""
-    asked = config.launch
-    deepspeed = parallel.needs_deepspeed(config)
-    return Launch(
-        kind=asked.kind,
-        preload=tuple(dict.fromkeys([*asked.preload, *["deepspeed"] * deepspeed])),
-        max_restarts=asked.max_restarts,
-        kill_on_bad_exit=asked.kill_on_bad_exit,
-        wait_s=asked.wait_s,
-        cpus=cpus_per_rank(config),
-        cpu_bind=asked.cpu_bind,
-        gpu_bind=_gpu_bind(config),
-    )
-
-
-def cpus_per_rank(config: Config) -> int | None:
-    """Cores of one rank: as asked, or the node's shared out; None where the cluster does not say."""
-    if config.cpus_per_rank is not None or config.cluster.cpus_per_node is None:
-        return config.cpus_per_rank
-    return max(1, config.cluster.cpus_per_node // ranks_per_node(config))
 
 
 def _options(config: Config, run: RunPath) -> dict[str, Any]:
@@ -76,13 +53,9 @@ def _options(config: Config, run: RunPath) -> dict[str, Any]:
         "kill-on-bad-exit": int(launch.kill_on_bad_exit),
         "wait": launch.wait_s,
         "cpu-bind": launch.cpu_bind if alone else launch.cpu_bind and "none",
-        "gpu-bind": _gpu_bind(config) if alone else None,
+        "gpu-bind": gpu_bind(config) if alone else None,
         "unbuffered": True,
         "open-mode": "append",  # a requeued job must not overwrite what the first attempt wrote
         # What a node's task says goes to the job's log; it opens the logs of its ranks.
         "output": quoting.joined("", [run.pattern_in_shell(runfolder.LOGS), "/rank-%t.log"]) if alone else None,
     }
-
-
-def _gpu_bind(config: Config) -> str | None:
-    return config.launch.gpu_bind if config.cluster.gpus_per_node and config.cluster.gpu_flag else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcinit.config.extra_options import OWNED
+from hpcinit.config.slurm_options import OWNED
 from hpcinit.facts.errors import NOTHING_SUBMITTED, SubmitError
 from hpcinit.slurm import sbatch_errors
 

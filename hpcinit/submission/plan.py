@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hpcinit.config import checks, compose, parallel
-from hpcinit.config.request import Request
+from hpcinit.config import checks, compose, job_spec
+from hpcinit.config.compose import Request
 from hpcinit.config.schema import Config
 from hpcinit.facts import memory, telling
 from hpcinit.facts.errors import ConfigError, RequestError
@@ -75,9 +75,9 @@ def equations(config: Config) -> list[str]:
     """How the ranks are divided, and the batch. Raises RequestError."""
     per_node = checks.ranks_per_node(config)
     world_size = config.nodes * per_node
-    layout = parallel.layout(config).over(world_size, per_node)
+    layout = job_spec.layout(config).over(world_size, per_node)
     product = " x ".join(f"{name} {degree}" for name, degree in layout.degrees().items() if degree > 1) or "1"
-    batch = parallel.samples(config).over(layout.dp_replicate * layout.dp_shard)
+    batch = job_spec.samples(config).over(layout.dp_replicate * layout.dp_shard)
     return [
         f"nodes {config.nodes} x ranks per node {per_node} = {world_size} ranks = {product}",
         f"{batch.equation()} samples a step",

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from hpcinit.config import compose, keys
-from hpcinit.config.request import Prepare, Request, Task
+from hpcinit.config.compose import Prepare, Request, Task
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import RequestError
 

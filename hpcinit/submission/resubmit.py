@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpcinit.config.request import Prepare, Request
+from hpcinit.config.compose import Prepare, Request
 from hpcinit.facts import ownership, runfolder, telling
 from hpcinit.facts.errors import RequestError
 from hpcinit.facts.user_paths import expanded

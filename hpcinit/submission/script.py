@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcinit.config.checks import ranks_per_node
+from hpcinit.config import keys
+from hpcinit.config.job_spec import cpus_per_rank
+from hpcinit.config.partition import ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.facts import hangs, quoting, runfolder
 from hpcinit.facts.quoting import Raw
@@ -36,15 +38,11 @@ def parameters(config: Config, run: RunPath, workdir: Path, code: Plan | None = 
     """submitit's parameters; whatever is None gets no directive."""
     cluster = config.cluster
     known = {
-        "job_name": config.name,
+        **{option.replace("-", "_"): keys.value(config, key) for option, key in keys.options("sbatch").items()},
         "nodes": config.nodes + config.spares,
         "ntasks_per_node": ranks_per_node(config),
-        "cpus_per_task": launching.cpus_per_rank(config),
+        "cpus_per_task": cpus_per_rank(config),
         "time": config.time_min,
-        "partition": config.partition,
-        "account": config.account,
-        "qos": config.qos,
-        "comment": config.comment,
         "mem": None if config.mem_gb is None else _mem(config.mem_gb),
         "exclusive": cluster.exclusive or None,
         "stderr_to_stdout": True,

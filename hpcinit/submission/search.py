@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from hpcinit.config.request import Ended, Request
+from hpcinit.config.compose import Ended, Request
 from hpcinit.facts import result, runfolder, telling
 from hpcinit.facts.errors import INTERRUPTED, Failure, HpcinitError, RequestError
 from hpcinit.facts.result import Value

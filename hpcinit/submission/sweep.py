@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcinit.config.request import Request
+from hpcinit.config.compose import Request
 from hpcinit.facts.errors import SubmitError
 from hpcinit.facts.ranges import ranges
 from hpcinit.submission import ask, environment, folder, for_job, sweep_folder, sweep_jobs, transaction, twice

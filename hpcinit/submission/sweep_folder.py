@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from hpcinit.config.request import Request
+from hpcinit.config.compose import Request
 from hpcinit.facts import runfolder
 from hpcinit.facts.errors import MaybeSubmitted
 from hpcinit.submission import array, folder, for_job

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcinit.config.request import Request
+from hpcinit.config.compose import Request
 from hpcinit.facts import runfolder
 from hpcinit.facts.ranges import ranges
 from hpcinit.submission import array, for_job, script

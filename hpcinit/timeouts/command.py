@@ -23,16 +23,16 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Raises RequestError, ConfigError."""
     if list(argv[:1]) == ["fit"]:
-        from hpcinit.timeouts import proposal  # noqa: PLC0415 - needs no Hydra, as this does no timelines
+        from hpcinit.timeouts import fit  # noqa: PLC0415 - needs no Hydra, and this command needs no timelines
 
-        return proposal.main(argv[1:])
+        return fit.main(argv[1:])
     options = telling.parsed(parser(), list(argv), intermixed=True)
-    from hpcinit.config import compose, timeouts, words  # noqa: PLC0415
+    from hpcinit.config import compose, job_spec, overrides  # noqa: PLC0415
 
-    if wrong := words.not_overrides(options.overrides):
+    if wrong := overrides.not_overrides(options.overrides):
         raise RequestError(f"{wrong[0]!r} is no override, expected words like cluster=x, or: hpcinit timeouts fit RUN")
     config = compose.compose(options.overrides)
-    law, told = timeouts.law(config), timeouts.coefficients(config)
+    law, told = job_spec.timeout_law(config), job_spec.timeout_sources(config)
     seconds = {nodes: law.start_up(nodes).total_seconds() for nodes in NODES}
     if options.json:
         values = {name: {"value": value, "from": source} for name, (value, source) in told.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,11 @@ from hpcinit.config import checks
 from hpcinit.config.compose import compose, folder
 from hpcinit.config.schema import DeepSpeed
 from hpcinit.facts import versions
-from hpcinit.facts.deepspeed_options import Options, options
+from hpcinit.facts.deepspeed_config import Options, options
 from hpcinit.facts.spec import Precision
 from hpcinit.submission.for_job import make_spec
+
+ACROSS = ("parallel.tp_across_nodes=true", "parallel.dp_replicate=-1")
 
 
 def found(*overrides: str) -> list[str]:
@@ -49,7 +52,7 @@ def test_every_shipped_parallelism_is_right(choice: str) -> None:
         (["nodes=-1"], "nodes is -1, expected 1 or more"),
         (["ranks_per_node=0"], "ranks_per_node is 0, expected 1 or more"),
         (["time_min=0"], "time_min is 0, expected 1 or more"),
-        (["mem_gb=-1"], "mem_gb is -1.0, expected 0 or more"),
+        (["mem_gb=-1"], "mem_gb is -1, expected 0 or more"),
         (["cluster.engine=pbs"], "cluster.engine is 'pbs', expected one of: slurm, local"),
         (["cluster.gpu_flag=gpus"], "cluster.gpu_flag is 'gpus', expected one of: gpus-per-node, gres, null"),
         (["comm.backend=mpi"], "comm.backend is 'mpi', expected one of: auto, nccl, gloo"),
@@ -126,10 +129,10 @@ def test_every_shipped_parallelism_is_right(choice: str) -> None:
         (["precision.param=fp8"], "precision.param is 'fp8', expected one of: fp32, bf16, fp16"),
         (["precision.reduce=fp16"], "precision.reduce is 'fp16', expected one of: fp32, bf16"),
         (["activation_checkpointing=some"], "activation_checkpointing is 'some', expected one of: none, full"),
-        (["gradient_clip=-1"], "gradient_clip is -1.0, expected 0 or more"),
+        (["gradient_clip=-1"], "gradient_clip is -1, expected 0 or more"),
         (["model.heads=0"], "model.heads is 0, expected 1 or more"),
         (["cluster.gpu_mem_gb=-1"], "cluster.gpu_mem_gb is -1, expected more than 0"),
-        (["cluster.mem_gb_per_rank=-1"], "cluster.mem_gb_per_rank is -1.0, expected 0 or more"),
+        (["cluster.mem_gb_per_rank=-1"], "cluster.mem_gb_per_rank is -1, expected 0 or more"),
         (["mem_gb=inf"], "mem_gb is inf, expected a finite number"),
         (["model.params=nan"], "model.params is nan, expected a finite number"),
         (["cluster.gpu_mem_gb=0"], "cluster.gpu_mem_gb is 0, expected more than 0"),
@@ -262,17 +265,17 @@ def test_a_file_for_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_installed_deepspeed_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the installed DeepSpeed cannot do is refused; where none is installed, or the job has another Python, that is
     said instead (versions are stood in for)."""
-    have = {"deepspeed": "0.19.3", "torch": "2.13.0"}
+    have = {"deepspeed": "0.18.5", "torch": "2.13.0"}
     monkeypatch.setattr(versions, "installed", lambda package: have[package])
-    autotp = ["cluster=mini", "parallel=zero3", "parallel.tp=2", "precision.param=bf16"]
-    (problem,) = found(*autotp)
-    assert "tensor_parallel.autotp_size 2: DeepSpeed 0.19.3 is installed, it needs DeepSpeed 0.19.4 or later" in problem
-    elsewhere = [*autotp, "cluster.python=/opt/python", "check_paths=false"]
+    compiled = ["cluster=mini", "parallel=zero3", "deepspeed.deepcompile=true"]
+    (problem,) = found(*compiled)
+    assert "torch 2.13.0 with DeepSpeed 0.18.5 is installed, expected DeepSpeed 0.19.0 or later" in problem
+    elsewhere = [*compiled, "cluster.python=/opt/python", "check_paths=false"]
     assert found(*elsewhere) == [] and "DeepSpeed is looked at in the job" in warned(*elsewhere)[-1]
-    have["deepspeed"] = "0.19.4"
-    assert found(*autotp) == []
+    have["deepspeed"] = "0.19.0"
+    assert found(*compiled) == []
     have["deepspeed"] = ""
-    assert found(*autotp) == [] and "deepspeed not installed here" in warned(*autotp)[-1]
+    assert found(*compiled) == [] and "deepspeed not installed here" in warned(*compiled)[-1]
 
 
 def warned(*overrides: str) -> list[str]:
@@ -339,3 +342,22 @@ def test_a_partition_that_is_not_described(name: str, said: list[str]) -> None:
     """It is a warning with a guess: descriptions may lack one, and Slurm itself is asked a moment later."""
     config = compose(["cluster=mini", f"partition='{name}'"])
     assert (checks.problems(config), checks.warnings(config)) == ([], said)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "comm.checkpoint_timeout_s",
+        "hang.after_s",
+        "launch.wait_s",
+        "stop.margin_s",
+        "parallel.tp",
+        "seed",
+        "batch.micro",
+    ],
+)
+def test_a_key_reaches_the_job_by_its_name(key: str) -> None:
+    """A key that a part of the Spec has a field for arrives in that field."""
+    spec: Any = make_spec(compose(["cluster=mini", "nodes=7", "ranks_per_node=1", f"{key}=7", *ACROSS]), Path.cwd())
+    part, _, name = key.replace("parallel.", "layout.").rpartition(".")
+    assert getattr(getattr(spec, part) if part else spec, name) == 7

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from hpcinit.config import combinations, compose, variations
-from hpcinit.config.request import Request
+from hpcinit.config.compose import Request
 from hpcinit.facts.errors import ConfigError
 
 FILES = {

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpcinit.config.compose import compose, folder, main
-from hpcinit.config.request import Request
+from hpcinit.config.compose import Request, compose, folder, main
 from hpcinit.config.schema import Cluster, Partition
 from hpcinit.facts.errors import ConfigError
 

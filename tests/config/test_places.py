@@ -59,7 +59,7 @@ def test_away_from_the_cluster_its_paths_are_not_looked_for(monkeypatch: pytest.
     """On a machine without sbatch, a dry run for a cluster says nothing of that cluster's paths; with it, it does."""
     monkeypatch.setenv("PATH", "/nowhere")
     assert found("cluster=mini", "cluster.venv=/nowhere") == []
-    monkeypatch.setattr("hpcinit.config.places.shutil.which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr("hpcinit.config.environment_checks.shutil.which", lambda name: f"/bin/{name}")
     assert len(found("cluster=mini", "cluster.venv=/nowhere")) == 1
 
 

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from hpcinit.config import slurm_options
-from hpcinit.config.extra_options import OWNED, REASONS
+from hpcinit.config.slurm_options import OWNED, REASONS
 from tests.leaving_out import leave_out
 from tests.minislurm import MiniSlurm
 
@@ -60,12 +60,12 @@ def test_beginnings_mean_what_sbatch_takes_them_for(idle_slurm: MiniSlurm) -> No
             name = option[:end]
             text = said(idle_slurm, "sbatch", name)
             if f"'--{name}' is ambiguous" not in text and name not in slurm_options.KNOWN["sbatch"]:
-                assert slurm_options.meant(name, "sbatch") == slurm_options.SAME.get(option, option), (name, text)
+                assert slurm_options.full_name(name, "sbatch") == slurm_options.SAME.get(option, option), (name, text)
 
 
 def test_a_name_that_is_no_option() -> None:
     """An unknown name and an ambiguous beginning stay as they are: sbatch refuses them."""
-    assert [slurm_options.meant(name, "sbatch") for name in ("frobnicate", "clus", "time")] == [
+    assert [slurm_options.full_name(name, "sbatch") for name in ("frobnicate", "clus", "time")] == [
         "frobnicate",
         "clus",
         "time",

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from docs.generate import messages, pages
-from hpcinit.config import reference
+from hpcinit.config import keys
 from hpcinit.config.compose import compose
-from hpcinit.config.words import with_ids_as_text
+from hpcinit.config.overrides import with_ids_as_text
 from hpcinit.facts import causes
 from tests.leaving_out import leave_out
 
@@ -58,10 +58,19 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 def test_every_key_is_on_its_page() -> None:
     """The page of keys has each key that `hpcinit submit --help` lists."""
-    listed = re.findall(r"^  ([a-z_.]+)=", reference.text(), re.MULTILINE)
+    listed = re.findall(r"^  ([a-z_.]+)=", keys.text(), re.MULTILINE)
     page = pages.keys()
     assert len(listed) > 100
     assert [key for key in listed if f"| `{key}` |" not in page] == []
+
+
+def test_the_page_has_what_a_key_may_be() -> None:
+    """Choices and bounds that the schema declares are in the row of their key."""
+    page = pages.keys()
+    assert re.search(r"^\| `nodes` \| `1` \| .* \(1 or more\) \|$", page, re.MULTILINE)
+    assert re.search(r"^\| `chain` \| `1` \| .* \(1 to 100\) \|$", page, re.MULTILINE)
+    assert re.search(r"^\| `bad_nodes.expiry_h` \| .* \(more than 0\) \|$", page, re.MULTILINE)
+    assert re.search(r"^\| `stop.signal` \| `null` \| .* \(`USR1`, .*, `null`\) \|$", page, re.MULTILINE)
 
 
 def raised() -> Iterator[tuple[str, str]]:

@@ -44,7 +44,7 @@ def test_specs_of_before_are_read(tmp_path: Path) -> None:
     [
         ({"format": 2}, "is not of format 1: the hpcinit that submitted and the one in the job differ"),
         ({"program": {"kind": "pickle", "target": "x", "args": []}}, "program.kind is 'pickle', expected one of"),
-        ({"comm": {}}, "does not hold a spec"),
+        ({"comm": 3}, "does not hold a spec"),
         ({"training": {"wrap": "x"}}, "parallel.wrap is 'x', expected one of: ddp, fsdp, deepspeed, none"),
         ({"training": {"precision": {"param": "x"}}}, "precision.param is 'x', expected one of: fp32, bf16, fp16"),
         ({"training": {"precision": {"reduce": "x"}}}, "precision.reduce is 'x', expected one of: fp32, bf16"),

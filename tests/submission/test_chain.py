@@ -14,7 +14,7 @@ import pytest
 
 from hpcinit.config import checks
 from hpcinit.config.compose import compose
-from hpcinit.config.words import with_ids_as_text
+from hpcinit.config.overrides import with_ids_as_text
 from hpcinit.submission import shell_blocks
 from tests.conftest import Run
 from tests.leaving_out import installed
@@ -43,8 +43,8 @@ def states(slurm: MiniSlurm, ids: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["cluster=mini", "chain=0"], "chain is 0, expected 1 to 100 jobs, one after the other"),
-        (["cluster=mini", "chain=101"], "chain is 101, expected 1 to 100"),
+        (["cluster=mini", "chain=0"], "chain is 0, expected 1 or more"),
+        (["cluster=mini", "chain=101"], "chain is 101, expected at most 100"),
         (["cluster=mini", "after=[4242,'']"], "after names '', expected a job id or a run"),
         (["cluster=mini", "after_ok={a: 1}"], "after_ok is {'a': 1}, expected a job id or a run, or a list"),
         (["cluster=mini", "after=true"], "after is True, expected a job id or a run"),

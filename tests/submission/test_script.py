@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from hpcinit.config import job_spec
 from hpcinit.config.compose import compose
 from hpcinit.facts import elastic, hangs, restarts, runfolder, stopping
 from hpcinit.facts.quoting import Raw
 from hpcinit.facts.spec import load
-from hpcinit.submission import array, launching, script, shell_blocks
+from hpcinit.submission import array, script, shell_blocks
 from hpcinit.submission.for_job import make_spec
 from tests.leaving_out import installed
 
@@ -143,16 +144,16 @@ def test_the_ranks_are_bound_by_their_own_parent() -> None:
     config = compose(
         ["cluster=mini", "launch=fork", "launch.cpu_bind='mask_cpu:3,c'", "launch.gpu_bind='map_gpu:0,1'", PYTHON]
     )
-    text, told = script.render(config, FOLDER, WORKDIR), launching.for_job(config)
+    text, told = script.render(config, FOLDER, WORKDIR), job_spec.launch(config)
     assert "--cpu-bind=none" in text and "gpu-bind" not in text
     assert (told.kind, told.cpu_bind, told.gpu_bind, told.cpus) == ("fork", "mask_cpu:3,c", "map_gpu:0,1", 2)
 
 
 def test_what_is_imported_before_the_fork(tmp_path: Path) -> None:
     """torch, DeepSpeed where it is used, and what launch.preload says."""
-    assert launching.for_job(compose(["launch=fork"])).preload == ("torch",)
+    assert job_spec.launch(compose(["launch=fork"])).preload == ("torch",)
     words = ["launch=fork", "parallel=zero3", "launch.preload=[torch,transformers]"]
-    assert launching.for_job(compose(words)).preload == ("torch", "transformers", "deepspeed")
+    assert job_spec.launch(compose(words)).preload == ("torch", "transformers", "deepspeed")
     spec = make_spec(compose(words), WORKDIR)
     (saved := tmp_path / "spec.json").write_text(spec.to_json())
     assert load(saved) == spec

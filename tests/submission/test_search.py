@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpcinit.config.request import Request
+from hpcinit.config.compose import Request
 from hpcinit.config.schema import Config
 from hpcinit.facts.errors import Failure
 from hpcinit.submission import search

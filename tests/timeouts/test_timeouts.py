@@ -1,4 +1,4 @@
-"""`hpcinit timeouts`: the law in force, and one fitted from past runs and written into the cluster's YAML."""
+"""`hpcinit timeouts`: the start-up timeout in force, and one proposed from past runs for the cluster's YAML."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hpcinit.config import compose, timeouts
+from hpcinit.config import compose, job_spec
 from hpcinit.facts import runfolder, spec, timeline
 from hpcinit.facts.spec import Program, Spec
 from hpcinit.facts.timeouts import TimeoutLaw
+from hpcinit.timeouts import fit
 from tests.conftest import Run
 
 OWN = "# my cluster\nname: x\npartition: main  # the only one\ntime_min: 60\n"
@@ -78,7 +81,7 @@ def test_a_request_is_under_its_clusters_law(hpcinit: Run, own: Path, monkeypatc
     own.write_text(OWN + "timeout_base_s: 90\ntimeout_per_node_s: 0.5\n")
     monkeypatch.chdir(own.parents[2])
     config = compose.compose(["cluster=x", "comm.timeout_per_node_s=7"])
-    assert timeouts.law(config) == TimeoutLaw(90, 7, 3600)
+    assert job_spec.timeout_law(config) == TimeoutLaw(90, 7, 3600)
 
 
 def test_an_option_that_is_none(hpcinit: Run) -> None:
@@ -87,62 +90,76 @@ def test_an_option_that_is_none(hpcinit: Run) -> None:
     assert done.returncode == 2 and "--nodes: no such option" in done.stderr
 
 
-def test_a_law_is_proposed_from_timelines(hpcinit: Run, runs: Path) -> None:
-    """All runs there are give a line above all of them, twice of it, and how sure that is; nothing is written."""
+def test_a_timeout_is_proposed_from_timelines(hpcinit: Run, runs: Path) -> None:
+    """The output is YAML that gives every number of nodes twice its longest start; without --write no file changes."""
     run_of(runs, "train-0009", 2, 5.0, whole=False)
     done = hpcinit("timeouts", "fit")
     assert done.returncode == 0, done.stderr
-    assert "above all of them: 10.0 + 2 x nodes seconds. With 95% confidence at most 33.9% of start-ups" in done.stdout
-    assert "timeout_base_s: 60\n  timeout_per_node_s: 4\n" in done.stdout
-    assert "seen on up to 4 nodes: beyond 16 nodes (124 s) it is a guess" in done.stdout
-    assert "left out: 1 starts that did not come to their end" in done.stdout
-    assert ["2", "4", "9.5", "14.0", "68"] in [line.split() for line in done.stdout.splitlines()]
+    assert yaml.safe_load(done.stdout) == {"timeout_base_s": 60, "timeout_per_node_s": 0}
+    assert "# not counted: 1 starts that did not complete" in done.stdout
+    assert "# for cluster=x: 2 x the longest start, and 60 s or more" in done.stdout
+    assert ["#", "2", "4", "9.5", "14.0", "60"] in [line.split() for line in done.stdout.splitlines()]
     assert not (runs.parent / "conf").exists()
-    told = json.loads(
-        hpcinit("timeouts", "fit", "--json", "--margin", "3", "train-0001", "train-0004", "train-0002").stdout
-    )
-    assert told["proposed"] == {"timeout_base_s": 60, "timeout_per_node_s": 6} and len(told["starts"]) == 12
+    told = json.loads(hpcinit("timeouts", "fit", "--json", "--factor", "10", "train-0001", "train-0004").stdout)
+    assert told["proposed"] == {"timeout_base_s": 120, "timeout_per_node_s": 15}  # 180 s for 4 nodes
+    assert told["factor"] == 10 and len(told["starts"]) == 8
+
+
+STARTS = st.dictionaries(
+    st.integers(1, 512), st.lists(st.floats(0.01, 2000), min_size=1, max_size=3), min_size=1, max_size=6
+)
+
+
+@given(STARTS, st.floats(1, 10))
+def test_every_start_that_was_seen_fits_into_the_timeout(starts: dict[int, list[float]], factor: float) -> None:
+    """Every number of nodes that was seen gets at least `factor` times its longest start, and more nodes get no less."""
+    law = fit.fit(fit.History(dict(sorted(starts.items())), 0, (), "x", 1e9), factor)
+    for nodes, waited in starts.items():
+        assert law.start_up(nodes).total_seconds() >= factor * max(waited) - 1e-6
+    assert law.per_node_s >= 0 and law.base_s >= 60
+
+
+def test_one_number_of_nodes_leaves_the_default_per_node() -> None:
+    """With one number of nodes there is no slope, so the default one is proposed."""
+    assert fit.fit(fit.History({8: [100.0]}, 0, (), "x", 3600), 2) == TimeoutLaw(200, 3.5, 3600)
 
 
 def test_it_is_written_into_the_users_file(hpcinit: Run, runs: Path, own: Path) -> None:
-    """--write puts it into a part of its own, again in its place; the user's lines stay, and jobs are under the new law."""
-    assert "conf/cluster/x.yaml: written" in hpcinit("timeouts", "fit", "--write").stdout
+    """--write replaces its own part of the file; the user's lines stay, and jobs get the new timeout."""
+    assert "conf/cluster/x.yaml: written" in hpcinit("timeouts", "fit", "--write", "--factor=9").stderr
     first = own.read_text()
-    assert first.startswith(OWN) and yaml.safe_load(first)["timeout_per_node_s"] == 4
-    assert "12 starts on 1, 2, 4 nodes until " in first and "at 95% confidence at most 33.9% exceed 1/2 of it" in first
-    hpcinit("timeouts", "fit", "--write", "--margin=5")
+    assert first.startswith(OWN) and yaml.safe_load(first)["timeout_base_s"] == 108
+    assert "12 starts on 1, 2, 4 nodes until " in first and ": 9 x the longest" in first
+    hpcinit("timeouts", "fit", "--write", "--factor=10")
     second = own.read_text()
     assert second.startswith(OWN) and second.count("timeout_per_node_s:") == 1
-    assert yaml.safe_load(second) == {**yaml.safe_load(OWN), "timeout_base_s": 60.0, "timeout_per_node_s": 10.0}
-    assert "min(3600, 60 + 10 x 4 nodes) = 100 s" in hpcinit("timeouts", "cluster=x", "nodes=4").stdout
+    assert yaml.safe_load(second) == {**yaml.safe_load(OWN), "timeout_base_s": 120.0, "timeout_per_node_s": 15.0}
+    assert "min(3600, 120 + 15 x 4 nodes) = 180 s" in hpcinit("timeouts", "cluster=x", "nodes=4").stdout
 
 
 def test_a_value_of_the_users_stays(hpcinit: Run, runs: Path, own: Path) -> None:
     """A coefficient that the user wrote by hand wins; the file says beside it what the runs say."""
     own.write_text(OWN + "timeout_base_s: 500\n")
     done = hpcinit("timeouts", "fit", "--write")
-    assert "written; yours stays: timeout_base_s" in done.stdout
+    assert "written; yours stays: timeout_base_s" in done.stderr
     assert "# timeout_base_s: yours wins; the runs say 60.0\n" in own.read_text()
     assert yaml.safe_load(own.read_text())["timeout_base_s"] == 500
 
 
-def test_too_little_is_said(hpcinit: Run, tmp_path: Path) -> None:
-    """One number of nodes, too few starts, two clusters, or no timeline: each is refused with what is lacking."""
+def test_unusable_histories_are_refused(hpcinit: Run, tmp_path: Path) -> None:
+    """Two clusters, a factor below 1, no complete start and no timeline: each is refused with what to do."""
     runs = tmp_path / "runs"
-    run_of(runs, "one-0001", 2, *[10.0] * 12)
-    done = hpcinit("timeouts", "fit")
-    assert done.returncode == 2 and "only starts on one number of nodes: 2 (12)" in done.stderr
     run_of(runs, "few-0001", 1, 10.0)
-    assert hpcinit("timeouts", "fit").returncode == 0  # 13 starts, of two numbers of nodes
-    done = hpcinit("timeouts", "fit", "one-0001", "few-0001", "--margin=0.5")
-    assert done.returncode == 2 and "--margin is 0.5, expected 1 or more" in done.stderr
+    done = hpcinit("timeouts", "fit", "--factor=0.5")
+    assert done.returncode == 2 and "--factor is 0.5, expected 1 or more" in done.stderr
     other = run_of(runs, "other-0001", 1, 10.0, cluster="y")
-    assert "these runs are of several clusters: " in hpcinit("timeouts", "fit").stderr
-    done = hpcinit("timeouts", "fit", "few-0001")
-    assert done.returncode == 2 and "only starts on one number of nodes: 1 (1)" in done.stderr
+    assert "these runs are of several clusters: x (few-0001), y" in hpcinit("timeouts", "fit").stderr
     for file in other.glob("timeline/*/*"):
         file.unlink()
-    assert "no timeline in other-0001: runs keep one" in hpcinit("timeouts", "fit", "other-0001").stderr
+    assert "no timeline in other-0001: runs write one" in hpcinit("timeouts", "fit", "other-0001").stderr
+    run_of(runs, "failed-0001", 1, 10.0, whole=False)
+    done = hpcinit("timeouts", "fit", "failed-0001")
+    assert done.returncode == 2 and "no start that completed" in done.stderr
 
 
 def test_a_cluster_that_is_not_the_users(hpcinit: Run, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whether the places that a job needs are there: Python, environment, image, and room for the run folder."""
+"""Whether the environment of the ranks is consistent and exists: modules, Python or an image; and the run folder."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from hpcinit.config import keys
 from hpcinit.config.schema import Config
-from hpcinit.facts import ownership
+from hpcinit.facts import ownership, quoting
 from hpcinit.facts.user_paths import expanded
 
 LEAST_MB = 16  # a run folder begins with some 20 kB; logs and error records come to it
 IMAGES = (".sif", ".sqsh", ".simg", ".img")
+INSTEAD = {"image": "container.image", "mounts": "container.mounts", "bind": "container.mounts", "pwd": "job.workdir"}
 
 
 def problems(config: Config) -> Iterator[str]:
-    """One message for each place that is not there, and for a runs_dir that cannot take a run folder."""
+    """Yield a message for each contradiction, each path that is missing and a runs_dir that cannot be used."""
+    yield from _consistent(config)
     # A dry run on a laptop sees nothing of the cluster's file systems.
     if config.check_paths and (config.cluster.engine == "local" or shutil.which("sbatch")):
         yield from _environment(config)
@@ -66,3 +69,48 @@ def _runs_dir(place: Path) -> Iterator[str]:
             f"runs_dir is {str(place)!r}, with {free} MB free, expected {LEAST_MB} MB or more: free some space or "
             "choose another runs_dir=..."
         )
+
+
+def _consistent(config: Config) -> Iterator[str]:
+    """Check that the environment is either modules with Python or an image, and that its options are valid."""
+    cluster, image = config.cluster, config.container.image
+    if cluster.venv and cluster.conda:
+        yield (
+            f"cluster.venv is {cluster.venv!r} and cluster.conda is {cluster.conda!r}, expected one of them: "
+            "cluster.venv=null or cluster.conda=null"
+        )
+    if image and cluster.container.runtime is None:
+        names = ", ".join(name for name in keys.choices("cluster.container.runtime") if name)
+        yield (
+            f"container.image is {image!r}, but how cluster {cluster.name} runs containers is not known: "
+            f"cluster.container.runtime=... expects one of: {names}"
+        )
+    if image and cluster.container.runtime == "pyxis" and cluster.engine == "local":
+        yield f"cluster.container.runtime is pyxis, an option of srun, and cluster {cluster.name} has none: apptainer"
+    yield from _mounts(config)
+    yield from _options(config)
+
+
+def _mounts(config: Config) -> Iterator[str]:
+    for key, mounts in (
+        ("cluster.container.mounts", config.cluster.container.mounts),
+        ("container.mounts", config.container.mounts),
+    ):
+        for mount in mounts:
+            parts = str(mount).split(":")
+            if not 2 <= len(parts) <= 3 or not all(part.startswith("/") for part in parts[:2]) or "," in str(mount):
+                yield f"{key} has {mount!r}, expected SRC:DST or SRC:DST:ro with two absolute paths and no comma"
+
+
+def _options(config: Config) -> Iterator[str]:
+    for key, options in (
+        ("cluster.container.options", config.cluster.container.options),
+        ("container.options", config.container.options),
+    ):
+        for name, value in options.items():
+            if name in INSTEAD:
+                yield f"{key}.{name}: use {INSTEAD[name]} instead"
+            elif not quoting.OPTION_NAME.fullmatch(str(name)):
+                yield f"{key} has {name!r}, expected the long name of an option without its dashes, as in rocm"
+            elif isinstance(value, (list, dict)):
+                yield f"{key}.{name} is {value!r}, expected one value"

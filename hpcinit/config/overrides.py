@@ -1,24 +1,22 @@
-"""Words of the command line that are no key=value, and what was probably meant by them."""
+"""The overrides of the command line: those that are no key=value, given twice or read by nothing."""
 
 from __future__ import annotations
 
 import re
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hpcinit.config import keys
-from hpcinit.config.extra_options import ELSEWHERE, OWNED, REASONS
+from hpcinit.config.slurm_options import ELSEWHERE, OWNED, REASONS, SAME_VALUE
 from hpcinit.facts.errors import ConfigError
 
 SHORT = {"N": "nodes", "p": "partition", "A": "account", "q": "qos", "c": "cpus-per-task", "t": "time",
          "J": "job-name", "n": "ntasks", "D": "chdir", "o": "output", "e": "error", "G": "gpus"}  # fmt: skip
-# Options of sbatch whose value means the same in our key; --time=1:00:00 and --mem=4G do not.
-SAME_VALUE = {"nodes", "partition", "account", "qos", "comment", "job-name", "ntasks-per-node", "cpus-per-task"}
-
+FREE = ("deepspeed.ds_config.", "deepspeed.optimizer_params.")  # tables that go to DeepSpeed whole, however deep
 WAITS = {"after", "after_ok"}  # whose values are jobs' ids, '4242_7' of an array among them
 
 
@@ -105,6 +103,39 @@ def repeated(overrides: Sequence[str]) -> Iterator[str]:
         if times > 1 and key:
             last = [override for override in overrides if _key(override) == key][-1]
             yield f"{key} is given {times} times; the last one counts: {last}"
+
+
+def unused(added: Sequence[str], document: Any, chosen: Mapping[str, str]) -> Iterator[str]:
+    """A warning for each +key that neither hpcinit nor any other key reads.
+
+    added: overrides with a plus. document: the config with its interpolations as written. chosen: group -> choice,
+    as +experiment=x is one.
+    """
+    written = [raw for _, raw in references(document)]
+    for override in added:
+        key = override.lstrip("+").partition("=")[0]
+        if key in chosen or keys.kind(key) is not None or key.startswith(("hydra", *FREE)):
+            continue
+        if not any(key in raw for raw in written):
+            near = keys.guess(key.rpartition(".")[2], keys.beside(key))
+            yield f"{override}: nothing reads {key}, neither hpcinit nor another key with ${{{key}}}{near}"
+
+
+def references(document: Any) -> Iterator[tuple[str, str]]:
+    """Every (key, text) whose text has an interpolation in it."""
+    return ((key, text) for key, text in texts(document) if "${" in text)
+
+
+def texts(document: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every (key, text) of a config as plain containers."""
+    if isinstance(document, dict):
+        for name, value in document.items():
+            yield from texts(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(document, list):
+        for at, value in enumerate(document):
+            yield from texts(value, f"{key}[{at}]")
+    elif isinstance(document, str):
+        yield key, document
 
 
 def with_ids_as_text(overrides: Sequence[str]) -> list[str]:
