@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from hpcinit.facts import beats, causes, hangs
 from hpcinit.facts import failure_kinds as kinds
 from hpcinit.facts.error_records import ErrorRecord
-from hpcinit.facts.evidence import Evidence, Verdict, brief
+from hpcinit.facts.evidence import Evidence, Verdict
 from hpcinit.facts.job_log import Cancelled, End
+from hpcinit.facts.ranges import brief
 
 MORE_TIME = (
     "more time (time_min=...), or several jobs one after the other that go on from the last checkpoint (chain=3); "

@@ -11,7 +11,6 @@ from hpcinit.facts.hangs import HangReport
 from hpcinit.facts.job_log import JobLog
 
 AGREE_S = 0.5  # clocks that differ by less are taken as one: a file may be written so late
-LONGEST = 240  # characters of an error in a headline
 
 
 @dataclass(frozen=True)
@@ -77,12 +76,3 @@ def clocks(differences: Iterable[tuple[str, float]]) -> dict[str, float]:
     for host, difference in differences:
         found[host] = min(difference, found.get(host, difference))
     return found if found and max(found.values()) - min(found.values()) > AGREE_S else {}
-
-
-def brief(error: str) -> str:
-    """One line of an error, without our own module's name before it."""
-    lines = [line.strip() for line in error.splitlines() if line.strip()] or [""]
-    # A SyntaxError begins with the place: File "train.py", line 1
-    line = lines[-1] if lines[0].startswith('File "') else lines[0]
-    line = line.removeprefix("hpcinit.facts.errors.")
-    return line if len(line) <= LONGEST else f"{line[:LONGEST]} ..."

@@ -9,9 +9,9 @@ from dataclasses import replace
 from hpcinit.facts import causes, endings
 from hpcinit.facts import failure_kinds as kinds
 from hpcinit.facts.error_records import ErrorRecord, Found
-from hpcinit.facts.evidence import AGREE_S, Evidence, Verdict, brief
+from hpcinit.facts.evidence import AGREE_S, Evidence, Verdict
 from hpcinit.facts.job_log import End, JobLog
-from hpcinit.facts.ranges import ranges
+from hpcinit.facts.ranges import brief, ranges
 
 
 def judge(evidence: Evidence) -> Verdict:

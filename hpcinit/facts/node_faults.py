@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from hpcinit.facts import causes
-from hpcinit.facts.evidence import Evidence, brief
+from hpcinit.facts.evidence import Evidence
+from hpcinit.facts.ranges import brief
 
 NODE_FAIL, NO_BEATS, UNREACHABLE = "NODE_FAIL", "no beats", "slurmd unreachable"
 # https://docs.nvidia.com/deploy/xid-errors: those where the GPU or its links are at fault. Not 13, 31, 43 and 45, which

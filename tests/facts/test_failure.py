@@ -14,10 +14,11 @@ import pytest
 from hpcinit.facts import causes, error_records, hangs, job_log
 from hpcinit.facts.beats import STOPPED
 from hpcinit.facts.error_records import ErrorRecord, Found
-from hpcinit.facts.evidence import Evidence, brief, clocks
+from hpcinit.facts.evidence import Evidence, clocks
 from hpcinit.facts.failure import judge
 from hpcinit.facts.hang_verdict import Culprit, HangVerdict
 from hpcinit.facts.hangs import ELSEWHERE, HangReport, StuckRank, Waiting
+from hpcinit.facts.ranges import brief
 from tests.facts.test_job_log import KILLED, LIMIT, LOST, OOM
 
 # As torch 2.13 with gloo writes it.

@@ -14,8 +14,8 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from hpcinit.facts import causes, elastic, error_records, job_log, reports, runfolder, signals, timeline
 from hpcinit.facts.elastic import Restart
-from hpcinit.facts.evidence import brief
 from hpcinit.facts.launchers.torchrun import ENV_AGENT
+from hpcinit.facts.ranges import brief
 from hpcinit.facts.saying import say
 from hpcinit.facts.spec import Spec
 from hpcinit.facts.timeouts import left_of_job
