@@ -17,7 +17,7 @@ import pytest
 
 from hpcinit.facts import ports
 from hpcinit.facts.world import World
-from hpcinit.runtime import nonce
+from hpcinit.runtime import nonce, process_state
 from tests.minislurm import MiniSlurm
 from tests.runtime.test_meeting import HERE, free_ports
 from tests.runtime.test_rendezvous_attacks import IMPOSTOR, ROOT, another_process, needs_root
@@ -37,7 +37,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv(nonce.ENV_NONCE, "")
-    monkeypatch.setattr(nonce, "_file", None)
+    monkeypatch.setattr(process_state.state, "nonce_file", None)
     yield tmp_path
     nonce.remove()
 
