@@ -1,4 +1,4 @@
-"""How the tests are shared out among pytest-xdist's workers (`pytest -n 3`, which `make test` asks for).
+"""How the tests are shared out among pytest-xdist's workers (`pytest -n 6`, which `make test` asks for).
 
 A file's tests stay together, since its module fixtures (a cluster, eight ranks' checkpoint) are dear; only those in
 APART, which take long and share nothing, go one by one. DEAR is begun first: no worker is to sit with a long one at
