@@ -21,6 +21,7 @@ pytest_plugins = [
     "tests.workers",
     "tests.left_behind",
     "tests.unmeasured",
+    "tests.cost",
 ]
 # `make test-horovod` has an environment with it; in the daily run its build would take as long as all the tests.
 collect_ignore = [] if importlib.util.find_spec("horovod") else ["systems/test_horovod.py"]

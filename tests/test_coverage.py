@@ -1,4 +1,4 @@
-"""What `make test` counts: also what runs in processes that a test starts, and those end with os._exit."""
+"""What `make coverage` counts: also what runs in processes that a test starts, and those end with os._exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the tests are shared out among pytest-xdist's workers (`pytest -n 3`, which `make test` asks for).
+"""How the tests are shared out among pytest-xdist's workers (`pytest -n 6`, which `make test` asks for).
 
 A file's tests stay together, since its module fixtures (a cluster, eight ranks' checkpoint) are dear; only those in
 APART, which take long and share nothing, go one by one. DEAR is begun first: no worker is to sit with a long one at
@@ -15,29 +15,43 @@ import pytest
 if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
 
-# Files of minutes, those with the longest single tests first. From --durations of three workers on a machine that had
-# others' work as well, so only the order is to be believed; a name that is missing costs minutes, never a test.
+# Files of minutes, those with the most wall and processor time first. From `pytest --cost` on a machine that had others'
+# work as well, so only the order is to be believed; a name that is missing costs minutes, never a test.
 DEAR = (
     "tests/submission/test_restart_training.py",
+    "tests/runtime/test_checkpoint.py",
+    "tests/runtime/test_loader_workers.py",
+    "tests/submission/test_chain.py",
     "tests/test_equivalence.py",
     "tests/chaos/test_chaos.py",
-    "tests/submission/test_chain.py",
-    "tests/runtime/test_checkpoint.py",
-    "tests/observe/test_why.py",
-    "tests/submission/test_exactly_once.py",
-    "tests/test_faults.py",
     "tests/runtime/test_bringup.py",
-    "tests/submission/test_bad_nodes.py",
+    "tests/runtime/test_heartbeat.py",
+    "tests/runtime/test_checkpoint_slow.py",
+    "tests/observe/test_why.py",
+    "tests/submission/test_hostile.py",
+    "tests/submission/test_resubmit.py",
+    "tests/submission/test_submit.py",
+    "tests/runtime/test_checkpoint_writers.py",
     "tests/submission/test_snapshot.py",
+    "tests/submission/test_bad_nodes.py",
+    "tests/test_faults.py",
+    "tests/submission/test_search.py",
+    "tests/submission/test_sweep.py",
+    "tests/submission/test_exactly_once.py",
     "tests/test_main_job.py",
+    "tests/submission/test_step_options.py",
     "tests/submission/test_secrets.py",
     "tests/submission/test_once.py",
+    "tests/submission/test_restart.py",
+    "tests/submission/test_to_local.py",
     "tests/observe/test_state.py",
     "tests/test_cli.py",
     "tests/submission/test_ask.py",
+    "tests/runtime/test_mesh.py",
     "tests/test_train_gpt.py",
     "tests/runtime/test_devices.py",
     "tests/test_world_command.py",
+    "tests/runtime/test_full_disks.py",
     "tests/runtime/test_program.py",
     "tests/discover/test_discover.py",
     "tests/test_minislurm.py",

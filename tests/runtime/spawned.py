@@ -11,6 +11,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.runtime import warm
+from tests.unmeasured import VARIABLE
+
 # To stand before the code of ranks that use DeepSpeed: its kernel for shared memory takes a minute to compile.
 DEEPSPEED = "import deepspeed\ndeepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n"
 PATIENCE_S = 120  # for the imports of torch on a busy machine
@@ -24,12 +27,16 @@ def free_port() -> int:
 class Rank:
     """A process that runs `code`, its stdout and stderr together in a file."""
 
-    def __init__(self, code: str, log: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, code: str, log: Path, env: Mapping[str, str], fresh: bool = False) -> None:
         self._log = log
-        with log.open("w") as stream:
+        code, env = textwrap.dedent(code), {**os.environ, **env}
+        with log.open("wb") as stream:
+            if not fresh and VARIABLE not in env:  # coverage.py counts a process that it has seen start
+                self.process: subprocess.Popen[bytes] = warm.fork(code, env, stream)
+                return
             self.process = subprocess.Popen(
-                [sys.executable, "-u", "-c", textwrap.dedent(code)],
-                env={**os.environ, **env},
+                [sys.executable, "-u", "-c", code],
+                env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
@@ -42,14 +49,17 @@ class Rank:
 
 
 @contextmanager
-def ranks(code: str, number: int, folder: Path, **env: str) -> Iterator[list[Rank]]:
-    """`number` ranks of one job on this machine; what is left of them at the end is killed."""
+def ranks(code: str, number: int, folder: Path, *, fresh: bool = False, **env: str) -> Iterator[list[Rank]]:
+    """Start `number` ranks of one job on this machine, and kill what is left of them at the end.
+
+    They are forked from a process that has imported torch (tests/runtime/warm.py). `fresh=True` starts a new Python for each.
+    """
     where = {"HPCINIT_LAUNCHER": "env", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     found: list[Rank] = []
     try:
         for rank in range(number):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(number)}
-            found.append(Rank(code, folder / f"rank-{rank}.log", {**where, **place, **env}))
+            found.append(Rank(code, folder / f"rank-{rank}.log", {**where, **place, **env}, fresh))
         yield found
     finally:
         for rank_ in found:

@@ -42,7 +42,7 @@ def test_compiled_blocks_train_as_others(tmp_path: Path, checkpointing: str) -> 
     activation_checkpointing=full too."""
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     code = COMPILED.replace("CHECKPOINTING", repr(checkpointing))
-    with ranks(BEGIN + code, 1, tmp_path, **environment) as (rank,):
+    with ranks(BEGIN + code, 1, tmp_path, **environment, fresh=True) as (rank,):
         status, output = rank.end()
     assert status == 0, output
     (*plain, first, second), graphs, ok = json.loads(output.splitlines()[-1])
@@ -72,7 +72,7 @@ with hpcinit.session() as run:
 def test_blocks_that_are_torchs_own_are_compiled(tmp_path: Path) -> None:
     """nn.TransformerEncoderLayer as it is, of which its compile() compiles nothing, is compiled and trains as before."""
     code = "import torch._dynamo\ntorch.compile = __import__('functools').partial(torch.compile, backend='eager')\n"
-    with ranks(code + BEGIN + BARE, 1, tmp_path) as (rank,):
+    with ranks(code + BEGIN + BARE, 1, tmp_path, fresh=True) as (rank,):
         status, output = rank.end()
     assert status == 0, output
     (*plain, first, second), graphs, same_names = json.loads(output.splitlines()[-1])

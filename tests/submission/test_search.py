@@ -20,6 +20,7 @@ from hpcinit.submission import search
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import submit
+from tests.waiting import until
 
 # Its minimum is 0 at x = 1; the trial with number $FAILS fails, and that with number $SILENT says nothing.
 PROGRAM = """
@@ -153,10 +154,7 @@ def test_ctrl_c_in_a_batch(tmp_path: Path) -> None:
     """The search ends with 130, says that the run goes on, and after how many trials it ended."""
     line = [sys.executable, "-m", "hpcinit", "submit", *OPTUNA, "+x=interval(0.0,1.0)", "name=q", "--", "sleep", "60"]
     process = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    end = time.monotonic() + 60
-    while not (tmp_path / "runs/q-0001/exit.json").exists():
-        assert time.monotonic() < end
-        time.sleep(0.2)
+    until((tmp_path / "runs/q-0001/exit.json").exists)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     subprocess.run([sys.executable, "-m", "hpcinit", "cancel", "q-0001"], cwd=tmp_path, check=True, capture_output=True)
