@@ -23,7 +23,7 @@ CHECK_WORKERS ?= 2
 CHECKED := tests/facts tests/config tests/docs tests/discover tests/doctor \
 	$(addprefix tests/submission/test_,$(addsuffix .py,environment folder packing plan provenance script syntax)) \
 	$(addprefix tests/test_,$(addsuffix .py,cli completion decoding imports local_environment package readme security_page workers)) \
-	$(addprefix --deselect=tests/facts/test_memory.py::test_,the_formulas_are_what_real_ranks_hold the_backward_pass_stays_below_the_estimate)
+	$(addprefix --deselect=tests/records/test_memory.py::test_,the_formulas_are_what_real_ranks_hold the_backward_pass_stays_below_the_estimate)
 
 # Lines of hpcinit that the tests reach, in percent, in processes that they start too: docs/decisions/0028-coverage.md.
 # Without root (no Slurm) and with a part of the tests (TESTS=..., PYTEST=...) there is no floor.
@@ -113,7 +113,7 @@ test-horovod: $(VENV)/horovod/made
 # 200 submissions while the controller is killed 50 times (`make test` has 40 and 10); some minutes, root.
 .PHONY: test-exactly-once
 test-exactly-once: $(VENV)/dev slurm
-	HPCINIT_EXACTLY_ONCE=200,50 $(BIN)/python -m pytest -s tests/submission/test_exactly_once.py $(PYTEST)
+	HPCINIT_EXACTLY_ONCE=200,50 $(BIN)/python -m pytest -s tests/slurm/test_exactly_once.py $(PYTEST)
 
 # 64 nodes, each with a rank; some minutes on a quiet machine, 12 GB of memory. Root.
 .PHONY: scale

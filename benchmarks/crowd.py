@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
-from hpcinit.runtime.meeting import card, knocking, listening, visit, wire
+from hpcinit.rendezvous import fingerprint, protocol, rendezvous_client, server
 
 HERE = "127.0.0.1"
 MADE_OF = {"python": "3.11.7", "hpcinit": "0.1.0", "torch": "2.13.0", "commit": "0" * 40, "run": "/runs/train-0001"}
@@ -72,14 +72,14 @@ def text(value: str) -> bytes:
 
 def to_the_door(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Talk:
     """As visit.Visit does it: who has no answer comes again a moment later, and listens for longer."""
-    patience_s, pause_s = knocking.KNOCK_S, visit.FIRST_PAUSE_S
-    longest_s = visit.LAST_PAUSE_S * max(1.0, told["world_size"] / visit.KNOCKING_RANKS)
+    patience_s, pause_s = rendezvous_client.CONNECT_S, rendezvous_client.FIRST_PAUSE_S
+    longest_s = rendezvous_client.LAST_PAUSE_S * max(1.0, told["world_size"] / rendezvous_client.CONNECTING_RANKS)
     while True:
         try:
             yield from _knock(told["port"], rank, time.monotonic() + patience_s)
             break
         except NoAnswer:
-            patience_s = min(visit.LONGEST_SILENCE_S, 2 * patience_s)
+            patience_s = min(rendezvous_client.LONGEST_SILENCE_S, 2 * patience_s)
             yield Until(time.monotonic() + pause_s * random.uniform(0.5, 1.5))
             pause_s = min(longest_s, pause_s * 1.5)
     mark("joined")
@@ -87,34 +87,34 @@ def to_the_door(told: dict[str, Any], rank: int, mark: Callable[[str], None]) ->
 
 def _knock(port: int, rank: int, until: float) -> Talk:
     yield Connect(port)
-    mine = wire.challenge()
-    yield wire.encode({"hello": wire.GREETING, "job": JOB, "challenge": mine})
+    mine = protocol.challenge()
+    yield protocol.encode({"hello": protocol.GREETING, "job": JOB, "challenge": mine})
     answer = yield Line(until)
-    assert wire.same(answer["proof"], wire.proof(KEY, "door", mine, JOB))
-    proof = wire.proof(KEY, "guest", answer["challenge"], str(rank))
-    yield wire.encode({"rank": rank, "proof": proof, "made_of": MADE_OF, **card.identity()})
+    assert protocol.same(answer["proof"], protocol.proof(KEY, "door", mine, JOB))
+    proof = protocol.proof(KEY, "guest", answer["challenge"], str(rank))
+    yield protocol.encode({"rank": rank, "proof": proof, "made_of": MADE_OF, **fingerprint.identity()})
     answer = yield Line()
     assert "welcome" in answer, answer
 
 
 def meeting(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Talk:
     """Join, wait for all, hear of the store; with store=true also reach it; up."""
-    yield Until(told["begin"] + visit.spread_s(told["world_size"]))
+    yield Until(told["begin"] + rendezvous_client.spread_s(told["world_size"]))
     yield from to_the_door(told, rank, mark)
-    yield wire.encode({"phase": "imported"})
+    yield protocol.encode({"phase": "imported"})
     message: dict[str, Any] = {}
     while "store" not in message:
         message = yield Line()
     mark("barrier")
     if told["store"]:
-        yield Until(time.monotonic() + visit.spread_s(told["world_size"]))
+        yield Until(time.monotonic() + rendezvous_client.spread_s(told["world_size"]))
         yield Connect(message["store"])
         yield HELLO
         yield Bytes(4)
         mark("store")
         yield Connect(0)  # back to the door
-    yield wire.encode({"phase": "joined"})
-    yield wire.encode({"phase": "up"})
+    yield protocol.encode({"phase": "joined"})
+    yield protocol.encode({"phase": "up"})
     while "closed" not in message:
         message = yield Line()
     mark("up")
@@ -122,10 +122,10 @@ def meeting(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Tal
 
 def missing(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Talk:
     """Join, and ask at the deadline who has not."""
-    yield Until(told["begin"] + visit.spread_s(told["world_size"]))
+    yield Until(told["begin"] + rendezvous_client.spread_s(told["world_size"]))
     yield from to_the_door(told, rank, mark)
     yield Until(told["deadline"])
-    yield wire.encode({"who": "started"})
+    yield protocol.encode({"who": "started"})
     message: dict[str, Any] = {}
     while "missing" not in message:
         message = yield Line()
@@ -166,7 +166,7 @@ class Client:
         self.steps = self.again = 0
         self.sockets: list[socket.socket] = []
         self.socket: socket.socket
-        self.lines, self.messages, self.bytes = wire.Lines(), [], b""
+        self.lines, self.messages, self.bytes = protocol.Lines(), [], b""
         self.said = self.heard = 0
 
     def connect(self) -> None:
@@ -174,7 +174,7 @@ class Client:
         self.socket.setblocking(False)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sockets.append(self.socket)
-        self.lines, self.messages, self.bytes = wire.Lines(), [], b""
+        self.lines, self.messages, self.bytes = protocol.Lines(), [], b""
         assert isinstance(self.wants, Connect)
         assert self.socket.connect_ex((HERE, self.wants.port)) in {0, errno.EINPROGRESS}
 
@@ -276,7 +276,7 @@ def main() -> None:
     print("ready", flush=True)
     told = json.loads(sys.stdin.readline())
     first, last = told["ranks"]
-    listening.allow_many_files(last - first)
+    server.allow_many_files(last - first)
     marks: dict[str, float] = {}
 
     def mark(name: str) -> None:

@@ -39,9 +39,9 @@ from typing import Any
 
 from benchmarks.launching import slow_files
 from hpcinit.config.compose import compose
-from hpcinit.submission import launching
-from hpcinit.submission.for_job import make_spec
-from hpcinit.submission.run_path import RunPath
+from hpcinit.submit import srun_step
+from hpcinit.submit.job_environment import make_spec
+from hpcinit.submit.run_path import RunPath
 from tests.minislurm import MiniSlurm
 
 ROOT = Path(__file__).parent.parent
@@ -81,7 +81,7 @@ def _hpcinit(kind: str) -> Callable[[Place], str]:
         for below in ("logs", "errors"):
             (place.folder / below).mkdir()
         (place.folder / "spec.json").write_text(make_spec(config, ROOT).to_json())
-        return launching.step(config, RunPath(place.folder), ROOT)
+        return srun_step.srun_step_line(config, RunPath(place.folder), ROOT)
 
     return command
 

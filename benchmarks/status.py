@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 
 from hpcinit.slurm.queue import FORMAT
-from hpcinit.submission import folder
+from hpcinit.submit import folder
 from tests.minislurm import MiniSlurm
 
 STATUS = [sys.executable, "-m", "hpcinit", "status"]

@@ -14,7 +14,7 @@ The ways take turns in every round:
 
 CPU and memory are rank 0's alone: wall time is shared with the ranks, which take more of this machine's cores than
 rank 0 does. Two more ways by --ways: `busy` is `meeting` while rank 0's program computes, and `slow` the same with the
-5 ms that Python lets a thread wait by itself (runtime/meeting/turns.py).
+5 ms that Python lets a thread wait by itself (rendezvous/connections.py).
 
 torch's store asks for the host name of each peer, one after the other in its only thread. As root, rank 0 finds names
 in /etc/hosts alone, at once; --dns: as this machine finds them.
@@ -40,10 +40,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks import crowd, laws
-from hpcinit.facts import ports
-from hpcinit.facts.world import World
-from hpcinit.runtime.meeting import listening, turns
-from hpcinit.runtime.meeting.door import Door
+from hpcinit.rendezvous import connections, server
+from hpcinit.rendezvous.server import RendezvousServer
+from hpcinit.world import World, network
 
 ABSENT = 3  # ranks that never come, of `missing`
 AHEAD_S = 1.0  # how long before it begins a round is announced
@@ -59,7 +58,7 @@ def rank_0(way: str, world_size: int) -> None:
     """Says its port, serves, and says what it took, each as a line of JSON."""
     if way in {"plain", "both"}:
         import torch.distributed  # noqa: F401, PLC0415
-    listening.allow_many_files(world_size)
+    server.allow_many_files(world_size)
     if way == "plain":
         _plain(world_size)
     else:
@@ -79,7 +78,7 @@ def _plain(world_size: int) -> None:
     from torch.distributed import TCPStore  # noqa: PLC0415
     from torch.distributed.distributed_c10d import _store_based_barrier  # noqa: PLC0415
 
-    port = ports.candidates(str(os.getpid()))[0]
+    port = network.candidate_ports(str(os.getpid()))[0]
     before, timeout = _usage(), datetime.timedelta(seconds=LATEST_S)
     threading.Thread(target=lambda: (time.sleep(AHEAD_S / 2), _say(port=port)), daemon=True).start()
     store = TCPStore(crowd.HERE, port, world_size, True, timeout, wait_for_workers=True)
@@ -95,13 +94,13 @@ def _done(before: Mapping[str, float]) -> None:
 
 
 def _door(way: str, world_size: int) -> None:
-    candidates = ports.candidates(str(os.getpid()))
+    candidates = network.candidate_ports(str(os.getpid()))
     hosts = tuple(f"n{number}" for number in range(world_size))
     world = World("slurm", 0, world_size, 0, 1, 0, hosts, crowd.HERE, candidates, "77.0.0")
     if way == "slow":
-        turns.QUICK_S = 0.005  # Python's own
+        connections.QUICK_S = 0.005  # Python's own
     before = _usage()
-    door = Door(world, crowd.HERE, crowd.KEY, crowd.JOB, crowd.MADE_OF)
+    door = RendezvousServer(world, crowd.HERE, crowd.KEY, crowd.JOB, crowd.MADE_OF)
     _say(port=door.port)
     deadline = time.monotonic() + LATEST_S
     if way == "missing":
@@ -112,7 +111,7 @@ def _door(way: str, world_size: int) -> None:
         door.offer_store(1)
     door.tell("imported")
     if way == "both":
-        from hpcinit.runtime.store import open_store  # noqa: PLC0415
+        from hpcinit.rendezvous.store import open_store  # noqa: PLC0415
 
         held = open_store(world, door, deadline)  # noqa: F841
     elif way != "missing":
@@ -125,7 +124,7 @@ def _door(way: str, world_size: int) -> None:
     _done(before)
 
 
-def _miss(door: Door) -> None:
+def _miss(door: RendezvousServer) -> None:
     """Until the deadline that the parent tells, then to its end."""
     deadline = float(sys.stdin.readline())
     while time.monotonic() < deadline:

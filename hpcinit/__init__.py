@@ -15,29 +15,29 @@ import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-BEGAN = (time.time(), time.monotonic(), os.getpid())  # of this process: runtime/moments.py
+BEGAN = (time.time(), time.monotonic(), os.getpid())  # of this process: rendezvous/startup_events.py
 
 if TYPE_CHECKING:
-    from hpcinit.facts.errors import HpcinitError
-    from hpcinit.facts.layout import Layout
-    from hpcinit.facts.spec import Precision, Samples, Training
-    from hpcinit.facts.world import World
+    from hpcinit.base.errors import HpcinitError
+    from hpcinit.records.layout import Layout
+    from hpcinit.records.spec import Precision, Samples, Training
     from hpcinit.runtime.bringup import init, session, shutdown
-    from hpcinit.runtime.groups import side_group
     from hpcinit.runtime.runtime import Runtime
+    from hpcinit.runtime.side_groups import side_group
+    from hpcinit.world import World
 
 _PUBLIC = {
     "init": "hpcinit.runtime.bringup",
     "shutdown": "hpcinit.runtime.bringup",
     "session": "hpcinit.runtime.bringup",
-    "side_group": "hpcinit.runtime.groups",
+    "side_group": "hpcinit.runtime.side_groups",
     "Runtime": "hpcinit.runtime.runtime",
-    "Layout": "hpcinit.facts.layout",
-    "Precision": "hpcinit.facts.spec",
-    "Samples": "hpcinit.facts.spec",
-    "Training": "hpcinit.facts.spec",
-    "World": "hpcinit.facts.world",
-    "HpcinitError": "hpcinit.facts.errors",
+    "Layout": "hpcinit.records.layout",
+    "Precision": "hpcinit.records.spec",
+    "Samples": "hpcinit.records.spec",
+    "Training": "hpcinit.records.spec",
+    "World": "hpcinit.world",
+    "HpcinitError": "hpcinit.base.errors",
 }
 
 __all__ = [

@@ -1,5 +1,5 @@
 import sys
 
-from hpcinit.cli import entry
+from hpcinit.cli.main import entry
 
 sys.exit(entry())

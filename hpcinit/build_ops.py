@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import deepspeed_config, deepspeed_ops, telling
-from hpcinit.facts.errors import RequestError
-from hpcinit.facts.versions import installed
+from hpcinit.base import console
+from hpcinit.base.errors import RequestError
+from hpcinit.base.versions import installed
+from hpcinit.deepspeed import deepspeed_config, deepspeed_ops
 from hpcinit.runtime import ops
 
 
 def main(argv: Sequence[str]) -> int:
-    given = telling.parsed(parser(), list(argv))
+    given = console.parse_arguments(parser(), list(argv))
     if not installed("deepspeed"):
         raise RequestError("DeepSpeed is not installed in this environment: install hpcinit[deepspeed]")
     if not given.ops and not given.ds_config and not given.overrides:
@@ -58,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--ds-config", type=Path, help="a JSON file: what it needs")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
     parser.add_argument("--into", help="another folder; jobs find it with TORCH_EXTENSIONS_DIR")
-    return telling.options(parser)
+    return console.add_verbosity_options(parser)
 
 
 def _device() -> str:

@@ -12,38 +12,40 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcinit.cli import guarded
-from hpcinit.facts import launchers, runfolder
-from hpcinit.facts.errors import RequestError
-from hpcinit.facts.saying import say
-from hpcinit.facts.spec import Spec
-from hpcinit.facts.timeouts import check_clock
-from hpcinit.facts.world import World
+from hpcinit.base.console import say
+from hpcinit.base.errors import RequestError
+from hpcinit.cli.main import guarded
+from hpcinit.records import run_folder
+from hpcinit.records.spec import Spec
+from hpcinit.records.startup_timeout import check_clock
 from hpcinit.run import enter
+from hpcinit.world import World, launchers
 
 
 def main(argv: Sequence[str]) -> int:
     if len(argv) != 1 or not argv[0].endswith(".json"):
-        raise RequestError(f"expected a run folder's {runfolder.SPEC} and nothing else: python -m hpcinit.elastic SPEC")
+        raise RequestError(
+            f"expected a run folder's {run_folder.SPEC} and nothing else: python -m hpcinit.elastic SPEC"
+        )
     if importlib.util.find_spec("torch") is None:
         raise RequestError(f"launch=torchrun needs torch, and {sys.executable} on {os.uname().nodename} lacks it")
-    from hpcinit.runtime.elastic import signals  # noqa: PLC0415 - after the check, since the room needs torch
+    from hpcinit.launch.torchrun import agent_signals  # noqa: PLC0415 - after the check, since the room needs torch
 
-    came = signals.Signals()  # before torch starts threads: they inherit what is blocked
+    came = agent_signals.Signals()  # before torch starts threads: they inherit what is blocked
     path = Path(argv[0]).absolute()
     spec = enter(argv[0])
     if doubt := check_clock(os.environ, time.time()):
         say(doubt)
     agents = launchers.read(os.environ)
     _refuse_another_size(spec, agents, path)
-    from hpcinit.runtime.elastic import run  # noqa: PLC0415 - imports torch
+    from hpcinit.launch.torchrun import torchrun_job  # noqa: PLC0415 - imports torch
 
-    return run.run(spec, path, agents, came)
+    return torchrun_job.run(spec, path, agents, came)
 
 
 def _refuse_another_size(spec: Spec, agents: World, path: Path) -> None:
     if agents.world_size != spec.nodes or agents.local_world_size != 1:
-        script = path.parent / runfolder.SCRIPT
+        script = path.parent / run_folder.SCRIPT
         raise RequestError(
             f"{path} is of {spec.nodes} nodes, and {agents.launcher} started {agents.world_size} agents on "
             f"{agents.nodes} nodes; expected one on each: {script} starts them so"

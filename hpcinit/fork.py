@@ -13,16 +13,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcinit import run
-from hpcinit.cli import guarded
-from hpcinit.facts import forked, runfolder, safeguards, signals
-from hpcinit.facts.errors import HpcinitError, RequestError
-from hpcinit.facts.launchers import slurm
-from hpcinit.facts.saying import say
-from hpcinit.facts.spec import Spec
-from hpcinit.facts.timeouts import check_clock
-from hpcinit.runtime.fork import binding, child, preload, process, unborn
-from hpcinit.runtime.fork.family import Family, end_as
-from hpcinit.runtime.fork.witness import Witness
+from hpcinit.base import signals
+from hpcinit.base.console import say
+from hpcinit.base.errors import HpcinitError, RequestError
+from hpcinit.cli.main import guarded
+from hpcinit.launch import fork_child, fork_server, preload, process_title, rank_binding
+from hpcinit.launch.fork_server import ForkSupervisor, end_as
+from hpcinit.launch.signal_monitor import SignalMonitor
+from hpcinit.records import run_folder, safeguards
+from hpcinit.records.spec import Spec
+from hpcinit.records.startup_timeout import check_clock
+from hpcinit.world import forked
+from hpcinit.world.launchers import slurm_step
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,31 +32,31 @@ def main(argv: Sequence[str]) -> int:
         print(__doc__)
         return 0 if argv else 2
     if len(argv) > 1:
-        raise RequestError(f"{' '.join(argv)}: expected SPEC alone, a run folder's {runfolder.SPEC}")
+        raise RequestError(f"{' '.join(argv)}: expected SPEC alone, a run folder's {run_folder.SPEC}")
     spec = run.enter(argv[0])
     if doubt := check_clock(os.environ, time.time()):
         say(doubt)
-    here, folder = forked.node(os.environ, spec.nodes, spec.ranks_per_node), Path(os.environ[runfolder.ENV_FOLDER])
+    here, folder = forked.node(os.environ, spec.nodes, spec.ranks_per_node), Path(os.environ[run_folder.ENV_FOLDER])
     if spec.stop.signal:  # it waits until there are ranks that hear it
         signals.block([signal.Signals[f"SIG{spec.stop.signal}"]])
-    witness = Witness()
+    witness = SignalMonitor()
     # As hpcinit.run: before torch is imported.
-    protected = safeguards.apply(os.environ, folder, slurm.identity(os.environ))
+    protected = safeguards.apply(os.environ, folder, slurm_step.identity(os.environ))
     cpus = _shares(spec)
     if cpus is not None:  # what counts CPUs when it is imported (OpenMP, BLAS) counts a rank's
-        binding.apply(cpus[0])
-    process.call_this(f"hpcinit: parent of {spec.ranks_per_node} ranks, {spec.name}")
+        rank_binding.apply(cpus[0])
+    process_title.call_this(f"hpcinit: parent of {spec.ranks_per_node} ranks, {spec.name}")
     _look_where_the_program_does(spec)
-    unborn.announce(here, spec, folder)
+    fork_server.announce_prefork(here, spec, folder)
     try:
         imported = preload.load(spec.launch.preload)
     except HpcinitError as error:
-        unborn.fail(here, spec, folder, error)
+        fork_server.fail_prefork(here, spec, folder, error)
         raise
     if imported and here.rank == 0:
         say(imported)
-    family = Family(here, spec.launch, folder, witness)
-    rank = family.fork(lambda local, parent: child.become(here, spec, folder, local, parent, cpus))
+    family = ForkSupervisor(here, spec.launch, folder, witness)
+    rank = family.fork(lambda local, parent: fork_child.become_child(here, spec, folder, local, parent, cpus))
     if rank is None:
         return end_as(family.wait())
     return run.become_rank(argv, spec, protected)
@@ -63,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 def _shares(spec: Spec) -> list[set[int]] | None:
     if not hasattr(os, "sched_getaffinity"):
         return None
-    return binding.cpus(spec.launch, spec.ranks_per_node, os.sched_getaffinity(0), os.environ)
+    return rank_binding.cpus(spec.launch, spec.ranks_per_node, os.sched_getaffinity(0), os.environ)
 
 
 def _look_where_the_program_does(spec: Spec) -> None:

@@ -1,6 +1,6 @@
 """Slurm's nodelists in pure Python: the public names of `hpcinit.slurm.nodelist`."""
 
-from hpcinit.facts.errors import NodelistError
+from hpcinit.base.errors import NodelistError
 from hpcinit.slurm.nodelist import MAX_HOSTS, compress, expand, expand_counts, first
 
 __all__ = ["MAX_HOSTS", "NodelistError", "compress", "expand", "expand_counts", "first"]

@@ -13,21 +13,23 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hpcinit.cli import guarded
-from hpcinit.facts import launchers, open_files, ownership, rank_log, runfolder, safeguards
-from hpcinit.facts.errors import RequestError
-from hpcinit.facts.saying import say
-from hpcinit.facts.spec import Program, Spec, load, of_this_run
-from hpcinit.facts.timeouts import check_clock
-from hpcinit.facts.world import World
-from hpcinit.runtime import interpreter_exit, moments, orphans, program
+from hpcinit.base import process_limits, safe_files
+from hpcinit.base.console import say
+from hpcinit.base.errors import RequestError
+from hpcinit.cli.main import guarded
+from hpcinit.records import rank_log, run_folder, safeguards
+from hpcinit.records.spec import Program, Spec, load, of_this_run
+from hpcinit.records.startup_timeout import check_clock
+from hpcinit.rendezvous import startup_events
+from hpcinit.runtime import interpreter_exit, program
+from hpcinit.world import World, launchers
 
 # What lies beside the spec and could be taken for it.
-NOT_SPECS = {runfolder.PROVENANCE, runfolder.SUBMISSION, runfolder.EXIT, runfolder.PROGRESS}
+NOT_SPECS = {run_folder.PROVENANCE, run_folder.SUBMISSION, run_folder.EXIT, run_folder.PROGRESS}
 
 
 def main(argv: Sequence[str]) -> int:
-    orphans.die_with_parent()
+    process_limits.die_with_parent()
     if not argv or argv[0] in {"-h", "--help"}:
         print(__doc__)
         return 0 if argv else 2
@@ -48,14 +50,14 @@ def become_rank(argv: Sequence[str], spec: Spec | None, protected: tuple[str, ..
     rank_log.protect()
     what = spec.program if spec else _program(list(argv))
     world = launchers.read(os.environ)
-    open_files.allow(world.world_size)
+    process_limits.raise_open_files_limit(world.world_size)
     if doubt := check_clock(os.environ, time.time()):
         say(doubt)
     if world.rank == 0:
         for warning in (*world.warnings, *_of_another_size(spec, world, argv)):
             say(f"warning: {warning}")
     own, folder = of_this_run(os.environ, world.world_size)
-    moments.begin(world, folder, first_line=True)
+    startup_events.begin_startup(world, folder, first_line=True)
     # Before the program imports torch, which reads some of them only once. One process by itself is no job.
     if world.launcher != "single":
         protected = safeguards.apply(os.environ, folder, world.job) or protected
@@ -76,10 +78,10 @@ def _refuse_what_cannot_be_run(argv: Sequence[str]) -> None:
     option = argv[0].startswith("-") and argv[0] != "-m"
     if not (file or folder or option):
         return
-    spec = (path if path.is_dir() else path.parent) / runfolder.SPEC
+    spec = (path if path.is_dir() else path.parent) / run_folder.SPEC
     near = f"; did you mean {shlex.quote(str(spec))}?" if spec.is_file() else ""
     raise RequestError(
-        f"{shlex.join(argv)}: nothing that can be run, expected one of: SPEC (a run folder's {runfolder.SPEC}, alone), "
+        f"{shlex.join(argv)}: nothing that can be run, expected one of: SPEC (a run folder's {run_folder.SPEC}, alone), "
         f"script.py args..., -m module args..., command args...{near}"
     )
 
@@ -87,7 +89,7 @@ def _refuse_what_cannot_be_run(argv: Sequence[str]) -> None:
 def _of_another_size(spec: Spec | None, world: World, argv: Sequence[str]) -> Iterator[str]:
     """A warning and no refusal: one rank on its own, under a debugger, is a good reason to be of another size."""
     if spec and world.world_size != spec.world_size:
-        script = shlex.quote(str(Path(argv[0]).absolute().parent / runfolder.SCRIPT))
+        script = shlex.quote(str(Path(argv[0]).absolute().parent / run_folder.SCRIPT))
         yield (
             f"{argv[0]} is of {spec.nodes} nodes x {spec.ranks_per_node} ranks = {spec.world_size} ranks, and "
             f"{world.launcher} started {world.world_size}: its layout, timeouts and seed are not used; "
@@ -99,9 +101,9 @@ def enter(name: str) -> Spec:
     """Of the run whose spec is the file `name`; from here on this process is in its working folder."""
     path = Path(name).absolute()
     spec = load(path)
-    if said := ownership.of_path(path.parent, "submit again"):
+    if said := safe_files.path_ownership_problems(path.parent, "submit again"):
         raise RequestError(said)
-    os.environ[runfolder.ENV_FOLDER] = str(path.parent)
+    os.environ[run_folder.ENV_FOLDER] = str(path.parent)
     try:
         os.chdir(spec.workdir)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The launcher that a search gives to Hydra's sweepers; `hpcinit/config/search.py` registers and uses it.
+"""The launcher that a search gives to Hydra's sweepers; `hpcinit/config/search_space.py` registers and uses it.
 
 Hydra accepts plugins from the namespace package hydra_plugins only. It imports every module there in every command,
 except those whose name starts with an underscore.

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.facts.versions import installed
-from hpcinit.submission import environment
+from hpcinit.base.versions import installed
+from hpcinit.submit import job_environment
 
 pytest_plugins = [
     "tests.minislurm.plugin",
@@ -64,7 +64,7 @@ def _refuse_another(package: str, asked: str, make: str) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _not_a_job() -> None:
     """The tests may themselves run inside an allocation: its variables must not reach them."""
-    clean, _ = environment.clean(os.environ)
+    clean, _ = job_environment.clean_environment(os.environ)
     os.environ.clear()
     os.environ.update({k: v for k, v in clean.items() if k != "HPCINIT_CONF"})
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hpcinit
-from hpcinit.facts.batch import Batch
-from hpcinit.facts.layout import Layout
-from hpcinit.facts.spec import Training
 from hpcinit.jobs.train_gpt import GPT, TENSOR_PARALLEL
+from hpcinit.records.batch import Batch
+from hpcinit.records.layout import Layout
+from hpcinit.records.spec import Training
 from hpcinit.runtime import mesh
 from hpcinit.runtime import wrap as wrapping
 from hpcinit.runtime.wrap import sequence
@@ -114,7 +114,7 @@ def together(run: hpcinit.Runtime, layout: Layout, training: Training, accumulat
     batch = Batch(GLOBAL_BATCH // accumulation // layout.data_parallel, accumulation, layout.data_parallel)
     wrapped = wrapping.wrap(
         model(),
-        mesh=mesh.build(layout, run.device),
+        mesh=mesh.build_mesh(layout, run.device),
         layout=layout,
         device=run.device,
         batch=batch,

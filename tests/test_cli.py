@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hpcinit import cli
+from hpcinit.cli import main
 from hpcinit.config.compose import compose
 from hpcinit.config.schema import Config
 from tests.conftest import Run
@@ -31,11 +31,11 @@ def test_usage(hpcinit: Run, words: list[str]) -> None:
     """Alone or asked for help, it lists every command and says how to go on."""
     done = hpcinit(*words)
     assert done.returncode == 0 and not done.stderr
-    assert all(f"  {name} " in done.stdout for name in cli.COMMANDS)
+    assert all(f"  {name} " in done.stdout for name in main.COMMANDS)
     assert "hpcinit COMMAND --help" in done.stdout
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", main.COMMANDS)
 def test_each_command_teaches_with_examples(hpcinit: Run, name: str) -> None:
     """`hpcinit COMMAND --help`, `-h` and `hpcinit help COMMAND` end with examples of that very command."""
     said = {(done.stdout, done.stderr, done.returncode)
@@ -117,5 +117,5 @@ def test_no_such_command(hpcinit: Run, line: str, guess: str) -> None:
     """A word that is no command gets one message: the word, the commands, and what was probably meant."""
     done = hpcinit(*shlex.split(line))
     word = line.removeprefix("help ").split()[0]
-    assert done.stderr == f"hpcinit: error: no command '{word}', expected one of: {', '.join(cli.COMMANDS)}{guess}\n"
+    assert done.stderr == f"hpcinit: error: no command '{word}', expected one of: {', '.join(main.COMMANDS)}{guess}\n"
     assert (done.stdout, done.returncode) == ("", 2)

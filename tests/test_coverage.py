@@ -16,7 +16,7 @@ from tests.unmeasured import ON_SLURM
 
 ROOT = Path(__file__).parent.parent
 # Lines that run in a process of their own: the command itself, the local engine, its step, a rank.
-ELSEWHERE = ("hpcinit/submission/submit.py", "hpcinit/local/engine.py", "hpcinit/local/step.py", "hpcinit/run.py")
+ELSEWHERE = ("hpcinit/submit/transaction.py", "hpcinit/local/engine.py", "hpcinit/local/step.py", "hpcinit/run.py")
 
 
 def test_processes_that_a_test_starts_are_counted(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "hpcinit"
 STARTERS = {"run", "Popen", "check_output", "check_call", "call", "getoutput", "getstatusoutput"}
 # Bytes of our own, or of a file whose wrong encoding is reported as an error.
 STRICT = {
-    "discover/place.py": "a user's YAML file; what is not UTF-8 is a RequestError",
+    "discover/cluster_file.py": "a user's YAML file; what is not UTF-8 is a RequestError",
     "jobs/train_gpt.py": "letters that this program has encoded",
 }
 

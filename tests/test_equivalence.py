@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.facts.versions import installed
+from hpcinit.base.versions import installed
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, submit

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit import cli, completion
-from hpcinit.commands import COMMANDS
-from hpcinit.discover import ask
-from hpcinit.facts import telling
+from hpcinit.base import console
+from hpcinit.cli import completion, main
+from hpcinit.cli.commands import COMMANDS
+from hpcinit.discover import live_site
 from tests.discover import recorded
 
 # What each is asked in a folder with the run train-0001, which is over. `run` is a rank: its streams are the program's.
@@ -66,9 +66,9 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Itera
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setattr(ask, "ask", lambda user, env: recorded.answers(recorded.VERSIONS[0]))
+    monkeypatch.setattr(live_site, "query_site", lambda user, env: recorded.answers(recorded.VERSIONS[0]))
     yield folder
-    telling.choose(telling.PLAIN)
+    console.set_verbosity(console.PLAIN)
 
 
 def said(capfd: pytest.CaptureFixture[str], name: str, *flags: str) -> tuple[int, str, str]:
@@ -77,7 +77,7 @@ def said(capfd: pytest.CaptureFixture[str], name: str, *flags: str) -> tuple[int
     if name in WHERE_TORCH_IS:
         done = subprocess.run([sys.executable, "-m", "hpcinit", *words], capture_output=True, text=True, check=False)
         return done.returncode, done.stdout, done.stderr
-    status = cli.main(words)
+    status = main.main(words)
     return status, *capfd.readouterr()
 
 
@@ -121,32 +121,32 @@ def test_submit_answers_for_programs(here: Path, capfd: pytest.CaptureFixture[st
     assert re.fullmatch(r"\d+\n", out)
     document = json.loads(said(capfd, "submit", "--json")[1])
     assert (document["nodes"], document["cluster"]) == (1, "local") and Path(document["run"]).is_dir()
-    assert cli.main(["submit", "--json", "dry_run=true"]) == 0
+    assert main.main(["submit", "--json", "dry_run=true"]) == 0
     assert json.loads(capfd.readouterr().out)["script"].startswith("#!/bin/bash")
-    assert cli.main(["submit", "--json", "wait=true", "--", "echo", "a word"]) == 0
+    assert main.main(["submit", "--json", "wait=true", "--", "echo", "a word"]) == 0
     out, err = capfd.readouterr()
     assert json.loads(out)["job_id"] and "a word" in err
 
 
 def test_hydras_own_flags_go_on_working(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Ours stand anywhere among Hydra's, and after -- they are the program's."""
-    assert cli.main(["submit", "-q", "--cfg", "job", "-v", "nodes=3"]) == 0
+    assert main.main(["submit", "-q", "--cfg", "job", "-v", "nodes=3"]) == 0
     assert "\nnodes: 3\n" in capfd.readouterr().out
-    assert cli.main(["submit", "nodes=1,2", "-q", "-m", "dry_run=true", "--", "true", "-q", "--json"]) == 0
+    assert main.main(["submit", "nodes=1,2", "-q", "-m", "dry_run=true", "--", "true", "-q", "--json"]) == 0
     out, err = capfd.readouterr()
     assert out.count("#!/bin/bash") == 2 and err == ""
 
 
 def test_sbatchs_quality_of_service_is_not_taken_for_quiet(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """`-q NAME` gets the key that is meant."""
-    assert cli.main(["submit", "-q", "debug"]) == 2
+    assert main.main(["submit", "-q", "debug"]) == 2
     assert "qos=debug" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", [*ASKED, "timeouts fit", "run"])
 def test_an_option_that_does_not_exist(here: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Every command tells it in one line of the same form as all other errors, and ends with 2."""
-    assert cli.main([*name.split(), "--bogus"]) == 2
+    assert main.main([*name.split(), "--bogus"]) == 2
     out, err = capfd.readouterr()
     said = "nothing that can be run" if name == "run" else "no such option"
     assert re.fullmatch(rf"hpcinit: error: .*--bogus: {said}, expected .*\n", err) and not out
@@ -176,7 +176,7 @@ USAGE = [
 @pytest.mark.parametrize(("line", "said"), USAGE)
 def test_words_that_no_command_takes(here: Path, line: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:
     """One line with what was expected and the option that is near; the exit status is 2, and no usage is printed."""
-    assert cli.main(line.split()) == 2
+    assert main.main(line.split()) == 2
     out, err = capfd.readouterr()
     assert err.startswith("hpcinit: error: ") and said in err and err.count("\n") == 1 and not out
 
@@ -184,7 +184,7 @@ def test_words_that_no_command_takes(here: Path, line: str, said: str, capfd: py
 @pytest.mark.parametrize("name", ASKED)
 def test_completion_knows_every_flag(here: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
     """What --help shows of options is what TAB offers, and the common ones are in both."""
-    assert cli.main([name, "--help"]) == 0
+    assert main.main([name, "--help"]) == 0
     shown = capfd.readouterr().out.partition("\nexamples:")[0].partition("  examples:")[0]
     offered = set(completion.candidates(f"hpcinit {name} -"))
     assert offered >= FLAGS and set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", shown)) & offered >= FLAGS

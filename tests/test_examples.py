@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.minislurm import MiniSlurm
-from tests.submission.test_restart import finish, restarts, state
+from tests.submit.test_restart import finish, restarts, state
 from tests.submitting import printed
 from tests.waiting import until
 

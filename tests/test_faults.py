@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.facts import ports, timeline
+from hpcinit.records import timeline
+from hpcinit.world import network
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, submit
@@ -130,7 +131,7 @@ def test_a_foreign_server_on_the_port(hpcinit: Run, slurm: MiniSlurm, tmp_path: 
     done = submit(hpcinit, slurm, "wait=true", "ranks_per_node=1", "--", "true")
     # The next submission asks sbatch --test-only first, which takes a number too.
     job = int(json.loads((folder_of(done) / "submission.json").read_text())["job_id"]) + 2
-    port = ports.candidates(f"{job}.0.0")[0]
+    port = network.candidate_ports(f"{job}.0.0")[0]
     code = (
         "import socket, time\n"
         f"server = socket.create_server(('', {port})); print('ready', flush=True); kept = []\n"
@@ -145,7 +146,7 @@ def test_a_foreign_server_on_the_port(hpcinit: Run, slurm: MiniSlurm, tmp_path: 
         foreign.kill()
         foreign.wait()
     assert status == 0 and all(f"up {rank}" in log for rank, log in enumerate(logs))
-    assert f"rank 0 at n1:{ports.candidates(f'{job}.0.0')[1]}" in logs[0]
+    assert f"rank 0 at n1:{network.candidate_ports(f'{job}.0.0')[1]}" in logs[0]
 
 
 def with_hosts(tmp_path: Path, rank: int, change: str) -> list[str]:

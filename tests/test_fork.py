@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from hpcinit.facts import timeline
+from hpcinit.records import timeline
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
-from tests.submission.test_restart import begin_now, restarts, state
+from tests.submit.test_restart import begin_now, restarts, state
 from tests.submitting import folder_of, job_id_of, submit
 from tests.waiting import until
 

@@ -11,28 +11,14 @@ from pathlib import Path
 import pytest
 
 import hpcinit
+from tests.packages import PACKAGES, PAGE, page
 
 PACKAGE = Path(hpcinit.__file__).parent
 HEAVY = ("torch", "deepspeed")
-# Room -> the rooms it may import from. Top-level modules (cli, submit, run, world) may import all.
-MAY_IMPORT = {
-    "facts": {"facts", "slurm"},  # of slurm/ the nodelist alone
-    "slurm": {"facts", "slurm"},  # of facts/ the modules of SLURM_MAY_IMPORT alone
-    "config": {"facts", "config"},
-    "local": {"facts", "local"},
-    "submission": {"facts", "slurm", "config", "local", "submission", "observe"},
-    "observe": {"facts", "slurm", "local", "observe"},
-    "discover": {"facts", "slurm", "config", "discover"},
-    "doctor": {"facts", "slurm", "config", "submission", "observe", "doctor"},
-    "timeouts": {"facts", "config", "discover", "observe", "timeouts"},
-    "runtime": {"facts", "slurm", "runtime"},
-    "jobs": {"facts", "jobs"},  # else the public interface only, as users write it
-}
-SLURM_MAY_IMPORT = {"errors", "telling"}
 ONLY_IN = {
-    "submitit": {"submission/slurm_executor.py"},
-    "hydra": {"config/compose.py", "config/combinations.py", "config/variations.py", "config/search.py"},
-    "omegaconf": {"config/compose.py", "config/variations.py", "config/search.py", "config/schema.py"},
+    "submitit": {"submit/slurm_executor.py"},
+    "hydra": {"config/compose.py", "config/combinations.py", "config/variations.py", "config/search_space.py"},
+    "omegaconf": {"config/compose.py", "config/variations.py", "config/search_space.py", "config/schema.py"},
 }
 SITES = (
     *("juwels", "jupiter", "jean", "leonardo", "lumi", "marenostrum", "perlmutter", "frontier", "delta", "alps"),
@@ -42,9 +28,13 @@ SITES = (
 
 
 def imports(path: Path) -> set[str]:
-    """Full names of the modules that a file imports anywhere, functions included."""
+    """Return the full names that a file imports anywhere, functions included, but for imports for type checks alone."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -63,13 +53,14 @@ def modules_after(statement: str) -> set[str]:
     "statement",
     [
         "import hpcinit",
-        "import hpcinit.cli, hpcinit.submit, hpcinit.world, hpcinit.run, hpcinit.nodelist",
+        "import hpcinit.cli.main, hpcinit.submit, hpcinit.world, hpcinit.run, hpcinit.nodelist",
         "from hpcinit.slurm import exactly_once, reasons, sbatch_errors, tokens",
-        "from hpcinit.submission import command, script, slurm_executor",
-        "from hpcinit.observe import follow, status, logs, cancel, why; import hpcinit.observe.report.command",
-        "from hpcinit.discover import command",
-        "from hpcinit.timeouts import command, fit",
-        "from hpcinit.doctor import command",
+        "from hpcinit.submit import submit_command, script, slurm_executor",
+        "from hpcinit.submit import follow; from hpcinit.observe import status, logs, cancel",
+        "from hpcinit.why import why_command; from hpcinit.report import report_command",
+        "from hpcinit.discover import discover_command",
+        "from hpcinit.timeouts import timeouts_command, fit",
+        "from hpcinit.doctor import doctor_command",
     ],
 )
 def test_login_node_never_imports_torch(statement: str) -> None:
@@ -79,7 +70,8 @@ def test_login_node_never_imports_torch(statement: str) -> None:
 
 def test_a_whole_submission_never_imports_torch(tmp_path: Path) -> None:
     """Composing, checking and rendering a request imports neither torch nor DeepSpeed."""
-    code = f"import os; os.chdir({str(tmp_path)!r}); from hpcinit.cli import main; main(['submit', 'cluster=mini', 'dry_run=true'])"
+    submit = "from hpcinit.cli.main import main; main(['submit', 'cluster=mini', 'dry_run=true'])"
+    code = f"import os; os.chdir({str(tmp_path)!r}); {submit}"
     assert not modules_after(code) & set(HEAVY)
 
 
@@ -95,28 +87,46 @@ def test_import_hpcinit_is_the_standard_library_only() -> None:
     assert roots - set(sys.stdlib_module_names) == {"hpcinit"}
 
 
+def test_every_package_is_in_the_table() -> None:
+    """The table of packages has each folder of hpcinit, and no other."""
+    assert set(PACKAGES) == {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+
+
+def test_the_table_has_no_cycle() -> None:
+    """A package imports only packages that stand above it in the table."""
+    known: set[str] = set()
+    for name, package in PACKAGES.items():
+        assert set(package.imports) <= known | {name}, name
+        known.add(name)
+
+
+def test_the_architecture_page_has_the_table() -> None:
+    """docs/architecture.md contains the table of today: python -m tests.packages writes it."""
+    assert PAGE.read_text() == page(PAGE.read_text())
+
+
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_run_downhill(path: Path) -> None:
-    """A room imports only from the rooms below it, and one file alone knows each dependency we do not own."""
+    """A module imports from the packages that the table allows, and one file alone knows each dependency of others."""
     relative = path.relative_to(PACKAGE)
-    room = relative.parts[0] if len(relative.parts) > 1 else ""
+    package = PACKAGES.get(relative.parts[0])
     for name in imports(path):
         parts = name.split(".")
-        if parts[0] == "hpcinit" and room in MAY_IMPORT and len(parts) > 1 and parts[1] in MAY_IMPORT:
-            assert parts[1] in MAY_IMPORT[room], f"{relative} imports {name}"
         if parts[0] in ONLY_IN:
             assert str(relative) in ONLY_IN[parts[0]], f"{relative} imports {name}"
+        if package is None or path.name == "__main__.py":  # what a shell starts may import all
+            continue
+        if parts[0] == "hpcinit" and len(parts) > 1 and parts[1] in PACKAGES:
+            assert parts[1] in {relative.parts[0], *package.imports}, f"{relative} imports {name}"
+        elif parts[0] != "hpcinit":
+            assert parts[0] in {*sys.stdlib_module_names, *package.others}, f"{relative} imports {name}"
 
 
-def test_slurm_needs_base_modules_only() -> None:
-    """slurm/ imports the standard library and base modules; facts/ imports only the nodelist of slurm/."""
-    for path in (PACKAGE / "slurm").rglob("*.py"):
-        names = [name.split(".") for name in imports(path)]
-        assert {name[0] for name in names} <= set(sys.stdlib_module_names) | {"hpcinit", "__future__"}, path
-        assert {name[2] for name in names if name[:2] == ["hpcinit", "facts"]} <= SLURM_MAY_IMPORT, path
-    for path in (PACKAGE / "facts").rglob("*.py"):
-        names = [name.split(".") for name in imports(path)]
-        assert {name[2] for name in names if name[:2] == ["hpcinit", "slurm"]} <= {"nodelist"}, path
+def test_no_two_modules_have_the_same_name() -> None:
+    """A module's file name is its own, so that a search for it finds one file."""
+    names = [path.name for path in PACKAGE.rglob("*.py") if path.name not in ("__init__.py", "__main__.py")]
+    names.remove("nodelist.py")  # hpcinit/nodelist.py, the public names of slurm/nodelist.py
+    assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
 def test_only_one_module_starts_slurms_commands() -> None:
@@ -124,15 +134,8 @@ def test_only_one_module_starts_slurms_commands() -> None:
     commands = re.compile(r"[\[(]\"(squeue|sacct|scontrol|sinfo|scancel|sbatch|sacctmgr)\",")
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()
-        if path != PACKAGE / "slurm/client.py" and commands.search(text):
-            assert "import subprocess" not in text, f"{path} starts Slurm's commands without slurm/client.py"
-
-
-def test_facts_need_the_standard_library_only() -> None:
-    """Everything in facts/ imports the standard library and facts/ alone."""
-    for path in (PACKAGE / "facts").rglob("*.py"):
-        roots = {name.partition(".")[0] for name in imports(path)}
-        assert roots <= set(sys.stdlib_module_names) | {"hpcinit", "__future__"}, path
+        if path != PACKAGE / "slurm/slurm_client.py" and commands.search(text):
+            assert "import subprocess" not in text, f"{path} starts Slurm's commands without slurm/slurm_client.py"
 
 
 def test_nothing_in_python_names_a_site() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.facts import user_paths
+from hpcinit.base import text
 from tests import other_user
 from tests.leaving_out import leave_out
 from tests.other_user import User
@@ -47,4 +47,4 @@ def test_commands_without_a_home_folder(nobody: User, line: str, status: int, sh
 def test_a_home_folder_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """HOME is the home folder."""
     monkeypatch.setenv("HOME", "/home/me")
-    assert user_paths.home() == Path("/home/me")
+    assert text.home() == Path("/home/me")

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from hpcinit.facts.private_names import TESTED
+from hpcinit.doctor.private_names import TESTED
 
 ROOT = Path(__file__).parent.parent
 LOWEST = [line for line in (ROOT / "tests/lowest.txt").read_text().splitlines() if not line.startswith("#")]

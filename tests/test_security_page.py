@@ -40,10 +40,10 @@ def test_every_promise_names_a_test_that_exists() -> None:
     [
         (
             ("test_the_key_never_crosses_the_wire", "test_gone"),
-            "no such test: tests/runtime/test_meeting.py::test_gone",
+            "no such test: tests/rendezvous/test_meeting.py::test_gone",
         ),
         (
-            ("(`tests/submission/test_folder.py::test_numbers_go_up_and_are_private`)", ""),
+            ("(`tests/submit/test_folder.py::test_numbers_go_up_and_are_private`)", ""),
             "no test: A run folder is created",
         ),
     ],

@@ -105,7 +105,7 @@ def test_a_launcher_by_hand() -> None:
 @pytest.mark.unmeasured("looks at all that its process has imported")
 def test_without_torch() -> None:
     """The command imports neither torch nor Horovod nor anything else that is not Python's own or hpcinit's."""
-    code = "import sys; from hpcinit import world; world.main([]); print(*(m.partition('.')[0] for m in sys.modules))"
+    code = "import sys; from hpcinit.world import __main__; __main__.main([]); print(*(m.partition('.')[0] for m in sys.modules))"
     names = set(run([sys.executable, "-c", code], Path.cwd()).splitlines()[1].split())
     outside = {
         name for name in names - set(sys.stdlib_module_names) - {"hpcinit", "__main__"} if not name.startswith("_")

@@ -12,7 +12,7 @@ from pathlib import Path
 from docs.generate.messages import Message, about_module, all_messages
 from hpcinit.config import keys as schema
 from hpcinit.config.schema import Config
-from hpcinit.facts import causes
+from hpcinit.records import causes
 
 ROOT = Path(__file__).parents[2]
 SOURCE = "source"  # where the site has files of the checkout that are no pages

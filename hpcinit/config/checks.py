@@ -7,6 +7,9 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from hpcinit.base import quoting
+from hpcinit.base.errors import RequestError
+from hpcinit.base.text import expanded, unknown_user
 from hpcinit.config import (
     environment_checks,
     job_spec,
@@ -18,9 +21,8 @@ from hpcinit.config import (
     training,
 )
 from hpcinit.config.schema import Config
-from hpcinit.facts import hosts, quoting, restarts, secret_names
-from hpcinit.facts.errors import RequestError
-from hpcinit.facts.user_paths import expanded, unknown_user
+from hpcinit.records import run_folder, secret_names
+from hpcinit.world import hosts
 
 T = TypeVar("T")
 ranks_per_node = partition.ranks_per_node
@@ -132,8 +134,8 @@ def _restarts(config: Config) -> Iterator[str]:
     asked = config.restart
     if config.spares and config.cluster.engine == "local":
         yield f"spares is {config.spares}, but the nodes of cluster {config.cluster.name} are all this machine"
-    if unknown := [word for word in asked.on if word not in restarts.REASONS]:
-        yield f"restart.on has {', '.join(map(repr, unknown))}, expected some of: {', '.join(restarts.REASONS)}"
+    if unknown := [word for word in asked.on if word not in run_folder.REASONS]:
+        yield f"restart.on has {', '.join(map(repr, unknown))}, expected some of: {', '.join(run_folder.REASONS)}"
     if asked.budget is None:
         return
     for option in ("requeue", "no-requeue"):
@@ -144,7 +146,7 @@ def _restarts(config: Config) -> Iterator[str]:
             f"restart.budget is {asked.budget}, but cluster {config.cluster.name} has no queue (engine: local) that "
             "could take a job back; choose a cluster with Slurm"
         )
-    if restarts.TIME_LIMIT in asked.on and asked.budget and config.chain > 1:
+    if run_folder.TIME_LIMIT in asked.on and asked.budget and config.chain > 1:
         yield f"restart.on has time_limit, and so has chain={config.chain}, whose next job goes on: give one of them"
 
 

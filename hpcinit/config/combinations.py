@@ -12,10 +12,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
+from hpcinit.base.errors import ConfigError, HpcinitError
 from hpcinit.config import explain, variations
 from hpcinit.config.compose import Composer, Prepare, Request
 from hpcinit.config.folders import folder
-from hpcinit.facts.errors import ConfigError, HpcinitError
 
 
 class Searches(Exception):

@@ -23,12 +23,12 @@ from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from hpcinit.base.errors import ConfigError, HpcinitError
 from hpcinit.config import explain
 from hpcinit.config import overrides as command_line
 from hpcinit.config.folders import folder, user_folders
 from hpcinit.config.schema import Config
-from hpcinit.facts.errors import ConfigError, HpcinitError
-from hpcinit.facts.result import Value
+from hpcinit.records.results import Value
 
 NAME = "hpcinit"  # of the primary config: conf/hpcinit.yaml
 UNUSABLE = (
@@ -122,7 +122,7 @@ def main(line: Sequence[str], prepare: Prepare, task: Task, search: Callable[[],
         return task(combinations.requests(args.overrides, _composer(name), prepare))
     if search is None:
         raise ConfigError("hydra/sweeper: what is submitted again is a run as it was, without a search")
-    from hpcinit.config import search as searching  # noqa: PLC0415 - for those who search
+    from hpcinit.config import search_space as searching  # noqa: PLC0415 - for those who search
 
     return searching.run(args.overrides, _composer(name), prepare, search())
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from hpcinit.base import quoting, safe_files
+from hpcinit.base.text import expanded
 from hpcinit.config import keys
 from hpcinit.config.schema import Config
-from hpcinit.facts import ownership, quoting
-from hpcinit.facts.user_paths import expanded
 
 LEAST_MB = 16  # a run folder begins with some 20 kB; logs and error records come to it
 IMAGES = (".sif", ".sqsh", ".simg", ".img")
@@ -58,7 +59,7 @@ def _runs_dir(place: Path) -> Iterator[str]:
     if not there.is_dir():
         yield f"runs_dir is {str(place)!r}, but {there} is not a folder: choose another runs_dir=..."
         return
-    if there == place and (said := ownership.of_runs_dir(place)):
+    if there == place and (said := safe_files.runs_dir_ownership_problems(place)):
         yield f"runs_dir: {said}"
     if not os.access(there, os.W_OK | os.X_OK):
         return  # said by submit, with the system's own reason: read-only, or not yours
@@ -114,3 +115,18 @@ def _options(config: Config) -> Iterator[str]:
                 yield f"{key} has {name!r}, expected the long name of an option without its dashes, as in rocm"
             elif isinstance(value, (list, dict)):
                 yield f"{key}.{name} is {value!r}, expected one value"
+
+
+# The Python of the ranks.
+
+
+def python(config: Config) -> str:
+    """The interpreter of the ranks: of the image, as the cluster says, of its environment, or the one that submits."""
+    cluster = config.cluster
+    if config.container.image:
+        return config.container.python
+    if cluster.python:
+        return cluster.python
+    if cluster.venv:
+        return f"{cluster.venv}/bin/python"
+    return "python" if cluster.conda else sys.executable

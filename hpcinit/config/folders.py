@@ -8,9 +8,9 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from hpcinit.facts import ownership, quoting
-from hpcinit.facts.errors import ConfigError
-from hpcinit.facts.user_paths import home
+from hpcinit.base import quoting, safe_files
+from hpcinit.base.errors import ConfigError
+from hpcinit.base.text import home
 
 MOST_PROBLEMS = 3  # further ones are counted
 
@@ -54,7 +54,7 @@ def _problems(place: Path, named: bool) -> tuple[str, ...]:
     found = []
     for path in _below(place):
         with suppress(OSError):  # a link that leads nowhere
-            found.append(ownership.of_path(path, advice, owners=owners, named=named))
+            found.append(safe_files.path_ownership_problems(path, advice, owners=owners, named=named))
     first, *more = [said for said in found if said] or [""]
     if len(more) > MOST_PROBLEMS:
         rest = f"and {len(more) - MOST_PROBLEMS} more in {place}: chmod -R go-w {quoting.shell(str(place))}; {advice}"

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 from hpcinit.config.partition import ranks_per_node
 from hpcinit.config.schema import Config
-from hpcinit.facts.layout import Layout
-from hpcinit.facts.spec import Comm, Hang, Launch, Precision, Program, Samples, Spec, Training
-from hpcinit.facts.stopping import Stopping
-from hpcinit.facts.timeouts import TimeoutLaw
-from hpcinit.facts.wrappers import WRAPPERS
+from hpcinit.records.layout import Layout
+from hpcinit.records.spec import Comm, Hang, Launch, Precision, Program, Samples, Spec, Training
+from hpcinit.records.startup_timeout import TimeoutLaw
+from hpcinit.records.stop_reasons import Stopping
+from hpcinit.records.wrappers import WRAPPERS
 
 T = TypeVar("T")
 

@@ -10,9 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hpcinit.base.errors import ConfigError
 from hpcinit.config import keys
 from hpcinit.config.slurm_options import ELSEWHERE, OWNED, REASONS, SAME_VALUE
-from hpcinit.facts.errors import ConfigError
 
 SHORT = {"N": "nodes", "p": "partition", "A": "account", "q": "qos", "c": "cpus-per-task", "t": "time",
          "J": "job-name", "n": "ntasks", "D": "chdir", "o": "output", "e": "error", "G": "gpus"}  # fmt: skip

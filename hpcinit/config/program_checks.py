@@ -10,9 +10,9 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 
+from hpcinit.base.text import expanded
 from hpcinit.config.partition import ranks_per_node
 from hpcinit.config.schema import Config
-from hpcinit.facts.user_paths import expanded
 
 PYTHON = re.compile(r"python[\d.]*")
 OF_SLURM = ("srun", "sbatch", "salloc")  # srun in a step waits for cores that the step itself has, for ever

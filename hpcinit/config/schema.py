@@ -1,7 +1,7 @@
 """Every config key is declared here, once: its type, default, unit, bounds, sbatch option and what it means.
 
 The classes are plain dataclasses because Hydra fills them in. No code changes one afterwards. A key that the job needs
-has a field of the same name in `facts/spec.py`, and `job_spec.py` copies it; its default is declared there.
+has a field of the same name in `records/spec.py`, and `job_spec.py` copies it; its default is declared there.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any, Optional
 
 from omegaconf import MISSING
 
-from hpcinit.facts import spec, wrappers
-from hpcinit.facts.bad_nodes import EXPIRY_H, LIMIT
-from hpcinit.facts.deepspeed_config import OFFLOAD, OPTIMIZERS
-from hpcinit.facts.layout import CP_KINDS
-from hpcinit.facts.stopping import SIGNALS, Stopping
-from hpcinit.facts.timeouts import CHECKPOINT_S, COLLECTIVE_S
+from hpcinit.deepspeed.deepspeed_config import OFFLOAD, OPTIMIZERS
+from hpcinit.records import spec, wrappers
+from hpcinit.records.layout import CP_KINDS
+from hpcinit.records.node_records import EXPIRY_H, LIMIT
+from hpcinit.records.startup_timeout import CHECKPOINT_S, COLLECTIVE_S
+from hpcinit.records.stop_reasons import SIGNALS, Stopping
 
 # OmegaConf 2.3 evaluates the annotations and does not know `X | None` before Python 3.10's types.UnionType;
 # Optional[] works everywhere.

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hpcinit.base import quoting
+from hpcinit.base.text import expanded
 from hpcinit.config.schema import Config
-from hpcinit.facts import quoting, secret_names
-from hpcinit.facts.user_paths import expanded
+from hpcinit.records import secret_names
 
 HOW = (
     "put it in a file (umask 077; cat > ~/.{file}, paste, Ctrl-D), "

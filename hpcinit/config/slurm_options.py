@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hpcinit.base import quoting
 from hpcinit.config import keys
 from hpcinit.config.schema import Config
-from hpcinit.facts import quoting
 
 # Options whose value means the same in our key; --time=1:00:00 and --mem=4G do not.
 SAME_VALUE = keys.options("sbatch")

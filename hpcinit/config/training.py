@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
+from hpcinit.base.errors import RequestError
 from hpcinit.config import job_spec
 from hpcinit.config.schema import Config, DeepSpeed
-from hpcinit.facts import wrappers
-from hpcinit.facts.deepspeed_config import options
-from hpcinit.facts.errors import RequestError
-from hpcinit.facts.layout import Layout, divisors_around
+from hpcinit.deepspeed.deepspeed_config import options
+from hpcinit.records import wrappers
+from hpcinit.records.layout import Layout, divisors_around
 
 
 def problems(config: Config, ranks_per_node: int) -> Iterator[str]:
@@ -94,7 +94,8 @@ def _unused(config: Config) -> Iterator[str]:
 
 def _deepspeed(config: Config, layout: Layout) -> tuple[list[str], list[str]]:
     """Problems and warnings of the ds_config that these options make."""
-    from hpcinit.facts import deepspeed_config, deepspeed_versions, versions  # noqa: PLC0415 - for this wrapper only
+    from hpcinit.base import versions  # noqa: PLC0415 - for this wrapper only
+    from hpcinit.deepspeed import deepspeed_config, deepspeed_versions  # noqa: PLC0415 - for this wrapper only
 
     try:
         batch = job_spec.samples(config).over(layout.data_parallel)

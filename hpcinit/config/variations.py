@@ -21,10 +21,10 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from hpcinit.base.errors import HpcinitError
 from hpcinit.config.compose import Composer, Request
 from hpcinit.config.folders import folder
 from hpcinit.config.overrides import references
-from hpcinit.facts.errors import HpcinitError
 
 PLAIN = (bool, int, float, str, type(None))
 REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")  # ${job.name}; what is not so simple is taken to depend on all

@@ -1,6 +1,6 @@
 """The doctor's job: what each rank sees of its node and device, and what the ways between the ranks can do.
 
-`hpcinit doctor cluster=x nodes=N` submits it and reads what the ranks leave (facts/rank_report.py).
+`hpcinit doctor cluster=x nodes=N` submits it and reads what the ranks leave (records/rank_report.py).
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from pathlib import Path
 import torch
 
 import hpcinit
-from hpcinit.facts import launchers, node_probe, nvidia_smi, rank_report, runfolder, versions, visible
-from hpcinit.facts.rank_report import MEASURED, MET, Report
-from hpcinit.facts.world import World
-from hpcinit.jobs import measure
+from hpcinit.base import versions
+from hpcinit.jobs import measure, node_probe
+from hpcinit.records import rank_report, run_folder
+from hpcinit.records.rank_report import MEASURED, MET, Report
+from hpcinit.world import World, launchers, visible_devices
 
 
 def main() -> None:
     world = launchers.read(os.environ)
-    folder = Path(os.environ.get(runfolder.ENV_FOLDER) or ".")
+    folder = Path(os.environ.get(run_folder.ENV_FOLDER) or ".")
     report = alone(world)
     rank_report.write(folder, report)
-    gpus = nvidia_smi.look()  # before this process has a context of its own
+    gpus = node_probe.query_nvidia_smi()  # before this process has a context of its own
     with hpcinit.session() as run:
         device = device_of(run.device)
         numa = node_probe.numa_of(device.get("pci", ""))
-        gpu = nvidia_smi.of_device(gpus, device)
+        gpu = node_probe.of_device(gpus, device)
         report = replace(report, stage=MET, backend=run.backend, device=device, numa=numa, gpu=gpu)
         rank_report.write(folder, report)
         report = measure.everything(run, report)
@@ -48,7 +49,7 @@ def alone(world: World) -> Report:
         host=host,
         job=world.job,
         hosts=world.hosts if world.local_rank == 0 else (),
-        visible=tuple(visible.given(os.environ)),
+        visible=tuple(visible_devices.given(os.environ)),
         driver=node_probe.driver(),
         cpus=len(os.sched_getaffinity(0)),
         versions={
@@ -57,7 +58,7 @@ def alone(world: World) -> Report:
             "hpcinit": versions.installed("hpcinit"),
             "nccl": _nccl(),
         },
-        node=node_probe.look(os.environ, world.hosts, host) if world.local_rank == 0 else None,
+        node=node_probe.probe_node(os.environ, world.hosts, host) if world.local_rank == 0 else None,
         pid=os.getpid(),
     )
 

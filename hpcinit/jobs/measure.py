@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
 import hpcinit
-from hpcinit.facts import links
-from hpcinit.facts.links import Pair
-from hpcinit.facts.rank_report import AllReduce, Copies, Link, Report
+from hpcinit.records import rank_report
+from hpcinit.records.rank_report import AllReduce, Copies, Link, Pair, Report
 
 ROUNDS = 3  # apart in time, each of all ways
 TRIPS, TRANSFERS, TRIES = 20, 3, 5
@@ -104,7 +103,7 @@ def _on_node(run: hpcinit.Runtime, own: Sequence[int], size: int) -> AllReduce |
 def _links(run: hpcinit.Runtime, nodes: Sequence[Sequence[int]], size: int) -> tuple[Link, ...]:
     """Those that this rank has measured: it is the first of the pair."""
     found: dict[Pair, Link] = {}
-    plan = links.phases(links.pairs(nodes))
+    plan = rank_report.measurement_phases(rank_report.links_of_phase(nodes))
     for _ in range(ROUNDS):
         for phase in plan:
             _barrier(run.device)

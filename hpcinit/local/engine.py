@@ -13,18 +13,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from hpcinit.facts import ownership, parent_death, runfolder, signals, whole_file
-from hpcinit.facts.errors import NOTHING_SUBMITTED, SpecError, SubmitError
-from hpcinit.facts.spec import load
-from hpcinit.facts.supervisor import Child, Supervisor
-from hpcinit.local import environment, processes
+from hpcinit.base import process_limits, safe_files, signals
+from hpcinit.base.errors import NOTHING_SUBMITTED, SpecError, SubmitError
+from hpcinit.base.supervisor import Child, Supervisor
+from hpcinit.local import environment_variables, processes
+from hpcinit.records import run_folder
+from hpcinit.records.spec import load
 
 STATE = "local.json"  # in the run folder: what squeue would say
 GO = b"go\n"  # on the engine's stdin: the job is on record, run it
@@ -38,7 +39,7 @@ def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Seq
     # The engine starts with these signals blocked and takes them when its handlers stand: none is lost, none kills it.
     before = signals.block(ENDING)
     try:
-        with (path / runfolder.JOB_LOG).open("ab") as log:
+        with (path / run_folder.JOB_LOG).open("ab") as log:
             process = subprocess.Popen(
                 command, env=dict(env), stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
@@ -67,21 +68,21 @@ def main(argv: Sequence[str]) -> int:
         return 1  # who submits was killed before it could say so: there is no job
     path, time_min = Path(argv[0]), float(argv[1])
     try:
-        spec = load(path / runfolder.SPEC)
-        for place in (path, path / runfolder.SCRIPT):
-            if said := ownership.of_path(place, "submit again"):
+        spec = load(path / run_folder.SPEC)
+        for place in (path, path / run_folder.SCRIPT):
+            if said := safe_files.path_ownership_problems(place, "submit again"):
                 raise SpecError(said)
     except (SpecError, OSError) as error:
         print(f"hpcinit: error: {error}", flush=True)
         return _ended(path, {"pid": os.getpid(), "started": time.time()}, "FAILED", 2)
     env = dict(os.environ)
-    env |= environment.batch(os.getpid(), spec.name, spec.nodes, spec.ranks_per_node, spec.workdir)
+    env |= environment_variables.batch(os.getpid(), spec.name, spec.nodes, spec.ranks_per_node, spec.workdir)
     env[processes.ENV_ENGINE] = str(os.getpid())
     state: dict[str, object] = {"state": "RUNNING", "pid": os.getpid(), "started": time.time()}
     processes.adopt_orphans()  # of a step that was killed: nothing of the job may outlive it
     try:
-        script = ["bash", str(path / runfolder.SCRIPT)]
-        die_with_this = partial(parent_death.die_with, os.getpid())
+        script = ["bash", str(path / run_folder.SCRIPT)]
+        die_with_this = partial(process_limits.die_with_parent_process, os.getpid())
         job = Supervisor().start(0, script, env, folder=spec.workdir, in_child=die_with_this)
     except OSError as error:
         print(f"hpcinit: error: cannot start the batch script in {spec.workdir}: {error}", flush=True)
@@ -165,8 +166,33 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def write_state(path: Path, state: Mapping[str, object]) -> None:
-    whole_file.write(path / STATE, json.dumps(state) + "\n")
+    safe_files.write_atomically(path / STATE, json.dumps(state) + "\n")
 
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+
+# Can this machine hold so many ranks?
+
+MOST_NODES = 254  # node i is 127.0.0.i
+MOST_RANKS_PER_CORE = 32
+
+
+def problem(nodes: int, world_size: int, mem_gb_per_rank: float) -> Iterator[str]:
+    """A message for each way in which the request is too large for this machine."""
+    if nodes > MOST_NODES:
+        yield f"nodes={nodes}, but cluster=local has at most {MOST_NODES}: the addresses 127.0.0.1 to 127.0.0.254"
+    free_gb = psutil.virtual_memory().available / 1e9
+    if world_size * mem_gb_per_rank > free_gb:
+        yield (
+            f"{world_size} ranks x {mem_gb_per_rank:g} GB (cluster.mem_gb_per_rank) = "
+            f"{world_size * mem_gb_per_rank:g} GB, but this machine has {free_gb:.1f} GB free: at most "
+            f"{int(free_gb / mem_gb_per_rank)} ranks fit"
+        )
+    cores = psutil.cpu_count() or 1
+    if world_size > MOST_RANKS_PER_CORE * cores:
+        yield (
+            f"{world_size} ranks on {cores} cores: at most {MOST_RANKS_PER_CORE} ranks per core, "
+            f"{MOST_RANKS_PER_CORE * cores} in all, come up in reasonable time"
+        )

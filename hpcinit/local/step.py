@@ -19,10 +19,11 @@ from pathlib import Path
 
 import psutil
 
-from hpcinit.facts import job_log, parent_death, rank_log, signals
-from hpcinit.facts.saying import say
-from hpcinit.facts.supervisor import LOOK_S, Child, Supervisor
-from hpcinit.local import environment, processes
+from hpcinit.base import process_limits, signals
+from hpcinit.base.console import say
+from hpcinit.base.supervisor import LOOK_S, Child, Supervisor
+from hpcinit.local import environment_variables, processes
+from hpcinit.records import job_log, rank_log
 
 KILL_WAIT_S = 2.0
 
@@ -61,10 +62,10 @@ class Step(Supervisor):
 
     def _start(self, rank: int) -> None:
         per_node = self.options.ntasks_per_node
-        env = {**os.environ, **environment.task(os.environ, self.options.nodes, per_node, rank)}
+        env = {**os.environ, **environment_variables.task(os.environ, self.options.nodes, per_node, rank)}
         output = self.options.output
         path = Path(output.replace("%t", str(rank)).replace("%%", "%")) if output else None
-        end_with_this = partial(parent_death.end_with, os.getpid())
+        end_with_this = partial(process_limits.end_with_parent_process, os.getpid())
         with rank_log.opened(path) if path else contextlib.nullcontext() as log:
             self.start(rank, self.options.command, env, output=log, in_child=end_with_this)
 

@@ -8,25 +8,26 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcinit.facts import runfolder, telling
-from hpcinit.facts.errors import Failure, RequestError
-from hpcinit.observe import find, overview, sweep
-from hpcinit.slurm import client
+from hpcinit.base import console
+from hpcinit.base.errors import Failure, RequestError
+from hpcinit.observe import find_runs, overview
+from hpcinit.records import run_folder
+from hpcinit.slurm import slurm_client
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hpcinit cancel", description="End runs.")
     parser.add_argument("run", nargs="+", help="run folder, its name, or a job id")
-    find.add_runs_dir(parser)
+    find_runs.add_runs_dir(parser)
     parser.add_argument(
         "--save", action="store_true", help="ask the training to save and end by itself: run.should_stop()"
     )
-    return telling.options(parser, "one JSON object per line, for each run")
+    return console.add_verbosity_options(parser, "one JSON object per line, for each run")
 
 
 def main(argv: Sequence[str]) -> int:
-    options = telling.parsed(parser(), list(argv))
-    paths = list(dict.fromkeys(find.find(word, options.runs_dir) for word in options.run))
+    options = console.parse_arguments(parser(), list(argv))
+    paths = list(dict.fromkeys(find_runs.find_run(word, options.runs_dir) for word in options.run))
     runs = overview.read(paths)
     for run in runs:
         _check(run, options.save)
@@ -59,13 +60,13 @@ def _check(run: overview.Run, save: bool) -> None:
 def _jobs(run: overview.Run) -> list[str]:
     """What is not over of it, as scancel takes it; of a chain the last first, since the next begins as one ends."""
     if not run.now:
-        return sweep.open_jobs(run.tasks)
+        return find_runs.open_jobs(run.tasks)
     return [*reversed(run.now.others), *([] if run.now.over else [run.now.job_id])]
 
 
 def _done(run: overview.Run, jobs: Sequence[str], save: bool) -> str:
     if not jobs:
-        return f"was over already, {run.now.name if run.now else sweep.counts(run.tasks)}"
+        return f"was over already, {run.now.name if run.now else find_runs.count_states(run.tasks)}"
     if save:
         waiting = sum(now.name == "PENDING" for _, now in run.parts)
         rest = f"; {waiting} tasks have not started, hpcinit cancel ends them" * bool(run.tasks and waiting)
@@ -85,7 +86,7 @@ def _number(job: str) -> tuple[int, ...]:
 def _ask(run: overview.Run) -> None:
     for path, now in run.parts:
         if not now.over and now.name != "PENDING":
-            (path / runfolder.STOP).touch()
+            (path / run_folder.STOP).touch()
 
 
 def _end(runs: Sequence[overview.Run], jobs: Sequence[str]) -> None:
@@ -106,16 +107,16 @@ def _end(runs: Sequence[overview.Run], jobs: Sequence[str]) -> None:
 
 def _note(path: Path, jobs: Sequence[str]) -> None:
     """For status: of a job that is cancelled before it begins nothing stays, where there is no accounting."""
-    (path / runfolder.CANCELLED).write_text(json.dumps({"jobs": list(jobs), "time": time.time()}) + "\n")
+    (path / run_folder.CANCELLED).write_text(json.dumps({"jobs": list(jobs), "time": time.time()}) + "\n")
 
 
 def _scancel(jobs: Sequence[str]) -> None:
     command = ["scancel", *jobs]
     try:
-        done = client.run(command)
-    except client.NotStarted as error:
+        done = slurm_client.run(command)
+    except slurm_client.NotStarted as error:
         raise Failure(f"{error}: cancel where the job was submitted") from None
-    except client.TimedOut as error:
+    except slurm_client.TimedOut as error:
         raise Failure(f"{error}; try again when `squeue` answers") from None
     if done.status != 0:
         raise Failure(f"{' '.join(command)}: {done.stderr.strip()}")

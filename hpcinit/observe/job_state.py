@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpcinit.facts import runfolder
+from hpcinit.records import run_folder
 from hpcinit.slurm.queue import FINAL, KNOWN, Job
 
 NOBODY = "nobody"  # the source of a state when Slurm did not answer
@@ -89,7 +89,7 @@ class Known:
     @property
     def ended_early(self) -> bool:
         """Whether a signal ended the batch script: Slurm may have requeued the job."""
-        return self.record.exit_status == runfolder.ENDED_EARLY
+        return self.record.exit_status == run_folder.ENDED_EARLY
 
     @property
     def outlived(self) -> bool:
@@ -125,7 +125,7 @@ def _cancelled(known: Known) -> State | None:
     lost = known.ended_early or not known.record.over
     if (known.unreachable and not known.outlived) or not lost or not known.cancelled():
         return None
-    return replace(known.record, name="CANCELLED", reason="", source=runfolder.CANCELLED)
+    return replace(known.record, name="CANCELLED", reason="", source=run_folder.CANCELLED)
 
 
 def _recorded(known: Known) -> State | None:

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hpcinit.facts import runfolder, telling, terminal
-from hpcinit.facts.errors import RequestError
-from hpcinit.facts.ranges import ranges
-from hpcinit.observe import find, sweep
+from hpcinit.base import console
+from hpcinit.base.errors import RequestError
+from hpcinit.base.text import ranges
+from hpcinit.observe import find_runs
 from hpcinit.observe.poll import Polls
+from hpcinit.records import run_folder
 
 
 class Tail:
@@ -54,25 +55,25 @@ class Source(NamedTuple):
         """to_terminal: of a line that was overwritten with carriage returns the last state, as a terminal shows it, and
         no control sequences but colors. Other outputs get every byte."""
         if not as_json:
-            return self.prefix + (terminal.colored(line.rstrip("\r").rpartition("\r")[2]) if to_terminal else line)
+            return self.prefix + (console.colored(line.rstrip("\r").rpartition("\r")[2]) if to_terminal else line)
         task = {} if self.task is None else {"task": self.task}
         return json.dumps({**task, "rank": self.rank, "line": line})
 
 
 def ranks(path: Path) -> list[int]:
     """The ranks that have a log."""
-    names = (re.fullmatch(r"rank-(\d+)\.log", file.name) for file in (path / runfolder.LOGS).glob("rank-*.log"))
+    names = (re.fullmatch(r"rank-(\d+)\.log", file.name) for file in (path / run_folder.LOGS).glob("rank-*.log"))
     return sorted(int(match[1]) for match in names if match)
 
 
 def of_rank(path: Path, rank: int) -> Path:
-    return path / runfolder.RANK_LOG.format(rank=rank)
+    return path / run_folder.RANK_LOG.format(rank=rank)
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hpcinit logs", description="What the ranks of a run printed.")
     parser.add_argument("run", nargs="?", default="", help="run folder, its name, or a job id")
-    find.add_runs_dir(parser)
+    find_runs.add_runs_dir(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--rank", default="0", help="one, or several: 0,4-7; each line of several with its rank in front"
@@ -80,15 +81,15 @@ def parser() -> argparse.ArgumentParser:
     which.add_argument("--all", action="store_true", help="every rank; of a sweep, of every task")
     which.add_argument("--job", action="store_true", help="the batch script's own output")
     parser.add_argument("--follow", "-f", action="store_true", help="go on until the run is over")
-    return telling.options(parser, "one JSON object per line of a log, with its rank")
+    return console.add_verbosity_options(parser, "one JSON object per line of a log, with its rank")
 
 
 def main(argv: Sequence[str]) -> int:
-    options = telling.parsed(parser(), list(argv))
-    path = find.find(options.run, options.runs_dir)
+    options = console.parse_arguments(parser(), list(argv))
+    path = find_runs.find_run(options.run, options.runs_dir)
     asked = _asked(options.rank)
-    if sweep.is_sweep(path) and not options.all:
-        numbers = ranges(sweep.combinations(path))
+    if find_runs.is_sweep(path) and not options.all:
+        numbers = ranges(find_runs.combinations(path))
         raise RequestError(
             f"{path} is a sweep of the tasks {numbers}, expected one: hpcinit logs {options.run}/0, or --all"
         )
@@ -133,9 +134,9 @@ def _asked(text: str) -> list[int]:
 def _tails(tails: dict[Source, Tail], path: Path, options: argparse.Namespace, asked: Sequence[int]) -> None:
     """Add what has appeared since: a rank's log is there once the rank has started."""
     if options.job:
-        tails.setdefault(Source(), Tail(path / runfolder.JOB_LOG))
-    elif sweep.is_sweep(path):
-        for number in sweep.combinations(path):
+        tails.setdefault(Source(), Tail(path / run_folder.JOB_LOG))
+    elif find_runs.is_sweep(path):
+        for number in find_runs.combinations(path):
             task = path / str(number)
             for rank in ranks(task):
                 tails.setdefault(Source(rank, number, f"{number}/{rank}: "), Tail(of_rank(task, rank)))

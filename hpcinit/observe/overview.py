@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcinit.facts.errors import RequestError
-from hpcinit.observe import state, sweep
+from hpcinit.base.errors import RequestError
+from hpcinit.observe import find_runs, state
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Run:
 
     path: Path
     now: state.State | None = None
-    tasks: Sequence[sweep.Task] = ()
+    tasks: Sequence[find_runs.Task] = ()
     error: RequestError | None = None
 
     @property
@@ -25,7 +25,7 @@ class Run:
         """The run folders in it with their states: a sweep has one for each task."""
         if self.now:
             return [(self.path, self.now)]
-        return [(task.path, task.state) for task in self.tasks if task.state.name != sweep.NOT_SUBMITTED]
+        return [(task.path, task.state) for task in self.tasks if task.state.name != find_runs.NOT_SUBMITTED]
 
     @property
     def over(self) -> bool:
@@ -58,7 +58,7 @@ def read(paths: Sequence[Path]) -> list[Run]:
 
 def _combinations(path: Path) -> dict[int, str] | RequestError | None:
     try:
-        return sweep.combinations(path) if sweep.is_sweep(path) else None
+        return find_runs.combinations(path) if find_runs.is_sweep(path) else None
     except RequestError as error:
         return error
 
@@ -71,6 +71,6 @@ def _run(
     if isinstance(tasks, RequestError):
         return Run(path, error=tasks)
     if tasks is not None:
-        return Run(path, tasks=sweep.with_states(tasks, itertools.islice(states, len(tasks))))
+        return Run(path, tasks=find_runs.with_states(tasks, itertools.islice(states, len(tasks))))
     _, now = next(states)
     return Run(path, error=now) if isinstance(now, RequestError) else Run(path, now)

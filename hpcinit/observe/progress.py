@@ -6,15 +6,20 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hpcinit.facts import beats, runfolder
+from hpcinit.observe.state import State
+from hpcinit.records import heartbeats, plain_files, run_folder
+from hpcinit.records.stop_reasons import sentence
+
+if TYPE_CHECKING:
+    from hpcinit.records.hang_report import HangReport
 
 
 def read(path: Path) -> dict[str, Any]:
     """{step, total, values: {name: number}, time}, or {} before the first, and where it cannot be read."""
     try:
-        with open(f"{path}/{runfolder.PROGRESS}", "rb", buffering=0) as file:  # noqa: PTH123 - many runs
+        with open(f"{path}/{run_folder.PROGRESS}", "rb", buffering=0) as file:  # noqa: PTH123 - many runs
             document = json.loads(file.read())
     except (OSError, ValueError):
         return {}
@@ -42,11 +47,11 @@ def values(document: Mapping[str, Any]) -> list[str]:
 
 def age_s(path: Path, now_s: float) -> float | None:
     """Seconds since any rank told a step, by its last attempt's beats, or else since rank 0 told its progress."""
-    attempts = [entry for entry in _entries(path / beats.FOLDER) if entry.is_dir()]
+    attempts = [entry for entry in _entries(path / heartbeats.FOLDER) if entry.is_dir()]
     last = max(attempts, key=lambda entry: entry.stat().st_mtime, default=None)
     told = [
         max(0.0, now_s - node.time) + beat.silent_s
-        for node in (beats.read(Path(last.path)) if last else [])
+        for node in (heartbeats.read(Path(last.path)) if last else [])
         for beat in node.beats
         if beat.silent_s is not None
     ]
@@ -61,3 +66,41 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
         return list(os.scandir(path))
     except OSError:
         return []
+
+
+# What a run's own files say beside Slurm's state: that its training hangs, or has stopped before its end.
+
+
+def hang_note(path: Path, now: State) -> HangReport | None:
+    """The report of a hang in the run's folder `path`; None if it does not run, or goes on by now."""
+    if now.name != "RUNNING":
+        return None
+    from hpcinit.records import hang_report  # noqa: PLC0415 - for runs that run
+
+    return hang_report.left(path, now.job_id, now.restart)
+
+
+def stop_note(path: Path, now: State, told: Mapping[str, Any] | None = None) -> str:
+    """'time limit', 'preempted', ... of a run that has ended well before its last step; else ''.
+
+    told: what progress.read() gives, if it has been read: a training that came to its end has not stopped.
+    """
+    if now.name != "COMPLETED":
+        return ""
+    try:
+        if told and told["step"] >= told["total"]:
+            return ""
+        record = plain_files.read(path / run_folder.STOPPED)
+        # Ranks of a task know its job by a number that is not the task's name '17_1', whose folder no other job has.
+        own = record["job"] in ("", now.job_id) or "_" in now.job_id
+        return sentence(record["reason"]) if own else ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def notes(path: Path, now: State, told: Mapping[str, Any]) -> str:
+    """For a person, in a line: '' where there is nothing to tell."""
+    if report := hang_note(path, now):
+        return f"the training hangs: {report.headline}"
+    why = stop_note(path, now, told)
+    return f"stopped before its end: {why}" if why else ""

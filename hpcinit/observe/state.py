@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import runfolder
-from hpcinit.facts.errors import RequestError
+from hpcinit.base.errors import RequestError
 from hpcinit.observe.job_state import NOBODY, Known, State, of_slurm, state_of
+from hpcinit.records import run_folder
 from hpcinit.slurm import queue
 from hpcinit.slurm.queue import JobQuery, SlurmReply
 
@@ -67,7 +67,7 @@ def _run(path: Path) -> _Run | RequestError:
         record = submission(path)
     except RequestError as error:
         return error
-    ids, attempt = jobs(record), _json(f"{path}/{runfolder.EXIT}")
+    ids, attempt = jobs(record), _json(f"{path}/{run_folder.EXIT}")
     last = str(attempt.get("job", ""))
     left = _left(attempt, last or str(record["job_id"]))
     return _Run(path, record["engine"], str(record["job_id"]), ids, last, left)
@@ -85,7 +85,7 @@ def _fresh(run: _Run, answer: SlurmReply) -> _Run:
     now = _known(answer, run.left.job_id)
     if now is None or not now.over or run.left.over:
         return run
-    attempt = _json(f"{run.path}/{runfolder.EXIT}")
+    attempt = _json(f"{run.path}/{run_folder.EXIT}")
     return replace(run, left=_left(attempt, now.job_id)) if attempt.get("job") == now.job_id else run
 
 
@@ -113,7 +113,7 @@ def _of_job(run: _Run, job_id: str, answer: SlurmReply) -> State:
     record = run.left if run.left.job_id == job_id else replace(run.left, job_id=job_id)
 
     def cancelled() -> bool:
-        return job_id in _json(run.path / runfolder.CANCELLED).get("jobs", [])
+        return job_id in _json(run.path / run_folder.CANCELLED).get("jobs", [])
 
     return state_of(Known(_known(answer, job_id), record, answer.unreachable, cancelled))
 
@@ -125,12 +125,12 @@ def jobs(record: Mapping[str, Any]) -> list[str]:
 
 def last_job(path: Path) -> str:
     """The id of the job that ran the script last: another than the submitted where it was started again by hand."""
-    return str(_json(path / runfolder.EXIT).get("job", ""))
+    return str(_json(path / run_folder.EXIT).get("job", ""))
 
 
 def exit_status(path: Path) -> int | None:
     """What the batch script of the last attempt ended with, as it says itself; None while it has not."""
-    status = _json(path / runfolder.EXIT).get("exit_status")
+    status = _json(path / run_folder.EXIT).get("exit_status")
     return status if isinstance(status, int) else None
 
 
@@ -156,8 +156,8 @@ def _chain(run: _Run, answer: SlurmReply) -> State:
 def _decided(path: Path) -> bool:
     """Whether no later job of a chain goes on: an attempt has come to its end, or failed by itself."""
     status = exit_status(path)
-    stopped = status == 0 and (path / runfolder.STOPPED).exists()
-    return status not in (None, runfolder.ENDED_EARLY) and not stopped
+    stopped = status == 0 and (path / run_folder.STOPPED).exists()
+    return status not in (None, run_folder.ENDED_EARLY) and not stopped
 
 
 def of_array(job_id: str) -> list[State]:
@@ -171,31 +171,31 @@ def of_array(job_id: str) -> list[State]:
 def submission(path: Path) -> dict[str, Any]:
     """submission.json. Raises RequestError that says what is there instead."""
     try:
-        with open(f"{path}/{runfolder.SUBMISSION}", "rb", buffering=0) as file:  # noqa: PTH123 - as in _json
+        with open(f"{path}/{run_folder.SUBMISSION}", "rb", buffering=0) as file:  # noqa: PTH123 - as in _json
             document = json.loads(file.read())
     except FileNotFoundError:
-        if (path / runfolder.SCRIPT).exists():
+        if (path / run_folder.SCRIPT).exists():
             raise RequestError(_unsubmitted(path)) from None
-        raise RequestError(f"{path} is not a run folder: it has no {runfolder.SUBMISSION}") from None
+        raise RequestError(f"{path} is not a run folder: it has no {run_folder.SUBMISSION}") from None
     except (OSError, ValueError) as error:
-        raise RequestError(f"{path / runfolder.SUBMISSION} cannot be read: {error}") from None
+        raise RequestError(f"{path / run_folder.SUBMISSION} cannot be read: {error}") from None
     if not isinstance(document, dict) or not {"job_id", "engine"} <= set(document):
-        raise RequestError(f"{path / runfolder.SUBMISSION} does not say job_id and engine; was it edited?")
+        raise RequestError(f"{path / run_folder.SUBMISSION} does not say job_id and engine; was it edited?")
     return document
 
 
 def _unsubmitted(path: Path) -> str:
     """What is known of a folder that stayed although its submission was not told as done (MaybeSubmitted)."""
-    script, job = path.absolute() / runfolder.SCRIPT, last_job(path)
+    script, job = path.absolute() / run_folder.SCRIPT, last_job(path)
     if job:
         ended = exit_status(path)
         return (
-            f"{path} has no {runfolder.SUBMISSION}, but job {job} has begun its script"
+            f"{path} has no {run_folder.SUBMISSION}, but job {job} has begun its script"
             + (f" and ended with exit status {ended}" if ended is not None else f": squeue --jobs={job} tells of it")
-            + f"; its logs are in {path / runfolder.LOGS}"
+            + f"; its logs are in {path / run_folder.LOGS}"
         )
     return (
-        f"{path} has a script and no {runfolder.SUBMISSION}: hpcinit was ended while it submitted, or nobody could say "
+        f"{path} has a script and no {run_folder.SUBMISSION}: hpcinit was ended while it submitted, or nobody could say "
         f"whether there is a job. Look for it: squeue --all --me --states=all --format='%i %T %o' | grep -F {script} ; "
         "without one nothing was submitted"
     )
@@ -213,12 +213,12 @@ def _by_hand(path: Path, job_id: str) -> State:
     """`bash job.sh`, without the engine: all that is known is the script's own record."""
     from hpcinit.local import engine  # noqa: PLC0415
 
-    attempt = _json(path / runfolder.EXIT)
+    attempt = _json(path / run_folder.EXIT)
     status = exit_status(path)
     if status is not None:
-        return State("COMPLETED" if status == 0 else "FAILED", job_id, "local", "", status, runfolder.EXIT, True)
+        return State("COMPLETED" if status == 0 else "FAILED", job_id, "local", "", status, run_folder.EXIT, True)
     alive = engine.is_alive({"pid": attempt.get("pid", 0), "started": attempt.get("began", 0)})
-    return State("RUNNING" if alive else "NODE_FAIL", job_id, "local", "", None, runfolder.EXIT, True)
+    return State("RUNNING" if alive else "NODE_FAIL", job_id, "local", "", None, run_folder.EXIT, True)
 
 
 def _left(attempt: Mapping[str, Any], job_id: str) -> State:
@@ -235,7 +235,7 @@ def _left(attempt: Mapping[str, Any], job_id: str) -> State:
         lost = "Slurm does not know the job any more, and it left no exit record"
         return State("UNKNOWN", job_id, "slurm", lost, restart=restart)
     name = "COMPLETED" if status == 0 else "FAILED"
-    return State(name, job_id, "slurm", "", status, runfolder.EXIT, restart=restart)
+    return State(name, job_id, "slurm", "", status, run_folder.EXIT, restart=restart)
 
 
 def _json(path: str | Path) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import telling
-from hpcinit.facts.errors import INTERRUPTED
-from hpcinit.facts.terminal import plain
-from hpcinit.observe import find, overview, remarks, sweep, view
+from hpcinit.base import console as console_module
+from hpcinit.base.console import plain
+from hpcinit.base.errors import INTERRUPTED
+from hpcinit.observe import find_runs, overview, progress, status
 from hpcinit.observe.poll import Polls
 
 LOOK_S = 1.0  # at what the trainings themselves write; Slurm is asked more rarely
@@ -24,28 +24,28 @@ def parser() -> argparse.ArgumentParser:
         prog="hpcinit watch", description="How runs are doing, until all are over; then the highest exit status."
     )
     parser.add_argument("run", nargs="*", help="run folder, its name, a job id, or all; default: all that are not over")
-    find.add_runs_dir(parser)
-    return telling.options(parser, "one JSON object per line, for each change")
+    find_runs.add_runs_dir(parser)
+    return console_module.add_verbosity_options(parser, "one JSON object per line, for each change")
 
 
 def main(argv: Sequence[str]) -> int:
-    options = telling.parsed(parser(), list(argv))
-    every = find.means_all(options.run)
-    paths = find.meant(options.run, options.runs_dir)
+    options = console_module.parse_arguments(parser(), list(argv))
+    every = find_runs.means_all_runs(options.run)
+    paths = find_runs.matching_runs(options.run, options.runs_dir)
     try:
         if every:
             paths = [run.path for run in overview.read(paths) if not run.error and not run.over]
             if not paths:
-                telling.note(f"all runs in {options.runs_dir.absolute()} are over")
+                console_module.note(f"all runs in {options.runs_dir.absolute()} are over")
                 return 0
         return _watch(Polls(paths), options.json)
     except KeyboardInterrupt:
-        telling.note("\nno longer watching; the jobs go on. End them:  hpcinit cancel RUN")
+        console_module.note("\nno longer watching; the jobs go on. End them:  hpcinit cancel RUN")
         return INTERRUPTED
 
 
 def _watch(polls: Polls, as_json: bool) -> int:
-    if telling.quiet() and not as_json:
+    if console_module.quiet() and not as_json:
         _silently(polls)
     elif sys.stdout.isatty() and not as_json:
         _live(polls)
@@ -58,25 +58,27 @@ def _silently(polls: Polls) -> None:
     while not polls.ask():
         time.sleep(LOOK_S)
     for run in polls.now:
-        print(plain("\n".join(view.shortest(run))))
+        print(plain("\n".join(status.shortest(run))))
 
 
 def _live(polls: Polls) -> None:
     from rich.console import Console  # noqa: PLC0415 - for a terminal only
     from rich.live import Live  # noqa: PLC0415
 
-    from hpcinit.observe import table  # noqa: PLC0415
+    from hpcinit.observe import status  # noqa: PLC0415
 
     console = Console(highlight=False)
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         over = False
         while not over:
             over = polls.ask()
-            live.update(table.of(polls.shown(), each_task=True, most=max(2, console.height - 2)), refresh=True)
+            live.update(
+                status.status_table(polls.shown(), each_task=True, most=max(2, console.height - 2)), refresh=True
+            )
             if not over:
                 time.sleep(LOOK_S)
     for run in polls.now:
-        for text in view.meanings(run):
+        for text in status.meanings(run):
             console.print(plain(text), markup=False)
 
 
@@ -96,19 +98,19 @@ def _changes(polls: Polls, as_json: bool) -> None:
 def _lines(run: overview.Run, told: dict[Path, Any]) -> Iterator[str]:
     """A line for each job whose state or reason is another than before; of a sweep that waits, one for all."""
     for path, now in run.parts:
-        seen = (now.job_id, now.name, now.reason, bool(remarks.hang(path, now)))
+        seen = (now.job_id, now.name, now.reason, bool(progress.hang_note(path, now)))
         if told.get(path) == seen or (run.tasks and now.name == "PENDING" and path not in told):
             continue
         told[path] = seen
         name = f"{run.path.name}/{path.name}" if run.tasks else path.name
-        yield f"{name} {now.job_id} {now.name}  {view.details(path, now)}".rstrip()
-    if run.tasks and told.get(run.path) != (counts := sweep.counts(run.tasks)):
+        yield f"{name} {now.job_id} {now.name}  {status.details(path, now)}".rstrip()
+    if run.tasks and told.get(run.path) != (counts := find_runs.count_states(run.tasks)):
         told[run.path] = counts
         yield f"{run.path.name}: {counts}"
 
 
 def _json(run: overview.Run, told: dict[Path, Any]) -> Iterator[str]:
-    documents = {Path(document["run"]): document for document in view.documents(run)}
+    documents = {Path(document["run"]): document for document in status.documents(run)}
     for path, document in documents.items():
         seen = [document.get(key) for key in ("job_id", "name", "reason", "exit_status", "progress", "hang")]
         if told.get(path) != seen:

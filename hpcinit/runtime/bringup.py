@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,30 +17,68 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hpcinit.facts import grouping, launchers, open_files, safeguards
-from hpcinit.facts.errors import BringUpError
-from hpcinit.facts.layout import Layout
-from hpcinit.facts.saying import say
-from hpcinit.facts.spec import Samples, Spec, Training, of_this_run
-from hpcinit.facts.timeouts import check_clock
-from hpcinit.facts.world import World
-from hpcinit.runtime import (
-    binding,
-    deepspeed,
-    devices,
-    foreign,
-    mesh,
-    moments,
-    process_group,
-    program,
-    rendezvous,
-    seeds,
-    teardown,
-)
+from hpcinit.base import process_limits
+from hpcinit.base.console import say
+from hpcinit.base.errors import BringUpError
+from hpcinit.records import safeguards
+from hpcinit.records.layout import Layout
+from hpcinit.records.spec import Samples, Spec, Training, of_this_run
+from hpcinit.records.startup_timeout import check_clock
+from hpcinit.rendezvous import join, startup_events
+from hpcinit.rendezvous.process_state import state
+from hpcinit.rendezvous.watchdog import end_hard
+from hpcinit.runtime import affinity, deepspeed_setup, devices, init_request, mesh, process_group, program, seeds
+from hpcinit.runtime.init_request import Plan, Request, resolve
 from hpcinit.runtime.lifecycle import loader_workers
-from hpcinit.runtime.process_state import state
-from hpcinit.runtime.request import Plan, Request, resolve
 from hpcinit.runtime.runtime import Runtime, Session
+from hpcinit.world import World, launchers
+
+# Taking the group down: in a bounded time, whatever its peers do.
+
+
+def destroy_process_groups(timeout: timedelta, device: torch.device | None = None) -> None:
+    """torch's groups, all of them. If that takes longer than `timeout`, say so and go on without it.
+
+    The process is then no use for another group, and ends hard where the interpreter would: its last steps wait for
+    threads that are inside the group (https://github.com/pytorch/pytorch/issues/119250).
+    """
+    if state.stuck_group or not dist.is_initialized():
+        return
+    raised: list[BaseException] = []
+    thread = threading.Thread(target=_destroy_groups, args=(device, raised), name="hpcinit-shutdown", daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds())
+    if thread.is_alive():
+        state.stuck_group = (
+            f"the process group did not go down in {timeout.total_seconds():g} s: a peer that died or hangs holds it "
+            "up; look for the rank that failed first"
+        )
+        say(f"warning: {state.stuck_group}. This process goes on without it, and will end with exit status 1")
+    elif raised:
+        raise raised[0]
+
+
+def refuse_if_stuck() -> None:
+    """Raises BringUpError if a group of this process never went down."""
+    if state.stuck_group:
+        raise BringUpError(f"no second process group in this process: {state.stuck_group}")
+
+
+def _destroy_groups(device: torch.device | None, raised: list[BaseException]) -> None:
+    try:
+        if device is not None and device.type != "cpu":
+            torch.accelerator.set_device_index(device.index)  # each thread has its own
+        dist.destroy_process_group()
+    except BaseException as error:
+        raised.append(error)
+
+
+@atexit.register
+def _end_if_stuck() -> None:
+    # Registered when this module is imported, so that it runs after what the program registered later.
+    if state.stuck_group:
+        end_hard(state.stuck_group)
+
 
 # A group whose peers are alive goes down in well under a second; Slurm itself waits 30 s (KillWait) before it kills.
 SHUTDOWN = timedelta(seconds=30)
@@ -90,7 +129,7 @@ def init(
         if different := state.runtime._session.request.differences(request):
             raise BringUpError(f"init was called before with another request: {different}; call it once, or shutdown()")
         return state.runtime
-    teardown.refuse_if_stuck()
+    refuse_if_stuck()
     return _first_init(request)
 
 
@@ -106,7 +145,7 @@ def _first_init(request: Request) -> Runtime:
     except BaseException:
         if not theirs:  # half a runtime would be in the way of a second try
             if dist.is_initialized():  # else the meeting is still to come, and a rank that is late must find this one
-                rendezvous.leave()
+                join.leave_rendezvous()
             _destroy(None, deepspeed_started=True, timeout=SHUTDOWN)
         raise
     atexit.register(shutdown)
@@ -115,30 +154,30 @@ def _first_init(request: Request) -> Runtime:
 
 def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | None) -> Runtime:
     began = time.monotonic()
-    moments.begin(world, folder)
-    moments.note("imported")
-    open_files.allow(world.world_size)
+    startup_events.begin_startup(world, folder)
+    startup_events.record_event("imported")
+    process_limits.raise_open_files_limit(world.world_size)
     protected = safeguards.apply(os.environ, folder, world.job)
     if doubt := check_clock(os.environ, time.time()):
         say(doubt)
     device = devices.choose(world)  # before the group exists: NCCL takes the current device
     plan = resolve(request, world, spec, device)
-    notes = [binding.bind(world, device), plan.binding.why]
+    notes = [affinity.bind(world, device), plan.binding.why]
     if plan.deterministic:
         notes.extend(seeds.make_deterministic(os.environ))
     asked = {"timeout_s": plan.timeout.total_seconds(), "law": plan.law} if world.rank == 0 else {}
-    moments.note("device", **asked)
+    startup_events.record_event("device", **asked)
     kept, where = _group(world, spec, plan)
-    above = plan.deepspeed and deepspeed.start(plan.backend, plan.collective_timeout, device)
-    made = mesh.build(plan.layout, device)
+    above = plan.deepspeed and deepspeed_setup.start_deepspeed(plan.backend, plan.collective_timeout, device)
+    made = mesh.build_mesh(plan.layout, device)
     collectives = _settle(plan, keep=kept is not None and request.collective_timeout is None)
     loader_workers.install(plan.stopping.numbers)
     seeds.seed_all(seeds.of(plan.seed, plan.seed_by, world.rank, plan.layout.data_rank(world.rank)))
-    moments.note("up")
+    startup_events.record_event("up")
     if world.rank == 0:
         took_s = time.monotonic() - began
         _report(world, plan, f"{where}, {plan.backend} on {device}, up in {took_s:.1f} s", collectives, notes)
-        table = f"layout\n{grouping.table(plan.layout)}" if grouping.table(plan.layout) else ""
+        table = f"layout\n{mesh.rank_table(plan.layout)}" if mesh.rank_table(plan.layout) else ""
         for line in (table, devices.unseen(device), safeguards.describe(os.environ, protected)):
             if line:
                 say(line)
@@ -150,8 +189,8 @@ def _group(world: World, spec: Spec | None, plan: Plan) -> tuple[frozenset[Proce
     if not dist.is_initialized():
         met = process_group.make(world, spec, plan.backend, plan.timeout, plan.device, plan.binding.device)
         return None, f"rank 0 at {met}"
-    kept = foreign.adopt(world, plan)
-    rendezvous.leave()  # all have come: they are in the group
+    kept = init_request.adopt_process_group(world, plan)
+    join.leave_rendezvous()  # all have come: they are in the group
     return kept, "in the process group that was there"
 
 
@@ -190,7 +229,7 @@ def shutdown(timeout: timedelta = SHUTDOWN) -> None:
         return
     ended, state.runtime = state.runtime, None
     atexit.unregister(shutdown)
-    rendezvous.leave()
+    join.leave_rendezvous()
     ended._session.close()
     _destroy(ended._session.kept_groups, ended._session.deepspeed, timeout, ended.device)
 
@@ -203,11 +242,11 @@ def _destroy(
 ) -> None:
     """Destroy the groups that hpcinit made. deepspeed_started: DeepSpeed was started from here, on top of the group."""
     if kept is None or deepspeed_started:
-        deepspeed.forget()
+        deepspeed_setup.forget_deepspeed()
     if kept is None:
-        teardown.destroy(timeout, device)
+        destroy_process_groups(timeout, device)
     else:
-        foreign.leave(kept)
+        init_request.leave_process_group(kept)
 
 
 _P = ParamSpec("_P")

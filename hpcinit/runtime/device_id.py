@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hpcinit.facts.errors import BringUpError
-from hpcinit.facts.versions import key
+from hpcinit.base.errors import BringUpError
+from hpcinit.base.versions import key
 
 # Collectives of a bound group deadlock between these two (https://github.com/pytorch/pytorch/issues/153960); DeepSpeed
 # leaves device_id out for the same versions.

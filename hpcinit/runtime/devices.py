@@ -7,9 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
-from hpcinit.facts import visible
-from hpcinit.facts.errors import BringUpError
-from hpcinit.facts.world import World
+from hpcinit.base.errors import BringUpError
+from hpcinit.world import World, visible_devices
 
 
 def choose(world: World, env: Mapping[str, str] = os.environ) -> torch.device:
@@ -23,14 +22,14 @@ def choose(world: World, env: Mapping[str, str] = os.environ) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
-    index = visible.index(env, kind(accelerator), torch.accelerator.device_count(), world)
+    index = visible_devices.index_of(env, kind(accelerator), torch.accelerator.device_count(), world)
     torch.accelerator.set_device_index(index)
     return torch.device(accelerator.type, index)
 
 
 def unseen(device: torch.device, env: Mapping[str, str] = os.environ) -> str:
     """A warning where `device` is the CPU although the rank was given accelerators; '' otherwise."""
-    given = visible.given(env)
+    given = visible_devices.given(env)
     if device.type != "cpu" or not given:
         return ""
     kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}

@@ -1,4 +1,4 @@
-"""The device mesh of a layout, and its parts by name, those of size 1 included."""
+"""Which ranks form a group, of each dimension of a layout and of the combinations that training needs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,109 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hpcinit.facts import grouping
-from hpcinit.facts.errors import RequestError
-from hpcinit.facts.layout import Layout
+from hpcinit.base.errors import RequestError
+from hpcinit.records.layout import Layout
+
+# What several dimensions are together: ranks that see different samples; ranks that a sharded parameter is divided
+# among; ranks whose losses and gradients are averaged.
+COMBINED = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "fsdp": ("dp_shard", "cp"),
+    "loss": ("dp_replicate", "dp_shard", "cp"),
+}
+# A data parallel dimension that experts are divided among is two: ep, and the ranks that hold the same experts.
+SPLIT = {"dp_replicate": ("edp_replicate", "ep"), "dp_shard": ("edp_shard", "ep")}
+MEANING = {
+    "pp": "pipeline stages",
+    "dp_replicate": "other samples, the same parameters",
+    "dp_shard": "other samples, parameters divided",
+    "edp_replicate": "the same experts",
+    "edp_shard": "the same experts",
+    "ep": "other experts",
+    "cp": "parts of a sequence",
+    "tp": "parts of a layer",
+    "dp": "other samples",
+    "fsdp": "parameters divided",
+    "loss": "losses and gradients averaged",
+}
 
 
-def build(layout: Layout, device: torch.device) -> DeviceMesh:
+def mesh_dimensions(layout: Layout) -> dict[str, int]:
+    """Name and size of each dimension of the mesh, outermost first: those above 1, and dp_replicate if there is none.
+
+    layout: every degree known.
+    """
+    found: dict[str, int] = {}
+    split = "dp_replicate" if layout.dp_shard == 1 else "dp_shard"
+    for name, degree in layout.degrees().items():
+        if name == split and layout.ep > 1:
+            found |= dict(zip(SPLIT[name], (degree // layout.ep, layout.ep), strict=True))
+        elif degree > 1:
+            found[name] = degree
+    return found or {"dp_replicate": 1}
+
+
+def members(names: tuple[str, ...], name: str) -> tuple[str, ...]:
+    """The dimensions, of the `names` that a mesh has, that `name` is made of; none if it is of size 1 everywhere."""
+    if name in names:
+        return (name,)
+    parts = [each for part in COMBINED.get(name, (name,)) for each in (part, *SPLIT.get(part, ()))]
+    # Of the two that might be split, the other's `ep` is not meant.
+    split = [pair[0] for pair in SPLIT.values() if pair[0] in names]
+    if split and split[0] not in parts:
+        parts = [each for each in parts if each != "ep"]
+    return tuple(each for each in names if each in parts)
+
+
+def group_members(layout: Layout, name: str) -> list[range]:
+    """The groups of ranks of a dimension or a combination of them, each in the order of its ranks.
+
+    layout: every degree known. The dimensions of a combination are neighbours, so that a group is one range.
+    """
+    sizes = mesh_dimensions(layout)
+    names = tuple(sizes)
+    chosen = members(names, name)
+    size = math.prod(sizes[each] for each in chosen)
+    step = math.prod(sizes[each] for each in names[names.index(chosen[-1]) + 1 :]) if chosen else 1
+    world_size = math.prod(sizes.values())
+    return [
+        range(block + first, block + first + size * step, step)
+        for block in range(0, world_size, size * step)
+        for first in range(step)
+    ]
+
+
+def rank_table(layout: Layout) -> str:
+    """How the ranks are divided, one line per dimension and combination; '' for plain data parallelism."""
+    if layout.pp * layout.dp_shard * layout.cp * layout.tp * layout.ep == 1:
+        return ""
+    sizes = mesh_dimensions(layout)
+    rows = [(name, size, name) for name, size in sizes.items()]
+    for name in (*SPLIT, *COMBINED):
+        made = members(tuple(sizes), name)
+        if len(made) > 1:
+            rows.append((name, math.prod(sizes[each] for each in made), " x ".join(made)))
+    lines = [("dimension", "size", "with rank 0", "")]
+    for name, size, of in rows:
+        what = MEANING[name] + ("" if of == name else f" ({of})")
+        lines.append((name, str(size), _shown(group_members(layout, name)[0]), what))
+    widths = [max(len(line[column]) for line in lines) for column in range(3)]
+    return "\n".join(
+        f"{name:<{widths[0]}}  {size:>{widths[1]}}  {ranks:<{widths[2]}}  {what}".rstrip()
+        for name, size, ranks, what in lines
+    )
+
+
+def _shown(ranks: range) -> str:
+    """'0 8 16 ... 56'"""
+    shown = [str(rank) for rank in ranks]
+    return " ".join(shown if len(shown) <= 4 else [*shown[:3], "...", shown[-1]])
+
+
+# The device mesh of a layout, and its parts by name, those of size 1 included.
+
+
+def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """A mesh with the dimensions that are larger than 1, outermost first; a plain data parallel one if none is.
 
     Combinations of several dimensions (dp, fsdp, loss) are part of it, and part() finds them: `mesh["loss"]` does so
@@ -21,10 +118,10 @@ def build(layout: Layout, device: torch.device) -> DeviceMesh:
     own. All groups are made here, as every rank has to make them all in one order. layout: every degree known. Needs
     the process group.
     """
-    sizes = grouping.dimensions(layout)
+    sizes = mesh_dimensions(layout)
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    for name in (*grouping.SPLIT, *grouping.COMBINED):
-        made = grouping.members(tuple(sizes), name)
+    for name in (*SPLIT, *COMBINED):
+        made = members(tuple(sizes), name)
         if len(made) > 1 and _called(mesh, name) == name:
             _flattened(mesh, name)
     return mesh
@@ -36,7 +133,7 @@ def size(mesh: DeviceMesh, name: str) -> int:
     return math.prod([sizes[each] for each in _members(mesh, name)])
 
 
-def part(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
+def mesh_part(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
     """The mesh of one or several dimensions or combinations, without those of size 1; None if all are.
 
     `part(mesh, "dp_replicate", "fsdp")` is what fully_shard takes for HSDP. Raises RequestError.
@@ -53,23 +150,23 @@ def part(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
     return DeviceMesh._concatenate([_flattened(mesh, name) if name in flat else mesh[name] for name in found])
 
 
-def group(mesh: DeviceMesh, name: str) -> ProcessGroup | None:
+def mesh_group(mesh: DeviceMesh, name: str) -> ProcessGroup | None:
     """This rank's group; None if it is alone in it. Raises RequestError."""
-    found = part(mesh, name)
+    found = mesh_part(mesh, name)
     return None if found is None else found.get_group()
 
 
 def place(mesh: DeviceMesh, name: str) -> int:
     """This rank's place in its group, 0 to size - 1. Raises RequestError."""
-    found = part(mesh, name)
+    found = mesh_part(mesh, name)
     return 0 if found is None else found.get_local_rank()
 
 
 def _members(mesh: DeviceMesh, name: str) -> tuple[str, ...]:
     names = mesh.mesh_dim_names or ()
-    if name not in grouping.MEANING:
-        raise RequestError(f"a mesh has no part {name!r}, expected one of: {', '.join(grouping.MEANING)}")
-    return grouping.members(names, name)
+    if name not in MEANING:
+        raise RequestError(f"a mesh has no part {name!r}, expected one of: {', '.join(MEANING)}")
+    return members(names, name)
 
 
 def _flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -82,4 +179,4 @@ def _called(mesh: DeviceMesh, name: str) -> str:
     made = _members(mesh, name)
     if len(made) == 1:
         return made[0]
-    return next(each for each in (*grouping.SPLIT, *grouping.COMBINED) if _members(mesh, each) == made)
+    return next(each for each in (*SPLIT, *COMBINED) if _members(mesh, each) == made)

@@ -15,14 +15,13 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from hpcinit.facts import hosts, interfaces
-from hpcinit.facts.errors import BringUpError
-from hpcinit.facts.spec import Spec
-from hpcinit.facts.world import World
-from hpcinit.runtime import moments, rendezvous
-from hpcinit.runtime.meeting.door import Door
-from hpcinit.runtime.store import open_store
-from hpcinit.runtime.watchdog import Watchdog, end_hard
+from hpcinit.base.errors import BringUpError
+from hpcinit.records.spec import Spec
+from hpcinit.rendezvous import join, startup_events
+from hpcinit.rendezvous.server import RendezvousServer
+from hpcinit.rendezvous.store import open_store
+from hpcinit.rendezvous.watchdog import Watchdog, end_hard
+from hpcinit.world import World, hosts, network
 
 LATE_S = 15.0  # after the deadline of the start-up, for the errors that have names in them to come first
 SIDE = "hpcinit-side/"  # what names of side groups begin with
@@ -41,7 +40,7 @@ def make(
     device: this rank's. device_id: what the group is bound to, None for nothing.
     """
     deadline = time.monotonic() + timeout.total_seconds()
-    meeting: rendezvous.Meeting | None = None
+    meeting: join.Rendezvous | None = None
 
     def about() -> str:
         missing = (meeting.missing("up") if meeting else "") or "Rank 0 does not answer."
@@ -49,13 +48,13 @@ def make(
 
     with Watchdog(timeout.total_seconds() + LATE_S, about):
         try:
-            meeting = rendezvous.meet(world, spec, timeout)
-            os.environ.update(rendezvous.program_environment(world, meeting))
+            meeting = join.join_rendezvous(world, spec, timeout)
+            os.environ.update(join.program_environment(world, meeting))
             refuse_interfaces(os.environ, backend)  # once all can hear of it
             if meeting:
                 meeting.tell("imported")
             store = open_store(world, meeting, deadline)
-            moments.note("store")
+            startup_events.record_event("store")
             if meeting:
                 # From here on this thread is inside torch and cannot look up: if a rank dies, end at once.
                 meeting.on_failure(end_hard)
@@ -65,15 +64,17 @@ def make(
                 meeting.on_failure(None)
                 meeting.tell("up")
         except BaseException as error:
-            rendezvous.leave(str(error) or type(error).__name__)
+            join.leave_rendezvous(str(error) or type(error).__name__)
             raise
-    return hosts.in_url(world.master_addr, meeting.port if isinstance(meeting, Door) else world.master_ports[0])
+    return hosts.in_url(
+        world.master_addr, meeting.port if isinstance(meeting, RendezvousServer) else world.master_ports[0]
+    )
 
 
 def refuse_interfaces(env: Mapping[str, str], backend: str) -> None:
     """Raises BringUpError if a variable names interfaces for `backend` that this node does not have."""
-    there = interfaces.names()
-    for variable, (reader, unmatched) in interfaces.READS.items():
+    there = network.interface_names()
+    for variable, (reader, unmatched) in network.READS.items():
         missing = unmatched(env.get(variable, ""), there) if reader in backend else []
         if missing:
             raise BringUpError(
@@ -96,9 +97,9 @@ def _in_torch(
         dist.init_process_group(
             backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=device_id
         )
-        moments.note("joined")
+        startup_events.record_event("joined")
         barrier(device)
-        moments.note("collective")
+        startup_events.record_event("collective")
     except (RuntimeError, ValueError, OSError) as error:  # torch's own are RuntimeErrors
         gist = _gist(error)
         raise BringUpError(

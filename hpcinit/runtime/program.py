@@ -16,16 +16,17 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import error_records, reports, runfolder, whole_file
-from hpcinit.facts.error_records import ErrorRecord
-from hpcinit.facts.errors import BringUpError, HpcinitError, RequestError, TrainingHang
-from hpcinit.facts.saying import say
-from hpcinit.facts.spec import Program, Spec
-from hpcinit.facts.timeouts import TimeoutLaw, left_of_job
-from hpcinit.facts.world import World
-from hpcinit.runtime import rendezvous
-from hpcinit.runtime.lifecycle import phase, signals
-from hpcinit.runtime.process_state import state
+from hpcinit.base import background_writer, safe_files
+from hpcinit.base.console import say
+from hpcinit.base.errors import BringUpError, HpcinitError, RequestError, TrainingHang
+from hpcinit.records import error_records, run_folder
+from hpcinit.records.error_records import ErrorRecord
+from hpcinit.records.spec import Program, Spec
+from hpcinit.records.startup_timeout import TimeoutLaw, left_of_job
+from hpcinit.rendezvous import join
+from hpcinit.rendezvous.process_state import state
+from hpcinit.runtime.lifecycle import phase, signal_watch
+from hpcinit.world import World
 
 
 def run(program: Program, world: World, spec: Spec | None = None) -> int:
@@ -36,21 +37,21 @@ def run(program: Program, world: World, spec: Spec | None = None) -> int:
     """
     law = spec.comm.timeout if spec else TimeoutLaw()
     timeout = law.start_up(world.nodes, left_of_job(os.environ, time.time()))
-    meeting = rendezvous.meet(world, spec, timeout)
-    os.environ.update(rendezvous.program_environment(world, meeting))
+    meeting = join.join_rendezvous(world, spec, timeout)
+    os.environ.update(join.program_environment(world, meeting))
     if program.kind == "command":
-        rendezvous.leave_together(world, timeout)
+        join.barrier_and_close(world, timeout)
         return _command(program)
     if spec and spec.stop.signal:
-        signals.hold(signal.Signals[f"SIG{spec.stop.signal}"])
+        signal_watch.hold(signal.Signals[f"SIG{spec.stop.signal}"])
     status = _python(program, world)
     if status == 0:
         try:
-            rendezvous.leave_together(world, timeout)
+            join.barrier_and_close(world, timeout)
         except BringUpError as error:  # the program is done all the same
             say(f"this rank has ended well, but {error}")
-            rendezvous.leave()
-    return runfolder.ENDED_EARLY if status == 0 and state.stop_not_recorded else status
+            join.leave_rendezvous()
+    return run_folder.ENDED_EARLY if status == 0 and state.stop_not_recorded else status
 
 
 def _python(program: Program, world: World) -> int:
@@ -62,7 +63,7 @@ def _python(program: Program, world: World) -> int:
         status = _status(error)
         if status != 0:
             record(error, world)
-            rendezvous.leave(f"exit status {status}")
+            join.leave_rendezvous(f"exit status {status}")
         else:
             _forget(world)
         return status
@@ -70,12 +71,12 @@ def _python(program: Program, world: World) -> int:
         # The message says it all; where it was raised from stands in the record.
         say(f"error: {error}")
         record(error, world)
-        rendezvous.leave(str(error))
+        join.leave_rendezvous(str(error))
         return error.exit_status
     except BaseException as error:
         _print(error)
         record(error, world)
-        rendezvous.leave("".join(traceback.format_exception_only(error)).strip())
+        join.leave_rendezvous("".join(traceback.format_exception_only(error)).strip())
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     _forget(world)
     return 0
@@ -147,7 +148,7 @@ def _print(error: BaseException) -> None:
 
 def record(error: BaseException, world: World) -> None:
     """errors/rank-N.json in the run folder, if there is one; the first of this attempt stays, it is the nearer one."""
-    folder = os.environ.get(runfolder.ENV_FOLDER)
+    folder = os.environ.get(run_folder.ENV_FOLDER)
     if not folder or (isinstance(error, SystemExit) and not error.code):
         return
     at, step = phase.now()
@@ -163,15 +164,15 @@ def record(error: BaseException, world: World) -> None:
         monotonic=time.monotonic(),
         **_fields(error),
     )
-    below = Path(folder) / runfolder.ERRORS
+    below = Path(folder) / run_folder.ERRORS
 
     def write() -> None:
         if not any(found.record.job == world.job for found in error_records.read(below, document.name)):
-            whole_file.write(below / document.name, document.to_json())
+            safe_files.write_atomically(below / document.name, document.to_json())
 
     # The disk may be what failed; the traceback is in the log all the same.
-    reports.later(f"the error record {document.name}", write, keep_first=True)
-    reports.flush()
+    background_writer.later(f"the error record {document.name}", write, keep_first=True)
+    background_writer.flush()
 
 
 def _fields(error: BaseException) -> dict[str, Any]:
@@ -185,8 +186,8 @@ def _fields(error: BaseException) -> dict[str, Any]:
 
 def _forget(world: World) -> None:
     """What a session has recorded in this attempt, and the program has caught: the rank has ended well."""
-    folder = os.environ.get(runfolder.ENV_FOLDER)
-    below = Path(folder or os.devnull) / runfolder.ERRORS
+    folder = os.environ.get(run_folder.ENV_FOLDER)
+    below = Path(folder or os.devnull) / run_folder.ERRORS
     for found in error_records.read(below, f"rank-{world.rank}.json"):
         if found.record.job == world.job:
             with contextlib.suppress(OSError):

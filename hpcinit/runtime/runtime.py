@@ -16,24 +16,25 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpcinit.facts import plain_files, reports, result, runfolder, scratch, whole_file
-from hpcinit.facts.batch import Batch
-from hpcinit.facts.errors import BringUpError
-from hpcinit.facts.layout import Layout
-from hpcinit.facts.spec import Hang, Training
-from hpcinit.facts.stopping import Stop, Stopping
-from hpcinit.facts.timeouts import left_of_job
-from hpcinit.facts.world import World
+from hpcinit.base import background_writer, safe_files
+from hpcinit.base.errors import BringUpError
+from hpcinit.records import plain_files, results, run_folder, scratch
+from hpcinit.records.batch import Batch
+from hpcinit.records.layout import Layout
+from hpcinit.records.spec import Hang, Training
+from hpcinit.records.startup_timeout import left_of_job
+from hpcinit.records.stop_reasons import Stop, Stopping
 from hpcinit.runtime import process_group, seeds
+from hpcinit.runtime.init_request import Plan, Request
 from hpcinit.runtime.lifecycle import phase
-from hpcinit.runtime.request import Plan, Request
+from hpcinit.world import World
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.tensor.parallel import ParallelStyle
 
     from hpcinit.runtime.checkpoint import Loaded
-    from hpcinit.runtime.checkpoint.loader import Stateful
+    from hpcinit.runtime.checkpoint.random_state import Stateful
     from hpcinit.runtime.lifecycle.heartbeat import Heartbeat
     from hpcinit.runtime.lifecycle.stopping import Stopper
     from hpcinit.runtime.wrap import Wrapped
@@ -71,7 +72,7 @@ class Session:
             if thing is not None:
                 thing.close()
         self.stopper = self.heartbeat = None
-        reports.flush()
+        background_writer.flush()
 
 
 @dataclass(frozen=True)
@@ -347,13 +348,13 @@ class Runtime:
             return
         self._session.progress_at = now
         document = {"step": step, "total": total, "values": values, "time": time.time()}
-        path, text = self.folder / runfolder.PROGRESS, json.dumps(document) + "\n"
+        path, text = self.folder / run_folder.PROGRESS, json.dumps(document) + "\n"
 
         def write() -> None:
-            whole_file.write(path, text)
-            plain_files.write(path.with_name(runfolder.STEP), {"step": step})
+            safe_files.write_atomically(path, text)
+            plain_files.write(path.with_name(run_folder.STEP), {"step": step})
 
-        reports.later(runfolder.PROGRESS, write)
+        background_writer.later(run_folder.PROGRESS, write)
 
     def result(self, value: float | Sequence[float]) -> None:
         """What the training came to, for a sweeper that waits for it: `run.result(loss)`, or one number per objective.
@@ -362,9 +363,9 @@ class Runtime:
         that is no number. Where the file cannot be written, hpcinit tries again until the process ends, and then prints
         the result; the exit status stays the program's own.
         """
-        known = result.of(value)
+        known = results.checked_value(value)
         if self.rank == 0 and self.folder is not None:
-            result.write_or_print(self.folder, known)
+            results.write_or_print(self.folder, known)
 
     def _beat(self, step: int) -> None:
         """A sign of life. step: as told by progress(), or how often should_stop() was asked where nothing is told."""
@@ -376,7 +377,7 @@ class Runtime:
             if now < session.heartbeat_at + HEARTBEAT_AGAIN_S:
                 return
             session.heartbeat_at = now
-            with reports.suppressed("this rank's heartbeat"):
+            with background_writer.suppressed("this rank's heartbeat"):
                 session.heartbeat = self._heartbeat(self.folder)
         if session.heartbeat is not None:
             session.heartbeat.tell(step)

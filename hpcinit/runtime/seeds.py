@@ -9,7 +9,7 @@ from collections.abc import MutableMapping
 
 import torch
 
-from hpcinit.facts.errors import RequestError
+from hpcinit.base.errors import RequestError
 
 BY = ("same", "rank", "data")
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpcinit.facts.errors import INTERRUPTED, MaybeSubmitted, NotReached, SubmitError
-from hpcinit.slurm import client, tokens
+from hpcinit.base.errors import INTERRUPTED, MaybeSubmitted, NotReached, SubmitError
+from hpcinit.slurm import slurm_client, tokens
 from hpcinit.slurm.queue import Job
 from hpcinit.slurm.sbatch import COMMAND, sbatch
 
@@ -199,8 +199,8 @@ class _Submission:
         first, *others = sorted(jobs, key=lambda job: (job.state == "PENDING", int(job.base_id)))
         if others:
             surplus = [job.base_id for job in others]
-            with suppress(client.Unreachable):
-                client.run(["scancel", *surplus], self._env)
+            with suppress(slurm_client.Unreachable):
+                slurm_client.run(["scancel", *surplus], self._env)
             self._show(f"the controller took the request late: job {' '.join(surplus)} of it is cancelled")
         self.command = self.command or (*COMMAND, *self._words, str(self._script))
         return first.base_id

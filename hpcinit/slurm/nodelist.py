@@ -29,7 +29,7 @@ from math import prod
 from operator import add
 from typing import NamedTuple
 
-from hpcinit.facts.errors import NodelistError
+from hpcinit.base.errors import NodelistError
 
 # slurm.h: MAX_SLURM_NODES 65536 is the largest cluster, and one range of scontrol ends there too (MAX_RANGE).
 # Four of those leave room for lists that were joined, and keep the longest answer at some tens of MB.

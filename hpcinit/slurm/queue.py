@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
-from hpcinit.slurm import client, scontrol
-from hpcinit.slurm.client import Call, NotStarted, Unreachable
+from hpcinit.slurm import scontrol, slurm_client
+from hpcinit.slurm.slurm_client import Call, NotStarted, Unreachable
 
 MOST = 5_000  # ids in one query: an argument may have 128 KiB
 LATE_S = 2.0  # a person who waits longer for squeue gets a message
@@ -213,7 +213,7 @@ def _exit_status(state: str, code: str) -> int | None:
 
 def _start(command: Sequence[str], env: Mapping[str, str] | None) -> Call | NotStarted:
     try:
-        return client.start(command, env)
+        return slurm_client.start(command, env)
     except NotStarted as error:
         return error  # raised when the output is needed
 
@@ -226,8 +226,8 @@ def _lines(command: Sequence[str], call: Call | NotStarted) -> list[str]:
         raise call
     try:
         output = call.output()
-    except client.TimedOut as error:
-        raise client.TimedOut(f"{error}: {client.CHECK}") from None
+    except slurm_client.TimedOut as error:
+        raise slurm_client.TimedOut(f"{error}: {slurm_client.CHECK}") from None
     if output.status == 0:
         return output.stdout.splitlines()
     # Without accounting sacct fails at once with an error; a purged job is 'Invalid job id specified'.

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpcinit.facts import telling
-from hpcinit.facts.errors import MaybeSubmitted, NotReached, SubmitError
-from hpcinit.slurm import client
+from hpcinit.base import console
+from hpcinit.base.errors import MaybeSubmitted, NotReached, SubmitError
+from hpcinit.slurm import slurm_client
 
 COMMAND = ("sbatch", "--parsable")
 # The request was not sent, or was sent back as it was (slurm_protocol_api.c of 22.05: slurm_send_recv_controller_msg
@@ -49,13 +49,13 @@ def sbatch(script: Path, env: Mapping[str, str], options: Sequence[str] = ()) ->
     """
     command = [*COMMAND, *options, str(script)]
     try:
-        call = client.start(command, env)
-    except client.NotStarted as error:
+        call = slurm_client.start(command, env)
+    except slurm_client.NotStarted as error:
         check = ": is this a login node, and is the slurm module loaded?" if error.missing else ""
         raise SubmitError(f"{error}{check}") from None
     try:
         output = call.output()
-    except client.TimedOut as error:
+    except slurm_client.TimedOut as error:
         raise MaybeSubmitted(str(error)) from None
     except Exception as error:  # the request may have been sent
         raise MaybeSubmitted(f"the output of sbatch cannot be read: {type(error).__name__}: {error}") from error
@@ -63,7 +63,7 @@ def sbatch(script: Path, env: Mapping[str, str], options: Sequence[str] = ()) ->
         raise _kind_of(output.error, output.status)(output.error)
     if output.stderr.strip():  # what the site's submit filter prints about a job that it accepts
         with suppress(OSError, ValueError):  # a closed terminal loses no job
-            telling.note(output.stderr.strip())
+            console.note(output.stderr.strip())
     return _job_id(output.stdout), command
 
 

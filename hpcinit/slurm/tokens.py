@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hpcinit.slurm import queue
-from hpcinit.slurm.client import NotStarted, Unreachable
 from hpcinit.slurm.queue import Job, QueueQuery
+from hpcinit.slurm.slurm_client import NotStarted, Unreachable
 
 MARK = "hpcinit="  # before a token, in a job's comment
 

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from hpcinit.base import console
+from hpcinit.base.errors import RequestError, SpecError
 from hpcinit.config import folders
-from hpcinit.discover import describe, document, place
-from hpcinit.facts import runfolder, spec, telling, timeline
-from hpcinit.facts.errors import RequestError, SpecError
-from hpcinit.facts.timeouts import TimeoutLaw
-from hpcinit.observe import find
+from hpcinit.discover import cluster_file
+from hpcinit.observe import find_runs
+from hpcinit.records import run_folder, spec, timeline
+from hpcinit.records.startup_timeout import TimeoutLaw
 
 FACTOR = 2.0  # a timeout that is too short costs more than one that is too long
 LEAST_BASE_S = 60.0  # one node's kernels alone took 55 s to load (docs/timeouts.md)
@@ -46,15 +47,15 @@ class History:
 
 def main(argv: Sequence[str]) -> int:
     """Raises RequestError."""
-    options = telling.parsed(parser(), list(argv))
-    seen = read(find.meant(options.runs, options.runs_dir))
+    options = console.parse_arguments(parser(), list(argv))
+    seen = read(find_runs.matching_runs(options.runs, options.runs_dir))
     law = fit(seen, options.factor)
     if options.json:
         print(json.dumps(_document(seen, law, options.factor)))
     else:
         print("\n".join([*([] if options.quiet else _comments(seen, law, options.factor)), *_yaml(law)]))
     if options.write:
-        telling.note(_write(seen, law, options.factor))
+        console.note(_write(seen, law, options.factor))
     return 0
 
 
@@ -65,12 +66,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "runs", nargs="*", metavar="RUN", help="folder, name or job id; none, or 'all': every run there is"
     )
-    find.add_runs_dir(parser)
+    find_runs.add_runs_dir(parser)
     parser.add_argument(
         "--factor", type=float, default=FACTOR, help=f"times the longest start seen (default: {FACTOR:g})"
     )
     parser.add_argument("--write", action="store_true", help="put it into the cluster's YAML")
-    return telling.options(parser)
+    return console.add_verbosity_options(parser)
 
 
 def read(runs: Iterable[Path]) -> History:
@@ -82,7 +83,7 @@ def read(runs: Iterable[Path]) -> History:
     for run in runs:
         attempts = timeline.read(run)
         try:
-            made = spec.load(run / runfolder.SPEC, to_run=False) if attempts else None
+            made = spec.load(run / run_folder.SPEC, to_run=False) if attempts else None
         except SpecError:
             made = None
         if made is None:
@@ -157,19 +158,19 @@ def _write(seen: History, law: TimeoutLaw, factor: float) -> str:
     path = Path(folders.find(f"cluster/{seen.cluster}"))
     if path.absolute().is_relative_to(folders.folder().absolute()):
         raise RequestError(
-            f"cluster={seen.cluster} is hpcinit's own {path}: copy it to {place.named(seen.cluster)} and write again"
+            f"cluster={seen.cluster} is hpcinit's own {path}: copy it to {cluster_file.cluster_file_path(seen.cluster)} and write again"
         )
-    text = place.read(path)
+    text = cluster_file.read_cluster_file(path)
     if text is None:
         raise RequestError(
             f"no {path} in {', '.join(map(str, folders.user_folders())) or 'conf'}: `hpcinit discover` makes one"
         )
-    entries = [describe.Entry(key, value, f"{key}: {value}\n") for key, value in _values(law).items()]
+    entries = [cluster_file.Entry(key, value, f"{key}: {value}\n") for key, value in _values(law).items()]
     starts, today = sum(map(len, seen.starts.values())), datetime.date.today().isoformat()
     heading = f"{starts} starts on {', '.join(map(str, seen.starts))} nodes until {today}: {factor:g} x the longest"
     try:
-        before = document.parse(text, document.TIMEOUTS)
-        place.write(path, document.render(before, entries, heading))
+        before = cluster_file.parse_document(text, cluster_file.TIMEOUTS)
+        cluster_file.write_cluster_file(path, cluster_file.render_document(before, entries, heading))
     except RequestError as error:
         raise RequestError(f"{path}: {error}") from None
     own = [entry.key for entry in entries if entry.key in before.own]

@@ -18,8 +18,8 @@ from tests.chaos.outcomes import Outcome
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.minislurm.plugin import require_slurm
-from tests.submission.test_chain import jobs, states
-from tests.submission.test_restart import ATTEMPTS, finish, state
+from tests.submit.test_chain import jobs, states
+from tests.submit.test_restart import ATTEMPTS, finish, state
 from tests.submitting import folder_of, job_id_of, submit
 from tests.waiting import until
 

@@ -20,7 +20,7 @@ from tests.conftest import Run
 from tests.leaving_out import leave_out
 from tests.minislurm import MiniSlurm
 from tests.minislurm.daemons import daemon_pid
-from tests.submission.test_restart import begin_now, log, restarts
+from tests.submit.test_restart import begin_now, log, restarts
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.chaos, pytest.mark.timeout(400)]

@@ -16,8 +16,8 @@ from tests.chaos.conftest import ALL
 from tests.chaos.training import RANKS_PER_NODE, Training
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
-from tests.submission.test_restart import begin_now, log
-from tests.submission.test_restart_training import ARGS, SLOW
+from tests.submit.test_restart import begin_now, log
+from tests.submit.test_restart_training import ARGS, SLOW
 from tests.submitting import folder_of, printed, submit
 from tests.waiting import until
 

@@ -14,7 +14,7 @@ import pytest
 from tests.chaos.conftest import ALL
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
-from tests.submission.test_restart import state
+from tests.submit.test_restart import state
 from tests.submitting import folder_of, job_id_of, submit
 from tests.waiting import until
 

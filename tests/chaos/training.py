@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
-from tests.submission.test_restart import begin_now, state
+from tests.submit.test_restart import begin_now, state
 from tests.submitting import folder_of, submit
 from tests.waiting import until
 

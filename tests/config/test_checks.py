@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from hpcinit.base import versions
 from hpcinit.config import checks
 from hpcinit.config.compose import compose, folder
 from hpcinit.config.schema import DeepSpeed
-from hpcinit.facts import versions
-from hpcinit.facts.deepspeed_config import Options, options
-from hpcinit.facts.spec import Precision
-from hpcinit.submission.for_job import make_spec
+from hpcinit.deepspeed.deepspeed_config import Options, options
+from hpcinit.records.spec import Precision
+from hpcinit.submit.job_environment import make_spec
 
 ACROSS = ("parallel.tp_across_nodes=true", "parallel.dp_replicate=-1")
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from hpcinit.base.errors import ConfigError
 from hpcinit.config import combinations, compose, variations
 from hpcinit.config.compose import Request
-from hpcinit.facts.errors import ConfigError
 
 FILES = {
     "hpcinit.yaml": "",

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hpcinit.base.errors import ConfigError
 from hpcinit.config.compose import Request, compose, folder, main
 from hpcinit.config.schema import Cluster, Partition
-from hpcinit.facts.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.cli import main
-from hpcinit.submission import command
+from hpcinit.cli.main import main
+from hpcinit.submit import submit_command
 from tests.conftest import Run
 
 FILES = {
@@ -189,7 +189,7 @@ def test_one_clear_line(
     """A wrong request is one line on stderr, in our words, with exit status 2, and nothing is left behind."""
     words = line.split() if isinstance(line, str) and "\n" not in line and "{a: b}" not in line else line
     words = [words] if isinstance(words, str) else words
-    monkeypatch.setattr(command.submission, "submit", None)  # none of these may come that far
+    monkeypatch.setattr(submit_command.submission, "submit", None)  # none of these may come that far
     assert main(["submit", *words]) == 2
     out, err = capfd.readouterr()
     assert (out, err.count("\n")) == ("", 1) and err.startswith("hpcinit: error: ")

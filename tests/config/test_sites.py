@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from hpcinit.base.errors import ConfigError
 from hpcinit.config import checks
 from hpcinit.config.compose import compose
 from hpcinit.config.schema import Config
-from hpcinit.facts.errors import ConfigError
 from tests import sites
 
 PAGE = Path(__file__).parent.parent.parent / "docs/clusters.md"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.facts.versions import installed
+from hpcinit.base.versions import installed
 from tests.forking import Node
 from tests.leaving_out import leave_out
 
@@ -134,7 +134,7 @@ def test_a_planted_violation_is_refused(tmp_path: Path, planted: str, refused: s
     (tmp_path / "nvidiactl").touch()
     (tmp_path / "planted.py").write_text(planted.format(folder=tmp_path))
     code = (
-        "from pathlib import Path\nfrom hpcinit.runtime.fork import preload\n"
+        "from pathlib import Path\nfrom hpcinit.launch import preload\n"
         f"preload.load(['torch', 'planted'], devices=Path({str(tmp_path)!r}))"
     )
     done = run(code, path=str(tmp_path))
@@ -156,7 +156,7 @@ def test_devices_of_forked_ranks(
 ) -> None:
     """Each forked rank chooses its device from what it sees, by torch's own reading of the variable; 8 GPUs are faked."""
     code = (
-        "import json, os, faked_gpus, torch\nfrom hpcinit.facts import launchers\nfrom hpcinit.runtime import devices\n"
+        "import json, os, faked_gpus, torch\nfrom hpcinit.world import launchers\nfrom hpcinit.runtime import devices\n"
         "device = devices.choose(launchers.read(os.environ), os.environ)\n"
         "assert faked_gpus.current == [device.index]\n"
         "print(json.dumps([device.index, torch.accelerator.device_count()]))"
@@ -170,7 +170,7 @@ def test_devices_of_forked_ranks(
 def test_too_few_devices_of_forked_ranks(tmp_path: Path) -> None:
     """Three forked ranks that see two GPUs (faked) end with an error that states both numbers."""
     code = (
-        "import os\nfrom hpcinit.facts import launchers\nfrom hpcinit.runtime import devices\n"
+        "import os\nfrom hpcinit.world import launchers\nfrom hpcinit.runtime import devices\n"
         "devices.choose(launchers.read(os.environ), os.environ)"
     )
     env = {"PYTHONPATH": HERE, "CUDA_VISIBLE_DEVICES": "3,5,-1"}

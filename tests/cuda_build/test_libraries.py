@@ -15,7 +15,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 import hpcinit
-from hpcinit.facts import flight
+from hpcinit.why import flight_recorder
 
 ROOT = Path(hpcinit.__file__).parents[1]
 # Each begins with a plain text: then Python finds it in a gigabyte in seconds, and not in minutes.
@@ -86,9 +86,9 @@ def dump() -> bytes:
 
 def test_the_recorders_format_is_the_readers(dump: bytes) -> None:
     """The reader finds the last collective in a dump of this build, whose format is one that it was tried with."""
-    document = flight.load(dump)
+    document = flight_recorder.load(dump)
     assert document["version"] in FORMATS
-    recording = flight.recordings({0: document})[0]
+    recording = flight_recorder.recordings({0: document})[0]
     [(group, number)] = recording.last.items()
     assert (str(group), number) == ("group default_pg (0)", 2)
     call = recording.call((group, number))
@@ -98,8 +98,8 @@ def test_the_recorders_format_is_the_readers(dump: bytes) -> None:
 
 def test_nccls_recorder_has_the_same_format(dump: bytes) -> None:
     """NCCL's recorder, empty without a GPU, writes the same version and fields as gloo's, and the reader accepts it."""
-    nccl = flight.load(c10d._dump_nccl_trace())
-    assert (nccl["version"], nccl.keys()) == (flight.load(dump)["version"], flight.load(dump).keys())
+    nccl = flight_recorder.load(c10d._dump_nccl_trace())
+    assert (nccl["version"], nccl.keys()) == (flight_recorder.load(dump)["version"], flight_recorder.load(dump).keys())
 
 
 def test_another_format_is_seen(dump: bytes) -> None:
@@ -107,7 +107,7 @@ def test_another_format_is_seen(dump: bytes) -> None:
     document = pickle.loads(dump)
     for entry in document["entries"]:
         del entry["collective_seq_id"]
-    assert flight.recordings({0: flight.load(pickle.dumps(document, protocol=2))})[0].last == {}
+    assert flight_recorder.recordings({0: flight_recorder.load(pickle.dumps(document, protocol=2))})[0].last == {}
 
 
 def test_the_build_has_cuda() -> None:

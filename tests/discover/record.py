@@ -13,7 +13,7 @@ import json
 import os
 from pathlib import Path
 
-from hpcinit.discover import ask
+from hpcinit.discover import live_site
 from tests.minislurm import MiniSlurm
 from tests.minislurm.running import until
 
@@ -56,7 +56,7 @@ def main() -> None:
         cluster.run(
             "sacctmgr", "--immediate", "modify", "user", "root", "set", "defaultaccount=phys", "defaultqos=normal"
         )
-        answers = ask.ask("root", {**os.environ, **cluster.env})
+        answers = live_site.query_site("root", {**os.environ, **cluster.env})
         assert not answers.silent, answers.silent
         DATA.mkdir(exist_ok=True)
         path = DATA / f"{cluster.version()}.json"

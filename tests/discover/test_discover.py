@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpcinit.discover import document, place
+from hpcinit.discover import cluster_file
 from tests.conftest import Run
 from tests.leaving_out import leave_out
 from tests.minislurm import MiniSlurm
@@ -26,7 +26,7 @@ AS_NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 # A user without rights cannot be in the test's folder.
 AT_ROOT = (
     f"import os, sys; os.chdir('/'); sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
-    "from hpcinit.cli import main"
+    "from hpcinit.cli.main import main"
 )
 
 
@@ -259,15 +259,15 @@ def test_no_answer_in_time(slurm: MiniSlurm, monkeypatch: pytest.MonkeyPatch) ->
     """A controller that takes the connection and says nothing is not waited for without end."""
     from datetime import timedelta
 
-    from hpcinit.discover import ask
-    from hpcinit.facts.errors import Failure
-    from hpcinit.slurm import client
+    from hpcinit.base.errors import Failure
+    from hpcinit.discover import live_site
+    from hpcinit.slurm import slurm_client
 
-    monkeypatch.setitem(client.TIMEOUTS, "scontrol", timedelta(seconds=0.5))
+    monkeypatch.setitem(slurm_client.TIMEOUTS, "scontrol", timedelta(seconds=0.5))
     slurm.pause_controller()
     try:
         with pytest.raises(Failure) as error:
-            ask.ask("root", {**os.environ, **slurm.env})
+            live_site.query_site("root", {**os.environ, **slurm.env})
     finally:
         slurm.resume_controller()
     assert str(error.value) == (
@@ -308,9 +308,9 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "hpcinit", str(disk)], check=True)
     try:
         path = disk / "x.yaml"
-        place.write(path, "name: x\n")
+        cluster_file.write_cluster_file(path, "name: x\n")
         with pytest.raises(Exception, match=r"cannot write .*x.yaml: No space left on device; what was there is unt"):
-            place.write(path, "#" * 100_000)
+            cluster_file.write_cluster_file(path, "#" * 100_000)
         assert [each.name for each in disk.iterdir()] == ["x.yaml"] and path.read_text() == "name: x\n"
     finally:
         subprocess.run(["umount", str(disk)], check=True)
@@ -355,4 +355,4 @@ def test_pyxis_is_seen(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
 
 def test_marks_are_comments() -> None:
     """The two lines around discover's part mean nothing to YAML."""
-    assert yaml.safe_load(f"{document.BEGIN} 1\na: 1\n{document.END}\n") == {"a": 1}
+    assert yaml.safe_load(f"{cluster_file.BEGIN} 1\na: 1\n{cluster_file.END}\n") == {"a": 1}

@@ -8,25 +8,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from hpcinit.discover import describe, document, site
-from hpcinit.discover.document import Document
-from hpcinit.facts.errors import RequestError
+from hpcinit.base.errors import RequestError
+from hpcinit.discover import cluster_file, live_site
+from hpcinit.discover.cluster_file import Document
 from tests.discover.recorded import ANN, VERSIONS, answers
 
-SITE = site.read(answers(VERSIONS[0]), ANN)
-FACTS = describe.facts(SITE, None)
-NEW = document.render(document.first(describe.choices(SITE, "x")), FACTS, "then")
+SITE = live_site.read_site(answers(VERSIONS[0]), ANN)
+FACTS = cluster_file.site_facts(SITE, None)
+NEW = cluster_file.render_document(cluster_file.first_document(cluster_file.site_choices(SITE, "x")), FACTS, "then")
 VALUES = {entry.key: entry.value for entry in FACTS}
 
 
 def again(text: str) -> str:
-    return document.render(document.parse(text), FACTS, "now")
+    return cluster_file.render_document(cluster_file.parse_document(text), FACTS, "now")
 
 
 def test_a_new_file_says_what_was_seen() -> None:
     """Read as YAML the file has each choice and each fact, once."""
-    assert yaml.safe_load(NEW) == {**{e.key: e.value for e in describe.choices(SITE, "x")}, **VALUES}
-    assert document.difference(document.parse(NEW), FACTS) == []
+    assert yaml.safe_load(NEW) == {**{e.key: e.value for e in cluster_file.site_choices(SITE, "x")}, **VALUES}
+    assert cluster_file.document_difference(cluster_file.parse_document(NEW), FACTS) == []
 
 
 def test_only_the_heading_changes_where_nothing_has() -> None:
@@ -55,11 +55,11 @@ OWN_LINES = st.lists(
 @given(OWN_LINES, OWN_LINES)
 def test_the_users_lines_stay_as_they_are(before: list[str], after: list[str]) -> None:
     """Whatever stands around discover's part is there afterwards, byte for byte."""
-    part = NEW[NEW.index(document.BEGIN) :]
+    part = NEW[NEW.index(cluster_file.BEGIN) :]
     first, last = "\n".join(before), "\n".join(word for word in after if word not in before)
     first += "\n" * bool(first)
     text = again(first + part + last)
-    assert text.startswith(first + document.BEGIN) and text.endswith("\n" + last)
+    assert text.startswith(first + cluster_file.BEGIN) and text.endswith("\n" + last)
 
 
 @pytest.mark.parametrize("key", ["gpus_per_node", "cpus_per_node", "topology", "slurm"])
@@ -67,9 +67,9 @@ def test_a_key_of_the_users_wins(key: str) -> None:
     """A key that stands outside is left out inside, where a comment says what Slurm says; --diff shows it too."""
     text = again(f"{key}: 77\n{NEW}".replace(f"\n{key}: ", "\n# was: "))
     assert yaml.safe_load(text)[key] == 77
-    assert f"# {key}: yours wins; Slurm says {describe.scalar(VALUES[key])}\n" in text
-    said = document.difference(document.parse(text), FACTS)
-    assert said == [f"-{key}: 77  # yours, and stays", f"+{key}: {describe.scalar(VALUES[key])}"]
+    assert f"# {key}: yours wins; Slurm says {cluster_file.scalar(VALUES[key])}\n" in text
+    said = cluster_file.document_difference(cluster_file.parse_document(text), FACTS)
+    assert said == [f"-{key}: 77  # yours, and stays", f"+{key}: {cluster_file.scalar(VALUES[key])}"]
 
 
 def test_partitions_of_the_users_win() -> None:
@@ -78,26 +78,26 @@ def test_partitions_of_the_users_win() -> None:
     assert yaml.safe_load(text)["partitions"] == {"main": {"nodes": 2}}
     assert "# partitions: yours wins; `hpcinit discover --diff` shows what Slurm says\n" in text
     assert "# pyxis: yours says the same\n" in text
-    said = document.difference(document.parse(text), FACTS)
+    said = cluster_file.document_difference(cluster_file.parse_document(text), FACTS)
     assert said[0].startswith("+partitions.chem") or said[0].startswith("+partitions.cpu")
     assert "-partitions.main.nodes: 2  # yours, and stays" in said and "+partitions.main.nodes: 20" in said
 
 
 def test_a_file_without_a_last_newline() -> None:
     """Discover's part begins on a line of its own."""
-    assert again("name: x").startswith(f"name: x\n{document.BEGIN} ")
+    assert again("name: x").startswith(f"name: x\n{cluster_file.BEGIN} ")
 
 
 def test_an_edit_in_discovers_part_is_noticed() -> None:
     """The part carries a checksum of itself."""
-    assert not document.parse(NEW).edited
-    assert document.parse(NEW.replace("max_array_size: 501", "max_array_size: 500")).edited
+    assert not cluster_file.parse_document(NEW).edited
+    assert cluster_file.parse_document(NEW.replace("max_array_size: 501", "max_array_size: 500")).edited
 
 
 def test_changes_are_named_key_by_key() -> None:
     """A value that is not Slurm's any more is one line with what the file says and one with what Slurm says."""
     old = NEW.replace("max_array_size: 501", "max_array_size: 11").replace("  high:", "  gone:")
-    said = document.difference(document.parse(old), FACTS)
+    said = cluster_file.document_difference(cluster_file.parse_document(old), FACTS)
     assert said[-2:] == ["-max_array_size: 11", "+max_array_size: 501"]
     assert "-partitions.gone.nodes: 20" in said and "+partitions.high.nodes: 20" in said
 
@@ -105,10 +105,10 @@ def test_changes_are_named_key_by_key() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (document.BEGIN + " x\na: 1\n", "are not there once each"),
-        (document.END + "\na: 1\n", "are not there once each"),
+        (cluster_file.BEGIN + " x\na: 1\n", "are not there once each"),
+        (cluster_file.END + "\na: 1\n", "are not there once each"),
         (NEW + NEW, "are not there once each"),
-        (NEW.replace(document.END, "") + document.BEGIN, "are not there once each"),
+        (NEW.replace(cluster_file.END, "") + cluster_file.BEGIN, "are not there once each"),
         ("a: [1\n", "not YAML outside of discover's part: "),
         ("- a\n", "list outside of discover's part, expected keys and values"),
         (NEW.replace("\npyxis:", "\n- pyxis:"), "not YAML in discover's part: "),
@@ -128,7 +128,7 @@ def test_a_file_that_cannot_be_written_again(text: str, words: str) -> None:
 )
 def test_a_value_stays_on_its_line(value: object) -> None:
     """Any value of Slurm's is one line of YAML that means it, to PyYAML and to OmegaConf, which differ over 1e5."""
-    text = f"k: {describe.scalar(value)}"
+    text = f"k: {cluster_file.scalar(value)}"
     assert len(text.splitlines()) == 1
     assert yaml.safe_load(text) == OmegaConf.create(text) == {"k": value}
 
@@ -136,9 +136,9 @@ def test_a_value_stays_on_its_line(value: object) -> None:
 @given(st.text())
 def test_a_comment_stays_a_comment(text: str) -> None:
     """Whatever a node, a reason or an error is called, its comment is one line."""
-    assert len(f"# {describe.comment(text)}".splitlines()) == 1
+    assert len(f"# {cluster_file.facts_comment(text)}".splitlines()) == 1
 
 
 def test_a_document_is_empty_by_default() -> None:
     """A file that is empty has nothing of the user's."""
-    assert document.parse("") == Document() and document.parse("").all == {}
+    assert cluster_file.parse_document("") == Document() and cluster_file.parse_document("").all == {}

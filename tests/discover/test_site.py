@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hpcinit.discover import ask, describe, site
-from hpcinit.facts.errors import Failure
+from hpcinit.base.errors import Failure
+from hpcinit.discover import cluster_file, live_site
 from tests.discover.recorded import ANN, VERSIONS, answers, edited
 
 each_version = pytest.mark.parametrize("version", VERSIONS)
@@ -21,7 +21,7 @@ def test_both_versions_were_recorded() -> None:
 @each_version
 def test_limits_of_partitions(version: str) -> None:
     """Nodes, time, GPUs, CPUs and memory of each partition are the most that one of its nodes gives a job."""
-    found = describe.partitions(site.read(answers(version), ANN))
+    found = cluster_file.partitions(live_site.read_site(answers(version), ANN))
     assert found["gpu"] == {
         "nodes": 3,  # of 6: MaxNodes
         "time_min": 2880,
@@ -37,7 +37,7 @@ def test_limits_of_partitions(version: str) -> None:
 @each_version
 def test_partitions_that_are_not_for_this_user(version: str) -> None:
     """Another account's, another group's, an inactive and an empty partition are left out, each with the reason."""
-    found = {each.name: each.refused for each in site.read(answers(version), ANN).partitions if each.refused}
+    found = {each.name: each.refused for each in live_site.read_site(answers(version), ANN).partitions if each.refused}
     assert found == {
         "chem": "AllowAccounts=chem",
         "staff": "AllowGroups=slurm",
@@ -46,7 +46,7 @@ def test_partitions_that_are_not_for_this_user(version: str) -> None:
     }
     member = replace(ANN, groups=frozenset({"slurm"}))
     for allowed in (member, replace(ANN, uid=0)):
-        assert "staff" in {each.name for each in site.read(answers(version), allowed).usable}
+        assert "staff" in {each.name for each in live_site.read_site(answers(version), allowed).usable}
 
 
 @each_version
@@ -63,7 +63,7 @@ def test_partitions_that_are_not_for_this_user(version: str) -> None:
 )
 def test_who_may_use_a_partition(version: str, old: str, new: str, refused: str) -> None:
     """A partition is refused where no account or QOS of the user's is let in."""
-    found = site.read(edited(version, "PARTITIONS", old, new), ANN)
+    found = live_site.read_site(edited(version, "PARTITIONS", old, new), ANN)
     assert {each.name: each.refused for each in found.partitions}["chem"] == refused
 
 
@@ -72,23 +72,23 @@ def test_without_sacctmgr_nobody_is_refused_by_account(version: str) -> None:
     """Where sacctmgr stays silent, whose accounts are unknown, AllowAccounts leaves nothing out."""
     whole = answers(version)
     texts = {question: text for question, text in whole.texts.items() if "sacctmgr" not in question}
-    found = site.read(ask.Answers(texts, "sacctmgr is not on PATH"), ANN)
+    found = live_site.read_site(live_site.SiteAnswers(texts, "sacctmgr is not on PATH"), ANN)
     assert "chem" in {each.name for each in found.usable}
-    account = next(entry for entry in describe.choices(found, "x") if entry.key == "account")
+    account = next(entry for entry in cluster_file.site_choices(found, "x") if entry.key == "account")
     assert account.text == "account: null  # not known: sacctmgr is not on PATH\n"
 
 
 @each_version
 def test_a_hidden_partition_is_there_and_marked(version: str) -> None:
     """Hidden is not forbidden: the description has it, and says so; so it does of one that takes no jobs now."""
-    text = describe.facts(site.read(answers(version), ANN), None)[0].text
+    text = cluster_file.site_facts(live_site.read_site(answers(version), ANN), None)[0].text
     assert "  secret:  # hidden, " in text and "  cpu:  # State=DRAIN, " in text
 
 
 @each_version
 def test_mixed_nodes_are_told_apart(version: str) -> None:
     """A partition with several kinds of nodes counts each, with types, features that all share, and what is down."""
-    facts = describe.facts(site.read(answers(version), ANN), "gpu")
+    facts = cluster_file.site_facts(live_site.read_site(answers(version), ANN), "gpu")
     part = facts[0].text.partition("\n  cpu:")[0]
     assert "# 2 kinds of nodes:" in part and "# 6 of 6 nodes were down or drained" in part
     assert "# 4 x (4 GPUs of type a100, 96 CPUs, 1002.83 GB; per GPU 24 CPUs and 250.7 GB; 2 threads per core" in part
@@ -101,17 +101,17 @@ def test_mixed_nodes_are_told_apart(version: str) -> None:
 @each_version
 def test_the_clusters_own_values_follow_the_chosen_partition(version: str) -> None:
     """gpus_per_node and cpus_per_node are those of the commonest nodes of the default partition, or of the named one."""
-    seen = site.read(answers(version), ANN)
+    seen = live_site.read_site(answers(version), ANN)
     for named, expected in ((None, (0, 128)), ("gpu", (4, 96)), ("no-such", (0, 128))):
-        values = {entry.key: entry.value for entry in describe.facts(seen, named)}
+        values = {entry.key: entry.value for entry in cluster_file.site_facts(seen, named)}
         assert (values["gpus_per_node"], values["cpus_per_node"]) == expected
 
 
 @each_version
 def test_choices(version: str) -> None:
     """Default partition, account, QOS and time limit are proposed as Slurm has them for this user."""
-    seen = site.read(answers(version), ANN)
-    values = {entry.key: entry.value for entry in describe.choices(seen, "x")}
+    seen = live_site.read_site(answers(version), ANN)
+    values = {entry.key: entry.value for entry in cluster_file.site_choices(seen, "x")}
     assert values == {
         **{"name": "x", "partition": "main", "account": "phys", "qos": "normal", "time_min": 60},
         **{"gpu_type": None, "gpu_flag": "gpus-per-node", "mem_gb": None, "exclusive": False},
@@ -121,29 +121,31 @@ def test_choices(version: str) -> None:
 @each_version
 def test_memory_of_a_job_that_asks_for_none(version: str) -> None:
     """A partition's own default beats slurm.conf's, and a comment says it where mem_gb is null."""
-    seen = site.read(answers(version), ANN)
+    seen = live_site.read_site(answers(version), ANN)
     said = {each.name: each.default_memory for each in seen.partitions}
     assert (said["main"], said["cpu"]) == ("DefMemPerCPU=200 MB", "DefMemPerNode=9000 MB")
-    (text,) = [entry.text for entry in describe.choices(seen, "x") if entry.key == "mem_gb"]
+    (text,) = [entry.text for entry in cluster_file.site_choices(seen, "x") if entry.key == "mem_gb"]
     assert text == "mem_gb: null  # scontrol --all show partition: with null a job gets DefMemPerCPU=200 MB (main)\n"
-    none = answers(version, CONFIG=answers(version)[ask.CONFIG].replace("DefMemPerCPU ", "x "))
-    assert site.read(none, ANN).main(None).default_memory == ""
+    none = answers(version, CONFIG=answers(version)[live_site.CONFIG].replace("DefMemPerCPU ", "x "))
+    assert live_site.read_site(none, ANN).main(None).default_memory == ""
 
 
 @each_version
 def test_no_default_partition(version: str) -> None:
     """Without a default partition the one with the most GPUs is proposed, with its DefaultTime and OverSubscribe."""
-    seen = site.read(edited(version, "PARTITIONS", "Default=YES", "Default=NO"), ANN)
+    seen = live_site.read_site(edited(version, "PARTITIONS", "Default=YES", "Default=NO"), ANN)
     assert seen.main(None).name == "main"
     only_gpu = replace(seen, partitions=tuple(each for each in seen.partitions if each.name in ("cpu", "gpu")))
-    values = {entry.key: entry.value for entry in describe.choices(only_gpu, "x")}
+    values = {entry.key: entry.value for entry in cluster_file.site_choices(only_gpu, "x")}
     assert (values["partition"], values["time_min"], values["exclusive"]) == ("gpu", 30, True)
 
 
 @each_version
 def test_the_rest_of_the_facts(version: str) -> None:
     """Array size, accounting, preemption and version are those of `scontrol show config`."""
-    values = {entry.key: entry.value for entry in describe.facts(site.read(answers(version), ANN), None)}
+    values = {
+        entry.key: entry.value for entry in cluster_file.site_facts(live_site.read_site(answers(version), ANN), None)
+    }
     assert (values["max_array_size"], values["accounting"], values["preemption"]) == (501, True, "REQUEUE")
     assert (values["slurm"], values["pyxis"]) == (version, False)
     assert values["topology"] == {"22": "topology/none", "24": "topology/default"}[version[:2]]
@@ -153,15 +155,17 @@ def test_the_rest_of_the_facts(version: str) -> None:
 @pytest.mark.parametrize("none", ["accounting_storage/none", "(null)"])
 def test_no_accounting(version: str, none: str) -> None:
     """Both words for 'no accounting' are understood: 22.05's and 24.11's."""
-    seen = site.read(edited(version, "CONFIG", "accounting_storage/slurmdbd", none), ANN)
+    seen = live_site.read_site(edited(version, "CONFIG", "accounting_storage/slurmdbd", none), ANN)
     assert seen.accounting is False
-    assert "no accounting, so there is none" in next(e.text for e in describe.choices(seen, "x") if e.key == "qos")
+    assert "no accounting, so there is none" in next(
+        e.text for e in cluster_file.site_choices(seen, "x") if e.key == "qos"
+    )
 
 
 @each_version
 def test_gpus_of_an_older_scheduler(version: str) -> None:
     """Only select/cons_tres takes --gpus-per-node; before it, GPUs are asked for with --gres."""
-    seen = site.read(edited(version, "CONFIG", "select/cons_tres", "select/cons_res"), ANN)
+    seen = live_site.read_site(edited(version, "CONFIG", "select/cons_tres", "select/cons_res"), ANN)
     assert seen.gpu_flag == "gres"
 
 
@@ -176,7 +180,7 @@ def test_gpus_of_an_older_scheduler(version: str) -> None:
 def test_a_site_without_a_partition_for_this_user(version: str, partitions: str, why: str) -> None:
     """Where no partition is left, the error names each with what keeps this user out."""
     with pytest.raises(Failure) as error:
-        site.read(answers(version, PARTITIONS=partitions), ANN)
+        live_site.read_site(answers(version, PARTITIONS=partitions), ANN)
     assert str(error.value) == f"Slurm of cluster 'mixed' has no partition that ann may submit to: {why}"
 
 
@@ -187,4 +191,4 @@ def test_a_site_without_a_partition_for_this_user(version: str, partitions: str,
 )  # fmt: skip
 def test_nodes_that_take_no_jobs(state: str, away: bool) -> None:
     """Down, drained and silent nodes are away; those that sleep until they are needed are not."""
-    assert site._away(state) is away
+    assert live_site._away(state) is away

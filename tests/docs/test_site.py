@@ -17,7 +17,7 @@ from docs.generate import messages, pages
 from hpcinit.config import keys
 from hpcinit.config.compose import compose
 from hpcinit.config.overrides import with_ids_as_text
-from hpcinit.facts import causes
+from hpcinit.records import causes
 from tests.leaving_out import leave_out
 
 ROOT = Path(__file__).parents[2]
@@ -110,7 +110,7 @@ def test_submissions_on_a_page_are_understood(page: Path, monkeypatch: pytest.Mo
         words = shlex.split(line.split("  #")[0], comments=False)[2:]
         words = words[: words.index("--")] if "--" in words else words
         if "..." in words or "-m" in words or "[time_min=120" in line:
-            continue  # what stands for more, sweeps (tests/submission/test_sweep.py)
+            continue  # what stands for more, sweeps (tests/submit/test_sweep.py)
         words = [re.sub(r"^cluster=(x|mycluster)$", "cluster=example", word) for word in words]
         names = {"job=pretrain": "job=smoke", "job=train": "job=smoke"}
         assert compose(with_ids_as_text([names.get(word, word) for word in words])), line

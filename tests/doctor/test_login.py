@@ -15,17 +15,16 @@ from typing import Any
 import pytest
 
 from hpcinit.config.compose import compose
-from hpcinit.doctor import login, places, slurm
-from hpcinit.facts import checkup, clocks
-from hpcinit.facts.checkup import BAD, OK, WARNING, Check
-from hpcinit.slurm import client
+from hpcinit.doctor import check_results, login_checks
+from hpcinit.doctor.check_results import FAIL, OK, WARNING, Check
+from hpcinit.slurm import slurm_client
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 
 
 def by_name(text: str) -> dict[str, dict[str, Any]]:
     document = json.loads(text)
-    assert document["grade"] in checkup.GRADES
+    assert document["grade"] in check_results.STATUSES
     return {check["about"]: check for check in document["checks"]}
 
 
@@ -62,7 +61,7 @@ def test_what_is_bad_is_bad(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> N
     found = by_name(done.stdout)
     assert done.returncode == 1
     assert found["partition nope"]["said"] == "Slurm has no such partition, or none that you may see"
-    assert found["runs_dir"]["grade"] == BAD and "cannot write in /proc: " in found["runs_dir"]["said"]
+    assert found["runs_dir"]["grade"] == FAIL and "cannot write in /proc: " in found["runs_dir"]["said"]
 
 
 @pytest.mark.slurm
@@ -75,7 +74,7 @@ def test_no_controller(hpcinit: Run, slurm: MiniSlurm) -> None:
         slurm.start_controller()
         slurm.wait_idle()
     found = by_name(done.stdout)
-    assert done.returncode == 1 and found["Slurm's controller"]["grade"] == BAD
+    assert done.returncode == 1 and found["Slurm's controller"]["grade"] == FAIL
     assert "`scontrol show config` failed: " in found["Slurm's controller"]["said"]
     assert found["runs_dir"]["grade"] == OK and "partition main" not in found
 
@@ -120,28 +119,28 @@ def test_in_a_terminal(tmp_path: Path) -> None:
 
 def test_clocks() -> None:
     """A clock that answered between question and answer may be the same; else it is off by at least the difference."""
-    assert str(clocks.skew(100.0, 100.2, 100.1)) == "no difference"
-    assert clocks.skew(100.9, 101.0, 100, 101).seconds == 0  # told in whole seconds
-    ahead, behind = clocks.skew(100.0, 100.2, 105.2), clocks.skew(100.0, 100.2, 20.0, 21.0)
+    assert str(check_results.clock_skew(100.0, 100.2, 100.1)) == "no difference"
+    assert check_results.clock_skew(100.9, 101.0, 100, 101).seconds == 0  # told in whole seconds
+    ahead, behind = check_results.clock_skew(100.0, 100.2, 105.2), check_results.clock_skew(100.0, 100.2, 20.0, 21.0)
     assert (str(ahead), ahead.grade) == ("5.0 s ahead", WARNING)
-    assert (str(behind), behind.grade) == ("79.0 s behind", BAD)
+    assert (str(behind), behind.grade) == ("79.0 s behind", FAIL)
     now = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(1_800_000_000))
-    assert clocks.controllers(f"Configuration data as of {now}\nAccountingStorageType = x\n") == 1_800_000_000
-    assert clocks.controllers("") is None
+    assert check_results.controllers(f"Configuration data as of {now}\nAccountingStorageType = x\n") == 1_800_000_000
+    assert check_results.controllers("") is None
 
 
 def test_a_slow_or_silent_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that says nothing is given up after a while, and one that cannot be started is told."""
     (tmp_path / "scontrol").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "scontrol").chmod(0o755)
-    monkeypatch.setitem(client.TIMEOUTS, "scontrol", timedelta(seconds=0.2))
-    monkeypatch.setattr(slurm, "COMMANDS", ("scontrol",))
+    monkeypatch.setitem(slurm_client.TIMEOUTS, "scontrol", timedelta(seconds=0.2))
+    monkeypatch.setattr(login_checks, "COMMANDS", ("scontrol",))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    [found] = slurm.checks(compose(["cluster=mini"]), dict(os.environ))
-    assert found.grade == BAD and found.said == "`scontrol show config` did not answer in 0.2 s"
+    [found] = login_checks.slurm_checks(compose(["cluster=mini"]), dict(os.environ))
+    assert found.grade == FAIL and found.said == "`scontrol show config` did not answer in 0.2 s"
     (tmp_path / "scontrol").write_text("#!/nowhere\n")
     monkeypatch.setenv("PATH", str(tmp_path))
-    [found] = slurm.checks(compose(["cluster=mini"]), dict(os.environ))
+    [found] = login_checks.slurm_checks(compose(["cluster=mini"]), dict(os.environ))
     assert found.said == "cannot run scontrol: No such file or directory"
 
 
@@ -149,45 +148,45 @@ def test_states_of_nodes() -> None:
     """Nodes that are down, drained or do not answer are none that a job can have; a closed partition is bad."""
     config = compose(["cluster=mini", "nodes=3"])
     rows = [["main*", "2", "idle", "up"], ["main*", "1", "idle*", "up"], ["main*", "1", "drained", "up"]]
-    found = slurm._of_partition(config, "p", rows)
+    found = login_checks._of_partition(config, "p", rows)
     assert (found.grade, found.said) == (
-        BAD,
+        FAIL,
         "4 nodes: 2 idle, 1 idle*, 1 drained; usable: 2, asked for: 3",
     )
-    assert slurm._of_partition(compose(["nodes=2"]), "p", rows).grade == OK
-    closed = slurm._of_partition(compose([]), "p", [["main*", "2", "idle", "down"]])
-    assert closed.grade == BAD and closed.said == "2 nodes: 2 idle; it is down"
+    assert login_checks._of_partition(compose(["nodes=2"]), "p", rows).grade == OK
+    closed = login_checks._of_partition(compose([]), "p", [["main*", "2", "idle", "down"]])
+    assert closed.grade == FAIL and closed.said == "2 nodes: 2 idle; it is down"
 
 
 def test_another_version_of_slurm_than_described() -> None:
     config = compose(["cluster=mini", "cluster.slurm=99.1.2"])
-    found = slurm._version(config, "22.05.8")
+    found = login_checks._version(config, "22.05.8")
     assert found.grade == WARNING and found.said == "22.05.8, and cluster.slurm says 99.1.2"
 
 
 def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of this machine alone, one that is full, one that may be on the nodes only."""
     config = compose(["cluster=mini", "runs_dir=/dev/shm", "cluster.scratch=/not/here"])
-    found = {check.about: check for check in places.checks(config, {})}
+    found = {check.about: check for check in login_checks.folder_checks(config, {})}
     assert found["runs_dir"].grade == WARNING and "tmpfs, which other machines do not see" in found["runs_dir"].said
     assert found["cluster.scratch"] == Check(
         "cluster.scratch", WARNING, "/not/here is not here", "nothing, if it is on the compute nodes only"
     )
-    monkeypatch.setattr(places, "LITTLE_GB", 1e9)
-    [room] = [check for check in places.checks(compose([]), {}) if check.about == "HF_HOME"]
-    assert room.grade == WARNING and room.do == places.ROOM
+    monkeypatch.setattr(login_checks, "LITTLE_GB", 1e9)
+    [room] = [check for check in login_checks.folder_checks(compose([]), {}) if check.about == "HF_HOME"]
+    assert room.grade == WARNING and room.do == login_checks.ROOM
 
 
 def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch is needed where the ranks run with this Python, and not where they have another."""
-    monkeypatch.setattr(login.versions, "installed", lambda name: "2.1.0" if name == "torch" else "")
-    found = {check.about: check for check in login.of_versions(compose(["parallel=zero3"]))}
-    assert found["torch"].said == "2.1.0, expected 2.10.0 or newer" and found["deepspeed"].grade == BAD
-    monkeypatch.setattr(login.versions, "installed", lambda name: "")
-    found = {check.about: check for check in login.of_versions(compose([]))}
-    assert found["torch"].grade == BAD and found["deepspeed"].grade == OK
+    monkeypatch.setattr(login_checks.versions, "installed", lambda name: "2.1.0" if name == "torch" else "")
+    found = {check.about: check for check in login_checks.version_checks(compose(["parallel=zero3"]))}
+    assert found["torch"].said == "2.1.0, expected 2.10.0 or newer" and found["deepspeed"].grade == FAIL
+    monkeypatch.setattr(login_checks.versions, "installed", lambda name: "")
+    found = {check.about: check for check in login_checks.version_checks(compose([]))}
+    assert found["torch"].grade == FAIL and found["deepspeed"].grade == OK
     for word in ("cluster.venv=/x", "cluster.python=python3", "cluster.modules=[torch]"):
-        found = {check.about: check for check in login.of_versions(compose([word]))}
+        found = {check.about: check for check in login_checks.version_checks(compose([word]))}
         assert found["torch"].grade == OK and "not installed" in found["torch"].said
 
 
@@ -199,8 +198,8 @@ def test_a_version_newer_than_tested(
 ) -> None:
     """The doctor warns of a torch and of a DeepSpeed that is newer than the newest tested one, and names that one."""
     found = {"torch": torch, "deepspeed": deepspeed}
-    monkeypatch.setattr(login.versions, "installed", lambda name: found.get(name, ""))
-    checks = {check.about: check for check in login.of_versions(compose([])) if check.about in found}
+    monkeypatch.setattr(login_checks.versions, "installed", lambda name: found.get(name, ""))
+    checks = {check.about: check for check in login_checks.version_checks(compose([])) if check.about in found}
     assert [check.grade for check in checks.values()] == [grade, grade]
     if grade == WARNING:
         assert checks["torch"].said == "2.15.0 is newer than 2.14.1, the newest torch that hpcinit is tested with"
@@ -209,6 +208,9 @@ def test_a_version_newer_than_tested(
 
 def test_grades() -> None:
     """The worst counts, and the count names each."""
-    checks = [Check("a", OK, ""), Check("b", BAD, ""), Check("c", WARNING, ""), Check("d", OK, "")]
-    assert checkup.worst(checks) == BAD and checkup.worst([]) == OK
-    assert checkup.count(checks) == "4 checks: 2 ok, 1 warning, 1 bad" and checkup.count([]) == "no checks"
+    checks = [Check("a", OK, ""), Check("b", FAIL, ""), Check("c", WARNING, ""), Check("d", OK, "")]
+    assert check_results.worst_status(checks) == FAIL and check_results.worst_status([]) == OK
+    assert (
+        check_results.count_statuses(checks) == "4 checks: 2 ok, 1 warning, 1 bad"
+        and check_results.count_statuses([]) == "no checks"
+    )

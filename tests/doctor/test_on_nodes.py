@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from hpcinit.doctor import job
-from hpcinit.facts.checkup import BAD, OK, Check
-from hpcinit.facts.errors import INTERRUPTED
+from hpcinit.base.errors import INTERRUPTED
+from hpcinit.doctor import job_checks
+from hpcinit.doctor.check_results import FAIL, OK, Check
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 
@@ -36,7 +36,7 @@ def test_two_nodes_that_are_well(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: 
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(done.stdout)
     assert "run folder: " in done.stderr and document["cluster"] == "mini" and document["job_id"]
-    assert [check for check in document["checks"] if check["grade"] == BAD] == []
+    assert [check for check in document["checks"] if check["grade"] == FAIL] == []
     assert named(document, "ranks")[0]["said"] == "4 on 2 nodes have met and measured"
     assert [(rank["rank"], rank["host"], rank["stage"]) for rank in document["ranks"]] == [
         (0, "n1", "measured"),
@@ -146,8 +146,8 @@ def test_without_slurm(hpcinit: Run, tmp_path: Path) -> None:
     done = hpcinit("doctor", "nodes=2", "ranks_per_node=1", "--remember", timeout=SECONDS)
     assert "ok       ranks: 2 on 2 nodes have met and measured" in done.stdout, done.stdout + done.stderr
     [run] = (tmp_path / "runs").glob("doctor-*")
-    blamed = [Check("network", BAD, "slow", hosts=("127.0.0.2",))]
-    assert job.remember(run, blamed) == ["cluster local has no nodes to leave out: nothing is remembered"]
+    blamed = [Check("network", FAIL, "slow", hosts=("127.0.0.2",))]
+    assert job_checks.remember(run, blamed) == ["cluster local has no nodes to leave out: nothing is remembered"]
     done = hpcinit("doctor", "--run", run.name, "nodes=3")
     assert done.returncode == 2 and "nodes=3 changes nothing in it" in done.stderr
     done = hpcinit("doctor", "--remember")
@@ -164,14 +164,14 @@ def test_no_longer_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         def ask(self) -> bool:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(job, "Poll", Interrupted)
-    assert job.wait(tmp_path) == INTERRUPTED
+    monkeypatch.setattr(job_checks, "Poll", Interrupted)
+    assert job_checks.wait(tmp_path) == INTERRUPTED
     assert f"hpcinit doctor --run {tmp_path}" in capsys.readouterr().err
 
 
 def test_what_it_asks_for() -> None:
     """A quarter of an hour, unless the command line says otherwise, and no requeueing."""
-    assert job.overrides(["nodes=2", "time_min=30"]) == [
+    assert job_checks.overrides(["nodes=2", "time_min=30"]) == [
         "restart.budget=0",
         "nodes=2",
         "time_min=30",

@@ -56,7 +56,7 @@ export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 10))}" 
 # Variables of cluster.env and job.env.
 export OMP_NUM_THREADS=1
 # This task's own variables are in a file, which is not read if another user could have written it. The rule is that of
-# hpcinit/facts/ownership.py, without its exception for a private group. The open file is checked and then read, so that
+# hpcinit/base/safe_files.py, without its exception for a private group. The open file is checked and then read, so that
 # no other file can take its place in between.
 hpcinit_source() { # read the file $1 into this shell, or end the job
   local fd

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import diagnosis, rank_report
-from hpcinit.facts.checkup import Check
-from hpcinit.facts.rank_report import MEASURED, Report
-from hpcinit.facts.versions import installed
+from hpcinit.base.versions import installed
+from hpcinit.doctor import node_diagnosis
+from hpcinit.doctor.check_results import Check
+from hpcinit.records import rank_report
+from hpcinit.records.rank_report import MEASURED, Report
 from tests.gpu import device, starting
 from tests.gpu.findings import MISSING, NOT_SHOWN, Findings
 from tests.gpu.starting import Job
@@ -39,7 +40,7 @@ def _doctor(found: Findings, folder: Path) -> tuple[Report | None, list[Check]]:
     well = done.ok and bool(reports) and reports[0].stage == MEASURED
     if not found.claim(f"the doctor's job ends well ({folder.name})", well, "" if well else done.tail()):
         return None, []
-    return reports[0], list(diagnosis.of_nodes(reports, 1, 1))
+    return reports[0], list(node_diagnosis.check_nodes(reports, 1, 1))
 
 
 def _report(found: Findings, report: Report, checks: list[Check]) -> None:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import flight
+from hpcinit.why import flight_recorder
 from tests.gpu import starting
 from tests.gpu.findings import Findings
 from tests.gpu.starting import Job
@@ -30,8 +30,8 @@ def _on_demand(found: Findings, folder: Path) -> None:
     found.claim("the recorder is NCCL's", kind == "nccl", kind, device=True)
     data = {name: bytes.fromhex(done.first[name]) for name in ("late", "early")}
     found.measured("size of a dump", f"{len(data['late']):,} bytes, {done.first['ms']:.1f} ms to make")
-    loaded = {name: flight.load(one) for name, one in data.items()}
-    lasts = {name: flight.last(one) for name, one in loaded.items()}
+    loaded = {name: flight_recorder.load(one) for name, one in data.items()}
+    lasts = {name: flight_recorder.last(one) for name, one in loaded.items()}
     [(group, late)] = [(group, one) for group, one in lasts["late"].items() if "default_pg" in group]
     read = f"{late.name} of {late.sizes}, number {late.number}, {late.state}, group {group!r}"
     found.claim("the last collective is read from the dump", (late.name, late.sizes) == ("all_reduce", "[5]"), read)
@@ -39,7 +39,7 @@ def _on_demand(found: Findings, folder: Path) -> None:
     place.mkdir(parents=True)
     for rank, name in enumerate(("late", "early")):
         (place / f"7.0.0.rank_{rank}").write_bytes(data[name])
-    lines = flight.lines(flight.of_attempt(folder / "pair", "7", 0))
+    lines = flight_recorder.lines(flight_recorder.read_attempt(folder / "pair", "7", 0))
     expected = f"rank 1 has not entered all_reduce of [5] (number {late.number}), in which rank 0 waits"
     right = any(line.startswith(expected) for line in lines)
     found.claim("the rank that is behind is named", right, "; ".join(lines) or "no line")
@@ -54,7 +54,7 @@ def _at_timeout(found: Findings, folder: Path) -> None:
     lines = [line for line in done.output.splitlines() if "Watchdog caught" in line or "Timed out" in line]
     detail = f"status {done.status} after {seconds:.0f} s: {lines[0][-300:] if lines else done.tail(300)}"
     found.claim("a collective that hangs ends the rank", done.status not in {0, starting.STOPPED}, detail)
-    dumps = sorted((done.folder / flight.FLIGHT).glob("*.rank_*"))
+    dumps = sorted((done.folder / flight_recorder.FLIGHT).glob("*.rank_*"))
     written = f"{[path.name for path in dumps]}, of {[path.stat().st_size for path in dumps]} bytes"
     if (
         not found.claim("the watchdog writes a dump into the run folder", bool(dumps), written, device=True)
@@ -62,7 +62,7 @@ def _at_timeout(found: Findings, folder: Path) -> None:
     ):
         return
     job_id = dumps[0].name.partition(".")[0]
-    read = flight.of_attempt(done.folder, job_id, None)
+    read = flight_recorder.read_attempt(done.folder, job_id, None)
     last = {group: f"{one} {one.state}" for own in read.values() for group, one in own.items()}
     hung = any(one.name == "all_reduce" and one.sizes == "[9]" for own in read.values() for one in own.values())
     found.claim("the dump names the collective that hung", hung, str(last), device=True)

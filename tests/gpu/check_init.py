@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts.versions import installed
+from hpcinit.base.versions import installed
 from tests.gpu import device, starting
 from tests.gpu.findings import MISSING, Findings
 from tests.gpu.starting import Job
 
 START_S, COLLECTIVE_S = 77.0, 55.0  # unlike every default
-CONTEXT_GB = 2.0  # submission/estimate.py: CONTEXT, which needs Hydra to be imported
+CONTEXT_GB = 2.0  # submit/plan_command.py: CONTEXT, which needs Hydra to be imported
 
 
 def main(found: Findings, folder: Path) -> None:

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts.layout import Layout
-from hpcinit.facts.versions import installed
+from hpcinit.base.versions import installed
+from hpcinit.records.layout import Layout
 from tests.gpu import starting
 from tests.gpu.findings import MISSING, NOT_SHOWN, Findings
 from tests.gpu.starting import Job, training
@@ -62,9 +62,9 @@ def _killed(found: Findings, cache: Path, op: str) -> bool:
         os.killpg(process.pid, signal.SIGKILL)
     output, _ = process.communicate()
     detail = "" if there else f"no lock was made: {output[-600:]}"
-    from hpcinit.runtime import op_locks
+    from hpcinit.runtime import ops
 
-    if not op_locks.files_are_locks():
+    if not ops.files_are_locks():
         detail = detail or "this torch locks with flock(2): the kernel has released the lock of the killed compile"
     return found.claim(f"{op}: a killed compile leaves torch's lock", there and lock.exists(), detail)
 
@@ -79,9 +79,9 @@ def _built(found: Findings, cache: Path, op: str) -> bool:
         process.communicate()
         return found.claim(f"{op}: the next build ends", False, f"not after {BUILD_S:.0f} s")
     removed = next((line for line in output.splitlines() if "removed the stale lock" in line), "")
-    from hpcinit.runtime import op_locks
+    from hpcinit.runtime import ops
 
-    if op_locks.files_are_locks():
+    if ops.files_are_locks():
         found.claim(f"{op}: the next build removes the stale lock", bool(removed), removed or output[-400:])
     well = process.returncode == 0
     detail = f"{time.monotonic() - began:.0f} s" if well else output[-800:]
@@ -108,8 +108,8 @@ def _used(found: Findings, folder: Path, cache: Path, op: str, optimizer: str) -
 
 def _locked(found: Findings, cache: Path, op: str) -> None:
     """A lock that no process holds, in a cache that is built: found and removed, rather than waited for."""
-    from hpcinit.facts.errors import BringUpError
-    from hpcinit.runtime import op_locks, ops
+    from hpcinit.base.errors import BringUpError
+    from hpcinit.runtime import ops
 
     lock = cache / op / "lock"
     lock.touch()
@@ -121,7 +121,7 @@ def _locked(found: Findings, cache: Path, op: str) -> None:
         said = "nothing"
     except BringUpError as error:
         said = str(error)
-    if not op_locks.files_are_locks():
+    if not ops.files_are_locks():
         found.claim(f"{op}: the file of a lock, which stays after each build, stops no job", said == "nothing", said)
         return
     found.claim(f"{op}: a stale lock is reported", "torch would wait for ever for the lock" in said, said)

@@ -1,6 +1,6 @@
 """The memory that `hpcinit plan` predicts, beside what torch's allocator measured, for three sizes of one model.
 
-The formulas are those of the command (facts/memory.py, facts/activations.py); the command itself needs Hydra.
+The formulas are those of the command (records/memory.py, submit/plan_command.py); the command itself needs Hydra.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import activations, memory, wrappers
-from hpcinit.facts.activations import Transformer
-from hpcinit.facts.layout import Layout
-from hpcinit.facts.memory import ALWAYS, GPU, PASS, STEP, Demand, Part, Zero
-from hpcinit.facts.spec import Samples
-from hpcinit.facts.versions import installed
+from hpcinit.base.versions import installed
+from hpcinit.records import memory, wrappers
+from hpcinit.records.layout import Layout
+from hpcinit.records.memory import ALWAYS, GPU, PASS, STEP, Demand, Part, Zero
+from hpcinit.records.spec import Samples
+from hpcinit.submit import plan_command
+from hpcinit.submit.plan_command import Transformer
 from tests.gpu import starting
 from tests.gpu.findings import MISSING, NEEDS_GPU, NOT_SHOWN, Findings
 from tests.gpu.starting import Job, Started, training
@@ -116,11 +117,11 @@ def _start(folder: Path, sizes: Sequence[Size], row: Row) -> tuple[Row, Started]
 
 
 def predicted(row: Row, size: Size, parameters: int) -> list[Part]:
-    """Every part of a rank's memory as submission/estimate.py adds them up, the activations last."""
+    """Every part of a rank's memory as submit/plan_command.py adds them up, the activations last."""
     zero = row.zero or Zero()
     demand = Demand(parameters, ALONE, row.wrap, row.param, fused=row.fused, layers=size.layers, zero=zero)
     shape = Transformer(size.layers, size.width, size.context, MICRO)
-    kept = activations.of_rank(shape, ALONE, row.param, row.checkpointing)
+    kept = plan_command.activation_memory(shape, ALONE, row.param, row.checkpointing)
     return [*wrappers.get(demand.wrap).memory(demand), Part("activations", kept, "", during=PASS)]
 
 

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts.layout import Layout
-from hpcinit.facts.spec import Comm, Training
-from hpcinit.facts.versions import installed
+from hpcinit.base.versions import installed
+from hpcinit.records.layout import Layout
+from hpcinit.records.spec import Comm, Training
 from tests.gpu import starting
 from tests.gpu.findings import MISSING, NOT_SHOWN, Findings
 from tests.gpu.starting import Job, Started, training

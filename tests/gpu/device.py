@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from hpcinit.facts import nvidia_smi
-from hpcinit.facts.rank_report import Gpu
+from hpcinit.jobs import node_probe
+from hpcinit.records.rank_report import Gpu
 
 # Prints the GPU's identity: "UUID PCI-address".
 IDENTITY = """
@@ -31,7 +31,7 @@ def identity() -> dict[str, str]:
 
 def look(which: dict[str, str]) -> Gpu | None:
     """The GPU now; None where nvidia-smi does not report it."""
-    return nvidia_smi.of_device(nvidia_smi.look(), which)
+    return node_probe.of_device(node_probe.query_nvidia_smi(), which)
 
 
 def used_mb(which: dict[str, str]) -> float | None:

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcinit.facts import runfolder
-from hpcinit.facts.layout import Layout
-from hpcinit.facts.spec import Comm, Launch, Precision, Program, Samples, Spec, Training
-from hpcinit.local import environment
+from hpcinit.local import environment_variables
+from hpcinit.records import run_folder
+from hpcinit.records.layout import Layout
+from hpcinit.records.spec import Comm, Launch, Precision, Program, Samples, Spec, Training
 from tests.gpu.checks import CPU_FACTOR
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +81,7 @@ def run(job: Job, folder: Path, meanwhile: Callable[[int], None] = lambda pid: N
     meanwhile: called once with the pid of the process that starts the ranks (of rank 0 with plain processes).
     """
     folder.mkdir(parents=True)
-    for below in (runfolder.LOGS, runfolder.ERRORS, "results"):
+    for below in (run_folder.LOGS, run_folder.ERRORS, "results"):
         (folder / below).mkdir()
     layout = (job.layout or Layout(dp_replicate=job.ranks)).over(job.ranks, job.ranks)
     argument = json.dumps({"function": job.function, "args": dict(job.args), "folder": str(folder)})
@@ -91,7 +91,7 @@ def run(job: Job, folder: Path, meanwhile: Callable[[int], None] = lambda pid: N
         layout=layout, training=job.training, comm=job.comm, batch=job.batch,
         launch=Launch("fork" if job.launch == FORK else "srun", tuple(job.preload) if job.launch == FORK else ()),
     )  # fmt: skip
-    (folder / runfolder.SPEC).write_text(spec.to_json())
+    (folder / run_folder.SPEC).write_text(spec.to_json())
     limit_s = job.limit_s * (CPU_FACTOR if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else 1)
     began = time.time()
     with (folder / "output.log").open("ab", buffering=0) as log:
@@ -108,24 +108,24 @@ def run(job: Job, folder: Path, meanwhile: Callable[[int], None] = lambda pid: N
             for process in processes:
                 _kill(process)
     results = [_result(folder / f"results/rank-{rank}.json") for rank in range(job.ranks)]
-    logs = [folder / "output.log", *sorted((folder / runfolder.LOGS).glob("rank-*.log"))]
+    logs = [folder / "output.log", *sorted((folder / run_folder.LOGS).glob("rank-*.log"))]
     output = "\n".join(log.read_text(errors="replace") for log in logs if log.exists())
     return Started(status, results, output, began, folder, limit_s)
 
 
 def _commands(job: Job, folder: Path, argument: str) -> list[tuple[list[str], dict[str, str]]]:
     base = {**os.environ, **job.env, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    python, spec = [sys.executable, "-u"], str(folder / runfolder.SPEC)
+    python, spec = [sys.executable, "-u"], str(folder / run_folder.SPEC)
     if job.launch == TORCHRUN:
         rendezvous = ["--nnodes", "1", "--nproc-per-node", str(job.ranks), "--master-port", str(_free_port())]
         agent = [*python, "-m", "torch.distributed.run", *rendezvous, "-m", "tests.gpu.rank", argument]
         return [(agent, base)]
     per_node = 1 if job.launch == FORK else job.ranks
     number = f"{os.getpid()}{time.monotonic_ns() % 10000:04d}"
-    batch = environment.batch(int(number), folder.name, 1, per_node, str(folder))
+    batch = environment_variables.batch(int(number), folder.name, 1, per_node, str(folder))
     module = "hpcinit.fork" if job.launch == FORK else "hpcinit.run"
     return [
-        ([*python, "-m", module, spec], {**base, **batch, **environment.task(batch, 1, per_node, rank)})
+        ([*python, "-m", module, spec], {**base, **batch, **environment_variables.task(batch, 1, per_node, rank)})
         for rank in range(per_node)
     ]
 

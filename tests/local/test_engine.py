@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcinit.facts import runfolder
-from hpcinit.facts.spec import Program, Spec
 from hpcinit.local import engine, step
+from hpcinit.records import run_folder
+from hpcinit.records.spec import Program, Spec
 from tests import waiting
 from tests.conftest import Run
 from tests.submitting import folder_of, printed
@@ -252,8 +252,8 @@ def test_the_step_signals_no_group_whose_rank_was_reaped() -> None:
 def test_the_engine_signals_no_group_whose_script_was_reaped(tmp_path: Path) -> None:
     """A cancelled job whose batch script ends at once gets its last signal while the group is still its own."""
     spec = Spec("x", "local", 1, 1, Program("command", "true"), str(tmp_path), "nonce")
-    (tmp_path / runfolder.SPEC).write_text(spec.to_json())
-    (tmp_path / runfolder.SCRIPT).write_text("touch up; exec sleep 300\n")
+    (tmp_path / run_folder.SPEC).write_text(spec.to_json())
+    (tmp_path / run_folder.SCRIPT).write_text("touch up; exec sleep 300\n")
     command = [sys.executable, "-c", WATCHED.format(module="engine"), str(tmp_path), "5"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stderr is not None

@@ -10,7 +10,7 @@ import random
 import sys
 from pathlib import Path
 
-from hpcinit.facts import timeline
+from hpcinit.records import timeline
 from hpcinit.slurm import nodelist
 
 BEGUN = 1_790_000_000.0

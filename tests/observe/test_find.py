@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.facts.errors import RequestError
-from hpcinit.observe import find, state
+from hpcinit.base.errors import RequestError
+from hpcinit.observe import find_runs, state
 from hpcinit.observe.logs import Tail
-from hpcinit.submission import folder
+from hpcinit.submit import folder
 from tests.conftest import Run
 
 
@@ -23,13 +23,13 @@ def run(tmp_path: Path) -> Path:
 
 def test_by_folder_name_and_job_id(run: Path) -> None:
     """A run folder, its name and its job id all mean the same run."""
-    assert [find.find(word, run.parent) for word in (str(run), "x-0001", "77")] == [run] * 3
+    assert [find_runs.find_run(word, run.parent) for word in (str(run), "x-0001", "77")] == [run] * 3
 
 
 def test_unknown_run_says_what_there_is(run: Path) -> None:
     """A word that means no run is answered with the last ones."""
     with pytest.raises(RequestError, match=r"no run 'y': neither a run folder nor a job id; .*x-0001"):
-        find.find("y", run.parent)
+        find_runs.find_run("y", run.parent)
 
 
 def test_a_folder_that_never_became_a_job(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_an_odd_record_is_said_to_be_one(run: Path, text: str) -> None:
     with pytest.raises(RequestError, match=r"submission.json (cannot be read|does not say job_id and engine)"):
         state.read(run)
     with pytest.raises(RequestError, match="no run '78'"):
-        find.find("78", run.parent)
+        find_runs.find_run("78", run.parent)
 
 
 def test_no_name_at_all(hpcinit: Run, tmp_path: Path) -> None:

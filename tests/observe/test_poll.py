@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.observe import follow, poll
+from hpcinit.observe import poll
 from hpcinit.observe.job_state import State
 from hpcinit.slurm import queue
-from hpcinit.submission import folder
+from hpcinit.submit import folder, follow
 from tests.slurm_lines import squeue_line
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from hpcinit.observe import state
-from hpcinit.observe.follow import follow
 from hpcinit.slurm import queue
-from hpcinit.submission import folder
+from hpcinit.submit import folder
+from hpcinit.submit.follow import follow
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.minislurm.plugin import require_slurm

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hpcinit.facts import hangs
-from hpcinit.facts.beats import Beat, Node
-from hpcinit.facts.hangs import HangReport
-from hpcinit.observe import overview, progress, sweep, table, view
+from hpcinit.observe import find_runs, overview, progress
+from hpcinit.observe import status as status_module
 from hpcinit.observe.state import State
+from hpcinit.records import hang_report
+from hpcinit.records.hang_report import HangReport
+from hpcinit.records.heartbeats import NodeHeartbeats, RankHeartbeat
 
 RUNNING = State("RUNNING", "77", "slurm", start="2026-11-21T14:00:00", elapsed_s=3723, left_s=60)
 
@@ -39,23 +40,28 @@ def training(path: Path, ago_s: float) -> Path:
 )
 def test_when(start: str, shown: str) -> None:
     """An estimated start is told by the clock and as a distance."""
-    assert view.when(start, datetime(2026, 11, 21, 13, 50)) == shown
+    assert status_module.when(start, datetime(2026, 11, 21, 13, 50)) == shown
 
 
 def test_details_of_a_training(tmp_path: Path) -> None:
     """Elapsed and remaining time, step and values; the age of the last step only where it is long."""
-    assert view.details(training(tmp_path, 5), RUNNING) == "for 1:02:03, 1:00 left  step 20/60  loss 2.312  lr 0.0003"
-    assert view.details(training(tmp_path, 312), RUNNING).endswith("lr 0.0003  last step 5:12 ago")
+    assert (
+        status_module.details(training(tmp_path, 5), RUNNING)
+        == "for 1:02:03, 1:00 left  step 20/60  loss 2.312  lr 0.0003"
+    )
+    assert status_module.details(training(tmp_path, 312), RUNNING).endswith("lr 0.0003  last step 5:12 ago")
     waiting = State("PENDING", "77", "slurm", "Priority", start="2026-11-21T14:00:00")
-    assert "step" not in view.details(tmp_path, waiting) and "starts about" in view.details(tmp_path, waiting)
+    assert "step" not in status_module.details(tmp_path, waiting) and "starts about" in status_module.details(
+        tmp_path, waiting
+    )
 
 
 def test_the_age_of_a_step_by_the_beats(tmp_path: Path) -> None:
     """Of the last attempt's ranks the one that told last counts; ranks that told nothing do not."""
     for attempt, silent_s in (("77.0.0", 5.0), ("77.0.1", 200.0)):
         (tmp_path / "beats" / attempt).mkdir(parents=True)
-        beats = (Beat(0, 1, 3, silent_s + 50), Beat(1, 2, 3, silent_s), Beat(2, 3, -1, None))
-        (tmp_path / "beats" / attempt / "n1.json").write_text(Node("n1", 1000.0, beats).to_json())
+        beats = (RankHeartbeat(0, 1, 3, silent_s + 50), RankHeartbeat(1, 2, 3, silent_s), RankHeartbeat(2, 3, -1, None))
+        (tmp_path / "beats" / attempt / "n1.json").write_text(NodeHeartbeats("n1", 1000.0, beats).to_json())
         os.utime(tmp_path / "beats" / attempt, (silent_s, silent_s))
     assert progress.age_s(tmp_path, 1010.0) == 210.0
     assert progress.age_s(tmp_path / "none", 1010.0) is None
@@ -71,22 +77,22 @@ def test_an_odd_progress_is_none(tmp_path: Path, text: str) -> None:
 REPORT = HangReport(
     rank=1,
     host="n2",
-    state=hangs.ELSEWHERE,
+    state=hang_report.ELSEWHERE,
     silent_s=9.0,
     last_steps=((3, (0, 1)),),
-    waiting=(hangs.Waiting((0,), "all_reduce", "train.py:12 in <module>"),),
-    stuck=(hangs.StuckRank(1, "n2", 7, hangs.ELSEWHERE, "train.py:11 in <module>"),),
+    waiting=(hang_report.Waiting((0,), "all_reduce", "train.py:12 in <module>"),),
+    stuck=(hang_report.StuckRank(1, "n2", 7, hang_report.ELSEWHERE, "train.py:11 in <module>"),),
 )
 
 
 def shown_everywhere(path: Path, now: State) -> tuple[list[str], str, str]:
     """The JSON's hang and stopped, and whether line and table tell the same: words of the line."""
     run = overview.Run(path, now)
-    [document] = view.documents(run)
+    [document] = status_module.documents(run)
     console = Console(width=400, color_system=None, force_terminal=False)
     with console.capture() as capture:
-        console.print(table.of([run], each_task=True))
-    words = [one for one in view.details(path, now).split("  ") if one.startswith(("the training", "stopped"))]
+        console.print(status_module.status_table([run], each_task=True))
+    words = [one for one in status_module.details(path, now).split("  ") if one.startswith(("the training", "stopped"))]
     line = "".join(words)
     assert line in capture.get() and bool(line) == bool(re.search("training hangs|stopped before", capture.get()))
     return document["hang"], document["stopped"], line
@@ -97,10 +103,10 @@ def test_a_hang(tmp_path: Path) -> None:
     training(tmp_path, 5)
     running = replace(RUNNING, restart=1)
     (tmp_path / "hang/77.0.0").mkdir(parents=True)
-    (tmp_path / "hang/77.0.0" / hangs.RECORD).write_text(HangReport(text=("of an attempt before",)).to_json())
+    (tmp_path / "hang/77.0.0" / hang_report.RECORD).write_text(HangReport(text=("of an attempt before",)).to_json())
     assert shown_everywhere(tmp_path, running) == ([], "", "")
     (tmp_path / "hang/77.0.1").mkdir()
-    (tmp_path / "hang/77.0.1" / hangs.RECORD).write_text(REPORT.to_json())
+    (tmp_path / "hang/77.0.1" / hang_report.RECORD).write_text(REPORT.to_json())
     who = "the training hangs: rank 1 on n2 has not come to a collective: it is at train.py:11 in <module>"
     assert shown_everywhere(tmp_path, running) == (list(REPORT.lines()), "", who)
     assert shown_everywhere(tmp_path, replace(running, name="CANCELLED")) == ([], "", "")
@@ -132,7 +138,7 @@ def test_the_table(tmp_path: Path) -> None:
     training(tmp_path, 0)
     states = [("PENDING", None), ("FAILED", 3), ("COMPLETED", 0), ("RUNNING", None)]
     tasks = [
-        sweep.Task(number, f"seed={number}", tmp_path, State(name, f"9_{number}", "slurm", exit_status=status))
+        find_runs.Task(number, f"seed={number}", tmp_path, State(name, f"9_{number}", "slurm", exit_status=status))
         for number, (name, status) in enumerate(states)
     ]
     runs = [overview.Run(Path("train-0001"), RUNNING), overview.Run(Path("sweep-0001"), tasks=tasks)]
@@ -140,13 +146,13 @@ def test_the_table(tmp_path: Path) -> None:
 
     def shown(most: int | None) -> list[str]:
         with console.capture() as capture:
-            console.print(table.of(runs, each_task=True, most=most))
+            console.print(status_module.status_table(runs, each_task=True, most=most))
         return [line.split()[0] for line in capture.get().splitlines()[1:]]
 
     assert shown(None) == ["train-0001", "sweep-0001", "0", "1", "2", "3"]
     assert shown(50) == ["train-0001", "sweep-0001", "3", "1", "0", "2"]
     assert shown(4) == ["train-0001", "sweep-0001", "3", "and"]
     with console.capture() as capture:
-        console.print(table.of([overview.Run(tmp_path, RUNNING)], each_task=True))
+        console.print(status_module.status_table([overview.Run(tmp_path, RUNNING)], each_task=True))
     row = capture.get().splitlines()[1]
     assert "RUNNING" in row and "20/60" in row and "1:02:03, 1:00 left" in row and "loss 2.312" in row and "━" in row

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
-from tests.submission.test_restart import begin_now
+from tests.submit.test_restart import begin_now
 from tests.submitting import folder_of, job_id_of, submit
 from tests.waiting import until
 

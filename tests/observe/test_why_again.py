@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.facts import runfolder
-from hpcinit.facts.error_records import ErrorRecord
-from hpcinit.observe import attempts, evidence, overview, state, view, why
+from hpcinit.observe import overview, restarts, state, status
 from hpcinit.observe.state import State
+from hpcinit.records import run_folder
+from hpcinit.records.error_records import ErrorRecord
 from hpcinit.slurm import queue
-from hpcinit.slurm.client import Unreachable
-from tests.facts.test_job_log import KILLED, LOST
+from hpcinit.slurm.slurm_client import Unreachable
+from hpcinit.why import gather_evidence, why_command
+from tests.records.test_job_log import KILLED, LOST
 from tests.small_disks import fill, small_disk
 
 CLOSED = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:28071"
@@ -27,69 +28,75 @@ RUNS = State("RUNNING", "5", "local")
 
 def leave(run: Path, rank: int, error: str) -> None:
     """A rank's record, as hpcinit.runtime.program leaves it."""
-    (run / runfolder.ERRORS).mkdir(exist_ok=True)
+    (run / run_folder.ERRORS).mkdir(exist_ok=True)
     record = ErrorRecord(time.time(), rank, f"n{rank + 1}", error, "", "training", 7, "5.0.0")
-    (run / runfolder.ERRORS / record.name).write_text(record.to_json())
+    (run / run_folder.ERRORS / record.name).write_text(record.to_json())
 
 
 @pytest.fixture
 def gathered(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     """What happens after the first, second, ... time that evidence is gathered; the list ends up empty."""
     after: list[Callable[[], None]] = []
-    real = evidence.gather
+    real = gather_evidence.gather
 
-    def gather(path: Path, now: State) -> evidence.Evidence:
+    def gather(path: Path, now: State) -> gather_evidence.Evidence:
         found = real(path, now)
         if after:
             after.pop(0)()
         return found
 
-    monkeypatch.setattr(evidence, "gather", gather)
+    monkeypatch.setattr(gather_evidence, "gather", gather)
     return after
 
 
 def test_a_cause_that_was_written_while_its_echo_was_read(tmp_path: Path, gathered: list) -> None:
     """The echo alone is no answer: a second look finds the cause beside it, without waiting for it."""
     leave(tmp_path, 0, CLOSED)
-    os.utime(tmp_path / runfolder.ERRORS / "rank-0.json", (0, 0))  # old: nothing more is waited for
+    os.utime(tmp_path / run_folder.ERRORS / "rank-0.json", (0, 0))  # old: nothing more is waited for
     gathered.append(lambda: leave(tmp_path, 1, "ValueError: bad sample 17"))
-    headline = why.of_run(tmp_path, RUNS).headline
+    headline = why_command.explain_run(tmp_path, RUNS).headline
     assert headline.startswith("rank 1 on n2 failed first") and headline.endswith("(the job is RUNNING still)")
 
 
 def test_a_cause_that_comes_a_moment_later(tmp_path: Path, gathered: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the echo is young its cause is waited for, once; srun's word of a rank that was killed is one."""
     leave(tmp_path, 0, CLOSED)
-    (tmp_path / runfolder.LOGS).mkdir()
-    log = tmp_path / runfolder.JOB_LOG
-    monkeypatch.setattr(why.time, "sleep", lambda _: log.write_text("srun: error: n2: task 1: Killed\n"))
-    assert why.of_run(tmp_path, RUNS).headline.startswith("rank 1 on n2 was ended by a signal (Killed) first")
+    (tmp_path / run_folder.LOGS).mkdir()
+    log = tmp_path / run_folder.JOB_LOG
+    monkeypatch.setattr(why_command.time, "sleep", lambda _: log.write_text("srun: error: n2: task 1: Killed\n"))
+    assert why_command.explain_run(tmp_path, RUNS).headline.startswith(
+        "rank 1 on n2 was ended by a signal (Killed) first"
+    )
 
 
 def test_an_echo_that_stays_alone(tmp_path: Path, gathered: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is looked at three times while it is young and twice later; then it is told as what it is."""
     slept: list[float] = []
-    monkeypatch.setattr(why.time, "sleep", slept.append)
+    monkeypatch.setattr(why_command.time, "sleep", slept.append)
     leave(tmp_path, 0, CLOSED)
     for times, sleeps in ((3, 1), (2, 0)):
         gathered[:] = [lambda: None] * 5
         slept.clear()
-        assert why.of_run(tmp_path, RUNS).headline.startswith("a rank or its node went away without a word")
+        assert why_command.explain_run(tmp_path, RUNS).headline.startswith(
+            "a rank or its node went away without a word"
+        )
         assert (5 - len(gathered), len(slept)) == (times, sleeps)
-        os.utime(tmp_path / runfolder.ERRORS / "rank-0.json", (0, 0))
+        os.utime(tmp_path / run_folder.ERRORS / "rank-0.json", (0, 0))
 
 
 def test_a_cause_is_told_at_once(tmp_path: Path, gathered: list) -> None:
     """Evidence that names the first failure is gathered once."""
     leave(tmp_path, 1, "ValueError: bad sample 17")
     gathered[:] = [lambda: None] * 5
-    assert why.of_run(tmp_path, RUNS).headline.startswith("rank 1 on n2 failed first") and len(gathered) == 4
+    assert (
+        why_command.explain_run(tmp_path, RUNS).headline.startswith("rank 1 on n2 failed first") and len(gathered) == 4
+    )
 
 
 def begun(run: Path, job: str = "5", restart: int = 0) -> None:
     """As a batch script leaves it that was killed."""
-    (run / runfolder.EXIT).write_text(f'{{"job": "{job}", "pid": 1, "restart": {restart}, "began": 1795267388}}\n')
-    (run / runfolder.SUBMISSION).write_text(f'{{"job_id": "{job}", "engine": "slurm"}}\n')
+    (run / run_folder.EXIT).write_text(f'{{"job": "{job}", "pid": 1, "restart": {restart}, "began": 1795267388}}\n')
+    (run / run_folder.SUBMISSION).write_text(f'{{"job_id": "{job}", "engine": "slurm"}}\n')
 
 
 @pytest.mark.parametrize(
@@ -106,12 +113,12 @@ def begun(run: Path, job: str = "5", restart: int = 0) -> None:
 def test_a_job_that_waits_for_another_attempt(tmp_path: Path, log: str, reason: str | None, headline: str) -> None:
     """How the attempt before ended comes first, from its log and what its batch script has noted; nobody is asked."""
     begun(tmp_path)
-    (tmp_path / runfolder.LOGS).mkdir()
-    (tmp_path / runfolder.JOB_LOG).write_text(log)
+    (tmp_path / run_folder.LOGS).mkdir()
+    (tmp_path / run_folder.JOB_LOG).write_text(log)
     if reason:
-        (tmp_path / runfolder.RESTARTS).write_text(f'{{"job": "5", "restart": 1, "time": 1, "reason": "{reason}"}}\n')
+        (tmp_path / run_folder.RESTARTS).write_text(f'{{"job": "5", "restart": 1, "time": 1, "reason": "{reason}"}}\n')
     for name in ("PENDING", "COMPLETING"):
-        verdict = why.of_run(tmp_path, State(name, "5", "slurm", "BeginTime", restart=0, away=True))
+        verdict = why_command.explain_run(tmp_path, State(name, "5", "slurm", "BeginTime", restart=0, away=True))
         assert re.fullmatch(rf"job 5 waits \(BeginTime\) to begin again: {headline}", verdict.headline)
         assert verdict.do.startswith("it begins again by itself, from its last checkpoint")
         assert "submit again" not in verdict.do
@@ -119,9 +126,9 @@ def test_a_job_that_waits_for_another_attempt(tmp_path: Path, log: str, reason: 
 
 def test_a_program_that_tells_no_step(tmp_path: Path) -> None:
     """A hang of it cannot be told from a long step, and that is said; not where a step is known."""
-    assert "calls run.progress(step, total)" in why.of_run(tmp_path, RUNS).do
-    (tmp_path / runfolder.PROGRESS).write_text('{"step": 1, "total": 2, "values": {}, "time": 1}')
-    assert why.of_run(tmp_path, RUNS).do == ""
+    assert "calls run.progress(step, total)" in why_command.explain_run(tmp_path, RUNS).do
+    (tmp_path / run_folder.PROGRESS).write_text('{"step": 1, "total": 2, "values": {}, "time": 1}')
+    assert why_command.explain_run(tmp_path, RUNS).do == ""
 
 
 def test_a_controller_that_is_away_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,15 +142,15 @@ def test_a_controller_that_is_away_is_asked_once(tmp_path: Path, monkeypatch: py
         raise Unreachable(away)
 
     monkeypatch.setattr(queue, "_lines", answer)
-    monkeypatch.setattr(evidence, "_shown", lambda what, _: asked.append(what))
+    monkeypatch.setattr(gather_evidence, "_shown", lambda what, _: asked.append(what))
     now = state.read(tmp_path)
     assert (now.name, now.away, now.restart) == ("UNKNOWN", True, 0)
-    verdict = why.of_run(tmp_path, now)
+    verdict = why_command.explain_run(tmp_path, now)
     assert verdict.headline == (
         f"Slurm's controller does not answer ({away}); as far as the run has left word nothing has failed"
     )
     leave(tmp_path, 1, "ValueError: bad sample 17")
-    failed = why.of_run(tmp_path, now).headline
+    failed = why_command.explain_run(tmp_path, now).headline
     assert failed.startswith("rank 1 on n2 failed first") and failed.endswith(
         f"(Slurm's controller does not answer: {away})"
     )
@@ -157,27 +164,29 @@ def test_the_attempts_before(tmp_path: Path) -> None:
         '{"job": "5", "restart": 2, "time": 2, "reason": "slurm", "step": null, "without_progress": 1, "budget": 3}',
         '{"job": "5", "rest',
     ]
-    (tmp_path / runfolder.RESTARTS).write_text("\n".join(lines))
-    assert attempts.line(attempts.read(tmp_path)) == "2 restarts, 1 left: 1 hung (step 10), 2 requeued by Slurm"
-    document = attempts.document(tmp_path)
+    (tmp_path / run_folder.RESTARTS).write_text("\n".join(lines))
+    assert (
+        restarts.restarts_line(restarts.read(tmp_path)) == "2 restarts, 1 left: 1 hung (step 10), 2 requeued by Slurm"
+    )
+    document = restarts.document(tmp_path)
     assert (document["count"], document["left"]) == (2, 1)
     assert [one["reason"] for one in document["attempts"]] == ["hang", "slurm"]
     begun(tmp_path, restart=2)
     now = State("RUNNING", "5", "slurm", restart=2)
-    assert view.details(tmp_path, now) == "2 restarts, 1 left"
-    [shown] = view.documents(overview.Run(tmp_path, now))
+    assert status.details(tmp_path, now) == "2 restarts, 1 left"
+    [shown] = status.documents(overview.Run(tmp_path, now))
     assert shown["restarts"] == document
-    assert (attempts.line([]), attempts.words([])) == ("", "")
+    assert (restarts.restarts_line([]), restarts.words([])) == ("", "")
 
 
 @pytest.mark.parametrize("full", [True, False])
 def test_a_failure_that_could_not_be_recorded(tmp_path: Path, full: bool) -> None:
     """Where nothing else is known, the report names the run folder's disk if that is full, and guesses nothing."""
     with small_disk(tmp_path / "run") as place:
-        (place / runfolder.LOGS).mkdir()
+        (place / run_folder.LOGS).mkdir()
         if full:
             fill(place)
-        verdict = why.of_run(place, State("FAILED", "5", "local", exit_status=1))
+        verdict = why_command.explain_run(place, State("FAILED", "5", "local", exit_status=1))
     if full:
         assert verdict.kind == "disk" and verdict.do.startswith(f"make room for {place}")
         assert "the run folder cannot be written (No space left on device)" in verdict.evidence[0]

@@ -24,10 +24,10 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import hpcinit
-from hpcinit.facts.batch import Batch
-from hpcinit.facts.layout import Layout
-from hpcinit.facts.spec import Training
 from hpcinit.jobs.train_gpt import GPT, TENSOR_PARALLEL
+from hpcinit.records.batch import Batch
+from hpcinit.records.layout import Layout
+from hpcinit.records.spec import Training
 from hpcinit.runtime import checkpoint, mesh
 from hpcinit.runtime import wrap as wrapping
 
@@ -98,7 +98,7 @@ class Program:
         torch.manual_seed(7)
         self.wrapped = wrapping.wrap(
             kind(context=CONTEXT, width=width, layers=1, heads=4),
-            mesh=mesh.build(self.layout, run.device),
+            mesh=mesh.build_mesh(self.layout, run.device),
             layout=self.layout,
             device=run.device,
             batch=self.batch,

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpcinit.facts.world import World
-from hpcinit.runtime import binding, devices
-from tests.facts.test_visible import world
+from hpcinit.runtime import affinity, devices
+from hpcinit.world import World
+from tests.world.test_visible import world
 
 # A node as sysfs shows one with 2 sockets of 4 cores of 2 threads each, and 4 devices, 2 beside each socket.
 NODES = {0: "0-3,8-11", 1: "4-7,12-15"}
@@ -50,7 +50,7 @@ class Kernel:
         monkeypatch.setattr(torch, "set_num_threads", lambda count: setattr(self, "threads", count))
 
     def bind(self, of: World, device: torch.device, env: dict[str, str] | None = None) -> str:
-        return binding.bind(of, device, sysfs=self.sysfs, proc=self.sysfs / "proc", env=env or {})
+        return affinity.bind(of, device, sysfs=self.sysfs, proc=self.sysfs / "proc", env=env or {})
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_control_group_is_no_binding(monkeypatch: pytest.MonkeyPatch, sysfs: P
     """A job confined to 8 of 16 CPUs is unbound within them: its two ranks near them split those, cores kept whole."""
     write(sysfs / "proc/self/cgroup", cgroup)
     write(sysfs / file, "0-3,8-11\n")
-    kernel = Kernel(monkeypatch, sysfs, set(binding.cpus("0-3,8-11")))
+    kernel = Kernel(monkeypatch, sysfs, set(affinity.cpus("0-3,8-11")))
     env = {"SLURM_CPUS_ON_NODE": "8"}
     assert kernel.bind(world(1, 2), torch.device("cuda", 1), env) == "cpus 2-3,10-11 (NUMA node 0, beside cuda:1)"
 
@@ -174,13 +174,13 @@ def test_no_address(monkeypatch: pytest.MonkeyPatch, sysfs: Path) -> None:
 )
 def test_share(cores: list[list[int]], ranks: int, shares: list[set[int]]) -> None:
     """Whole cores as long as there are enough, then CPUs, and never fewer than one CPU for a rank."""
-    assert [binding.share(cores, ranks, place) for place in range(ranks)] == shares
+    assert [affinity.share(cores, ranks, place) for place in range(ranks)] == shares
 
 
 @pytest.mark.parametrize("text", ["0", "0-3", "0-3,8", "1,3,5", "", "0-1,3-4,127"])
 def test_lists_of_cpus(text: str) -> None:
     """The kernel's lists come back as they were."""
-    assert binding.ranges(binding.cpus(text + "\n")) == text
+    assert affinity.ranges(affinity.cpus(text + "\n")) == text
 
 
 # --- for real
@@ -189,14 +189,14 @@ REAL = """
 import json, os, sys, threading
 from pathlib import Path
 import torch
-from hpcinit.runtime import binding, devices
-from tests.facts.test_visible import world
+from hpcinit.runtime import affinity, devices
+from tests.world.test_visible import world
 
 devices.pci_address = lambda device: "0000:1b:00.0"
 asleep = threading.Event()
 other = threading.Thread(target=asleep.wait)
 other.start()
-said = binding.bind(world(int(sys.argv[1]), 2), torch.device("cuda", int(sys.argv[1])), sysfs=Path(sys.argv[2]))
+said = affinity.bind(world(int(sys.argv[1]), 2), torch.device("cuda", int(sys.argv[1])), sysfs=Path(sys.argv[2]))
 print(json.dumps([said, sorted(os.sched_getaffinity(0)), sorted(os.sched_getaffinity(other.native_id))]))
 asleep.set()
 """
@@ -208,9 +208,9 @@ def test_the_kernel_binds(tmp_path: Path) -> None:
     Their devices are stand-ins, both beside all CPUs that this test may use.
     """
     mine = os.sched_getaffinity(0)
-    write(tmp_path / "devices/system/cpu/online", binding.ranges(mine))
+    write(tmp_path / "devices/system/cpu/online", affinity.ranges(mine))
     write(tmp_path / "bus/pci/devices/0000:1b:00.0/numa_node", "0")
-    write(tmp_path / "bus/pci/devices/0000:1b:00.0/local_cpulist", binding.ranges(mine))
+    write(tmp_path / "bus/pci/devices/0000:1b:00.0/local_cpulist", affinity.ranges(mine))
     found = []
     for rank in range(2):
         done = subprocess.run(
@@ -219,7 +219,7 @@ def test_the_kernel_binds(tmp_path: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         said, main, other = json.loads(done.stdout)
-        assert main == other and said == f"cpus {binding.ranges(main)} (NUMA node 0, beside cuda:{rank})"
+        assert main == other and said == f"cpus {affinity.ranges(main)} (NUMA node 0, beside cuda:{rank})"
         found.append(set(main))
     assert found[0] | found[1] == mine
     assert len(mine) == 1 or not found[0] & found[1]

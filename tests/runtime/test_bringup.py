@@ -262,7 +262,7 @@ def test_result_is_rank_0s(hpcinit: Run, tmp_path: Path) -> None:
     """run.result() leaves rank 0's number in the run folder, and refuses on every rank what is no number."""
     code = """
         import hpcinit
-        from hpcinit.facts.errors import RequestError
+        from hpcinit.base.errors import RequestError
         with hpcinit.session() as run:
             run.result(0.5 + run.rank)
             try:
@@ -364,7 +364,7 @@ def test_a_layout_that_does_not_fit_leaves_nothing_behind(hpcinit: Run, tmp_path
     code = """
         import pathlib
         import hpcinit
-        from hpcinit.facts.layout import Layout
+        from hpcinit.records.layout import Layout
         try:
             hpcinit.init(layout=Layout(tp=3))
         except hpcinit.HpcinitError as error:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from hpcinit.facts import causes
-from hpcinit.facts.errors import CheckpointError, RequestError
-from hpcinit.runtime.checkpoint import folder as of_steps
+from hpcinit.base.errors import CheckpointError, RequestError
+from hpcinit.records import causes
+from hpcinit.runtime.checkpoint import checkpoint_folder
+from hpcinit.runtime.checkpoint import checkpoint_folder as of_steps
 from hpcinit.runtime.checkpoint import owner as owners
-from hpcinit.runtime.checkpoint import removal
-from hpcinit.runtime.checkpoint.folder import Description, File
+from hpcinit.runtime.checkpoint.checkpoint_folder import Description, File
 from tests.runtime import checkpointing
 from tests.runtime.spawned import ranks
 from tests.test_train_gpt import python
@@ -86,7 +86,7 @@ def whole(folder: Path, step: int, content: bytes = b"weights") -> Path:
 
 def left_in(folder: Path) -> list[str]:
     """What is there once the removals in the background are done."""
-    assert removal.wait(60)
+    assert checkpoint_folder.wait_for_removals(60)
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -182,10 +182,10 @@ BEGIN = """
         import json, os, shutil, sys
         from pathlib import Path
         import torch, hpcinit
-        from hpcinit.facts.layout import Layout
-        from hpcinit.facts.spec import Training
+        from hpcinit.records.layout import Layout
+        from hpcinit.records.spec import Training
         from hpcinit.runtime import checkpoint
-        from hpcinit.runtime.checkpoint import content, removal
+        from hpcinit.runtime.checkpoint import checkpoint_folder
         from tests.runtime.checkpointing import Program, zero
         run, found, quoted = hpcinit.init(deepspeed=True), {}, []
         ddp, plain = Training("ddp"), Layout()
@@ -198,11 +198,11 @@ BEGIN = """
         def restamp(step):
             # Record the files as they are now, as if what a test made of them had been written.
             said = json.loads((step / "checkpoint.json").read_text())
-            for name, checksum in content.checksums(step, said["files"]).items():
+            for name, checksum in checkpoint_folder.checksums(step, said["files"]).items():
                 said["files"][name]["checksum"] = checksum
             (step / "checkpoint.json").write_text(json.dumps(said))
         def names(folder):
-            assert removal.wait(60)
+            assert checkpoint_folder.wait_for_removals(60)
             torch.distributed.barrier()
             seen = sorted(path.name for path in folder.iterdir() if path.name != ".owner.json")
             torch.distributed.barrier()

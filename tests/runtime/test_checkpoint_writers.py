@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hpcinit.facts.errors import RequestError
-from hpcinit.runtime.checkpoint import folder as of_steps
+from hpcinit.base.errors import RequestError
+from hpcinit.runtime.checkpoint import checkpoint_folder as of_steps
 from hpcinit.runtime.checkpoint import owner as owners
 from tests.runtime.spawned import ranks
 from tests.runtime.test_checkpoint import BEGIN, begin, left_in, publish, two_ranks, whole
@@ -21,7 +21,7 @@ PATIENCE_S = 240  # four ranks that import torch at the same time, on a busy mac
 # Rank 0 of each group touches a file where it is, and waits for one of the other group's.
 GATES = """
         import time
-        from hpcinit.runtime.checkpoint import folder as of_steps, owner as owners
+        from hpcinit.runtime.checkpoint import checkpoint_folder as of_steps, owner as owners
         marks, first = Path(os.environ["MARKS"]), os.environ["GROUP"] == "first"
         def at(mark):
             if run.rank == 0:
@@ -188,11 +188,11 @@ def test_content_that_changed_is_not_loaded(tmp_path: Path) -> None:
     step before is loaded, a line says why, and the step can be saved again."""
     code = """
         from datetime import timedelta
-        from hpcinit.runtime import process_state
-        from hpcinit.runtime.checkpoint import agreement
+        from hpcinit.rendezvous import process_state
+        from hpcinit.runtime.checkpoint import native_checkpoint
         def newest(folder):
             # What load() would load, without loading it.
-            with agreement.patient(timedelta(minutes=2)):
+            with native_checkpoint.patient(timedelta(minutes=2)):
                 return checkpoint._newest(folder, "", timedelta(minutes=2))[1].step
         for name, training in {"ddp": ddp, "zero 1": zero(1)}.items():
             found[name] = {}

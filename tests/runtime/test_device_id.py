@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpcinit.facts.errors import BringUpError
+from hpcinit.base.errors import BringUpError
 from hpcinit.runtime.device_id import Binding, decide
 
 CUDA, CPU = torch.device("cuda", 1), torch.device("cpu")

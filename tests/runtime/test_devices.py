@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hpcinit.facts.errors import BringUpError
+from hpcinit.base.errors import BringUpError
 from hpcinit.runtime import devices
-from tests.facts.recordings import shapes
-from tests.facts.test_visible import CUDA_LISTS, world
 from tests.leaving_out import leave_out
+from tests.records.recordings import shapes
+from tests.world.test_visible import CUDA_LISTS, world
 
 
 class Gpus:

@@ -23,15 +23,15 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from hpcinit import elastic as entry
-from hpcinit.facts import elastic
-from hpcinit.facts.elastic import Restart
-from hpcinit.facts.error_records import ErrorRecord
-from hpcinit.facts.errors import BringUpError, RequestError
-from hpcinit.facts.spec import Program, Spec
-from hpcinit.facts.world import World
-from hpcinit.runtime.elastic import gathering
-from hpcinit.runtime.elastic.gathering import Gathering
-from hpcinit.runtime.elastic.workers import Start, Workers
+from hpcinit.base.errors import BringUpError, RequestError
+from hpcinit.launch.torchrun import rendezvous_handler
+from hpcinit.launch.torchrun.agent import Start, Workers
+from hpcinit.launch.torchrun.rendezvous_handler import Gathering
+from hpcinit.records import elastic_restarts
+from hpcinit.records.elastic_restarts import Restart
+from hpcinit.records.error_records import ErrorRecord
+from hpcinit.records.spec import Program, Spec
+from hpcinit.world import World
 from tests import waiting
 from tests.small_disks import fill, small_disk
 
@@ -52,7 +52,7 @@ def parties(
     monkeypatch: pytest.MonkeyPatch, store: Store, timeout_s: float = 20
 ) -> tuple[list[Gathering], list[Restart]]:
     """Two agents that have met over `store`, and what the first has begun. Meeting itself is shown by the jobs below."""
-    monkeypatch.setattr(gathering, "_meet", lambda *_: PrefixStore("x", store))
+    monkeypatch.setattr(rendezvous_handler, "_meet", lambda *_: PrefixStore("x", store))
     begun: list[Restart] = []
     made = [Gathering(agent(rank), SPEC, lambda: timedelta(seconds=timeout_s), begun.append) for rank in range(2)]
     for one in made:
@@ -145,7 +145,7 @@ def test_agents_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise BringUpError("1 of 2 ranks are missing: rank 1 never arrived (nobody came from n2)")
 
-    monkeypatch.setattr(gathering.rendezvous, "meet", fails)
+    monkeypatch.setattr(rendezvous_handler.rendezvous, "meet", fails)
     with pytest.raises(
         BringUpError, match=r"did not meet \(a rank here is an agent\): 1 of 2 ranks are missing: rank 1"
     ):
@@ -260,14 +260,14 @@ def test_a_rank_whose_log_has_no_room(tmp_path: Path, capfd: pytest.CaptureFixtu
 
 def test_a_restart_that_cannot_be_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The ranks start again on a full disk too; two warnings name what is not on record."""
-    from hpcinit.runtime.elastic import run
+    from hpcinit.launch.torchrun import torchrun_job
 
     with small_disk(tmp_path / "run", "nr_inodes=4") as place:  # errors/, its file, and no further folder
         (place / "errors").mkdir()
         record = ErrorRecord(1.0, 0, "n1", "ValueError: x", "", job="43.0.0")
         (place / "errors" / record.name).write_text(record.to_json())
         fill(place)
-        node = object.__new__(run.Node)
+        node = object.__new__(torchrun_job.Node)
         node._folder, node._begins = place, lambda why: "begins"  # type: ignore[method-assign]
         node._begin(Restart("43.0.0", 1, 1.0, 0, "n1", "Killed"))
     err = capsys.readouterr().err
@@ -287,7 +287,7 @@ def test_a_rank_has_the_cpus_that_it_is_given(tmp_path: Path) -> None:
 
 def test_no_rank_outlives_its_agent(tmp_path: Path) -> None:
     """An agent that is killed with kill -9 takes its ranks with it, also those that ignore SIGTERM."""
-    rank = "import signal, sys, time; from hpcinit.runtime import orphans; signal.signal(15, signal.SIG_IGN)\norphans.die_with_parent(); print('up', flush=True); time.sleep(300)"
+    rank = "import signal, sys, time; from hpcinit.base import process_limits; signal.signal(15, signal.SIG_IGN)\norphans.die_with_parent(); print('up', flush=True); time.sleep(300)"
     agent = f"import os, subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}], env={{**os.environ, 'HPCINIT_PARENT': str(os.getpid())}})"
     with subprocess.Popen([sys.executable, "-c", agent], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "up\n"
@@ -297,7 +297,7 @@ def test_no_rank_outlives_its_agent(tmp_path: Path) -> None:
 
 def test_a_rank_whose_agent_is_gone_already() -> None:
     """It died before the rank could ask to be told: the rank does not begin."""
-    code = "from hpcinit.runtime import orphans; orphans.die_with_parent(); print('up')"
+    code = "from hpcinit.base import process_limits; process_limits.die_with_parent(); print('up')"
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "HPCINIT_PARENT": "1"}, capture_output=True, check=False
     )
@@ -311,7 +311,7 @@ def heard(kind: str, *numbers: int) -> str:
     """What an agent makes of signals that its parent sends; kind: where they come from."""
     code = f"""
 import os, sys, time
-from hpcinit.runtime.elastic.signals import Signals
+from hpcinit.launch.torchrun.agent_signals import Signals
 came = Signals(under_slurm={kind == "slurm"})
 if {kind != "early"}:
     came.begin()
@@ -403,7 +403,7 @@ def test_1000_lines_of_another_kind_are_no_restart() -> None:
         line = json.dumps(document)
         line = line[: chance.randrange(len(line))] if chance.random() < 0.1 else line
         with contextlib.suppress(ValueError, TypeError, AttributeError):
-            found = elastic.from_json(line if chance.random() < 0.9 else chance.choice(ODD))
+            found = elastic_restarts.from_json(line if chance.random() < 0.9 else chance.choice(ODD))
             assert (
                 f"{found}{found.job}".encode()
                 and math.isfinite(found.time)

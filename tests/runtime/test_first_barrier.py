@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 import hpcinit
-from hpcinit.facts import launchers, visible
 from hpcinit.jobs import measure
 from hpcinit.runtime import devices, process_group
-from tests.facts.recordings import Shape, Task, shapes
+from hpcinit.world import launchers, visible_devices
+from tests.records.recordings import Shape, Task, shapes
 
 GPUS = 8  # on each node, more than it has ranks
 REFUSED = {"preserve_env"}  # hpcinit reports this environment as an error
@@ -27,7 +27,7 @@ REFUSED = {"preserve_env"}  # hpcinit reports this environment as an error
 
 def _visible(task: Task) -> int:
     """Return how many devices the rank sees on a node of GPUS devices. A fake of what the driver makes of the variable."""
-    names = visible.cuda(task.env)
+    names = visible_devices.cuda(task.env)
     return GPUS if names is None else len(names)
 
 

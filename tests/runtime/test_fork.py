@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.facts import versions
-from hpcinit.facts.errors import RequestError
-from hpcinit.facts.forked import Node as Place
-from hpcinit.facts.forked import environment, node
-from hpcinit.facts.spec import Launch
-from hpcinit.runtime.fork import binding, family, preload, process
+from hpcinit.base import versions
+from hpcinit.base.errors import RequestError
+from hpcinit.launch import fork_server, preload, process_title, rank_binding
+from hpcinit.records.spec import Launch
+from hpcinit.world.forked import Node as Place
+from hpcinit.world.forked import environment, node
 from tests import waiting
 from tests.forking import Node
 from tests.leaving_out import leave_out
@@ -52,7 +52,7 @@ def test_ranks_are_processes_of_their_own(tmp_path: Path) -> None:
 def test_what_every_rank_needs_is_looked_up_before_the_fork(tmp_path: Path) -> None:
     """Bring-up imports nothing more than its parent has; what came from there is no matter for a rank's collections."""
     code = RANK + (
-        "import gc, torch, hpcinit\nfrom hpcinit.facts import versions\n"
+        "import gc, torch, hpcinit\nfrom hpcinit.base import versions\n"
         "found = [gc.isenabled(), gc.get_freeze_count() > 100_000, versions._installed.cache_info().currsize > 1]\n"
         "before = set(sys.modules)\nwith hpcinit.session():\n    print(json.dumps([found, sorted(set(sys.modules) - before)]))\n"
     )
@@ -77,7 +77,7 @@ def test_one_that_dies_takes_the_others_with_it(tmp_path: Path, end: str, status
     ended, said = started.end()
     assert ended == status and f"rank 1: {how}" in said
     # The claim is a second; on a loaded machine it may be more, and without SIGKILL it is 60.
-    assert family.GRACE_S < 1
+    assert fork_server.GRACE_S < 1
     assert time.time() - float((tmp_path / "died").read_text()) < 30
 
 
@@ -173,7 +173,7 @@ def test_who_was_told_to_end_may_save(tmp_path: Path) -> None:
 def test_a_rank_that_ends_leaves_nothing_behind(tmp_path: Path) -> None:
     """What it has started ends with it, also where it ended well, and it is no zombie while its neighbour goes on."""
     code = RANK + (
-        "import subprocess\nfrom pathlib import Path\nfrom hpcinit.runtime.fork import process\n"
+        "import subprocess\nfrom pathlib import Path\nfrom hpcinit.launch import process_title\n"
         "if rank == 0:\n    while not os.path.exists('here'):\n        time.sleep(0.02)\n"
         "    child = subprocess.Popen(['sleep', '1000'])\n"
         "    Path('new').write_text(f'{os.getpid()} {child.pid}')\n    os.rename('new', 'both')\n    os._exit(0)\n"
@@ -324,7 +324,7 @@ def test_a_stopped_parent_is_woken_when_a_rank_ends(tmp_path: Path) -> None:
     started = Node(tmp_path, code)
     wait_for(lambda: all("ready" in started.log(rank) for rank in range(2)))
     os.kill(started.process.pid, signal.SIGSTOP)
-    wait_for(lambda: process.state(started.process.pid) == "T")
+    wait_for(lambda: process_title.state(started.process.pid) == "T")
     (tmp_path / "go").touch()
     status, said = started.end()
     assert status == 1 and "rank 1 on 127.0.0.1 said: ValueError: lost it" in said
@@ -355,24 +355,24 @@ def frozen(tmp_path: Path) -> Iterator[Path]:
 STUCK = """
 import os, signal, sys, time
 from pathlib import Path
-from hpcinit.facts.forked import Node
-from hpcinit.facts.spec import Launch
-from hpcinit.runtime.fork import family, process
+from hpcinit.world.forked import Node
+from hpcinit.records.spec import Launch
+from hpcinit.launch import fork_server, process_title
 
 class Nobody:
     def end(self): ...
     def forget(self): ...
     def saw(self, number): return True
 
-family.GRACE_S, family.STUCK_S = 0.1, 0.3
-ranks = family.Family(Node(0, 1, 2, "n1"), Launch("fork"), Path(), Nobody())
+fork_server.GRACE_S, fork_server.STUCK_S = 0.1, 0.3
+ranks = fork_server.ForkSupervisor(Node(0, 1, 2, "n1"), Launch("fork"), Path(), Nobody())
 rank = ranks.fork(lambda local, parent: None)
 if rank == 1:
     Path(sys.argv[1], "file").write_text("never")
 elif rank == 0:
-    other = process.children(os.getppid())[1]
+    other = process_title.children(os.getppid())[1]
     end = time.monotonic() + 60
-    while process.state(other) != "D" and time.monotonic() < end:
+    while process_title.state(other) != "D" and time.monotonic() < end:
         time.sleep(0.02)
 if rank is not None:
     os._exit(7)
@@ -389,9 +389,9 @@ def test_a_rank_that_sigkill_does_not_end(tmp_path: Path, frozen: Path) -> None:
         assert parent.wait(120) == 7, (tmp_path / "err").read_text()
     stuck = int((tmp_path / "out").read_text())
     said = f"rank 1 on n1 (pid {stuck}) has not ended 0.3 s after SIGKILL, its state is D"
-    assert said in (tmp_path / "err").read_text() and process.state(stuck) == "D"
+    assert said in (tmp_path / "err").read_text() and process_title.state(stuck) == "D"
     subprocess.run(["fsfreeze", "--unfreeze", frozen], check=True)
-    wait_for(lambda: process.state(stuck) in ("", "Z"))
+    wait_for(lambda: process_title.state(stuck) in ("", "Z"))
 
 
 def test_a_step_of_another_shape() -> None:
@@ -436,7 +436,7 @@ def test_cpus_of_each_rank(
 ) -> None:
     """As srun's options say of a task per rank, within what the parent has."""
     asked = Launch("fork", cpus=cpus, cpu_bind=cpu_bind)
-    assert binding.cpus(asked, 2, set(range(8)), env, sysfs=tmp_path) == expected
+    assert rank_binding.cpus(asked, 2, set(range(8)), env, sysfs=tmp_path) == expected
 
 
 def test_a_whole_node_with_devices_is_left_to_the_ranks(tmp_path: Path) -> None:
@@ -444,9 +444,9 @@ def test_a_whole_node_with_devices_is_left_to_the_ranks(tmp_path: Path) -> None:
     (tmp_path / "devices/system/cpu").mkdir(parents=True)
     (tmp_path / "devices/system/cpu/online").write_text("0-7\n")
     env = GRANTED | {"CUDA_VISIBLE_DEVICES": "0,1"}
-    assert binding.cpus(Launch("fork", cpus=4), 2, set(range(8)), env, sysfs=tmp_path) is None
+    assert rank_binding.cpus(Launch("fork", cpus=4), 2, set(range(8)), env, sysfs=tmp_path) is None
     (tmp_path / "devices/system/cpu/online").write_text("0-15\n")
-    assert binding.cpus(Launch("fork", cpus=4), 2, set(range(8)), env, sysfs=tmp_path) is not None
+    assert rank_binding.cpus(Launch("fork", cpus=4), 2, set(range(8)), env, sysfs=tmp_path) is not None
 
 
 @pytest.mark.parametrize(
@@ -462,8 +462,8 @@ def test_a_whole_node_with_devices_is_left_to_the_ranks(tmp_path: Path) -> None:
 def test_devices_of_each_rank(gpu_bind: str | None, expected: object) -> None:
     """Out of those that Slurm has given the step on this node, in its order."""
     env = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
-    assert [binding.devices(Launch("fork", gpu_bind=gpu_bind), rank, env) for rank in range(2)] == expected
+    assert [rank_binding.devices(Launch("fork", gpu_bind=gpu_bind), rank, env) for rank in range(2)] == expected
 
 
 def test_where_a_process_is() -> None:
-    assert process.stuck(os.getpid()).startswith("R") and process.stuck(2**22 + 1) == "gone"
+    assert process_title.stuck(os.getpid()).startswith("R") and process_title.stuck(2**22 + 1) == "gone"

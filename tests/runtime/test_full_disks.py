@@ -22,7 +22,7 @@ import os, time
 from pathlib import Path
 import torch, torch.distributed as dist
 import hpcinit
-from hpcinit.facts.spec import Hang
+from hpcinit.records.spec import Hang
 with hpcinit.session(backend="gloo") as run:
     os.environ["HPCINIT_RUN"] = os.environ["FOLDER"]  # init would look for a spec there
     object.__setattr__(run, "folder", Path(os.environ["FOLDER"]))

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-from hpcinit.facts.errors import HpcinitError
-from hpcinit.runtime.groups import side_group
+from hpcinit.base.errors import HpcinitError
+from hpcinit.runtime.side_groups import side_group
 from tests.runtime.spawned import DEEPSPEED, Rank, free_port, ranks
 
 TRAINER = DEEPSPEED + textwrap.dedent("""

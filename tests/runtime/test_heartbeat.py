@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.facts import beats, hangs, plain_files
-from hpcinit.facts.beats import Beat, Node
+from hpcinit.records import hang_report, heartbeats, plain_files
+from hpcinit.records.heartbeats import NodeHeartbeats, RankHeartbeat
 from tests.runtime.spawned import ranks
 from tests.runtime.test_stopping import END
 from tests.waiting import until
@@ -22,7 +22,7 @@ import os, time
 from pathlib import Path
 import torch, torch.distributed as dist
 import hpcinit
-from hpcinit.facts.spec import Hang
+from hpcinit.records.spec import Hang
 run = hpcinit.init(backend="gloo")
 object.__setattr__(run, "folder", Path(os.environ["FOLDER"]))
 object.__setattr__(run.plan, "hang", Hang(after_s=2, action=os.environ.get("ACTION", "report")))
@@ -49,11 +49,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def report(folder: Path) -> str:
-    return next((path.read_text() for path in folder.glob(f"hang/*/{hangs.REPORT}")), "")
+    return next((path.read_text() for path in folder.glob(f"hang/*/{hang_report.REPORT}")), "")
 
 
 def lines_of(*given: object, **more: object) -> tuple[str, ...]:
-    return hangs.report(*given, **more).lines()  # type: ignore[arg-type]
+    return hang_report.report(*given, **more).lines()  # type: ignore[arg-type]
 
 
 def test_the_rank_that_does_not_come_is_named(folder: Path) -> None:
@@ -61,13 +61,13 @@ def test_the_rank_that_does_not_come_is_named(folder: Path) -> None:
     with ranks(TRAIN + END, 3, folder) as found:
         until(lambda: report(folder).count("\n") >= 3)
         text = report(folder)
-        nodes = [plain_files.read(path) for path in folder.glob(f"hang/*/{hangs.NODE}")]
-        (record,) = (json.loads(path.read_text()) for path in folder.glob(f"hang/*/{hangs.RECORD}"))
+        nodes = [plain_files.read(path) for path in folder.glob(f"hang/*/{hang_report.NODE}")]
+        (record,) = (json.loads(path.read_text()) for path in folder.glob(f"hang/*/{hang_report.RECORD}"))
         (folder / "go").touch()
         ends = [rank.end() for rank in found]
     assert [status for status, _ in ends] == [0, 0, 0], ends
-    assert hangs.from_document(record).lines() == tuple(text.splitlines())
-    assert (record["rank"], record["state"]) == (2, hangs.ELSEWHERE)
+    assert hang_report.from_document(record).lines() == tuple(text.splitlines())
+    assert (record["rank"], record["state"]) == (2, hang_report.ELSEWHERE)
     assert "no step for " in text and "last told: step 19 by ranks 0-2" in text
     assert "ranks 0-1 wait in all_reduce, called at <string>:16 in <module>" in text
     assert "has not come to a collective: it is at <string>:12 in read" in text and "rank 2 on " in text
@@ -98,7 +98,7 @@ def test_a_hang_can_end_the_ranks(folder: Path) -> None:
     """
     with ranks(TRAIN, 3, folder, ACTION="end", HPCINIT_RUN="") as found:
         statuses = [rank.end()[0] for rank in found]
-    assert hangs.HUNG in statuses and set(statuses) <= {hangs.HUNG, 1}, statuses
+    assert hang_report.HUNG in statuses and set(statuses) <= {hang_report.HUNG, 1}, statuses
     assert any(f"rank {rank} ends after" in (folder / f"rank-{rank}.log").read_text() for rank in range(3))
 
 
@@ -119,15 +119,15 @@ Thread 0x00007f6b1f0a8740 (most recent call first):
 
 def test_a_stack_is_read() -> None:
     """The outermost of torch's own names, and the program's own line."""
-    assert hangs.place(STACK) == hangs.Place("all_gather_object", "train.py:57 in evaluate")
+    assert hang_report.place(STACK) == hang_report.Place("all_gather_object", "train.py:57 in evaluate")
     backward = STACK.replace('distributed_c10d.py", line 3108 in all_gather_object', 'x.py", line 1 in y').replace(
         'distributed/distributed_c10d.py", line 4033 in all_gather',
         'autograd/graph.py", line 865 in _engine_run_backward',
     )
-    assert hangs.place(backward).waits_in == "backward"
-    assert hangs.place("") == hangs.Place("", "")
+    assert hang_report.place(backward).waits_in == "backward"
+    assert hang_report.place("") == hang_report.Place("", "")
     ours = STACK.replace("/home/me/train.py", "/home/me/hpcinit/hpcinit/jobs/train_gpt.py")
-    assert hangs.place(ours).at == "train_gpt.py:57 in evaluate", "a job that comes with hpcinit is a program too"
+    assert hang_report.place(ours).at == "train_gpt.py:57 in evaluate", "a job that comes with hpcinit is a program too"
 
 
 @pytest.mark.parametrize(
@@ -141,18 +141,18 @@ def test_a_stack_is_read() -> None:
 )
 def test_ranks_that_cannot_be_asked(state: str, words: str) -> None:
     """Each with what its node sees of it."""
-    lines = lines_of([Node("n1", 100.0, (Beat(0, 7, 3, 9.0, state),))], {}, now_s=100.0, size=1)
+    lines = lines_of([NodeHeartbeats("n1", 100.0, (RankHeartbeat(0, 7, 3, 9.0, state),))], {}, now_s=100.0, size=1)
     assert lines[0] == "no step for 9 s; last told: step 3 by rank 0"
     assert lines[1].startswith("rank 0 on n1 cannot be asked: ") and words in lines[1]
 
 
 def test_a_node_that_says_nothing_is_named(tmp_path: Path) -> None:
     """Its file is old; half a file, as while it is replaced, is none."""
-    node = Node("n2", 1000.0, (Beat(2, 7, 3, 9.0), Beat(3, 8, 3, 9.0)))
+    node = NodeHeartbeats("n2", 1000.0, (RankHeartbeat(2, 7, 3, 9.0), RankHeartbeat(3, 8, 3, 9.0)))
     (tmp_path / "n2.json").write_text(node.to_json())
     (tmp_path / "n3.json").write_text('{"host": ')
     (tmp_path / "n4.json").write_text(json.dumps({"host": "n4"}))
-    assert beats.read(tmp_path) == [node]
+    assert heartbeats.read(tmp_path) == [node]
     assert "node n2 has said nothing for 500 s: ranks 2-3 ran there" in lines_of([node], {}, now_s=1500.0, size=4)
     assert lines_of([], {}, now_s=0.0, size=0) == ("no rank has told a step yet",)
 
@@ -160,14 +160,17 @@ def test_a_node_that_says_nothing_is_named(tmp_path: Path) -> None:
 def test_a_node_that_is_frozen_whole_is_named_at_once() -> None:
     """None of its ranks has left a stack, and none was seen to be ill: it is the node. One that sees its ranks still,
     with a young word, or with one rank, which may be what is stopped, is not taken for frozen."""
-    well, ill = (Beat(2, 7, 3, 9.0), Beat(3, 8, 3, 9.0)), (Beat(2, 7, 3, 9.0, "stopped"), Beat(3, 8, 3, 9.0))
+    well, ill = (
+        (RankHeartbeat(2, 7, 3, 9.0), RankHeartbeat(3, 8, 3, 9.0)),
+        (RankHeartbeat(2, 7, 3, 9.0, "stopped"), RankHeartbeat(3, 8, 3, 9.0)),
+    )
     frozen = "node n2 has said nothing for 16 s: ranks 2-3 ran there"
-    assert frozen in lines_of([Node("n2", 1000.0, well)], {}, 1016.0, 4, fresh_s=15.0)
+    assert frozen in lines_of([NodeHeartbeats("n2", 1000.0, well)], {}, 1016.0, 4, fresh_s=15.0)
     for node, now_s, stacks in (
-        (Node("n2", 1000.0, well), 1014.0, {}),
-        (Node("n2", 1000.0, ill), 1016.0, {}),
-        (Node("n2", 1000.0, well[:1]), 1016.0, {}),
-        (Node("n2", 1000.0, well), 1016.0, {3: hangs.Place("", "")}),
+        (NodeHeartbeats("n2", 1000.0, well), 1014.0, {}),
+        (NodeHeartbeats("n2", 1000.0, ill), 1016.0, {}),
+        (NodeHeartbeats("n2", 1000.0, well[:1]), 1016.0, {}),
+        (NodeHeartbeats("n2", 1000.0, well), 1016.0, {3: hang_report.Place("", "")}),
     ):
         lines = lines_of([node], stacks, now_s, 4, fresh_s=15.0)
         assert not any("has said nothing" in line for line in lines)
@@ -176,8 +179,8 @@ def test_a_node_that_is_frozen_whole_is_named_at_once() -> None:
 
 def test_ranks_of_which_nothing_is_known_are_named() -> None:
     """Neither a word of their node nor a stack: a node that was frozen before it wrote its first."""
-    node = Node("n1", 100.0, (Beat(0, 7, 3, 9.0),))
-    lines = lines_of([node], {0: hangs.Place("all_reduce", "train.py:9 in step")}, now_s=100.0, size=3)
+    node = NodeHeartbeats("n1", 100.0, (RankHeartbeat(0, 7, 3, 9.0),))
+    lines = lines_of([node], {0: hang_report.Place("all_reduce", "train.py:9 in step")}, now_s=100.0, size=3)
     assert lines[1:] == (
         "rank 0 waits in all_reduce, called at train.py:9 in step",
         "ranks 1-2 have never said anything",
@@ -187,10 +190,10 @@ def test_ranks_of_which_nothing_is_known_are_named() -> None:
 
 def test_the_host_at_fault_is_the_first_that_the_report_names() -> None:
     """A silent node comes first, then the lowest rank that waits in no collective; nobody if all wait."""
-    waits, works = hangs.Place("all_reduce", "train.py:9 in step"), hangs.Place("", "train.py:5 in read")
-    first = Node("n1", 1000.0, (Beat(0, 7, 3, 9.0), Beat(1, 8, 3, 9.0)))
-    second = Node("n2", 1000.0, (Beat(2, 7, 3, 9.0), Beat(3, 8, 3, 9.0)))
-    old = Node("n2", 900.0, second.beats)
+    waits, works = hang_report.Place("all_reduce", "train.py:9 in step"), hang_report.Place("", "train.py:5 in read")
+    first = NodeHeartbeats("n1", 1000.0, (RankHeartbeat(0, 7, 3, 9.0), RankHeartbeat(1, 8, 3, 9.0)))
+    second = NodeHeartbeats("n2", 1000.0, (RankHeartbeat(2, 7, 3, 9.0), RankHeartbeat(3, 8, 3, 9.0)))
+    old = NodeHeartbeats("n2", 900.0, second.beats)
     for nodes, stacks, host in (
         ([first, second], {0: waits, 1: waits, 2: waits, 3: works}, "n2"),
         ([first, second], {0: waits, 1: works, 2: works}, "n1"),
@@ -199,7 +202,7 @@ def test_the_host_at_fault_is_the_first_that_the_report_names() -> None:
         ([first, second], dict.fromkeys(range(4), waits), ""),
         ([], {}, ""),
     ):
-        found = hangs.report(nodes, stacks, 1001.0, 4)
+        found = hang_report.report(nodes, stacks, 1001.0, 4)
         assert found.host == host
         lines = " ".join(found.lines())
         assert bool(host) == bool(re.search(rf"(rank \d+ on|node) {host or 'n'}", lines))
@@ -242,7 +245,10 @@ def test_a_phase_that_does_not_end_is_a_hang(folder: Path) -> None:
     code = at_20("with run.phase('evaluating', timedelta(seconds=4)): time.sleep(600)")
     with ranks(code + END, 2, folder, ACTION="end") as found:
         ends = [rank.end() for rank in found]
-    assert hangs.HUNG in [status for status, _ in ends] and {status for status, _ in ends} <= {hangs.HUNG, 1}, ends
+    assert hang_report.HUNG in [status for status, _ in ends] and {status for status, _ in ends} <= {
+        hang_report.HUNG,
+        1,
+    }, ends
     assert "in read" in "".join(said for _, said in ends)
 
 
@@ -253,7 +259,7 @@ def test_a_phase_does_not_make_later_hangs_invisible(folder: Path) -> None:
     )
     with ranks(code + END, 1, folder, ACTION="end") as (rank,):
         status, said = rank.end()
-    assert status == hangs.HUNG
+    assert status == hang_report.HUNG
     after_s = float(said.partition("ends after ")[2].partition(" s")[0])
     assert after_s < 15, said
 
@@ -282,6 +288,6 @@ def test_a_job_that_is_suspended_does_not_hang(folder: Path) -> None:
         resumed = time.monotonic()
         statuses = [rank.end()[0] for rank in found]
         took = time.monotonic() - resumed
-    assert hangs.HUNG in statuses and set(statuses) <= {hangs.HUNG, 1}, statuses
+    assert hang_report.HUNG in statuses and set(statuses) <= {hang_report.HUNG, 1}, statuses
     (line,) = re.findall(r"last told: step (\d+) by", report(folder))
     assert int(line) >= 34 and took < 25, "the hang of the program itself, and no earlier one"

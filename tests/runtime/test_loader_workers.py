@@ -156,7 +156,7 @@ SLOW = (
     .replace(
         "for step, batch", "object.__setattr__(run.plan, 'stopping', stopping.Stopping(every_steps=1))\nfor step, batch"
     )
-    .replace("import hpcinit", "import hpcinit\nfrom hpcinit.facts import stopping")
+    .replace("import hpcinit", "import hpcinit\nfrom hpcinit.records import stop_reasons")
 )
 
 

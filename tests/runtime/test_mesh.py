@@ -13,15 +13,15 @@ from tests.runtime.test_seeds import python
 FAKE = """
 import json, math, random, torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from hpcinit.facts import grouping
-from hpcinit.facts.errors import RequestError
-from hpcinit.facts.layout import DIMENSIONS, Layout
+from hpcinit.runtime import mesh
+from hpcinit.base.errors import RequestError
+from hpcinit.records.layout import DIMENSIONS, Layout
 from hpcinit.runtime import mesh
 
 def built(layout, rank):
     size = math.prod(layout.degrees().values())
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    return mesh.build(layout, torch.device("cpu"))
+    return mesh.build_mesh(layout, torch.device("cpu"))
 """
 
 
@@ -130,17 +130,17 @@ def test_real_groups_of_eight_ranks(tmp_path: Path) -> None:
     """Eight real ranks on gloo: a sum over each group is the sum of the ranks that the arithmetic puts into it."""
     code = """
         import json, torch, torch.distributed as dist, hpcinit
-        from hpcinit.facts import grouping
+        from hpcinit.runtime import mesh
         from hpcinit.runtime import mesh
         layout = hpcinit.Layout(1, 2, 2, 1, 2, ep=2)
         run = hpcinit.init(layout=layout)
         sums = {}
         for name in ("dp_replicate", "dp_shard", "ep", "tp", "dp", "loss"):
             value = torch.tensor([float(2**run.rank)])
-            dist.all_reduce(value, group=mesh.group(run.mesh, name))
-            expected = next(sum(2**rank for rank in each) for each in grouping.groups(layout, name) if run.rank in each)
+            dist.all_reduce(value, group=mesh.mesh_group(run.mesh, name))
+            expected = next(sum(2**rank for rank in each) for each in mesh.group_members(layout, name) if run.rank in each)
             sums[name] = [int(value), expected]
-        assert mesh.group(run.mesh, "cp") is None
+        assert mesh.mesh_group(run.mesh, "cp") is None
         print(json.dumps(sums))
     """
     with ranks(code, 8, tmp_path, OMP_NUM_THREADS="1") as started:

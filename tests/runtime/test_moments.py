@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from hpcinit.facts import timeline
+from hpcinit.records import timeline
 from tests.conftest import Run
 from tests.submitting import folder_of
 
@@ -16,7 +16,7 @@ TWICE = """
 import hpcinit, os
 run = hpcinit.init()
 if os.fork() == 0:
-    hpcinit.runtime.moments.note("store")  # a data loader's worker: no rank
+    hpcinit.rendezvous.startup_events.record_event("store")  # a data loader's worker: no rank
     os._exit(0)
 os.wait()
 hpcinit.shutdown()
@@ -29,14 +29,14 @@ if run.rank == 1:
 FORKED = """
 import os, sys, time
 from pathlib import Path
-from hpcinit.facts.world import World
-from hpcinit.runtime import moments
+from hpcinit.world import World
+from hpcinit.rendezvous import startup_events
 time.sleep(0.1)
 for rank in range(2):
     if os.fork() == 0:
         world = World("slurm", rank, 2, rank, 2, 0, ("n1",), "n1", (29500,), "43.0.0")
-        moments.begin(world, Path(sys.argv[1]), first_line=True)
-        moments.note("imported")
+        startup_events.begin_startup(world, Path(sys.argv[1]), first_line=True)
+        startup_events.record_event("imported")
         os._exit(0)
 for rank in range(2):
     os.wait()

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from hpcinit import build_ops
-from hpcinit.facts import safeguards
-from hpcinit.facts.errors import BringUpError, RequestError
-from hpcinit.runtime import op_locks, ops
+from hpcinit.base.errors import BringUpError, RequestError
+from hpcinit.records import safeguards
+from hpcinit.runtime import ops
 from tests.small_disks import fill, small_disk
 
 ADAMW = {"optimizer": {"type": "AdamW"}}
@@ -94,19 +94,19 @@ Test = Callable[[Path], None]
 
 def with_files(test: Test) -> Test | None:
     """Collect a test with a torch that waits for the file of a lock (2.13) only."""
-    return test if op_locks.files_are_locks() else None
+    return test if ops.files_are_locks() else None
 
 
 def with_flock(test: Test) -> Test | None:
     """Collect a test with a torch that locks with flock(2) (2.14) only."""
-    return None if op_locks.files_are_locks() else test
+    return None if ops.files_are_locks() else test
 
 
 @with_flock
 def test_a_killed_build_blocks_no_later_one(folder: Path) -> None:
     """From torch 2.14 on, the file of a lock stays after a build, killed or not: no job is refused because of it."""
     with compiling(folder):
-        lock = folder / "cache" / "tiny" / op_locks.TORCH_LOCK
+        lock = folder / "cache" / "tiny" / ops.TORCH_LOCK
     assert lock.exists()
     env = {"TORCH_EXTENSIONS_DIR": str(folder / "cache")}
     ops.check(ADAMW, "cuda", env)
@@ -119,18 +119,18 @@ def test_a_killed_build_blocks_no_later_one(folder: Path) -> None:
 def test_a_killed_build_leaves_a_lock_that_the_next_one_names_and_removes(folder: Path) -> None:
     """SIGKILL in a real compile leaves torch's lock; the next build says whose it was, removes it and builds."""
     with compiling(folder) as process:
-        lock = folder / "cache" / "tiny" / op_locks.TORCH_LOCK
-        assert op_locks.judge(lock).state == "held"
-        assert op_locks.holder(lock) == process.pid
+        lock = folder / "cache" / "tiny" / ops.TORCH_LOCK
+        assert ops.judge_lock(lock).state == "held"
+        assert ops.holder(lock) == process.pid
     assert lock.exists()
-    found = op_locks.judge(lock)
+    found = ops.judge_lock(lock)
     assert found.state == "stale" and f"process {process.pid} on {os.uname().nodename}, building tiny" in found.why
     env = {"TORCH_EXTENSIONS_DIR": str(folder / "cache")}
     with pytest.raises(BringUpError, match=rf"torch would wait for ever for the lock {lock}.*rm {lock}"):
         ops.check(ADAMW, "cuda", env)
     said, _ = run(BUILD, folder).communicate(timeout=120)
     assert f"removed the stale lock {lock}" in said and "tiny: built in" in said
-    assert not lock.exists() and (lock.parent / "tiny.so").exists() and op_locks.read_builder(folder / "cache") is None
+    assert not lock.exists() and (lock.parent / "tiny.so").exists() and ops.read_builder(folder / "cache") is None
     said, _ = run(BUILD, folder).communicate(timeout=120)
     assert "tiny: built before" in said
 
@@ -138,7 +138,7 @@ def test_a_killed_build_leaves_a_lock_that_the_next_one_names_and_removes(folder
 @with_files
 def test_torch_itself_waits_for_a_lock_that_nobody_holds(folder: Path) -> None:
     """What the check is for: with a lock left behind, torch's own load does not come back."""
-    lock = folder / "cache" / "tiny" / op_locks.TORCH_LOCK
+    lock = folder / "cache" / "tiny" / ops.TORCH_LOCK
     lock.parent.mkdir(parents=True)
     lock.touch()
     process = run(LOAD + "print('loading', flush=True)\ntiny()\n", folder, TORCH_EXTENSIONS_DIR=str(folder / "cache"))
@@ -165,22 +165,22 @@ def test_a_second_builder_waits_and_then_finds_it_built(folder: Path) -> None:
 def test_the_wait_for_a_builder_ends_with_a_message(tmp_path: Path) -> None:
     """Who waits longer than allowed says for whom, and what to do."""
     code = (
-        "import sys, time; from pathlib import Path; from hpcinit.runtime import op_locks\n"
+        "import sys, time; from pathlib import Path; from hpcinit.runtime import ops\n"
         "with op_locks.one_builder(Path(sys.argv[1]), print) as building:\n building('cpu_adam'); time.sleep(600)\n"
     )
     process = run(code, tmp_path)
     try:
-        while op_locks.read_builder(tmp_path) is None:
+        while ops.read_builder(tmp_path) is None:
             assert process.poll() is None
             time.sleep(0.05)
-        with pytest.raises(BringUpError) as raised, op_locks.one_builder(tmp_path, print, wait_s=0.3):
+        with pytest.raises(BringUpError) as raised, ops.one_builder(tmp_path, print, wait_s=0.3):
             pass
         assert f"waited 0 s for process {process.pid} on {os.uname().nodename}, building cpu_adam" in str(raised.value)
         assert "set TORCH_EXTENSIONS_DIR to another folder" in str(raised.value)
     finally:
         kill(process)
-    with op_locks.one_builder(tmp_path, print, wait_s=10):  # the kernel has dropped the dead one's lock
-        left = op_locks.read_builder(tmp_path)
+    with ops.one_builder(tmp_path, print, wait_s=10):  # the kernel has dropped the dead one's lock
+        left = ops.read_builder(tmp_path)
         assert left is not None and not left.alive()
 
 
@@ -191,9 +191,9 @@ def test_a_lock_that_may_be_held_on_another_node_is_named_and_left(
 
     The disk is said to be NFS: there is none here.
     """
-    monkeypatch.setattr(op_locks, "file_system", lambda path: "nfs4")
-    monkeypatch.setattr(op_locks, "files_are_locks", lambda: True)  # as with torch 2.13
-    lock = tmp_path / "cpu_adam" / op_locks.TORCH_LOCK
+    monkeypatch.setattr(ops, "file_system", lambda path: "nfs4")
+    monkeypatch.setattr(ops, "files_are_locks", lambda: True)  # as with torch 2.13
+    lock = tmp_path / "cpu_adam" / ops.TORCH_LOCK
     lock.parent.mkdir()
     lock.touch()
     said: list[str] = []
@@ -212,13 +212,13 @@ def test_a_lock_that_may_be_held_on_another_node_is_named_and_left(
 def test_a_lock_of_a_builder_on_another_node_is_not_taken_for_a_dead_one(tmp_path: Path) -> None:
     """A record of another host proves nothing here, whatever process has its number."""
     record = {"host": "elsewhere", "pid": os.getpid(), "started": "1", "op": "cpu_adam"}
-    (tmp_path / op_locks.OUR_LOCK).write_text(json.dumps(record))
-    lock = tmp_path / "cpu_adam" / op_locks.TORCH_LOCK
+    (tmp_path / ops.OUR_LOCK).write_text(json.dumps(record))
+    lock = tmp_path / "cpu_adam" / ops.TORCH_LOCK
     lock.parent.mkdir()
     lock.touch()
-    assert "elsewhere" not in op_locks.judge(lock).why
-    assert not op_locks.Builder(os.uname().nodename, os.getpid(), "1", "cpu_adam").alive()
-    assert op_locks.Builder(os.uname().nodename, os.getpid(), op_locks.start_of(os.getpid()), "cpu_adam").alive()
+    assert "elsewhere" not in ops.judge_lock(lock).why
+    assert not ops.Builder(os.uname().nodename, os.getpid(), "1", "cpu_adam").alive()
+    assert ops.Builder(os.uname().nodename, os.getpid(), ops.start_of(os.getpid()), "cpu_adam").alive()
 
 
 def test_what_was_built_before_is_copied_into_a_job_s_own_cache(
@@ -230,7 +230,7 @@ def test_what_was_built_before_is_copied_into_a_job_s_own_cache(
     built = ops.shared_cache(env) / "fused_adam"
     assert built.is_relative_to(cache) and "-deepspeed" in built.parent.name
     built.mkdir(parents=True)
-    for name in (ops.BUILT, "fused_adam.so", op_locks.TORCH_LOCK):
+    for name in (ops.BUILT, "fused_adam.so", ops.TORCH_LOCK):
         (built / name).write_text(name)
     monkeypatch.setattr(ops, "loader", lambda name: pytest.fail(f"{name} would be compiled"))
     ops.prepare(ADAMW, "cuda", env, pytest.fail)
@@ -277,7 +277,7 @@ def test_a_build_that_fails_says_which_op_and_where(tmp_path: Path) -> None:
 
     with pytest.raises(BringUpError, match=rf"op tiny could not be built in {tmp_path}: Error building extension"):
         ops.build(["tiny"], tmp_path, print, {"tiny": broken})
-    assert op_locks.read_builder(tmp_path) is None and not (tmp_path / "tiny" / ops.BUILT).exists()
+    assert ops.read_builder(tmp_path) is None and not (tmp_path / "tiny" / ops.BUILT).exists()
 
 
 WRONG = [

@@ -15,8 +15,9 @@ import pytest
 from packaging.version import Version
 
 import hpcinit
-from hpcinit.facts import private_names, versions
-from hpcinit.facts.private_names import NAMES, PrivateName
+from hpcinit.base import versions
+from hpcinit.doctor import private_names
+from hpcinit.doctor.private_names import NAMES, PrivateName
 from tests.leaving_out import leave_out
 
 PACKAGE = Path(hpcinit.__file__).parent
@@ -161,7 +162,7 @@ def test_what_the_elastic_agent_overrides_is_in_the_table() -> None:
     """Private methods and attributes that our subclass of torch's agent shares with torch's class are in the table."""
     from torch.distributed.elastic.agent.server import api
 
-    from hpcinit.runtime.elastic.agent import Agent
+    from hpcinit.launch.torchrun.agent import Agent
 
     ours = set(re.findall(r"(?:self\.|def )(_[a-z]\w+)", inspect.getsource(Agent)))
     torchs = {*dir(api.SimpleElasticAgent), *re.findall(r"self\.(_\w+)", inspect.getsource(api))}

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.facts import interfaces
-from hpcinit.facts.errors import BringUpError
+from hpcinit.base.errors import BringUpError
 from hpcinit.runtime import process_group
+from hpcinit.world import network
 from tests.runtime.spawned import ranks
 
 HERE = socket.gethostname()
 
 INIT = """
     import hpcinit
-    from hpcinit.facts.errors import BringUpError
+    from hpcinit.base.errors import BringUpError
     try:
         hpcinit.init()
     except BringUpError as error:
@@ -33,7 +33,7 @@ def test_an_interface_that_is_not_there(tmp_path: Path) -> None:
         assert "Traceback" not in log and "cause: NoneType" in log, log
         assert (
             "said: GLOO_SOCKET_IFNAME is lo,eth9 (the config's cluster.interface sets it), and eth9 fits no interface of "
-            f"{HERE}: it has {', '.join(interfaces.names())}; name one that every node has, or none "
+            f"{HERE}: it has {', '.join(network.interface_names())}; name one that every node has, or none "
             "(cluster.interface=null), for gloo and NCCL to choose by themselves\n"
         ) in log
 

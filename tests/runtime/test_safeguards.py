@@ -11,7 +11,7 @@ from pathlib import Path
 BEFORE = """
 import os
 from pathlib import Path
-from hpcinit.facts import safeguards
+from hpcinit.records import safeguards
 safeguards.apply(os.environ, Path(os.environ["RUN"]), "7.0.0")
 """
 

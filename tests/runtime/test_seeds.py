@@ -29,7 +29,7 @@ def test_seeds_of_ranks(tmp_path: Path) -> None:
     found = python(
         """
         import json
-        from hpcinit.facts.errors import RequestError
+        from hpcinit.base.errors import RequestError
         from hpcinit.runtime import seeds
         big = 2**63 - 1
         own = {seed: [seeds.of(seed, "rank", rank, 0) for rank in range(1000)] for seed in (0, 1, 2, big)}
@@ -144,14 +144,14 @@ def test_places_are_those_of_torchs_mesh(tmp_path: Path) -> None:
         """
         import json, math, torch, torch.distributed as dist
         from torch.testing._internal.distributed.fake_pg import FakeStore
-        from hpcinit.facts.layout import Layout
+        from hpcinit.records.layout import Layout
         from hpcinit.runtime import mesh
         places = []
         for layout in (Layout(1, 6), Layout(2, 1, 3), Layout(1, 2, 2, 2, 3), Layout(2, 2, 2, 2, 2), Layout(3, 1, 1, 1, 2)):
             size = math.prod(layout.degrees().values())
             for rank in range(size):
                 dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-                built = mesh.build(layout, torch.device("cpu"))
+                built = mesh.build_mesh(layout, torch.device("cpu"))
                 place = layout.coordinate(rank)
                 places.append([built.get_coordinate(), [place[name] for name in built.mesh_dim_names]])
                 dist.destroy_process_group()

@@ -103,12 +103,12 @@ def test_an_error_is_recorded_before_the_group_goes(hpcinit: Run, tmp_path: Path
     (tmp_path / "train.py").write_text(
         textwrap.dedent("""
         import os, pathlib, hpcinit
-        from hpcinit.runtime import teardown
-        real, record = teardown.destroy, pathlib.Path(os.environ["HPCINIT_RUN"], "errors/rank-0.json")
+        from hpcinit.runtime import bringup
+        real, record = bringup.destroy_process_groups, pathlib.Path(os.environ["HPCINIT_RUN"], "errors/rank-0.json")
         def destroy(*words):
             print("recorded", "bad sample 17" in record.read_text())
             real(*words)
-        teardown.destroy = destroy
+        bringup.destroy_process_groups = destroy
         try:
             with hpcinit.session(): raise ValueError("bad sample 17")
         except ValueError:

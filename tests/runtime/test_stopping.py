@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.facts.errors import RequestError
-from hpcinit.facts.stopping import Reason, Stop, Stopping
+from hpcinit.base.errors import RequestError
+from hpcinit.records.stop_reasons import Reason, Stop, Stopping
 from tests.runtime.spawned import Rank, ranks
 
 TRAIN = """
@@ -119,7 +119,7 @@ def test_a_signal_before_anybody_listens_is_kept(tmp_path: Path) -> None:
     """Slurm's early signal may come while the model is built; without a handler it would end the rank."""
     code = TRAIN.replace(
         "for step in",
-        "import signal\nfrom hpcinit.facts.stopping import Stopping\nfrom hpcinit.runtime.lifecycle import signals\n"
+        "import signal\nfrom hpcinit.records.stop_reasons import Stopping\nfrom hpcinit.runtime.lifecycle import signal_watch\n"
         "object.__setattr__(run.plan, 'stopping', Stopping(signal='USR1'))\n"
         "signals.hold(signal.SIGUSR1); os.kill(os.getpid(), signal.SIGUSR1)\nfor step in",
     )
@@ -140,8 +140,8 @@ def test_how_often_ranks_agree(cost_s: float, step_s: float, steps: int) -> None
 
 def test_what_lies_before_the_first_step_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """A moment taken for the shortest step had ranks agree once in a hundred steps, and miss the time limit."""
-    from hpcinit.facts.world import World
     from hpcinit.runtime.lifecycle.stopping import TIMED, Stopper
+    from hpcinit.world import World
 
     alone = World("env", 0, 1, 0, 1, 0, ("here",), "here", (29500,))
     stopper = Stopper(alone, Stopping(), timedelta(seconds=5), None, {})

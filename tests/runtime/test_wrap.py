@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from hpcinit.facts.errors import RequestError
-from hpcinit.facts.layout import Layout
+from hpcinit.base.errors import RequestError
+from hpcinit.records.layout import Layout
 from hpcinit.runtime.wrap import blocks, sequence
 from tests.runtime.spawned import ranks
 
@@ -21,9 +21,9 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 import hpcinit
-from hpcinit.facts.batch import Batch
-from hpcinit.facts.layout import Layout
-from hpcinit.facts.spec import Precision, Training
+from hpcinit.records.batch import Batch
+from hpcinit.records.layout import Layout
+from hpcinit.records.spec import Precision, Training
 from hpcinit.runtime import mesh
 from hpcinit.runtime.wrap import wrap
 
@@ -40,7 +40,7 @@ def layers():
 
 def wrapped(model=None, layout=Layout(dp_replicate=2), training=Training(), accumulation=1, **more):
     more = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1), **more}
-    return wrap(model or layers(), mesh=mesh.build(layout, run.device), layout=layout, device=run.device,
+    return wrap(model or layers(), mesh=mesh.build_mesh(layout, run.device), layout=layout, device=run.device,
                 batch=Batch(1, accumulation, layout.data_parallel), training=training, **more)
 
 cp, tp, x = Layout(dp_replicate=1, cp=2), Layout(dp_replicate=1, tp=2), torch.ones(1, 4, 8)

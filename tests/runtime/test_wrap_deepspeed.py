@@ -13,7 +13,7 @@ def test_zero_0_begins_as_the_other_stages(tmp_path: Path) -> None:
     DeepSpeed's own step before the first it is off by over 1 %."""
     lines = on_two_ranks(
         """
-from hpcinit.runtime.wrap import first_step
+from hpcinit.runtime.wrap import deepspeed_engine
 def losses(stage):
     torch.manual_seed(3)
     training = Training("deepspeed", Precision("bf16"), deepspeed={"zero_stage": stage})
@@ -26,7 +26,7 @@ def losses(stage):
         found.append(loss.item())
     return found
 found = [losses(1), losses(0)]
-first_step.undo = lambda engine: None
+deepspeed_engine.undo_first_step = lambda engine: None
 print(json.dumps([*found, losses(0)]))
 """,
         tmp_path,

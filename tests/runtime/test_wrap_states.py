@@ -119,7 +119,7 @@ def test_what_cannot_move_is_refused_with_the_way_out(tmp_path: Path) -> None:
         f"""
 {MOVES}
 import hpcinit.runtime.checkpoint
-from hpcinit.runtime.wrap import deepspeed as engines
+from hpcinit.runtime.wrap import deepspeed_engine as engines
 IN_FP32 = {{"data_types": {{"grad_accum_dtype": "fp32"}}}}
 made, installed = [], engines.starting.version
 def offloaded(training, include=None, device="cpu", version=None, **more):

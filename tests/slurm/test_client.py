@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.facts import telling
-from hpcinit.slurm import client, queue, scontrol
+from hpcinit.base import console
+from hpcinit.slurm import queue, scontrol, slurm_client
 
 ENVIRONMENT = {"HOME": "/home/me", "SLURM_CONF": "/etc/x"}
 
@@ -32,12 +32,12 @@ def stand_in(folder: Path, name: str, shell: str) -> None:
 
 def test_every_command_has_one_timeout() -> None:
     """The entry with the most matching words applies, and a command without an entry is an error of ours."""
-    assert client.timeout(["scontrol", "show", "config"]) == timedelta(seconds=30)
-    assert client.timeout(["scontrol", "--all", "show", "node", "n1"]) == timedelta(seconds=60)
-    assert client.timeout(["sbatch", "--parsable", "job.sh"]) == timedelta(seconds=180)
-    assert client.timeout(["sbatch", "--test-only", "job.sh"]) == timedelta(seconds=30)
+    assert slurm_client.timeout(["scontrol", "show", "config"]) == timedelta(seconds=30)
+    assert slurm_client.timeout(["scontrol", "--all", "show", "node", "n1"]) == timedelta(seconds=60)
+    assert slurm_client.timeout(["sbatch", "--parsable", "job.sh"]) == timedelta(seconds=180)
+    assert slurm_client.timeout(["sbatch", "--test-only", "job.sh"]) == timedelta(seconds=30)
     with pytest.raises(KeyError, match=r"client\.TIMEOUTS has no entry for sprio"):
-        client.timeout(["sprio"])
+        slurm_client.timeout(["sprio"])
 
 
 def test_variables_that_change_the_output_are_dropped(here: Path) -> None:
@@ -46,26 +46,26 @@ def test_variables_that_change_the_output_are_dropped(here: Path) -> None:
     stand_in(here, "sbatch", "env")
     dropped = {"SQUEUE_FORMAT": "%P", "SLURM_TIME_FORMAT": "relative", "SLURM_CLUSTERS": "b", "SACCT_FORMAT": "x"}
     env = {**ENVIRONMENT, **dropped, "PATH": os.environ["PATH"], "LC_ALL": "de_DE.UTF-8"}
-    seen = dict(line.partition("=")[::2] for line in client.run(["squeue"], env).stdout.splitlines())
+    seen = dict(line.partition("=")[::2] for line in slurm_client.run(["squeue"], env).stdout.splitlines())
     assert ENVIRONMENT.items() <= seen.items() and not seen.keys() & dropped.keys()
     assert seen["LC_ALL"] == "C.UTF-8"
-    assert "LC_ALL=de_DE.UTF-8\n" in client.run(["sbatch"], env).stdout
+    assert "LC_ALL=de_DE.UTF-8\n" in slurm_client.run(["sbatch"], env).stdout
 
 
 def test_bytes_that_are_not_text(here: Path) -> None:
     """A byte that is not UTF-8 becomes U+FFFD, in stdout and stderr, whatever the locale of this process."""
     stand_in(here, "sinfo", r"printf 'a\377b'; printf 'c\377d' >&2; exit 3")
-    output = client.run(["sinfo"])
+    output = slurm_client.run(["sinfo"])
     assert (output.status, output.stdout, output.stderr, output.error) == (3, "a\ufffdb", "c\ufffdd", "c\ufffdd")
 
 
 def test_a_command_that_hangs_is_killed_with_its_children(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the timeout nothing of it runs, not the child of a site's wrapper either, which holds the pipe."""
     stand_in(here, "squeue", f"sleep 600 & echo $! > {here}/child; wait")
-    monkeypatch.setitem(client.TIMEOUTS, "squeue", timedelta(seconds=1))
+    monkeypatch.setitem(slurm_client.TIMEOUTS, "squeue", timedelta(seconds=1))
     began = time.monotonic()
-    with pytest.raises(client.TimedOut, match=r"^`squeue` did not answer in 1 s$"):
-        client.run(["squeue", "--me"])
+    with pytest.raises(slurm_client.TimedOut, match=r"^`squeue` did not answer in 1 s$"):
+        slurm_client.run(["squeue", "--me"])
     assert time.monotonic() - began < 10
     child = int((here / "child").read_text())
     deadline = time.monotonic() + 10
@@ -84,8 +84,8 @@ def _runs(pid: int) -> bool:
 def test_a_caller_may_wait_for_less(here: Path) -> None:
     """A caller with a deadline of its own shortens the timeout, and cannot make it longer."""
     stand_in(here, "squeue", "exec sleep 600")
-    with pytest.raises(client.TimedOut, match=r"in 0\.2 s"):
-        client.run(["squeue"], at_most=timedelta(seconds=0.2))
+    with pytest.raises(slurm_client.TimedOut, match=r"in 0\.2 s"):
+        slurm_client.run(["squeue"], at_most=timedelta(seconds=0.2))
 
 
 def test_a_command_that_cannot_be_started(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,15 +94,15 @@ def test_a_command_that_cannot_be_started(here: Path, monkeypatch: pytest.Monkey
     (here / "sinfo").write_text("no program")
     monkeypatch.setenv("PATH", str(here))
     for name, message, missing in (("squeue", "squeue is not on PATH", True), ("sinfo", "cannot run sinfo: ", False)):
-        with pytest.raises(client.NotStarted, match=f"^{message}") as raised:
-            client.run([name])
+        with pytest.raises(slurm_client.NotStarted, match=f"^{message}") as raised:
+            slurm_client.run([name])
         assert raised.value.missing is missing
 
 
 def test_ctrl_c_ends_the_command_too(here: Path) -> None:
     """A Ctrl-C that reaches the caller alone leaves no squeue behind."""
     stand_in(here, "squeue", f"echo $$ > {here}/pid; exec sleep 600")
-    code = "from hpcinit.slurm import client; client.run(['squeue'])"
+    code = "from hpcinit.slurm import slurm_client; slurm_client.run(['squeue'])"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 30
     while not (here / "pid").exists() or not (here / "pid").read_text():
@@ -116,13 +116,13 @@ def test_ctrl_c_ends_the_command_too(here: Path) -> None:
 def test_verbose_prints_commands_and_durations(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """-v prints each command when it starts, and its duration when it ends; without -v nothing is printed."""
     stand_in(here, "squeue", "sleep 0.2; exit 4")
-    client.run(["squeue", "--me"])
+    slurm_client.run(["squeue", "--me"])
     assert capfd.readouterr().err == ""
-    telling.choose(telling.VERBOSE)
+    console.set_verbosity(console.VERBOSE)
     try:
-        client.run(["squeue", "--me"])
+        slurm_client.run(["squeue", "--me"])
     finally:
-        telling.choose(telling.PLAIN)
+        console.set_verbosity(console.PLAIN)
     first, second = capfd.readouterr().err.splitlines()
     assert re.fullmatch(r"hpcinit: \[\d+\.\d\d s\] squeue --me", first)
     took = re.fullmatch(r"hpcinit: \[\d+\.\d\d s\] squeue took (\d+\.\d\d) s, exit status 4", second)

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from hpcinit.facts.versions import installed
+from hpcinit.base.versions import installed
 
 VERSION = "0.28.1"
 # Its build asks for C++14 (CMakeLists.txt), and the headers of torch 2.1 and later need C++17.

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hpcinit.facts.versions import installed
+from hpcinit.base.versions import installed
 from tests.systems.horovod_wheel import VERSION
 from tests.systems.jobs import PROGRAMS, TOLERANCE, off, said
 

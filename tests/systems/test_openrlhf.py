@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from hpcinit.facts import deepspeed_config, deepspeed_ops, deepspeed_versions, versions
-from hpcinit.facts.batch import Batch
-from hpcinit.facts.layout import Layout
-from hpcinit.facts.spec import Precision
+from hpcinit.base import versions
+from hpcinit.deepspeed import deepspeed_config, deepspeed_ops, deepspeed_versions
+from hpcinit.records.batch import Batch
+from hpcinit.records.layout import Layout
+from hpcinit.records.spec import Precision
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.systems.jobs import (

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcinit.config import compose, job_spec
-from hpcinit.facts import runfolder, spec, timeline
-from hpcinit.facts.spec import Program, Spec
-from hpcinit.facts.timeouts import TimeoutLaw
+from hpcinit.records import run_folder, spec, timeline
+from hpcinit.records.spec import Program, Spec
+from hpcinit.records.startup_timeout import TimeoutLaw
 from hpcinit.timeouts import fit
 from tests.conftest import Run
 
@@ -26,8 +26,8 @@ def run_of(runs: Path, name: str, nodes: int, *waited_s: float, cluster: str = "
     folder = runs / name
     (folder / "timeline").mkdir(parents=True)
     made = Spec(name, cluster, nodes, 1, Program("command", "true"), "/", "n")
-    (folder / runfolder.SPEC).write_text(json.dumps({"format": spec.FORMAT, **asdict(made)}))
-    (folder / runfolder.SUBMISSION).write_text(json.dumps({"job_id": "7", "engine": "slurm", "cluster": cluster}))
+    (folder / run_folder.SPEC).write_text(json.dumps({"format": spec.FORMAT, **asdict(made)}))
+    (folder / run_folder.SUBMISSION).write_text(json.dumps({"job_id": "7", "engine": "slurm", "cluster": cluster}))
     for restart, waited in enumerate(waited_s):
         job = f"7.0.{restart}"
         for rank in range(nodes):

@@ -24,17 +24,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpcinit.facts import wrappers
-from hpcinit.facts.errors import CheckpointError, RequestError
-from hpcinit.facts.layout import Layout
-from hpcinit.facts.saying import say
-from hpcinit.facts.timeouts import CHECKPOINT_S
-from hpcinit.facts.versions import installed
-from hpcinit.runtime.checkpoint import agreement, randomness, removal
-from hpcinit.runtime.checkpoint import folder as of_steps
-from hpcinit.runtime.checkpoint import loader as of_data
+from hpcinit.base.console import say
+from hpcinit.base.errors import CheckpointError, RequestError
+from hpcinit.base.versions import installed
+from hpcinit.records import wrappers
+from hpcinit.records.layout import Layout
+from hpcinit.records.startup_timeout import CHECKPOINT_S
+from hpcinit.runtime.checkpoint import checkpoint_folder, native_checkpoint, random_state
+from hpcinit.runtime.checkpoint import checkpoint_folder as of_steps
 from hpcinit.runtime.checkpoint import owner as owners
-from hpcinit.runtime.checkpoint.folder import Description, File, Unfinished
+from hpcinit.runtime.checkpoint import random_state as of_data
+from hpcinit.runtime.checkpoint.checkpoint_folder import Description, File, Unfinished
 from hpcinit.runtime.wrap.wrapped import Wrapped
 
 __all__ = ["CheckpointError", "Loaded", "load", "save"]
@@ -82,7 +82,7 @@ def save(
     Raises RequestError for what cannot be saved, also where another job has taken the folder over, CheckpointError when
     it cannot be written: what was there is left.
     """
-    of_data.check(loader)
+    of_data.check_loader(loader)
     if keep is not None and keep < 1:
         raise RequestError(f"keep is {keep}, expected 1 or more, or None for all")
     wrapped.refuse_offloaded("save()")
@@ -90,10 +90,10 @@ def save(
         raise RequestError("save() within an accumulation, whose gradients would be lost: after a step() that is True")
     of_steps.name(step)  # raises for a step below 0
     described = _describe(wrapped, step, wrapped.batch.total * step if samples is None else samples, layout, seed)
-    with agreement.patient(timeout):
+    with native_checkpoint.patient(timeout):
         final = _save(wrapped, folder, described, layout, loader, extra, job, timeout)
     if keep is not None and dist.get_rank() == 0:
-        removal.later(partial(of_steps.prune, folder, keep))
+        checkpoint_folder.remove_later(partial(of_steps.prune, folder, keep))
     return final
 
 
@@ -120,9 +120,9 @@ def _save(
         )
 
     try:
-        unfinished = agreement.on_rank_0(begin)
+        unfinished = native_checkpoint.on_rank_0(begin)
         files = _write(wrapped, unfinished.path, layout, loader, extra)
-        return agreement.on_rank_0(publish)
+        return native_checkpoint.on_rank_0(publish)
     except CheckpointError as error:
         winner = owners.taken_by(folder, unfinished.owner) if unfinished else None
         text = _undone(folder, unfinished, step, error)
@@ -155,9 +155,9 @@ def load(
 
     Raises RequestError for what does not fit, CheckpointError for what cannot be read.
     """
-    of_data.check(loader)
+    of_data.check_loader(loader)
     wrapped.refuse_offloaded("load()")
-    with agreement.patient(timeout):
+    with native_checkpoint.patient(timeout):
         found = _newest(folder, job, timeout)
         if found is None:
             return None
@@ -165,7 +165,7 @@ def load(
         _check(wrapped, path, saved)
         wrapped.load_files(path, saved, layout)
         work = partial(_of_program, wrapped, loader, layout, path, saved, seed_by)
-        return agreement.everywhere(work)[dist.get_rank()]
+        return native_checkpoint.everywhere(work)[dist.get_rank()]
 
 
 def _newest(folder: Path, job: str, timeout: timedelta) -> tuple[Path, Description] | None:
@@ -176,21 +176,21 @@ def _newest(folder: Path, job: str, timeout: timedelta) -> tuple[Path, Descripti
         return of_steps.newest(folder, say_once)
 
     def first() -> tuple[Path, Description] | None:
-        removal.wait(timeout.total_seconds() / 2)  # what is being removed is not to be found
+        checkpoint_folder.wait_for_removals(timeout.total_seconds() / 2)  # what is being removed is not to be found
         owner = owners.of_this_process(job, timeout.total_seconds())
         with suppress(OSError):  # a folder that this job may only read
             if owners.claim_after_restart(folder, owner):
                 of_steps.sweep(folder, owner)
         return newest()
 
-    found = agreement.on_rank_0(first)
+    found = native_checkpoint.on_rank_0(first)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     while found is not None:
-        wrong = next(filter(None, agreement.everywhere(partial(of_steps.damage, *found, rank, ranks))), None)
+        wrong = next(filter(None, native_checkpoint.everywhere(partial(of_steps.damage, *found, rank, ranks))), None)
         if wrong is None:
             break
         of_steps.remember_damage(*found, wrong)
-        found = agreement.on_rank_0(newest)  # says that it skips what was just found
+        found = native_checkpoint.on_rank_0(newest)  # says that it skips what was just found
     return found
 
 
@@ -201,7 +201,7 @@ def _of_program(
     if wrapped.scaler is not None and own["scaler"]:
         wrapped.scaler.load_state_dict(own["scaler"])
     placed = _place(loader, layout, path, saved)
-    drawn = randomness.load(path, saved, layout, seed_by)  # last: what comes before may draw
+    drawn = random_state.load_random_state(path, saved, layout, seed_by)  # last: what comes before may draw
     return Loaded(saved.step, saved.samples, own["extra"], placed, drawn)
 
 
@@ -229,15 +229,15 @@ def _write(
     rank = dist.get_rank()
 
     def of_program() -> list[str]:
-        files = randomness.save(rank, folder) + of_data.save(loader, layout, rank, folder)
+        files = random_state.save_random_state(rank, folder) + of_data.save_loader_state(loader, layout, rank, folder)
         if rank == 0:
             own = {"extra": extra, "scaler": {} if wrapped.scaler is None else wrapped.scaler.state_dict()}
             files += of_data.save_plain(own, of_data.EXTRA, folder, "extra")
         return files
 
-    written = agreement.everywhere(of_program)[rank]
+    written = native_checkpoint.everywhere(of_program)[rank]
     written += wrapped.save_files(folder)  # collective: if it fails on one rank, all raise CheckpointError
-    told = agreement.everywhere(lambda: of_steps.files_of(folder, written, rank))
+    told = native_checkpoint.everywhere(lambda: of_steps.files_of(folder, written, rank))
     return {name: file for files in told for name, file in files.items()}
 
 
@@ -254,7 +254,7 @@ def _undone(folder: Path, unfinished: Unfinished | None, step: int, error: Check
 
 def _clear(unfinished: Unfinished | None) -> None:
     if unfinished is not None:
-        agreement.gather(None, None)  # no rank writes any more
+        native_checkpoint.gather_answers(None, None)  # no rank writes any more
         if dist.get_rank() == 0:
             of_steps.discard(unfinished.path)
 
@@ -272,7 +272,7 @@ def _place(loader: of_data.Stateful | None, layout: Layout, path: Path, saved: D
     """Whether the loader now has its place; one line by rank 0 where it was expected to and has not."""
     there = of_data.is_in(saved.files)
     if loader is not None and there and saved.data_parallel == layout.data_parallel:
-        of_data.load(loader, layout, dist.get_rank(), path)
+        of_data.load_loader_state(loader, layout, dist.get_rank(), path)
         return True
     if dist.get_rank() == 0 and (loader is not None or there):
         if loader is None:

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from hpcinit.facts.errors import RequestError
-from hpcinit.runtime.process_state import state
+from hpcinit.base.errors import RequestError
+from hpcinit.rendezvous.process_state import state
 
 CLAIM = ".owner.json"
 # World.job of a Slurm step: '4242.0.1' is job, step and restart; '4242.0e2.1' the second restart inside the step.

@@ -7,6 +7,7 @@ for its node. A thread looks after it. Where C code keeps Python's lock it does 
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import os
 import struct
@@ -15,16 +16,43 @@ import threading
 import time
 from pathlib import Path
 
-from hpcinit.facts import beats, hangs, reports, scratch, whole_file
-from hpcinit.facts.beats import FRESH_PERIODS, Beat, Node
-from hpcinit.facts.errors import TrainingHang
-from hpcinit.facts.hangs import HangReport
-from hpcinit.facts.saying import say
-from hpcinit.facts.spec import Hang
-from hpcinit.facts.world import World
+from hpcinit.base import background_writer, safe_files
+from hpcinit.base.console import say
+from hpcinit.base.errors import TrainingHang
+from hpcinit.records import hang_report, heartbeats, scratch
+from hpcinit.records.hang_report import HangReport
+from hpcinit.records.heartbeats import FRESH_PERIODS, NodeHeartbeats, RankHeartbeat
+from hpcinit.records.spec import Hang
 from hpcinit.runtime import program
 from hpcinit.runtime.lifecycle import phase
-from hpcinit.runtime.lifecycle.table import Table
+from hpcinit.world import World
+
+# What the ranks of a node share while they train: a slot of bytes for each, in a file on the node's own disk.
+
+
+class Table:
+    """Written with pwrite(2) and not through a mapping: where the disk is full, or another process cuts the file short,
+    a write to a mapping ends the process with SIGBUS. A write costs about a microsecond."""
+
+    def __init__(self, path: Path, size: int, at: int, slot: bytes) -> None:
+        """Open the file of `size` bytes, or make it, and write this rank's first `slot` at the offset `at`. Raise
+        OSError where that fails; afterwards the bytes of this slot are allocated, and writing them needs no room."""
+        self._size = size
+        # A file object closes itself.
+        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
+        self._fd = self._file.fileno()
+        if os.pwrite(self._fd, slot, at) < len(slot):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    def write(self, at: int, data: bytes) -> None:
+        """Never raises: a heartbeat that is lost is no reason to end a step."""
+        with contextlib.suppress(OSError):
+            os.pwrite(self._fd, data, at)
+
+    def read(self) -> bytes:
+        """All slots; zeros where no rank has written. Raises OSError."""
+        return os.pread(self._fd, self._size, 0).ljust(self._size, b"\0")
+
 
 SLOT = struct.Struct("<qqqdd")  # rank, pid, step, when it was told, when the thread last looked (time.monotonic)
 TOLD, LOOKED = struct.Struct("<qd"), struct.Struct("<d")
@@ -33,7 +61,7 @@ TABLE = "beats"  # of the ranks of a node, in their folder on its own disk
 PERIOD_S = 5.0
 PATIENCE = 5  # a silence is none before it is so many times as long as the longest between two steps so far
 SETTLE_PERIODS = 2  # until the other ranks have left their stacks too
-STATES = {"T": beats.STOPPED, "t": beats.STOPPED, "D": beats.IN_KERNEL}  # of /proc/PID/stat, proc(5)
+STATES = {"T": heartbeats.STOPPED, "t": heartbeats.STOPPED, "D": heartbeats.IN_KERNEL}  # of /proc/PID/stat, proc(5)
 
 
 class Heartbeat:
@@ -43,7 +71,7 @@ class Heartbeat:
     def __init__(self, world: World, asked: Hang, folder: Path, table: Path) -> None:
         self._world, self._asked = world, asked
         job = scratch.folder_name(world.job)
-        self._beats, self._hang = folder / beats.FOLDER / job, folder / hangs.FOLDER / job
+        self._beats, self._hang = folder / heartbeats.FOLDER / job, folder / hang_report.FOLDER / job
         self._period = min(PERIOD_S, asked.after_s / 4)
         self._at = world.local_rank * SLOT.size
         self._last, self._step = 0.0, -1  # when a step was told, and which
@@ -90,10 +118,10 @@ class Heartbeat:
                 self._write_step()
             self._table.write(self._at + LOOKED_AT, LOOKED.pack(time.monotonic()))
             self._measure()
-            with reports.suppressed("the heartbeats of this node"):
+            with background_writer.suppressed("the heartbeats of this node"):
                 if self._leads():
                     self._publish()
-            with reports.suppressed("the report of a hang"):
+            with background_writer.suppressed("the report of a hang"):
                 self._look()
             self._due = time.monotonic() + self._period
             if self._closed.wait(self._period):
@@ -112,9 +140,9 @@ class Heartbeat:
         found = []
         for rank, pid, step, told, looked in self._slots():
             state = "" if now - looked < FRESH_PERIODS * self._period else _state(pid)
-            found.append(Beat(rank, pid, step, round(now - told, 1) if told else None, state))
+            found.append(RankHeartbeat(rank, pid, step, round(now - told, 1) if told else None, state))
         host = self._world.host or os.uname().nodename
-        _write(self._beats / f"{host}.json", Node(host, time.time(), tuple(found)).to_json())
+        _write(self._beats / f"{host}.json", NodeHeartbeats(host, time.time(), tuple(found)).to_json())
 
     def _measure(self) -> None:
         """The longest step so far. This thread wakes up every period: when it does not, the process was stopped."""
@@ -144,7 +172,7 @@ class Heartbeat:
             if self._dumped:
                 self._dumped, self._reported = 0.0, False
                 say(f"rank {self._world.rank} goes on")
-                files = (self._hang / name for name in (hangs.RECORD, hangs.NODE, hangs.REPORT))
+                files = (self._hang / name for name in (hang_report.RECORD, hang_report.NODE, hang_report.REPORT))
                 for path in (self._stack(), *files):
                     path.unlink(missing_ok=True)
             return
@@ -155,20 +183,20 @@ class Heartbeat:
             self._report(silent)
 
     def _stack(self) -> Path:
-        return self._hang / hangs.STACK.format(rank=self._world.rank)
+        return self._hang / hang_report.STACK.format(rank=self._world.rank)
 
     def _dump(self) -> None:
         path = self._stack()
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w") as file:
-            print(hangs.MAIN.format(ident=threading.main_thread().ident), file=file, flush=True)
+            print(hang_report.MAIN.format(ident=threading.main_thread().ident), file=file, flush=True)
             faulthandler.dump_traceback(file=file, all_threads=True)
 
     def _report(self, silent: float) -> None:
         """By the rank that comes first; then, where it is asked for, the end of this one."""
         fresh_s = FRESH_PERIODS * self._period
-        told, stacks = beats.read(self._beats), hangs.places(self._hang)
-        report = hangs.report(told, stacks, time.time(), self._world.world_size, fresh_s)
+        told, stacks = heartbeats.read(self._beats), hang_report.places(self._hang)
+        report = hang_report.report(told, stacks, time.time(), self._world.world_size, fresh_s)
         if not self._reported and _is_first(self._hang, report):
             lines = report.lines()
             say("the training hangs: " + "\n  ".join(lines))
@@ -180,18 +208,18 @@ class Heartbeat:
             say(f"rank {self._world.rank} ends after {silent:.0f} s without a step (hang.action=end)")
             with contextlib.suppress(OSError, ValueError):  # its disk is full too, or the program has closed it
                 sys.stdout.flush()
-            os._exit(hangs.HUNG)
+            os._exit(hang_report.HUNG)
 
 
 def _is_first(folder: Path, report: HangReport) -> bool:
     """Write the report of a hang, which the first rank does for all. Where the disk is full, none can know which rank
     is the first, and each reports."""
     # The report last: the batch script looks for it, and for what is beside it then.
-    node = {hangs.NODE: f"node {report.host}\n"} if report.host else {}
+    node = {hang_report.NODE: f"node {report.host}\n"} if report.host else {}
     text = "".join(f"{line}\n" for line in report.lines())
-    for name, content in {hangs.RECORD: report.to_json(), **node, hangs.REPORT: text}.items():
+    for name, content in {hang_report.RECORD: report.to_json(), **node, hang_report.REPORT: text}.items():
         try:
-            with (folder / name).open("x" if name == hangs.RECORD else "w") as file:
+            with (folder / name).open("x" if name == hang_report.RECORD else "w") as file:
                 file.write(content)
         except FileExistsError:
             return False
@@ -206,10 +234,10 @@ def _state(pid: int) -> str:
         # The name in the second field may hold blanks and brackets; the state follows the last ')'.
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
     except OSError:
-        return beats.GONE
-    return beats.GONE if state in "ZX" else STATES.get(state, beats.MUTE)
+        return heartbeats.GONE
+    return heartbeats.GONE if state in "ZX" else STATES.get(state, heartbeats.MUTE)
 
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole_file.write(path, text)
+    safe_files.write_atomically(path, text)

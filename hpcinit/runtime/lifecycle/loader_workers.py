@@ -24,8 +24,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hpcinit.facts import signals
-from hpcinit.runtime.process_state import state
+from hpcinit.base import signals
+from hpcinit.rendezvous.process_state import state
 
 # Targets of the processes that are protected. A manager is where data sets keep what their workers share.
 PROTECTED = {

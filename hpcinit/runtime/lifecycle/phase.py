@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
-from hpcinit.runtime.process_state import START, DeclaredPhase, state
+from hpcinit.rendezvous.process_state import START, DeclaredPhase, state
 
 TRAINING = "training"
 LONG = 10  # times hang.after_s: how long a save, a declared phase, or the first step, which may compile, may take

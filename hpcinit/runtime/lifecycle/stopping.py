@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import os
@@ -9,22 +10,70 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from hpcinit.facts import runfolder, signals
-from hpcinit.facts.saying import say
-from hpcinit.facts.stopping import SIGNAL_EARLY, Reason, Stop, Stopping
-from hpcinit.facts.timeouts import left_of_job
-from hpcinit.facts.world import World
+from hpcinit.base import signals
+from hpcinit.base.console import say
+from hpcinit.records import plain_files, run_folder
+from hpcinit.records.startup_timeout import left_of_job
+from hpcinit.records.stop_reasons import NOT_RECORDED, SIGNAL_EARLY, Reason, Stop, Stopping
+from hpcinit.rendezvous.process_state import state
 from hpcinit.runtime.lifecycle import phase
-from hpcinit.runtime.lifecycle.signals import Watch
-from hpcinit.runtime.lifecycle.stop_record import StopRecord
-from hpcinit.runtime.process_state import state
-from hpcinit.slurm import client, queue
+from hpcinit.runtime.lifecycle.signal_watch import Watch
+from hpcinit.slurm import queue, slurm_client
+from hpcinit.world import World
+
+# `stopped.txt`: exists while a training that can stop early runs, and stays behind if it stops before its end.
+#
+# Rank 0 writes it at the first `run.should_stop()`, replaces it when the ranks agree to stop, and removes it at the end
+# of a program that did not stop. If the ranks stop and the file cannot be replaced, because the disk is full for example,
+# the first file still exists, and the next job of a chain runs. Why: docs/decisions/0030-stopped-until-proven-done.md.
+
+
+class StopRecord:
+    """The record of one attempt. job: Slurm's id, '' without Slurm."""
+
+    def __init__(self, folder: Path, job: str) -> None:
+        self._path, self._job, self._pid = folder / run_folder.STOPPED, job, os.getpid()
+        self._exists = False
+        try:
+            self._write(NOT_RECORDED)
+        except OSError as error:
+            say(f"warning: cannot write {self._path}: {error.strerror}; free some space before this training stops")
+        atexit.register(self._remove)
+
+    def stop(self, reason: Reason) -> None:
+        """All ranks agreed to stop for `reason`. A program that the user asked to stop is done."""
+        if reason is Reason.USER:
+            self._remove()
+            return
+        state.stopped_early = True
+        try:
+            self._write(reason.token)
+        except OSError as error:
+            state.stop_not_recorded = not self._exists  # the exit status must say so then
+            instead = (
+                f"this rank exits with status {run_folder.ENDED_EARLY} instead of 0: the next job of a chain runs"
+                if state.stop_not_recorded
+                else f"{self._path} still says that the training did not finish, without the reason"
+            )
+            say(f"error: cannot record that the training stops ({reason}): {error.strerror}; {instead}")
+
+    def _write(self, reason: str) -> None:
+        plain_files.write(self._path, {"job": self._job, "reason": reason})
+        self._exists = True
+
+    def _remove(self) -> None:
+        """At the program's end. A forked child that exits is not the program."""
+        if not state.stopped_early and os.getpid() == self._pid:
+            with suppress(OSError):
+                self._path.unlink()
+
 
 SHARE = 0.005  # of the time of a step that agreeing may cost
 MOST_STEPS, MOST_S = 1000, 10.0  # between two agreements
@@ -239,11 +288,11 @@ class Stopper:
         ask_at = time.monotonic()
         while self._stop is None and not self._closed.is_set():
             # Not Path.exists(), which raises where a file server has trouble (ESTALE, EIO).
-            if self._folder is not None and os.path.exists(self._folder / runfolder.STOP):  # noqa: PTH110
+            if self._folder is not None and os.path.exists(self._folder / run_folder.STOP):  # noqa: PTH110
                 with self._lock:
                     self._file_seen, self._seen = True, max(Reason.USER, self._seen or Reason.USER)
                 with contextlib.suppress(OSError):
-                    (self._folder / runfolder.STOP).unlink()
+                    (self._folder / run_folder.STOP).unlink()
                 return
             if time.monotonic() >= ask_at:
                 self._ask_left(ASK_PATIENTLY_S)
@@ -263,8 +312,8 @@ def _job(env: Mapping[str, str]) -> str:
 def _output(command: Sequence[str], timeout_s: float) -> str:
     """Return what the command prints; '' without a reply."""
     try:
-        return client.run(command, at_most=timedelta(seconds=timeout_s)).stdout
-    except client.Unreachable:
+        return slurm_client.run(command, at_most=timedelta(seconds=timeout_s)).stdout
+    except slurm_client.Unreachable:
         return ""
 
 

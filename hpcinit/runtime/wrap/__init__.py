@@ -14,21 +14,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from hpcinit.facts.batch import Batch
-from hpcinit.facts.errors import RequestError
-from hpcinit.facts.layout import Layout
-from hpcinit.facts.spec import Training
-from hpcinit.runtime.wrap import deepspeed, native, sequence
+from hpcinit.base.errors import RequestError
+from hpcinit.records.batch import Batch
+from hpcinit.records.layout import Layout
+from hpcinit.records.spec import Training
+from hpcinit.runtime.wrap import deepspeed_engine, native, sequence
 from hpcinit.runtime.wrap.strategy import Inputs, Strategy
 from hpcinit.runtime.wrap.wrapped import MakeOptimizer, Wrapped
 
 __all__ = ["STRATEGIES", "Wrapped", "wrap"]
 
-# The torch part of each wrapper in facts/wrappers.py, which describes how to add one.
+# The torch part of each wrapper in records/wrappers.py, which describes how to add one.
 STRATEGIES: dict[str, Strategy] = {
     "ddp": native.DDP(),
     "fsdp": native.FSDP(),
-    "deepspeed": deepspeed.DeepSpeed(),
+    "deepspeed": deepspeed_engine.DeepSpeed(),
     "none": native.Unwrapped(),
 }
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from hpcinit.facts.errors import RequestError
-from hpcinit.facts.spec import Training
+from hpcinit.base.errors import RequestError
+from hpcinit.records.spec import Training
 from hpcinit.runtime.wrap.sequence import Context
 
 

@@ -15,8 +15,8 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from hpcinit.facts.errors import RequestError
-from hpcinit.facts.layout import Layout
+from hpcinit.base.errors import RequestError
+from hpcinit.records.layout import Layout
 
 Context = Callable[[], AbstractContextManager[Any]]
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # those that have a position

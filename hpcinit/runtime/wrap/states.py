@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hpcinit.facts.errors import RequestError
+from hpcinit.base.errors import RequestError
 
 # DeepSpeed's own names (runtime/zero/offload_config.py): of the optimizer, the master copy in fp32, the parameters that
 # the model computes with, their gradients, and the buffer in which gradients are reduced (stage 3).

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from hpcinit.facts.batch import Batch
-from hpcinit.facts.layout import Layout
-from hpcinit.facts.spec import Training
+from hpcinit.records.batch import Batch
+from hpcinit.records.layout import Layout
+from hpcinit.records.spec import Training
 from hpcinit.runtime.wrap.sequence import Attention
 from hpcinit.runtime.wrap.wrapped import MakeOptimizer, Wrapped
 

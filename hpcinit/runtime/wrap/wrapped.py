@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from hpcinit.facts import wrappers
-from hpcinit.facts.batch import Batch
-from hpcinit.facts.errors import RequestError
+from hpcinit.base.errors import RequestError
+from hpcinit.records import wrappers
+from hpcinit.records.batch import Batch
 from hpcinit.runtime.wrap import states
 from hpcinit.runtime.wrap.sequence import Attention, Ulysses
 
 if TYPE_CHECKING:
-    from hpcinit.facts.layout import Layout
-    from hpcinit.runtime.checkpoint.folder import Description
+    from hpcinit.records.layout import Layout
+    from hpcinit.runtime.checkpoint.checkpoint_folder import Description
 
 # Of parameters, or of groups of them as torch's optimizers take them.
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]

@@ -62,7 +62,7 @@ def alone(total: int) -> list[float]:
 
 def around(run: hpcinit.Runtime) -> dict[str, list[int]]:
     """Which ranks share each dimension with this one."""
-    groups = {name: mesh.group(run.mesh, name) for name in ("dp", "cp", "tp")}
+    groups = {name: mesh.mesh_group(run.mesh, name) for name in ("dp", "cp", "tp")}
     return {name: dist.get_process_group_ranks(group) if group else [run.rank] for name, group in groups.items()}
 
 
@@ -74,7 +74,7 @@ def main() -> None:
         found["batch"] = [run.batch.micro, run.batch.accumulation, run.batch.data_parallel]
         found |= {"fsdp": step(run), "alone": alone(run.batch.total)}
     found["floored"] = [refusal(hpcinit.init, batch=Samples(*each)) for each in ((3, None, 16), (16, None, 8))]
-    # DeepSpeed itself with sequence parallelism: its AutoTP does not go with it (facts/deepspeed_config.py).
+    # DeepSpeed itself with sequence parallelism: its AutoTP does not go with it (deepspeed/deepspeed_config.py).
     zero = Training("deepspeed", deepspeed={"zero_stage": 2})
     with hpcinit.session(training=zero, layout=Layout(cp=2), batch=Samples(1, None, 8)) as run:
         found["zero"] = step(run)

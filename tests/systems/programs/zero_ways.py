@@ -97,7 +97,7 @@ def divided(run: hpcinit.Runtime, stage: int) -> dict[str, Any]:
     layout = Layout(dp_replicate=2, tp=2)
     training = Training("deepspeed", Precision("bf16", "fp32"), deepspeed={"zero_stage": stage})
     there = replace(
-        run, training=training, layout=layout, mesh=mesh.build(layout, run.device), batch=Samples(2).over(2)
+        run, training=training, layout=layout, mesh=mesh.build_mesh(layout, run.device), batch=Samples(2).over(2)
     )
     whole, tokens = llama(), torch.randint(96, (4, 8), generator=torch.Generator().manual_seed(7))
     first = {name: p.detach().clone() for name, p in whole.named_parameters()}

@@ -1,0 +1,80 @@
+"""CPUs and devices of a forked rank, as srun would have bound the task that it is not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpcinit.records.spec import Launch
+from hpcinit.world import cpus as kernel
+from hpcinit.world import visible_devices
+
+QUIET = ("quiet,", "verbose,", "q,", "v,")
+# In each of these Slurm lists the node's devices that the step has.
+LISTS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL")
+
+
+def cpus(
+    launch: Launch, ranks: int, allowed: set[int], env: Mapping[str, str], *, sysfs: Path = kernel.SYSFS
+) -> list[set[int]] | None:
+    """The CPUs of each local rank; None: all of them may use what their parent may.
+
+    As launch.cpu_bind says. Where it says nothing, whole cores in order, if Slurm confines the node's task to what it
+    has granted and enough is there. Where the job has the whole node and devices, nothing: each rank then goes to the
+    CPUs beside its device by itself (runtime/affinity.py).
+    """
+    kind, _, value = _plain(launch.cpu_bind).partition(":")
+    if kind == "none":
+        return None
+    if kind in ("mask_cpu", "map_cpu"):
+        numbers = [int(word, 16) if kind == "mask_cpu" else int(word, 0) for word in value.split(",")]
+        sets = [_bits(number) if kind == "mask_cpu" else {number} for number in numbers]
+        return [sets[rank % len(sets)] & allowed or allowed for rank in range(ranks)]
+    if not kind:
+        granted = env.get("SLURM_CPUS_ON_NODE", "")
+        if not granted.isdigit() or int(granted) < len(allowed):
+            return None
+        if visible_devices.given(env) and len(allowed) == len(kernel.everything(sysfs)):
+            return None
+    if len(allowed) < ranks * (launch.cpus or 1):
+        return None
+    cores = kernel.cores(allowed, sysfs)
+    return [kernel.share(cores, ranks, rank) for rank in range(ranks)]
+
+
+def devices(launch: Launch, local_rank: int, env: Mapping[str, str]) -> dict[str, str]:
+    """Variables that show a rank its own devices only; {} where launch.gpu_bind says nothing."""
+    kind, _, value = _plain(launch.gpu_bind).partition(":")
+    if kind in ("", "none"):
+        return {}
+    found = {}
+    for name in LISTS:
+        listed = [word for word in env.get(name, "").split(",") if word]
+        if not listed:
+            continue
+        if kind == "map_gpu":
+            places = [int(word) for word in value.split(",")]
+            mine = [places[local_rank % len(places)]]
+        else:  # single:1, per_task:N
+            each = int(value)
+            mine = list(range(local_rank * each, (local_rank + 1) * each))
+        found[name] = ",".join(listed[place] for place in mine if place < len(listed))
+    return found
+
+
+def _plain(option: str | None) -> str:
+    text = option or ""
+    return next((text.removeprefix(word) for word in QUIET if text.startswith(word)), text)
+
+
+def _bits(mask: int) -> set[int]:
+    return {place for place in range(mask.bit_length()) if mask >> place & 1}
+
+
+def apply(mine: set[int]) -> None:
+    """Bind this process. A CPU that went offline is no reason to end: the rank stays where it was."""
+    try:
+        os.sched_setaffinity(0, mine)
+    except (OSError, AttributeError):  # not on this system
+        return

@@ -1,0 +1,150 @@
+"""torch's elastic agent, with ranks of ours: the loop and the rule for restarts are torch's.
+
+The methods with an underscore are those that torch asks whoever extends SimpleElasticAgent to write:
+https://docs.pytorch.org/docs/stable/elastic/agent.html#extending-the-agent
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+
+from hpcinit.base.supervisor import Child, Supervisor
+from hpcinit.launch.torchrun.agent_signals import ENDING, Signals
+from hpcinit.launch.torchrun.rendezvous_handler import Gathering
+from hpcinit.records import rank_log
+from hpcinit.records.elastic_restarts import Restart
+
+# The ranks of a node as its agent's children: each in its own session, with its own log.
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank is started with. env: in place of this process's. cpus: that it may use; None: as this process."""
+
+    env: Mapping[str, str]
+    log: Path
+    cpus: Set[int] | None = None
+
+
+class Workers(Supervisor):
+    """Started together. Numbers are local ranks. torch's agent asks for those that have ended, and stops all."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        starts: Sequence[Start],
+        around: Callable[[Callable[[], Child]], Child],
+    ) -> None:
+        """around: calls what it is given, which starts a process. Raises OSError; none is left running then."""
+        super().__init__()
+        try:
+            for number, start in enumerate(starts):
+                around(partial(self._start, number, command, start))
+        except BaseException:
+            self.stop(0.0)
+            raise
+
+    def pids(self) -> dict[int, int]:
+        return {number: child.pid for number, child in self.children.items()}
+
+    def stop(self, grace_s: float, reap_s: float | None = None) -> None:
+        """One that is in the kernel, for a disk or a driver, is left to Slurm."""
+        super().stop(grace_s, max(grace_s, 1.0) if reap_s is None else reap_s)
+
+    def _start(self, number: int, command: Sequence[str], start: Start) -> Child:
+        before = os.sched_getaffinity(0)
+        with rank_log.opened(start.log) as log:
+            try:
+                if start.cpus:
+                    os.sched_setaffinity(0, start.cpus)  # of this thread, and of what it starts
+                return self.start(number, command, start.env, output=log)
+            finally:
+                if start.cpus:
+                    os.sched_setaffinity(0, before)
+
+
+GRACE_S = 3.0  # from SIGTERM to SIGKILL for ranks that are of no use without the one that has failed
+WRONG_REQUEST = 2  # exit status of a rank that a restart does not help
+
+
+class Agent(SimpleElasticAgent):
+    """Of one node. start: starts its ranks. tell: what is known of the ranks' failures, by their exit statuses (-9 for
+    SIGKILL), the cause first."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        gathering: Gathering,
+        came: Signals,
+        start: Callable[[], Workers],
+        tell: Callable[[dict[int, int]], Sequence[Restart]],
+    ) -> None:
+        super().__init__(spec)
+        self._gathering, self._came, self._start, self._tell = gathering, came, start, tell
+        self._ranks: Workers | None = None
+        self._told_to_end = False
+        self.status = 0  # of the rank that failed first in the last start
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._ranks, self.status = self._start(), 0
+        self._came.begin()
+        return self._ranks.pids()
+
+    def _stop_workers(self, worker_group: WorkerGroup, *_: object, **__: object) -> None:
+        self._shutdown()
+
+    def _shutdown(self, *_: object, **__: object) -> None:
+        """torch 2.13 gives a signal and a time, 2.7 is_restart."""
+        self._came.end()
+        if self._ranks is not None:
+            self._ranks.stop(GRACE_S)
+            self._ranks = None
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        assert self._ranks is not None  # torch starts before it looks
+        self._pass_on(self._ranks)
+        ended = self._ranks.ended()
+        if failures := {rank: status for rank, status in ended.items() if status != 0}:
+            return self._of_failures(worker_group, failures)
+        if len(ended) == worker_group.spec.local_world_size and self._gathering.all_done():
+            done = {worker.global_rank: None for worker in worker_group.workers}
+            return RunResult(WorkerState.SUCCEEDED, return_values=done)
+        return RunResult(WorkerState.HEALTHY)
+
+    def _of_failures(self, worker_group: WorkerGroup, failures: dict[int, int]) -> RunResult:
+        self._shutdown()
+        first = self._tell(failures)[0]
+        self.status = failures[first.rank % worker_group.spec.local_world_size]
+        again = worker_group.spec.max_restarts - self._gathering.start
+        if self._told_to_end or self.status == WRONG_REQUEST:
+            again = 0
+        # torch counts the restarts that this agent has asked for; the limit is for those of all.
+        self._remaining_restarts = max(0, again)
+        if again > 0:
+            self._gathering.call_for_restart(first)
+        else:
+            self._gathering.end()
+        return RunResult(WorkerState.FAILED)
+
+    def _exit_barrier(self) -> None:
+        """Not torch's, in which an agent is deaf while others restart: here all are done."""
+        self._gathering.leave()
+
+    def _pass_on(self, ranks: Workers) -> None:
+        for number, pass_on in self._came.take():
+            self._told_to_end |= number in ENDING
+            if pass_on:
+                ranks.signal(number)

@@ -1,0 +1,105 @@
+"""The attempts of a run before this one: restarts.jsonl, of which its batch script writes a line for each restart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcinit.records import elastic_restarts, run_folder
+
+WORDS = {
+    run_folder.PREEMPTED: "preempted",
+    run_folder.NODE_FAIL: "a node was lost",
+    run_folder.HANG: "hung",
+    run_folder.TIME_LIMIT: "time limit",
+    run_folder.FAILURE: "failed",
+    run_folder.SLURM: "requeued by Slurm",
+}
+MOST_TOLD = 5
+
+
+@dataclass(frozen=True)
+class Restart:
+    """reason: why the attempt before `restart` ended. step: the furthest until then, None before the first. budget: how
+    many restarts job may have, None where a version before this one wrote the line."""
+
+    job: str
+    restart: int
+    time: float
+    reason: str
+    step: int | None = None
+    without_progress: int = 0
+    budget: int | None = None
+
+
+def read(path: Path) -> list[Restart]:
+    """Of the run in `path`, the first one first; lines that cannot be read are left out."""
+    try:
+        with open(f"{path}/{run_folder.RESTARTS}", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - many runs
+            return list(_lines(file))
+    except OSError:
+        return []
+
+
+def _lines(text: Iterator[str]) -> Iterator[Restart]:
+    for line in text:
+        try:
+            one = run_folder.from_known_fields(Restart, json.loads(line))
+        except (ValueError, TypeError, AttributeError):
+            continue
+        if isinstance(one.restart, int) and isinstance(one.reason, str):
+            yield one
+
+
+def left(found: Sequence[Restart]) -> int | None:
+    """Restarts that the run's last job may still have, None where nobody says. A chain's jobs have a budget each."""
+    last = found[-1] if found else None
+    return None if last is None or last.budget is None else max(0, last.budget - last.restart)
+
+
+def document(path: Path) -> Mapping[str, Any]:
+    """For programs: {count, left, attempts: [{job, restart, time, reason, step, ...}]}."""
+    found = read(path)
+    told = {"count": len(found), "left": left(found), "attempts": [asdict(one) for one in found]}
+    return {**told, "inside": [asdict(one) for one in read_inside(path)]}
+
+
+def words(found: Sequence[Restart]) -> str:
+    """'2 restarts, 1 left', or ''."""
+    if not found:
+        return ""
+    rest = left(found)
+    return f"{len(found)} restart{'s' * (len(found) > 1)}" + (f", {rest} left" if rest is not None else "")
+
+
+def restarts_line(found: Sequence[Restart]) -> str:
+    """'2 restarts, 1 left: 1 hung (step 10), 2 preempted (step 20)', or ''."""
+    if not found:
+        return ""
+    ends = [f"{one.restart} {WORDS.get(one.reason, one.reason)}{_at(one)}" for one in found[-MOST_TOLD:]]
+    return f"{words(found)}: {'... ' * (len(found) > MOST_TOLD)}{', '.join(ends)}"
+
+
+def read_inside(path: Path) -> list[elastic_restarts.Restart]:
+    """Of the run in `path`: the restarts inside a job, with launch=torchrun."""
+    return list(elastic_restarts.read(path))
+
+
+def line_inside(found: Sequence[elastic_restarts.Restart]) -> str:
+    """'2 restarts inside the job: rank 3 on n2: Killed (step 41), rank 0 on n1: ...', or ''."""
+    if not found:
+        return ""
+    ends = [f"{one}" + (f" (step {one.step})" if one.step >= 0 else "") for one in found[-MOST_TOLD:]]
+    return f"{words_inside(found)}: {'... ' * (len(found) > MOST_TOLD)}{', '.join(ends)}"
+
+
+def words_inside(found: Sequence[elastic_restarts.Restart]) -> str:
+    """'2 restarts inside the job', or ''."""
+    return f"{len(found)} restart{'s' * (len(found) > 1)} inside the job" if found else ""
+
+
+def _at(one: Restart) -> str:
+    return "" if one.step is None else f" (step {one.step})"

@@ -1,0 +1,87 @@
+"""How many samples a step takes: global batch = micro batch x accumulation x data parallel size.
+
+The identity is DeepSpeed's (train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data
+parallel size); ranks of one pipeline, context or tensor parallel group work on the same samples and count once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpcinit.base.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """micro: samples of one forward pass of a rank. accumulation: forward passes of a step. data_parallel: groups of
+    ranks that see different samples. Raises RequestError for a number below 1.
+    """
+
+    micro: int
+    accumulation: int
+    data_parallel: int
+
+    def __post_init__(self) -> None:
+        for key, value in (("micro", self.micro), ("accumulation", self.accumulation)):
+            _at_least_one(f"batch.{key}", value)
+
+    @property
+    def total(self) -> int:
+        """The global batch: samples of a step over all ranks."""
+        return self.micro * self.accumulation * self.data_parallel
+
+    def equation(self) -> str:
+        """'micro 4 x accumulation 2 x data parallel 8 = 64'"""
+        return (
+            f"micro {self.micro} x accumulation {self.accumulation} x data parallel {self.data_parallel} = {self.total}"
+        )
+
+
+def solve(micro: int | None, accumulation: int | None, total: int | None, data_parallel: int) -> Batch:
+    """The Batch from any two of the three; from one, with an accumulation (or else a micro batch) of 1.
+
+    Never rounds: raises RequestError with the nearest values that work.
+    """
+    for key, value in (("micro", micro), ("accumulation", accumulation), ("global", total)):
+        if value is not None:
+            _at_least_one(f"batch.{key}", value)
+    if total is None:
+        return Batch(micro or 1, accumulation or 1, data_parallel)
+    if micro is not None and accumulation is not None:
+        batch = Batch(micro, accumulation, data_parallel)
+        if batch.total != total:
+            raise RequestError(
+                f"batch.global is {total}, but {batch.equation()}: give two of the three, or batch.global={batch.total}"
+            )
+        return batch
+    key, given = ("micro", micro) if micro is not None else ("accumulation", accumulation or 1)
+    quotient, rest = divmod(total, given * data_parallel)
+    if rest:
+        raise RequestError(_indivisible(key, given, total, data_parallel))
+    return Batch(given, quotient, data_parallel) if key == "micro" else Batch(quotient, given, data_parallel)
+
+
+def _indivisible(key: str, given: int, total: int, data_parallel: int) -> str:
+    unit = given * data_parallel
+    near = [n for n in (total // unit * unit, -(-total // unit) * unit) if n]
+    ways = [f"batch.global={' or '.join(map(str, near))}"]
+    per_rank, rest = divmod(total, data_parallel)
+    if not rest:
+        below, above = _divisors_around(per_rank, given)
+        ways.append(f"batch.{key}={' or '.join(str(n) for n in (below, above) if n)}")
+    return (
+        f"batch.global {total} is not a multiple of {key} {given} x data parallel {data_parallel} = {unit}; "
+        f"nearest that work: {', or '.join(ways)}"
+    )
+
+
+def _divisors_around(number: int, near: int) -> tuple[int, int | None]:
+    """The divisors of `number` on both sides of `near`, which is none."""
+    below = next(n for n in range(min(near, number), 0, -1) if number % n == 0)
+    above = next((n for n in range(near + 1, number + 1) if number % n == 0), None)
+    return below, above
+
+
+def _at_least_one(key: str, value: int) -> None:
+    if value < 1:
+        raise RequestError(f"{key} is {value}, expected 1 or more")

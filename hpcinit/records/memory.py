@@ -1,0 +1,209 @@
+"""What a rank holds: parameters, gradients, optimizer states and the buffers around them, in bytes.
+
+P is the number of parameters over tp and pp; N the ranks that they are sharded among. The states and
+gradients were measured on real ranks (tests/records/test_memory.py); what NVMe holds, temporaries,
+autocast's copies and what ZeRO 3 gathers come from the sources alone (docs/memory.md). Sources:
+
+ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (Rajbhandari et al. 2019, arXiv:1910.02054),
+    section 3.1: mixed precision with Adam needs 2P + 2P + KP bytes with K = 12 (master copy, momentum, variance: 4
+    each); section 5: stage 1 2P + 2P + KP/N, stage 2 2P + (2P + KP)/N, stage 3 (2P + 2P + KP)/N.
+DeepSpeed's estimate_zero2_model_states_mem_needs and its like for stage 3 (runtime/zero/stage_1_and_2.py, stage3.py)
+    have 18 for 16: at the step the gradients of the shard are copied to fp32, 4P/N. Its bucket sizes: runtime/zero/
+    config.py.
+torch: fully_shard's page (parameters are sharded in their own dtype, gathered in param_dtype, reduced in reduce_dtype),
+    DistributedDataParallel's (gradient_as_bucket_view), torch.optim's (foreach takes about sizeof(params) more).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from hpcinit.base.errors import RequestError
+from hpcinit.records.layout import Layout
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+STATES = {"adamw": 8, "muon": 4, "momentum": 4, "sgd": 0}  # bytes per parameter: fp32, two states, one or none
+GPU, CPU, NVME = "gpu", "cpu", "nvme"
+ALWAYS, PASS, STEP = "always", "pass", "step"  # pass: forward and backward. step: of the optimizer, after it
+
+
+@dataclass(frozen=True)
+class Zero:
+    """DeepSpeed's options that memory depends on. Buckets, live and sub-group are in elements, DeepSpeed's defaults."""
+
+    stage: int = 0
+    offload_param: str = "none"
+    offload_optimizer: str = "none"
+    hpz: int = 1
+    overlap_comm: bool | None = None
+    reduce_bucket: int = 500_000_000
+    live: int = 1_000_000_000
+    prefetch: int = 50_000_000
+    sub_group: int = 1_000_000_000
+
+    @property
+    def buffers(self) -> int:
+        """Two where communication overlaps: DeepSpeed's default in stage 3, not below."""
+        overlap = self.stage == 3 if self.overlap_comm is None else self.overlap_comm
+        return 2 if overlap and self.stage in {1, 2} else 1
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What is to be trained, and how. layout: without a -1. layers: None where not known.
+
+    wrap: a name in wrappers.WRAPPERS. optimizer: a name in STATES. fused: its step needs no temporaries.
+    Raises RequestError.
+    """
+
+    parameters: int
+    layout: Layout = field(default_factory=lambda: Layout(dp_replicate=1))
+    wrap: str = "ddp"
+    param: str = "fp32"
+    reduce: str = "fp32"
+    optimizer: str = "adamw"
+    fused: bool = False
+    layers: int | None = None
+    zero: Zero = field(default_factory=Zero)
+
+    def __post_init__(self) -> None:
+        for key, value in (("model.params", self.parameters), ("model.layers", self.layers)):
+            if value is not None and value < 1:
+                raise RequestError(f"{key} is {value}, expected 1 or more")
+        if self.optimizer not in STATES:
+            raise RequestError(f"the optimizer is {self.optimizer!r}, expected one of: {', '.join(STATES)}")
+
+    @property
+    def own(self) -> int:
+        """P: of a rank's part of the model, every layer taken for as large, each divided by tp."""
+        return -(-self.parameters // (self.layout.tp * self.layout.pp))
+
+    @property
+    def block(self) -> int:
+        """A layer's parameters, which FSDP gathers together; where the layers are not known, 0."""
+        return -(-self.parameters // (self.layout.tp * self.layers)) if self.layers else 0
+
+    @property
+    def copies(self) -> int:
+        """Ranks with the same part of the model, which ZeRO shards among: parts of a sequence count as data."""
+        return self.layout.dp_replicate * self.layout.dp_shard * self.layout.cp
+
+
+@dataclass(frozen=True)
+class Part:
+    """bytes: on one rank. place: gpu, cpu or nvme. during: always, pass or step. how: the formula."""
+
+    name: str
+    bytes: int
+    how: str
+    place: str = GPU
+    during: str = ALWAYS
+
+
+def total(held: Sequence[Part], place: str) -> int:
+    """At the worst moment: what is always there, and the more of pass and step."""
+    sums = {
+        during: sum(part.bytes for part in held if part.place == place and part.during == during)
+        for during in (ALWAYS, PASS, STEP)
+    }
+    return sums[ALWAYS] + max(sums[PASS], sums[STEP])
+
+
+def _per(name: str, each: int, of: int, shards: int = 1, place: str = GPU, during: str = ALWAYS) -> Part:
+    """`each` bytes for every one of `of`, over `shards` ranks."""
+    how = f"{each} B x {_short(of)}" + (f" / {shards}" if shards > 1 else "")
+    return Part(name, each * -(-of // shards), how, place, during)
+
+
+def _short(number: int) -> str:
+    return f"{number:.3g}".replace("e+0", "e").replace("e+", "e") if number >= 1000 else str(number)
+
+
+def _states(demand: Demand) -> int:
+    return STATES[demand.optimizer]
+
+
+def _temporaries(demand: Demand, shards: int = 1) -> Iterator[Part]:
+    """torch.optim on CUDA takes foreach if nothing else was asked for: about sizeof(params) more."""
+    if not demand.fused and demand.optimizer != "sgd":
+        yield _per("step's temporaries", 4, demand.own, shards, during=STEP)
+
+
+def ddp(demand: Demand) -> Iterator[Part]:
+    """4P + 4P + states, all in fp32, also under autocast; gradients lie in the buckets (gradient_as_bucket_view)."""
+    yield _per("parameters", 4, demand.own)
+    yield _per("gradients", 4, demand.own)
+    yield _per("optimizer states", _states(demand), demand.own)
+    if demand.param != "fp32":  # autocast keeps what it cast to the end of the forward, and autograd until backward
+        yield _per("autocast's copies", BYTES[demand.param], demand.own, during=PASS)
+    yield from _temporaries(demand)
+
+
+def fsdp(demand: Demand, shards: int) -> Iterator[Part]:
+    """(4P + 4P + states)/N; in the pass two blocks whole, one of them fetched ahead, and the gradients of one, there
+    and as what is reduced.
+    """
+    yield _per("parameters", 4, demand.own, shards)
+    yield _per("gradients", 4, demand.own, shards)
+    yield _per("optimizer states", _states(demand), demand.own, shards)
+    each = 3 * BYTES[demand.param] + BYTES[demand.reduce]
+    yield _per("unsharded blocks", each, demand.block, during=PASS)
+    yield from _temporaries(demand, shards)
+
+
+def zero(demand: Demand) -> Iterator[Part]:
+    """Return the parts with DeepSpeed's engine, for the ZeRO stage of `demand`."""
+    return _zero_0(demand) if demand.zero.stage == 0 else _zero_1_to_3(demand)
+
+
+def _zero_0(demand: Demand) -> Iterator[Part]:
+    """(2 + 2 + 4 + states)P and 4P of fp32 gradients at the step; without a master copy in fp32."""
+    each, mixed = BYTES[demand.param], demand.param != "fp32"
+    yield _per("parameters", each, demand.own)
+    yield _per("gradients", each, demand.own)
+    yield _per("master copy", 4 * mixed, demand.own)
+    yield _per("optimizer states", _states(demand), demand.own)
+    yield _per("gradients in fp32", 4 * mixed, demand.own, during=STEP)
+    if demand.copies > 1:
+        yield _per("all-reduce bucket", each, min(demand.own, 500_000_000), during=PASS)  # engine.py, a literal
+    yield from _temporaries(demand)
+
+
+def _zero_1_to_3(demand: Demand) -> Iterator[Part]:
+    """Stages 1 to 3; also in fp32 the shard is a second copy, the master."""
+    zero, own, shards, each = demand.zero, demand.own, demand.copies, BYTES[demand.param]
+    offloaded = zero.offload_optimizer != "none"
+    states = CPU if offloaded and zero.stage < 3 else {"none": GPU}.get(zero.offload_optimizer, zero.offload_optimizer)
+    yield from _zero_parameters(demand)
+    if zero.stage == 3:
+        yield _per("gradients", each, own, shards, CPU if offloaded else GPU)
+    elif zero.stage == 1 or not offloaded:
+        yield _per("gradients", each, own, shards if zero.stage == 2 else 1, during=PASS)
+    yield _per("master copy", 4, own, shards, states)
+    yield _per("optimizer states", _states(demand), own, shards, states)
+    group = min(-(-own // shards), zero.sub_group) if zero.stage == 3 else -(-own // shards)
+    if not offloaded:
+        yield _per("gradients in fp32", 4, group, during=STEP)
+        yield from _temporaries(demand, -(-own // group))
+    else:
+        yield _per("gradients in fp32", 4, own, shards, states)
+        if zero.stage < 3:
+            yield _per("staged shard", each, own, shards, CPU)
+        if states == NVME:  # optimizer_utils.py: offload_optimizer.buffer_count is 4 of the largest sub-group
+            yield _per("NVMe's buffers, optimizer", 4 * 4, group, place=CPU)
+    yield _per("reduce bucket", each * zero.buffers, zero.reduce_bucket)
+
+
+def _zero_parameters(demand: Demand) -> Iterator[Part]:
+    zero, own, each = demand.zero, demand.own, BYTES[demand.param]
+    if zero.stage < 3:
+        yield _per("parameters", each, own)
+        return
+    place = {"none": GPU}.get(zero.offload_param, zero.offload_param)
+    yield _per("parameters", each, own, demand.copies, place)
+    if place == NVME:  # partitioned_param_swapper.py: offload_param.buffer_count 5 x buffer_size 1e8
+        yield _per("NVMe's buffers, parameters", each * 5, 100_000_000, place=CPU)
+    if zero.hpz > 1:
+        yield _per("hpZ's second shard", each, own, zero.hpz)
+    yield _per("gathered parameters", each, min(own, max(zero.live, demand.block) + zero.prefetch), during=PASS)

@@ -1,0 +1,143 @@
+"""Nodes that have failed, counted: a file for each cluster, a line of JSON for each failure, nothing ever taken out.
+
+Lines are appended, so that two submissions at a time need no lock; where they tear each other (O_APPEND over NFS), such
+a line is left out. Taking a node back is a line too: what happened before it no longer counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hpcinit.base.text import home
+from hpcinit.records import run_folder
+
+FOLDER = "hpcinit/nodes"  # below XDG_STATE_HOME, ~/.local/state: every login node of a site has the same
+LIMIT, EXPIRY_H = 2, 24.0  # defaults of bad_nodes.limit and bad_nodes.expiry_h
+ADDED = "added"  # kind of a line that a person has written
+DOCTOR = "doctor"  # ... or has had `hpcinit doctor --remember` write
+AT_ONCE = {ADDED: "added by hand", DOCTOR: "found by hpcinit doctor"}  # such a line counts as many as the limit
+FORGOTTEN = "forgotten"
+KINDS_TOLD = 4
+
+
+@dataclass(frozen=True)
+class NodeFailure:
+    """time: seconds since 1970, by the clock of who keeps the run's files. kind: NODE_FAIL, 'Xid 79', 'ECC', ...
+
+    run: the folder. about: Slurm's reason, the error's first line, or a person's words.
+    """
+
+    time: float
+    host: str
+    kind: str
+    run: str = ""
+    job: str = ""
+    about: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What makes it another one: a job has a failure of a kind on a node once."""
+        return (self.host, self.kind, self.job)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A node and its failures that count, the oldest first."""
+
+    host: str
+    failures: tuple[NodeFailure, ...]
+
+    def is_bad(self, limit: int) -> bool:
+        return self.until(limit, 0) is not None
+
+    def until(self, limit: int, expiry_h: float) -> float | None:
+        """When it is bad no longer, if nothing else happens, in seconds since 1970; None if it is not bad."""
+        times = [one.time for one in self.failures if one.kind in AT_ONCE]
+        if len(self.failures) >= limit:
+            times.append(self.failures[-limit].time)  # with its expiry there are fewer than the limit
+        return max(times) + expiry_h * 3600 if times else None
+
+    def words(self, expiry_h: float, why: bool = True) -> str:
+        """'2 failures in 24 h: NODE_FAIL, Xid 79'. why: also what a person, or the doctor, has said of it."""
+        seen = [one for one in self.failures if one.kind not in AT_ONCE]
+        kinds = list(dict.fromkeys(one.kind for one in seen))
+        more = [f"and {len(kinds) - KINDS_TOLD} more"] * (len(kinds) > KINDS_TOLD)
+        told = [one for one in self.failures if one.kind in AT_ONCE]
+        said = [AT_ONCE[one.kind] + f": {one.about or 'no reason given'}" * why for one in told][-1:]
+        if seen:
+            count = f"{len(seen)} failure{'s' * (len(seen) > 1)}"
+            said.append(f"{count} in {expiry_h:g} h: {', '.join([*kinds[:KINDS_TOLD], *more])}")
+        return "; ".join(said)
+
+
+def folder(env: Mapping[str, str]) -> Path:
+    """Where the files of all clusters are. An XDG_STATE_HOME that is no absolute path counts for nothing, as its
+    standard says."""
+    own = env.get("XDG_STATE_HOME", "")
+    return (Path(own) if own.startswith("/") else home() / ".local/state") / FOLDER
+
+
+def file(env: Mapping[str, str], cluster: str) -> Path:
+    return folder(env) / f"{re.sub(r'[^A-Za-z0-9._-]', '_', cluster)}.jsonl"
+
+
+def read(path: Path) -> list[NodeFailure]:
+    """All lines of the file; none where there is none. What is no such line is left out."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    return [one for one in map(_line, lines) if one is not None]
+
+
+def _line(text: str) -> NodeFailure | None:
+    try:
+        one = run_folder.from_known_fields(NodeFailure, json.loads(text))
+        return one if one.time >= 0 and isinstance(one.host, str) and isinstance(one.kind, str) else None
+    except (ValueError, TypeError, AttributeError):
+        return None
+
+
+def append(path: Path, found: Iterable[NodeFailure]) -> None:
+    """Raises OSError."""
+    lines = "".join(json.dumps(asdict(one)) + "\n" for one in found)
+    if not lines:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(descriptor, lines.encode())
+    finally:
+        os.close(descriptor)
+
+
+def new_record(found: Iterable[NodeFailure], known: Sequence[NodeFailure]) -> list[NodeFailure]:
+    """Those of `found` that no line of the file tells, forgotten ones included."""
+    keys = {one.key for one in known}
+    fresh = {one.key: one for one in found if one.key not in keys}
+    return list(fresh.values())
+
+
+def node_states(known: Iterable[NodeFailure], now: float, expiry_h: float) -> list[Standing]:
+    """Each node with failures that count at the time `now`, the worst first."""
+    known = list(known)
+    since = {one.host: now - expiry_h * 3600 for one in known}
+    for one in known:
+        if one.kind == FORGOTTEN:
+            since[one.host] = max(since[one.host], one.time)
+    found: dict[str, dict[tuple[str, str, str], NodeFailure]] = {}
+    for one in sorted(known, key=lambda one: one.time):
+        if one.kind != FORGOTTEN and one.time > since[one.host]:
+            found.setdefault(one.host, {}).setdefault(one.key, one)
+    all_of_them = [Standing(host, tuple(lines.values())) for host, lines in found.items()]
+    return sorted(all_of_them, key=_badness)
+
+
+def _badness(one: Standing) -> tuple[bool, int, float]:
+    added = any(failure.kind in AT_ONCE for failure in one.failures)
+    return (not added, -len(one.failures), -one.failures[-1].time)

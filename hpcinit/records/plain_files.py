@@ -1,0 +1,25 @@
+"""Plain files in the run folder that the batch script reads: a line `KEY VALUE` for each fact.
+
+bash has no parser for JSON. Its reader is hpcinit_fact() in submission/lib/facts.sh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpcinit.base import safe_files
+
+
+def write(path: Path, facts: Mapping[str, object]) -> None:
+    """Replace the file atomically. Raise OSError; raise ValueError for a key or a value that is not on one line."""
+    for key, value in facts.items():
+        if not key.isidentifier() or not f"{value}".isprintable():
+            raise ValueError(f"{key!r} is {value!r}, expected a name and printable text: {path} has a line for each")
+    safe_files.write_atomically(path, "".join(f"{key} {value}\n" for key, value in facts.items()))
+
+
+def read(path: Path) -> dict[str, str]:
+    """Return the facts in the file, the last one of each key. Raise OSError."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return {key: value for key, _, value in (line.partition(" ") for line in lines) if key}

@@ -1,0 +1,290 @@
+"""What a rank of the doctor's job leaves in the run folder: doctor/rank-N.json, written anew at each stage.
+
+So that a rank that comes no further, or whose node is lost, has left what it saw before.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from hpcinit.base import safe_files
+
+FOLDER = "doctor"
+BEGUN, MET, MEASURED = "begun", "met", "measured"  # stages: by itself, in the process group, all done
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder that jobs write to. what: 'shared memory'. error: why nothing can be written, or ''."""
+
+    what: str
+    path: str
+    free_gb: float = 0.0
+    total_gb: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Interface:
+    """Of the network. gbit: as the driver tells, 0 where it does not. up: also of an InfiniBand port."""
+
+    name: str
+    up: bool
+    gbit: float = 0.0
+    infiniband: bool = False
+
+
+@dataclass(frozen=True)
+class Name:
+    """What a node makes of another's name. back: what the first of the addresses is called; error: '' or why not."""
+
+    host: str
+    addresses: tuple[str, ...] = ()
+    back: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Node:
+    """What the first rank of a node sees of it."""
+
+    memory_gb: float = 0.0
+    available_gb: float = 0.0
+    kernel: str = ""
+    places: tuple[Place, ...] = ()
+    interfaces: tuple[Interface, ...] = ()
+    names: tuple[Name, ...] = ()
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between two ranks, measured by the first. A value for each round, of which each is the best of several tries.
+
+    round_trip_s: of 8 bytes. gb_s: 10^9 bytes a second, one way, of as much there and back. ahead_s: the second's clock
+    is ahead by so much, or within_s more or less; of ranks on two nodes.
+    """
+
+    a: int
+    b: int
+    between_nodes: bool
+    round_trip_s: tuple[float, ...]
+    gb_s: tuple[float, ...]
+    ahead_s: float = 0.0
+    within_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """size: bytes. seconds: the slowest rank's, best of several. ranks: how many took part."""
+
+    size: int
+    seconds: float
+    ranks: int
+
+    @property
+    def bus_gb_s(self) -> float:
+        """2 (n - 1) / n x size / time: comparable with what a link can do, whatever the number of ranks.
+
+        https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+        """
+        return 2 * (self.ranks - 1) / self.ranks * self.size / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that uses a GPU. used_mb: MiB of the GPU's memory, None where the driver does not report it."""
+
+    pid: int
+    name: str
+    used_mb: float | None = None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as nvidia-smi reports it before the job uses it; None for what it does not report.
+
+    used_mb, total_mb: MiB. ecc: 'Enabled', 'Disabled' or ''. ecc_errors: uncorrected ones since the driver was loaded.
+    Clocks are in MHz. pcie_gen, pcie_width: of the link now; an idle link may have a lower generation than its maximum.
+    """
+
+    uuid: str
+    pci: str = ""
+    used_mb: float | None = None
+    total_mb: float | None = None
+    ecc: str = ""
+    ecc_errors: float | None = None
+    sm_mhz: float | None = None
+    sm_max_mhz: float | None = None
+    memory_mhz: float | None = None
+    memory_max_mhz: float | None = None
+    pcie_gen: float | None = None
+    pcie_gen_max: float | None = None
+    pcie_width: float | None = None
+    pcie_width_max: float | None = None
+    processes: tuple[GpuProcess, ...] = ()
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Bandwidth of copies in 10^9 bytes a second: from pinned host memory, back to it, and on the device (one way)."""
+
+    to_device_gb_s: float
+    from_device_gb_s: float
+    on_device_gb_s: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """device: as torch calls it, with name, uuid and pci as far as known. node: of local rank 0. hosts: of rank 0's
+    world. cpus: cores it may run on. driver: of the GPU. on_node: the all-reduce within the node, of local rank 0. pid:
+    of the rank's process. gpu: of the rank's device, on NVIDIA's only. copies: of a GPU only."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    host: str
+    job: str
+    stage: str = BEGUN
+    hosts: tuple[str, ...] = ()
+    device: Mapping[str, str] = field(default_factory=dict)
+    visible: tuple[str, ...] = ()
+    driver: str = ""
+    numa: str = ""
+    cpus: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    backend: str = ""
+    node: Node | None = None
+    store_s: float = 0.0
+    matmul_s: tuple[float, ...] = ()
+    links: tuple[Link, ...] = ()
+    all_reduce: tuple[AllReduce, ...] = ()
+    on_node: AllReduce | None = None
+    pid: int = 0
+    gpu: Gpu | None = None
+    copies: Copies | None = None
+
+
+def write(folder: Path, report: Report) -> None:
+    """Whole or not at all. Raises OSError."""
+    place = folder / FOLDER
+    place.mkdir(mode=0o700, exist_ok=True)
+    safe_files.write_atomically(place / f"rank-{report.rank}.json", json.dumps(asdict(report)) + "\n")
+
+
+def read(folder: Path) -> list[Report]:
+    """Of all ranks that left one, by rank; what is none is left out."""
+    return sorted(_reports(folder / FOLDER), key=lambda one: one.rank)
+
+
+def _reports(place: Path) -> Iterator[Report]:
+    for path in place.glob("rank-*.json"):
+        try:
+            yield rank_reports_of(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            continue
+
+
+def rank_reports_of(document: Mapping[str, Any]) -> Report:
+    """The Report that asdict() made `document` of. Raises TypeError for another."""
+    found: Report = _made(Report, document)
+    return found
+
+
+_PARTS: dict[str, Any] = {
+    "node": Node,
+    "places": Place,
+    "interfaces": Interface,
+    "names": Name,
+    "links": Link,
+    "all_reduce": AllReduce,
+    "on_node": AllReduce,
+    "gpu": Gpu,
+    "processes": GpuProcess,
+    "copies": Copies,
+}
+
+
+def _made(kind: Any, document: Mapping[str, Any]) -> Any:
+    known = {one.name for one in fields(kind)}
+    return kind(**{key: _value(key, value) for key, value in document.items() if key in known})
+
+
+def _value(key: str, value: Any) -> Any:
+    part = _PARTS.get(key)
+    if isinstance(value, list):
+        return tuple(_made(part, item) if is_dataclass(part) else item for item in value)
+    return _made(part, value) if is_dataclass(part) and value is not None else value
+
+
+# Which ranks measure the way between them, in which order, and which of the ways are slow.
+#
+# inside    rank i and i + 1 of a node, around it                       NVLink, PCIe, shared memory
+# between   local rank r of a node and the same of the next, around     the network, with every adapter that ranks use
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Pair(NamedTuple):
+    a: int
+    b: int
+    between_nodes: bool
+
+
+def links_of_phase(nodes: Sequence[Sequence[int]]) -> list[Pair]:
+    """nodes: the ranks of each node. Each pair of ranks once, those inside of nodes first."""
+    found = [Pair(a, b, False) for ranks in nodes for a, b in _ring(ranks)]
+    for here, there in _ring(range(len(nodes))):
+        found += [Pair(a, b, True) for a, b in zip(nodes[here], nodes[there], strict=False)]
+    return found
+
+
+def _ring(items: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbours; two have one way between them, one has none."""
+    if len(items) < 2:
+        return []
+    around = [(items[i], items[(i + 1) % len(items)]) for i in range(len(items))]
+    return around if len(items) > 2 else around[:1]
+
+
+def measurement_phases(wanted: Sequence[Pair]) -> list[list[Pair]]:
+    """In each phase no rank has two to talk to; ways inside of nodes and between them are not measured together."""
+    found: list[tuple[bool, set[int], list[Pair]]] = []
+    for pair in wanted:
+        for between, busy, members in found:
+            if between == pair.between_nodes and not busy & {pair.a, pair.b}:
+                busy |= {pair.a, pair.b}
+                members.append(pair)
+                break
+        else:
+            found.append((pair.between_nodes, {pair.a, pair.b}, [pair]))
+    return [members for _, _, members in found]
+
+
+class Rule(NamedTuple):
+    """What is slow: in every round more than `factor` times the median of all, more than `mads` median absolute
+    deviations above it, and by more than `least`. Repeated, because a neighbour's job may pass by once."""
+
+    factor: float
+    mads: float = 3.0
+    least: float = 0.0
+
+
+def slow_links(times: Mapping[K, Sequence[float]], rule: Rule) -> list[K]:
+    """times: the rounds of each; the larger the slower. Of fewer than three nothing can be told."""
+    rounds = min((len(values) for values in times.values()), default=0)
+    if len(times) < 3 or not rounds:
+        return []
+    left = set(times)
+    for number in range(rounds):
+        values = {key: times[key][number] for key in times}
+        median = statistics.median(values.values())
+        mad = statistics.median(abs(value - median) for value in values.values())
+        limit = max(rule.factor * median, median + rule.mads * mad, median + rule.least)
+        left &= {key for key, value in values.items() if value > limit}
+    return [key for key in times if key in left]

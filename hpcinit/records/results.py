@@ -1,0 +1,83 @@
+"""What a run came to, in one number or several: result.json, `{"value": 0.25}` or `{"value": [0.25, 3]}`."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+from collections.abc import Sequence
+from numbers import Real
+from pathlib import Path
+
+from hpcinit.base import background_writer, safe_files
+from hpcinit.base.console import say
+from hpcinit.base.errors import RequestError
+from hpcinit.records import run_folder
+
+Value = float | tuple[float, ...]
+
+
+def checked_value(value: object) -> Value:
+    """`value` as floats. Raises RequestError where it is neither a number nor a sequence of numbers."""
+    if _is_number(value):
+        return float(value)  # type: ignore[arg-type]
+    if isinstance(value, Sequence) and not isinstance(value, str) and value and all(map(_is_number, value)):
+        return tuple(float(item) for item in value)
+    kind = type(value).__name__
+    do = "; a tensor's number is tensor.item()" if hasattr(value, "item") else ""
+    raise RequestError(f"the result is {str(value)[:80]!r} ({kind}), expected a number or a sequence of numbers{do}")
+
+
+_unwritten: dict[Path, str] = {}  # text of each result.json that is not written yet
+
+
+def write(folder: Path, value: Value) -> None:
+    """Write it whole or not at all. Raise OSError."""
+    safe_files.write_atomically(folder / run_folder.RESULT, json.dumps({"value": value}) + "\n")
+
+
+def write_or_print(folder: Path, value: Value) -> None:
+    """Write it, and where that fails try again until the process ends; then print it. Never raises OSError.
+
+    It is what the user has asked for, and not worth a training run that has ended well: the ranks have saved by then,
+    and an exit status of rank 0 would end the others.
+    """
+    path, text = folder / run_folder.RESULT, json.dumps({"value": value})
+    if not _unwritten:
+        atexit.unregister(_print)
+        atexit.register(_print)
+    _unwritten[path] = text
+
+    def once_more() -> None:
+        safe_files.write_atomically(path, text + "\n")
+        if _unwritten.get(path) == text:
+            del _unwritten[path]
+
+    background_writer.later(run_folder.RESULT, once_more)
+    background_writer.flush()
+
+
+def _print() -> None:
+    """At the end of the process."""
+    background_writer.flush()
+    for path, text in _unwritten.items():
+        say(f"error: the result is not in {path}, which could not be written; make room, and write it there: {text}")
+
+
+def read(folder: Path) -> Value | None:
+    """None where the run has written none. Raises RequestError for a file of another kind, and for a NaN in it."""
+    file = folder / run_folder.RESULT
+    try:
+        document = json.loads(file.read_text())
+        value = checked_value(document["value"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RequestError) as error:
+        raise RequestError(f'{file} cannot be used: {error!r}; expected {{"value": 0.25}} in it') from None
+    if any(math.isnan(item) for item in (value if isinstance(value, tuple) else (value,))):
+        raise RequestError(f"{file} says {document['value']}, which is not a number to compare: did it diverge?")
+    return value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

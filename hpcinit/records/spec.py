@@ -1,0 +1,250 @@
+"""What crosses from the login node to the job: one JSON file, `spec.json`, in the run folder.
+
+JSON and not a pickle: it is read by another Python on another machine, hours later, and a pickle in a
+shared folder is code that anyone who can write there runs as you.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from hpcinit.base import safe_files
+from hpcinit.base.errors import RequestError, SpecError
+from hpcinit.records import run_folder, wrappers
+from hpcinit.records.batch import Batch, solve
+from hpcinit.records.layout import Layout
+from hpcinit.records.startup_timeout import CHECKPOINT_S, COLLECTIVE_S, TimeoutLaw
+from hpcinit.records.stop_reasons import Stopping
+from hpcinit.records.wrappers import Wrapper
+
+FORMAT = 1
+KINDS = ("script", "module", "command")
+DEVICE_ID = ("never", "auto", "always")
+SEED_BY = ("same", "rank", "data")
+PARAM = ("fp32", "bf16", "fp16")
+REDUCE = ("fp32", "bf16")
+HANG_ACTIONS = ("report", "end")
+CHECKPOINTING = ("none", "full")
+LAUNCHES = ("srun", "fork", "torchrun")
+
+
+def one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise SpecError(f"{key} is {value!r}, expected one of: {', '.join(choices)}")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the ranks run. kind: script (a .py file), module (as `python -m`) or command (any argv)."""
+
+    kind: str
+    target: str
+    args: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        one_of("program.kind", self.kind, KINDS)
+
+
+@dataclass(frozen=True)
+class Comm:
+    """How the process group is brought up.
+
+    backend: 'auto' chooses by the device. collective_timeout_s: None means as long as the start-up. host_template:
+    hosts.rename(). device_id: 'never', 'auto' or 'always' given to torch, which then starts NCCL at once.
+    checkpoint_timeout_s: how long ranks wait for each other within run.save and run.load.
+    """
+
+    backend: str = "auto"
+    deepspeed: bool = False
+    timeout: TimeoutLaw = field(default_factory=TimeoutLaw)
+    collective_timeout_s: float | None = COLLECTIVE_S
+    host_template: str = ""
+    device_id: str = "never"
+    checkpoint_timeout_s: float = CHECKPOINT_S
+
+    def __post_init__(self) -> None:
+        one_of("comm.device_id", self.device_id, DEVICE_ID)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What was asked of the batch; None was left open. total: the global batch."""
+
+    micro: int | None = None
+    accumulation: int | None = None
+    total: int | None = None
+
+    def over(self, data_parallel: int) -> Batch:
+        """The Batch of so many data parallel ranks. Raises RequestError."""
+        return solve(self.micro, self.accumulation, self.total, data_parallel)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """param: of the parameters in forward and backward. reduce: of gradients while they are summed over ranks."""
+
+    param: str = "fp32"
+    reduce: str = "fp32"
+
+    def __post_init__(self) -> None:
+        one_of("precision.param", self.param, PARAM)
+        one_of("precision.reduce", self.reduce, REDUCE)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How run.wrap makes a trainable model of a model.
+
+    gradient_clip: the largest norm of the gradients, 0 for any. deepspeed: for deepspeed_config.options().
+    """
+
+    wrap: str = "ddp"
+    precision: Precision = field(default_factory=Precision)
+    activation_checkpointing: str = "none"
+    compile: bool = False
+    gradient_clip: float = 0.0
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        wrappers.get(self.wrap)
+        one_of("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
+
+    @property
+    def wrapper(self) -> Wrapper:
+        """The object that `wrap` names."""
+        return wrappers.get(self.wrap)
+
+
+@dataclass(frozen=True)
+class Hang:
+    """after_s: how long without a step is a hang; 0: never. action: 'report' it only, or 'end' the ranks too."""
+
+    after_s: float = 240.0  # before the collectives' own 300 s, whose error says nothing of who did not come
+    action: str = "report"
+
+    def __post_init__(self) -> None:
+        one_of("hang.action", self.action, HANG_ACTIONS)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the ranks are started, as far as the job must know.
+
+    kind: srun starts each rank itself, or with 'fork' and 'torchrun' one process per node that starts the node's.
+    preload: modules to import before the fork. max_restarts: of torchrun's agents. wait_s: how long ranks may outlive
+    the first that has ended; None or 0: for ever. cpus: of one rank; None where nobody has said. cpu_bind, gpu_bind: as
+    srun's options for a task per rank; None: as the site does.
+    """
+
+    kind: str = "srun"
+    preload: tuple[str, ...] = ()
+    max_restarts: int = 0
+    kill_on_bad_exit: bool = True
+    wait_s: int | None = 0
+    cpus: int | None = None
+    cpu_bind: str | None = None
+    gpu_bind: str | None = None
+
+    def __post_init__(self) -> None:
+        one_of("launch.kind", self.kind, LAUNCHES)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One submission, as the job needs to know it.
+
+    nonce: random, the same on every rank, unknown to other jobs. workdir: where the user's code runs. seed_by: the
+    'same' on every rank, another on every 'rank', or another where ranks see other 'data'.
+    """
+
+    name: str
+    cluster: str
+    nodes: int
+    ranks_per_node: int
+    program: Program
+    workdir: str
+    nonce: str
+    seed: int = 0
+    layout: Layout = field(default_factory=Layout)
+    comm: Comm = field(default_factory=Comm)
+    seed_by: str = "same"
+    deterministic: bool = False
+    batch: Samples = field(default_factory=Samples)
+    training: Training = field(default_factory=Training)
+    stop: Stopping = field(default_factory=Stopping)
+    hang: Hang = field(default_factory=Hang)
+    launch: Launch = field(default_factory=Launch)
+
+    def __post_init__(self) -> None:
+        one_of("seed_by", self.seed_by, SEED_BY)
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
+
+
+def load(path: Path, to_run: bool = True) -> Spec:
+    """The Spec in `path`. Raises SpecError if it is not one that this version can use.
+
+    to_run: this process will do what the spec says, so another user must not have written it. Who only looks at a
+    colleague's run says False.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            if to_run and (said := safe_files.ownership_problem(path, os.fstat(file.fileno()), "submit again")):
+                raise SpecError(said)
+            document = json.load(file)
+    except OSError as error:
+        raise SpecError(
+            f"cannot read {path}: {error.strerror}; is the run folder on a file system that this node shares?",
+            quoted=error.strerror or "",
+        ) from None
+    except ValueError as error:
+        raise SpecError(f"{path} is not JSON ({error}); submit again") from None
+    if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
+        raise SpecError(
+            f"{path} is not of format {FORMAT}: the hpcinit that submitted and the one in the job differ; "
+            "use the same environment on both sides"
+        )
+    try:
+        return _value(Spec, document)  # type: ignore[no-any-return]
+    except (AttributeError, KeyError, TypeError, RequestError) as error:
+        raise SpecError(f"{path} does not hold a spec: {error}; submit again") from None
+
+
+def ranks_per_task(folder: Path) -> int:
+    """How many ranks one of srun's tasks starts, in the run of `folder`; 1 where its spec cannot be read."""
+    try:
+        spec = load(folder / run_folder.SPEC, to_run=False)
+    except SpecError:
+        return 1
+    return 1 if spec.launch.kind == "srun" else spec.ranks_per_node
+
+
+def of_this_run(env: Mapping[str, str], world_size: int) -> tuple[Spec, Path] | tuple[None, None]:
+    """The spec and the folder of the run that this process belongs to, if it has the run's size.
+
+    A user's own srun inside the job, or a rank run by hand, may be of another size: sizes, layout and nonce of the
+    submission are then not its own.
+    """
+    folder = env.get(run_folder.ENV_FOLDER)
+    if not folder:
+        return None, None
+    spec = load(Path(folder) / run_folder.SPEC)
+    return (spec, Path(folder)) if spec.world_size == world_size else (None, None)
+
+
+def _value(kind: Any, given: Any) -> Any:
+    """Return `given`, plain JSON, as a value of type `kind`: a part of the Spec, or a list as a tuple."""
+    if not is_dataclass(kind):
+        return tuple(given) if isinstance(given, list) else given
+    hints = get_type_hints(kind)
+    return kind(**{name: _value(hints.get(name), value) for name, value in given.items()})  # type: ignore[operator]

@@ -1,0 +1,116 @@
+"""How long a start-up may take, as a function of the node count and of what is left of the job.
+
+    start_up = min(max, base + per_node x nodes, what is left of the job - 30)
+
+Where the default coefficients come from: docs/timeouts.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+from hpcinit.base.errors import RequestError
+
+COLLECTIVE_S = 300.0  # of collectives once training runs: docs/timeouts.md
+CHECKPOINT_S = 3600.0  # of collectives while a checkpoint is saved or loaded: docs/timeouts.md
+# The errors that name who is missing must be out before Slurm ends the job: 15 s for the watchdog's lateness, and as
+# much again for clocks that differ.
+RESERVE_S = 30.0
+# In seconds since 1970. Slurm 24.11 sets the first and 22.05 does not (tests/data/slurm); the second is what a batch
+# script can say there.
+JOB_END = ("SLURM_JOB_END_TIME", "HPCINIT_JOB_END_TIME")
+ENV_LIMIT_S = "HPCINIT_JOB_LIMIT_S"  # the job's time limit in seconds, as it was requested
+CLOCK_SLACK_S = 120.0  # a limit is rounded up to minutes, and clocks of healthy nodes differ by seconds
+
+
+@dataclass(frozen=True)
+class TimeoutLaw:
+    """Coefficients in seconds. Raises RequestError for a law that gives no positive time."""
+
+    base_s: float = 300.0
+    per_node_s: float = 3.5
+    max_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        if not (self.base_s > 0 and self.per_node_s >= 0 and self.max_s > 0):
+            raise RequestError(
+                f"timeouts: base {self.base_s:g} s, per node {self.per_node_s:g} s, at most {self.max_s:g} s; expected "
+                "base and maximum above 0, and per node at least 0"
+            )
+
+    def start_up(self, nodes: int, left: timedelta | None = None) -> timedelta:
+        """Time until all ranks of `nodes` nodes have joined; whole seconds.
+
+        left: of the job, see left_of_job(); None where nobody knows. Raises RequestError if it is not enough for any
+        start-up.
+        """
+        seconds = min(self.max_s, self.base_s + math.ceil(self.per_node_s * nodes))
+        if left is None:
+            return timedelta(seconds=seconds)
+        usable = math.floor(left.total_seconds() - RESERVE_S)
+        if usable <= 0:
+            raise RequestError(
+                f"the job ends in {left.total_seconds():.0f} s ({' or '.join(JOB_END)} says when), and of a start-up's "
+                f"time {RESERVE_S:g} s are kept for its errors: ask for more (time_min). If the job's limit was raised "
+                "since it started, give init a timeout: then nobody looks at this clock"
+            )
+        return timedelta(seconds=min(seconds, usable))
+
+    def formula(self, nodes: int, left: timedelta | None = None) -> str:
+        """The law with its numbers, for the log line: 'min(3600, 300 + 3.5 x 8 nodes) = 328 s'.
+
+        With `left`, the third term: 'min(3600, 300 + 3.5 x 8 nodes, 200 left of the job - 30) = 170 s'.
+        """
+        seconds = self.start_up(nodes, left).total_seconds()
+        terms = f"{self.base_s:g} + {self.per_node_s:g} x {nodes} node{'s' if nodes != 1 else ''}"
+        if left is not None:
+            terms += f", {math.floor(left.total_seconds())} left of the job - {RESERVE_S:g}"
+        return f"min({self.max_s:g}, {terms}) = {seconds:g} s"
+
+
+def left_of_job(env: Mapping[str, str], now_s: float) -> timedelta | None:
+    """How long the job that this process belongs to may still run; None where its environment does not say.
+
+    now_s: seconds since 1970. Negative once the job should be over.
+    """
+    for name in JOB_END:
+        text = env.get(name, "")
+        if text.isdecimal() and int(text) > 0:
+            return timedelta(seconds=int(text) - now_s)
+    return None
+
+
+def check_clock(environ: MutableMapping[str, str], now_s: float) -> str:
+    """Replace an end of the job that cannot be right by this node's clock, and return a line about it; '' if it can be.
+
+    The end is a time of the controller's clock. If it is over already when the job starts, or later than the job's
+    limit allows, this node's clock is wrong, or the limit was changed. From then on the whole limit counts as left; if
+    the limit is not known either, no end is. now_s: seconds since 1970, by this node's clock.
+    """
+    left = left_of_job(environ, now_s)
+    limit_s = _limit_s(environ)
+    if left is None or 0 < left.total_seconds() <= limit_s + CLOCK_SLACK_S:
+        return ""
+    name = next(name for name in JOB_END if environ.get(name, "").isdecimal())
+    seen = f"{name}={environ[name]} is {abs(left.total_seconds()):.0f} s {'ago' if left <= timedelta() else 'ahead'}"
+    for other in JOB_END:
+        environ.pop(other, None)
+    if math.isinf(limit_s):
+        return f"warning: {seen} by this node's clock: the job's time limit is not known here; is the clock right?"
+    environ.update({JOB_END[1]: str(int(now_s + limit_s)), ENV_LIMIT_S: f"{limit_s:.0f}"})
+    return (
+        f"warning: {seen} by this node's clock, and the job's limit is {limit_s:.0f} s: all of it counts as left from "
+        "now on; is the clock right?"
+    )
+
+
+def _limit_s(env: Mapping[str, str]) -> float:
+    """The job's time limit in seconds; inf if it is not known."""
+    end, start = env.get("SLURM_JOB_END_TIME", ""), env.get("SLURM_JOB_START_TIME", "")
+    if end.isdecimal() and start.isdecimal():  # Slurm 24.11
+        return float(int(end) - int(start))
+    own = env.get(ENV_LIMIT_S, "")
+    return float(own) if own.isdecimal() else math.inf

@@ -1,0 +1,160 @@
+"""What makes a trainable model of a model: DDP, FSDP2, DeepSpeed, or nothing. One object for each `parallel.wrap`.
+
+This is the part that needs no torch. To add a wrapper, change three files:
+
+1. this one: a subclass of Wrapper, and its line in WRAPPERS;
+2. a module in `runtime/wrap/`: a Strategy, which wraps the model, and a Wrapped, which steps, saves and loads;
+3. `runtime/wrap/__init__.py`: the Strategy's line in STRATEGIES.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from hpcinit.base.errors import SpecError
+from hpcinit.records import memory
+from hpcinit.records.layout import Layout
+from hpcinit.records.memory import Demand, Part
+
+TORCH_FORMAT, DEEPSPEED_FORMAT = "torch", "deepspeed"
+SHARD_ALL = {"parallel.dp_replicate": 1, "parallel.dp_shard": -1}
+
+
+class Wrapper(abc.ABC):
+    """Facts about one value of `parallel.wrap`.
+
+    name: the value. note: what the help text adds to it. needs_deepspeed: the ranks start DeepSpeed, and the options
+    of `deepspeed.` apply. checkpoint_format: wrappers with the same format load each other's checkpoints.
+    for_many_ranks: it combines the gradients of several ranks. whole_model: every rank has all parameters, unless
+    tensor parallelism divides them.
+    """
+
+    name: ClassVar[str]
+    note: ClassVar[str] = ""
+    needs_deepspeed: ClassVar[bool] = False
+    checkpoint_format: ClassVar[str] = TORCH_FORMAT
+    for_many_ranks: ClassVar[bool] = True
+    whole_model: ClassVar[bool] = False
+
+    def problems(self, layout: Layout) -> Iterator[str]:
+        """Return what in `layout` contradicts this wrapper, one message each. layout: every degree known."""
+        yield from ()
+
+    def memory(self, demand: Demand) -> tuple[Part, ...]:
+        """Return what one rank needs memory for, except activations and parts of 0 bytes."""
+        return tuple(part for part in self._parts(demand) if part.bytes)
+
+    @abc.abstractmethod
+    def _parts(self, demand: Demand) -> Iterator[Part]: ...
+
+    def not_counted(self, demand: Demand) -> Sequence[str]:
+        """Return what memory() cannot count without further keys, one line each."""
+        return ()
+
+    def with_less_memory(self, zero_stage: int) -> Iterator[Mapping[str, Any]]:
+        """Return changes to the config that may need less memory, by key. zero_stage: `deepspeed.zero_stage` now."""
+        yield {"parallel.wrap": FSDP.name, **SHARD_ALL}
+        for stage in (2, 3):
+            yield {"parallel.wrap": DeepSpeed.name, **SHARD_ALL, "deepspeed.zero_stage": stage}
+
+
+class DDP(Wrapper):
+    """torch's DistributedDataParallel."""
+
+    name = "ddp"
+    whole_model = True
+
+    def problems(self, layout: Layout) -> Iterator[str]:
+        if layout.dp_shard > 1:
+            yield (
+                f"parallel.wrap is ddp with dp_shard {layout.dp_shard}: DDP divides no parameters; parallel.wrap=fsdp, "
+                "or parallel.dp_replicate=-1 parallel.dp_shard=1"
+            )
+
+    def _parts(self, demand: Demand) -> Iterator[Part]:
+        # Together with tensor parallelism run.wrap uses fully_shard, with shards of full size.
+        return memory.fsdp(demand, 1) if demand.layout.tp > 1 else memory.ddp(demand)
+
+
+class FSDP(Wrapper):
+    """torch's fully_shard (FSDP2)."""
+
+    name = "fsdp"
+    note = "HSDP with dp_replicate"
+
+    def problems(self, layout: Layout) -> Iterator[str]:
+        if layout.dp_shard * layout.cp == 1 and layout.dp_replicate > 1:
+            replicate = layout.dp_replicate
+            yield (
+                f"parallel.wrap is fsdp with dp_replicate {replicate} and dp_shard 1: nothing would be divided; "
+                f"parallel=fsdp, parallel.dp_shard={replicate} parallel.dp_replicate=1, or parallel.wrap=ddp"
+            )
+
+    def _parts(self, demand: Demand) -> Iterator[Part]:
+        return memory.fsdp(demand, demand.layout.dp_shard * demand.layout.cp)
+
+    def not_counted(self, demand: Demand) -> Sequence[str]:
+        return () if demand.layers else ("the blocks that FSDP gathers: give model.layers",)
+
+
+class DeepSpeed(Wrapper):
+    """DeepSpeed's engine, with ZeRO 0 to 3."""
+
+    name = "deepspeed"
+    needs_deepspeed = True
+    checkpoint_format = DEEPSPEED_FORMAT
+
+    def problems(self, layout: Layout) -> Iterator[str]:
+        replicate, shard = layout.dp_replicate, layout.dp_shard
+        if replicate > 1 and shard > 1:
+            yield (
+                f"parallel.wrap is deepspeed with dp_replicate {replicate} and dp_shard {shard}: ZeRO divides over "
+                "all data parallel ranks; parallel.dp_replicate=1 parallel.dp_shard=-1, with deepspeed.hpz if wanted"
+            )
+
+    def _parts(self, demand: Demand) -> Iterator[Part]:
+        return memory.zero(demand)
+
+    def with_less_memory(self, zero_stage: int) -> Iterator[Mapping[str, Any]]:
+        for stage in range(zero_stage + 1, 4):
+            yield {"deepspeed.zero_stage": stage}
+        yield {"deepspeed.zero_stage": max(1, zero_stage), "deepspeed.offload_optimizer": "cpu"}
+        yield {
+            "deepspeed.zero_stage": 3,
+            "deepspeed.offload_optimizer": "cpu",
+            "deepspeed.offload_param": "cpu",
+        }
+
+
+class Unwrapped(Wrapper):
+    """The model alone: one rank trains, or the program does the parallelism itself."""
+
+    name = "none"
+    for_many_ranks = False
+
+    def _parts(self, demand: Demand) -> Iterator[Part]:
+        return DDP()._parts(demand)
+
+
+WRAPPERS: dict[str, Wrapper] = {wrapper.name: wrapper for wrapper in (DDP(), FSDP(), DeepSpeed(), Unwrapped())}
+
+
+def get(name: str) -> Wrapper:
+    """Return the wrapper of `parallel.wrap` = `name`. Raise SpecError for a name that is not in WRAPPERS."""
+    if name not in WRAPPERS:
+        raise SpecError(f"parallel.wrap is {name!r}, expected one of: {', '.join(WRAPPERS)}")
+    return WRAPPERS[name]
+
+
+def of_format(checkpoint_format: str) -> str:
+    """Return 'ddp or fsdp': the wrappers for several ranks that read and write this format of checkpoints."""
+    found = [each for each in WRAPPERS.values() if each.checkpoint_format == checkpoint_format and each.for_many_ranks]
+    return " or ".join(each.name for each in found)
+
+
+def described() -> str:
+    """Return 'ddp, fsdp (HSDP with dp_replicate), deepspeed or none', for the help text."""
+    *others, last = (f"{each.name} ({each.note})" if each.note else each.name for each in WRAPPERS.values())
+    return f"{', '.join(others)} or {last}"

@@ -1,0 +1,334 @@
+"""Every other rank's side: knocks at the candidates until the door of its own job opens."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hpcinit.base import errors as kinds
+from hpcinit.base.console import say
+from hpcinit.base.errors import BringUpError, WorldError
+from hpcinit.rendezvous import fingerprint, protocol, start_failure
+from hpcinit.rendezvous.roster import RendezvousEndpoint
+from hpcinit.rendezvous.start_failure import StartupFailure
+from hpcinit.world import World
+
+# A guest's half of the handshake: is this our door, and does it let us in?
+
+ENV_NAT = "HPCINIT_NAT"  # environment variable: the nodes see each other at translated addresses
+SAME_VERSION = "do all nodes have the same hpcinit?"
+SAME_SECRET = (
+    "start all ranks in one folder that their nodes share, or set HPCINIT_NONCE to the same random text on all of them "
+    "(export it in the batch script, before srun)"
+)
+CONNECT_S = 3.0  # a server that has not proved itself by then is somebody else's
+
+
+class Refused(BringUpError):
+    """The door is ours, and it does not let this process in."""
+
+
+class Silent(protocol.NotOurs):
+    """Somebody listens and has not said anything in time: another program, or our door behind a crowd."""
+
+
+class NotRank0(protocol.NotOurs):
+    """It answers as rank 0 would, but its proof is not valid for this connection; the message says what is known."""
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """What a process shows at the door. key: the secret of this submission. job: names this start.
+
+    nat: addresses are translated between the nodes, so proofs contain the port alone.
+    """
+
+    rank: int
+    key: str
+    job: str
+    made_of: Mapping[str, str]
+    nat: bool = False
+
+
+class JoinReply(NamedTuple):
+    """An open connection; the port for a program's own rendezvous; what the door has said since; how far ahead rank 0's
+    clock is."""
+
+    socket: socket.socket
+    lines: protocol.Lines
+    program_port: int
+    rest: list[dict[str, Any]]
+    offset: protocol.ClockOffset
+
+
+def connect(
+    address: str, port: int, claim: JoinRequest, patience_s: float = CONNECT_S, deadline: float = 0.0
+) -> JoinReply:
+    """Raises Refused, and NotOurs with what was seen where this is not our door.
+
+    patience_s: for the proof that it is ours. deadline: for its welcome then, on the monotonic clock; who hangs up
+    after the proof is taken for dead, and a door on a busy node may well be slow.
+    """
+    until = time.monotonic() + patience_s
+    try:
+        connection = socket.create_connection((address, port), patience_s)
+    except OSError as error:
+        raise protocol.NotOurs((error.strerror or str(error)).lower()) from None
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return _introduce(connection, claim, until, max(until, deadline))
+    except TimeoutError:
+        connection.close()
+        raise Silent("somebody listens there who says nothing") from None
+    except NotRank0 as error:
+        connection.close()
+        raise protocol.NotOurs(str(error)) from None
+    except (OSError, EOFError, protocol.NotOurs):
+        connection.close()
+        raise protocol.NotOurs("somebody else's server") from None
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _introduce(connection: socket.socket, claim: JoinRequest, until: float, deadline: float) -> JoinReply:
+    """The key itself is never sent."""
+    mine, lines, offset = protocol.challenge(), protocol.Lines(), protocol.ClockOffset()
+    at = protocol.endpoint(connection.getpeername(), claim.nat)
+    own_id = protocol.key_id(claim.key, claim.job)
+    sent = protocol.local_time()
+    hello = {"hello": protocol.GREETING, "job": claim.job, "challenge": mine, "key_id": own_id}
+    connection.sendall(protocol.encode(hello))
+    (answer,) = protocol.receive(connection, lines, until)[:1]
+    read = protocol.local_time()
+    _check_proof(answer, claim, mine, at)  # before anything else in the answer is looked at
+    offset.learn(sent, answer.get("clock"), read)
+    vouched = protocol.proof(claim.key, "guest", protocol.text(answer, "challenge"), f"{at}|{claim.rank}")
+    hand = {"rank": claim.rank, "proof": vouched, "made_of": dict(claim.made_of), **fingerprint.identity()}
+    sent = protocol.local_time()
+    connection.sendall(protocol.encode(hand))
+    first, *rest = protocol.receive(connection, lines, deadline)
+    offset.learn(sent, first.get("clock"), protocol.local_time())
+    if "refused" in first:
+        raise Refused(protocol.text(first, "refused"))
+    try:
+        return JoinReply(connection, lines, protocol.port(first, "welcome"), rest, offset)
+    except protocol.NotOurs as error:
+        raise Refused(f"rank 0 at {at} answers in a way that is not understood ({error}): {SAME_VERSION}") from None
+
+
+def _check_proof(answer: dict[str, Any], claim: JoinRequest, challenge: str, at: str) -> None:
+    """Raise NotRank0 unless the peer holds our key and is itself the listener at `at`."""
+
+    def proves(where: str) -> bool:
+        return protocol.same(answer.get("proof"), protocol.proof(claim.key, "door", challenge, f"{where}|{claim.job}"))
+
+    if proves(at):
+        return
+    there, key_id, hello = answer.get("at"), answer.get("key_id"), answer.get("hello")
+    if isinstance(there, str) and len(there) < 100 and proves(there):
+        raise NotRank0(
+            f"passes on the answers of rank 0, which listens at {there}: another process is in between, or the network "
+            f"translates addresses (then set {ENV_NAT}=1 on all ranks)"
+        )
+    if isinstance(hello, str) and hello.startswith(protocol.PROTOCOL) and "proof" not in answer:
+        raise NotRank0("hpcinit of another job, start or version")
+    if isinstance(key_id, str) and key_id != protocol.key_id(claim.key, claim.job):
+        raise NotRank0(f"a process of this job that holds another secret: {SAME_SECRET}")
+    raise NotRank0("somebody else's server")
+
+
+# Between two rounds of knocking, growing: ranks that start at the same time must not wait long for rank 0 to be
+# the slower one, and thousands of ranks must not knock for minutes at that rate.
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.005, 1.0
+CONNECTING_RANKS = 4096  # with more, each pauses for longer: rank 0's node gets no more knocks than from so many
+# Of connections that wait to be accepted Linux keeps this many (net.core.somaxconn), drops the rest, and those come
+# again after 1, 3, 7, 15 s. More ranks than that spread themselves over about the time that rank 0 needs for them
+# anyway (docs/performance.md).
+QUEUE, EACH_S = 4096, 0.00025
+LONGEST_SILENCE_S = 60.0  # that a rank listens to one who says nothing
+
+
+def spread_s(world_size: int) -> float:
+    """How long a rank waits before it connects, where all of them would at the same moment."""
+    return random.uniform(0, world_size * EACH_S) if world_size > QUEUE else 0.0
+
+
+class RendezvousClient(RendezvousEndpoint):
+    """A connection to rank 0's door, from the first knock until everybody is up.
+
+    resolve: gives the addresses to try, anew each time (a name may resolve a moment later), or raises WorldError with
+    the reason why there is none. deadline: on the monotonic clock. nat: rank 0 is at a translated address. Raises
+    BringUpError, with what was seen at each port, if the door does not open by then.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        resolve: Callable[[], list[str]],
+        key: str,
+        job: str,
+        made_of: Mapping[str, str],
+        deadline: float,
+        nat: bool = False,
+    ) -> None:
+        super().__init__()
+        self._world = world
+        self._claim = JoinRequest(world.rank, key, job, made_of, nat)
+        self._closed = self._reported = False
+        self._missing: StartupFailure | None = None
+        self._socket, self._lines, self.program_port, said, offset = self._find(resolve, deadline)
+        if offset.known:
+            self.clock_offset_s, self.clock_uncertainty_s = offset.known
+        self.address = str(self._socket.getpeername()[0])
+        self.own_address = str(self._socket.getsockname()[0])
+        for message in said:
+            self._take(message)
+        self._socket.settimeout(None)
+        self._thread = threading.Thread(target=self._listen, name="hpcinit-visit", daemon=True)
+        self._thread.start()
+
+    def _find(self, resolve: Callable[[], list[str]], deadline: float) -> JoinReply:
+        seen: dict[str, str] = {}
+        listen_s: dict[str, float] = {}
+        pause, longest_pause = FIRST_PAUSE_S, LAST_PAUSE_S * max(1.0, self._world.world_size / CONNECTING_RANKS)
+        time.sleep(spread_s(self._world.world_size))
+        while True:
+            try:
+                for address in resolve():
+                    for port in self._world.master_ports:
+                        where = f"{address}:{port}"
+                        silence_s = listen_s.get(where, CONNECT_S)
+                        patience = max(0.1, min(silence_s, deadline - time.monotonic()))
+                        try:
+                            return connect(address, port, self._claim, patience, deadline)
+                        except protocol.NotOurs as error:
+                            seen[where] = str(error)
+                            # It may be our door behind a crowd: who gives up goes to the end of the queue.
+                            if isinstance(error, Silent):
+                                listen_s[where] = min(LONGEST_SILENCE_S, 2 * silence_s)
+            except WorldError as error:
+                seen[self._world.master_addr] = str(error)
+            if time.monotonic() > deadline:
+                raise BringUpError(self._no_door(seen), rank_at_fault=0, host_at_fault=self._world.master_addr)
+            time.sleep(pause * random.uniform(0.5, 1.5))  # thousands of ranks must not knock in step
+            pause = min(longest_pause, pause * 1.5)
+
+    def tell(self, phase: str) -> None:
+        self._send({"phase": phase})
+
+    def wait_for_store(self, deadline: float, every_s: float) -> int:
+        self._wait(lambda: self._store_is_told() or self._closed, "imported", deadline, every_s)
+        if not self._store_is_told():
+            raise BringUpError(
+                f"rank 0 on {self._world.master_addr} has ended its part in the start-up, and rank {self._world.rank} "
+                "is in init: does every rank of the program call hpcinit.init()?"
+            )
+        return super().wait_for_store(deadline, every_s)
+
+    def missing(self, phase: str) -> str:
+        """Asks rank 0; '' if it does not answer."""
+        found = self._ask_who_is_missing(phase)
+        return found.message if found else ""
+
+    def _ask_who_is_missing(self, phase: str) -> StartupFailure | None:
+        self._send({"who": phase})
+        with self._changed:
+            self._changed.wait_for(lambda: self._missing is not None or bool(self._failure), 2)
+            return self._failure or self._missing
+
+    def _still_waiting(self, phase: str) -> None:
+        """One voice is enough."""
+
+    def _too_late(self, phase: str) -> StartupFailure:
+        found, here = self._ask_who_is_missing(phase), fingerprint.identity()["host"]
+        if found:
+            return found
+        return self._of_rank_0(
+            f"does not answer rank {self._world.rank} on {here} any more, so who is missing cannot be told: has one of "
+            "the two nodes lost its network, or is rank 0 frozen?"
+        )
+
+    def _of_rank_0(self, what: str) -> StartupFailure:
+        at = self._world.master_addr
+        return StartupFailure(f"rank 0 on {at} {what}", kinds.PROGRAM, 0, at)
+
+    def fail(self, error: str) -> None:
+        self._send({"error": error[: protocol.LONGEST_ERROR]})
+
+    def tell_the_late(self) -> None:
+        """They come to rank 0."""
+
+    def close(self) -> None:
+        self._closed = True  # nor does this rank take rank 0's leave for a death
+        self._send({"bye": True})
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(2)
+        self._socket.close()
+
+    def forget(self) -> None:
+        self._socket.close()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the listening thread finds out
+            self._socket.sendall(protocol.encode(message))
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                for message in protocol.receive(self._socket, self._lines):
+                    self._take(message)
+        except (OSError, EOFError):
+            # All are up, or rank 0's program needed no more and it said so; else rank 0 is gone.
+            if not self._closed and not self._failure:
+                self._failed(self._of_rank_0("ended during start-up; its log says why"))
+        except protocol.NotOurs as error:
+            text = f"sent something that is no message of the rendezvous ({error}): {SAME_VERSION}"
+            self._failed(self._of_rank_0(text))
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "failed" in message:
+            self._failed(start_failure.of(message, "failed"))
+        with self._changed:
+            self._all_came |= "all" in message
+            self._closed |= "closed" in message
+            try:
+                if "store" in message:
+                    self._store_port = protocol.port(message, "store")
+                if "missing" in message:
+                    protocol.text(message, "missing")
+                    self._missing = start_failure.of(message, "missing")
+            except protocol.NotOurs as error:
+                self._ignored(error)
+            self._changed.notify_all()
+
+    def _ignored(self, error: protocol.NotOurs) -> None:
+        if not self._reported:
+            self._reported = True
+            say(
+                f"warning: rank 0 on {self._world.master_addr} sent a message that is not understood and is ignored: "
+                f"{error}; {SAME_VERSION}"
+            )
+
+    def _failed(self, reason: StartupFailure) -> None:
+        with self._changed:
+            self._failure = self._failure or reason
+            act = self._on_failure
+            self._changed.notify_all()
+        if act:
+            act(reason.message)
+
+    def _no_door(self, seen: Mapping[str, str]) -> str:
+        me = f"rank {self._world.rank} on {fingerprint.identity()['host']}"
+        what = "; ".join(f"{where}: {outcome}" for where, outcome in seen.items())
+        return (
+            f"{me} did not find rank 0 at {self._world.master_addr}: {what}. Did rank 0 start there, does the name "
+            "mean the same host on this node, does a firewall stand between?"
+        )

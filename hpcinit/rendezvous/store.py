@@ -1,0 +1,75 @@
+"""torch's store for a meeting: on a socket that was bound before anybody was told its port."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import DistError
+from torch.distributed.rendezvous import rendezvous
+
+from hpcinit.base.errors import BringUpError
+from hpcinit.rendezvous import protocol
+from hpcinit.rendezvous.join import Rendezvous, said_every_s
+from hpcinit.rendezvous.process_state import state
+from hpcinit.rendezvous.rendezvous_client import spread_s
+from hpcinit.rendezvous.server import RendezvousServer
+from hpcinit.world import World, exports
+
+
+def open_store(world: World, meeting: Rendezvous | None, deadline: float) -> Store:
+    """A store that all ranks of this start share and no other process can take for its own.
+
+    deadline: on the monotonic clock. Raises BringUpError that names the ranks that are missing.
+    """
+    if world.world_size == 1:
+        return HashStore()
+    if meeting is None:
+        return _torchruns(world, _left(deadline))
+    every_s = said_every_s(world)
+    if isinstance(meeting, RendezvousServer):
+        server = socket.create_server((meeting.address, 0), family=protocol.family(meeting.address), backlog=4096)
+        meeting.offer_store(server.getsockname()[1])
+        port = meeting.wait_for_store(deadline, every_s)
+        store = serve(meeting.address, server, world.world_size, _left(deadline))
+    else:
+        port = meeting.wait_for_store(deadline, every_s)
+        time.sleep(spread_s(world.world_size))
+        store = TCPStore(meeting.address, port, world.world_size, False, _left(deadline), wait_for_workers=False)
+    return PrefixStore(f"hpcinit/{world.job}", store)
+
+
+def serve(address: str, listener: socket.socket, world_size: int, timeout: timedelta) -> TCPStore:
+    """Return torch's store on `listener`, which is bound to `address`. torch closes it."""
+    port = listener.getsockname()[1]
+    return TCPStore(
+        address,
+        port,
+        world_size,
+        True,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _torchruns(world: World, timeout: timedelta) -> Store:
+    """The store that torchrun's agent holds."""
+    state.agent_store_rounds += 1  # the agent's store outlives a shutdown, and so do the keys in it
+    os.environ.update(exports(world))
+    try:
+        store: Store = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))[0]
+    except (DistError, OSError) as error:
+        where = f"{world.master_addr}:{world.master_ports[0]}"
+        first = str(error).partition("\n")[0]
+        raise BringUpError(
+            f"rank {world.rank} could not reach torchrun's store at {where}: {first}", quoted=first
+        ) from error
+    return PrefixStore(f"hpcinit/{world.job}/{state.agent_store_rounds}", store)
+
+
+def _left(deadline: float) -> timedelta:
+    return timedelta(seconds=max(1.0, deadline - time.monotonic()))

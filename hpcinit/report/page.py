@@ -1,0 +1,241 @@
+"""report.html: one page that needs nothing else, with a lane for each rank or node. page.html is its frame."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from hpcinit.base.console import plain
+from hpcinit.records import run_folder, timeline
+from hpcinit.records.timeline import MOMENTS
+from hpcinit.report import startup_phases
+from hpcinit.report.startup_phases import NAMES, Phase, Report, seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+# A report in words: lines for any place, a table for a terminal, JSON for programs.
+
+HEAD = ("phase", "min", "median", "max", "ends within", "slowest, and for whom all waited")
+
+
+def headline(report: Report) -> str:
+    """'job 43.0.0: 4 ranks on 2 nodes (slurm), started 14:02:11, up 12.3 s after that'"""
+    attempt = report.attempt
+    begun = timeline.begun(attempt)
+    at = f", started {datetime.fromtimestamp(begun):%Y-%m-%d %H:%M:%S}" if begun else ""
+    plural = "s" * (attempt.world_size != 1), "s" * (attempt.nodes != 1)
+    shape = f"{attempt.world_size} rank{plural[0]} on {attempt.nodes} node{plural[1]} ({attempt.launcher})"
+    ends = [rank.moments[timeline.LAST] for rank in attempt.ranks if timeline.LAST in rank.moments]
+    if startup_phases.before_init(report):
+        return f"job {attempt.job}: {shape}{at}, the program has not called hpcinit.init()"
+    up = f", up {seconds(max(ends) - begun)} after that" if attempt.complete and begun else ", not all are up"
+    return f"job {attempt.job}: {shape}{at}{up}"
+
+
+def row(report: Report, phase: Phase) -> tuple[str, ...]:
+    """In the columns of HEAD."""
+    behind = startup_phases.waited_for(report, phase)
+    about = startup_phases.named(startup_phases.slow_phases(report, phase))
+    if behind:
+        about = f"for {behind[0]}, {seconds(behind[1])} after half of them"
+    name = f"{phase.name}{' *' * phase.waits}"
+    spread = "" if phase.ends == startup_phases.QUEUE else seconds(phase.spread)
+    return (name, seconds(phase.least), seconds(phase.median), seconds(phase.most), spread, about)
+
+
+def notes(report: Report) -> Iterator[str]:
+    """What else is to be known: who is missing, the time-out, the clocks."""
+    yield from startup_phases.missing_ranks(report)
+    if any(phase.waits for phase in report.phases):
+        yield "* of these phases most is waiting for others"
+    yield from (line for line in (timeout(report), clock_lines(report)) if line)
+
+
+def timeout(report: Report) -> str:
+    attempt = report.attempt
+    if not attempt.law:
+        return ""
+    waited = attempt.waited_s
+    used = ""
+    if waited is not None and attempt.timeout_s and attempt.complete:
+        used = f"; the longest wait under it was {seconds(waited)}, {waited / attempt.timeout_s:.0%}"
+    return f"time-out of the start-up: {attempt.law}{used}"
+
+
+def clock_lines(report: Report) -> str:
+    """How far the nodes' clocks differ, and how well that is known."""
+    others = {host: clock for host, clock in report.clocks.items() if clock.within_s or clock.offset_s}
+    unknown = sorted(set(report.hosts.values()) - report.clocks.keys())
+    parts = []
+    if off := {host: clock for host, clock in others.items() if clock.offset_s}:
+        worst = max(off, key=lambda host: abs(off[host].offset_s))
+        one = off[worst]
+        count = f"clocks of {len(off)} node{'s' * (len(off) > 1)} differ from rank 0's and are corrected"
+        parts.append(f"{count}, most {worst}'s: by {-one.offset_s:+.3f} s to within {seconds(one.within_s)}")
+    elif others:
+        parts.append("the nodes' clocks agree as far as can be told")
+    if right := [clock.within_s for clock in others.values() if not clock.offset_s]:
+        parts.append(f"{'the others' if off else 'they'} may differ by up to {seconds(max(right))}")
+    if unknown:
+        parts.append(f"nothing is known of the clock{'s' * (len(unknown) > 1)} of {', '.join(unknown[:4])}")
+    return "; ".join(parts)
+
+
+def report_lines(report: Report) -> Iterator[str]:
+    """Without a terminal."""
+    yield headline(report)
+    rows = [HEAD, *(row(report, phase) for phase in report.phases)]
+    widths = [max(len(line[column]) for line in rows) for column in range(len(HEAD) - 1)]
+    for line in rows:
+        name, *numbers = (
+            text.ljust(width) if not at else text.rjust(width)
+            for at, (text, width) in enumerate(zip(line, widths, strict=False))
+        )
+        yield f"  {name}  {'  '.join(numbers)}  {line[-1]}".rstrip()
+    yield from notes(report)
+
+
+def table(report: Report) -> Table:
+    """For a terminal."""
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
+    for column, name in enumerate(HEAD):
+        numbers = 0 < column < len(HEAD) - 1
+        made.add_column(name, justify="right" if numbers else "left", no_wrap=column < len(HEAD) - 1)
+    for phase in report.phases:
+        cells = row(report, phase)
+        style = "dim" if phase.waits else ""
+        about = Text(plain(cells[-1]), "yellow" if cells[-1] else "")
+        made.add_row(*(Text(plain(cell), style) for cell in cells[:-1]), about)
+    return made
+
+
+def document(report: Report) -> dict[str, Any]:
+    """For programs. Times in seconds; moments since 1970, by the clock of rank 0's node."""
+    attempt = report.attempt
+    return {
+        "job": attempt.job,
+        "launcher": attempt.launcher,
+        "world_size": attempt.world_size,
+        "nodes": attempt.nodes,
+        "complete": attempt.complete,
+        "absent": attempt.absent,
+        "silent_nodes": report.silent_hosts,
+        "missing": startup_phases.missing_ranks(report),
+        "timeout_s": attempt.timeout_s,
+        "law": attempt.law,
+        "waited_s": attempt.waited_s,
+        "clocks": {
+            host: {"offset_s": clock.offset_s, "within_s": clock.within_s} for host, clock in report.clocks.items()
+        },
+        "phases": [_phase(report, phase) for phase in report.phases],
+        "ranks": [
+            {"rank": rank.rank, "host": rank.host, "local_rank": rank.local_rank, "moments": dict(rank.moments)}
+            for rank in attempt.ranks
+        ],
+    }
+
+
+def _phase(report: Report, phase: Phase) -> dict[str, Any]:
+    behind = startup_phases.waited_for(report, phase)
+    return {
+        "name": phase.name,
+        "ends": phase.ends,
+        "waits": phase.waits,
+        **{"min_s": phase.least, "median_s": phase.median, "max_s": phase.most, "spread_s": phase.spread},
+        "slowest": [_slow(one) for one in startup_phases.slow_phases(report, phase)],
+        "waited_for": {**_slow(behind[0]), "behind_s": behind[1]} if behind else None,
+    }
+
+
+def _slow(one: startup_phases.SlowPhase) -> dict[str, Any]:
+    ranks: Sequence[int] = one.ranks
+    return {"host": one.host, "ranks": list(ranks), "whole_node": one.whole, "took_s": one.took}
+
+
+FRAME = Path(__file__).parent / "page.html"
+BAR = 160  # width of a phase's bar in its table, in pixels
+
+
+def render_html(run: Path, reports: Sequence[Report], file: Path) -> str:
+    """The page as it will lie in `file`: links to logs are relative to that."""
+    logs = quote(os.path.relpath(run / run_folder.LOGS, file.parent))
+    there = {path.name for path in (run / run_folder.LOGS).glob("rank-*.log")}
+    data = {
+        "phases": [{"ends": ends, "name": name, "waits": waits} for ends, (name, waits) in NAMES.items()],
+        "moments": list(MOMENTS),
+        "logs": logs,
+        "attempts": [_data(report, there) for report in reports],
+    }
+    parts = {
+        "TITLE": escape(f"{run.absolute().name}: how it started"),
+        "SECTIONS": "\n".join(_section(number, reports) for number in range(len(reports))),
+        # "<" could end the script element
+        "DATA": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+    }
+    return re.sub("@([A-Z]+)@", lambda found: parts[found[1]], FRAME.read_text(encoding="utf-8"))
+
+
+def _section(number: int, reports: Sequence[Report]) -> str:
+    report = reports[number]
+    heading = f"Attempt {number + 1} of {len(reports)}: " if len(reports) > 1 else ""
+    longest = max((phase.most for phase in report.phases if phase.ends != startup_phases.QUEUE), default=0.0)
+    rows = "".join(_row(report, phase, longest) for phase in report.phases)
+    heads = "".join(f"<th scope=col>{escape(name)}</th>" for name in (*HEAD[:5], "min | median | max", HEAD[5]))
+    bad = "".join(f"<li class=bad>{escape(line)}</li>" for line in startup_phases.missing_ranks(report))
+    notes = "".join(f"<li>{escape(line)}</li>" for line in (timeout(report), clock_lines(report)) if line)
+    opened = " open" * (number == len(reports) - 1)
+    return (
+        f"<details class=attempt{opened}><summary><h2>{escape(heading + headline(report))}</h2></summary>"
+        f"<ul class=notes>{bad}{notes}</ul>"
+        f'<div class=chart data-attempt="{number}"><noscript>The lanes need JavaScript.</noscript></div>'
+        f"<div class=scroll><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
+        f"<p class=small>* most of this is waiting for others, grey in the lanes</p></details>"
+    )
+
+
+def _row(report: Report, phase: Phase, longest: float) -> str:
+    name, *numbers, about = row(report, phase)
+    cells = "".join(f"<td class=n>{escape(number)}</td>" for number in numbers)
+    drawn = _bar(phase, longest) if phase.ends != startup_phases.QUEUE else ""
+    label = f"<span class=key data-phase={phase.ends}></span>{escape(name)}"
+    return f"<tr><th scope=row>{label}</th>{cells}<td>{drawn}</td><td class=about>{escape(about)}</td></tr>"
+
+
+def _bar(phase: Phase, longest: float) -> str:
+    """A line from the quickest rank to the slowest, with a mark at the median."""
+    left, middle, right = (
+        max(0.0, value) / longest * BAR if longest else 0.0 for value in (phase.least, phase.median, phase.most)
+    )
+    return (
+        f"<svg width={BAR + 4} height=14 aria-hidden=true><line class=rule x1=2 x2={BAR + 2} y1=7 y2=7 />"
+        f'<rect data-phase={phase.ends} x="{left + 1:.1f}" y=3 width="{max(2.0, right - left):.1f}" height=8 rx=2 />'
+        f'<line class=median x1="{middle + 2:.1f}" x2="{middle + 2:.1f}" y1=0 y2=14 /></svg>'
+    )
+
+
+def _data(report: Report, logs: set[str]) -> dict[str, Any]:
+    """Moments in whole milliseconds since the first that any rank has of the job itself; -1 where a rank has none."""
+    attempt = report.attempt
+    hosts = list(dict.fromkeys([*attempt.hosts, *report.hosts.values()]))
+    index = {host: at for at, host in enumerate(hosts)}
+    begins = [moment for rank in attempt.ranks for name, moment in rank.moments.items() if name != "submitted"]
+    zero = min(begins, default=0.0)
+    ranks = []
+    for rank in attempt.ranks:
+        at = [round(1000 * (rank.moments[name] - zero)) if name in rank.moments else -1 for name in MOMENTS]
+        at[0] = -1  # the queue, which may be days, is in the table
+        ranks.append([rank.rank, index[rank.host], *at])
+    without = sorted({rank.rank for rank in attempt.ranks if f"rank-{rank.rank}.log" not in logs})
+    silent = [index[host] for host in report.silent_hosts]
+    return {"hosts": hosts, "ranks": ranks, "absent": attempt.absent, "silent": silent, "nologs": without}

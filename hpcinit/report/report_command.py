@@ -1,0 +1,173 @@
+"""`hpcinit report RUN [--json] [--html FILE]`: how long each phase of a start took, and who was slow."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hpcinit.base import console as console_module
+from hpcinit.base.console import plain
+from hpcinit.base.errors import Failure, HpcinitError, RequestError
+from hpcinit.base.text import ranges
+from hpcinit.observe import find_runs, state
+from hpcinit.records import run_folder, spec, timeline
+from hpcinit.records.timeline import Attempt
+from hpcinit.report import page, startup_phases
+from hpcinit.report.startup_phases import Report
+
+# All starts of a run, from its folder: what the ranks wrote, and when the job was handed to Slurm.
+
+TASK = "task"
+
+
+def gather_reports(run: Path) -> list[Report]:
+    """One for each start of the ranks, the first first. Raises RequestError if none has left a line."""
+    attempts = timeline.read(run)
+    if not attempts:
+        record = state.submission(run)
+        raise RequestError(
+            f"{run} has no {run_folder.TIMELINE}/ with a rank's line in it: job {record['job_id']} has not started yet, "
+            f"or its ranks could not write there (hpcinit why says more), or it was submitted by an older hpcinit"
+        )
+    handed = dict(_handed_over(run))
+    seen: set[str] = set()
+    found = []
+    for attempt in attempts:
+        key = _job_and_restart(attempt)
+        key = key if key in handed else f"{TASK}.{attempt.restart}"
+        submitted = None if key in seen else handed.get(key)  # ranks that begin again in the same job wait for nothing
+        seen.add(key)
+        found.append(startup_phases.startup_phases(_with_law(_with_submission(attempt, submitted), run)))
+    return found
+
+
+def _job_and_restart(attempt: Attempt) -> str:
+    return f"{attempt.job.partition('.')[0].partition('+')[0]}.{attempt.restart}"
+
+
+def _with_submission(attempt: Attempt, submitted: float | None) -> Attempt:
+    """A job that begins while its submission is still writing its record is not shown as one that waited.
+
+    Slurm 24.11 says itself when the nodes were there, in whole seconds (SLURM_JOB_START_TIME): not before it was asked.
+    """
+    if submitted is None:
+        return attempt
+    ranks = []
+    for rank in attempt.ranks:
+        at = rank.moments.get("allocated", 0.0)
+        moments = {"submitted": min(submitted, at), **rank.moments}
+        ranks.append(replace(rank, moments=moments) if int(submitted) <= at else rank)
+    return replace(attempt, ranks=tuple(ranks))
+
+
+def _with_law(attempt: Attempt, run: Path) -> Attempt:
+    """Where rank 0 did not come to say it: the submission's, without what was left of the job."""
+    if attempt.law:
+        return attempt
+    try:
+        law = spec.load(run / run_folder.SPEC, to_run=False).comm.timeout
+        limit, text = law.start_up(attempt.nodes).total_seconds(), law.formula(attempt.nodes)
+    except HpcinitError:
+        return attempt
+    return replace(attempt, timeout_s=limit, law=f"{text} (rank 0 did not come to say it)")
+
+
+def _handed_over(run: Path) -> Iterator[tuple[str, float]]:
+    """('JOB.RESTART', when it came to Slurm), in seconds since 1970."""
+    with contextlib.suppress(RequestError, KeyError, TypeError, ValueError):
+        record = state.submission(run)
+        at = float(record["submitted"])
+        yield from ((f"{_number(job)}.0", at) for job in state.jobs(record))
+    for line in _lines(run / run_folder.RESTARTS):
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            yield f"{_number(line['job'])}.{int(line['restart'])}", float(line["time"])
+
+
+def _number(job: str) -> str:
+    """Of a task of an array, '18_1', whose number of its own only its ranks were told: TASK."""
+    return TASK if "_" in job else job
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        text = path.read_text()
+    except OSError:
+        return
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            document = json.loads(line)
+            if isinstance(document, dict):
+                yield document
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hpcinit report", description="How a run's ranks came up: who was slow.")
+    parser.add_argument("run", nargs="?", default="", help="run folder, its name, or a job id")
+    find_runs.add_runs_dir(parser)
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help=f"where the page goes; default: RUN/{run_folder.REPORT}"
+    )
+    return console_module.add_verbosity_options(parser, "one JSON object, for programs; no page unless --html")
+
+
+def main(argv: Sequence[str]) -> int:
+    options = console_module.parse_arguments(parser(), list(argv))
+    path = find_runs.find_run(options.run, options.runs_dir)
+    if find_runs.is_sweep(path):
+        numbers = ranges(find_runs.combinations(path))
+        raise RequestError(f"{path} is a sweep of the tasks {numbers}, expected one: hpcinit report {options.run}/0")
+    found = gather_reports(path)
+    if options.json:
+        print(json.dumps({"run": str(path), "attempts": [page.document(report) for report in found]}))
+    else:
+        _print(found)
+    if options.html or not options.json:
+        _write(
+            options.html or path / run_folder.REPORT,
+            path,
+            found,
+            asked=options.html is not None,
+            beside_json=options.json,
+        )
+    return 0
+
+
+def _print(found: Sequence[Report]) -> None:
+    if console_module.quiet():
+        for report in found:
+            print(plain(page.headline(report)))
+        return
+    if not sys.stdout.isatty():
+        for report in found:
+            print(plain("\n".join(page.report_lines(report))))
+        return
+    from rich.console import Console  # noqa: PLC0415 - for a terminal only
+
+    console = Console(highlight=False)
+    for report in found:
+        console.print(plain(page.headline(report)), style="bold", markup=False)
+        console.print(page.table(report))
+        for line in page.notes(report):
+            console.print(plain(line), markup=False)
+
+
+def _write(file: Path, run: Path, found: Sequence[Report], asked: bool, beside_json: bool) -> None:
+    """Another user's run can be read and not written: that matters only where a page was asked for."""
+    try:
+        file.write_text(page.render_html(run, found, file), encoding="utf-8")
+    except OSError as error:
+        said = f"the page {file} cannot be written: {error.strerror}"
+        if asked:
+            raise Failure(f"{said}; choose another place with --html FILE") from None
+        console_module.message(f"{said}; --html FILE writes it elsewhere")
+    else:
+        if beside_json:
+            console_module.note(f"page: {file}")
+        elif not console_module.quiet():
+            print(f"page: {file}")

@@ -1,0 +1,81 @@
+"""DeepSpeed on top of torch's group, and gone with it."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+
+import torch
+
+from hpcinit.base.errors import BringUpError
+from hpcinit.base.versions import installed
+from hpcinit.runtime import devices, ops
+
+# What DeepSpeed 0.19.8 lets go of in deepspeed.utils.groups._release_process_group_references; 0.18.5 lacks that
+# function and keeps the same names.
+_EMPTIED = (
+    "_EXPERT_PARALLEL_GROUP",
+    "_EXPERT_PARALLEL_GROUP_RANKS",
+    "_EXPERT_DATA_PARALLEL_GROUP",
+    "_EXPERT_DATA_PARALLEL_GROUP_RANKS",
+    "_ALL_TO_ALL_GROUP",
+)
+_RESET = {
+    "_WORLD_GROUP": None,
+    "_ZERO_PARAM_INTRA_PARALLEL_GROUP": None,
+    "_TENSOR_MODEL_PARALLEL_GROUP": None,
+    "_MODEL_PARALLEL_GROUP": None,
+    "_DATA_PARALLEL_GROUP": None,
+    "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE": None,
+    "_MPU_TENSOR_MODEL_PARALLEL_RANK": None,
+    "expert_tensor_parallel_world_size": 1,
+    "mesh_device": None,
+    "mpu": None,
+}
+
+
+def deepspeed_version() -> str:
+    """Of the installed DeepSpeed, without importing it. Raises BringUpError where there is none."""
+    if found := installed("deepspeed"):
+        return found
+    raise BringUpError(
+        f"comm.deepspeed is true, and DeepSpeed is not installed for {sys.executable}: install hpcinit[deepspeed]"
+    )
+
+
+def start_deepspeed(backend: str, timeout: timedelta, device: torch.device) -> bool:
+    """DeepSpeed's own start, which adopts the group that is there and ignores in silence what it is asked.
+
+    False if the program had started it before. Raises BringUpError if it cannot be imported.
+    """
+    try:
+        import deepspeed  # noqa: PLC0415 - over a second to import
+    except ImportError as error:
+        raise BringUpError(
+            f"comm.deepspeed is true, and DeepSpeed cannot be imported: {error}", quoted=str(error)
+        ) from error
+    devices.for_deepspeed(device)
+    if deepspeed.comm.is_initialized():
+        return False
+    if device.type == "cpu":
+        ops.start_uncompiled(deepspeed)  # a minute of compiling, for nothing that training uses
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout)
+    return True
+
+
+def forget_deepspeed() -> None:
+    """Clear what DeepSpeed's modules keep of a group: left there, a later start would talk to the dead one."""
+    comm = sys.modules.get("deepspeed.comm.comm")
+    for name in ("cdb", "nccl_backend", "mpi_backend", "ccl_backend", "hccl_backend"):
+        if comm is not None and hasattr(comm, name):
+            setattr(comm, name, None)
+    groups = sys.modules.get("deepspeed.utils.groups")
+    if groups is None:
+        return
+    if hasattr(groups, "_release_process_group_references"):
+        groups._release_process_group_references()
+        return
+    for name in _EMPTIED:
+        getattr(groups, name).clear()
+    for name, value in _RESET.items():
+        setattr(groups, name, value)

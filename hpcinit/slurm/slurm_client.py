@@ -1,0 +1,164 @@
+"""The only place that starts Slurm's commands: one environment, one timeout policy, one decoding of bytes.
+
+    client.run(["scontrol", "show", "config"]).stdout
+    call = client.start(["squeue", "--me"])       # runs while the caller does other work
+    call.output().stdout
+
+A class `Unreachable` error means that Slurm gave no reply. A command that fails has an exit status instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from hpcinit.base import console
+
+# Preferences of people at a terminal, which would hide jobs (SQUEUE_PARTITION), change the format that is parsed here
+# (SCONTROL_ONELINER, SLURM_TIME_FORMAT), or ask a question (SCANCEL_INTERACTIVE). SLURM_CLUSTERS sends the query to
+# another cluster, and prints a line 'CLUSTER: name' above the output: docs/decisions/0029-one-cluster.md.
+PREFERENCES = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SCONTROL_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS")
+# How long each command may take. The entry with the most words that are all in the command applies. A client itself
+# gives up on a controller after two MessageTimeouts, of 10 s each by default: these limits are for a client that hangs.
+TIMEOUTS: dict[str, timedelta] = {
+    "squeue": timedelta(seconds=30),
+    "sinfo": timedelta(seconds=30),
+    "sacct": timedelta(seconds=30),
+    "srun --help": timedelta(seconds=30),
+    "scontrol": timedelta(seconds=30),
+    "scontrol show node": timedelta(seconds=60),  # 10,000 nodes are some 10 MB of text
+    "scontrol show partition": timedelta(seconds=60),
+    "sacctmgr": timedelta(seconds=60),  # slurmdbd reads a database
+    "scancel": timedelta(seconds=60),  # one request to the controller for each job
+    "sbatch --test-only": timedelta(seconds=30),
+    # sbatch itself retries a full queue 15 times with growing sleeps, 120 s in all (sbatch.c: MAX_RETRIES).
+    "sbatch": timedelta(seconds=180),
+}
+CHECK = "is SLURM_CONF right, is the controller up?"  # what a person can check when a command timed out
+REAP_S = 1.0  # for a killed client; one that hangs in the kernel, on a dead file server, is not waited for
+
+
+class Unreachable(Exception):
+    """Slurm gave no reply."""
+
+
+class NotStarted(Unreachable):
+    """The command could not be started. missing: it is not on PATH."""
+
+    def __init__(self, message: str, missing: bool) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class TimedOut(Unreachable):
+    """The command did not end in time, and was killed."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """The result of a command that ended. status: its exit status, negative for a signal."""
+
+    command: Sequence[str]
+    status: int
+    stdout: str
+    stderr: str
+
+    @property
+    def error(self) -> str:
+        """What the command printed about its failure, or its exit status."""
+        return self.stderr.strip() or self.stdout.strip() or f"exit status {self.status}, and no output"
+
+
+def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return `env`, or this process's environment, without the variables that change what a client prints."""
+    given = os.environ if env is None else env
+    return {key: value for key, value in given.items() if not key.startswith(PREFERENCES)}
+
+
+def timeout(command: Sequence[str]) -> timedelta:
+    """Return how long `command` may take. Raise KeyError for a command that TIMEOUTS does not have."""
+    keys = [key for key in TIMEOUTS if key.split()[0] == command[0] and set(key.split()) <= set(command)]
+    if not keys:
+        raise KeyError(f"client.TIMEOUTS has no entry for {command[0]}")
+    return TIMEOUTS[max(keys, key=len)]
+
+
+def run(command: Sequence[str], env: Mapping[str, str] | None = None, *, at_most: timedelta | None = None) -> Output:
+    """Run `command` and return its output. at_most: a limit shorter than that of TIMEOUTS. Raise Unreachable."""
+    return start(command, env).output(at_most)
+
+
+def start(command: Sequence[str], env: Mapping[str, str] | None = None) -> Call:
+    """Start `command` with `env`, or this process's environment. Raise NotStarted."""
+    return Call(command, env)
+
+
+class Call:
+    """A command that runs. It has its own session, so that Ctrl-C in the terminal reaches the caller only."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None) -> None:
+        self.command = tuple(command)
+        self._timeout = timeout(self.command)
+        # sbatch passes its environment on to the job, so its locale stays the user's.
+        locale = {} if command[0] == "sbatch" else {"LC_ALL": "C.UTF-8"}
+        self._started = console.started(self.command)
+        try:
+            self._process = subprocess.Popen(
+                self.command,
+                env=environment(env) | locale,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                encoding="utf-8",
+                errors="replace",  # a site's job_submit.lua may print in any encoding
+                start_new_session=True,
+            )
+        except OSError as error:  # ENOENT also if a script's interpreter is missing
+            missing = shutil.which(command[0], path=(os.environ if env is None else env).get("PATH")) is None
+            message = f"{command[0]} is not on PATH" if missing else f"cannot run {command[0]}: {error.strerror}"
+            raise NotStarted(message, missing) from None
+
+    def output(self, at_most: timedelta | None = None) -> Output:
+        """Wait for the end of the command and return its output. Raise TimedOut, after it was killed."""
+        limit = self._timeout if at_most is None else min(at_most, self._timeout)
+        try:
+            stdout, stderr = self._process.communicate(timeout=limit.total_seconds())
+        except subprocess.TimeoutExpired:
+            self.drop()
+            raise TimedOut(f"`{short(self.command)}` did not answer in {limit.total_seconds():g} s") from None
+        except BaseException:
+            self.drop()
+            raise
+        console.ended(self.command, time.monotonic() - self._started, self._process.returncode)
+        return Output(self.command, self._process.returncode, stdout, stderr)
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait at most `seconds` for the end of the command; return whether it has ended."""
+        try:
+            self._process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def drop(self) -> None:
+        """Kill the command if it still runs: its output is not needed."""
+        if self._process.poll() is None:
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(REAP_S)
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def short(command: Sequence[str]) -> str:
+    """Return 'scontrol show config' for a message: the command without options, at most three words."""
+    return " ".join([word for word in command if not word.startswith("-")][:3])

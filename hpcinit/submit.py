@@ -1,8 +1,0 @@
-"""`python -m hpcinit.submit`, the same as `hpcinit submit`."""
-
-import sys
-
-from hpcinit.cli import entry
-
-if __name__ == "__main__":
-    sys.exit(entry(["submit", *sys.argv[1:]]))

@@ -1,0 +1,62 @@
+"""The run folder in the text of a batch script: sbatch and the shell read a path by different rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcinit.base import quoting
+from hpcinit.base.quoting import Raw
+
+
+@dataclass(frozen=True)
+class RunPath:
+    """The folder of one run."""
+
+    path: Path
+
+    job_id = Raw('"${SLURM_JOB_ID:-$$}"')
+    guard = "in_a_job"  # the block that stops a script that sbatch did not start
+    own_env: frozenset[str] = frozenset()  # variables that the job reads from the file env.sh in the run folder
+
+    def in_directive(self, name: str) -> str:
+        """Return the path of the file `name`, as a file name pattern in an #SBATCH line."""
+        return quoting.pattern(str(self.path / name))
+
+    def in_shell(self, name: str = "") -> str:
+        """Return the path of the file `name` for the shell: to be quoted, unless it is Raw."""
+        return str(self.path / name)
+
+    def pattern_in_shell(self, name: str) -> str:
+        """Return the path of the folder `name`, as the beginning of a file name pattern of srun; as in_shell()."""
+        return quoting.pattern(self.in_shell(name))
+
+
+@dataclass(frozen=True)
+class TaskPath(RunPath):
+    """The folders of the tasks of a job array. path: the folder of the sweep. Task `base` has index 0 in the array.
+
+    digits: the indices below `base` have so many at most. Task 2017 has index 17 in the array with base 2000 and 3
+    digits, and its folder is '2%3a' to Slurm.
+    """
+
+    base: int = 0
+    digits: int = 0
+    own_env: frozenset[str] = frozenset()
+
+    job_id = Raw('"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"')  # SLURM_JOB_ID of one task is the array's
+    guard = "in_an_array"
+
+    def in_directive(self, name: str) -> str:
+        task = f"{self.base // 10**self.digits}%{self.digits}a" if self.base else "%a"
+        return f"{quoting.pattern(str(self.path))}/{task}/{name}"
+
+    def in_shell(self, name: str = "") -> str:
+        return self._in_shell(str(self.path), name)
+
+    def pattern_in_shell(self, name: str) -> str:
+        return self._in_shell(quoting.pattern(str(self.path)), quoting.pattern(name))
+
+    def _in_shell(self, sweep: str, name: str) -> Raw:
+        task = f'"$(({self.base} + SLURM_ARRAY_TASK_ID))"' if self.base else '"$SLURM_ARRAY_TASK_ID"'
+        return Raw(f"{quoting.shell(f'{sweep}/')}{task}{quoting.shell(f'/{name}') if name else ''}")

@@ -1,0 +1,337 @@
+"""One submission, of a run, a chain or a sweep: from its folder to its jobs, and back if there is no job.
+
+    with begin(config, argv) as transaction:
+        transaction.refuse_duplicates(request, jobs=1)
+        ...                                     # write the files into transaction.path
+        transaction.check_duplicates()
+        job_id, command = transaction.submit(script)
+        mark(transaction.path, transaction.record(job_id, command))
+
+If the block fails, folders whose jobs certainly do not exist are removed. The others are kept.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpcinit.base.errors import ConfigError, MaybeSubmitted, RequestError, SubmitError
+from hpcinit.config import checks, secret_files
+from hpcinit.config.schema import Config
+from hpcinit.records import run_folder, secret_names
+from hpcinit.slurm import exactly_once, scontrol, slurm_client, tokens
+from hpcinit.slurm.queue import QueueQuery
+from hpcinit.submit import (
+    code_snapshot,
+    dependencies,
+    duplicates,
+    folder,
+    job_environment,
+    restart,
+    script,
+    shell_syntax,
+    validate,
+)
+from hpcinit.submit.duplicates import Waiting
+from hpcinit.submit.job_environment import make_spec, runs_dir_of, workdir_of
+from hpcinit.submit.provenance import Provenance
+
+
+class Transaction:
+    """path: the folder, of a run or a sweep. env: the environment of sbatch; `dropped` is not in it.
+
+    parts: folders inside `path` that belong to one job each and can be removed alone: the tasks of a sweep.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        path: Path,
+        env: Mapping[str, str],
+        dropped: job_environment.DroppedVariables,
+        provenance: Provenance,
+        signals: Sequence[int],
+        claims: ExitStack,
+    ) -> None:
+        self.path, self.env, self.dropped, self.provenance = path, env, dropped, provenance
+        self.parts: Sequence[Path] = ()
+        self._config, self._signals, self._claims = config, signals, claims
+        self._request = ""
+        self._token = ""  # of the latest call of sbatch; '' before the first
+        self._queued: QueueQuery | None = None
+        self._kept: set[Path] = set()  # folders of jobs that exist or may exist
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C, SIGTERM or SIGHUP arrived."""
+        return bool(self._signals)
+
+    def refuse_duplicates(self, request: str, jobs: int) -> None:
+        """Claim the request with this hash, for so many jobs, and start squeue. Raise RequestError, SubmitError."""
+        self._request = request
+        if self._config.cluster.engine == "slurm" and not self._config.again:
+            longest_s = exactly_once.longest_s(self._config.cluster.submit_patience_s, jobs)
+            self._claims.enter_context(folder.claim_held(self.path, request, longest_s))
+            self._queued = tokens.own_jobs(self.env, ended=False)
+
+    def check_duplicates(self) -> None:
+        """Read what squeue printed. Raise RequestError if the request is in the queue already."""
+        if self._queued is not None:
+            duplicates.refuse_duplicate(self._queued, self._request)
+        self.check_interrupted()
+
+    def check_interrupted(self) -> None:
+        """Raise KeyboardInterrupt if Ctrl-C arrived."""
+        if self.interrupted:
+            raise KeyboardInterrupt
+
+    def submit(
+        self, script: Path, options: Sequence[str] = (), parts: Sequence[Path] = ()
+    ) -> tuple[str, Sequence[str]]:
+        """Hand `script` to Slurm or to the local engine, exactly once; return the job id and the command.
+
+        options: of sbatch. parts: those that belong to this job. Raise SubmitError.
+        """
+        self._token = tokens.new(self._request)  # each job of a chain or a sweep has its own
+        exists = True  # or may exist
+        try:
+            if self._config.cluster.engine == "local":
+                from hpcinit.local import engine  # noqa: PLC0415
+
+                return engine.start(self.path, self._config.time_min, self.env)
+            return self._sbatch(script, options)
+        except (SubmitError, KeyboardInterrupt) as error:
+            exists = isinstance(error, MaybeSubmitted)
+            raise
+        finally:
+            if exists:
+                self._kept |= {self.path, *parts}
+
+    def record(self, job_id: str, command: Sequence[str]) -> dict[str, Any]:
+        """Return the content of submission.json for a job that was just submitted."""
+        return {
+            "job_id": job_id,
+            "engine": self._config.cluster.engine,
+            "cluster": self._config.cluster.name,
+            "token": self._token,
+            "submitted": time.time(),
+            "command": list(command),
+        }
+
+    def _sbatch(self, script: Path, options: Sequence[str]) -> tuple[str, Sequence[str]]:
+        waiting = Waiting()
+        try:
+            return exactly_once.submit(
+                script,
+                self.env,
+                self._token,
+                options,
+                comment=self._config.comment,
+                patience_s=self._config.cluster.submit_patience_s,
+                confirm=self._config.cluster.submit_confirm,
+                interrupted=lambda: self.interrupted,
+                show=waiting.show,
+                started=_started_by(script),
+            )
+        except MaybeSubmitted:
+            raise
+        except SubmitError as error:
+            raise validate.refused(str(error), script.read_text(encoding="utf-8")) from None
+        finally:
+            waiting.end()
+
+    def failure(self, error: BaseException) -> BaseException:
+        """Return what to raise for `error`, and remove the folders whose jobs certainly do not exist."""
+        if self._queued is not None:
+            self._queued.drop()
+        if self._token and not isinstance(error, (SubmitError, KeyboardInterrupt)):
+            error = exactly_once.unexpected(error, self._token)
+        if not self._kept:
+            folder.discard(self.path)
+        for part in self.parts if self._kept else ():
+            if part not in self._kept:
+                shutil.rmtree(part, ignore_errors=True)
+        return error
+
+
+@contextmanager
+def begin(
+    config: Config, argv: Sequence[str], below: Sequence[str] = (run_folder.LOGS, run_folder.ERRORS)
+) -> Iterator[Transaction]:
+    """Make the folder of the run or sweep, with the folders `below` in it, and defer Ctrl-C until the end.
+
+    argv: the command line, for the record. Raise RequestError, SubmitError.
+    """
+    require_sbatch(config)
+    provenance = Provenance(workdir_of(config), secret_names.masked(argv, config.secret_names))
+    slurm = config.cluster.engine == "slurm"
+    env, dropped = job_environment.job_environment(os.environ, config.secrets, config.secret_names, devices=slurm)
+    with duplicates.deferred_interrupts() as signals, ExitStack() as claims:
+        path = folder.claim(runs_dir_of(config), config.name, below)
+        transaction = Transaction(config, path, env, dropped, provenance, signals, claims)
+        try:
+            yield transaction
+        except BaseException as seen:
+            error = transaction.failure(seen)
+            if error is seen:
+                raise
+            raise error from seen
+
+
+def mark(path: Path, record: Mapping[str, Any]) -> None:
+    """Write submission.json: the job exists. Raise MaybeSubmitted if it cannot be written."""
+    try:
+        folder.mark_submitted(path, record)
+    except OSError as error:
+        end = f"{'scancel' if record['engine'] == 'slurm' else 'kill'} {record['job_id']}"
+        raise MaybeSubmitted(
+            f"job {record['job_id']} was submitted, but its record {path / run_folder.SUBMISSION} cannot be written: "
+            f"{error.strerror}; it runs, and `{end}` ends it"
+        ) from None
+
+
+def require_sbatch(config: Config) -> None:
+    """Raise SubmitError where the cluster has Slurm and this machine has no sbatch, and RequestError where the user's
+    environment sends jobs to another cluster than this machine's."""
+    if config.cluster.engine != "slurm":
+        return
+    if (other := os.environ.get("SLURM_CLUSTERS")) and (ours := _cluster_name()) and other.lower() != ours.lower():
+        raise RequestError(
+            f"SLURM_CLUSTERS is {other!r}, expected {ours!r} or nothing: hpcinit submits to this machine's cluster and "
+            "looks for jobs there only. To submit here: unset SLURM_CLUSTERS. For the other cluster: submit on its "
+            "login nodes, or set SLURM_CONF to its slurm.conf"
+        )
+    if shutil.which("sbatch") is None:
+        raise SubmitError(
+            f"sbatch is not on PATH, and cluster {config.cluster.name} needs it: is this a login node, and is the "
+            "slurm module loaded? dry_run=true renders without it, cluster=local runs on this machine"
+        )
+
+
+def _cluster_name() -> str:
+    """Return the ClusterName of the controller that SLURM_CONF names; '' if it does not reply."""
+    try:
+        text = slurm_client.run(["scontrol", "show", "config"]).stdout
+    except slurm_client.Unreachable:
+        return ""
+    return scontrol.config(text).get("ClusterName", "")
+
+
+def _started_by(script: Path) -> Callable[[], str]:
+    """Return a function that returns the id of the job that started `script`, as the run folder records it, or ''."""
+
+    def started() -> str:
+        from hpcinit.observe import state  # noqa: PLC0415 - only after trouble
+
+        return state.last_job(script.parent)
+
+    return started
+
+
+# One submission from a checked config to a job that exists, and nothing in between that looks like one.
+
+LONGEST_NAME = 240  # of 255 bytes that a file system allows: room for -0001, and for a temporary file's ending
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A job that exists. interrupted: Ctrl-C came while it was being submitted.
+
+    jobs: all of a chain. missing: why there are fewer than were asked for, else ''. expected: when Slurm
+    would start it, in words.
+    """
+
+    job_id: str
+    path: Path
+    dropped: job_environment.DroppedVariables
+    interrupted: bool
+    jobs: Sequence[str]
+    missing: str
+    expected: str = ""
+
+
+def check(config: Config, document: Mapping[str, Any] | None = None) -> None:
+    """Raises ConfigError with everything that is wrong with the request.
+
+    document: the config as it will be written, with the user's own keys.
+    """
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise RequestError("the current folder was deleted under this shell: cd to one that exists") from None
+    problems = [*checks.problems(config), *secret_files.in_document(document or {}, config.secret_names)]
+    if len(config.name) > LONGEST_NAME:
+        problems.append(
+            f"name has {len(config.name)} characters, expected at most {LONGEST_NAME}: a folder is named so"
+        )
+    if not problems and config.cluster.engine == "local":
+        from hpcinit.local.engine import problem  # noqa: PLC0415 - psutil, for this engine only
+
+        world_size = config.nodes * checks.ranks_per_node(config)
+        problems.extend(problem(config.nodes, world_size, config.cluster.mem_gb_per_rank))
+    if not problems:
+        problems.extend(
+            (*dependencies.dependency_problems(config), *code_snapshot.snapshot_problems(config, workdir_of(config)))
+        )
+    setup = config.cluster.setup
+    if not problems and setup:
+        # The run's number is not known yet, and bash does not mind: a path is one quoted word.
+        text = script.render(config, runs_dir_of(config) / config.name, workdir_of(config))
+        if said := shell_syntax.syntax_problem(text, setup):
+            problems.append(said)
+    if problems:
+        raise ConfigError(*problems)
+
+
+def dry_run(config: Config) -> str:
+    """Return the script that submit() would write and submit now. The config passed check()."""
+    path = folder.next_path(runs_dir_of(config), config.name)
+    return script.render(config, path, workdir_of(config), code_snapshot.plan_snapshot(config, workdir_of(config)))
+
+
+def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> Submitted:
+    """Render, write the run folder and hand the script to Slurm or to the local engine. The config passed check().
+
+    document: the config as plain containers, for config.yaml. argv: the command line, for the record.
+    Raise RequestError where the same request is queued already, or SubmitError; then there is no job and no folder,
+    except with MaybeSubmitted.
+    """
+    workdir = workdir_of(config)
+    code = code_snapshot.plan_snapshot(config, workdir)
+    records: list[dict[str, Any]] = []
+    with begin(config, argv) as one:
+        path = one.path
+        taken = code_snapshot.take_snapshot(code, path) if code else None
+        request = duplicates.request_hash(document, workdir, runs_dir_of(config), taken["sha256"] if taken else "")
+        one.refuse_duplicates(request, config.chain)
+        text = script.render(config, path, workdir, code)
+        files = {
+            run_folder.SCRIPT: text,
+            run_folder.SPEC: make_spec(config, workdir, code, path).to_json(),
+            run_folder.CONFIG: yaml.safe_dump(dict(document), sort_keys=False),
+            run_folder.PROVENANCE: one.provenance.to_json(taken),
+        }
+        folder.fill(path, files)
+        one.check_duplicates()
+        asked = config.test_only and config.cluster.engine == "slurm"
+        expected = validate.sbatch_test_only(path / run_folder.SCRIPT, one.env) if asked else ""
+        if config.after or config.after_ok or config.singleton:  # Slurm's estimate does not know of it
+            expected = ""
+        one.check_interrupted()
+
+        def hand_over(*options: str) -> tuple[str, Sequence[str]]:
+            job_id, command = one.submit(path / run_folder.SCRIPT, options)
+            records.append(one.record(job_id, command))
+            return job_id, command
+
+        links = restart.hand_over(hand_over, config)
+        mark(path, records[0] | ({"jobs": list(links.jobs)} if config.chain > 1 else {}))
+    return Submitted(links.jobs[0], path, one.dropped, one.interrupted, links.jobs, links.missing, expected)

@@ -1,0 +1,499 @@
+"""Find the ranks that cause a hang, from the flight recorder's dumps of all ranks.
+
+Each unfinished call of a rank waits for the other members of its group. A member has not called (its program is
+elsewhere), or has called while its device does not advance, or has left no dump. A member that waits in another
+group itself is a victim, and the search goes on with what it waits for. What remains are the root causes.
+
+A device executes the calls of a rank in their order, and a kernel of NCCL starts whether or not its peers have
+called. So a rank whose oldest pending call has not started, or which its peers have finished, has a device or a link
+that does not advance.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+from hpcinit.base.text import ranges
+from hpcinit.why import flight_recorder
+from hpcinit.why.flight_recorder import DONE, FORGOTTEN, SCHEDULED, STARTED, Call, Group, Message, Operation, Recording
+
+NOT_CALLED, DEVICE_STUCK, MISMATCH, NO_DUMP = "not-called", "device-stuck", "mismatch", "no-dump"
+DEFAULT = "default_pg"  # torch's description of the group of all ranks
+
+# What must be equal on all ranks of a collective. The others may differ: only rank `root` has the input of a scatter
+# and the output of a gather, and all_to_all and the variants with 'v' divide unevenly.
+UNEVEN = ("all_to_all", "alltoall")
+NO_INPUT, NO_OUTPUT = ("scatter",), ("gather",)
+ONE_WAY = ("broadcast", "reduce_oop", "gather", "scatter", "send", "recv")
+ANY_TYPE = ("scatter", "gather", "broadcast")  # ranks that only receive may give a tensor of another type
+
+ADVICE = {
+    NOT_CALLED: "its own stack shows where its program is: hpcinit logs --rank {rank}, or py-spy dump on its node",
+    DEVICE_STUCK: "look for Xid and link errors on its node, and exclude the node: +cluster.sbatch.exclude=NODE",
+    MISMATCH: "the ranks run different code or data at this point: compare what they do before this call",
+    NO_DUMP: "its process is dead or unresponsive: look at its log and at its node",
+}
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A rank that causes a hang.
+
+    kind: 'not-called', 'device-stuck', 'mismatch' or 'no-dump'. group, description, collective, number: the call that
+    the others wait in, by torch's name of the group; number is None for a send or receive. waiting_ranks: those who
+    wait in it. since_ns: when the first of them called, since 1970; 0 where no dump shows it. shared: the evidence
+    without its subject, as it reads for several ranks.
+    """
+
+    rank: int
+    host: str
+    kind: str
+    group: str
+    description: str
+    collective: str
+    number: int | None
+    waiting_ranks: tuple[int, ...]
+    evidence: str
+    since_ns: int = 0
+    shared: str = ""
+
+    @property
+    def advice(self) -> str:
+        return ADVICE[self.kind].format(rank=self.rank)
+
+
+@dataclass(frozen=True)
+class HangVerdict:
+    """culprits: root causes, the first cause first. victims: ranks that wait because of them. unknown: what the dumps
+    do not show, with the line that would have shown it."""
+
+    culprits: tuple[Culprit, ...] = ()
+    victims: tuple[int, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.culprits or self.unknown)
+
+    def lines(self) -> tuple[str, ...]:
+        """One sentence for each root cause, then what is unknown. Ranks with the same cause share a sentence."""
+        shared: dict[tuple[str, str], list[Culprit]] = {}
+        for one in self.culprits:
+            shared.setdefault((one.kind, one.shared or one.evidence), []).append(one)
+        said = [_joined(found) for found in shared.values()]
+        return (*said, *self.unknown)
+
+    def document(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        culprits = [{k: v for k, v in asdict(one).items() if k not in ("since_ns", "shared")} for one in self.culprits]
+        secondary = [f"{_ranks(self.victims)} {_plural(self.victims, 'wait')} because of this"] if self.victims else []
+        return {"culprits": culprits, "secondary": secondary, "unknown": list(self.unknown)}
+
+
+def verdict(dumps: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str] | None = None) -> HangVerdict:
+    """Return the root causes of a hang. dumps: by rank, as flight.load() returns them. hosts: names by rank."""
+    if not dumps:
+        return HangVerdict()
+    found = _Search(flight_recorder.recordings(dumps)).verdict()
+    hosts = hosts or {}
+    culprits = tuple(replace(one, host=hosts.get(one.rank, "")) for one in found.culprits)
+    return replace(found, culprits=culprits)
+
+
+class _Search:
+    """The wait-for graph of one hang."""
+
+    def __init__(self, ranks: Mapping[int, Recording]) -> None:
+        self.ranks = ranks
+        self.pending = {rank: one.pending for rank, one in ranks.items()}
+        self.members = self._all_members()
+        self.world = self._world()
+        self.open = list(dict.fromkeys(operation for found in self.pending.values() for operation in found))
+        self.timed = self._starts_are_recorded()
+        self.found: dict[int, Culprit] = {}
+        self.unknown: list[str] = []
+
+    def verdict(self) -> HangVerdict:
+        for operation in self.open:
+            self._look_at(operation)
+        self._drop_guesses()
+        if not self.found:
+            self._look_at_idle_ranks()
+        if not self.found and not self.unknown:
+            self._look_for_a_cycle()
+        if self.open and not self.found and not self.unknown:
+            waiting = [rank for rank, operations in self.pending.items() if operations]
+            self.unknown.append(
+                f"{_ranks(waiting)} {_plural(waiting, 'wait')}, and the dumps do not show for which rank"
+            )
+        if any(one.kind == NOT_CALLED for one in self.found.values()) and self._is_gloo():
+            self.unknown.append(
+                "gloo does not record sends and receives: only its stack shows whether a rank waits in one"
+            )
+        if silent := self.open and self.world - self.ranks.keys() - self.found.keys():
+            self.unknown.append(f"{_ranks(silent)} left no dump, and no other rank waits for {_it(silent)}")
+        culprits = sorted(self.found.values(), key=lambda one: (one.since_ns or 2**63, one.rank))
+        victims = tuple(sorted(rank for rank, waits in self.pending.items() if waits and rank not in self.found))
+        return HangVerdict(tuple(culprits), victims, tuple(dict.fromkeys(self.unknown)))
+
+    # Who is in a group
+
+    def _all_members(self) -> dict[Group, frozenset[int]]:
+        """The members of each group. Where no dump lists them: the ranks that have used it, or all of them."""
+        users: dict[Group, set[int]] = {}
+        for rank, one in self.ranks.items():
+            for group in one.groups:
+                users.setdefault(group, set()).add(rank)
+        listed = {group: group.members for one in self.ranks.values() for group in one.groups if group.members}
+        everybody = frozenset(self.ranks).union(*listed.values())
+        return {
+            group: group.members or (everybody if group.description == DEFAULT else frozenset(ranks))
+            for group, ranks in users.items()
+        }
+
+    def _world(self) -> frozenset[int]:
+        """All ranks that a dump mentions."""
+        listed = (group.members for one in self.ranks.values() for group in one.groups if group.members)
+        return frozenset(self.ranks).union(*listed)
+
+    def _is_listed(self, group: Group) -> bool:
+        """Whether all members are known, also those that have never used the group."""
+        return bool(group.members) or group.description == DEFAULT
+
+    def _concerned(self, operation: Operation) -> frozenset[int]:
+        """The global ranks that take part in an operation."""
+        group, what = operation
+        members = self.members[group]
+        if isinstance(what, Message):
+            in_order = sorted(members)
+            both = (what.src, what.dst)
+            return frozenset(in_order[one] for one in both if one < len(in_order))
+        return members
+
+    # What a rank has done about an operation
+
+    def _state(self, rank: int, operation: Operation) -> str | None:
+        """Return the state of a rank's call; None where it has not called."""
+        one = self.ranks[rank]
+        if call := one.call(operation):
+            return call.state
+        group, what = operation
+        return FORGOTTEN if isinstance(what, int) and one.last.get(group, -1) >= what else None
+
+    def _is_first(self, rank: int, operation: Operation) -> bool:
+        """Whether the rank's device has nothing older to finish, as far as the recorder remembers."""
+        one = self.ranks[rank]
+        call, oldest = one.call(operation), one.call(self.pending[rank][0])
+        return bool(call and oldest and call.order == oldest.order and not one.may_have_forgotten)
+
+    def _starts_are_recorded(self) -> bool:
+        """Whether 'scheduled' means that the device has not reached a call: only where some call is seen to have
+        started although a peer has not called it."""
+        for operation in self.open:
+            states = [self._state(rank, operation) for rank in self._concerned(operation) & self.ranks.keys()]
+            if STARTED in states and (None in states or not self._concerned(operation) <= self.ranks.keys()):
+                return True
+        return False
+
+    # The search
+
+    def _look_at(self, operation: Operation) -> None:
+        concerned = self._concerned(operation)
+        states = {rank: self._state(rank, operation) for rank in sorted(concerned & self.ranks.keys())}
+        absent = [rank for rank, state in states.items() if state is None]
+        waiting = [rank for rank, state in states.items() if state in (SCHEDULED, STARTED)]
+        done = [rank for rank, state in states.items() if state == DONE]
+        listed = self._is_listed(operation[0])
+        if isinstance(operation[1], Message) and not listed:  # whose ranks src and dst are cannot be known
+            return
+        if isinstance(operation[1], Message) and not all(self.ranks[rank].complete for rank in states):
+            done = []  # messages are counted from the oldest pending one: an older one says nothing
+        for rank in sorted(concerned - self.ranks.keys()):
+            clause = _clause("left no dump: {its} process is dead or unresponsive")
+            self._blame(rank, NO_DUMP, operation, waiting, clause)
+        for rank in absent:
+            if not self.pending[rank]:
+                self._blame(rank, NOT_CALLED, operation, waiting, self._not_called(rank, operation))
+        if self._differs(operation, [*waiting, *done]):
+            return  # no device can finish it
+        first = [rank for rank in waiting if self._is_first(rank, operation)]
+        everybody = listed and len(states) == len(concerned) and not absent
+        one_way = self._name(operation).lstrip("_").startswith(ONE_WAY)
+        stuck = self._stuck(states, first, waiting, done, everybody=everybody, one_way=one_way)
+        for rank in stuck:
+            others = [other for other in waiting if other != rank] or done
+            self._blame(rank, DEVICE_STUCK, operation, others, self._does_not_advance(rank, operation, states, done))
+        if not stuck and everybody and waiting and len(first) == len(waiting):
+            what = self._called(operation)
+            self.unknown.append(
+                f"{_ranks(concerned)} {_have(concerned)} called {what}, and {_ranks(waiting)} {_have(waiting)} not "
+                "finished it: a device or a link between them does not advance; TORCH_NCCL_ENABLE_TIMING=1 records "
+                "which one"
+            )
+
+    def _stuck(
+        self, states: Mapping[int, str | None], first: Sequence[int], waiting: Sequence[int], done: Sequence[int],
+        *, everybody: bool, one_way: bool,
+    ) -> list[int]:  # fmt: skip
+        """The ranks whose device or link does not advance. everybody: all members have called. one_way: the root or
+        the sender may finish before the others."""
+        started = [rank for rank in waiting if states[rank] == STARTED]
+        late = [rank for rank in first if states[rank] == SCHEDULED]
+        if late and (started or self.timed or (done and everybody and self._any_timed())):
+            return late
+        if not done or not everybody or len(first) < len(waiting):
+            return []
+        # Where data flows in one direction only, a waiting rank may wait for one that should pass the data on.
+        return list(first) if len(first) == 1 or not one_way else []
+
+    def _any_timed(self) -> bool:
+        return any(one.timed for one in self.ranks.values())
+
+    def _blame(self, rank: int, kind: str, operation: Operation, waiting: Sequence[int], clause: Clause) -> None:
+        """Note a root cause, by the operation that somebody has waited in for longest."""
+        calls = [call for other in waiting if (call := self.ranks[other].call(operation))]
+        since = min((call.created_ns for call in calls), default=0)
+        before = self.found.get(rank)
+        if before and (before.since_ns or 2**63) <= (since or 2**63):
+            return
+        group, what = operation
+        name = _message(operation) if isinstance(what, Message) else calls[0].name if calls else self._name(operation)
+        number = None if isinstance(what, Message) else what
+        others = tuple(sorted(waiting))
+        self.found[rank] = Culprit(
+            *(rank, "", kind, group.name, group.description, name, number, others),
+            evidence=f"rank {rank} {clause.one}",
+            since_ns=since,
+            shared=clause.several,
+        )
+
+    def _differs(self, operation: Operation, ranks: Sequence[int]) -> bool:
+        """Whether the ranks called different things; then the few who differ from the most are to blame."""
+        calls = {rank: call for rank in ranks if (call := self.ranks[rank].call(operation))}
+        if isinstance(operation[1], Message):
+            keys = {rank: _of_message(call) for rank, call in calls.items() if self.ranks[rank].complete}
+        else:
+            keys = {rank: _must_agree(call) for rank, call in calls.items()}
+        counts = Counter(keys.values()).most_common()
+        if len(counts) < 2:
+            return False
+        tie = len(counts) > 1 and counts[0][1] == counts[1][1]
+        odd = [rank for rank, key in keys.items() if tie or key != counts[0][0]]
+        usual = next(calls[rank] for rank, key in keys.items() if key == counts[0][0])
+        for rank in odd:
+            others = [other for other in calls if other != rank]
+            other = usual if not tie else next(calls[one] for one in others if keys[one] != keys[rank])
+            clause = _clause(
+                "called {mine} where {others} called {theirs} ({where})",
+                mine=_described(calls[rank]),
+                others=_ranks(r for r in others if keys[r] != keys[rank]),
+                theirs=_described(other),
+                where=_where(operation),
+            )
+            self._blame(rank, MISMATCH, operation, others, clause)
+        if tie:
+            self.unknown.append(f"which of {_ranks(odd)} called the wrong thing: as many ranks did one as the other")
+        return True
+
+    def _drop_guesses(self) -> None:
+        """Where the recorder has forgotten calls, messages are counted from the oldest pending one. Then a wait of a
+        rank whose device is stuck does not show that its peer has not sent."""
+        stuck = {one.rank for one in self.found.values() if one.kind == DEVICE_STUCK}
+        for one in list(self.found.values()):
+            guessed = one.number is None and not all(self.ranks[rank].complete for rank in one.waiting_ranks)
+            if one.kind == NOT_CALLED and guessed and stuck.issuperset(one.waiting_ranks):
+                del self.found[one.rank]
+
+    def _look_at_idle_ranks(self) -> None:
+        """gloo lists no members, so a rank that has never used a group is not known to be one. But gloo has no device:
+        if all ranks but one wait, they wait for that one."""
+        waiting = {rank for rank, operations in self.pending.items() if operations}
+        if not waiting or any(self._is_listed(operation[0]) for operation in self.open):
+            return
+        idle = sorted(self.ranks.keys() - waiting)
+        first = min(self.open, key=lambda one: min(c.created_ns for c in self._calls(one)))
+        if len(idle) == 1 and self._is_gloo():
+            in_it = sorted(rank for rank in waiting if first in self.pending[rank])
+            clause = _clause(
+                "waits in no collective, and all others do, {ranks} in {what}: {its} program is elsewhere",
+                ranks=_ranks(in_it),
+                what=self._called(first),
+            )
+            self._blame(idle[0], NOT_CALLED, first, in_it, clause)
+        elif idle:
+            self.unknown.append(
+                f"{_ranks(idle)} {_plural(idle, 'wait')} in no collective: their stacks show whether they should; the "
+                "dumps list no members of the groups that the others wait in"
+            )
+
+    def _is_gloo(self) -> bool:
+        return frozenset().union(*(one.backends for one in self.ranks.values())) == {"gloo"}
+
+    def _look_for_a_cycle(self) -> None:
+        """Ranks that wait for each other although each has called something: they call in different orders."""
+        if not all(one.complete for one in self.ranks.values()):
+            return
+        waits_for: dict[int, set[int]] = {rank: set() for rank in self.ranks}
+        for rank, operations in self.pending.items():
+            for operation in operations:
+                peers = self._concerned(operation) & self.ranks.keys() if self._is_listed(operation[0]) else set()
+                waits_for[rank] |= {other for other in peers if self._state(other, operation) is None}
+        in_cycle = sorted(rank for rank in waits_for if rank in _reached(rank, waits_for))
+        for rank in in_cycle:
+            operation = self.pending[rank][0]
+            others = sorted(waits_for[rank] & set(in_cycle))
+            clause = _clause(
+                "waits in {what} for {others}, and {others} {wait} for it elsewhere: they call in different orders",
+                what=self._called(operation),
+                others=_ranks(others),
+                wait=_plural(others, "wait"),
+            )
+            self._blame(rank, MISMATCH, operation, others, clause)
+
+    # Sentences
+
+    def _name(self, operation: Operation) -> str:
+        return next((call.name for call in self._calls(operation)), "a collective")
+
+    def _calls(self, operation: Operation) -> list[Call]:
+        calls = (one.call(operation) for one in self.ranks.values())
+        return [call for call in calls if call]
+
+    def _called(self, operation: Operation) -> str:
+        """'all_reduce number 42 of group tp (3)'."""
+        name = _message(operation) if isinstance(operation[1], Message) else self._name(operation)
+        return f"{name} {_where(operation)}"
+
+    def _not_called(self, rank: int, operation: Operation) -> Clause:
+        group, what = operation
+        waiting = [
+            other for other in self._concerned(operation) & self.ranks.keys() if operation in self.pending[other]
+        ]
+        last = self.ranks[rank].last.get(group)
+        before = "" if isinstance(what, Message) else "{its} last call there is {last}, and "
+        return _clause(
+            "{has} not called {what}, in which {others} {wait}; "
+            + before
+            + "{it_waits} in no other group: {its} program is elsewhere",
+            what=self._called(operation),
+            others=_ranks(waiting),
+            wait=_plural(waiting, "wait"),
+            last="none" if last is None else f"number {last}",
+        )
+
+    def _does_not_advance(
+        self, rank: int, operation: Operation, states: Mapping[int, str | None], done: Sequence[int]
+    ) -> Clause:
+        what = self._called(operation)
+        if done:
+            text = "{has} called {what}, which {others} finished: {its} GPU or link does not advance"
+            return _clause(text, what=what, others=_ranks(done))
+        if states[rank] == SCHEDULED:
+            started = [other for other, state in states.items() if state == STARTED]
+            peers = f", which {_ranks(started)} started" if started else ""
+            text = "{has} called {what}{peers}, and {its} device has not started it: {its} GPU does not advance"
+            return _clause(text, what=what, peers=peers)
+        text = "{has} called {what}, and {its} device does not finish it: {its} GPU or link does not advance"
+        return _clause(text, what=what)
+
+
+class Clause(NamedTuple):
+    """What is said of a culprit, without its subject, where that is one rank and where it is several."""
+
+    one: str
+    several: str
+
+
+ONE = {"has": "has", "its": "its", "it_waits": "it waits"}
+SEVERAL = {"has": "have", "its": "their", "it_waits": "they wait"}
+
+
+def _clause(text: str, **values: str) -> Clause:
+    return Clause(text.format(**values, **ONE), text.format(**values, **SEVERAL))
+
+
+def _must_agree(call: Call) -> tuple[Any, ...]:
+    """What must be the same on every rank that takes part in a collective."""
+    found: list[Any] = []
+    for place, kind in enumerate(call.kinds):
+        if kind.startswith(UNEVEN) or "_v" in kind[-9:]:
+            found.append((kind,))
+            continue
+        sizes = None if kind in NO_INPUT else _nth(call.input_sizes, place)
+        results = None if kind in NO_OUTPUT else _nth(call.output_sizes, place)
+        types = None if kind in ANY_TYPE else (_types(call.input_dtypes, place), _types(call.output_dtypes, place))
+        found.append((kind, sizes, results, types))
+    return tuple(found)
+
+
+def _nth(values: Sequence[Any], place: int) -> Any:
+    return values[place] if place < len(values) else None
+
+
+def _types(values: Sequence[Any], place: int) -> frozenset[Any]:
+    found = _nth(values, place)
+    return frozenset(found) if isinstance(found, tuple) else frozenset()
+
+
+def _of_message(call: Call) -> tuple[Any, ...]:
+    """A send's input is its receive's output."""
+    send = call.kinds == ("send",)
+    sizes, types = (call.input_sizes, call.input_dtypes) if send else (call.output_sizes, call.output_dtypes)
+    return sizes, types
+
+
+def _described(call: Call) -> str:
+    """'all_reduce of [1024, 8]'."""
+    sizes = _nth(call.input_sizes, 0) or _nth(call.output_sizes, 0)
+    shape = f" of {list(sizes[0])}" if isinstance(sizes, tuple) and isinstance(sizes[0], tuple) else ""
+    types = _nth(call.input_dtypes, 0)
+    return f"{call.name}{shape}" + (f" {types[0]}" if isinstance(types, tuple) and types and shape else "")
+
+
+def _message(operation: Operation) -> str:
+    what = operation[1]
+    assert isinstance(what, Message)
+    return f"send/recv {what.src}->{what.dst}"
+
+
+def _where(operation: Operation) -> str:
+    group, what = operation
+    at = f"number {what} of " if isinstance(what, int) else "of "
+    return f"{at}{'the default group' if group.description == DEFAULT else group}"
+
+
+def _reached(start: int, edges: Mapping[int, set[int]]) -> set[int]:
+    found: set[int] = set()
+    ahead = list(edges[start])
+    while ahead:
+        one = ahead.pop()
+        if one not in found:
+            found.add(one)
+            ahead.extend(edges[one])
+    return found
+
+
+def _plural(ranks: Sequence[int], verb: str) -> str:
+    return verb if len(ranks) > 1 else f"{verb}s"
+
+
+def _have(ranks: Collection[int]) -> str:
+    return "have" if len(ranks) > 1 else "has"
+
+
+def _it(ranks: Collection[int]) -> str:
+    return "them" if len(ranks) > 1 else "it"
+
+
+def _joined(found: Sequence[Culprit]) -> str:
+    """'ranks 3,7 have not called ...' of two culprits with the same evidence."""
+    if len(found) == 1:
+        return found[0].evidence
+    return f"{_ranks(one.rank for one in found)} {found[0].shared}"
+
+
+def _ranks(found: Iterable[int]) -> str:
+    numbers = sorted(found)
+    return f"rank{'s' * (len(numbers) > 1)} {ranges(numbers)}"

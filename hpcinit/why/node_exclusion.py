@@ -1,0 +1,193 @@
+"""Failures that name a node, from run folders into the cluster's table. Which words do: why/node_exclusion.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hpcinit.base.text import brief
+from hpcinit.records import causes, node_records, run_folder
+from hpcinit.records.node_records import NodeFailure
+from hpcinit.why.evidence import Evidence
+
+if TYPE_CHECKING:
+    from hpcinit.why.evidence import Evidence
+
+MOST_OF_A_NAME = 8  # runs NAME-0042, the highest numbers
+MOST_TASKS = 256  # of a sweep
+LOG_BYTES = 65536  # of the end of a job's log
+WORDS = (b"Node failure on", b"Task launch for")  # srun's, of records/job_log.py
+
+
+def record_faulty_nodes(run: Path, found: Evidence) -> None:
+    """What `hpcinit why` has found in a run's `found` goes into the table; it never fails for that."""
+    submission = _json(run / run_folder.SUBMISSION)
+    if submission.get("engine") == "slurm":
+        path = node_records.file(os.environ, str(submission.get("cluster", "")))
+        with contextlib.suppress(OSError):
+            node_records.append(
+                path, node_records.new_record(_failures(run, submission, found), node_records.read(path))
+            )
+
+
+def look(runs_dir: Path, cluster: str, now: float, expiry_h: float) -> list[NodeFailure]:
+    """In the runs of `runs_dir` on this cluster that have changed in so many hours: what their files tell.
+
+    No question to Slurm and no log of a rank: it is made before every submission.
+    """
+    found: list[NodeFailure] = []
+    for run in _recent(runs_dir, now - expiry_h * 3600):
+        submission = _json(run / run_folder.SUBMISSION)
+        mine = submission.get("engine") == "slurm" and submission.get("cluster") == cluster
+        if mine and _has_evidence(run):
+            found += _failures(run, submission, _left(run, str(submission.get("job_id", ""))))
+    return found
+
+
+def _failures(run: Path, submission: Mapping[str, Any], found: Evidence) -> Iterator[NodeFailure]:
+    pass  # CODEMOD
+
+    named = faulty_nodes(found)
+    if not named:
+        return
+    job = str(_json(run / run_folder.EXIT).get("job", "") or submission.get("job_id", ""))
+    try:
+        at = (run / run_folder.JOB_LOG).stat().st_mtime
+    except OSError:
+        at = float(submission.get("submitted", 0.0))
+    for fault in named:
+        yield NodeFailure(at, fault.host, fault.kind, str(run.absolute()), job, fault.about)
+
+
+def _recent(runs_dir: Path, since: float) -> Iterator[Path]:
+    """Runs and tasks of sweeps whose folder has changed since: exit.json is put into it when an attempt ends."""
+    by_name: dict[str, list[str]] = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir(runs_dir):  # noqa: PTH208 - no stat for each of thousands
+            stem, dash, number = name.rpartition("-")
+            if dash and number.isdigit():
+                by_name.setdefault(stem, []).append(name)
+    for names in by_name.values():
+        last = sorted(names, key=lambda name: int(name.rpartition("-")[2]))[-MOST_OF_A_NAME:]
+        yield from _changed((runs_dir / name for name in last), since)
+
+
+def _changed(paths: Iterable[Path], since: float) -> Iterator[Path]:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            if (path / run_folder.SWEEP).exists():
+                tasks = [name for name in os.listdir(path) if name.isdigit()][:MOST_TASKS]  # noqa: PTH208
+                yield from _changed((path / name for name in tasks), since)
+            elif path.stat().st_mtime > since:
+                yield path
+
+
+def _has_evidence(run: Path) -> bool:
+    folders = (run / run_folder.ERRORS, run / "hang")  # records/hang_report.py: FOLDER
+    return any(map(_holds, folders)) or any(word in _end(run / run_folder.JOB_LOG) for word in WORDS)
+
+
+def _holds(folder: Path) -> bool:
+    try:
+        return bool(os.listdir(folder))  # noqa: PTH208
+    except OSError:
+        return False
+
+
+def _left(run: Path, job_id: str) -> Evidence:
+    from hpcinit.records import error_records, hang_report, job_log  # noqa: PLC0415
+    from hpcinit.why.evidence import Evidence  # noqa: PLC0415
+
+    attempt = _json(run / run_folder.EXIT)
+    job_id = str(attempt.get("job", "")) or job_id
+    restart = attempt.get("restart")
+    every = list(error_records.read(run / run_folder.ERRORS))
+    return Evidence(
+        state="",
+        found=error_records.of_last_attempt(every, job_id, restart if isinstance(restart, int) else None),
+        log=job_log.read(_end(run / run_folder.JOB_LOG).decode(errors="replace")),
+        hang=hang_report.left(run, job_id, restart),
+    )
+
+
+def _end(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+# Which nodes are to blame for the end of a run, if any: from what Slurm, the driver and the heartbeats say.
+#
+# A program's own failure is nobody's but the program's: only words that a program cannot bring about count.
+
+NODE_FAIL, NO_BEATS, UNREACHABLE = "NODE_FAIL", "no beats", "slurmd unreachable"
+# https://docs.nvidia.com/deploy/xid-errors: those where the GPU or its links are at fault. Not 13, 31, 43 and 45, which
+# a program's own wrong address brings about, nor 63, a memory row that was replaced in time.
+XIDS = {46, 48, 62, 64, 74, 79, 94, 95, 119, 120, 140}
+_XID = re.compile(r"\bXid(?: ?\(PCI:[^)]*\))?[: ]+(\d{1,3})\b")  # NVRM: Xid (PCI:0000:10:1c): 79, pid=...; 'Xid 79'
+_WORDS = (
+    ("ECC", re.compile(r"[Uu]ncorrect(?:able|ed) (?:ECC|memory) error")),  # CUDA's 214 and HIP's 214
+    ("NVLink", re.compile(r"[Uu]ncorrectable NVLink error")),  # CUDA's 220
+    ("GPU lost", re.compile(r"fallen off the bus|GPU is lost")),  # NVML's 15
+)
+
+
+class NodeFault(NamedTuple):
+    host: str
+    kind: str
+    about: str = ""
+
+
+def faulty_nodes(evidence: Evidence) -> list[NodeFault]:
+    """Each node with each kind of fault once. Nobody where the kernel had to kill for memory: nodes go with it."""
+    found = [*_of_errors(evidence)]
+    if not evidence.oom:
+        found += _of_slurm(evidence)
+    return list({(fault.host, fault.kind): fault for fault in found if _is_one(fault.host)}.values())
+
+
+def _is_one(host: str) -> bool:
+    return bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", host))  # srun also says 'n[1-2]: tasks 2-3'
+
+
+def _of_slurm(evidence: Evidence) -> Iterator[NodeFault]:
+    for host in dict.fromkeys((*evidence.log.lost, *evidence.nodes)):
+        yield NodeFault(host, NODE_FAIL, evidence.nodes.get(host, ""))
+    if len(evidence.log.unreachable) == 1:  # of several at a time: an image that starts nowhere looks the same
+        yield NodeFault(evidence.log.unreachable[0], UNREACHABLE)
+    for node in evidence.hang.silent_nodes if evidence.hang else ():
+        if len(node.ranks) > 1:  # a single process may be stopped, or keep Python's lock: that is not the node
+            yield NodeFault(node.host, NO_BEATS, str(node))
+
+
+def _of_errors(evidence: Evidence) -> Iterator[NodeFault]:
+    said = [(one.record.host, one.record.foreign) for one in evidence.found if not causes.is_secondary(one.record)]
+    tails = evidence.tails
+    said += [(end.host, tails[rank]) for end in evidence.log.ends for rank in end.ranks if rank in tails]
+    for host, text in said:
+        if kind := of_words(text):
+            yield NodeFault(host, kind, brief(text))
+
+
+def of_words(text: str) -> str:
+    """'Xid 79', 'ECC', ... where the words are those of broken hardware, else ''."""
+    for number in _XID.findall(text):
+        if int(number) in XIDS:
+            return f"Xid {number}"
+    return next((kind for kind, pattern in _WORDS if pattern.search(text)), "")

@@ -1,0 +1,318 @@
+"""Ranks started by srun: one Slurm task per rank. Also what hpcinit's local engine sets.
+
+What was right in every recorded launch (tests/data): SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, the length of
+SLURM_GTIDS, SLURM_STEP_NUM_TASKS. What was not: SLURM_NTASKS (srun --preserve-env), SLURM_NTASKS_PER_NODE,
+ntasks // nodes, the first host of any list (slurm_hosts.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcinit.base.errors import NodelistError, WorldError
+from hpcinit.slurm import nodelist
+from hpcinit.world import World, network, number
+from hpcinit.world.parent_step import UNKNOWN, Process
+
+# The hosts of a Slurm step in the order of SLURM_NODEID, and the one of rank 0.
+#
+# Slurm sorts SLURM_STEP_NODELIST. SLURM_NODEID counts along it, but in a heterogeneous step, where it counts along
+# the components; rank 0 is on its first host, but under --distribution=arbitrary. In 22.05.8 and 24.11.5:
+#
+#     srun --het-group=0,1 of n4 and n[1-2]     list n[1-2,4]   SLURM_NODEID n4 n1 n2   rank 0 n4
+#     srun -m arbitrary, hosts n3 n1 n3 n2      list n[1-3]     SLURM_NODEID n1 n2 n3   rank 0 n3
+#     srun -w n3 : -w n1,n2 in a plain job      list n[1-3]     SLURM_NODEID n3 n1 n2   rank 0 n3, told nowhere
+
+
+@dataclass(frozen=True)
+class Placement:
+    """hosts: by SLURM_NODEID. master: rank 0's host. known: whether that is certain, and with it the order."""
+
+    hosts: tuple[str, ...]
+    master: str
+    known: bool = True
+
+
+def place_of_rank(env: Mapping[str, str], node_rank: int, ranks_here: Sequence[int], do: str) -> Placement:
+    """From the step's nodelist, its components and the host file. Raises WorldError, which says `do`."""
+    listed = nodelist.expand(_step_list(env, do))
+    hosts = by_component(env, listed)
+    own = env.get("SLURMD_NODENAME", "")
+    if not node_rank < len(hosts):
+        raise WorldError(f"SLURM_NODEID is {node_rank}, but the step has {len(hosts)} hosts ({','.join(hosts)}): {do}")
+    if env.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
+        master = _of_hostfile(env, hosts, own, ranks_here)
+        return Placement(hosts, master) if master else _without_order(hosts, own or hosts[node_rank], ranks_here)
+    if own and own in hosts and hosts[node_rank] != own:
+        return _without_order(_moved(hosts, own, node_rank), own, ranks_here)
+    if (0 in ranks_here) != (node_rank == 0):
+        return _without_order(hosts, own or hosts[node_rank], ranks_here)
+    return Placement(hosts, hosts[0])
+
+
+def by_component(env: Mapping[str, str], listed: Sequence[str]) -> tuple[str, ...]:
+    """The hosts in the order of the heterogeneous job's components, where there are such."""
+    ordered = [host for group in components(env) for host in group if host in set(listed)]
+    return tuple(ordered if len(ordered) == len(listed) else listed)
+
+
+def components(env: Mapping[str, str]) -> list[list[str]]:
+    """The hosts of each component; none for a plain job. PACK is the name from before Slurm 20.02."""
+    for kind in ("HET", "PACK"):
+        # Variables of another job can be inherited: the first component's id is the job's own.
+        if env.get(f"SLURM_JOB_ID_{kind}_GROUP_0") != env.get("SLURM_JOB_ID") or "SLURM_JOB_ID" not in env:
+            continue
+        size = env.get(f"SLURM_{kind}_SIZE", "0")
+        lists = [env.get(f"SLURM_JOB_NODELIST_{kind}_GROUP_{i}") for i in range(int(size) if size.isdigit() else 0)]
+        if lists and all(lists):
+            return [nodelist.expand(text) for text in lists if text]
+    return []
+
+
+def _step_list(env: Mapping[str, str], do: str) -> str:
+    # SLURM_JOB_NODELIST stays the job's list in a step on a part of the allocation; the step's own is
+    # SLURM_STEP_NODELIST (Slurm, env.c: env_array_for_step).
+    text = env.get("SLURM_STEP_NODELIST")
+    if not text:
+        raise WorldError(f"SLURM_STEP_NODELIST is not set, expected the step's host names: {do}")
+    return text
+
+
+def _of_hostfile(env: Mapping[str, str], hosts: Sequence[str], own: str, ranks_here: Sequence[int]) -> str:
+    """The first host of SLURM_HOSTFILE, if the file is there and is the one that placed this step; else ''."""
+    try:
+        lines = Path(env["SLURM_HOSTFILE"]).read_text(encoding="utf-8").splitlines()
+        names = [name for line in lines for word in line.partition("#")[0].split() for name in _repeated(word)]
+    except (KeyError, OSError, UnicodeDecodeError, NodelistError):
+        return ""
+    if set(names) != set(hosts) or max(ranks_here) >= len(names):
+        return ""  # srun -w HOSTS beats the file, and the file may have changed since
+    return names[0] if all(names[rank] == own for rank in ranks_here) else ""
+
+
+def _repeated(word: str) -> list[str]:
+    """'n[1-2]' is n1 n2, and 'n1*3' is n1 n1 n1."""
+    names, _, times = word.partition("*")
+    return nodelist.expand(names) * (int(times) if times.isdigit() and len(times) < 6 else 1)
+
+
+def _without_order(hosts: tuple[str, ...], own: str, ranks_here: Sequence[int]) -> Placement:
+    """What this rank can tell without knowing the order: whether rank 0 is here, and with two hosts, where else."""
+    others = [host for host in hosts if host != own]
+    master = own if 0 in ranks_here else (others or hosts)[0]
+    return Placement(hosts, master, known=len(hosts) <= 2)
+
+
+def _moved(hosts: tuple[str, ...], own: str, to: int) -> tuple[str, ...]:
+    """This rank's host where SLURM_NODEID puts it, so that at least its own place is right."""
+    swapped = list(hosts)
+    at = swapped.index(own)
+    swapped[at], swapped[to] = swapped[to], swapped[at]
+    return tuple(swapped)
+
+
+# Is this process really a task of the step that its environment describes?
+#
+# A batch script has SLURM_PROCID=0 and looks like rank 0 of all its tasks, and a job that was submitted from inside
+# a step inherits the step's variables. Measured on Slurm 22.05.8 and 24.11.5 (tests/data/slurm, tests/data/worlds):
+#
+#     what a batch script shows                           sees through
+#     no SLURM_STEP_ID                                    sbatch and salloc from a login node
+#     SLURM_STEP_ID 4294967290                            salloc's interactive shell
+#     no SLURM_UMASK: srun sets it for every task, and    every batch script, nested ones too
+#     slurmstepd takes it out of a batch script's
+#     step hosts that are not the job's, or not this      jobs that were nested with another shape
+#     node; another number of tasks here than the step's
+#     another slurmstepd above this process               all of them, where /proc can be read
+
+# slurm.h: SLURM_INTERACTIVE_STEP, SLURM_BATCH_SCRIPT, SLURM_EXTERN_CONT
+NO_RANKS = {
+    "4294967290": "an interactive shell of salloc",
+    "4294967291": "a batch script",
+    "4294967292": "a login to the node",
+    "interactive": "an interactive shell of salloc",
+    "batch": "a batch script",
+    "extern": "a login to the node",
+}
+
+
+def doubt_about_step(env: Mapping[str, str], process: Process) -> str:
+    """Why this process is no task of a step, as a clause for a message; '' if it is one.
+
+    Raises WorldError where the environment fits a task as well as a leak, and the process cannot be seen.
+    """
+    step = env.get("SLURM_STEP_ID")
+    if step is None:
+        return "SLURM_STEP_ID is not set"
+    if step in NO_RANKS:
+        return f"SLURM_STEP_ID is {step}: {NO_RANKS[step]}"
+    # slurmstepd sets SLURM_TASK_PID. hpcinit's local engine does not, and may itself run inside a step.
+    if process.step and "SLURM_TASK_PID" in env:
+        return _doubt_from_process(env, process)
+    reason = _doubt_from_umask(env) or _doubt_from_hosts(env) or _doubt_from_counts(env)
+    if not reason:
+        _refuse_two_sizes(env)
+    return reason
+
+
+def job_ids(env: Mapping[str, str]) -> set[str]:
+    """Of the job; of a heterogeneous one, of all its components, each of which is a job to slurmstepd."""
+    names = ("SLURM_JOB_ID", "SLURM_JOBID")
+    return {env[k] for k in env if k in names or k.startswith(("SLURM_JOB_ID_HET_GROUP_", "SLURM_JOB_ID_PACK_GROUP_"))}
+
+
+def _doubt_from_process(env: Mapping[str, str], process: Process) -> str:
+    job, _, step = process.step.partition(".")
+    if job in job_ids(env) and step == env["SLURM_STEP_ID"]:
+        return ""
+    claimed = f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
+    what = f", {NO_RANKS[step]}," if step in NO_RANKS else ""
+    return f"SLURM_STEP_ID is inherited: Slurm started this process in step {process.step}{what} not in {claimed}"
+
+
+def _doubt_from_umask(env: Mapping[str, str]) -> str:
+    first = all(env.get(f"SLURM_{name}") == "0" for name in ("PROCID", "LOCALID", "NODEID", "GTIDS"))
+    if first and "SLURM_TASK_PID" in env and "SLURM_UMASK" not in env:
+        return (
+            "SLURM_STEP_ID is inherited from the step that submitted this job: SLURM_UMASK, which srun sets for every "
+            "task, is not set"
+        )
+    return ""
+
+
+def _doubt_from_hosts(env: Mapping[str, str]) -> str:
+    step, job, node = env.get("SLURM_STEP_NODELIST"), env.get("SLURM_JOB_NODELIST"), env.get("SLURMD_NODENAME")
+    if not step:
+        return ""
+    hosts = set(nodelist.expand(step))
+    if job and not hosts <= set(nodelist.expand(job)):
+        return f"SLURM_STEP_ID is inherited from another job: SLURM_STEP_NODELIST is {step}, SLURM_JOB_NODELIST {job}"
+    if node and node not in hosts:
+        return f"SLURM_STEP_ID is inherited from another step: SLURM_STEP_NODELIST is {step}, SLURMD_NODENAME {node}"
+    return ""
+
+
+def _doubt_from_counts(env: Mapping[str, str]) -> str:
+    step, per_node, gtids = (env.get(f"SLURM_{k}") for k in ("STEP_NODELIST", "STEP_TASKS_PER_NODE", "GTIDS"))
+    if not (step and per_node and gtids):
+        return ""
+    # Both lists are in the nodelist's order, which need not be that of SLURM_NODEID.
+    counts = dict(zip(nodelist.expand(step), nodelist.expand_counts(per_node), strict=False))
+    count, here = counts.get(env.get("SLURMD_NODENAME", "")), len(gtids.split(","))
+    if count is None or count == here:
+        return ""
+    return (
+        f"SLURM_STEP_ID is inherited from another step: that has {count} tasks on {env['SLURMD_NODENAME']} "
+        f"(SLURM_STEP_TASKS_PER_NODE {per_node}), and SLURM_GTIDS is {gtids}"
+    )
+
+
+def _refuse_two_sizes(env: Mapping[str, str]) -> None:
+    step, job = env.get("SLURM_STEP_NUM_TASKS"), env.get("SLURM_NTASKS")
+    if step and job and step != job:
+        raise WorldError(
+            f"SLURM_STEP_NUM_TASKS is {step} and SLURM_NTASKS is {job}, expected the same number: either the step's "
+            "variables are inherited from the job that submitted this one (then start the ranks with srun), or srun "
+            "was told to --preserve-env (then leave that out)"
+        )
+
+
+NAME = "slurm"
+VARIABLES = {
+    "rank": "SLURM_PROCID",
+    "world_size": "SLURM_NTASKS",
+    "local_rank": "SLURM_LOCALID",
+}
+USE_SRUN = "sbatch and salloc alone set no rank, start the ranks with srun"
+
+
+def present(env: Mapping[str, str]) -> bool:
+    """True in a Slurm task, and in a batch script or salloc shell, where read() says what is missing."""
+    return "SLURM_JOB_ID" in env or "SLURM_JOBID" in env
+
+
+def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
+    """The world of a Slurm step, or of a job with one task. Raises WorldError outside of one."""
+    if not (env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")):
+        raise WorldError(
+            f"SLURM_JOB_ID is not set, expected a job's number: Slurm sets it for every task, {USE_SRUN} (or leave out "
+            "the launcher 'slurm')"
+        )
+    doubt = doubt_about_step(env, process)
+    if doubt:
+        return _without_step(env, doubt)
+    rank = number(env, "SLURM_PROCID", USE_SRUN)
+    local_rank = number(env, "SLURM_LOCALID", USE_SRUN)
+    node_rank = number(env, "SLURM_NODEID", USE_SRUN)
+    ranks_here = _ranks_here(env, rank, local_rank)
+    placement = place_of_rank(env, node_rank, ranks_here, USE_SRUN)
+    job = identity(env)
+    return World(
+        launcher=NAME,
+        rank=rank,
+        # SLURM_NTASKS stays the job's under srun --preserve-env.
+        world_size=number(env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS", USE_SRUN),
+        local_rank=local_rank,
+        local_world_size=len(ranks_here),
+        node_rank=node_rank,
+        hosts=placement.hosts,
+        master_addr=placement.master,
+        master_ports=network.candidate_ports(job),
+        job=job,
+        master_known=placement.known,
+    )
+
+
+def identity(env: Mapping[str, str]) -> str:
+    """'JOB.STEP.RESTART', or 'JOB+COMPONENT.STEP.RESTART' for a step without a heterogeneous job's first component.
+
+    A requeued job keeps its id, so the restart count belongs to the name; each component counts its own steps.
+    """
+    job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID", "0")
+    step = set(nodelist.expand(env["SLURM_STEP_NODELIST"])) if env.get("SLURM_STEP_NODELIST") else set()
+    first = next((i for i, hosts in enumerate(components(env)) if step & set(hosts)), 0)
+    component = f"+{first}" if first else ""
+    return f"{job}{component}.{env.get('SLURM_STEP_ID', '0')}.{env.get('SLURM_RESTART_COUNT', '0')}"
+
+
+def starts_this_very_process(env: Mapping[str, str], process: Process) -> bool:
+    """True if slurmstepd made this process itself, so that nothing that sets ranks can stand between."""
+    return process.pid != 0 and env.get("SLURM_TASK_PID") == str(process.pid) and not doubt_about_step(env, process)
+
+
+def _ranks_here(env: Mapping[str, str], rank: int, local_rank: int) -> list[int]:
+    """SLURM_GTIDS "4,5,6": the ranks on this node. Uneven nodes are ordinary: srun -N4 -n8 gives 5, 1, 1, 1."""
+    text = env.get("SLURM_GTIDS", "")
+    words = text.split(",")
+    found = words[local_rank] if 0 <= local_rank < len(words) else "absent"
+    if found != str(rank) or not all(word.isdigit() for word in words):
+        raise WorldError(
+            f"SLURM_GTIDS is {text!r}, so local rank {local_rank} should be rank {found}, but SLURM_PROCID is {rank}: "
+            "these variables come from different steps; start the ranks with srun from the batch script"
+        )
+    return [int(word) for word in words]
+
+
+def _without_step(env: Mapping[str, str], doubt: str) -> World:
+    """A batch script or an salloc shell: fine for one rank, a hang for more, so refused."""
+    tasks = _tasks_of_job(env)
+    if tasks != "1 tasks":
+        raise WorldError(
+            f"{doubt}. The job has {tasks} and this process is none of them: as a rank it would wait for the others "
+            f"for ever; {USE_SRUN} (or say HPCINIT_LAUNCHER=single, for one process on its own)"
+        )
+    job = f"{env.get('SLURM_JOB_ID') or env.get('SLURM_JOBID')}.batch.{env.get('SLURM_RESTART_COUNT', '0')}"
+    host = env.get("SLURMD_NODENAME", "")
+    return World(NAME, 0, 1, 0, 1, 0, (host,) if host else (), "127.0.0.1", network.candidate_ports(job), job)
+
+
+def _tasks_of_job(env: Mapping[str, str]) -> str:
+    """'8 tasks'; of all components; '2 nodes' where only nodes were asked for (SLURM_NTASKS is then not set)."""
+    for kind in ("HET", "PACK"):
+        counts = [env.get(f"SLURM_NTASKS_{kind}_GROUP_{i}", "1") for i in range(len(components(env)))]
+        if counts and all(count.isdigit() for count in counts):
+            return f"{sum(map(int, counts))} tasks"
+    nodes, tasks = env.get("SLURM_JOB_NUM_NODES", "1"), env.get("SLURM_NTASKS", "1")
+    return f"{nodes} nodes" if tasks == "1" != nodes else f"{tasks} tasks"

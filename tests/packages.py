@@ -1,0 +1,111 @@
+"""The packages of hpcinit, from the lowest to the highest: what each contains and what it may import.
+
+tests/test_imports.py checks the imports against this table, and docs/architecture.md contains it. After a change:
+
+    python -m tests.packages
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+PAGE = Path(__file__).parent.parent / "docs/architecture.md"
+BEGIN, END = "<!-- packages: begin, written by tests/packages.py -->", "<!-- packages: end -->"
+
+
+class Package(NamedTuple):
+    """imports: packages of hpcinit. others: third-party packages that its modules may import at all."""
+
+    holds: str
+    imports: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+
+BASE = ("base",)
+LOGIN = ("base", "slurm", "records")  # what every package of the login node may use
+JOB = ("base", "slurm", "records", "world")  # and every package of the job
+PACKAGES = {
+    "base": Package("errors, text, atomic files, quoting, console output, signals, child processes, versions", BASE),
+    "slurm": Package(
+        "everything that calls Slurm's commands or parses their output: the client, nodelists, jobs, "
+        "exactly-once submission, sbatch's errors",
+        ("base",),
+    ),
+    "records": Package(
+        "the contract between login node and job: the run folder's files, spec, layout, batch, timeouts, wrappers, "
+        "error records, timeline, heartbeats, hang reports",
+        ("base", "slurm"),
+    ),
+    "world": Package(
+        "World, one file per launcher, host names, network interfaces, ports, visible devices",
+        ("base", "slurm", "records"),
+    ),
+    "deepspeed": Package("ds_config, version checks, op names: data and functions only", ("base", "records")),
+    "config": Package(
+        "the typed schema, composition, and every check before the job is queued",
+        ("base", "records", "world", "deepspeed"),
+        ("hydra", "hydra_plugins", "omegaconf", "yaml"),
+    ),
+    "local": Package("the engine without Slurm (`cluster=local`)", ("base", "records"), ("psutil",)),
+    "observe": Package("status, watch, logs, cancel", (*LOGIN, "local"), ("rich", "psutil", "yaml")),
+    "report": Package("the start-up report", (*LOGIN, "observe"), ("rich",)),
+    "why": Package("evidence, diagnosis, hang verdicts, excluded nodes", (*LOGIN, "observe", "config"), ("rich",)),
+    "submit": Package(
+        "batch script and its shell blocks, the submit transaction, run folder, code snapshot, chains, sweeps, plan",
+        (*LOGIN, "config", "local", "observe", "why"),
+        ("submitit", "omegaconf", "yaml", "rich", "hydra"),
+    ),
+    "discover": Package("a cluster file from a live Slurm", (*LOGIN, "config"), ("yaml",)),
+    "timeouts": Package(
+        "the start-up timeout in force, and one proposed from past runs",
+        (*LOGIN, "config", "discover", "observe"),
+        ("yaml",),
+    ),
+    "doctor": Package(
+        "checks of the login node and of nodes",
+        (*LOGIN, "config", "observe", "why", "submit"),
+        ("rich", "yaml", "packaging"),
+    ),
+    "rendezvous": Package(
+        "how the ranks find each other: server, client, protocol, roster, torch's store, start-up events",
+        JOB,
+        ("torch",),
+    ),
+    "runtime": Package(
+        "inside a rank: init, process group, devices, mesh, wrap, checkpoints, lifecycle",
+        (*JOB, "deepspeed", "rendezvous"),
+        ("torch", "deepspeed", "numpy"),
+    ),
+    "launch": Package(
+        "starts ranks: the fork server and its children, the torchrun agent",
+        (*JOB, "deepspeed", "rendezvous", "runtime"),
+        ("torch",),
+    ),
+    "jobs": Package("programs that ship: smoke, measure, doctor, train_gpt", ("base", "records", "world"), ("torch",)),
+    "cli": Package(
+        "the table of commands, completion, how every command ends", ("base", "config", "observe", "submit")
+    ),
+}
+
+
+def table() -> str:
+    """Return the table of PACKAGES as Markdown."""
+    rows = ["| package | contains | may import |", "|---|---|---|"]
+    for name, package in PACKAGES.items():
+        below = ", ".join(one for one in package.imports if one != name) or "the standard library"
+        if package.others:
+            below += f"; {', '.join(package.others)}"
+        rows.append(f"| `hpcinit/{name}/` | {package.holds} | {below} |")
+    return "\n".join(rows)
+
+
+def page(text: str) -> str:
+    """Return the architecture page `text` with the table of today between its marks."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

@@ -1,0 +1,190 @@
+"""Four ranks that train a small model under each wrapper, and count the bytes of the tensors that rank 0 holds.
+
+    python -m tests.records.holdings FILE-THAT-IS-NOT-THERE-YET
+
+Prints a JSON object: wrapper -> bytes {"always", "pass", "step"}: after a step, at most in a backward pass, and when
+the optimizer begins its step. Imports once and forks: DeepSpeed's import costs more than all the training.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import logger
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its kernel for shared memory takes a minute to compile
+
+RANKS, WIDTH, LAYERS = 4, 128, 8
+PARAMETERS = WIDTH * WIDTH * LAYERS
+BUCKET = WIDTH * WIDTH  # elements: DeepSpeed's default of 5e8 would hide everything else
+BUCKETS = {
+    "reduce_bucket_size": BUCKET,
+    "stage3_prefetch_bucket_size": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_param_persistence_threshold": 0,
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Built = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Any], Callable[[], Any]]  # forward, backward, step
+
+
+def held() -> int:
+    """Bytes of all storages behind tensors that Python can reach, made since the last gc.freeze()."""
+    time.sleep(0.1)  # a thread of gloo's lets go of the tensors of a collective a moment after it is over
+    found: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if not isinstance(thing, Tensor):
+            continue
+        for tensor in (thing, thing.grad if thing.is_leaf else None):
+            if tensor is not None:
+                storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+class Measured(torch.optim.AdamW):
+    """Says what is held when its step begins: the moment with the most gradients."""
+
+    most = 0
+
+    def step(self, closure: Any = None) -> Any:
+        Measured.most = max(Measured.most, held())
+        return super().step(closure)
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+
+def optimizer(model: nn.Module) -> Measured:
+    return Measured(model.parameters(), fused=True)  # no temporaries beside the states
+
+
+def plain(model: nn.Module, of: nn.Module, set_to_none: bool = True) -> Built:
+    adam = optimizer(of)
+
+    def step() -> None:
+        adam.step()
+        adam.zero_grad(set_to_none)
+
+    return model, lambda loss: loss.backward(), step
+
+
+def ddp() -> tuple[nn.Module, Built]:
+    model = layers()
+    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)  # as run.wrap's
+    return model, plain(replica, model, set_to_none=False)
+
+
+def fsdp(param: str, *shape: int) -> tuple[nn.Module, Built]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    policy = MixedPrecisionPolicy() if param == "fp32" else MixedPrecisionPolicy(DTYPES[param], torch.float32)
+    model = layers()
+    for layer in model:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model, plain(model, model)
+
+
+def zero(stage: int, param: str, **more: Any) -> tuple[nn.Module, Built]:
+    model = layers()
+    config = {
+        "train_batch_size": RANKS,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": stage, **BUCKETS, **more},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if param != "fp32":
+        config[param] = {"enabled": True}
+    engine = deepspeed.initialize(model=model, optimizer=optimizer(model), config=config)[0]
+    return model, (lambda x: engine(x.to(DTYPES[param])), engine.backward, engine.step)
+
+
+CPU = {"device": "cpu", "pin_memory": False}
+BUILDS: dict[str, Callable[[], tuple[nn.Module, Built]]] = {
+    "ddp": ddp,
+    "fsdp fp32": lambda: fsdp("fp32", RANKS),
+    "fsdp bf16": lambda: fsdp("bf16", RANKS),
+    "hsdp bf16": lambda: fsdp("bf16", 2, RANKS // 2),
+    "zero0 fp32": lambda: zero(0, "fp32"),
+    "zero0 bf16": lambda: zero(0, "bf16"),
+    "zero1 fp32": lambda: zero(1, "fp32"),
+    "zero1 bf16": lambda: zero(1, "bf16"),
+    "zero2 bf16": lambda: zero(2, "bf16"),
+    "zero3 fp32": lambda: zero(3, "fp32"),
+    "zero3 bf16": lambda: zero(3, "bf16"),
+    "zero2 bf16 offload": lambda: zero(2, "bf16", offload_optimizer=CPU),
+    "zero3 bf16 offload": lambda: zero(3, "bf16", offload_optimizer=CPU, offload_param=CPU),
+    # Last: DeepSpeed keeps its groups for the whole process, and every model after it gets second shards too.
+    "zero3 bf16 hpz": lambda: zero(3, "bf16", zero_hpz_partition_size=2),
+}
+
+
+def measure(build: Callable[[], tuple[nn.Module, Built]]) -> dict[str, int]:
+    gc.collect()
+    gc.freeze()  # what is left of the one before does not count
+    Measured.most = most = 0
+    model, (forward, backward, step) = build()
+
+    def look(*_: object) -> None:
+        nonlocal most
+        most = max(most, held())
+
+    for layer in model:
+        layer.register_full_backward_pre_hook(look)
+    for _ in range(2):  # in the second the optimizer has its states
+        loss = forward(torch.ones(1, WIDTH)).float().sum()
+        backward(loss)
+        del loss
+        step()
+    gc.collect()
+    return {"always": held(), "pass": most, "step": Measured.most}
+
+
+def rank_main(rank: int, meeting: str) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    torch.set_num_threads(1)
+    logger.setLevel("ERROR")
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    chosen = sys.argv[2:] or BUILDS
+    found = {name: measure(BUILDS[name]) for name in chosen}
+    if rank == 0:
+        print(json.dumps(found), flush=True)
+    dist.barrier()
+
+
+def main(meeting: str) -> int:
+    children = []
+    for rank in range(RANKS):
+        child = os.fork()
+        if child == 0:
+            try:
+                rank_main(rank, meeting)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)  # no teardown: everything is said
+        children.append(child)
+    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,240 @@
+"""What protects a run: the variables, the folder behind them, and what is left when the run has ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcinit.records import scratch
+from hpcinit.records.safeguards import CACHE_ROOM, CACHES, describe, safeguards
+from tests.leaving_out import leave_out
+from tests.small_disks import small_disk
+
+HOST = os.uname().nodename
+# Applies the safeguards to its own environment, says what it set, and lives until its input ends.
+RANK = """
+import os, sys, json
+from pathlib import Path
+from hpcinit.records import safeguards
+folder, *jobs = sys.argv[1:]
+for job in jobs:
+    names = safeguards.apply(os.environ, Path(folder) if folder else None, job)
+    print(json.dumps([names, safeguards.describe(os.environ, names)]), flush=True)
+sys.stdin.read()
+"""
+
+
+def rank(
+    tmp: Path, *words: str, env: dict[str, str] | None = None, code: str = RANK, first: bool = True
+) -> subprocess.Popen[str]:
+    """A process with TMPDIR=tmp that applies the safeguards; it has, and its first line is read, if `first`."""
+    environ = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp), **(env or {})}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *words], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout
+    if first:
+        assert process.stdout.readline()
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    """Let it end well; what else it printed."""
+    assert process.stdin and process.stdout
+    process.stdin.close()
+    output = process.stdout.read()  # communicate() would lose what readline() has read too far
+    assert process.wait(timeout=30) == 0
+    return output
+
+
+def below(tmp: Path) -> list[str]:
+    """The job folders on 'this node's disk', without those of hidden names."""
+    base = tmp / f"hpcinit-{os.geteuid()}"
+    return sorted(path.name for path in base.iterdir() if path.name != "flight") if base.exists() else []
+
+
+def test_variables() -> None:
+    """Recorder, error handling and the three caches are set, the caches below the one folder."""
+    assert safeguards({}, Path("/c"), "/d/7.rank_", (2, 13)) == {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": "/d/7.rank_",
+        "TORCH_EXTENSIONS_DIR": "/c/torch_extensions",
+        "TRITON_CACHE_DIR": "/c/triton",
+        "TORCHINDUCTOR_CACHE_DIR": "/c/inductor",
+    }
+
+
+@pytest.mark.parametrize("torch", [(2, 7), (2, 10), ()])
+def test_older_torch_knows_older_names(torch: tuple[int, ...]) -> None:
+    """For a torch that may not know the new names of the recorder, or is not known itself, both are set alike."""
+    found = safeguards({}, None, "/d/", torch)
+    assert found["TORCH_NCCL_TRACE_BUFFER_SIZE"] == found["TORCH_FR_BUFFER_SIZE"] == "2000"
+    assert found["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == found["TORCH_FR_DUMP_TEMP_FILE"] == "/d/"
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [(name, name) for name in safeguards({}, Path("/c"), "/d/", (2, 13))]
+    + [
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"),
+        ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"),
+        ("NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+        ("TRITON_HOME", "TRITON_CACHE_DIR"),
+    ],
+)
+@pytest.mark.parametrize("value", ["mine", ""])
+def test_what_the_user_set_is_left(given: str, left: str, value: str) -> None:
+    """A variable that the user has set, under any of its names and even to nothing, is not touched; the others are set."""
+    everything = safeguards({}, Path("/c"), "/d/", (2, 13))
+    assert safeguards({given: value}, Path("/c"), "/d/", (2, 13)).keys() == everything.keys() - {left}
+
+
+def test_without_folders() -> None:
+    """Without a private folder and a place for dumps, their variables are left out, and the line says so."""
+    found = safeguards({}, None, "", (2, 13))
+    assert not found.keys() & {*CACHES, "TORCH_FR_DUMP_TEMP_FILE"} and "TORCH_NCCL_DUMP_ON_TIMEOUT" in found
+    assert "caches of compiled code stay shared: no folder in TMPDIR" in describe(found, tuple(found))
+
+
+def test_the_line_tells_no_more_than_was_set(tmp_path: Path) -> None:
+    """The log line shows what was set, with values, and neither names nor values that the user gave."""
+    secret = {"TRITON_CACHE_DIR": "/secret/triton", "WANDB_API_KEY": "secret"}
+    process = subprocess.run(
+        [sys.executable, "-c", RANK, "", "7.0.0"],
+        env={"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path), **secret},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"TORCHINDUCTOR_CACHE_DIR={tmp_path}/hpcinit-{os.geteuid()}/7.0.0-{HOST}/inductor" in process.stdout
+    assert "secret" not in process.stdout and "TRITON" not in process.stdout and "KEY" not in process.stdout
+
+
+def test_a_disk_without_room_is_not_for_caches(tmp_path: Path) -> None:
+    """Compilers would fail there: the next disk is taken. Heartbeats need a few bytes only."""
+    with small_disk(tmp_path / "disk", "size=1m") as place:
+        mine = place / f"hpcinit-{os.geteuid()}"
+        assert scratch.base({"TMPDIR": str(place)}) == mine
+        assert scratch.base({"TMPDIR": str(place)}, CACHE_ROOM) != mine
+        line = end(rank(place, "", "7.0.0", first=False))
+    assert "TRITON_CACHE_DIR=" in line and f"TRITON_CACHE_DIR={place}" not in line
+
+
+def test_once_for_each_process_and_job(tmp_path: Path) -> None:
+    """A second call sets nothing, whatever it calls the job, and neither does a process that the first one starts."""
+    then = "os.execvpe('sh', ['sh', '-c', 'cat; exec \"$0\" -c \"$CODE\" \"\" 7.0.0', sys.executable], os.environ)"
+    code = RANK.replace("sys.stdin.read()", then)
+    process = rank(tmp_path, "", "7.0.0", "7.0.0", "8.0.0", code=code, env={"CODE": RANK})
+    assert end(process).splitlines() == ['[[], ""]'] * 3
+
+
+def test_a_job_within_a_job(tmp_path: Path) -> None:
+    """A job that inherits the environment of another sets all anew, but what the user set stays."""
+    then = "os.execvpe('sh', ['sh', '-c', 'cat; exec \"$0\" -c \"$CODE\" \"\" 8.0.0', sys.executable], os.environ)"
+    code = RANK.replace("sys.stdin.read()", then)
+    line = end(rank(tmp_path, "", "7.0.0", code=code, env={"CODE": RANK, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}))
+    assert f"/8.0.0-{HOST}/triton" in line and "flight/8.0.0.rank_" in line
+    assert "DUMP_ON_TIMEOUT" not in line and "7.0.0" not in line
+
+
+def test_dumps_go_to_the_run_folder(tmp_path: Path) -> None:
+    """With a submission the recorder's files are the run's, a set for each start; the folder is there and private."""
+    run = tmp_path / "run"
+    run.mkdir()
+    assert f"TORCH_FR_DUMP_TEMP_FILE={run}/flight/7.0.1.rank_" in end(rank(tmp_path, str(run), "7.0.1", first=False))
+    assert (run / "flight").stat().st_mode & 0o777 == 0o700
+
+
+def test_the_last_one_out_removes_the_folder(tmp_path: Path) -> None:
+    """The caches stay as long as a rank of the job lives on the node, and go with the last one."""
+    one, two = rank(tmp_path, "", "7.0.0"), rank(tmp_path, "", "7.0.0")
+    (tmp_path / f"hpcinit-{os.geteuid()}" / f"7.0.0-{HOST}" / "triton").mkdir()
+    end(one)
+    assert below(tmp_path) == [f"7.0.0-{HOST}"]
+    end(two)
+    assert below(tmp_path) == []
+
+
+def test_what_a_killed_job_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    """A start sweeps the folders of the killed, also half removed ones, and leaves those of the living."""
+    dead, alive = rank(tmp_path, "", "1.0.0"), rank(tmp_path, "", "2.0.0")
+    dead.send_signal(signal.SIGKILL)
+    dead.communicate()
+    (tmp_path / f"hpcinit-{os.geteuid()}" / f".0.0.0-{HOST}.99.gone" / "triton").mkdir(parents=True)
+    assert len(below(tmp_path)) == 3
+    new = rank(tmp_path, "", "3.0.0")
+    assert below(tmp_path) == [f"2.0.0-{HOST}", f"3.0.0-{HOST}"]
+    end(new)
+    end(alive)
+
+
+def test_a_command_that_takes_the_place_keeps_the_folder(tmp_path: Path) -> None:
+    """After exec the folder is still in use: the next job on the node does not sweep it."""
+    code = RANK.replace("sys.stdin.read()", "os.execvp('cat', ['cat'])")
+    command = rank(tmp_path, "", "1.0.0", code=code)
+    end(rank(tmp_path, "", "2.0.0"))
+    assert below(tmp_path) == [f"1.0.0-{HOST}"]
+    end(command)
+    end(rank(tmp_path, "", "3.0.0"))
+    assert below(tmp_path) == []
+
+
+@pytest.mark.parametrize("trap", ["open to others", "a link", "a file"])
+def test_a_folder_that_others_could_fill_is_not_used(tmp_path: Path, trap: str) -> None:
+    """A folder of our name that others can enter, a link, or a file is passed over for the next candidate."""
+    mine = tmp_path / f"hpcinit-{os.geteuid()}"
+    if trap == "open to others":
+        mine.mkdir()
+        mine.chmod(0o777)
+    elif trap == "a link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        mine.symlink_to(tmp_path / "elsewhere")
+    else:
+        mine.touch()
+    found = scratch.base({"TMPDIR": str(tmp_path)})
+    assert found in {Path(f"{parent}/hpcinit-{os.geteuid()}") for parent in ("/tmp", "/var/tmp")}
+
+
+def test_a_folder_of_another_user_is_not_used(tmp_path: Path) -> None:
+    """A private folder of our name that belongs to another user is passed over."""
+    if os.geteuid() != 0:
+        leave_out("needs root: makes a folder of another user")
+    mine = tmp_path / "hpcinit-0"
+    mine.mkdir(mode=0o700)
+    os.chown(mine, 12345, 12345)
+    assert scratch.base({"TMPDIR": str(tmp_path)}) != mine
+
+
+def test_a_disk_without_programs_is_not_used(tmp_path: Path) -> None:
+    """What is compiled could not be loaded from a mount with noexec: the next candidate is taken."""
+    if os.geteuid() != 0 or not shutil.which("unshare"):
+        leave_out("needs root and unshare: mounts a file system")
+    code = "from hpcinit.records import scratch; print(scratch.base({'TMPDIR': '%s'}))" % tmp_path  # noqa: UP031
+    script = f'mount -t tmpfs -o %s none {tmp_path} && {sys.executable} -c "{code}"'
+    for option, expected in [("exec", str(tmp_path)), ("noexec", "/tmp")]:
+        done = subprocess.run(
+            ["unshare", "--mount", "sh", "-c", script % option], capture_output=True, text=True, check=True
+        )
+        assert done.stdout.startswith(f"{expected}/hpcinit-"), done.stderr
+
+
+def test_a_run_folder_that_takes_nothing_is_no_error(tmp_path: Path) -> None:
+    """A run folder that cannot be written to leaves the dumps where torch puts them, and the rest is set."""
+    (tmp_path / "run").touch()
+    line = end(rank(tmp_path, str(tmp_path / "run"), "7.0.0", first=False))
+    assert "TORCH_FR_DUMP_TEMP_FILE" not in line and "TRITON_CACHE_DIR" in line
+
+
+@pytest.mark.parametrize(("job", "name"), [("7.0.1", "7.0.1"), ("n1:2/../x y", "n1-2-..-x-y"), ("", "job")])
+def test_folder_names(job: str, name: str) -> None:
+    """Whatever a launcher calls its job, one folder name comes out of it."""
+    assert scratch.folder_name(job) == name

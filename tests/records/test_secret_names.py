@@ -1,0 +1,48 @@
+"""Which names and values count as secrets."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcinit.records import secret_names
+
+HF = "hf_" + "abcdefghijklmnopqrstuvwxyzABCDEFGH"
+SECRETS = """HF_TOKEN HUGGING_FACE_HUB_TOKEN WANDB_API_KEY OPENAI_API_KEY AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY GITHUB_PAT
+AWS_SESSION_TOKEN MLFLOW_TRACKING_PASSWORD PGPASSWORD MYSQL_PWD MY_SECRET CLIENT_SECRET NGC_APIKEY SSH_PRIVATE_KEY KAGGLE_KEY
+NEPTUNE_API_TOKEN AZURE_CREDENTIALS VAULT_TOKEN --api-key --hf-token auth_token"""
+PLAIN = """TOKENIZERS_PARALLELISM MAX_TOKENS PWD OLDPWD PATH AWS_REGION AWS_PROFILE AWS_SHARED_CREDENTIALS_FILE HF_TOKEN_PATH
+GOOGLE_APPLICATION_CREDENTIALS SSH_AUTH_SOCK NCCL_DEBUG KEYBOARD MONKEY EOS_TOKEN --eos-token tokens_per_sample image_token
+NUM_TOKEN_TYPES SLURM_JWT PATTERN OMP_NUM_THREADS --token-dropout --token-type-ids WANDB_PROJECT HPCINIT_NONCE"""
+
+
+@pytest.mark.parametrize("name", SECRETS.split())
+def test_a_secret_by_its_name(name: str) -> None:
+    """The names under which people keep tokens, keys and passwords are known."""
+    assert secret_names.named(name)
+
+
+@pytest.mark.parametrize("name", PLAIN.split())
+def test_no_secret(name: str) -> None:
+    """A tokenizer's settings, a model's tokens and paths of files are no secrets."""
+    assert not secret_names.named(name)
+
+
+def test_patterns_add_and_take_away() -> None:
+    """A pattern makes a name a secret, one with a minus makes it none, and the last one counts."""
+    assert secret_names.named("SITE_LOGIN", ["site_*"]) and not secret_names.named("HF_TOKEN", ["-HF_TOKEN"])
+    assert secret_names.named("SITE_X", ["-SITE_*", "SITE_X"]) and not secret_names.held("X", HF, ["-X"])
+
+
+def test_a_token_under_any_name() -> None:
+    """What begins as the tokens of well-known services do is a secret whatever it is called; true and 3 are none."""
+    assert secret_names.held("X", HF) and not secret_names.held("X", "hf_short")
+    assert not secret_names.held("USE_TOKEN", "true") and not secret_names.held("HF_TOKEN", "$HF_TOKEN")
+
+
+def test_command_lines_are_masked() -> None:
+    """Each way to write a secret on a command line is masked, and nothing else."""
+    words = ["submit", "+job.env.HF_TOKEN=abc", "+secrets.HF_TOKEN=/home/me/.hf", "--", "t.py", "--api-key", "abc",
+             "--password=abc", "--use-auth-token", "--lr", "3", f"x={HF}", HF, "--eos_token", "</s>"]  # fmt: skip
+    hidden = ["submit", "+job.env.HF_TOKEN=***", "+secrets.HF_TOKEN=/home/me/.hf", "--", "t.py", "--api-key", "***",
+              "--password=***", "--use-auth-token", "--lr", "3", "x=***", "***", "--eos_token", "</s>"]  # fmt: skip
+    assert secret_names.masked(words) == hidden

@@ -1,0 +1,75 @@
+"""What is left of the job bounds its start-up."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from hpcinit.base.errors import RequestError
+from hpcinit.records.startup_timeout import TimeoutLaw, check_clock, left_of_job
+from hpcinit.slurm import queue
+
+RECORDED = Path(__file__).parents[1] / "data/slurm/24.11.5/gpus_per_task.json"
+
+
+def test_the_job_bounds_its_start_up() -> None:
+    """With less left of the job than the law gives, what is left less 30 s is the timeout; with more, nothing changes."""
+    law = TimeoutLaw()
+    assert law.start_up(8, timedelta(seconds=200.7)) == timedelta(seconds=170)
+    assert (
+        law.formula(8, timedelta(seconds=200.7)) == "min(3600, 300 + 3.5 x 8 nodes, 200 left of the job - 30) = 170 s"
+    )
+    assert law.start_up(8, timedelta(hours=1)) == law.start_up(8) == timedelta(seconds=328)
+
+
+@pytest.mark.parametrize("left", [30, 0, -100])
+def test_nothing_is_left(left: int) -> None:
+    """A job whose end leaves no time for a start-up and its errors is told so, with the way out."""
+    with pytest.raises(RequestError, match=rf"the job ends in {left} s .* ask for more \(time_min\)"):
+        TimeoutLaw().start_up(1, timedelta(seconds=left))
+
+
+def test_the_end_of_a_recorded_job() -> None:
+    """Slurm 24.11 tells a task its job's end; ours is read where Slurm's is missing, and neither is no error."""
+    env = json.loads(RECORDED.read_text())["tasks"][0]["env"]
+    end, start = int(env["SLURM_JOB_END_TIME"]), int(env["SLURM_JOB_START_TIME"])
+    assert left_of_job(env, start) == timedelta(seconds=end - start)
+    assert left_of_job({"HPCINIT_JOB_END_TIME": "1000"}, 900.5) == timedelta(seconds=99.5)
+    assert left_of_job({}, 0) is left_of_job({"SLURM_JOB_END_TIME": "0"}, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("env", "left_s", "words"),
+    [
+        ({"HPCINIT_JOB_END_TIME": "13000", "HPCINIT_JOB_LIMIT_S": "3600"}, 3000, None),
+        ({"HPCINIT_JOB_END_TIME": "13700", "HPCINIT_JOB_LIMIT_S": "3600"}, 3700, None),  # clocks differ by 100 s
+        ({"HPCINIT_JOB_END_TIME": "2800", "HPCINIT_JOB_LIMIT_S": "3600"}, 3600, "is 7200 s ago by this node's clock"),
+        (
+            {"HPCINIT_JOB_END_TIME": "20000", "HPCINIT_JOB_LIMIT_S": "3600"},
+            3600,
+            "is 10000 s ahead by this node's clock",
+        ),
+        ({"SLURM_JOB_END_TIME": "5000", "SLURM_JOB_START_TIME": "4000"}, 1000, "the job's limit is 1000 s: all of it"),
+        ({"SLURM_JOB_END_TIME": "5000"}, None, "the job's time limit is not known here; is the clock right?"),
+        ({}, None, None),
+    ],
+)
+def test_a_clock_that_cannot_be_right(env: dict[str, str], left_s: int | None, words: str | None) -> None:
+    """An end that is over already, or later than the limit allows, is replaced by the whole limit, with a warning."""
+    said = check_clock(env, 10000.0)
+    assert (words in said and said.startswith("warning: ")) if words else said == ""
+    left = left_of_job(env, 10000.0)
+    assert left == (None if left_s is None else timedelta(seconds=left_s))
+    assert check_clock(env, 10000.0) == "", "the second time nothing is left to correct"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("1-02:03:04", 93784), ("2:03:04", 7384), ("4:05", 245), ("0:00", 0), ("UNLIMITED", None), ("", None)],
+)
+def test_seconds_as_squeue_prints_them(text: str, found: int | None) -> None:
+    """%L of squeue, recorded on Slurm 22.05; a job without a limit has no number."""
+    assert queue.seconds(text) == found

@@ -1,0 +1,267 @@
+"""Malformed messages on both sides of the rendezvous: before authentication they are ignored, after it they end no rank.
+
+HPCINIT_FUZZ=10000 sets how many messages each test sends; docs/log.md records such a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import select
+import socket
+import string
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hpcinit.base.errors import BringUpError
+from hpcinit.rendezvous import fingerprint, protocol, rendezvous_client
+from hpcinit.rendezvous.rendezvous_client import JoinRequest
+from hpcinit.world import World
+from tests.rendezvous.test_meeting import HERE, MADE_OF, door, free_ports, in_threads, stranger, visit
+
+MESSAGES = int(os.environ.get("HPCINIT_FUZZ", "1000"))
+KEYS = [
+    "hello",
+    "job",
+    "challenge",
+    "proof",
+    "clock",
+    "rank",
+    "host",
+    "pid",
+    "made_of",
+    "phase",
+    "error",
+    "who",
+    "bye",
+    "welcome",
+    "refused",
+    "failed",
+    "all",
+    "store",
+    "missing",
+    "closed",
+    "at",
+    "key_id",
+]
+ODD: list[Any] = [
+    None, True, False, 0, -1, 1, 65_536, 2**63, -(2**64), 10**400, 0.5, 1e308, "", "\ud800", "\udfff\ud800", "\x00", "\x1b]0;title\x07",
+    "x" * 5000, "started", "up", "nosuchphase", [], {}, [1], [1, 2], [True, False], [10**400, 10**400], ["a", "b"], [None, None],
+    {"": ""}, {"torch": 3}, {"torch": "9"}, {"\ud800": "\ud800"}, [[[[]]]], "NaN",
+]  # fmt: skip
+RAW = [
+    b"", b"\n", b"\n\n\n", b"NaN\n", b'{"clock": [NaN, Infinity]}\n', b'{"clock": [1e999, -1e999]}\n', b'{"store": Infinity}\n',
+    b'{"a": 1, "a": 2}\n', b'{"store": 1, "store": "x"}\n', b"[" * 60_000 + b"\n", b'{"a":' * 9_000 + b"\n", b"{" * 70_000,
+    b'{"store": ' + b"9" * 400 + b"}\n", b'{"store": ' + b"9" * 5_000 + b"}\n", b"\xff\xfe{}\n", b"\x00" * 70_000, b'"text"\n', b"[1]\n", b"{1: 2}\n",
+    b'{"failed": "\\ud800"}\n', b"\xef\xbb\xbf{}\n", b"GET / HTTP/1.0\r\n\r\n",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def every_number_of_digits() -> Iterator[None]:
+    """Python limits how many digits of a number it converts; some messages have more."""
+    if not hasattr(sys, "set_int_max_str_digits"):
+        yield
+        return
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    yield
+    sys.set_int_max_str_digits(before)
+
+
+@pytest.fixture
+def world() -> World:
+    return World("slurm", 0, 3, 0, 1, 0, ("a", "b", "c"), HERE, free_ports(4), "77.0.0")
+
+
+def value(chance: random.Random) -> Any:
+    if chance.random() < 0.2:
+        return "".join(chance.choices(string.printable, k=chance.randrange(80)))
+    return chance.choice(ODD)
+
+
+def message(chance: random.Random, valid: dict[str, Any], keep: tuple[str, ...] = ()) -> bytes:
+    """One line: `valid` with some values changed, removed or added, all but those of `keep`; or no message at all."""
+    if not keep and chance.random() < 0.1:
+        return chance.choice(RAW)
+    changed = dict(valid)
+    for key in chance.sample(KEYS, chance.randrange(1, 5)):
+        if key not in keep:
+            changed[key] = value(chance)
+    for key in list(changed):
+        if key not in keep and chance.random() < 0.1:
+            del changed[key]
+    line = json.dumps(changed).encode()
+    if not keep and chance.random() < 0.1:
+        line = line[: chance.randrange(len(line))]
+    return line + b"\n"
+
+
+def test_a_server_that_sends_anything_is_not_ours() -> None:
+    """Whatever a server at a candidate port answers, a rank takes it for another program and never crashes."""
+    chance = random.Random(12)
+    claim = JoinRequest(1, "secret", "j", MADE_OF)
+    sent: list[bytes] = [b""]
+
+    def behave(connection: socket.socket) -> None:
+        connection.recv(65_536)
+        connection.sendall(sent[0])
+        connection.close()
+
+    valid = {"hello": protocol.GREETING, "proof": "0" * 64, "challenge": "0" * 32, "clock": [1.0, 2.0]}
+    (port,) = free_ports(1)
+    with stranger(port, behave) as visits:
+        for _ in range(MESSAGES):
+            sent[0] = message(chance, valid)
+            with pytest.raises(protocol.NotOurs):
+                rendezvous_client.connect(HERE, port, claim, 2.0)
+    assert len(visits) == MESSAGES
+
+
+@pytest.mark.parametrize("bad", [{"clock": [10**400, 10**400]}, {"proof": "\ud800"}, {"challenge": ["a"]}])
+def test_the_proof_is_checked_first(bad: dict[str, Any]) -> None:
+    """A reply without a valid proof is not read any further: a clock of 400 digits or an odd proof ends no rank."""
+    answer = {"hello": protocol.GREETING, "proof": "0" * 64, "challenge": "0" * 32, "clock": [1.0, 2.0], **bad}
+    (port,) = free_ports(1)
+    line = json.dumps(answer).encode() + b"\n"
+    with stranger(port, lambda connection: connection.sendall(line)), pytest.raises(protocol.NotOurs):
+        rendezvous_client.connect(HERE, port, JoinRequest(1, "secret", "j", MADE_OF), 2.0)
+
+
+def test_a_client_that_sends_anything_keeps_no_rank_out(world: World) -> None:
+    """Whatever unauthenticated connections send to rank 0, all ranks of the job still start."""
+    chance = random.Random(13)
+    host = door(world)
+    valid = {"hello": protocol.GREETING, "job": "j", "challenge": "0" * 32}
+    for _ in range(MESSAGES):
+        with socket.create_connection((HERE, host.port)) as connection, contextlib.suppress(OSError):
+            connection.sendall(message(chance, valid))
+            if chance.random() < 0.5:  # a second message, after rank 0's challenge
+                select.select([connection], [], [], 0.2)
+                hand = {"rank": 1, "proof": "0" * 64, "made_of": MADE_OF, **fingerprint.identity()}
+                connection.sendall(message(chance, hand))
+    assert [visit(world, rank).failure for rank in (1, 2)] == ["", ""] and host.failure == ""
+    assert sorted(host.roll.guests) == [0, 1, 2]
+
+
+def handshake(host: Any, rank: int, made_of: object = MADE_OF) -> socket.socket:
+    """A connection of rank `rank` that has authenticated itself with the key 'k'."""
+    claim = JoinRequest(rank, "k", "j", MADE_OF)
+    welcome = rendezvous_client.connect(HERE, host.port, claim)
+    return welcome.socket
+
+
+def test_odd_messages_of_an_authenticated_rank_end_nothing(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+    """After authentication rank 0 ignores fields that it cannot read, says so once, and the start-up goes on."""
+    chance = random.Random(14)
+    host, two = door(world), visit(world, 2)
+    keep = ("error", "bye", "hello", "job")
+    connection = handshake(host, 1)
+    for _ in range(MESSAGES):
+        connection.sendall(message(chance, {"phase": "started", "who": "started"}, keep))
+        while select.select([connection], [], [], 0)[0]:
+            assert connection.recv(1_000_000)
+    connection.sendall(protocol.encode({"phase": "imported"}))
+    for member in (host, two):
+        member.tell("imported")
+    host.offer_store(4242)
+    assert two.wait_for_store(time.monotonic() + 10, 9) == 4242
+    assert (host.failure, two.failure) == ("", "")
+    assert capfd.readouterr().err.count("rank 1 on ") == 1
+
+
+def test_what_is_no_message_from_an_authenticated_rank_names_it(world: World) -> None:
+    """A rank whose connection carries something else than messages is reported by name, with what was seen."""
+    host = door(world)
+    handshake(host, 1).sendall(b"x" * 100_000)
+    with pytest.raises(BringUpError, match=r"rank 1 on .* \(pid \d+\) .*a line without an end"):
+        host.wait_for_all(time.monotonic() + 10, 9)
+
+
+def test_odd_messages_of_rank_0_end_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After authentication a rank ignores fields that it cannot read, and still hears of the store."""
+    chance = random.Random(15)
+    host, one = door(world), visit(world, 1)
+    with host._changed:
+        (caller,) = host._inside
+    caller.socket.setblocking(True)
+    keep = ("failed", "closed", "hello", "job", "refused", "welcome")
+    for _ in range(MESSAGES):
+        caller.socket.sendall(message(chance, {"all": True, "missing": "x"}, keep))
+    caller.socket.sendall(protocol.encode({"store": 4242}))
+    deadline = time.monotonic() + 10
+    while one._store_port != 4242 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert one._store_port == 4242 and one.failure == "" and one._thread.is_alive()
+
+
+@pytest.mark.parametrize("raw", [b"x" * 100_000, b"not json\n", b"[" * 50_000 + b"\n"])
+def test_what_is_no_message_from_rank_0_ends_the_wait(world: World, raw: bytes) -> None:
+    """A rank that can no longer read what rank 0 sends fails at once, with a message that says what it saw."""
+    host, one = door(world), visit(world, 1)
+    with host._changed:
+        (caller,) = host._inside
+    caller.socket.setblocking(True)
+    with contextlib.suppress(OSError):
+        caller.socket.sendall(raw)
+    with pytest.raises(BringUpError, match=r"rank 0 on .* sent something that is no message of the rendezvous"):
+        one.wait_for_all(time.monotonic() + 10, 9)
+
+
+def test_a_slow_trickle_from_a_client_is_cut_off(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that sends a byte at a time without ever completing a message is closed after the time for strangers."""
+    monkeypatch.setattr("hpcinit.rendezvous.connections.STRANGER_S", 1.0)
+    host = door(world)
+    began = time.monotonic()
+    with socket.create_connection((HERE, host.port)) as connection, pytest.raises(OSError):
+        while time.monotonic() < began + 8:
+            connection.sendall(b"{")
+            time.sleep(0.05)
+    assert time.monotonic() - began < 4
+    assert visit(world, 1).failure == ""
+
+
+def test_a_slow_trickle_from_a_server_is_left(world: World) -> None:
+    """A server that answers a byte at a time holds a rank no longer than one that is silent."""
+
+    def behave(connection: socket.socket) -> None:
+        for _ in range(200):
+            connection.sendall(b"{")
+            time.sleep(0.05)
+
+    with stranger(world.master_ports[0], behave):
+        began = time.monotonic()
+        with pytest.raises(protocol.NotOurs):
+            rendezvous_client.connect(HERE, world.master_ports[0], JoinRequest(1, "k", "j", MADE_OF), 0.5)
+        assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize(
+    "stamp", [[10**400, 1], [float("nan"), 1], [float("inf"), 1], [True, False], [1], "x", None, [1e300, 1e300]]
+)
+def test_a_clock_that_is_none(stamp: object) -> None:
+    """A stamp that is no pair of times of this age changes no offset."""
+    offset = protocol.ClockOffset()
+    offset.learn(1.0, stamp, 2.0)
+    assert offset.known is None
+
+
+def test_a_fingerprint_of_another_version_names_the_difference(world: World) -> None:
+    """A rank whose fingerprint is long or of odd types is reported to all ranks in a message that they can read."""
+    host, one = door(world), visit(world, 1)
+    odd: Any = {**MADE_OF, "torch": ["2.13.0"], "x" * 30_000: "y" * 30_000}
+    two = visit(world, 2, made_of=odd)
+    later = time.monotonic() + 10
+    errors = in_threads(
+        *(
+            lambda member=member: member.wait_for_all(later, 9) or member.wait_for_store(later, 9)
+            for member in (host, one, two)
+        )
+    )  # type: ignore[misc]
+    assert all("rank 2 on" in str(error) and "is not made like rank 0" in str(error) for error in errors), errors

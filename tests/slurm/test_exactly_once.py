@@ -1,0 +1,124 @@
+"""Many submissions while the controller is killed again and again: as many jobs, none twice, none lost.
+
+`make test-exactly-once` makes 200 submissions under 50 kills; without HPCINIT_EXACTLY_ONCE there are fewer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from hpcinit.base.errors import MaybeSubmitted
+from hpcinit.slurm import exactly_once, tokens
+from tests.conftest import Run
+from tests.minislurm import MiniSlurm, MiniSlurmError
+from tests.minislurm.plugin import require_slurm
+from tests.submitting import folder_of, submit
+from tests.waiting import until
+
+SUBMISSIONS, KILLS = (int(word) for word in os.environ.get("HPCINIT_EXACTLY_ONCE", "40,10").split(","))
+BY_COMMAND_LINE = 10  # every so many-th one is a whole `hpcinit submit`
+AT_ONCE = 16
+PATIENCE_S = 900
+STOPPED = "2 attempts may each have made a job, and Slurm shows none of them"
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[MiniSlurm]:
+    require_slurm()
+    with MiniSlurm(nodes=1, gpus=8, name=f"exactly-{os.getpid()}") as cluster:
+        monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
+        yield cluster
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(1800)
+def test_as_many_jobs_as_submissions(cluster: MiniSlurm, hpcinit: Run, tmp_path: Path) -> None:
+    """slurmctld gets SIGKILL over and over while jobs are submitted: each has one job, the one that was named."""
+    began = time.monotonic()
+    started, named, stopped = 0, {}, []
+
+    def by_command_line(number: int) -> None:
+        words = ["+cluster.sbatch.begin=now+2hours", "cluster.submit_confirm=true", f"seed={number}"]
+        patience = f"cluster.submit_patience_s={PATIENCE_S}"
+        done = submit(hpcinit, cluster, *words, patience, "--", "true", timeout=PATIENCE_S)
+        if STOPPED in done.stderr:
+            raise MaybeSubmitted(done.stderr)
+        record = json.loads((folder_of(done) / "submission.json").read_text())
+        named[record["token"]] = record["job_id"]
+
+    def by_function(number: int) -> None:
+        folder = tmp_path / f"run-{number}"
+        folder.mkdir(exist_ok=True)
+        (folder / "job.sh").write_text("#!/bin/bash\n#SBATCH --begin=now+2hours\nsleep 60\n")
+        token = tokens.new()
+        named[token], _ = exactly_once.submit(folder / "job.sh", os.environ, token, patience_s=PATIENCE_S, confirm=True)
+
+    def one(number: int) -> None:
+        """After two attempts that the controller forgot hpcinit stops: the person who looks then is this loop."""
+        nonlocal started
+        started += 1
+        while True:
+            try:
+                return (by_function if number % BY_COMMAND_LINE else by_command_line)(number)
+            except MaybeSubmitted as error:
+                assert STOPPED in str(error)
+                [token] = re.findall(r"grep -F hpcinit=(\S+)", str(error))
+                stopped.append(token)
+                assert token not in [found for *_, found in once_it_answers(cluster)]
+
+    def kill_again_and_again() -> None:
+        chance = random.Random(5)
+        for number in range(KILLS):
+            while started < number * SUBMISSIONS / KILLS:
+                time.sleep(0.05)
+            time.sleep(chance.uniform(0, 2))
+            cluster.kill_controller()
+            time.sleep(chance.uniform(0, 1))
+            cluster.start_controller()
+
+    killer = threading.Thread(target=kill_again_and_again)
+    killer.start()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(one, range(SUBMISSIONS)))
+    killer.join()
+    jobs = queued(cluster)
+    cancelled = [line for line in jobs if line[1] == "CANCELLED"]
+    alive = [line for line in jobs if line[1] != "CANCELLED"]
+    print(f"{SUBMISSIONS} submissions, {KILLS} kills, {time.monotonic() - began:.0f} s: {len(alive)} jobs, of "
+          f"{len({token for *_, token in alive})} tokens; surplus ones cancelled: {len(cancelled)}; "
+          f"stopped after two attempts and submitted again: {len(stopped)}")  # fmt: skip
+    assert [token for token, count in Counter(token for *_, token in alive).items() if count > 1] == []
+    assert {token: job_id for job_id, _, token in alive} == named
+    assert len(named) == SUBMISSIONS
+
+
+def once_it_answers(cluster: MiniSlurm) -> list[tuple[str, str, str]]:
+    answers: list[list[tuple[str, str, str]]] = []
+
+    def ask() -> bool:
+        with suppress(MiniSlurmError):  # killed once more
+            answers.append(queued(cluster))
+        return bool(answers)
+
+    until(ask, 60)
+    return answers[0]
+
+
+def queued(cluster: MiniSlurm) -> list[tuple[str, str, str]]:
+    """(id, state, token) of every job."""
+    lines = cluster.run("squeue", "--noheader", "--states=all", "--format=%i|%T|%k").splitlines()
+    return [
+        (job_id, state, comment.partition("hpcinit=")[2]) for job_id, state, comment in (x.split("|") for x in lines)
+    ]

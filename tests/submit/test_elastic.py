@@ -1,0 +1,133 @@
+"""launch=torchrun as a job: an agent per node, its ranks as under srun, restarts inside the job, signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hpcinit.records import elastic_restarts, timeline
+from tests.conftest import Run
+from tests.minislurm import MiniSlurm
+from tests.submit.test_restart import finish, log
+from tests.submitting import folder_of, job_id_of, printed, submit
+from tests.waiting import until
+
+# No torch in the ranks: cheap. First start: rank 3 raises. Second: rank 2 crashes, as soon as all are there.
+FAILS = """
+import os, signal, time
+from pathlib import Path
+from hpcinit.world import launchers
+world = launchers.read(os.environ)
+start = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print(start, world.rank, world.local_rank, world.host, world.job.partition(".")[2], world.warnings, flush=True)
+Path(f"up-{start}-{world.rank}").touch()
+while len(list(Path().glob(f"up-{start}-*"))) < world.world_size:
+    time.sleep(0.1)
+if start == "0" and world.rank == 3:
+    raise ValueError("boom")
+if start == "1" and world.rank == 2:
+    os.kill(os.getpid(), signal.SIGSEGV)
+time.sleep(300)
+"""
+
+
+def test_restarts_inside_a_job_and_its_end(hpcinit: Run, tmp_path: Path) -> None:
+    """One rank raises: all are begun again, once. Then one crashes: the job ends by its signal, and why tells of that
+    failure and not of the one before."""
+    (tmp_path / "fails.py").write_text(FAILS)
+    words = ["cluster=local", "nodes=2", "ranks_per_node=2", "launch=torchrun", "launch.max_restarts=1", "wait=true"]
+    done = hpcinit("submit", *words, "--", "fails.py", timeout=240)
+    folder = folder_of(done)
+    # The step's status is the highest of its tasks', and the other agent is told to end: 143, if it has the time.
+    assert done.returncode in (128 + signal.SIGSEGV, 128 + signal.SIGTERM), log(folder)
+    for rank in range(4):
+        node = f"127.0.0.{rank // 2 + 1}"
+        again = f"hpcinit: elastic restart 1 of at most 1 of job {job_id_of(done)} begins on 127.0.0.[1-2]: rank 3 on 127.0.0.2: Exited with exit code 1 (ValueError: boom)"
+        said = (folder / f"logs/rank-{rank}.log").read_text()
+        first, second = f"0 {rank} {rank % 2} {node} 0.0 ()", f"1 {rank} {rank % 2} {node} 0e1.0 ()"
+        assert re.search(f"(?ms)^{re.escape(first)}$.*^{re.escape(again)}$.*^{re.escape(second)}$", said), said
+    (restart,) = elastic_restarts.read(folder)
+    assert (restart.rank, restart.host, restart.number) == (3, "127.0.0.2", 1)
+    assert [path.name for path in (folder / "errors").glob("**/*.json")] == ["rank-3.json"]
+    assert "127.0.0.2: rank 2: Segmentation fault" in log(folder), "said by the agent, of its rank"
+    assert "127.0.0.2: task 1: Segmentation fault" in log(folder), "said by srun, of the agent"
+    assert "1 restart inside the job" in hpcinit("status", folder.name).stdout
+    first, again = timeline.read(folder)
+    began = ["allocated", "started", "spawned", "interpreter"]  # started: the agent, once
+    for attempt, wanted in ((first, began), (again, [began[0], *began[2:]])):
+        assert [list(rank.moments)[: len(wanted)] for rank in attempt.ranks] == [wanted] * 4
+        assert all(sorted(rank.moments.values()) == list(rank.moments.values()) for rank in attempt.ranks)
+    assert {rank.moments["allocated"] for rank in again.ranks} == {round(restart.time, 6)}
+    assert first.ranks[2].moments["started"] == first.ranks[3].moments["started"]
+    why = hpcinit("why", folder.name).stdout
+    assert "\n  1 restart inside the job: rank 3 on 127.0.0.2: Exited with exit code 1 (ValueError: boom)\n" in why
+    assert why.startswith("rank 2 on 127.0.0.2 was ended by a signal (Segmentation fault) first"), why
+
+
+def test_an_agent_that_is_killed(hpcinit: Run, tmp_path: Path) -> None:
+    """kill -9 of an agent ends the job, and none of its ranks goes on."""
+    (tmp_path / "waits.py").write_text("import time; print('up', flush=True); time.sleep(300)")
+    words = ["cluster=local", "nodes=2", "ranks_per_node=1", "launch=torchrun", "launch.max_restarts=3"]
+    folder = folder_of(hpcinit("submit", *words, "--", "waits.py"))
+    logs = [folder / f"logs/rank-{rank}.log" for rank in range(2)]
+    until(lambda: all(path.exists() and "up" in path.read_text() for path in logs), 120)
+    agents = [process for process in psutil.process_iter(["cmdline"]) if is_agent(process, folder)]
+    below = [child for process in agents for child in process.children(recursive=True)]
+    assert len(agents) == 2 and len(below) == 2
+    agents[1].kill()
+    until(lambda: '"exit_status"' in (folder / "exit.json").read_text())
+    until(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in below))
+    assert "Killed" in log(folder) and not list(elastic_restarts.read(folder))
+
+
+def is_agent(process: psutil.Process, folder: Path) -> bool:
+    return process.info["cmdline"] == [sys.executable, "-u", "-m", "hpcinit.elastic", f"{folder}/spec.json"]
+
+
+# Tells each signal that comes, however often; ends after SIGTERM with a status of its own.
+LISTENS = """
+import os, signal, sys, time
+from hpcinit.world import launchers
+world = launchers.read(os.environ)
+def told(number, frame):
+    print(signal.Signals(number).name, flush=True)
+    if number == signal.SIGTERM:
+        sys.exit(5)
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, told)
+print(world.rank, world.world_size, world.hosts, world.warnings, os.environ["GROUP_RANK"], flush=True)
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(300)
+def test_ranks_and_signals_under_slurm(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
+    """On two nodes ranks and hosts are the step's; each rank hears a signal of Slurm's once, a signal to an agent alone
+    too, and what ends after SIGTERM is not begun again."""
+    slurm = idle_slurm
+    (tmp_path / "listens.py").write_text(LISTENS)
+    words = ["nodes=2", "ranks_per_node=2", "launch=torchrun", "launch.max_restarts=3", "stop.signal=USR1"]
+    done = submit(hpcinit, slurm, *words, "--", "listens.py")
+    folder, job = folder_of(done), job_id_of(done)
+    logs = [folder / f"logs/rank-{rank}.log" for rank in range(4)]
+    until(lambda: all(path.exists() and "('n1', 'n2')" in path.read_text() for path in logs), 120)
+    slurm.run("scancel", "--signal=USR1", job)
+    until(lambda: all("SIGUSR1" in path.read_text() for path in logs))
+    (alone,) = (pid for pid in slurm.pids("n2") if b"hpcinit.elastic" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(alone, signal.SIGUSR1)
+    until(lambda: all(path.read_text().count("SIGUSR1") == 2 for path in logs[2:]))
+    slurm.run("scancel", job)
+    assert finish(slurm, job) == "CANCELLED"
+    for rank in range(4):
+        usr1 = "SIGUSR1\n" * (1 if rank < 2 else 2)
+        assert printed(folder, rank) == f"{rank} 4 ('n1', 'n2') () {rank // 2}\n{usr1}SIGTERM\n"
+    assert not list(elastic_restarts.read(folder)) and "elastic restart" not in log(folder)
+    assert not any(b"hpcinit" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in slurm.pids("n2"))

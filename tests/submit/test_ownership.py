@@ -1,0 +1,363 @@
+"""Another user of the machine cannot make hpcinit run their program as you. Two real users try; needs root."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from hpcinit.base import safe_files
+from hpcinit.base.errors import SpecError
+from hpcinit.records.spec import load
+from hpcinit.submit import folder, shell_blocks
+from tests.conftest import Run
+from tests.leaving_out import installed, leave_out
+from tests.minislurm import MiniSlurm
+from tests.submitting import folder_of, job_id_of, submit
+from tests.waiting import until
+
+# Every Debian has these accounts. Each has a group of its own name, without further members.
+MALLORY, ALICE = "games", "backup"
+PROJECT = 100  # the group 'users'. In these tests both are in it
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that every user can enter, unlike pytest's own, and the working folder."""
+    if os.geteuid() != 0:
+        leave_out("only root can act as two other users")
+    path = Path(tempfile.mkdtemp(prefix="hpcinit-owners-"))
+    path.chmod(0o755)
+    monkeypatch.chdir(path)
+    yield path
+    shutil.rmtree(path)
+
+
+# Python may be installed below /root, where other users find nothing: they may read all files, and write their own only.
+READ_ALL = "-all,+dac_read_search"
+
+
+def as_user(name: str, command: Sequence[str | Path], cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    account = pwd.getpwnam(name)
+    (home := cwd / f"home-{name}").mkdir(exist_ok=True)
+    os.chown(home, account.pw_uid, account.pw_gid)
+    ids = [f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", f"--groups={PROJECT}"]
+    rights = [f"--inh-caps={READ_ALL}", f"--ambient-caps={READ_ALL}"]
+    return subprocess.run(
+        [installed("setpriv"), *ids, *rights, *command], cwd=cwd, umask=0o002, env={**os.environ, "HOME": str(home), **env},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+
+
+def own(name: str, *paths: Path, group: int | None = None, mode: int | None = None) -> None:
+    account = pwd.getpwnam(name)
+    for path in paths:
+        os.chown(path, account.pw_uid, account.pw_gid if group is None else group)
+        if mode is not None:
+            path.chmod(mode)
+
+
+def swap(run: Path, program: str, name: str = MALLORY) -> subprocess.CompletedProcess[str]:
+    """The attack: a user who may rename in runs_dir puts a run folder of their own in place of `run`."""
+    spec = {**json.loads((run / "spec.json").read_text()), "workdir": str(run.parent.parent)}
+    spec["program"] = {"kind": "command", "target": "sh", "args": ["-c", program]}
+    code = (
+        "import os, sys, pathlib\nrun, text, env = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]\n"
+        "run.rename(run.with_name('away'))\nrun.mkdir(0o755)\n(run / 'logs').mkdir(0o777)\n(run / 'logs').chmod(0o777)\n"
+        "(run / 'spec.json').write_text(text)\n(run / 'env.sh').write_text(env)\n"
+        "run.chmod(0o777)\n"
+    )
+    command = [sys.executable, "-c", code, str(run), json.dumps(spec), program]
+    return as_user(name, command, run.parent.parent)
+
+
+# --- the run folder
+
+
+def test_a_program_in_a_swapped_run_folder_does_not_run(place: Path) -> None:
+    """Alice's run folder is in a folder that her group can write. Mallory swaps it: Alice's rank refuses his spec."""
+    runs = place / "runs"
+    runs.mkdir()
+    own(ALICE, runs, group=PROJECT, mode=0o700)
+    own(ALICE, place)
+    submitted = as_user(
+        ALICE,
+        [sys.executable, "-m", "hpcinit", "submit", "ranks_per_node=1", "wait=true", "--", "true"],
+        place,
+    )
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    run = folder_of(submitted)
+    runs.chmod(0o770)
+    assert swap(run, f"id -un > {place}/ran").returncode == 0
+    done = as_user(ALICE, [sys.executable, "-m", "hpcinit.run", str(run / "spec.json")], place)
+    assert not (place / "ran").exists(), (place / "ran").read_text()
+    assert done.returncode == 2
+    assert (
+        f"{run}/spec.json belongs to {MALLORY} (mode 0664), expected {ALICE} or root: its owner could run any program "
+        "as you; submit again" in done.stderr
+    )
+
+
+def test_a_runs_dir_that_others_can_write_is_refused_before_the_queue(place: Path) -> None:
+    """The message names the folder, its owner and its mode, and the command that repairs it works."""
+    runs = place / "runs"
+    runs.mkdir()
+    own(ALICE, runs, group=PROJECT, mode=0o770)
+    own(ALICE, place)
+    words = [sys.executable, "-m", "hpcinit", "submit", "ranks_per_node=1", "wait=true", "--", "true"]
+    done = as_user(ALICE, words, place)
+    assert done.returncode == 2 and not list(runs.iterdir())
+    assert (
+        f"runs_dir: {runs} belongs to {ALICE} (mode 0770) and group users can write it: whoever can could run any "
+        f"program as you; chmod g-w {runs}, or chmod +t {runs} if others need to create files there" in done.stderr
+    )
+    for repair in ("chmod +t", "chmod g-w,-t"):
+        assert as_user(ALICE, ["sh", "-c", f"{repair} {runs}"], place).returncode == 0
+        done = as_user(ALICE, [*words[:-2], "again=true", *words[-2:]], place)
+        assert done.returncode == 0, done.stderr
+    own(MALLORY, runs, mode=0o777)
+    done = as_user(ALICE, words, place)
+    assert done.returncode == 2 and f"choose a folder of your own: runs_dir={runs}/{ALICE}" in done.stderr
+
+
+def test_the_sticky_bit_keeps_a_shared_runs_dir_safe(place: Path) -> None:
+    """With chmod +t Mallory can create folders beside Alice's, and cannot rename hers."""
+    runs = place / "runs"
+    runs.mkdir()
+    own(ALICE, runs, group=PROJECT, mode=0o1770)
+    run = runs / "x-0001"
+    run.mkdir()
+    (run / "spec.json").write_text("{}")
+    own(ALICE, run, mode=0o755)
+    done = swap_only_rename(run)
+    assert done.returncode == 1 and "PermissionError" in done.stderr
+
+
+def swap_only_rename(run: Path) -> subprocess.CompletedProcess[str]:
+    return as_user(
+        MALLORY, [sys.executable, "-c", f"import os; os.rename({str(run)!r}, '{run}-away')"], run.parent.parent
+    )
+
+
+def test_umask_002_with_a_group_of_ones_own_is_no_obstacle(place: Path) -> None:
+    """Files and folders of mode 0664 and 0775 are fine if their group has this user's name and no other members."""
+    (place / "conf/cluster").mkdir(parents=True)
+    (place / "conf/cluster/here.yaml").write_text("defaults: [local]\nname: here\n")
+    (place / "runs").mkdir()
+    own(ALICE, place, place / "conf", place / "conf/cluster", place / "runs", mode=0o775)
+    own(ALICE, place / "conf/cluster/here.yaml", mode=0o664)
+    words = ["ranks_per_node=1", "cluster=here", "wait=true", "--", "true"]
+    done = as_user(ALICE, [sys.executable, "-m", "hpcinit", "submit", *words], place)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_what_a_submission_creates_is_private(hpcinit: Run, tmp_path: Path, umask: int) -> None:
+    """runs_dir is never writable by others, whatever the umask, and nobody else can read the submission's files."""
+    before = os.umask(umask)
+    try:
+        done = hpcinit("submit", "ranks_per_node=1", "runs_dir=deep/runs", "wait=true", "--", "true")
+    finally:
+        os.umask(before)
+    run = folder_of(done)
+    assert [path.stat().st_mode & 0o777 for path in (run.parent, run.parent.parent)] == [0o755 & ~umask] * 2
+    names = ("spec.json", "job.sh", "config.yaml", "provenance.json", "submission.json")
+    assert {name: (run / name).stat().st_mode & 0o777 for name in names} == dict.fromkeys(names, 0o600)
+
+
+@pytest.mark.slurm
+def test_a_swapped_run_folder_on_slurm(idle_slurm: MiniSlurm, hpcinit: Run, place: Path) -> None:
+    """Root's job waits in the queue, its runs_dir becomes writable, and Mallory swaps the run folder: the ranks of the
+    job refuse his spec, and the job says why."""
+    words = ["ranks_per_node=1", "+cluster.sbatch.hold=true", f"runs_dir={place}/runs", "--", "true"]
+    done = submit(hpcinit, idle_slurm, *words)
+    run, job = folder_of(done), job_id_of(done)
+    run.parent.chmod(0o777)
+    assert swap(run, f"id -un > {place}/ran").returncode == 0
+    idle_slurm.run("scontrol", "release", job)
+    until(lambda: "RUNNING" not in (found := state(idle_slurm, job)) and "PENDING" not in found)
+    assert not (place / "ran").exists(), (place / "ran").read_text()
+    assert f"belongs to {MALLORY}" in (run / "logs/rank-0.log").read_text()
+
+
+@pytest.mark.slurm
+def test_the_variables_of_a_swapped_task_are_not_sourced(idle_slurm: MiniSlurm, hpcinit: Run, place: Path) -> None:
+    """A task of a sweep reads its environment variables from env.sh: not from Mallory's."""
+    words = ["-m", "+job.env.GREETING=a,b", "ranks_per_node=1", "+cluster.sbatch.hold=true", f"runs_dir={place}/runs"]
+    done = submit(hpcinit, idle_slurm, *words, "cluster.gpus_per_node=0", "cluster.gpu_flag=null", "--", "true")
+    assert done.returncode == 0, done.stderr
+    (sweep,) = (place / "runs").iterdir()
+    job = json.loads((sweep / "0/submission.json").read_text())["job_id"].partition("_")[0]
+    for path in (sweep.parent, sweep):
+        path.chmod(0o777)
+    assert swap(sweep / "0", f"id -un > {place}/ran").returncode == 0
+    idle_slurm.run("scontrol", "release", job)
+    until(
+        lambda: not idle_slurm.run("squeue", "--noheader", f"--jobs={job}", "--states=PD,R,CG", "--format=%T").strip()
+    )
+    assert not (place / "ran").exists(), (place / "ran").read_text()
+    log = (sweep / "0/logs/job.log").read_text()
+    assert "env.sh can be written by another user (owner games, mode 664)" in log, log
+    assert (sweep / "1/logs/rank-0.log").exists(), "the other task ran"
+
+
+def state(slurm: MiniSlurm, job: str) -> str:
+    return slurm.run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
+
+
+# --- config folders
+
+
+def write_conf(place: Path) -> tuple[Path, Path]:
+    conf = place / "conf"
+    (conf / "cluster").mkdir(parents=True)
+    file = conf / "cluster/mine.yaml"
+    file.write_text(f"defaults: [local]\nname: mine\nsetup: ['id -un > {place}/ran']\n")
+    return conf, file
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "said"),
+    [
+        (MALLORY, 0o644, "belongs to games (mode 0644), expected backup or root: its owner could run any program as you; "
+            "if you trust them: HPCINIT_CONF="),
+        (ALICE, 0o664, "belongs to backup (mode 0664) and group users can write it: whoever can could run any program as "
+            "you; chmod g-w "),
+        (ALICE, 0o666, "belongs to backup (mode 0666) and every user can write it: whoever can could run any program as "
+            "you; chmod go-w "),
+    ],
+)  # fmt: skip
+def test_config_that_another_user_can_write_is_refused(place: Path, owner: str, mode: int, said: str) -> None:
+    """cluster.setup in ./conf is shell that runs as whoever submits there: nothing is read that others could write."""
+    conf, file = write_conf(place)
+    own(ALICE, place, conf, conf / "cluster")
+    own(owner, file, group=PROJECT, mode=mode)
+    words = [sys.executable, "-m", "hpcinit", "submit", "ranks_per_node=1", "wait=true", "cluster=mine", "--", "true"]
+    done = as_user(ALICE, words, place)
+    assert not (place / "ran").exists()
+    assert done.returncode == 2 and f"{file} {said}" in done.stderr, done.stderr
+
+
+def test_a_folder_that_is_named_is_trusted_with_its_owner_and_group(place: Path) -> None:
+    """HPCINIT_CONF=DIR takes the config of the account that installs a site's software; every user's never."""
+    conf, file = write_conf(place)
+    own(ALICE, place)
+    own(MALLORY, conf, conf / "cluster", group=PROJECT, mode=0o775)
+    own(MALLORY, file, group=PROJECT, mode=0o664)
+    words = [sys.executable, "-m", "hpcinit", "submit", "ranks_per_node=1", "wait=true", "cluster=mine", "--", "true"]
+    done = as_user(ALICE, words, place, HPCINIT_CONF=str(conf))
+    assert done.returncode == 0 and (place / "ran").read_text() == f"{ALICE}\n", done.stderr
+    file.chmod(0o666)
+    done = as_user(ALICE, words, place, HPCINIT_CONF=str(conf))
+    assert done.returncode == 2 and "every user can write it" in done.stderr
+
+
+# --- one file
+
+
+def test_what_counts_as_ones_own(place: Path) -> None:
+    """Root's and one's own files are trusted; others' and those of a shared group are not; an ACL counts as a group."""
+    file = place / "spec.json"
+    file.write_text("{}")
+
+    def said(uid: int, gid: int, mode: int) -> str:
+        os.chown(file, uid, gid)
+        file.chmod(mode)
+        return safe_files.path_ownership_problems(file, "submit again")
+
+    assert said(0, 0, 0o644) == said(0, 0, 0o600) == said(0, PROJECT, 0o644) == ""
+    assert said(0, 0, 0o664) == "", "root's own group"
+    assert f"{file} belongs to user 4242 (mode 0600), expected root or root" in said(4242, 0, 0o600)
+    assert "group users can write it" in said(0, PROJECT, 0o664)
+    assert "group 4242 can write it" in said(0, 4242, 0o660)
+    assert "every user can write it" in said(0, 0, 0o602)
+    if shutil.which("setfacl"):
+        said(0, 0, 0o664)
+        subprocess.run(["setfacl", "-m", f"u:{MALLORY}:rw", file], check=True)
+        assert "group root can write it" in safe_files.path_ownership_problems(file, "submit again")
+
+
+PYTHON_RULE = """
+import pathlib, sys
+from hpcinit.base import safe_files
+for path in map(pathlib.Path, sys.argv[1:]):
+    print(path.name, "no" if safe_files.path_ownership_problems(path, "") else "yes")
+"""
+SHELL_RULE = """
+for path; do
+  (hpcinit_source "$path") 2> /dev/null && echo "${path##*/} yes" || echo "${path##*/} no"
+done
+"""
+
+
+def test_python_and_the_batch_script_have_one_rule(place: Path) -> None:
+    """Both trust the same files, except one that the user's private group can write, which the script refuses."""
+    me, other = pwd.getpwnam(ALICE), pwd.getpwnam(MALLORY)
+    files = {  # owner, group, mode, whether it is trusted
+        "mine": (me.pw_uid, me.pw_gid, 0o600, "yes"),
+        "mine-others-read": (me.pw_uid, PROJECT, 0o644, "yes"),
+        "mine-program": (me.pw_uid, me.pw_gid, 0o755, "yes"),
+        "mine-set-group": (me.pw_uid, me.pw_gid, 0o2644, "yes"),
+        "root": (0, 0, 0o644, "yes"),
+        "mine-group-writes": (me.pw_uid, PROJECT, 0o664, "no"),
+        "mine-group-only-writes": (me.pw_uid, PROJECT, 0o620, "no"),
+        "mine-all-write": (me.pw_uid, me.pw_gid, 0o646, "no"),
+        "mine-all-only-write": (me.pw_uid, me.pw_gid, 0o602, "no"),
+        "root-group-writes": (0, 0, 0o664, "no"),
+        "other": (other.pw_uid, other.pw_gid, 0o644, "no"),
+        "other-private": (other.pw_uid, me.pw_gid, 0o600, "no"),
+        "mine-private-group-writes": (me.pw_uid, me.pw_gid, 0o664, "yes"),
+    }
+    for name, (owner, group, mode, _) in files.items():
+        (place / name).touch()
+        os.chown(place / name, owner, group)
+        (place / name).chmod(mode)
+    expected = {name: trusted for name, (_, _, _, trusted) in files.items()}
+
+    def said(*command: str) -> dict[str, str]:
+        done = as_user(ALICE, [*command, *(str(place / name) for name in files)], place)
+        return dict(line.split() for line in done.stdout.splitlines())
+
+    assert said(sys.executable, "-c", PYTHON_RULE) == expected
+    block = "\n".join(shell_blocks.block("trusted"))
+    assert said("bash", "-c", block + SHELL_RULE, "bash") == expected | {"mine-private-group-writes": "no"}
+
+
+def test_a_rank_refuses_a_spec_and_a_reader_shows_it(place: Path) -> None:
+    """Who looks at a colleague's run may read it; who would run it may not."""
+    run = folder.claim(place / "runs", "x")
+    (run / "spec.json").write_text("{}")
+    own(MALLORY, run / "spec.json", mode=0o644)
+    with pytest.raises(SpecError, match="belongs to games"):
+        load(run / "spec.json")
+    with pytest.raises(SpecError, match="is not of format 1"):
+        load(run / "spec.json", to_run=False)
+
+
+def test_a_folder_of_another_user_is_not_run(hpcinit: Run, place: Path) -> None:
+    """A rank, the local engine and resubmit refuse a run folder or a script of another user, and say whose it is."""
+    done = hpcinit("submit", "ranks_per_node=1", f"runs_dir={place}/runs", "wait=true", "--", "true")
+    run = folder_of(done)
+
+    def said(*words: str) -> str:
+        command = [sys.executable, "-m", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, input="go\n", check=False)
+        assert done.returncode == 2, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    own(MALLORY, run, mode=0o755)
+    assert f"{run} belongs to {MALLORY} (mode 0755), expected root" in said("hpcinit.run", f"{run}/spec.json")
+    assert f"{run} belongs to {MALLORY}" in said("hpcinit.local.engine", str(run), "5")
+    assert json.loads((run / "local.json").read_text())["state"] == "FAILED"
+    assert f"{run} belongs to {MALLORY}" in said("hpcinit", "resubmit", str(run))
+    own("root", run)
+    own(MALLORY, run / "job.sh")
+    assert f"{run}/job.sh belongs to {MALLORY}" in said("hpcinit.local.engine", str(run), "5")

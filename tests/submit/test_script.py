@@ -1,0 +1,223 @@
+"""The rendered batch script, held whole against golden files.
+
+HPCINIT_WRITE_GOLDEN=1 pytest tests/submit/test_script.py writes them anew; read the diff before you commit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpcinit.base.quoting import Raw
+from hpcinit.config import job_spec
+from hpcinit.config.compose import compose
+from hpcinit.records import elastic_restarts, hang_report, run_folder, stop_reasons
+from hpcinit.records.spec import load
+from hpcinit.submit import array, script, shell_blocks
+from hpcinit.submit.job_environment import make_spec
+from tests.leaving_out import installed
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+FOLDER, WORKDIR = Path("/shared/me/runs/x-0001"), Path("/shared/me/project")
+PYTHON = "cluster.python=/shared/me/venv/bin/python"
+
+CASES = {
+    "local": ["cluster=local", "nodes=2", "ranks_per_node=2"],
+    "mini": ["cluster=mini", "nodes=4", "ranks_per_node=2", "job=train_gpt"],
+    "example": ["cluster=example", "nodes=8"],
+    "fork": ["cluster=mini", "nodes=2", "ranks_per_node=4", "launch=fork", "launch.cpu_bind=cores"],
+    "torchrun": ["cluster=mini", "nodes=2", "ranks_per_node=4", "launch=torchrun", "launch.gpu_bind='map_gpu:0,1,2,3'"],
+    "survives": ["cluster=mini", "nodes=2", "ranks_per_node=2", "spares=1", "chain=3", "restart.budget=2", "restart.on=[node_fail,hang]"],
+    "array": ["cluster=mini", "nodes=2", "ranks_per_node=2", "+job.env.LR=1", "sweep.at_once=4"],
+    "everything": [
+        "cluster=example", "nodes=3", "ranks_per_node=2", "cpus_per_rank=7", "time_min=90", "account=proj-1",
+        "qos=long", "mem_gb=0.5", "comment='two words, a # and $HOME'", "cluster.exclusive=true",
+        "cluster.gpu_flag=gres", "cluster.gpu_type=a100", "cluster.interface=ib0", "+job.env.GREETING='hello world'",
+        "launch.cpu_bind=cores", "launch.gpu_bind=closest", "launch.wait_s=null", "launch.kill_on_bad_exit=false",
+        "stop.signal=USR2", "stop.signal_before_s=120", "+cluster.sbatch.requeue=true", "+cluster.sbatch.mail-user=null",
+    ],
+}  # fmt: skip
+
+
+def render(*overrides: str, folder: Path = FOLDER) -> str:
+    return script.render(compose([*overrides, PYTHON]), folder, WORKDIR)
+
+
+def render_case(name: str) -> str:
+    if name != "array":
+        return render(*CASES[name])
+    configs = [compose([*CASES[name], f"job.env.LR={number}", PYTHON]) for number in range(3)]
+    return array.render(configs, [1000, 1001, 1002], FOLDER, WORKDIR, 1000)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_script_is_the_golden_one(name: str) -> None:
+    """The whole script of a typical request is what was reviewed."""
+    text, path = render_case(name), GOLDEN / f"{name}.sh"
+    if os.environ.get("HPCINIT_WRITE_GOLDEN") == "1":
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_script_is_valid_bash(name: str) -> None:
+    """bash parses every golden script."""
+    subprocess.run(["bash", "-n", GOLDEN / f"{name}.sh"], check=True)
+
+
+def test_local_and_slurm_differ_in_the_launcher_only() -> None:
+    """On cluster=local the script is the same but for the words that start the step; it asks for no sbatch and knows no
+    requeue."""
+    same = ["nodes=2", "ranks_per_node=2", "cluster.gpus_per_node=0", "cluster.gpu_flag=null"]
+    slurm = render("cluster=local", *same, "cluster.engine=slurm")
+    local = render("cluster=local", *same)
+    ours = "/shared/me/venv/bin/python -m hpcinit.local.step --"
+    blocks = [[*shell_blocks.block("in_a_job")], ["", *shell_blocks.block("requeued")]]
+    files = [line for line in slurm.splitlines() if line.startswith(("hpcinit_stopped=", "hpcinit_restarts="))]
+    for lines in (*blocks, files):
+        text = "".join(f"{line}\n" for line in lines)
+        assert text in slurm and text not in local
+        slurm = slurm.replace(text, "")
+    assert local.replace(ours, "srun --") == slurm and ours in local
+
+
+@pytest.mark.parametrize("path", sorted(shell_blocks.LIB.glob("*.sh")), ids=lambda path: path.stem)
+def test_shellcheck_accepts_each_block(path: Path) -> None:
+    """shellcheck finds nothing in a block of the script, and the script uses it."""
+    subprocess.run([installed("shellcheck"), path], check=True)
+    assert f'"{path.stem}"' in "".join(file.read_text() for file in shell_blocks.LIB.parent.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shellcheck_accepts_each_script(name: str, tmp_path: Path) -> None:
+    """shellcheck finds nothing in a script of each kind, and bash has no variable in it that nothing sets."""
+    text = GOLDEN.joinpath(f"{name}.sh").read_text()
+    (tmp_path / "job.sh").write_text(text)
+    subprocess.run([installed("shellcheck"), "--exclude=SC2034,SC1090,SC1091,SC2016", tmp_path / "job.sh"], check=True)
+    assigned = set(re.findall(r"\b(hpcinit_\w+)(?:=|\+=|:=|\(\))", text)) | set(re.findall(r"\{(hpcinit_\w+):=", text))
+    assert set(re.findall(r"\$\{?(hpcinit_\w+)", text)) <= assigned
+
+
+def test_a_block_needs_exactly_its_variables() -> None:
+    """A value that is missing, and one that the block has no variable for, are errors; text is quoted, Raw is not."""
+    with pytest.raises(ValueError, match=r"lib/spares\.sh needs a value for hpcinit_nodes"):
+        shell_blocks.block("spares")
+    with pytest.raises(ValueError, match=r"lib/token\.sh has no variable x"):
+        shell_blocks.block("token", {"x": 1})
+    assert shell_blocks.block("record", {"hpcinit_job": "a b"})[2].startswith("hpcinit_job='a b' # ")
+    assert shell_blocks.block("record", {"hpcinit_job": Raw('"$a"')})[2].startswith('hpcinit_job="$a" # ')
+
+
+def test_names_in_the_blocks_are_those_of_python() -> None:
+    """The words and the file names that both languages use are the same."""
+    text = {path.stem: path.read_text() for path in shell_blocks.LIB.glob("*.sh")}
+    reasons = re.findall(r"then echo (\w+)", text["reason"])
+    assert sorted(reasons) == sorted(run_folder.REASONS)
+    stops = [stop_reasons.Reason.PREEMPTED.token, stop_reasons.Reason.TIME_LIMIT.token, stop_reasons.NOT_RECORDED]
+    assert [word for word in stops if word not in text["reason"]] == []
+    assert f"!= {stop_reasons.NOT_RECORDED} ]" in text["chain_check"]
+    assert f"*:{run_folder.ENDED_EARLY})" in text["chain_check"] and str(run_folder.ENDED_EARLY) in text["chain_record"]
+    assert f"/{hang_report.REPORT}" in text["reason"] and f"/{hang_report.NODE}" in text["spares"]
+    assert f"/{elastic_restarts.ASIDE}" in text["spares"] and f'"reason": "{run_folder.SLURM}"' in text["requeued"]
+    assert f'" {run_folder.SLURM} ||' in text["restarts"]
+
+
+def test_one_task_per_node_has_the_cores_of_its_ranks() -> None:
+    """launch=fork and launch=torchrun start one task on each node, with the cores of all its ranks where they are known."""
+    words = ("cluster=mini", "nodes=2", "ranks_per_node=4", "launch.kill_on_bad_exit=false")
+    for kind, module in (("fork", "fork"), ("torchrun", "elastic")):
+        step = render(*words, f"launch={kind}", "cpus_per_rank=3").splitlines()[-1]
+        assert "--ntasks=2 --ntasks-per-node=1 --cpus-per-task=12 --export=ALL" in step
+        assert "--kill-on-bad-exit=0" in step
+        assert step.endswith(f"-m hpcinit.{module} {FOLDER}/spec.json") and "--output" not in step
+    assert "--cpus-per-task" not in render(*words, "launch=fork", "cluster.cpus_per_node=null")
+
+
+def test_the_ranks_are_bound_by_their_own_parent() -> None:
+    """A mask for each rank is nothing for the one task of a node: srun binds nothing, and the job is told the masks."""
+    config = compose(
+        ["cluster=mini", "launch=fork", "launch.cpu_bind='mask_cpu:3,c'", "launch.gpu_bind='map_gpu:0,1'", PYTHON]
+    )
+    text, told = script.render(config, FOLDER, WORKDIR), job_spec.launch(config)
+    assert "--cpu-bind=none" in text and "gpu-bind" not in text
+    assert (told.kind, told.cpu_bind, told.gpu_bind, told.cpus) == ("fork", "mask_cpu:3,c", "map_gpu:0,1", 2)
+
+
+def test_what_is_imported_before_the_fork(tmp_path: Path) -> None:
+    """torch, DeepSpeed where it is used, and what launch.preload says."""
+    assert job_spec.launch(compose(["launch=fork"])).preload == ("torch",)
+    words = ["launch=fork", "parallel=zero3", "launch.preload=[torch,transformers]"]
+    assert job_spec.launch(compose(words)).preload == ("torch", "transformers", "deepspeed")
+    spec = make_spec(compose(words), WORKDIR)
+    (saved := tmp_path / "spec.json").write_text(spec.to_json())
+    assert load(saved) == spec
+
+
+def test_directives_come_before_any_command() -> None:
+    """sbatch ignores a directive after the first command, in silence: there is none."""
+    lines = render(*CASES["everything"]).splitlines()
+    directives = [i for i, line in enumerate(lines) if line.startswith("#SBATCH")]
+    commands = [i for i, line in enumerate(lines) if line and not line.startswith("#")]
+    assert max(directives) < min(commands)
+
+
+def test_none_and_false_drop_an_option() -> None:
+    """null and false leave an option out; submitit itself would render =None and =False."""
+    text = render("+cluster.sbatch.reservation=null", "+cluster.sbatch.requeue=false", "+cluster.sbatch.hold=true")
+    assert "reservation" not in text and "requeue" not in text
+    assert "#SBATCH --hold\n" in text
+
+
+def test_no_wckey_and_no_signal_unless_asked_for() -> None:
+    """submitit's --wckey=submitit breaks sites without wckeys, and its --signal kills what does not handle it."""
+    assert "wckey" not in render() and "signal" not in render()
+    assert "#SBATCH --wckey=mine\n" in render("+cluster.sbatch.wckey=mine")
+
+
+def test_percent_signs_in_paths_are_not_patterns() -> None:
+    """A % in the run folder's path is doubled where Slurm would take it for a file name pattern."""
+    text = render(folder=Path("/shared/50%_done/x-0001"))
+    assert "--output=/shared/50%%_done/x-0001/logs/job.log" in text
+    assert "--output=/shared/50%%_done/x-0001/logs/rank-%t.log" in text
+    assert "hpcinit.run /shared/50%_done/x-0001/spec.json" in text
+
+
+def test_memory_has_slurms_spellings() -> None:
+    """0 GB means all memory of the node, whole gigabytes are G and fractions megabytes."""
+    for gb, flag in (("0", "--mem=0\n"), ("3", "--mem=3G\n"), ("1.5", "--mem=1536M\n")):
+        assert flag in render(f"mem_gb={gb}")
+    assert "--mem" not in render()
+
+
+@pytest.mark.parametrize(("numbers", "size"), [([3, 4], 1000), ([2017, 2018], 1000), ([17], 10)])
+def test_a_task_has_its_own_paths(tmp_path: Path, numbers: list[int], size: int) -> None:
+    """sbatch gets a pattern of its own, and bash the number of the task, whatever the folder's name contains."""
+    sweep, index = tmp_path / 'it\'s 50% "$HOME" `x`', numbers[-1] % size
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/srun").write_text('#!/bin/sh\nprintf "%s\\n" "$HPCINIT_RUN" "$@"\n')
+    (tmp_path / "bin/srun").chmod(0o755)
+    (sweep / str(numbers[-1])).mkdir(parents=True)
+    container = ["cluster.container.runtime=apptainer", "container.image=/x.sif", "container.mounts=['/a b:/c']"]
+    configs = [compose(["cluster=mini", "nodes=2", *container, PYTHON]) for _ in numbers]
+    text = array.render(configs, numbers, sweep, WORKDIR, size)
+    (output,) = re.findall("^#SBATCH --output=(.*)$", text, re.MULTILINE)
+    digits = len(str(size)) - 1
+    task = f"%{digits}a" if numbers[0] >= size else "%a"
+    folder = str(sweep).replace("%", "%%")
+    block = str(numbers[0] // size or "")
+    assert shlex.split(output) == [f"{folder}/{block}{task}/logs/job.log"]
+    env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "5", "SLURM_ARRAY_JOB_ID": "4"}
+    done = subprocess.run(
+        ["bash", "-c", text], env={**env, "SLURM_ARRAY_TASK_ID": str(index)}, capture_output=True, text=True, check=True
+    )
+    run, *words = done.stdout.splitlines()
+    assert run == f"{sweep}/{numbers[-1]}" and words[-1] == f"{run}/spec.json"
+    assert f"--output={folder}/{numbers[-1]}/logs/rank-%t.log" in words
+    assert f"{WORKDIR}:{WORKDIR},{run}:{run},/a b:/c" in " ".join(words)
+    assert json.loads((Path(run) / "exit.json").read_text())["job"] == f"4_{index}"

@@ -1,0 +1,72 @@
+"""The script for each public cluster in conf/cluster/, held whole against a golden file.
+
+HPCINIT_WRITE_GOLDEN=1 pytest tests/submit/test_sites.py writes them anew; read the diff before you commit.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpcinit.config import checks
+from hpcinit.config.compose import compose
+from hpcinit.submit import script
+from tests import sites
+from tests.minislurm import MiniSlurm
+
+GOLDEN = Path(__file__).parent.parent / "golden/sites"
+FOLDER, WORKDIR = Path("/shared/me/runs/x-0001"), Path("/shared/me/project")
+REQUEST = [*sites.ASKED, "job=train_gpt", "time_min=30", "parallel=hsdp", "cluster.python=/shared/me/venv/bin/python"]
+REQUEST += ["check_paths=false"]  # they are paths of the site
+# What the images are called there, where containers are the usual way.
+IMAGES = {
+    "dgx_superpod_h100": ["container.image='nvcr.io#nvidia/pytorch:25.01-py3'", "cluster.python=null"],
+    "aws_p5_efa": ["container.image=/fsx/images/pytorch.sqsh", "cluster.python=null"],
+}
+
+
+def render(name: str) -> str:
+    config = compose([f"cluster={name}", *REQUEST, *IMAGES.get(name, [])])
+    assert checks.problems(config) == []
+    return script.render(config, FOLDER, WORKDIR)
+
+
+@pytest.fixture(autouse=True)
+def user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of a site have the user's name in them."""
+    monkeypatch.setenv("USER", "me")
+
+
+@pytest.mark.parametrize("name", sites.NAMES)
+def test_script_is_the_golden_one(name: str) -> None:
+    """The whole script of two nodes of training at each site is what was reviewed."""
+    text, path = render(name), GOLDEN / f"{name}.sh"
+    if os.environ.get("HPCINIT_WRITE_GOLDEN") == "1":
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+def test_no_golden_script_is_left_over() -> None:
+    """Each golden file belongs to a cluster that is there."""
+    assert sorted(path.stem for path in GOLDEN.glob("*.sh")) == sites.NAMES
+
+
+@pytest.mark.parametrize("name", sites.NAMES)
+def test_script_is_valid_bash(name: str) -> None:
+    """bash parses every golden script."""
+    subprocess.run(["bash", "-n", GOLDEN / f"{name}.sh"], check=True)
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("name", sites.NAMES)
+def test_sbatch_reads_every_option(slurm: MiniSlurm, tmp_path: Path, name: str) -> None:
+    """A real sbatch understands each #SBATCH line: it is the controller that does not know the site's partitions."""
+    path = tmp_path / "script.sh"
+    shutil.copy(GOLDEN / f"{name}.sh", path)
+    done = subprocess.run(["sbatch", "--test-only", path], env=slurm.env, capture_output=True, text=True, check=False)
+    # What sbatch itself refuses ("unrecognized option", "Invalid --hint") never gets to the controller.
+    assert "allocation failure: " in done.stderr or "to start at " in done.stderr, done.stderr

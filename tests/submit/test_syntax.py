@@ -1,0 +1,81 @@
+"""cluster.setup is shell: bash is asked about it on the login node, and not in the job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcinit.base.errors import ConfigError
+from hpcinit.config.compose import compose
+from hpcinit.config.schema import Config
+from hpcinit.submit import script, shell_syntax, transaction
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def with_setup(*lines: str) -> Config:
+    config = compose(["cluster=mini", "job=smoke"])
+    config.cluster.setup = list(lines)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["true", "echo 'unbalanced"], "unexpected EOF while looking for matching `''"),
+        (["if true; then"], "syntax error: unexpected end of file"),
+        (["done"], "syntax error near unexpected token `done'"),
+        (["cat <<END", "all that follows"], "here-document at line"),
+    ],
+)
+def test_what_bash_cannot_read_is_refused(lines: list[str], said: str) -> None:
+    """Submission and dry run are refused in bash's own words, and the lines are shown with their numbers in the script."""
+    config = with_setup(*lines)
+    with pytest.raises(ConfigError) as caught:
+        transaction.check(config)
+    (problem,) = caught.value.problems
+    assert problem.startswith("cluster.setup is no shell that bash can read") and said in problem
+    number, _, first = problem.partition("lines of the script:\n")[2].partition("\n")[0].strip().partition(": ")
+    whole = script.render(config, Path("/shared/runs/x"), Path("/shared")).splitlines()
+    assert whole[int(number) - 1] == first == lines[0]
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["module load gcc", "export A='x y'"],
+        ["shopt -s extglob", "ls !(*.py)"],
+        ["both() {", "  true", "}", "both && both"],
+        ["echo ünï # it's a comment"],
+    ],
+)
+def test_what_bash_can_read_passes(lines: list[str], tmp_path: Path) -> None:
+    """Lines that belong together, comments and extended patterns pass."""
+    text = transaction.dry_run(with_setup(*lines))
+    assert "\n".join(lines) in text
+
+
+def test_bash_is_asked_only_about_setup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without lines of the user's own no process is started; with some, one that does not see the user's environment."""
+    (tmp_path / "asked").write_text("#!/bin/bash\nprintf '%s|' ${!HPCINIT_*} x >> said\n")
+    (tmp_path / "asked").chmod(0o755)
+    monkeypatch.setenv("HPCINIT_SEEN", "1")
+    monkeypatch.setattr(shell_syntax, "COMMAND", (str(tmp_path / "asked"),))
+    transaction.check(with_setup())
+    assert not (tmp_path / "said").exists()
+    transaction.check(with_setup("true"))
+    assert (tmp_path / "said").read_text() == "x|"
+
+
+def test_without_bash_the_job_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no bash, or one that does not answer, nothing is refused."""
+    monkeypatch.setattr(shell_syntax, "COMMAND", ("no-such-bash",))
+    transaction.check(with_setup("echo 'open"))
+    monkeypatch.setattr(shell_syntax, "COMMAND", ("sleep", "60"))
+    monkeypatch.setattr(shell_syntax, "BASH_S", 0.1)
+    transaction.check(with_setup("echo 'open"))

@@ -1,0 +1,96 @@
+"""The flight recorder's dumps: what is read from them, and that nothing in such a file is ever called.
+
+tests/data/flight has what torch 2.13 itself wrote with gloo (torch._C._distributed_c10d._dump_fr_trace, without stacks):
+of two ranks, of which the first is in a third collective; and of four ranks with groups, as pickles and as JSON, of which
+rank 3 never makes its second call in group tp1. NCCL's recorder writes the same form and needs GPUs. The other dumps are
+made by hand in that form.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcinit.why import flight_recorder
+
+RECORDED = Path(__file__).parents[1] / "data/flight"
+
+
+def written(run: Path, *dumps: bytes, job: str = "5.0.0") -> dict[int, Mapping[str, Any]]:
+    """What is read of attempt 0 of job 5, when the ranks of `job` have left these dumps in the run folder."""
+    (run / "flight").mkdir(parents=True, exist_ok=True)
+    for rank, data in enumerate(dumps):
+        (run / f"flight/{job}.rank_{rank}").write_bytes(data)
+    return flight_recorder.read_attempt(run, "5", 0)
+
+
+def recorded(rank: int) -> bytes:
+    return (RECORDED / f"gloo-2.13.rank_{rank}").read_bytes()
+
+
+def test_dumps_of_an_attempt(tmp_path: Path) -> None:
+    """The dumps of one attempt are read; those of another job or attempt and a torn file are not."""
+    assert sorted(written(tmp_path, recorded(0), recorded(1), recorded(1)[:40])) == [0, 1]
+    assert written(tmp_path / "a", recorded(0), job="4.0.0") == written(tmp_path / "b", recorded(0), job="5.0.1") == {}
+
+
+def test_what_torch_itself_wrote(tmp_path: Path) -> None:
+    """A recorded dump is read without any code of torch's: the calls, their sizes and what is pending."""
+    first, second = flight_recorder.recordings(written(tmp_path, recorded(0), recorded(1))).values()
+    [(group, number)] = first.pending
+    call = first.call((group, number))
+    assert (str(group), number) == ("group default_pg (0)", 3) and call is not None
+    assert (call.name, call.state, call.input_sizes) == ("all_reduce", "scheduled", (((5,),),))
+    assert second.pending == [] and dict(second.last) == {group: 2}
+
+
+@pytest.mark.parametrize("form", ["groups.rank_", "groups-json_"])
+def test_a_folder_of_dumps(tmp_path: Path, form: str) -> None:
+    """Pickles and JSON of one attempt give the same; the rank is the number at the end of a file's name."""
+    for path in RECORDED.glob(f"gloo-2.13-{form}*"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "notes.txt").write_text("no dump")
+    ranks = flight_recorder.recordings(flight_recorder.read_folder(tmp_path))
+    assert sorted(ranks) == [0, 1, 2, 3]
+    pending = {rank: [(group.description, number) for group, number in one.pending] for rank, one in ranks.items()}
+    assert pending == {0: [("default_pg", 3)], 1: [("default_pg", 3)], 2: [("tp1", 3)], 3: []}
+
+
+def test_a_folder_of_several_attempts(tmp_path: Path) -> None:
+    """Of dumps with different prefixes the newest count, so that a restart's are not mixed with those before it."""
+    for job, rank, when in (("4.0.0", 0, 100), ("4.0.0", 1, 100), ("4.0.1", 0, 200)):
+        path = tmp_path / f"{job}.rank_{rank}"
+        path.write_bytes(recorded(rank))
+        os.utime(path, (when, when))
+    assert sorted(flight_recorder.read_folder(tmp_path)) == [0]
+
+
+class Calls:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, ("called",)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_nothing_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int) -> None:
+    """A file that somebody put there, whose pickle would make a folder, is refused and makes none."""
+    monkeypatch.chdir(tmp_path)
+    evil = pickle.dumps({"version": "2.10", "entries": [Calls()]}, protocol)
+    with pytest.raises(ValueError, match=r"it names \w+\.mkdir, and a flight recorder's dump names nothing"):
+        flight_recorder.load(evil)
+    assert not (tmp_path / "called").exists()
+    pickle.loads(evil)
+    assert (tmp_path / "called").exists(), "the test's file does what it is for"
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"hello", pickle.dumps([]), pickle.dumps({"entries": 3}), b"\x80\x02Q.", b"{}", b'{"entries":']
+)
+def test_what_is_no_dump(data: bytes) -> None:
+    with pytest.raises(ValueError, match="not a flight recorder's dump"):
+        flight_recorder.load(data)

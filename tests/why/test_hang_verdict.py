@@ -1,0 +1,210 @@
+"""The verdict on flight-recorder dumps: exactly the ranks that cause a hang, and never a healthy one."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcinit.why import flight_recorder, hang_verdict
+from hpcinit.why.hang_verdict import HangVerdict
+from tests.why import hang_dumps
+from tests.why.hang_dumps import DEVICE_STUCK, NO_DUMP, NOT_CALLED, SYMMETRIC
+
+# `HPCINIT_HANGS=10000 pytest tests/why/test_hang_verdict.py` tries as many trainings of each kind.
+CASES = int(os.environ.get("HPCINIT_HANGS", "150"))
+RECORDED = Path(__file__).parents[1] / "data/flight"
+
+
+def named(found: HangVerdict) -> set[tuple[int, str]]:
+    return {(one.rank, one.kind) for one in found.culprits}
+
+
+@pytest.mark.parametrize("kind", [NOT_CALLED, DEVICE_STUCK, NO_DUMP])
+def test_one_rank_causes_the_hang(kind: str) -> None:
+    """In random trainings with data, tensor, pipeline and expert groups, the verdict is the injected rank and kind."""
+    for seed in range(CASES):
+        training = hang_dumps.training(seed, kinds=[kind])
+        [fault] = training.faults
+        assert named(hang_verdict.verdict(hang_dumps.dumps(training))) == {(fault.rank, kind)}, seed
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("timed", [True, False], ids=["starts recorded", "starts not recorded"])
+@pytest.mark.parametrize("kinds", [(NOT_CALLED, DEVICE_STUCK), (NO_DUMP,)])
+def test_two_ranks_cause_the_hang(kinds: tuple[str, ...], timed: bool) -> None:
+    """Each fault that the dumps show is found, no healthy rank is named, and a fault that another one hides is not."""
+    for seed in range(CASES):
+        training = hang_dumps.training(seed, faults=2, kinds=kinds)
+        found = named(hang_verdict.verdict(hang_dumps.dumps(training, timed=timed)))
+        injected = {(fault.rank, fault.kind) for fault in training.faults}
+        assert hang_dumps.expected(training, timed=timed) <= found <= injected, seed
+
+
+def test_without_recorded_starts() -> None:
+    """Without TORCH_NCCL_ENABLE_TIMING no healthy rank is named; what the dumps do not show is reported as unknown."""
+    for seed in range(CASES):
+        training = hang_dumps.training(seed)
+        found = hang_verdict.verdict(hang_dumps.dumps(training, timed=False))
+        expected = hang_dumps.expected(training, timed=False)
+        assert expected <= named(found) <= {(fault.rank, fault.kind) for fault in training.faults}, seed
+        assert found.culprits or found.unknown, seed
+
+
+def test_gloo_lists_no_members() -> None:
+    """gloo's recorder has neither members nor states: a rank is named only if it is the one, else those in question."""
+    exact = 0
+    for seed in range(CASES):
+        training = hang_dumps.training(seed, kinds=[NOT_CALLED], calls=(*SYMMETRIC, "broadcast"))
+        found = hang_verdict.verdict(hang_dumps.dumps(training, timed=False, gloo=True))
+        [fault] = training.faults
+        assert named(found) <= {(fault.rank, NOT_CALLED)}, seed
+        exact += bool(found.culprits)
+        assert found.unknown, seed
+    assert exact > 0.9 * CASES
+
+
+def call(number: int, name: str, size: int = 4, state: str = "scheduled", **more: Any) -> dict[str, Any]:
+    return {
+        "record_id": number - 1,
+        "process_group": ("0", "default_pg"),
+        "collective_seq_id": number,
+        "p2p_seq_id": number,
+        "profiling_name": f"nccl:{name}",
+        "input_sizes": [[size]],
+        "output_sizes": [[size]],
+        "input_dtypes": ["Float"],
+        "output_dtypes": ["Float"],
+        "state": state,
+        "is_p2p": False,
+        **more,
+    }
+
+
+def of(*ranks: list[dict[str, Any]]) -> HangVerdict:
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(len(ranks))))}}
+    return hang_verdict.verdict({rank: {"pg_config": config, "entries": entries} for rank, entries in enumerate(ranks)})
+
+
+@pytest.mark.parametrize(
+    ("usual", "odd", "said"),
+    [
+        (call(1, "all_reduce"), call(1, "broadcast"), "broadcast of [4] Float where ranks 0-1,3 called all_reduce"),
+        (
+            call(1, "all_reduce"),
+            call(1, "all_reduce", 5),
+            "all_reduce of [5] Float where ranks 0-1,3 called all_reduce",
+        ),
+        (
+            call(1, "all_reduce"),
+            call(1, "all_reduce", input_dtypes=["Half"]),
+            "all_reduce of [4] Half where ranks 0-1,3",
+        ),
+        (
+            call(1, "gather"),
+            call(1, "gather", input_sizes=[[9]]),
+            "gather of [9] Float where ranks 0-1,3 called gather",
+        ),
+    ],
+)
+def test_a_rank_calls_something_else(usual: dict[str, Any], odd: dict[str, Any], said: str) -> None:
+    """Another collective, size or type than the others' is a mismatch of the rank that differs from the most."""
+    found = of([usual], [usual], [odd], [usual])
+    assert named(found) == {(2, "mismatch")} and found.lines()[0].startswith(f"rank 2 called {said}")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (call(1, "all_to_all", 4), call(1, "all_to_all", 5)),
+        (call(1, "scatter", input_sizes=[]), call(1, "scatter", input_sizes=[[4], [4]])),
+        (call(1, "gather", output_sizes=[]), call(1, "gather", output_sizes=[[4], [4]])),
+        (call(1, "broadcast", input_dtypes=["Half"]), call(1, "broadcast")),
+    ],
+)
+def test_what_may_differ(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Uneven sizes of an all_to_all, and what only the root of a collective has, are no mismatch."""
+    assert named(of([one], [other], [])) == {(2, NOT_CALLED)}
+
+
+def test_as_many_ranks_called_one_thing_as_the_other() -> None:
+    """Where no majority shows which ranks are wrong, both are named and the doubt is reported."""
+    found = of([call(1, "all_reduce")], [call(1, "broadcast")])
+    assert named(found) == {(0, "mismatch"), (1, "mismatch")}
+    assert found.unknown == ("which of ranks 0-1 called the wrong thing: as many ranks did one as the other",)
+
+
+def test_ranks_call_in_different_orders() -> None:
+    """Two ranks that wait for each other in two groups have called them in different orders."""
+    config = {name: {"desc": name, "ranks": "[0, 1]"} for name in ("a", "b")}
+    entries = {0: "a", 1: "b"}
+    dumps = {
+        rank: {"pg_config": config, "entries": [{**call(1, "all_reduce"), "process_group": (name, name)}]}
+        for rank, name in entries.items()
+    }
+    found = hang_verdict.verdict(dumps)
+    assert named(found) == {(0, "mismatch"), (1, "mismatch")} and "different orders" in found.lines()[0]
+
+
+def test_a_message_of_another_size() -> None:
+    """A send and its receive of different sizes are named with both sizes."""
+    send = call(1, "send 0->1", 4, is_p2p=True)
+    receive = call(1, "recv 1<-0", 5, is_p2p=True)
+    found = of([send], [receive])
+    assert named(found) == {(0, "mismatch"), (1, "mismatch")}
+    assert found.lines()[0].startswith("rank 0 called send of [4] Float where rank 1 called recv of [5] Float")
+
+
+def test_the_oldest_wait_comes_first() -> None:
+    """Independent causes are in the order in which ranks began to wait, over all groups."""
+    config = {name: {"desc": name, "ranks": ranks} for name, ranks in (("x", "[0, 1]"), ("y", "[2, 3]"))}
+
+    def dump(*entries: dict[str, Any]) -> dict[str, Any]:
+        return {"pg_config": config, "entries": list(entries)}
+
+    later = {**call(1, "all_reduce", time_created_ns=900), "process_group": ("x", "x")}
+    earlier = {**call(1, "all_reduce", time_created_ns=500), "process_group": ("y", "y")}
+    found = hang_verdict.verdict({0: dump(later), 1: dump(), 2: dump(earlier), 3: dump()}, {3: "n7"})
+    assert [(one.rank, one.host) for one in found.culprits] == [(3, "n7"), (1, "")] and found.victims == (0, 2)
+
+
+def test_many_ranks_share_a_sentence() -> None:
+    """Ranks with the same cause are reported in one sentence."""
+    found = of([call(1, "all_reduce")], [], [])
+    assert found.lines()[0].startswith(
+        "ranks 1-2 have not called all_reduce number 1 of the default group, in which rank 0 waits; "
+        "their last call there is none, and they wait in no other group"
+    )
+
+
+def test_no_rank_waits() -> None:
+    """Dumps of ranks that have finished all their calls show no hang."""
+    done = call(1, "all_reduce", state="completed")
+    assert not of([done], [done]) and not hang_verdict.verdict({})
+
+
+def test_a_recorded_hang() -> None:
+    """Of four real ranks with gloo, rank 3 never calls the all_reduce of group tp1: the other three are victims."""
+    dumps = {rank: flight_recorder.load((RECORDED / f"gloo-2.13-groups.rank_{rank}").read_bytes()) for rank in range(4)}
+    found = hang_verdict.verdict(dumps)
+    [culprit] = found.culprits
+    assert (culprit.rank, culprit.kind, culprit.description, culprit.number) == (3, NOT_CALLED, "tp1", 3)
+    assert culprit.waiting_ranks == (2,) and found.victims == (0, 1, 2)
+
+
+@pytest.mark.parametrize("value", [None, 3, "x", [], {}, [[]], -1, 10**400], ids=range(8))
+@pytest.mark.parametrize("key", list(call(1, "all_reduce")))
+def test_a_dump_with_strange_fields(key: str, value: object) -> None:
+    """A field of another type than torch's never stops the verdict on the other ranks."""
+    strange = {**call(1, "all_reduce"), key: value}
+    found = hang_verdict.verdict(
+        {
+            0: pickle.loads(pickle.dumps({"pg_config": value, "pg_status": value, "entries": [strange, value]})),
+            1: {"pg_config": {"0": {"desc": "default_pg", "ranks": value}}, "entries": [call(1, "all_reduce")]},
+            2: {"entries": []},
+        }
+    )
+    assert (2, NOT_CALLED) in named(found)

@@ -1,0 +1,306 @@
+"""Names of nodes, and the addresses behind them."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from hpcinit.base.errors import ConfigError, WorldError
+from hpcinit.world import hosts, network
+
+HERE = socket.gethostname()
+
+
+def resolver(table: Mapping[str, Sequence[str]]) -> hosts.Resolver:
+    """A DNS of its own."""
+
+    def resolve(host: str) -> Sequence[str]:
+        if host not in table:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return table[host]
+
+    return resolve
+
+
+@pytest.mark.parametrize(
+    ("host", "template", "name"),
+    [
+        ("n1", "", "n1"),
+        ("jwb0001", "{host}i", "jwb0001i"),
+        ("n1", "{host}-ib0", "n1-ib0"),
+        ("n1", "ib-{host}.fabric", "ib-n1.fabric"),
+        ("n1", "i", "n1i"),
+        ("n1", "-ib0", "n1-ib0"),
+        ("n1.site.org", "i", "n1i.site.org"),
+        ("127.0.0.2", "i", "127.0.0.2"),
+    ],
+)
+def test_rename(host: str, template: str, name: str) -> None:
+    """A template puts the host in its place, a plain suffix goes to the first label."""
+    assert hosts.rename(host, template) == name
+
+
+@pytest.mark.parametrize("template", ["{host}{host}", "{node}i", "{host", "host}", "{host}{}", "{0}"])
+def test_a_template_with_other_braces(template: str) -> None:
+    """Anything in braces but one {host} is an error that shows the template and how it should be."""
+    with pytest.raises(ConfigError) as caught:
+        hosts.rename("n1", template)
+    assert str(caught.value) == (
+        f"the host template {template!r} is not understood, expected {{host}} once and no other braces, as in "
+        "'{host}-ib0', or a plain suffix"
+    )
+
+
+@pytest.mark.parametrize("template", ["{host} i", "-{host}", "{host}.", "$(x)", "{host}-", "{host}..ib", "i" * 255])
+def test_a_template_that_makes_no_name(template: str) -> None:
+    """What comes out must be a host name; a trailing dot is one."""
+    if template == "{host}.":
+        assert hosts.rename("n1", template) == "n1."
+        return
+    with pytest.raises(WorldError, match="of the node 'n1', which is no host name: expected letters, digits"):
+        hosts.rename("n1", template)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "nodes", "own", "chosen"),
+    [
+        (["10.0.0.1"], 4, [], "10.0.0.1"),
+        (["127.0.1.1", "10.0.0.1"], 4, [], "10.0.0.1"),
+        (["fd00::1", "10.0.0.1"], 4, [], "10.0.0.1"),
+        (["fd00::1"], 4, [], "fd00::1"),
+        (["::1", "fe80::1%eth0", "fd00::1"], 4, [], "fd00::1"),
+        (["10.0.0.1", "192.168.0.1"], 4, [], "10.0.0.1"),
+        (["10.0.0.1", "192.168.0.1"], 4, ["127.0.0.1", "192.168.0.1"], "192.168.0.1"),
+        (["10.0.0.1", "fd00::1"], 4, ["fd00::1", "fe80::1%eth0"], "fd00::1"),
+        (["10.0.0.1"], 4, ["10.9.9.9"], "10.0.0.1"),
+        (["127.0.1.1"], 1, [], "127.0.1.1"),
+        (["::1"], 1, [], "::1"),
+    ],
+)
+def test_pick(addresses: list[str], nodes: int, own: list[str], chosen: str) -> None:
+    """No loopback among several nodes, IPv4 before IPv6, an address of this machine before both."""
+    assert hosts.pick("n1", addresses, nodes, own) == chosen
+
+
+@pytest.mark.parametrize(
+    "addresses", [["127.0.1.1"], ["127.0.0.1"], ["127.0.1.1", "::1"], ["fe80::1%eth0"], ["0.0.0.0"], []]
+)
+def test_an_address_that_no_other_node_reaches(addresses: list[str]) -> None:
+    """127.0.1.1 on a job of several nodes is an error that names the file at fault."""
+    with pytest.raises(WorldError) as caught:
+        hosts.pick("n1", addresses, 4)
+    assert str(caught.value) == (
+        f"n1 is {', '.join(addresses) or 'no address'} on {HERE}, expected an address that the other 3 nodes can connect "
+        f"to: a line of /etc/hosts on {HERE} maps the name to the machine itself; take the name off that line"
+    )
+
+
+def test_a_name_that_resolves_needs_no_slurm() -> None:
+    """Slurm is not asked where the name resolves."""
+    assert hosts.find("n1", 2, resolver({"n1": ["10.0.0.1"]}), node_addr=lambda _: pytest.fail()) == ("10.0.0.1", "")
+
+
+def test_an_address_needs_no_dns() -> None:
+    """A host that is an address already stays it, the local engine's loopback nodes too."""
+    assert hosts.find("10.0.0.1", 2, resolver({})).address == "10.0.0.1"
+    assert hosts.find("127.0.0.2", 2, resolver({})).address == "127.0.0.2"
+
+
+@pytest.mark.parametrize(("addr", "address"), [("10.0.0.9", "10.0.0.9"), ("other", "10.0.0.8")])
+def test_a_name_that_does_not_resolve_falls_back_to_slurm_and_says_so(addr: str, address: str) -> None:
+    """Slurm's address for the node, itself a name or not, is used with a note."""
+    found = hosts.find("n1", 2, resolver({"other": ["10.0.0.8"]}), node_addr=lambda host: {"n1": addr}[host])
+    assert found.address == address
+    assert found.note == (
+        f"n1 does not resolve on {HERE}: Name or service not known; Slurm's address for it is used, {addr}"
+    )
+
+
+@pytest.mark.parametrize("addr", [None, "", "n1"])
+def test_a_name_that_nobody_knows(addr: str | None) -> None:
+    """Without an address from Slurm either, the message names the host, where it was asked and what to do."""
+    with pytest.raises(WorldError) as caught:
+        hosts.find("n1", 2, resolver({}), node_addr=lambda _: addr)
+    assert str(caught.value) == (
+        f"n1 does not resolve on {HERE}: Name or service not known, and Slurm has no other address for it; expected a "
+        "name that every node can look up: have the node added to DNS or /etc/hosts, or give the cluster a host "
+        "template if its nodes have other names"
+    )
+
+
+OFF = f"n1-ib0 (which cluster.host_template '{{host}}-ib0' makes of n1) does not resolve on {HERE}: Name or service not known"
+
+
+def with_template(table: Mapping[str, Sequence[str]], addr: str | None) -> hosts.Found:
+    return hosts.find("n1", 2, resolver(table), lambda host: {"n1": addr}[host], template="{host}-ib0")
+
+
+def test_a_template_that_holds() -> None:
+    """The node's name on the fast network is used, without a word."""
+    assert with_template({"n1": ["10.0.0.1"], "n1-ib0": ["10.1.0.1"]}, None) == ("10.1.0.1", "")
+
+
+def test_a_template_whose_names_do_not_resolve() -> None:
+    """The node's own name is used, then Slurm's address for it, with the template and its name in one line."""
+    found = with_template({"n1": ["10.0.0.1"]}, "10.0.0.9")
+    assert found == ("10.0.0.1", f"{OFF}; n1 is used as it is: mend the template, or leave it out")
+    plain = f"n1 does not resolve on {HERE}: Name or service not known"
+    assert with_template({}, "10.0.0.9") == ("10.0.0.9", f"{OFF}; {plain}; Slurm's address for it is used, 10.0.0.9")
+    with pytest.raises(WorldError) as caught:
+        with_template({}, None)
+    assert str(caught.value) == (
+        f"{OFF}; {plain}, and Slurm has no other address for it; expected a name that every node can look up: have the "
+        "node added to DNS or /etc/hosts, mend cluster.host_template, or leave it out"
+    )
+
+
+def test_a_template_on_nodes_that_are_addresses() -> None:
+    """The local engine's nodes have addresses for names, which stay what they are."""
+    found = hosts.find("127.0.0.2", 2, resolver({}), template="{host}-ib0")
+    assert found.address == "127.0.0.2" and "127.0.0.2-ib0 (which cluster.host_template" in found.note
+
+
+def test_slurms_name_for_it_does_not_resolve_either() -> None:
+    """Both names are in the message."""
+    with pytest.raises(WorldError, match=r"n1 does not .*, and neither does Slurm's address for it, n1x: Name or"):
+        hosts.find("n1", 2, resolver({}), node_addr=lambda _: "n1x")
+
+
+def test_an_error_without_text() -> None:
+    """An OSError that has a number only is shown by it."""
+
+    def broken(host: str) -> Sequence[str]:
+        raise OSError(errno.EIO)
+
+    with pytest.raises(WorldError, match=rf"n1 does not resolve on {HERE}: {errno.EIO}, and Slurm"):
+        hosts.find("n1", 2, broken)
+
+
+def test_the_systems_own_resolver() -> None:
+    """localhost is a loopback address, each only once."""
+    found = hosts.resolve("localhost")
+    assert set(found) <= {"127.0.0.1", "::1"} and len(found) == len(set(found)) > 0
+    assert hosts.find("localhost", 1).address in found
+
+
+def test_in_url() -> None:
+    """IPv6 gets its brackets."""
+    assert hosts.in_url("n1", 20000) == "n1:20000"
+    assert hosts.in_url("10.0.0.1", 20000) == "10.0.0.1:20000"
+    assert hosts.in_url("fd00::1", 20000) == "[fd00::1]:20000"
+
+
+@pytest.mark.parametrize(
+    ("text", "addresses"),
+    [
+        ("", {}),
+        ("(null)", {}),
+        ("ec0:10.0.0.7:host-7", {"ec0": "10.0.0.7"}),
+        ("ec0:10.0.0.7:host-7,ec1:[fd00::8]:host-8", {"ec0": "10.0.0.7", "ec1": "fd00::8"}),
+        ("ec0:n7.site:host-7,ec1::", {"ec0": "n7.site"}),
+    ],
+)
+def test_node_aliases(text: str, addresses: dict[str, str]) -> None:
+    """NODE:ADDRESS:HOSTNAME,... with IPv6 in brackets; '(null)' is what Slurm writes for nothing."""
+    assert hosts.node_aliases(text) == addresses
+
+
+@pytest.mark.parametrize(
+    ("text", "column"), [("ec0", 1), ("ec0:1.2.3.4", 1), ("a:1:h,", 7), ("a:1:h,b:[1:h", 7), ("a:1:h:x", 1)]
+)
+def test_node_aliases_that_slurm_did_not_write(text: str, column: int) -> None:
+    """Other text is an error that shows where."""
+    with pytest.raises(WorldError) as caught:
+        hosts.node_aliases(text)
+    assert str(caught.value) == (
+        f"SLURM_NODE_ALIASES cannot be read at column {column}: {text[column - 1 :]!r}, expected NODE:ADDRESS:HOSTNAME,..."
+    )
+
+
+# --- this node's own addresses
+
+
+def test_which_interface_has_an_address() -> None:
+    """The kernel's loopback has its two addresses, and an address of nobody is on no interface."""
+    assert [network.holding(ip) for ip in ("127.0.0.1", "::1", "192.0.2.254", "2001:db8::1")] == ["lo", "lo", "", ""]
+
+
+def test_the_address_on_the_way_to_another() -> None:
+    """The kernel's choice of a source, without a packet; '' where there is no route."""
+    assert (network.towards("127.0.0.9"), network.towards("::1")) == ("127.0.0.1", "::1")
+    assert network.towards("255.255.255.255") == ""
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"n1": ["127.0.0.1"]}, "n1 is 127.0.0.1 on n1 itself"),
+        ({"n1": ["192.0.2.254", "::1"]}, "n1 is ::1 on n1 itself"),
+        ({"n1": ["192.0.2.254"]}, "n1 is not an address of this node on n1 itself"),
+        ({}, "n1 does not resolve on n1 itself (Name or service not known)"),
+    ],
+)
+def test_a_node_that_does_not_know_itself(table: dict[str, list[str]], said: str) -> None:
+    """The first of the own name's addresses that can be bound counts, as for gloo."""
+    assert network.blind_spot("n1", resolver(table)) == said
+
+
+def test_a_node_that_knows_itself() -> None:
+    """A name with an address of this machine that is no loopback is fine; needs such an address."""
+    own = [str(address) for _, address in network._ipv4() if not address.is_loopback]
+    if not own:
+        pytest.skip("this machine has no IPv4 address but loopback")
+    assert network.blind_spot("n1", resolver({"n1": ["192.0.2.254", own[0]]})) == ""
+
+
+THERE = ("eth0", "ib0", "ib0:1", "ib1", "lo")
+
+
+@pytest.mark.parametrize(
+    ("value", "missing"),
+    [
+        ("", []),
+        ("eth0", []),
+        ("ib0:1", []),
+        ("lo,eth0", []),
+        ("eth9", ["eth9"]),
+        ("eth", ["eth"]),
+        ("lo,eth9,eth0,eth8", ["eth9", "eth8"]),
+        ("e", []),
+    ],
+)
+def test_interfaces_for_gloo(value: str, missing: list[str]) -> None:
+    """Every name of the list must be there, in full; torch takes a single character for none."""
+    assert network.unmatched_by_gloo(value, THERE) == missing
+
+
+@pytest.mark.parametrize(
+    ("value", "fits"),
+    [
+        ("", True),
+        ("ib", True),
+        ("eth9,ib", True),
+        ("ib0:4711", True),
+        ("=ib0,eth9", True),
+        ("^docker,lo", True),
+        ("^=lo", True),
+        ("=", True),
+        ("eth9", False),
+        ("=ib", False),
+        ("^eth,ib,lo", False),
+        ("^eth0,ib0,ib1,lo", False),
+    ],
+)
+def test_interfaces_for_nccl(value: str, fits: bool) -> None:
+    """One interface must be left: by prefix, by '=' in full, by '^' none of those."""
+    assert network.unmatched_by_nccl(value, THERE) == ([] if fits else [value])
+
+
+def test_the_names_of_interfaces() -> None:
+    """The kernel's own, loopback among them."""
+    assert "lo" in network.interface_names() and {name for _, name in socket.if_nameindex()} <= set(
+        network.interface_names()
+    )

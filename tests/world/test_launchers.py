@@ -1,0 +1,378 @@
+"""One launcher is chosen, every value comes from it, and what contradicts it is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hpcinit.base.errors import WorldError
+from hpcinit.world import World, exports, launchers
+from hpcinit.world.launchers import mpich
+from hpcinit.world.parent_step import Process
+from tests.leaving_out import leave_out
+from tests.records.recordings import shapes
+
+# Two ranks each of `mpirun -np 2`, `mpiexec.hydra -np 2` (Debian 12's openmpi-bin and mpich) and
+# `horovodrun -np 2 --gloo`: what env printed. The order of the lists is that of the ranks that they reported.
+RECORDED = json.loads((Path(__file__).parents[1] / "data/launchers.json").read_text())
+OPENMPI, HYDRA, HOROVOD = (RECORDED[name] for name in ("openmpi 4.1.4", "hydra 4.0.2", "horovodrun 0.28.1"))
+
+TORCHRUN = {  # worker 3 of 4 on the second of two nodes, torch 2.13
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2", "ROLE_RANK": "3", "MASTER_ADDR": "n1", "MASTER_PORT": "29400",
+    "TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "1",
+}  # fmt: skip
+STALE = {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "old", "MASTER_PORT": "29500"}
+
+
+def step(shape: str = "block", rank: int = 2) -> dict[str, str]:
+    """The recorded environment of a Slurm task; block is 2 x 2 ranks on n1 and n2."""
+    return dict(next(s for s in shapes() if str(s) == f"22.05.8-{shape}").tasks[rank].env)
+
+
+def refusal(env: dict[str, str], launcher: str | None = None) -> str:
+    with pytest.raises(WorldError) as caught:
+        launchers.read(env, launcher)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "recorded"),
+    [("openmpi", OPENMPI), ("mpich", HYDRA), ("horovod", HOROVOD)],
+    ids=["openmpi", "hydra", "horovod"],
+)
+def test_recorded_launchers(name: str, recorded: list[dict[str, str]]) -> None:
+    """Two ranks on one machine are ranks 0 and 1 of 2, meet on loopback, and agree on job and ports."""
+    worlds = [launchers.read(env) for env in recorded]
+    assert [(w.launcher, w.rank, w.local_rank) for w in worlds] == [(name, 0, 0), (name, 1, 1)]
+    for world in worlds:
+        assert (world.world_size, world.local_world_size, world.node_rank, world.nodes) == (2, 2, 0, 1)
+        assert (world.master_addr, world.master_known, world.warnings) == ("127.0.0.1", True, ())
+    assert len({(w.job, w.master_ports) for w in worlds}) == 1
+
+
+def test_torchrun() -> None:
+    """Everything is torchrun's, its restart is in the job's name, and the nodes are counted."""
+    world = launchers.read(TORCHRUN)
+    assert world == World("torchrun", 3, 4, 1, 2, 1, (), "n1", (29400,), "abc.1", node_count=2)
+
+
+def test_two_torchruns_without_an_id() -> None:
+    """torchrun calls every run 'none' unless told otherwise: the address and port of its store tell them apart."""
+    nameless = TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}
+    assert launchers.read(nameless).job == "none-n1-29400.1"
+    assert launchers.read(nameless | {"MASTER_PORT": "29401"}).job == "none-n1-29401.1"
+    assert launchers.read(nameless | {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}).job == "none-n1-29400.1"
+
+
+def test_single() -> None:
+    """Nothing at all is one process on its own."""
+    world = launchers.read({})
+    assert (world.launcher, world.rank, world.world_size, world.master_addr) == ("single", 0, 1, "127.0.0.1")
+    assert world.warnings == ()
+
+
+# --- what contradicts
+
+
+def test_a_stale_rank_in_a_slurm_step() -> None:
+    """Variables left over in a reused shell are named with both values, and Slurm's are used."""
+    world = launchers.read(step() | STALE)
+    assert (world.rank, world.world_size, world.master_addr) == (2, 4, "n1")
+    assert world.warnings == (
+        "left aside from env: RANK is 7, SLURM_PROCID is 2; WORLD_SIZE is 8, SLURM_NTASKS is 4; LOCAL_RANK is 3, "
+        "SLURM_LOCALID is 0. In use is what slurm says",
+        "left aside from torch: MASTER_ADDR is old, rank 0's host is n1; MASTER_PORT is 29500, the port is "
+        f"{world.master_ports[0]}. In use is what slurm says",
+    )
+
+
+def test_what_hpcinit_exported_is_no_contradiction() -> None:
+    """A second look, after hpcinit.run exported the first, warns of nothing; not even if the meeting point moved."""
+    for env in (step(), OPENMPI[1], HYDRA[1], HOROVOD[1], TORCHRUN, {}):
+        world = launchers.read(env)
+        moved = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"} if world.launcher == "slurm" else {}
+        assert launchers.read(env | exports(world) | moved).warnings == ()
+
+
+def test_another_job_s_exports_are_contradictions() -> None:
+    """What hpcinit exported in one step and another step inherited is left aside, and said."""
+    world = launchers.read(step("single_node", 3) | exports(launchers.read(step())))
+    assert world.rank == 3 and [text.partition(":")[0] for text in world.warnings] == [
+        "left aside from env", "left aside from torch"
+    ]  # fmt: skip
+
+
+def test_torchrun_inside_srun() -> None:
+    """The step's tasks are torchrun's agents; its values are used and Slurm's named."""
+    world = launchers.read(step() | TORCHRUN)
+    assert (world.launcher, world.rank) == ("torchrun", 3)
+    assert world.warnings == (
+        "left aside from slurm: SLURM_PROCID is 2, RANK is 3; SLURM_LOCALID is 0, LOCAL_RANK is 1. In use is what "
+        "torchrun says",
+    )
+
+
+def test_srun_inside_torchrun() -> None:
+    """If Slurm started this very process, torchrun's variables can only be inherited."""
+    env = step() | TORCHRUN
+    world = launchers.read(env, process=Process(int(env["SLURM_TASK_PID"]), ""))
+    assert (world.launcher, world.rank) == ("slurm", 2)
+    assert world.warnings[0].startswith("left aside from env: RANK is 3, SLURM_PROCID is 2")
+
+
+def test_mpirun_inside_an_allocation() -> None:
+    """In a batch script of 8 tasks mpirun's ranks are MPI's, and the script's own rank 0 is named."""
+    world = launchers.read(step("batch_script", 0) | OPENMPI[1])
+    assert (world.launcher, world.rank) == ("openmpi", 1)
+    assert world.warnings == (
+        "left aside from slurm: SLURM_PROCID is 0, OMPI_COMM_WORLD_RANK is 1; SLURM_NTASKS is 8, OMPI_COMM_WORLD_SIZE is 2; "
+        "SLURM_LOCALID is 0, OMPI_COMM_WORLD_LOCAL_RANK is 1. In use is what openmpi says",
+    )
+
+
+def test_stale_mpi_variables_in_a_slurm_step() -> None:
+    """PMI_RANK without Hydra's local rank is srun's or left over: Slurm's rank is used, the difference named."""
+    world = launchers.read(step() | {"PMI_RANK": "0", "PMI_SIZE": "9", "PMIX_RANK": "5"})
+    assert (world.launcher, world.rank) == ("slurm", 2)
+    assert world.warnings == (
+        "left aside from mpich: PMI_RANK is 0, SLURM_PROCID is 2; PMI_SIZE is 9, SLURM_NTASKS is 4. In use is what slurm says",
+        "left aside from PMIx: PMIX_RANK is 5, SLURM_PROCID is 2. In use is what slurm says",
+    )
+
+
+def test_half_of_torchs_variables() -> None:
+    """A RANK without a WORLD_SIZE and a master describes no world: one process, and RANK is named."""
+    assert launchers.read({"RANK": "7"}).warnings == (
+        "left aside from env: RANK is 7, rank is 0. In use is what single says",
+    )
+
+
+def test_empty_values() -> None:
+    """An empty variable is shown as ''."""
+    assert launchers.read({"RANK": ""}).warnings == (
+        "left aside from env: RANK is '', rank is 0. In use is what single says",
+    )
+    (warning,) = launchers.read(step() | {"MASTER_ADDR": "", "MASTER_PORT": ""}).warnings
+    assert "MASTER_ADDR is '', rank 0's host is n1; MASTER_PORT is ''," in warning
+    assert "mpich rank '' of 2 (" in refusal(OPENMPI[0] | HYDRA[1] | {"PMI_RANK": ""})
+
+
+@pytest.mark.parametrize(("env", "name"), [({}, "single"), (step("one_task", 0), "slurm")])
+def test_ranks_that_nothing_started(env: dict[str, str], name: str) -> None:
+    """A complete set of torch's variables with no launcher in sight may be stale or meant: it is refused."""
+    assert refusal(env | STALE) == (
+        f"RANK is 7 and WORLD_SIZE is 8, but nothing is to be seen that started so many ranks ({name} says 1): if they are "
+        f"left over, unset them or say HPCINIT_LAUNCHER={name}; if a launcher of yours has set them, say HPCINIT_LAUNCHER=env"
+    )
+    assert launchers.read(env | STALE, "env").rank == 7
+    assert launchers.read(env | STALE, name).world_size == 1
+
+
+def test_srun_of_one_task_inside_a_rank() -> None:
+    """A step of its own, started from a rank of a larger world, is a world of one: the other's variables are stale."""
+    env = step("one_task", 0) | STALE
+    assert launchers.read(env, process=Process(int(env["SLURM_TASK_PID"]))).world_size == 1
+    assert launchers.read(env | {"HPCINIT_WORLD": "1.0.0"}).world_size == 1
+
+
+def test_two_mpis() -> None:
+    """Open MPI and Hydra in one environment with different ranks: nobody can tell which is inside which."""
+    assert refusal(OPENMPI[0] | HYDRA[1]) == (
+        "openmpi started rank 0 of 2, and mpich rank 1 of 2 (PMI_RANK, PMI_SIZE): it cannot be told which of them is "
+        "inside the other; say HPCINIT_LAUNCHER=openmpi or HPCINIT_LAUNCHER=mpich"
+    )
+    assert launchers.read(OPENMPI[1] | HYDRA[1]).rank == 1
+    daemon = step() | {"PMI_RANK": "1", "PMI_SIZE": "2"}  # srun's, around mpirun's daemon
+    assert launchers.read(daemon | OPENMPI[0]).rank == 0
+    assert (
+        launchers.read(OPENMPI[0] | HYDRA[1], "mpich")
+        .warnings[0]
+        .startswith("left aside from openmpi: OMPI_COMM_WORLD_RANK is 0, PMI_RANK is 1")
+    )
+
+
+# --- the override
+
+
+def test_an_override_picks() -> None:
+    """The argument beats the variable, the variable beats what is found, and the rest is still reported."""
+    env = step() | TORCHRUN
+    assert launchers.read(env | {"HPCINIT_LAUNCHER": "slurm"}).rank == 2
+    assert launchers.read(env | {"HPCINIT_LAUNCHER": "slurm"}, "torchrun").rank == 3
+    alone = launchers.read(env, "single")
+    assert alone.world_size == 1 and "SLURM_PROCID is 2, rank is 0" in alone.warnings[0]
+
+
+def test_a_batch_script_may_be_told_to_be_alone() -> None:
+    """What the error about a missing srun offers works."""
+    assert launchers.read(step("batch_script", 0) | {"HPCINIT_LAUNCHER": "single"}).world_size == 1
+
+
+def test_an_unknown_launcher() -> None:
+    """The message lists the names and where this one came from."""
+    assert refusal({}, "mpi") == (
+        "launcher 'mpi' is not known, expected one of: torchrun, horovod, openmpi, mpich, slurm, env, single (from "
+        "launcher= or HPCINIT_LAUNCHER)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("launcher", "message"),
+    [
+        (
+            "torchrun",
+            "MASTER_ADDR is not set, expected rank 0's host: torchrun sets it for every worker; start the ranks",
+        ),
+        (
+            "env",
+            "MASTER_ADDR is not set, expected rank 0's host: with the launcher 'env', RANK, WORLD_SIZE, LOCAL_RANK, ",
+        ),
+        (
+            "openmpi",
+            "OMPI_COMM_WORLD_RANK is not set, expected a number: mpirun sets it for every rank; start the ranks",
+        ),
+        (
+            "mpich",
+            "PMI_RANK is not set, expected a number: mpiexec sets it for every rank; start the ranks with mpiexec",
+        ),
+        ("horovod", "HOROVOD_RANK is not set, expected a number: horovodrun sets it for every rank; start the ranks"),
+        (
+            "slurm",
+            "SLURM_JOB_ID is not set, expected a job's number: Slurm sets it for every task, sbatch and salloc alone set "
+            "no rank, start the ranks with srun (or leave out the launcher 'slurm')",
+        ),
+    ],
+)
+def test_a_launcher_that_is_not_there(launcher: str, message: str) -> None:
+    """Picking one whose variables are absent is an error that names the first."""
+    assert refusal({}, launcher).startswith(message)
+
+
+# --- where MPI and Horovod meet
+
+
+def two_nodes(env: dict[str, str], size: str, rank: str) -> dict[str, str]:
+    """The same launcher with four ranks, two of them here."""
+    return env | {size: "4", rank: "2"} | ({"PMIX_RANK": "2"} if "PMIX_RANK" in env else {})
+
+
+def test_mpi_on_two_nodes_guesses_and_says_so() -> None:
+    """mpirun's own address is the guess; rank 0 knows its own name; both say that it is not certain."""
+    env = two_nodes(OPENMPI[0], "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+    world = launchers.read(env)
+    address = env["OMPI_MCA_orte_hnp_uri"].partition("tcp://")[2].partition(",")[0]
+    assert (world.master_addr, world.master_known, world.node_rank) == (address, False, 1)
+    assert launchers.read(env | {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "m[3-4]"}).master_addr == "m3"
+    first = launchers.read(env | {"OMPI_COMM_WORLD_RANK": "0"})
+    assert (first.master_addr, first.master_known) == (env["PMIX_HOSTNAME"], False)
+
+
+def test_a_given_master_is_known() -> None:
+    """MASTER_ADDR and MASTER_PORT are taken where the launcher has none; hpcinit's own export of a guess stays one."""
+    env = two_nodes(OPENMPI[0], "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+    world = launchers.read(env | {"MASTER_ADDR": "m9", "MASTER_PORT": "21000"})
+    assert (world.master_addr, world.master_ports, world.master_known, world.warnings) == ("m9", (21000,), True, ())
+    guess = launchers.read(env)
+    assert launchers.read(env | exports(guess)).master_known is False
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (
+            two_nodes(OPENMPI[0], "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK") | {"OMPI_MCA_orte_hnp_uri": ""},
+            "mpirun started 4 ranks, 2 of them on this node, and does not say where rank 0 is: give its host to all of "
+            "them (mpirun -x MASTER_ADDR=...), or start them with srun",
+        ),
+        (
+            two_nodes(HYDRA[0], "PMI_SIZE", "PMI_RANK"),
+            "mpiexec started 4 ranks, 2 of them on this node, and does not say where rank 0 is: give its host to all of "
+            "them (mpiexec -genv MASTER_ADDR ...), or start them with srun",
+        ),
+        (
+            two_nodes(HOROVOD[0], "HOROVOD_SIZE", "HOROVOD_RANK") | {"HOROVOD_GLOO_RENDEZVOUS_ADDR": ""},
+            "horovodrun started 4 ranks, 2 of them on this node, and HOROVOD_GLOO_RENDEZVOUS_ADDR is not set: give rank "
+            "0's host to all of them (MASTER_ADDR)",
+        ),
+        (
+            {"PMIX_RANK": "1"},
+            "PMIX_RANK is '1' and nothing tells the number of ranks: PMIx keeps it out of the environment; start the "
+            "ranks with srun, with Open MPI's mpirun or with torchrun (or say HPCINIT_LAUNCHER=single, for a process alone)",
+        ),
+    ],
+)  # fmt: skip
+def test_nowhere_to_meet(env: dict[str, str], message: str) -> None:
+    """Where nothing tells rank 0's host, the message says how to give it."""
+    assert refusal(env) == message
+
+
+def test_horovod_without_a_rendezvous() -> None:
+    """Half an address names no run: then there is no job, and the meeting finds another name."""
+    for lost in ("ADDR", "PORT"):
+        env = {name: text for name, text in HOROVOD[0].items() if name != f"HOROVOD_GLOO_RENDEZVOUS_{lost}"}
+        assert launchers.read(env).job == ""
+
+
+def test_crays_names_of_the_local_rank() -> None:
+    """PMI_LOCAL_RANK and PMI_LOCAL_SIZE stand in for Hydra's."""
+    world = launchers.read({"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"})
+    assert (world.launcher, world.local_rank, world.local_world_size) == ("mpich", 1, 2)
+
+
+def test_two_mpiexecs_of_hydra(tmp_path: Path) -> None:
+    """Ranks below different proxies of one mpiexec agree on job and ports; those of another mpiexec have others."""
+    if not shutil.which("mpiexec.hydra"):
+        leave_out("needs mpiexec.hydra: apt-get install mpich")
+    world = f"{sys.executable} -m hpcinit.world > $0-$PMI_RANK"
+    # Two proxies, as on two nodes, and a shell in between, so that the ranks share no parent.
+    one = ["mpiexec.hydra", "-launcher", "fork", "-hosts", f"{socket.gethostname()},localhost", "-ppn", "2", "-np", "4"]
+    env = os.environ | {"MASTER_ADDR": "m1"}
+    paths = [tmp_path / "first", tmp_path / "second"]
+    begun = [subprocess.Popen([*one, "sh", "-c", f"{world}; true", str(path)], env=env) for path in paths]
+    assert [process.wait(60) for process in begun] == [0, 0]
+    said = [[json.loads(Path(f"{path}-{rank}").read_text()) for rank in range(4)] for path in paths]
+    assert all((w["rank"], w["local_world_size"]) == (rank, 2) for job in said for rank, w in enumerate(job))
+    named = [{(w["job"], *w["master_ports"]) for w in job} for job in said]
+    assert [len(names) for names in named] == [1, 1] and not named[0] & named[1]
+
+
+def test_no_proxy_to_be_seen(tmp_path: Path) -> None:
+    """Where no proxy of Hydra's is above a process, or /proc cannot be read, there is no name, and no error."""
+    assert mpich.control_port(os.getpid()) == "" and mpich.control_port(os.getpid(), tmp_path) == ""
+
+
+# --- Horovod itself
+
+
+def horovod(monkeypatch: pytest.MonkeyPatch, rank: int, size: int, up: bool = True) -> None:
+    fake = SimpleNamespace(is_initialized=lambda: up, rank=lambda: rank, size=lambda: size)
+    monkeypatch.setitem(sys.modules, "horovod.torch", fake)
+
+
+def test_horovod_that_runs_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """hvd.rank() and hvd.size() are compared where Horovod is initialised in this process, whatever the launcher."""
+    horovod(monkeypatch, 1, 2)
+    assert launchers.read(HOROVOD[1]).rank == 1
+    assert refusal(HOROVOD[0]) == (
+        "Horovod is initialised as rank 1 of 2, and horovod started this process as rank 0 of 2: start the ranks with "
+        "one of them only"
+    )
+    assert "Horovod is initialised as rank 1 of 2, and slurm started this process as rank 2 of 4" in refusal(step())
+
+
+def test_horovod_that_does_not_run_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imported and not initialised, it has no rank; not imported, it stays so."""
+    horovod(monkeypatch, 9, 9, up=False)
+    assert launchers.read(HOROVOD[0]).rank == 0
+    monkeypatch.delitem(sys.modules, "horovod.torch")
+    launchers.read(HOROVOD[0])
+    assert "horovod" not in sys.modules

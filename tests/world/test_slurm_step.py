@@ -1,0 +1,279 @@
+"""Every recorded Slurm environment, read and held against what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcinit.base.errors import WorldError
+from hpcinit.world import World, launchers
+from hpcinit.world.launchers import slurm_step
+from hpcinit.world.parent_step import Process
+from tests.records.recordings import Shape, Task, shapes
+
+SHAPES = shapes()
+RANKS = [shape for shape in SHAPES if shape.tasks[0].rank is not None]
+NO_RANKS = {f"{shape.version}-{shape.name}": shape.tasks[0] for shape in SHAPES if shape.tasks[0].rank is None}
+# Where the environment does not tell who hosts rank 0: nothing in it names the hosts in their order.
+UNKNOWN_MASTER = {
+    "arbitrary_alone",
+    "arbitrary_nodelist",
+    "arbitrary_file_as_nodelist",
+    "het_step_in_plain_job_reversed",
+}
+# Where it fits a leak as well: only the process itself can tell.
+UNCLEAR = {"preserve_env"}
+
+
+def environment(shape: Shape, task: Task, folder: Path) -> dict[str, str]:
+    """The recorded variables, with the host file where they say that it is."""
+    if "SLURM_HOSTFILE" not in task.env:
+        return task.env
+    (folder / "hosts").write_text(shape.hostfile)
+    return task.env | {"SLURM_HOSTFILE": str(folder / "hosts")}
+
+
+def of_step(task: Task) -> Process:
+    """What the kernel would say of a real task."""
+    return Process(0, f"{task.env['SLURM_JOB_ID']}.{task.env['SLURM_STEP_ID']}")
+
+
+def test_the_recordings_are_there() -> None:
+    """At least 80 shapes of two Slurm versions are held against the truth, and every exception is one of them."""
+    assert len(RANKS) >= 80 and {shape.version for shape in RANKS} >= {"22.05.8", "24.11.5"}
+    assert {shape.name for shape in RANKS} >= UNKNOWN_MASTER | UNCLEAR
+
+
+@pytest.mark.parametrize(
+    ("shape", "seen"),
+    [(shape, seen) for shape in RANKS for seen in (False, True) if seen or shape.name not in UNCLEAR],
+    ids=str,
+)
+def test_every_rank_is_read_right(shape: Shape, seen: bool, tmp_path: Path) -> None:
+    """Rank, sizes, local rank and own host are what was measured, from the environment alone and with the process."""
+    for task in shape.tasks:
+        world = launchers.read(environment(shape, task, tmp_path), process=of_step(task) if seen else Process())
+        assert (world.launcher, world.warnings) == ("slurm", ())
+        assert (world.rank, world.world_size) == (task.rank, task.world_size)
+        assert (world.local_rank, world.local_world_size) == (task.local_rank, task.local_world_size)
+        assert world.host == task.host
+        assert set(world.hosts) == task.hosts and len(world.hosts) == len(task.hosts)
+
+
+@pytest.mark.parametrize("shape", RANKS, ids=str)
+def test_master_is_the_host_of_rank_0(shape: Shape, tmp_path: Path) -> None:
+    """master_addr is rank 0's host wherever master_known says so, and always on rank 0 itself."""
+    for task in shape.tasks:
+        world = launchers.read(environment(shape, task, tmp_path), process=of_step(task))
+        assert world.master_known == (shape.name not in UNKNOWN_MASTER)
+        if world.master_known or task.rank == 0:
+            assert world.master_addr == task.host_of_rank_0
+
+
+@pytest.mark.parametrize("shape", RANKS, ids=str)
+def test_all_ranks_agree(shape: Shape, tmp_path: Path) -> None:
+    """All ranks of a launch compute the same job and ports, and where the master is known the same hosts."""
+    worlds = [launchers.read(environment(shape, t, tmp_path), process=of_step(t)) for t in shape.tasks]
+    jobs = {task.env["SLURM_JOB_ID"] for task in shape.tasks}  # an array has several
+    assert len({world.job for world in worlds}) == len({world.master_ports for world in worlds}) == len(jobs)
+    if shape.name not in UNKNOWN_MASTER:
+        assert len({world.hosts for world in worlds}) == 1
+
+
+REFUSED = {
+    "batch_script": "SLURM_STEP_ID is not set. The job has 8 tasks",
+    "batch_script_het": "SLURM_STEP_ID is not set. The job has 5 tasks",
+    "batch_script_het_one_each": "SLURM_STEP_ID is not set. The job has 2 tasks",
+    "batch_script_nodes_only": "SLURM_STEP_ID is not set. The job has 2 nodes",
+    "salloc_shell": "SLURM_STEP_ID is not set. The job has 4 tasks",
+    "interactive_step": "SLURM_STEP_ID is 4294967290: an interactive shell of salloc. The job has 4 tasks",
+    "nested_batch_script": "SLURM_UMASK, which srun sets for every task, is not set. The job has 2 tasks",
+    "nested_same_shape": "SLURM_UMASK, which srun sets for every task, is not set. The job has 2 tasks",
+    "nested_salloc": "SLURM_STEP_NODELIST is n[1-2], SLURM_JOB_NODELIST n1. The job has 2 tasks",
+}
+ALONE = {"batch_script_one_task", "batch_script_exclusive", "nested_one_task"}
+# All variables of the new job fit those inherited from the step around it.
+ONLY_THE_PROCESS_TELLS = {"nested_salloc_same_shape"}
+
+
+def test_every_recording_without_a_rank_is_expected() -> None:
+    """Each recorded process that is nobody's rank is in exactly one of the tables here."""
+    names = {task.shape for task in NO_RANKS.values()}
+    assert names == {*REFUSED, *ALONE, *ONLY_THE_PROCESS_TELLS}
+
+
+@pytest.mark.parametrize("name", [name for name, task in NO_RANKS.items() if task.shape in REFUSED])
+def test_no_rank_is_no_hang(name: str) -> None:
+    """Batch scripts and salloc shells, nested ones too, are told to use srun from their environment alone."""
+    with pytest.raises(WorldError) as caught:
+        launchers.read(NO_RANKS[name].env)
+    assert REFUSED[NO_RANKS[name].shape] in str(caught.value)
+    assert "start the ranks with srun (or say HPCINIT_LAUNCHER=single" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name, task in NO_RANKS.items() if task.shape in ALONE])
+def test_a_job_of_one_task_needs_no_srun(name: str) -> None:
+    """In a batch script of one task, or of a node without a number of tasks, the process is a world of its own."""
+    world = launchers.read(NO_RANKS[name].env)
+    assert (world.rank, world.world_size, world.hosts, world.master_addr) == (0, 1, ("n1",), "127.0.0.1")
+    assert world.job.endswith(".batch.0")
+
+
+def test_a_shell_of_the_same_shape_is_seen_by_its_process() -> None:
+    """salloc inside a step leaves an environment without a flaw; the slurmstepd above it belongs to the other job."""
+    env = NO_RANKS["22.05.8-nested_salloc_same_shape"].env
+    with pytest.raises(
+        WorldError, match=r"Slurm started this process in step 12\.0 not in 13\.0\. The job has 2 tasks"
+    ):
+        launchers.read(env, process=Process(0, "12.0"))
+
+
+@pytest.mark.parametrize("name", [name for name, task in NO_RANKS.items() if "SLURM_STEP_ID" in task.env])
+def test_the_process_beats_inherited_variables(name: str) -> None:
+    """With slurmstepd in sight no leaked step is believed, whatever else it looks like."""
+    env = NO_RANKS[name].env | {"SLURM_UMASK": "0022", "SLURM_NTASKS": "2"}
+    with pytest.raises(
+        WorldError, match=r"is inherited: Slurm started this process in step \d+\.batch, a batch script,|429"
+    ):
+        launchers.read(env, process=Process(0, f"{env['SLURM_JOB_ID']}.batch"))
+
+
+def test_two_sizes_are_refused() -> None:
+    """SLURM_STEP_NUM_TASKS beside another SLURM_NTASKS is a leak or --preserve-env: both are named."""
+    env = next(shape for shape in RANKS if shape.name == "preserve_env").tasks[0].env
+    with pytest.raises(WorldError) as caught:
+        launchers.read(env)
+    assert str(caught.value) == (
+        "SLURM_STEP_NUM_TASKS is 2 and SLURM_NTASKS is 4, expected the same number: either the step's variables are "
+        "inherited from the job that submitted this one (then start the ranks with srun), or srun was told to "
+        "--preserve-env (then leave that out)"
+    )
+
+
+def block() -> dict[str, str]:
+    """The variables of rank 2 of 4 on two nodes."""
+    return dict(next(shape for shape in RANKS if str(shape) == "22.05.8-block").tasks[2].env)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"SLURM_PROCID": "1"}, "SLURM_GTIDS is '2,3', so local rank 0 should be rank 2, but SLURM_PROCID is 1: these "),
+        ({"SLURM_LOCALID": "2"}, "so local rank 2 should be rank absent, but SLURM_PROCID is 2"),
+        ({"SLURM_GTIDS": "2,x"}, "SLURM_GTIDS is '2,x'"),
+        ({"SLURM_NODEID": "7"}, "SLURM_NODEID is 7, but the step has 2 hosts (n1,n2): sbatch and salloc alone"),
+        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is not set, expected the step's host names"),
+        ({"SLURM_PROCID": "two"}, "SLURM_PROCID is 'two', expected a number: sbatch and salloc alone set no rank"),
+        ({"SLURMD_NODENAME": "n9"}, "inherited from another step: SLURM_STEP_NODELIST is n[1-2], SLURMD_NODENAME n9"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2,3"}, "has 3 tasks on n2 (SLURM_STEP_TASKS_PER_NODE 2,3), and SLURM_GTIDS is 2,3"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x"}, "bad count '2(x', expected N or N(xREPEAT)"),
+        ({"SLURM_STEP_NODELIST": "n[1-"}, "'[' without ']' at column 2"),
+    ],
+)  # fmt: skip
+def test_variables_of_different_steps(changes: dict[str, str], message: str) -> None:
+    """A step whose variables do not fit together is an error that names what was seen."""
+    with pytest.raises((WorldError, ValueError)) as caught:
+        launchers.read(block() | changes)
+    assert message in str(caught.value)
+
+
+def test_a_restart_is_another_job() -> None:
+    """A requeued job keeps its id; the restart count makes its identity and its ports new."""
+    env = block()
+    assert slurm_step.identity(env) == "6.0.0"
+    again = env | {"SLURM_RESTART_COUNT": "1"}
+    assert slurm_step.identity(again) == "6.0.1"
+    assert launchers.read(env).master_ports != launchers.read(again).master_ports
+
+
+def test_components_of_a_heterogeneous_job_differ() -> None:
+    """Two components share job and step numbers in their variables, and still have identities of their own."""
+    jobs = {
+        shape.name: launchers.read(shape.tasks[0].env).job for shape in RANKS if shape.name.startswith("het_component")
+    }
+    assert jobs == {"het_component_0": "29.0.0", "het_component_1": "31+1.0.0"}
+
+
+def test_components_of_another_job_do_not_count() -> None:
+    """A heterogeneous job's variables that a nested job inherits do not order its hosts."""
+    task = next(shape for shape in RANKS if shape.name == "het_both_reversed_hosts").tasks[2]
+    env = task.env | {"SLURM_JOB_ID": "99", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_GTIDS": "0"}
+    assert launchers.read(env).hosts == ("n1", "n2", "n4")
+
+
+def arbitrary(rank: int, **changes: str) -> World:
+    env = next(shape for shape in RANKS if shape.name == "arbitrary").tasks[rank].env
+    return launchers.read(env | changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "known"),
+    [
+        ("n3\nn1\nn3\nn2\n", True),
+        ("# rank 0 first\nn3 n1\nn3*1 n2\n", True),
+        ("n[3,1]\nn3\nn2\n", True),
+        ("n1\nn1\nn1\nn1\n", False),
+        ("n3\nn2\nn3\nn1\n", False),
+        ("n3\n", False),
+        ("n[3\n", False),
+        ("\xff", False),
+        ("", False),
+    ],
+)
+def test_the_host_file_must_be_the_one_that_placed_the_step(text: str, known: bool, tmp_path: Path) -> None:
+    """A host file that cannot be read, or does not put this rank where it is, leaves the master unknown."""
+    (tmp_path / "hosts").write_bytes(text.encode("latin-1"))
+    world = arbitrary(1, SLURM_HOSTFILE=str(tmp_path / "hosts"))
+    assert world.master_known is known
+    assert not known or world.master_addr == "n3"
+
+
+def test_without_a_host_file_rank_0_still_knows_itself() -> None:
+    """Under --distribution=arbitrary rank 0's host is its own; the others guess a host, but never their own."""
+    worlds = [arbitrary(rank, SLURM_HOSTFILE="/nowhere") for rank in range(4)]
+    assert [(world.master_addr, world.master_known) for world in worlds] == [
+        ("n3", False), ("n2", False), ("n3", False), ("n1", False)
+    ]  # fmt: skip
+
+
+def test_of_two_hosts_the_other_is_the_master() -> None:
+    """With two hosts no file is needed: rank 0 is here or it is there."""
+    env = block() | {"SLURM_DISTRIBUTION": "arbitrary"}
+    world = launchers.read(env)
+    assert (world.master_addr, world.master_known) == ("n1", True)
+
+
+def test_rank_0_on_a_later_node() -> None:
+    """If SLURM_GTIDS puts rank 0 on another node than the first, the order is not what it seems: rank 0 says where."""
+    env = block() | {
+        "SLURM_STEP_NODELIST": "n[1-3]",
+        "SLURM_JOB_NODELIST": "n[1-3]",
+        "SLURM_STEP_TASKS_PER_NODE": "1,2,1",
+    }
+    first = launchers.read(env | {"SLURM_GTIDS": "0,1", "SLURM_PROCID": "0"})
+    assert (first.master_addr, first.master_known, first.host) == ("n2", False, "n2")
+
+
+def test_mpi_variables_of_srun_are_slurms() -> None:
+    """--mpi=pmi2 and --mpi=pmix set PMI_* and PMIX_* in a Slurm step, which stays Slurm's without a warning."""
+    for name, variable in (("mpi_pmi2", "PMI_RANK"), ("mpi_pmix", "PMIX_RANK")):
+        env = next(shape for shape in RANKS if shape.name == name).tasks[1].env
+        assert env[variable] == "1"
+        world = launchers.read(env)
+        assert (world.launcher, world.rank, world.warnings) == ("slurm", 1, ())
+
+
+def test_the_local_engine_is_read_as_slurm() -> None:
+    """What hpcinit's own engine sets passes for a step: four ranks on two loopback nodes."""
+    from hpcinit.local import environment_variables as local
+
+    job = local.batch(7, "x", 2, 2, "/tmp")
+    worlds = [launchers.read(job | local.task(job, 2, 2, rank)) for rank in range(4)]
+    assert [(w.rank, w.local_rank, w.node_rank, w.host) for w in worlds] == [
+        (0, 0, 0, "127.0.0.1"), (1, 1, 0, "127.0.0.1"), (2, 0, 1, "127.0.0.2"), (3, 1, 1, "127.0.0.2")
+    ]  # fmt: skip
+    with pytest.raises(WorldError, match=r"SLURM_STEP_ID is not set\. The job has 4 tasks"):
+        launchers.read(job)
+    inside_a_real_step = Process(0, "4711.0")
+    assert launchers.read(job | local.task(job, 2, 2, 3), process=inside_a_real_step).rank == 3

@@ -1,0 +1,256 @@
+"""Which devices a process sees and which is its own: documented cases, and real Slurm environments.
+
+No GPU is needed or used. What real drivers make of a variable is quoted from their documents and from torch's own
+reading of it (tests/runtime/test_devices.py holds the two against each other).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpcinit.base.errors import BringUpError
+from hpcinit.world import World, visible_devices
+from hpcinit.world.launchers import slurm_step as slurm_launcher
+from tests.minislurm import MiniSlurm
+from tests.records.recordings import Shape, shapes
+
+CUDA = "https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/environment-variables.html"
+TORCH = "torch 2.13, torch/cuda/__init__.py: _parse_visible_devices"
+UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
+
+CUDA_LISTS = [  # value, what is visible, who says so
+    (None, None, CUDA),  # "If the variable is not set, all GPU devices are visible."
+    ("", (), CUDA),  # "If the variable is set to an empty string, no GPU devices are visible."
+    ("2,1", ("2", "1"), CUDA),  # "enumerates device 2 before device 1"
+    ("0,2,-1,1", ("0", "2"), CUDA),  # "only devices [...] that appear before the invalid index"
+    ("-1", (), CUDA),
+    (UUID, (UUID,), CUDA),
+    ("GPU-8932f937", ("GPU-8932f937",), CUDA),  # "abbreviated forms are allowed"
+    (f"MIG-{UUID}/1/2", (f"MIG-{UUID}/1/2",), CUDA),  # the older form of MIG names
+    ("MIG-5c1e,MIG-77aa", ("MIG-5c1e", "MIG-77aa"), TORCH),
+    ("0,1,0", (), TORCH),  # "Repeated ordinal results in empty set"
+    ("GPU-a,GPU-b,GPU-a", (), TORCH),
+    ("GPU-a,1,GPU-b", ("GPU-a",), TORCH),  # "Anything other but prefix is ignored"
+    ("1gpu2,2ampere", ("1", "2"), TORCH),  # "something like strtoul"
+    (" 0, 1", ("0", "1"), TORCH),
+    ("0,,1", ("0",), TORCH),
+    ("NoDevFiles", (), "Slurm, src/plugins/gres/common/gres_common.c, for a job without devices"),
+]
+
+
+@pytest.mark.parametrize(("value", "names", "source"), CUDA_LISTS)
+def test_cuda(value: str | None, names: tuple[str, ...] | None, source: str) -> None:
+    """CUDA_VISIBLE_DEVICES is read as its document and torch read it."""
+    assert visible_devices.cuda({} if value is None else {"CUDA_VISIBLE_DEVICES": value}) == names, source
+
+
+AMD = "https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html"
+
+
+@pytest.mark.parametrize(
+    ("rocr", "hip", "cuda", "names", "source"),
+    [
+        (None, None, None, None, AMD),
+        ("0,GPU-4b2c1a9f", None, None, ("0", "GPU-4b2c1a9f"), AMD),  # its own example: both kinds in one list
+        (None, "0,2", None, ("0", "2"), AMD),
+        (None, None, "0,2", ("0", "2"), AMD),  # "CUDA_VISIBLE_DEVICES has the same effect as HIP_VISIBLE_DEVICES"
+        (None, "1", "0,2", ("1",), TORCH),
+        ("4,5,6", "2,0", None, ("6", "4"), TORCH),  # "ROCR env var is processed first which then reduces the number"
+        ("4,5", "1,2", None, ("5",), TORCH),  # there is no third one
+        ("2,3", None, "2,3", (), AMD),  # the trap in which both count from the node's first device
+        ("0", "", None, (), TORCH),
+    ],
+)
+def test_rocm(rocr: str | None, hip: str | None, cuda: str | None, names: tuple[str, ...] | None, source: str) -> None:
+    """HIP's list counts within ROCr's, and CUDA's stands in for HIP's."""
+    given = {"ROCR_VISIBLE_DEVICES": rocr, "HIP_VISIBLE_DEVICES": hip, "CUDA_VISIBLE_DEVICES": cuda}
+    assert visible_devices.rocm({name: value for name, value in given.items() if value is not None}) == names, source
+
+
+ZE = "https://oneapi-src.github.io/level-zero-spec/level-zero/latest/core/PROG.html#affinity-mask"
+
+
+@pytest.mark.parametrize(
+    ("mask", "hierarchy", "names"),
+    [
+        (None, "FLAT", None),
+        ("0,1", "FLAT", ("0", "1")),
+        ("3,1", "", ("1", "3")),  # "not affected by the order of devices in the affinity mask"
+        ("0.1", "COMPOSITE", ("0",)),  # the tile is reported as device 0
+        ("0.0,0.1", "COMPOSITE", ("0",)),  # "only device 1 is reported [...] with its sub-devices"
+        ("0.2, 1.3, 1.0, 0.3", "COMPOSITE", ("0", "1")),  # the document's own example: "both device 0 and 1"
+        ("0.0,0.1", "FLAT", ("0.0", "0.1")),
+        ("10,9", "FLAT", ("9", "10")),
+    ],
+)
+def test_xpu(mask: str | None, hierarchy: str, names: tuple[str, ...] | None) -> None:
+    """ZE_AFFINITY_MASK is a set of devices, of whose tiles COMPOSITE makes one device again."""
+    env = {"ZE_FLAT_DEVICE_HIERARCHY": hierarchy} | ({} if mask is None else {"ZE_AFFINITY_MASK": mask})
+    assert visible_devices.xpu(env) == names, ZE
+
+
+# --- which one is mine
+
+
+def world(local_rank: int, local_world_size: int, launcher: str = "slurm") -> World:
+    return World(launcher, local_rank, local_world_size, local_rank, local_world_size, 0, ("n1",), "n1", (1,))
+
+
+GTIDS = {"SLURM_GTIDS": "0,1,2,3"}
+
+
+@pytest.mark.parametrize(
+    ("env", "launcher", "count", "indices"),
+    [
+        ({}, "slurm", 4, [0, 1, 2, 3]),
+        ({}, "slurm", 8, [0, 1, 2, 3]),
+        ({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, "slurm", 4, [0, 1, 2, 3]),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c,GPU-d"}, "torchrun", 4, [0, 1, 2, 3]),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-a"}, "slurm", 1, [0, 0, 0, 0]),
+        ({"CUDA_VISIBLE_DEVICES": "3"}, "openmpi", 1, [0, 0, 0, 0]),  # a wrapper script around each rank
+        # Of --gpus-per-task=2 each rank sees its two; so does whoever the control group hides the others from.
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "SLURMD_TRES_BIND": "gres/gpu:per_task:2"}, "slurm", 2, [0, 0, 0, 0]),
+        ({"SLURMD_TRES_BIND": "gpu:per_task:2"}, "slurm", 2, [0, 0, 0, 0]),
+        ({"SLURM_GPUS_ON_NODE": "4"}, "slurm", 1, [0, 0, 0, 0]),
+        # One task with all devices, in which torchrun starts the ranks: the task's devices are not each rank's own.
+        (
+            {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURMD_TRES_BIND": "gres/gpu:per_task:4", "SLURM_GPUS_ON_NODE": "4"},
+            "torchrun", 4, [0, 1, 2, 3],
+        ),
+        # The list was set by hand after Slurm bound the task: it is not what the binding speaks of.
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURMD_TRES_BIND": "gpu:per_task:1"}, "slurm", 4, [0, 1, 2, 3]),
+        # Two ranks on a device on purpose.
+        ({"CUDA_VISIBLE_DEVICES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_NTASKS_PER_GPU": "2"}, "slurm", 1, [0] * 4),
+    ],
+)  # fmt: skip
+def test_index(env: dict[str, str], launcher: str, count: int, indices: list[int]) -> None:
+    """Shared lists are indexed by local rank, a rank's own by 0."""
+    assert [
+        visible_devices.index_of(GTIDS | env, "cuda", count, world(rank, 4, launcher)) for rank in range(4)
+    ] == indices
+
+
+@pytest.mark.parametrize(
+    ("env", "launcher", "count", "words"),
+    [
+        (
+            {"CUDA_VISIBLE_DEVICES": "4,5"}, "slurm", 2,
+            "local rank 1 on n1 has no device of its own: 4 ranks are on the node (SLURM_GTIDS=0,1,2,3), and 2 of its "
+            "devices can be seen (CUDA_VISIBLE_DEVICES=4,5); start at most 2 per node, or give each its own (srun "
+            "--gpus-per-task=1)",
+        ),
+        (
+            {"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_ON_NODE": "1"}, "slurm", 1,
+            "4 ranks are on the node (SLURM_GTIDS=0,1,2,3), and 1 of its devices can be seen (CUDA_VISIBLE_DEVICES=0, "
+            "SLURM_GPUS_ON_NODE=1)",
+        ),
+        (
+            {"LOCAL_WORLD_SIZE": "4"}, "torchrun", 1,
+            "4 ranks are on the node (LOCAL_WORLD_SIZE=4), and 1 of its devices can be seen (nothing restricts them); "
+            "start at most 1 per node, or give each its own (srun --gpus-per-task=1); to let them share it, say so: "
+            "CUDA_VISIBLE_DEVICES=0",
+        ),
+        (
+            {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b,MIG-c,MIG-d"}, "slurm", 1,
+            "CUDA shows one MIG instance to a process, so give each rank its own (srun --gpus-per-task=1)",
+        ),
+        # Ranks see lists that only some of them share: no rank can tell which place in it is its own.
+        (
+            {"CUDA_VISIBLE_DEVICES": "0,1", "SLURMD_TRES_BIND": "gpu:closest", "SLURM_GPUS_ON_NODE": "4"}, "slurm", 2,
+            "(CUDA_VISIBLE_DEVICES=0,1, SLURMD_TRES_BIND=gpu:closest, SLURM_GPUS_ON_NODE=4)",
+        ),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "openmpi", 3, "(OMPI_COMM_WORLD_LOCAL_SIZE=4), and 3 of"),
+        ({}, "mpich", 3, "(as mpich says), and 3 of"),
+    ],
+)  # fmt: skip
+def test_more_ranks_than_devices(env: dict[str, str], launcher: str, count: int, words: str) -> None:
+    """The error names both numbers, what set each of them, and what to do; every rank of the node has it."""
+    for rank in range(4):
+        with pytest.raises(BringUpError) as caught:
+            visible_devices.index_of(GTIDS | env, "cuda", count, world(rank, 4, launcher))
+        assert words in str(caught.value).replace(f"local rank {rank} ", "local rank 1 ")
+
+
+# --- as Slurm really sets it
+
+
+GPU_SHAPES = [s for s in shapes() if "gpu" in s.name and any("SLURM_JOB_GPUS" in t.env for t in s.tasks)]
+
+
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
+def test_ranks_of_a_node_never_share(shape: Shape) -> None:
+    """In every recorded launch with GPUs, the ranks of a node get different devices out of those of the job."""
+    taken: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for task in shape.tasks:
+        found = slurm_launcher.read(task.env)
+        names = visible_devices.read(task.env, "cuda", is_task=True).names or task.env["SLURM_JOB_GPUS"].split(",")
+        taken[task.host, task.env["SLURM_JOB_ID"]].append(
+            names[visible_devices.index_of(task.env, "cuda", len(names), found)]
+        )
+        assert set(names) <= set(task.env["SLURM_JOB_GPUS"].split(","))
+    assert all(len(devices) == len(set(devices)) for devices in taken.values())
+
+
+def test_the_recordings_with_gpus_are_there() -> None:
+    """Both ways to bind, none at all, and a job that does not begin at device 0 are among them."""
+    names = {"gpus_per_task", "gpus_per_node", "gpu_bind_none", "gpus_second_job_on_the_node", "ntasks_per_gpu"}
+    assert {shape.name for shape in GPU_SHAPES} >= names
+
+
+PROBE = """
+import json, os
+from hpcinit.world import launchers, visible_devices
+world = launchers.read(os.environ)
+seen = visible_devices.read(os.environ, "cuda", is_task=True)
+index = visible_devices.index_of(os.environ, "cuda", len(seen.names), world)
+print(json.dumps([world.local_rank, seen.names, seen.private, index]))
+"""
+
+
+@pytest.mark.slurm
+def test_several_gpus_per_task(slurm: MiniSlurm, tmp_path: Path) -> None:
+    """Under a real `srun -n4 --gpus-per-task=2` each rank has two devices that no other has, and takes the first.
+
+    The cluster's GPUs are stand-ins: Slurm gives them out for real, no driver knows them.
+    """
+    (tmp_path / "probe.py").write_text(PROBE)
+    words = ("srun", "-N1", "-n4", "--gpus-per-task=2", sys.executable, str(tmp_path / "probe.py"))
+    found = sorted(json.loads(line) for line in slurm.run(*words).splitlines())
+    assert [(rank, private, index) for rank, _, private, index in found] == [(rank, True, 0) for rank in range(4)]
+    assert all(len(names) == 2 for _, names, _, _ in found)
+    assert len({name for _, names, _, _ in found for name in names}) == 8
+
+
+# --- given, and not seen
+
+
+@pytest.mark.parametrize(
+    ("env", "found"),
+    [
+        ({}, ()),
+        ({"SLURM_JOB_GPUS": "0,1"}, ("SLURM_JOB_GPUS=0,1",)),
+        (
+            {"SLURM_JOB_GPUS": "0,1", "SLURM_STEP_GPUS": "1", "CUDA_VISIBLE_DEVICES": "0"},
+            ("SLURM_STEP_GPUS=1", "SLURM_JOB_GPUS=0,1", "CUDA_VISIBLE_DEVICES=0"),
+        ),
+        ({"ZE_AFFINITY_MASK": "0.1", "ZE_FLAT_DEVICE_HIERARCHY": "FLAT"}, ("ZE_AFFINITY_MASK=0.1",)),
+        ({"SLURM_JOB_GPUS": "0,1", "CUDA_VISIBLE_DEVICES": ""}, ()),  # hidden on purpose
+        ({"SLURM_JOB_GPUS": "0,1", "CUDA_VISIBLE_DEVICES": "-1"}, ()),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, ()),
+    ],
+)
+def test_given(env: dict[str, str], found: tuple[str, ...]) -> None:
+    """Devices count as given by Slurm's variables or the vendors', unless one of these says none."""
+    assert visible_devices.given(env) == found
+
+
+def test_an_unknown_kind_of_device() -> None:
+    """Of a kind that no variable is known for, nothing is said: the local rank is the index."""
+    assert visible_devices.read({"CUDA_VISIBLE_DEVICES": "1"}, "mtia").names is None
+    assert visible_devices.index_of({}, "mtia", 4, replace(world(2, 4), launcher="torchrun")) == 2
