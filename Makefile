@@ -155,7 +155,7 @@ lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/shellcheck sbatch/*.sbatch examples/*/submit.sh hpcinit/submission/lib/*.sh .ci/run
+	$(BIN)/shellcheck sbatch/*.sbatch examples/*/submit.sh hpcinit/submit/lib/*.sh .ci/run
 
 # The lines that all tests or a part of them reach, in a table by file. A failed test is shown and does not count here: make
 # test is for that. Few workers, since processes that are counted take twice the processor time.

@@ -81,8 +81,8 @@ def _refuse_what_cannot_be_run(argv: Sequence[str]) -> None:
     spec = (path if path.is_dir() else path.parent) / run_folder.SPEC
     near = f"; did you mean {shlex.quote(str(spec))}?" if spec.is_file() else ""
     raise RequestError(
-        f"{shlex.join(argv)}: nothing that can be run, expected one of: SPEC (a run folder's {run_folder.SPEC}, alone), "
-        f"script.py args..., -m module args..., command args...{near}"
+        f"{shlex.join(argv)}: nothing that can be run, expected one of: SPEC (a run folder's {run_folder.SPEC}, "
+        f"alone), script.py args..., -m module args..., command args...{near}"
     )
 
 

@@ -36,7 +36,7 @@ def test_wheel_submits_from_any_folder(tmp_path: Path) -> None:
     assert {path.name for path in (site / "hpcinit/sbatch").iterdir()} == {
         path.name for path in (ROOT / "sbatch").iterdir()
     }
-    blocks = "hpcinit/submission/lib"
+    blocks = "hpcinit/submit/lib"
     assert {path.name for path in (site / blocks).iterdir()} == {path.name for path in (ROOT / blocks).iterdir()}
     assert (site / "hydra_plugins/_hpcinit_search.py").is_file()
     env = {**os.environ, "PYTHONPATH": str(site)}

@@ -200,8 +200,8 @@ def _threads(kind: Kind) -> str:
 
 # The file: a command's part stands between two marks, all the rest is the user's and stays as it is, byte for byte.
 #
-# Such commands are discover and timeouts, each with marks of its own, to which the other's part is the user's. A key that
-# the user has outside of the marks is left out between them: it wins. docs/decisions/0014-discovers-part.md
+# Such commands are discover and timeouts, each with marks of its own, to which the other's part is the user's. A key
+# that the user has outside of the marks is left out between them: it wins. docs/decisions/0014-discovers-part.md
 
 
 @dataclass(frozen=True)

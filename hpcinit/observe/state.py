@@ -195,8 +195,9 @@ def _unsubmitted(path: Path) -> str:
             + f"; its logs are in {path / run_folder.LOGS}"
         )
     return (
-        f"{path} has a script and no {run_folder.SUBMISSION}: hpcinit was ended while it submitted, or nobody could say "
-        f"whether there is a job. Look for it: squeue --all --me --states=all --format='%i %T %o' | grep -F {script} ; "
+        f"{path} has a script and no {run_folder.SUBMISSION}: hpcinit was ended while it submitted, or nobody could "
+        "say whether there is a job. Look for it: squeue --all --me --states=all --format='%i %T %o' | "
+        f"grep -F {script} ; "
         "without one nothing was submitted"
     )
 

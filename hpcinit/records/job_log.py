@@ -1,7 +1,7 @@
 """What logs/job.log holds of Slurm's own words: how tasks ended, in the order in which srun heard of it.
 
-Lines recorded with Slurm 22.05 stand in tests/records/test_job_log.py. slurmstepd's words about a step go to the log of a
-node's first rank instead.
+Lines recorded with Slurm 22.05 stand in tests/records/test_job_log.py. slurmstepd's words about a step go to the log of
+a node's first rank instead.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ def allow_many_files(ranks: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < ranks + FILES_BESIDES:
         raise BringUpError(
-            f"rank 0 may have {hard} files open on {fingerprint.identity()['host']} (ulimit -Hn), and each of the {ranks} "
-            f"ranks comes with two connections: raise the hard limit there to {2 * ranks + 1024} or more"
+            f"rank 0 may have {hard} files open on {fingerprint.identity()['host']} (ulimit -Hn), and each of the "
+            f"{ranks} ranks comes with two connections: raise the hard limit there to {2 * ranks + 1024} or more"
         )
     process_limits.raise_open_files_limit(ranks)
 

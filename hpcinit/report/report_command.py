@@ -32,8 +32,8 @@ def gather_reports(run: Path) -> list[Report]:
     if not attempts:
         record = state.submission(run)
         raise RequestError(
-            f"{run} has no {run_folder.TIMELINE}/ with a rank's line in it: job {record['job_id']} has not started yet, "
-            f"or its ranks could not write there (hpcinit why says more), or it was submitted by an older hpcinit"
+            f"{run} has no {run_folder.TIMELINE}/ with a rank's line in it: job {record['job_id']} has not started "
+            f"yet, or its ranks could not write there (hpcinit why says more), or it was submitted by an older hpcinit"
         )
     handed = dict(_handed_over(run))
     seen: set[str] = set()

@@ -33,8 +33,8 @@ from hpcinit.records import safeguards
 # Locks on a cache of compiled ops: torch's, which a killed compile leaves behind, and ours, which the kernel drops.
 #
 # torch up to 2.13 (utils/file_baton.py) makes a file `lock` in the op's folder, keeps it open while it compiles, and
-# waits for as long as one is there: https://github.com/deepspeedai/DeepSpeed/issues/5205. From 2.14 on it locks that file
-# with flock(2): the kernel releases the lock of a process that ended, and the file stays after every build.
+# waits for as long as one is there: https://github.com/deepspeedai/DeepSpeed/issues/5205. From 2.14 on it locks that
+# file with flock(2): the kernel releases the lock of a process that ended, and the file stays after every build.
 
 TORCH_LOCK = "lock"
 KERNEL_LOCKS = "2.14"  # torch/utils/cpp_extension.py of 2.14.1 uses FileLock, that of 2.13.0 FileBaton; 2.14.0 not seen

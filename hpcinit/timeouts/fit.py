@@ -158,7 +158,8 @@ def _write(seen: History, law: TimeoutLaw, factor: float) -> str:
     path = Path(folders.find(f"cluster/{seen.cluster}"))
     if path.absolute().is_relative_to(folders.folder().absolute()):
         raise RequestError(
-            f"cluster={seen.cluster} is hpcinit's own {path}: copy it to {cluster_file.cluster_file_path(seen.cluster)} and write again"
+            f"cluster={seen.cluster} is hpcinit's own {path}: copy it to "
+            f"{cluster_file.cluster_file_path(seen.cluster)} and write again"
         )
     text = cluster_file.read_cluster_file(path)
     if text is None:

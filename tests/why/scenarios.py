@@ -282,14 +282,12 @@ def replaced(run: Path) -> str:
 
 def refused_submissions(_: Path) -> dict[str, Any]:
     """Whether what a refusal says of its outcome is taken out where more follows: 'nothing was submitted' is then wrong."""
-    from hpcinit.config.request import Request
-    from hpcinit.submission import refusal
-
     from hpcinit.base.errors import SubmitError
+    from hpcinit.config.compose import Request
     from hpcinit.config.schema import Config
-    from hpcinit.submit import restart, submit_command
+    from hpcinit.submit import restart, submit_command, validate
 
-    refused = refusal.error("sbatch: error: Batch job submission failed: Invalid qos specification", "")
+    refused = validate.refused("sbatch: error: Batch job submission failed: Invalid qos specification", "")
     outcome = str(refused).splitlines()[-1]
     config = Config()
     config.chain = 2

@@ -232,7 +232,7 @@ def test_records_of_an_earlier_attempt_are_left_out(tmp_path: Path) -> None:
 
 
 def test_an_error_is_one_line() -> None:
-    assert brief("\nhpcinit.facts.errors.Failure: no\nmore") == "Failure: no"
+    assert brief("\nhpcinit.base.errors.Failure: no\nmore") == "Failure: no"
     assert len(brief("x" * 999)) < 300
     try:
         compile('print("hi"', "train.py", "exec")

@@ -87,8 +87,8 @@ def _loader_file(data_rank: int) -> str:
 
 # Where each rank's generators of random numbers stand: Python's, NumPy's global one, torch's on CPU and device.
 #
-# A state belongs to one rank of one layout. Where that is another one, the generators are seeded from the run's seed, the
-# step and the rank: not the numbers that would have come, but the same ones each time, and none that came before.
+# A state belongs to one rank of one layout. Where that is another one, the generators are seeded from the run's seed,
+# the step and the rank: not the numbers that would have come, but the same ones each time, and none that came before.
 
 
 def save_random_state(rank: int, folder: Path) -> list[str]:

@@ -31,8 +31,9 @@ from hpcinit.world import World
 # `stopped.txt`: exists while a training that can stop early runs, and stays behind if it stops before its end.
 #
 # Rank 0 writes it at the first `run.should_stop()`, replaces it when the ranks agree to stop, and removes it at the end
-# of a program that did not stop. If the ranks stop and the file cannot be replaced, because the disk is full for example,
-# the first file still exists, and the next job of a chain runs. Why: docs/decisions/0030-stopped-until-proven-done.md.
+# of a program that did not stop. If the ranks stop and the file cannot be replaced, because the disk is full for
+# example, the first file still exists, and the next job of a chain runs. Why:
+# docs/decisions/0030-stopped-until-proven-done.md.
 
 
 class StopRecord:
