@@ -148,7 +148,7 @@ class BringUpError(Failure):
 
 
 class TrainingHang(Failure):
-    """report: the fields of hangs.HangReport, which the message is made of."""
+    """report: the fields of records.hang_report.HangReport, which the message is made of."""
 
     kind = HANG
 

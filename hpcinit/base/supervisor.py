@@ -1,8 +1,8 @@
 """Child processes that end together: started in sessions, signalled as groups, reaped, and ended on a bad exit.
 
-Slurm's step daemon does this for ranks that srun starts. hpcinit does it for ranks of launch=fork (launch/fork_server), of
-launch=torchrun (launch/torchrun) and of the local engine (local). Each of them is a subclass of Supervisor, whose hooks
-say what is special.
+Slurm's step daemon does this for ranks that srun starts. hpcinit does it for ranks of launch=fork
+(launch/fork_server), of launch=torchrun (launch/torchrun) and of the local engine (local). Each of them is a subclass
+of Supervisor, whose hooks say what is special.
 
 A child that has ended is reaped late: until then the kernel gives its number, which is also its group's, to no other
 process, so that a signal to the group never reaches a stranger.

@@ -164,7 +164,7 @@ COMMANDS = {
   srun python -m hpcinit.run -m package.train""",
     ),
     "world": Command(
-        "hpcinit.world",
+        "hpcinit.world.__main__",
         "which rank am I, as JSON",
         INSIDE,
         """

@@ -36,11 +36,10 @@ def table(item: Field[Any]) -> Any:
     return item.default_factory if is_dataclass(item.default_factory) else None
 
 
-@cache
 def choices(key: str) -> tuple[str | None, ...]:
     """Return the values that `key` may have, None (null) among them where its type allows it; () for any value."""
     item = declared().get(key)
-    known = item.metadata["choices"] if item else ()
+    known = tuple(item.metadata["choices"]) if item else ()
     return (*known, None) if known and None not in known and _optional(key) else known
 
 

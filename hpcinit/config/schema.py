@@ -6,6 +6,7 @@ has a field of the same name in `records/spec.py`, and `job_spec.py` copies it; 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -33,7 +34,7 @@ def key(
     least: float | None = None,
     above: float | None = None,
     most: float | None = None,
-    choices: tuple[str | None, ...] = (),
+    choices: Collection[str | None] = (),
     filled: str = "",
     sbatch: str = "",
     owns: str = "",
@@ -165,7 +166,7 @@ class Parallel:
     wrap: str = key(
         f"what run.wrap makes of the model: {wrappers.described()}",
         spec.Training.wrap,
-        choices=tuple(wrappers.WRAPPERS),
+        choices=wrappers.WRAPPERS.keys(),
     )
 
 

@@ -19,7 +19,7 @@ class ErrorRecord:
 
     kind: of base/errors.py if hpcinit raised the error, '' if another program did. rank_at_fault,
     host_at_fault: whose failure this is a consequence of, None and '' if not known. quoted: what hpcinit's message
-    quotes of another program. hang: the fields of hangs.HangReport, None for other errors.
+    quotes of another program. hang: the fields of hang_report.HangReport, None for other errors.
     """
 
     time: float

@@ -153,9 +153,9 @@ def family(address: str) -> socket.AddressFamily:
 
 # How far rank 0's clock is ahead of this rank's, from the messages of the meeting that are sent in any case.
 #
-# Rank 0 stamps its answers with [when it had read the peer's message, when it sent the answer]. Nothing arrives
-# before it is sent, so each message bounds the difference from one side: 'heard at D what was sent at G' says that
-# rank 0 is at most D - G ahead, 'read at G what was stamped D' that it is at least D - G ahead. The middle of the bounds is the
+# Rank 0 stamps its answers with [when it had read the peer's message, when it sent the answer]. Nothing arrives before
+# it is sent, so each message bounds the difference from one side: 'heard at D what was sent at G' says that rank 0 is
+# at most D - G ahead, 'read at G what was stamped D' that it is at least D - G ahead. The middle of the bounds is the
 # offset, half their distance the uncertainty: NTP's estimate (RFC 5905, section 8) with the tightest bound of each
 # direction in the place of one round trip.
 

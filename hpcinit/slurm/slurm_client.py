@@ -1,6 +1,6 @@
 """The only place that starts Slurm's commands: one environment, one timeout policy, one decoding of bytes.
 
-    client.run(["scontrol", "show", "config"]).stdout
+    slurm_client.run(["scontrol", "show", "config"]).stdout
     call = client.start(["squeue", "--me"])       # runs while the caller does other work
     call.output().stdout
 

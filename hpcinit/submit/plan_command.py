@@ -28,9 +28,9 @@ from hpcinit.records.memory import BYTES, Demand, Part, Zero
 # What a rank's activations take, for a transformer.
 #
 # Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models (arXiv:2205.05198), section 4,
-# in 16 bit: s tokens, b samples, h hidden, a heads, t tensor parallel ranks. A layer takes
-# s*b*h*(10 + 24/t + 5*a*s/(h*t)) bytes (equation 2; 34 + 5*a*s/h with t = 1). The last term is the scores of attention, which flash attention does not
-# keep. Full checkpointing keeps a layer's input, 2*s*b*h, and the whole of the layer at work.
+# in 16 bit: s tokens, b samples, h hidden, a heads, t tensor parallel ranks. A layer takes s*b*h*(10 + 24/t +
+# 5*a*s/(h*t)) bytes (equation 2; 34 + 5*a*s/h with t = 1). The last term is the scores of attention, which flash
+# attention does not keep. Full checkpointing keeps a layer's input, 2*s*b*h, and the whole of the layer at work.
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ class HangVerdict:
 
 
 def verdict(dumps: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str] | None = None) -> HangVerdict:
-    """Return the root causes of a hang. dumps: by rank, as flight.load() returns them. hosts: names by rank."""
+    """Return the root causes of a hang. dumps: by rank, as flight_recorder.load() returns them. hosts: by rank."""
     if not dumps:
         return HangVerdict()
     found = _Search(flight_recorder.recordings(dumps)).verdict()

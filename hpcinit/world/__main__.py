@@ -32,4 +32,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded("hpcinit.world", sys.argv[1:]))
+    sys.exit(guarded("hpcinit.world.__main__", sys.argv[1:]))

@@ -16,7 +16,7 @@ from tests.waiting import until
 PACKAGE = Path(hpcinit.__file__).parent
 CALLS = {"signal", "pthread_sigmask", "set_wakeup_fd", "siginterrupt", "sigwaitinfo", "sigwait", "sigtimedwait"}
 # The submitter's handlers while sbatch runs, and a wrapper process that ignores signals in favor of its child.
-OTHERS = {"submit/duplicates.py", "local_environment.py"}
+OTHERS = {"submit/duplicates.py"}
 
 
 def calls(path: Path) -> Iterator[str]:

@@ -28,7 +28,7 @@ def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     code = (
         "import resource, signal; from pathlib import Path; from hpcinit.base import safe_files\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
-        "try: whole_file.write(Path('x.json'), 'n' * 100_000)\n"
+        "try: safe_files.write_atomically(Path('x.json'), 'n' * 100_000)\n"
         "except OSError as error: print(error.strerror)"
     )
     # No preexec_fn: behind its fork coverage.py sets its variable again.

@@ -50,7 +50,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     site = tmp_path / "site"
     assert "parallel.tp_across_nodes" in read(site / "reference/keys/index.html")
-    assert "is not on PATH: is this a login node" in read(site / "reference/messages/index.html")
+    assert "is not on PATH, and cluster" in read(site / "reference/messages/index.html")
     assert "make demo" in read(site / "index.html")
     assert "gpus_per_node" in (site / "source/conf/cluster/lumi_g.yaml").read_text()
     assert "L.Trainer(" in read(site / "your-script/index.html")  # the program that the tests run

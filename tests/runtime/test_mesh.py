@@ -13,7 +13,6 @@ from tests.runtime.test_seeds import python
 FAKE = """
 import json, math, random, torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from hpcinit.runtime import mesh
 from hpcinit.base.errors import RequestError
 from hpcinit.records.layout import DIMENSIONS, Layout
 from hpcinit.runtime import mesh
@@ -40,15 +39,15 @@ def test_groups_are_those_of_the_arithmetic(tmp_path: Path) -> None:
             size = math.prod(degrees)
             rank = random.randrange(size)
             made = built(layout, rank)
-            for name in grouping.MEANING:
-                expected = next(list(each) for each in grouping.groups(layout, name) if rank in each)
-                group = mesh.group(made, name)
+            for name in mesh.MEANING:
+                expected = next(list(each) for each in mesh.group_members(layout, name) if rank in each)
+                group = mesh.mesh_group(made, name)
                 ranks = [rank] if group is None else dist.get_process_group_ranks(group)
                 names |= {name} if group else set()
                 if (ranks, mesh.size(made, name), ranks[mesh.place(made, name)]) != (expected, len(expected), rank):
                     wrong.append([str(layout), rank, name, ranks, expected])
             dist.destroy_process_group()
-        print(json.dumps([wrong, sorted(names) == sorted(grouping.MEANING)]))
+        print(json.dumps([wrong, sorted(names) == sorted(mesh.MEANING)]))
         """),
         tmp_path,
     )
@@ -87,7 +86,7 @@ def test_parts_of_size_one(tmp_path: Path) -> None:
             refusal = str(error)
         hsdp = mesh.part(made, "dp_replicate", "fsdp", "tp")
         print(json.dumps(dict(
-            tp=[mesh.size(made, "tp"), mesh.group(made, "tp"), mesh.part(made, "tp"), mesh.place(made, "tp")],
+            tp=[mesh.size(made, "tp"), mesh.mesh_group(made, "tp"), mesh.part(made, "tp"), mesh.place(made, "tp")],
             hsdp=[hsdp.mesh_dim_names, list(hsdp.shape), hsdp.get_coordinate()],
             own=mesh.part(made, "loss").size(), places=[mesh.place(made, name) for name in ("dp", "fsdp", "loss")], refusal=refusal)))
         """),
@@ -113,7 +112,7 @@ def test_no_warning_comes_of_combinations(tmp_path: Path) -> None:
         made = built(Layout(1, 2, 2, 2, 2, ep=2), 5)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            for names in (*((name,) for name in grouping.MEANING), ("dp_replicate", "fsdp"), ("dp", "cp", "tp")):
+            for names in (*((name,) for name in mesh.MEANING), ("dp_replicate", "fsdp"), ("dp", "cp", "tp")):
                 first, again = mesh.part(made, *names), mesh.part(made, *names)
                 assert first is None or [str(each.mesh_dim_names) for each in (first, again)] == [str(first.mesh_dim_names)] * 2
                 assert first is None or first.get_all_groups() == again.get_all_groups(), names
@@ -130,7 +129,6 @@ def test_real_groups_of_eight_ranks(tmp_path: Path) -> None:
     """Eight real ranks on gloo: a sum over each group is the sum of the ranks that the arithmetic puts into it."""
     code = """
         import json, torch, torch.distributed as dist, hpcinit
-        from hpcinit.runtime import mesh
         from hpcinit.runtime import mesh
         layout = hpcinit.Layout(1, 2, 2, 1, 2, ep=2)
         run = hpcinit.init(layout=layout)

@@ -166,7 +166,7 @@ def test_the_wait_for_a_builder_ends_with_a_message(tmp_path: Path) -> None:
     """Who waits longer than allowed says for whom, and what to do."""
     code = (
         "import sys, time; from pathlib import Path; from hpcinit.runtime import ops\n"
-        "with op_locks.one_builder(Path(sys.argv[1]), print) as building:\n building('cpu_adam'); time.sleep(600)\n"
+        "with ops.one_builder(Path(sys.argv[1]), print) as building:\n building('cpu_adam'); time.sleep(600)\n"
     )
     process = run(code, tmp_path)
     try:

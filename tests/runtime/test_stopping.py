@@ -121,7 +121,7 @@ def test_a_signal_before_anybody_listens_is_kept(tmp_path: Path) -> None:
         "for step in",
         "import signal\nfrom hpcinit.records.stop_reasons import Stopping\nfrom hpcinit.runtime.lifecycle import signal_watch\n"
         "object.__setattr__(run.plan, 'stopping', Stopping(signal='USR1'))\n"
-        "signals.hold(signal.SIGUSR1); os.kill(os.getpid(), signal.SIGUSR1)\nfor step in",
+        "signal_watch.hold(signal.SIGUSR1); os.kill(os.getpid(), signal.SIGUSR1)\nfor step in",
     )
     with ranks(code + END, 1, tmp_path) as found:
         assert last_lines(found) == ["stopped after 0: time limit (rank 0)"]

@@ -119,7 +119,7 @@ _UNFINISHED = re.compile(r"\.step-\d{8,}\..+\.tmp")
 
 @dataclass(frozen=True)
 class File:
-    """What a rank wrote. checksum: content.checksums()."""
+    """What a rank wrote. checksum: checksums()."""
 
     bytes: int
     checksum: int

@@ -2,7 +2,7 @@
 
 What was right in every recorded launch (tests/data): SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, the length of
 SLURM_GTIDS, SLURM_STEP_NUM_TASKS. What was not: SLURM_NTASKS (srun --preserve-env), SLURM_NTASKS_PER_NODE,
-ntasks // nodes, the first host of any list (slurm_hosts.py).
+ntasks // nodes, the first host of any list (place_of_rank).
 """
 
 from __future__ import annotations
