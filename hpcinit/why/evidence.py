@@ -50,8 +50,9 @@ class Evidence:
 @dataclass(frozen=True)
 class Verdict:
     """headline: what failed first, and how. kind: one of base/errors.py. do: what next. rank: None where it is no
-    rank's doing. time: on the common clock, None where nobody says when. flight: which ranks cause a hang, from torch's flight
-    recorder. resubmit: whether all there is to do is to submit the run again, which Slurm does for a requeued job."""
+    rank's doing. time: on the common clock, None where nobody says when. flight: which ranks cause a hang, from torch's
+    flight recorder. resubmit: whether all there is to do is to submit the run again, which Slurm does for a requeued
+    job."""
 
     headline: str
     kind: str

@@ -84,11 +84,11 @@ def test_parts_of_size_one(tmp_path: Path) -> None:
             mesh.size(made, "sp")
         except RequestError as error:
             refusal = str(error)
-        hsdp = mesh.part(made, "dp_replicate", "fsdp", "tp")
+        hsdp = mesh.mesh_part(made, "dp_replicate", "fsdp", "tp")
         print(json.dumps(dict(
-            tp=[mesh.size(made, "tp"), mesh.mesh_group(made, "tp"), mesh.part(made, "tp"), mesh.place(made, "tp")],
+            tp=[mesh.size(made, "tp"), mesh.mesh_group(made, "tp"), mesh.mesh_part(made, "tp"), mesh.place(made, "tp")],
             hsdp=[hsdp.mesh_dim_names, list(hsdp.shape), hsdp.get_coordinate()],
-            own=mesh.part(made, "loss").size(), places=[mesh.place(made, name) for name in ("dp", "fsdp", "loss")], refusal=refusal)))
+            own=mesh.mesh_part(made, "loss").size(), places=[mesh.place(made, name) for name in ("dp", "fsdp", "loss")], refusal=refusal)))
         """),
         tmp_path,
     )
@@ -113,7 +113,7 @@ def test_no_warning_comes_of_combinations(tmp_path: Path) -> None:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             for names in (*((name,) for name in mesh.MEANING), ("dp_replicate", "fsdp"), ("dp", "cp", "tp")):
-                first, again = mesh.part(made, *names), mesh.part(made, *names)
+                first, again = mesh.mesh_part(made, *names), mesh.mesh_part(made, *names)
                 assert first is None or [str(each.mesh_dim_names) for each in (first, again)] == [str(first.mesh_dim_names)] * 2
                 assert first is None or first.get_all_groups() == again.get_all_groups(), names
             quiet = [str(each.message) for each in seen]
