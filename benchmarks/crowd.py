@@ -90,11 +90,11 @@ def _knock(port: int, rank: int, until: float) -> Talk:
     mine = protocol.challenge()
     yield protocol.encode({"hello": protocol.GREETING, "job": JOB, "challenge": mine})
     answer = yield Line(until)
-    assert protocol.same(answer["proof"], protocol.proof(KEY, "door", mine, JOB))
-    proof = protocol.proof(KEY, "guest", answer["challenge"], str(rank))
+    assert protocol.same(answer["proof"], protocol.proof(KEY, "server", mine, JOB))
+    proof = protocol.proof(KEY, "peer", answer["challenge"], str(rank))
     yield protocol.encode({"rank": rank, "proof": proof, "made_of": MADE_OF, **fingerprint.identity()})
     answer = yield Line()
-    assert "welcome" in answer, answer
+    assert "reply" in answer, answer
 
 
 def meeting(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Talk:

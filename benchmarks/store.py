@@ -109,7 +109,7 @@ def _door(way: str, world_size: int) -> None:
         while not door._all_came:  # a program that imports and computes
             sum(range(1000))
         door.offer_store(1)
-    door.tell("imported")
+    door.report_phase("imported")
     if way == "both":
         from hpcinit.rendezvous.store import open_store  # noqa: PLC0415
 
@@ -118,9 +118,9 @@ def _door(way: str, world_size: int) -> None:
         door.offer_store(1)
         door.wait_for_store(deadline, 1e9)
     for phase in ("joined", "up"):
-        door.tell(phase)
+        door.report_phase(phase)
     if way != "missing":
-        door._callers.join(LATEST_S)
+        door._connections.join(LATEST_S)
     _done(before)
 
 

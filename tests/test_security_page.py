@@ -40,7 +40,7 @@ def test_every_promise_names_a_test_that_exists() -> None:
     [
         (
             ("test_the_key_never_crosses_the_wire", "test_gone"),
-            "no such test: tests/rendezvous/test_meeting.py::test_gone",
+            "no such test: tests/rendezvous/test_rendezvous.py::test_gone",
         ),
         (
             ("(`tests/submit/test_folder.py::test_numbers_go_up_and_are_private`)", ""),

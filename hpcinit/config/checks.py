@@ -201,7 +201,7 @@ def _leaves(prefix: str, value: object, kind: type[T]) -> Iterator[tuple[str, T]
 def _arithmetic(config: Config) -> Iterator[str]:
     checks: tuple[Callable[[], object], ...] = (
         lambda: hosts.rename("node", config.cluster.host_template),
-        lambda: job_spec.timeout_law(config),
+        lambda: job_spec.startup_timeout(config),
     )
     for check in checks:
         try:

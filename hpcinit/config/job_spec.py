@@ -14,7 +14,7 @@ from hpcinit.config.partition import ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.records.layout import Layout
 from hpcinit.records.spec import Comm, Hang, Launch, Precision, Program, Samples, Spec, Training
-from hpcinit.records.startup_timeout import TimeoutLaw
+from hpcinit.records.startup_timeout import StartupTimeout
 from hpcinit.records.stop_reasons import Stopping
 from hpcinit.records.wrappers import WRAPPERS
 
@@ -40,7 +40,7 @@ def make(config: Config, workdir: str, target: str) -> Spec:
             Comm,
             config.comm,
             deepspeed=uses_deepspeed(config),
-            timeout=timeout_law(config),
+            timeout=startup_timeout(config),
             host_template=config.cluster.host_template,
         ),
         batch=samples(config),
@@ -107,15 +107,15 @@ def gpu_bind(config: Config) -> str | None:
     return config.launch.gpu_bind if config.cluster.gpus_per_node and config.cluster.gpu_flag else None
 
 
-def timeout_law(config: Config) -> TimeoutLaw:
+def startup_timeout(config: Config) -> StartupTimeout:
     """Return the start-up timeout of a request. Raises RequestError for one that gives no positive time."""
-    return TimeoutLaw(**{name: value for name, (value, _) in timeout_sources(config).items()})
+    return StartupTimeout(**{name: value for name, (value, _) in timeout_sources(config).items()})
 
 
 def timeout_sources(config: Config) -> Mapping[str, tuple[float, str]]:
     """Return each coefficient's value and the key that gives it: the request's, else its cluster's, else 'default'."""
     found = {}
-    for each in fields(TimeoutLaw):
+    for each in fields(StartupTimeout):
         found[each.name] = (float(str(each.default)), "default")
         for group, keys in (("cluster", config.cluster), ("comm", config.comm)):
             value = getattr(keys, f"timeout_{each.name}")

@@ -163,7 +163,7 @@ def fail_prefork(here: Node, spec: Spec, folder: Path, error: HpcinitError) -> N
             traceback.print_exception(error.__cause__, file=log)
         log.write(f"hpcinit: error: {error}\n")
     program.record(error, world)
-    if not spec.launch.kill_on_bad_exit:  # else Slurm ends them, and nobody is to wait for rank 0's door
+    if not spec.launch.kill_on_bad_exit:  # else Slurm ends them, and no rank is to wait for rank 0
         timeout = spec.comm.timeout.start_up(world.nodes, left_of_job(os.environ, time.time()))
         with contextlib.suppress(HpcinitError):
             join.join_rendezvous(world, spec, timeout)

@@ -46,7 +46,7 @@ class NodeFailure:
 
 
 @dataclass(frozen=True)
-class Standing:
+class NodeHistory:
     """A node and its failures that count, the oldest first."""
 
     host: str
@@ -123,7 +123,7 @@ def new_record(found: Iterable[NodeFailure], known: Sequence[NodeFailure]) -> li
     return list(fresh.values())
 
 
-def node_states(known: Iterable[NodeFailure], now: float, expiry_h: float) -> list[Standing]:
+def node_states(known: Iterable[NodeFailure], now: float, expiry_h: float) -> list[NodeHistory]:
     """Each node with failures that count at the time `now`, the worst first."""
     known = list(known)
     since = {one.host: now - expiry_h * 3600 for one in known}
@@ -134,10 +134,10 @@ def node_states(known: Iterable[NodeFailure], now: float, expiry_h: float) -> li
     for one in sorted(known, key=lambda one: one.time):
         if one.kind != FORGOTTEN and one.time > since[one.host]:
             found.setdefault(one.host, {}).setdefault(one.key, one)
-    all_of_them = [Standing(host, tuple(lines.values())) for host, lines in found.items()]
+    all_of_them = [NodeHistory(host, tuple(lines.values())) for host, lines in found.items()]
     return sorted(all_of_them, key=_badness)
 
 
-def _badness(one: Standing) -> tuple[bool, int, float]:
+def _badness(one: NodeHistory) -> tuple[bool, int, float]:
     added = any(failure.kind in AT_ONCE for failure in one.failures)
     return (not added, -len(one.failures), -one.failures[-1].time)

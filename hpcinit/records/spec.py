@@ -18,7 +18,7 @@ from hpcinit.base.errors import RequestError, SpecError
 from hpcinit.records import run_folder, wrappers
 from hpcinit.records.batch import Batch, solve
 from hpcinit.records.layout import Layout
-from hpcinit.records.startup_timeout import CHECKPOINT_S, COLLECTIVE_S, TimeoutLaw
+from hpcinit.records.startup_timeout import CHECKPOINT_S, COLLECTIVE_S, StartupTimeout
 from hpcinit.records.stop_reasons import Stopping
 from hpcinit.records.wrappers import Wrapper
 
@@ -61,7 +61,7 @@ class Comm:
 
     backend: str = "auto"
     deepspeed: bool = False
-    timeout: TimeoutLaw = field(default_factory=TimeoutLaw)
+    timeout: StartupTimeout = field(default_factory=StartupTimeout)
     collective_timeout_s: float | None = COLLECTIVE_S
     host_template: str = ""
     device_id: str = "never"

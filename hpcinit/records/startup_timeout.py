@@ -27,7 +27,7 @@ CLOCK_SLACK_S = 120.0  # a limit is rounded up to minutes, and clocks of healthy
 
 
 @dataclass(frozen=True)
-class TimeoutLaw:
+class StartupTimeout:
     """Coefficients in seconds. Raises RequestError for a law that gives no positive time."""
 
     base_s: float = 300.0

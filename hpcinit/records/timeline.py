@@ -24,14 +24,14 @@ from hpcinit.slurm import nodelist
 
 # In the order of time. Any of them may be missing: 'spawned' is for ranks of a torchrun agent, 'forked' for those of a
 # parent, 'met' for those that hpcinit.run started, and a rank that hangs or dies has none of those that come after.
-MOMENTS = {
+EVENTS = {
     "submitted": "sbatch had taken the job",
     "allocated": "the job had its nodes, or its ranks had ended that begin once more",
     "started": "the rank's process began (of a forked rank: its parent's; with launch=torchrun: its agent's)",
     "spawned": "the agents had met, and this one began the rank's process",
     "interpreter": "Python ran the first line of hpcinit",
     "forked": "the parent had imported, and forked the rank",
-    "met": "rank 0's door was found",
+    "met": "rank 0 was found",
     "imported": "the program had imported torch, and called hpcinit.init",
     "device": "the device was chosen and bound",
     "store": "all ranks were in init, and torch's store had answered",
@@ -43,7 +43,7 @@ MOMENTS = {
 ENV_ALLOCATED = "HPCINIT_ALLOCATED"
 # Of a rank that an agent starts: seconds since 1970 when the agent began; '' where it has begun this rank before.
 ENV_AGENT_BEGAN = "HPCINIT_AGENT_BEGAN"
-LAST = next(reversed(MOMENTS))
+LAST = next(reversed(EVENTS))
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Rank:
     @property
     def furthest(self) -> str:
         """The last moment that this rank has reached, '' if it says none."""
-        return next((name for name in reversed(MOMENTS) if name in self.moments), "")
+        return next((name for name in reversed(EVENTS) if name in self.moments), "")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Attempt:
 
     @property
     def waited_s(self) -> float | None:
-        """The longest that a rank was under the start-up's timeout, which begins anew where it looks for rank 0's door
+        """The longest that a rank was under the start-up's timeout, which begins anew where it looks for rank 0
         and in init; None if nobody came to the end of either. Needs no common clock."""
         found = []
         for rank in self.ranks:
@@ -207,7 +207,7 @@ def _lines(text: str) -> Iterator[tuple[int, dict[str, Any]]]:
             rank = values.pop("rank")
         except (ValueError, KeyError, AttributeError, TypeError):
             continue
-        numbers: Iterable[Any] = (values[name] for name in MOMENTS if name in values)
+        numbers: Iterable[Any] = (values[name] for name in EVENTS if name in values)
         if isinstance(rank, int) and rank >= 0 and all(isinstance(number, (int, float)) for number in numbers):
             yield rank, values
 
@@ -219,6 +219,6 @@ def _rank(rank: int, values: Mapping[str, Any]) -> Rank:
         host=str(values["host"]),
         local_rank=int(values.get("local_rank", 0)),
         pid=int(values.get("pid", 0)),
-        moments={name: float(values[name]) for name in MOMENTS if name in values},
+        moments={name: float(values[name]) for name in EVENTS if name in values},
         clock=(float(clock[0]), float(clock[1])) if clock else None,
     )

@@ -1,4 +1,4 @@
-"""Everybody who has connected to rank 0's door: who they are is the door's business, their sockets are ours."""
+"""The connections to rank 0's server: their sockets, limits and timeouts. The server knows which rank each one is."""
 
 from __future__ import annotations
 
@@ -16,57 +16,57 @@ from typing import Any
 
 from hpcinit.base.console import say
 from hpcinit.rendezvous import protocol
-from hpcinit.rendezvous.roster import Guest
+from hpcinit.rendezvous.roster import Peer
 
-# How soon the door's thread gets its turn while rank 0's program imports and computes.
+# How soon the server's thread gets its turn while rank 0's program imports and computes.
 
-# Python lets a thread that wants to go on wait 5 ms for one that computes, and the door's thread wants to after every
-# system call, of which a guest takes a dozen: 60 ms for each rank, while rank 0 imports torch. It costs the program
-# nothing while nobody is at the door.
+# Python lets a thread that wants to go on wait 5 ms for one that computes, and the server's thread wants to after every
+# system call, of which a peer takes a dozen: 60 ms for each rank, while rank 0 imports torch. It costs the program
+# nothing while no rank connects.
 QUICK_S = 0.00002
 
 _lock = threading.Lock()
-_doors = 0
+_servers = 0
 _before = 0.0
 
 
 @contextmanager
-def quick() -> Iterator[None]:
-    """sys.setswitchinterval for the whole process, until the last of its doors is closed. A program's own stays."""
-    global _doors, _before  # noqa: PLW0603 - so is the interval
+def quick_switching() -> Iterator[None]:
+    """sys.setswitchinterval for the whole process, until the last of its servers is closed. A program's own stays."""
+    global _servers, _before  # noqa: PLW0603 - so is the interval
     with _lock:
-        if not _doors:
+        if not _servers:
             _before = sys.getswitchinterval()
             sys.setswitchinterval(QUICK_S)
-        _doors += 1
+        _servers += 1
     try:
         yield
     finally:
         with _lock:
-            _doors -= 1
-            if not _doors and abs(sys.getswitchinterval() - QUICK_S) < 1e-9:
+            _servers -= 1
+            if not _servers and abs(sys.getswitchinterval() - QUICK_S) < 1e-9:
                 sys.setswitchinterval(_before)
 
 
 # Who has not proved anything by then is shown out; among many, words that the kernel had dropped come again only later.
-STRANGER_S, STRANGER_PER_RANK_S = 10.0, 0.002
+UNAUTHENTICATED_S, UNAUTHENTICATED_PER_RANK_S = 10.0, 0.002
 UNAUTHENTICATED = 512  # connections, and one for each rank; half as many from one address
 
 
 @dataclass(eq=False, slots=True)
-class Caller:
+class Connection:
     """One connection. where: our address and port, as this connection has them. peer: the other side's address.
     since: it has said something. heard: seconds since 1970 at which its last words were read.
-    guest: the rank that it turned out to be. left: it has said goodbye."""
+    peer: the rank that it turned out to be. left: it has said goodbye."""
 
     socket: socket.socket
     where: tuple[Any, ...] = ("0.0.0.0", 0)
-    peer: str = ""
+    remote: str = ""
     since: float = field(default_factory=time.monotonic)
     lines: protocol.Lines = field(default_factory=protocol.Lines)
-    heard: float = 0.0
+    received_at: float = 0.0
     challenge: str = ""
-    guest: Guest | None = None
+    peer: Peer | None = None
     left: bool = False
 
     def send(self, message: dict[str, Any]) -> None:
@@ -93,23 +93,30 @@ class Connections:
     def __init__(
         self,
         listener: socket.socket,
-        hear: Callable[[Caller, dict[str, Any]], None],
-        unreadable: Callable[[Caller, Exception], None],
-        lose: Callable[[Caller], None],
+        on_message: Callable[[Connection, dict[str, Any]], None],
+        on_unreadable: Callable[[Connection, Exception], None],
+        on_disconnect: Callable[[Connection], None],
         ranks: int,
     ) -> None:
-        self._listener, self._hear, self._unreadable, self._lose = listener, hear, unreadable, lose
+        self._listener, self._on_message, self._on_unreadable, self._on_disconnect = (
+            listener,
+            on_message,
+            on_unreadable,
+            on_disconnect,
+        )
         self._most = UNAUTHENTICATED + ranks
-        self._stranger_s = STRANGER_S + ranks * STRANGER_PER_RANK_S
-        self._stopping = self._said_out_of_files = False
-        self._strangers: dict[Caller, None] = {}  # those who have not said anything for longest first
-        self._by_peer: dict[tuple[str, bool], dict[Caller, None]] = {}  # the same, by address and how far they are
+        self._unauthenticated_s = UNAUTHENTICATED_S + ranks * UNAUTHENTICATED_PER_RANK_S
+        self._stopping = self._reported_out_of_files = False
+        self._unauthenticated: dict[Connection, None] = {}  # those who have not said anything for longest first
+        self._by_remote: dict[
+            tuple[str, bool], dict[Connection, None]
+        ] = {}  # the same, by address and how far they are
         listener.setblocking(False)
         self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         for own in (self._listener, self._woken):
             self._selector.register(own, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="hpcinit-door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="hpcinit-rendezvous", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -129,110 +136,112 @@ class Connections:
             own.close()
 
     def _run(self) -> None:
-        with quick():
+        with quick_switching():
             while not self._stopping:
                 ready = self._selector.select(self._patience_s())
                 looked = time.monotonic()
                 for key, _ in ready:
                     if key.fileobj is self._listener:
-                        self._admit()
+                        self._accept()
                     elif key.data is not None:
                         self._read(key.data)
-                self._show_out(looked)
+                self._close_silent(looked)
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]  # all of them are sockets
         self._selector.close()
         self._waker.close()
 
-    def _admit(self) -> None:
+    def _accept(self) -> None:
         """Some of those who wait: the rest come next, and those who are in are heard in between."""
         for _ in range(64):
             try:
-                connection, peer = self._listener.accept()
+                accepted, remote = self._listener.accept()
             except OSError as error:  # nobody waits any more, or one is gone again
                 if error.errno in {errno.EMFILE, errno.ENFILE}:
                     self._out_of_files()
                 return
             with contextlib.suppress(OSError):
-                connection.setblocking(False)
+                accepted.setblocking(False)
                 # Or a second line waits for the receipt of the first, which takes the peer's kernel 40 ms.
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            caller = Caller(connection, connection.getsockname(), str(peer[0]))
-            self._selector.register(connection, selectors.EVENT_READ, caller)
-            self._add(caller)
-            self._limit(caller)
+                accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = Connection(accepted, accepted.getsockname(), str(remote[0]))
+            self._selector.register(accepted, selectors.EVENT_READ, connection)
+            self._add(connection)
+            self._limit(connection)
 
-    def _add(self, caller: Caller) -> None:
-        self._strangers[caller] = None
-        self._by_peer.setdefault((caller.peer, bool(caller.challenge)), {})[caller] = None
+    def _add(self, connection: Connection) -> None:
+        self._unauthenticated[connection] = None
+        self._by_remote.setdefault((connection.remote, bool(connection.challenge)), {})[connection] = None
 
-    def _remove(self, caller: Caller) -> None:
+    def _remove(self, connection: Connection) -> None:
         """From the unauthenticated ones, where it is one."""
-        self._strangers.pop(caller, None)
+        self._unauthenticated.pop(connection, None)
         for greeted in (False, True):
-            those = self._by_peer.get((caller.peer, greeted), {})
-            if those.pop(caller, self) is None and not those:
-                del self._by_peer[caller.peer, greeted]
+            those = self._by_remote.get((connection.remote, greeted), {})
+            if those.pop(connection, self) is None and not those:
+                del self._by_remote[connection.remote, greeted]
 
-    def _limit(self, caller: Caller) -> None:
-        """Close the oldest that is not authenticated where they are too many, with `caller`, which is new.
+    def _limit(self, connection: Connection) -> None:
+        """Close the oldest that is not authenticated where they are too many, with `connection`, which is new.
 
         Those that know the name of the job are counted apart, so that mere connections do not push out a rank that
         waits for its answer.
         """
-        same = self._by_peer[caller.peer, bool(caller.challenge)]
+        same = self._by_remote[connection.remote, bool(connection.challenge)]
         if len(same) > self._most // 2:
             self._drop(next(iter(same)))
-        elif len(self._strangers) > self._most:
-            self._drop(next(iter(self._strangers)))
+        elif len(self._unauthenticated) > self._most:
+            self._drop(next(iter(self._unauthenticated)))
 
-    def _drop(self, caller: Caller) -> None:
-        self._remove(caller)
-        self._selector.unregister(caller.socket)
-        caller.socket.close()
+    def _drop(self, connection: Connection) -> None:
+        self._remove(connection)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
 
-    def _read(self, caller: Caller) -> None:
-        if caller.socket.fileno() < 0:
+    def _read(self, connection: Connection) -> None:
+        if connection.socket.fileno() < 0:
             return  # closed since select() returned, for newer ones
         try:
-            data = caller.socket.recv(65_536)
+            data = connection.socket.recv(65_536)
             if not data:
                 raise EOFError
-            caller.heard = protocol.local_time()
-            messages = caller.lines.feed(data)
+            connection.received_at = protocol.local_time()
+            messages = connection.lines.feed(data)
             for message in messages:
-                self._hear(caller, message)
+                self._on_message(connection, message)
         except BlockingIOError:
             return
         except Exception as error:  # whatever a peer sends must not end this thread: all other ranks depend on it
-            self._remove(caller)
-            self._selector.unregister(caller.socket)
-            self._unreadable(caller, error)
-            self._lose(caller)
+            self._remove(connection)
+            self._selector.unregister(connection.socket)
+            self._on_unreadable(connection, error)
+            self._on_disconnect(connection)
             return
-        if messages and caller in self._strangers:
-            self._remove(caller)
-            if caller.guest is None:
-                caller.since = time.monotonic()
-                self._add(caller)
-                self._limit(caller)
+        if messages and connection in self._unauthenticated:
+            self._remove(connection)
+            if connection.peer is None:
+                connection.since = time.monotonic()
+                self._add(connection)
+                self._limit(connection)
 
     def _patience_s(self) -> float | None:
-        """How long until a stranger must be shown out; None while there is none."""
-        longest = next(iter(self._strangers), None)
-        return max(0.0, longest.since + self._stranger_s - time.monotonic()) if longest else None
+        """How long until a silent connection must be closed; None while there is none."""
+        longest = next(iter(self._unauthenticated), None)
+        return max(0.0, longest.since + self._unauthenticated_s - time.monotonic()) if longest else None
 
-    def _show_out(self, looked: float) -> None:
+    def _close_silent(self, looked: float) -> None:
         """looked: up to when everything that they have said was read."""
-        while (longest := next(iter(self._strangers), None)) and looked - longest.since >= self._stranger_s:
+        while (
+            longest := next(iter(self._unauthenticated), None)
+        ) and looked - longest.since >= self._unauthenticated_s:
             self._drop(longest)
 
     def _out_of_files(self) -> None:
-        if oldest := next(iter(self._strangers), None):
+        if oldest := next(iter(self._unauthenticated), None):
             self._drop(oldest)
             return
-        if not self._said_out_of_files:
-            self._said_out_of_files = True
+        if not self._reported_out_of_files:
+            self._reported_out_of_files = True
             say(
                 "rank 0 cannot take more connections: too many open files; it needs two for each rank: raise "
                 "the hard limit (ulimit -Hn) on its node"

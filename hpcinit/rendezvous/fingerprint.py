@@ -1,4 +1,4 @@
-"""What a rank shows at the door: who it is, and what it is made of."""
+"""What a rank sends to rank 0: who it is, and which environment it runs in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("hpcinit", "torch", "deepspeed", "nvidia-nccl-cu12", "nvidia-nccl-cu
 
 
 def identity() -> dict[str, Any]:
-    """{host, pid}: who stands at the door."""
+    """{host, pid} of this process."""
     return {"host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(), "pid": os.getpid()}
 
 

@@ -1,4 +1,4 @@
-"""Where the ranks meet: first at rank 0's door, then at torch's store, which only they can find."""
+"""How a rank joins the others: first at rank 0's server, then at torch's store, which only they can find."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ ENV_GLOO = "GLOO_SOCKET_IFNAME"
 
 
 def join_rendezvous(world: World, spec: Spec | None, timeout: timedelta) -> Rendezvous | None:
-    """Find the other ranks of this start; the meeting that is under way already, if there is one.
+    """Find the other ranks of this start; the rendezvous that is under way already, if there is one.
 
     hpcinit.run begins it, init goes on with it. After a shutdown a next one begins, with a number of its own, so that
     ranks of two generations never mix.
 
-    None where there is nobody to meet, and under a torchrun of the user's, whose agents have met: those of
-    launch=torchrun name the hosts and leave the meeting to the ranks. Raises BringUpError.
+    None for a single rank, and under a torchrun of the user's, whose agents have met: those of
+    launch=torchrun name the hosts and leave the rendezvous to the ranks. Raises BringUpError.
     """
     if world.world_size == 1 or (world.launcher == "torchrun" and not world.hosts):
         return None
     if state.rendezvous is not None:
         return state.rendezvous
-    world = _with_ports_for_a_door(world)
+    world = _with_candidate_ports(world)
     job = f"{world.job}#{state.rendezvous_count}"
     folder = Path(os.environ[run_folder.ENV_FOLDER]) if spec else None
     key, made_of = _key(world, spec), fingerprint.fingerprint(folder)
@@ -56,7 +56,7 @@ def join_rendezvous(world: World, spec: Spec | None, timeout: timedelta) -> Rend
     nat = os.environ.get(ENV_NAT, "") not in {"", "0"}
     if world.rank == 0:
         _publish(world)
-        found: Rendezvous = _open_door(
+        found: Rendezvous = _open_server(
             resolve(), lambda address: RendezvousServer(world, address, key, job, made_of, nat, nonce.remove)
         )
     else:
@@ -71,8 +71,8 @@ def join_rendezvous(world: World, spec: Spec | None, timeout: timedelta) -> Rend
     return found
 
 
-def _with_ports_for_a_door(world: World) -> World:
-    """`world` with candidates for the door where its one port is the user's own, which the program will want.
+def _with_candidate_ports(world: World) -> World:
+    """`world` with candidate ports where its one port is the user's own, which the program will want.
 
     Some launchers name no job (a PMI that is not Hydra's): without one, two of them on a node would share ports and
     key. What the ranks of one node share then is their parent.
@@ -83,7 +83,7 @@ def _with_ports_for_a_door(world: World) -> World:
     return world
 
 
-def _open_door(places: list[str], open_at: Callable[[str], RendezvousServer]) -> RendezvousServer:
+def _open_server(places: list[str], open_at: Callable[[str], RendezvousServer]) -> RendezvousServer:
     """At the first of rank 0's addresses that is one of this node."""
     problems: list[BringUpError] = []
     for place in places:
@@ -97,19 +97,19 @@ def _open_door(places: list[str], open_at: Callable[[str], RendezvousServer]) ->
 
 
 def leave_rendezvous(error: str = "") -> None:
-    """End this process's part in the meeting, telling the others why if it is because of an error."""
+    """End this process's part in the rendezvous, telling the others why if it is because of an error."""
     if state.rendezvous is not None:
-        meeting, state.rendezvous = state.rendezvous, None
+        rendezvous, state.rendezvous = state.rendezvous, None
         if error:
-            meeting.fail(error)
-            meeting.tell_the_late()
-        meeting.close()
-        if isinstance(meeting, RendezvousServer):
+            rendezvous.fail(error)
+            rendezvous.linger_after_failure()
+        rendezvous.close()
+        if isinstance(rendezvous, RendezvousServer):
             nonce.remove()
 
 
 def barrier_and_close(world: World, timeout: timedelta) -> None:
-    """End this process's part once all ranks have come: who comes late must still find the door.
+    """End this process's part once all ranks have connected: a late rank must still find the server.
 
     For programs that do not call init: a command replaces this process, a short script ends before slower ranks
     have started. Raises BringUpError that names who did not come.
@@ -119,25 +119,25 @@ def barrier_and_close(world: World, timeout: timedelta) -> None:
     leave_rendezvous()
 
 
-def program_environment(world: World, meeting: Rendezvous | None) -> dict[str, str]:
+def program_environment(world: World, rendezvous: Rendezvous | None) -> dict[str, str]:
     """torch's `env://` variables, with a port that was free on rank 0's host a moment ago, and gloo's interface."""
     env = exports(world)
-    if meeting is None:
+    if rendezvous is None:
         return env
     if len(world.master_ports) > 1:  # one alone is the user's own
-        env["MASTER_PORT"] = str(meeting.program_port)
+        env["MASTER_PORT"] = str(rendezvous.program_port)
     if not world.master_known:
-        env["MASTER_ADDR"] = meeting.address  # where rank 0 was found
-    return env | _interface_for_gloo(world, meeting)
+        env["MASTER_ADDR"] = rendezvous.address  # where rank 0 was found
+    return env | _interface_for_gloo(world, rendezvous)
 
 
-def _interface_for_gloo(world: World, meeting: Rendezvous) -> dict[str, str]:
+def _interface_for_gloo(world: World, rendezvous: Rendezvous) -> dict[str, str]:
     """The interface that reaches rank 0, where gloo would take an address that other nodes cannot reach."""
     if world.nodes == 1 or ENV_GLOO in os.environ:
         return {}
     reason = network.blind_spot(socket.gethostname())
-    name = network.holding(meeting.own_address) if reason else ""
-    if not name or ipaddress.ip_address(meeting.own_address).is_loopback:
+    name = network.holding(rendezvous.own_address) if reason else ""
+    if not name or ipaddress.ip_address(rendezvous.own_address).is_loopback:
         return {}
     if world.local_rank == 0:
         say(f"{reason}, where no other node reaches it: {ENV_GLOO} is set to {name}, the interface that reaches rank 0")
@@ -206,7 +206,7 @@ def _publication(world: World) -> Path | None:
 def _publish(world: World) -> None:
     """Rank 0 writes where it is, for ranks that cannot compute it (--distribution=arbitrary without its file).
 
-    The file also shows a second process that claims rank 0 on another node, where it would open a door of its own.
+    The file also shows a second process that claims rank 0 on another node, where it would listen too.
     Raises BringUpError that names both.
     """
     path, me = _publication(world), fingerprint.identity()

@@ -1,7 +1,7 @@
 """What this process has done as a rank: one mutable object, `state`, in place of global variables of many modules.
 
 A process is one rank, with one start, one default process group and one training. The modules of `runtime` keep what
-follows from that here and nowhere else; the rendezvous' own counters (meeting/turns.py) are the exception.
+follows from that here and nowhere else; the counters of connections.quick_switching are the exception.
 """
 
 from __future__ import annotations

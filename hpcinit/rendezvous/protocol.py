@@ -1,7 +1,7 @@
 """What goes over a connection: JSON objects, one a line, and the proofs.
 
-A message is data of a stranger until its proof has been checked, and may be of another version of hpcinit after that:
-read its fields with text(), integer() and choice(), which raise NotOurs for a value that they cannot use.
+A message is data from an unknown process until its proof has been checked, and may be of another version of hpcinit
+after that: read its fields with text(), integer() and choice(), which raise NotOurs for a value that they cannot use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-PROTOCOL = "hpcinit-meeting-"
+PROTOCOL = "hpcinit-rendezvous-"
 GREETING = f"{PROTOCOL}2"
 LONGEST_TEXT = 5_000  # characters of a text field: JSON makes up to 12 bytes of each
 LONGEST_INTEGER = 20  # digits
@@ -32,7 +32,7 @@ class NotOurs(Exception):
 
 def proof(key: str, side: str, challenge: str, about: str) -> str:
     """That `side` holds the key, for one challenge; about: what else it vouches for (the rank)."""
-    said = f"{side}|{challenge}|{about}".encode("utf-8", "surrogatepass")  # a stranger's challenge may be any text
+    said = f"{side}|{challenge}|{about}".encode("utf-8", "surrogatepass")  # an unknown process may send any text
     return hmac.new(key.encode(), said, hashlib.sha256).hexdigest()
 
 
@@ -151,7 +151,7 @@ def family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-# How far rank 0's clock is ahead of this rank's, from the messages of the meeting that are sent in any case.
+# How far rank 0's clock is ahead of this rank's, from the messages of the rendezvous that are sent in any case.
 #
 # Rank 0 stamps its answers with [when it had read the peer's message, when it sent the answer]. Nothing arrives before
 # it is sent, so each message bounds the difference from one side: 'heard at D what was sent at G' says that rank 0 is
@@ -180,9 +180,9 @@ class ClockOffset:
         """
         if not (isinstance(stamp, list) and len(stamp) == 2 and all(map(_is_time, stamp))):
             return
-        heard, said = stamp
+        received_at, said = stamp
         if sent is not None:
-            self._most = min(self._most, heard - sent)
+            self._most = min(self._most, received_at - sent)
         self._least = max(self._least, said - read)
 
     @property
@@ -198,6 +198,6 @@ def _is_time(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < LATEST
 
 
-def stamp(heard: float) -> dict[str, Any]:
+def stamp(received_at: float) -> dict[str, Any]:
     """What rank 0 puts into an answer: `heard` is when the message that it answers was read."""
-    return {"clock": [heard, local_time()]}
+    return {"clock": [received_at, local_time()]}

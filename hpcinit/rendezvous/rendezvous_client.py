@@ -1,4 +1,4 @@
-"""Every other rank's side: knocks at the candidates until the door of its own job opens."""
+"""Every other rank's side: connects to the candidate ports until it finds the rank 0 of its own job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpcinit.rendezvous.roster import RendezvousEndpoint
 from hpcinit.rendezvous.start_failure import StartupFailure
 from hpcinit.world import World
 
-# A guest's half of the handshake: is this our door, and does it let us in?
+# A peer's half of the handshake: is this our rank 0, and does it accept us?
 
 ENV_NAT = "HPCINIT_NAT"  # environment variable: the nodes see each other at translated addresses
 SAME_VERSION = "do all nodes have the same hpcinit?"
@@ -31,11 +31,12 @@ CONNECT_S = 3.0  # a server that has not proved itself by then is somebody else'
 
 
 class Refused(BringUpError):
-    """The door is ours, and it does not let this process in."""
+    """This is our rank 0, and it does not accept this process."""
 
 
 class Silent(protocol.NotOurs):
-    """Somebody listens and has not said anything in time: another program, or our door behind a crowd."""
+    """Somebody listens and has not said anything in time: another program, or our rank 0 with many connections
+    waiting."""
 
 
 class NotRank0(protocol.NotOurs):
@@ -44,7 +45,7 @@ class NotRank0(protocol.NotOurs):
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """What a process shows at the door. key: the secret of this submission. job: names this start.
+    """What a process sends to rank 0. key: the secret of this submission. job: names this start.
 
     nat: addresses are translated between the nodes, so proofs contain the port alone.
     """
@@ -57,7 +58,7 @@ class JoinRequest:
 
 
 class JoinReply(NamedTuple):
-    """An open connection; the port for a program's own rendezvous; what the door has said since; how far ahead rank 0's
+    """An open connection; the port for a program's own rendezvous; what rank 0 has sent since; how far ahead rank 0's
     clock is."""
 
     socket: socket.socket
@@ -68,13 +69,12 @@ class JoinReply(NamedTuple):
 
 
 def connect(
-    address: str, port: int, claim: JoinRequest, patience_s: float = CONNECT_S, deadline: float = 0.0
+    address: str, port: int, request: JoinRequest, patience_s: float = CONNECT_S, deadline: float = 0.0
 ) -> JoinReply:
-    """Raises Refused, and NotOurs with what was seen where this is not our door.
+    """Raises Refused, and NotOurs with what was seen where this is not our rank 0.
 
-    patience_s: for the proof that it is ours. deadline: for its welcome then, on the monotonic clock; who hangs up
-    after the proof is taken for dead, and a door on a busy node may well be slow.
-    """
+    patience_s: for the proof that it is ours. deadline: for its reply then, on the monotonic clock: a peer that hangs
+    up after the proof counts as dead, and rank 0 on a busy node may be slow."""
     until = time.monotonic() + patience_s
     try:
         connection = socket.create_connection((address, port), patience_s)
@@ -82,7 +82,7 @@ def connect(
         raise protocol.NotOurs((error.strerror or str(error)).lower()) from None
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return _introduce(connection, claim, until, max(until, deadline))
+        return _introduce(connection, request, until, max(until, deadline))
     except TimeoutError:
         connection.close()
         raise Silent("somebody listens there who says nothing") from None
@@ -97,20 +97,20 @@ def connect(
         raise
 
 
-def _introduce(connection: socket.socket, claim: JoinRequest, until: float, deadline: float) -> JoinReply:
+def _introduce(connection: socket.socket, request: JoinRequest, until: float, deadline: float) -> JoinReply:
     """The key itself is never sent."""
     mine, lines, offset = protocol.challenge(), protocol.Lines(), protocol.ClockOffset()
-    at = protocol.endpoint(connection.getpeername(), claim.nat)
-    own_id = protocol.key_id(claim.key, claim.job)
+    at = protocol.endpoint(connection.getpeername(), request.nat)
+    own_id = protocol.key_id(request.key, request.job)
     sent = protocol.local_time()
-    hello = {"hello": protocol.GREETING, "job": claim.job, "challenge": mine, "key_id": own_id}
+    hello = {"hello": protocol.GREETING, "job": request.job, "challenge": mine, "key_id": own_id}
     connection.sendall(protocol.encode(hello))
     (answer,) = protocol.receive(connection, lines, until)[:1]
     read = protocol.local_time()
-    _check_proof(answer, claim, mine, at)  # before anything else in the answer is looked at
+    _check_proof(answer, request, mine, at)  # before anything else in the answer is looked at
     offset.learn(sent, answer.get("clock"), read)
-    vouched = protocol.proof(claim.key, "guest", protocol.text(answer, "challenge"), f"{at}|{claim.rank}")
-    hand = {"rank": claim.rank, "proof": vouched, "made_of": dict(claim.made_of), **fingerprint.identity()}
+    vouched = protocol.proof(request.key, "peer", protocol.text(answer, "challenge"), f"{at}|{request.rank}")
+    hand = {"rank": request.rank, "proof": vouched, "made_of": dict(request.made_of), **fingerprint.identity()}
     sent = protocol.local_time()
     connection.sendall(protocol.encode(hand))
     first, *rest = protocol.receive(connection, lines, deadline)
@@ -118,16 +118,18 @@ def _introduce(connection: socket.socket, claim: JoinRequest, until: float, dead
     if "refused" in first:
         raise Refused(protocol.text(first, "refused"))
     try:
-        return JoinReply(connection, lines, protocol.port(first, "welcome"), rest, offset)
+        return JoinReply(connection, lines, protocol.port(first, "reply"), rest, offset)
     except protocol.NotOurs as error:
         raise Refused(f"rank 0 at {at} answers in a way that is not understood ({error}): {SAME_VERSION}") from None
 
 
-def _check_proof(answer: dict[str, Any], claim: JoinRequest, challenge: str, at: str) -> None:
+def _check_proof(answer: dict[str, Any], request: JoinRequest, challenge: str, at: str) -> None:
     """Raise NotRank0 unless the peer holds our key and is itself the listener at `at`."""
 
     def proves(where: str) -> bool:
-        return protocol.same(answer.get("proof"), protocol.proof(claim.key, "door", challenge, f"{where}|{claim.job}"))
+        return protocol.same(
+            answer.get("proof"), protocol.proof(request.key, "server", challenge, f"{where}|{request.job}")
+        )
 
     if proves(at):
         return
@@ -139,15 +141,15 @@ def _check_proof(answer: dict[str, Any], claim: JoinRequest, challenge: str, at:
         )
     if isinstance(hello, str) and hello.startswith(protocol.PROTOCOL) and "proof" not in answer:
         raise NotRank0("hpcinit of another job, start or version")
-    if isinstance(key_id, str) and key_id != protocol.key_id(claim.key, claim.job):
+    if isinstance(key_id, str) and key_id != protocol.key_id(request.key, request.job):
         raise NotRank0(f"a process of this job that holds another secret: {SAME_SECRET}")
     raise NotRank0("somebody else's server")
 
 
-# Between two rounds of knocking, growing: ranks that start at the same time must not wait long for rank 0 to be
-# the slower one, and thousands of ranks must not knock for minutes at that rate.
+# Between two rounds of attempts to connect, growing: ranks that start at the same time must not wait long for rank 0 to
+# be the slower one, and thousands of ranks must not connect for minutes at that rate.
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.005, 1.0
-CONNECTING_RANKS = 4096  # with more, each pauses for longer: rank 0's node gets no more knocks than from so many
+CONNECTING_RANKS = 4096  # with more, each pauses for longer: rank 0's node gets no more attempts than from so many
 # Of connections that wait to be accepted Linux keeps this many (net.core.somaxconn), drops the rest, and those come
 # again after 1, 3, 7, 15 s. More ranks than that spread themselves over about the time that rank 0 needs for them
 # anyway (docs/performance.md).
@@ -161,11 +163,11 @@ def spread_s(world_size: int) -> float:
 
 
 class RendezvousClient(RendezvousEndpoint):
-    """A connection to rank 0's door, from the first knock until everybody is up.
+    """A connection to rank 0, from the first attempt until all ranks are up.
 
     resolve: gives the addresses to try, anew each time (a name may resolve a moment later), or raises WorldError with
     the reason why there is none. deadline: on the monotonic clock. nat: rank 0 is at a translated address. Raises
-    BringUpError, with what was seen at each port, if the door does not open by then.
+    BringUpError, with what was seen at each port, if rank 0 is not found by then.
     """
 
     def __init__(
@@ -180,7 +182,7 @@ class RendezvousClient(RendezvousEndpoint):
     ) -> None:
         super().__init__()
         self._world = world
-        self._claim = JoinRequest(world.rank, key, job, made_of, nat)
+        self._request = JoinRequest(world.rank, key, job, made_of, nat)
         self._closed = self._reported = False
         self._missing: StartupFailure | None = None
         self._socket, self._lines, self.program_port, said, offset = self._find(resolve, deadline)
@@ -191,7 +193,7 @@ class RendezvousClient(RendezvousEndpoint):
         for message in said:
             self._take(message)
         self._socket.settimeout(None)
-        self._thread = threading.Thread(target=self._listen, name="hpcinit-visit", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="hpcinit-rendezvous", daemon=True)
         self._thread.start()
 
     def _find(self, resolve: Callable[[], list[str]], deadline: float) -> JoinReply:
@@ -207,25 +209,25 @@ class RendezvousClient(RendezvousEndpoint):
                         silence_s = listen_s.get(where, CONNECT_S)
                         patience = max(0.1, min(silence_s, deadline - time.monotonic()))
                         try:
-                            return connect(address, port, self._claim, patience, deadline)
+                            return connect(address, port, self._request, patience, deadline)
                         except protocol.NotOurs as error:
                             seen[where] = str(error)
-                            # It may be our door behind a crowd: who gives up goes to the end of the queue.
+                            # It may be our rank 0 with a long queue: who gives up goes to the end of the queue.
                             if isinstance(error, Silent):
                                 listen_s[where] = min(LONGEST_SILENCE_S, 2 * silence_s)
             except WorldError as error:
                 seen[self._world.master_addr] = str(error)
             if time.monotonic() > deadline:
-                raise BringUpError(self._no_door(seen), rank_at_fault=0, host_at_fault=self._world.master_addr)
-            time.sleep(pause * random.uniform(0.5, 1.5))  # thousands of ranks must not knock in step
+                raise BringUpError(self._no_server(seen), rank_at_fault=0, host_at_fault=self._world.master_addr)
+            time.sleep(pause * random.uniform(0.5, 1.5))  # thousands of ranks must not connect at the same moment
             pause = min(longest_pause, pause * 1.5)
 
-    def tell(self, phase: str) -> None:
+    def report_phase(self, phase: str) -> None:
         self._send({"phase": phase})
 
     def wait_for_store(self, deadline: float, every_s: float) -> int:
-        self._wait(lambda: self._store_is_told() or self._closed, "imported", deadline, every_s)
-        if not self._store_is_told():
+        self._wait(lambda: self._is_store_announced() or self._closed, "imported", deadline, every_s)
+        if not self._is_store_announced():
             raise BringUpError(
                 f"rank 0 on {self._world.master_addr} has ended its part in the start-up, and rank {self._world.rank} "
                 "is in init: does every rank of the program call hpcinit.init()?"
@@ -262,7 +264,7 @@ class RendezvousClient(RendezvousEndpoint):
     def fail(self, error: str) -> None:
         self._send({"error": error[: protocol.LONGEST_ERROR]})
 
-    def tell_the_late(self) -> None:
+    def linger_after_failure(self) -> None:
         """They come to rank 0."""
 
     def close(self) -> None:
@@ -325,7 +327,7 @@ class RendezvousClient(RendezvousEndpoint):
         if act:
             act(reason.message)
 
-    def _no_door(self, seen: Mapping[str, str]) -> str:
+    def _no_server(self, seen: Mapping[str, str]) -> str:
         me = f"rank {self._world.rank} on {fingerprint.identity()['host']}"
         what = "; ".join(f"{where}: {outcome}" for where, outcome in seen.items())
         return (

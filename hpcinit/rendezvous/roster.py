@@ -12,14 +12,14 @@ from hpcinit.base.text import ranges
 from hpcinit.rendezvous.start_failure import StartupFailure
 from hpcinit.slurm import nodelist
 
-# In this order a rank tells them. 'started': hpcinit.run or init has found the door. 'imported': it is in
+# In this order a rank tells them. 'started': hpcinit.run or init has found rank 0. 'imported': it is in
 # init. 'joined': torch's store has answered. 'up': the process group works.
 PHASES = ("started", "imported", "joined", "up")
 LONGEST_LIST = 2_000  # characters, of ranks or of nodes
 
 
 @dataclass(slots=True)
-class Guest:
+class Peer:
     """One rank that came in."""
 
     rank: int
@@ -43,21 +43,21 @@ class Roster:
     def __init__(self, world_size: int, hosts: Sequence[str]) -> None:
         self.world_size = world_size
         self.hosts = hosts
-        self.guests: dict[int, Guest] = {}
+        self.peers: dict[int, Peer] = {}
         self._reached = dict.fromkeys(PHASES, 0)
 
-    def enter(self, guest: Guest) -> None:
-        """In the place of the guest of this rank that was there before, if there was one."""
-        if before := self.guests.get(guest.rank):
+    def enter(self, peer: Peer) -> None:
+        """Instead of the peer of this rank that was there before, if there was one."""
+        if before := self.peers.get(peer.rank):
             self._count(before.phase, -1)
-        self.guests[guest.rank] = guest
-        self._count(guest.phase, 1)
+        self.peers[peer.rank] = peer
+        self._count(peer.phase, 1)
 
-    def move(self, guest: Guest, phase: str) -> None:
+    def move(self, peer: Peer, phase: str) -> None:
         """Raises ValueError for what is no phase."""
         PHASES.index(phase)
-        self._count(guest.phase, -1)
-        guest.phase, guest.since = phase, time.monotonic()
+        self._count(peer.phase, -1)
+        peer.phase, peer.since = phase, time.monotonic()
         self._count(phase, 1)
 
     def _count(self, phase: str, change: int) -> None:
@@ -67,27 +67,27 @@ class Roster:
     def all_reached(self, phase: str) -> bool:
         return self._reached[phase] == self.world_size
 
-    def dead(self) -> list[Guest]:
+    def dead(self) -> list[Peer]:
         """Those who left before they were up, the first to leave first."""
-        lost = (g for g in self.guests.values() if g.gone and not g.reached("up"))
-        return sorted(lost, key=lambda guest: guest.since)
+        lost = (g for g in self.peers.values() if g.gone and not g.reached("up"))
+        return sorted(lost, key=lambda peer: peer.since)
 
     def missing(self, phase: str) -> str:
         """'4 of 8 ranks are missing: ranks 4-5 never arrived (nobody came from n3), rank 6 on n4 ...' or ''."""
-        absent = [rank for rank in range(self.world_size) if rank not in self.guests]
-        late = [g for g in self.guests.values() if not g.reached(phase)]
+        absent = [rank for rank in range(self.world_size) if rank not in self.peers]
+        late = [g for g in self.peers.values() if not g.reached(phase)]
         if not absent and not late:
             return ""
         parts = []
         if absent:
-            seen = {guest.host for guest in self.guests.values()}
+            seen = {peer.host for peer in self.peers.values()}
             empty = [host for host in dict.fromkeys(self.hosts) if host not in seen]
             where = f" (nobody came from {_cut(nodelist.compress(empty))})" if empty else ""
             parts.append(f"{_cut(ranks(absent))} never arrived{where}")
-        for guest in sorted(late, key=lambda guest: guest.rank)[:16]:
-            waited = time.monotonic() - guest.since
+        for peer in sorted(late, key=lambda peer: peer.rank)[:16]:
+            waited = time.monotonic() - peer.since
             parts.append(
-                f"rank {guest.rank} on {guest.host} (pid {guest.pid}) {guest.phase} {waited:.0f} s ago and no further"
+                f"rank {peer.rank} on {peer.host} (pid {peer.pid}) {peer.phase} {waited:.0f} s ago and no further"
             )
         if len(late) > 16:
             parts.append(f"and {len(late) - 16} more")
@@ -96,13 +96,13 @@ class Roster:
     def first_missing(self, phase: str) -> tuple[int | None, str]:
         """Return the rank and the host that missing() names first. Either is None or '' where it is not certain that
         they belong together: which node an absent rank would be on is not known here."""
-        absent = [rank for rank in range(self.world_size) if rank not in self.guests]
+        absent = [rank for rank in range(self.world_size) if rank not in self.peers]
         if absent:
-            seen = {guest.host for guest in self.guests.values()}
+            seen = {peer.host for peer in self.peers.values()}
             empty = [host for host in dict.fromkeys(self.hosts) if host not in seen]
             return (absent[0] if len(absent) == 1 or not empty else None), (empty[0] if empty else "")
-        late = [guest for guest in self.guests.values() if not guest.reached(phase)]
-        first = min(late, key=lambda guest: guest.rank, default=None)
+        late = [peer for peer in self.peers.values() if not peer.reached(phase)]
+        first = min(late, key=lambda peer: peer.rank, default=None)
         return (first.rank, first.host) if first else (None, "")
 
     def lost(self) -> str:
@@ -126,11 +126,11 @@ def _cut(text: str) -> str:
     return text if len(text) <= LONGEST_LIST else f"{text[:LONGEST_LIST].rpartition(',')[0]},..."
 
 
-# What both sides of a meeting do: wait for what the others do, and hear of what goes wrong.
+# What both sides of a rendezvous do: wait for what the others do, and hear of what goes wrong.
 
 
 class RendezvousEndpoint(ABC):
-    """One process's part in the meeting.
+    """One process's part in the rendezvous.
 
     address: where rank 0 was met. own_address: of this node, as seen from there. program_port: for a program's own
     rendezvous. failure: why the start-up has failed, '' while it has not. clock_offset_s: to be added to a time of this
@@ -155,8 +155,8 @@ class RendezvousEndpoint(ABC):
         return self._failure.message if self._failure else ""
 
     @abstractmethod
-    def tell(self, phase: str) -> None:
-        """How far this rank has got: one of roll.PHASES."""
+    def report_phase(self, phase: str) -> None:
+        """How far this rank has got: one of PHASES."""
 
     @abstractmethod
     def missing(self, phase: str) -> str:
@@ -167,7 +167,7 @@ class RendezvousEndpoint(ABC):
         """This rank raised: tell all others why. This rank knows."""
 
     @abstractmethod
-    def tell_the_late(self) -> None:
+    def linger_after_failure(self) -> None:
         """After fail(): give those who have not come yet a moment to hear of it. Rank 0 alone has something to do."""
 
     @abstractmethod
@@ -187,7 +187,7 @@ class RendezvousEndpoint(ABC):
 
     def wait_for_store(self, deadline: float, every_s: float) -> int:
         """Until all ranks are in init; the port of torch's store. Raises BringUpError that names who is not."""
-        self._wait(self._store_is_told, "imported", deadline, every_s)
+        self._wait(self._is_store_announced, "imported", deadline, every_s)
         assert self._store_port is not None
         return self._store_port
 
@@ -199,7 +199,7 @@ class RendezvousEndpoint(ABC):
         if act and failure:
             act(failure.message)
 
-    def _store_is_told(self) -> bool:
+    def _is_store_announced(self) -> bool:
         return self._store_port is not None
 
     def _wait(self, done: Callable[[], bool], phase: str, deadline: float, every_s: float) -> None:

@@ -1,4 +1,4 @@
-"""torch's store for a meeting: on a socket that was bound before anybody was told its port."""
+"""torch's store for a rendezvous: on a socket that was bound before anybody was told its port."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from hpcinit.rendezvous.server import RendezvousServer
 from hpcinit.world import World, exports
 
 
-def open_store(world: World, meeting: Rendezvous | None, deadline: float) -> Store:
+def open_store(world: World, rendezvous: Rendezvous | None, deadline: float) -> Store:
     """A store that all ranks of this start share and no other process can take for its own.
 
     deadline: on the monotonic clock. Raises BringUpError that names the ranks that are missing.
     """
     if world.world_size == 1:
         return HashStore()
-    if meeting is None:
+    if rendezvous is None:
         return _torchruns(world, _left(deadline))
     every_s = said_every_s(world)
-    if isinstance(meeting, RendezvousServer):
-        server = socket.create_server((meeting.address, 0), family=protocol.family(meeting.address), backlog=4096)
-        meeting.offer_store(server.getsockname()[1])
-        port = meeting.wait_for_store(deadline, every_s)
-        store = serve(meeting.address, server, world.world_size, _left(deadline))
+    if isinstance(rendezvous, RendezvousServer):
+        server = socket.create_server((rendezvous.address, 0), family=protocol.family(rendezvous.address), backlog=4096)
+        rendezvous.offer_store(server.getsockname()[1])
+        port = rendezvous.wait_for_store(deadline, every_s)
+        store = serve(rendezvous.address, server, world.world_size, _left(deadline))
     else:
-        port = meeting.wait_for_store(deadline, every_s)
+        port = rendezvous.wait_for_store(deadline, every_s)
         time.sleep(spread_s(world.world_size))
-        store = TCPStore(meeting.address, port, world.world_size, False, _left(deadline), wait_for_workers=False)
+        store = TCPStore(rendezvous.address, port, world.world_size, False, _left(deadline), wait_for_workers=False)
     return PrefixStore(f"hpcinit/{world.job}", store)
 
 

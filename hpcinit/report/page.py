@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from hpcinit.base.console import plain
 from hpcinit.records import run_folder, timeline
-from hpcinit.records.timeline import MOMENTS
+from hpcinit.records.timeline import EVENTS
 from hpcinit.report import startup_phases
 from hpcinit.report.startup_phases import NAMES, Phase, Report, seconds
 
@@ -173,7 +173,7 @@ def render_html(run: Path, reports: Sequence[Report], file: Path) -> str:
     there = {path.name for path in (run / run_folder.LOGS).glob("rank-*.log")}
     data = {
         "phases": [{"ends": ends, "name": name, "waits": waits} for ends, (name, waits) in NAMES.items()],
-        "moments": list(MOMENTS),
+        "moments": list(EVENTS),
         "logs": logs,
         "attempts": [_data(report, there) for report in reports],
     }
@@ -233,7 +233,7 @@ def _data(report: Report, logs: set[str]) -> dict[str, Any]:
     zero = min(begins, default=0.0)
     ranks = []
     for rank in attempt.ranks:
-        at = [round(1000 * (rank.moments[name] - zero)) if name in rank.moments else -1 for name in MOMENTS]
+        at = [round(1000 * (rank.moments[name] - zero)) if name in rank.moments else -1 for name in EVENTS]
         at[0] = -1  # the queue, which may be days, is in the table
         ranks.append([rank.rank, index[rank.host], *at])
     without = sorted({rank.rank for rank in attempt.ranks if f"rank-{rank.rank}.log" not in logs})

@@ -43,7 +43,7 @@ def gather_reports(run: Path) -> list[Report]:
         key = key if key in handed else f"{TASK}.{attempt.restart}"
         submitted = None if key in seen else handed.get(key)  # ranks that begin again in the same job wait for nothing
         seen.add(key)
-        found.append(startup_phases.startup_phases(_with_law(_with_submission(attempt, submitted), run)))
+        found.append(startup_phases.startup_phases(_with_timeout(_with_submission(attempt, submitted), run)))
     return found
 
 
@@ -66,7 +66,7 @@ def _with_submission(attempt: Attempt, submitted: float | None) -> Attempt:
     return replace(attempt, ranks=tuple(ranks))
 
 
-def _with_law(attempt: Attempt, run: Path) -> Attempt:
+def _with_timeout(attempt: Attempt, run: Path) -> Attempt:
     """Where rank 0 did not come to say it: the submission's, without what was left of the job."""
     if attempt.law:
         return attempt

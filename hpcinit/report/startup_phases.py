@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hpcinit.base.text import ranges
-from hpcinit.records.timeline import MOMENTS, Attempt
+from hpcinit.records.timeline import EVENTS, Attempt
 
 # How far the nodes' clocks differ, from what the ranks wrote of their start; and the moments by one clock.
 #
-# Nothing is measured that was not there anyway. The meeting bounds a difference (hpcinit.rendezvous.protocol), and so
-# does the barrier that ends a start: no rank leaves it before all have entered. The tightest bounds count. A
-# clock that may be right within them is left alone. When a file was written, by its server's clock, says less: lines
-# stay in a node's memory for up to half a minute.
+# Nothing is measured that was not there anyway. The rendezvous bounds a difference (hpcinit.rendezvous.protocol), and
+# so does the barrier that ends a start: no rank leaves it before all have entered. The tightest bounds count. A clock
+# that may be right within them is left alone. When a file was written, by its server's clock, says less: lines stay in
+# a node's memory for up to half a minute.
 
 NOT_OF_A_NODE = ("submitted", "allocated")  # by the clock of the login node, of Slurm's controller
 
@@ -56,13 +56,13 @@ def corrected(attempt: Attempt, clocks: Mapping[str, Clock]) -> Attempt:
 def _bounds(attempt: Attempt, home: str) -> dict[str, tuple[float, float]]:
     """(least, most) that is to be added to a host's time for that of `home`."""
     found: dict[str, tuple[float, float]] = {}
-    for host, least, most in (*_of_meeting(attempt), *_of_barrier(attempt, home)):
+    for host, least, most in (*_of_rendezvous(attempt), *_of_barrier(attempt, home)):
         before = found.get(host, (-math.inf, math.inf))
         found[host] = max(before[0], least), min(before[1], most)
     return {**found, home: (0.0, 0.0)} if home else found
 
 
-def _of_meeting(attempt: Attempt) -> Iterator[tuple[str, float, float]]:
+def _of_rendezvous(attempt: Attempt) -> Iterator[tuple[str, float, float]]:
     for rank in attempt.ranks:
         if rank.clock is not None:
             offset, within = rank.clock
@@ -171,13 +171,13 @@ class Report:
 def startup_phases(attempt: Attempt) -> Report:
     clocks = clock_offsets(attempt)
     same = corrected(attempt, clocks)
-    took: dict[str, dict[int, float]] = {name: {} for name in MOMENTS}
-    begun: dict[str, dict[int, float]] = {name: {} for name in MOMENTS}
+    took: dict[str, dict[int, float]] = {name: {} for name in EVENTS}
+    begun: dict[str, dict[int, float]] = {name: {} for name in EVENTS}
     for rank in same.ranks:
         at = list(rank.moments.items())
         for (_, first), (name, second) in pairwise(at):
             took[name][rank.rank], begun[name][rank.rank] = second - first, first
-    phases = (Phase(name, took[name], begun[name]) for name in MOMENTS if took[name])
+    phases = (Phase(name, took[name], begun[name]) for name in EVENTS if took[name])
     return Report(same, clocks, tuple(phases))
 
 
@@ -222,15 +222,15 @@ def missing_ranks(report: Report) -> list[str]:
     if attempt.absent:
         empty = f"; nobody came from {_listed(report.silent_hosts)}" if report.silent_hosts else ""
         lines.append(f"{_ranks(attempt.absent)} never came: no line of theirs{empty}")
-    by_moment: dict[str, list[int]] = {}
+    by_event: dict[str, list[int]] = {}
     for rank in attempt.ranks:
-        by_moment.setdefault(rank.furthest, []).append(rank.rank)
-    names = list(MOMENTS)
-    for moment in sorted(by_moment, key=lambda name: names.index(name) if name else -1):
-        ranks = by_moment[moment]
+        by_event.setdefault(rank.furthest, []).append(rank.rank)
+    names = list(EVENTS)
+    for moment in sorted(by_event, key=lambda name: names.index(name) if name else -1):
+        ranks = by_event[moment]
         if moment != names[-1]:
             where = _listed(sorted({report.hosts[rank] for rank in ranks}))
-            after = f"'{moment}' ({MOMENTS[moment]})" if moment else "their beginning"
+            after = f"'{moment}' ({EVENTS[moment]})" if moment else "their beginning"
             lines.append(f"{_ranks(ranks)} on {where} came as far as {after}, and no further")
     if before_init(report):
         lines.append(

@@ -144,7 +144,9 @@ def _first_init(request: Request) -> Runtime:
         runtime = state.runtime = _bring_up(request, world, spec, folder)
     except BaseException:
         if not theirs:  # half a runtime would be in the way of a second try
-            if dist.is_initialized():  # else the meeting is still to come, and a rank that is late must find this one
+            if (
+                dist.is_initialized()
+            ):  # else the rendezvous is still to come, and a rank that is late must find this one
                 join.leave_rendezvous()
             _destroy(None, deepspeed_started=True, timeout=SHUTDOWN)
         raise

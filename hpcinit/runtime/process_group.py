@@ -40,34 +40,34 @@ def make(
     device: this rank's. device_id: what the group is bound to, None for nothing.
     """
     deadline = time.monotonic() + timeout.total_seconds()
-    meeting: join.Rendezvous | None = None
+    rendezvous: join.Rendezvous | None = None
 
     def about() -> str:
-        missing = (meeting.missing("up") if meeting else "") or "Rank 0 does not answer."
+        missing = (rendezvous.missing("up") if rendezvous else "") or "Rank 0 does not answer."
         return f"rank {world.rank} is not up after {timeout.total_seconds() + LATE_S:g} s. {missing}"
 
     with Watchdog(timeout.total_seconds() + LATE_S, about):
         try:
-            meeting = join.join_rendezvous(world, spec, timeout)
-            os.environ.update(join.program_environment(world, meeting))
+            rendezvous = join.join_rendezvous(world, spec, timeout)
+            os.environ.update(join.program_environment(world, rendezvous))
             refuse_interfaces(os.environ, backend)  # once all can hear of it
-            if meeting:
-                meeting.tell("imported")
-            store = open_store(world, meeting, deadline)
+            if rendezvous:
+                rendezvous.report_phase("imported")
+            store = open_store(world, rendezvous, deadline)
             startup_events.record_event("store")
-            if meeting:
+            if rendezvous:
                 # From here on this thread is inside torch and cannot look up: if a rank dies, end at once.
-                meeting.on_failure(end_hard)
-                meeting.tell("joined")
+                rendezvous.on_failure(end_hard)
+                rendezvous.report_phase("joined")
             _in_torch(world, store, backend, timeout, device, device_id)
-            if meeting:
-                meeting.on_failure(None)
-                meeting.tell("up")
+            if rendezvous:
+                rendezvous.on_failure(None)
+                rendezvous.report_phase("up")
         except BaseException as error:
             join.leave_rendezvous(str(error) or type(error).__name__)
             raise
     return hosts.in_url(
-        world.master_addr, meeting.port if isinstance(meeting, RendezvousServer) else world.master_ports[0]
+        world.master_addr, rendezvous.port if isinstance(rendezvous, RendezvousServer) else world.master_ports[0]
     )
 
 

@@ -22,7 +22,7 @@ from hpcinit.base.errors import BringUpError, HpcinitError, RequestError, Traini
 from hpcinit.records import error_records, run_folder
 from hpcinit.records.error_records import ErrorRecord
 from hpcinit.records.spec import Program, Spec
-from hpcinit.records.startup_timeout import TimeoutLaw, left_of_job
+from hpcinit.records.startup_timeout import StartupTimeout, left_of_job
 from hpcinit.rendezvous import join
 from hpcinit.rendezvous.process_state import state
 from hpcinit.runtime.lifecycle import phase, signal_watch
@@ -35,10 +35,10 @@ def run(program: Program, world: World, spec: Spec | None = None) -> int:
     An exception of the program is printed with its own traceback, recorded, and becomes exit status 1. The other
     ranks are met first, so that a program's own rendezvous has a port that is free on rank 0's host.
     """
-    law = spec.comm.timeout if spec else TimeoutLaw()
+    law = spec.comm.timeout if spec else StartupTimeout()
     timeout = law.start_up(world.nodes, left_of_job(os.environ, time.time()))
-    meeting = join.join_rendezvous(world, spec, timeout)
-    os.environ.update(join.program_environment(world, meeting))
+    rendezvous = join.join_rendezvous(world, spec, timeout)
+    os.environ.update(join.program_environment(world, rendezvous))
     if program.kind == "command":
         join.barrier_and_close(world, timeout)
         return _command(program)

@@ -22,7 +22,7 @@ COUNTS = {
 }
 # Parts of sbatch's messages, and the options that each can mean, the likeliest first. The first part that matches
 # decides: 'Memory specification can not be satisfied' is followed by 'Requested node configuration is not available'.
-# Texts of Slurm 22.05 to 24.11 (slurm_errno.c, opt.c), provoked on 22.05.8: tests/submit/test_refusal.py.
+# Texts of Slurm 22.05 to 24.11 (slurm_errno.c, opt.c), provoked on 22.05.8: tests/submit/test_sbatch_errors.py.
 SIZE = ("nodes", "ntasks-per-node", "cpus-per-task")
 GPUS = ("gpus-per-node", "gres", "gpus", "gpus-per-task")
 MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")

@@ -17,12 +17,12 @@ from hpcinit.config import partition
 from hpcinit.config.compose import Request
 from hpcinit.config.schema import Config
 from hpcinit.records import node_records
-from hpcinit.records.node_records import Standing
+from hpcinit.records.node_records import NodeHistory
 from hpcinit.why.node_exclusion import look
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class Exclusion:
     """hosts: for --exclude, the user's own too; None: as the user has it. said: a line for each node, or why not."""
 
     hosts: str | None
@@ -31,7 +31,7 @@ class LeftOut:
 
 def excluded(requests: Sequence[Request]) -> tuple[Sequence[Request], list[str]]:
     """The requests, each without the nodes that are bad for it; and what the user is told, each line once."""
-    changed, said, tables = [], [], dict[tuple[str, ...], list[Standing]]()
+    changed, said, tables = [], [], dict[tuple[str, ...], list[NodeHistory]]()
     for request in requests:
         config = request.config
         if config.cluster.engine != "slurm" or not config.bad_nodes.exclude:
@@ -52,7 +52,7 @@ def _with(config: Config, hosts: str) -> Config:
     return replace(config, cluster=replace(config.cluster, sbatch=sbatch))
 
 
-def _table(config: Config) -> tuple[list[Standing], list[str]]:
+def _table(config: Config) -> tuple[list[NodeHistory], list[str]]:
     """Of the cluster, with what the runs since have left; a dry run writes nothing. Never fails a submission."""
     path, now, expiry_h = node_records.file(os.environ, config.cluster.name), time.time(), config.bad_nodes.expiry_h
     known, troubles = node_records.read(path), []
@@ -87,18 +87,18 @@ def _strange(hosts: Sequence[str]) -> set[str]:
     return set(hosts) & set(re.findall(r"Node (\S+) not found", done.stdout + done.stderr))
 
 
-def decide(config: Config, table: Sequence[Standing]) -> LeftOut:
+def decide(config: Config, table: Sequence[NodeHistory]) -> Exclusion:
     """table: the worst first. As many of the bad as the partition, where its size is known, can do without."""
     bad = [one for one in table if one.is_bad(config.bad_nodes.limit)]
     if not bad:
-        return LeftOut(None)
+        return Exclusion(None)
     expiry_h, sbatch = config.bad_nodes.expiry_h, config.cluster.sbatch
     own, asked = str(sbatch.get("exclude") or ""), _hosts(str(sbatch.get("nodelist") or ""))
     mine, said = _hosts(own), list[str]()
     out: list[str] = []
     if "/" in own:  # a file's name, to sbatch
         names = ",".join(one.host for one in bad)
-        return LeftOut(None, [f"hpcinit: warning: {names} failed, and only what {own} has is excluded"])
+        return Exclusion(None, [f"hpcinit: warning: {names} failed, and only what {own} has is excluded"])
     most = partition.known(config).nodes
     room = len(bad) if most is None else most - config.nodes - config.spares - len(mine)
     for one in (one for one in bad if one.host not in mine):
@@ -114,10 +114,10 @@ def decide(config: Config, table: Sequence[Standing]) -> LeftOut:
             out.append(one.host)
             said.append(f"excluded: {about}; hpcinit nodes --forget {one.host} takes it back")
     if not out:
-        return LeftOut(None, said)
+        return Exclusion(None, said)
     from hpcinit.slurm import nodelist  # noqa: PLC0415 - where there are such nodes
 
-    return LeftOut(",".join([*([own] if own else []), nodelist.compress(sorted(out))]), said)
+    return Exclusion(",".join([*([own] if own else []), nodelist.compress(sorted(out))]), said)
 
 
 def _hosts(text: str) -> list[str]:

@@ -23,7 +23,7 @@ from hpcinit.config import folders
 from hpcinit.discover import cluster_file
 from hpcinit.observe import find_runs
 from hpcinit.records import run_folder, spec, timeline
-from hpcinit.records.startup_timeout import TimeoutLaw
+from hpcinit.records.startup_timeout import StartupTimeout
 
 FACTOR = 2.0  # a timeout that is too short costs more than one that is too long
 LEAST_BASE_S = 60.0  # one node's kernels alone took 55 s to load (docs/timeouts.md)
@@ -102,7 +102,7 @@ def read(runs: Iterable[Path]) -> History:
     return History(dict(sorted(starts.items())), unfinished, tuple(without), next(iter(clusters), ""), longest_s)
 
 
-def fit(seen: History, factor: float) -> TimeoutLaw:
+def fit(seen: History, factor: float) -> StartupTimeout:
     """Apply the rule. Raises RequestError for a factor below 1 and for a history without a complete start."""
     if factor < 1:
         raise RequestError(f"--factor is {factor:g}, expected 1 or more: it multiplies the longest start seen")
@@ -115,11 +115,11 @@ def fit(seen: History, factor: float) -> TimeoutLaw:
     (_, first), *others = ((nodes, factor * max(waited)) for nodes, waited in seen.starts.items())
     base = max(LEAST_BASE_S, float(math.ceil(first)))
     slopes = [max(0.0, seconds - base) / nodes for nodes, seconds in others]
-    slope = math.ceil(max(slopes) * 100) / 100 if slopes else TimeoutLaw.per_node_s
-    return TimeoutLaw(base_s=base, per_node_s=slope, max_s=seen.max_s)
+    slope = math.ceil(max(slopes) * 100) / 100 if slopes else StartupTimeout.per_node_s
+    return StartupTimeout(base_s=base, per_node_s=slope, max_s=seen.max_s)
 
 
-def _comments(seen: History, law: TimeoutLaw, factor: float) -> list[str]:
+def _comments(seen: History, law: StartupTimeout, factor: float) -> list[str]:
     lines = [f"{'nodes':>7} {'starts':>7} {'median s':>9} {'longest s':>10} {'timeout s':>10}"]
     for nodes, waited in seen.starts.items():
         timeout = law.start_up(nodes).total_seconds()
@@ -134,15 +134,15 @@ def _comments(seen: History, law: TimeoutLaw, factor: float) -> list[str]:
     return [f"# {line}" for line in lines]
 
 
-def _values(law: TimeoutLaw) -> dict[str, float]:
+def _values(law: StartupTimeout) -> dict[str, float]:
     return {"timeout_base_s": law.base_s, "timeout_per_node_s": law.per_node_s}
 
 
-def _yaml(law: TimeoutLaw) -> list[str]:
+def _yaml(law: StartupTimeout) -> list[str]:
     return [f"{key}: {value:g}" for key, value in _values(law).items()]
 
 
-def _document(seen: History, law: TimeoutLaw, factor: float) -> dict[str, object]:
+def _document(seen: History, law: StartupTimeout, factor: float) -> dict[str, object]:
     return {
         "cluster": seen.cluster,
         "starts": [{"nodes": nodes, "waited_s": each} for nodes, waited in seen.starts.items() for each in waited],
@@ -153,7 +153,7 @@ def _document(seen: History, law: TimeoutLaw, factor: float) -> dict[str, object
     }
 
 
-def _write(seen: History, law: TimeoutLaw, factor: float) -> str:
+def _write(seen: History, law: StartupTimeout, factor: float) -> str:
     """Write it into its own part of the user's file; the rest stays, byte for byte. Return a line about it."""
     path = Path(folders.find(f"cluster/{seen.cluster}"))
     if path.absolute().is_relative_to(folders.folder().absolute()):

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     if wrong := overrides.not_overrides(options.overrides):
         raise RequestError(f"{wrong[0]!r} is no override, expected words like cluster=x, or: hpcinit timeouts fit RUN")
     config = compose.compose(options.overrides)
-    law, told = job_spec.timeout_law(config), job_spec.timeout_sources(config)
+    law, told = job_spec.startup_timeout(config), job_spec.timeout_sources(config)
     seconds = {nodes: law.start_up(nodes).total_seconds() for nodes in NODES}
     if options.json:
         values = {name: {"value": value, "from": source} for name, (value, source) in told.items()}

@@ -146,7 +146,7 @@ def diagnose(evidence: Evidence) -> Verdict:
         verdict = _of_record(first, ordered, evidence)
     else:
         verdict = diagnose_slurm_state(evidence) or diagnose_without_record(evidence)
-    return replace(_with_echoes(verdict, ordered, evidence), flight=evidence.flight)
+    return replace(_with_secondary(verdict, ordered, evidence), flight=evidence.flight)
 
 
 def has_only_secondary_errors(evidence: Evidence) -> bool:
@@ -255,7 +255,7 @@ def _source(traceback: str) -> list[str]:
     return [f"raised at {line.removeprefix('File ')}" for line in theirs[-1:]]
 
 
-def _with_echoes(verdict: Verdict, ordered: Sequence[Found], evidence: Evidence) -> Verdict:
+def _with_secondary(verdict: Verdict, ordered: Sequence[Found], evidence: Evidence) -> Verdict:
     """Counts of what others said because of it, by kind."""
     groups: dict[str, list[Found]] = {}
     for one in ordered:
@@ -275,4 +275,4 @@ def _with_echoes(verdict: Verdict, ordered: Sequence[Found], evidence: Evidence)
         ahead = min(evidence.clocks, key=lambda host: evidence.clocks[host])
         spread = max(evidence.clocks.values()) - min(evidence.clocks.values())
         lines.append(f"clocks of the nodes differ by {spread:.1f} s ({ahead} is ahead); times above are corrected")
-    return replace(verdict, echoes=tuple(lines))
+    return replace(verdict, secondary=tuple(lines))

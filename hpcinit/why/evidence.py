@@ -62,7 +62,7 @@ class Verdict:
     time: float | None = None
     step: int = -1
     evidence: tuple[str, ...] = ()
-    echoes: tuple[str, ...] = ()
+    secondary: tuple[str, ...] = ()
     flight: HangVerdict = field(default_factory=HangVerdict)
     resubmit: bool = False
 

@@ -136,7 +136,7 @@ def _json(path: Path) -> dict[str, Any]:
 #
 # A program's own failure is nobody's but the program's: only words that a program cannot bring about count.
 
-NODE_FAIL, NO_BEATS, UNREACHABLE = "NODE_FAIL", "no beats", "slurmd unreachable"
+NODE_FAIL, NO_HEARTBEATS, UNREACHABLE = "NODE_FAIL", "no beats", "slurmd unreachable"
 # https://docs.nvidia.com/deploy/xid-errors: those where the GPU or its links are at fault. Not 13, 31, 43 and 45, which
 # a program's own wrong address brings about, nor 63, a memory row that was replaced in time.
 XIDS = {46, 48, 62, 64, 74, 79, 94, 95, 119, 120, 140}
@@ -173,7 +173,7 @@ def _of_slurm(evidence: Evidence) -> Iterator[NodeFault]:
         yield NodeFault(evidence.log.unreachable[0], UNREACHABLE)
     for node in evidence.hang.silent_nodes if evidence.hang else ():
         if len(node.ranks) > 1:  # a single process may be stopped, or keep Python's lock: that is not the node
-            yield NodeFault(node.host, NO_BEATS, str(node))
+            yield NodeFault(node.host, NO_HEARTBEATS, str(node))
 
 
 def _of_errors(evidence: Evidence) -> Iterator[NodeFault]:

@@ -14,7 +14,7 @@ from hpcinit.base import console
 from hpcinit.base.console import plain
 from hpcinit.base.errors import RequestError
 from hpcinit.records import node_records
-from hpcinit.records.node_records import ADDED, FORGOTTEN, NodeFailure, Standing
+from hpcinit.records.node_records import ADDED, FORGOTTEN, NodeFailure, NodeHistory
 from hpcinit.slurm import nodelist
 
 
@@ -135,7 +135,7 @@ def _show(as_json: bool, limits: Limits, tables: dict[str, Path]) -> None:
         print(f"no node has failed in the last {limits.expiry_h:g} h, as far as runs were looked at")
 
 
-def _lines(cluster: str, one: Standing, until: float | None, expiry_h: float) -> list[str]:
+def _lines(cluster: str, one: NodeHistory, until: float | None, expiry_h: float) -> list[str]:
     out = f"  (left out of submissions until {_when(until)})" if until is not None else ""
     lines = [f"{one.host} of {cluster}: {one.words(expiry_h, why=False)}{out}"]
     for failure in one.failures:

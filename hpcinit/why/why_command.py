@@ -182,7 +182,7 @@ def lines(path: Path, verdict: Verdict) -> list[str]:
     told = [verdict.headline, *(f"  {line}" for line in [*verdict.evidence, *before] if line)]
     if verdict.do:
         told.append(f"what to do: {verdict.do}")
-    told += [f"  {line}" for line in verdict.echoes]
+    told += [f"  {line}" for line in verdict.secondary]
     if verdict.kind in (WELL, ASKED):
         return told
     if verdict.rank is not None:

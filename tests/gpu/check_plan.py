@@ -138,7 +138,7 @@ def compare(found: Findings, row: Row, size: Size, measured: Mapping[str, Any]) 
     parts = predicted(row, size, measured["parameters"])
     expected = memory.total(parts, GPU)
     name = f"{row.name}, {measured['parameters'] / 1e6:.0f} million parameters ({size})"
-    by_moment = {
+    by_event = {
         when: sum(part.bytes for part in parts if part.place == GPU and part.during in {ALWAYS, when}) / GB
         for when in (ALWAYS, PASS, STEP)
     }
@@ -148,8 +148,8 @@ def compare(found: Findings, row: Row, size: Size, measured: Mapping[str, Any]) 
     ratio = peak / expected
     detail = (
         f"predicted {expected / GB:.2f} GB, measured {peak / GB:.2f} GB ({100 * (ratio - 1):+.0f} %); between steps "
-        f"{by_moment[ALWAYS]:.2f} and {measured['always'] / GB:.2f}, forward and backward {by_moment[PASS]:.2f} and "
-        f"{measured['pass'] / GB:.2f}, step {by_moment[STEP]:.2f} and {measured['step'] / GB:.2f} GB; reserved "
+        f"{by_event[ALWAYS]:.2f} and {measured['always'] / GB:.2f}, forward and backward {by_event[PASS]:.2f} and "
+        f"{measured['pass'] / GB:.2f}, step {by_event[STEP]:.2f} and {measured['step'] / GB:.2f} GB; reserved "
         f"{measured['reserved'] / GB:.2f} GB; {measured['init'] / GB:.2f} GB while it was made"
     )
     values = {"predicted": expected, **measured}

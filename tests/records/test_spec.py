@@ -10,11 +10,11 @@ import pytest
 from hpcinit.base.errors import SpecError
 from hpcinit.records.layout import Layout
 from hpcinit.records.spec import Comm, Precision, Program, Samples, Spec, Training, load
-from hpcinit.records.startup_timeout import TimeoutLaw
+from hpcinit.records.startup_timeout import StartupTimeout
 
 SPEC = Spec(
     name="x", cluster="mini", nodes=2, ranks_per_node=3, program=Program("script", "a.py", ("--x", "it's\n")),
-    workdir="/w", nonce="n", seed=4, layout=Layout(dp_replicate=3, tp=2), comm=Comm("gloo", True, TimeoutLaw(1, 2, 3), 4.0, "", "auto"),
+    workdir="/w", nonce="n", seed=4, layout=Layout(dp_replicate=3, tp=2), comm=Comm("gloo", True, StartupTimeout(1, 2, 3), 4.0, "", "auto"),
     seed_by="rank", deterministic=True, batch=Samples(2, None, 64),
     training=Training("deepspeed", Precision("bf16", "fp32"), "full", True, 1.0, {"zero_stage": 3, "ds_config": {"a": [1]}}),
 )  # fmt: skip

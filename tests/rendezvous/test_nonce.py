@@ -18,7 +18,7 @@ import pytest
 from hpcinit.rendezvous import nonce, process_state
 from hpcinit.world import World, network
 from tests.minislurm import MiniSlurm
-from tests.rendezvous.test_meeting import HERE, free_ports
+from tests.rendezvous.test_rendezvous import HERE, free_ports
 from tests.rendezvous.test_rendezvous_attacks import IMPOSTOR, ROOT, another_process, needs_root
 from tests.test_sbatch import finish, start
 

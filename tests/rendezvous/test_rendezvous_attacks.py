@@ -21,7 +21,7 @@ import pytest
 from hpcinit.rendezvous import protocol
 from hpcinit.rendezvous.rendezvous_client import JoinRequest, Refused, connect
 from hpcinit.world import World
-from tests.rendezvous.test_meeting import HERE, MADE_OF, door, free_ports, visit
+from tests.rendezvous.test_rendezvous import HERE, MADE_OF, door, free_ports, visit
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -72,7 +72,7 @@ def test_a_process_in_between_is_not_accepted(world: World, address: str) -> Non
         ):
             connect(address, port, claim)
         assert clients
-    assert list(host.roll.guests) == [0] and visit(world, 1).failure == ""
+    assert list(host.roster.peers) == [0] and visit(world, 1).failure == ""
 
 
 def test_the_rank_finds_rank_0_beside_a_process_in_between(world: World) -> None:
@@ -228,9 +228,9 @@ def _flood(world: World, greets: bool) -> None:
         ranks = RANKS.format(root=str(ROOT), address=HERE, port=host.port, made_of=MADE_OF)
         done = subprocess.run([sys.executable, "-c", ranks], capture_output=True, text=True, timeout=100, check=False)
         count, seconds = done.stdout.split() or ("0", "0")
-        strangers = len(host._callers._strangers)
+        strangers = len(host._connections._unauthenticated)
     assert count == "8", done.stderr[-2000:]
-    assert host.roll.all_reached("started") and host.failure == ""
+    assert host.roster.all_reached("started") and host.failure == ""
     assert float(seconds) < 10 and strangers <= 512 + 9, (seconds, strangers)
     host.close()
 
@@ -244,9 +244,9 @@ def test_a_flood_closes_no_authenticated_connection() -> None:
         for _ in range(900):
             stack.enter_context(socket.create_connection((HERE, host.port)))
         deadline = time.monotonic() + 10
-        while len(host._callers._strangers) < 250 and time.monotonic() < deadline:
+        while len(host._connections._unauthenticated) < 250 and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert 250 <= len(host._callers._strangers) <= 260
+        assert 250 <= len(host._connections._unauthenticated) <= 260
         assert visit(world, 2).failure == "" and one.failure == "" and host.failure == ""
 
 
@@ -269,7 +269,7 @@ def test_the_port_of_the_store_is_taken_before_it_is_sent(world: World, monkeypa
 
     monkeypatch.setattr(host, "offer_store", offered)
     for member in (host, one):
-        member.tell("imported")
+        member.report_phase("imported")
     deadline = time.monotonic() + 30
     found: list[object] = []
     rank_0 = threading.Thread(target=lambda: found.append(store.open_store(two, host, deadline)))

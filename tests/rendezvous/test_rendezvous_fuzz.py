@@ -23,7 +23,7 @@ from hpcinit.base.errors import BringUpError
 from hpcinit.rendezvous import fingerprint, protocol, rendezvous_client
 from hpcinit.rendezvous.rendezvous_client import JoinRequest
 from hpcinit.world import World
-from tests.rendezvous.test_meeting import HERE, MADE_OF, door, free_ports, in_threads, stranger, visit
+from tests.rendezvous.test_rendezvous import HERE, MADE_OF, door, free_ports, in_threads, stranger, visit
 
 MESSAGES = int(os.environ.get("HPCINIT_FUZZ", "1000"))
 KEYS = [
@@ -40,7 +40,7 @@ KEYS = [
     "error",
     "who",
     "bye",
-    "welcome",
+    "reply",
     "refused",
     "failed",
     "all",
@@ -147,7 +147,7 @@ def test_a_client_that_sends_anything_keeps_no_rank_out(world: World) -> None:
                 hand = {"rank": 1, "proof": "0" * 64, "made_of": MADE_OF, **fingerprint.identity()}
                 connection.sendall(message(chance, hand))
     assert [visit(world, rank).failure for rank in (1, 2)] == ["", ""] and host.failure == ""
-    assert sorted(host.roll.guests) == [0, 1, 2]
+    assert sorted(host.roster.peers) == [0, 1, 2]
 
 
 def handshake(host: Any, rank: int, made_of: object = MADE_OF) -> socket.socket:
@@ -169,7 +169,7 @@ def test_odd_messages_of_an_authenticated_rank_end_nothing(world: World, capfd: 
             assert connection.recv(1_000_000)
     connection.sendall(protocol.encode({"phase": "imported"}))
     for member in (host, two):
-        member.tell("imported")
+        member.report_phase("imported")
     host.offer_store(4242)
     assert two.wait_for_store(time.monotonic() + 10, 9) == 4242
     assert (host.failure, two.failure) == ("", "")
@@ -191,7 +191,7 @@ def test_odd_messages_of_rank_0_end_nothing(world: World, monkeypatch: pytest.Mo
     with host._changed:
         (caller,) = host._inside
     caller.socket.setblocking(True)
-    keep = ("failed", "closed", "hello", "job", "refused", "welcome")
+    keep = ("failed", "closed", "hello", "job", "refused", "reply")
     for _ in range(MESSAGES):
         caller.socket.sendall(message(chance, {"all": True, "missing": "x"}, keep))
     caller.socket.sendall(protocol.encode({"store": 4242}))

@@ -17,7 +17,7 @@ from hpcinit.base.errors import BringUpError
 from hpcinit.runtime import devices
 from tests.leaving_out import leave_out
 from tests.records.recordings import shapes
-from tests.world.test_visible import CUDA_LISTS, world
+from tests.world.test_visible_devices import CUDA_LISTS, world
 
 
 class Gpus:

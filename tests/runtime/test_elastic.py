@@ -26,7 +26,7 @@ from hpcinit import elastic as entry
 from hpcinit.base.errors import BringUpError, RequestError
 from hpcinit.launch.torchrun import rendezvous_handler
 from hpcinit.launch.torchrun.agent import Start, Workers
-from hpcinit.launch.torchrun.rendezvous_handler import Gathering
+from hpcinit.launch.torchrun.rendezvous_handler import AgentRendezvous
 from hpcinit.records import elastic_restarts
 from hpcinit.records.elastic_restarts import Restart
 from hpcinit.records.error_records import ErrorRecord
@@ -50,11 +50,11 @@ def agent(rank: int, nodes: int = 2) -> World:
 
 def parties(
     monkeypatch: pytest.MonkeyPatch, store: Store, timeout_s: float = 20
-) -> tuple[list[Gathering], list[Restart]]:
+) -> tuple[list[AgentRendezvous], list[Restart]]:
     """Two agents that have met over `store`, and what the first has begun. Meeting itself is shown by the jobs below."""
     monkeypatch.setattr(rendezvous_handler, "_meet", lambda *_: PrefixStore("x", store))
     begun: list[Restart] = []
-    made = [Gathering(agent(rank), SPEC, lambda: timedelta(seconds=timeout_s), begun.append) for rank in range(2)]
+    made = [AgentRendezvous(agent(rank), SPEC, lambda: timedelta(seconds=timeout_s), begun.append) for rank in range(2)]
     for one in made:
         one.next_rendezvous()
     return made, begun
@@ -149,7 +149,7 @@ def test_agents_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         BringUpError, match=r"did not meet \(a rank here is an agent\): 1 of 2 ranks are missing: rank 1"
     ):
-        Gathering(agent(0), SPEC, lambda: timedelta(seconds=1), lambda _: None)
+        AgentRendezvous(agent(0), SPEC, lambda: timedelta(seconds=1), lambda _: None)
 
 
 # --- the ranks of a node

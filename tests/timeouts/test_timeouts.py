@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hpcinit.config import compose, job_spec
 from hpcinit.records import run_folder, spec, timeline
 from hpcinit.records.spec import Program, Spec
-from hpcinit.records.startup_timeout import TimeoutLaw
+from hpcinit.records.startup_timeout import StartupTimeout
 from hpcinit.timeouts import fit
 from tests.conftest import Run
 
@@ -81,7 +81,7 @@ def test_a_request_is_under_its_clusters_law(hpcinit: Run, own: Path, monkeypatc
     own.write_text(OWN + "timeout_base_s: 90\ntimeout_per_node_s: 0.5\n")
     monkeypatch.chdir(own.parents[2])
     config = compose.compose(["cluster=x", "comm.timeout_per_node_s=7"])
-    assert job_spec.timeout_law(config) == TimeoutLaw(90, 7, 3600)
+    assert job_spec.startup_timeout(config) == StartupTimeout(90, 7, 3600)
 
 
 def test_an_option_that_is_none(hpcinit: Run) -> None:
@@ -121,7 +121,7 @@ def test_every_start_that_was_seen_fits_into_the_timeout(starts: dict[int, list[
 
 def test_one_number_of_nodes_leaves_the_default_per_node() -> None:
     """With one number of nodes there is no slope, so the default one is proposed."""
-    assert fit.fit(fit.History({8: [100.0]}, 0, (), "x", 3600), 2) == TimeoutLaw(200, 3.5, 3600)
+    assert fit.fit(fit.History({8: [100.0]}, 0, (), "x", 3600), 2) == StartupTimeout(200, 3.5, 3600)
 
 
 def test_it_is_written_into_the_users_file(hpcinit: Run, runs: Path, own: Path) -> None:

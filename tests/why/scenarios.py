@@ -261,7 +261,7 @@ def of_folder(run: Path) -> dict[str, Any]:
         "host": verdict.host,
         "do": verdict.do,
         "waits_for_a_cause": diagnosis.has_only_secondary_errors(found),
-        "secondary": [re.sub(r"[^0-9].*", "", line) for line in verdict.echoes],  # how many ranks
+        "secondary": [re.sub(r"[^0-9].*", "", line) for line in verdict.secondary],  # how many ranks
         "when_requeued": again.kind,
         "nothing_to_do_when_requeued": again.do == why_command.BY_ITSELF,
         "counted": sorted((one.host, one.kind) for one in faults),

@@ -23,7 +23,7 @@ from torch.distributed.elastic.agent.server.api import (
 
 from hpcinit.base.supervisor import Child, Supervisor
 from hpcinit.launch.torchrun.agent_signals import ENDING, Signals
-from hpcinit.launch.torchrun.rendezvous_handler import Gathering
+from hpcinit.launch.torchrun.rendezvous_handler import AgentRendezvous
 from hpcinit.records import rank_log
 from hpcinit.records.elastic_restarts import Restart
 
@@ -87,13 +87,13 @@ class Agent(SimpleElasticAgent):
     def __init__(
         self,
         spec: WorkerSpec,
-        gathering: Gathering,
+        rendezvous: AgentRendezvous,
         came: Signals,
         start: Callable[[], Workers],
         tell: Callable[[dict[int, int]], Sequence[Restart]],
     ) -> None:
         super().__init__(spec)
-        self._gathering, self._came, self._start, self._tell = gathering, came, start, tell
+        self._rendezvous, self._came, self._start, self._tell = rendezvous, came, start, tell
         self._ranks: Workers | None = None
         self._told_to_end = False
         self.status = 0  # of the rank that failed first in the last start
@@ -119,7 +119,7 @@ class Agent(SimpleElasticAgent):
         ended = self._ranks.ended()
         if failures := {rank: status for rank, status in ended.items() if status != 0}:
             return self._of_failures(worker_group, failures)
-        if len(ended) == worker_group.spec.local_world_size and self._gathering.all_done():
+        if len(ended) == worker_group.spec.local_world_size and self._rendezvous.all_done():
             done = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(WorkerState.SUCCEEDED, return_values=done)
         return RunResult(WorkerState.HEALTHY)
@@ -128,20 +128,20 @@ class Agent(SimpleElasticAgent):
         self._shutdown()
         first = self._tell(failures)[0]
         self.status = failures[first.rank % worker_group.spec.local_world_size]
-        again = worker_group.spec.max_restarts - self._gathering.start
+        again = worker_group.spec.max_restarts - self._rendezvous.start
         if self._told_to_end or self.status == WRONG_REQUEST:
             again = 0
         # torch counts the restarts that this agent has asked for; the limit is for those of all.
         self._remaining_restarts = max(0, again)
         if again > 0:
-            self._gathering.call_for_restart(first)
+            self._rendezvous.call_for_restart(first)
         else:
-            self._gathering.end()
+            self._rendezvous.end()
         return RunResult(WorkerState.FAILED)
 
     def _exit_barrier(self) -> None:
         """Not torch's, in which an agent is deaf while others restart: here all are done."""
-        self._gathering.leave()
+        self._rendezvous.leave()
 
     def _pass_on(self, ranks: Workers) -> None:
         for number, pass_on in self._came.take():

@@ -17,7 +17,7 @@ from hpcinit.base import signals
 
 ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 # CONT is left out: Slurm sends it before every other signal, and by itself it ends nothing.
-HEEDED = ENDING | {signal.SIGUSR1, signal.SIGUSR2}
+HANDLED = ENDING | {signal.SIGUSR1, signal.SIGUSR2}
 T = TypeVar("T")
 
 
@@ -40,10 +40,10 @@ class Signals:
         self._of_step = os.getppid() if (here if under_slurm is None else under_slurm) else 0
         self._came: queue.SimpleQueue[Came] = queue.SimpleQueue()
         self._waited_for = False
-        signals.block(HEEDED)
+        signals.block(HANDLED)
         # For the moments in which unblocked() lets them in.
-        signals.Handlers(HEEDED, lambda number, frame: self._came.put(Came(signal.Signals(number), True)))
-        signals.Listener(HEEDED, self._heard)
+        signals.Handlers(HANDLED, lambda number, frame: self._came.put(Came(signal.Signals(number), True)))
+        signals.Listener(HANDLED, self._heard)
 
     def begin(self) -> None:
         """There are ranks: from now on somebody takes what comes."""
@@ -60,7 +60,7 @@ class Signals:
 
     def unblocked(self, start: Callable[[], T]) -> T:
         """start() a process: it inherits what the thread that starts it blocks."""
-        with signals.unblocked(HEEDED):
+        with signals.unblocked(HANDLED):
             return start()
 
     def _heard(self, number: signal.Signals, sender: int) -> None:

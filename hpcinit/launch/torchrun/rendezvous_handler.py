@@ -1,8 +1,8 @@
 """How the agents of all nodes meet, and hear of each other's failures: a rendezvous handler for torch's agent.
 
 In place of torch's 'static' (no agent hears that another one's rank has failed) and 'c10d' (each agent counts restarts
-for itself, and nodes are sorted by name). The agents meet at hpcinit's door and keep torch's store. A *start* is one
-start of all ranks, from 0.
+for itself, and nodes are sorted by name). The agents meet at hpcinit's rendezvous and keep torch's store. A *start* is
+one start of all ranks, from 0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hpcinit.world import World, network
 LEAVE_S = 10.0  # the first agent has the store, and waits so long for the others to have read their last
 
 
-class Gathering(RendezvousHandler):
+class AgentRendezvous(RendezvousHandler):
     """Of one agent. start: which start of the ranks this is. why: what failed before it, None for the first.
 
     Raises BringUpError, as next_rendezvous() does, where agents are missing or the first one is gone.
@@ -45,7 +45,7 @@ class Gathering(RendezvousHandler):
         self.start = 0
         self.why: Restart | None = None
         self._store = _meet(agents, spec, timeout())
-        self._gathered = self._done = False
+        self._met = self._done = False
 
     # --- what torch's agent asks
 
@@ -60,9 +60,9 @@ class Gathering(RendezvousHandler):
         return False  # the ranks make their own, as under srun
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if self._gathered:
-            self._gather_again()
-        self._gathered = True
+        if self._met:
+            self._rendezvous_again()
+        self._met = True
         here = RendezvousStoreInfo(self._agents.master_addr, self._agents.master_ports[0])
         return RendezvousInfo(self._store, self._agents.rank, self._agents.world_size, here)
 
@@ -110,7 +110,7 @@ class Gathering(RendezvousHandler):
 
     # ---
 
-    def _gather_again(self) -> None:
+    def _rendezvous_again(self) -> None:
         before, self.start, self._done = self.start, self.start + 1, False
         timeout = self._timeout()
         deadline = time.monotonic() + timeout.total_seconds()
@@ -187,15 +187,15 @@ def _read(value: bytes) -> Restart | None:
 def _meet(agents: World, spec: Spec, timeout: timedelta) -> Store:
     """The agents' store, as soon as all of them have come."""
     job = elastic_restarts.agents_folder(agents.job)  # not the ranks' own, which meet at the same host a moment later
-    party = replace(agents, job=job, master_ports=network.candidate_ports(job))
+    of_agents = replace(agents, job=job, master_ports=network.candidate_ports(job))
     deadline = time.monotonic() + timeout.total_seconds()
     try:
-        meeting = join.join_rendezvous(party, spec, timeout)
-        if meeting is not None:
-            meeting.tell("imported")
-        store = open_store(party, meeting, deadline)
-        if meeting is not None:
-            meeting.tell("up")
+        rendezvous = join.join_rendezvous(of_agents, spec, timeout)
+        if rendezvous is not None:
+            rendezvous.report_phase("imported")
+        store = open_store(of_agents, rendezvous, deadline)
+        if rendezvous is not None:
+            rendezvous.report_phase("up")
         join.leave_rendezvous()
     except BringUpError as error:
         join.leave_rendezvous(str(error))

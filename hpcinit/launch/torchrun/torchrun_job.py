@@ -19,7 +19,7 @@ from hpcinit.base.text import brief
 from hpcinit.launch import rank_binding
 from hpcinit.launch.torchrun.agent import Agent, Start, Workers
 from hpcinit.launch.torchrun.agent_signals import Signals
-from hpcinit.launch.torchrun.rendezvous_handler import Gathering
+from hpcinit.launch.torchrun.rendezvous_handler import AgentRendezvous
 from hpcinit.records import causes, elastic_restarts, error_records, job_log, run_folder, timeline
 from hpcinit.records.elastic_restarts import Restart
 from hpcinit.records.spec import Spec
@@ -38,13 +38,13 @@ def run(spec: Spec, path: Path, agents: World, came: Signals) -> int:
         role="default",
         local_world_size=spec.ranks_per_node,
         entrypoint=sys.executable,
-        rdzv_handler=node.gathering,
+        rdzv_handler=node.rendezvous,
         max_restarts=spec.launch.max_restarts,
         monitor_interval=0.1 + spec.nodes / 1000,  # s; at each the agents ask the first one's store
     )
     # Ranks are the same on all nodes: torch need not ask each agent how many it has, nor answer each.
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
-    agent = Agent(asked, node.gathering, came, node.start, node.tell)
+    agent = Agent(asked, node.rendezvous, came, node.start, node.tell)
     failed = agent.run().is_failed()
     if failed and agent.status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank's own core is the one to keep
@@ -61,12 +61,12 @@ class Node:
         allowed = os.sched_getaffinity(0)
         self._cpus = rank_binding.cpus(spec.launch, spec.ranks_per_node, allowed, os.environ)
         self._began = startup_events.startup_began()
-        self.gathering = Gathering(agents, spec, self._timeout, self._begin)
+        self.rendezvous = AgentRendezvous(agents, spec, self._timeout, self._begin)
 
     def start(self) -> Workers:
         """The ranks of this node, each with a word in its log of why it is begun again."""
         starts = [self._start(local_rank) for local_rank in range(self._spec.ranks_per_node)]
-        if why := self.gathering.why:
+        if why := self.rendezvous.why:
             for start in starts:
                 with (
                     background_writer.suppressed("the restart's line in the log of a rank"),
@@ -93,7 +93,7 @@ class Node:
         record = next((one.record for one in records if one.record.job == job), None)
         return Restart(
             job=job,
-            number=self.gathering.start + 1,
+            number=self.rendezvous.start + 1,
             time=record.time if record else time.time(),
             rank=rank,
             host=self._agents.host or os.uname().nodename,
@@ -112,12 +112,12 @@ class Node:
         say(self._begins(why))
 
     def _begins(self, why: Restart) -> str:
-        number, most, job = self.gathering.start, self._spec.launch.max_restarts, self._agents.job.partition(".")[0]
+        number, most, job = self.rendezvous.start, self._spec.launch.max_restarts, self._agents.job.partition(".")[0]
         where = os.environ.get("SLURM_STEP_NODELIST", "")
         return f"elastic restart {number} of at most {most} of job {job} begins on {where}: {why}"
 
     def _job(self) -> str:
-        return elastic_restarts.round_folder(self._agents.job, self.gathering.start)
+        return elastic_restarts.round_folder(self._agents.job, self.rendezvous.start)
 
     def _rank(self, local_rank: int) -> int:
         return self._agents.rank * self._spec.ranks_per_node + local_rank
@@ -141,7 +141,7 @@ class Node:
             **{"ROLE_NAME": "default", "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(nodes * here)},
             **{"MASTER_ADDR": self._agents.master_addr, "MASTER_PORT": str(self._agents.master_ports[0])},
             "TORCHELASTIC_RUN_ID": self._agents.job,
-            "TORCHELASTIC_RESTART_COUNT": str(self.gathering.start),
+            "TORCHELASTIC_RESTART_COUNT": str(self.rendezvous.start),
             "TORCHELASTIC_MAX_RESTARTS": str(self._spec.launch.max_restarts),
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "TORCHELASTIC_ERROR_FILE": str(self._folder / run_folder.ERRORS / f"torchelastic-{rank}.json"),
@@ -151,7 +151,7 @@ class Node:
 
     def _times(self) -> dict[str, str]:
         """For the timeline: when this agent began; of ranks that begin again, when those before had failed."""
-        if why := self.gathering.why:
+        if why := self.rendezvous.why:
             return {timeline.ENV_AGENT_BEGAN: "", timeline.ENV_ALLOCATED: str(why.time)}
         return {timeline.ENV_AGENT_BEGAN: str(self._began or "")}
 

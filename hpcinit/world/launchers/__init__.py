@@ -34,7 +34,7 @@ def find_contradictions(
         for owner, variables in others
         if (found := _differing(env, world, chosen, variables))
     ]
-    if meeting := _meeting(env, world, chosen):
+    if meeting := _rendezvous(env, world, chosen):
         sentences.append(_sentence("torch", meeting, world))
     return tuple(dict.fromkeys(sentences))
 
@@ -57,7 +57,7 @@ def _differing(
     return found
 
 
-def _meeting(env: Mapping[str, str], world: World, chosen: Mapping[str, str]) -> list[str]:
+def _rendezvous(env: Mapping[str, str], world: World, chosen: Mapping[str, str]) -> list[str]:
     """MASTER_ADDR and MASTER_PORT, unless they are of no use, are the launcher's own or hpcinit's."""
     if world.world_size == 1 or "RANK" in chosen.values() or env.get(ENV_WORLD) == world.job:
         return []

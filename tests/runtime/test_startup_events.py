@@ -50,7 +50,7 @@ def test_every_moment_of_a_start(hpcinit: Run, tmp_path: Path) -> None:
     submitted = time.time()
     done = hpcinit("submit", "ranks_per_node=2", "wait=true", "--", "train.py")
     (attempt,) = timeline.read(folder_of(done))
-    wanted = [name for name in timeline.MOMENTS if name not in ("submitted", "spawned", "forked")]
+    wanted = [name for name in timeline.EVENTS if name not in ("submitted", "spawned", "forked")]
     for rank in attempt.ranks:
         assert list(rank.moments) == wanted
         times = list(rank.moments.values())

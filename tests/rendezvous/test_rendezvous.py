@@ -13,9 +13,9 @@ import pytest
 
 from hpcinit.base.errors import BringUpError, WorldError
 from hpcinit.rendezvous import fingerprint, protocol, rendezvous_client
-from hpcinit.rendezvous.connections import Caller
+from hpcinit.rendezvous.connections import Connection
 from hpcinit.rendezvous.rendezvous_client import Refused, RendezvousClient
-from hpcinit.rendezvous.roster import Guest, Roster, ranks
+from hpcinit.rendezvous.roster import Peer, Roster, ranks
 from hpcinit.rendezvous.server import RendezvousServer
 from hpcinit.world import World
 
@@ -89,16 +89,16 @@ def test_everybody_hears_of_the_store_when_all_are_ready(world: World) -> None:
     host, one, two = door(world), visit(world, 1), visit(world, 2)
     host.offer_store(4242)
     for member in (host, one):
-        member.tell("imported")
+        member.report_phase("imported")
     time.sleep(0.3)
     assert one._store_port is None
-    two.tell("imported")
+    two.report_phase("imported")
     later = time.monotonic() + 5
     assert [member.wait_for_store(later, 9) for member in (host, one, two)] == [4242] * 3
     assert one.program_port == two.program_port == host.program_port in world.master_ports
     for member in (host, one, two):
-        member.tell("up")
-    assert host._callers.join(5)  # the door closes by itself
+        member.report_phase("up")
+    assert host._connections.join(5)  # the door closes by itself
     assert (host.failure, one.failure, two.failure) == ("", "", "")
 
 
@@ -107,7 +107,7 @@ def test_ranks_that_knock_before_the_door_is_there(world: World) -> None:
     late: list[RendezvousServer] = []
     threading.Timer(0.7, lambda: late.append(door(world))).start()
     found = in_threads(lambda: visit(world, 1), lambda: visit(world, 2))
-    assert all(isinstance(one, RendezvousClient) for one in found) and late[0].roll.all_reached("started")
+    assert all(isinstance(one, RendezvousClient) for one in found) and late[0].roster.all_reached("started")
 
 
 STRANGERS: dict[str, Callable[[socket.socket], None]] = {
@@ -153,7 +153,7 @@ def test_a_rank_of_another_start_never_gets_in(
     host = door(world)
     with pytest.raises(BringUpError, match=rf"rank 1 on .* did not find rank 0 at {HERE}: .*:{host.port}: {why}"):
         visit(world, 1, within_s=1.5, **change)
-    assert list(host.roll.guests) == [0]
+    assert list(host.roster.peers) == [0]
     warned = f"warning: a process at {HERE} asked for rank 0 of this job and holds another secret"
     assert capfd.readouterr().err.count(warned) == ("key" in change)
 
@@ -177,7 +177,7 @@ def test_a_second_rank_0(world: World) -> None:
     ):
         door(world)
     assert time.monotonic() - begin < 2
-    assert [visit(world, rank).failure for rank in (1, 2)] == ["", ""] and host.roll.all_reached("started")
+    assert [visit(world, rank).failure for rank in (1, 2)] == ["", ""] and host.roster.all_reached("started")
 
 
 def test_a_second_rank_0_on_a_port_that_has_become_free(world: World) -> None:
@@ -209,7 +209,7 @@ def test_rank_0_on_a_node_that_is_not_rank_0s(world: World) -> None:
 def test_a_door_that_nobody_finds(world: World, capfd: pytest.CaptureFixture[str]) -> None:
     """Rank 0 to whom nobody comes says where it waits, while it waits and at the deadline."""
     host = door(world)
-    with pytest.raises(BringUpError, match=rf"nobody at all came to rank 0's door at {HERE}:{host.port}"):
+    with pytest.raises(BringUpError, match=rf"no rank has connected to rank 0 at {HERE}:{host.port}"):
         host.wait_for_all(time.monotonic() + 0.5, 0.2)
     assert "waiting: 2 of 3 ranks are missing: ranks 1-2 never arrived (nobody came from" in capfd.readouterr().err
 
@@ -218,16 +218,19 @@ def test_an_idle_door_sleeps(world: World) -> None:
     """A door that is kept for a program which never calls init wakes up for strangers only, and still hears its ranks."""
     host, one, two = door(world), visit(world, 1), visit(world, 2)
     deadline = time.monotonic() + 5  # a guest may be through before the door has put its name down
-    while host._callers._patience_s() is not None and time.monotonic() < deadline:
+    while host._connections._patience_s() is not None and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert host._callers._patience_s() is None
+    assert host._connections._patience_s() is None
     with socket.create_connection((HERE, host.port)):
         time.sleep(0.2)
-        assert 5 < (host._callers._patience_s() or 0) < 11
+        assert 5 < (host._connections._patience_s() or 0) < 11
     for member in (one, two):
-        member.tell("imported")
+        member.report_phase("imported")
     time.sleep(0.2)
-    assert host._callers._patience_s() is None and [g.phase for g in host.roll.guests.values()][1:] == ["imported"] * 2
+    assert (
+        host._connections._patience_s() is None
+        and [g.phase for g in host.roster.peers.values()][1:] == ["imported"] * 2
+    )
 
 
 def test_a_rank_out_of_range(world: World) -> None:
@@ -289,7 +292,7 @@ def test_a_rank_that_leaves_in_peace_is_no_death(world: World) -> None:
 def test_deadline_names_who_is_missing(world: World, capfd: pytest.CaptureFixture[str]) -> None:
     """At the deadline every rank's error says who never came, from which host nobody came, and who got how far."""
     host, one = door(world), visit(world, 1)
-    one.tell("imported")
+    one.report_phase("imported")
     deadline = time.monotonic() + 1.2
     errors = in_threads(lambda: host.wait_for_store(deadline, 0.4), lambda: one.wait_for_store(deadline + 1, 9))
     for error in errors:
@@ -356,9 +359,9 @@ def test_strangers_at_our_door_do_no_harm(world: World) -> None:
 def test_the_roll_in_words() -> None:
     """Runs of ranks are folded, and a long list of late ones is cut."""
     assert [ranks([3]), ranks([4, 5, 6, 9]), ranks([1, 3])] == ["rank 3", "ranks 4-6,9", "ranks 1,3"]
-    roll = Roster(40, ["a"])
-    roll.guests = {rank: Guest(rank, "a", 1) for rank in range(40)}
-    assert "and 24 more" in roll.missing("up") and roll.missing("started") == "" and roll.lost() == ""
+    roster = Roster(40, ["a"])
+    roster.peers = {rank: Peer(rank, "a", 1) for rank in range(40)}
+    assert "and 24 more" in roster.missing("up") and roster.missing("started") == "" and roster.lost() == ""
 
 
 def test_fingerprint_needs_no_imports_and_finds_the_commit(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -380,17 +383,17 @@ def test_a_door_that_is_slow_to_welcome_loses_nobody(world: World, monkeypatch: 
     """A guest that has seen the door's proof waits for its welcome, however busy that node is: to hang up is death."""
     monkeypatch.setattr(rendezvous_client, "CONNECT_S", 0.3)
     opened = door(world)
-    send = Caller.send
+    send = Connection.send
 
-    def late(caller: Caller, message: dict[str, object]) -> None:
-        if "welcome" in message:
+    def late(caller: Connection, message: dict[str, object]) -> None:
+        if "reply" in message:
             time.sleep(1)
         send(caller, message)
 
-    monkeypatch.setattr(Caller, "send", late)
-    guest = visit(world, 1)
+    monkeypatch.setattr(Connection, "send", late)
+    peer = visit(world, 1)
     assert opened.failure == ""
-    guest.close()
+    peer.close()
     opened.close()
 
 
@@ -398,14 +401,14 @@ def test_who_comes_after_a_failure_is_told(world: World, capsys: pytest.CaptureF
     """Rank 0 fails before anybody has come: it waits a moment, and each rank that comes hears of it at once."""
     opened = door(world)
     opened.fail("no such script")
-    leaving = threading.Thread(target=lambda: (opened.tell_the_late(), opened.close()))
+    leaving = threading.Thread(target=lambda: (opened.linger_after_failure(), opened.close()))
     began = time.monotonic()
     leaving.start()
     for rank in (1, 2):
-        guest = visit(world, rank)
+        peer = visit(world, rank)
         with pytest.raises(BringUpError, match=r"rank 0 .*no such script"):
-            guest.wait_for_all(time.monotonic() + 20, 10)
-        guest.close()
+            peer.wait_for_all(time.monotonic() + 20, 10)
+        peer.close()
     leaving.join(10)
     assert not leaving.is_alive() and time.monotonic() - began < 10, "all have come: nobody is waited for"
     assert "for those who come now: rank 0" in capsys.readouterr().err
@@ -417,7 +420,7 @@ def test_no_second_wait_for_who_never_came(world: World) -> None:
     with pytest.raises(BringUpError, match="never arrived"):
         opened.wait_for_all(time.monotonic() + 0.1, 10)
     began = time.monotonic()
-    opened.tell_the_late()
+    opened.linger_after_failure()
     assert time.monotonic() - began < 5
     opened.close()
 
@@ -425,9 +428,9 @@ def test_no_second_wait_for_who_never_came(world: World) -> None:
 def test_rank_0_that_is_done_keeps_nobody_waiting_in_init(world: World) -> None:
     """Rank 0's program ends without init: a rank that is in init is told so, not held until the deadline."""
     opened = door(replace(world, world_size=2, hosts=("a", "b")))
-    guest = visit(world, 1)
-    guest.tell("imported")
+    peer = visit(world, 1)
+    peer.report_phase("imported")
     opened.close()
     with pytest.raises(BringUpError, match=r"rank 0 on .* has ended its part .* does every rank"):
-        guest.wait_for_store(time.monotonic() + 20, 10)
-    guest.close()
+        peer.wait_for_store(time.monotonic() + 20, 10)
+    peer.close()

@@ -13,7 +13,7 @@ import torch
 
 from hpcinit.runtime import affinity, devices
 from hpcinit.world import World
-from tests.world.test_visible import world
+from tests.world.test_visible_devices import world
 
 # A node as sysfs shows one with 2 sockets of 4 cores of 2 threads each, and 4 devices, 2 beside each socket.
 NODES = {0: "0-3,8-11", 1: "4-7,12-15"}
@@ -190,7 +190,7 @@ import json, os, sys, threading
 from pathlib import Path
 import torch
 from hpcinit.runtime import affinity, devices
-from tests.world.test_visible import world
+from tests.world.test_visible_devices import world
 
 devices.pci_address = lambda device: "0000:1b:00.0"
 asleep = threading.Event()

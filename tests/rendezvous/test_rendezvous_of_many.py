@@ -15,17 +15,17 @@ import pytest
 
 from hpcinit.base.errors import BringUpError
 from hpcinit.rendezvous import connections, protocol, rendezvous_client, server
-from hpcinit.rendezvous.connections import Caller
+from hpcinit.rendezvous.connections import Connection
 from hpcinit.rendezvous.rendezvous_client import spread_s
-from hpcinit.rendezvous.roster import PHASES, Guest, Roster
+from hpcinit.rendezvous.roster import PHASES, Peer, Roster
 from hpcinit.world import World
-from tests.rendezvous.test_meeting import HERE, STRANGERS, door, free_ports, stranger, visit
+from tests.rendezvous.test_rendezvous import HERE, STRANGERS, door, free_ports, stranger, visit
 
 SKEWED_GUEST = """
 import json, sys, time
 true = time.time
 time.time = lambda: true() - float(sys.argv[2])
-from tests.rendezvous.test_meeting import World, visit
+from tests.rendezvous.test_rendezvous import World, visit
 world = World("slurm", 0, 2, 0, 1, 0, ("a", "b"), "127.0.0.1", (int(sys.argv[1]),), "77.0.0")
 one = visit(world, 1, within_s=60)
 print(json.dumps([one.clock_offset_s, one.clock_uncertainty_s]))
@@ -67,37 +67,37 @@ def test_joining_takes_the_same_messages_however_many_ranks_there_are(world: Wor
     heard: list[dict[str, object]] = []
     said: list[dict[str, object]] = []
     host = door(world)
-    hear, send = host._callers._hear, Caller.send
-    host._callers._hear = lambda caller, message: (heard.append(message), hear(caller, message))[1]
+    hear, send = host._connections._on_message, Connection.send
+    host._connections._on_message = lambda caller, message: (heard.append(message), hear(caller, message))[1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Caller, "send", lambda caller, message: (said.append(message), send(caller, message))[1])
+        patch.setattr(Connection, "send", lambda caller, message: (said.append(message), send(caller, message))[1])
         assert visit(world, 1).clock_offset_s is not None
     assert [sorted({"hello", "rank"} & set(message)) for message in heard] == [["hello"], ["rank"]]
-    assert [sorted({"hello", "welcome"} & set(message)) for message in said] == [["hello"], ["welcome"]]
+    assert [sorted({"hello", "reply"} & set(message)) for message in said] == [["hello"], ["reply"]]
 
 
 def test_what_is_counted_is_what_a_walk_finds() -> None:
     """However ranks come, go on, fall back and come again, the counts say what looking at each of them says."""
-    chance, roll = random.Random(0), Roster(6, [])
+    chance, roster = random.Random(0), Roster(6, [])
     for _ in range(3000):
         rank = chance.randrange(6)
-        if rank not in roll.guests or chance.random() < 0.1:
-            roll.enter(Guest(rank, "h", 1))
+        if rank not in roster.peers or chance.random() < 0.1:
+            roster.enter(Peer(rank, "h", 1))
         else:
-            roll.move(roll.guests[rank], chance.choice(PHASES))
+            roster.move(roster.peers[rank], chance.choice(PHASES))
         for phase in PHASES:
-            walked = len(roll.guests) == 6 and all(guest.reached(phase) for guest in roll.guests.values())
-            assert roll.all_reached(phase) == walked
+            walked = len(roster.peers) == 6 and all(peer.reached(phase) for peer in roster.peers.values())
+            assert roster.all_reached(phase) == walked
     with pytest.raises(ValueError, match="not in tuple"):
-        roll.move(roll.guests[0], "asleep")
+        roster.move(roster.peers[0], "asleep")
 
 
 def test_all_who_ask_at_the_deadline_are_told_from_one_walk(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank asks who is missing at its deadline: rank 0 looks once a second, not once for each."""
     host, one, two = door(world), visit(world, 1), visit(world, 2)
     walks: list[str] = []
-    missing = host.roll.missing
-    monkeypatch.setattr(host.roll, "missing", lambda phase: (walks.append(phase), missing(phase))[1])
+    missing = host.roster.missing
+    monkeypatch.setattr(host.roster, "missing", lambda phase: (walks.append(phase), missing(phase))[1])
     told = [each.missing("imported") for each in (one, two, one, two)]
     assert all("3 of 3 ranks are missing" in text for text in told) and walks == ["imported"]
 
@@ -131,7 +131,7 @@ def test_a_stranger_is_shown_out_though_guests_are_let_in(world: World, monkeypa
         began = time.monotonic()
         assert silent.recv(10) == b""
         assert time.monotonic() - began < 20
-    assert one.failure == host.failure == "" and not host._callers._strangers
+    assert one.failure == host.failure == "" and not host._connections._unauthenticated
 
 
 def test_too_few_files_for_the_ranks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,16 +208,16 @@ def test_a_programs_own_switch_interval_stays(world: World) -> None:
 def test_a_broadcast_is_encoded_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """What all ranks are told becomes a line once, not once for each."""
     host = door(world)
-    guests = [visit(world, rank) for rank in (1, 2)]
+    peers = [visit(world, rank) for rank in (1, 2)]
     encoded: list[dict[str, object]] = []
     encode = protocol.encode
     monkeypatch.setattr(protocol, "encode", lambda message: (encoded.append(message), encode(message))[1])
     host.fail("no such script")
     # Rank 0 may still tell the ranks that all of them have come.
     assert [message["failed"] for message in encoded if "failed" in message] == [host.failure]
-    for guest in guests:
+    for peer in peers:
         with pytest.raises(BringUpError, match="no such script"):
-            guest.wait_for_store(time.monotonic() + 30, 10)
+            peer.wait_for_store(time.monotonic() + 30, 10)
 
 
 def test_thousands_that_never_came_fit_into_a_line(world: World) -> None:
@@ -227,7 +227,7 @@ def test_thousands_that_never_came_fit_into_a_line(world: World) -> None:
     assert "ranks 0-16383 never arrived (nobody came from node[00000-16383])" in every
     odd = Roster(16_384, hosts)
     for rank in range(0, 16_384, 2):
-        odd.enter(Guest(rank, hosts[rank], 1))
+        odd.enter(Peer(rank, hosts[rank], 1))
     told = odd.missing("started")
     assert (
         len(told) < 5_000 and "8192 of 16384 ranks are missing: ranks 1,3,5," in told and ",... never arrived" in told

@@ -13,8 +13,8 @@ import pytest
 
 from hpcinit.config.compose import compose
 from hpcinit.records import node_records
-from hpcinit.records.node_records import NodeFailure, Standing
-from hpcinit.submit.excluded_nodes import LeftOut, decide
+from hpcinit.records.node_records import NodeFailure, NodeHistory
+from hpcinit.submit.excluded_nodes import Exclusion, decide
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, submit
@@ -40,11 +40,11 @@ def table(tmp_path: Path, *failures: tuple[str, str]) -> None:
     node_records.append(tmp_path / TABLE, lines)
 
 
-def standing(*hosts: str) -> list[Standing]:
-    return [Standing(host, tuple(NodeFailure(1.0, host, "ECC", job=job) for job in "12")) for host in hosts]
+def standing(*hosts: str) -> list[NodeHistory]:
+    return [NodeHistory(host, tuple(NodeFailure(1.0, host, "ECC", job=job) for job in "12")) for host in hosts]
 
 
-def decided(*hosts: str, sbatch: dict[str, Any] | None = None, words: tuple[str, ...] = ()) -> LeftOut:
+def decided(*hosts: str, sbatch: dict[str, Any] | None = None, words: tuple[str, ...] = ()) -> Exclusion:
     config = compose(["cluster=mini", *words])
     return decide(replace(config, cluster=replace(config.cluster, sbatch=sbatch or {})), standing(*hosts))
 
@@ -74,9 +74,9 @@ def test_the_keys(hpcinit: Run, tmp_path: Path) -> None:
 def test_beside_the_users_own() -> None:
     """sbatch gets both; a node that is the user's own already is not told."""
     assert decided("n2", sbatch={"exclude": "n[3-4]"}).hosts == "n[3-4],n2"
-    assert decided("n3", sbatch={"exclude": "n[3-4]"}) == LeftOut(None, [])
+    assert decided("n3", sbatch={"exclude": "n[3-4]"}) == Exclusion(None, [])
     assert decided("n1", "n2").hosts == "n[1-2]"
-    assert decided() == LeftOut(None)
+    assert decided() == Exclusion(None)
 
 
 def test_a_file_of_the_users_cannot_be_added_to() -> None:

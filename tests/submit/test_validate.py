@@ -16,7 +16,7 @@ from hpcinit.slurm.sbatch import sbatch
 from hpcinit.submit import script, validate
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
-from tests.submit.test_refusal import REFUSED
+from tests.submit.test_sbatch_errors import REFUSED
 from tests.submitting import submit
 
 TRUE = ["--", "true"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcinit.base.errors import RequestError
-from hpcinit.records.startup_timeout import TimeoutLaw, check_clock, left_of_job
+from hpcinit.records.startup_timeout import StartupTimeout, check_clock, left_of_job
 from hpcinit.slurm import queue
 
 RECORDED = Path(__file__).parents[1] / "data/slurm/24.11.5/gpus_per_task.json"
@@ -17,7 +17,7 @@ RECORDED = Path(__file__).parents[1] / "data/slurm/24.11.5/gpus_per_task.json"
 
 def test_the_job_bounds_its_start_up() -> None:
     """With less left of the job than the law gives, what is left less 30 s is the timeout; with more, nothing changes."""
-    law = TimeoutLaw()
+    law = StartupTimeout()
     assert law.start_up(8, timedelta(seconds=200.7)) == timedelta(seconds=170)
     assert (
         law.formula(8, timedelta(seconds=200.7)) == "min(3600, 300 + 3.5 x 8 nodes, 200 left of the job - 30) = 170 s"
@@ -29,7 +29,7 @@ def test_the_job_bounds_its_start_up() -> None:
 def test_nothing_is_left(left: int) -> None:
     """A job whose end leaves no time for a start-up and its errors is told so, with the way out."""
     with pytest.raises(RequestError, match=rf"the job ends in {left} s .* ask for more \(time_min\)"):
-        TimeoutLaw().start_up(1, timedelta(seconds=left))
+        StartupTimeout().start_up(1, timedelta(seconds=left))
 
 
 def test_the_end_of_a_recorded_job() -> None:

@@ -45,7 +45,7 @@ def test_the_cause_and_not_the_first_in_time_among_echoes() -> None:
     verdict = diagnose(Evidence("FAILED", found=found))
     clock = time.strftime("%H:%M:%S", time.localtime(T))
     assert verdict.headline == f"rank 3 on n2 failed first, {clock} (step 41): ValueError: bad sample 17"
-    assert verdict.echoes == ("3 other ranks: Connection closed by peer, up to 0.8 s later",)
+    assert verdict.secondary == ("3 other ranks: Connection closed by peer, up to 0.8 s later",)
 
 
 def test_the_phase_is_told_where_it_is_not_the_training() -> None:
@@ -71,7 +71,7 @@ def test_a_rank_is_counted_once_among_those_that_came_after() -> None:
     """Who has said that a peer is gone, and was ended later, has said it; the others were ended."""
     log = job_log.read(KILLED.replace("Killed", "Exited with exit code 1"))
     verdict = diagnose(Evidence("FAILED", found=(told(1, "ValueError: x"), told(0, CLOSED)), log=log))
-    assert verdict.echoes == (
+    assert verdict.secondary == (
         "1 other rank: Connection closed by peer, up to 0.0 s later",
         "2 ranks ended by Slurm afterwards (ranks 2-3)",
     )
@@ -164,7 +164,7 @@ def test_clocks_of_nodes_that_differ() -> None:
     verdict = diagnose(Evidence("FAILED", found=found, clocks=offsets))
     assert "rank 2 on n2 failed first" in verdict.headline
     assert verdict.evidence == ("rank 0 on n1 1.0 s later: KeyError: 'second'",)
-    assert "clocks of the nodes differ by 2.0 s (n2 is ahead)" in verdict.echoes[-1]
+    assert "clocks of the nodes differ by 2.0 s (n2 is ahead)" in verdict.secondary[-1]
     assert clocks([("n1", 0.01), ("n2", 0.2), ("n2", 3.0)]) == {}  # a file that came late is no clock
 
 
