@@ -142,7 +142,7 @@ def _check_proof(answer: dict[str, Any], request: JoinRequest, challenge: str, a
     if isinstance(hello, str) and hello.startswith(protocol.PROTOCOL) and "proof" not in answer:
         raise NotRank0("hpcinit of another job, start or version")
     if isinstance(key_id, str) and key_id != protocol.key_id(request.key, request.job):
-        raise NotRank0(f"a process of this job that holds another secret: {SAME_SECRET}")
+        raise NotRank0(f"a process of this job with another secret: {SAME_SECRET}")
     raise NotRank0("somebody else's server")
 
 

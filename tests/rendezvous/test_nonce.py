@@ -230,7 +230,7 @@ def test_another_user_is_neither_rank_0_nor_rank_1_of_a_plain_srun(slurm: MiniSl
     assert sorted(report["rank"] for report in reports) == [0, 1]
     assert {report["secret"] for report in reports} == {32} and len({report["same"] for report in reports}) == 1
     assert not list(tmp_path.glob(".hpcinit-*")), "rank 0 has removed the file"
-    assert "holds another secret" in done.log
+    assert "with another secret" in done.log
 
 
 def _address(slurm: MiniSlurm, node: str) -> str:

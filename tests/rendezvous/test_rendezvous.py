@@ -141,7 +141,7 @@ def test_two_jobs_with_the_same_ports(world: World) -> None:
     [
         (
             {"key": "from before the requeue"},
-            "a process of this job that holds another secret: start all ranks in one folder",
+            "a process of this job with another secret: start all ranks in one folder",
         ),
         ({"job": "77.0.1#0"}, "hpcinit of another job, start or version"),
     ],
@@ -154,7 +154,7 @@ def test_a_rank_of_another_start_never_gets_in(
     with pytest.raises(BringUpError, match=rf"rank 1 on .* did not find rank 0 at {HERE}: .*:{host.port}: {why}"):
         visit(world, 1, within_s=1.5, **change)
     assert list(host.roster.peers) == [0]
-    warned = f"warning: a process at {HERE} asked for rank 0 of this job and holds another secret"
+    warned = f"warning: a process at {HERE} asked for rank 0 of this job with another secret"
     assert capfd.readouterr().err.count(warned) == ("key" in change)
 
 

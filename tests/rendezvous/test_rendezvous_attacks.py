@@ -116,11 +116,11 @@ key, job, at = {key!r}, {job!r}, "{address}:{port}"
 def serve(connection):
     lines = protocol.Lines()
     hello = protocol.receive(connection, lines)[0]
-    proof = protocol.proof(key, "door", hello["challenge"], at + "|" + job)
+    proof = protocol.proof(key, "server", hello["challenge"], at + "|" + job)
     mine = {{"hello": protocol.GREETING, "proof": proof, "challenge": "c", "at": at, "key_id": protocol.key_id(key, job)}}
     connection.sendall(protocol.encode({{**mine, "clock": [time.time(), time.time()]}}))
     hand = protocol.receive(connection, lines)[0]
-    connection.sendall(protocol.encode({{"welcome": 4242}}))
+    connection.sendall(protocol.encode({{"reply": 4242}}))
     print("accepted", hand["rank"], flush=True)
     time.sleep(60)
 

@@ -216,7 +216,7 @@ def test_what_is_no_message_from_rank_0_ends_the_wait(world: World, raw: bytes) 
 
 def test_a_slow_trickle_from_a_client_is_cut_off(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that sends a byte at a time without ever completing a message is closed after the time for strangers."""
-    monkeypatch.setattr("hpcinit.rendezvous.connections.STRANGER_S", 1.0)
+    monkeypatch.setattr("hpcinit.rendezvous.connections.UNAUTHENTICATED_S", 1.0)
     host = door(world)
     began = time.monotonic()
     with socket.create_connection((HERE, host.port)) as connection, pytest.raises(OSError):

@@ -123,7 +123,7 @@ def test_a_door_behind_a_crowd_is_listened_to_for_longer(world: World, monkeypat
 
 def test_a_stranger_is_shown_out_though_guests_are_let_in(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who says nothing is shown out after its time, whoever came and went meanwhile; ranks stay."""
-    monkeypatch.setattr("hpcinit.rendezvous.connections.STRANGER_S", 1.0)
+    monkeypatch.setattr("hpcinit.rendezvous.connections.UNAUTHENTICATED_S", 1.0)
     host = door(world)
     with socket.create_connection((HERE, host.port)) as silent:
         one = visit(world, 1)
@@ -178,7 +178,7 @@ def test_no_files_left_at_the_door(world: World, capfd: pytest.CaptureFixture[st
 @pytest.fixture
 def as_python_begins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Doors that other tests have left open do not count."""
-    monkeypatch.setattr(connections, "_doors", 0)
+    monkeypatch.setattr(connections, "_servers", 0)
     found = sys.getswitchinterval()
     sys.setswitchinterval(0.005)
     yield
