@@ -115,7 +115,14 @@ print("through")
 def test_a_hang_of_forked_ranks_is_requeued(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
     """Exit status 76 comes through the parent, and the next attempt, forked too, appends to the logs and ends well."""
     (tmp_path / "train.py").write_text(HANGS)
-    words = ["launch=fork", "nodes=2", "ranks_per_node=2", "hang.after_s=5", "hang.action=end", "restart.budget=1"]
+    words = [
+        "launch=fork",
+        "nodes=2",
+        "ranks_per_node=2",
+        "hang.after_s=5",
+        "hang.action=end",
+        "restart.max_restarts=1",
+    ]
     done = submit(hpcinit, idle_slurm, *words, "--", "train.py")
     folder, job = folder_of(done), job_id_of(done)
     until(lambda: restarts(folder), timeout_s=180)

@@ -132,21 +132,22 @@ def _dependencies(config: Config) -> Iterator[str]:
 
 def _restarts(config: Config) -> Iterator[str]:
     asked = config.restart
-    if config.spares and config.cluster.engine == "local":
-        yield f"spares is {config.spares}, but the nodes of cluster {config.cluster.name} are all this machine"
+    if config.spare_nodes and config.cluster.engine == "local":
+        name = config.cluster.name
+        yield f"spare_nodes is {config.spare_nodes}, but the nodes of cluster {name} are all this machine"
     if unknown := [word for word in asked.on if word not in run_folder.REASONS]:
         yield f"restart.on has {', '.join(map(repr, unknown))}, expected some of: {', '.join(run_folder.REASONS)}"
-    if asked.budget is None:
+    if asked.max_restarts is None:
         return
     for option in ("requeue", "no-requeue"):
         if option in config.cluster.sbatch:
-            yield f"cluster.sbatch.{option} and restart.budget={asked.budget}: give one of them"
-    if asked.budget and config.cluster.engine == "local":
+            yield f"cluster.sbatch.{option} and restart.max_restarts={asked.max_restarts}: give one of them"
+    if asked.max_restarts and config.cluster.engine == "local":
         yield (
-            f"restart.budget is {asked.budget}, but cluster {config.cluster.name} has no queue (engine: local) that "
-            "could take a job back; choose a cluster with Slurm"
+            f"restart.max_restarts is {asked.max_restarts}, but cluster {config.cluster.name} has no queue "
+            "(engine: local) that could take a job back; choose a cluster with Slurm"
         )
-    if run_folder.TIME_LIMIT in asked.on and asked.budget and config.chain > 1:
+    if run_folder.TIME_LIMIT in asked.on and asked.max_restarts and config.chain > 1:
         yield f"restart.on has time_limit, and so has chain={config.chain}, whose next job goes on: give one of them"
 
 
@@ -168,7 +169,7 @@ def _launch(config: Config) -> Iterator[str]:
     if launch.max_restarts > 0 and launch.kind != "torchrun":
         yield (
             f"launch.max_restarts is {launch.max_restarts}, but launch.kind is {launch.kind}: launch=torchrun, or "
-            "restart.budget"
+            "restart.max_restarts"
         )
     if launch.kind == "srun":
         return

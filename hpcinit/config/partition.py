@@ -37,7 +37,7 @@ def known(config: Config) -> Partition:
 def problems(config: Config) -> Iterator[str]:
     """One message for each thing of which more is asked for than there is."""
     has = known(config)
-    nodes = ("nodes + spares" if config.spares else "nodes", config.nodes + config.spares, has.nodes)
+    nodes = ("nodes + spare_nodes" if config.spare_nodes else "nodes", config.nodes + config.spare_nodes, has.nodes)
     for key, asked, most in (nodes, ("time_min", config.time_min, has.time_min)):
         if most is not None and asked > most:
             yield f"{key}={asked}, but {_where(config)} has at most {most}: {key}={most} or less"

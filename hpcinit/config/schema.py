@@ -333,7 +333,7 @@ class Stop:
 class Restart:
     """Ends of an attempt that are answered with another, in the same run folder, from its checkpoint on."""
 
-    budget: Optional[int] = key(
+    max_restarts: Optional[int] = key(
         "restarts of a job, at most; 0: never; null: as the site's Slurm requeues by itself", least=0
     )
     on: list[str] = key(
@@ -346,7 +346,7 @@ class Restart:
 
 
 @dataclass
-class BadNodes:
+class ExcludedNodes:
     """Nodes that have failed (NODE_FAIL, Xid, ECC, ...) are left out of what is submitted later: `hpcinit nodes`."""
 
     limit: int = key("failures of a node that are too many", LIMIT, least=1)
@@ -407,10 +407,10 @@ class Config:
     stop: Stop = field(default_factory=Stop)
     hang: Hang = field(default_factory=Hang)
     restart: Restart = field(default_factory=Restart)
-    bad_nodes: BadNodes = field(default_factory=BadNodes)
+    excluded_nodes: ExcludedNodes = field(default_factory=ExcludedNodes)
     name: str = key("name of the run", "${job.name}", sbatch="job-name")
     nodes: int = key("number of nodes", 1, least=1, sbatch="nodes")
-    spares: int = key(
+    spare_nodes: int = key(
         "further nodes of the job, in whose place the ranks begin again when one of theirs fails", 0, least=0
     )
     ranks_per_node: Optional[int] = key(

@@ -29,7 +29,7 @@ from hpcinit.submit import submit_command
 from hpcinit.why import why_command
 
 # Unless the command line says otherwise: a short job waits less, and what ended badly is to be told, not requeued.
-DEFAULTS = {"time_min": "15", "restart.budget": "0"}
+DEFAULTS = {"time_min": "15", "restart.max_restarts": "0"}
 LOOK_S = 0.5
 
 

@@ -23,8 +23,8 @@ MOST_TOLD = 5
 
 @dataclass(frozen=True)
 class Restart:
-    """reason: why the attempt before `restart` ended. step: the furthest until then, None before the first. budget: how
-    many restarts job may have, None where a version before this one wrote the line."""
+    """reason: why the attempt before `restart` ended. step: the furthest until then, None before the first.
+    max_restarts: how many restarts job may have, None where a version before this one wrote the line."""
 
     job: str
     restart: int
@@ -32,7 +32,7 @@ class Restart:
     reason: str
     step: int | None = None
     without_progress: int = 0
-    budget: int | None = None
+    max_restarts: int | None = None
 
 
 def read(path: Path) -> list[Restart]:
@@ -57,7 +57,7 @@ def _lines(text: Iterator[str]) -> Iterator[Restart]:
 def left(found: Sequence[Restart]) -> int | None:
     """Restarts that the run's last job may still have, None where nobody says. A chain's jobs have a budget each."""
     last = found[-1] if found else None
-    return None if last is None or last.budget is None else max(0, last.budget - last.restart)
+    return None if last is None or last.max_restarts is None else max(0, last.max_restarts - last.restart)
 
 
 def document(path: Path) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from hpcinit.base.text import home
 from hpcinit.records import run_folder
 
 FOLDER = "hpcinit/nodes"  # below XDG_STATE_HOME, ~/.local/state: every login node of a site has the same
-LIMIT, EXPIRY_H = 2, 24.0  # defaults of bad_nodes.limit and bad_nodes.expiry_h
+LIMIT, EXPIRY_H = 2, 24.0  # defaults of excluded_nodes.limit and excluded_nodes.expiry_h
 ADDED = "added"  # kind of a line that a person has written
 DOCTOR = "doctor"  # ... or has had `hpcinit doctor --remember` write
 AT_ONCE = {ADDED: "added by hand", DOCTOR: "found by hpcinit doctor"}  # such a line counts as many as the limit

@@ -34,10 +34,10 @@ def excluded(requests: Sequence[Request]) -> tuple[Sequence[Request], list[str]]
     changed, said, tables = [], [], dict[tuple[str, ...], list[NodeHistory]]()
     for request in requests:
         config = request.config
-        if config.cluster.engine != "slurm" or not config.bad_nodes.exclude:
+        if config.cluster.engine != "slurm" or not config.excluded_nodes.exclude:
             changed.append(request)
             continue
-        place = (config.cluster.name, config.runs_dir, str(config.bad_nodes.expiry_h))
+        place = (config.cluster.name, config.runs_dir, str(config.excluded_nodes.expiry_h))
         if place not in tables:
             tables[place], troubles = _table(config)
             said += troubles
@@ -54,7 +54,11 @@ def _with(config: Config, hosts: str) -> Config:
 
 def _table(config: Config) -> tuple[list[NodeHistory], list[str]]:
     """Of the cluster, with what the runs since have left; a dry run writes nothing. Never fails a submission."""
-    path, now, expiry_h = node_records.file(os.environ, config.cluster.name), time.time(), config.bad_nodes.expiry_h
+    path, now, expiry_h = (
+        node_records.file(os.environ, config.cluster.name),
+        time.time(),
+        config.excluded_nodes.expiry_h,
+    )
     known, troubles = node_records.read(path), []
     new = node_records.new_record(look(expanded(config.runs_dir), config.cluster.name, now, expiry_h), known)
     if new and not config.dry_run:
@@ -63,7 +67,7 @@ def _table(config: Config) -> tuple[list[NodeHistory], list[str]]:
         except OSError as error:
             troubles.append(f"hpcinit: warning: failures of nodes are not kept, {path}: {error.strerror}")
     table = node_records.node_states([*known, *new], now, expiry_h)
-    if strange := _strange([one.host for one in table if one.is_bad(config.bad_nodes.limit)]):
+    if strange := _strange([one.host for one in table if one.is_bad(config.excluded_nodes.limit)]):
         names = ",".join(sorted(strange))
         troubles.append(
             f"hpcinit: warning: {names} failed, and Slurm has no node of that name: not excluded; hpcinit nodes "
@@ -89,10 +93,10 @@ def _strange(hosts: Sequence[str]) -> set[str]:
 
 def decide(config: Config, table: Sequence[NodeHistory]) -> Exclusion:
     """table: the worst first. As many of the bad as the partition, where its size is known, can do without."""
-    bad = [one for one in table if one.is_bad(config.bad_nodes.limit)]
+    bad = [one for one in table if one.is_bad(config.excluded_nodes.limit)]
     if not bad:
         return Exclusion(None)
-    expiry_h, sbatch = config.bad_nodes.expiry_h, config.cluster.sbatch
+    expiry_h, sbatch = config.excluded_nodes.expiry_h, config.cluster.sbatch
     own, asked = str(sbatch.get("exclude") or ""), _hosts(str(sbatch.get("nodelist") or ""))
     mine, said = _hosts(own), list[str]()
     out: list[str] = []
@@ -100,7 +104,7 @@ def decide(config: Config, table: Sequence[NodeHistory]) -> Exclusion:
         names = ",".join(one.host for one in bad)
         return Exclusion(None, [f"hpcinit: warning: {names} failed, and only what {own} has is excluded"])
     most = partition.known(config).nodes
-    room = len(bad) if most is None else most - config.nodes - config.spares - len(mine)
+    room = len(bad) if most is None else most - config.nodes - config.spare_nodes - len(mine)
     for one in (one for one in bad if one.host not in mine):
         about = f"{one.host} ({one.words(expiry_h)})"
         if one.host in asked:
@@ -108,7 +112,7 @@ def decide(config: Config, table: Sequence[NodeHistory]) -> Exclusion:
         elif len(out) >= room:
             said.append(
                 f"hpcinit: warning: {about} is bad, and not excluded: of the {most} nodes in the partition "
-                f"{config.nodes + config.spares} are asked for and {len(mine) + len(out)} excluded"
+                f"{config.nodes + config.spare_nodes} are asked for and {len(mine) + len(out)} excluded"
             )
         else:
             out.append(one.host)

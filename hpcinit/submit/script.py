@@ -148,7 +148,7 @@ def parameters(config: Config, run: RunPath, workdir: Path, code: SnapshotPlan |
     cluster = config.cluster
     known = {
         **{option.replace("-", "_"): keys.value(config, key) for option, key in keys.options("sbatch").items()},
-        "nodes": config.nodes + config.spares,
+        "nodes": config.nodes + config.spare_nodes,
         "ntasks_per_node": ranks_per_node(config),
         "cpus_per_task": cpus_per_rank(config),
         "time": config.time_min,
@@ -186,12 +186,12 @@ def _mem(gb: float) -> str:
 def _setup(config: Config, run: RunPath, code: SnapshotPlan | None) -> list[str]:
     """Return the lines before the ranks start: the blocks of lib/ in their order, each if its condition is true."""
     slurm = config.cluster.engine == "slurm"
-    chain, spares = config.chain > 1, bool(config.spares) and slurm
+    chain, spares = config.chain > 1, bool(config.spare_nodes) and slurm
     requeues = restart.wanted(config)
     asks = requeues or spares  # why the ranks ended
     on: Mapping[str, str | int] = {"hpcinit_hung": hang_report.HUNG, "hpcinit_on": " ".join(config.restart.on)}
     most = {
-        "hpcinit_budget": config.restart.budget or 0,
+        "hpcinit_max_restarts": config.restart.max_restarts or 0,
         "hpcinit_without_progress": config.restart.without_progress or restart.NEVER,
     }
     blocks: list[tuple[bool, str, Mapping[str, str | int]]] = [
@@ -204,7 +204,7 @@ def _setup(config: Config, run: RunPath, code: SnapshotPlan | None) -> list[str]
         (requeues, "restarts", most),
         (slurm and not requeues, "requeued", {}),
         (asks, "reason", on),
-        (spares, "spares", {"hpcinit_nodes": config.nodes}),
+        (spares, "spare_nodes", {"hpcinit_nodes": config.nodes}),
         (requeues, "requeue", {}),
     ]
     body = [line for wanted, name, values in blocks if wanted for line in ["", *shell_blocks.block(name, values)]]
@@ -258,14 +258,14 @@ def _command(config: Config, step: str) -> list[str]:
     """Return the lines that run `step`, which starts the ranks, and what decides after their end."""
     own = ["hpcinit_own_status $?"] if config.chain > 1 else []
     requeue = ["hpcinit_requeue $?"] if restart.wanted(config) else []
-    if not config.spares:
+    if not config.spare_nodes:
         return [step, *own, *requeue]
     launcher, _, rest = step.partition(" ")
     # Slurm 22.05 counts what a step on a lost node used as taken forever ('unable to update job's core use information
     # due to job resizing'), hence --overlap.
     ranks = f'{launcher} ${{hpcinit_excluded:+--overlap --exclude="$hpcinit_excluded"}} {rest}'
     body = [f"  {line}" for line in (ranks, *own)]
-    return ["hpcinit_ranks() {", *body, "}", "hpcinit_run_with_spares", *requeue]
+    return ["hpcinit_ranks() {", *body, "}", "hpcinit_run_with_spare_nodes", *requeue]
 
 
 # The words that put a rank into a container: options of srun (pyxis), or a command before its own (apptainer).

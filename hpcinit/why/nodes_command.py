@@ -20,7 +20,7 @@ from hpcinit.slurm import nodelist
 
 @dataclass(frozen=True)
 class Limits:
-    """What a submission would go by: the cluster's name, bad_nodes.limit and bad_nodes.expiry_h."""
+    """What a submission would go by: the cluster's name, excluded_nodes.limit and excluded_nodes.expiry_h."""
 
     cluster: str
     limit: int
@@ -31,7 +31,7 @@ def nodes_main(argv: Sequence[str], configured: Callable[[Sequence[str]], Limits
     """configured: the limits of a submission with these overrides; it is asked where they matter."""
     options = console.parse_arguments(nodes_parser(), list(argv))
     if odd := [word for word in options.overrides if "=" not in word]:
-        raise RequestError(f"{odd[0]!r} is no override, expected cluster=x, bad_nodes.limit=3 and the like")
+        raise RequestError(f"{odd[0]!r} is no override, expected cluster=x, excluded_nodes.limit=3 and the like")
     if options.why and not options.add:
         raise RequestError(f"--why {options.why!r} stands alone, expected --add NODE --why TEXT")
     limits = _limits(options, configured)
@@ -66,8 +66,8 @@ def nodes_parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", metavar="KEY=VALUE", help="as of a submission: cluster=x; its limits hold"
     )
     parser.add_argument("--cluster", metavar="NAME", help="its name; all of them without it")
-    parser.add_argument("--limit", type=int, help="in the place of your config's bad_nodes.limit")
-    parser.add_argument("--expiry-h", type=float, help="in the place of your config's bad_nodes.expiry_h")
+    parser.add_argument("--limit", type=int, help="in the place of your config's excluded_nodes.limit")
+    parser.add_argument("--expiry-h", type=float, help="in the place of your config's excluded_nodes.expiry_h")
     change = parser.add_mutually_exclusive_group()
     change.add_argument("--add", metavar="NODE", help="leave it out from now on until it expires, or several: n[3-5]")
     change.add_argument("--forget", metavar="NODE", help="what it has done no longer counts")
@@ -163,4 +163,4 @@ def _configured(overrides: Sequence[str]) -> Limits:
     from hpcinit.config.compose import compose  # noqa: PLC0415 - where limits are asked for: Hydra takes its time
 
     config = compose(overrides)
-    return Limits(config.cluster.name, config.bad_nodes.limit, config.bad_nodes.expiry_h)
+    return Limits(config.cluster.name, config.excluded_nodes.limit, config.excluded_nodes.expiry_h)

@@ -159,7 +159,7 @@ def test_a_restart_happens_on_a_full_disk(hpcinit: Run, disk: Disk, small: MiniS
     waits = "import pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.1)\n"
     counts = ATTEMPTS.replace("sys.exit(", "open('attempts', 'a').write('x')\nsys.exit(")
     Path("attempts.py").write_text(waits + counts.replace("print(", "0 and print("))  # stdout is on the full disk
-    words = [f"runs_dir={disk.place}", "restart.budget=2", "restart.without_progress=null", "nodes=1", *SHAPE]
+    words = [f"runs_dir={disk.place}", "restart.max_restarts=2", "restart.without_progress=null", "nodes=1", *SHAPE]
     done = submit(hpcinit, small, *words, "--", "attempts.py", "76", "76", "76", "0")
     job = job_id_of(done)
     until(lambda: state(small, job) == "RUNNING")
@@ -173,7 +173,7 @@ def test_a_restart_happens_on_a_full_disk(hpcinit: Run, disk: Disk, small: MiniS
 def test_a_training_that_stops_on_a_full_disk_is_requeued(hpcinit: Run, disk: Disk, small: MiniSlurm) -> None:
     """With restart.on=[time_limit] a stop whose reason could not be recorded counts as the time limit."""
     Path("stop.py").write_text(PROGRAM)
-    asked = ["restart.budget=1", "restart.on=[time_limit]", "time_min=1", "stop.signal=USR1"]
+    asked = ["restart.max_restarts=1", "restart.on=[time_limit]", "time_min=1", "stop.signal=USR1"]
     done = submit(hpcinit, small, f"runs_dir={disk.place}", *asked, "nodes=2", *SHAPE, "--", "stop.py")
     job = job_id_of(done)
     Path("go").touch()

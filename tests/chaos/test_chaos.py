@@ -66,7 +66,7 @@ def test_a_rank_raises(start: Start) -> None:
 
 def test_kill_9_of_a_rank(start: Start) -> None:
     """With restart.on=[failure] it goes on from the last checkpoint, whoever killed it."""
-    run, since = start("restart.budget=3", "restart.on=[failure]"), time.monotonic()
+    run, since = start("restart.max_restarts=3", "restart.on=[failure]"), time.monotonic()
     os.kill(run.pid_at_fault(), signal.SIGKILL)
     word = run.word(since)
     ends = run.ends(quick=True)
@@ -77,7 +77,7 @@ def test_kill_9_of_a_rank(start: Start) -> None:
 
 def test_a_stopped_rank(start: Start) -> None:
     """SIGSTOP: the hang is found and told, and the job goes on from its checkpoint."""
-    run = start("hang.after_s=6", "hang.action=end", "restart.budget=3")
+    run = start("hang.after_s=6", "hang.action=end", "restart.max_restarts=3")
     since = time.monotonic()
     os.kill(run.pid_at_fault(), signal.SIGSTOP)
     word = run.word(since)
@@ -88,7 +88,7 @@ def test_a_stopped_rank(start: Start) -> None:
 
 def test_slurmd_is_killed(start: Start) -> None:
     """The node goes down although its ranks are there; Slurm takes them, and the job goes on elsewhere."""
-    run, since = start("restart.budget=3"), time.monotonic()
+    run, since = start("restart.max_restarts=3"), time.monotonic()
     pid = daemon_pid(run.slurm.directory / "run/n2.pid", run.slurm.name)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
@@ -109,7 +109,7 @@ def test_slurmd_is_killed(start: Start) -> None:
 
 def test_a_node_loses_its_network(start: Start) -> None:
     """Nobody gets an answer from it: the job is taken from it, and goes on on the others."""
-    run, since = start("restart.budget=3", "restart.on=[node_fail,failure]"), time.monotonic()
+    run, since = start("restart.max_restarts=3", "restart.on=[node_fail,failure]"), time.monotonic()
     run.slurm.network_down("n2")
     try:
         word = run.word(since)
@@ -128,7 +128,7 @@ def test_a_node_loses_its_network(start: Start) -> None:
 
 def test_a_node_is_lost(start: Start) -> None:
     """All that runs on it ends at once, and nobody reports anything."""
-    run, since = start("restart.budget=3"), time.monotonic()
+    run, since = start("restart.max_restarts=3"), time.monotonic()
     run.slurm.kill_node("n2")
     try:
         word = run.word(since)
@@ -165,7 +165,7 @@ def test_the_controller_is_away_for_a_minute(start: Start) -> None:
 
 def test_preempted(start: Start) -> None:
     """A job of the partition high takes the nodes."""
-    run, since = start("restart.budget=3"), time.monotonic()
+    run, since = start("restart.max_restarts=3"), time.monotonic()
     high = run.slurm.run("sbatch", "--parsable", "-N4", "--exclusive", "--partition=high", "--wrap=sleep 5").strip()
     word = run.word(since)
     until(
@@ -276,7 +276,7 @@ def test_the_clocks_of_two_nodes_differ(start: Start) -> None:
 @pytest.mark.chaos(short="srun")
 def test_a_torn_checkpoint(start: Start) -> None:
     """The newest has lost the end of a file: it is skipped with a line, and the one before is gone on from."""
-    run = start("restart.budget=3", "restart.on=[failure]", total=60)
+    run = start("restart.max_restarts=3", "restart.on=[failure]", total=60)
     os.kill(run.pid_at_fault(), signal.SIGSTOP)  # nothing newer is written
     torn = max(run.saved.glob("step-*"))
     file = max((path for path in torn.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
@@ -294,7 +294,7 @@ def test_a_torn_checkpoint(start: Start) -> None:
 
 def test_a_requeue_storm(start: Start) -> None:
     """The job is requeued again and again as soon as it runs: restart.without_progress ends that."""
-    run = start("restart.budget=20")
+    run = start("restart.max_restarts=20")
     since, word = time.monotonic(), None
     while run.state not in ("FAILED", "COMPLETED"):
         if run.state == "RUNNING":

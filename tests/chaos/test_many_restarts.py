@@ -71,7 +71,7 @@ def test_it_ends_with_the_same_loss(hpcinit: Run, idle_slurm: MiniSlurm, launch:
     common = [*WORDS, *shape, f"+job.env.PYTHONPATH={Path.cwd()}"]
     through = folder_of(submit(hpcinit, slurm, *common, "name=through", "wait=true", timeout=300))
     Path("slow").touch()
-    asked = [f"restart.budget={faults + 3}", "restart.on=[failure]", "restart.without_progress=null"]
+    asked = [f"restart.max_restarts={faults + 3}", "restart.on=[failure]", "restart.without_progress=null"]
     folder = folder_of(submit(hpcinit, slurm, *common, *asked))
     run, began, done = (
         Training(hpcinit, slurm, folder, folder / "checkpoints", launch),

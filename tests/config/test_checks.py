@@ -58,7 +58,7 @@ def test_every_shipped_parallelism_is_right(choice: str) -> None:
         (["comm.backend=mpi"], "comm.backend is 'mpi', expected one of: auto, nccl, gloo"),
         (["launch.kind=mpi"], "launch.kind is 'mpi', expected one of: srun, fork, torchrun"),
         (["launch=fork", "launch.preload=[torch,my-model]"], "launch.preload has 'my-model', expected the name of a module"),
-        (["launch=fork", "launch.max_restarts=3"], "launch.max_restarts is 3, but launch.kind is fork: launch=torchrun, or restart.budget"),
+        (["launch=fork", "launch.max_restarts=3"], "launch.max_restarts is 3, but launch.kind is fork: launch=torchrun, or restart.max_restarts"),
         (["launch.max_restarts=-1"], "launch.max_restarts is -1, expected 0 or more"),
         (["launch=fork", "launch.gpu_bind=closest"], "launch.gpu_bind is 'closest', but launch.kind is fork, whose ranks are bound without Slurm, expected one of: none, single, per_task, map_gpu, null; or launch=srun"),
         (["launch=torchrun", "launch.cpu_bind=sockets"], "launch.cpu_bind is 'sockets', but launch.kind is torchrun"),

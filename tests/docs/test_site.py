@@ -69,7 +69,7 @@ def test_the_page_has_what_a_key_may_be() -> None:
     page = pages.keys()
     assert re.search(r"^\| `nodes` \| `1` \| .* \(1 or more\) \|$", page, re.MULTILINE)
     assert re.search(r"^\| `chain` \| `1` \| .* \(1 to 100\) \|$", page, re.MULTILINE)
-    assert re.search(r"^\| `bad_nodes.expiry_h` \| .* \(more than 0\) \|$", page, re.MULTILINE)
+    assert re.search(r"^\| `excluded_nodes.expiry_h` \| .* \(more than 0\) \|$", page, re.MULTILINE)
     assert re.search(r"^\| `stop.signal` \| `null` \| .* \(`USR1`, .*, `null`\) \|$", page, re.MULTILINE)
 
 

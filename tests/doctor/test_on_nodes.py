@@ -172,7 +172,7 @@ def test_no_longer_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 def test_what_it_asks_for() -> None:
     """A quarter of an hour, unless the command line says otherwise, and no requeueing."""
     assert job_checks.overrides(["nodes=2", "time_min=30"]) == [
-        "restart.budget=0",
+        "restart.max_restarts=0",
         "nodes=2",
         "time_min=30",
         "job=doctor",

@@ -152,7 +152,7 @@ trap 'hpcinit_end_link $?' EXIT
 
 # Count the restarts of this job, and those in a row without progress. Slurm also requeues without asking this script,
 # after a preemption or a lost node, so each attempt checks the budget at its start as well.
-hpcinit_budget=2 # restart.budget
+hpcinit_max_restarts=2 # restart.max_restarts
 hpcinit_without_progress=2 # restart.without_progress
 
 hpcinit_furthest() { # set hpcinit_step, the furthest step so far, and hpcinit_idle, the restarts without progress
@@ -174,13 +174,13 @@ hpcinit_record_restart() { # number $1, for the reason $2, with the furthest ste
     { [ ! -e "$hpcinit_restarts" ] || cat "$hpcinit_restarts"; } > "$hpcinit_restarts.tmp" &&
     printf '{"job": "%s", "restart": %d, "time": %d, "reason": "%s", "step": %s, %s}\n' \
       "$hpcinit_job" "$1" "$(date +%s)" "$2" "$hpcinit_step" \
-      "\"without_progress\": $hpcinit_idle, \"budget\": $hpcinit_budget" >> "$hpcinit_restarts.tmp" &&
+      "\"without_progress\": $hpcinit_idle, \"max_restarts\": $hpcinit_max_restarts" >> "$hpcinit_restarts.tmp" &&
     mv "$hpcinit_restarts.tmp" "$hpcinit_restarts"
 }
 hpcinit_count_restart() { # count restart $1, for the reason $2; return 1 if it is one too many
   hpcinit_furthest
-  if [ "$1" -gt "$hpcinit_budget" ]; then
-    echo "hpcinit: restart $1 ($2) is not begun: restart.budget is $hpcinit_budget; furthest step: $hpcinit_step"
+  if [ "$1" -gt "$hpcinit_max_restarts" ]; then
+    echo "hpcinit: restart $1 ($2) is not begun: restart.max_restarts is $hpcinit_max_restarts; furthest step: $hpcinit_step"
     return 1
   elif [ "$hpcinit_idle" -ge "$hpcinit_without_progress" ]; then
     echo "hpcinit: restart $1 ($2) is not begun: $hpcinit_idle in a row have come no further than step $hpcinit_step" \
@@ -196,7 +196,7 @@ hpcinit_attempt=${SLURM_RESTART_COUNT:-0}
 if [ "$hpcinit_attempt" -gt 0 ]; then
   [ "$(hpcinit_fact "$hpcinit_restart" job):$(hpcinit_fact "$hpcinit_restart" restart)" = "$hpcinit_job:$hpcinit_attempt" ] ||
     hpcinit_count_restart "$hpcinit_attempt" slurm || exit 1
-  echo "hpcinit: restart $hpcinit_attempt of at most $hpcinit_budget of job $hpcinit_job begins on $SLURM_JOB_NODELIST"
+  echo "hpcinit: restart $hpcinit_attempt of at most $hpcinit_max_restarts of job $hpcinit_job begins on $SLURM_JOB_NODELIST"
 fi
 rm -f "$hpcinit_stopped"
 
@@ -274,7 +274,7 @@ hpcinit_exclude_node() { # the ranks ended with status $1; exclude the node at f
   done
   return 0
 }
-hpcinit_run_with_spares() { # start the ranks until they end for another reason, and return their status
+hpcinit_run_with_spare_nodes() { # start the ranks until they end for another reason, and return their status
   local status
   while :; do
     hpcinit_from=$(hpcinit_log_lines)
@@ -293,7 +293,7 @@ hpcinit_requeue() { # the ranks ended with status $1; return it, or 1 for 0, if 
   [ -n "$reason" ] && [[ " $hpcinit_on " == *" $reason "* ]] || return "$1"
   hpcinit_still_runs || return "$1"
   hpcinit_count_restart "$next" "$reason" || return "$(($1 ? $1 : 1))"
-  echo "hpcinit: job $hpcinit_job is requeued ($reason): restart $next of at most $hpcinit_budget"
+  echo "hpcinit: job $hpcinit_job is requeued ($reason): restart $next of at most $hpcinit_max_restarts"
   for try in 1 2 3 4 5 6; do
     scontrol requeue "$hpcinit_job" && { sleep 60 & wait; return "$1"; } # Slurm ends this script
     echo "hpcinit: scontrol requeue failed ($try of 6)"
@@ -314,5 +314,5 @@ hpcinit_ranks() {
   srun ${hpcinit_excluded:+--overlap --exclude="$hpcinit_excluded"} --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=8 --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
   hpcinit_own_status $?
 }
-hpcinit_run_with_spares
+hpcinit_run_with_spare_nodes
 hpcinit_requeue $?

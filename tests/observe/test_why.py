@@ -139,7 +139,7 @@ def test_a_node_is_lost(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[...
 def test_the_batch_scripts_own_node_is_lost(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[..., Path]) -> None:
     """Nobody of the run is left to say so: Slurm is asked for the nodes of the attempt before, and the job, which waits
     for another, is not said to be well. Its next attempt tells of the restart."""
-    folder = start("none", "restart.budget=3", "hang.after_s=600")
+    folder = start("none", "restart.max_restarts=3", "hang.after_s=600")
     until(lambda: trains(folder) and list(folder.glob("beats/*/n1.json")))
     idle_slurm.kill_node("n1")
     try:

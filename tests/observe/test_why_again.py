@@ -160,8 +160,8 @@ def test_a_controller_that_is_away_is_asked_once(tmp_path: Path, monkeypatch: py
 def test_the_attempts_before(tmp_path: Path) -> None:
     """How many, why each ended, and what is left of the budget of the job that runs; a torn line counts for nothing."""
     lines = [
-        '{"job": "5", "restart": 1, "time": 1, "reason": "hang", "step": 10, "without_progress": 0, "budget": 3}',
-        '{"job": "5", "restart": 2, "time": 2, "reason": "slurm", "step": null, "without_progress": 1, "budget": 3}',
+        '{"job": "5", "restart": 1, "time": 1, "reason": "hang", "step": 10, "without_progress": 0, "max_restarts": 3}',
+        '{"job": "5", "restart": 2, "time": 2, "reason": "slurm", "step": null, "without_progress": 1, "max_restarts": 3}',
         '{"job": "5", "rest',
     ]
     (tmp_path / run_folder.RESTARTS).write_text("\n".join(lines))

@@ -98,7 +98,9 @@ def test_only_the_last_attempt_of_a_requeued_job_counts() -> None:
     )
     again = job_log.read(before + "hpcinit: restart 1 of at most 3 of job 29 begins on n[1-2]\nhello\n")
     assert (again.ends, again.cancelled, again.said) == ((), None, ("hello",))
-    site = job_log.read(before + "hpcinit: restart 1 of job 18_1 begins on n[1-2]\nhello\n")  # without restart.budget
+    site = job_log.read(
+        before + "hpcinit: restart 1 of job 18_1 begins on n[1-2]\nhello\n"
+    )  # without restart.max_restarts
     assert site == again
     spare = job_log.read(
         before + "hpcinit: hang on n2, n3: the ranks begin again in the same job, without n2,n3\nhello\n"
@@ -107,5 +109,7 @@ def test_only_the_last_attempt_of_a_requeued_job_counts() -> None:
     word = "hpcinit: restart 3 (slurm) is not begun: 2 in a row have come no further than step 31"
     refused = job_log.read(f"{before}hpcinit: restart 2 of at most 3 of job 29 begins on n[1-2]\n{before}{word}\n")
     assert (refused.ends, refused.cancelled, refused.said) == ((), None, (word,))
-    own = job_log.read(f"{before}hpcinit: restart 1 (failure) is not begun: restart.budget is 0; furthest step: 3\n")
+    own = job_log.read(
+        f"{before}hpcinit: restart 1 (failure) is not begun: restart.max_restarts is 0; furthest step: 3\n"
+    )
     assert own.ends, "it ended by its own failure, which is what is told"

@@ -63,12 +63,17 @@ def test_the_keys(hpcinit: Run, tmp_path: Path) -> None:
     """Another limit, an expiry of a second, nothing left out at all; and the local engine has no such nodes."""
     table(tmp_path, ("n3", "NODE_FAIL"), ("n3", "Xid 79"))
     assert "--exclude" in hpcinit(*MINI).stdout
-    for word in ("bad_nodes.limit=3", "bad_nodes.expiry_h=0.0001", "bad_nodes.exclude=false", "cluster=local"):
+    for word in (
+        "excluded_nodes.limit=3",
+        "excluded_nodes.expiry_h=0.0001",
+        "excluded_nodes.exclude=false",
+        "cluster=local",
+    ):
         done = hpcinit(*MINI, word) if "local" not in word else hpcinit("submit", "dry_run=true")
         assert (done.returncode, done.stderr) == (0, "") and "--exclude" not in done.stdout
-    done = hpcinit(*MINI, "bad_nodes.limit=0", "bad_nodes.expiry_h=0")
-    assert "bad_nodes.limit is 0, expected 1 or more" in done.stderr
-    assert "bad_nodes.expiry_h is 0, expected more than 0" in done.stderr
+    done = hpcinit(*MINI, "excluded_nodes.limit=0", "excluded_nodes.expiry_h=0")
+    assert "excluded_nodes.limit is 0, expected 1 or more" in done.stderr
+    assert "excluded_nodes.expiry_h is 0, expected more than 0" in done.stderr
 
 
 def test_beside_the_users_own() -> None:
@@ -100,7 +105,7 @@ def test_never_so_many_that_the_request_cannot_run() -> None:
         "are asked for and 1 excluded"
     )
     assert decided("n2", words=("nodes=4",)).hosts is None
-    assert decided("n2", words=("nodes=3", "spares=1")).hosts is None
+    assert decided("n2", words=("nodes=3", "spare_nodes=1")).hosts is None
     assert decided("n2", words=("nodes=3",), sbatch={"exclude": "n1"}).hosts is None
     assert decided("n2", "n3", words=("nodes=4", "partition=other")).hosts == "n[2-3]"  # its size is not known
 
@@ -157,7 +162,7 @@ def test_the_table_is_shown_and_edited(hpcinit: Run, tmp_path: Path) -> None:
         ("n1", False, 1),
     ]
     assert found[0]["until"] == found[0]["failures"][0]["time"] + 24 * 3600 and found[1]["until"] is None
-    own = hpcinit("nodes", "cluster=mini", "bad_nodes.limit=3").stdout.splitlines()
+    own = hpcinit("nodes", "cluster=mini", "excluded_nodes.limit=3").stdout.splitlines()
     assert own[0] == "n3 of mini: 2 failures in 24 h: NODE_FAIL, Xid 79", "as a submission with these words has it"
     assert hpcinit("nodes", "cluster=local").stdout.startswith("no node has failed")
     assert hpcinit("nodes", "--forget", "n3").stdout == "n3: what was until now no longer counts\n"
@@ -181,7 +186,7 @@ def test_the_table_is_shown_and_edited(hpcinit: Run, tmp_path: Path) -> None:
         (["--forget", "n9", "--cluster", "x"], "no failure of n9 is known of cluster x: hpcinit nodes shows"),
         (["--why", "x"], "--why 'x' stands alone, expected --add NODE --why TEXT"),
         (["--limit", "0"], "--limit is 0 and --expiry-h 24, expected 1 or more, and more than 0"),
-        (["n3"], "'n3' is no override, expected cluster=x, bad_nodes.limit=3 and the like"),
+        (["n3"], "'n3' is no override, expected cluster=x, excluded_nodes.limit=3 and the like"),
         (["--add", "n[", "--cluster", "x"], "'[' without ']' at column 2 of the nodelist"),
     ],
 )
@@ -207,7 +212,7 @@ def test_a_node_that_was_lost_is_left_out(hpcinit: Run, idle_slurm: MiniSlurm, t
     n1 runs the batch script, and with it goes whoever could write down which node it was: Slurm is asked.
     """
     (tmp_path / "train.py").write_text(TRAIN)
-    words = ["ranks_per_node=1", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null", "bad_nodes.limit=1"]
+    words = ["ranks_per_node=1", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null", "excluded_nodes.limit=1"]
     done = submit(hpcinit, idle_slurm, "nodes=2", *words, "+cluster.sbatch.no-requeue=true", "--", "train.py")
     folder = folder_of(done)
     until((folder / "progress.json").exists)
@@ -244,7 +249,7 @@ def test_a_node_that_slurm_does_not_know(hpcinit: Run, idle_slurm: MiniSlurm) ->
 @pytest.mark.slurm
 def test_a_node_on_which_no_rank_can_be_started(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
     """It dies after the job has begun and before its ranks: srun names it, and the next submission has read that."""
-    words = ["ranks_per_node=1", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null", "bad_nodes.limit=1"]
+    words = ["ranks_per_node=1", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null", "excluded_nodes.limit=1"]
     words += ["+cluster.sbatch.no-requeue=true", "cluster.setup=[sleep 5]"]
     folder = folder_of(submit(hpcinit, idle_slurm, "nodes=2", *words, "--", "sleep", "60"))
     until((folder / "exit.json").exists)

@@ -60,21 +60,21 @@ def begin_now(slurm: MiniSlurm, job: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["cluster=mini", "restart.budget=-1"], "restart.budget is -1, expected 0 or more"),
+        (["cluster=mini", "restart.max_restarts=-1"], "restart.max_restarts is -1, expected 0 or more"),
         (["cluster=mini", "restart.without_progress=0"], "restart.without_progress is 0, expected 1 or more"),
         (
             ["cluster=mini", "restart.on=[hang,oom]"],
             "restart.on has 'oom', expected some of: preempted, node_fail, hang,",
         ),
-        (["spares=1"], "spares is 1, but the nodes of cluster local are all this machine"),
-        (["cluster=mini", "spares=-1"], "spares is -1, expected 0 or more"),
-        (["restart.budget=2"], "restart.budget is 2, but cluster local has no queue (engine: local)"),
+        (["spare_nodes=1"], "spare_nodes is 1, but the nodes of cluster local are all this machine"),
+        (["cluster=mini", "spare_nodes=-1"], "spare_nodes is -1, expected 0 or more"),
+        (["restart.max_restarts=2"], "restart.max_restarts is 2, but cluster local has no queue (engine: local)"),
         (
-            ["cluster=mini", "restart.budget=2", "+cluster.sbatch.no-requeue=true"],
-            "cluster.sbatch.no-requeue and restart.budget=2: give one of them",
+            ["cluster=mini", "restart.max_restarts=2", "+cluster.sbatch.no-requeue=true"],
+            "cluster.sbatch.no-requeue and restart.max_restarts=2: give one of them",
         ),
         (
-            ["cluster=mini", "restart.budget=2", "restart.on=[time_limit]", "chain=2"],
+            ["cluster=mini", "restart.max_restarts=2", "restart.on=[time_limit]", "chain=2"],
             "restart.on has time_limit, and so has chain=2, whose next job goes on: give one of them",
         ),
     ],
@@ -89,7 +89,7 @@ def test_who_asks_for_nothing_gets_no_line_of_it(hpcinit: Run) -> None:
     """By default the site's own way holds; 0 forbids Slurm to requeue, and a budget allows it."""
     texts = [
         hpcinit("submit", "cluster=mini", *words, "dry_run=true").stdout
-        for words in ([], ["restart.budget=0"], ["restart.budget=1"])
+        for words in ([], ["restart.max_restarts=0"], ["restart.max_restarts=1"])
     ]
     assert ["#SBATCH --requeue\n" in text for text in texts] == [False, False, True]
     assert ["#SBATCH --no-requeue\n" in text for text in texts] == [False, True, False]
@@ -97,11 +97,11 @@ def test_who_asks_for_nothing_gets_no_line_of_it(hpcinit: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["chain=3"], ["restart.on=[failure]", "restart.without_progress=null"], ["spares=1"]]
+    "words", [[], ["chain=3"], ["restart.on=[failure]", "restart.without_progress=null"], ["spare_nodes=1"]]
 )
 def test_the_script_is_valid_bash(hpcinit: Run, tmp_path: Path, words: list[str]) -> None:
     """bash and shellcheck have nothing to say about a script with restarts."""
-    done = hpcinit("submit", "cluster=mini", "restart.budget=2", *words, "dry_run=true", "--", "true")
+    done = hpcinit("submit", "cluster=mini", "restart.max_restarts=2", *words, "dry_run=true", "--", "true")
     (tmp_path / "job.sh").write_text(done.stdout)
     assert "hpcinit_requeue" in done.stdout
     subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
@@ -155,7 +155,7 @@ def attempts(tmp_path: Path) -> Path:
 def test_a_hang_is_requeued_and_a_failure_is_not(hpcinit: Run, idle_slurm: MiniSlurm, attempts: Path) -> None:
     """The agreed exit status of a hang brings the job back; the program's own error ends it, with its status."""
     slurm = idle_slurm
-    words = ["ranks_per_node=1", "restart.budget=3", "--", "attempts.py", "76@10", "76@20", "7@30", "0"]
+    words = ["ranks_per_node=1", "restart.max_restarts=3", "--", "attempts.py", "76@10", "76@20", "7@30", "0"]
     done = submit(hpcinit, slurm, *words)
     folder, job = folder_of(done), job_id_of(done)
     assert finish(slurm, job) == "FAILED"
@@ -172,15 +172,15 @@ def test_a_hang_is_requeued_and_a_failure_is_not(hpcinit: Run, idle_slurm: MiniS
     ("words", "statuses", "status", "message"),
     [
         (
-            ["restart.budget=2"], ["9@10", "9@20", "9@30", "0"], 9,
-            "hpcinit: restart 3 (failure) is not begun: restart.budget is 2; furthest step: 30\n",
+            ["restart.max_restarts=2"], ["9@10", "9@20", "9@30", "0"], 9,
+            "hpcinit: restart 3 (failure) is not begun: restart.max_restarts is 2; furthest step: 30\n",
         ),
         (
-            ["restart.budget=9"], ["9@10", "9@7", "9@10", "0"], 9,
+            ["restart.max_restarts=9"], ["9@10", "9@7", "9@10", "0"], 9,
             "hpcinit: restart 3 (failure) is not begun: 2 in a row have come no further than step 10 "
             "(restart.without_progress)\n",
         ),
-        (["restart.budget=9"], ["9", "9", "2", "0"], 2, "hpcinit: restart 2 of at most 9"),
+        (["restart.max_restarts=9"], ["9", "9", "2", "0"], 2, "hpcinit: restart 2 of at most 9"),
     ],
     ids=["budget", "progress", "wrong request"],
 )  # fmt: skip
@@ -207,7 +207,7 @@ def test_restarts_end(
 @pytest.mark.timeout(300)
 def test_each_task_of_a_sweep_has_its_own_budget(hpcinit: Run, idle_slurm: MiniSlurm, attempts: Path) -> None:
     """A task is requeued alone, also the one whose number of its own is the array's; records, status and why are its."""
-    slurm, more = idle_slurm, ["ranks_per_node=1", "cluster.gpu_flag=null", "restart.budget=1"]
+    slurm, more = idle_slurm, ["ranks_per_node=1", "cluster.gpu_flag=null", "restart.max_restarts=1"]
     lists = "job.args=[wait],[76@10,0],[76@10,76@20,0]"
     (attempts.parent / "task.py").write_text(
         f"import sys, os, time\nwhile sys.argv[1] == 'wait' and not os.path.exists('go'): time.sleep(0.1)\n"
@@ -224,7 +224,7 @@ def test_each_task_of_a_sweep_has_its_own_budget(hpcinit: Run, idle_slurm: MiniS
     assert [restarts(run / f"{task}") for task in range(3)] == [[], [(1, "hang", 10, 0)], [(1, "hang", 10, 0)]]
     assert [printed(run / f"{task}", 0) for task in range(3)] == ["attempt 0\n"] + ["attempt 0\nattempt 1\n"] * 2
     assert f"hpcinit: restart 1 of at most 1 of job {jobs[1]} begins on n" in log(run / "1")
-    assert "restart 2 (hang) is not begun: restart.budget is 1; furthest step: 20" in log(run / "2")
+    assert "restart 2 (hang) is not begun: restart.max_restarts is 1; furthest step: 20" in log(run / "2")
     told = hpcinit("status", "task-0001", "--json", env=slurm.env).stdout.splitlines()
     assert [json.loads(line)["restarts"]["count"] for line in told] == [0, 1, 1]
     why = hpcinit("why", "task-0001/2", env=slurm.env).stdout

@@ -41,7 +41,7 @@ def begun(hpcinit: Run, slurm: MiniSlurm, result: list[str], *words: str) -> Pat
         result.append(printed(through, 0).splitlines()[-1])
         assert "in 24 steps" in result[0]
     Path("slow").touch()
-    folder = folder_of(submit(hpcinit, slurm, *common, "restart.budget=3", *words))
+    folder = folder_of(submit(hpcinit, slurm, *common, "restart.max_restarts=3", *words))
     until(lambda: list(folder.glob("checkpoints/step-*")), 120)
     return folder
 
@@ -140,7 +140,7 @@ def test_preempted_with_a_grace_time(hpcinit: Run, tmp_path: Path) -> None:
     with MiniSlurm(nodes=2, gpus=0, name=f"pytest-{os.getpid()}-grace") as slurm:
         slurm.run("scontrol", "update", "PartitionName=main", "GraceTime=60", "PreemptMode=CANCEL")
         for name, words in (("saves", ["grace.py"]), ("dies", ["bash", "-c", dies])):
-            asked = ["nodes=2", "ranks_per_node=1", f"name={name}", "cluster.gpus_per_node=0", "restart.budget=3"]
+            asked = ["nodes=2", "ranks_per_node=1", f"name={name}", "cluster.gpus_per_node=0", "restart.max_restarts=3"]
             done = submit(hpcinit, slurm, *asked, "--", *words)
             folder, job = folder_of(done), job_id_of(done)
             until(lambda log=folder / "logs/rank-1.log": log.exists() and "up" in log.read_text())
@@ -159,11 +159,11 @@ def test_preempted_with_a_grace_time(hpcinit: Run, tmp_path: Path) -> None:
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("fault", ["rank", "node", "hang"])
 def test_a_spare_node_takes_the_place(hpcinit: Run, idle_slurm: MiniSlurm, result: list[str], fault: str) -> None:
-    """With spares=1 a lost node, one whose rank is killed, and one that is frozen whole, is left out, and the ranks go on
+    """With spare_nodes=1 a lost node, one whose rank is killed, and one that is frozen whole, is left out, and the ranks go on
     inside the same job, with the world of the step and not of the job. What the first ranks left is put aside."""
     slurm = idle_slurm
     hang = ["hang.after_s=10", "hang.action=end", "ranks_per_node=2"] if fault == "hang" else []
-    folder = begun(hpcinit, slurm, result, "spares=1", "restart.on=[node_fail,failure,hang]", *hang)
+    folder = begun(hpcinit, slurm, result, "spare_nodes=1", "restart.on=[node_fail,failure,hang]", *hang)
     job = json.loads((folder / "submission.json").read_text())["job_id"]
     assert slurm.run("squeue", "--noheader", f"--jobs={job}", "--format=%N").strip() == "n[1-3]"
     if fault == "hang":  # of ranks that have not been heard of at all no node is known
@@ -210,7 +210,7 @@ def test_agents_begin_again_inside_the_job(hpcinit: Run, idle_slurm: MiniSlurm, 
     assert printed(folder, 0).splitlines()[-1] == result[0]
     told = re.findall(r"^step +(\d+) ", (folder / "logs/rank-0.log").read_text(), re.MULTILINE)
     assert told.count("1") == 1 and told[-1] == "24", "it went on, and did not begin anew"
-    assert restarts(folder) == [], "none of them counts in restart.budget"
+    assert restarts(folder) == [], "none of them counts in restart.max_restarts"
     assert not list((folder / "errors").glob("rank-*.json"))
     (restart,) = elastic_restarts.read(folder)
     assert (restart.rank, restart.host, restart.how) == (1, "n2", "Killed") and restart.step >= 4

@@ -33,7 +33,7 @@ CASES = {
     "example": ["cluster=example", "nodes=8"],
     "fork": ["cluster=mini", "nodes=2", "ranks_per_node=4", "launch=fork", "launch.cpu_bind=cores"],
     "torchrun": ["cluster=mini", "nodes=2", "ranks_per_node=4", "launch=torchrun", "launch.gpu_bind='map_gpu:0,1,2,3'"],
-    "survives": ["cluster=mini", "nodes=2", "ranks_per_node=2", "spares=1", "chain=3", "restart.budget=2", "restart.on=[node_fail,hang]"],
+    "survives": ["cluster=mini", "nodes=2", "ranks_per_node=2", "spare_nodes=1", "chain=3", "restart.max_restarts=2", "restart.on=[node_fail,hang]"],
     "array": ["cluster=mini", "nodes=2", "ranks_per_node=2", "+job.env.LR=1", "sweep.at_once=4"],
     "everything": [
         "cluster=example", "nodes=3", "ranks_per_node=2", "cpus_per_rank=7", "time_min=90", "account=proj-1",
@@ -106,8 +106,8 @@ def test_shellcheck_accepts_each_script(name: str, tmp_path: Path) -> None:
 
 def test_a_block_needs_exactly_its_variables() -> None:
     """A value that is missing, and one that the block has no variable for, are errors; text is quoted, Raw is not."""
-    with pytest.raises(ValueError, match=r"lib/spares\.sh needs a value for hpcinit_nodes"):
-        shell_blocks.block("spares")
+    with pytest.raises(ValueError, match=r"lib/spare_nodes\.sh needs a value for hpcinit_nodes"):
+        shell_blocks.block("spare_nodes")
     with pytest.raises(ValueError, match=r"lib/token\.sh has no variable x"):
         shell_blocks.block("token", {"x": 1})
     assert shell_blocks.block("record", {"hpcinit_job": "a b"})[2].startswith("hpcinit_job='a b' # ")
@@ -123,8 +123,8 @@ def test_names_in_the_blocks_are_those_of_python() -> None:
     assert [word for word in stops if word not in text["reason"]] == []
     assert f"!= {stop_reasons.NOT_RECORDED} ]" in text["chain_check"]
     assert f"*:{run_folder.ENDED_EARLY})" in text["chain_check"] and str(run_folder.ENDED_EARLY) in text["chain_record"]
-    assert f"/{hang_report.REPORT}" in text["reason"] and f"/{hang_report.NODE}" in text["spares"]
-    assert f"/{elastic_restarts.ASIDE}" in text["spares"] and f'"reason": "{run_folder.SLURM}"' in text["requeued"]
+    assert f"/{hang_report.REPORT}" in text["reason"] and f"/{hang_report.NODE}" in text["spare_nodes"]
+    assert f"/{elastic_restarts.ASIDE}" in text["spare_nodes"] and f'"reason": "{run_folder.SLURM}"' in text["requeued"]
     assert f'" {run_folder.SLURM} ||' in text["restarts"]
 
 

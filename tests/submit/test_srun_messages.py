@@ -22,7 +22,7 @@ OTHER = ["attempt 1", "hpcinit: job 15 of a chain begins", "slurmstepd: error: x
 def bash(folder: Path, *commands: str) -> str:
     """What the commands print after the blocks."""
     values = {"hpcinit_nodes": 2}
-    blocks = [*shell_blocks.block("srun_messages"), *shell_blocks.block("spares", values)]
+    blocks = [*shell_blocks.block("srun_messages"), *shell_blocks.block("spare_nodes", values)]
     script = "\n".join([f'hpcinit_log="{folder}/job.log"', "hpcinit_from=1", *blocks, *commands])
     return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
 

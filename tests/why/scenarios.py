@@ -158,7 +158,7 @@ def ports_taken(run: Path) -> None:
         held = [stack.enter_context(socket.create_server((HERE, 0))) for _ in range(3)]
         ports = tuple(server.getsockname()[1] for server in held)
         try:
-            with mock.patch.object(server_module, "look_for_another"):  # which would wait for each of these servers
+            with mock.patch.object(server_module, "look_for_another_rank_0"):  # which would wait for each of these servers
                 server_module.listen(HERE, ports, JoinRequest(0, "k", "j", {}))
         except BringUpError as error:
             fails(0, error)
@@ -254,7 +254,7 @@ def of_folder(run: Path) -> dict[str, Any]:
     faults = list(observed._failures(run, {"engine": "slurm"}, found))
     table = node_records.node_states(faults, time.time(), 24)
     config = Config()
-    config.cluster.name, config.bad_nodes.limit = "x", 1
+    config.cluster.name, config.excluded_nodes.limit = "x", 1
     return {
         "kind": verdict.kind,
         "rank": verdict.rank,

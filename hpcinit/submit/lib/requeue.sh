@@ -7,7 +7,7 @@ hpcinit_requeue() { # the ranks ended with status $1; return it, or 1 for 0, if 
   [ -n "$reason" ] && [[ " $hpcinit_on " == *" $reason "* ]] || return "$1"
   hpcinit_still_runs || return "$1"
   hpcinit_count_restart "$next" "$reason" || return "$(($1 ? $1 : 1))"
-  echo "hpcinit: job $hpcinit_job is requeued ($reason): restart $next of at most $hpcinit_budget"
+  echo "hpcinit: job $hpcinit_job is requeued ($reason): restart $next of at most $hpcinit_max_restarts"
   for try in 1 2 3 4 5 6; do
     scontrol requeue "$hpcinit_job" && { sleep 60 & wait; return "$1"; } # Slurm ends this script
     echo "hpcinit: scontrol requeue failed ($try of 6)"

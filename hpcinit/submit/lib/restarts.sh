@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2154 # variables of record.sh and run_folder.sh
 # Count the restarts of this job, and those in a row without progress. Slurm also requeues without asking this script,
 # after a preemption or a lost node, so each attempt checks the budget at its start as well.
-hpcinit_budget='' # restart.budget
+hpcinit_max_restarts='' # restart.max_restarts
 hpcinit_without_progress='' # restart.without_progress
 
 hpcinit_furthest() { # set hpcinit_step, the furthest step so far, and hpcinit_idle, the restarts without progress
@@ -23,13 +23,13 @@ hpcinit_record_restart() { # number $1, for the reason $2, with the furthest ste
     { [ ! -e "$hpcinit_restarts" ] || cat "$hpcinit_restarts"; } > "$hpcinit_restarts.tmp" &&
     printf '{"job": "%s", "restart": %d, "time": %d, "reason": "%s", "step": %s, %s}\n' \
       "$hpcinit_job" "$1" "$(date +%s)" "$2" "$hpcinit_step" \
-      "\"without_progress\": $hpcinit_idle, \"budget\": $hpcinit_budget" >> "$hpcinit_restarts.tmp" &&
+      "\"without_progress\": $hpcinit_idle, \"max_restarts\": $hpcinit_max_restarts" >> "$hpcinit_restarts.tmp" &&
     mv "$hpcinit_restarts.tmp" "$hpcinit_restarts"
 }
 hpcinit_count_restart() { # count restart $1, for the reason $2; return 1 if it is one too many
   hpcinit_furthest
-  if [ "$1" -gt "$hpcinit_budget" ]; then
-    echo "hpcinit: restart $1 ($2) is not begun: restart.budget is $hpcinit_budget; furthest step: $hpcinit_step"
+  if [ "$1" -gt "$hpcinit_max_restarts" ]; then
+    echo "hpcinit: restart $1 ($2) is not begun: restart.max_restarts is $hpcinit_max_restarts; furthest step: $hpcinit_step"
     return 1
   elif [ "$hpcinit_idle" -ge "$hpcinit_without_progress" ]; then
     echo "hpcinit: restart $1 ($2) is not begun: $hpcinit_idle in a row have come no further than step $hpcinit_step" \
@@ -45,6 +45,6 @@ hpcinit_attempt=${SLURM_RESTART_COUNT:-0}
 if [ "$hpcinit_attempt" -gt 0 ]; then
   [ "$(hpcinit_fact "$hpcinit_restart" job):$(hpcinit_fact "$hpcinit_restart" restart)" = "$hpcinit_job:$hpcinit_attempt" ] ||
     hpcinit_count_restart "$hpcinit_attempt" slurm || exit 1
-  echo "hpcinit: restart $hpcinit_attempt of at most $hpcinit_budget of job $hpcinit_job begins on $SLURM_JOB_NODELIST"
+  echo "hpcinit: restart $hpcinit_attempt of at most $hpcinit_max_restarts of job $hpcinit_job begins on $SLURM_JOB_NODELIST"
 fi
 rm -f "$hpcinit_stopped"

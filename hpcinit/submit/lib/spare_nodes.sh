@@ -40,7 +40,7 @@ hpcinit_exclude_node() { # the ranks ended with status $1; exclude the node at f
   done
   return 0
 }
-hpcinit_run_with_spares() { # start the ranks until they end for another reason, and return their status
+hpcinit_run_with_spare_nodes() { # start the ranks until they end for another reason, and return their status
   local status
   while :; do
     hpcinit_from=$(hpcinit_log_lines)
