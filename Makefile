@@ -145,7 +145,7 @@ bench: $(VENV)/bench slurm
 	$(BIN)/python -m benchmarks.bringup
 	mkdir -p build
 	$(BIN)/python -m benchmarks.store --json build/store.json
-	$(BIN)/python -m benchmarks.laws build/store.json --plot build/store.svg
+	$(BIN)/python -m benchmarks.formulas build/store.json --plot build/store.svg
 	$(BIN)/python -m benchmarks.launch  # an hour; --ranks 2 8 --nodes 1 is quick
 	$(BIN)/python -m benchmarks.launch --cold --out build/launch-cold
 	$(BIN)/python -m benchmarks.steps

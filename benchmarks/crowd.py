@@ -53,7 +53,7 @@ class Bytes(NamedTuple):
 class Until(NamedTuple):
     """Wait for a moment of the monotonic clock."""
 
-    moment: float
+    event: float
 
 
 class NoAnswer(Exception):
@@ -253,7 +253,7 @@ class Crowd:
                     assert client.socket.send(client.wants) == len(client.wants)
                     client.said += 1
                 elif isinstance(client.wants, Until):
-                    heapq.heappush(self.sleeping, (client.wants.moment, client.number, client.steps, client))
+                    heapq.heappush(self.sleeping, (client.wants.event, client.number, client.steps, client))
                     return
                 elif isinstance(client.wants, Connect) and client.wants.port == 0:
                     client.socket = client.sockets[0]

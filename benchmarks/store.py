@@ -39,7 +39,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import crowd, laws
+from benchmarks import crowd, formulas
 from hpcinit.rendezvous import connections, server
 from hpcinit.rendezvous.server import RendezvousServer
 from hpcinit.world import World, network
@@ -233,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024, 4096, 16_384])
     parser.add_argument("--ways", nargs="+", default=["plain", "meeting", "both", "missing"])
     parser.add_argument("--rounds", type=int, default=5, help="3 of 16384 ranks (default: 5)")
-    parser.add_argument("--json", type=Path, help="keep every measurement, for benchmarks.laws")
+    parser.add_argument("--json", type=Path, help="keep every measurement, for benchmarks.formulas")
     parser.add_argument("--dns", action="store_true", help="leave the resolver as it is")
     parser.add_argument("--rank-0", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -245,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = f"{os.cpu_count()} cores {platform.machine()}, Python {platform.python_version()}"
     print(f"{datetime.date.today()}, {machine}; load average before {load:.1f}, after {os.getloadavg()[0]:.1f}\n")
     print(table(found))
-    print("\n" + laws.table(found))
+    print("\n" + formulas.table(found))
     if options.json:
         options.json.write_text(json.dumps(found))
     return 0

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     here, folder = forked.node(os.environ, spec.nodes, spec.ranks_per_node), Path(os.environ[run_folder.ENV_FOLDER])
     if spec.stop.signal:  # it waits until there are ranks that hear it
         signals.block([signal.Signals[f"SIG{spec.stop.signal}"]])
-    witness = SignalMonitor()
+    monitor = SignalMonitor()
     # As hpcinit.run: before torch is imported.
     protected = safeguards.apply(os.environ, folder, slurm_step.identity(os.environ))
     cpus = _shares(spec)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         raise
     if imported and here.rank == 0:
         say(imported)
-    family = ForkSupervisor(here, spec.launch, folder, witness)
+    family = ForkSupervisor(here, spec.launch, folder, monitor)
     rank = family.fork(lambda local, parent: fork_child.become_child(here, spec, folder, local, parent, cpus))
     if rank is None:
         return end_as(family.wait())

@@ -92,10 +92,10 @@ def test_kill_9_of_a_forked_rank(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path)
     assert attempt.complete
     for rank in attempt.ranks:
         names = ["allocated", "started", "interpreter", "forked", "met", "imported"]
-        assert list(rank.moments)[: len(names)] == names
-        assert list(rank.moments.values()) == sorted(rank.moments.values())
+        assert list(rank.events)[: len(names)] == names
+        assert list(rank.events.values()) == sorted(rank.events.values())
         neighbour = attempt.ranks[rank.rank ^ 1]
-        assert all(abs(rank.moments[name] - neighbour.moments[name]) < 0.02 for name in ("started", "interpreter"))
+        assert all(abs(rank.events[name] - neighbour.events[name]) < 0.02 for name in ("started", "interpreter"))
     assert "  parent imports, forks  " in hpcinit("report", folder_of(done).name).stdout
 
 

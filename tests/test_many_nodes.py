@@ -35,8 +35,8 @@ def many() -> Iterator[MiniSlurm]:
 def test_every_node_runs_a_rank(hpcinit: Run, many: MiniSlurm) -> None:
     """A rank on each node: all are up, the sum over all is right on each, and no process of the job is left on a node."""
     sizes = [f"nodes={NODES}", "ranks_per_node=1", f"cluster.partitions.main.nodes={NODES}", "cluster.gpus_per_node=0"]
-    law = [f"comm.timeout_base_s={START_S}", "cluster.cpus_per_node=1", f"time_min={START_S // 60 + 5}"]
-    done = submit(hpcinit, many, *sizes, *law, "wait=true", timeout=START_S + 200)
+    formula = [f"comm.timeout_base_s={START_S}", "cluster.cpus_per_node=1", f"time_min={START_S // 60 + 5}"]
+    done = submit(hpcinit, many, *sizes, *formula, "wait=true", timeout=START_S + 200)
     assert done.returncode == 0, done.stdout + done.stderr + _logs(done.stdout)
     folder = folder_of(done)
     total = NODES * (NODES - 1) // 2

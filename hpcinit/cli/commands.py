@@ -143,8 +143,8 @@ COMMANDS = {
         "how long a start-up may take, and what past runs say of it",
         CLUSTER,
         """
-  hpcinit timeouts cluster=x        the law in force, from 1 to 16384 nodes
-  hpcinit timeouts fit              from all runs in ./runs: a law for their cluster
+  hpcinit timeouts cluster=x        the timeout formula in force, from 1 to 16384 nodes
+  hpcinit timeouts fit              from all runs in ./runs: a timeout formula for their cluster
   hpcinit timeouts fit train-0001 train-0002 --write    into the cluster's YAML""",
     ),
     "build-ops": Command(

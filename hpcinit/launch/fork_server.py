@@ -36,10 +36,10 @@ class ForkSupervisor(Supervisor):
     """The ranks of `here`, by their number in the run. In each child fork() returns its local rank, in the parent None;
     then wait()."""
 
-    def __init__(self, here: Node, launch: Launch, folder: Path, witness: SignalMonitor) -> None:
+    def __init__(self, here: Node, launch: Launch, folder: Path, monitor: SignalMonitor) -> None:
         super().__init__()
         self.stuck_s = STUCK_S
-        self._here, self._launch, self._folder, self._witness = here, launch, folder, witness
+        self._here, self._launch, self._folder, self._monitor = here, launch, folder, monitor
         self._first: Child | None = None  # that ended badly
         self._told = False  # somebody has told the step to end
 
@@ -51,7 +51,7 @@ class ForkSupervisor(Supervisor):
         sys.stderr.flush()
         for local_rank in range(self._here.ranks_per_node):
             if self.fork_child(self._here.first + local_rank):
-                self._witness.forget()
+                self._monitor.forget()
                 become(local_rank, parent)
                 signals.unblock(LISTENED)
                 return local_rank
@@ -60,12 +60,12 @@ class ForkSupervisor(Supervisor):
     def wait(self) -> int:
         """Until the last has ended. Returns the exit status that this process should end with; -9 for SIGKILL."""
         self.supervise(signals.Descriptor(LISTENED).wait)
-        self._witness.end()
+        self._monitor.end()
         return self._status()
 
     def on_signal(self, number: int) -> bool:
         self._told = self._told or number in (signal.SIGTERM, signal.SIGINT)
-        if not self._witness.saw(number):
+        if not self._monitor.saw(number):
             self.signal(number)
         return False
 

@@ -28,7 +28,7 @@ CLOCK_SLACK_S = 120.0  # a limit is rounded up to minutes, and clocks of healthy
 
 @dataclass(frozen=True)
 class StartupTimeout:
-    """Coefficients in seconds. Raises RequestError for a law that gives no positive time."""
+    """Coefficients in seconds. Raises RequestError for a timeout formula that gives no positive time."""
 
     base_s: float = 300.0
     per_node_s: float = 3.5
@@ -59,8 +59,8 @@ class StartupTimeout:
             )
         return timedelta(seconds=min(seconds, usable))
 
-    def formula(self, nodes: int, left: timedelta | None = None) -> str:
-        """The law with its numbers, for the log line: 'min(3600, 300 + 3.5 x 8 nodes) = 328 s'.
+    def text(self, nodes: int, left: timedelta | None = None) -> str:
+        """The timeout formula with its numbers, for the log line: 'min(3600, 300 + 3.5 x 8 nodes) = 328 s'.
 
         With `left`, the third term: 'min(3600, 300 + 3.5 x 8 nodes, 200 left of the job - 30) = 170 s'.
         """

@@ -58,19 +58,19 @@ class Rank:
     host: str
     local_rank: int = 0
     pid: int = 0
-    moments: Mapping[str, float] = field(default_factory=dict)
+    events: Mapping[str, float] = field(default_factory=dict)
     clock: tuple[float, float] | None = None
 
     def between(self, first: str, second: str) -> float | None:
         """Seconds from one moment to another of this rank; None where it has not both."""
-        if first in self.moments and second in self.moments:
-            return self.moments[second] - self.moments[first]
+        if first in self.events and second in self.events:
+            return self.events[second] - self.events[first]
         return None
 
     @property
     def furthest(self) -> str:
         """The last moment that this rank has reached, '' if it says none."""
-        return next((name for name in reversed(EVENTS) if name in self.moments), "")
+        return next((name for name in reversed(EVENTS) if name in self.events), "")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Attempt:
     """One start of the ranks. job: World.job, 'JOB.STEP.RESTART' of Slurm. ranks: those that left a line, by rank.
 
     nodes, world_size: as it should be. hosts: of the step's nodes in Slurm's order, () where nobody said.
-    timeout_s, law: of init, as rank 0 said; 0 and '' where it did not come so far.
+    timeout_s, formula: of init, as rank 0 said; 0 and '' where it did not come so far.
     """
 
     job: str
@@ -88,12 +88,12 @@ class Attempt:
     hosts: tuple[str, ...] = ()
     launcher: str = ""
     timeout_s: float = 0.0
-    law: str = ""
+    formula: str = ""
 
     @property
     def complete(self) -> bool:
         """All ranks have come to the end of the start."""
-        return len(self.ranks) == self.world_size and all(LAST in rank.moments for rank in self.ranks)
+        return len(self.ranks) == self.world_size and all(LAST in rank.events for rank in self.ranks)
 
     @property
     def absent(self) -> list[int]:
@@ -112,7 +112,7 @@ class Attempt:
         and in init; None if nobody came to the end of either. Needs no common clock."""
         found = []
         for rank in self.ranks:
-            up = "forked" if "forked" in rank.moments else "interpreter"
+            up = "forked" if "forked" in rank.events else "interpreter"
             found += [rank.between(up, "met"), rank.between("imported", "collective")]
         return max((seconds for seconds in found if seconds is not None), default=None)
 
@@ -162,8 +162,8 @@ def read(run: Path) -> list[Attempt]:
 
 def begun(attempt: Attempt) -> float | None:
     """The first moment that any rank saw itself, which submission and allocation are not."""
-    seen = (rank.moments.get("started", rank.moments.get("interpreter")) for rank in attempt.ranks)
-    return min((moment for moment in seen if moment is not None), default=None)
+    seen = (rank.events.get("started", rank.events.get("interpreter")) for rank in attempt.ranks)
+    return min((event for event in seen if event is not None), default=None)
 
 
 def read_attempt(folder: Path) -> Attempt | None:
@@ -195,7 +195,7 @@ def _attempt(name: str, ranks: Mapping[int, Mapping[str, Any]], files: int) -> A
         hosts=tuple(nodelist.expand(hosts) if hosts else ()),
         launcher=str(first.get("launcher", "")),
         timeout_s=float(zero.get("timeout_s", 0.0)),
-        law=str(zero.get("law", "")),
+        formula=str(zero.get("formula", "")),
     )
 
 
@@ -219,6 +219,6 @@ def _rank(rank: int, values: Mapping[str, Any]) -> Rank:
         host=str(values["host"]),
         local_rank=int(values.get("local_rank", 0)),
         pid=int(values.get("pid", 0)),
-        moments={name: float(values[name]) for name in EVENTS if name in values},
+        events={name: float(values[name]) for name in EVENTS if name in values},
         clock=(float(clock[0]), float(clock[1])) if clock else None,
     )

@@ -66,12 +66,12 @@ def _about(world: World) -> dict[str, Any]:
     return about
 
 
-def record_event(moment: str, **more: object) -> None:
+def record_event(event: str, **more: object) -> None:
     """This moment is now. more: what else is known by then. Ends the record with the last moment."""
     mine = state.timeline
     if mine.writer is not None:
-        mine.writer.write(mine.rank, {moment: round(now(), 6), **more})
-        if moment == timeline.LAST:
+        mine.writer.write(mine.rank, {event: round(now(), 6), **more})
+        if event == timeline.LAST:
             mine.close()
 
 
@@ -87,7 +87,7 @@ def _before(env: Mapping[str, str], first_line: bool) -> dict[str, float]:
         found["interpreter"] = _WALL
     if os.getpid() != _PID:
         found["forked"] = _made(os.getpid())
-    return {name: round(moment, 6) for name, moment in found.items() if moment is not None}
+    return {name: round(event, 6) for name, event in found.items() if event is not None}
 
 
 def _number(text: str) -> float | None:

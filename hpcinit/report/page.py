@@ -33,7 +33,7 @@ def headline(report: Report) -> str:
     at = f", started {datetime.fromtimestamp(begun):%Y-%m-%d %H:%M:%S}" if begun else ""
     plural = "s" * (attempt.world_size != 1), "s" * (attempt.nodes != 1)
     shape = f"{attempt.world_size} rank{plural[0]} on {attempt.nodes} node{plural[1]} ({attempt.launcher})"
-    ends = [rank.moments[timeline.LAST] for rank in attempt.ranks if timeline.LAST in rank.moments]
+    ends = [rank.events[timeline.LAST] for rank in attempt.ranks if timeline.LAST in rank.events]
     if startup_phases.before_init(report):
         return f"job {attempt.job}: {shape}{at}, the program has not called hpcinit.init()"
     up = f", up {seconds(max(ends) - begun)} after that" if attempt.complete and begun else ", not all are up"
@@ -61,13 +61,13 @@ def notes(report: Report) -> Iterator[str]:
 
 def timeout(report: Report) -> str:
     attempt = report.attempt
-    if not attempt.law:
+    if not attempt.formula:
         return ""
     waited = attempt.waited_s
     used = ""
     if waited is not None and attempt.timeout_s and attempt.complete:
         used = f"; the longest wait under it was {seconds(waited)}, {waited / attempt.timeout_s:.0%}"
-    return f"time-out of the start-up: {attempt.law}{used}"
+    return f"time-out of the start-up: {attempt.formula}{used}"
 
 
 def clock_lines(report: Report) -> str:
@@ -133,14 +133,14 @@ def document(report: Report) -> dict[str, Any]:
         "silent_nodes": report.silent_hosts,
         "missing": startup_phases.missing_ranks(report),
         "timeout_s": attempt.timeout_s,
-        "law": attempt.law,
+        "formula": attempt.formula,
         "waited_s": attempt.waited_s,
         "clocks": {
             host: {"offset_s": clock.offset_s, "within_s": clock.within_s} for host, clock in report.clocks.items()
         },
         "phases": [_phase(report, phase) for phase in report.phases],
         "ranks": [
-            {"rank": rank.rank, "host": rank.host, "local_rank": rank.local_rank, "moments": dict(rank.moments)}
+            {"rank": rank.rank, "host": rank.host, "local_rank": rank.local_rank, "moments": dict(rank.events)}
             for rank in attempt.ranks
         ],
     }
@@ -229,11 +229,11 @@ def _data(report: Report, logs: set[str]) -> dict[str, Any]:
     attempt = report.attempt
     hosts = list(dict.fromkeys([*attempt.hosts, *report.hosts.values()]))
     index = {host: at for at, host in enumerate(hosts)}
-    begins = [moment for rank in attempt.ranks for name, moment in rank.moments.items() if name != "submitted"]
+    begins = [event for rank in attempt.ranks for name, event in rank.events.items() if name != "submitted"]
     zero = min(begins, default=0.0)
     ranks = []
     for rank in attempt.ranks:
-        at = [round(1000 * (rank.moments[name] - zero)) if name in rank.moments else -1 for name in EVENTS]
+        at = [round(1000 * (rank.events[name] - zero)) if name in rank.events else -1 for name in EVENTS]
         at[0] = -1  # the queue, which may be days, is in the table
         ranks.append([rank.rank, index[rank.host], *at])
     without = sorted({rank.rank for rank in attempt.ranks if f"rank-{rank.rank}.log" not in logs})

@@ -60,22 +60,22 @@ def _with_submission(attempt: Attempt, submitted: float | None) -> Attempt:
         return attempt
     ranks = []
     for rank in attempt.ranks:
-        at = rank.moments.get("allocated", 0.0)
-        moments = {"submitted": min(submitted, at), **rank.moments}
-        ranks.append(replace(rank, moments=moments) if int(submitted) <= at else rank)
+        at = rank.events.get("allocated", 0.0)
+        events = {"submitted": min(submitted, at), **rank.events}
+        ranks.append(replace(rank, events=events) if int(submitted) <= at else rank)
     return replace(attempt, ranks=tuple(ranks))
 
 
 def _with_timeout(attempt: Attempt, run: Path) -> Attempt:
     """Where rank 0 did not come to say it: the submission's, without what was left of the job."""
-    if attempt.law:
+    if attempt.formula:
         return attempt
     try:
-        law = spec.load(run / run_folder.SPEC, to_run=False).comm.timeout
-        limit, text = law.start_up(attempt.nodes).total_seconds(), law.formula(attempt.nodes)
+        formula = spec.load(run / run_folder.SPEC, to_run=False).comm.timeout
+        limit, text = formula.start_up(attempt.nodes).total_seconds(), formula.text(attempt.nodes)
     except HpcinitError:
         return attempt
-    return replace(attempt, timeout_s=limit, law=f"{text} (rank 0 did not come to say it)")
+    return replace(attempt, timeout_s=limit, formula=f"{text} (rank 0 did not come to say it)")
 
 
 def _handed_over(run: Path) -> Iterator[tuple[str, float]]:

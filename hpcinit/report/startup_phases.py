@@ -48,8 +48,8 @@ def corrected(attempt: Attempt, clocks: Mapping[str, Clock]) -> Attempt:
     ranks = []
     for rank in attempt.ranks:
         offset = clocks[rank.host].offset_s if rank.host in clocks else 0.0
-        moved = {k: v if k in NOT_OF_A_NODE else v + offset for k, v in rank.moments.items()}
-        ranks.append(replace(rank, moments=moved))
+        moved = {k: v if k in NOT_OF_A_NODE else v + offset for k, v in rank.events.items()}
+        ranks.append(replace(rank, events=moved))
     return replace(attempt, ranks=tuple(ranks))
 
 
@@ -74,9 +74,9 @@ def _of_barrier(attempt: Attempt, home: str) -> Iterator[tuple[str, float, float
     entered: dict[str, float] = {}
     left: dict[str, float] = {}
     for rank in attempt.ranks:
-        if {"joined", "collective"} <= rank.moments.keys():
-            entered[rank.host] = max(rank.moments["joined"], entered.get(rank.host, -math.inf))
-            left[rank.host] = min(rank.moments["collective"], left.get(rank.host, math.inf))
+        if {"joined", "collective"} <= rank.events.keys():
+            entered[rank.host] = max(rank.events["joined"], entered.get(rank.host, -math.inf))
+            left[rank.host] = min(rank.events["collective"], left.get(rank.host, math.inf))
     for host in left.keys() - {home} if home in left else ():
         yield host, entered[home] - left[host], left[home] - entered[host]
 
@@ -174,7 +174,7 @@ def startup_phases(attempt: Attempt) -> Report:
     took: dict[str, dict[int, float]] = {name: {} for name in EVENTS}
     begun: dict[str, dict[int, float]] = {name: {} for name in EVENTS}
     for rank in same.ranks:
-        at = list(rank.moments.items())
+        at = list(rank.events.items())
         for (_, first), (name, second) in pairwise(at):
             took[name][rank.rank], begun[name][rank.rank] = second - first, first
     phases = (Phase(name, took[name], begun[name]) for name in EVENTS if took[name])
@@ -226,11 +226,11 @@ def missing_ranks(report: Report) -> list[str]:
     for rank in attempt.ranks:
         by_event.setdefault(rank.furthest, []).append(rank.rank)
     names = list(EVENTS)
-    for moment in sorted(by_event, key=lambda name: names.index(name) if name else -1):
-        ranks = by_event[moment]
-        if moment != names[-1]:
+    for event in sorted(by_event, key=lambda name: names.index(name) if name else -1):
+        ranks = by_event[event]
+        if event != names[-1]:
             where = _listed(sorted({report.hosts[rank] for rank in ranks}))
-            after = f"'{moment}' ({EVENTS[moment]})" if moment else "their beginning"
+            after = f"'{event}' ({EVENTS[event]})" if event else "their beginning"
             lines.append(f"{_ranks(ranks)} on {where} came as far as {after}, and no further")
     if before_init(report):
         lines.append(

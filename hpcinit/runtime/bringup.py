@@ -167,7 +167,7 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
     notes = [affinity.bind(world, device), plan.binding.why]
     if plan.deterministic:
         notes.extend(seeds.make_deterministic(os.environ))
-    asked = {"timeout_s": plan.timeout.total_seconds(), "law": plan.law} if world.rank == 0 else {}
+    asked = {"timeout_s": plan.timeout.total_seconds(), "formula": plan.formula} if world.rank == 0 else {}
     startup_events.record_event("device", **asked)
     kept, where = _group(world, spec, plan)
     above = plan.deepspeed and deepspeed_setup.start_deepspeed(plan.backend, plan.collective_timeout, device)
@@ -212,7 +212,7 @@ def _settle(plan: Plan, keep: bool) -> timedelta:
 
 def _report(world: World, plan: Plan, how: str, collectives: timedelta, notes: list[str]) -> None:
     shape = f"{_count(world.world_size, 'rank')} on {_count(world.nodes, 'node')} ({world.launcher})"
-    timeouts = f"start-up timeout {plan.law}, of collectives {collectives.total_seconds():g} s"
+    timeouts = f"start-up timeout {plan.formula}, of collectives {collectives.total_seconds():g} s"
     say("; ".join([f"{shape}, {how}", timeouts, *filter(None, notes)]))
 
 

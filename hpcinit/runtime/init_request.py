@@ -50,16 +50,15 @@ class Request:
 class Plan:
     """What init decided, from its arguments, the submission and the defaults.
 
-    backend: of the group on `device`. timeout: of the start-up; law: the same with its terms, for the log line. layout:
-    every degree known. batch: samples of a step. training: what wrap() goes by. seed: as asked, before seed_by ('same',
-    'rank' or 'data') makes it this rank's. stopping: what should_stop() goes by. hang: how long without a step is one.
-    checkpoint_timeout: how long ranks wait for each other in save() and load().
-    """
+    backend: of the group on `device`. timeout: of the start-up; formula: the same with its terms, for the log line.
+    layout: every degree known. batch: samples of a step. training: what wrap() goes by. seed: as asked, before seed_by
+    ('same', 'rank' or 'data') makes it this rank's. stopping: what should_stop() goes by. hang: how long without a step
+    is one. checkpoint_timeout: how long ranks wait for each other in save() and load()."""
 
     device: torch.device
     backend: str
     timeout: timedelta
-    law: str
+    formula: str
     collective_timeout: timedelta
     binding: device_id.Binding
     deepspeed: bool
@@ -78,7 +77,7 @@ def resolve(request: Request, world: World, spec: Spec | None, device: torch.dev
     """The request first, then the submission, then the defaults. Raises RequestError or BringUpError."""
     training = _first(request.training, spec and spec.training, Training())
     comm = _comm(request, spec, training)
-    timeout, law = _start_up(request, comm, world)
+    timeout, formula = _start_up(request, comm, world)
     later = request.collective_timeout or _seconds(comm.collective_timeout_s) or comm.timeout.start_up(world.nodes)
     seed_by = _first(request.seed_by, spec and spec.seed_by, "same")
     one_of("seed_by", seed_by, SEED_BY)
@@ -88,7 +87,7 @@ def resolve(request: Request, world: World, spec: Spec | None, device: torch.dev
         device=device,
         backend=devices.backend(device, comm.backend),
         timeout=timeout,
-        law=law,
+        formula=formula,
         collective_timeout=later,
         binding=device_id.decide(comm.device_id, device, world.world_size, torch.__version__, above),
         deepspeed=comm.deepspeed,
@@ -118,7 +117,7 @@ def _start_up(request: Request, comm: Comm, world: World) -> tuple[timedelta, st
     if request.timeout is not None:
         return request.timeout, f"{request.timeout.total_seconds():g} s"
     left = left_of_job(os.environ, time.time())
-    return comm.timeout.start_up(world.nodes, left), comm.timeout.formula(world.nodes, left)
+    return comm.timeout.start_up(world.nodes, left), comm.timeout.text(world.nodes, left)
 
 
 def _first(*values: Any) -> Any:

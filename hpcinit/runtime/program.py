@@ -35,8 +35,8 @@ def run(program: Program, world: World, spec: Spec | None = None) -> int:
     An exception of the program is printed with its own traceback, recorded, and becomes exit status 1. The other
     ranks are met first, so that a program's own rendezvous has a port that is free on rank 0's host.
     """
-    law = spec.comm.timeout if spec else StartupTimeout()
-    timeout = law.start_up(world.nodes, left_of_job(os.environ, time.time()))
+    formula = spec.comm.timeout if spec else StartupTimeout()
+    timeout = formula.start_up(world.nodes, left_of_job(os.environ, time.time()))
     rendezvous = join.join_rendezvous(world, spec, timeout)
     os.environ.update(join.program_environment(world, rendezvous))
     if program.kind == "command":

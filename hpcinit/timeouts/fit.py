@@ -49,13 +49,13 @@ def main(argv: Sequence[str]) -> int:
     """Raises RequestError."""
     options = console.parse_arguments(parser(), list(argv))
     seen = read(find_runs.matching_runs(options.runs, options.runs_dir))
-    law = fit(seen, options.factor)
+    formula = fit(seen, options.factor)
     if options.json:
-        print(json.dumps(_document(seen, law, options.factor)))
+        print(json.dumps(_document(seen, formula, options.factor)))
     else:
-        print("\n".join([*([] if options.quiet else _comments(seen, law, options.factor)), *_yaml(law)]))
+        print("\n".join([*([] if options.quiet else _comments(seen, formula, options.factor)), *_yaml(formula)]))
     if options.write:
-        console.note(_write(seen, law, options.factor))
+        console.note(_write(seen, formula, options.factor))
     return 0
 
 
@@ -119,10 +119,10 @@ def fit(seen: History, factor: float) -> StartupTimeout:
     return StartupTimeout(base_s=base, per_node_s=slope, max_s=seen.max_s)
 
 
-def _comments(seen: History, law: StartupTimeout, factor: float) -> list[str]:
+def _comments(seen: History, formula: StartupTimeout, factor: float) -> list[str]:
     lines = [f"{'nodes':>7} {'starts':>7} {'median s':>9} {'longest s':>10} {'timeout s':>10}"]
     for nodes, waited in seen.starts.items():
-        timeout = law.start_up(nodes).total_seconds()
+        timeout = formula.start_up(nodes).total_seconds()
         lines.append(f"{nodes:7} {len(waited):7} {median(waited):9.1f} {max(waited):10.1f} {timeout:10g}")
     if seen.unfinished:
         lines.append(f"not counted: {seen.unfinished} starts that did not complete; `hpcinit why RUN` explains them")
@@ -134,26 +134,26 @@ def _comments(seen: History, law: StartupTimeout, factor: float) -> list[str]:
     return [f"# {line}" for line in lines]
 
 
-def _values(law: StartupTimeout) -> dict[str, float]:
-    return {"timeout_base_s": law.base_s, "timeout_per_node_s": law.per_node_s}
+def _values(formula: StartupTimeout) -> dict[str, float]:
+    return {"timeout_base_s": formula.base_s, "timeout_per_node_s": formula.per_node_s}
 
 
-def _yaml(law: StartupTimeout) -> list[str]:
-    return [f"{key}: {value:g}" for key, value in _values(law).items()]
+def _yaml(formula: StartupTimeout) -> list[str]:
+    return [f"{key}: {value:g}" for key, value in _values(formula).items()]
 
 
-def _document(seen: History, law: StartupTimeout, factor: float) -> dict[str, object]:
+def _document(seen: History, formula: StartupTimeout, factor: float) -> dict[str, object]:
     return {
         "cluster": seen.cluster,
         "starts": [{"nodes": nodes, "waited_s": each} for nodes, waited in seen.starts.items() for each in waited],
         "unfinished": seen.unfinished,
         "without_timeline": list(seen.without),
         "factor": factor,
-        "proposed": _values(law),
+        "proposed": _values(formula),
     }
 
 
-def _write(seen: History, law: StartupTimeout, factor: float) -> str:
+def _write(seen: History, formula: StartupTimeout, factor: float) -> str:
     """Write it into its own part of the user's file; the rest stays, byte for byte. Return a line about it."""
     path = Path(folders.find(f"cluster/{seen.cluster}"))
     if path.absolute().is_relative_to(folders.folder().absolute()):
@@ -166,7 +166,7 @@ def _write(seen: History, law: StartupTimeout, factor: float) -> str:
         raise RequestError(
             f"no {path} in {', '.join(map(str, folders.user_folders())) or 'conf'}: `hpcinit discover` makes one"
         )
-    entries = [cluster_file.Entry(key, value, f"{key}: {value}\n") for key, value in _values(law).items()]
+    entries = [cluster_file.Entry(key, value, f"{key}: {value}\n") for key, value in _values(formula).items()]
     starts, today = sum(map(len, seen.starts.values())), datetime.date.today().isoformat()
     heading = f"{starts} starts on {', '.join(map(str, seen.starts))} nodes until {today}: {factor:g} x the longest"
     try:

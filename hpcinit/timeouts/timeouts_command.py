@@ -1,4 +1,4 @@
-"""`hpcinit timeouts [OVERRIDES...]`: the law of start-up timeouts that is in force; `hpcinit timeouts fit RUN...`."""
+"""`hpcinit timeouts [OVERRIDES...]`: the timeout formula that is in force; `hpcinit timeouts fit RUN...`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NODES = tuple(2**power for power in range(15))  # 1 to 16384
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="hpcinit timeouts", description="The law of start-up timeouts in force; hpcinit timeouts fit: from runs."
+        prog="hpcinit timeouts", description="The timeout formula in force; hpcinit timeouts fit: from runs."
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for hpcinit submit: cluster=x nodes=8")
     return console.add_verbosity_options(parser)
@@ -32,16 +32,16 @@ def main(argv: Sequence[str]) -> int:
     if wrong := overrides.not_overrides(options.overrides):
         raise RequestError(f"{wrong[0]!r} is no override, expected words like cluster=x, or: hpcinit timeouts fit RUN")
     config = compose.compose(options.overrides)
-    law, told = job_spec.startup_timeout(config), job_spec.timeout_sources(config)
-    seconds = {nodes: law.start_up(nodes).total_seconds() for nodes in NODES}
+    formula, told = job_spec.startup_timeout(config), job_spec.timeout_sources(config)
+    seconds = {nodes: formula.start_up(nodes).total_seconds() for nodes in NODES}
     if options.json:
         values = {name: {"value": value, "from": source} for name, (value, source) in told.items()}
-        print(json.dumps({"law": values, "start_up_s": seconds}))
+        print(json.dumps({"formula": values, "start_up_s": seconds}))
         return 0
     if options.quiet:
-        print(f"{law.start_up(config.nodes).total_seconds():g}")
+        print(f"{formula.start_up(config.nodes).total_seconds():g}")
         return 0
-    print(f"start_up = {law.formula(config.nodes)}, and never more than what is left of the job - 30 s\n")
+    print(f"start_up = {formula.text(config.nodes)}, and never more than what is left of the job - 30 s\n")
     for name, (value, source) in told.items():
         print(f"  {name:10} {value:8g}   {source}")
     print("\n  nodes  seconds")

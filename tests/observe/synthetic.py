@@ -45,13 +45,13 @@ def run(folder: Path, nodes: int, per_node: int, slow: str = "", absent: int = -
             "device": device,
         }
     if absent < 0:
-        all_there = max(moments["device"] for moments in found.values())
-        for moments in found.values():
-            moments["store"] = all_there + 0.01 + chance.expovariate(200)
-            moments["joined"] = all_there + 0.4 + chance.expovariate(50)
-            moments["collective"] = all_there + 0.9 + chance.expovariate(100)
-            moments["up"] = moments["collective"] + 0.1 + chance.expovariate(40)
-    for rank, moments in found.items():
+        all_there = max(events["device"] for events in found.values())
+        for events in found.values():
+            events["store"] = all_there + 0.01 + chance.expovariate(200)
+            events["joined"] = all_there + 0.4 + chance.expovariate(50)
+            events["collective"] = all_there + 0.9 + chance.expovariate(100)
+            events["up"] = events["collective"] + 0.1 + chance.expovariate(40)
+    for rank, events in found.items():
         if rank == absent:
             continue
         writer = timeline.Writer(timeline.path(folder, job, hosts[rank // per_node]))
@@ -59,8 +59,8 @@ def run(folder: Path, nodes: int, per_node: int, slow: str = "", absent: int = -
         more: dict[str, object] = {"hosts": nodelist.compress(hosts)} if rank % per_node == 0 else {}
         if rank == 0:
             limit = min(3600, 300 + 3.5 * nodes)
-            more |= {"timeout_s": limit, "law": f"min(3600, 300 + 3.5 x {nodes} nodes) = {limit:g} s"}
-        writer.write(rank, {**about, **more, "allocated": begun, **moments})
+            more |= {"timeout_s": limit, "formula": f"min(3600, 300 + 3.5 x {nodes} nodes) = {limit:g} s"}
+        writer.write(rank, {**about, **more, "allocated": begun, **events})
         writer.close()
         (folder / f"logs/rank-{rank}.log").touch()
     return folder

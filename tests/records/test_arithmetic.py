@@ -15,10 +15,10 @@ from hpcinit.records.startup_timeout import StartupTimeout
 
 @pytest.mark.parametrize(("nodes", "seconds"), [(1, 304), (2, 307), (8, 328), (32, 412), (64, 524), (256, 1196), (943, 3600), (9000, 3600)])  # fmt: skip
 def test_default_law(nodes: int, seconds: int) -> None:
-    """The default law is min(3600, 300 + ceil(3.5 x nodes)), and its formula shows the result."""
-    law = StartupTimeout()
-    assert law.start_up(nodes).total_seconds() == seconds
-    assert law.formula(nodes) == f"min(3600, 300 + 3.5 x {nodes} node{'s' * (nodes != 1)}) = {seconds} s"
+    """The default formula is min(3600, 300 + ceil(3.5 x nodes)), and its formula shows the result."""
+    formula = StartupTimeout()
+    assert formula.start_up(nodes).total_seconds() == seconds
+    assert formula.text(nodes) == f"min(3600, 300 + 3.5 x {nodes} node{'s' * (nodes != 1)}) = {seconds} s"
 
 
 degrees = st.lists(st.integers(1, 8), min_size=5, max_size=5)

@@ -111,9 +111,9 @@ def test_the_backward_pass_stays_below_the_estimate(measured: dict[str, dict[str
         most = predicted(wanted, memory.ALWAYS, memory.PASS)
         block = 2 * 4 / LAYERS + 4 / LAYERS  # the last block's gradients come after the last look
         held = measured[name]["pass"]
-        moment = sum(p.bytes for p in parts_of(wanted) if p.name in {"gathered parameters", "all-reduce bucket"}) / P
+        event = sum(p.bytes for p in parts_of(wanted) if p.name in {"gathered parameters", "all-reduce bucket"}) / P
         partly = 0.5 if wanted.zero.stage == 2 else 0  # rank 0 owns the first layers, whose gradients come last
-        assert most - moment - partly - block <= held <= most + spare, name
+        assert most - event - partly - block <= held <= most + spare, name
 
 
 def test_deepspeeds_own_estimate() -> None:

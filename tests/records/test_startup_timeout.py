@@ -16,13 +16,13 @@ RECORDED = Path(__file__).parents[1] / "data/slurm/24.11.5/gpus_per_task.json"
 
 
 def test_the_job_bounds_its_start_up() -> None:
-    """With less left of the job than the law gives, what is left less 30 s is the timeout; with more, nothing changes."""
-    law = StartupTimeout()
-    assert law.start_up(8, timedelta(seconds=200.7)) == timedelta(seconds=170)
+    """With less left of the job than the timeout formula gives, what is left less 30 s is the timeout; with more, nothing changes."""
+    formula = StartupTimeout()
+    assert formula.start_up(8, timedelta(seconds=200.7)) == timedelta(seconds=170)
     assert (
-        law.formula(8, timedelta(seconds=200.7)) == "min(3600, 300 + 3.5 x 8 nodes, 200 left of the job - 30) = 170 s"
+        formula.text(8, timedelta(seconds=200.7)) == "min(3600, 300 + 3.5 x 8 nodes, 200 left of the job - 30) = 170 s"
     )
-    assert law.start_up(8, timedelta(hours=1)) == law.start_up(8) == timedelta(seconds=328)
+    assert formula.start_up(8, timedelta(hours=1)) == formula.start_up(8) == timedelta(seconds=328)
 
 
 @pytest.mark.parametrize("left", [30, 0, -100])

@@ -23,7 +23,7 @@ def test_ranks_of_two_nodes_and_two_attempts(tmp_path: Path) -> None:
             writer.write(rank, {**about, "started": began + rank, "interpreter": began + rank + 0.5})
             writer.write(rank, {"imported": began + rank + 2})
             if rank == 0:
-                writer.write(0, {"hosts": "n[1-2]", "timeout_s": 307.0, "law": "min(3600, ...) = 307 s"})
+                writer.write(0, {"hosts": "n[1-2]", "timeout_s": 307.0, "formula": "min(3600, ...) = 307 s"})
             writer.close()
     first, second = timeline.read(tmp_path)
     assert (first.job, second.job, second.restart) == ("43.0.0", "43.0.1", 1)
@@ -77,7 +77,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
         writer.write(0, {"device": 4.0})
         writer.close()
         (attempt,) = timeline.read(place)
-    assert attempt.ranks[0].moments == {"started": 1.0, "interpreter": 2.0, "imported": 3.0, "device": 4.0}
+    assert attempt.ranks[0].events == {"started": 1.0, "interpreter": 2.0, "imported": 3.0, "device": 4.0}
 
 
 def test_processes_that_write_at_the_same_time(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_processes_that_write_at_the_same_time(tmp_path: Path) -> None:
     for process in [subprocess.Popen(line, env=dict(os.environ)) for line in words]:
         assert process.wait(60) == 0
     (attempt,) = timeline.read(tmp_path)
-    assert [rank.moments["started"] for rank in attempt.ranks] == [199.0] * 8
+    assert [rank.events["started"] for rank in attempt.ranks] == [199.0] * 8
     lines = timeline.path(tmp_path, "43.0.0", "n1").read_text().splitlines()
     assert len(lines) == 1600 and {len(line) > 200 for line in lines} == {True}
 
@@ -100,9 +100,9 @@ def test_how_long_a_rank_waited() -> None:
     """The timeout runs from where a rank looks for the door, and again from init: the longest of both counts."""
     early = {"interpreter": 1.0, "met": 1.5, "imported": 5.0, "collective": 12.0, "up": 30.0}
     late = {"interpreter": 1.0, "met": 9.0, "imported": 11.0, "collective": 12.5, "up": 30.0}
-    ranks = (Rank(0, "n1", moments=early), Rank(1, "n2", moments=late))
+    ranks = (Rank(0, "n1", events=early), Rank(1, "n2", events=late))
     attempt = Attempt("43.0.0", 2, 2, ranks)
     assert attempt.waited_s == 8.0 and attempt.complete
-    forked = Rank(0, "n1", moments={"interpreter": 1.0, "forked": 6.0, "met": 6.5})
+    forked = Rank(0, "n1", events={"interpreter": 1.0, "forked": 6.0, "met": 6.5})
     assert Attempt("43.0.0", 1, 1, (forked,)).waited_s == 0.5
     assert Attempt("43.0.0", 1, 1, (Rank(0, "n1"),)).waited_s is None

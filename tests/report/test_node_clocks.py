@@ -10,8 +10,8 @@ def attempt(ahead: float, clock: tuple[float, float] | None = None, **n2: float)
     """Two ranks enter a barrier at 10.0 and 10.2 and leave at 10.3; n2's clock is `ahead` seconds."""
     second = {"started": 1.0 + ahead, "joined": 10.2 + ahead, "collective": 10.3 + ahead, **n2}
     first = {"allocated": 0.5, "started": 1.0, "joined": 10.0, "collective": 10.3}
-    moments = {"allocated": 0.5, **second}
-    return Attempt("43.0.0", 2, 2, (Rank(0, "n1", moments=first), Rank(1, "n2", moments=moments, clock=clock)))
+    events = {"allocated": 0.5, **second}
+    return Attempt("43.0.0", 2, 2, (Rank(0, "n1", events=first), Rank(1, "n2", events=events, clock=clock)))
 
 
 def test_the_barrier_bounds_a_difference() -> None:
@@ -20,7 +20,7 @@ def test_the_barrier_bounds_a_difference() -> None:
     clock = found["n2"]
     assert abs(clock.offset_s + 5.0) <= clock.within_s < 0.21
     assert (found["n1"].offset_s, found["n1"].within_s) == (0.0, 0.0)
-    same = startup_phases.corrected(attempt(5.0), found).ranks[1].moments
+    same = startup_phases.corrected(attempt(5.0), found).ranks[1].events
     assert abs(same["started"] - 1.0) <= clock.within_s and same["allocated"] == 0.5  # which is none of its clock
 
 
@@ -44,6 +44,6 @@ def test_bounds_that_cross() -> None:
 
 def test_nothing_is_known() -> None:
     """A rank that came to no message has no clock, and its moments stay as they are."""
-    lone = Attempt("43.0.0", 2, 2, (Rank(0, "n1", moments={"started": 1.0}), Rank(1, "n2", moments={"started": 7.0})))
+    lone = Attempt("43.0.0", 2, 2, (Rank(0, "n1", events={"started": 1.0}), Rank(1, "n2", events={"started": 7.0})))
     assert set(startup_phases.clock_offsets(lone)) == {"n1"}
     assert startup_phases.corrected(lone, startup_phases.clock_offsets(lone)) == lone

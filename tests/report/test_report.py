@@ -76,7 +76,7 @@ def test_a_program_without_init(tmp_path: Path) -> None:
     (report,) = report_command.gather_reports(synthetic.run(tmp_path / "run", 2, 2))
     began = ("submitted", "started", "interpreter", "met")
     ranks = [
-        replace(rank, moments={name: rank.moments[name] for name in began if name in rank.moments})
+        replace(rank, events={name: rank.events[name] for name in began if name in rank.events})
         for rank in report.attempt.ranks
     ]
     without = startup_phases.startup_phases(replace(report.attempt, ranks=tuple(ranks)))

@@ -52,13 +52,13 @@ def test_every_moment_of_a_start(hpcinit: Run, tmp_path: Path) -> None:
     (attempt,) = timeline.read(folder_of(done))
     wanted = [name for name in timeline.EVENTS if name not in ("submitted", "spawned", "forked")]
     for rank in attempt.ranks:
-        assert list(rank.moments) == wanted
-        times = list(rank.moments.values())
+        assert list(rank.events) == wanted
+        times = list(rank.events.values())
         assert times == sorted(times) and submitted - 1 < times[0] and times[-1] < time.time()
     assert attempt.ranks[0].clock == (0.0, 0.0)
     assert (clock := attempt.ranks[1].clock) and abs(clock[0]) <= clock[1] < 30  # one machine, one clock
     assert attempt.complete and (attempt.world_size, attempt.nodes, attempt.hosts) == (2, 1, ("127.0.0.1",))
-    assert attempt.timeout_s == 304 and attempt.law.startswith("min(3600, 300 + 3.5 x 1 node")
+    assert attempt.timeout_s == 304 and attempt.formula.startswith("min(3600, 300 + 3.5 x 1 node")
     (file,) = (folder_of(done) / "timeline").glob("*/*.jsonl")
     assert len(file.read_text().splitlines()) == 2 * len(wanted) - 2 * 2  # the first line holds three of them
 
@@ -69,10 +69,10 @@ def test_forked_ranks(tmp_path: Path) -> None:
     (attempt,) = timeline.read(tmp_path)
     assert [rank.rank for rank in attempt.ranks] == [0, 1]
     for rank in attempt.ranks:
-        assert list(rank.moments) == ["started", "interpreter", "forked", "imported"]
-        interpreter, forked = rank.moments["interpreter"], rank.moments["forked"]
-        assert rank.moments["started"] <= interpreter < forked - 0.05 <= rank.moments["imported"]
-    first, second = (rank.moments["started"] for rank in attempt.ranks)
+        assert list(rank.events) == ["started", "interpreter", "forked", "imported"]
+        interpreter, forked = rank.events["interpreter"], rank.events["forked"]
+        assert rank.events["started"] <= interpreter < forked - 0.05 <= rank.events["imported"]
+    first, second = (rank.events["started"] for rank in attempt.ranks)
     assert abs(first - second) < 0.01
 
 

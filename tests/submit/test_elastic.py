@@ -61,10 +61,10 @@ def test_restarts_inside_a_job_and_its_end(hpcinit: Run, tmp_path: Path) -> None
     first, again = timeline.read(folder)
     began = ["allocated", "started", "spawned", "interpreter"]  # started: the agent, once
     for attempt, wanted in ((first, began), (again, [began[0], *began[2:]])):
-        assert [list(rank.moments)[: len(wanted)] for rank in attempt.ranks] == [wanted] * 4
-        assert all(sorted(rank.moments.values()) == list(rank.moments.values()) for rank in attempt.ranks)
-    assert {rank.moments["allocated"] for rank in again.ranks} == {round(restart.time, 6)}
-    assert first.ranks[2].moments["started"] == first.ranks[3].moments["started"]
+        assert [list(rank.events)[: len(wanted)] for rank in attempt.ranks] == [wanted] * 4
+        assert all(sorted(rank.events.values()) == list(rank.events.values()) for rank in attempt.ranks)
+    assert {rank.events["allocated"] for rank in again.ranks} == {round(restart.time, 6)}
+    assert first.ranks[2].events["started"] == first.ranks[3].events["started"]
     why = hpcinit("why", folder.name).stdout
     assert "\n  1 restart inside the job: rank 3 on 127.0.0.2: Exited with exit code 1 (ValueError: boom)\n" in why
     assert why.startswith("rank 2 on 127.0.0.2 was ended by a signal (Segmentation fault) first"), why

@@ -32,11 +32,11 @@ def run_of(runs: Path, name: str, nodes: int, *waited_s: float, cluster: str = "
         job = f"7.0.{restart}"
         for rank in range(nodes):
             first = 1000.0 + restart * 100
-            moments = {"started": first, "interpreter": first + 1, "met": first + 1.5, "imported": first + 3}
+            events = {"started": first, "interpreter": first + 1, "met": first + 1.5, "imported": first + 3}
             end = {"collective": first + 3 + waited - rank * 0.001, "up": first + 3 + waited}
             writer = timeline.Writer(timeline.path(folder, job, f"n{rank + 1}"))
             known = {"job": job, "world_size": nodes, "nodes": nodes}
-            writer.write(rank, {**known, **moments, **(end if whole else {})})
+            writer.write(rank, {**known, **events, **(end if whole else {})})
             writer.close()
     return folder
 
@@ -59,7 +59,7 @@ def own(tmp_path: Path) -> Path:
 
 
 def test_the_law_in_force(hpcinit: Run, own: Path) -> None:
-    """Without words it is the defaults' law for 1 to 16384 nodes; with a cluster that has its own, that, and whose it is."""
+    """Without words it is the defaults' formula for 1 to 16384 nodes; with a cluster that has its own, that, and whose it is."""
     done = hpcinit("timeouts")
     assert done.returncode == 0 and "min(3600, 300 + 3.5 x 1 node) = 304 s" in done.stdout, done.stderr
     assert done.stdout.splitlines()[-15].split() == ["1", "304"] and done.stdout.splitlines()[-1].split() == [
@@ -68,7 +68,7 @@ def test_the_law_in_force(hpcinit: Run, own: Path) -> None:
     ]
     own.write_text(OWN + "timeout_base_s: 90\ntimeout_per_node_s: 0.5\n")
     told = json.loads(hpcinit("timeouts", "cluster=x", "comm.timeout_max_s=900", "--json").stdout)
-    assert told["law"] == {
+    assert told["formula"] == {
         "base_s": {"value": 90, "from": "cluster.timeout_base_s"},
         "per_node_s": {"value": 0.5, "from": "cluster.timeout_per_node_s"},
         "max_s": {"value": 900, "from": "comm.timeout_max_s"},
@@ -113,10 +113,10 @@ STARTS = st.dictionaries(
 @given(STARTS, st.floats(1, 10))
 def test_every_start_that_was_seen_fits_into_the_timeout(starts: dict[int, list[float]], factor: float) -> None:
     """Every number of nodes that was seen gets at least `factor` times its longest start, and more nodes get no less."""
-    law = fit.fit(fit.History(dict(sorted(starts.items())), 0, (), "x", 1e9), factor)
+    formula = fit.fit(fit.History(dict(sorted(starts.items())), 0, (), "x", 1e9), factor)
     for nodes, waited in starts.items():
-        assert law.start_up(nodes).total_seconds() >= factor * max(waited) - 1e-6
-    assert law.per_node_s >= 0 and law.base_s >= 60
+        assert formula.start_up(nodes).total_seconds() >= factor * max(waited) - 1e-6
+    assert formula.per_node_s >= 0 and formula.base_s >= 60
 
 
 def test_one_number_of_nodes_leaves_the_default_per_node() -> None:

@@ -158,7 +158,9 @@ def ports_taken(run: Path) -> None:
         held = [stack.enter_context(socket.create_server((HERE, 0))) for _ in range(3)]
         ports = tuple(server.getsockname()[1] for server in held)
         try:
-            with mock.patch.object(server_module, "look_for_another_rank_0"):  # which would wait for each of these servers
+            with mock.patch.object(
+                server_module, "look_for_another_rank_0"
+            ):  # which would wait for each of these servers
                 server_module.listen(HERE, ports, JoinRequest(0, "k", "j", {}))
         except BringUpError as error:
             fails(0, error)

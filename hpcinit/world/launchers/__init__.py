@@ -34,8 +34,8 @@ def find_contradictions(
         for owner, variables in others
         if (found := _differing(env, world, chosen, variables))
     ]
-    if meeting := _rendezvous(env, world, chosen):
-        sentences.append(_sentence("torch", meeting, world))
+    if rank0_address := _rendezvous(env, world, chosen):
+        sentences.append(_sentence("torch", rank0_address, world))
     return tuple(dict.fromkeys(sentences))
 
 

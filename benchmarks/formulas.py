@@ -1,6 +1,6 @@
 """What the measurements of benchmarks.store say of more ranks: in proportion to the largest size that was measured.
 
-python -m benchmarks.laws FILE.json --plot docs/store.svg      (matplotlib: pip install -e '.[bench]')
+python -m benchmarks.formulas FILE.json --plot docs/store.svg      (matplotlib: pip install -e '.[bench]')
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def plot(found: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.laws", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.formulas", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("file", type=Path, help="of python -m benchmarks.store --json FILE")
     parser.add_argument("--plot", type=Path, help="an .svg or .png to write")
