@@ -48,13 +48,13 @@ PACKAGES = {
         ("hydra", "hydra_plugins", "omegaconf", "yaml"),
     ),
     "local": Package("the engine without Slurm (`cluster=local`)", ("base", "records"), ("psutil",)),
-    "observe": Package("status, watch, logs, cancel", (*LOGIN, "local"), ("rich", "psutil", "yaml")),
+    "observe": Package("status, watch, logs, cancel", (*LOGIN, "local"), ("rich",)),
     "report": Package("the start-up report", (*LOGIN, "observe"), ("rich",)),
     "why": Package("evidence, diagnosis, hang verdicts, excluded nodes", (*LOGIN, "observe", "config"), ("rich",)),
     "submit": Package(
         "batch script and its shell blocks, the submit transaction, run folder, code snapshot, chains, sweeps, plan",
         (*LOGIN, "config", "local", "observe", "why"),
-        ("submitit", "omegaconf", "yaml", "rich", "hydra"),
+        ("submitit", "yaml", "rich"),
     ),
     "discover": Package("a cluster file from a live Slurm", (*LOGIN, "config"), ("yaml",)),
     "timeouts": Package(
@@ -65,7 +65,7 @@ PACKAGES = {
     "doctor": Package(
         "checks of the login node and of nodes",
         (*LOGIN, "config", "observe", "why", "submit"),
-        ("rich", "yaml", "packaging"),
+        ("rich",),
     ),
     "rendezvous": Package(
         "how the ranks find each other: server, client, protocol, roster, torch's store, start-up events",
