@@ -9,29 +9,23 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcinit.base import versions
 from hpcinit.records import scratch
 
 ENV_SET = "HPCINIT_SAFEGUARDS"  # "JOB NAME NAME...": what was set here, so that a job within this job knows
 FLIGHT = "flight"  # in the run folder: flight/JOB.rank_N, for `torchfrtrace FOLDER/flight --prefix JOB.rank_`
 
-# Two of the recorder's variables have an older name: torch 2.13 warns that it is deprecated, torch 2.7 knows no other
-# (https://github.com/pytorch/pytorch/pull/152563). From this version on the new name is known for certain.
-NEW_NAMES = (2, 11)
-
 
 @dataclass(frozen=True)
 class _Variable:
-    """older: the name that older versions of torch know. also: where a user may have decided the same."""
+    """also: other names under which a user may have decided the same, such as one of an earlier torch."""
 
     name: str
     value: str
-    older: str = ""
     also: tuple[str, ...] = ()
 
     @property
     def names(self) -> set[str]:
-        return {self.name, *self.also, *([self.older] if self.older else [])}
+        return {self.name, *self.also}
 
 
 def _recorder(dumps: str) -> list[_Variable]:
@@ -42,10 +36,10 @@ def _recorder(dumps: str) -> list[_Variable]:
         # collective failed ends, rather than train on with what it has.
         _Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", also=("NCCL_ASYNC_ERROR_HANDLING",)),
         _Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
-        _Variable("TORCH_FR_BUFFER_SIZE", "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+        _Variable("TORCH_FR_BUFFER_SIZE", "2000", also=("TORCH_NCCL_TRACE_BUFFER_SIZE",)),
     ]
     if dumps:
-        found.append(_Variable("TORCH_FR_DUMP_TEMP_FILE", dumps, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"))
+        found.append(_Variable("TORCH_FR_DUMP_TEMP_FILE", dumps, also=("TORCH_NCCL_DEBUG_INFO_TEMP_FILE",)))
     return found
 
 
@@ -63,19 +57,16 @@ CACHE_ROOM = 64 * 2**20  # bytes free on the disk of the caches: what a few comp
 CACHES = tuple(variable.name for variable in _caches(Path()))
 
 
-def safeguards(env: Mapping[str, str], caches: Path | None, dumps: str, torch: tuple[int, ...] = ()) -> dict[str, str]:
+def safeguards(env: Mapping[str, str], caches: Path | None, dumps: str) -> dict[str, str]:
     """The variables to add to `env`, and none that it has already, under this or another of its names.
 
     caches: a private folder on this node's disk, None if there is none. dumps: the flight recorder's files without the
-    rank at their end, '' if they have no place. torch: its version; () where it is not known, and then both old and new
-    names are set.
+    rank at their end, '' if they have no place.
     """
     found = {}
     for variable in _recorder(dumps) + (_caches(caches) if caches else []):
         if not variable.names & env.keys():
             found[variable.name] = variable.value
-            if variable.older and torch < NEW_NAMES:
-                found[variable.older] = variable.value
     return found
 
 
@@ -99,7 +90,7 @@ def apply(environ: MutableMapping[str, str], folder: Path | None, job: str) -> t
     _applied = True
     for name in names:
         environ.pop(name, None)
-    added = safeguards(environ, _cache_folder(environ, job), _dumps(environ, folder, job), _torch_version())
+    added = safeguards(environ, _cache_folder(environ, job), _dumps(environ, folder, job))
     environ.update(added)
     environ[ENV_SET] = " ".join((scratch.folder_name(job), *added))
     return tuple(added)
@@ -126,14 +117,6 @@ def _dumps(environ: Mapping[str, str], folder: Path | None, job: str) -> str:
     except OSError:
         return ""
     return f"{parent / FLIGHT / scratch.folder_name(job)}.rank_"
-
-
-def _torch_version() -> tuple[int, ...]:
-    """(2, 13), read from its metadata: importing torch would be too early here. () without it."""
-    try:
-        return tuple(int(word) for word in versions.installed("torch").split(".")[:2])
-    except ValueError:
-        return ()
 
 
 def describe(environ: Mapping[str, str], names: tuple[str, ...]) -> str:

@@ -61,7 +61,7 @@ def below(tmp: Path) -> list[str]:
 
 def test_variables() -> None:
     """Recorder, error handling and the three caches are set, the caches below the one folder."""
-    assert safeguards({}, Path("/c"), "/d/7.rank_", (2, 13)) == {
+    assert safeguards({}, Path("/c"), "/d/7.rank_") == {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_BUFFER_SIZE": "2000",
@@ -72,17 +72,9 @@ def test_variables() -> None:
     }
 
 
-@pytest.mark.parametrize("torch", [(2, 7), (2, 10), ()])
-def test_older_torch_knows_older_names(torch: tuple[int, ...]) -> None:
-    """For a torch that may not know the new names of the recorder, or is not known itself, both are set alike."""
-    found = safeguards({}, None, "/d/", torch)
-    assert found["TORCH_NCCL_TRACE_BUFFER_SIZE"] == found["TORCH_FR_BUFFER_SIZE"] == "2000"
-    assert found["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == found["TORCH_FR_DUMP_TEMP_FILE"] == "/d/"
-
-
 @pytest.mark.parametrize(
     ("given", "left"),
-    [(name, name) for name in safeguards({}, Path("/c"), "/d/", (2, 13))]
+    [(name, name) for name in safeguards({}, Path("/c"), "/d/")]
     + [
         ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"),
         ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"),
@@ -93,13 +85,13 @@ def test_older_torch_knows_older_names(torch: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("value", ["mine", ""])
 def test_what_the_user_set_is_left(given: str, left: str, value: str) -> None:
     """A variable that the user has set, under any of its names and even to nothing, is not touched; the others are set."""
-    everything = safeguards({}, Path("/c"), "/d/", (2, 13))
-    assert safeguards({given: value}, Path("/c"), "/d/", (2, 13)).keys() == everything.keys() - {left}
+    everything = safeguards({}, Path("/c"), "/d/")
+    assert safeguards({given: value}, Path("/c"), "/d/").keys() == everything.keys() - {left}
 
 
 def test_without_folders() -> None:
     """Without a private folder and a place for dumps, their variables are left out, and the line says so."""
-    found = safeguards({}, None, "", (2, 13))
+    found = safeguards({}, None, "")
     assert not found.keys() & {*CACHES, "TORCH_FR_DUMP_TEMP_FILE"} and "TORCH_NCCL_DUMP_ON_TIMEOUT" in found
     assert "caches of compiled code stay shared: no folder in TMPDIR" in describe(found, tuple(found))
 
