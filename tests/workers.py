@@ -43,7 +43,6 @@ DEAR = (
     "tests/submit/test_secrets.py",
     "tests/submit/test_once.py",
     "tests/submit/test_restart.py",
-    "tests/submission/test_to_local.py",
     "tests/observe/test_state.py",
     "tests/test_cli.py",
     "tests/submit/test_validate.py",

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpcinit.why import flight_recorder
+from hpcinit.why import flight_recorder, hang_verdict
 from tests.gpu import starting
 from tests.gpu.findings import Findings
 from tests.gpu.starting import Job
@@ -30,19 +30,19 @@ def _on_demand(found: Findings, folder: Path) -> None:
     found.claim("the recorder is NCCL's", kind == "nccl", kind, device=True)
     data = {name: bytes.fromhex(done.first[name]) for name in ("late", "early")}
     found.measured("size of a dump", f"{len(data['late']):,} bytes, {done.first['ms']:.1f} ms to make")
-    loaded = {name: flight_recorder.load(one) for name, one in data.items()}
-    lasts = {name: flight_recorder.last(one) for name, one in loaded.items()}
-    [(group, late)] = [(group, one) for group, one in lasts["late"].items() if "default_pg" in group]
-    read = f"{late.name} of {late.sizes}, number {late.number}, {late.state}, group {group!r}"
-    found.claim("the last collective is read from the dump", (late.name, late.sizes) == ("all_reduce", "[5]"), read)
+    recording = flight_recorder.recordings({0: flight_recorder.load(data["late"])})[0]
+    [(group, number)] = [(group, number) for group, number in recording.last.items() if "default_pg" in str(group)]
+    late = recording.call((group, number))
+    read = f"{late.name} of {late.input_sizes}, number {number}, {late.state}, {group}" if late else "nothing"
+    right = late is not None and (late.name, late.input_sizes) == ("all_reduce", (((5,),),))
+    found.claim("the last collective is read from the dump", right, read)
     place = folder / "pair/flight"
     place.mkdir(parents=True)
     for rank, name in enumerate(("late", "early")):
         (place / f"7.0.0.rank_{rank}").write_bytes(data[name])
-    lines = flight_recorder.lines(flight_recorder.read_attempt(folder / "pair", "7", 0))
-    expected = f"rank 1 has not entered all_reduce of [5] (number {late.number}), in which rank 0 waits"
-    right = any(line.startswith(expected) for line in lines)
-    found.claim("the rank that is behind is named", right, "; ".join(lines) or "no line")
+    verdict = hang_verdict.verdict(flight_recorder.read_attempt(folder / "pair", "7", 0))
+    named = [(culprit.rank, culprit.kind) for culprit in verdict.culprits] == [(1, "not-called")]
+    found.claim("the rank that is behind is named", named, "; ".join(verdict.lines()) or "no line")
 
 
 def _at_timeout(found: Findings, folder: Path) -> None:
@@ -63,9 +63,10 @@ def _at_timeout(found: Findings, folder: Path) -> None:
         return
     job_id = dumps[0].name.partition(".")[0]
     read = flight_recorder.read_attempt(done.folder, job_id, None)
-    last = {group: f"{one} {one.state}" for own in read.values() for group, one in own.items()}
-    hung = any(one.name == "all_reduce" and one.sizes == "[9]" for own in read.values() for one in own.values())
-    found.claim("the dump names the collective that hung", hung, str(last), device=True)
+    recorded = flight_recorder.recordings(read).values()
+    pending = [call for one in recorded for operation in one.pending if (call := one.call(operation))]
+    hung = any((call.name, call.input_sizes) == ("all_reduce", (((9,),),)) for call in pending)
+    found.claim("the dump names the collective that hung", hung, str(pending), device=True)
 
 
 # In the rank:

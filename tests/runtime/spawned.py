@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -22,6 +23,11 @@ PATIENCE_S = 120  # for the imports of torch on a busy machine
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
+
+
+def without_gloos_line(text: str) -> str:
+    """Return what a program printed without the line that torch 2.10's gloo prints to stdout for each group."""
+    return re.sub(r"^\[Gloo\] Rank \d+ is connected to .*\n", "", text, flags=re.MULTILINE)
 
 
 class Rank:

@@ -145,7 +145,7 @@ def test_agents_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise BringUpError("1 of 2 ranks are missing: rank 1 never arrived (nobody came from n2)")
 
-    monkeypatch.setattr(rendezvous_handler.rendezvous, "meet", fails)
+    monkeypatch.setattr(rendezvous_handler.join, "join_rendezvous", fails)
     with pytest.raises(
         BringUpError, match=r"did not meet \(a rank here is an agent\): 1 of 2 ranks are missing: rank 1"
     ):
@@ -287,7 +287,7 @@ def test_a_rank_has_the_cpus_that_it_is_given(tmp_path: Path) -> None:
 
 def test_no_rank_outlives_its_agent(tmp_path: Path) -> None:
     """An agent that is killed with kill -9 takes its ranks with it, also those that ignore SIGTERM."""
-    rank = "import signal, sys, time; from hpcinit.base import process_limits; signal.signal(15, signal.SIG_IGN)\norphans.die_with_parent(); print('up', flush=True); time.sleep(300)"
+    rank = "import signal, sys, time; from hpcinit.base import process_limits; signal.signal(15, signal.SIG_IGN)\nprocess_limits.die_with_parent(); print('up', flush=True); time.sleep(300)"
     agent = f"import os, subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}], env={{**os.environ, 'HPCINIT_PARENT': str(os.getpid())}})"
     with subprocess.Popen([sys.executable, "-c", agent], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "up\n"

@@ -172,15 +172,18 @@ def test_who_was_told_to_end_may_save(tmp_path: Path) -> None:
 
 def test_a_rank_that_ends_leaves_nothing_behind(tmp_path: Path) -> None:
     """What it has started ends with it, also where it ended well, and it is no zombie while its neighbour goes on."""
-    code = RANK + (
-        "import subprocess\nfrom pathlib import Path\nfrom hpcinit.launch import process_title\n"
-        "if rank == 0:\n    while not os.path.exists('here'):\n        time.sleep(0.02)\n"
-        "    child = subprocess.Popen(['sleep', '1000'])\n"
-        "    Path('new').write_text(f'{os.getpid()} {child.pid}')\n    os.rename('new', 'both')\n    os._exit(0)\n"
-        "open('here', 'w').close()\nwhile not os.path.exists('both'):\n    time.sleep(0.02)\n"
-        "neighbour, child = map(int, Path('both').read_text().split())\nend = time.monotonic() + 60\n"
-        "while process.state(neighbour) or process.state(child) not in ('', 'Z'):\n"  # Z: whose init does not reap
-        "    assert time.monotonic() < end, [process.state(neighbour), process.state(child)]\n    time.sleep(0.02)\n"
+    code = (
+        RANK
+        + (
+            "import subprocess\nfrom pathlib import Path\nfrom hpcinit.launch import process_title\n"
+            "if rank == 0:\n    while not os.path.exists('here'):\n        time.sleep(0.02)\n"
+            "    child = subprocess.Popen(['sleep', '1000'])\n"
+            "    Path('new').write_text(f'{os.getpid()} {child.pid}')\n    os.rename('new', 'both')\n    os._exit(0)\n"
+            "open('here', 'w').close()\nwhile not os.path.exists('both'):\n    time.sleep(0.02)\n"
+            "neighbour, child = map(int, Path('both').read_text().split())\nend = time.monotonic() + 60\n"
+            "while process_title.state(neighbour) or process_title.state(child) not in ('', 'Z'):\n"  # Z: whose init does not reap
+            "    assert time.monotonic() < end, [process_title.state(neighbour), process_title.state(child)]\n    time.sleep(0.02)\n"
+        )
     )
     started = Node(tmp_path, code)
     assert started.end() == (0, ""), started.log(1)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.conftest import Run
-from tests.runtime.spawned import ranks
+from tests.runtime.spawned import ranks, without_gloos_line
 from tests.runtime.test_stopping import END, last_lines
 from tests.submitting import folder_of
 from tests.waiting import until
@@ -231,7 +231,8 @@ print(run.should_stop())
     with ranks(code + END, 1, tmp_path) as (rank,):
         status, text = rank.end()
     assert status == 0, text
-    said = [line for line in text.splitlines() if not line.startswith("hpcinit: ")]
+    lines = without_gloos_line(text).splitlines()
+    said = [line for line in lines if not line.startswith("hpcinit: ")]
     ended = [f"{method} {-signal.SIGTERM}" for method in METHODS]
     assert said == [*itertools.chain.from_iterable((one, "[1]") for one in ended), "15 -15", "None"]
 

@@ -96,7 +96,10 @@ def files() -> list[Path]:
         for path in PACKAGE.rglob("*.py")
         if re.search(r"^\s*(import|from) (torch|deepspeed)\b", path.read_text(), re.M)
     ]
-    return sorted({*found, *(PACKAGE / "runtime").rglob("*.py"), *(PACKAGE / "jobs").rglob("*.py")})
+    of_the_job = (
+        path for folder in ("runtime", "rendezvous", "launch", "jobs") for path in (PACKAGE / folder).rglob("*.py")
+    )
+    return sorted({*found, *of_the_job})
 
 
 def spelled(name: PrivateName) -> str:

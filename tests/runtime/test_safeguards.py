@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from tests.runtime.spawned import without_gloos_line
+
 BEFORE = """
 import os
 from pathlib import Path
@@ -23,7 +25,9 @@ def python(code: str, tmp_path: Path, **env: str) -> subprocess.CompletedProcess
     run.mkdir()
     environ = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(tmp_path), "RUN": str(run), **env}
     words = [sys.executable, "-c", BEFORE + textwrap.dedent(code)]
-    return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120, check=True)
+    done.stdout = without_gloos_line(done.stdout)
+    return done
 
 
 def test_caches_are_where_they_were_put(tmp_path: Path) -> None:

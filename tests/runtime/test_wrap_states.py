@@ -121,14 +121,14 @@ def test_what_cannot_move_is_refused_with_the_way_out(tmp_path: Path) -> None:
 import hpcinit.runtime.checkpoint
 from hpcinit.runtime.wrap import deepspeed_engine as engines
 IN_FP32 = {{"data_types": {{"grad_accum_dtype": "fp32"}}}}
-made, installed = [], engines.starting.version
+made, installed = [], engines.starting.deepspeed_version
 def offloaded(training, include=None, device="cpu", version=None, **more):
     made.append(wrapped(training=training, **more))
-    engines.starting.version = (lambda: version) if version else installed
+    engines.starting.deepspeed_version = (lambda: version) if version else installed
     try:
         made[-1].offload_states(include, device=device)
     finally:
-        engines.starting.version = installed
+        engines.starting.deepspeed_version = installed
 said = {{}}
 for expression in {list(REFUSALS)!r}:
     try:

@@ -49,9 +49,14 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=LR, momentum=0.9)
 
 
+def planned(run: hpcinit.Runtime, **changes: Any) -> hpcinit.Runtime:
+    """Return `run` as if init had decided otherwise."""
+    return replace(run, plan=replace(run.plan, **changes))
+
+
 def train(run: hpcinit.Runtime, options: dict[str, Any]) -> tuple[Any, list[float]]:
     """The engine, and all weights after the steps."""
-    with_deepspeed = replace(run, training=Training("deepspeed", deepspeed=options))
+    with_deepspeed = planned(run, training=Training("deepspeed", deepspeed=options))
     wrapped = with_deepspeed.wrap(model(), optimizer=None if "optimizer" in options else optimizer)
     for _ in range(STEPS):
         for piece in data(run.batch.total)[run.data_rank :: run.batch.data_parallel].split(run.batch.micro):
@@ -76,7 +81,7 @@ def alone(total: int, by_name: bool) -> list[float]:
 def evaluation(run: hpcinit.Runtime, stage: int) -> dict[str, Any]:
     """A reference model without an optimizer, before and after another is trained beside it."""
     asked = Training("deepspeed", deepspeed={"zero_stage": stage, **CPU}, gradient_clip=1.0)
-    reference = replace(run, training=asked).wrap(model())
+    reference = planned(run, training=asked).wrap(model())
     before = reference(data(4))
     with torch.enable_grad():
         train(run, {"zero_stage": stage, **CPU})
@@ -96,9 +101,8 @@ def divided(run: hpcinit.Runtime, stage: int) -> dict[str, Any]:
     """AutoTP, tp 2 x dp 2 in bf16: one step of SGD, its output and its update beside those of the whole model."""
     layout = Layout(dp_replicate=2, tp=2)
     training = Training("deepspeed", Precision("bf16", "fp32"), deepspeed={"zero_stage": stage})
-    there = replace(
-        run, training=training, layout=layout, mesh=mesh.build_mesh(layout, run.device), batch=Samples(2).over(2)
-    )
+    there = planned(run, training=training, layout=layout, batch=Samples(2).over(2))
+    there = replace(there, mesh=mesh.build_mesh(layout, run.device))
     whole, tokens = llama(), torch.randint(96, (4, 8), generator=torch.Generator().manual_seed(7))
     first = {name: p.detach().clone() for name, p in whole.named_parameters()}
     expected = whole(tokens).logits
