@@ -93,7 +93,7 @@ class Agent(SimpleElasticAgent):
         tell: Callable[[dict[int, int]], Sequence[Restart]],
     ) -> None:
         super().__init__(spec)
-        self._rendezvous, self._came, self._start, self._tell = rendezvous, came, start, tell
+        self._agent_rendezvous, self._came, self._start, self._tell = rendezvous, came, start, tell
         self._ranks: Workers | None = None
         self._told_to_end = False
         self.status = 0  # of the rank that failed first in the last start
@@ -119,7 +119,7 @@ class Agent(SimpleElasticAgent):
         ended = self._ranks.ended()
         if failures := {rank: status for rank, status in ended.items() if status != 0}:
             return self._of_failures(worker_group, failures)
-        if len(ended) == worker_group.spec.local_world_size and self._rendezvous.all_done():
+        if len(ended) == worker_group.spec.local_world_size and self._agent_rendezvous.all_done():
             done = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(WorkerState.SUCCEEDED, return_values=done)
         return RunResult(WorkerState.HEALTHY)
@@ -128,20 +128,20 @@ class Agent(SimpleElasticAgent):
         self._shutdown()
         first = self._tell(failures)[0]
         self.status = failures[first.rank % worker_group.spec.local_world_size]
-        again = worker_group.spec.max_restarts - self._rendezvous.start
+        again = worker_group.spec.max_restarts - self._agent_rendezvous.start
         if self._told_to_end or self.status == WRONG_REQUEST:
             again = 0
         # torch counts the restarts that this agent has asked for; the limit is for those of all.
         self._remaining_restarts = max(0, again)
         if again > 0:
-            self._rendezvous.call_for_restart(first)
+            self._agent_rendezvous.call_for_restart(first)
         else:
-            self._rendezvous.end()
+            self._agent_rendezvous.end()
         return RunResult(WorkerState.FAILED)
 
     def _exit_barrier(self) -> None:
         """Not torch's, in which an agent is deaf while others restart: here all are done."""
-        self._rendezvous.leave()
+        self._agent_rendezvous.leave()
 
     def _pass_on(self, ranks: Workers) -> None:
         for number, pass_on in self._came.take():
