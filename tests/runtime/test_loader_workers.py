@@ -154,7 +154,8 @@ SLOW = (
     training()
     .replace("time.sleep(0.05)", "print('in step', step, flush=True); time.sleep(1)")
     .replace(
-        "for step, batch", "object.__setattr__(run.plan, 'stopping', stop_reasons.Stopping(every_steps=1))\nfor step, batch"
+        "for step, batch",
+        "object.__setattr__(run.plan, 'stopping', stop_reasons.Stopping(every_steps=1))\nfor step, batch",
     )
     .replace("import hpcinit", "import hpcinit\nfrom hpcinit.records import stop_reasons")
 )
