@@ -1,4 +1,4 @@
-"""What a command says beside its answer, on stderr: notes and warnings; with -v also each command of Slurm and git.
+"""What a command prints beside its answer, on stderr: notes, warnings, lines of a rank; and the options -q and -v.
 
 -q leaves all of that out, errors alone stay, and has the answer in its shortest form. One process, one command: the
 choice is made once, from the command line.

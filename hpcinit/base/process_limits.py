@@ -1,4 +1,4 @@
-"""A process that does not outlive its parent, however that one ends. Linux only; elsewhere nothing happens."""
+"""Limits of a process: its life ends with its parent's (Linux only), and how many files it may have open."""
 
 from __future__ import annotations
 

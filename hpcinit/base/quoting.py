@@ -1,4 +1,4 @@
-"""Values that reach a script are data: what may stand in one, and how it is quoted."""
+"""Quote values that go into a script: they are data, never shell code. Also command-line flags from a table."""
 
 from __future__ import annotations
 

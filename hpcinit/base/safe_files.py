@@ -1,4 +1,4 @@
-"""A file that is there whole or not at all, whoever reads it or is killed meanwhile."""
+"""Atomic writes, and the check of who may write a file or folder that hpcinit runs or reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers as the kernel and Slurm write them."""
+"""Ranges of numbers, an error in one line, and paths as users write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the environment of the ranks is consistent and exists: modules, Python or an image; and the run folder."""
+"""Check that the environment of the ranks exists and is consistent: modules, Python or an image, the run folder."""
 
 from __future__ import annotations
 

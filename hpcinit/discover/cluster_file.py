@@ -1,4 +1,4 @@
-"""A site as the keys of conf/cluster/NAME.yaml, each with a comment that says who told it."""
+"""A site as the keys of conf/cluster/NAME.yaml, with the source of each value in a comment; where that file is."""
 
 from __future__ import annotations
 

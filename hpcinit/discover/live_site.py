@@ -1,4 +1,4 @@
-"""The questions to Slurm. Each answer is text, kept under the command that gave it."""
+"""Query a live Slurm and read its answers. Each answer is kept as text under the command that gave it."""
 
 from __future__ import annotations
 

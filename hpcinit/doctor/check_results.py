@@ -1,4 +1,4 @@
-"""What the doctor finds: checks, each with a grade, and what to do where it is not well."""
+"""The results of the doctor's checks, and whether two clocks differ."""
 
 from __future__ import annotations
 

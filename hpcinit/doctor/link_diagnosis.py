@@ -1,4 +1,4 @@
-"""Which node, link or device is slow, and which clock is wrong, by the reports of the doctor's ranks.
+"""Find the slow node, link or device, and the wrong clock, by the reports of the doctor's ranks.
 
 A collective is as slow as its slowest member and names nobody. So nodes are judged by the best of their ways to
 others: a node with no good way is slow itself; a way that is slow between two that have good ones is slow by itself.

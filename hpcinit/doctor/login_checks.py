@@ -1,4 +1,4 @@
-"""What can be looked at on the login node, before anything waits in a queue."""
+"""Checks on the login node, before anything is queued: versions, Slurm, folders, clocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the reports of the doctor's ranks say of nodes and devices: from values alone. Of links: link_diagnosis.py."""
+"""Check nodes and devices by the reports of the doctor's ranks. Links are in link_diagnosis.py."""
 
 from __future__ import annotations
 

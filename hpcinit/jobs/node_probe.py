@@ -1,4 +1,4 @@
-"""What a process can see of its node, from /proc, /sys and the resolver. Linux; what is not told is empty."""
+"""What a process sees of its node, from /proc, /sys, the resolver and nvidia-smi. Linux; empty if not known."""
 
 from __future__ import annotations
 

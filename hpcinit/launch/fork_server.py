@@ -1,4 +1,4 @@
-"""The forked ranks of a node, from the fork to the last one's end: signals, reaping, and how the parent ends."""
+"""The forked ranks of a node, from the fork to the end of the last one: signals, reaping, exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which run is meant: by its folder, by the last part of its name, or by its job id."""
+"""Find runs by folder, by the last part of their name or by job id; and the tasks of a sweep."""
 
 from __future__ import annotations
 

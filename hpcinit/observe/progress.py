@@ -1,4 +1,4 @@
-"""What the training itself says of how far it is: progress.json, written by `run.progress()`."""
+"""How far a training run is (progress.json, written by `run.progress()`), and notes on a stop or a hang."""
 
 from __future__ import annotations
 

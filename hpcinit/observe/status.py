@@ -1,4 +1,4 @@
-"""`hpcinit status [RUN ...|all] [--json]`: a line per run; without RUN all of ./runs."""
+"""`hpcinit status [RUN ...|all] [--json]`: a line per run; without RUN all of ./runs. Also the table of `watch`."""
 
 from __future__ import annotations
 

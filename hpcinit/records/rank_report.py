@@ -1,4 +1,4 @@
-"""What a rank of the doctor's job leaves in the run folder: doctor/rank-N.json, written anew at each stage.
+"""What a rank of the doctor's job writes: doctor/rank-N.json, again at each stage; and the links that it measured.
 
 So that a rank that comes no further, or whose node is lost, has left what it saw before.
 """

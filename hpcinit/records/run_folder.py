@@ -1,4 +1,5 @@
-"""Names of the files in a run folder: the one place where login node and job meet."""
+"""Names of the files in a run folder, reasons for a restart, and records with fields that this version does not
+know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes over a connection: JSON objects, one a line, and the proofs.
+"""The messages of the rendezvous: JSON objects, one per line, with proofs and time stamps.
 
 A message is data from an unknown process until its proof has been checked, and may be of another version of hpcinit
 after that: read its fields with text(), integer() and choice(), which raise NotOurs for a value that they cannot use.

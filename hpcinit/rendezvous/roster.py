@@ -1,4 +1,4 @@
-"""Who has come, how far each got, and how to say who has not."""
+"""The roster of ranks: which have connected, how far each has come, which are missing; and what both sides share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""report.html: one page that needs nothing else, with a lane for each rank or node. page.html is its frame."""
+"""The report as text and as report.html, one page without further files. Its frame is page.html."""
 
 from __future__ import annotations
 

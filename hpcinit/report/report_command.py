@@ -1,4 +1,4 @@
-"""`hpcinit report RUN [--json] [--html FILE]`: how long each phase of a start took, and who was slow."""
+"""`hpcinit report RUN [--json] [--html FILE]`: how long each phase of a start-up took, and which ranks were slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the moments of a start to its phases: how long each took on every rank, who was slow, for whom all waited."""
+"""From the events of a start-up to its phases: how long each took on every rank, and which ranks were slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""init, shutdown and session: what training code uses."""
+"""init, shutdown and session, which training code uses, and how the process groups are destroyed."""
 
 from __future__ import annotations
 

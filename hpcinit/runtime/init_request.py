@@ -1,4 +1,4 @@
-"""From what init was asked, what was submitted and what is there, to what will be done."""
+"""From init's arguments, the submission's spec and a group that may exist, to the Plan of what init will do."""
 
 from __future__ import annotations
 

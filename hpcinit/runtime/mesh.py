@@ -1,4 +1,4 @@
-"""Which ranks form a group, of each dimension of a layout and of the combinations that training needs."""
+"""Which ranks form a group, for each dimension of a layout and each combination that training needs; torch's mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's ops, compiled before the ranks need them, and once for each cache.
+"""DeepSpeed's ops: compiled before the ranks need them, once for each cache; locks of builds that were killed.
 
 `hpcinit build-ops` fills a folder that outlives jobs; a job copies from it into its own cache, so that no rank that is
 killed can leave a lock where later jobs would wait for it.

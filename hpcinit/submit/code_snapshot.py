@@ -1,4 +1,4 @@
-"""snapshot=git: the checkout as it is now, uncommitted work included, in the run folder, and the job runs from it."""
+"""snapshot=git: copy the checkout, uncommitted work included, into the run folder; the job runs from the copy."""
 
 from __future__ import annotations
 

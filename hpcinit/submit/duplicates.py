@@ -1,4 +1,4 @@
-"""The same request submitted twice is a slip more often than a wish: what waits or runs already is named."""
+"""The same request submitted twice is mostly a slip: report the job that waits or runs already."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run folder: claimed, filled, and marked as submitted only when it is."""
+"""The run folder: claimed, filled, and marked as submitted once it is; one submission at a time per request."""
 
 from __future__ import annotations
 

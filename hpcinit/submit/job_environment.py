@@ -1,4 +1,4 @@
-"""The environment that a submission passes on: the user's own, without what belongs to another job and secrets."""
+"""The environment that a submission passes on: the user's, without another job's variables and without secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a submission says of the jobs that it has made: in words, as JSON, or with -q their ids alone."""
+"""What a submission prints about its jobs: text, JSON, or with -q the ids alone."""
 
 from __future__ import annotations
 

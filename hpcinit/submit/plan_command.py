@@ -1,4 +1,4 @@
-"""`hpcinit plan cluster=x nodes=8 parallel=zero3 model.params=7e9`: what a rank will hold, and whether it fits.
+"""`hpcinit plan cluster=x nodes=8 parallel=zero3 model.params=7e9`: memory per rank, and whether it fits.
 
 Exit status: 0 if it fits, 1 if it does not, 2 for a wrong request or where the cluster's GPU memory is not known.
 """

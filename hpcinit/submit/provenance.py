@@ -1,4 +1,4 @@
-"""What a run was made of: versions, git commit, command line."""
+"""What a run was made of (versions, git commit, command line), written at submission and read again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requeue and continue: the batch script itself, on the host and outside of any container, requeues its job.
+"""Requeue and chains: the batch script requeues its own job, on the host and outside of any container.
 
 The shell code is in lib/restarts.sh, reason.sh, spare_nodes.sh and requeue.sh.
 

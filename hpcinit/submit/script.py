@@ -1,4 +1,4 @@
-"""From a Config to the text of the batch script. A dry run prints this very text."""
+"""Render the batch script from a Config: directives, setup, secrets, container and the ranks. A dry run prints it."""
 
 from __future__ import annotations
 

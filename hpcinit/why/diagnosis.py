@@ -1,4 +1,4 @@
-"""From all that a run has left to the one failure that came first. Pure: evidence in, a verdict out."""
+"""Find the failure that came first in all the evidence of a run. Evidence in, a Verdict out; nothing is read here."""
 
 from __future__ import annotations
 

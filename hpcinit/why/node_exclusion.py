@@ -1,4 +1,4 @@
-"""Failures that name a node, from run folders into the cluster's table. Which words do: why/node_exclusion.py."""
+"""Failures that are a node's fault, and their records in the table of the cluster's nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This node's network interfaces and addresses, as far as a program needs them to be found by others. Linux."""
+"""This node's network interfaces and addresses, and the candidate ports of a job. Linux."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's elastic agent, with ranks of ours: the loop and the rule for restarts are torch's.
+"""torch's elastic agent with ranks that hpcinit starts. The loop and the rule for restarts are torch's.
 
 The methods with an underscore are those that torch asks whoever extends SimpleElasticAgent to write:
 https://docs.pytorch.org/docs/stable/elastic/agent.html#extending-the-agent

@@ -1,4 +1,4 @@
-"""DDP, FSDP, HSDP and tensor parallelism: torch.distributed.checkpoint, which re-shards as it loads."""
+"""Checkpoints of DDP, FSDP, HSDP and tensor parallelism by torch.distributed.checkpoint, and agreements of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What belongs to the program: the place in its data, and what else it gave.
+"""The program's own state in a checkpoint: the place in its data, random numbers, and what else it passes.
 
 Written with torch.save and read with weights_only: plain values and tensors. Whether they can be read back is tried
 before they are written, not when a later job needs them.

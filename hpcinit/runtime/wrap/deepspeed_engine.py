@@ -1,4 +1,4 @@
-"""DeepSpeed's engine."""
+"""A model in DeepSpeed's engine: its first step, its states and their offload."""
 
 from __future__ import annotations
 

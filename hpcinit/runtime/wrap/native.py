@@ -1,4 +1,4 @@
-"""DDP, FSDP and a model alone: torch's own, with torch's optimizers."""
+"""DDP, FSDP2, tensor parallelism and a model alone: torch's own wrappers, with torch's optimizers and clipping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks started by srun: one Slurm task per rank. Also what hpcinit's local engine sets.
+"""Ranks started by srun: one Slurm task per rank. hpcinit's local engine sets the same variables.
 
 What was right in every recorded launch (tests/data): SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, the length of
 SLURM_GTIDS, SLURM_STEP_NUM_TASKS. What was not: SLURM_NTASKS (srun --preserve-env), SLURM_NTASKS_PER_NODE,
