@@ -1,6 +1,6 @@
 """Plain files in the run folder that the batch script reads: a line `KEY VALUE` for each fact.
 
-bash has no parser for JSON. Its reader is hpcinit_fact() in submission/lib/facts.sh.
+bash has no parser for JSON. Its reader is hpcinit_fact() in submit/lib/facts.sh.
 """
 
 from __future__ import annotations
