@@ -96,7 +96,7 @@ COMMANDS = {
         "what went wrong first in a run, and what to do",
         FIND_OUT,
         """
-  hpcinit why train-0001            the first failure, its cause, what to do, how many echoes
+  hpcinit why train-0001            the first failure, its cause, what to do, how many secondary errors
   hpcinit why 4242 --json           by its job id, for programs""",
     ),
     "report": Command(

@@ -229,7 +229,7 @@ def _place(record: ErrorRecord) -> str:
 
 
 def _others(first: Found, ordered: Sequence[Found], evidence: Evidence) -> list[str]:
-    """Errors beside the first that are no echoes, and what is known of the clocks."""
+    """Errors beside the first that are no secondary errors, and what is known of the clocks."""
     rest = [one for one in ordered if one is not first and _is_cause(one, evidence)]
     lines = []
     same = [one.record.rank for one in rest if brief(one.record.error) == brief(first.record.error)]

@@ -54,7 +54,9 @@ def main(argv: Sequence[str]) -> int:
     verdict = explain_run(path, now)
     if options.json:
         told = {"run": str(path), "state": now.name, "job_id": now.job_id, "restarts": restarts.document(path)}
-        known = {"verdict": verdict.headline, **asdict(verdict), **verdict.flight.document()}
+        hang = verdict.flight.document()
+        known = {"verdict": verdict.headline, **asdict(verdict), **hang}
+        known["secondary"] = [*verdict.secondary, *hang["secondary"]]
         known.pop("flight")
         print(json.dumps({**told, **known}))
     elif options.quiet:
@@ -119,7 +121,8 @@ def _with_disk(path: Path, verdict: Verdict) -> Verdict:
 
 
 def _evidence(path: Path, now: state.State) -> Evidence:
-    """Gathered anew where only echoes are there, and once more while they are young: their cause may be under way."""
+    """Gather again where only secondary errors exist, and once more while they are young: their cause may be under
+    way."""
     found = gather_evidence.gather(path, now)
     if diagnosis.has_only_secondary_errors(found):
         found = gather_evidence.gather(path, now)

@@ -76,7 +76,7 @@ def test_a_rank_raises(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[...,
     assert re.match(r'  raised at ".*/train.py", line \d+, in <module>', said[1])
     found = json.loads(hpcinit("why", "--json", folder.name, env=idle_slurm.env).stdout)
     assert (found["rank"], found["host"], found["step"], found["kind"]) == (1, "n1", 4, "program")
-    assert found["echoes"], said
+    assert found["secondary"], said
 
 
 def test_clocks_that_differ(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[..., Path]) -> None:
