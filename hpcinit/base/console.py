@@ -100,8 +100,6 @@ def parse_arguments(parser: argparse.ArgumentParser, words: list[str], intermixe
     """What `parser`, which has options(), makes of `words`; -q and -v hold from here on. Raises RequestError."""
 
     def refuse(message: str) -> NoReturn:
-        pass  # CODEMOD
-
         raise error(parser, words, message)
 
     parser.error = refuse  # type: ignore[method-assign] # argparse's own prints the usage, and exits

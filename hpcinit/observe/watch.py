@@ -65,7 +65,7 @@ def _live(polls: Polls) -> None:
     from rich.console import Console  # noqa: PLC0415 - for a terminal only
     from rich.live import Live  # noqa: PLC0415
 
-    from hpcinit.observe import status  # noqa: PLC0415
+    from hpcinit.observe import status_table  # noqa: PLC0415
 
     console = Console(highlight=False)
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
@@ -73,7 +73,7 @@ def _live(polls: Polls) -> None:
         while not over:
             over = polls.ask()
             live.update(
-                status.status_table(polls.shown(), each_task=True, most=max(2, console.height - 2)), refresh=True
+                status_table.status_table(polls.shown(), each_task=True, most=max(2, console.height - 2)), refresh=True
             )
             if not over:
                 time.sleep(LOOK_S)

@@ -50,8 +50,6 @@ def look(runs_dir: Path, cluster: str, now: float, expiry_h: float) -> list[Node
 
 
 def _failures(run: Path, submission: Mapping[str, Any], found: Evidence) -> Iterator[NodeFailure]:
-    pass  # CODEMOD
-
     named = faulty_nodes(found)
     if not named:
         return

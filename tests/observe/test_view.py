@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hpcinit.observe import find_runs, overview, progress
+from hpcinit.observe import find_runs, overview, progress, status_table
 from hpcinit.observe import status as status_module
 from hpcinit.observe.state import State
 from hpcinit.records import hang_report
@@ -91,7 +91,7 @@ def shown_everywhere(path: Path, now: State) -> tuple[list[str], str, str]:
     [document] = status_module.documents(run)
     console = Console(width=400, color_system=None, force_terminal=False)
     with console.capture() as capture:
-        console.print(status_module.status_table([run], each_task=True))
+        console.print(status_table.status_table([run], each_task=True))
     words = [one for one in status_module.details(path, now).split("  ") if one.startswith(("the training", "stopped"))]
     line = "".join(words)
     assert line in capture.get() and bool(line) == bool(re.search("training hangs|stopped before", capture.get()))
@@ -146,13 +146,13 @@ def test_the_table(tmp_path: Path) -> None:
 
     def shown(most: int | None) -> list[str]:
         with console.capture() as capture:
-            console.print(status_module.status_table(runs, each_task=True, most=most))
+            console.print(status_table.status_table(runs, each_task=True, most=most))
         return [line.split()[0] for line in capture.get().splitlines()[1:]]
 
     assert shown(None) == ["train-0001", "sweep-0001", "0", "1", "2", "3"]
     assert shown(50) == ["train-0001", "sweep-0001", "3", "1", "0", "2"]
     assert shown(4) == ["train-0001", "sweep-0001", "3", "and"]
     with console.capture() as capture:
-        console.print(status_module.status_table([overview.Run(tmp_path, RUNNING)], each_task=True))
+        console.print(status_table.status_table([overview.Run(tmp_path, RUNNING)], each_task=True))
     row = capture.get().splitlines()[1]
     assert "RUNNING" in row and "20/60" in row and "1:02:03, 1:00 left" in row and "loss 2.312" in row and "━" in row

@@ -1,0 +1,83 @@
+"""The table of runs that a terminal gets from `status` and `watch`; rich decides about colors (NO_COLOR)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from hpcinit.base.console import plain
+from hpcinit.observe import find_runs, progress, restarts
+from hpcinit.observe.overview import Run
+from hpcinit.observe.state import State
+from hpcinit.observe.status import age, job_of, times_alone
+from hpcinit.slurm import reasons
+
+STYLES = {"COMPLETED": "green", "RUNNING": "cyan", "PENDING": "yellow", "COMPLETING": "cyan", "UNKNOWN": "magenta"}
+BAR = 12  # characters
+COLUMNS = ("run", "job", "state", "", "", "time", "")
+Row = Sequence[RenderableType]
+
+
+def status_table(runs: Sequence[Run], each_task: bool, most: int | None = None) -> Table:
+    """A row for each run and, if asked for, each task of a sweep. most: rows; how many are left out is told."""
+    rows = [row for run in runs for row in _rows(run, each_task, in_order=most is None)]
+    used = [number for number, name in enumerate(COLUMNS) if name or any(row[number] for row in rows)]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number in used:
+        table.add_column(COLUMNS[number], no_wrap=number < len(COLUMNS) - 1, overflow="fold")
+    shown = rows if most is None or len(rows) <= most else rows[: max(1, most - 1)]
+    for row in shown:
+        table.add_row(*(row[number] for number in used))
+    if len(shown) < len(rows):
+        table.add_row(f"and {len(rows) - len(shown)} more")
+    return table
+
+
+def _rows(run: Run, each_task: bool, in_order: bool) -> Iterator[Row]:
+    if run.now:
+        yield _row(run.path.name, run.path, run.now, reasons.explain(run.now.reason))
+    elif run.tasks:
+        over = sum(task.state.over for task in run.tasks)
+        counts = find_runs.count_states(run.tasks)
+        yield [run.path.name, job_of(run), f"{len(run.tasks)} tasks", _bar(over, len(run.tasks)), "", "", counts]
+        if each_task:
+            tasks = run.tasks if in_order else sorted(run.tasks, key=_interest)
+            yield from (_row(f"  {task.number}", task.path, task.state, task.combination) for task in tasks)
+
+
+def _row(name: str, path: Path, now: State, about: str) -> Row:
+    begun = now.name not in ("PENDING", find_runs.NOT_SUBMITTED)
+    told = progress.read(path) if begun else {}
+    status = f"exit status {now.exit_status}" if now.exit_status else ""
+    by_hand = "started by hand" if now.by_hand else ""
+    values = "  ".join(progress.values(told))
+    old = age(path, now)
+    before = restarts.words(restarts.read(path)) if now.restart is not None else ""
+    again = restarts.words_inside(restarts.read_inside(path)) if now.restart is not None else ""
+    remark = progress.notes(path, now, told) if begun else ""
+    parts = (by_hand, now.link, now.reason, before, again, status, values, old, remark, about)
+    return [
+        Text(plain(name)),
+        Text(plain(now.job_id)),
+        Text(now.name, STYLES.get(now.name, "red" if now.over else "")),
+        _bar(told["step"], told["total"]) if told else "",
+        f"{told['step']}/{told['total']}" if told else "",
+        times_alone(now),
+        Text(plain("  ".join(part for part in parts if part))),
+    ]
+
+
+def _bar(done: float, total: float) -> ProgressBar:
+    return ProgressBar(total=max(total, 1), completed=done, width=BAR)
+
+
+def _interest(task: find_runs.Task) -> int:
+    """What runs first, then what has failed, what waits, what ended well."""
+    if not task.state.over:
+        return 2 if task.state.name in ("PENDING", find_runs.NOT_SUBMITTED) else 0
+    return 1 if task.status else 3
