@@ -2,10 +2,9 @@
 
     python -m benchmarks.crowd      (benchmarks.store starts it, and tells it on stdin what to be)
 
-The words of the meeting are made by hpcinit's own functions, and who has no answer knocks again as a rank does. Those
-of torch's store are what a TCPStore of torch 2.13 sends, recorded; rank 0 is torch itself and counts along: a word
-that it did not understand would leave it waiting.
-"""
+The messages of the rendezvous are made by hpcinit's own functions, and a rank without an answer connects again as a
+real one does. Those of torch's store are what a TCPStore of torch 2.13 sends, recorded; rank 0 is torch itself and
+counts along: a word that it did not understand would leave it waiting."""
 
 from __future__ import annotations
 
@@ -70,13 +69,13 @@ def text(value: str) -> bytes:
     return struct.pack("<Q", len(value)) + value.encode()
 
 
-def to_the_door(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Talk:
-    """As visit.Visit does it: who has no answer comes again a moment later, and listens for longer."""
+def to_rank_0(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Talk:
+    """As RendezvousClient does it: a rank without an answer connects again a moment later, and waits for longer."""
     patience_s, pause_s = rendezvous_client.CONNECT_S, rendezvous_client.FIRST_PAUSE_S
     longest_s = rendezvous_client.LAST_PAUSE_S * max(1.0, told["world_size"] / rendezvous_client.CONNECTING_RANKS)
     while True:
         try:
-            yield from _knock(told["port"], rank, time.monotonic() + patience_s)
+            yield from _handshake(told["port"], rank, time.monotonic() + patience_s)
             break
         except NoAnswer:
             patience_s = min(rendezvous_client.LONGEST_SILENCE_S, 2 * patience_s)
@@ -85,13 +84,13 @@ def to_the_door(told: dict[str, Any], rank: int, mark: Callable[[str], None]) ->
     mark("joined")
 
 
-def _knock(port: int, rank: int, until: float) -> Talk:
+def _handshake(port: int, rank: int, until: float) -> Talk:
     yield Connect(port)
     mine = protocol.challenge()
     yield protocol.encode({"hello": protocol.GREETING, "job": JOB, "challenge": mine})
     answer = yield Line(until)
-    assert protocol.same(answer["proof"], protocol.proof(KEY, "server", mine, JOB))
-    proof = protocol.proof(KEY, "peer", answer["challenge"], str(rank))
+    assert protocol.same(answer["proof"], protocol.proof(KEY, "server", mine, f"{answer['at']}|{JOB}"))
+    proof = protocol.proof(KEY, "peer", answer["challenge"], f"{answer['at']}|{rank}")
     yield protocol.encode({"rank": rank, "proof": proof, "made_of": MADE_OF, **fingerprint.identity()})
     answer = yield Line()
     assert "reply" in answer, answer
@@ -100,7 +99,7 @@ def _knock(port: int, rank: int, until: float) -> Talk:
 def meeting(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Talk:
     """Join, wait for all, hear of the store; with store=true also reach it; up."""
     yield Until(told["begin"] + rendezvous_client.spread_s(told["world_size"]))
-    yield from to_the_door(told, rank, mark)
+    yield from to_rank_0(told, rank, mark)
     yield protocol.encode({"phase": "imported"})
     message: dict[str, Any] = {}
     while "store" not in message:
@@ -112,7 +111,7 @@ def meeting(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Tal
         yield HELLO
         yield Bytes(4)
         mark("store")
-        yield Connect(0)  # back to the door
+        yield Connect(0)  # back to rank 0
     yield protocol.encode({"phase": "joined"})
     yield protocol.encode({"phase": "up"})
     while "closed" not in message:
@@ -123,7 +122,7 @@ def meeting(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Tal
 def missing(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Talk:
     """Join, and ask at the deadline who has not."""
     yield Until(told["begin"] + rendezvous_client.spread_s(told["world_size"]))
-    yield from to_the_door(told, rank, mark)
+    yield from to_rank_0(told, rank, mark)
     yield Until(told["deadline"])
     yield protocol.encode({"who": "started"})
     message: dict[str, Any] = {}

@@ -1,8 +1,8 @@
-"""What does it cost rank 0 that very many ranks come: hpcinit's meeting, and torch's own rendezvous by its store?
+"""What does it cost rank 0 that very many ranks connect: hpcinit's rendezvous, and torch's own rendezvous by its store?
 
     python -m benchmarks.store [--ranks 64 256 1024 4096 16384] [--rounds 5] [--json FILE]
 
-One machine, loopback. Rank 0 is a process of its own with hpcinit's door, or torch's TCPStore, in it. All other ranks
+One machine, loopback. Rank 0 is a process of its own with hpcinit's server, or torch's TCPStore, in it. All other ranks
 sit in two processes, with connections of their own, and say what real ranks say (benchmarks/crowd.py). They begin at
 the same moment, which no cluster does: the worst case. Inside the clock: from that moment until the last rank is up.
 The ways take turns in every round:
@@ -62,7 +62,7 @@ def rank_0(way: str, world_size: int) -> None:
     if way == "plain":
         _plain(world_size)
     else:
-        _door(way, world_size)
+        _server(way, world_size)
 
 
 def _usage() -> dict[str, float]:
@@ -93,43 +93,43 @@ def _done(before: Mapping[str, float]) -> None:
     sys.stdin.readline()
 
 
-def _door(way: str, world_size: int) -> None:
+def _server(way: str, world_size: int) -> None:
     candidates = network.candidate_ports(str(os.getpid()))
     hosts = tuple(f"n{number}" for number in range(world_size))
     world = World("slurm", 0, world_size, 0, 1, 0, hosts, crowd.HERE, candidates, "77.0.0")
     if way == "slow":
         connections.QUICK_S = 0.005  # Python's own
     before = _usage()
-    door = RendezvousServer(world, crowd.HERE, crowd.KEY, crowd.JOB, crowd.MADE_OF)
-    _say(port=door.port)
+    rank_0 = RendezvousServer(world, crowd.HERE, crowd.KEY, crowd.JOB, crowd.MADE_OF)
+    _say(port=rank_0.port)
     deadline = time.monotonic() + LATEST_S
     if way == "missing":
-        _miss(door)
+        _miss(rank_0)
     elif way in {"busy", "slow"}:
-        while not door._all_came:  # a program that imports and computes
+        while not rank_0._all_came:  # a program that imports and computes
             sum(range(1000))
-        door.offer_store(1)
-    door.report_phase("imported")
+        rank_0.offer_store(1)
+    rank_0.report_phase("imported")
     if way == "both":
         from hpcinit.rendezvous.store import open_store  # noqa: PLC0415
 
-        held = open_store(world, door, deadline)  # noqa: F841
+        held = open_store(world, rank_0, deadline)  # noqa: F841
     elif way != "missing":
-        door.offer_store(1)
-        door.wait_for_store(deadline, 1e9)
+        rank_0.offer_store(1)
+        rank_0.wait_for_store(deadline, 1e9)
     for phase in ("joined", "up"):
-        door.report_phase(phase)
+        rank_0.report_phase(phase)
     if way != "missing":
-        door._connections.join(LATEST_S)
+        rank_0._connections.join(LATEST_S)
     _done(before)
 
 
-def _miss(door: RendezvousServer) -> None:
+def _miss(rank_0: RendezvousServer) -> None:
     """Until the deadline that the parent tells, then to its end."""
     deadline = float(sys.stdin.readline())
     while time.monotonic() < deadline:
         time.sleep(0.01)
-    print(door.missing("started")[:200], file=sys.stderr)
+    print(rank_0.missing("started")[:200], file=sys.stderr)
     sys.stdin.readline()
 
 

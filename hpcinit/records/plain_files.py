@@ -11,12 +11,17 @@ from pathlib import Path
 from hpcinit.base import safe_files
 
 
-def write(path: Path, facts: Mapping[str, object]) -> None:
-    """Replace the file atomically. Raise OSError; raise ValueError for a key or a value that is not on one line."""
+def text(facts: Mapping[str, object]) -> str:
+    """Return the facts as such a file contains them. Raise ValueError for a key or a value that is not on one line."""
     for key, value in facts.items():
         if not key.isidentifier() or not f"{value}".isprintable():
-            raise ValueError(f"{key!r} is {value!r}, expected a name and printable text: {path} has a line for each")
-    safe_files.write_atomically(path, "".join(f"{key} {value}\n" for key, value in facts.items()))
+            raise ValueError(f"{key!r} is {value!r}, expected a name and printable text: each has a line")
+    return "".join(f"{key} {value}\n" for key, value in facts.items())
+
+
+def write(path: Path, facts: Mapping[str, object]) -> None:
+    """Replace the file atomically. Raise OSError; raise ValueError as text() does."""
+    safe_files.write_atomically(path, text(facts))
 
 
 def read(path: Path) -> dict[str, str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from hpcinit.base import background_writer, safe_files
 from hpcinit.base.console import say
 from hpcinit.base.errors import TrainingHang
-from hpcinit.records import hang_report, heartbeats, scratch
+from hpcinit.records import hang_report, heartbeats, plain_files, scratch
 from hpcinit.records.hang_report import HangReport
 from hpcinit.records.heartbeats import FRESH_PERIODS, NodeHeartbeats, RankHeartbeat
 from hpcinit.records.spec import Hang
@@ -215,7 +215,7 @@ def _is_first(folder: Path, report: HangReport) -> bool:
     """Write the report of a hang, which the first rank does for all. Where the disk is full, none can know which rank
     is the first, and each reports."""
     # The report last: the batch script looks for it, and for what is beside it then.
-    node = {hang_report.NODE: f"node {report.host}\n"} if report.host else {}
+    node = {hang_report.NODE: plain_files.text({"node": report.host})} if report.host else {}
     text = "".join(f"{line}\n" for line in report.lines())
     for name, content in {hang_report.RECORD: report.to_json(), **node, hang_report.REPORT: text}.items():
         try:
