@@ -20,9 +20,9 @@ COVERAGE_WORKERS ?= 3
 
 # make check runs what needs neither Slurm nor torch processes, where processes of pytest itself are most of the work.
 CHECK_WORKERS ?= 2
-CHECKED := tests/facts tests/config tests/docs tests/discover tests/doctor \
-	$(addprefix tests/submission/test_,$(addsuffix .py,environment folder packing plan provenance script syntax)) \
-	$(addprefix tests/test_,$(addsuffix .py,cli completion decoding imports local_environment package readme security_page workers)) \
+CHECKED := $(addprefix tests/,base records world ds_config slurm why config docs discover doctor) \
+	$(addprefix tests/submit/test_,$(addsuffix .py,environment folder plan provenance script syntax)) \
+	$(addprefix tests/test_,$(addsuffix .py,cli completion decoding imports names package readme security_page workers)) \
 	$(addprefix --deselect=tests/records/test_memory.py::test_,the_formulas_are_what_real_ranks_hold the_backward_pass_stays_below_the_estimate)
 
 # Lines of hpcinit that the tests reach, in percent, in processes that they start too: docs/decisions/0028-coverage.md.
