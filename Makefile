@@ -1,35 +1,35 @@
-# demo and test set themselves up: they need Python (3.10 or newer), pip and make.
+# `make demo` and `make test` create their environment. They need Python (3.10 or newer), pip and make.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# The oldest DeepSpeed that we support, in an environment that has the rest from the first one.
+# The oldest supported DeepSpeed, in an environment that uses the other packages of the first one.
 DS18_VERSION := 0.18.5
 DS18 := $(VENV)/deepspeed-$(DS18_VERSION)
 
-# The oldest and the newest torch that we support, each in an environment that has the rest from the first one. pip's usual
-# index has builds for CUDA, 5.5 GB each; TORCH_INDEX=https://download.pytorch.org/whl/cpu has small ones for CPUs.
+# The oldest and the newest supported torch, each in an environment that uses the other packages of the first one. PyPI has
+# CUDA builds of 5.5 GB each; TORCH_INDEX=https://download.pytorch.org/whl/cpu has small CPU builds.
 TORCH_VERSIONS ?= 2.10.0 2.14.1
 TORCH_INDEX ?=
 
-# Tests mostly wait for Slurm and for each other's ranks, so there are more workers than cores. 0: one test after the other.
+# Tests mostly wait for Slurm and for other ranks, so there are more workers than cores. 0: one test after the other.
 PYTEST_WORKERS ?= 6
 
 COVERAGE_WORKERS ?= 3
 
-# make check runs what needs neither Slurm nor torch processes, where processes of pytest itself are most of the work.
+# make check runs the tests that need neither Slurm nor torch processes; most of its work is in pytest's own processes.
 CHECK_WORKERS ?= 2
 CHECKED := $(addprefix tests/,base records world ds_config slurm why config docs discover doctor) \
 	$(addprefix tests/submit/test_,$(addsuffix .py,environment folder plan provenance script syntax)) \
 	$(addprefix tests/test_,$(addsuffix .py,cli completion decoding imports names package readme security_page workers)) \
 	$(addprefix --deselect=tests/records/test_memory.py::test_,the_formulas_are_what_real_ranks_hold the_backward_pass_stays_below_the_estimate)
 
-# Lines of hpcinit that the tests reach, in percent, in processes that they start too: docs/decisions/0028-coverage.md.
-# Without root (no Slurm) and with a part of the tests (TESTS=..., PYTEST=...) there is no floor.
+# Minimum share of hpcinit's lines that tests must execute, in percent, including their child processes:
+# docs/decisions/0028-coverage.md. There is no minimum without root (no Slurm) or for a part of the tests.
 COVERAGE_FLOOR ?= $(if $(strip $(TESTS)$(PYTEST)),0,$(if $(filter 0,$(shell id -u)),92,0))
 
-# Not the wheel that a test installs, nor a run's snapshot.
+# Excludes the wheel that a test installs, and code snapshots of runs.
 OF_CHECKOUT := --include='hpcinit/*'
 
 LOWEST := $(VENV)/lowest
@@ -37,42 +37,50 @@ LOWEST := $(VENV)/lowest
 .PHONY: help demo test check test-deepspeed-0.18 slurm cluster cluster-down bench lint clean
 
 help:
-	@echo "make demo          train a small GPT on 2 virtual nodes x 2 ranks of this machine"
+	@echo "make demo          train a small GPT on this machine, with 2 simulated nodes x 2 ranks"
 	@echo "make check         lint, types, and the tests without Slurm and without torch processes: two minutes"
 	@echo "make test          lint and every test; as root also on a real Slurm, which it installs (PYTEST_WORKERS=0: one by one)"
-	@echo "make test-deepspeed-0.18  a part of make test: what DeepSpeed does, with $(DS18_VERSION), the oldest we support"
-	@echo "make test-torch    a part of the tests with torch $(firstword $(TORCH_VERSIONS)) and $(lastword $(TORCH_VERSIONS)), the oldest and the newest we support; installs them, once (11 GB)"
+	@echo "make test-deepspeed-0.18  a part of make test: the DeepSpeed tests with $(DS18_VERSION), the oldest supported version"
+	@echo "make test-torch    a part of the tests with torch $(firstword $(TORCH_VERSIONS)) and $(lastword $(TORCH_VERSIONS)), the oldest and the newest supported version; installs them once (11 GB)"
 	@echo "make test-cuda-build  torch's CUDA build without a GPU: imports before a fork, variables, formats (5.5 GB, once)"
 	@echo "make test-slurm24  the Slurm tests again on Slurm 24.11 (root; makes a folder with Debian trixie, once)"
-	@echo "make test-lowest   what a login node does, with the oldest versions of the packages that it needs"
+	@echo "make test-slurm26  the same on Slurm 26.05, from Debian forky"
+	@echo "make test-lowest   the tests of the login node with the oldest supported versions of its packages"
 	@echo "make test-horovod  a real horovodrun; builds Horovod first, once (cmake, g++, 5 minutes)"
+	@echo "make test-ray      four Ray actors train with DeepSpeed; installs Ray first, once"
 	@echo "make test-exactly-once   200 submissions while the controller is killed 50 times (root)"
 	@echo "make scale         a real Slurm of 64 nodes on this machine, a rank on each (root; NODES=16 for fewer)"
-	@echo "make chaos         faults in the middle of a training, and the table of what came of them, docs/chaos.md (root)"
-	@echo "make gpu           what needs a GPU, on a machine with one, and a report in build/gpu (PYTHON=python3 PART=1; CPU=1 tests the suite itself)"
+	@echo "make chaos         faults during training runs, and a table of the results, docs/chaos.md (root)"
+	@echo "make gpu           the GPU tests, on a machine with a GPU, with a report in build/gpu (PYTHON=python3 PART=1; CPU=1 tests the suite itself)"
 	@echo "make cluster       start a real 4-node Slurm on this machine (root); make cluster-down ends it"
-	@echo "make bench         submit latency and bring-up beside peers, tables and plots in build/; three hours (root)"
-	@echo "make docs          the documentation as a site, in site/; its warnings are errors"
-	@echo "make coverage      every test again under coverage.py: lines that they reach, by file, at least COVERAGE_FLOOR percent (TESTS=tests/facts for a part)"
-	@echo "make lint          ruff, mypy, shellcheck"
+	@echo "make bench         submit latency and start-up compared with other tools, tables and plots in build/; three hours (root)"
+	@echo "make docs          build the documentation site in site/; warnings are errors"
+	@echo "make coverage      run all tests under coverage.py and print the executed lines by file, at least COVERAGE_FLOOR percent (TESTS=tests/records for a part)"
+	@echo "make lint          ruff, mypy, shellcheck, and a lint of the English in code and pages"
 
 demo: $(VENV)/job
 	$(BIN)/python -m hpcinit.submit cluster=local nodes=2 ranks_per_node=2 job=train_gpt wait=true
+	@echo
+	@echo "Next, on the login node of a Slurm cluster, in the environment of your program:"
+	@echo "  pip install $(CURDIR)"
+	@echo "  hpcinit discover --name mycluster                                       # write conf/cluster/mycluster.yaml"
+	@echo "  hpcinit submit cluster=mycluster nodes=2 dry_run=true -- your_script.py  # print the script, submit nothing"
+	@echo "  hpcinit submit cluster=mycluster nodes=2 -- your_script.py"
 
 test: $(VENV)/dev slurm lint
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(PYTEST)
 	$(MAKE) --no-print-directory test-deepspeed-0.18
 
-# The developer's loop. What it leaves out are tests that start a cluster, ranks or jobs.
+# The quick check during development. It skips tests that start a cluster, ranks or jobs.
 check: $(VENV)/dev lint
 	$(BIN)/python -m pytest -n $(CHECK_WORKERS) -m 'not slurm and not chaos and not deepspeed' $(CHECKED) $(PYTEST)
 
-# The tests of what DeepSpeed does, again with the oldest that we support. Only files with such tests are collected.
+# The tests of DeepSpeed, again with the oldest supported version. Only files with such tests are collected.
 test-deepspeed-0.18: $(DS18)/made slurm
 	$(DS18)/bin/python -m pytest -n $(PYTEST_WORKERS) -m deepspeed --deepspeed $(DS18_VERSION) \
 		$$(grep -rl --include='test_*.py' 'mark\.deepspeed' tests) $(PYTEST)
 
-# What hpcinit does with torch, with the oldest and the newest that we support.
+# The tests of hpcinit's use of torch, with the oldest and the newest supported version.
 .PHONY: test-torch
 test-torch: $(TORCH_VERSIONS:%=$(VENV)/torch-%/made) slurm
 	set -e; for version in $(TORCH_VERSIONS); do \
@@ -80,7 +88,7 @@ test-torch: $(TORCH_VERSIONS:%=$(VENV)/torch-%/made) slurm
 			tests/runtime tests/test_fork.py tests/test_equivalence.py $(PYTEST); \
 	done
 
-# What can be verified of torch's CUDA build without a GPU, and what its import costs beside the CPU build's.
+# Tests of torch's CUDA build that need no GPU, and its import time compared with the CPU build.
 CUDA_BUILD := $(VENV)/torch-$(lastword $(TORCH_VERSIONS))
 
 .PHONY: test-cuda-build
@@ -88,27 +96,35 @@ test-cuda-build: $(CUDA_BUILD)/made $(DS18)/made
 	HPCINIT_CUDA_BUILD=$(DS18) $(CUDA_BUILD)/bin/python -m pytest tests/cuda_build $(PYTEST)
 	$(BIN)/python -m benchmarks.imports $(BIN)/python $(CUDA_BUILD)/bin/python
 
-# Slurm, MPI and the shells that the tests use, those missing, from Debian's packages, where this is root; pytest
-# says loudly what it left out where it is not.
+# As root, installs missing Debian packages for the tests: Slurm, MPI and shells. Without root, pytest prints which tests
+# it skipped.
 slurm: $(VENV)/dev
 	@if [ "$$(id -u)" = 0 ]; then $(BIN)/python -m tests.minislurm install; fi
 
-# What a login node does, with the oldest versions of the packages that it needs.
+# The tests of the login node, with the oldest supported versions of its packages.
 .PHONY: test-lowest
 test-lowest: $(LOWEST)/made
 	$(LOWEST)/bin/python -m pytest -m 'not slurm' tests/test_package.py tests/test_cli.py tests/test_every_command.py \
 		tests/config tests/discover tests/submission tests/observe $(PYTEST)
 
-# The same Slurm tests on Slurm 24.11, in a folder with Debian trixie that is made once (root; 640 MB, two minutes).
-.PHONY: test-slurm24
-test-slurm24: $(VENV)/dev
-	$(BIN)/python -m tests.minislurm.trixie $(if $(MIRROR),--mirror $(MIRROR)) \
+# The Slurm tests on a newer Slurm, in a folder with the Debian that has it, created once (root; 640 MB, two minutes).
+.PHONY: test-slurm24 test-slurm26
+test-slurm24: SUITE := trixie
+test-slurm26: SUITE := forky
+test-slurm24 test-slurm26: $(VENV)/dev
+	$(BIN)/python -m tests.minislurm.newer_debian --suite $(SUITE) $(if $(MIRROR),--mirror $(MIRROR)) \
 		$(BIN)/python -m pytest -m slurm $(PYTEST)
 
-# A real Horovod, apart from make test: it is built from source, into a wheel that ~/.cache/hpcinit keeps.
+# Tests with a real Horovod, not part of make test: it is built from source, into a wheel in ~/.cache/hpcinit.
 .PHONY: test-horovod
 test-horovod: $(VENV)/horovod/made
 	$(VENV)/horovod/bin/python -m pytest tests/systems/test_horovod.py $(PYTEST)
+
+# Four Ray actors train with DeepSpeed. Ray is large, so this is not part of `make test`; it is installed beside the venv.
+.PHONY: test-ray
+test-ray: $(VENV)/dev
+	test -e $(VENV)/ray/ray || $(BIN)/python -m pip install -q --no-deps --target $(VENV)/ray ray jsonschema jsonschema-specifications protobuf referencing rpds-py
+	RAY_AUTH_MODE=disabled PYTHONPATH=$(VENV)/ray $(BIN)/python tests/systems/programs/ray_actors.py
 
 # 200 submissions while the controller is killed 50 times (`make test` has 40 and 10); some minutes, root.
 .PHONY: test-exactly-once
@@ -120,13 +136,13 @@ test-exactly-once: $(VENV)/dev slurm
 scale: $(VENV)/dev slurm
 	HPCINIT_SCALE=$(or $(NODES),64) $(BIN)/python -m pytest -s tests/test_many_nodes.py $(PYTEST)
 
-# Faults in the middle of a training, and the table of what came of them; `make test` has a short form. Root.
+# Faults during training runs, and a table of their results; `make test` runs some of them. Root.
 .PHONY: chaos
 chaos: $(VENV)/dev slurm
 	HPCINIT_CHAOS=1 $(BIN)/python -m pytest tests/chaos $(PYTEST)
 
-# Everything that needs a GPU, on a machine with one: no network, no installation, torch and numpy only. CPU=1: the suite
-# itself, on CPUs. It uses .venv where there is one, unless PYTHON is given.
+# All tests that need a GPU, without a network and without an installation, with torch and numpy only. CPU=1 tests the
+# suite itself on CPUs. It uses .venv if it exists, unless PYTHON is given.
 .PHONY: gpu
 gpu: GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
 gpu:
@@ -155,10 +171,11 @@ lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.prose
 	$(BIN)/shellcheck sbatch/*.sbatch examples/*/submit.sh hpcinit/submit/lib/*.sh .ci/run
 
-# The lines that all tests or a part of them reach, in a table by file. A failed test is shown and does not count here: make
-# test is for that. Few workers, since processes that are counted take twice the processor time.
+# A table of the lines that all tests, or a part, execute. A failing test is shown but is not an error here. There are few
+# workers, because measured processes take twice the CPU time.
 .PHONY: coverage
 coverage: $(VENV)/dev slurm
 	rm -rf .coverage
@@ -168,30 +185,30 @@ coverage: $(VENV)/dev slurm
 
 .PHONY: docs
 docs: $(VENV)/dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV)
 
-# The stamp files say what is installed; pyproject.toml and constraints.txt say what should be.
+# The stamp files record what is installed; pyproject.toml and constraints.txt define what should be.
 $(VENV)/job: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --editable '.[job]'
 	@touch $@
 
-# DeepSpeed comes as source that imports torch to build itself, hence no isolation; its ops are left out.
+# DeepSpeed's source package imports torch to build itself, so build isolation is off. Its ops are not built.
 $(VENV)/dev: $(VENV)/job
 	$(PIP) --editable '.[job,test]' setuptools wheel ninja
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation 'deepspeed>=0.18.5,<0.20'
 	@touch $@
 
-# What draws the benchmarks' plots.
+# The packages for the benchmarks' plots.
 $(VENV)/bench: $(VENV)/dev
 	$(PIP) --editable '.[job,test,bench]'
 	@touch $@
 
-# Further environments: their own packages come first on sys.path, and the rest are those of the first one. Not pip's
-# --target with PYTHONPATH: ranks get Slurm's environment, and each is started by the name of its Python.
+# More environments: their own packages are first on sys.path, the others are those of the first environment. pip's
+# --target with PYTHONPATH would not work, because hpcinit starts ranks by their Python, not with PYTHONPATH.
 ALONE := --quiet --disable-pip-version-check --ignore-installed --no-deps
 define beside
 rm -rf $(1)

@@ -2,13 +2,13 @@
 
     python -m benchmarks.bringup [--ranks 8 16 32] [--rounds 9] [--whole 3]
 
-One node, loopback, gloo. The ranks are started once and have imported everything; in every round each program is
-run once, in turns, the first round not counted. Inside the clock: from a moment that all ranks were told beforehand
-(each sleeps until then) to the return of the call on the last rank. Outside: the start of Python, imports, and
-taking the group down again. The bare program is `init_process_group("gloo")` with `env://`, what a script for
-torchrun does; init makes the same group and besides meets, waits for all, seeds and builds the device mesh.
+One node, loopback, gloo. The ranks start once and import everything. Every round runs each program once, in random
+order; the first round does not count. Measured: from an agreed time, until which every rank sleeps, to the return of
+the call on the last rank. Not measured: the start of Python, imports, and destroying the group. The bare program calls
+`init_process_group("gloo")` with `env://`, as a script for torchrun does. init creates the same group, and also runs
+the rendezvous, waits for all ranks, sets seeds and builds the device mesh.
 
---whole times the processes themselves, from the start of the first to the end of the last.
+--whole measures whole processes, from the start of the first to the end of the last.
 """
 
 from __future__ import annotations
@@ -29,27 +29,24 @@ from importlib.metadata import version
 from statistics import median
 
 BARE, BARRIER, INIT = "bare init_process_group", "the same and a barrier", "hpcinit.init"
-AHEAD_S = 0.5  # how long before it begins a round is announced
-
-
-# --- a rank
+AHEAD_S = 0.5  # a round is announced this long before it starts
 
 
 def rank() -> None:
-    """Reads one program a line and answers with the clock when it was done."""
-    import torch.distributed as dist  # noqa: PLC0415 - the other side needs no torch
+    """Read one program per line, run it, and print the time of its end."""
+    import torch.distributed as dist  # noqa: PLC0415 - only the ranks need torch
 
     import hpcinit  # noqa: PLC0415
 
     ways = _ways()
     print("ready", flush=True)
     for line in sys.stdin:
-        way, port, begin = json.loads(line)
+        way, port, start = json.loads(line)
         os.environ["MASTER_PORT"] = str(port)
-        time.sleep(max(0.0, begin - time.monotonic()))
+        time.sleep(max(0.0, start - time.monotonic()))
         ways[way]()
         print(time.monotonic(), flush=True)
-        sys.stdin.readline()  # all are done
+        sys.stdin.readline()  # all ranks are done
         if way == INIT:
             hpcinit.shutdown()
         else:
@@ -73,7 +70,7 @@ def _ways() -> dict[str, Callable[[], object]]:
 
 
 def once(way: str) -> None:
-    """A whole program: up, and out."""
+    """Run a whole program: create the process group and destroy it."""
     import torch.distributed as dist  # noqa: PLC0415
 
     _ways()[way]()
@@ -81,18 +78,15 @@ def once(way: str) -> None:
         dist.destroy_process_group()
 
 
-# --- the clock
-
-
 @contextmanager
-def _ranks(count: int, words: Sequence[str], port: int = 1) -> Iterator[list[subprocess.Popen[str]]]:
+def _ranks(count: int, arguments: Sequence[str], port: int = 1) -> Iterator[list[subprocess.Popen[str]]]:
     with ExitStack() as stack:
         started = []
         for number in range(count):
             env = {**os.environ, **_environment(number, count, port)}
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
             process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.bringup", *words], env=env, text=True, **pipes
+                [sys.executable, "-m", "benchmarks.bringup", *arguments], env=env, text=True, **pipes
             )  # type: ignore[call-overload]
             started.append(stack.enter_context(process))
             stack.callback(process.kill)
@@ -100,9 +94,10 @@ def _ranks(count: int, words: Sequence[str], port: int = 1) -> Iterator[list[sub
 
 
 def _environment(rank: int, count: int, port: int) -> Mapping[str, str]:
-    """What a launcher would set; HPCINIT_LAUNCHER=env takes it as it is."""
+    """Return the variables that a launcher sets; HPCINIT_STARTED_BY=env uses them unchanged."""
     world = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
-    fixed = {"MASTER_ADDR": "127.0.0.1", "HPCINIT_LAUNCHER": "env", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    fixed = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    fixed["HPCINIT_STARTED_BY"] = "env"
     return {name: str(value) for name, value in world.items()} | fixed
 
 
@@ -118,7 +113,7 @@ def _answers(ranks: Sequence[subprocess.Popen[str]]) -> list[str]:
     return lines
 
 
-def _tell(ranks: Sequence[subprocess.Popen[str]], line: str) -> None:
+def _send(ranks: Sequence[subprocess.Popen[str]], line: str) -> None:
     for process in ranks:
         if process.stdin:
             process.stdin.write(line + "\n")
@@ -126,16 +121,16 @@ def _tell(ranks: Sequence[subprocess.Popen[str]], line: str) -> None:
 
 
 def measure(count: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each counted round, by program."""
+    """Return the seconds of each counted round, by program."""
     took: dict[str, list[float]] = {BARE: [], BARRIER: [], INIT: []}
     with _ranks(count, ["--rank"]) as ranks:
         _answers(ranks)
         for number in range(rounds + 1):
             for way in random.sample(list(took), len(took)):
-                begin = time.monotonic() + AHEAD_S
-                _tell(ranks, json.dumps([way, _free_port(), begin]))
-                seconds = max(map(float, _answers(ranks))) - begin
-                _tell(ranks, "")
+                start = time.monotonic() + AHEAD_S
+                _send(ranks, json.dumps([way, _free_port(), start]))
+                seconds = max(map(float, _answers(ranks))) - start
+                _send(ranks, "")
                 _answers(ranks)
                 if number:
                     took[way].append(seconds)
@@ -143,24 +138,21 @@ def measure(count: int, rounds: int) -> dict[str, list[float]]:
 
 
 def whole(count: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds from the start of the first process to the end of the last, by program."""
+    """Return the seconds from the start of the first process to the end of the last, by program."""
     took: dict[str, list[float]] = {BARE: [], INIT: []}
     for _ in range(rounds):
         for way, seconds in took.items():
-            begin = time.monotonic()
+            start = time.monotonic()
             with _ranks(count, ["--once", way], _free_port()) as ranks:
                 failed = [number for number, process in enumerate(ranks) if process.wait()]
             if failed:
                 raise SystemExit(f"benchmarks.bringup: {way}: ranks {failed} failed")
-            seconds.append(time.monotonic() - begin)
+            seconds.append(time.monotonic() - start)
     return took
 
 
-# --- the table
-
-
 def table(head: str, by_count: Mapping[int, Mapping[str, Sequence[float]]], scale: int, digits: int) -> str:
-    """Median (min to max), and the ratios of the medians."""
+    """Return a table with median (min to max) and the ratios of the medians."""
     ways = list(next(iter(by_count.values())))
     others = [way for way in ways if way != INIT]
     lines = [f"| ranks | {' | '.join([*(f'{way}, {head}' for way in ways), *(f'init / {way}' for way in others)])} |"]

@@ -1,10 +1,11 @@
-"""Very many ranks but rank 0, in one process: each has its own connections and says, byte for byte, what a rank says.
+"""Simulate very many ranks except rank 0 in one process, each with its own connections and the messages of a real rank.
 
-    python -m benchmarks.crowd      (benchmarks.store starts it, and tells it on stdin what to be)
+    python -m benchmarks.crowd      (benchmarks.store starts it, and sends its task on stdin)
 
-The messages of the rendezvous are made by hpcinit's own functions, and a rank without an answer connects again as a
-real one does. Those of torch's store are what a TCPStore of torch 2.13 sends, recorded; rank 0 is torch itself and
-counts along: a word that it did not understand would leave it waiting."""
+hpcinit's own functions create the messages of the rendezvous, and a rank without a reply reconnects as a real one does.
+The messages for torch's store were recorded from a TCPStore of torch 2.13. Rank 0 uses real torch, so a wrong message
+would block it.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +28,11 @@ HERE = "127.0.0.1"
 MADE_OF = {"python": "3.11.7", "hpcinit": "0.1.0", "torch": "2.13.0", "commit": "0" * 40, "run": "/runs/train-0001"}
 KEY, JOB = "key", "77.0.0#0"
 
-# torch's store, version 2.13: a byte for the question, strings with their length in 8 bytes before them.
+# Protocol of torch's store, version 2.13: one byte for the query, and strings after their length in 8 bytes.
 SET, ADD, WAIT = b"\x01", b"\x04", b"\x06"
-HELLO = b"\x00" + struct.pack("<I", 0x3C85F7CE) + b"\x0d" + struct.pack("<I", 42)  # VALIDATE its number, PING with 42
+HELLO = (
+    b"\x00" + struct.pack("<I", 0x3C85F7CE) + b"\x0d" + struct.pack("<I", 42)
+)  # VALIDATE with its magic number, PING with 42
 BARRIER = "store_based_barrier_key:bench"
 
 
@@ -38,46 +41,43 @@ class Connect(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Wait for the next line of JSON; until a moment of the monotonic clock, for ever without one."""
+    """Wait for the next line of JSON, until a time of the monotonic clock, or forever."""
 
     until: float = 0.0
 
 
 class Bytes(NamedTuple):
-    """Wait for so many bytes."""
+    """Wait for `count` bytes."""
 
     count: int
 
 
 class Until(NamedTuple):
-    """Wait for a moment of the monotonic clock."""
+    """Wait for a time of the monotonic clock."""
 
     event: float
 
 
-class NoAnswer(Exception):
-    """Rank 0 has hung up, or has not said anything in time; thrown at where a rank waits."""
+class NoReply(Exception):
+    """Rank 0 closed the connection or did not reply in time. Raised where a rank waits."""
 
 
 Talk = Generator[Connect | Line | Bytes | Until | bytes, Any, None]
-
-
-# --- what a rank says
 
 
 def text(value: str) -> bytes:
     return struct.pack("<Q", len(value)) + value.encode()
 
 
-def to_rank_0(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Talk:
-    """As RendezvousClient does it: a rank without an answer connects again a moment later, and waits for longer."""
+def to_rank_0(task: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Talk:
+    """Connect as RendezvousClient does: without a reply, reconnect after a pause and wait longer."""
     patience_s, pause_s = rendezvous_client.CONNECT_S, rendezvous_client.FIRST_PAUSE_S
-    longest_s = rendezvous_client.LAST_PAUSE_S * max(1.0, told["world_size"] / rendezvous_client.CONNECTING_RANKS)
+    longest_s = rendezvous_client.LAST_PAUSE_S * max(1.0, task["world_size"] / rendezvous_client.CONNECTING_RANKS)
     while True:
         try:
-            yield from _handshake(told["port"], rank, time.monotonic() + patience_s)
+            yield from _handshake(task["port"], rank, time.monotonic() + patience_s)
             break
-        except NoAnswer:
+        except NoReply:
             patience_s = min(rendezvous_client.LONGEST_SILENCE_S, 2 * patience_s)
             yield Until(time.monotonic() + pause_s * random.uniform(0.5, 1.5))
             pause_s = min(longest_s, pause_s * 1.5)
@@ -96,17 +96,17 @@ def _handshake(port: int, rank: int, until: float) -> Talk:
     assert "reply" in answer, answer
 
 
-def meeting(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Talk:
-    """Join, wait for all, hear of the store; with store=true also reach it; up."""
-    yield Until(told["begin"] + rendezvous_client.spread_s(told["world_size"]))
-    yield from to_rank_0(told, rank, mark)
+def rendezvous(task: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Talk:
+    """Join, wait for all ranks and the port of the store, connect to it if `store` is true, and report `up`."""
+    yield Until(task["begin"] + rendezvous_client.spread_s(task["world_size"]))
+    yield from to_rank_0(task, rank, mark)
     yield protocol.encode({"phase": "imported"})
     message: dict[str, Any] = {}
     while "store" not in message:
         message = yield Line()
     mark("barrier")
-    if told["store"]:
-        yield Until(time.monotonic() + rendezvous_client.spread_s(told["world_size"]))
+    if task["store"]:
+        yield Until(time.monotonic() + rendezvous_client.spread_s(task["world_size"]))
         yield Connect(message["store"])
         yield HELLO
         yield Bytes(4)
@@ -119,22 +119,22 @@ def meeting(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Tal
     mark("up")
 
 
-def missing(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Talk:
-    """Join, and ask at the deadline who has not."""
-    yield Until(told["begin"] + rendezvous_client.spread_s(told["world_size"]))
-    yield from to_rank_0(told, rank, mark)
-    yield Until(told["deadline"])
+def missing(task: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Talk:
+    """Join, and query at the deadline which ranks have not."""
+    yield Until(task["begin"] + rendezvous_client.spread_s(task["world_size"]))
+    yield from to_rank_0(task, rank, mark)
+    yield Until(task["deadline"])
     yield protocol.encode({"who": "started"})
     message: dict[str, Any] = {}
     while "missing" not in message:
         message = yield Line()
-    assert "never arrived" in message["missing"]
-    mark("told")
+    assert "never connected" in message["missing"]
+    mark("reported")
 
 
-def plain(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Talk:
-    """TCPStore(world_size=N) and c10d's _store_based_barrier, as torch 2.13 does them."""
-    yield Connect(told["port"])
+def plain(task: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Talk:
+    """Do the same as TCPStore(world_size=N) and c10d's _store_based_barrier of torch 2.13."""
+    yield Connect(task["port"])
     yield HELLO
     yield Bytes(4)
     yield ADD + text("init/") + struct.pack("<q", 1)
@@ -143,30 +143,27 @@ def plain(told: dict[str, Any], rank: int, mark: Callable[[str], None]) -> Talk:
     for delta in (1, 0):
         yield ADD + text("/" + BARRIER) + struct.pack("<q", delta)
         count = yield Bytes(8)
-    if struct.unpack("<q", count)[0] == told["world_size"]:
+    if struct.unpack("<q", count)[0] == task["world_size"]:
         yield SET + text(f"/{BARRIER}:last_worker") + text("1")
     yield WAIT + struct.pack("<Q", 1) + text(f"/{BARRIER}:last_worker")
     yield Bytes(1)
     mark("up")
 
 
-WAYS = {"meeting": meeting, "missing": missing, "plain": plain}
-
-
-# --- all of them in one loop
+WAYS = {"rendezvous": rendezvous, "missing": missing, "plain": plain}
 
 
 class Client:
-    """One rank. said, heard: messages, the handshakes of TCP not counted. steps: how often it went on. again: how often
-    it had no answer."""
+    """One rank. sent, received: numbers of messages. steps: how often it was resumed. reconnects: how often it had no
+    reply."""
 
     def __init__(self, number: int, talk: Talk) -> None:
         self.number, self.talk, self.wants = number, talk, None
-        self.steps = self.again = 0
+        self.steps = self.reconnects = 0
         self.sockets: list[socket.socket] = []
         self.socket: socket.socket
         self.lines, self.messages, self.bytes = protocol.Lines(), [], b""
-        self.said = self.heard = 0
+        self.sent = self.received = 0
 
     def connect(self) -> None:
         self.socket = socket.socket()
@@ -178,13 +175,13 @@ class Client:
         assert self.socket.connect_ex((HERE, self.wants.port)) in {0, errno.EINPROGRESS}
 
     def answer(self) -> Any:
-        """What was waited for, or None if it is not there yet."""
+        """Return what the rank waits for, or None if it has not arrived."""
         if isinstance(self.wants, Line) and self.messages:
-            self.heard += 1
+            self.received += 1
             return self.messages.pop(0)
         if isinstance(self.wants, Bytes) and len(self.bytes) >= self.wants.count:
             found, self.bytes = self.bytes[: self.wants.count], self.bytes[self.wants.count :]
-            self.heard += 1
+            self.received += 1
             return found
         return None
 
@@ -192,7 +189,7 @@ class Client:
         data = self.socket.recv(65_536)
         assert b"failed" not in data, data
         if not data:
-            raise NoAnswer(f"rank 0 hung up on client {self.number}, which waits for {self.wants}")
+            raise NoReply(f"rank 0 closed the connection of client {self.number}, which waits for {self.wants}")
         if isinstance(self.wants, Line):
             self.messages += self.lines.feed(data)
         else:
@@ -202,13 +199,13 @@ class Client:
 class Crowd:
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
-        self.sleeping: list[tuple[float, int, int, Client]] = []  # until when, whose, at which of its steps
+        self.sleeping: list[tuple[float, int, int, Client]] = []  # (time, client number, its step, client)
         self.talking = 0
 
     def run(self, clients: Iterator[Client]) -> None:
         for client in clients:
             self.talking += 1
-            self.go_on(client, None)
+            self.resume(client, None)
         while self.talking:
             patience = max(0.0, self.sleeping[0][0] - time.monotonic()) if self.sleeping else None
             for key, _ in self.selector.select(patience):
@@ -216,7 +213,7 @@ class Crowd:
             while self.sleeping and self.sleeping[0][0] <= time.monotonic():
                 _, _, step, client = heapq.heappop(self.sleeping)
                 if step == client.steps:
-                    self.go_on(client, None) if isinstance(client.wants, Until) else self.give_up(client, "silence")
+                    self.resume(client, None) if isinstance(client.wants, Until) else self.give_up(client, "silence")
 
     def ready(self, client: Client) -> None:
         if isinstance(client.wants, Connect):
@@ -224,33 +221,33 @@ class Crowd:
                 self.give_up(client, os.strerror(error))
                 return
             self.selector.modify(client.socket, selectors.EVENT_READ, client)
-            self.go_on(client, None)
+            self.resume(client, None)
             return
         try:
             client.read()
-        except (NoAnswer, ConnectionError) as error:
+        except (NoReply, ConnectionError) as error:
             self.give_up(client, str(error))
             return
         if (answer := client.answer()) is not None:
-            self.go_on(client, answer)
+            self.resume(client, answer)
 
     def give_up(self, client: Client, why: str) -> None:
         self.selector.unregister(client.socket)
         client.socket.close()
         client.sockets.remove(client.socket)
-        client.again += 1
-        self.go_on(client, NoAnswer(why))
+        client.reconnects += 1
+        self.resume(client, NoReply(why))
 
-    def go_on(self, client: Client, answer: Any) -> None:
-        """Until it has to wait for something."""
+    def resume(self, client: Client, answer: Any) -> None:
+        """Run the client until it has to wait."""
         try:
             while True:
                 client.steps += 1
                 given, answer = answer, None
-                client.wants = client.talk.throw(given) if isinstance(given, NoAnswer) else client.talk.send(given)
+                client.wants = client.talk.throw(given) if isinstance(given, NoReply) else client.talk.send(given)
                 if isinstance(client.wants, bytes):
                     assert client.socket.send(client.wants) == len(client.wants)
-                    client.said += 1
+                    client.sent += 1
                 elif isinstance(client.wants, Until):
                     heapq.heappush(self.sleeping, (client.wants.event, client.number, client.steps, client))
                     return
@@ -266,36 +263,36 @@ class Crowd:
                     return
         except StopIteration:
             self.talking -= 1
-            for each in client.sockets:  # kept open until all are done: the end of a connection is news to rank 0
+            for each in client.sockets:
                 self.selector.unregister(each)
 
 
 def main() -> None:
-    """A line of JSON on stdin: way, ranks [first, last], port, begin, and what the way needs. One on stdout."""
+    """Read a task as a line of JSON (way, ranks [first, last], port, ...) and print the result as JSON."""
     print("ready", flush=True)
-    told = json.loads(sys.stdin.readline())
-    first, last = told["ranks"]
+    task = json.loads(sys.stdin.readline())
+    first, last = task["ranks"]
     server.allow_many_files(last - first)
     marks: dict[str, float] = {}
 
     def mark(name: str) -> None:
-        marks[name] = time.monotonic()  # the last one to come stays
+        marks[name] = time.monotonic()  # the time of the last rank
 
-    clients = [Client(rank, WAYS[told["way"]](told, rank, mark)) for rank in range(first, last)]
-    time.sleep(max(0.0, told["begin"] - time.monotonic()))
+    clients = [Client(rank, WAYS[task["way"]](task, rank, mark)) for rank in range(first, last)]
+    time.sleep(max(0.0, task["begin"] - time.monotonic()))
     Crowd().run(iter(clients))
-    counts = sorted({(client.said, client.heard) for client in clients})
+    counts = sorted({(client.sent, client.received) for client in clients})
     print(
         json.dumps(
             {
-                "marks": {name: at - told["begin"] for name, at in marks.items()},
+                "marks": {name: at - task["begin"] for name, at in marks.items()},
                 "messages": counts,
-                "again": sum(client.again for client in clients),
+                "reconnects": sum(client.reconnects for client in clients),
             }
         ),
         flush=True,
     )
-    sys.stdin.readline()  # rank 0 is done
+    sys.stdin.readline()  # rank 0 has finished
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the measurements of benchmarks.store say of more ranks: in proportion to the largest size that was measured.
+"""Extrapolate the measurements of benchmarks.store to more ranks, in proportion to the largest size measured.
 
 python -m benchmarks.formulas FILE.json --plot docs/store.svg      (matplotlib: pip install -e '.[bench]')
 """
@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# Nodes, and ranks on each.
-ASKED = ((4096, 1), (16_384, 1), (4096, 8), (16_384, 8))
+# Nodes, and ranks per node.
+SHAPES = ((4096, 1), (16_384, 1), (4096, 8), (16_384, 8))
 TICKS = (64, 256, 1024, 4096, 16_384, 131_072)
 
 
@@ -35,7 +35,7 @@ def medians(
 
 
 def seconds(each: Mapping[str, Any]) -> float:
-    return float(each["marks"].get("up", each["marks"].get("told")))
+    return float(each["marks"].get("up", each["marks"].get("reported")))
 
 
 def cpu(each: Mapping[str, Any]) -> float:
@@ -43,13 +43,13 @@ def cpu(each: Mapping[str, Any]) -> float:
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:
-    heads = [f"{nodes:,} nodes x {ranks}" for nodes, ranks in ASKED]
-    lines = [f"| way | | per rank | {' | '.join(heads)} |", "|---|---|---|" + "--:|" * len(ASKED)]
+    heads = [f"{nodes:,} nodes x {ranks}" for nodes, ranks in SHAPES]
+    lines = [f"| way | | per rank | {' | '.join(heads)} |", "|---|---|---|" + "--:|" * len(SHAPES)]
     for way in dict.fromkeys(each["way"] for each in found):
         for name, value in (("seconds", seconds), ("rank 0's CPU s", cpu)):
             points = medians(found, way, value)
             largest = max(points)
-            cells = " | ".join(f"{expected(points, nodes * ranks):.1f}" for nodes, ranks in ASKED)
+            cells = " | ".join(f"{expected(points, nodes * ranks):.1f}" for nodes, ranks in SHAPES)
             lines.append(
                 f"| {way} | {name} | {points[largest] / largest * 1e3:.3g} ms at {largest:,} ranks | {cells} |"
             )
@@ -68,10 +68,10 @@ def plot(found: Sequence[Mapping[str, Any]], path: Path) -> None:
         panels, (("seconds until the last rank is up", seconds), ("CPU seconds of rank 0", cpu)), strict=True
     ):
         for number, way in enumerate(dict.fromkeys(each["way"] for each in found)):
-            points, colour = medians(found, way, value), f"C{number}"
+            points, color = medians(found, way, value), f"C{number}"
             beyond = [max(points), TICKS[-1]]
-            panel.plot(beyond, [expected(points, n) for n in beyond], "--", color=colour, linewidth=1)
-            panel.plot(list(points), list(points.values()), "o-", color=colour, label=way)
+            panel.plot(beyond, [expected(points, n) for n in beyond], "--", color=color, linewidth=1)
+            panel.plot(list(points), list(points.values()), "o-", color=color, label=way)
         panel.set(xscale="log", yscale="log", xlabel="ranks", title=name)
         panel.set_xticks(TICKS, [f"{tick:,}" for tick in TICKS], fontsize=8)
         panel.grid(alpha=0.3)
@@ -84,8 +84,8 @@ def plot(found: Sequence[Mapping[str, Any]], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.formulas", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("file", type=Path, help="of python -m benchmarks.store --json FILE")
-    parser.add_argument("--plot", type=Path, help="an .svg or .png to write")
+    parser.add_argument("file", type=Path, help="written by python -m benchmarks.store --json FILE")
+    parser.add_argument("--plot", type=Path, help="write the plot to this .svg or .png file")
     options = parser.parse_args(arguments)
     found = json.loads(options.file.read_text())
     print(table(found))

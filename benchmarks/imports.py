@@ -1,4 +1,4 @@
-"""What one import of torch costs, for each Python given: seconds, memory, and size on disk.
+"""Measure one import of torch for each given Python: seconds, memory, and size on disk.
 
     python -m benchmarks.imports .venv/bin/python .venv/torch-2.14.1/bin/python
 
@@ -15,9 +15,9 @@ from pathlib import Path
 
 CODE = """
 import json, os, resource, sys, time
-began = time.perf_counter()
+start = time.perf_counter()
 import torch
-took = time.perf_counter() - began
+took = time.perf_counter() - start
 try:
     import numpy
 except ImportError:
@@ -33,9 +33,7 @@ def main() -> None:
     parser.add_argument("pythons", nargs="+", metavar="PYTHON")
     parser.add_argument("--times", type=int, default=5)
     given = parser.parse_args()
-    print(
-        "| torch | import, s: median (least to most) | peak memory, MiB | threads beside the main one | on disk, GB |"
-    )
+    print("| torch | import, s: median (least to most) | peak memory, MiB | other threads | on disk, GB |")
     print("|---|---|---|---|---|")
     for python in given.pythons:
         print(row(python, given.times))
@@ -58,7 +56,7 @@ def once(python: str) -> list:  # type: ignore[type-arg]
 
 
 def on_disk(torch: Path) -> float:
-    """Gigabytes of torch and of what its CUDA build brings along: the packages nvidia and triton."""
+    """Return the gigabytes of torch and of the packages nvidia and triton, which its CUDA build needs."""
     folders = [torch, torch.parent / "nvidia", torch.parent / "triton"]
     files = (path for folder in folders if folder.is_dir() for path in folder.rglob("*") if path.is_file())
     return sum(path.lstat().st_size for path in files) / 1e9

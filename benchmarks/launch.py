@@ -1,19 +1,20 @@
-"""How long from the start of a job step to the end of its first all-reduce, by how the ranks are started?
+"""How long does a job step take until the end of its first all-reduce, for each way to start ranks?
 
     python -m benchmarks.launch [--ranks 1 2 4 8 16 32] [--nodes 1 4] [--rounds 5] [--cold] [--slow-ms 1] [--out FOLDER]
                                 [--go-on]
 
-On the real Slurm of the tests, whose nodes are namespaces of this machine (root). Inside the clock: from just before
-srun is called, in an allocation that is there, to the return of the first all-reduce on the last rank (gloo, the
-clock is the machine's). Each round runs every way once, in random order; one round of the first shape, before all, is
-not counted. Outside: the queue, and the end. --cold drops the kernel's file cache before each start. --slow-ms lets
-every open and stat take as long (benchmarks/launching/slow_files.c), which stands for a loaded parallel file system;
-they are counted in any case. Memory is the sum over a node of what its ranks and their parent hold (Pss of
-/proc/PID/smaps_rollup) when all are up; shared is what a rank has in common with other processes, own is what it has
-for itself (medians of the ranks).
+It uses the real Slurm of the tests, whose nodes are namespaces of this machine (root). Measured: from the call of srun
+in an existing allocation to the return of the first all-reduce on the last rank (gloo). Not measured: the queue and the
+end of the job. Each round runs every way once, in random order. One round of the first shape before all does not count.
 
-Writes FOLDER/launch.md and launch.json, and launch.svg where matplotlib is (pip install -e '.[bench]'), anew after each
-shape; with --go-on those that launch.json has are not measured again.
+--cold drops the kernel's file cache before each start. --slow-ms delays every open and stat
+(benchmarks/launching/slow_files.c), as a loaded parallel file system does. The calls are always counted.
+
+Memory is the sum over a node of the memory of its ranks and their parent process (Pss of /proc/PID/smaps_rollup) after
+the all-reduce. Shared memory is what a rank shares with other processes; the rest is its own (medians of the ranks).
+
+It writes FOLDER/launch.md, launch.json, and launch.svg if matplotlib is installed (pip install -e '.[bench]') after
+each shape. With --go-on, the shapes in launch.json are not measured again.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ LIMIT_S = 600
 @dataclass(frozen=True)
 class Shape:
     nodes: int
-    ranks: int  # of a node
+    ranks: int  # per node
 
     @property
     def world(self) -> int:
@@ -61,7 +62,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Place:
-    """One start: where its ranks report, the Python that they run, and a port that nobody had before."""
+    """One start: the folder for its results, the Python of the ranks, and an unused port."""
 
     shape: Shape
     folder: Path
@@ -69,15 +70,22 @@ class Place:
     port: int
 
 
-# --- the ways: a Place to the command of its step
-
-
 def _hpcinit(kind: str) -> Callable[[Place], str]:
     def command(place: Place) -> str:
-        words = ["cluster=mini", f"launch={kind}", f"nodes={place.shape.nodes}", f"ranks_per_node={place.shape.ranks}",
-                 "cluster.gpus_per_node=0", "cluster.cpus_per_node=null", "cluster.partitions={}", "job=program",
-                 f"job.script={OURS}", f"cluster.python={place.python}", "+cluster.srun.overcommit=true"]  # fmt: skip
-        config = compose(words)
+        overrides = [
+            "cluster=mini",
+            f"launch={kind}",
+            f"nodes={place.shape.nodes}",
+            f"ranks_per_node={place.shape.ranks}",
+            "cluster.gpus_per_node=0",
+            "cluster.cpus_per_node=null",
+            "cluster.partitions={}",
+            "job=program",
+            f"job.script={OURS}",
+            f"cluster.python={place.python}",
+            "+cluster.srun.overcommit=true",
+        ]
+        config = compose(overrides)
         for below in ("logs", "errors"):
             (place.folder / below).mkdir()
         (place.folder / "spec.json").write_text(make_spec(config, ROOT).to_json())
@@ -86,11 +94,11 @@ def _hpcinit(kind: str) -> Callable[[Place], str]:
     return command
 
 
-def _srun(place: Place, tasks: int, words: str) -> str:
+def _srun(place: Place, tasks: int, command: str) -> str:
     log = shlex.quote(str(place.folder / "log-%t"))
     return (
         f"srun --nodes={place.shape.nodes} --ntasks={tasks * place.shape.nodes} --ntasks-per-node={tasks} --overcommit "
-        f"--kill-on-bad-exit=1 --output={log} {words}"
+        f"--kill-on-bad-exit=1 --output={log} {command}"
     )
 
 
@@ -108,8 +116,8 @@ def bare_torchrun(place: Place) -> str:
 
 
 def accelerate(place: Place) -> str:
-    """As with GPUs: --cpu would start one process. ACCELERATE_USE_CPU is what it sets for its own ranks."""
-    several = "--multi_gpu " * (place.shape.world > 1)  # refused for one process
+    """Return the command as with GPUs, because --cpu starts only one process."""
+    several = "--multi_gpu " * (place.shape.world > 1)  # accelerate refuses it for one process
     options = (
         f"{several}--num_machines={place.shape.nodes} --num_processes={place.shape.world} --mixed_precision=no "
         f"--dynamo_backend=no --main_process_ip=n1 --main_process_port={place.port} --machine_rank=$SLURM_NODEID"
@@ -119,7 +127,7 @@ def accelerate(place: Place) -> str:
 
 
 def deepspeed(place: Place) -> str:
-    """What `deepspeed` runs on each node, without the ssh or pdsh that takes it there."""
+    """Return the command that `deepspeed` runs on each node, without ssh or pdsh."""
     info = json.dumps({f"n{node + 1}": list(range(place.shape.ranks)) for node in range(place.shape.nodes)})
     encoded = __import__("base64").urlsafe_b64encode(info.encode()).decode()
     inner = (
@@ -145,9 +153,6 @@ def available() -> list[str]:
     return [way for way in WAYS if way not in needs or importlib.util.find_spec(needs[way])]
 
 
-# --- one start
-
-
 class Bench:
     def __init__(self, slurm: MiniSlurm, folder: Path, slow_ms: float, cold: bool) -> None:
         self.slurm, self.folder, self.cold, self.starts = slurm, folder, cold, 0
@@ -162,15 +167,20 @@ class Bench:
 
     @contextmanager
     def allocation(self, shape: Shape) -> Iterator[None]:
-        """The nodes of `shape`, for the steps in the block."""
-        words = [f"--nodes={shape.nodes}", "--exclusive", "--job-name=bench", "--time=60"]  # the partition's longest
-        self.slurm.run("salloc", "--no-shell", *words)
+        """Allocate the nodes of `shape` for the steps in the block."""
+        options = [
+            f"--nodes={shape.nodes}",
+            "--exclusive",
+            "--job-name=bench",
+            "--time=60",
+        ]  # the time limit of the partition
+        self.slurm.run("salloc", "--no-shell", *options)
         self.job = self.slurm.run("squeue", "--noheader", "--name=bench", "--state=RUNNING", "--format=%i").split()[-1]
         yield
         self.slurm.cancel_all()
 
     def start(self, way: str, shape: Shape) -> dict[str, float]:
-        """Seconds, memory in MB, and calls to the file system of a node, of one start."""
+        """Return the seconds, memory in MB, and file system calls per node, of one start."""
         self.starts += 1
         place = Place(shape, self.folder / f"{self.starts:04d}", self.python, 20000 + self.starts)
         place.folder.mkdir()
@@ -189,10 +199,10 @@ class Bench:
         found = [json.loads(path.read_text()) for path in place.folder.glob("*.json") if path.stem.isdigit()]
         if done.returncode or len(found) != shape.world:
             logs = (*place.folder.glob("log-*"), *place.folder.glob("logs/*"))
-            said = "".join(path.read_text()[-2000:] for path in logs)[-4000:]
+            output = "".join(path.read_text()[-2000:] for path in logs)[-4000:]
             raise SystemExit(
                 f"benchmarks.launch: {way}, {shape}: status {done.returncode}, {len(found)} ranks\n{command}\n"
-                f"{done.stderr[-2000:]}{said}"
+                f"{done.stderr[-2000:]}{output}"
             )
         counts = [slow_files.counted(path) for path in place.folder.glob("count-*")]
         ranks = [one["memory"][0] for one in found]
@@ -229,7 +239,7 @@ def _ways(by_shape: Mapping[Shape, Took]) -> list[str]:
 
 
 def table(key: str, head: str, digits: int, by_shape: Mapping[Shape, Took], base: str) -> str:
-    """Medians, with the range of the seconds, and how many times the base's they are."""
+    """Return a table of medians, with the range of the seconds and the ratio to the base."""
     ways = _ways(by_shape)
     lines = [f"| nodes x ranks | {' | '.join(f'{way}, {head}' for way in ways)} |", "|--:|" + "--:|" * len(ways)]
     for shape, took in by_shape.items():
@@ -247,7 +257,7 @@ def table(key: str, head: str, digits: int, by_shape: Mapping[Shape, Took], base
 
 
 def plot(by_shape: Mapping[Shape, Took], path: Path) -> None:
-    import matplotlib  # noqa: PLC0415 - where it is
+    import matplotlib  # noqa: PLC0415 - optional
 
     matplotlib.use("Agg")
     from matplotlib import pyplot  # noqa: PLC0415
@@ -265,7 +275,7 @@ def plot(by_shape: Mapping[Shape, Took], path: Path) -> None:
         axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("s to the end of the first all-reduce")
-    axes[0][0].legend(loc="upper left")  # the lines rise
+    axes[0][0].legend(loc="upper left")  # where there are no lines
     figure.tight_layout()
     figure.savefig(path)
 
@@ -274,8 +284,8 @@ def report(by_shape: Mapping[Shape, Took], about: str, out: Path) -> str:
     ways = _ways(by_shape)
     base = "launch=fork" if "launch=fork" in ways else ways[0]
     columns = (
-        ("seconds", "s", 1), ("mb", "MB of a node", 0), ("shared", "MB of a rank, shared", 0),
-        ("own", "MB of a rank, its own", 0), ("opens", "opens of a node", 0), ("stats", "stats of a node", 0),
+        ("seconds", "s", 1), ("mb", "MB per node", 0), ("shared", "MB per rank, shared", 0),
+        ("own", "MB per rank, own", 0), ("opens", "opens per node", 0), ("stats", "stats per node", 0),
     )  # fmt: skip
     parts = [about, *(table(*column, by_shape, base) for column in columns)]
     text = "\n\n".join(parts) + "\n"
@@ -291,7 +301,7 @@ def report(by_shape: Mapping[Shape, Took], about: str, out: Path) -> str:
 
 
 def earlier(out: Path) -> dict[Shape, Took]:
-    """What a run before this one has written to `out`."""
+    """Return what an earlier run wrote to `out`."""
     try:
         document = json.loads((out / "launch.json").read_text())
     except FileNotFoundError:
@@ -302,12 +312,12 @@ def earlier(out: Path) -> dict[Shape, Took]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.launch", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="of the whole job")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="ranks of the whole job")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds (default: 5)")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=available())
     parser.add_argument("--cold", action="store_true", help="without the file cache")
-    parser.add_argument("--slow-ms", type=float, default=0.0, help="of each metadata call")
+    parser.add_argument("--slow-ms", type=float, default=0.0, help="delay of each metadata call")
     parser.add_argument("--go-on", action="store_true", help="keep what FOLDER/launch.json has, and measure the rest")
     parser.add_argument("--out", type=Path, default=Path("build/launch"))
     options = parser.parse_args(arguments)
@@ -327,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for shape in shapes:
             if shape not in by_shape:
                 by_shape[shape] = measure(bench, shape, options.ways, options.rounds)
-                report(by_shape, about, options.out)  # an hour's work is not lost at its end
+                report(by_shape, about, options.out)  # so that an interruption loses only one shape
     print(report(by_shape, about, options.out))
     return 0
 

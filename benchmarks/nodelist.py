@@ -1,11 +1,10 @@
-"""Time `expand` and `first` beside ClusterShell, python-hostlist and scontrol.
+"""Compare the speed of `expand` and `first` with ClusterShell, python-hostlist and scontrol.
 
     pip install ClusterShell python-hostlist
     python benchmarks/nodelist.py
 
-Run by hand. Prints two tables in Markdown: medians, every program in the same run. A peer that is not
-installed is named. scontrol is a process: its time includes its start and reading its output, which is what
-a program pays that asks it.
+Run it manually. It prints two Markdown tables with medians. Missing programs are named. The time of scontrol includes
+the start of its process and reading its output, as in a program that calls it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from types import ModuleType
 from hpcinit.nodelist import expand, first
 
 REPEATS = 9
-# scontrol refuses more than 65,536 hosts in one range, so 100,000 are written as two.
+# scontrol refuses more than 65,536 hosts in one range, so 100,000 hosts are two ranges.
 SHAPES = {
     "one range": ["n[001-100]", "n[00001-10000]", "n[000001-050000,050001-100000]"],
     "two brackets": ["r[1-10]n[01-10]", "r[1-100]n[001-100]", "r[1-100]n[0001-1000]"],
@@ -96,7 +95,7 @@ def cell(peer: Expand | None, text: str, hosts: list[str]) -> str:
         found = peer(text)
     except OSError:
         return "argument too long"  # Linux allows 128 KiB in one argument
-    except Exception as error:  # a peer's own limit is a result too
+    except Exception as error:  # a limit of a peer is a result too
         return f"refused ({type(error).__name__})"
     if len(found) != len(hosts):
         return f"wrong: {len(found):,} hosts"

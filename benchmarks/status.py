@@ -1,12 +1,11 @@
-"""How long does `hpcinit status` take for 1,000 jobs, against squeue itself?
+"""How long does `hpcinit status` take for 1,000 jobs, compared with squeue?
 
     python -m benchmarks.status [--rounds 7] [--jobs 1000]
 
-Whole processes in rounds (A B C, A B C, ...), the first round not counted, on the real Slurm of the tests (root; see
-tests/minislurm). The partition is DOWN, so that all jobs wait and none takes the processor. Half of what is asked for
-is one array (a sweep), half as many jobs of their own, each with a run folder. Start-up is `hpcinit status` of one run
-that has ended on this machine: it asks nobody.
-"""
+It measures whole processes in rounds (A B C, A B C, ...) on the real Slurm of the tests (root; see tests/minislurm).
+The first round does not count. The partition is DOWN, so that all jobs wait and use no CPU time. Half of the jobs are
+one array (a sweep), half are separate jobs, each with a run folder. Start-up is `hpcinit status` of one finished local
+run, which needs no query of Slurm."""
 
 from __future__ import annotations
 
@@ -22,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
+from hpcinit.records.spec import Program, Spec
 from hpcinit.slurm.queue import FORMAT
 from hpcinit.submit import folder
 from tests.minislurm import MiniSlurm
@@ -33,7 +33,7 @@ SQUEUE = ["squeue", "--noheader", "--array", "--me", "--states=all"]
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--jobs", type=int, default=1000, help="of each kind: tasks of an array, jobs of their own")
+    parser.add_argument("--jobs", type=int, default=1000, help="number of array tasks, and of separate jobs")
     options = parser.parse_args(arguments)
     shape = {"MaxArraySize": str(options.jobs + 1), "MaxJobCount": str(4 * options.jobs)}
     name = f"bench-{os.getpid()}"
@@ -49,14 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             contenders[f"`hpcinit status --json`, {kind}"] = ([*STATUS, *runs, *run, "--json"], Path(place))
         contenders["start-up"] = ([*STATUS, "--runs-dir", f"{place}/local"], Path(place))
         contenders["`squeue`"] = (SQUEUE, Path(place))
-        contenders["`squeue` with our columns"] = ([*SQUEUE, f"--format={FORMAT}"], Path(place))
+        contenders["`squeue` with hpcinit's columns"] = ([*SQUEUE, f"--format={FORMAT}"], Path(place))
         print(_report(_measure(contenders, env, options.rounds), options.rounds, slurm.version()))
     return 0
 
 
 def _submit(slurm: MiniSlurm, place: Path, jobs: int) -> None:
-    """An array and as many jobs, with run folders as hpcinit writes them."""
+    """Submit an array and the same number of jobs, with the run folders that hpcinit writes."""
     slurm.run("scontrol", "update", "PartitionName=main", "State=DOWN")
+    program = Program("script", "train.py", ("--lr", "1e-3"))
+    spec = Spec("one", "mini", 1, 1, program, str(place), nonce="0" * 32).to_json()
     script = place / "job.sh"
     script.write_text("#!/bin/sh\n")
     sbatch = ["sbatch", "--parsable", "--chdir=/", "--output=/dev/null"]
@@ -66,12 +68,15 @@ def _submit(slurm: MiniSlurm, place: Path, jobs: int) -> None:
         (sweep / str(number)).mkdir(parents=True)
         record = {"job_id": f"{array}_{number}", "engine": "slurm"}
         (sweep / f"{number}/submission.json").write_text(json.dumps(record))
+        (sweep / f"{number}/spec.json").write_text(spec)
     (sweep / "sweep.json").write_text(json.dumps({"tasks": {str(n): f"seed={n}" for n in range(jobs)}}))
     record = {"job_id": array, "engine": "slurm", "sweep": [{"job_id": array, "tasks": f"0-{jobs - 1}"}]}
     (sweep / "submission.json").write_text(json.dumps(record))
     for _ in range(jobs):
         job_id = slurm.run(*sbatch, str(script)).strip()
-        folder.mark_submitted(folder.claim(place / "jobs", "one"), {"job_id": job_id, "engine": "slurm"})
+        run = folder.claim(place / "jobs", "one")
+        (run / "spec.json").write_text(spec)
+        folder.mark_submitted(run, {"job_id": job_id, "engine": "slurm"})
     local = folder.claim(place / "local", "one")
     folder.mark_submitted(local, {"job_id": "1", "engine": "local"})
     (local / "local.json").write_text(json.dumps({"state": "COMPLETED", "exit_status": 0}))
@@ -80,7 +85,7 @@ def _submit(slurm: MiniSlurm, place: Path, jobs: int) -> None:
 def _measure(
     contenders: Mapping[str, tuple[list[str], Path]], env: Mapping[str, str], rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """On the clock, and of the processor with squeue's own."""
+    """Wall seconds, and CPU seconds including those of squeue."""
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
         for name, (command, workdir) in contenders.items():
@@ -115,7 +120,7 @@ def _report(seconds: Mapping[str, Sequence[tuple[float, float]]], rounds: int, v
 
 
 def _measures(values: Sequence[tuple[float, float]]) -> tuple[float, float, float, float]:
-    """Median, minimum, maximum on the clock, median of the processor."""
+    """Return median, minimum and maximum of the wall time, and the median CPU time."""
     wall = [clock for clock, _ in values]
     return median(wall), min(wall), max(wall), median(cpu for _, cpu in values)
 

@@ -1,13 +1,13 @@
-"""What do `should_stop`, the heartbeat and `progress` together add to a step of a training?
+"""How much time do `should_stop`, the heartbeat and `progress` add to a training step?
 
     python -m benchmarks.steps [--ranks 8 32] [--step-ms 50] [--steps 100] [--blocks 7]
 
-One node, loopback, gloo, a local job. A step is a sleep and one all_reduce, as a training has; it holds no computing,
-so that ranks that are more than cores are not late by it. Blocks of steps with the three calls and blocks without come
-in turns, in one process group. The first pair is not counted: should_stop() measures in it how often its ranks agree.
-Every rank tells the processor time of its calls and of hpcinit's own threads (what the machine does for others is not
-in it), which run in all blocks; and rank 0 the time of whole blocks. What gloo's threads take for an agreement is in
-the time of the blocks only.
+One node, loopback, gloo, a local job. A step is a sleep and one all_reduce. It computes nothing, so that more ranks
+than cores do not delay each other. Blocks of steps with and without the three calls alternate, in one process group.
+The first pair does not count: should_stop() uses it to choose how often the ranks agree.
+
+Every rank reports the CPU time of its calls and of hpcinit's threads, which run in all blocks. Rank 0 reports the time
+of whole blocks, which alone contains the time of gloo's threads.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 COLUMNS = (
     "ranks",
-    "ms of a step without",
-    "they agree every n steps",
+    "ms per step without",
+    "agreement every n steps",
     "CPU ms a step, median rank",
-    "of the dearest rank",
-    "its threads' part, at most",
+    "of the most expensive rank",
+    "of which threads, at most",
     "ms in the calls, rank 0",
-    "ms that a step is longer, median",
+    "additional ms per step, median",
     "min to max",
 )
 
 
 def rank(step_s: float, steps: int, blocks: int) -> None:
-    """A line of JSON: seconds of each block, with and without; processor seconds of all calls of each block with."""
-    import torch  # noqa: PLC0415 - the other side needs no torch
+    """Print a line of JSON: seconds of each block with and without the calls, and CPU seconds of the calls."""
+    import torch  # noqa: PLC0415 - only the ranks need torch
     import torch.distributed as dist  # noqa: PLC0415
 
     import hpcinit  # noqa: PLC0415
 
-    told: dict[str, list[float]] = {"with": [], "without": [], "calls_cpu": [], "calls": []}
+    results: dict[str, list[float]] = {"with": [], "without": [], "calls_cpu": [], "calls": []}
     threads = 0.0
     value, total = torch.ones(1), 2 * (blocks + 1) * steps
     with hpcinit.session() as run:
@@ -59,7 +59,7 @@ def rank(step_s: float, steps: int, blocks: int) -> None:
             dist.barrier()
             if block == 2:
                 threads = _of_threads()
-            began, cpu, wall = time.monotonic(), 0.0, 0.0
+            start, cpu, wall = time.monotonic(), 0.0, 0.0
             for _ in range(steps):
                 time.sleep(step_s)
                 dist.all_reduce(value)
@@ -72,28 +72,37 @@ def rank(step_s: float, steps: int, blocks: int) -> None:
             dist.barrier()
             if block < 2:
                 continue
-            told["with" if helped else "without"].append(time.monotonic() - began)
+            results["with" if helped else "without"].append(time.monotonic() - start)
             if helped:
-                told["calls_cpu"].append(cpu)
-                told["calls"].append(wall)
+                results["calls_cpu"].append(cpu)
+                results["calls"].append(wall)
         threads = _of_threads() - threads
         every = run._changing.stopper._every if run._changing.stopper else 0
-    print(json.dumps({**told, "every": every, "threads_cpu": threads / (2 * blocks * steps)}), flush=True)
+    print(json.dumps({**results, "every": every, "threads_cpu": threads / (2 * blocks * steps)}), flush=True)
 
 
 def _of_threads() -> float:
-    """Processor seconds of the threads that watch over a rank, until now."""
+    """Return the CPU seconds of hpcinit's threads until now."""
     own = [thread.ident for thread in threading.enumerate() if thread.name.startswith("hpcinit-")]
     return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in own if ident)
 
 
 def measure(count: int, step_s: float, steps: int, blocks: int) -> list[dict[str, Any]]:
-    """What each rank told, in a job on this machine: without a run folder there is no heartbeat."""
-    words = ["--rank", "--step-ms", f"{1000 * step_s:g}", "--steps", str(steps), "--blocks", str(blocks)]
-    asked = ["cluster=local", f"ranks_per_node={count}", "wait=true", "name=bench", "time_min=30"]
+    """Return the output of each rank. It runs a local job, because the heartbeat needs a run folder."""
+    arguments = ["--rank", "--step-ms", f"{1000 * step_s:g}", "--steps", str(steps), "--blocks", str(blocks)]
+    overrides = ["cluster=local", f"ranks_per_node={count}", "wait=true", "name=bench", "time_min=30"]
     with tempfile.TemporaryDirectory() as place:
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "hpcinit", "submit", *asked, "--", str(Path(__file__).resolve()), *words]
+        command = [
+            sys.executable,
+            "-m",
+            "hpcinit",
+            "submit",
+            *overrides,
+            "--",
+            str(Path(__file__).resolve()),
+            *arguments,
+        ]
         done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, check=False)
         logs = [Path(place) / f"runs/bench-0001/logs/rank-{number}.log" for number in range(count)]
         if done.returncode or not all(log.exists() for log in logs):
@@ -102,15 +111,18 @@ def measure(count: int, step_s: float, steps: int, blocks: int) -> list[dict[str
     return [json.loads(next(line for line in text if line.startswith("{"))) for text in texts]
 
 
-def row(count: int, told: Sequence[dict[str, Any]], steps: int) -> str:
-    """Medians over blocks; of a rank's calls, that of the median rank and of the rank that they cost most."""
-    first = told[0]
+def row(count: int, results: Sequence[dict[str, Any]], steps: int) -> str:
+    """Return a table row: medians over blocks; for the calls, the median rank and the most expensive one."""
+    first = results[0]
     step = 1000 * median(first["without"]) / steps
     longer = [1000 * (a - b) / steps for a, b in zip(first["with"], first["without"], strict=True)]
-    cpu = sorted(1000 * (median(each["calls_cpu"]) / steps + each["threads_cpu"]) for each in told)
+    cpu = sorted(1000 * (median(each["calls_cpu"]) / steps + each["threads_cpu"]) for each in results)
     cells = [f"{step:.1f}", str(first["every"])]
     cells += [f"{value:.3f} ({100 * value / step:.2f} %)" for value in (median(cpu), cpu[-1])]
-    cells += [f"{1000 * max(each['threads_cpu'] for each in told):.4f}", f"{1000 * median(first['calls']) / steps:.3f}"]
+    cells += [
+        f"{1000 * max(each['threads_cpu'] for each in results):.4f}",
+        f"{1000 * median(first['calls']) / steps:.3f}",
+    ]
     cells += [
         f"{median(longer):+.2f} ({100 * median(longer) / step:+.2f} %)",
         f"{min(longer):+.2f} to {max(longer):+.2f}",
@@ -123,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--step-ms", type=float, default=50)
-    parser.add_argument("--steps", type=int, default=100, help="of a block")
+    parser.add_argument("--steps", type=int, default=100, help="steps per block")
     parser.add_argument("--blocks", type=int, default=7, help="counted blocks of each kind")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -131,16 +143,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rank(options.step_ms / 1000, options.steps, options.blocks)
         return 0
     load = os.getloadavg()[0]
-    told = {n: measure(n, options.step_ms / 1000, options.steps, options.blocks) for n in options.ranks}
+    results = {n: measure(n, options.step_ms / 1000, options.steps, options.blocks) for n in options.ranks}
     machine = (
         f"{os.cpu_count()} cores {platform.machine()}, Python {platform.python_version()}, torch {version('torch')}"
     )
     print(
-        f"{datetime.date.today()}, {machine}; {options.blocks} blocks of {options.steps} steps of each kind, in turns; "
-        f"load average {load:.1f} before and {os.getloadavg()[0]:.1f} after\n"
+        f"{datetime.date.today()}, {machine}; {options.blocks} blocks of {options.steps} steps of each kind"
+        f", alternating; load average {load:.1f} before and {os.getloadavg()[0]:.1f} after\n"
     )
     print(f"| {' | '.join(COLUMNS)} |\n|{'--:|' * len(COLUMNS)}")
-    for count, each in told.items():
+    for count, each in results.items():
         print(row(count, each, options.steps))
     return 0
 

@@ -1,23 +1,23 @@
-"""What does it cost rank 0 that very many ranks connect: hpcinit's rendezvous, and torch's own rendezvous by its store?
+"""What do very many connecting ranks cost rank 0, with hpcinit's rendezvous and with torch's store?
 
     python -m benchmarks.store [--ranks 64 256 1024 4096 16384] [--rounds 5] [--json FILE]
 
-One machine, loopback. Rank 0 is a process of its own with hpcinit's server, or torch's TCPStore, in it. All other ranks
-sit in two processes, with connections of their own, and say what real ranks say (benchmarks/crowd.py). They begin at
-the same moment, which no cluster does: the worst case. Inside the clock: from that moment until the last rank is up.
-The ways take turns in every round:
+One machine, loopback. Rank 0 is a separate process with hpcinit's server or torch's TCPStore. Two processes simulate
+all other ranks, each with its own connections and the messages of a real rank (benchmarks/crowd.py). All ranks start at
+the same time, which is the worst case. Measured: from that time until the last rank is up. Every round runs each way
+once:
 
-  plain     torch: TCPStore with wait_for_workers, and c10d's _store_based_barrier
-  meeting   ours: join, identity check, barrier until all are in init, joined, up; no store of torch's
-  both      ours with torch's store opened in between, as hpcinit.init does it
-  missing   ours, and three ranks never come: from the deadline until every rank has been told who
+  plain        torch: TCPStore with wait_for_workers, and c10d's _store_based_barrier
+  rendezvous   hpcinit: join, identity check, barrier until all ranks are in init, joined, up; without torch's store
+  both         hpcinit with torch's store, as in hpcinit.init
+  missing      hpcinit with three absent ranks: from the deadline until every rank has the list of them
 
-CPU and memory are rank 0's alone: wall time is shared with the ranks, which take more of this machine's cores than
-rank 0 does. Two more ways by --ways: `busy` is `meeting` while rank 0's program computes, and `slow` the same with the
-5 ms that Python lets a thread wait by itself (rendezvous/connections.py).
+CPU and memory are those of rank 0 only. The simulated ranks use more of this machine's cores than rank 0, so wall times
+are longer than on a cluster. Two more ways for --ways: `busy` is `rendezvous` while rank 0's program computes, and
+`slow` is the same with Python's default switch interval of 5 ms (rendezvous/connections.py).
 
-torch's store asks for the host name of each peer, one after the other in its only thread. As root, rank 0 finds names
-in /etc/hosts alone, at once; --dns: as this machine finds them.
+torch's store resolves the host name of each peer, one after the other in its only thread. As root, rank 0 uses only
+/etc/hosts, which is fast; with --dns it uses the resolver of this machine.
 """
 
 from __future__ import annotations
@@ -44,18 +44,15 @@ from hpcinit.rendezvous import connections, server
 from hpcinit.rendezvous.server import RendezvousServer
 from hpcinit.world import World, network
 
-ABSENT = 3  # ranks that never come, of `missing`
-AHEAD_S = 1.0  # how long before it begins a round is announced
+ABSENT = 3  # absent ranks of `missing`
+AHEAD_S = 1.0  # a round is announced this long before it starts
 LATEST_S = 600.0
-# A mount namespace of rank 0's own, in which the resolver has no DNS server to ask.
+# A mount namespace for rank 0, in which the resolver uses no DNS server.
 NO_DNS = "echo 'hosts: files' > $0 && mount --bind $0 /etc/nsswitch.conf && exec \"$@\""
 
 
-# --- rank 0
-
-
 def rank_0(way: str, world_size: int) -> None:
-    """Says its port, serves, and says what it took, each as a line of JSON."""
+    """Print the port as a line of JSON, serve the ranks, and print the usage as a line of JSON."""
     if way in {"plain", "both"}:
         import torch.distributed  # noqa: F401, PLC0415
     server.allow_many_files(world_size)
@@ -70,7 +67,7 @@ def _usage() -> dict[str, float]:
     return {"cpu_s": used.ru_utime + used.ru_stime, "rss_mb": used.ru_maxrss / 1024}
 
 
-def _say(**values: Any) -> None:
+def _print(**values: Any) -> None:
     print(json.dumps(values), flush=True)
 
 
@@ -80,7 +77,7 @@ def _plain(world_size: int) -> None:
 
     port = network.candidate_ports(str(os.getpid()))[0]
     before, timeout = _usage(), datetime.timedelta(seconds=LATEST_S)
-    threading.Thread(target=lambda: (time.sleep(AHEAD_S / 2), _say(port=port)), daemon=True).start()
+    threading.Thread(target=lambda: (time.sleep(AHEAD_S / 2), _print(port=port)), daemon=True).start()
     store = TCPStore(crowd.HERE, port, world_size, True, timeout, wait_for_workers=True)
     name = crowd.BARRIER.partition(":")[2]
     _store_based_barrier(0, store, name, world_size, timeout)
@@ -89,7 +86,7 @@ def _plain(world_size: int) -> None:
 
 def _done(before: Mapping[str, float]) -> None:
     after = _usage()
-    _say(**{name: after[name] - before[name] for name in after})
+    _print(**{name: after[name] - before[name] for name in after})
     sys.stdin.readline()
 
 
@@ -98,10 +95,10 @@ def _server(way: str, world_size: int) -> None:
     hosts = tuple(f"n{number}" for number in range(world_size))
     world = World("slurm", 0, world_size, 0, 1, 0, hosts, crowd.HERE, candidates, "77.0.0")
     if way == "slow":
-        connections.QUICK_S = 0.005  # Python's own
+        connections.QUICK_S = 0.005  # Python's default
     before = _usage()
     rank_0 = RendezvousServer(world, crowd.HERE, crowd.KEY, crowd.JOB, crowd.MADE_OF)
-    _say(port=rank_0.port)
+    _print(port=rank_0.port)
     deadline = time.monotonic() + LATEST_S
     if way == "missing":
         _miss(rank_0)
@@ -113,7 +110,7 @@ def _server(way: str, world_size: int) -> None:
     if way == "both":
         from hpcinit.rendezvous.store import open_store  # noqa: PLC0415
 
-        held = open_store(world, rank_0, deadline)  # noqa: F841
+        store = open_store(world, rank_0, deadline)  # noqa: F841
     elif way != "missing":
         rank_0.offer_store(1)
         rank_0.wait_for_store(deadline, 1e9)
@@ -125,7 +122,7 @@ def _server(way: str, world_size: int) -> None:
 
 
 def _miss(rank_0: RendezvousServer) -> None:
-    """Until the deadline that the parent tells, then to its end."""
+    """Serve until the deadline that the parent sends, then report the missing ranks."""
     deadline = float(sys.stdin.readline())
     while time.monotonic() < deadline:
         time.sleep(0.01)
@@ -133,27 +130,24 @@ def _miss(rank_0: RendezvousServer) -> None:
     sys.stdin.readline()
 
 
-# --- the clock
-
-
 def measure(way: str, world_size: int, crowds: int, deadline_s: float, dns: bool) -> dict[str, Any]:
-    """Seconds of each mark since the beginning, rank 0's CPU seconds and memory, messages per rank."""
+    """Return the seconds of each mark since the start, rank 0's CPU seconds and memory, and messages per rank."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    words = [sys.executable, "-m", "benchmarks.store", "--rank-0", way, str(world_size)]
+    command = [sys.executable, "-m", "benchmarks.store", "--rank-0", way, str(world_size)]
     if os.geteuid() == 0 and not dns:
         names = Path(tempfile.gettempdir()) / f"hpcinit-names-{os.getpid()}"
-        words = ["unshare", "--mount", "sh", "-c", NO_DNS, str(names), *words]
-    zero = subprocess.Popen(words, **pipes)
+        command = ["unshare", "--mount", "sh", "-c", NO_DNS, str(names), *command]
+    zero = subprocess.Popen(command, **pipes)
     others = [subprocess.Popen([sys.executable, "-m", "benchmarks.crowd"], **pipes) for _ in range(crowds)]
     try:
         for other in others:
             _read(other)
         port = json.loads(_read(zero))["port"]
-        coming = world_size - (ABSENT if way == "missing" else 0)
-        edges = [1 + (coming - 1) * part // crowds for part in range(crowds + 1)]
+        present = world_size - (ABSENT if way == "missing" else 0)
+        edges = [1 + (present - 1) * part // crowds for part in range(crowds + 1)]
         begin = time.monotonic() + AHEAD_S
-        told = {
-            "way": way if way in crowd.WAYS else "meeting",
+        task = {
+            "way": way if way in crowd.WAYS else "rendezvous",
             "port": port,
             "begin": begin,
             "store": way == "both",
@@ -161,7 +155,7 @@ def measure(way: str, world_size: int, crowds: int, deadline_s: float, dns: bool
             "deadline": begin + deadline_s,
         }
         for other, ranks in zip(others, itertools.pairwise(edges), strict=True):
-            _write(other, json.dumps({**told, "ranks": ranks}))
+            _write(other, json.dumps({**task, "ranks": ranks}))
         if way == "missing":
             _write(zero, str(begin + deadline_s))
         seen = [json.loads(_read(other)) for other in others]
@@ -174,9 +168,9 @@ def measure(way: str, world_size: int, crowds: int, deadline_s: float, dns: bool
             process.wait()
     marks = {name: max(each["marks"][name] for each in seen) for name in seen[0]["marks"]}
     if way == "missing":
-        marks["told"] -= deadline_s
+        marks["reported"] -= deadline_s
     counts = sorted({tuple(count) for each in seen for count in each["messages"]})
-    return {"marks": marks, **used, "messages": counts, "again": sum(each["again"] for each in seen)}
+    return {"marks": marks, **used, "messages": counts, "reconnects": sum(each["reconnects"] for each in seen)}
 
 
 def _read(process: subprocess.Popen[str]) -> str:
@@ -194,7 +188,7 @@ def _write(process: subprocess.Popen[str], line: str) -> None:
 
 
 def run(ways: Sequence[str], world_sizes: Sequence[int], rounds: int, dns: bool) -> list[dict[str, Any]]:
-    """Every single measurement. Of the largest world, three rounds if more were asked for."""
+    """Return every measurement; of the largest world, at most three rounds."""
     found = []
     for world_size in world_sizes:
         for number in range(rounds if world_size < 16_384 else min(3, rounds)):
@@ -205,24 +199,21 @@ def run(ways: Sequence[str], world_sizes: Sequence[int], rounds: int, dns: bool)
     return found
 
 
-# --- the tables
-
-
 def table(found: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         "| ranks | way | rounds | seconds until the last rank is up (min to max) | rank 0: CPU s | MB more "
-        "| messages | knocked again |"
+        "| messages | reconnects |"
     ]
     lines.append("|--:|---|--:|--:|--:|--:|---|--:|")
     for ranks, way in dict.fromkeys((each["ranks"], each["way"]) for each in found):
         of = [each for each in found if (each["ranks"], each["way"]) == (ranks, way)]
-        ends = [each["marks"].get("up", each["marks"].get("told")) for each in of]
+        ends = [each["marks"].get("up", each["marks"].get("reported")) for each in of]
         counts = sorted({tuple(count) for each in of for count in each["messages"]})
-        said = " or ".join(f"{sent} + {got}" for sent, got in counts[:2]) + (", or more" if len(counts) > 2 else "")
+        messages = " or ".join(f"{sent} + {got}" for sent, got in counts[:2]) + (", or more" if len(counts) > 2 else "")
         cpu, memory = median(each["cpu_s"] for each in of), median(each["rss_mb"] for each in of)
         lines.append(
             f"| {ranks:,} | {way} | {len(of)} | {median(ends):.2f} ({min(ends):.2f} to {max(ends):.2f}) | {cpu:.2f} | "
-            f"{memory:.0f} | {said} | {median(each.get('again', 0) for each in of):.0f} |"
+            f"{memory:.0f} | {messages} | {median(each.get('reconnects', 0) for each in of):.0f} |"
         )
     return "\n".join(lines)
 
@@ -231,10 +222,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.store", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024, 4096, 16_384])
-    parser.add_argument("--ways", nargs="+", default=["plain", "meeting", "both", "missing"])
-    parser.add_argument("--rounds", type=int, default=5, help="3 of 16384 ranks (default: 5)")
-    parser.add_argument("--json", type=Path, help="keep every measurement, for benchmarks.formulas")
-    parser.add_argument("--dns", action="store_true", help="leave the resolver as it is")
+    parser.add_argument("--ways", nargs="+", default=["plain", "rendezvous", "both", "missing"])
+    parser.add_argument("--rounds", type=int, default=5, help="at most 3 with 16384 ranks (default: 5)")
+    parser.add_argument("--json", type=Path, help="write every measurement, for benchmarks.formulas")
+    parser.add_argument("--dns", action="store_true", help="use the resolver of this machine")
     parser.add_argument("--rank-0", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rank_0:

@@ -1,14 +1,13 @@
-"""How long does a submission take, from the shell's point of view, against what people use otherwise?
+"""How long does a submission take in the shell, compared with other programs?
 
     python -m benchmarks.submit [--rounds 15] [--venv DIR]
 
-Whole processes, started one after the other in rounds (A B C, A B C, ...), the first round not counted, on
-the real Slurm of the tests (root; see tests/minislurm). All submit the same thing, `true` on 2 nodes. The
-partition is DOWN, in which Slurm queues jobs and starts none: so no job takes the processor from the next
-submission. Jobs are cancelled between two submissions, and each must have been there to be cancelled.
+It measures whole processes in rounds (A B C, A B C, ...) on the real Slurm of the tests (root; see tests/minislurm).
+The first round does not count. All submit `true` on 2 nodes. The partition is DOWN, so that Slurm starts no job that
+uses CPU time during the next submission. After each submission, the job must be in the queue; it is then cancelled.
 
-The other programs run in a virtual environment of their own, made on first use, with the Hydra and the
-submitit that hpcinit itself runs with here.
+The other programs run in a separate virtual environment, created on first use, with the same versions of Hydra and
+submitit as hpcinit.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ BASELINE = "bare `@hydra.main` program"
 
 @dataclass
 class Contender:
-    """One way to submit. Its seconds, one per round: on the clock, and of the processor."""
+    """One way to submit, with its wall and CPU seconds per round."""
 
     name: str
     command: Sequence[str]
@@ -49,7 +48,7 @@ class Contender:
 
 
 class SubmissionFailed(Exception):
-    """A contender made no job: there is nothing to compare."""
+    """A contender created no job, so there is nothing to compare."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,11 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# --- who takes part
-
-
 def _contenders(peers_venv: Path) -> tuple[list[Contender], dict[str, str]]:
-    """Those that are there; and of the others, why not."""
+    """Return the available contenders, and the reason for each missing one."""
     python = str(peers_venv.absolute() / "bin/python")
     overrides = ["cluster=mini", "nodes=2", "ranks_per_node=1", "time_min=10"]
     table = (
@@ -111,7 +107,7 @@ def _requirements() -> dict[str, str]:
 
 
 def _install(folder: Path) -> set[str]:
-    """Make the environment if it is not there; the packages that are in it."""
+    """Create the environment if it does not exist, and return the packages in it."""
     python = folder / "bin/python"
     if not python.exists():
         venv.create(folder, with_pip=True)
@@ -129,7 +125,7 @@ def _install(folder: Path) -> set[str]:
 
 @contextmanager
 def _project() -> Iterator[Path]:
-    """A user's project, the peers' files in a git repository: hpcinit asks git for the commit."""
+    """Create a project with the peers' files in a git repository, because hpcinit records the commit."""
     with tempfile.TemporaryDirectory(prefix="hpcinit-bench-") as name:
         project = Path(name) / "project"
         shutil.copytree(PEERS, project)
@@ -140,15 +136,12 @@ def _project() -> Iterator[Path]:
         yield project
 
 
-# --- the clock
-
-
 def _measure(contender: Contender, slurm: MiniSlurm, project: Path, *, counted: bool) -> None:
     env = _environment(slurm.env)
     cpu_before, start = _children_cpu_s(), time.perf_counter()
     done = subprocess.run(contender.command, cwd=project, env=env, capture_output=True, text=True, check=False)
     wall, cpu = time.perf_counter() - start, _children_cpu_s() - cpu_before
-    # torchx makes a heterogeneous job, '7+0' and '7+1', which can only be cancelled as a whole.
+    # torchx submits a heterogeneous job, '7+0' and '7+1', which can only be cancelled as a whole.
     jobs = {name.partition("+")[0] for name in slurm.run("squeue", "--noheader", "--format=%i").split()}
     if done.returncode or not jobs:
         seen = f"exit status {done.returncode}, {len(jobs)} jobs queued"
@@ -160,16 +153,13 @@ def _measure(contender: Contender, slurm: MiniSlurm, project: Path, *, counted: 
 
 
 def _environment(slurm_env: Mapping[str, str]) -> dict[str, str]:
-    """The user's own, without what makes Python slower (PYTHONDONTWRITEBYTECODE) or find other modules."""
+    """Return the user's environment without variables that slow Python down or change its modules."""
     return {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")} | dict(slurm_env)
 
 
 def _children_cpu_s() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
-
-
-# --- the table
 
 
 def _report(contenders: Sequence[Contender], missing: Mapping[str, str], slurm_version: str, rounds: int) -> str:
@@ -191,7 +181,7 @@ def _report(contenders: Sequence[Contender], missing: Mapping[str, str], slurm_v
 
 
 def _ratios(contender: Contender, base: Contender | None) -> list[str]:
-    """The ratio of the medians; and the median of each round's own ratio, which other load moves less."""
+    """Return the ratio of the medians, and the median of the ratios per round, which depends less on other load."""
     if base is None:
         return ["", ""]
     per_round = median(mine / its for mine, its in zip(contender.wall, base.wall, strict=True))

@@ -2,8 +2,8 @@
 
     python -m benchmarks.sweep [--rounds 5] [--tasks 1000] [--venv DIR]
 
-Whole processes in rounds (A B C, A B C, ...), the first round not counted, on the real Slurm of the tests (root). The
-partition is DOWN, in which Slurm queues jobs and starts none; each array must have been there to be cancelled.
+It measures whole processes in rounds (A B C, A B C, ...) on the real Slurm of the tests (root). The first round does
+not count. The partition is DOWN, so that Slurm starts no job. Each array must be in the queue; it is then cancelled.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     contenders = _contenders(options, present)
     with submit._project() as project:
         for number in range(options.rounds + 1):
-            # A new one each round: the controller keeps cancelled jobs for MinJobAge, and has room for 10,000.
+            # A new cluster each round: the controller keeps cancelled jobs for MinJobAge, and at most 10,000 jobs.
             with MiniSlurm(nodes=2, gpus=8, name=f"bench-{os.getpid()}") as slurm:
                 slurm.run("scontrol", "update", "PartitionName=main", "State=DOWN")
                 for contender in contenders:

@@ -1,11 +1,11 @@
-"""hpcinit: submit PyTorch jobs to Slurm and bring their process groups up.
+"""hpcinit submits PyTorch jobs to Slurm and initializes their process groups.
 
     import hpcinit
 
     with hpcinit.session() as run:
         print(run.rank, run.world_size, run.device)
 
-Cheap to import: torch comes in with the first use of a name that needs it.
+This import is cheap: torch is imported at the first use of a name that needs it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-BEGAN = (time.time(), time.monotonic(), os.getpid())  # of this process: rendezvous/startup_events.py
+BEGAN = (time.time(), time.monotonic(), os.getpid())  # start of this process, read by rendezvous/startup_events.py
 
 if TYPE_CHECKING:
     from hpcinit.base.errors import HpcinitError

@@ -1,6 +1,6 @@
 """`python -m hpcinit.elastic SPEC`: torch's elastic agent of this node, which starts the node's ranks.
 
-One Slurm task per node with launch=torchrun. Why the agents meet as they do: docs/decisions/, "torchrun's agents".
+It is one Slurm task per node with launch=torchrun. docs/decisions/, "torchrun's agents", has the reasons.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def main(argv: Sequence[str]) -> int:
         )
     if importlib.util.find_spec("torch") is None:
         raise RequestError(f"launch=torchrun needs torch, and {sys.executable} on {os.uname().nodename} lacks it")
-    from hpcinit.launch.torchrun import agent_signals  # noqa: PLC0415 - after the check, since the room needs torch
+    from hpcinit.launch.torchrun import agent_signals  # noqa: PLC0415 - needs torch, so only after the check
 
-    came = agent_signals.Signals()  # before torch starts threads: they inherit what is blocked
+    came = agent_signals.Signals()  # before torch starts threads: they inherit the blocked signals
     path = Path(argv[0]).absolute()
     spec = enter(argv[0])
     if doubt := check_clock(os.environ, time.time()):
@@ -47,8 +47,8 @@ def _refuse_another_size(spec: Spec, agents: World, path: Path) -> None:
     if agents.world_size != spec.nodes or agents.local_world_size != 1:
         script = path.parent / run_folder.SCRIPT
         raise RequestError(
-            f"{path} is of {spec.nodes} nodes, and {agents.launcher} started {agents.world_size} agents on "
-            f"{agents.nodes} nodes; expected one on each: {script} starts them so"
+            f"{path} is for {spec.nodes} nodes, but {agents.launcher} started {agents.world_size} agents on "
+            f"{agents.nodes} nodes; expected one on each: submit {script}, which starts them"
         )
 
 

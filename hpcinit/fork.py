@@ -1,6 +1,7 @@
 """`python -m hpcinit.fork SPEC`
 
-Inside a job with launch=fork, one per node: import what launch.preload lists, fork the node's ranks, look after them.
+Runs once per node in a job with launch=fork: imports the modules of launch.preload, forks the node's ranks and
+supervises them.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcinit import run
-from hpcinit.base import signals
+from hpcinit.base import process_title, signals
 from hpcinit.base.console import say
 from hpcinit.base.errors import HpcinitError, RequestError
 from hpcinit.cli.main import guarded
-from hpcinit.launch import fork_child, fork_server, preload, process_title, rank_binding
+from hpcinit.launch import fork_child, fork_server, preload, rank_binding
 from hpcinit.launch.fork_server import ForkSupervisor, end_as
 from hpcinit.launch.signal_monitor import SignalMonitor
 from hpcinit.records import run_folder, safeguards
@@ -32,34 +33,32 @@ def main(argv: Sequence[str]) -> int:
         print(__doc__)
         return 0 if argv else 2
     if len(argv) > 1:
-        raise RequestError(f"{' '.join(argv)}: expected SPEC alone, a run folder's {run_folder.SPEC}")
+        raise RequestError(f"{' '.join(argv)}: expected one argument, the {run_folder.SPEC} of a run folder")
     spec = run.enter(argv[0])
     if doubt := check_clock(os.environ, time.time()):
         say(doubt)
     here, folder = forked.node(os.environ, spec.nodes, spec.ranks_per_node), Path(os.environ[run_folder.ENV_FOLDER])
-    if spec.stop.signal:  # it waits until there are ranks that hear it
+    if spec.stop.signal:  # keep it pending until there are ranks to receive it
         signals.block([signal.Signals[f"SIG{spec.stop.signal}"]])
     monitor = SignalMonitor()
-    # As hpcinit.run: before torch is imported.
+    # As in hpcinit.run, before torch is imported.
     protected = safeguards.apply(os.environ, folder, slurm_step.identity(os.environ))
     cpus = _shares(spec)
-    if cpus is not None:  # what counts CPUs when it is imported (OpenMP, BLAS) counts a rank's
+    if cpus is not None:  # OpenMP and BLAS count CPUs at import, and should count those of one rank
         rank_binding.apply(cpus[0])
-    process_title.call_this(f"hpcinit: parent of {spec.ranks_per_node} ranks, {spec.name}")
-    _look_where_the_program_does(spec)
+    process_title.call_this(f"hpcinit: fork server of {spec.ranks_per_node} ranks, {spec.name}")
+    _set_import_path(spec)
     fork_server.announce_prefork(here, spec, folder)
     try:
         imported = preload.load(spec.launch.preload)
     except HpcinitError as error:
         fork_server.fail_prefork(here, spec, folder, error)
         raise
-    if imported and here.rank == 0:
-        say(imported)
-    family = ForkSupervisor(here, spec.launch, folder, monitor)
-    rank = family.fork(lambda local, parent: fork_child.become_child(here, spec, folder, local, parent, cpus))
+    supervisor = ForkSupervisor(here, spec.launch, folder, monitor)
+    rank = supervisor.fork(lambda local, parent: fork_child.become_child(here, spec, folder, local, parent, cpus))
     if rank is None:
-        return end_as(family.wait())
-    return run.become_rank(argv, spec, protected)
+        return end_as(supervisor.wait())
+    return run.become_rank(argv, spec, protected, imported)
 
 
 def _shares(spec: Spec) -> list[set[int]] | None:
@@ -68,8 +67,8 @@ def _shares(spec: Spec) -> list[set[int]] | None:
     return rank_binding.cpus(spec.launch, spec.ranks_per_node, os.sched_getaffinity(0), os.environ)
 
 
-def _look_where_the_program_does(spec: Spec) -> None:
-    """sys.path[0] as the program will have it, so that its own modules can be imported before the fork."""
+def _set_import_path(spec: Spec) -> None:
+    """Set sys.path[0] as the program will have it, so that the program's modules can be imported before the fork."""
     if spec.program.kind == "script":
         sys.path[0] = str(Path(spec.program.target).absolute().parent)
 

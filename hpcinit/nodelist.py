@@ -1,4 +1,4 @@
-"""Slurm's nodelists in pure Python: the public names of `hpcinit.slurm.nodelist`."""
+"""Expands and compresses Slurm nodelists in pure Python: the public names of `hpcinit.slurm.nodelist`."""
 
 from hpcinit.base.errors import NodelistError
 from hpcinit.slurm.nodelist import MAX_HOSTS, compress, expand, expand_counts, first

@@ -1,6 +1,6 @@
 """`python -m hpcinit.run SPEC | script.py args... | -m module args... | command args...`
 
-Inside a job, once per rank: read the world, export torch's variables, run the program unchanged.
+Runs once per rank in a job: determines rank and world, exports torch's variables, runs the program unchanged.
 """
 
 from __future__ import annotations
@@ -13,19 +13,27 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hpcinit.base import process_limits, safe_files
+from hpcinit.base import process_limits, process_title, safe_files
 from hpcinit.base.console import say
 from hpcinit.base.errors import RequestError
 from hpcinit.cli.main import guarded
-from hpcinit.records import rank_log, run_folder, safeguards
+from hpcinit.records import rank_log, run_folder, safeguards, startup_settings
 from hpcinit.records.spec import Program, Spec, load, of_this_run
 from hpcinit.records.startup_timeout import check_clock
 from hpcinit.rendezvous import startup_events
-from hpcinit.runtime import interpreter_exit, program
+from hpcinit.runtime import interpreter_exit, program, world_size_monitor
+from hpcinit.runtime.lifecycle import stack_signal
 from hpcinit.world import World, launchers
 
-# What lies beside the spec and could be taken for it.
-NOT_SPECS = {run_folder.PROVENANCE, run_folder.SUBMISSION, run_folder.EXIT, run_folder.PROGRESS}
+# Other files of a run folder that users may confuse with the spec.
+NOT_SPECS = {
+    run_folder.PROVENANCE,
+    run_folder.SUBMISSION,
+    run_folder.EXIT,
+    run_folder.PROGRESS,
+    run_folder.PROGRAM_USE,
+    run_folder.WORLD_SIZE,
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,16 +44,16 @@ def main(argv: Sequence[str]) -> int:
     try:
         Path.cwd()
     except FileNotFoundError:
-        raise RequestError("the current folder was deleted: start this in one that exists") from None
+        raise RequestError("the current folder was deleted: start this in a folder that exists") from None
     _refuse_what_cannot_be_run(argv)
     spec = enter(argv[0]) if argv[0].endswith(".json") and len(argv) == 1 else None
     return become_rank(argv, spec)
 
 
-def become_rank(argv: Sequence[str], spec: Spec | None, protected: tuple[str, ...] = ()) -> int:
-    """The rest of a rank's life, as the variables of this process describe it: the program, and its exit status.
+def become_rank(argv: Sequence[str], spec: Spec | None, protected: tuple[str, ...] = (), imported: str = "") -> int:
+    """Run the program as the rank that this process's environment describes. Return its exit status.
 
-    argv: as of main. protected: names of the safeguards, where they are set already.
+    argv: that of main. protected: the names of safeguards that are already set. imported: what launch=fork imported.
     """
     rank_log.protect()
     what = spec.program if spec else _program(list(argv))
@@ -58,20 +66,28 @@ def become_rank(argv: Sequence[str], spec: Spec | None, protected: tuple[str, ..
             say(f"warning: {warning}")
     own, folder = of_this_run(os.environ, world.world_size)
     startup_events.begin_startup(world, folder, first_line=True)
-    # Before the program imports torch, which reads some of them only once. One process by itself is no job.
+    if own and folder:
+        world_size_monitor.start(folder, own, world)
+    if what.kind != "command":
+        stack_signal.install(world.rank)
+    if what.kind != "command" and world.launcher != "single":
+        process_title.call_this(f"rank {world.rank}/{world.world_size} {Path(what.target).name}")
+    # Before the program imports torch, which reads some of them only once. A single process is not a job.
     if world.launcher != "single":
         protected = safeguards.apply(os.environ, folder, world.job) or protected
-    if world.rank == 0 and protected:
-        say(safeguards.describe(os.environ, protected))
+    if world.rank == 0 and (lines := [line for line in (safeguards.describe(os.environ, protected), imported) if line]):
+        startup_settings.record(folder, world.job, lines)
     if (restart := os.environ.get("SLURM_RESTART_COUNT", "0")) != "0":  # logs are appended to
-        say(f"restart {restart} of job {world.job.partition('.')[0]} begins")
+        say(f"restart {restart} of job {world.job.partition('.')[0]} starts")
+    elif world.rank == 0 and protected and folder:
+        say(f"set {len(protected)} environment variables, listed in {run_folder.STARTUP} of the run folder")
     status = program.run(what, world, own)
     interpreter_exit.end(status)
     return status
 
 
 def _refuse_what_cannot_be_run(argv: Sequence[str]) -> None:
-    """Files of a run folder that are not the spec, and options that are none of ours."""
+    """Raise RequestError for a file of the run folder that is not the spec, and for an unknown option."""
     path = Path(argv[0])
     file = path.suffix in {".yaml", ".yml"} or path.name in NOT_SPECS or (path.suffix == ".json" and len(argv) > 1)
     folder = path.is_dir() and not shutil.which(argv[0])
@@ -81,28 +97,28 @@ def _refuse_what_cannot_be_run(argv: Sequence[str]) -> None:
     spec = (path if path.is_dir() else path.parent) / run_folder.SPEC
     near = f"; did you mean {shlex.quote(str(spec))}?" if spec.is_file() else ""
     raise RequestError(
-        f"{shlex.join(argv)}: nothing that can be run, expected one of: SPEC (a run folder's {run_folder.SPEC}, "
+        f"{shlex.join(argv)}: cannot be run, expected one of: SPEC (the {run_folder.SPEC} of a run folder, "
         f"alone), script.py args..., -m module args..., command args...{near}"
     )
 
 
 def _of_another_size(spec: Spec | None, world: World, argv: Sequence[str]) -> Iterator[str]:
-    """A warning and no refusal: one rank on its own, under a debugger, is a good reason to be of another size."""
+    """Yield a warning if the world size differs from the spec's. Not an error: a single rank in a debugger is fine."""
     if spec and world.world_size != spec.world_size:
         script = shlex.quote(str(Path(argv[0]).absolute().parent / run_folder.SCRIPT))
         yield (
-            f"{argv[0]} is of {spec.nodes} nodes x {spec.ranks_per_node} ranks = {spec.world_size} ranks, and "
-            f"{world.launcher} started {world.world_size}: its layout, timeouts and seed are not used; "
-            f"{script} starts all of them"
+            f"{world.launcher} started {world.world_size} ranks, but {argv[0]} is for {spec.nodes} nodes x "
+            f"{spec.ranks_per_node} ranks = {spec.world_size}: its layout, timeouts and seed are not used; "
+            f"to start all ranks: {script}"
         )
 
 
 def enter(name: str) -> Spec:
-    """Of the run whose spec is the file `name`; from here on this process is in its working folder."""
+    """Return the Spec in the file `name`, and change to its working folder. Raise RequestError."""
     path = Path(name).absolute()
     spec = load(path)
-    if said := safe_files.path_ownership_problems(path.parent, "submit again"):
-        raise RequestError(said)
+    if problem := safe_files.path_ownership_problems(path.parent, "submit again"):
+        raise RequestError(problem)
     os.environ[run_folder.ENV_FOLDER] = str(path.parent)
     try:
         os.chdir(spec.workdir)
@@ -116,7 +132,7 @@ def enter(name: str) -> Spec:
 def _program(words: list[str]) -> Program:
     if words[0] == "-m":
         if len(words) == 1:
-            raise RequestError("-m names no module, expected: -m package.module args...")
+            raise RequestError("-m without a module, expected: -m package.module args...")
         return Program("module", words[1], tuple(words[2:]))
     kind = "script" if words[0].endswith(".py") else "command"
     return Program(kind, words[0], tuple(words[1:]))

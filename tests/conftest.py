@@ -1,4 +1,4 @@
-"""What every test can use: hpcinit as its users run it, in a folder of its own."""
+"""Fixtures for all tests: hpcinit as its users run it, in the folder of the test."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytest_plugins = [
 ]
 # `make test-horovod` has an environment with it; in the daily run its build would take as long as all the tests.
 collect_ignore = [] if importlib.util.find_spec("horovod") else ["systems/test_horovod.py"]
-collect_ignore.append("gpu")  # `make gpu`: a suite of its own, for Pythons without pytest
+collect_ignore.append("gpu")  # `make gpu`: a separate suite, for Pythons without pytest
 if "HPCINIT_SCALE" not in os.environ:  # `make scale`
     collect_ignore.append("test_many_nodes.py")
 if "HPCINIT_CUDA_BUILD" not in os.environ:  # `make test-cuda-build`; its value is the folder of the oldest DeepSpeed
@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ends the session where another DeepSpeed or torch than the one asked for would be tested under its name."""
+    """End the session if the installed DeepSpeed or torch is not the version that the session should test."""
     for package, make in MADE_BY.items():
         asked = config.getoption(f"--{package}")
         if asked is not None:
@@ -68,6 +68,7 @@ def _not_a_job() -> None:
     os.environ.clear()
     os.environ.update({k: v for k, v in clean.items() if k != "HPCINIT_CONF"})
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["HPCINIT_CLUSTER"] = "local"  # sbatch is on PATH here, so without a cluster nothing would be submitted
     # A shell that starts the tests with & has them ignore Ctrl-C, and what they start inherits that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

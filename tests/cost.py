@@ -1,9 +1,9 @@
-"""What each test costs: `pytest --cost FILE` writes its seconds of wall time and of processor time, one line each.
+"""Measure the cost of each test: `pytest --cost FILE` writes its wall time and processor time in seconds.
 
-The processor time is that of pytest and of all that it starts, Slurm's daemons and the ranks of jobs too, where a
-cgroup of its own can be made (root, cgroup version 1); elsewhere it is that of pytest and of the processes it waited
-for. Each worker of xdist appends to the same file: seconds of setup, call and teardown, each as wall/processor, then the
-test. `python -m tests.cost FILE` sums them by file and by folder.
+If a cgroup can be created (root, cgroup version 1), the processor time includes everything that pytest starts, also
+Slurm's daemons and the ranks of jobs. Otherwise it includes pytest and the processes that it waited for. Each worker of
+xdist appends to the same file: seconds of setup, call and teardown, each as wall/processor, then the test.
+`python -m tests.cost FILE` sums them by file and by folder.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def sums(lines: list[str]) -> dict[str, tuple[int, float, float]]:
-    """By file and by folder: the number of tests, their seconds of wall time and of processor time."""
+    """Return by file and by folder the number of tests and their seconds of wall time and processor time."""
     spent: dict[str, tuple[int, float, float]] = defaultdict(lambda: (0, 0.0, 0.0))
     for line in lines:
         *phases, nodeid = line.split("\t")

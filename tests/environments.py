@@ -1,4 +1,4 @@
-"""A virtual environment as small as one can be, that runs hpcinit and has a package and a command of its own."""
+"""Make a minimal virtual environment that runs hpcinit and contains an additional package and command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def make(folder: Path) -> Path:
-    """hpcinit and all that it needs are editable installs of it, so to say: they stay where they are."""
+    """Create the environment. It uses hpcinit and its dependencies where they are, like editable installs."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     site = next(folder.glob("lib/python*/site-packages"))
     (site / "elsewhere.pth").write_text(

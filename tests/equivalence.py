@@ -1,9 +1,9 @@
-"""A program for 8 ranks: the same 20 steps of the demo's GPT in every way that run.wrap knows, one after the other.
+"""A program for 8 ranks: run the same 20 steps of the demo's GPT with every wrapper, one after the other.
 
     equivalence.py OUT [name ...]
 
-Rank 0 writes {name: {"loss": [...], "norm": [...]}} to OUT, and DeepSpeed's version. Stands beside the test and not in
-it, since it is what the ranks run.
+Rank 0 writes {name: {"loss": [...], "norm": [...]}} to OUT, and DeepSpeed's version. It is a file of its test because the
+ranks run it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from hpcinit.runtime.wrap import sequence
 
 STEPS, CONTEXT, GLOBAL_BATCH, LR = 20, 32, 16, 0.3
 CLIP = 0.5  # the norm is above it in the first steps and below it in the last ones
-IGNORED = -100  # F.cross_entropy leaves such targets out
+IGNORED = -100  # F.cross_entropy ignores such targets
 
-warnings.simplefilter("ignore")  # DeepSpeed's of deprecated calls, one at each collective
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its kernel for shared memory takes a minute to compile
+warnings.simplefilter("ignore")  # DeepSpeed warns of deprecated calls at each collective
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its kernel takes a minute to compile
 
 
 def layouts() -> dict[str, tuple[Layout, Training, int]]:
-    """Name -> layout, how, and the accumulation."""
+    """Return name -> layout, wrapper and accumulation."""
     ddp, fsdp = Training("ddp", gradient_clip=CLIP), Training("fsdp", gradient_clip=CLIP)
     found = {
         "ddp 8": (Layout(dp_replicate=8), ddp, 1),
@@ -75,9 +75,9 @@ def zero(stage: int, **more: str) -> Training:
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Tokens and targets of each step, (global batch, context). A token follows from the one before, but for slips.
+    """Return tokens and targets of each step, (global batch, context). Most tokens follow from the one before.
 
-    In every second sample the targets of the last quarter do not count: ranks have unequally many that do.
+    In every second sample the targets of the last quarter are ignored, so that ranks have different numbers of targets.
     """
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(96, (STEPS, GLOBAL_BATCH, CONTEXT + 1), generator=generator)
@@ -96,7 +96,7 @@ def model() -> GPT:
 
 
 def alone(lr: float = LR) -> dict[str, list[float]]:
-    """One rank with all data and plain torch: what the others are compared with."""
+    """Train on one rank with all data and plain torch, as the reference."""
     gpt, losses, norms = model(), [], []
     optimizer = torch.optim.SGD(gpt.parameters(), lr=lr, momentum=0.9)
     for tokens, wanted in batches():
@@ -110,7 +110,7 @@ def alone(lr: float = LR) -> dict[str, list[float]]:
 
 
 def together(run: hpcinit.Runtime, layout: Layout, training: Training, accumulation: int) -> dict[str, list[float]]:
-    """The same on all ranks, each with its part of the data."""
+    """Train on all ranks, each with its part of the data."""
     batch = Batch(GLOBAL_BATCH // accumulation // layout.data_parallel, accumulation, layout.data_parallel)
     wrapped = wrapping.wrap(
         model(),
@@ -119,14 +119,14 @@ def together(run: hpcinit.Runtime, layout: Layout, training: Training, accumulat
         device=run.device,
         batch=batch,
         training=training,
-        # SGD, since Adam is blind to gradients that are all wrong by the same factor.
+        # SGD, because Adam hides gradients that are wrong by a constant factor.
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=0.9),
         tp_plan=TENSOR_PARALLEL if layout.tp > 1 else None,
     )
     losses: list[float] = []
     norms: list[float] = []
     for step in batches():
-        # Each pass has the same mixture of samples, and so equally many tokens that count.
+        # Each pass has the same mixture of samples, so the same number of tokens counts.
         passes = zip(*(each.chunk(accumulation) for each in step), strict=True)
         sums = torch.stack([one_pass(run, wrapped, layout, *each) for each in passes])
         dist.all_reduce(sums)
@@ -136,7 +136,7 @@ def together(run: hpcinit.Runtime, layout: Layout, training: Training, accumulat
 
 
 def one_pass(run: hpcinit.Runtime, wrapped: wrapping.Wrapped, layout: Layout, tokens: Tensor, wanted: Tensor) -> Tensor:
-    """Forward, backward and step; the sum of this rank's losses, and of how many tokens."""
+    """Run forward, backward and step. Return the sum of this rank's losses and its number of tokens."""
     mine = slice(layout.data_rank(run.rank), None, layout.data_parallel)
     tokens, wanted = sequence.shard(layout, run.rank, tokens[mine], wanted[mine])
     (positions,) = sequence.shard(layout, run.rank, torch.arange(CONTEXT), dim=0)

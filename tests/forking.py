@@ -1,4 +1,4 @@
-"""Starting `python -m hpcinit.fork` as a step of the local engine does, for tests."""
+"""Start `python -m hpcinit.fork` as a step of the local engine does, for tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpcinit.records.stop_reasons import Stopping
 
 
 class Node:
-    """One node with the ranks that its parent has forked; every rank runs `code`, as a script."""
+    """One node whose fork server starts ranks; every rank runs `code`, as a script."""
 
     def __init__(
         self, folder: Path, code: str, ranks: int = 2, *, preload: Sequence[str] = (), signal: str = "",
@@ -45,7 +45,7 @@ class Node:
         )
 
     def end(self, timeout: float = 120) -> tuple[int, str]:
-        """Its exit status, as subprocess has it, and what the parent said."""
+        """Wait. Return the fork server's exit status, as in subprocess, and its output."""
         said, _ = self.process.communicate(timeout=timeout)
         return self.process.returncode, said
 
@@ -53,6 +53,6 @@ class Node:
         path = self.folder / f"logs/rank-{rank}.log"
         return path.read_text() if path.exists() else ""
 
-    def told(self, rank: int) -> Any:
-        """The JSON in the last line of a rank's log."""
+    def printed(self, rank: int) -> Any:
+        """Return the JSON in the last line of a rank's log."""
         return json.loads(self.log(rank).splitlines()[-1])

@@ -1,4 +1,4 @@
-"""What the runs of a failed test have left in their logs, told with it: on another machine their folders are gone."""
+"""A pytest plugin that adds the logs of a failed test's runs to its report: in CI the folders are not available."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-LINES, RUNS, RANKS = 30, 4, 4  # at most: of each log, the newest runs, the first ranks
+LINES, RUNS, RANKS = 30, 4, 4  # limits: lines per log, the newest runs, the first ranks
 
 
 @pytest.hookimpl(wrapper=True)
@@ -22,7 +22,7 @@ def pytest_runtest_makereport(
 
 
 def logs(folder: Path) -> list[Path]:
-    """Of the run folders in folder/runs, the newest last."""
+    """Return the logs of the run folders in folder/runs, the newest last."""
     runs = sorted((path.parent for path in folder.glob("runs/*/logs")), key=lambda run: run.stat().st_mtime)
     names = ["job.log", *(f"rank-{rank}.log" for rank in range(RANKS))]
     return [log for run in runs[-RUNS:] for name in names if (log := run / "logs" / name).is_file()]

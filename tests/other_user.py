@@ -1,4 +1,4 @@
-"""A user of this machine who is not root, for tests of what Slurm shows to users."""
+"""Create an ordinary user of this machine, for tests of what Slurm shows to users."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class User:
-    """name: None for a uid that has no entry in /etc/passwd. home: a folder of the user's, which all may read."""
+    """name: None for a uid without an entry in /etc/passwd. home: the user's folder, which all may read."""
 
     uid: int
     gid: int
@@ -37,7 +37,7 @@ class User:
         self, *words: str, env: Mapping[str, str] | None = None, timeout: float = 240
     ) -> subprocess.CompletedProcess[str]:
         """Run `words` as this user in the user's home. HOME is set unless `env` has an empty one."""
-        given = {"PATH": os.environ["PATH"], "HOME": str(self.home), **(env or {})}
+        given = {"PATH": os.environ["PATH"], "HOME": str(self.home), "HPCINIT_CLUSTER": "local", **(env or {})}
         return subprocess.run(
             self.command(*words),
             env={key: value for key, value in given.items() if value},
@@ -53,7 +53,7 @@ class User:
 
 @contextmanager
 def made(name: str, group: str) -> Iterator[User]:
-    """A new user who is also in the new group `group`; both are removed afterwards. Needs root."""
+    """Create a user in a new group `group`; remove both at the end. Needs root."""
     with _home() as home:
         subprocess.run(["groupadd", group], check=True)
         try:
@@ -70,7 +70,7 @@ def made(name: str, group: str) -> Iterator[User]:
 
 @contextmanager
 def without_entry(uid: int = 51234) -> Iterator[User]:
-    """A uid that /etc/passwd does not know, as in many containers."""
+    """Yield a user whose uid has no entry in /etc/passwd, as in many containers."""
     with _home() as home:
         os.chown(home, uid, uid)
         yield User(uid, uid, (), home)
@@ -78,7 +78,7 @@ def without_entry(uid: int = 51234) -> Iterator[User]:
 
 @contextmanager
 def _home() -> Iterator[Path]:
-    """Not in pytest's own folder, which is root's alone."""
+    """Create the folder outside pytest's folder, which only root may enter."""
     home = Path(tempfile.mkdtemp(prefix="hpcinit-user-"))
     home.chmod(0o755)
     try:

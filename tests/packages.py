@@ -53,7 +53,7 @@ PACKAGES = {
     "why": Package("evidence, diagnosis, hang verdicts, excluded nodes", (*LOGIN, "observe", "config"), ("rich",)),
     "submit": Package(
         "batch script and its shell blocks, the submit transaction, run folder, code snapshot, chains, sweeps, plan",
-        (*LOGIN, "config", "local", "observe", "why"),
+        (*LOGIN, "config", "local", "observe", "why", "world"),
         ("submitit", "yaml", "rich"),
     ),
     "discover": Package("a cluster file from a live Slurm", (*LOGIN, "config"), ("yaml",)),
@@ -75,7 +75,7 @@ PACKAGES = {
     "runtime": Package(
         "inside a rank: init, process group, devices, mesh, wrap, checkpoints, lifecycle",
         (*JOB, "deepspeed", "rendezvous"),
-        ("torch", "deepspeed", "numpy"),
+        ("torch", "deepspeed", "numpy", "safetensors", "peft"),
     ),
     "launch": Package(
         "starts ranks: the fork server and its children, the torchrun agent",

@@ -1,16 +1,16 @@
-"""Records what Slurm really puts into the environment of tasks, next to what is true of them.
+"""Record the environment that Slurm really gives to tasks, with the true values beside it.
 
-Run by hand as root, on a machine with Slurm: python -m tests.record_slurm_environments --out tests/data/slurm
+Run it manually as root, on a machine with Slurm: python -m tests.record_slurm_environments --out tests/data/slurm
 
-It brings up a cluster of its own, launches every shape below, and writes
+It starts its own cluster, launches every shape below, and writes
 <out>/<slurm version>/<shape>.json:
 
     {"slurm_version", "command", "tasks": [{"host", "launch", "rank", "tasks_on_host", "env"}, ...]}
 
-What is true comes from elsewhere than the environment: `host` is the kernel's name of the node on which
-the task ran; `rank` the number with which `srun --label` marks the task's output, null without srun
-(in a batch script, in salloc's shell); `tasks_on_host` a count of the tasks that reported
-from there. `launch` tells the two jobs of an array apart, which have ranks of their own; elsewhere it is 0.
+The true values are independent of the environment. `host` is the kernel's name of the node on which the task ran.
+`rank` is the number with which `srun --label` marks the task's output; it is null without srun (in a batch script, in
+salloc's shell). `tasks_on_host` is the number of tasks that reported from there. `launch` distinguishes the two jobs of
+an array, which have separate ranks; elsewhere it is 0.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from pathlib import Path
 
 from tests.minislurm import MiniSlurm
 
-# Leaves its findings in a file and prints only the file's name: srun then adds the rank in front of it.
+# It writes its findings to a file and prints only the file's name: srun then adds the rank in front of it.
 PROBE = f"""#!{sys.executable} -I
 import json, os, pathlib, uuid
 kept = ("SLURM", "SBATCH", "SRUN", "CUDA_", "GPU_", "ROCR_", "PMI", "HOSTNAME")
@@ -39,26 +39,26 @@ folder = pathlib.Path(__file__).parent / "found"
 print(token, flush=True)
 """
 TOKEN = re.compile(r"^(?: *(\d+): )?(found-[0-9a-f]{32})$", re.MULTILINE)
-HOME = "/home/user"  # stands for the folder from which everything is submitted
+HOME = "/home/user"  # replaces the folder from which everything is submitted
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One way to start tasks. The script is what sbatch runs; without one the command starts the tasks."""
+    """One way to start tasks. sbatch runs the script; without a script the command starts the tasks."""
 
     command: str
     script: str = ""
-    tasks: int = 4  # so many must report
+    tasks: int = 4  # the number of tasks that must report
     files: tuple[tuple[str, str], ...] = ()  # name and text of further files that the script needs
 
 
 SRUN = "srun --label ./probe"
 HET = "sbatch -N1 -n2 : -N2 -n3"
 SHAPES = {
-    # The batch script itself, where there are no ranks.
+    # The batch script itself, which has no ranks.
     "batch_script": Shape("sbatch -N2 --ntasks-per-node=4", "./probe", tasks=1),
     "batch_script_het": Shape(HET, "./probe", tasks=1),
-    # How tasks are laid out.
+    # Layouts of tasks.
     "one_task": Shape("sbatch -N1 -n1", SRUN, tasks=1),
     "single_node": Shape("sbatch -N1 -n4", SRUN),
     "block": Shape("sbatch -N2 --ntasks-per-node=2", SRUN),
@@ -80,7 +80,7 @@ SHAPES = {
         tasks=3,
         files=(("programs", "0 ./probe\n1-2 ./probe\n"),),
     ),
-    # Steps that are not the whole job.
+    # Steps that are smaller than the job.
     "subset_nodelist": Shape("sbatch -N4 --ntasks-per-node=2", "srun -w n2,n4 -N2 -n4 --label ./probe"),
     "subset_exclude": Shape("sbatch -N4 --ntasks-per-node=2", "srun -x n1 -N3 -n3 --label ./probe", tasks=3),
     "subset_relative": Shape("sbatch -N4 --ntasks-per-node=2", "srun --relative=2 -N2 -n4 --label ./probe"),
@@ -124,7 +124,7 @@ SHAPES = {
         tasks=3,
     ),
     "export_none": Shape("sbatch -N2 -n2 --export=NONE", "srun --export=ALL --label ./probe", tasks=2),
-    # By hand.
+    # Interactive.
     "salloc_shell": Shape("salloc -N2 -n4 ./probe", tasks=1),
     "salloc_srun": Shape(f"salloc -N2 -n4 {SRUN}"),
     "srun_alone": Shape("srun --label -N2 -n4 ./probe"),
@@ -156,7 +156,7 @@ SHAPES = {
 
 
 def record(slurm: MiniSlurm, shape: Shape) -> dict:
-    """Launches the shape and returns what its tasks found."""
+    """Launch the shape and return the findings of its tasks."""
     with tempfile.TemporaryDirectory(prefix="minislurm-record-") as name:
         folder = Path(name)
         try:
@@ -170,7 +170,7 @@ def record(slurm: MiniSlurm, shape: Shape) -> dict:
 
 
 def reported(folder: Path, launch: int, printed: str) -> list[dict]:
-    """The tasks of one launch in the order of their ranks."""
+    """Return the tasks of one launch in the order of their ranks."""
     tasks = []
     for rank, token in TOKEN.findall(printed):
         found = json.loads((folder / "found" / token).read_text())
@@ -184,7 +184,7 @@ def reported(folder: Path, launch: int, printed: str) -> list[dict]:
 
 
 def launch(slurm: MiniSlurm, shape: Shape, folder: Path) -> list[str]:
-    """Runs the command until all its tasks have reported; what each of its jobs printed."""
+    """Run the command until all its tasks have reported. Return the output of each of its jobs."""
     (folder / "found").mkdir()
     for name, text in (("probe", PROBE), ("job", f"#!/bin/sh\n{shape.script}\n"), *shape.files):
         (folder / name).write_text(text)
@@ -207,7 +207,7 @@ def launch(slurm: MiniSlurm, shape: Shape, folder: Path) -> list[str]:
 
 
 def as_login(slurm: MiniSlurm, command: list[str], folder: Path) -> str:
-    """Runs a command as on a host called `login`, with nothing of this shell's environment."""
+    """Run a command as on a host called `login`, without this shell's environment."""
     env = {"PATH": os.defpath, "HOSTNAME": "login", "HOME": str(folder), "USER": "root", "SHELL": "/bin/sh"}
     inside = ["unshare", "--uts", "sh", "-c", 'hostname login; exec "$@"', "sh", *command]
     done = subprocess.run(
@@ -219,7 +219,7 @@ def as_login(slurm: MiniSlurm, command: list[str], folder: Path) -> str:
 
 
 def start_requeued(slurm: MiniSlurm) -> None:
-    """Slurm holds a requeued job back for two minutes; we do not wait for that."""
+    """Release requeued jobs, which Slurm delays by two minutes."""
     for job in slurm.run("squeue", "--noheader", "--states=PENDING", "--format=%A %r").splitlines():
         number, _, reason = job.partition(" ")
         if reason == "BeginTime":

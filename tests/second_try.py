@@ -1,7 +1,7 @@
-"""With CI=true a failed test on real daemons or on several processes is run once more, and said loudly.
+"""Run a failed test on real daemons or several processes again if CI=true, and report that clearly.
 
-docs/decisions/0021-a-second-try.md. Only those with the marker `slurm` or `chaos`, with the fixture `slurm` or in
-PROCESSES, and AT_MOST of a session: more than that is no chance. Where CI is not set nothing is run twice.
+docs/decisions/0021-tests-rerun-in-ci.md. It applies to tests with the marker `slurm` or `chaos`, with the fixture `slurm` or
+in PROCESSES, and to at most AT_MOST tests of a session, because more failures are not chance.
 """
 
 from __future__ import annotations
@@ -51,6 +51,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def why(report: pytest.TestReport) -> str:
-    """Where it failed and with which words; the whole of it where pytest has no such place."""
+    """Return where the test failed and its error; the whole report if pytest has no such place."""
     crash = getattr(report.longrepr, "reprcrash", None)
     return f"{crash.path}:{crash.lineno}: {crash.message}" if crash else str(report.longrepr)

@@ -1,4 +1,4 @@
-"""Lines as squeue prints them for hpcinit, for tests that play squeue."""
+"""Lines as squeue prints them for hpcinit, for tests with a stand-in for squeue."""
 
 from __future__ import annotations
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.leaving_out import leave_out
+from tests.skip_or_fail import skip_or_fail
 
 
 @contextmanager
 def small_disk(place: Path, options: str = "size=1m") -> Iterator[Path]:
-    """Mount a tmpfs at `place`, a folder that is made; unmount it at the end. `options` are those of mount -o."""
+    """Create the folder `place` and mount a tmpfs there; unmount it at the end. `options` are those of mount -o."""
     if os.geteuid() != 0:
-        leave_out("needs root: mounts a file system")
+        skip_or_fail("needs root: mounts a file system")
     place.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "hpcinit", place], check=True)
     try:
@@ -25,7 +25,7 @@ def small_disk(place: Path, options: str = "size=1m") -> Iterator[Path]:
 
 
 def fill(place: Path) -> Path:
-    """Write a file in `place` until the disk has no byte left, and return it: remove it to make room again."""
+    """Fill the disk of `place` with a file and return it. Remove the file to free the space."""
     other = place / "other"
     for size in (1 << 20, 4096, 1):
         try:

@@ -1,4 +1,4 @@
-"""Submitting to the real test cluster, for tests."""
+"""Submit jobs to the real test cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.minislurm import MiniSlurm
 
 
 def submit(hpcinit: Run, slurm: MiniSlurm, *words: str, **options: float) -> subprocess.CompletedProcess[str]:
-    """`hpcinit submit cluster=mini ...` on this cluster."""
+    """Run `hpcinit submit cluster=mini ...` on this cluster."""
     return hpcinit("submit", "cluster=mini", *words, env=slurm.env, **options)
 
 
@@ -26,6 +26,6 @@ def job_id_of(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def printed(folder: Path, rank: int) -> str:
-    """What the program of a rank printed: its log without hpcinit's own lines."""
+    """Return the output of a rank's program: its log without hpcinit's own lines."""
     text = (folder / f"logs/rank-{rank}.log").read_text()
     return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("hpcinit: "))

@@ -1,4 +1,4 @@
-"""What `hpcinit` says to somebody who does not know it yet."""
+"""The help and the error messages of `hpcinit` for new users."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.conftest import Run
 
 
 def examples(text: str) -> list[str]:
-    """The lines of the paragraph under 'examples:', of which there is one."""
+    """Return the lines of the only paragraph after 'examples:'."""
     (after,) = text.split("\nexamples:\n")[1:]
     return [line.strip() for line in after.partition("\n\n")[0].splitlines()]
 
 
 @pytest.mark.parametrize("words", [[], ["-h"], ["--help"], ["help"]])
 def test_usage(hpcinit: Run, words: list[str]) -> None:
-    """Alone or asked for help, it lists every command and says how to go on."""
+    """Without arguments, or with --help, it lists every command and how to get the help of one."""
     done = hpcinit(*words)
     assert done.returncode == 0 and not done.stderr
     assert all(f"  {name} " in done.stdout for name in main.COMMANDS)
@@ -36,21 +36,21 @@ def test_usage(hpcinit: Run, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", main.COMMANDS)
-def test_each_command_teaches_with_examples(hpcinit: Run, name: str) -> None:
+def test_the_help_of_each_command_has_examples(hpcinit: Run, name: str) -> None:
     """`hpcinit COMMAND --help`, `-h` and `hpcinit help COMMAND` end with examples of that very command."""
-    said = {(done.stdout, done.stderr, done.returncode)
+    answers = {(done.stdout, done.stderr, done.returncode)
             for done in (hpcinit(name, "--help"), hpcinit(name, "-h"), hpcinit("help", name))}  # fmt: skip
-    assert len(said) == 1
-    out, err, status = said.pop()
+    assert len(answers) == 1
+    out, err, status = answers.pop()
     assert (err, status) == ("", 0)
     assert all(f"hpcinit {name}" in line or f"hpcinit.{name}" in line for line in examples(out))
 
 
-def test_examples_of_submit_are_right(hpcinit: Run, tmp_path: Path) -> None:
+def test_examples_of_submit_work(hpcinit: Run, tmp_path: Path) -> None:
     """Each example of `hpcinit submit --help` is a request that can be rendered."""
     (tmp_path / "train.py").touch()
     lines = examples(hpcinit("submit", "--help").stdout)
-    column = lines[0].index("a smoke test")  # where the explanations stand
+    column = lines[0].index("a smoke test")  # where the explanations start
     for line in lines:
         words = line[:column].split()
         at = words.index("--") if "--" in words else len(words)
@@ -59,27 +59,41 @@ def test_examples_of_submit_are_right(hpcinit: Run, tmp_path: Path) -> None:
 
 
 def test_help_of_submit_explains_every_key(hpcinit: Run) -> None:
-    """Each key of the schema stands there with its default and its explanation, and a shell takes those in quotes."""
-    out = hpcinit("submit", "--help").stdout
+    """`--help all` has each key of the schema with its default and its explanation; quoted examples work in a shell."""
+    out = hpcinit("submit", "--help", "all").stdout
 
-    def held(prefix: str, table: Any) -> None:
+    def check(prefix: str, table: Any) -> None:
         for item in fields(table):
             if is_dataclass(item.default_factory):
-                held(f"{prefix}{item.name}.", item.default_factory)
+                check(f"{prefix}{item.name}.", item.default_factory)
             else:
                 assert re.search(
                     rf"^  {re.escape(prefix + item.name)}=.*\n?\s+{re.escape(item.metadata['help'])}$", out, re.M
                 )
 
-    held("", Config)
+    check("", Config)
     assert "\n  nodes=1                           number of nodes\n" in out and "name=${job.name} " in out
     [image] = re.findall(r"'(container\.image=.*)'", out)
     assert compose([image]).container.image == "nvcr.io#nvidia/pytorch:25.01-py3"
 
 
+def test_help_of_submit_lists_the_keys_of_the_first_month(hpcinit: Run) -> None:
+    """`--help` has the groups and the twelve keys of docs/configuration.md, and how to list all keys."""
+    out = hpcinit("submit", "--help").stdout
+    shown = re.findall(r"^  ([a-z_.]+)=", out, re.M)
+    page = (
+        (Path(__file__).parent.parent / "docs/configuration.md")
+        .read_text()
+        .partition("## The keys of the first month")[2]
+    )
+    first = [key for row in re.findall(r"^\| (`.*?) \|", page, re.M) for key in re.findall(r"`([^`=]+)[^`]*`", row)]
+    assert sorted([*shown, "cluster", "parallel"]) == sorted(first) and len(first) == 12
+    assert re.search(r"\.\.\. and \d{3} more: hpcinit submit --help all lists all keys\n", out)
+
+
 @pytest.mark.parametrize("words", [["--help"], ["status", "--help"], ["--version"], ["submit", "--help"]])
-def test_a_reader_that_has_enough(words: list[str]) -> None:
-    """`hpcinit --help | head -1` says nothing of broken pipes."""
+def test_a_closed_pipe(words: list[str]) -> None:
+    """`hpcinit --help | head -1` prints no error about the closed pipe."""
     reads, writes = os.pipe()
     os.close(reads)
     command = [sys.executable, "-m", "hpcinit", *words]
@@ -90,12 +104,12 @@ def test_a_reader_that_has_enough(words: list[str]) -> None:
 
 @pytest.mark.parametrize("words", [["--version"], ["submit", "--version"], ["status", "--version"]])
 def test_version(hpcinit: Run, words: list[str]) -> None:
-    """The version is hpcinit's own, not Hydra's, wherever it is asked for."""
+    """--version prints hpcinit's version, not Hydra's, with any command."""
     assert hpcinit(*words).stdout == f"hpcinit {version('hpcinit')}\n"
 
 
-def test_a_programs_own_options_are_its_own(hpcinit: Run) -> None:
-    """What stands after the program of `hpcinit run`, or after --, is not hpcinit's to answer."""
+def test_options_of_the_program_are_passed_on(hpcinit: Run) -> None:
+    """Options after the program of `hpcinit run`, or after --, are the program's."""
     echo = [sys.executable, "-c", "import sys; print(sys.argv[1:])"]
     assert hpcinit("run", *echo, "--help", "-sc").stdout == "['--help', '-sc']\n"
     done = hpcinit("submit", "dry_run=true", "--", "train", "--help", "-sc", "--version")
@@ -114,8 +128,8 @@ def test_a_programs_own_options_are_its_own(hpcinit: Run) -> None:
     ],
 )
 def test_no_such_command(hpcinit: Run, line: str, guess: str) -> None:
-    """A word that is no command gets one message: the word, the commands, and what was probably meant."""
+    """An unknown command gives one message with the commands and a suggestion."""
     done = hpcinit(*shlex.split(line))
-    word = line.removeprefix("help ").split()[0]
-    assert done.stderr == f"hpcinit: error: no command '{word}', expected one of: {', '.join(main.COMMANDS)}{guess}\n"
+    first = line.removeprefix("help ").split()[0]
+    assert done.stderr == f"hpcinit: error: no command '{first}', expected one of: {', '.join(main.COMMANDS)}{guess}\n"
     assert (done.stdout, done.returncode) == ("", 2)

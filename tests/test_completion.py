@@ -1,4 +1,4 @@
-"""Shell completion, in real shells at a terminal: what stands in the line after TAB."""
+"""Shell completion in real shells at a terminal: the command line after TAB."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.leaving_out import leave_out
+from tests.skip_or_fail import skip_or_fail
 
 SHELLS = {
     "bash": ["bash", "--norc", "--noprofile", "-i"],
@@ -32,7 +32,7 @@ TO_START, TO_END, TAB = "\x01", "\x05", "\t"
 
 
 class Terminal:
-    """A shell as a person has it in front of them: keys go in, and all that it shows is kept."""
+    """A shell in a pseudo-terminal: sends keys, and records all output."""
 
     def __init__(self, shell: str, folder: Path, completion: str) -> None:
         self.folder, self.shown = folder, ""
@@ -44,7 +44,7 @@ class Terminal:
         self.enter(completion)
 
     def enter(self, line: str) -> None:
-        """Press these keys and ENTER, and wait until the shell has done with them."""
+        """Send these keys and ENTER, and wait until the shell has processed them."""
         ended = self.folder / "ended"
         os.write(self._fd, f"{line}\recho > ended\r".encode())
         deadline = time.monotonic() + TIMEOUT_S
@@ -55,7 +55,7 @@ class Terminal:
         ended.unlink()
 
     def completed(self, line: str) -> str:
-        """What stands in the command line after TAB at the end of `line`, once the shell has read it."""
+        """Return the command line after TAB at the end of `line`."""
         self.enter(f"{line}{TAB}{TO_START}echo {TO_END} > answer")
         return (self.folder / "answer").read_text().strip()
 
@@ -67,7 +67,7 @@ class Terminal:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A user's project with a script and a run, and ~/bin/hpcinit."""
+    """Make a user's project with a script and a run, and ~/bin/hpcinit."""
     (tmp_path / "train.py").touch()
     (tmp_path / "runs/train-0001").mkdir(parents=True)
     (tmp_path / "runs/train-0001/submission.json").write_text('{"job_id": "1", "engine": "local"}')
@@ -77,7 +77,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 CASES = {
-    "hpcinit st": "hpcinit status",
+    "hpcinit stat": "hpcinit status",
     "hpcinit help wo": "hpcinit help world",
     "hpcinit logs tr": "hpcinit logs train-0001",
     "hpcinit submit cluster=mini time_mi": "hpcinit submit cluster=mini time_min=",
@@ -97,7 +97,7 @@ CASES = {
 def test_tab_completes(folder: Path, shell: str, install: str) -> None:
     """TAB completes commands, runs, keys, choices and files, and shows nothing when a config is broken."""
     if not shutil.which(shell):
-        leave_out(f"{shell} is not installed: its completion goes untested")
+        skip_or_fail(f"{shell} is not installed: its completion is not tested")
     terminal = Terminal(shell, folder, install)
     try:
         assert {line: terminal.completed(line) for line in CASES} == CASES
@@ -116,7 +116,7 @@ def test_tab_completes(folder: Path, shell: str, install: str) -> None:
     [
         (
             "hpcinit ",
-            "build-ops cancel discover doctor logs nodes plan render report resubmit run status submit timeouts watch why world",
+            "build-ops cancel clean discover doctor exec export logs nodes plan render report resubmit run shell stacks status submit timeouts watch why world",
         ),
         ("hpcinit submit cluster=lo", "cluster=local"),
         ("hpcinit doctor cluster=lo", "cluster=local"),
@@ -129,7 +129,7 @@ def test_tab_completes(folder: Path, shell: str, install: str) -> None:
     ],
 )
 def test_candidates(folder: Path, line: str, answer: str) -> None:
-    """The answer to a shell is whole words, one per line, and nothing else."""
+    """The answer to a shell is one complete candidate per line."""
     done = ask(folder, ["query=bash"], COMP_LINE=line)
     assert (done.stdout.split("\n")[:-1], done.stderr, done.returncode) == (answer.split(), "", 0)
 
@@ -139,11 +139,11 @@ def test_candidates(folder: Path, line: str, answer: str) -> None:
     [
         (["install=csh"], "no completion for the shell 'csh', expected one of: bash, zsh, fish"),
         (["install"], "no completion for the shell '', expected one of: bash, zsh, fish"),
-        ([], "--shell-completion: expected install=SHELL or uninstall=SHELL, SHELL one of: bash, zsh, fish"),
+        ([], "--shell-completion: expected install=SHELL or uninstall=SHELL, with SHELL one of: bash, zsh, fish"),
     ],
 )
-def test_a_shell_that_nobody_knows(folder: Path, words: list[str], message: str) -> None:
-    """A wrong --shell-completion is one message with the choices, with `submit` in front and without."""
+def test_an_unknown_shell(folder: Path, words: list[str], message: str) -> None:
+    """An invalid --shell-completion gives one message with the choices, also after `submit`."""
     for command in ([], ["submit"]):
         done = ask(folder, words, *command)
         assert (done.stderr, done.stdout, done.returncode) == (f"hpcinit: error: {message}\n", "", 2)

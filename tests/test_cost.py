@@ -1,4 +1,4 @@
-"""`pytest --cost FILE` writes what each test takes, with the processes that it starts."""
+"""`pytest --cost FILE` writes the cost of each test, with the processes that it starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUSY = "import time\\nwhile time.process_time() < 0.3: pass"
 
 
 def test_processor_time_includes_processes_that_a_test_starts(tmp_path: Path) -> None:
-    """A test that starts a busy process is charged for it; one that sleeps has wall time and no processor time."""
+    """The processor time of a process that a test starts counts for the test; a sleep costs only wall time."""
     (tmp_path / "test_two.py").write_text(
         f"import subprocess, sys, time\n"
         f"def test_busy(): subprocess.run([sys.executable, '-c', '{BUSY}'], check=True)\n"

@@ -1,4 +1,4 @@
-"""What `make coverage` counts: also what runs in processes that a test starts, and those end with os._exit."""
+"""`make coverage` also counts lines in processes that a test starts, although those exit with os._exit."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.leaving_out import leave_out
+from tests.skip_or_fail import skip_or_fail
 from tests.unmeasured import ON_SLURM
 
 ROOT = Path(__file__).parent.parent
-# Lines that run in a process of their own: the command itself, the local engine, its step, a rank.
+# Lines that run in separate processes: the command itself, the local engine, its step, a rank.
 ELSEWHERE = ("hpcinit/submit/transaction.py", "hpcinit/local/engine.py", "hpcinit/local/step.py", "hpcinit/run.py")
 
 
 def test_processes_that_a_test_starts_are_counted(tmp_path: Path) -> None:
-    """A submission on this machine, started as a test does it, leaves lines of all of its processes."""
+    """A local submission, started as a test does it, leaves lines of all its processes."""
     if importlib.util.find_spec("coverage") is None:
-        leave_out("coverage is not installed")
+        skip_or_fail("coverage is not installed")
     env = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
     submit = [sys.executable, "-m", "hpcinit", "submit", "wait=true", "--", "true"]
     test = tmp_path / "as_a_test_does.py"
@@ -44,7 +44,7 @@ def test_processes_that_a_test_starts_are_counted(tmp_path: Path) -> None:
 
 
 def session(tmp_path: Path, mark: str) -> subprocess.CompletedProcess[str]:
-    """pytest with two tests that start a process; the first has the mark, the second has none."""
+    """Run pytest with two tests that start a process; the first has the mark, the second does not."""
     start = 'subprocess.run([sys.executable, "-c", "import os; print(os.environ.get(\'COVERAGE_PROCESS_CONFIG\'))"], check=True)'
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    unmeasured(reason)\n    slurm\n")
     (tmp_path / "test_two.py").write_text(
@@ -53,7 +53,7 @@ def session(tmp_path: Path, mark: str) -> subprocess.CompletedProcess[str]:
         f"@{mark}\ndef test_first(started): {start}\ndef test_second(): {start}\n"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COVERAGE_"))}
-    # Not measured itself: the words that coverage.py would find there are no config of its.
+    # This process is not measured: coverage.py would read its arguments as a config.
     env |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
     code = (
         "import os, sys, pytest; os.environ['COVERAGE_PROCESS_CONFIG'] = '[run]'; sys.exit(pytest.main(sys.argv[1:]))"
@@ -66,14 +66,14 @@ def session(tmp_path: Path, mark: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("mark", ["pytest.mark.unmeasured('looks at its environment')", "pytest.mark.slurm"])
 def test_an_unmeasured_test_starts_its_processes_without_coverage(tmp_path: Path, mark: str) -> None:
-    """A test with the mark, and the fixtures that are made for it, lack the variable; the next test has it again."""
+    """A test with the mark and its fixtures lack the variable; the next test has it again."""
     done = session(tmp_path, mark)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.lstrip(".") for line in done.stdout.splitlines()[:3]] == ["None", "None", "[run]"]
 
 
 def test_a_test_is_not_left_unmeasured_without_a_reason(tmp_path: Path) -> None:
-    """Such a mark ends the session, with the test's name and what is missing."""
+    """A mark without a reason ends the session with the test's name and what is missing."""
     done = session(tmp_path, "pytest.mark.unmeasured")
     assert done.returncode == 4
     assert (
@@ -82,5 +82,5 @@ def test_a_test_is_not_left_unmeasured_without_a_reason(tmp_path: Path) -> None:
 
 
 def test_files_on_slurm_that_are_measured_are_there() -> None:
-    """A file that was renamed is renamed in the list too."""
+    """The list names existing files."""
     assert [name for name in ON_SLURM if not (ROOT / name).is_file()] == []

@@ -1,4 +1,4 @@
-"""Text of other programs may hold any bytes: hpcinit decodes it with replacement."""
+"""Text of other programs may contain any bytes, so hpcinit decodes it with replacement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "hpcinit"
 STARTERS = {"run", "Popen", "check_output", "check_call", "call", "getoutput", "getstatusoutput"}
-# Bytes of our own, or of a file whose wrong encoding is reported as an error.
+# Bytes that hpcinit wrote, or of a file whose wrong encoding is reported as an error.
 STRICT = {
     "discover/cluster_file.py": "a user's YAML file; what is not UTF-8 is a RequestError",
     "jobs/train_gpt.py": "letters that this program has encoded",
@@ -18,7 +18,7 @@ STRICT = {
 
 
 def strict(source: str) -> Iterator[int]:
-    """The lines that decode the output of a program, or bytes, and would raise UnicodeDecodeError."""
+    """Return the lines that decode the output of a program, or bytes, and could raise UnicodeDecodeError."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
@@ -30,7 +30,7 @@ def strict(source: str) -> Iterator[int]:
 
 
 def test_nothing_is_decoded_strictly() -> None:
-    """Each call says what becomes of bytes that are not UTF-8."""
+    """Each call that decodes text sets `errors`."""
     found = {str(path.relative_to(PACKAGE)): list(strict(path.read_text())) for path in PACKAGE.rglob("*.py")}
     assert {name: lines for name, lines in found.items() if lines and name not in STRICT} == {}
     assert all(found[name] for name in STRICT), "an exception that is not needed any more"
@@ -50,5 +50,5 @@ def test_nothing_is_decoded_strictly() -> None:
     ],
 )
 def test_what_counts_as_strict(source: str, lines: list[int]) -> None:
-    """The check finds what it is made to find."""
+    """The check finds calls without `errors`."""
     assert list(strict(source)) == lines

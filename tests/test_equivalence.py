@@ -1,4 +1,4 @@
-"""The same training on 1 rank and on 8, in every way that run.wrap knows."""
+"""Training gives the same result on 1 rank and on 8, with every wrapper."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, submit
 
-# A float32 is exact to 6e-8 of itself. Sums over other pieces and in another order differ by a few times that, and 20
-# steps were seen to make 2.2e-7 of it. What is wrong is far above: a learning rate 1 % higher makes 1.6e-2.
+# float32 has a relative precision of 6e-8. Sums in another order differ by a few times that; 20 steps gave a difference
+# of 2.2e-7. An error is much larger: a learning rate 1 % too high gives 1.6e-2.
 TOLERANCE = 5e-6
 
 WAYS = {
@@ -27,17 +27,17 @@ FEW = {"zero 0", "zero 1", "zero 2, offload", "zero 2, sp 2 x dp 4", "zero 3"}
 
 @pytest.mark.deepspeed
 @pytest.mark.timeout(600)
-def test_all_ways_give_the_curve_of_one_rank(
+def test_all_wrappers_have_the_losses_of_one_rank(
     hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    """20 steps on 4 nodes x 2 ranks have the losses and gradient norms of one rank, however the ranks are used.
+    """20 steps on 4 nodes x 2 ranks have the losses and gradient norms of one rank, with every wrapper.
 
-    With the oldest DeepSpeed a few of those ways that are its own.
+    With the oldest DeepSpeed only a few of DeepSpeed's wrappers are tested.
     """
     ways = FEW if pytestconfig.getoption("--deepspeed") else WAYS
     program = Path(__file__).with_name("equivalence.py")
     words = ("nodes=4", "ranks_per_node=2", "wait=true", "--", str(program), str(tmp_path / "curves.json"), *ways)
-    done = submit(hpcinit, idle_slurm, *words, timeout=580)  # all in one job: most of its time are imports
+    done = submit(hpcinit, idle_slurm, *words, timeout=580)  # in one job, because imports take most of the time
     assert done.returncode == 0, (folder_of(done) / "logs/rank-0.log").read_text()[-4000:]
     curves = json.loads((tmp_path / "curves.json").read_text())
     assert curves.pop("deepspeed") == installed("deepspeed")
@@ -49,6 +49,6 @@ def test_all_ways_give_the_curve_of_one_rank(
 
 
 def differs(curve: dict[str, list[float | None]], alone: dict[str, list[float]]) -> float:
-    """The largest difference of a loss or norm, relative to it. DeepSpeed keeps no norm in ZeRO 0."""
+    """Return the largest relative difference of a loss or norm. DeepSpeed has no norm in ZeRO 0."""
     pairs = [pair for what in alone for pair in zip(curve[what], alone[what], strict=True)]
     return max(abs(value - expected) / expected for value, expected in pairs if value is not None)

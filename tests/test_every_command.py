@@ -1,6 +1,6 @@
-"""What holds for every command: --json, -q, -v, help, completion, colours and a line while one waits.
+"""What every command has in common: --json, -q, -v, help, completion, colors and a note while Slurm does not answer.
 
-A command without a line in ASKED fails here.
+Every command needs an entry in ARGUMENTS.
 """
 
 from __future__ import annotations
@@ -22,17 +22,22 @@ from hpcinit.cli.commands import COMMANDS
 from hpcinit.discover import live_site
 from tests.discover import recorded
 
-# What each is asked in a folder with the run train-0001, which is over. `run` is a rank: its streams are the program's.
-ASKED = {
+# The arguments for each command, in a folder with the finished run train-0001. `run` is a rank and has its own tests.
+ARGUMENTS = {
     "submit": ["name=more", "--", "true"],
     "plan": ["cluster=dgx_superpod_h100", "nodes=2", "parallel=zero3", "model.params=1e9"],
     "render": ["train-0001"],
+    "export": ["cluster=mini", "job=smoke"],
     "resubmit": ["train-0001"],
     "status": [],
     "watch": ["train-0001"],
     "logs": ["train-0001"],
     "cancel": ["train-0001"],
+    "clean": [],
     "why": ["train-0001"],
+    "stacks": ["train-0001"],
+    "exec": ["train-0001", "--", "true"],
+    "shell": ["train-0001"],
     "report": ["smoke-0001"],
     "doctor": [],
     "nodes": [],
@@ -42,16 +47,16 @@ ASKED = {
     "world": [],
 }
 FLAGS = {"--json", "-q", "--quiet", "-v", "--verbose"}
-WHERE_TORCH_IS = {"build-ops"}  # which has no place in the process of the tests
-COLOUR = re.compile(r"\x1b\[[0-9;]*(?:3[0-7]|9[0-7]|38;[0-9;]+)m")
+WITH_TORCH = {"build-ops"}  # runs in another process, because the tests' process must not import torch
+COLOR = re.compile(r"\x1b\[[0-9;]*(?:3[0-7]|9[0-7]|38;[0-9;]+)m")
 TIMEOUT_S = 120
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder with two runs on this machine that are over; the ranks of smoke-0001 have called hpcinit.init()."""
+    """A user's folder with two finished local runs; the ranks of smoke-0001 have called hpcinit.init()."""
     folder = tmp_path_factory.mktemp("user")
-    for words in (["name=train", "wait=true", "--", "echo", "a word"], ["name=smoke", "wait=true"]):
+    for words in (["name=train", "wait=true", "--", "echo", "some text"], ["name=smoke", "wait=true"]):
         done = subprocess.run(
             [sys.executable, "-m", "hpcinit", "submit", *words],
             cwd=folder, capture_output=True, text=True, check=False, timeout=TIMEOUT_S,
@@ -62,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """In that folder, with a home of its own; Slurm's answers to discover are recorded ones."""
+    """Change to that folder, with an empty home folder; Slurm's answers for discover are recorded."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
@@ -71,31 +76,35 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Itera
     console.set_verbosity(console.PLAIN)
 
 
-def said(capfd: pytest.CaptureFixture[str], name: str, *flags: str) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr."""
-    words = [name, *flags, *ASKED[name]]
-    if name in WHERE_TORCH_IS:
+def answer(capfd: pytest.CaptureFixture[str], name: str, *flags: str) -> tuple[int, str, str]:
+    """Return exit status, stdout and stderr."""
+    words = [name, *flags, *ARGUMENTS[name]]
+    if name in WITH_TORCH:
         done = subprocess.run([sys.executable, "-m", "hpcinit", *words], capture_output=True, text=True, check=False)
         return done.returncode, done.stdout, done.stderr
     status = main.main(words)
     return status, *capfd.readouterr()
 
 
-def test_every_command_is_asked() -> None:
-    """A new command gets its line above."""
-    assert ASKED.keys() | {"run"} == COMMANDS.keys()
+def test_every_command_has_arguments() -> None:
+    """ARGUMENTS contains every command."""
+    assert ARGUMENTS.keys() | {"run"} == COMMANDS.keys()
 
 
-@pytest.mark.parametrize("name", ASKED)
+# These need a run that runs: tests/observe/test_stacks.py and tests/submit/test_exec.py.
+BESIDE_RANKS = {"stacks", "exec", "shell"}
+
+
+@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name not in BESIDE_RANKS])
 def test_json_quiet_and_verbose(here: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
-    """--json is JSON and nothing else; -q says no more than without, and nothing beside it; -v the same and more beside."""
+    """--json prints only JSON; -q prints at most the usual answer and no notes; -v the same answer and more notes."""
     undo(here)
-    status, plain, beside = said(capfd, name)
+    status, plain, beside = answer(capfd, name)
     undo(here)
     assert status in (0, 1) and "hpcinit: error" not in beside, beside
-    as_json, quiet = said(capfd, name, "--json"), (undo(here), said(capfd, name, "-q"))[1]
+    as_json, quiet = answer(capfd, name, "--json"), (undo(here), answer(capfd, name, "-q"))[1]
     undo(here)
-    verbose = said(capfd, name, "-v")
+    verbose = answer(capfd, name, "-v")
     undo(here)
     assert {as_json[0], quiet[0], verbose[0]} == {status}
     found = [json.loads(line) for line in as_json[1].splitlines()]
@@ -106,30 +115,30 @@ def test_json_quiet_and_verbose(here: Path, capfd: pytest.CaptureFixture[str], n
 
 
 def undo(folder: Path) -> None:
-    """What a command has written must not make the next answer another one."""
+    """Remove what a command has written, so that the next answer is the same."""
     (folder / "conf/cluster/x.yaml").unlink(missing_ok=True)
 
 
 def test_verbose_shows_each_program(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """-v says on stderr what is started, with the time since the beginning."""
-    assert re.search(r"^hpcinit: \[\d+\.\d\d s\] .*git ", said(capfd, "submit", "-v")[2], re.M)
+    """-v prints each command that is started to stderr, with the time since the start."""
+    assert re.search(r"^hpcinit: \[\d+\.\d\d s\] .*git ", answer(capfd, "submit", "-v")[2], re.M)
 
 
-def test_submit_answers_for_programs(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """-q is the job's id alone, as sbatch --parsable's, and --json has the run folder; a dry run its script."""
-    _, out, _ = said(capfd, "submit", "--quiet")
+def test_submit_prints_ids_and_json_for_programs(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """-q prints only the job id, like sbatch --parsable; --json contains the run folder, or the script of a dry run."""
+    _, out, _ = answer(capfd, "submit", "--quiet")
     assert re.fullmatch(r"\d+\n", out)
-    document = json.loads(said(capfd, "submit", "--json")[1])
+    document = json.loads(answer(capfd, "submit", "--json")[1])
     assert (document["nodes"], document["cluster"]) == (1, "local") and Path(document["run"]).is_dir()
     assert main.main(["submit", "--json", "dry_run=true"]) == 0
     assert json.loads(capfd.readouterr().out)["script"].startswith("#!/bin/bash")
-    assert main.main(["submit", "--json", "wait=true", "--", "echo", "a word"]) == 0
+    assert main.main(["submit", "--json", "wait=true", "--", "echo", "some text"]) == 0
     out, err = capfd.readouterr()
-    assert json.loads(out)["job_id"] and "a word" in err
+    assert json.loads(out)["job_id"] and "some text" in err
 
 
-def test_hydras_own_flags_go_on_working(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Ours stand anywhere among Hydra's, and after -- they are the program's."""
+def test_hydras_own_flags_work(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Our options can be anywhere among Hydra's; after -- they are the program's."""
     assert main.main(["submit", "-q", "--cfg", "job", "-v", "nodes=3"]) == 0
     assert "\nnodes: 3\n" in capfd.readouterr().out
     assert main.main(["submit", "nodes=1,2", "-q", "-m", "dry_run=true", "--", "true", "-q", "--json"]) == 0
@@ -137,28 +146,28 @@ def test_hydras_own_flags_go_on_working(here: Path, capfd: pytest.CaptureFixture
     assert out.count("#!/bin/bash") == 2 and err == ""
 
 
-def test_sbatchs_quality_of_service_is_not_taken_for_quiet(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """`-q NAME` gets the key that is meant."""
+def test_sbatchs_qos_option_is_not_taken_for_quiet(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The message for `-q NAME` suggests qos=NAME."""
     assert main.main(["submit", "-q", "debug"]) == 2
     assert "qos=debug" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("name", [*ASKED, "timeouts fit", "run"])
+@pytest.mark.parametrize("name", [*ARGUMENTS, "timeouts fit", "run"])
 def test_an_option_that_does_not_exist(here: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Every command tells it in one line of the same form as all other errors, and ends with 2."""
+    """Every command reports an unknown option in one line and exits with 2."""
     assert main.main([*name.split(), "--bogus"]) == 2
     out, err = capfd.readouterr()
-    said = "nothing that can be run" if name == "run" else "no such option"
-    assert re.fullmatch(rf"hpcinit: error: .*--bogus: {said}, expected .*\n", err) and not out
+    problem = "cannot be run" if name == "run" else "no such option"
+    assert re.fullmatch(rf"hpcinit: error: .*--bogus: {problem}, expected .*\n", err) and not out
 
 
 USAGE = [
-    ("status --jsom", "status --jsom: no such option, expected one of: --runs-dir, --json, --quiet, --verbose; did you "
+    ("status --jsom", "status --jsom: no such option, expected one of: --runs-dir, --sort, --reverse, --top, --json, --quiet, --verbose; did you "
      "mean --json?"),
     ("logs --rnak=3 train-0001", "; did you mean --rank=3?"),
     ("cancel --sav --now train-0001", "cancel --now: no such option"),
-    ("doctor --nodes 4", "; a key of the config has no dashes: nodes=4"),
-    ("build-ops --deepspeed-fp16", "; a key of the config has no dashes: deepspeed_fp16=..."),
+    ("doctor --nodes 4", "; keys of the config have no dashes: nodes=4"),
+    ("build-ops --deepspeed-fp16", "; keys of the config have no dashes: deepspeed_fp16=..."),
     ("cancel", "cancel: expected RUN (run folder, its name, or a job id); see hpcinit cancel --help"),
     ("resubmit --fresh-code", "resubmit: expected RUN (run folder, its name, or a job id)"),
     ("why train-0001 train-0002", "why: unrecognized arguments: train-0002; see hpcinit why --help"),
@@ -169,21 +178,21 @@ USAGE = [
     ("build-ops --device tpu", "build-ops: argument --device: invalid choice: 'tpu' (choose from "),
     ("status --json=3", "status: argument --json: ignored explicit argument '3'"),
     ("logs --r 3", "logs: ambiguous option: --r could match --runs-dir, --rank"),
-    ("world --launcher", "world: argument --launcher: expected one argument; see python -m hpcinit.world --help"),
+    ("world --started-by", "world: argument --started-by: expected one argument; see python -m hpcinit.world --help"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("line", "said"), USAGE)
-def test_words_that_no_command_takes(here: Path, line: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """One line with what was expected and the option that is near; the exit status is 2, and no usage is printed."""
+@pytest.mark.parametrize(("line", "message"), USAGE)
+def test_invalid_arguments(here: Path, line: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """One line names what was expected and a similar option; the exit status is 2, and no usage is printed."""
     assert main.main(line.split()) == 2
     out, err = capfd.readouterr()
-    assert err.startswith("hpcinit: error: ") and said in err and err.count("\n") == 1 and not out
+    assert err.startswith("hpcinit: error: ") and message in err and err.count("\n") == 1 and not out
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_completion_knows_every_flag(here: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """What --help shows of options is what TAB offers, and the common ones are in both."""
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_completion_offers_every_flag(here: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """TAB offers the options that --help shows, including the common ones."""
     assert main.main([name, "--help"]) == 0
     shown = capfd.readouterr().out.partition("\nexamples:")[0].partition("  examples:")[0]
     offered = set(completion.candidates(f"hpcinit {name} -"))
@@ -191,8 +200,8 @@ def test_completion_knows_every_flag(here: Path, name: str, capfd: pytest.Captur
     assert set(re.findall(r"^ +(?:-\w, )?(--[a-z-]+)", shown, re.M)) <= offered
 
 
-def test_completion_of_words(here: Path) -> None:
-    """Runs after commands that take one, `why` and `timeouts fit` too; keys where they are taken; flags of `fit`."""
+def test_completion_of_runs_and_keys(here: Path) -> None:
+    """TAB offers runs, keys and flags after the commands that take them, also after `timeouts fit`."""
     assert "train-0001" in completion.candidates("hpcinit why tr")
     assert "train-0001" in completion.candidates("hpcinit timeouts fit tr")
     assert "--factor" in completion.candidates("hpcinit timeouts fit --f")
@@ -202,24 +211,24 @@ def test_completion_of_words(here: Path) -> None:
     assert completion.candidates("hpcinit submit -- --multi") == completion.candidates("hpcinit nothing --q") == []
 
 
-COLOURED = ("status", "watch", "plan", "doctor", "render")  # which a terminal gets in colours
+COLORED = ("status", "watch", "plan", "doctor", "render")  # their output has colors in a terminal
 
 
-@pytest.mark.parametrize("name", COLOURED)
-def test_colours_in_a_terminal_only(folder: Path, name: str) -> None:
-    """A terminal shows colours, with NO_COLOR=1 none; a pipe gets no escape sequence at all."""
-    words = [*ASKED[name], "nodes=2"] if name == "render" else ASKED[name]
+@pytest.mark.parametrize("name", COLORED)
+def test_colors_in_a_terminal_only(folder: Path, name: str) -> None:
+    """A terminal shows colors unless NO_COLOR=1; a pipe gets no escape sequences."""
+    words = [*ARGUMENTS[name], "nodes=2"] if name == "render" else ARGUMENTS[name]
     command = [sys.executable, "-m", "hpcinit", name, *words]
-    assert COLOUR.search(in_a_terminal(command, folder))
-    assert not COLOUR.search(in_a_terminal(command, folder, NO_COLOR="1"))
+    assert COLOR.search(in_a_terminal(command, folder))
+    assert not COLOR.search(in_a_terminal(command, folder, NO_COLOR="1"))
     piped = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert "\x1b" not in piped.stdout + piped.stderr and piped.stdout
 
 
-def test_what_comes_next_is_told_in_a_terminal(tmp_path: Path) -> None:
-    """A person who has submitted is told what to type now; a pipe gets the job alone, and so does who waits."""
+def test_a_terminal_shows_the_next_commands(tmp_path: Path) -> None:
+    """After a submission, a terminal shows what to type next; a pipe gets only the job, and so does wait=true."""
     command = [sys.executable, "-m", "hpcinit", "submit", "name=next", "--", "true"]
-    assert "hpcinit logs -f next-0001    end it:  hpcinit cancel next-0001" in in_a_terminal(command, tmp_path)
+    assert "hpcinit logs -f next-0001    cancel it:  hpcinit cancel next-0001" in in_a_terminal(command, tmp_path)
     elsewhere = in_a_terminal([*command[:-2], "runs_dir=mine", "--", "true"], tmp_path)
     assert f"if it fails:  hpcinit why {tmp_path}/mine/next-0001" in elsewhere
     assert "hpcinit why" not in in_a_terminal([*command[:-2], "wait=true", "again=true", "--", "true"], tmp_path)
@@ -228,7 +237,7 @@ def test_what_comes_next_is_told_in_a_terminal(tmp_path: Path) -> None:
 
 
 def in_a_terminal(command: Sequence[str], folder: Path, **env: str) -> str:
-    """All that it shows, on stdout and stderr."""
+    """Return the output of a command on stdout and stderr in a pseudo-terminal."""
     clean = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
     mine, its = pty.openpty()
     process = subprocess.Popen(
@@ -239,7 +248,7 @@ def in_a_terminal(command: Sequence[str], folder: Path, **env: str) -> str:
     while True:
         try:
             piece = os.read(mine, 65536)
-        except OSError:  # EIO: nobody has the other end any more
+        except OSError:  # EIO: the other end is closed
             break
         shown += piece
         if not piece:
@@ -251,7 +260,7 @@ def in_a_terminal(command: Sequence[str], folder: Path, **env: str) -> str:
 
 @pytest.fixture
 def slow(tmp_path: Path) -> dict[str, str]:
-    """A fake squeue that needs three seconds, as the real one of a busy controller; no run's job is known to it."""
+    """Install a fake squeue that takes three seconds, like the real one with a busy controller, and knows no jobs."""
     squeue = tmp_path / "bin/squeue"
     squeue.parent.mkdir()
     squeue.write_text("#!/bin/sh\nsleep 3\n")
@@ -263,8 +272,8 @@ def slow(tmp_path: Path) -> dict[str, str]:
     return {"PATH": f"{squeue.parent}:{os.environ['PATH']}"}
 
 
-def test_a_command_of_slurms_that_does_not_answer_is_named(tmp_path: Path, slow: dict[str, str]) -> None:
-    """A terminal shows one line about a command of Slurm's that runs for more than a second; -q and a pipe show none."""
+def test_a_slow_command_of_slurm_is_named(tmp_path: Path, slow: dict[str, str]) -> None:
+    """A terminal shows one line about a Slurm command that runs for more than a second; -q and a pipe show none."""
     status = [sys.executable, "-m", "hpcinit", "status"]
     line, _, answer = in_a_terminal(status, tmp_path, **slow).strip().partition("\n")
     assert line.strip() == "hpcinit status: waiting for squeue"

@@ -1,4 +1,4 @@
-"""The examples, copied into an empty folder and submitted by their own lines to a real Slurm."""
+"""The examples, copied into an empty folder and submitted with their own commands to a real Slurm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.waiting import until
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MOVED = EXAMPLES / "moved"
-# As long as the file `slow` is there every step takes long, so that a preemption comes in the middle.
+# While the file `slow` exists, every step takes long, so that a preemption happens in the middle.
 SLOW = (
     "import os, time; import torch.nn.functional as F; f = F.mse_loss\n"
     "F.mse_loss = lambda *a: (os.path.exists('slow') and time.sleep(0.1), f(*a))[1]\n"
@@ -28,7 +28,7 @@ SLOW = (
 
 
 def submit(example: str, tmp_path: Path, slurm: MiniSlurm, *words: str, **env: str) -> list[Path]:
-    """Runs the example's submit.sh as a user does; its run folders, in the order of their submission."""
+    """Run the example's submit.sh as a user does; return its run folders in the order of submission."""
     shutil.copytree(EXAMPLES, tmp_path, dirs_exist_ok=True)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
@@ -45,15 +45,17 @@ def job_of(folder: Path) -> str:
 
 
 def last_line(folder: Path, slurm: MiniSlurm) -> str:
-    """What rank 0 printed last, once the job has ended well."""
+    """Return the last line of rank 0 after the job has completed."""
     assert finish(slurm, job_of(folder), 300) == "COMPLETED", (folder / "logs/job.log").read_text()
     return printed(folder, 0).splitlines()[-1]
 
 
 @pytest.mark.slurm
 def test_one_program_divided_in_four_ways(idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """DDP, FSDP2 and ZeRO-3 learn on 2 nodes x 2 ranks and come out with the same losses, tensor parallelism with others
-    (two shares of the data, not four); every rank has its log."""
+    """On 2 nodes x 2 ranks DDP, FSDP2 and ZeRO-3 reach the same losses, and every rank has its log.
+
+    Tensor parallelism reaches different losses, because it has two shares of the data instead of four.
+    """
     folders = submit("train_gpt", tmp_path, idle_slurm)
     assert [folder.name for folder in folders] == ["ddp-0001", "fsdp-0001", "zero3-0001", "tp-0001"]
     *same, tensor_parallel = [last_line(folder, idle_slurm) for folder in folders]
@@ -66,7 +68,7 @@ def test_one_program_divided_in_four_ways(idle_slurm: MiniSlurm, tmp_path: Path)
 
 
 def test_a_script_moves_with_fewer_than_ten_lines() -> None:
-    """moved.diff is what before.py and after.py differ in: lines taken away and added, fewer than ten."""
+    """moved.diff is the difference of before.py and after.py, and has fewer than ten changed lines."""
     before, after = ((MOVED / name).read_text().splitlines(keepends=True) for name in ("before.py", "after.py"))
     diff = list(difflib.unified_diff(before, after, "before.py", "after.py", n=1))
     assert "".join(diff) == (MOVED / "moved.diff").read_text()
@@ -75,8 +77,7 @@ def test_a_script_moves_with_fewer_than_ten_lines() -> None:
 
 @pytest.mark.slurm
 def test_a_script_that_was_moved_survives_preemption(idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """The script for torchrun runs as it is; moved, it comes to the same loss; preempted in the middle, it goes on from its
-    snapshot and comes to the same again."""
+    """The script for torchrun runs unchanged. Converted, and also preempted in the middle, it reaches the same loss."""
     slurm = idle_slurm
     before, after = [last_line(folder, slurm) for folder in submit("moved", tmp_path, slurm)]
     assert re.fullmatch(r"epoch 7 loss of rank 0: 0\.0\d+", before) and after == before
@@ -92,12 +93,12 @@ def test_a_script_that_was_moved_survives_preemption(idle_slurm: MiniSlurm, tmp_
     (tmp_path / "preempted/slow").unlink()
     assert last_line(folder, slurm) == before
     assert [(number, why) for number, why, *_ in restarts(folder)] == [(1, "slurm")]
-    assert printed(folder, 0).count("epoch 0 loss") == 1, "the second attempt did not begin anew"
+    assert printed(folder, 0).count("epoch 0 loss") == 1, "the second attempt did not start from epoch 0"
 
 
 @pytest.mark.slurm
 def test_a_sweep(idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Three learning rates in one array, each from its own beginning: the smallest has learnt least."""
+    """Three learning rates run in one array, each from the start: the smallest one learns least."""
     [sweep] = submit("sweep", tmp_path, idle_slurm)
     losses = []
     for task in ("0", "1", "2"):

@@ -1,7 +1,6 @@
-"""Start-ups that go wrong, on a real Slurm: who is named, to whom, and after how long.
+"""Start-ups that fail, on a real Slurm: which rank is reported as the cause, on which ranks, and after how long.
 
-Each test says in its assertions what every rank printed; the times are bounded generously, the measured ones stand
-in docs/faults.md.
+The assertions show what every rank printed. Their time limits are generous; the measured times are in docs/faults.md.
 """
 
 from __future__ import annotations
@@ -23,27 +22,27 @@ from tests.submitting import folder_of, submit
 
 pytestmark = pytest.mark.slurm
 
-# 20 s for a start-up on four nodes; ranks are not ended by srun, so that each can say what it saw.
+# 20 s for a start-up on four nodes. srun does not end the other ranks, so that each can report what it saw.
 PATIENT = ["nodes=4", "ranks_per_node=1", "wait=true", "comm.timeout_base_s=20", "comm.timeout_per_node_s=0",
            "launch.kill_on_bad_exit=false", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null"]  # fmt: skip
 
-# Two ranks on each of two nodes, which their parent has forked; the rank at fault has a neighbour then. The other faults
-# know nothing of who has started a rank: all of them were run so too, docs/launching.md.
+# Two ranks on each of two nodes, forked by a fork server, so that the rank at fault shares its node. The other faults do
+# not depend on what started a rank; all were tried this way too (docs/launching.md).
 FORKED = ["launch=fork", "nodes=2", "ranks_per_node=2"]
 
 BRING_UP = "import hpcinit\nwith hpcinit.session() as run:\n    print('up', run.rank)\n"
 
 
-def start(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, before: str, *words: str) -> tuple[int, list[str]]:
-    """Run `before` and then a bring-up on four nodes: the exit status, and each rank's log."""
+def start(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, before: str, *overrides: str) -> tuple[int, list[str]]:
+    """Run `before` and then a start-up on four nodes. Return the exit status and the log of each rank."""
     (tmp_path / "code.py").write_text("import os, signal, time\nrank = int(os.environ['RANK'])\n" + before + BRING_UP)
-    done = submit(hpcinit, slurm, *PATIENT, *words, "--", "code.py", timeout=150)
+    done = submit(hpcinit, slurm, *PATIENT, *overrides, "--", "code.py", timeout=150)
     logs = [folder_of(done) / f"logs/rank-{rank}.log" for rank in range(4)]
     return done.returncode, [log.read_text() if log.exists() else "" for log in logs]
 
 
 def python_that(tmp_path: Path, first: str) -> str:
-    """A stand-in for the interpreter that runs shell lines first, for faults before hpcinit itself starts."""
+    """Return a Python that first runs shell lines, for faults before hpcinit starts."""
     path = tmp_path / "python"
     path.write_text(f'#!/bin/bash\n{first}\nexec {sys.executable} "$@"\n')
     path.chmod(0o755)
@@ -51,34 +50,36 @@ def python_that(tmp_path: Path, first: str) -> str:
 
 
 def test_a_rank_that_never_starts(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
-    """A rank whose interpreter never comes up is named to all others at the deadline, with its host."""
+    """All other ranks report a rank whose interpreter does not start, with its host, at the timeout."""
     stuck = python_that(tmp_path, '[ "$SLURM_PROCID" = 3 ] && exec sleep 60')
-    begin = time.monotonic()
+    started = time.monotonic()
     status, logs = start(hpcinit, slurm, tmp_path, "", stuck, "launch.wait_s=3")
-    assert status != 0 and time.monotonic() - begin < 60
+    assert status != 0 and time.monotonic() - started < 60
     for log in logs[:3]:
-        assert "1 of 4 ranks are missing: rank 3 never arrived (nobody came from n4)" in log
+        assert "1 of 4 ranks are missing: rank 3 never connected (no rank connected from n4)" in log
 
 
-@pytest.mark.parametrize(("words", "host"), [([], "n3"), (FORKED, "n2")])
+@pytest.mark.parametrize(("overrides", "host"), [([], "n3"), (FORKED, "n2")])
 def test_a_rank_killed_while_importing(
-    hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, words: list[str], host: str
+    hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, overrides: list[str], host: str
 ) -> None:
-    """kill -9 of a rank before it is in init brings the others down within seconds, and they name it."""
-    begin = time.monotonic()
+    """After kill -9 of a rank before init, the others fail within seconds and name it."""
+    started = time.monotonic()
     status, logs = start(
-        hpcinit, slurm, tmp_path, "if rank == 2:\n    time.sleep(1); os.kill(os.getpid(), 9)\n", *words
+        hpcinit, slurm, tmp_path, "if rank == 2:\n    time.sleep(1); os.kill(os.getpid(), 9)\n", *overrides
     )
-    assert status != 0 and time.monotonic() - begin < 18
+    assert status != 0 and time.monotonic() - started < 18
     for rank in (0, 1, 3):
-        assert f"rank 2 on {host} (pid " in logs[rank] and "died during start-up, when it had started" in logs[rank]
+        assert f"rank 2 on {host} (pid " in logs[rank] and "died during start-up, after phase 'started'" in logs[rank]
 
 
-@pytest.mark.parametrize(("words", "host"), [([], "n2"), (FORKED, "n1")])
-def test_a_rank_whose_import_fails(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, words: list[str], host: str) -> None:
-    """An exception before init reaches every other rank in its own words."""
+@pytest.mark.parametrize(("overrides", "host"), [([], "n2"), (FORKED, "n1")])
+def test_a_rank_whose_import_fails(
+    hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, overrides: list[str], host: str
+) -> None:
+    """Every other rank shows the exception that a rank raised before init."""
     status, logs = start(
-        hpcinit, slurm, tmp_path, "if rank == 1:\n    time.sleep(1)\n    import flash_attn_99\n", *words
+        hpcinit, slurm, tmp_path, "if rank == 1:\n    time.sleep(1)\n    import flash_attn_99\n", *overrides
     )
     assert status != 0
     for rank in (0, 2, 3):
@@ -88,32 +89,32 @@ def test_a_rank_whose_import_fails(hpcinit: Run, slurm: MiniSlurm, tmp_path: Pat
 
 
 def test_an_import_that_fails_before_the_fork(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
-    """A module of launch.preload that fails on one node: the other node's ranks hear of it in its own words. Those of the
-    node are in the timeline, as far as their parent came, though none was forked."""
+    """If a module of launch.preload fails on one node, the ranks of the other node show its error. The ranks of the
+    failed node are in the timeline with the events of their fork server, although none was forked."""
     (tmp_path / "heavy.py").write_text(
         "import os\nif os.environ['SLURM_NODEID'] == '1': raise OSError('no libcudart')\n"
     )
     status, logs = start(hpcinit, slurm, tmp_path, "", *FORKED, "launch.preload=[heavy]")
-    said = "importing heavy, which launch.preload has, failed: OSError: no libcudart"
-    assert status != 0 and f"hpcinit: error: {said}" in logs[2]
+    error = "importing heavy, from launch.preload, failed: OSError: no libcudart"
+    assert status != 0 and f"hpcinit: error: {error}" in logs[2]
     for log in logs[:2]:
-        assert "rank 2 on n2 (pid " in log and said in log
+        assert "rank 2 on n2 (pid " in log and error in log
     (attempt,) = timeline.read(tmp_path / "runs/code-0001")
     assert [rank.furthest for rank in attempt.ranks][2:] == ["interpreter", "interpreter"]
 
 
 def test_a_frozen_rank(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
-    """A rank that is stopped is named at the deadline, with how far it got; rank 0 says for whom it waits before."""
+    """A stopped rank is named at the timeout with its last event; before that, rank 0 reports that it waits for it."""
     freeze = "if rank == 3:\n    os.system('(sleep 40; kill -9 %d) >/dev/null 2>&1 &' % os.getpid()); os.kill(os.getpid(), 19)\n"
     status, logs = start(hpcinit, slurm, tmp_path, freeze)
     assert status != 0
     assert "waiting: 1 of 4 ranks are missing: rank 3 on n4" in logs[0]
     for log in logs[:3]:
-        assert "rank 3 on n4 (pid " in log and "s ago and no further" in log
+        assert "rank 3 on n4 (pid " in log and "s ago but got no further" in log
 
 
 def test_a_node_that_loses_its_network(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
-    """With a node's interface taken down in mid-start, both sides say for whom they waited."""
+    """If a node loses its network during start-up, both sides report which rank they waited for."""
     cut = "if rank == 3:\n    os.system('ip link set eth0 down'); time.sleep(1)\n"
     try:
         _, logs = start(hpcinit, slurm, tmp_path, cut, "comm.timeout_base_s=12", "+cluster.sbatch.no-requeue=true")
@@ -121,15 +122,15 @@ def test_a_node_that_loses_its_network(hpcinit: Run, slurm: MiniSlurm, tmp_path:
         slurm.network_up("n4")
         slurm.wait_idle()
     for log in logs[:3]:
-        assert "rank 3 on n4 (pid " in log and "s ago and no further" in log
+        assert "rank 3 on n4 (pid " in log and "s ago but got no further" in log
     assert "rank 0 on n1 does not answer rank 3 on n4 any more" in logs[3]
 
 
 @pytest.mark.parametrize("silent", [True, False])
 def test_a_foreign_server_on_the_port(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, silent: bool) -> None:
-    """A server of somebody else on the first port, silent or talking, does not keep the ranks from meeting."""
+    """Another program's server on the first port, silent or not, does not prevent the rendezvous."""
     done = submit(hpcinit, slurm, "wait=true", "ranks_per_node=1", "--", "true")
-    # The next submission asks sbatch --test-only first, which takes a number too.
+    # The next submission runs sbatch --test-only first, which uses a job id too.
     job = int(json.loads((folder_of(done) / "submission.json").read_text())["job_id"]) + 2
     port = network.candidate_ports(f"{job}.0.0")[0]
     code = (
@@ -146,48 +147,49 @@ def test_a_foreign_server_on_the_port(hpcinit: Run, slurm: MiniSlurm, tmp_path: 
         foreign.kill()
         foreign.wait()
     assert status == 0 and all(f"up {rank}" in log for rank, log in enumerate(logs))
-    assert f"rank 0 at n1:{network.candidate_ports(f'{job}.0.0')[1]}" in logs[0]
+    settings = next(tmp_path.glob("runs/*/startup.txt")).read_text()
+    assert f"rank 0 at n1:{network.candidate_ports(f'{job}.0.0')[1]}" in settings
 
 
 def with_hosts(tmp_path: Path, rank: int, change: str) -> list[str]:
-    """Words for a submission in which one rank sees /etc/hosts after `change`, a filter."""
-    lost = (
+    """Return overrides for a submission in which one rank has an /etc/hosts filtered by `change`."""
+    script = (
         f"if [ $SLURM_PROCID = {rank} ]; then exec unshare -m bash -c '\n"
         f'    {change} < /etc/hosts > "$TMPDIR/hosts"; mount --bind "$TMPDIR/hosts" /etc/hosts; exec "$0" "$@"\n'
         f'\' {sys.executable} "$@"; fi'
     )
-    return [python_that(tmp_path, lost), f"+cluster.env.TMPDIR={tmp_path}"]
+    return [python_that(tmp_path, script), f"+cluster.env.TMPDIR={tmp_path}"]
 
 
 def test_a_name_that_does_not_resolve(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
-    """On a node where rank 0's name means nothing, Slurm's own address for the node is used, and the rank says so."""
+    """If a node cannot resolve rank 0's host name, the rank uses Slurm's address for it and reports that."""
     status, logs = start(hpcinit, slurm, tmp_path, "", *with_hosts(tmp_path, 2, "grep -w n3"))
     assert status == 0 and all(f"up {rank}" in log for rank, log in enumerate(logs))
-    assert "n1 does not resolve on n3" in logs[2] and "Slurm's address for it is used" in logs[2]
+    assert "n1 does not resolve on n3" in logs[2] and "using Slurm's address for it" in logs[2]
     assert "GLOO_SOCKET_IFNAME" not in "".join(logs)  # all of them resolve their own names
 
 
 @pytest.mark.parametrize(
-    ("rank", "change", "said"),
+    ("rank", "change", "message"),
     [
         (2, "grep -vw n3", "n3 does not resolve on n3 itself ("),
         (2, r'sed "s/.*\bn3$/127.0.1.1 n3/"', "n3 is 127.0.1.1 on n3 itself"),
-        # Both ranks of n1: they have their parent's /etc/hosts.
+        # Both ranks of n1: they use the /etc/hosts of their fork server.
         (0, r'sed "s/.*\bn1$/127.0.1.1 n1/"', "n1 is 127.0.1.1 on n1 itself"),
     ],
 )
-def test_a_node_that_does_not_know_its_own_address(
-    hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, rank: int, change: str, said: str
+def test_a_node_that_cannot_resolve_its_own_name(
+    hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, rank: int, change: str, message: str
 ) -> None:
-    """Where gloo would listen on loopback, it is given the interface that reaches rank 0, and the group works."""
+    """If gloo would listen on loopback, it gets the interface that reaches rank 0, and the group works."""
     two = FORKED if rank == 0 else []
     status, logs = start(hpcinit, slurm, tmp_path, "", *two, *with_hosts(tmp_path, rank, change))
     assert status == 0 and all(f"up {number}" in log for number, log in enumerate(logs)), "\n".join(logs)
-    assert said in logs[rank] and "where no other node reaches it: GLOO_SOCKET_IFNAME is set to eth0" in logs[rank]
+    assert message in logs[rank] and "where no other node reaches it: GLOO_SOCKET_IFNAME is set to eth0" in logs[rank]
 
 
-def test_a_host_template_that_makes_no_names(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Every rank falls back to rank 0's own name alike, and says in one line that the template is why."""
+def test_a_wrong_host_template(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """Every rank uses rank 0's host name instead, and reports in one line that the template is wrong."""
     status, logs = start(hpcinit, slurm, tmp_path, "", "cluster.host_template='{host}-ib0'")
     assert status == 0 and all(f"up {rank}" in log for rank, log in enumerate(logs)), "\n".join(logs)
     for number, log in enumerate(logs, 1):
@@ -195,42 +197,43 @@ def test_a_host_template_that_makes_no_names(hpcinit: Run, slurm: MiniSlurm, tmp
         assert line.startswith(
             f"hpcinit: n1-ib0 (which cluster.host_template '{{host}}-ib0' makes of n1) does not resolve on n{number}: "
         )
-        assert line.endswith("; n1 is used as it is: mend the template, or leave it out")
+        assert line.endswith("; n1 is used unchanged: fix cluster.host_template, or remove it")
 
 
-def test_an_interface_that_is_not_there(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Every rank says at once, in one line, which interfaces its node has; no traceback of torch's."""
-    begin = time.monotonic()
+def test_a_missing_interface(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """Every rank reports the interfaces of its node at once, in one line without a traceback of torch."""
+    started = time.monotonic()
     status, logs = start(hpcinit, slurm, tmp_path, "", "cluster.interface=eth9")
-    assert status != 0 and time.monotonic() - begin < 18
+    assert status != 0 and time.monotonic() - started < 18
     for number, log in enumerate(logs, 1):
-        assert "GLOO_SOCKET_IFNAME is eth9 (the config's cluster.interface sets it), and eth9 fits no interface" in log
-        assert f" of n{number}: it has eth0, lo; " in log and "Traceback" not in log, "\n".join(logs)
+        assert "GLOO_SOCKET_IFNAME=eth9 (set by cluster.interface in the config): eth9 matches no interface" in log
+        assert f" of n{number}, which has eth0, lo. " in log and "Traceback" not in log, "\n".join(logs)
 
 
-def test_rank_0_fails_before_the_others_come(slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Without --kill-on-bad-exit, a rank that comes after rank 0 has failed ends in seconds, with rank 0's error."""
+def test_rank_0_fails_before_the_others_connect(slurm: MiniSlurm, tmp_path: Path) -> None:
+    """Without --kill-on-bad-exit, a rank that connects after rank 0 failed exits within seconds with rank 0's error."""
     (tmp_path / "code.py").write_text(BRING_UP)
     late = tmp_path / "late"
     late.write_text(
         '#!/bin/sh\ncode=nothere.py\n[ "$SLURM_PROCID" = 0 ] || { sleep 3; code=code.py; }\n'
-        f'exec {sys.executable} -m hpcinit.run $code > "said-$SLURM_PROCID" 2>&1\n'
+        f'exec {sys.executable} -m hpcinit.run $code > "output-$SLURM_PROCID" 2>&1\n'
     )
     late.chmod(0o755)
-    begin = time.monotonic()
-    words = ["srun", "-N2", "-n2", "--kill-on-bad-exit=0", "./late"]
+    started = time.monotonic()
+    command = ["srun", "-N2", "-n2", "--kill-on-bad-exit=0", "./late"]
     env = {**os.environ, **slurm.env}
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, timeout=90, check=False)
-    said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
-    assert done.returncode != 0 and time.monotonic() - begin < 20, said
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, timeout=90, check=False)
+    output = [(tmp_path / f"output-{rank}").read_text() for rank in range(2)]
+    assert done.returncode != 0 and time.monotonic() - started < 20, output
     error = f"cannot read {tmp_path}/nothere.py: No such file or directory"
-    assert f"error: {error}" in said[0] and "hpcinit: up to 15 s for those who come now" in said[0]
-    assert "rank 0 on n1 (pid " in said[1] and error in said[1]
+    late = "hpcinit: start-up failed; waiting up to 15 s to inform ranks that connect late"
+    assert f"error: {error}" in output[0] and late in output[0]
+    assert "rank 0 on n1 (pid " in output[1] and error in output[1]
 
 
-def test_a_rank_of_the_attempt_before(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
-    """A rank left over from before a requeue, same job and same rank, cannot join the next attempt."""
-    # Rank 3 first starts a second process with the restart count of an attempt before, which tries to join.
+def test_a_rank_of_the_previous_attempt(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """A process of the attempt before a requeue, with the same job and rank, cannot join the next attempt."""
+    # Rank 3 first starts a process with the restart count of another attempt, which tries to join.
     stale = (
         "if rank == 3:\n    import subprocess, sys\n"
         "    env = {**os.environ, 'SLURM_RESTART_COUNT': '7'}\n"
@@ -244,7 +247,7 @@ def test_a_rank_of_the_attempt_before(hpcinit: Run, slurm: MiniSlurm, tmp_path: 
 
 
 def test_a_second_process_that_claims_a_rank(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Two processes with one rank: the second is refused, and both are named."""
+    """If two processes claim a rank, the second is refused, and both are named."""
     twice = (
         "if rank == 3:\n    import subprocess, sys\n"
         "    done = subprocess.run([sys.executable, '-m', 'hpcinit.run', 'code2.py'], capture_output=True, text=True)\n"
@@ -258,18 +261,18 @@ def test_a_second_process_that_claims_a_rank(hpcinit: Run, slurm: MiniSlurm, tmp
 
 @pytest.mark.parametrize("knows_its_node", [True, False])
 def test_a_second_rank_0_on_another_node(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, knows_its_node: bool) -> None:
-    """A process elsewhere with rank 0's variables ends at once, whether it takes n1 or its own node for rank 0's."""
+    """A process on another node with rank 0's variables exits at once, whether or not it has its node's name."""
     stray = {f"SLURM_{name}": "0" for name in ("PROCID", "LOCALID", "NODEID", "GTIDS")}
     twice = (
         "if rank == 3:\n    import subprocess, sys\n"
         f"    env = os.environ | {stray!r}\n"
         + ("" if knows_its_node else "    del env['SLURMD_NODENAME']\n")
-        + "    begin = time.monotonic()\n"
+        + "    started = time.monotonic()\n"
         "    done = subprocess.run([sys.executable, '-m', 'hpcinit.run', 'code2.py'], capture_output=True, text=True, env=env)\n"
-        "    print(done.returncode, done.stderr, time.monotonic() - begin < 10)\n"
+        "    print(done.returncode, done.stderr, time.monotonic() - started < 10)\n"
     )
     (tmp_path / "code2.py").write_text(BRING_UP)
     status, logs = start(hpcinit, slurm, tmp_path, twice)
     assert status == 0 and all(f"up {rank}" in log for rank, log in enumerate(logs))
     assert "\nhpcinit: error: two processes claim rank 0: pid " in logs[3]
-    assert " on n1, which came first" in logs[3] and " on n4; is RANK" in logs[3] and "\n True\n" in logs[3]
+    assert " on n1, which was first" in logs[3] and " on n4; is a stale RANK" in logs[3] and "\n True\n" in logs[3]

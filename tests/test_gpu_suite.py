@@ -1,4 +1,4 @@
-"""The suite for GPUs (tests/gpu, `make gpu`), as far as it can be tested without one."""
+"""The suite for GPUs (tests/gpu, `make gpu`), as far as it can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ ROOT = Path(__file__).parents[1]
 
 
 def start(python: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """The suite with another Python, whose environment has nothing of ours."""
+    """Run the suite with another Python, whose environment contains nothing of this one."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COVERAGE"))}
     command = [python, "-m", "tests.gpu", *words]
     return subprocess.run(command, cwd=ROOT, env=own | env, capture_output=True, text=True, timeout=240, check=False)
 
 
 def required(package: str, found: set[str]) -> set[str]:
-    """A package and all that it needs, by the names of its distributions; extras are not installed."""
+    """Return a package and its dependencies, by the names of their distributions, without extras."""
     try:
         needs = importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:  # for another platform
@@ -46,7 +46,7 @@ def required(package: str, found: set[str]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Python with torch, numpy and their own needs: links to what is installed here."""
+    """Make a Python with torch, numpy and their dependencies: links to the installed ones."""
     folder = tmp_path_factory.mktemp("bare")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     here, there = Path(sysconfig.get_path("purelib")), next(folder.glob("lib/python*/site-packages"))
@@ -66,7 +66,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.unmeasured("it runs in a Python without coverage.py")
 def test_the_suite_runs_with_torch_and_numpy_alone(bare: str, tmp_path: Path) -> None:
-    """On CPUs, without Hydra, pytest, psutil and DeepSpeed: each line has the label, what is missing is named, and
+    """On CPUs, without Hydra, pytest, psutil and DeepSpeed, each line has the label, missing packages are named, and
     nothing that means a device is called passed."""
     done = start(bare, "--cpu", "--only", "barrier,monitoring", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -82,7 +82,7 @@ def test_the_suite_runs_with_torch_and_numpy_alone(bare: str, tmp_path: Path) ->
 
 
 def test_without_a_gpu_it_refuses() -> None:
-    """Without a GPU and without the switch it ends with status 2 and says what to type; the same without torch."""
+    """Without a GPU, or without torch, and without the switch it exits with status 2 and the command to type."""
     done = start(sys.executable, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and done.stdout == "", done.stdout
     assert done.stderr.startswith("make gpu needs a GPU: torch") and done.stderr.endswith("make gpu CPU=1\n")
@@ -92,7 +92,7 @@ def test_without_a_gpu_it_refuses() -> None:
 
 
 def test_a_check_that_hangs_leaves_no_process_and_loses_no_finding(tmp_path: Path) -> None:
-    """A check is stopped at its limit with everything that it has started; what it has found by then is reported."""
+    """At its time limit a check and all its processes are stopped; its findings until then are reported."""
     (tmp_path / "logs").mkdir()
     check = Check("monitoring", 1, 0, "stopped in the middle")  # it trains for more than 4 s
     outcome = suite._one(check, 4.0, suite._environment(cpu=True), tmp_path, cpu=True)
@@ -111,7 +111,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def test_the_status_of_a_check() -> None:
-    """It is that of its most important finding; numbers alone count as passed, no finding as not shown."""
+    """A check has the status of its most important finding; numbers alone are passed, no finding is not shown."""
 
     def of(*statuses: str, ended: str = "") -> str:
         return report.Outcome(CHECKS[0], [Finding("c", status) for status in statuses], 1.0, ended).status
@@ -122,7 +122,7 @@ def test_the_status_of_a_check() -> None:
 
 
 def test_a_claim_about_a_device_stays_open_on_a_cpu(tmp_path: Path) -> None:
-    """It is neither passed nor failed there, whatever came out; on a GPU it counts."""
+    """On a CPU a claim about a device is neither passed nor failed; on a GPU it counts."""
     cpu, gpu = Findings(tmp_path / "cpu", cpu=True), Findings(tmp_path / "gpu", cpu=False)
     for found in (cpu, gpu):
         found.claim("one", True, device=True)
@@ -136,7 +136,7 @@ def test_a_claim_about_a_device_stays_open_on_a_cpu(tmp_path: Path) -> None:
 
 
 def compared(tmp_path: Path, row: check_plan.Row, factor: float) -> str:
-    """The status where a peak of `factor` times the prediction was measured. MADE UP: no GPU was at hand."""
+    """Return the status for a peak of `factor` times the prediction. MADE UP: no GPU was available."""
     size = check_plan.SIZES[0]
     parts = check_plan.predicted(row, size, 40_000_000)
     peak = factor * check_plan.memory.total(parts, "gpu")
@@ -148,7 +148,7 @@ def compared(tmp_path: Path, row: check_plan.Row, factor: float) -> str:
 
 
 def test_measured_memory_beside_the_plan(tmp_path: Path) -> None:
-    """Within 15 % passes; below that only as far as the formula's upper bounds explain; above it fails."""
+    """Within 15 % passes; less passes only as far as the formula's upper bounds explain it; more fails."""
     row = check_plan.ROWS[0]
     assert compared(tmp_path, row, 1.1) == "passed: within 15 %"
     assert compared(tmp_path, row, 0.8) == "passed: below, with a reason"
@@ -161,7 +161,7 @@ def missing_from(text: str, names: Sequence[str]) -> list[str]:
 
 
 def test_every_check_is_in_the_documentation() -> None:
-    """docs/gpu.md names each check, and each has its module."""
+    """docs/gpu.md names each check, and each has a module."""
     text = (ROOT / "docs/gpu.md").read_text()
     assert missing_from(text, [check.name for check in CHECKS]) == []
     assert all(importlib.util.find_spec(check.module) for check in CHECKS)

@@ -1,4 +1,4 @@
-"""Who may import whom, and what must stay out of a login node."""
+"""Imports follow the package table, and the login node imports neither torch nor DeepSpeed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PACKAGE = Path(hpcinit.__file__).parent
 HEAVY = ("torch", "deepspeed")
 ONLY_IN = {
     "submitit": {"submit/slurm_executor.py"},
-    "hydra": {"config/compose.py", "config/combinations.py", "config/variations.py", "config/search_space.py"},
-    "omegaconf": {"config/compose.py", "config/variations.py", "config/search_space.py", "config/schema.py"},
+    "hydra": {"config/hydra_compose.py", "config/combinations.py", "config/variations.py", "config/search_space.py"},
+    "omegaconf": {"config/hydra_compose.py", "config/variations.py", "config/search_space.py"},
 }
 SITES = (
     *("juwels", "jupiter", "jean", "leonardo", "lumi", "marenostrum", "perlmutter", "frontier", "delta", "alps"),
@@ -28,7 +28,7 @@ SITES = (
 
 
 def imports(path: Path) -> set[str]:
-    """Return the full names that a file imports anywhere, functions included, but for imports for type checks alone."""
+    """Return the full names that a file imports anywhere, also in functions, except under TYPE_CHECKING."""
     found = set()
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
@@ -43,7 +43,7 @@ def imports(path: Path) -> set[str]:
 
 
 def modules_after(statement: str) -> set[str]:
-    """sys.modules of a fresh interpreter that ran `statement`."""
+    """Return sys.modules of a new interpreter that ran `statement`."""
     code = f"{statement}\nimport sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.splitlines()[-1].split())
@@ -76,24 +76,24 @@ def test_a_whole_submission_never_imports_torch(tmp_path: Path) -> None:
 
 
 def test_the_check_for_torch_can_fail() -> None:
-    """The check above sees torch where it is imported: the first use of hpcinit.init brings it in."""
+    """The check above finds torch where it is imported: at the first use of hpcinit.init."""
     assert "torch" in modules_after("import hpcinit; hpcinit.init")
 
 
 def test_import_hpcinit_is_the_standard_library_only() -> None:
-    """`import hpcinit` brings in no third-party package at all."""
+    """`import hpcinit` imports no third-party package."""
     new = modules_after("import hpcinit") - modules_after("pass")
     roots = {name.partition(".")[0] for name in new}
     assert roots - set(sys.stdlib_module_names) == {"hpcinit"}
 
 
 def test_every_package_is_in_the_table() -> None:
-    """The table of packages has each folder of hpcinit, and no other."""
+    """The table of packages has exactly the folders of hpcinit."""
     assert set(PACKAGES) == {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
 
 
 def test_the_table_has_no_cycle() -> None:
-    """A package imports only packages that stand above it in the table."""
+    """A package imports only packages above it in the table."""
     known: set[str] = set()
     for name, package in PACKAGES.items():
         assert set(package.imports) <= known | {name}, name
@@ -101,20 +101,20 @@ def test_the_table_has_no_cycle() -> None:
 
 
 def test_the_architecture_page_has_the_table() -> None:
-    """docs/architecture.md contains the table of today: python -m tests.packages writes it."""
+    """docs/architecture.md contains the current table: python -m tests.packages writes it."""
     assert PAGE.read_text() == page(PAGE.read_text())
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_run_downhill(path: Path) -> None:
-    """A module imports from the packages that the table allows, and one file alone knows each dependency of others."""
+def test_imports_follow_the_table(path: Path) -> None:
+    """A module imports only what the table allows, and each third-party package only in the listed files."""
     relative = path.relative_to(PACKAGE)
     package = PACKAGES.get(relative.parts[0])
     for name in imports(path):
         parts = name.split(".")
         if parts[0] in ONLY_IN:
             assert str(relative) in ONLY_IN[parts[0]], f"{relative} imports {name}"
-        if package is None or path.name == "__main__.py":  # what a shell starts may import all
+        if package is None or path.name == "__main__.py":  # modules that a shell starts may import everything
             continue
         if parts[0] == "hpcinit" and len(parts) > 1 and parts[1] in PACKAGES:
             assert parts[1] in {relative.parts[0], *package.imports}, f"{relative} imports {name}"
@@ -123,7 +123,7 @@ def test_imports_run_downhill(path: Path) -> None:
 
 
 def test_no_two_modules_have_the_same_name() -> None:
-    """A module's file name is its own, so that a search for it finds one file."""
+    """File names of modules are unique, so that a search finds one file."""
     names = [path.name for path in PACKAGE.rglob("*.py") if path.name not in ("__init__.py", "__main__.py")]
     names.remove("nodelist.py")  # hpcinit/nodelist.py, the public names of slurm/nodelist.py
     assert sorted({name for name in names if names.count(name) > 1}) == []
@@ -139,7 +139,7 @@ def test_only_one_module_starts_slurms_commands() -> None:
 
 
 def test_nothing_in_python_names_a_site() -> None:
-    """All site knowledge is YAML: no file of the package mentions a cluster by name."""
+    """Everything about sites is in YAML: no Python file contains the name of a cluster."""
     for path in PACKAGE.rglob("*.py"):
         words = {word.strip("'\"`.,:;()=").lower() for word in path.read_text().split()}
         assert not words & {f"cluster={site}" for site in SITES[:-1]} and not words & set(SITES[:-1]), path

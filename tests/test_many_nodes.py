@@ -1,4 +1,4 @@
-"""Many nodes on a real Slurm: every node runs a rank, they come up, all-reduce, and nothing stays behind."""
+"""On many nodes of a real Slurm every rank starts, all-reduces, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.submitting import folder_of, printed, submit
 
 ALL = "HPCINIT_SCALE"  # environment variable: a number of nodes, for `make scale`
 NODES = int(os.environ.get(ALL, "0") or 12)
-# Of the machine, not of the nodes: so many interpreters import torch on its cores, one after the other in effect.
+# All interpreters import torch on the cores of one machine, in effect one after the other.
 START_S = 120 + 15 * NODES
 DAEMONS = {"slurmd", "sleep", "munged", "slurmctld", "slurmscriptd"}
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(START_S + 300)]
 
 @pytest.fixture
 def many() -> Iterator[MiniSlurm]:
-    """A cluster of its own with NODES nodes. Slurm sends through a tree of 16 branches, as on a real one."""
+    """Yield a cluster with NODES nodes. Slurm sends through a tree of 16 branches, as on a real one."""
     require_slurm()
     options = {"TreeWidth": "16", "SlurmdTimeout": "300", "MessageTimeout": "60", "BatchStartTimeout": "120"}
     with MiniSlurm(nodes=NODES, gpus=0, name=f"scale-{os.getpid()}", options=options) as cluster:
@@ -33,7 +33,7 @@ def many() -> Iterator[MiniSlurm]:
 
 
 def test_every_node_runs_a_rank(hpcinit: Run, many: MiniSlurm) -> None:
-    """A rank on each node: all are up, the sum over all is right on each, and no process of the job is left on a node."""
+    """With a rank on each node, all start, the sum is correct on each, and no process of the job remains."""
     sizes = [f"nodes={NODES}", "ranks_per_node=1", f"cluster.partitions.main.nodes={NODES}", "cluster.gpus_per_node=0"]
     formula = [f"comm.timeout_base_s={START_S}", "cluster.cpus_per_node=1", f"time_min={START_S // 60 + 5}"]
     done = submit(hpcinit, many, *sizes, *formula, "wait=true", timeout=START_S + 200)
@@ -56,7 +56,7 @@ def _left(cluster: MiniSlurm, node: str) -> list[str]:
 
 
 def _logs(stdout: str) -> str:
-    """The end of the logs that say most, for the message of a failure."""
+    """Return the ends of the longest logs, for the message of a failure."""
     if "run folder: " not in stdout:
         return ""
     folder = Path(stdout.partition("run folder: ")[2].partition("\n")[0])

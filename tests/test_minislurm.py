@@ -1,4 +1,4 @@
-"""The project's own Slurm: it is real, does what the other tests ask of it, and leaves nothing behind."""
+"""The tests' Slurm is real, supports what the other tests need, and leaves nothing behind."""
 
 import json
 import os
@@ -48,12 +48,12 @@ def assert_nothing_left(cluster: MiniSlurm) -> None:
 
 
 def test_every_node_is_idle(slurm: MiniSlurm) -> None:
-    """A cluster that is up has its four nodes ready for jobs."""
+    """A running cluster has its four nodes ready for jobs."""
     assert slurm.node_states() == {"n1": "idle", "n2": "idle", "n3": "idle", "n4": "idle"}
 
 
 def test_nodes_differ_in_host_name_and_address(slurm: MiniSlurm) -> None:
-    """Four tasks on four nodes see four host names, each with an address of its own."""
+    """Four tasks on four nodes see four host names, each with a different address."""
     seen = slurm.run("srun", "-N4", "--label", "sh", "-c", "echo $(uname -n) $(getent hosts $(uname -n))")
     assert sorted(line.split() for line in seen.splitlines()) == [
         [f"{rank}:", node, slurm.address(node), node] for rank, node in enumerate(slurm.nodes)
@@ -65,7 +65,7 @@ def test_nodes_differ_in_host_name_and_address(slurm: MiniSlurm) -> None:
 
 
 def test_nodes_reach_each_other(slurm: MiniSlurm) -> None:
-    """A port that is opened on one node is reached from another by the node's name."""
+    """A node can connect to another node's port by its name."""
     listen = "import socket; s = socket.create_server(('n1', 4321)); s.accept()[0].sendall(b'hello')"
     call = (
         "import socket, time\n"
@@ -86,7 +86,7 @@ def test_slurm_sets_the_visible_gpus(slurm: MiniSlurm) -> None:
 
 
 def test_options_reach_slurm_conf() -> None:
-    """A test sets what it needs in slurm.conf; everything else stays."""
+    """A test changes single lines of slurm.conf; everything else stays."""
     with MiniSlurm(nodes=1, gpus=0, name=f"{ME}-options", options={"MaxArraySize": "11"}) as cluster:
         assert "MaxArraySize            = 11" in cluster.run("scontrol", "show", "config")
         with pytest.raises(MiniSlurmError, match="Invalid job array specification"):
@@ -94,7 +94,7 @@ def test_options_reach_slurm_conf() -> None:
 
 
 def test_the_partition_high_preempts_main_by_requeue(idle_slurm: MiniSlurm) -> None:
-    """A job in `high` that needs the nodes of a job in `main` sends that one back to the queue."""
+    """A job in `high` that needs the nodes of a job in `main` requeues that one."""
     low = sbatch(idle_slurm, "sleep 100", "-N4", "--exclusive")
     eventually(lambda: job(idle_slurm, low)["JobState"] == "RUNNING")
     high = sbatch(idle_slurm, "sleep 100", "-N4", "--exclusive", "--partition=high")
@@ -103,7 +103,7 @@ def test_the_partition_high_preempts_main_by_requeue(idle_slurm: MiniSlurm) -> N
 
 
 def test_accounting() -> None:
-    """With accounting on, sacct knows a job that is over."""
+    """With accounting, sacct shows a finished job."""
     require_slurm(accounting=True)
     with MiniSlurm(nodes=1, gpus=0, accounting=True, name=f"{ME}-accounting") as cluster:
         number = sbatch(cluster, "exit 7")
@@ -116,7 +116,7 @@ def test_accounting() -> None:
 
 
 def test_network_down_and_up(slurm: MiniSlurm) -> None:
-    """A node that is cut off answers nobody, not even with a refusal, and serves again later."""
+    """Connections to a disconnected node time out without a refusal; later the node works again."""
     slurm.network_down("n3")
     with pytest.raises(TimeoutError):
         socket.create_connection((slurm.address("n3"), 6818), timeout=1)
@@ -125,7 +125,7 @@ def test_network_down_and_up(slurm: MiniSlurm) -> None:
 
 
 def test_a_node_without_network_is_down_and_comes_back() -> None:
-    """The controller sees a silent node as down after SlurmdTimeout, and as idle soon after its return."""
+    """The controller marks an unresponsive node as down after SlurmdTimeout, and as idle soon after its return."""
     quick = {"SlurmdTimeout": "5", "MessageTimeout": "2"}
     with MiniSlurm(nodes=2, name=f"{ME}-silent", options=quick) as cluster:
         cluster.network_down("n2")
@@ -141,7 +141,7 @@ def test_kill_node_and_start_node(idle_slurm: MiniSlurm) -> None:
     eventually(lambda: len(idle_slurm.pids("n3")) > 3)
     others = set(idle_slurm.pids("n1"))
     idle_slurm.kill_node("n3")
-    assert len(idle_slurm.pids("n3")) == 1  # what holds the namespaces
+    assert len(idle_slurm.pids("n3")) == 1  # the process that keeps the namespaces
     assert set(idle_slurm.pids("n1")) == others
     idle_slurm.give_up("n3")
     assert idle_slurm.node_states()["n3"].rstrip("*") == "down"
@@ -152,7 +152,7 @@ def test_kill_node_and_start_node(idle_slurm: MiniSlurm) -> None:
 
 
 def test_paused_controller_says_nothing_until_it_is_resumed(slurm: MiniSlurm) -> None:
-    """A paused controller takes connections but gives no answer; resumed, it does."""
+    """A paused controller accepts connections but does not reply; after resuming it does."""
     slurm.pause_controller()
     try:
         with pytest.raises(MiniSlurmError, match="no answer within 1 s"):
@@ -163,7 +163,7 @@ def test_paused_controller_says_nothing_until_it_is_resumed(slurm: MiniSlurm) ->
 
 
 def test_stopped_controller_refuses_and_a_started_one_knows_the_jobs(idle_slurm: MiniSlurm) -> None:
-    """A job outlives its controller, and the next controller knows it."""
+    """A job survives its controller, and the next controller has it."""
     number = sbatch(idle_slurm, "sleep 100")
     eventually(lambda: job(idle_slurm, number)["JobState"] == "RUNNING")
     idle_slurm.stop_controller()
@@ -184,7 +184,7 @@ def test_unknown_node(slurm: MiniSlurm) -> None:
 
 
 def test_two_clusters_side_by_side(slurm: MiniSlurm) -> None:
-    """Two clusters have nodes of the same names and know nothing of each other."""
+    """Two clusters have nodes of the same names and are independent."""
     with MiniSlurm(nodes=2, gpus=1, name=f"{ME}-other") as other:
         assert other.run("srun", "-N2", "uname", "-n").split() in (["n1", "n2"], ["n2", "n1"])
         assert other.address("n1") != slurm.address("n1")
@@ -195,17 +195,17 @@ def test_two_clusters_side_by_side(slurm: MiniSlurm) -> None:
 
 
 def test_nothing_is_left_after_down() -> None:
-    """down() ends jobs too, also what left its session, and leaves no process, link, mount or file."""
+    """down() also ends jobs and processes that left their session, and leaves no process, link, mount or file."""
     cluster = MiniSlurm(nodes=2, name=f"{ME}-down").up()
     sbatch(cluster, "setsid sleep 1000 & srun sleep 1000", "-N2")
     eventually(lambda: len(members(cluster.name)) > 12)
     cluster.down()
     assert_nothing_left(cluster)
-    cluster.down()  # once more: nothing to do
+    cluster.down()  # again, with no effect
 
 
 def test_up_twice_is_up_once() -> None:
-    """up() on a cluster that is up leaves it as it is."""
+    """up() on a running cluster changes nothing."""
     with MiniSlurm(nodes=1, name=f"{ME}-twice") as cluster:
         before = members(cluster.name)
         cluster.up()
@@ -213,7 +213,7 @@ def test_up_twice_is_up_once() -> None:
 
 
 def test_up_after_an_unclean_end() -> None:
-    """After kill -9 of the process that made it, a cluster of the same name comes up anew."""
+    """After kill -9 of its maker, a cluster of the same name can start again."""
     name = f"{ME}-unclean"
     kill_self = f"""
 import os, signal
@@ -230,22 +230,22 @@ os.kill(os.getpid(), signal.SIGKILL)"""
 
 
 def test_sweep_takes_down_what_has_no_owner_any_more(slurm: MiniSlurm) -> None:
-    """sweep() ends a cluster whose maker was killed, and no other."""
+    """sweep() ends only clusters whose maker has died."""
     orphan = MiniSlurm(nodes=1, name=f"{ME}-orphan").up()
     file = orphan.directory / "minislurm.json"
-    file.write_text(json.dumps(orphan.state | {"owner": [os.getpid(), 1]}))  # a start time that is not ours
-    sweep()  # or another worker's, which begins at this moment
+    file.write_text(json.dumps(orphan.state | {"owner": [os.getpid(), 1]}))  # another start time than this process's
+    sweep()  # or that of another worker, which starts now
     assert orphan.name not in names()
     assert slurm.name in names() and slurm.answers()
     assert_nothing_left(orphan)
 
 
 def test_a_cluster_of_a_living_process_is_not_taken_down_by_another(slurm: MiniSlurm) -> None:
-    """down() from elsewhere names the process to which the cluster belongs, and does nothing."""
+    """down() from another process names the process that owns the cluster, and does nothing."""
     command = [sys.executable, "-m", "tests.minislurm", "down", "--name", slurm.name]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == f"minislurm: cluster '{slurm.name}' belongs to process {os.getpid()}, which runs\n"
+    assert done.stderr == f"minislurm: cluster '{slurm.name}' belongs to process {os.getpid()}, which still runs\n"
     assert slurm.answers()
 
 
@@ -255,7 +255,7 @@ def shell(*arguments: str) -> str:
 
 
 def test_from_the_shell() -> None:
-    """The cluster of the command line stays up after it, says how to use it, and ends with `down`."""
+    """The cluster of the command line keeps running, prints how to use it, and ends with `down`."""
     name = f"{ME}-shell"
     conf = f"/var/lib/minislurm/{name}/etc/slurm.conf"
     assert shell("up", "--nodes=2", "--gpus=0", "--name", name).splitlines()[-2:] == [
@@ -270,25 +270,25 @@ def test_from_the_shell() -> None:
     assert_nothing_left(MiniSlurm(name=name))
 
 
-# --- what it says when it cannot
+# --- error messages
 
 
 def test_a_failed_up_quotes_the_daemons_log_and_leaves_nothing() -> None:
-    """A daemon that does not start is named with its log file and the end of that."""
+    """A daemon that does not start is named with the end of its log."""
     cluster = MiniSlurm(nodes=1, name=f"{ME}-broken", options={"SelectType": "select/nonsense"})
     with pytest.raises(MiniSlurmError) as error:
         cluster.up()
-    assert str(error.value).startswith("slurmctld ended as soon as it was started\n")
+    assert str(error.value).startswith("slurmctld ended as soon as it was started\n"), error.value
     assert f"{cluster.directory}/log/slurmctld.log ends with:\n" in str(error.value)
     assert "select/nonsense" in str(error.value)
     assert_nothing_left(cluster)
 
 
 def test_a_folder_of_somebody_else_is_not_touched(tmp_path: Path) -> None:
-    """A folder with files that no cluster put there is refused by name and stays as it is."""
+    """A folder with other files is refused by name and not changed."""
     (tmp_path / "precious").touch()
     cluster = MiniSlurm(nodes=1, name=f"{ME}-folder", directory=tmp_path)
-    with pytest.raises(MiniSlurmError, match="is no cluster's folder"):
+    with pytest.raises(MiniSlurmError, match="is not a cluster's folder"):
         cluster.up()
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
@@ -303,11 +303,11 @@ def test_a_folder_of_somebody_else_is_not_touched(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_at_once(wrong: dict, message: str) -> None:
-    """A cluster that could not come up is refused when it is described."""
+    """An impossible cluster is refused when the object is made."""
     with pytest.raises(MiniSlurmError, match=message):
         MiniSlurm(**wrong)
 
 
 def test_a_subnet_is_used_once(slurm: MiniSlurm) -> None:
-    """The subnet of a cluster that is up is not offered again, not even for the same name."""
+    """The subnet of a running cluster is not used again, not even for the same name."""
     assert free_network(slurm.name).subnet != slurm.state["subnet"]

@@ -1,4 +1,4 @@
-"""Names follow the field's terms: the ones that hpcinit once had of its own do not come back."""
+"""Names follow the field's terms, and not hpcinit's own terms of the past."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import hpcinit
 
 PACKAGE = Path(hpcinit.__file__).parent
-# Old word -> the field's term. A name is split at underscores and capitals: 'open_door', 'OpenDoor'.
+# Old term -> the field's term. A name is split at underscores and capitals: 'open_door', 'OpenDoor'.
 OLD = {
     "door": "server, listener",
     "knock": "connect",
@@ -41,14 +41,14 @@ OLD = {
     "echo": "secondary",
     "echoes": "secondary",
 }
-# Names that have one of these words in another sense.
+# Names that contain one of these terms in another sense.
 ALLOWED = {
     "MOMENT_S",  # a moment, in seconds
 }
 
 
 def parts(name: str) -> set[str]:
-    """Return the words of an identifier in lower case."""
+    """Return the parts of an identifier in lower case."""
     return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
 
 
@@ -59,17 +59,17 @@ def names(path: Path) -> set[str]:
 
 
 def old_names(found: set[str]) -> dict[str, str]:
-    """Return the names that have an old word, each with the term to use."""
+    """Return the names that contain an old term, each with the term to use."""
     return {name: OLD[word] for name in found - ALLOWED for word in parts(name) & OLD.keys()}
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_names_are_the_fields(path: Path) -> None:
-    """No module, class, function, variable or config key has an old word in its name."""
+    """No name of a module, class, function, variable or config key contains an old term."""
     assert old_names(names(path)) == {}
 
 
 def test_an_old_name_is_found() -> None:
-    """The check sees an old word at each place of a name, and nothing in a word that contains one."""
+    """The check finds an old term anywhere in a name, but not inside another word."""
     found = {"open_door", "KNOCK_S", "Guest", "lawful", "visitor", "flaw", "enroll"}
     assert old_names(found) == {"open_door": "server, listener", "KNOCK_S": "connect", "Guest": "peer"}

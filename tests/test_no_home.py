@@ -11,14 +11,14 @@ import pytest
 
 from hpcinit.base import text
 from tests import other_user
-from tests.leaving_out import leave_out
 from tests.other_user import User
+from tests.skip_or_fail import skip_or_fail
 
 
 @pytest.fixture
 def nobody() -> Iterator[User]:
     if os.geteuid() != 0:
-        leave_out("needs root, to become a user without an entry in /etc/passwd")
+        skip_or_fail("needs root, to become a user without an entry in /etc/passwd")
     with other_user.without_entry() as user:
         yield user
 
@@ -30,21 +30,21 @@ def nobody() -> Iterator[User]:
         ("submit cluster=mini dry_run=true -- true", 0, "/runs/true-0001"),
         ("submit cluster=local wait=true -- true", 0, "COMPLETED"),
         ("status", 2, "no runs in "),
-        ("doctor", 1, "home folder: there is none: HOME is not set, and uid 51234 has no entry in /etc/passwd"),
-        ("nodes", 0, "no node has failed"),
+        ("doctor", 1, "home folder: not found: HOME is not set, and uid 51234 has no entry in /etc/passwd"),
+        ("nodes", 0, "no node failure is recorded"),
         ("timeouts", 0, "1024"),
         ("discover --print", 1, "scontrol"),
     ],
 )
 def test_commands_without_a_home_folder(nobody: User, line: str, status: int, shown: str) -> None:
-    """Every command works, or ends with a message; none with a traceback, and no folder named ~ is made."""
+    """Every command works or prints a message, without a traceback, and no folder named ~ is created."""
     done = nobody.run(sys.executable, "-m", "hpcinit", *line.split(), env={"HOME": "", "SLURM_CONF": "/nowhere"})
     assert "Traceback" not in done.stderr, done.stderr
     assert (done.returncode, shown in done.stdout + done.stderr) == (status, True), done.stdout + done.stderr
     assert not (nobody.home / "~").exists()
 
 
-def test_a_home_folder_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """HOME is the home folder."""
+def test_the_home_folder_is_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """text.home() returns HOME."""
     monkeypatch.setenv("HOME", "/home/me")
     assert text.home() == Path("/home/me")

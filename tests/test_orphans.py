@@ -1,4 +1,4 @@
-"""However a job ends, no process of it stays on any node, and no port is left behind."""
+"""After any end of a job, none of its processes and open ports is left on a node."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, job_id_of, submit
 
-# Ranks that have met, with a child each that is no rank, and one that ignores what it is told.
 until = partial(waiting.until, timeout_s=120)
 
+# Each rank has a child process, and one rank ignores SIGTERM.
 TRAINING = """
 import os, signal, subprocess, sys, time
 import hpcinit
@@ -30,7 +30,7 @@ time.sleep(1000)
 
 
 def lines(slurm: MiniSlurm, node: str, folder: Path) -> dict[int, str]:
-    """Command lines of the node's processes that are of the run, or the children of its ranks."""
+    """Return the command lines of the node's processes that belong to the run."""
     found = {}
     for pid in slurm.pids(node):
         try:
@@ -44,7 +44,7 @@ def lines(slurm: MiniSlurm, node: str, folder: Path) -> dict[int, str]:
 
 
 def listening(slurm: MiniSlurm, node: str) -> set[int]:
-    """Ports on which somebody listens in the node's network."""
+    """Return the listening ports of the node."""
     holder = min(slurm.pids(node))
     rows = [
         line.split()
@@ -60,8 +60,8 @@ def parent(pid: int) -> int:
 
 @pytest.mark.slurm
 @pytest.mark.parametrize("end", ["scancel", "kill -9 of the batch script", "kill -9 of a rank"])
-def test_nothing_stays(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path, end: str) -> None:
-    """Ranks, their children and the port of rank 0 are gone from both nodes, also of a rank that ignores SIGTERM."""
+def test_no_process_and_port_is_left(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path, end: str) -> None:
+    """All ranks, their children and rank 0's port are gone from both nodes, even if a rank ignores SIGTERM."""
     slurm, nodes = idle_slurm, ("n1", "n2")
     (tmp_path / "code.py").write_text(TRAINING)
     before = {node: listening(slurm, node) for node in nodes}
@@ -70,18 +70,18 @@ def test_nothing_stays(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path, end:
     logs = [folder / f"logs/rank-{rank}.log" for rank in range(4)]
     until(lambda: all(log.exists() and "up" in log.read_text().splitlines() for log in logs))
     assert all(listening(slurm, node) - before[node] for node in nodes)  # torch's store, gloo, the job's own steps
-    there = {pid: line for node in nodes for pid, line in lines(slurm, node, folder).items()}
+    running = {pid: line for node in nodes for pid, line in lines(slurm, node, folder).items()}
     assert (
-        sum("hpcinit.run" in line for line in there.values()) >= 4
-        and sum("sleep 1000" in s for s in there.values()) == 4
+        sum(line.startswith("rank ") for line in running.values()) == 4
+        and sum("sleep 1000" in s for s in running.values()) == 4
     )
     if end == "scancel":
         slurm.run("scancel", job)
     elif end == "kill -9 of a rank":
-        victim = next(pid for pid in lines(slurm, "n2", folder) if "hpcinit.run" in there[pid])
-        (child,) = (pid for pid, line in there.items() if "sleep" in line and parent(pid) == victim)
+        victim = next(pid for pid in lines(slurm, "n2", folder) if running[pid].startswith("rank "))
+        (child,) = (pid for pid, line in running.items() if "sleep" in line and parent(pid) == victim)
         os.kill(victim, signal.SIGKILL)
-        # Slurm finds it in the step's cgroup; the proctrack/linuxproc of this cluster goes by parents, and it has none.
+        # With cgroups, Slurm finds an orphan; proctrack/linuxproc of this cluster does not, because it has no parent.
         os.kill(child, signal.SIGKILL)
     else:
         scripts = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in slurm.pids("n1")}

@@ -1,4 +1,4 @@
-"""The package: what it needs, on which Pythons, and that a wheel is all that a login node has to have."""
+"""The package: its dependencies, supported Pythons, and that its wheel is sufficient on a login node."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEEDED = [Requirement(line) for line in metadata.requires("hpcinit") or () if "e
 
 
 def pythons() -> list[str]:
-    """Other Pythons of this machine that we support, on PATH or pyenv's."""
+    """Return the other supported Pythons of this machine, on PATH or from pyenv."""
     found = []
     for version in ("3.10", "3.11", "3.12", "3.13"):
         places = [
@@ -44,8 +44,10 @@ def pythons() -> list[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As pip would build it, out of the sdist; by the packages of this environment, of which the oldest build none: there
-    pip gets newer ones, and builds from the checkout."""
+    """Build the wheel from the sdist, as pip does, with this environment's packages.
+
+    The oldest supported versions cannot build it: with them, pip downloads newer ones and builds from the checkout.
+    """
     folder, source, apart = tmp_path_factory.mktemp("wheel"), ROOT, []
     if "lowest" not in sys.prefix:  # hatchling: packaging.licenses, from 24.2 on
         build = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(folder)]
@@ -57,8 +59,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def test_the_lowest_versions_are_those_that_are_tested() -> None:
-    """Each dependency of a login node has a lower bound, and make test-lowest installs just that."""
+def test_make_test_lowest_installs_the_lower_bounds() -> None:
+    """Each dependency of a login node has a lower bound, which is the version in tests/lowest.txt."""
     bounds = {
         canonicalize_name(each.name): next(s.version for s in each.specifier if s.operator == ">=") for each in NEEDED
     }
@@ -71,8 +73,10 @@ def test_the_lowest_versions_are_those_that_are_tested() -> None:
 
 
 def test_the_tested_versions_are_the_same_everywhere() -> None:
-    """pyproject.toml, the Makefile and the README have the oldest and newest torch and DeepSpeed of the table of tested
-    versions; the upper bound is the first minor version after the newest."""
+    """pyproject.toml, the Makefile and the README agree with the table of tested torch and DeepSpeed versions.
+
+    The upper bound is the first minor version after the newest.
+    """
     torch, deepspeed = TESTED["torch"], TESTED["deepspeed"]
     project, make = (ROOT / "pyproject.toml").read_text(), (ROOT / "Makefile").read_text()
     for package, tested in TESTED.items():
@@ -86,12 +90,14 @@ def test_the_tested_versions_are_the_same_everywhere() -> None:
         and f"'deepspeed>={deepspeed.oldest},<{deepspeed.below}'" in make
     )
     text = " ".join((ROOT / "README.md").read_text().split())
-    said = f"torch {torch.oldest} to {torch.newest} and DeepSpeed {deepspeed.oldest} to {deepspeed.newest}"
-    assert said in text
+    listed = re.findall(r"Tested versions: .*?\. ", text)[0].rpartition("torch ")[2]
+    torchs, _, deepspeeds = listed.partition("DeepSpeed ")
+    assert torch.oldest in torchs and torch.newest in torchs, listed
+    assert deepspeed.oldest in deepspeeds and deepspeed.newest in deepspeeds, listed
 
 
 def test_the_environment_has_versions_that_are_allowed() -> None:
-    """What is imported here is within the bounds; in make test-lowest it is the lowest."""
+    """The installed packages are within the bounds; in make test-lowest they are the lowest."""
     for need in NEEDED:
         assert need.specifier.contains(metadata.version(need.name)), need
     if "lowest" in sys.prefix:
@@ -101,7 +107,7 @@ def test_the_environment_has_versions_that_are_allowed() -> None:
 
 
 def test_the_version_comes_from_git() -> None:
-    """`hpcinit --version` is a version, and the package says that it is typed."""
+    """`hpcinit --version` prints a version, and the package is marked as typed."""
     done = subprocess.run([sys.executable, "-m", "hpcinit", "--version"], capture_output=True, text=True, check=True)
     assert re.fullmatch(r"hpcinit \d+\.\d+\S*\n", done.stdout) and Version(done.stdout.split()[1])
     assert (ROOT / "hpcinit/py.typed").is_file()
@@ -110,8 +116,7 @@ def test_the_version_comes_from_git() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("python", pythons(), ids=lambda python: Path(python).parts[-3])
 def test_a_wheel_works_with_other_pythons(python: str, wheel: Path, tmp_path: Path) -> None:
-    """In a clean environment without torch, a login node's: a dry run for a cluster, a job that runs on this machine,
-    and the other commands."""
+    """In an environment without torch, as on a login node, a dry run, a local job and the other commands work."""
     subprocess.run([python, "-m", "venv", str(tmp_path / "venv")], check=True, capture_output=True)
     pip = [str(tmp_path / "venv/bin/python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     done = subprocess.run([*pip, str(wheel)], capture_output=True, text=True, check=False, cwd=tmp_path)
@@ -124,8 +129,8 @@ def test_a_wheel_works_with_other_pythons(python: str, wheel: Path, tmp_path: Pa
 
     script = hpcinit("submit", "cluster=mini", "nodes=4", "dry_run=true")
     assert script.returncode == 0 and script.stdout.startswith("#!/bin/bash"), script.stderr
-    job = hpcinit("submit", "wait=true", "name=wheel", "--", "echo", "a word")
-    assert job.returncode == 0 and "a word" in job.stdout, job.stdout + job.stderr
+    job = hpcinit("submit", "wait=true", "name=wheel", "--", "echo", "some text")
+    assert job.returncode == 0 and "some text" in job.stdout, job.stdout + job.stderr
     assert json.loads(hpcinit("status", "--json", "wheel-0001").stdout)["name"] == "COMPLETED"
     for words in (["--help"], ["submit", "--help"], ["plan", "--help"], ["nodes"], ["--version"]):
         done = hpcinit(*words)

@@ -1,4 +1,4 @@
-"""The README's commands, run as written."""
+"""Run the README's commands as written, and compare its output with the real output."""
 
 from __future__ import annotations
 
@@ -11,82 +11,106 @@ from pathlib import Path
 import pytest
 
 from docs.generate import pages
-from tests import test_completion
 from tests.minislurm import MiniSlurm
+from tests.skip_or_fail import skip_or_fail
+from tests.test_first_hour import fits
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+SHELL = re.compile(r"(?:hpcinit|python|make|sbatch|pip|eval|\.) ")
+# Commands that other tests run.
+ELSEWHERE = {
+    "pip install .",  # tests/test_wheel.py: installed in a folder without the checkout
+    "make demo",  # the same submission as in test_train_gpt.py
+    "make test",  # .ci/run
+    "make gpu",  # tests/test_gpu_suite.py, as far as possible without a GPU
+    "make docs",  # tests/docs/test_site.py: mkdocs build --strict
+    "make cluster",  # test_minislurm.py: `python -m tests.minislurm up`
+}
+MENTIONED = {"hpcinit why", "hpcinit status", "sbatch --test-only"}  # not whole commands
+FROM_GIT = "pip install 'git+https://HOST/PATH'"
+MOST_LINES = 120
 
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-SHELL = re.compile(r"(?:hpcinit|python|make|sbatch|pip|eval|\.) ")
-ON_SLURM = [
-    "python -m hpcinit.submit cluster=mini nodes=4 -- train.py --lr 3e-4",
-    "sbatch --nodes=4 sbatch/ddp.sbatch train.py",
-]
-# Run by other tests, or by what stands above all tests.
-ELSEWHERE = {
-    *test_completion.INSTALL.values(),  # in their shells
-    "pip install .",  # tests/test_wheel.py: what pip would install, from a folder without the checkout
-    ". .venv/bin/activate",  # of Python's own venv, in the folder where the Makefile makes it
-    "make demo",  # the same submission as test_train_gpt.py's
-    "make test",  # .ci/run
-    "hpcinit discover --name NAME",  # tests/discover/test_discover.py
-    "make gpu",  # tests/test_gpu_suite.py, as far as it goes without a GPU
-    "make docs",  # tests/docs/test_site.py: mkdocs build --strict
-    "make cluster",  # test_minislurm.py: `python -m tests.minislurm up`
-}
-
-
 def commands(block: str) -> list[str]:
-    return [re.split("  +#", line)[0].strip() for line in block.splitlines()]
+    return [re.split(" +# ", line)[0].strip() for line in block.splitlines()]
 
 
-def test_no_command_of_the_readme_is_left_out() -> None:
-    """Whatever looks like a command, in a block or in a line, is run by a test that is named here."""
-    text = re.sub(r"```python.*?```", "", README, flags=re.DOTALL)
-    shown = [line for block in blocks("bash") for line in commands(block)]
-    shown += [line.strip() for line in re.findall(r"^    (.*)$", text, re.MULTILINE)]
-    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    shown += [line for line in re.findall(r"`([^`]+)`", prose) if SHELL.match(line) and line != "python -m"]
-    assert set(shown) == {*commands(blocks("bash")[1]), *ON_SLURM, *ELSEWHERE}
+CONSOLE = re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", blocks("console")[0], re.MULTILINE)
+FIRST_JOB = commands(blocks("bash")[0])
+
+
+def test_every_command_of_the_readme_has_a_test() -> None:
+    """Each command, in a block or in a line of text, is run by a test that is named in this file."""
+    text = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    shown = [*FIRST_JOB, *(command for command, _ in CONSOLE)]
+    shown += [re.split(" +# ", line)[0].strip() for line in re.findall(r"^    (.*)$", text, re.MULTILINE)]
+    shown += [line for line in re.findall(r"`([^`]+)`", text) if SHELL.match(line) and line not in MENTIONED]
+    assert set(shown) == {*FIRST_JOB, *(command for command, _ in CONSOLE), FROM_GIT, *ELSEWHERE}
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= MOST_LINES
 
 
 @pytest.mark.slurm
-def test_commands_on_a_cluster_are_accepted(idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """The README's submissions to a cluster are queued as written, by one who has just read it.
+def test_the_output_of_the_readme_is_real(idle_slurm: MiniSlurm, tmp_path: Path) -> None:
+    """The submission and `hpcinit why` print what the README shows, except numbers.
 
-    The partition is down, so that 32 ranks do not start; test_main_job.py and test_sbatch.py run them.
+    How many of the other ranks report the closed connection before Slurm ends them differs from run to run.
     """
-    (tmp_path / "train.py").write_text(blocks("python")[0])
-    (tmp_path / "sbatch").symlink_to(ROOT / "sbatch")
+    (tmp_path / "train.py").write_text((ROOT / "tests/data/readme_train.py").read_text())
+    (submit, submitted), (why, explained) = CONSOLE
+    done = shell(submit, tmp_path, **idle_slurm.env)
+    assert fits(submitted.splitlines(), done.stdout, str(tmp_path)), done.stdout + done.stderr
+    shell("hpcinit watch train-0001", tmp_path, **idle_slurm.env)
+    done = shell(why, tmp_path, **idle_slurm.env)
+    lines = explained.splitlines()
+    others = [line for line in lines if line.startswith("  ") and "raised at" not in line]
+    expected = [line for line in lines if line not in others]
+    expected.insert(lines.index(others[0]), "...")
+    assert len(others) == 2 and fits(expected, done.stdout, str(tmp_path)), done.stdout + done.stderr
+
+
+@pytest.mark.slurm
+def test_the_first_job_in_four_commands(idle_slurm: MiniSlurm, tmp_path: Path) -> None:
+    """The commands of 'Your first job' work as written; the partition is down, so that 16 ranks do not start."""
+    (tmp_path / "train.py").write_text("print()\n")
     idle_slurm.run("scontrol", "update", "PartitionName=main", "State=DOWN")
     try:
-        for line in ON_SLURM:
-            done = shell(line, tmp_path, **idle_slurm.env)
-            assert done.returncode == 0, done.stderr
+        for line in FIRST_JOB:
+            done = shell(line, tmp_path, EDITOR="cat", **idle_slurm.env)
+            assert done.returncode == 0, f"{line}\n{done.stderr}"
+            if "dry_run=true" in line:
+                assert done.stdout.startswith("#!/bin/bash") and not (tmp_path / "runs").exists()
     finally:
         idle_slurm.cancel_all()
         idle_slurm.run("scontrol", "update", "PartitionName=main", "State=UP")
     runs = shell("hpcinit status", tmp_path, **idle_slurm.env).stdout
-    assert "train-0001" in runs and "CANCELLED" in runs
+    assert len(FIRST_JOB) == 4 and "train-0001" in runs
 
 
-def test_every_command_of_the_readme_runs(tmp_path: Path) -> None:
-    """Each line under 'Use it' ends with 0, in order, in an empty folder that holds the README's train.py."""
-    (tmp_path / "train.py").write_text(blocks("python")[0])
-    lines = commands(blocks("bash")[1])
-    assert len(lines) == 13 and all(line.startswith("hpcinit ") for line in lines)
-    for line in lines:
-        done = shell(line, tmp_path)
-        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-        if "-- train.py" in line:  # the next lines look at it
-            assert shell("hpcinit logs --follow train-0001", tmp_path).returncode == 0
-        if line.startswith("hpcinit logs"):
-            assert "0: rank 0 of 2 on 127.0.0.1: 2" in done.stdout and "1: rank 1 of 2 on 127.0.0.2: 2" in done.stdout
+def test_pip_installs_from_a_git_address(tmp_path: Path) -> None:
+    """pip builds the package from a git address, without a checkout."""
+    if not (ROOT / ".git").exists():
+        skip_or_fail("this copy has no .git")
+    line = FROM_GIT.replace("pip install", "python -m pip wheel --no-deps --no-build-isolation --wheel-dir .")
+    done = shell(line.replace("https://HOST/PATH", f"file://{ROOT}"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [path.name.partition("-")[0] for path in tmp_path.glob("*.whl")] == ["hpcinit"]
+
+
+@pytest.mark.parametrize("options", re.findall(r"\| `([^`|]*=[^`|]*)` \|$", README, re.MULTILINE))
+def test_the_options_beside_an_sbatch_script_are_accepted(options: str, tmp_path: Path) -> None:
+    """Each replacement for a line of an sbatch script renders a script."""
+    (tmp_path / "train.py").write_text("print()\n")
+    job = "" if " -- " in options else "job=smoke"
+    done = shell(f"hpcinit submit cluster=mini dry_run=true {job} {options}", tmp_path)
+    assert done.returncode == 0 and "#SBATCH" in done.stdout, done.stderr
 
 
 def shell(line: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -98,14 +122,14 @@ def shell(line: str, folder: Path, **env: str) -> subprocess.CompletedProcess[st
 
 
 def test_make_targets_of_the_readme_exist() -> None:
-    """The make commands that the README names are targets, and CI runs the README's test command."""
+    """The make commands in the README are targets, and CI runs the README's test command."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"make ([a-z-]+)", README)) <= targets
     assert "\nmake test\n" in (ROOT / ".ci/run").read_text()
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda p: p.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_to_files(page: Path) -> None:
     """Every relative link in README and docs is a file that exists."""
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         made = (page.parent / target).resolve().relative_to(ROOT).as_posix().removeprefix("docs/") in pages.MADE

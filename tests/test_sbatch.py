@@ -1,4 +1,4 @@
-"""The scripts in sbatch/ do, without hpcinit's submitter, what their headers say, on a real Slurm."""
+"""The scripts in sbatch/ do what their headers describe, without hpcinit's submitter, on a real Slurm."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.leaving_out import installed, leave_out
 from tests.minislurm import MiniSlurm
+from tests.skip_or_fail import installed, skip_or_fail
 
 FOLDER = Path(__file__).parent.parent / "sbatch"
 SCRIPTS = sorted(FOLDER.glob("*.sbatch"))
-BARE = ("ddp.sbatch", "torchrun.sbatch", "deepspeed.sbatch")  # those that need no container
-AWKWARD = ["two words", "*", "$HOME", "it's", 'a "quote"', "", "--lr=3e-4"]
+BARE = ("ddp.sbatch", "torchrun.sbatch", "deepspeed.sbatch")  # the scripts without a container
+AWKWARD = ["a blank", "*", "$HOME", "it's", 'a "quote"', "", "--lr=3e-4"]
 
-# What the shell that submits may have in it, from another job or from a tutorial.
+# Variables that the submitting shell may have, from another job or from a tutorial.
 STALE = {
     "RANK": "7",
     "WORLD_SIZE": "9",
@@ -37,7 +37,7 @@ STALE = {
     "SLURM_DISTRIBUTION": "cyclic",
 }
 
-# Plain torch: what a user's own script looks like that knows nothing of hpcinit.
+# A user's plain torch script, without hpcinit.
 REPORT = """
 import json, os, sys
 import torch, torch.distributed as dist
@@ -59,13 +59,13 @@ class Job:
     log: str
 
     def reports(self) -> list[dict]:
-        """What the ranks printed as JSON, in the order of ranks, without srun's label."""
+        """Return what the ranks printed as JSON, in the order of ranks, without srun's label."""
         lines = (line.partition(": ")[2] for line in self.log.splitlines())
         return sorted((json.loads(line) for line in lines if line.startswith("{")), key=lambda r: r["rank"])
 
 
 def start(slurm: MiniSlurm, folder: Path, *words: str, env: Mapping[str, str] | None = None) -> str:
-    """The id of the job that `sbatch WORDS` in `folder` made."""
+    """Run `sbatch ARGUMENTS` in `folder` and return the job's id."""
     given = {"PYTHON": sys.executable, "TMPDIR": str(folder), **STALE, **(env or {})}
     done = subprocess.run(
         ["sbatch", "--parsable", "--time=5", "--output=job.log", *words], cwd=folder,
@@ -101,9 +101,9 @@ def locally(script: Path, *words: str, env: Mapping[str, str] | None = None) -> 
 
 
 def require(script: str) -> None:
-    """deepspeed.sbatch refuses to start without DeepSpeed, even what would not use it."""
+    """Skip the test of deepspeed.sbatch without DeepSpeed, because the script refuses to start."""
     if script == "deepspeed.sbatch" and not importlib.util.find_spec("deepspeed"):
-        leave_out("DeepSpeed is not installed: pip install 'hpcinit[deepspeed]'")
+        skip_or_fail("DeepSpeed is not installed: pip install 'hpcinit[deepspeed]'")
 
 
 # --- as text
@@ -111,7 +111,7 @@ def require(script: str) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_shellcheck(script: Path) -> None:
-    """shellcheck finds nothing to say about any of the scripts."""
+    """shellcheck accepts all scripts."""
     done = subprocess.run(
         [installed("shellcheck"), str(script)], timeout=60, capture_output=True, text=True, check=False
     )
@@ -119,8 +119,8 @@ def test_shellcheck(script: Path) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_directives_stand_before_the_first_command(script: Path) -> None:
-    """Slurm sees every #SBATCH line: it stops looking at the first command."""
+def test_directives_come_before_the_first_command(script: Path) -> None:
+    """Slurm reads every #SBATCH line. It stops at the first command."""
     lines = script.read_text().splitlines()
     first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
     assert lines[first] == "set -euo pipefail"
@@ -128,8 +128,8 @@ def test_directives_stand_before_the_first_command(script: Path) -> None:
     assert not any(line.startswith("#SBATCH") for line in lines[first:])
 
 
-def test_what_is_common_is_the_same_text() -> None:
-    """Each script stands alone, and yet counts ranks and cleans the environment like the others."""
+def test_common_parts_are_identical() -> None:
+    """Each script is independent, but counts ranks and cleans the environment like the others."""
     texts = [script.read_text() for script in SCRIPTS]
     assert len({text[text.index("gpus=") : text.index('"${!OMPI_@}"')] for text in texts}) == 1
 
@@ -143,7 +143,7 @@ def test_what_is_common_is_the_same_text() -> None:
 )
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_not_submitted(script: Path, words: list[str], message: str) -> None:
-    """Without a program, or with bash in the place of sbatch, it ends at once with 2 and shows how to submit."""
+    """Without a program, or with bash instead of sbatch, the script exits with 2 and shows how to submit."""
     done = locally(script, *words)
     assert done.returncode == 2
     image = "IMAGE=train.sif " * (script.name == "container.sbatch")
@@ -162,10 +162,10 @@ def test_not_submitted(script: Path, words: list[str], message: str) -> None:
         ("deepspeed.sbatch", "--gpus-per-node=2", "0,1"),
     ],
 )
-def test_ranks_meet(slurm: MiniSlurm, tmp_path: Path, script: str, option: str, gpus: str) -> None:
-    """A plain torch script gets 4 ranks on 2 nodes, its arguments intact, and all GPUs of the job in each rank.
+def test_ranks_form_a_group(slurm: MiniSlurm, tmp_path: Path, script: str, option: str, gpus: str) -> None:
+    """A plain torch script gets 4 ranks on 2 nodes, its arguments, and all GPUs of the job in each rank.
 
-    With a copy of the script, as one makes it: it needs nothing of the folder that it comes from.
+    It runs from a copy of the script, because users copy it.
     """
     require(script)
     (tmp_path / "my train.py").write_text(REPORT)
@@ -187,7 +187,7 @@ def test_ranks_meet(slurm: MiniSlurm, tmp_path: Path, script: str, option: str, 
 @pytest.mark.slurm
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_no_such_script(slurm: MiniSlurm, tmp_path: Path, script: Path) -> None:
-    """A script that is not there is one line in the log, and not one from each rank."""
+    """A missing script is reported once in the log, not by each rank."""
     job = run(slurm, tmp_path, "--nodes=2", str(script), "nosuch.py", "--lr=1", env={"IMAGE": "my.sif"})
     assert (job.state, job.exit_code) == ("FAILED", "2:0")
     expected = f"no script nosuch.py in {tmp_path} on n1, expected one on a disk that all nodes share\n"
@@ -196,8 +196,8 @@ def test_no_such_script(slurm: MiniSlurm, tmp_path: Path, script: Path) -> None:
 
 @pytest.mark.slurm
 @pytest.mark.parametrize("script", BARE)
-def test_no_python_that_could(slurm: MiniSlurm, tmp_path: Path, script: str) -> None:
-    """A python that is not there, or has not what the script needs, is told once, with what it lacks."""
+def test_an_unsuitable_python(slurm: MiniSlurm, tmp_path: Path, script: str) -> None:
+    """A python that is missing or lacks a module is reported once, with what it lacks."""
     (tmp_path / "train.py").touch()
     empty = tmp_path / "empty"
     venv.create(empty)
@@ -214,7 +214,7 @@ def test_no_python_that_could(slurm: MiniSlurm, tmp_path: Path, script: str) -> 
 @pytest.mark.slurm
 @pytest.mark.parametrize("script", BARE)
 def test_a_failing_rank_ends_the_job(slurm: MiniSlurm, tmp_path: Path, script: str) -> None:
-    """One rank ends with 7, the others would sleep for ten minutes: the job has failed long before."""
+    """If one rank exits with 7 while the others sleep for ten minutes, the job fails at once."""
     require(script)
     (tmp_path / "train.py").write_text(
         "import os, sys, time\nos.environ['RANK'] == '1' and sys.exit(7)\ntime.sleep(600)"
@@ -227,7 +227,7 @@ def test_a_failing_rank_ends_the_job(slurm: MiniSlurm, tmp_path: Path, script: s
 
 @pytest.mark.slurm
 def test_a_signal_to_the_batch_script_reaches_every_rank(slurm: MiniSlurm, tmp_path: Path) -> None:
-    """`sbatch --signal=B:USR1@60` warns the ranks: what the batch shell would get, srun hands on."""
+    """`sbatch --signal=B:USR1@60` reaches the ranks, because exec makes srun the batch shell's process."""
     (tmp_path / "train.py").write_text("""
 import os, pathlib, signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(print("warned", os.environ["RANK"])))
@@ -246,10 +246,9 @@ time.sleep(600)
 
 @pytest.mark.slurm
 def test_deepspeed_trains(slurm: MiniSlurm, tmp_path: Path) -> None:
-    """deepspeed.initialize trains on 4 ranks with no mpi4py, and finds caches that belong to the job.
+    """deepspeed.initialize trains on 4 ranks without mpi4py, with caches of the job.
 
-    On a CPU DeepSpeed compiles an operator for shared memory before it looks for a group, for most of a
-    minute; the script tells it not to, since nothing here depends on it.
+    On a CPU DeepSpeed first compiles an operator for shared memory for most of a minute, so the script disables that.
     """
     require("deepspeed.sbatch")
     (tmp_path / "train.py").write_text("""
@@ -289,7 +288,7 @@ deepspeed.comm.destroy_process_group()
 
 
 def stand_in(folder: Path, name: str, text: str) -> dict[str, str]:
-    """A program of this name, and the PATH on which it is found first."""
+    """Create a program with this name, and return the PATH on which it is found first."""
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(f"#!/bin/bash\n{text}\n")
     (folder / name).chmod(0o755)
@@ -298,10 +297,9 @@ def stand_in(folder: Path, name: str, text: str) -> dict[str, str]:
 
 @pytest.mark.slurm
 def test_apptainer_is_called_for_every_rank(slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Each rank is one `apptainer exec` in which the ranks meet.
+    """Each rank is one `apptainer exec`, and the ranks form a group.
 
-    A stand-in, since no container runtime works where these tests run: it notes how it was called and runs
-    the command outside of any image. What this does not show is that an image starts.
+    A stand-in records its arguments and runs the command without an image, because no container runtime works here.
     """
     note = f'printf "%s\\n" "$@" > "{tmp_path}/called-$SLURM_PROCID"; while [[ "$1" != my.sif ]]; do shift; done'
     env = stand_in(tmp_path / "bin", "apptainer", f'{note}; shift; exec "$@"')
@@ -318,22 +316,22 @@ def test_apptainer_is_called_for_every_rank(slurm: MiniSlurm, tmp_path: Path) ->
 
 
 ALLOCATION = {"SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "8", "IMAGE": "org/image:1"}
-INSIDE = "/image/train.py"  # not looked for outside
+INSIDE = "/image/train.py"  # not searched outside of the image
 
 
-def test_pyxis_is_taken_where_srun_has_it(tmp_path: Path) -> None:
-    """Where `srun --help` lists --container-image, the image is an option of srun.
+def test_pyxis_is_used_if_srun_has_it(tmp_path: Path) -> None:
+    """If `srun --help` lists --container-image, the image is an option of srun.
 
-    A stand-in srun, since Pyxis needs Enroot and user namespaces: it only says how it was called.
+    A stand-in for srun prints its arguments, because Pyxis needs Enroot and user namespaces.
     """
     say = 'if [[ "$*" == --help ]]; then echo "      --container-image=[USER@][REGISTRY#]IMAGE"; else printf "%s\\n" "$@"; fi'
     env = stand_in(tmp_path, "srun", say) | ALLOCATION
-    done = locally(FOLDER / "container.sbatch", INSIDE, "two words", env=env)
+    done = locally(FOLDER / "container.sbatch", INSIDE, "a blank", env=env)
     assert done.returncode == 0, done.stderr
     called = done.stdout.splitlines()
     assert f"--container-image={ALLOCATION['IMAGE']}" in called
     assert f"--container-workdir={Path.cwd()}" in called
-    assert called[-6:] == ["python", "-u", "-m", "hpcinit.run", INSIDE, "two words"]
+    assert called[-6:] == ["python", "-u", "-m", "hpcinit.run", INSIDE, "a blank"]
 
 
 @pytest.mark.parametrize(
@@ -343,17 +341,17 @@ def test_pyxis_is_taken_where_srun_has_it(tmp_path: Path) -> None:
         ({"CONTAINER_RUNTIME": "docker"}, "container runtime: docker, expected one of pyxis"),
     ],
 )
-def test_container_that_cannot_be(env: dict[str, str], message: str) -> None:
-    """No image, or a runtime that the script does not know, ends the job with 2 and says what is possible."""
+def test_an_impossible_container(env: dict[str, str], message: str) -> None:
+    """Without an image, or with an unknown runtime, the job exits with 2 and lists the possible ones."""
     done = locally(FOLDER / "container.sbatch", INSIDE, env=ALLOCATION | env)
     assert done.returncode == 2
     assert done.stderr.startswith(message)
 
 
 def test_no_container_runtime(tmp_path: Path) -> None:
-    """Where neither Pyxis nor Apptainer is there, the job ends with 2 and says what it looked for.
+    """Without Pyxis and Apptainer the job exits with 2 and lists what it looked for.
 
-    A stand-in srun without Pyxis, and a PATH with nothing else but grep.
+    A stand-in replaces srun, and PATH contains only grep.
     """
     stand_in(tmp_path, "srun", 'echo "  --nodes=N"')
     for name in ("bash", "grep"):

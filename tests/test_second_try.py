@@ -1,4 +1,4 @@
-"""A test on real daemons gets a second try in CI, and everybody sees that it did."""
+"""A failed test on real daemons runs again in CI, and the report shows that clearly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.leaving_out import leave_out
+from tests.skip_or_fail import skip_or_fail
 
 RERUNS, WORKERS = ("-p", "rerunfailures"), ("-p", "xdist", "-n", "2")
 TESTS = """
@@ -36,7 +36,7 @@ def test_on_no_daemon(): fails_once("c")
 def pytest_run(folder: Path, *words: str, ci: str = "") -> subprocess.CompletedProcess[str]:
     for name in ("pytest_rerunfailures", "xdist"):
         if not importlib.util.find_spec(name):
-            leave_out(f"{name} is not installed: pip install '.[test]'")
+            skip_or_fail(f"{name} is not installed: pip install '.[test]'")
     (folder / "test_tries.py").write_text(TESTS)
     markers = ["-o", "markers=slurm: a marker\nchaos: another"]
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # of xdist's workers
@@ -48,8 +48,8 @@ def pytest_run(folder: Path, *words: str, ci: str = "") -> subprocess.CompletedP
     )  # fmt: skip
 
 
-def test_a_second_try_is_said_loudly(tmp_path: Path) -> None:
-    """With CI=true a failed test on daemons runs once more, its section says which and why, other tests have one try."""
+def test_a_second_try_is_reported(tmp_path: Path) -> None:
+    """With CI=true a failed test on daemons runs again, a section names it and the reason, and other tests run once."""
     done = pytest_run(tmp_path, *RERUNS, *WORKERS, ci="true")
     assert done.returncode == 1
     assert re.search(r"^=+ 2 failed, 1 passed,.* 2 rerun in", done.stdout, re.M), done.stdout
@@ -62,14 +62,14 @@ def test_a_second_try_is_said_loudly(tmp_path: Path) -> None:
 
 
 def test_nothing_is_run_twice_elsewhere(tmp_path: Path) -> None:
-    """Without CI=true a failure is a failure, and no section speaks of tries."""
+    """Without CI=true a failure is a failure, and no section mentions second tries."""
     done = pytest_run(tmp_path)
     assert re.search(r"^=+ 3 failed in", done.stdout, re.M), done.stdout
     assert "SECOND TRIES" not in done.stdout
 
 
 def test_what_is_broken_is_not_run_twice_throughout(tmp_path: Path) -> None:
-    """A session has five second tries: where more fails the first time, that is no chance."""
+    """A session has at most five second tries, because more failures are not chance."""
     many = "import pytest\n@pytest.mark.slurm\n@pytest.mark.parametrize('n', range(8))\ndef test_broken(n): assert not n + 1\n"
     (tmp_path / "test_many.py").write_text(many)
     done = pytest_run(tmp_path, *RERUNS, "test_many.py", ci="true")
@@ -77,7 +77,7 @@ def test_what_is_broken_is_not_run_twice_throughout(tmp_path: Path) -> None:
 
 
 def test_ci_without_the_plugin(tmp_path: Path) -> None:
-    """Second tries that cannot be had are an error at the start, and no silent difference between two CIs."""
+    """If second tries are impossible, the session ends with an error at the start."""
     done = pytest_run(tmp_path, ci="true")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "ERROR: CI=true needs pytest-rerunfailures, for second tries: pip install '.[test]'\n" in done.stderr

@@ -1,4 +1,4 @@
-"""SECURITY.md promises nothing without a test."""
+"""Every promise of SECURITY.md has a test."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
 def promises(page: str) -> list[str]:
-    """The bullets below 'What is promised'."""
+    """Return the bullets below 'What is promised'."""
     promised = page.partition("## What is promised\n")[2].partition("\n## ")[0]
     promised = re.sub(r"<!--.*?-->", "", promised, flags=re.DOTALL)
     return [bullet.strip() for bullet in re.split(r"^- ", promised, flags=re.MULTILINE)[1:]]
 
 
 def faults(page: str) -> list[str]:
-    """What is wrong with the promises of the page: those without a test, and tests that do not exist."""
+    """Return what is wrong with the page's promises: promises without a test, and tests that do not exist."""
     found = [f"no test: {promise[:60]}" for promise in promises(page) if not NAMED.search(promise)]
     for file, test in NAMED.findall(page.partition("## What is promised\n")[2].partition("\n## ")[0].split("<!--")[0]):
         tree = ast.parse((ROOT / file).read_text()) if (ROOT / file).exists() else ast.Module([], [])
@@ -49,6 +49,6 @@ def test_every_promise_names_a_test_that_exists() -> None:
     ],
 )
 def test_a_promise_without_its_test_is_found(change: tuple[str, str], fault: str) -> None:
-    """A test that was renamed and a promise that names none are found."""
+    """The check finds a renamed test, and a promise without a test."""
     found = faults((ROOT / "SECURITY.md").read_text().replace(*change))
     assert len(found) == 1 and found[0].startswith(fault)

@@ -1,4 +1,4 @@
-"""The demo learns, on one rank and on several, and says so when it does not."""
+"""The demo learns on one rank and on several, and reports it if it does not."""
 
 import os
 import re
@@ -14,7 +14,7 @@ RESULT = re.compile(r"loss (\S+) -> (\S+) in (\d+) steps, held-out (\S+)")
 
 
 def python(folder: Path, *words: str, timeout_s: float = 90) -> subprocess.CompletedProcess[str]:
-    """Python run in `folder`, a thread per rank, as a process that belongs to no job."""
+    """Run Python in `folder`, with a thread per rank, as a process outside any job."""
     foreign = ("SLURM", "TORCHELASTIC", "OMPI", "HPCINIT")
     outside = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     return subprocess.run(
@@ -32,7 +32,7 @@ def train(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_loss_goes_down_on_two_nodes(tmp_path: Path) -> None:
-    """Submitted to 2 nodes x 2 ranks it learns, prints so, and ends with 0."""
+    """Submitted to 2 nodes x 2 ranks it learns, prints the losses, and exits with 0."""
     done = submit(tmp_path, "nodes=2", "ranks_per_node=2", "job=train_gpt", f"job.args={SMALL}")
     assert done.returncode == 0, done.stdout + done.stderr
     first, last, steps, _ = RESULT.findall(done.stdout)[-1]
@@ -50,7 +50,7 @@ def test_the_loss_goes_down_on_two_nodes(tmp_path: Path) -> None:
     ids=["sequence and tensor parallel", "deepspeed"],
 )
 def test_the_config_alone_makes_another_parallelism_of_it(tmp_path: Path, words: list[str]) -> None:
-    """Sequence x tensor parallelism with FSDP, and ZeRO 3, learn with no change to the program."""
+    """Sequence x tensor parallelism with FSDP, and ZeRO 3, learn without a change to the program."""
     done = submit(tmp_path, "nodes=1", "job=train_gpt", f"job.args={[*SMALL, '--heads=4']}", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     first, last, steps, _ = RESULT.findall(done.stdout)[-1]
@@ -65,7 +65,7 @@ def test_the_config_alone_makes_another_parallelism_of_it(tmp_path: Path, words:
     ids=["four shares of the data", "two"],
 )
 def test_every_parallelism_of_the_package_trains_alike(tmp_path: Path, ways: tuple[str, ...]) -> None:
-    """Each conf/parallel/*.yaml, with no other word, gives the demo the same losses on 2 nodes x 2 ranks."""
+    """Each conf/parallel/*.yaml gives the demo the same losses on 2 nodes x 2 ranks."""
     losses = {}
     for way in ways:
         words = ("nodes=2", "ranks_per_node=2", "job=train_gpt", f"job.args={ONES}", f"parallel={way}", f"name={way}")
@@ -92,7 +92,7 @@ def test_the_same_command_gives_the_same_losses(tmp_path: Path) -> None:
 
 
 def test_ranks_compare_bits_and_texts(tmp_path: Path) -> None:
-    """One rank with one bit more in one parameter is noticed, and so is one that reads another text."""
+    """A difference of one bit in one parameter of one rank is detected, and so is a rank that reads another text."""
     (tmp_path / "compare.py").write_text(f"""
 import pathlib, torch, hpcinit
 from hpcinit.jobs import train_gpt
@@ -115,7 +115,7 @@ with hpcinit.session() as run:
 
 
 def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
-    """Started by hand, without submission, it is one rank and learns."""
+    """Started without submission it is one rank and learns."""
     done = train(tmp_path)
     assert done.returncode == 0, done.stderr
     first, last, _, _ = RESULT.findall(done.stdout.splitlines()[-1])[0]
@@ -133,14 +133,14 @@ def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
     ],
 )
 def test_it_fails_with_a_reason(tmp_path: Path, words: list[str], status: int, message: str) -> None:
-    """A run that learns nothing ends with 1, a wrong argument with 2, each with a line that says why."""
+    """A run that does not learn exits with 1, a wrong argument with 2, each with a line with the reason."""
     done = train(tmp_path, *words)
     assert done.returncode == status, done.stdout
     assert re.search(message, done.stderr), done.stderr
 
 
 def test_the_text_is_the_modules_that_every_machine_has(tmp_path: Path) -> None:
-    """Modules are read in alphabetical order, without those of a site and without characters beyond ASCII."""
+    """Modules are read in alphabetical order, without a site's modules and without characters beyond ASCII."""
     from hpcinit.jobs.train_gpt import VOCABULARY, read_modules
 
     with pytest.raises(SystemExit, match=r"no text: .* has no \.py files; is this Python stripped"):

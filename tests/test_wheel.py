@@ -1,4 +1,4 @@
-"""The wheel holds all that a login node needs."""
+"""The wheel contains everything that a login node needs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 import zipfile
 from pathlib import Path
 
-from hpcinit.config.compose import folder
+from hpcinit.config.folders import folder
 from tests import sites
 
 ROOT = Path(__file__).parent.parent
 
 
 def test_wheel_submits_from_any_folder(tmp_path: Path) -> None:
-    """A built wheel, unpacked where no checkout is near, renders every cluster and has the sbatch scripts."""
+    """A built wheel, unpacked away from the checkout, renders every cluster and has the sbatch scripts."""
     build = [
         sys.executable,
         "-m",
@@ -38,7 +38,7 @@ def test_wheel_submits_from_any_folder(tmp_path: Path) -> None:
     }
     blocks = "hpcinit/submit/lib"
     assert {path.name for path in (site / blocks).iterdir()} == {path.name for path in (ROOT / blocks).iterdir()}
-    assert (site / "hydra_plugins/_hpcinit_search.py").is_file()
+    assert (site / "hydra_plugins/hpcinit_launcher.py").is_file()
     env = {**os.environ, "PYTHONPATH": str(site)}
     where = subprocess.run(
         [sys.executable, "-c", "import hpcinit; print(hpcinit.__file__)"],

@@ -1,4 +1,4 @@
-"""The tests are shared out so that what belongs together stays together, and nothing is left out."""
+"""All tests are distributed, and those of one file stay together."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import sys
 from pathlib import Path
 
 from tests import workers
-from tests.leaving_out import leave_out
+from tests.skip_or_fail import skip_or_fail
 
 ROOT = Path(__file__).parent.parent
 
 
 def test_every_name_is_that_of_a_file() -> None:
-    """A file that was renamed is renamed in the lists too."""
+    """The lists name existing files."""
     assert [name for name in (*workers.DEAR, *workers.APART) if not (ROOT / name).is_file()] == []
 
 
 def test_what_goes_one_by_one_shares_no_fixture_of_its_module() -> None:
-    """A test that is taken apart from its file would make the file's fixtures once more."""
+    """Files whose tests run on several workers have no module fixtures, which each worker would make again."""
     shares = re.compile(r'scope="(module|package|class)"')
     assert [name for name in workers.APART if shares.search((ROOT / name).read_text())] == []
 
 
 def test_a_file_stays_on_one_worker_and_the_dear_ones_come_first(tmp_path: Path) -> None:
-    """Two workers run two files: each file in the order that it has, on one worker, and the dear one begins."""
+    """Two workers run two files: each file stays on one worker, in order, and the expensive one starts first."""
     if not importlib.util.find_spec("xdist"):
-        leave_out("pytest-xdist is not installed: pip install '.[test]'")
+        skip_or_fail("pytest-xdist is not installed: pip install '.[test]'")
     (tmp_path / "tests").mkdir()
     dear = workers.DEAR[0]
     for file in ("tests/test_a.py", "tests/test_b.py", dear):

@@ -1,4 +1,4 @@
-"""`python -m hpcinit.world`, under every launcher that this machine has, started for real."""
+"""`python -m hpcinit.world`, under every launcher that this machine has, really started."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.leaving_out import leave_out
 from tests.minislurm import MiniSlurm
+from tests.skip_or_fail import skip_or_fail
 
 # command: Debian package. `make test` installs them where it may.
 MPI_PACKAGES = {"mpirun.openmpi": "openmpi-bin", "mpiexec.hydra": "mpich"}
@@ -23,13 +23,13 @@ WORLD = f"{sys.executable} -m hpcinit.world"
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
-def world(*words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hpcinit.world", *words]
+def world(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hpcinit.world", *arguments]
     return subprocess.run(command, env={**os.environ, **(env or {})}, capture_output=True, text=True, check=False)
 
 
 def run(command: list[str], folder: Path, env: Mapping[str, str] | None = None) -> str:
-    """What the command printed; it must succeed."""
+    """Return what the command prints; it must succeed."""
     done = subprocess.run(
         command, env={**os.environ, **(env or {})}, cwd=folder, capture_output=True, text=True, check=False, timeout=120
     )
@@ -38,23 +38,23 @@ def run(command: list[str], folder: Path, env: Mapping[str, str] | None = None) 
 
 
 def ranks(folder: Path, command: list[str], variable: str, env: Mapping[str, str] | None = None) -> list[Any]:
-    """The world of each rank that the command starts, by the rank that the launcher's own variable says."""
+    """Return the world of each rank that the command starts, by the launcher's own rank variable."""
     run([*command, "sh", "-c", f"{WORLD} > world-${variable}"], folder, env)
     return [json.loads((folder / f"world-{rank}").read_text()) for rank in range(len(list(folder.glob("world-*"))))]
 
 
 def mpi(command: str) -> str:
-    """The command, or a skip that says what to install; with CI=true, where a skip would go unseen, a failure."""
+    """Return the command, or skip the test with the package to install. With CI=true fail instead, to be noticed."""
     if not shutil.which(command):
-        leave_out(f"needs {command}: apt-get install {MPI_PACKAGES[command]}")
+        skip_or_fail(f"needs {command}: apt-get install {MPI_PACKAGES[command]}")
     return command
 
 
-# --- by itself
+# --- without a launcher
 
 
 def test_one_json_object_with_every_field() -> None:
-    """A process on its own prints its world as one JSON object, and nothing else."""
+    """A single process prints its world as one JSON object, and nothing else."""
     done = world()
     found = json.loads(done.stdout)
     assert (done.returncode, done.stderr, found["launcher"]) == (0, "", "single")
@@ -65,25 +65,25 @@ def test_one_json_object_with_every_field() -> None:
 
 
 def test_an_error_is_a_message_and_status_2() -> None:
-    """No JSON, no traceback: the message on stderr."""
+    """An error prints no JSON and no traceback, but its message on stderr."""
     done = world(env={"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"})
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "hpcinit: error: SLURM_STEP_ID is not set. The job has 8 tasks and this process is none of them: as a rank it "
-        "would wait for the others for ever; sbatch and salloc alone set no rank, start the ranks with srun (or say "
-        "HPCINIT_LAUNCHER=single, for one process on its own)\n"
+        "would wait forever for the others; sbatch and salloc alone set no rank, start the ranks with srun (or set "
+        "HPCINIT_STARTED_BY=single, for a single process)\n"
     )
 
 
 def test_slurm_by_hand_outside_of_slurm() -> None:
-    """What is missing is named, with status 2."""
-    done = world(env={"HPCINIT_LAUNCHER": "slurm"})
+    """A missing variable is named, with exit status 2."""
+    done = world(env={"HPCINIT_STARTED_BY": "slurm"})
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("hpcinit: error: SLURM_JOB_ID is not set, expected a job's number: ")
+    assert done.stderr.startswith("hpcinit: error: SLURM_JOB_ID is not set, expected a job id: ")
 
 
 def test_the_number_of_nodes() -> None:
-    """node_count is the number of hosts where they are named, and follows from the sizes where nothing tells it."""
+    """node_count is the number of hosts if they are named, else it is computed from the sizes."""
     recorded = json.loads((Path(__file__).parent / "data/launchers.json").read_text())["hydra 4.0.2"][0]
     assert json.loads(world(env=recorded).stdout)["node_count"] == 1
     found = json.loads(world().stdout)
@@ -91,20 +91,20 @@ def test_the_number_of_nodes() -> None:
 
 
 def test_a_launcher_by_hand() -> None:
-    """--launcher and HPCINIT_LAUNCHER pick; the contradiction is in the JSON."""
+    """--started-by and HPCINIT_STARTED_BY choose the launcher; the contradiction is in the JSON."""
     env = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}
-    for done in (world("--launcher", "single", env=env), world(env={**env, "HPCINIT_LAUNCHER": "single"})):
+    for done in (world("--started-by", "single", env=env), world(env={**env, "HPCINIT_STARTED_BY": "single"})):
         found = json.loads(done.stdout)
         assert found["world_size"] == 1
         assert found["warnings"] == [
-            "left aside from slurm: SLURM_NTASKS is 8, world_size is 1. In use is what single says"
+            "ignored variables of slurm: SLURM_NTASKS is 8, world_size is 1. hpcinit uses the values of single"
         ]
-    assert "expected one of: torchrun, horovod, openmpi, mpich, slurm, env, single" in world("--launcher", "x").stderr
+    assert "expected one of: torchrun, horovod, openmpi, mpich, slurm, env, single" in world("--started-by", "x").stderr
 
 
-@pytest.mark.unmeasured("looks at all that its process has imported")
+@pytest.mark.unmeasured("checks everything that its process has imported")
 def test_without_torch() -> None:
-    """The command imports neither torch nor Horovod nor anything else that is not Python's own or hpcinit's."""
+    """The command imports only the standard library and hpcinit, neither torch nor Horovod."""
     code = "import sys; from hpcinit.world import __main__; __main__.main([]); print(*(m.partition('.')[0] for m in sys.modules))"
     names = set(run([sys.executable, "-c", code], Path.cwd()).splitlines()[1].split())
     outside = {
@@ -118,7 +118,7 @@ def test_without_torch() -> None:
 
 
 def test_torchrun(tmp_path: Path) -> None:
-    """Two workers of a real torchrun are ranks 0 and 1, and meet where torchrun says."""
+    """Two workers of a real torchrun are ranks 0 and 1, and use torchrun's address."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     found = ranks(tmp_path, command, "RANK")
     assert [(w["launcher"], w["rank"], w["local_rank"], w["world_size"], w["node_count"]) for w in found] == [
@@ -136,7 +136,7 @@ def test_torchrun(tmp_path: Path) -> None:
     ],
 )
 def test_mpi(command: str, options: list[str], launcher: str, variable: str, tmp_path: Path) -> None:
-    """Three ranks of a real mpirun are 0 to 2 of 3 on one node, and agree on where to meet."""
+    """Three ranks of a real mpirun are 0 to 2 of 3 on one node, and agree on rank 0's address."""
     found = ranks(tmp_path, [mpi(command), *options, "-np", "3"], variable, AS_ROOT)
     assert [(w["launcher"], w["rank"], w["local_rank"]) for w in found] == [(launcher, rank, rank) for rank in range(3)]
     for each in found:
@@ -150,22 +150,22 @@ def test_mpi(command: str, options: list[str], launcher: str, variable: str, tmp
 
 @dataclass(frozen=True)
 class Place:
-    """One rank as Slurm shows it: srun's label, the kernel's host name, and what hpcinit.world printed."""
+    """One rank as Slurm shows it: srun's label, the kernel's host name, and the output of hpcinit.world."""
 
     label: int | None
     host: str
-    said: str
+    output: str
 
     @property
     def world(self) -> Any:
-        return json.loads(self.said)
+        return json.loads(self.output)
 
 
-SAY = f"sh -c 'echo \"$(uname -n) $({WORLD} 2>&1)\"'"
+PRINT_WORLD = f"sh -c 'echo \"$(uname -n) $({WORLD} 2>&1)\"'"
 
 
 def launched(slurm: MiniSlurm, folder: Path, allocation: str, script: str, output: str = "out") -> list[Place]:
-    """What `sbatch ALLOCATION` of the script left in `output`, sorted by srun's label."""
+    """Return what `sbatch ALLOCATION` of the script wrote to `output`, sorted by srun's label."""
     (folder / "job").write_text(f"#!/bin/sh\n{script}\n")
     run(["sbatch", "--wait", "--output=out", *allocation.split(), "job"], folder, slurm.env)
     text = (folder / output).read_text()
@@ -173,29 +173,29 @@ def launched(slurm: MiniSlurm, folder: Path, allocation: str, script: str, outpu
     for line in text.splitlines():
         label, colon, rest = line.partition(": ")
         place = line if not (colon and label.strip().isdigit()) else rest
-        host, _, said = place.partition(" ")
-        places.append(Place(int(label) if place is rest else None, host, said))
+        host, _, output = place.partition(" ")
+        places.append(Place(int(label) if place is rest else None, host, output))
     return sorted(places, key=lambda place: place.label or 0)
 
 
 HOSTS = "printf 'n3\\nn1\\nn3\\nn2\\n' > hosts; export SLURM_HOSTFILE=$PWD/hosts; "
 LIVE = {
-    "block": ("-N2 --ntasks-per-node=2", f"srun --label {SAY}"),
-    "cyclic": ("-N3 --ntasks-per-node=2 --distribution=cyclic", f"srun --label {SAY}"),
-    "uneven": ("-N3 -n4", f"srun --label {SAY}"),
-    "subset": ("-N4 --ntasks-per-node=2", f"srun -w n2,n4 -N2 -n4 --label {SAY}"),
-    "arbitrary": ("-N3 -n4", f"{HOSTS}srun --distribution=arbitrary --label {SAY}"),
-    "heterogeneous": ("-w n4 -n2 : -w n1,n2 -n2", f"srun --het-group=0,1 --label {SAY}"),
-    "one component": ("-n1 : -w n2,n3 -n3", f"srun --het-group=1 --label {SAY}"),
-    "preserve-env": ("-N2 -n4", f"srun --preserve-env -N1 -n2 --label {SAY}"),
-    "array": ("-N2 -n2 --array=3", f"srun --label {SAY}"),
+    "block": ("-N2 --ntasks-per-node=2", f"srun --label {PRINT_WORLD}"),
+    "cyclic": ("-N3 --ntasks-per-node=2 --distribution=cyclic", f"srun --label {PRINT_WORLD}"),
+    "uneven": ("-N3 -n4", f"srun --label {PRINT_WORLD}"),
+    "subset": ("-N4 --ntasks-per-node=2", f"srun -w n2,n4 -N2 -n4 --label {PRINT_WORLD}"),
+    "arbitrary": ("-N3 -n4", f"{HOSTS}srun --distribution=arbitrary --label {PRINT_WORLD}"),
+    "heterogeneous": ("-w n4 -n2 : -w n1,n2 -n2", f"srun --het-group=0,1 --label {PRINT_WORLD}"),
+    "one component": ("-n1 : -w n2,n3 -n3", f"srun --het-group=1 --label {PRINT_WORLD}"),
+    "preserve-env": ("-N2 -n4", f"srun --preserve-env -N1 -n2 --label {PRINT_WORLD}"),
+    "array": ("-N2 -n2 --array=3", f"srun --label {PRINT_WORLD}"),
 }
 
 
 @pytest.mark.slurm
 @pytest.mark.parametrize("shape", LIVE)
 def test_slurm(shape: str, slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Rank, host, sizes and rank 0's host are what srun's labels and the kernel say."""
+    """Rank, host, sizes and rank 0's host match srun's labels and the kernel."""
     places = launched(slurm, tmp_path, *LIVE[shape])
     assert len(places) > 1 and [place.label for place in places] == list(range(len(places)))
     for place in places:
@@ -211,8 +211,8 @@ def test_slurm(shape: str, slurm: MiniSlurm, tmp_path: Path) -> None:
 
 @pytest.mark.slurm
 def test_slurm_where_rank_0s_host_is_told_nowhere(slurm: MiniSlurm, tmp_path: Path) -> None:
-    """--distribution=arbitrary with a nodelist: rank 0 names itself, and all say that it is not certain."""
-    script = f"srun --distribution=arbitrary -w n3,n1,n3,n2 -n4 --label {SAY}"
+    """--distribution=arbitrary with a nodelist: rank 0 uses its own host, and master_known is False for all ranks."""
+    script = f"srun --distribution=arbitrary -w n3,n1,n3,n2 -n4 --label {PRINT_WORLD}"
     places = launched(slurm, tmp_path, "-N3 -n4", script)
     assert [place.host for place in places] == ["n3", "n1", "n3", "n2"]
     assert places[0].world["master_addr"] == "n3"
@@ -220,24 +220,25 @@ def test_slurm_where_rank_0s_host_is_told_nowhere(slurm: MiniSlurm, tmp_path: Pa
 
 
 NESTED = "srun --overlap sh -c '[ $SLURM_PROCID != 1 ] || "
-WITHOUT_RANK = {
-    "batch script": ("-N2 -n4", SAY, "out", "SLURM_STEP_ID is not set. The job has 4 tasks"),
-    "nodes only": ("-N2", SAY, "out", "SLURM_STEP_ID is not set. The job has 2 nodes"),
+BATCH = ("SLURM_STEP_ID is not set", "SLURM_STEP_ID is -5: a batch script")  # until Slurm 24.11, and in 26.05
+WITHOUT_RANK = {  # allocation, script, output file, and the messages of Slurm's versions, separated by |
+    "batch script": ("-N2 -n4", PRINT_WORLD, "out", f"{BATCH[0]}. The job has 4 tasks|{BATCH[1]}. The job has 4 tasks"),
+    "nodes only": ("-N2", PRINT_WORLD, "out", f"{BATCH[0]}. The job has 2 nodes|{BATCH[1]}. The job has 2 nodes"),
     "interactive": (
         "-N2 -n4",
-        f"srun --interactive --preserve-env {SAY}",
+        f"srun --interactive --preserve-env {PRINT_WORLD}",
         "out",
-        "SLURM_STEP_ID is 4294967290: an int",
+        "SLURM_STEP_ID is 4294967290: an int|SLURM_STEP_ID is -6: an int",  # Slurm 26.05
     ),
     "nested": (
         "-N2 -n2",
-        f"{NESTED}sbatch --wait -N2 -n2 --output=nested say'",
+        f"{NESTED}sbatch --wait -N2 -n2 --output=nested print_world'",
         "nested",
-        ".batch, a batch script, not in ",
+        f".batch, a batch script, not in |{BATCH[1]}",
     ),
     "nested salloc": (
         "-N2 -n2",
-        f"{NESTED}salloc -N2 -n2 ./say > nested'",
+        f"{NESTED}salloc -N2 -n2 ./print_world > nested'",
         "nested",
         "SLURM_STEP_ID is inherited: Slurm ",
     ),
@@ -247,18 +248,19 @@ WITHOUT_RANK = {
 @pytest.mark.slurm
 @pytest.mark.parametrize("shape", WITHOUT_RANK)
 def test_no_rank_on_slurm(shape: str, slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Batch scripts and shells, nested ones of the same shape too, are told at once to use srun."""
+    """Batch scripts and shells, nested ones of the same shape too, get the advice to use srun."""
     allocation, script, output, message = WITHOUT_RANK[shape]
-    (tmp_path / "say").write_text(f"#!/bin/sh\n{SAY}\n")
-    (tmp_path / "say").chmod(0o755)
+    (tmp_path / "print_world").write_text(f"#!/bin/sh\n{PRINT_WORLD}\n")
+    (tmp_path / "print_world").chmod(0o755)
     (place,) = launched(slurm, tmp_path, allocation, script, output)
-    assert message in place.said and "start the ranks with srun" in place.said
+    assert any(text in place.output for text in message.split("|"))
+    assert "start the ranks with srun" in place.output
 
 
 @pytest.mark.slurm
 def test_a_stale_rank_on_slurm(slurm: MiniSlurm, tmp_path: Path) -> None:
-    """A RANK from the shell that submitted arrives in the tasks, is named, and is not used."""
-    script = f"export RANK=7 WORLD_SIZE=8 MASTER_ADDR=old MASTER_PORT=1\nsrun --label {SAY}"
+    """A RANK of the submitting shell reaches the tasks, is reported, and is not used."""
+    script = f"export RANK=7 WORLD_SIZE=8 MASTER_ADDR=old MASTER_PORT=1\nsrun --label {PRINT_WORLD}"
     for place in launched(slurm, tmp_path, "-N2 -n2", script):
         assert place.world["rank"] == place.label
         assert f"RANK is 7, SLURM_PROCID is {place.label}" in place.world["warnings"][0]
@@ -267,7 +269,7 @@ def test_a_stale_rank_on_slurm(slurm: MiniSlurm, tmp_path: Path) -> None:
 
 @pytest.mark.slurm
 def test_torchrun_inside_srun(slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Two agents with two workers each are torchrun's four ranks on two nodes; Slurm's two are named."""
+    """Two agents with two workers each are torchrun's four ranks on two nodes; Slurm's two tasks are reported."""
     agent = "-m torch.distributed.run --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=n1:29411"
     script = f"srun {sys.executable} {agent} --no-python sh -c '{WORLD} > world-$RANK'"
     launched(slurm, tmp_path, "-N2 --ntasks-per-node=1", script)
@@ -284,7 +286,7 @@ def test_torchrun_inside_srun(slurm: MiniSlurm, tmp_path: Path) -> None:
     [("mpirun.openmpi", "openmpi", "OMPI_COMM_WORLD_RANK"), ("mpiexec.hydra", "mpich", "PMI_RANK")],
 )
 def test_mpi_inside_an_allocation(command: str, launcher: str, variable: str, slurm: MiniSlurm, tmp_path: Path) -> None:
-    """mpirun in a batch script on two nodes: MPI's four ranks, a guess for rank 0's host, Slurm's values named."""
+    """mpirun in a batch script on two nodes: there are MPI's four ranks, a guess for rank 0's host, and a warning about Slurm's values."""
     script = f"{mpi(command)} -np 4 sh -c 'echo \"$(uname -n) $({WORLD})\" > world-${variable}'"
     (tmp_path / "out").write_text("")
     allow = "".join(f"export {name}={value}\n" for name, value in AS_ROOT.items())
@@ -296,4 +298,4 @@ def test_mpi_inside_an_allocation(command: str, launcher: str, variable: str, sl
     ]
     assert {w["master_addr"] for w in found} == {lines[0][0]} and not any(w["master_known"] for w in found)
     assert len({(*w["master_ports"], w["job"]) for w in found}) == 1
-    assert "left aside from slurm: SLURM_PROCID is" in found[3]["warnings"][0]
+    assert "ignored variables of slurm: SLURM_PROCID is" in found[3]["warnings"][0]

@@ -1,4 +1,4 @@
-"""Which tests start their processes without coverage.py: docs/decisions/0028-coverage.md.
+"""List the tests that start their processes without coverage.py: docs/decisions/0028-coverage.md.
 
 Those with the marker `unmeasured`, and those on Slurm, but for the files in ON_SLURM: a measured process takes more
 time, and the many processes of a job take it from each other. A Python is measured where it finds coverage.py's
@@ -14,7 +14,7 @@ from collections.abc import Generator
 import pytest
 
 VARIABLE = "COVERAGE_PROCESS_CONFIG"
-# Their jobs run what only a job runs: the batch script's own steps, ranks under srun, each of a job's ways to end.
+# Their jobs run code that only a job runs: steps of the batch script, ranks under srun, each end of a job.
 ON_SLURM = ("tests/test_main_job.py",)
 
 
@@ -36,7 +36,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A mark without its reason is refused: what is not measured is said, and why."""
+    """Refuse a mark without a reason."""
     for item in items:
         mark = item.get_closest_marker("unmeasured")
         if mark and not mark.args:

@@ -1,4 +1,4 @@
-"""Waiting in tests for what comes in its own time."""
+"""Wait for a condition in tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def until(holds: Callable[[], object], timeout_s: float = 150, pause_s: float = 0.3) -> None:
-    """Asks again and again. AssertionError after timeout_s, of which be generous: the machine may be loaded."""
+    """Poll the condition. Raise AssertionError after timeout_s, which should be long: the machine may be busy."""
     end = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < end, f"not within {timeout_s:g} s"

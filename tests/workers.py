@@ -1,9 +1,9 @@
-"""How the tests are shared out among pytest-xdist's workers (`pytest -n 6`, which `make test` asks for).
+"""Distribute the tests among pytest-xdist's workers (`pytest -n 6`, as in `make test`).
 
-A file's tests stay together, since its module fixtures (a cluster, eight ranks' checkpoint) are dear; only those in
-APART, which take long and share nothing, go one by one. DEAR is begun first: no worker is to sit with a long one at
-the end, when the others are through. Each worker is a session with a cluster of its own, where one of its tests asks
-for the fixture `slurm`.
+A file's tests stay together, because its module fixtures (a cluster, a checkpoint of eight ranks) are expensive. Only
+the files in APART, whose tests take long and share nothing, are divided. The files in DEAR start first, so that no
+worker is left with a long one at the end. Each worker is a session and has a cluster if one of its tests uses the
+fixture `slurm`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import pytest
 if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
 
-# Files of minutes, those with the most wall and processor time first. From `pytest --cost` on a machine that had others'
-# work as well, so only the order is to be believed; a name that is missing costs minutes, never a test.
+# Files that take minutes, the longest first, from `pytest --cost` on a busy machine: only the order is reliable. A
+# missing name costs minutes, never a test.
 DEAR = (
     "tests/submit/test_restart_training.py",
     "tests/runtime/test_checkpoint.py",
@@ -60,7 +60,7 @@ APART: frozenset[str] = frozenset()
 
 
 def scope(nodeid: str) -> str:
-    """What of a test's identifier says with which others it stays on one worker."""
+    """Return the part of a test's identifier that it shares with the tests on the same worker."""
     file = nodeid.partition("::")[0]
     return nodeid if file in APART else file
 
@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling | None:
-    if config.option.dist != "load":  # who asked for another way gets it
+    if config.option.dist != "load":  # the user chose another one
         return None
     from xdist.scheduler import LoadScopeScheduling
 

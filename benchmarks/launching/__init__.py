@@ -1,1 +1,1 @@
-"""What benchmarks.launch starts: the two programs, and a slow file system."""
+"""The programs of benchmarks.launch, and a slow file system."""

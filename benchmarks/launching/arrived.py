@@ -1,4 +1,4 @@
-"""What each rank leaves behind when its first all-reduce is over: when that was, and the memory it holds."""
+"""Record for each rank the end of its first all-reduce and its memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def memory(pid: str) -> dict[str, int]:
 
 
 def at(when: float, barrier: object) -> None:
-    """when: time.monotonic() of the end of the first all-reduce. barrier: a call that returns when all are in it."""
+    """Write the record. when: time.monotonic() at the end of the all-reduce. barrier: a function that waits for all."""
     barrier()  # type: ignore[operator]
     found = {"at": when, "memory": [memory("self")]}
     parent = str(os.getppid())

@@ -1,4 +1,4 @@
-"""A rank of any launcher: torch, env://, one all-reduce."""
+"""The program of a rank without hpcinit: env:// and one all-reduce."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The same with hpcinit."""
+"""The program of a rank with hpcinit."""
 
 import torch
 import torch.distributed as dist

@@ -1,6 +1,7 @@
-/* A loaded parallel file system, stood in for: each call that asks for a file's metadata waits SLOW_FILES_US, and is
-   counted in the file SLOW_FILES_COUNT, 16 bytes that all processes of a node share: what opens, and what asks only.
-   LD_PRELOAD. What the dynamic linker opens by itself is not seen. /proc, /sys and /dev are as quick as they are, and what is below SLOW_FILES_QUICK. */
+/* A simulation of a loaded parallel file system (LD_PRELOAD): each metadata call waits SLOW_FILES_US.
+
+   The file SLOW_FILES_COUNT counts opens and other metadata calls: 16 bytes that all processes of a node share. Calls of
+   the dynamic linker are not counted. /proc, /sys, /dev and the folder SLOW_FILES_QUICK are not slowed down. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>

@@ -1,4 +1,4 @@
-"""slow_files.c from Python: built, and what it has counted."""
+"""Build slow_files.c and read its counters."""
 
 import struct
 import subprocess
@@ -9,18 +9,18 @@ COUNTS = struct.Struct("QQ")  # opens, stats
 
 
 def build(folder: Path) -> Path:
-    """The library in `folder`, for LD_PRELOAD."""
+    """Build the library in `folder`, for LD_PRELOAD."""
     library = folder / "slow_files.so"
     subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True)
     return library
 
 
 def start_count(path: Path) -> None:
-    """Make `path` what SLOW_FILES_COUNT names; without room for both numbers one is lost in silence."""
+    """Create the file for SLOW_FILES_COUNT, with space for both counters."""
     path.write_bytes(bytes(COUNTS.size))
 
 
 def counted(path: Path) -> tuple[int, int]:
-    """(opens, stats) so far."""
+    """Return the counters (opens, stats)."""
     opens, stats = COUNTS.unpack(path.read_bytes())
     return opens, stats

@@ -1,4 +1,4 @@
-"""What many projects have: a @hydra.main program that composes a small config and calls sbatch."""
+"""A typical project: a @hydra.main program that composes a small config and calls sbatch."""
 
 import shlex
 import subprocess

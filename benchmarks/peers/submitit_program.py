@@ -1,4 +1,4 @@
-"""submitit as its manual shows it: an AutoExecutor that submits a function."""
+"""submitit as in its manual: an AutoExecutor that submits a function."""
 
 import submitit
 

@@ -1,4 +1,4 @@
-"""submitit's batch mode as its manual shows it: a thousand calls of a function in one job array."""
+"""submitit's batch mode as in its manual: a thousand calls of a function in one job array."""
 
 import sys
 

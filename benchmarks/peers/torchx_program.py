@@ -1,7 +1,6 @@
 """torchx's Slurm scheduler through its Python interface.
 
-`torchx run -s slurm` does the same and then asks sacct for the job's state, which needs accounting and
-would count against it here.
+`torchx run -s slurm` does the same, but then also calls sacct, which needs accounting and takes more time.
 """
 
 from torchx.runner import get_runner

@@ -1,4 +1,4 @@
-"""MkDocs' hooks: the generated pages join those in docs/, and links out of docs/ lead into the site too."""
+"""MkDocs hooks: add the generated pages, and make links to files outside docs/ work on the site."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every message that hpcinit ends with, as the code has it: found in the source, never typed by hand."""
+"""Find every error message of hpcinit in its source, for the page of all messages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from hpcinit.base import errors
 
 PACKAGE = Path(errors.__file__).parent.parent
 KINDS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
-CHECKS = ("config.", "facts.wrappers")  # modules that yield problems of a config
-SHORTEST = 12  # letters of a text that is a message, and not a word that some function yields
+CHECKS = ("config.", "records.wrappers")  # modules that yield problems of a config
+SHORTEST = 12  # letters; a shorter text is not a message
 
 
 @dataclass(frozen=True)
 class Message:
-    """template: with <what is put in>. about: what the function that says it is for. module: 'config.checks'."""
+    """template: the text with <inserted values>. about: the docstring of the function that raises it.
+
+    module: such as 'config.checks'.
+    """
 
     template: str
     kind: str
@@ -28,7 +31,7 @@ class Message:
 
 
 def all_messages() -> list[Message]:
-    """In the order of modules and lines; the same words in one module once."""
+    """Return the messages in the order of modules and lines, each text once per module."""
     found: dict[tuple[str, str], Message] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
@@ -39,7 +42,7 @@ def all_messages() -> list[Message]:
 
 
 def about_module(module: str) -> str:
-    """What a module is for, in its own first sentence: config.checks -> Everything that can be known to be ..."""
+    """Return the first sentence of a module's docstring."""
     path = PACKAGE.joinpath(*module.split("."))
     file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
     return re.split(r"(?<!\.)\.(?: |$)", _first_line(ast.parse(file.read_text())), maxsplit=1)[0]
@@ -49,7 +52,7 @@ def _of(tree: ast.Module, module: str) -> Iterator[Message]:
     about = _first_line(tree)
     returned = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for function, node in _statements(tree):
-        kind, texts = _said(node, module)
+        kind, texts = _raised(node, module)
         for text in texts:
             purpose = (_first_line(function) if function else "") or about
             for template in _templates(text, returned):
@@ -58,7 +61,7 @@ def _of(tree: ast.Module, module: str) -> Iterator[Message]:
 
 
 def _statements(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef | None, ast.stmt | ast.expr]]:
-    """Each raise and yield with the function that it stands in."""
+    """Yield each raise and yield with the function that contains it."""
 
     def below(node: ast.AST, function: ast.FunctionDef | None) -> Iterator[tuple[ast.FunctionDef | None, ast.AST]]:
         for child in ast.iter_child_nodes(node):
@@ -70,8 +73,8 @@ def _statements(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef | None, ast.
     yield from below(tree, None)  # type: ignore[misc]
 
 
-def _said(node: ast.AST, module: str) -> tuple[str, list[ast.expr]]:
-    """The error's name and its messages; a problem in the config is yielded and raised with all others at the end."""
+def _raised(node: ast.AST, module: str) -> tuple[str, list[ast.expr]]:
+    """Return the name of the error and its messages. Problems of a config are yielded, and raised together later."""
     if isinstance(node, ast.Yield):
         return "ConfigError", [node.value] if module.startswith(CHECKS) and node.value else []
     call = node.exc if isinstance(node, ast.Raise) else None
@@ -80,19 +83,19 @@ def _said(node: ast.AST, module: str) -> tuple[str, list[ast.expr]]:
 
 
 def _templates(text: ast.expr, functions: dict[str, ast.FunctionDef]) -> list[str]:
-    """What an expression may say; a call of a function of the module stands for what that returns."""
+    """Return the texts that an expression can have; for a call of a function of the module, what it returns."""
     if isinstance(text, ast.Call) and isinstance(text.func, ast.Name) and text.func.id in functions:
         ends = [node.value for node in ast.walk(functions[text.func.id]) if isinstance(node, ast.Return)]
         rest = {name: node for name, node in functions.items() if name != text.func.id}
         return [template for end in ends if end for template in _templates(end, rest)]
     if isinstance(text, ast.IfExp):
         return _templates(text.body, functions) + _templates(text.orelse, functions)
-    words = _words(text)
-    return [] if words is None else [" ".join(words.split())]
+    found = _text(text)
+    return [] if found is None else [" ".join(found.split())]
 
 
-def _words(text: ast.expr) -> str | None:
-    """None for what is no text of ours."""
+def _text(text: ast.expr) -> str | None:
+    """Return the text of an expression, or None if it has none."""
     if isinstance(text, ast.Constant):
         return text.value if isinstance(text.value, str) else None
     if isinstance(text, ast.JoinedStr):
@@ -101,13 +104,13 @@ def _words(text: ast.expr) -> str | None:
             for part in text.values
         )
     if isinstance(text, ast.BinOp) and isinstance(text.op, ast.Add):
-        sides = [_words(side) for side in (text.left, text.right)]
+        sides = [_text(side) for side in (text.left, text.right)]
         return None if sides == [None, None] else "".join(side or "<...>" for side in sides)
     return None
 
 
 def _name(value: ast.expr) -> str:
-    """One word for what is put in: 'nodes' for config.nodes, '...' for more than a name."""
+    """Return a name for an inserted value: 'nodes' for config.nodes, '...' for an expression."""
     if isinstance(value, ast.Attribute):
         return value.attr
     if isinstance(value, ast.Name):

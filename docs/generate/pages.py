@@ -1,4 +1,4 @@
-"""Pages of the site that come from the code: every key, every message, the front page, and files that pages link to."""
+"""Generate pages of the site from the code: keys, messages, the front page, decisions, and files that pages link to."""
 
 from __future__ import annotations
 
@@ -15,67 +15,113 @@ from hpcinit.config.schema import Config
 from hpcinit.records import causes
 
 ROOT = Path(__file__).parents[2]
-SOURCE = "source"  # where the site has files of the checkout that are no pages
-PAGES = {"docs/decisions": "decisions.md", "CHANGELOG.md": "changes.md"}  # what has a page of another name
+SOURCE = "source"  # the folder of the site for files of the checkout that are not pages
+# Pages that have another name on the site.
+PAGES = {
+    "README.md": "index.md",
+    "docs/decisions": "decisions.md",
+    "CHANGELOG.md": "changes.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
 LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)]*)?\)")
 
-# Where a message comes up, by the first part of its module's name.
-ROOMS = {
-    "config": "What is wrong with a config or its overrides",
-    "submission": "Submitting",
+# Title of the messages of a package.
+PACKAGE_TITLES = {
+    "config": "Config and overrides",
+    "submit": "Submitting",
+    "slurm": "Slurm's commands and host names",
     "discover": "Describing a cluster",
     "local": "cluster=local",
-    "observe": "Looking at runs",
+    "observe": "Status, logs, cancel",
+    "why": "Failures, hangs and excluded nodes",
+    "report": "Start-up report",
+    "timeouts": "Start-up timeouts",
     "doctor": "The doctor",
-    "facts": "Environment, host names, layout and options",
+    "records": "Run folder, layout and batch",
+    "world": "Environment of a rank",
+    "deepspeed": "DeepSpeed",
+    "rendezvous": "Rendezvous",
+    "launch": "Starting the ranks",
     "runtime": "In the job",
     "": "Commands",
 }
 
 KEYS = """\
-# Every key
+# All config keys
 
-Made from the schema. `hpcinit submit --help` prints the same, `--cfg job` shows a composed config, and
-[example.yaml](../../conf/cluster/example.yaml) has the keys of a cluster with their use.
+Generated from the schema. `hpcinit submit --help` prints the same list, and `--cfg job` prints a composed config.
+[example.yaml](../../conf/cluster/example.yaml) shows how to use the keys of a cluster.
 """
-MESSAGES = """\
-# Every message
+API = """\
+# Python API
 
-Made from the source: what hpcinit ends with when something is wrong, {count} texts. What stands in `<...>` is put
-in when it happens. A message says what was looked at, what was seen, what was expected and what to do; in italics,
-what the code that says it is for. Exit status 2: the request is wrong and nothing was started; 1: it was right and
-could not be carried out. All problems of a config are told at once. First, what your program, torch, NCCL and the
-kernel say, as `hpcinit why` takes it; what Slurm says is in [troubleshooting](../troubleshooting.md).
+Generated from the docstrings. A training program uses `import hpcinit` and these names. Everything else in the package
+can change without notice. `hpcinit.session()` is what most programs need:
+
+```python
+import hpcinit
+
+with hpcinit.session() as run:
+    print(run.rank, run.world_size, run.device)
+```
+
+[Your own script](../your-script.md) explains which call helps with what.
+"""
+COMMANDS = "hpcinit.api"  # a module: submit and follow runs from Python
+# Public names in the order of the page. Programs do not import the last two, but get them from run.wrap and run.load.
+OBJECTS = {
+    "hpcinit.session": "hpcinit.runtime.bringup.session",
+    "hpcinit.init": "hpcinit.runtime.bringup.init",
+    "hpcinit.shutdown": "hpcinit.runtime.bringup.shutdown",
+    "hpcinit.Runtime": "hpcinit.runtime.runtime.Runtime",
+    "hpcinit.side_group": "hpcinit.runtime.side_groups.side_group",
+    "hpcinit.World": "hpcinit.world.World",
+    "hpcinit.Layout": "hpcinit.records.layout.Layout",
+    "hpcinit.Samples": "hpcinit.records.spec.Samples",
+    "hpcinit.Training": "hpcinit.records.spec.Training",
+    "hpcinit.Precision": "hpcinit.records.spec.Precision",
+    "hpcinit.HpcinitError": "hpcinit.base.errors.HpcinitError",
+    "Wrapped": "hpcinit.runtime.wrap.wrapped.Wrapped",
+    "Loaded": "hpcinit.runtime.checkpoint.Loaded",
+}
+MESSAGES = """\
+# All messages
+
+Generated from the source: the {count} error messages of hpcinit. `<...>` is replaced by a value. The text in italics
+describes the function that raises the error. Exit status 2 means that the request is wrong and nothing was started; 1
+means that a correct request failed. The first table lists errors of your program, torch, NCCL and the kernel, and how
+`hpcinit why` explains them. Slurm's messages are in [troubleshooting](../troubleshooting.md).
 """
 CAUSES = """\
-## What your program, torch and the kernel say
+## Errors of your program, torch and the kernel
 
-`hpcinit why RUN` finds the rank that was first, and looks at its error from the top of this table down.
+`hpcinit why RUN` finds the rank that failed first, and uses the first row of this table that matches its error.
 
-| you saw | why | what to do |
+| error | cause | what to do |
 |---|---|---|
 """
-# In words where the kind alone says too little.
+# Causes as the page shows them.
 KINDS = {
     "cuda-memory": "the GPU's memory is full",
     "host-memory": "the node's memory is full",
     "shared-memory": "/dev/shm of the node is full",
-    "disk": "no room on a disk",
+    "disk": "a disk is full",
     "import": "a package is not in the ranks' Python",
     "no-gpu": "this torch finds no GPU",
-    "gpu": "a GPU has failed, or what the program ran on it",
-    "port": "two programs, one port",
-    "not-a-number": "the loss is no number any more",
-    "file": "a file is not there, or not yours",
+    "gpu": "a GPU, or the program on it, has failed",
+    "port": "another program uses the port",
+    "not-a-number": "the loss is not a number",
+    "file": "a file is missing or not readable",
     "network": "the network between the nodes",
-    "start-up": "a rank has not come",
-    "hang": "ranks wait for one that does not come",
+    "start-up": "a rank did not start",
+    "hang": "ranks wait for a rank that does not enter the collective",
     "program": "the program itself",
 }
 
 
 def keys() -> str:
-    """The page of all keys, a table for each group."""
+    """Return the page of all keys, with a table for each group."""
     parts = [KEYS, _table("", Config)]
     for item in sorted((item for item in fields(Config) if schema.table(item)), key=lambda item: item.name):
         parts.append(f"## {item.name}\n\n{_about(schema.table(item))}\n\n{_table(f'{item.name}.', schema.table(item))}")
@@ -98,18 +144,24 @@ def _rows(prefix: str, table: type) -> Iterator[str]:
                 yield from _rows(f"{name}.", below)
             continue
         choices = ", ".join(f"`{'null' if choice is None else choice}`" for choice in schema.choices(name))
-        words = choices or schema.bounds(item.metadata)
+        allowed = choices or schema.bounds(item.metadata)
         shown = schema.shown(item)
-        default = f"`{shown}`" if shown else "a file must say it"
-        yield f"| `{name}` | {default} | {_cell(item.metadata['help'])}{f' ({words})' if words else ''} |\n"
+        default = f"`{shown}`" if shown else "required"
+        yield f"| `{name}` | {default} | {_cell(item.metadata['help'])}{f' ({allowed})' if allowed else ''} |\n"
+
+
+def api() -> str:
+    """Return the page of the Python API, whose blocks mkdocstrings replaces by signatures and docstrings."""
+    blocks = "".join(f"\n::: {path}\n" for path in (*OBJECTS.values(), COMMANDS))
+    return API + blocks
 
 
 def messages() -> str:
-    """The page of all messages, by where they come up."""
+    """Return the page of all messages, by package."""
     found = all_messages()
     parts = [MESSAGES.format(count=len(found)), _causes()]
-    for room, title in ROOMS.items():
-        here = [message for message in found if _room(message) == room]
+    for package, title in PACKAGE_TITLES.items():
+        here = [message for message in found if _package(message) == package]
         if here:
             parts.append(f"## {title}\n")
             parts += [_of_module(module, list(those)) for module, those in groupby(here, lambda each: each.module)]
@@ -117,27 +169,27 @@ def messages() -> str:
 
 
 def _causes() -> str:
-    """A row for each kind of error that `hpcinit why` knows, and for each signal."""
+    """Return a row for each kind of error that `hpcinit why` recognizes, and for each signal."""
     rows = [(_readable(pattern), KINDS[kind], do) for kind, pattern, do in causes.KINDS]
     rows += [(f"`{signal}`", "a signal ended the rank", do) for signal, do in causes.SIGNALS.items()]
     return CAUSES + "".join(f"| {saw} | {why} | {_cell(do)} |\n" for saw, why, do in rows)
 
 
 def _readable(pattern: str) -> str:
-    """The alternatives of a regular expression as a person would write them: `No space left on device`, `Xid`."""
-    depth, words = 0, [""]
+    """Return the alternatives of a regular expression as plain text: `No space left on device`, `Xid`."""
+    depth, parts = 0, [""]
     for letter in pattern:
         depth += (letter == "(") - (letter == ")")
-        words = [*words, ""] if letter == "|" and not depth else [*words[:-1], words[-1] + letter]
+        parts = [*parts, ""] if letter == "|" and not depth else [*parts[:-1], parts[-1] + letter]
     shown = [
-        re.sub(r"\\([.])", r"\1", re.sub(r"\\d\+", "N", word).replace("\\b", "").replace(".*", "...")) for word in words
+        re.sub(r"\\([.])", r"\1", re.sub(r"\\d\+", "N", part).replace("\\b", "").replace(".*", "...")) for part in parts
     ]
     alone = dict.fromkeys(word.strip("^$").replace("?", "") for word in _without_groups(shown))
     return ", ".join(f"`{_cell(word)}`" for word in alone)
 
 
 def _without_groups(words: list[str]) -> Iterator[str]:
-    """(A|B) as two words; 'ranks? (is|are) missing' is one that has its first."""
+    """Replace a group (A|B) by one text for each alternative."""
     for word in words:
         group = re.search(r"\(([^()]*)\)", word)
         if group is None:
@@ -148,9 +200,9 @@ def _without_groups(words: list[str]) -> Iterator[str]:
             )
 
 
-def _room(message: Message) -> str:
+def _package(message: Message) -> str:
     first = message.module.partition(".")[0]
-    return first if first in ROOMS else ""
+    return first if first in PACKAGE_TITLES else ""
 
 
 def _of_module(module: str, found: list[Message]) -> str:
@@ -171,7 +223,7 @@ def _cell(text: str) -> str:
 
 
 def at_the_top(name: str) -> str:
-    """README.md or CHANGELOG.md, as a page of docs/."""
+    """Return a page of the top folder, such as README.md, as a page of docs/."""
     return LINK.sub(lambda link: f"]({_from_docs(link[1])}{link[2] or ''})", (ROOT / name).read_text())
 
 
@@ -180,9 +232,9 @@ def _from_docs(target: str) -> str:
 
 
 def linked(text: str, page: str) -> tuple[str, list[str]]:
-    """A page's text with its links out of docs/ led into SOURCE, and the files that must be there.
+    """Return a page's text with its links out of docs/ replaced by links into SOURCE, and the files that SOURCE needs.
 
-    page: its path below docs/, as in decisions/0001-x.md. A folder is no file: its name stays, without a link.
+    page: its path in docs/, such as decisions/0001-packages-and-a-run-folder.md. A link to a folder becomes plain text.
     """
     wanted = []
 
@@ -204,7 +256,7 @@ def linked(text: str, page: str) -> tuple[str, list[str]]:
 
 
 def decisions() -> str:
-    """The list of decisions."""
+    """Return the list of decisions."""
     lines = ["# Decisions\n"]
     for path in sorted((ROOT / "docs/decisions").glob("*.md")):
         title = path.read_text().partition("\n")[0].lstrip("# ")
@@ -212,11 +264,14 @@ def decisions() -> str:
     return "\n".join(lines) + "\n"
 
 
-# Pages that no file in docs/ holds.
+# Pages without a file in docs/.
 MADE: dict[str, Callable[[], str]] = {
     "index.md": lambda: at_the_top("README.md"),
     "changes.md": lambda: at_the_top("CHANGELOG.md"),
+    "contributing.md": lambda: at_the_top("CONTRIBUTING.md"),
+    "security.md": lambda: at_the_top("SECURITY.md"),
     "decisions.md": decisions,
+    "reference/api.md": api,
     "reference/keys.md": keys,
     "reference/messages.md": messages,
 }

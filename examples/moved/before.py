@@ -1,4 +1,4 @@
-"""A training as many have it, for torchrun: DDP, a DistributedSampler, a snapshot after each epoch.
+"""A typical training script for torchrun: DDP, a DistributedSampler, a snapshot after each epoch.
 
 torchrun --nproc-per-node=2 before.py --epochs 8
 """
@@ -23,7 +23,7 @@ def arguments() -> argparse.Namespace:
 
 
 def samples() -> TensorDataset:
-    """A line with noise on it; the same on every rank."""
+    """Return a noisy linear function, the same on every rank."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(256, 4, generator=generator)
     return TensorDataset(x, x.sum(dim=1, keepdim=True) + 0.1 * torch.randn(256, 1, generator=generator))

@@ -1,7 +1,7 @@
-"""Writes that only report: none of them ends a training run, and none delays its steps.
+"""Writes reports without ending or delaying the training run.
 
-A full disk, a used-up quota or a file server that does not answer costs the report, with one warning. Reports that are
-written while the program trains go through a thread: of several texts for one report it writes the latest.
+If a disk is full, a quota is used up or a file server does not answer, only the report is lost, with one warning.
+During training a thread writes the reports; if several texts for one report wait, it writes the latest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 from hpcinit.base.console import say
 
-# Errors of a disk, a quota or a file server, and not of a wrong path.
+# Errors of a disk, a quota or a file server, as opposed to a wrong path.
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}
 RETRY_S = 5.0  # between two attempts at a report that failed
 FLUSH_S = 10.0  # how long a process waits for its last reports before it ends
@@ -47,29 +47,35 @@ class _Writer:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: dict[str, Callable[[], object]] = {}
-        self._failed_at: dict[str, float] = {}
+        self._not_before: dict[str, float] = {}  # by report: the time.monotonic() of the next attempt
+        self._every_s: dict[str, float] = {}
         self._busy = ""
-        self._stuck = ""  # what a flush has waited for in vain
+        self._stuck = ""  # the report for which a flush timed out
         self._started = False
 
-    def put(self, what: str, write: Callable[[], object], keep_first: bool) -> None:
+    def put(self, what: str, write: Callable[[], object], keep_first: bool, every_s: float) -> None:
         with self._changed:
             if keep_first and what in self._waiting:
                 return
+            new = what not in self._waiting  # then the thread's pause may be too long
             self._waiting[what] = write
+            self._every_s[what] = every_s
+            if not every_s and what not in _failing:
+                self._not_before.pop(what, None)
             if not self._started:
                 try:
                     threading.Thread(target=self._run, name="hpcinit-reports", daemon=True).start()
-                except RuntimeError:  # this user may have no more threads: the next report tries again
+                except RuntimeError:  # the user's limit of threads is reached; the next report tries again
                     return
                 self._started = True
-            self._changed.notify_all()
+            if new or self._due() is not None:
+                self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
         with self._changed:
             if not self._started or (self._stuck and self._busy == self._stuck):
                 return not self._waiting and not self._busy
-            self._failed_at.clear()  # try again now
+            self._not_before.clear()  # try again now
             self._changed.notify_all()
             if not self._changed.wait_for(lambda: not self._busy and self._due() is None, timeout_s):
                 self._stuck = self._busy
@@ -77,27 +83,34 @@ class _Writer:
             return not self._waiting and not self._busy
 
     def _due(self) -> str | None:
-        """The first report that is to be written now."""
+        """Return the first report that is to be written now, or None."""
         now = time.monotonic()
-        return next((what for what in self._waiting if now >= self._failed_at.get(what, -RETRY_S) + RETRY_S), None)
+        return next((what for what in self._waiting if now >= self._not_before.get(what, now)), None)
+
+    def _pause_s(self) -> float | None:
+        """Return how long the thread waits for the next report that is due; None if none waits."""
+        times = [self._not_before.get(what, 0.0) for what in self._waiting]
+        return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 while (what := self._due()) is None:
-                    self._changed.wait(RETRY_S if self._waiting else None)
+                    self._changed.wait(self._pause_s())
                 write, self._busy = self._waiting.pop(what), what
             try:
                 with suppressed(what):
                     write()
-            except Exception as error:  # the thread goes on: other reports wait
+            except Exception as error:  # the thread must continue, because other reports wait
                 say(f"warning: {what} cannot be written: {error!r}")
             with self._changed:
                 if what in _failing:
-                    self._failed_at[what] = time.monotonic()
+                    self._not_before[what] = time.monotonic() + RETRY_S
                     self._waiting.setdefault(what, write)
+                elif self._every_s[what]:
+                    self._not_before[what] = time.monotonic() + self._every_s[what]
                 else:
-                    self._failed_at.pop(what, None)
+                    self._not_before.pop(what, None)
                 self._busy = ""
                 self._changed.notify_all()
 
@@ -105,21 +118,22 @@ class _Writer:
 _writer = _Writer()
 
 
-def later(what: str, write: Callable[[], object], *, keep_first: bool = False) -> None:
+def later(what: str, write: Callable[[], object], *, keep_first: bool = False, every_s: float = 0.0) -> None:
     """Have the thread call `write`, which may raise OSError, until it succeeds; return at once.
 
-    It takes the place of a `write` for the same report that still waits; with keep_first, that one stays.
+    It replaces a `write` for the same report that still waits; with keep_first, the earlier one is kept. every_s: the
+    shortest time between two writes of this report; the latest one is always written.
     """
-    _writer.put(what, write, keep_first)
+    _writer.put(what, write, keep_first, every_s)
 
 
 def flush(timeout_s: float = FLUSH_S) -> bool:
-    """Try all reports that wait once more; return whether all are written after at most `timeout_s` seconds."""
+    """Try all waiting reports again; return whether all are written after at most `timeout_s` seconds."""
     return _writer.flush(timeout_s)
 
 
 def _in_child() -> None:
-    """A forked child has no copy of the thread, and its parent writes what waits."""
+    """Replace the writer in a forked child: the thread is not copied, and the parent writes the waiting reports."""
     global _writer  # noqa: PLW0603 - a process has one
     _writer = _Writer()
 

@@ -2,20 +2,20 @@
 
     HpcinitError
     ├── RequestError         the request is wrong; nothing was started          exit status 2
-    │   ├── NodelistError    a host list that Slurm would not have written
-    │   ├── WorldError       the environment of a rank contradicts itself
+    │   ├── NodelistError    not a valid Slurm nodelist
+    │   ├── WorldError       the environment of a rank is inconsistent
     │   ├── SpecError        a run folder's spec.json cannot be used
-    │   └── ConfigError      config or overrides; may carry several problems
-    └── Failure              the request was right and could not be carried out  exit status 1
+    │   └── ConfigError      config or overrides; contains all problems found
+    └── Failure              the request was valid, but failed               exit status 1
         ├── SubmitError      sbatch or the local engine refused
-        │   ├── NotReached       the controller did not get the request: there is no job
-        │   └── MaybeSubmitted   or gave no clear answer: look before you submit again
-        ├── BringUpError     the process group did not come up as asked
-        ├── TrainingHang     the ranks took no step for too long
+        │   ├── NotReached       the controller did not receive the request: there is no job
+        │   └── MaybeSubmitted   the answer is unclear: check before you submit again
+        ├── BringUpError     the process group could not be initialized
+        ├── TrainingHang     no rank finished a step for too long
         └── CheckpointError  a checkpoint could not be written or read
 
-A message says what we looked at, what we saw, what we expected and what to do. It is for people: what another part of
-hpcinit must know about an error is a field of it.
+A message has four parts: what is wrong, what was expected, why, and what to type. Messages are for people. What another
+part of hpcinit needs to know about an error is a field of it.
 """
 
 from __future__ import annotations
@@ -23,59 +23,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# The kinds of failures: values of `kind` in hpcinit's errors, in error records and in verdicts of `hpcinit why`.
-#
-# Decisions (which failure came first, who is to blame, what to do) are made by these values, never by a message.
+from hpcinit.base import failure_kinds
 
-# Set where hpcinit itself raises an error, and written to the record of the rank.
-PROGRAM = "program"  # any other error, of the program or of hpcinit
-HANG = "hang"  # the ranks took no step for too long
-START_UP = "start-up"  # a rank did not get through the rendezvous in time
-PEER_LOST = "peer-lost"  # another rank failed in the rendezvous, and this one heard of it
-# Recognized in the output of other programs: records/causes.py.
-CUDA_MEMORY = "cuda-memory"
-HOST_MEMORY = "host-memory"
-SHARED_MEMORY = "shared-memory"
-DISK = "disk"
-IMPORT = "import"
-NO_GPU = "no-gpu"
-GPU = "gpu"
-PORT = "port"
-NOT_A_NUMBER = "not-a-number"
-FILE = "file"
-NETWORK = "network"
-# Of a run whose ranks left no cause: from Slurm, from exit statuses, or from a person.
-SIGNAL = "signal"
-NODE = "node"
-TIME_LIMIT = "time-limit"
-REQUEUED = "requeued"
-PREEMPTED = "preempted"
-CANCELLED = "cancelled"
-SCRIPT = "script"  # the batch script failed before a rank did
-UNKNOWN = "unknown"
-# Of a run in which nothing failed.
-NONE = "none"
-STOPPED = "stopped"  # as somebody asked it to
-
-# Consequences of another rank's failure, and what `hpcinit why` calls them.
-SECONDARY = {PEER_LOST: "died during start-up"}
-
-
-INTERRUPTED = 130  # the exit status after Ctrl-C: 128 + SIGINT, as shells say
+INTERRUPTED = 130  # the exit status after Ctrl-C: 128 + SIGINT, as in shells
 
 
 NOTHING_SUBMITTED = "nothing was submitted"  # the outcome of most SubmitErrors
 
 
-class HpcinitError(Exception):
-    """Base of all. `exit_status` is what a command line program ends with.
+FIELDS = ("kind", "rank_at_fault", "host_at_fault", "quoted")  # of every HpcinitError: in records and in --json
 
-    kind: one of base/errors.py. rank_at_fault, host_at_fault: None and '' if they are not known. quoted: the
-    words of another program in the message, or of the system; `hpcinit why` looks for their cause.
+
+class HpcinitError(Exception):
+    """Base class of all errors that hpcinit raises on purpose.
+
+    Attributes:
+        exit_status: the exit status of a command that ends with this error.
+        kind: one of base/failure_kinds.py.
+        rank_at_fault: the rank that failed first, or None if it is unknown.
+        host_at_fault: the host that failed first, or '' if it is unknown.
+        quoted: the text of another program or of the system in the message, in which `hpcinit why` looks for the cause.
     """
 
     exit_status = 1
-    kind = PROGRAM
+    kind = failure_kinds.PROGRAM
     rank_at_fault: int | None = None
     host_at_fault = ""
     quoted = ""
@@ -92,17 +63,22 @@ class HpcinitError(Exception):
         self.kind = kind or self.kind
         self.rank_at_fault, self.host_at_fault, self.quoted = rank_at_fault, host_at_fault, quoted
 
+    def document(self) -> dict[str, Any]:
+        """Return the error as `--json` prints it: the message, the class, and the fields that programs decide by."""
+        fields = {name: getattr(self, name) for name in FIELDS}
+        return {"error": str(self), "type": type(self).__name__, **fields}
+
 
 class RequestError(HpcinitError):
     exit_status = 2
 
 
 class NodelistError(RequestError, ValueError):
-    """Text that is not a Slurm nodelist; the message points at the column."""
+    """Text that is not a Slurm nodelist. The message points at the column."""
 
 
 class WorldError(RequestError):
-    """Rank, size or master cannot be told from this environment."""
+    """Rank, world size or master address cannot be determined from this environment."""
 
 
 class SpecError(RequestError):
@@ -110,14 +86,15 @@ class SpecError(RequestError):
 
 
 class ConfigError(RequestError):
-    """One or more problems in the config, all found in the same pass.
-
-    `problems` holds one complete message each.
-    """
+    """One or more problems in the config, all found in the same pass. problems: one complete message each."""
 
     def __init__(self, *problems: str) -> None:
         self.problems: Sequence[str] = problems
         super().__init__("\n".join(problems))
+
+    def document(self) -> dict[str, Any]:
+        """Return the error as `--json` prints it, with the list of problems."""
+        return {**super().document(), "problems": list(self.problems)}
 
 
 class Failure(HpcinitError):
@@ -125,9 +102,9 @@ class Failure(HpcinitError):
 
 
 class SubmitError(Failure):
-    """problem: the message without its last clause. outcome: that clause, which says what became of the submission.
+    """A failed submission. problem: the message without its last clause. outcome: that clause, the submission's state.
 
-    A caller that knows more about the outcome raises the problem with an outcome of its own.
+    A caller that knows more about the outcome raises the problem again with another outcome.
     """
 
     def __init__(self, problem: str = "", outcome: str = "", separator: str = "; ") -> None:
@@ -136,11 +113,11 @@ class SubmitError(Failure):
 
 
 class NotReached(SubmitError):
-    """The controller did not get the request: there is no job, and another attempt may succeed."""
+    """The controller did not receive the request: there is no job, and another attempt may succeed."""
 
 
 class MaybeSubmitted(SubmitError):
-    """Submitting failed in a way in which the job may exist all the same."""
+    """The submission failed, but the job may exist."""
 
 
 class BringUpError(Failure):
@@ -148,9 +125,9 @@ class BringUpError(Failure):
 
 
 class TrainingHang(Failure):
-    """report: the fields of records.hang_report.HangReport, which the message is made of."""
+    """No rank finished a step for too long. report: the fields of records.hang_report.HangReport."""
 
-    kind = HANG
+    kind = failure_kinds.HANG
 
     def __init__(self, message: str, report: Mapping[str, Any] | None = None) -> None:
         self.report = report or {}

@@ -1,4 +1,4 @@
-"""Atomic writes, and the check of who may write a file or folder that hpcinit runs or reads."""
+"""Writes files atomically, and checks who else can write a file or folder that hpcinit executes or trusts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcinit.base.quoting import shell
 
 
 def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
-    """Through a file beside it that takes its place, 'x.json.4242.tmp'. Raises OSError; then `path` is as it was.
+    """Write a temporary file in the same folder, 'x.json.4242.tmp', and rename it. On OSError, `path` is unchanged.
 
     mode: of a new file, before the umask.
     """
@@ -30,12 +30,10 @@ def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
         raise
 
 
-# Whether another user could have written what hpcinit is about to execute or trust, and what to do about it.
-#
-# Why these rules: docs/decisions/0038-who-may-write-what-we-run.md.
+# The reasons for these rules: docs/decisions/0038-file-ownership-checks.md.
 
-ACL = "system.posix_acl_access"  # extended attribute; a POSIX ACL may name further users
-FOLDER_MODE = 0o755  # before the umask, of a folder that we create and others may enter
+ACL = "system.posix_acl_access"  # extended attribute; a POSIX ACL may grant access to more users
+FOLDER_MODE = 0o755  # before the umask: others may enter the folders that we create
 
 
 def ownership_problem(
@@ -43,18 +41,18 @@ def ownership_problem(
 ) -> str:
     """Return why `path` cannot be trusted, with what to type, or '' if it can.
 
-    found: of the open file where a race matters, else of the path. advice: what to do about a foreign owner. owners:
-    user ids that are trusted besides this user and root. named: the user chose this place for what its group writes.
+    found: os.stat of the open file if a race matters, else of the path. advice: what to do about another owner. owners:
+    user ids that are trusted besides this user and root. named: the user named this path, so its group is trusted.
     """
     mode = stat.S_IMODE(found.st_mode)
 
-    def about() -> str:  # looks up names, which may ask a server: only where something is wrong
+    def about() -> str:  # called only for an error, because looking up names may query a server
         return f"{path} belongs to {user(found.st_uid)} (mode {mode:04o})"
 
     if found.st_uid not in (0, os.geteuid()) and found.st_uid not in owners:
         return f"{about()}, expected {user(os.geteuid())} or root: its owner could run any program as you; {advice}"
     folder = stat.S_ISDIR(found.st_mode)
-    if folder and mode & stat.S_ISVTX:  # as in /tmp, nobody can rename or remove what belongs to another user
+    if folder and mode & stat.S_ISVTX:  # as in /tmp, users cannot rename or remove files of other users
         return ""
     if mode & stat.S_IWOTH:
         who, change = "every user", "go-w" if mode & stat.S_IWGRP else "o-w"
@@ -64,24 +62,24 @@ def ownership_problem(
         return ""
     shared = f", or chmod +t {shell(str(path))} if others need to create files there" if folder else ""
     return (
-        f"{about()} and {who} can write it: whoever can could run any program as you; "
+        f"{about()} and {who} can write it, and so could run any program as you; "
         f"chmod {change} {shell(str(path))}{shared}"
     )
 
 
 def path_ownership_problems(path: Path, advice: str, *, owners: Container[int] = (), named: bool = False) -> str:
-    """Return problem() of a path that is not open. Raise OSError if it does not exist."""
+    """Return ownership_problem() of a path that is not open. Raise OSError if it does not exist."""
     return ownership_problem(path, path.stat(), advice, owners=owners, named=named)
 
 
 def runs_dir_ownership_problems(path: Path) -> str:
     """Return why another user could replace a run folder in `path`, or ''. Raise OSError if it does not exist."""
-    name = user(os.geteuid()).rpartition(" ")[2]  # '4242' of a user without a name
-    return path_ownership_problems(path, f"choose a folder of your own: runs_dir={shell(str(path / name))}")
+    name = user(os.geteuid()).rpartition(" ")[2]  # '4242' for a user without a name
+    return path_ownership_problems(path, f"choose your own folder: runs_dir={shell(str(path / name))}")
 
 
 def make_folders(path: Path) -> None:
-    """Create `path` and the folders above it, which only this user can write, whatever the umask. Raise OSError."""
+    """Create `path` and its parents, writable only by this user with any umask. Raise OSError."""
     if not path.is_dir():
         make_folders(path.parent)
         path.mkdir(mode=FOLDER_MODE, exist_ok=True)
@@ -103,12 +101,12 @@ def _group(number: int) -> str:
 
 
 def _only_ours(path: Path, group: int) -> bool:
-    """Whether nobody else is in a group that may write: with umask 002 each user has a group of the same name."""
+    """Return whether this user is the only one in the group: with umask 002 each user has a group of the same name."""
     if not _private(group):
         return False
     try:
         return ACL not in os.listxattr(path)
-    except OSError:  # a file system without them
+    except OSError:  # a file system without ACLs
         return True
 
 

@@ -1,10 +1,10 @@
-"""Signals: the only module that installs handlers, blocks signals or waits for them. Each way calls a callback.
+"""Signals: the only module that installs handlers, blocks signals or waits for them.
 
-Four ways, since each kind of process needs another one:
+There are four classes, because kinds of processes differ:
 
 - Handlers: a Python handler, called between two bytecodes of the main thread.
-- Wakeup: a thread, called even while the main thread is in a call of C, as in a collective that waits for a dead peer.
-- Listener: a thread that waits for blocked signals, and learns which process sent them.
+- Wakeup: a thread, which also works while the main thread is in C code, as in a collective that waits for a dead peer.
+- Listener: a thread that waits for blocked signals, and knows which process sent them.
 - Descriptor: no thread, for a process that forks: wait(timeout_s) returns the next blocked signal.
 """
 
@@ -22,29 +22,29 @@ from contextlib import contextmanager
 from types import FrameType
 
 Handler = Callable[[int, "FrameType | None"], object]
-# signalfd(2): close-on-exec, as in <sys/signalfd.h>; what is read of it is 128 bytes, a signal's number first.
+# signalfd(2): close-on-exec, as in <sys/signalfd.h>. A read returns 128 bytes that start with the signal's number.
 SFD_CLOEXEC = os.O_CLOEXEC
 SIGNALFD_SIGINFO = 128
 
 
 def block(numbers: Iterable[int]) -> set[int]:
-    """From now on these signals wait, in this thread and in what it starts. Return those that were blocked before."""
+    """Block these signals in this thread and its children. Return the signals that were blocked before."""
     return {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, numbers)}
 
 
 def unblock(numbers: Iterable[int]) -> None:
-    """Deliver these signals to this thread again, those that wait too."""
+    """Deliver these signals to this thread again, including pending ones."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 def set_blocked(numbers: Iterable[int]) -> None:
-    """Block these signals in this thread and no others: what block() returned."""
+    """Block exactly these signals in this thread, as returned by block()."""
     signal.pthread_sigmask(signal.SIG_SETMASK, numbers)
 
 
 @contextmanager
 def blocked(numbers: Iterable[int]) -> Iterator[None]:
-    """Block these signals in this thread only: a signal to the process reaches another thread, or waits."""
+    """Block these signals in this thread only: a signal to the process reaches another thread, or stays pending."""
     before = block(numbers)
     try:
         yield
@@ -54,7 +54,7 @@ def blocked(numbers: Iterable[int]) -> Iterator[None]:
 
 @contextmanager
 def unblocked(numbers: Collection[int]) -> Iterator[None]:
-    """Deliver these signals, which are blocked otherwise: a process that is started here inherits them unblocked."""
+    """Unblock these signals for the block, so that a process started in it inherits them unblocked."""
     unblock(numbers)
     try:
         yield
@@ -63,17 +63,17 @@ def unblocked(numbers: Collection[int]) -> Iterator[None]:
 
 
 def end_by(number: int) -> None:
-    """End this process as the signal would have ended it. From any thread."""
-    ctypes.CDLL(None).signal(number, 0)  # 0: SIG_DFL; Python's own way is open to the main thread only
+    """End this process as the signal would have ended it. Works in any thread."""
+    ctypes.CDLL(None).signal(number, 0)  # 0: SIG_DFL; Python's signal.signal works only in the main thread
     unblock({number})
     os.kill(os.getpid(), number)
 
 
 class Handlers:
-    """`handler` for each of `numbers`, from the main thread. restore() puts back what was there.
+    """Installs `handler` for each of `numbers`, from the main thread. restore() puts the earlier handlers back.
 
-    only_free: where the program has no handler. restart_calls: system calls of C libraries continue after the signal
-    instead of failing with EINTR.
+    only_free: skip signals for which the program has a handler. restart_calls: system calls of C libraries continue
+    after the signal instead of failing with EINTR.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ def collected(numbers: Iterable[int]) -> list[int]:
 
 
 class Wakeup:
-    """Calls `noted(number)` in a thread for each signal that has a Python handler. Make it in the main thread.
+    """Calls `noted(number)` in a thread for each signal that has a Python handler. Create it in the main thread.
 
     Others that listen on the wake-up descriptor (asyncio) still get each signal.
     """
@@ -133,9 +133,9 @@ class Wakeup:
 
 
 class Listener:
-    """Blocks `numbers` in this thread and in those that it starts, and calls `noted(number, sender)` in a thread.
+    """Blocks `numbers` in this thread and those it starts, and calls `noted(number, sender)` in a thread.
 
-    sender: the process id. A handler does not get it, sigwaitinfo(2) does. Make it before other threads are started.
+    sender: the process id, which sigwaitinfo(2) returns and a handler does not get. Create it before other threads.
     """
 
     def __init__(self, numbers: Collection[int], noted: Callable[[signal.Signals, int], object]) -> None:
@@ -150,10 +150,10 @@ class Listener:
 
 
 class Descriptor:
-    """`numbers`, which must be blocked in this process, one after the other. Linux only.
+    """Returns signals of `numbers`, which must be blocked in this process, one after the other. Linux only.
 
-    signal.sigtimedwait of Python 3.11 is not for a process that may be stopped: let go on after its time is over, it
-    returns a number from memory that nobody has written, and scontrol suspend and resume ended the job.
+    signal.sigtimedwait of Python 3.11 fails if the process is stopped and continued after the timeout: it returns a
+    number from uninitialized memory. With it, scontrol suspend and resume ended the job.
     """
 
     def __init__(self, numbers: Collection[int]) -> None:
@@ -164,7 +164,7 @@ class Descriptor:
             raise OSError(ctypes.get_errno(), f"signalfd: {os.strerror(ctypes.get_errno())}")
 
     def wait(self, timeout_s: float) -> int | None:
-        """Return the next; None if none comes in time."""
+        """Return the next signal; None after the timeout."""
         if not select.select([self._fd], [], [], max(0.0, timeout_s))[0]:
             return None
         return int.from_bytes(os.read(self._fd, SIGNALFD_SIGINFO)[:4], sys.byteorder)

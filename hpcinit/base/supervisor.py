@@ -1,11 +1,11 @@
-"""Child processes that end together: started in sessions, signalled as groups, reaped, and ended on a bad exit.
+"""Supervises child processes: starts them in sessions, signals their groups, reaps them, and stops all on a failure.
 
-Slurm's step daemon does this for ranks that srun starts. hpcinit does it for ranks of launch=fork
-(launch/fork_server), of launch=torchrun (launch/torchrun) and of the local engine (local). Each of them is a subclass
-of Supervisor, whose hooks say what is special.
+Slurm's step daemon does this for ranks that srun starts. hpcinit does it for the ranks of launch=fork
+(launch/fork_server), of launch=torchrun (launch/torchrun) and of the local engine (local). Each has a subclass of
+Supervisor, which overrides the hooks.
 
-A child that has ended is reaped late: until then the kernel gives its number, which is also its group's, to no other
-process, so that a signal to the group never reaches a stranger.
+A child that has exited is reaped late. Until then the kernel gives its process id, which is also its group's, to no
+other process, so a signal to the group never reaches an unrelated process.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ LOOK_S = 0.02
 
 
 class Child:
-    """A process that leads its own session, and so a process group. number: what its supervisor calls it.
+    """A child process that leads its own session and process group. number: its supervisor's name for it.
 
-    code: its exit status once it was reaped; -9 for one that SIGKILL ended.
+    code: its exit status after it is reaped; -9 if SIGKILL ended it.
     """
 
     def __init__(self, number: int, pid: int, process: subprocess.Popen[bytes] | None = None) -> None:
@@ -33,7 +33,7 @@ class Child:
         self.code: int | None = None
 
     def ended(self) -> int | None:
-        """Return the exit status of a child that has ended, without reaping it; None while it runs."""
+        """Return the exit status without reaping the child; None while it runs."""
         if self.code is not None:
             return self.code
         if not hasattr(os, "waitid"):  # macOS before Python 3.13
@@ -47,17 +47,17 @@ class Child:
         return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     def signal(self, number: int) -> None:
-        """Signal the child and what it has started. Do nothing if it was reaped."""
+        """Signal the child and its child processes. Do nothing if it was reaped."""
         if self.code is None:
             with suppress(ProcessLookupError, PermissionError):  # PermissionError on macOS: a group of zombies
                 try:
                     os.killpg(self.pid, number)
                 except ProcessLookupError:
-                    if self._process is None:  # forked, and it has no session yet
+                    if self._process is None:  # forked, and not yet in its own session
                         os.kill(self.pid, number)
 
     def reap(self, timeout_s: float | None = None) -> None:
-        """Wait for its end. Raise TimeoutExpired; a forked child must have ended already."""
+        """Wait for the child to exit. Raise TimeoutExpired. A forked child must have exited already."""
         if self._process is not None:
             self.code = self._process.wait(timeout_s)
         elif self.code is None:
@@ -69,13 +69,13 @@ class Child:
 
 
 class Supervisor:
-    """children: all that were started, by number, also those that have ended."""
+    """Supervises children. children: all that were started, by number, including those that have exited."""
 
-    stuck_s = 10.0  # from SIGKILL on, for a child that the kernel does not end
+    stuck_s = 10.0  # how long to wait after SIGKILL for a child that the kernel does not end
 
     def __init__(self) -> None:
         self.children: dict[int, Child] = {}
-        self._kill_at: float | None = None  # by time.monotonic(), as is the next
+        self._kill_at: float | None = None  # time.monotonic()
         self._leave_at: float | None = None
         self._reported: set[int] = set()
 
@@ -91,7 +91,7 @@ class Supervisor:
         folder: Path | str | None = None,
         in_child: Callable[[], object] | None = None,
     ) -> Child:
-        """Start `command` in a session. output: for stdout and stderr, None for this process's. Raise OSError."""
+        """Start `command` in its own session. output: for stdout and stderr; None: this process's. Raise OSError."""
         process = subprocess.Popen(
             command,
             env=dict(env),
@@ -113,28 +113,28 @@ class Supervisor:
         self.children[number] = Child(number, pid)
         return False
 
-    # --- hooks: what is special of one kind of children
+    # --- hooks for subclasses
 
     def on_exit(self, child: Child) -> bool:
-        """Called once for each child that has ended. Return True to end supervise()."""
+        """Handle the exit of a child; called once per child. Return True to end supervise()."""
         return False
 
     def on_signal(self, number: int) -> bool:
-        """Called for each signal to this process. Return True to end supervise()."""
+        """Handle a signal to this process. Return True to end supervise()."""
         self.signal(number)
         return False
 
     def on_stuck(self, running: Sequence[Child]) -> None:
-        """Called where children have not ended `stuck_s` after SIGKILL; supervise() then ends."""
+        """Handle children that still exist `stuck_s` after SIGKILL; supervise() then ends."""
 
     def is_over(self) -> bool:
-        """Whether supervise() ends although children are left."""
+        """Return whether supervise() should end although children are still running."""
         return False
 
     # --- supervising
 
     def supervise(self, next_signal: Callable[[float], int | None]) -> None:
-        """Call the hooks until all have ended. next_signal(timeout_s): waits for a signal, None if none comes."""
+        """Call the hooks until all children have exited. next_signal(timeout_s): returns a signal, None after it."""
         while self.left() and not self.is_over():
             if (deadline := self.deadline()) is not None and time.monotonic() >= deadline:
                 if self._kill_at is None:
@@ -153,35 +153,35 @@ class Supervisor:
                         return
 
     def kill_in(self, seconds: float) -> None:
-        """While supervise() goes on: SIGKILL to those that still run then."""
+        """Have supervise() send SIGKILL to the children that still run after `seconds`."""
         self._kill_at = time.monotonic() + seconds
 
     def deadline(self) -> float | None:
-        """When supervise() does something by itself, by time.monotonic(); None where it only waits."""
+        """Return the time.monotonic() of supervise()'s next action; None if it only waits."""
         return self._leave_at if self._kill_at is None else self._kill_at
 
     def left(self) -> list[Child]:
-        """Return those whose end on_exit() was not called for."""
+        """Return the children for which on_exit() was not called yet."""
         return [child for child in self.children.values() if child.number not in self._reported]
 
     def running(self) -> list[Child]:
-        """Return those that have not ended."""
+        """Return the children that have not exited."""
         return [child for child in self.children.values() if child.ended() is None]
 
     def ended(self) -> dict[int, int]:
-        """Return the exit status, by number, of those that have ended."""
+        """Return the exit status, by number, of the children that have exited."""
         found = ((child.number, child.ended()) for child in self.children.values())
         return {number: status for number, status in found if status is not None}
 
     def signal(self, number: int) -> None:
-        """Signal those that run, and what they have started."""
+        """Signal the running children and their child processes."""
         for child in self.running():
             child.signal(number)
 
     def stop(self, grace_s: float, reap_s: float | None = None) -> None:
-        """SIGTERM, and after the grace time SIGKILL to whatever is left of any child; then reap all.
+        """Send SIGTERM, after the grace time SIGKILL to what remains of every child's group, then reap all.
 
-        reap_s: how long to wait for one that the kernel does not end; None: until it ends.
+        reap_s: how long to wait for a child that the kernel does not end; None: forever.
         """
         if self.running():
             self.signal(signal.SIGTERM)

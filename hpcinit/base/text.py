@@ -1,4 +1,4 @@
-"""Ranges of numbers, an error in one line, and paths as users write them."""
+"""Formats ranges of numbers and errors for messages, and expands paths as users write them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LONGEST = 240  # characters of an error in a headline
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """{0, 1, 2, 3, 8} is '0-3,8'."""
+    """Return '0-3,8' for {0, 1, 2, 3, 8}."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
@@ -21,21 +21,18 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def brief(error: str) -> str:
-    """One line of an error, without our own module's name before it."""
+    """Return one line of an error, without hpcinit's module name in front of it."""
     lines = [line.strip() for line in error.splitlines() if line.strip()] or [""]
-    # A SyntaxError begins with the place: File "train.py", line 1
+    # A SyntaxError starts with the location: File "train.py", line 1
     line = lines[-1] if lines[0].startswith('File "') else lines[0]
     line = line.removeprefix("hpcinit.base.errors.")
     return line if len(line) <= LONGEST else f"{line[:LONGEST]} ..."
 
 
-# Paths as users write them.
-
-
 def expanded(place: str) -> Path:
-    """`place` with ~ or ~name in front of it as the home folder; as it is written where there is no such user.
+    """Return `place` with a leading ~ or ~name expanded; unchanged if there is no such user.
 
-    Not Path.expanduser(), which raises RuntimeError for an unknown user and ValueError for a NUL.
+    Path.expanduser() would raise RuntimeError for an unknown user, and ValueError for a NUL.
     """
     try:
         return Path(os.path.expanduser(place))  # noqa: PTH111 - see above
@@ -44,15 +41,15 @@ def expanded(place: str) -> Path:
 
 
 def home() -> Path:
-    """Return the user's home folder, or /dev/null where there is none: no HOME, and no entry in /etc/passwd.
+    """Return the user's home folder, or /dev/null if there is neither HOME nor an entry in /etc/passwd.
 
-    Below /dev/null nothing is found, and writing fails with an OSError that names it.
+    No file exists below /dev/null, and writing there fails with an OSError that contains the path.
     """
     path = expanded("~")
     return path if path.is_absolute() else Path(os.devnull)
 
 
 def unknown_user(place: str) -> str:
-    """'name' of a ~name/... that is nobody's home, or ''."""
+    """Return 'name' for a path ~name/... if there is no user of that name, else ''."""
     first = place.partition("/")[0]
     return first[1:] if len(first) > 1 and first.startswith("~") and str(expanded(first)).startswith("~") else ""

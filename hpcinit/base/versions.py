@@ -1,4 +1,4 @@
-"""Versions as values, and which version of a package is installed, without importing it."""
+"""Compares versions, and finds the installed version of a package without importing it."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ Key = tuple[tuple[int, ...], tuple[int, str, int], int, tuple[int, int]]
 
 
 def key(version: str) -> Key:
-    """A version as a value that sorts as PEP 440 says: '0.16.10' after '0.16.4', '0.19.4rc1' before '0.19.4'.
+    """Return a value that sorts as in PEP 440: '0.16.10' after '0.16.4', '0.19.4rc1' before '0.19.4'.
 
-    What follows a '+' says how it was built, not how old it is, and is not looked at. Raises ValueError.
+    The part after a '+' is ignored: it describes the build. Raise ValueError for an invalid version.
     """
     found = _VERSION.fullmatch(version.strip())
     if not found:
         raise ValueError(f"{version!r} is not a version, expected something like 0.19.4 or 2.9.0+cu128")
-    release = [int(word) for word in found["release"].split(".")]
+    release = [int(part) for part in found["release"].split(".")]
     while release[1:] and release[-1] == 0:
         release.pop()
     post = int(found["post1"] or found["post2"] or 0) if found["post1"] or found["post"] else -1
     dev = (0, int(found["dev_number"] or 0)) if found["dev"] else (1, 0)
     if found["phase"]:
-        word = found["phase"].lower()
-        phase = (1, _PHASES.get(word, word), int(found["number"] or 0))
+        name = found["phase"].lower()
+        phase = (1, _PHASES.get(name, name), int(found["number"] or 0))
     else:
         phase = (0, "", 0) if found["dev"] and post < 0 else (2, "", 0)
     return tuple(release), phase, post, dev
 
 
 def installed(package: str) -> str:
-    """The version of an installed package, looked up once and not by importing it; '' without it."""
+    """Return the version of an installed package without importing it; '' if it is not installed. Cached."""
     return _installed(package, tuple(sys.path))
 
 
@@ -54,25 +54,25 @@ def _installed(package: str, path: tuple[str, ...]) -> str:
         return found
     import importlib.metadata  # noqa: PLC0415 - 25 ms
 
-    try:  # `setup.py develop` leaves a deepspeed.egg-info, whose name has no version
+    try:  # `setup.py develop` creates a deepspeed.egg-info, whose name has no version
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
 
 
-# hydra_core-1.3.8.dist-info; from Debian's packages numpy-1.24.2.egg-info and pip-23.0-py3.11.egg-info
+# Matches hydra_core-1.3.8.dist-info, and Debian's numpy-1.24.2.egg-info and pip-23.0-py3.11.egg-info.
 _FOLDER = re.compile(r"([^-]+)-([^-]+)(?:-py[\d.]+)?\.(?:dist|egg)-info")
 
 
 @functools.cache
 def by_folder(path: tuple[str, ...]) -> Mapping[str, str]:
-    """{hydra-core: 1.3.8}: what is installed in the folders of `path`, by the names of its metadata folders.
+    """Return {'hydra-core': '1.3.8'}: the packages installed in the folders of `path`, from names of metadata folders.
 
-    importlib.metadata gives the same answer, but reads and parses a package's whole description for it.
+    importlib.metadata gives the same answer, but parses a package's whole description for it.
     """
     found: dict[str, str] = {}
     for place in path:
-        for name in os.listdir(place or ".") if Path(place).is_dir() else ():  # noqa: PTH208 - names only, it is quicker
+        for name in os.listdir(place or ".") if Path(place).is_dir() else ():  # noqa: PTH208 - names only, which is faster
             if match := _FOLDER.fullmatch(name):
                 found.setdefault(match[1].replace("_", "-").lower(), match[2])
     return found

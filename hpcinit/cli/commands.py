@@ -1,6 +1,6 @@
-"""The commands: where each is, what it is for, and examples. The order is that of `hpcinit --help`.
+"""The table of commands: module, purpose and examples, in the order of `hpcinit --help`.
 
-Each module has main(argv), and parser() with all options that it takes beside overrides (`run` has none of its own).
+Each module has main(argv), and parser() with its options besides overrides, except `run`, which has no options.
 """
 
 from __future__ import annotations
@@ -9,27 +9,27 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    module: str  # whose main(argv) it is
+    module: str  # has main(argv)
     about: str
-    group: str  # what a person is about
-    examples: str = ""  # of submit: conf/hydra/help
+    group: str  # heading in `hpcinit --help`
+    examples: str = ""  # those of submit are in conf/hydra/help
 
 
 SUBMIT = "submit a job"
-WATCH = "see how it does"
+WATCH = "follow a run"
 FIND_OUT = "find out what went wrong"
-CLUSTER = "know a cluster"
+CLUSTER = "describe and prepare a cluster"
 INSIDE = "inside a job"
 
 COMMANDS = {
     "submit": Command(
         "hpcinit.submit.submit_command",
-        "compose, check, render and submit a job",
+        "check a request, write its batch script and submit it",
         SUBMIT,
     ),
     "plan": Command(
         "hpcinit.submit.plan_command",
-        "what each rank will hold, and whether it fits",
+        "estimate the GPU memory per rank, and whether it fits",
         SUBMIT,
         """
   hpcinit plan cluster=x nodes=8 parallel=zero3 model.params=7e9
@@ -37,71 +37,116 @@ COMMANDS = {
     ),
     "render": Command(
         "hpcinit.submit.compare",
-        "a run's script, and how two runs differ",
+        "print a run's batch script, or the difference of two runs",
         SUBMIT,
         """
-  hpcinit render train-0001                  the script as it would be now
+  hpcinit render train-0001                  the script, rendered again
   hpcinit render train-0001 train-0002       a diff of config and script
-  hpcinit render train-0001 nodes=8          what nodes=8 would change""",
+  hpcinit render train-0001 nodes=8          a diff: what nodes=8 would change""",
+    ),
+    "export": Command(
+        "hpcinit.submit.export_command",
+        "print a plain batch script that runs without hpcinit",
+        SUBMIT,
+        """
+  hpcinit export train-0001 > job.sbatch     what a run does, with srun alone
+  hpcinit export cluster=x nodes=2 -- train.py --lr 1e-3 > job.sbatch""",
     ),
     "resubmit": Command(
         "hpcinit.submit.resubmit",
-        "submit a run's request once more",
+        "submit a run's request again",
         SUBMIT,
         """
   hpcinit resubmit train-0001
   hpcinit resubmit train-0001 time_min=120
-  hpcinit resubmit --fresh-code train-0001    snapshot=git: the checkout as it is now""",
+  hpcinit resubmit --fresh-code train-0001    with snapshot=git: copy the current checkout""",
     ),
     "status": Command(
         "hpcinit.observe.status",
-        "how runs are doing",
+        "show the state of runs",
         WATCH,
         """
   hpcinit status                    a line for each run in ./runs
-  hpcinit status train-0001         one run; a job id or a path will do too
+  hpcinit status train-0001         one run, by its name, job id or path
+  hpcinit status sweep-0001 --sort loss --top 1    the best run of a sweep; --reverse: the largest value
   hpcinit status --json             one JSON object per line, for programs""",
     ),
     "watch": Command(
         "hpcinit.observe.watch",
-        "the same, until all runs are over",
+        "show the state of runs until all have ended",
         WATCH,
         """
-  hpcinit watch                     all runs in ./runs that are not over
-  hpcinit watch train-0001          exit status as the run's
+  hpcinit watch                     all runs in ./runs that have not ended
+  hpcinit watch train-0001          exits with the run's exit status
   hpcinit watch --json              one JSON object for each change""",
     ),
     "logs": Command(
         "hpcinit.observe.logs",
-        "what a run's ranks printed",
+        "print the output of a run's ranks",
         WATCH,
         """
   hpcinit logs train-0001           rank 0
   hpcinit logs --rank 0,4-7 train-0001
-  hpcinit logs --all train-0001     every rank, each line with its rank in front
-  hpcinit logs -f train-0001        until the run is over
-  hpcinit logs --job train-0001     what the batch script and Slurm itself said""",
+  hpcinit logs --all train-0001     every rank, each line starts with its rank
+  hpcinit logs -f train-0001        follow until the run has ended
+  hpcinit logs --job train-0001     the log of the batch script and of Slurm""",
     ),
     "cancel": Command(
         "hpcinit.observe.cancel",
-        "end a run",
+        "cancel a run",
         WATCH,
         """
   hpcinit cancel train-0001
   hpcinit cancel 4242               by its job id
-  hpcinit cancel --save train-0001  asks the training to save first: run.should_stop()""",
+  hpcinit cancel --save train-0001  lets the program save first, by run.should_stop()""",
+    ),
+    "clean": Command(
+        "hpcinit.observe.clean",
+        "remove finished runs",
+        WATCH,
+        """
+  hpcinit clean                     list the finished runs in ./runs with their size, ask, and remove them
+  hpcinit clean --older-than 30 --state FAILED,CANCELLED
+  hpcinit clean train-0001 --yes    without a confirmation""",
     ),
     "why": Command(
         "hpcinit.why.why_command",
-        "what went wrong first in a run, and what to do",
+        "show what failed first in a run, and what to do",
         FIND_OUT,
         """
   hpcinit why train-0001            the first failure, its cause, what to do, how many secondary errors
   hpcinit why 4242 --json           by its job id, for programs""",
     ),
+    "stacks": Command(
+        "hpcinit.observe.stacks",
+        "show where every rank is now, the odd ones first",
+        FIND_OUT,
+        """
+  hpcinit stacks train-0001         equal stacks once, with their ranks, from three samples within a second
+  hpcinit stacks train-0001 --rank 3,8-11    only these ranks, with all frames
+  hpcinit stacks 4242 --json        by its job id, for programs""",
+    ),
+    "exec": Command(
+        "hpcinit.submit.exec_command",
+        "run a command beside the ranks of a run",
+        FIND_OUT,
+        """
+  hpcinit exec train-0001 -- nvidia-smi          on the node of rank 0
+  hpcinit exec train-0001 --rank 37 -- sh -c 'py-spy dump --pid $HPCINIT_RANK_PID'
+  hpcinit exec train-0001 --node n09 -- df -h""",
+    ),
+    "shell": Command(
+        "hpcinit.submit.shell_command",
+        "open a shell beside the ranks of a run",
+        FIND_OUT,
+        """
+  hpcinit shell train-0001           on the node of rank 0
+  hpcinit shell train-0001 --rank 37
+  hpcinit shell train-0001 --node n09""",
+    ),
     "report": Command(
         "hpcinit.report.report_command",
-        "how long each phase of a start took, and which ranks were slow",
+        "show how long each phase of the start-up took, and which ranks were slow",
         FIND_OUT,
         """
   hpcinit report train-0001         a table, and report.html in the run folder
@@ -110,46 +155,47 @@ COMMANDS = {
     ),
     "doctor": Command(
         "hpcinit.doctor.doctor_command",
-        "is all well, here and on the nodes",
+        "check the installation, the configuration and the nodes",
         FIND_OUT,
         """
   hpcinit doctor                    versions, Slurm, config, folders, clocks, environment
-  hpcinit doctor cluster=x          the same with what cluster=x says
+  hpcinit doctor cluster=x          the same with the settings of cluster=x
   hpcinit doctor cluster=x nodes=4  as a job: devices, names, links, disks, clocks of the nodes
-  hpcinit doctor cluster=x nodes=4 --remember    and what is bad is left out of submissions
-  hpcinit doctor --run doctor-0001  what an earlier one has found; --json for programs""",
+  hpcinit doctor cluster=x nodes=4 --remember    also exclude faulty nodes from submissions
+  hpcinit doctor --run doctor-0001  the result of an earlier check; --json for programs""",
     ),
     "nodes": Command(
         "hpcinit.why.nodes_command",
-        "nodes that have failed, and are left out of submissions",
+        "list nodes that failed and are excluded from submissions",
         FIND_OUT,
         """
-  hpcinit nodes                     each, how often and of what
-  hpcinit nodes cluster=x           of one cluster, with the limits that a submission to it has
-  hpcinit nodes --forget n3         it is well again
+  hpcinit nodes                     each node with its failures
+  hpcinit nodes cluster=x           of one cluster, with the limits for submissions to it
+  hpcinit nodes --forget n3         clear the failures of n3 after its repair
   hpcinit nodes --cluster x --add n3 --why 'slow network'""",
     ),
     "discover": Command(
         "hpcinit.discover.discover_command",
-        "ask Slurm what this cluster is, and describe it in conf/cluster",
+        "write a cluster file for this cluster, from what Slurm reports",
         CLUSTER,
         """
   hpcinit discover --name x         writes conf/cluster/x.yaml, for cluster=x
-  hpcinit discover --print          shows it, and writes nothing
-  hpcinit discover --name x --diff  what has changed since; exit status 1 if anything has""",
+  hpcinit discover --name x --default    also makes x the default cluster of hpcinit submit
+  hpcinit discover --print          prints it and writes nothing
+  hpcinit discover --name x --diff  shows what has changed; exit status 1 if anything has""",
     ),
     "timeouts": Command(
         "hpcinit.timeouts.timeouts_command",
-        "how long a start-up may take, and what past runs say of it",
+        "show the start-up timeout, or fit it to past runs",
         CLUSTER,
         """
   hpcinit timeouts cluster=x        the timeout formula in force, from 1 to 16384 nodes
-  hpcinit timeouts fit              from all runs in ./runs: a timeout formula for their cluster
-  hpcinit timeouts fit train-0001 train-0002 --write    into the cluster's YAML""",
+  hpcinit timeouts fit              a timeout formula for the cluster, fitted to all runs in ./runs
+  hpcinit timeouts fit train-0001 train-0002 --write    write it to the cluster's YAML""",
     ),
     "build-ops": Command(
         "hpcinit.build_ops",
-        "compile DeepSpeed's ops once, before ranks need them",
+        "compile DeepSpeed's ops once, before the ranks need them",
         CLUSTER,
         """
   hpcinit build-ops parallel=zero3_offload deepspeed.optimizer=adamw
@@ -157,7 +203,7 @@ COMMANDS = {
     ),
     "run": Command(
         "hpcinit.run",
-        "become a rank and run a program",
+        "start a program as a rank",
         INSIDE,
         """
   srun python -m hpcinit.run train.py --lr 3e-4
@@ -165,7 +211,7 @@ COMMANDS = {
     ),
     "world": Command(
         "hpcinit.world.__main__",
-        "which rank am I, as JSON",
+        "print this process's rank and world as JSON",
         INSIDE,
         """
   srun -n 2 python -m hpcinit.world""",

@@ -1,7 +1,7 @@
-"""`hpcinit --shell-completion install=bash|zsh|fish`: what the TAB key offers after `hpcinit`.
+"""`hpcinit --shell-completion install=bash|zsh|fish`: TAB completion of `hpcinit`.
 
-In the place of Hydra's own scripts, which know one program with no commands, take the `=` out of bash's word breaks
-for the whole shell, and for zsh are bash's. Keys and choices are Hydra's answer.
+Hydra's own scripts do not support commands, remove the `=` from COMP_WORDBREAKS of the whole shell, and use bash's
+script for zsh. The keys and choices are Hydra's.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ import contextlib
 import importlib
 import io
 import os
+import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from hpcinit.base.errors import RequestError
 from hpcinit.cli.commands import COMMANDS
 
-# Each asks `hpcinit -sc query=SHELL` with the line up to the cursor in COMP_LINE: one candidate per line, whole words.
-# zsh reads bash's script too, as Hydra's help tells its users to: hence the first line.
+# Each script calls `hpcinit -sc query=SHELL` with the line up to the cursor in COMP_LINE. The answer has one complete
+# candidate per line. Hydra's help sends zsh users to bash's script, so its first line handles zsh.
 BASH = r"""if [ -n "${ZSH_VERSION-}" ]; then eval "$(hpcinit -sc install=zsh)"; else
 _hpcinit() {
     local line=${COMP_LINE:0:COMP_POINT} word before found
     word=${line##*[[:space:]]}
-    before=${word%"$2"} # bash breaks words at = and wants only what comes after
+    before=${word%"$2"} # bash splits at = and expects only the part after it
     COMPREPLY=()
     while IFS= read -r found; do
         [[ $found == *[=./] ]] && compopt -o nospace
@@ -58,18 +60,33 @@ UNINSTALL = {
     "zsh": "compdef -d hpcinit; unfunction _hpcinit",
     "fish": "complete -e -c hpcinit; functions -e __hpcinit",
 }
-WITH_OVERRIDES = {"submit", "plan", "doctor", "nodes", "timeouts", "build-ops"}
+WITH_OVERRIDES = {"submit", "plan", "export", "doctor", "nodes", "timeouts", "build-ops"}
 WITH_HYDRAS_FLAGS = {"submit", "plan"}
-OF_A_RUN = {"status", "watch", "logs", "report", "why", "cancel", "resubmit", "render"}
-RUNS_TOO = {("timeouts", "fit")}  # and commands of two words
+OF_A_RUN = {
+    "status",
+    "watch",
+    "logs",
+    "report",
+    "why",
+    "cancel",
+    "resubmit",
+    "render",
+    "export",
+    "stacks",
+    "exec",
+    "shell",
+}
+RUNS_TOO = {("timeouts", "fit")}  # commands with a subcommand that take runs
 
 
 def main(argv: Sequence[str]) -> int:
-    """`install=SHELL` and `uninstall=SHELL` print what the shell is to evaluate, `query=SHELL` the candidates."""
+    """Print the script for `install=SHELL` or `uninstall=SHELL`, or the candidates for `query=SHELL`."""
     action, _, shell = " ".join(argv).partition("=")
     if action not in {"install", "uninstall", "query"}:
         seen = " ".join(["--shell-completion", *argv])
-        raise RequestError(f"{seen}: expected install=SHELL or uninstall=SHELL, SHELL one of: {', '.join(INSTALL)}")
+        raise RequestError(
+            f"{seen}: expected install=SHELL or uninstall=SHELL, with SHELL one of: {', '.join(INSTALL)}"
+        )
     if shell not in INSTALL:
         raise RequestError(f"no completion for the shell {shell!r}, expected one of: {', '.join(INSTALL)}")
     if action == "query":
@@ -80,13 +97,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def candidates(line: str) -> list[str]:
-    """The words that may stand where `line` ends; none where a file may, which the shell completes itself."""
+    """Return the candidates for the end of `line`; none where a file is expected, which the shell completes itself."""
     *words, word = line.lstrip().split(" ")
     return sorted(found for found in _all([w for w in words if w][1:], word) if words and found.startswith(word))
 
 
 def _all(words: list[str], word: str) -> Iterable[str]:
-    """What may follow the command line `hpcinit WORDS`. `word` is begun already."""
+    """Return what may follow the command line `hpcinit WORDS`. `word` is the incomplete last argument."""
     if words in ([], ["help"]):
         return COMMANDS
     if words[0] not in COMMANDS or words[0] == "run" or "--" in words:
@@ -100,31 +117,62 @@ def _all(words: list[str], word: str) -> Iterable[str]:
         return (path.name for path in find_runs.all_runs(Path(given[-1] if given else "runs")))
     if words[0] in WITH_OVERRIDES:
         also = ["fit"] if words == ["timeouts"] else []
-        return [*also, *_of_hydra([*(each for each in words[1:] if not each.startswith("-")), word])]
+        before = [each for each in words[1:] if not each.startswith("-")]
+        found = of_config(before, word)
+        return [*also, *(of_hydra([*before, word]) if found is None else found)]
     return ()
 
 
 def flags(command: str, after: Sequence[str] = ()) -> list[str]:
-    """All flags of a command, as its own parser has them; of submit and plan Hydra's too. after: what follows it."""
+    """Return all flags of a command from its parser, and Hydra's for submit and plan. after: the other arguments."""
     module = COMMANDS[command].module
     if (command, *after[:1]) == ("timeouts", "fit"):
         module = "hpcinit.timeouts.fit"
     parser: argparse.ArgumentParser = importlib.import_module(module).parser()
     found = {word for action in parser._actions for word in action.option_strings}
     if command in WITH_HYDRAS_FLAGS:
-        from hpcinit.config import compose  # noqa: PLC0415 - Hydra takes its time
+        from hpcinit.config import hydra_compose  # noqa: PLC0415 - importing Hydra is slow
 
-        found |= set(compose.flags())
+        found |= set(hydra_compose.flags())
     return sorted(found)
 
 
-def _of_hydra(words: Sequence[str]) -> list[str]:
-    """Keys, groups and choices. Hydra reads the line from COMP_LINE and takes its first word for the program."""
+def of_config(before: Sequence[str], word: str) -> list[str] | None:
+    """Return the keys, groups and choices that Hydra would, without importing it; None if only Hydra knows them."""
+    from hpcinit.config import folders, plain_config  # noqa: PLC0415 - not for the other commands
+
+    key, equals, value = word.partition("=")
+    request = None
+    if not re.search(r"[^\w.=-]|^-|^hydra", word):
+        request = plain_config.request(before)
+    if request is None:
+        return None
+    groups = {path.name for place in [*folders.user_folders(), folders.folder()] for path in place.glob("*/")}
+    if equals and key in groups:
+        return [f"{key}={name}" for name in folders.choices(key) if name.startswith(value)]
+    base, _, start = (key if equals else word).rpartition(".")
+    table: Any = request.document
+    for name in filter(None, base.split(".")):
+        table = table.get(name) if isinstance(table, dict) else None
+    if isinstance(table, list) or (equals and isinstance(table, dict) and isinstance(table.get(start), (dict, list))):
+        return None
+    table = table if isinstance(table, dict) else {}
+    if equals:
+        known = table.get(start)
+        shown = str(known).lower() if isinstance(known, bool) else known
+        return [f"{word}{shown}"] if known is not None and not value else []
+    found = [f"{name}{'.' if isinstance(each, (dict, list)) else '='}" for name, each in table.items()]
+    found = [f"{base}.{name}" if base else name for name in found if name.startswith(start)]
+    return sorted({*found, *(f"{name}=" for name in groups - {"hydra"} if name.startswith(word))})
+
+
+def of_hydra(words: Sequence[str]) -> list[str]:
+    """Return keys, groups and choices. Hydra reads the line from COMP_LINE and skips the first item, the program."""
     from hpcinit.submit import submit_command  # noqa: PLC0415 - not for the other commands
 
     os.environ["COMP_LINE"] = " ".join(["hpcinit", *words])
     answer = io.StringIO()
     with contextlib.redirect_stdout(answer):
         submit_command.main(["--shell-completion", "query=fish"])
-    inside = words[-1].startswith("hydra")  # Hydra's own settings only for those who look for them
+    inside = words[-1].startswith("hydra")  # Hydra's own settings only if the user types hydra
     return [found for found in answer.getvalue().splitlines() if inside or not found.startswith("hydra")]

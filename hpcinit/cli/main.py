@@ -1,4 +1,4 @@
-"""`hpcinit COMMAND ...`, and how every command ends: with a message and an exit status, never a traceback."""
+"""`hpcinit COMMAND ...`. Every command ends with a message and an exit status, never with a traceback."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import errno
 import importlib
+import json
 import os
 import shlex
 import sys
@@ -20,8 +21,11 @@ HELP, COMPLETION = {"-h", "--help"}, {"-sc", "--shell-completion"}
 
 
 def entry(argv: Sequence[str] | None = None) -> int:
-    """What the shell starts. A submission ends here and now: Python's own ending takes apart, object by object, what
-    Hydra has built, a tenth of the whole time (mypy ends in the same way)."""
+    """Run the command, and return its exit status.
+
+    A submission ends with os._exit(), as mypy does: Python's own shutdown would free all of Hydra's objects, which
+    takes a tenth of the whole time.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     status = 0
     try:
@@ -30,9 +34,9 @@ def entry(argv: Sequence[str] | None = None) -> int:
             if stream is not None:
                 stream.flush()
     except BrokenPipeError:
-        return _nobody_reads(status)
+        return _ignore_closed_pipe(status)
     except OSError:
-        return status or 1  # Python says what is wrong with them
+        return status or 1  # Python reports the error of the stream
     if words[:1] == ["submit"]:
         os._exit(status)
     return status
@@ -57,15 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         say(f"error: {_no_such(words)}")
         return 2
-    # What follows `run` is a program, whose own --help it may be.
+    # After `run`, --help may be an option of the program.
     if HELP & set(own[1:2] if words[0] == "run" else own[1:]):
         return _help(words)
-    with _patience(words[0]):
+    with _waiting_note(words[0]):
         return guarded(COMMANDS[words[0]].module, words[1:])
 
 
-def _patience(name: str) -> contextlib.AbstractContextManager[None]:
-    """A line while one waits, in a terminal; a rank's streams are its program's."""
+def _waiting_note(name: str) -> contextlib.AbstractContextManager[None]:
+    """Print a line in a terminal while Slurm does not answer; not for `run`, whose output is the program's."""
     if name == "run" or sys.stderr is None or not sys.stderr.isatty():
         return contextlib.nullcontext()
     from hpcinit.cli import waiting_note  # noqa: PLC0415 - for a terminal only
@@ -85,7 +89,7 @@ def _no_such(words: list[str]) -> str:
 
 
 def _help(words: list[str]) -> int:
-    """What the command's own parser says of its options, and examples."""
+    """Print the help of the command's own parser, and examples."""
     try:
         status = guarded(COMMANDS[words[0]].module, words[1:])
     except SystemExit as end:  # argparse, once it has printed its help
@@ -102,58 +106,57 @@ def usage() -> str:
         lines += [f"  {name:10} {command.about}" for name, command in COMMANDS.items() if command.group == group]
     return "\n".join(
         [
-            "hpcinit: PyTorch on a Slurm cluster, from one command to a process group that is up.",
+            "hpcinit: submit PyTorch jobs to a Slurm cluster and initialize their process groups.",
             "",
             "usage: hpcinit COMMAND ...",
             *lines,
             "",
             "examples:",
-            "  hpcinit submit                                    a smoke test on this machine",
-            "  hpcinit submit cluster=x nodes=8 -- train.py      your script on 8 nodes, each of its GPUs a rank",
+            "  hpcinit submit cluster=local                      a smoke test on this machine",
+            "  hpcinit submit cluster=x nodes=8 -- train.py      your script on 8 nodes, one rank per GPU",
             "  hpcinit why train-0001                            what failed first in that run, and what to do",
             "",
-            "every command has:",
-            "  hpcinit COMMAND --help    its options, and examples",
-            "  --json                    its answer for programs",
-            "  -q, --quiet               the shortest answer; on stderr errors alone",
-            "  -v, --verbose             also print each command of Slurm and git, with its duration, on stderr",
+            "options of every command:",
+            "  hpcinit COMMAND --help    options and examples of the command",
+            "  --json                    print JSON for programs",
+            "  -q, --quiet               print the shortest answer, and only errors to stderr",
+            "  -v, --verbose             also print each command of Slurm and git with its duration to stderr",
             "",
-            "hpcinit --shell-completion install=bash prints TAB completion for bash, zsh or fish.",
+            'For TAB completion in bash, zsh or fish: eval "$(hpcinit --shell-completion install=bash)"',
         ]
     )
 
 
 def guarded(module: str, argv: Sequence[str]) -> int:
-    """Run `module.main(argv)`; errors meant for a person become a message on stderr and an exit status."""
+    """Run `module.main(argv)`. Print an error that has a message for the user, and return its exit status."""
     try:
         status: int = importlib.import_module(module).main(argv)
         return status
-    except ConfigError as error:
-        for problem in error.problems:
-            say(f"error: {problem}")
-        return error.exit_status
     except HpcinitError as error:
-        say(f"error: {error}")
+        for problem in error.problems if isinstance(error, ConfigError) else [error]:
+            say(f"error: {problem}")
+        if "--json" in argv[: argv.index("--") if "--" in argv else None]:
+            print(json.dumps(error.document()), flush=True)
         return error.exit_status
     except BrokenPipeError:
-        return _nobody_reads()
+        return _ignore_closed_pipe()
     except OSError as error:
-        say(f"error: {_of_the_system(error)}")
+        say(f"error: {_system_error(error)}")
         return 1
     except KeyboardInterrupt:
         say("interrupted")
         return INTERRUPTED
 
 
-def _nobody_reads(status: int = 0) -> int:
-    """`hpcinit logs ... | head`: what is left to say goes nowhere, and that is no failure."""
+def _ignore_closed_pipe(status: int = 0) -> int:
+    """Discard further output after `hpcinit logs ... | head` has closed the pipe, which is not a failure."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
 
 
-def _of_the_system(error: OSError) -> str:
+def _system_error(error: OSError) -> str:
     if error.errno == errno.ENOENT and error.filename is None:
-        return "the current folder was deleted: cd to one that exists"
+        return "the current folder was deleted: cd to a folder that exists"
     return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
 
 

@@ -1,4 +1,4 @@
-"""A line on stderr, in a terminal, about a command of Slurm's that does not answer."""
+"""Prints a line in a terminal while a command of Slurm does not answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLURM = {"sacct", "sbatch", "scontrol", "sinfo", "squeue"}
 
 @contextmanager
 def shown(name: str) -> Iterator[None]:
-    """Print 'hpcinit status: waiting for squeue', once, if a command of Slurm's runs for more than a second."""
+    """Print 'hpcinit status: waiting for squeue', once, if a command of Slurm runs for more than a second."""
     over = threading.Event()
     threading.Thread(target=_watch, args=(name, over), daemon=True).start()
     try:
@@ -35,11 +35,11 @@ def _watch(name: str, over: threading.Event) -> None:
 
 
 def _children() -> Iterator[tuple[str, str]]:
-    """Yield (process id, name) for each command of Slurm's that this process has started; none without Linux."""
+    """Yield (process id, name) for each command of Slurm that this process has started; none without Linux."""
     for task in Path("/proc/self/task").glob("*/children"):
         try:
             for pid in task.read_text().split():
                 if (command := Path(f"/proc/{pid}/comm").read_text().strip()) in SLURM:
                     yield pid, command
-        except OSError:  # a thread or a process that has just ended
+        except OSError:  # the thread or process has just ended
             continue

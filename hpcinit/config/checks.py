@@ -1,4 +1,4 @@
-"""Every problem of a config that can be found before the job is queued, reported in one pass."""
+"""All checks of a config before the job is queued. They report every problem in one pass."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hpcinit.base import quoting
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import expanded, unknown_user
 from hpcinit.config import (
+    dependency,
     environment_checks,
     job_spec,
     keys,
@@ -20,21 +21,21 @@ from hpcinit.config import (
     slurm_options,
     training,
 )
+from hpcinit.config.resources import ranks_per_node as ranks_per_node  # noqa: PLC0414 - part of this module
 from hpcinit.config.schema import Config
 from hpcinit.records import run_folder, secret_names
-from hpcinit.world import hosts
+from hpcinit.world import hosts, ports
 
 T = TypeVar("T")
-ranks_per_node = partition.ranks_per_node
-# The binding that a node's task can do for its ranks; srun's other ways need to know where the devices are.
+# Bindings that hpcinit can do itself where it starts the ranks of a node. srun's others depend on the devices' places.
 CPU_BIND = r"none|mask_cpu:[0-9a-fA-Fx,]+|map_cpu:[0-9a-fA-Fx,]+|cores|threads"
 GPU_BIND = r"none|single:1|per_task:\d+|map_gpu:[\d,]+"
 
 
 def problems(config: Config, *, to_submit: bool = True) -> list[str]:
-    """One complete message per problem; empty if the request can be rendered.
+    """Return one complete message per problem; empty if the request can be rendered.
 
-    to_submit: with what only a submission needs, such as a budget and files that are there.
+    to_submit: also check what only a submission needs, such as an account and existing files.
     """
     values = (_declared, _finite, _names, _texts, slurm_options.problems, _dependencies, _restarts)
     here = (
@@ -44,7 +45,7 @@ def problems(config: Config, *, to_submit: bool = True) -> list[str]:
     found: list[str] = []
     for check in (*values, *(here if to_submit else ()), partition.problems, _launch):
         found.extend(check(config))
-    if not found:  # arithmetic on numbers that are wrong by themselves only adds noise
+    if not found:  # arithmetic on invalid numbers would only add noise
         found.extend(_arithmetic(config))
     return found
 
@@ -77,8 +78,8 @@ def _finite(config: Config) -> Iterator[str]:
 def _names(config: Config) -> Iterator[str]:
     if not quoting.PLAIN_NAME.fullmatch(config.name):
         yield (
-            f"name is {config.name!r}, expected letters, digits, '.', '_' and '-' only, the first a letter or a "
-            "digit: it becomes the job's name and part of the run folder's"
+            f"name is {config.name!r}, expected letters, digits, '.', '_' and '-' only, starting with a letter or a "
+            "digit: the names of the job and of the run folder contain it"
         )
     for key, env in (("cluster.env", config.cluster.env), ("job.env", config.job.env)):
         for name in env:
@@ -87,77 +88,63 @@ def _names(config: Config) -> Iterator[str]:
 
 
 def _texts(config: Config) -> Iterator[str]:
-    """Every text that reaches the script. Arguments of the program do not: they travel in spec.json."""
+    """Check every text that becomes part of the script. The program's arguments do not: they are in spec.json."""
     for key in ("job.args", "cluster.setup"):
         for item in keys.value(config, key):
             if not isinstance(item, str):
-                yield f"{key} has {item!r}, expected a list of texts; quote an item that has brackets or ': ' in it"
+                yield f"{key} has {item!r}, expected a list of texts; quote an item that contains brackets or ': '"
     for key, text in _leaves("", config, str):
-        if key == "name" or key.startswith("deepspeed."):  # has its own, stricter rule; travels in spec.json only
+        if key == "name" or key.startswith("deepspeed."):  # a stricter check exists; only in spec.json
             continue
         if key.startswith(("job.args", "job.script", "job.module", "job.command", "cluster.setup")):
             if "\0" in text:
-                yield f"{key} contains a NUL character, which no program can be given"
+                yield f"{key} contains a NUL character, which cannot be passed to a program; remove it"
         elif reason := quoting.unsafe(text):
             secret = secret_names.named(key.rpartition(".")[2]) and not key.startswith("secrets.")  # a path
             shown = secret_names.HIDDEN if secret else repr(text)
-            yield f"{key} is {shown}: it {reason}, and it would become part of the script; remove it"
+            yield f"{key} is {shown}: it {reason}, which is not allowed in the script; remove it"
     for key, place in (("runs_dir", config.runs_dir), ("job.workdir", config.job.workdir or ".")):
         path = str(expanded(place).absolute())
         if user := unknown_user(place):
             yield f"{key} is {place!r}, and there is no user {user!r}; expected a folder, or ~/... for one in your home"
         elif not quoting.unsafe(place) and (reason := quoting.unsafe_path(path)):
-            yield f"{key} means the folder {path!r}: its name {reason}, which sbatch would misread; use another folder"
-
-
-def jobs_named(value: object) -> list[str]:
-    """Return the jobs and runs that `after` or `after_ok` names: one, or a list."""
-    items = value if isinstance(value, list) else [] if value is None else [value]
-    return [str(item) for item in items]
+            yield f"{key} is the folder {path!r}: its name {reason}, which sbatch would misread; use another folder"
 
 
 def _dependencies(config: Config) -> Iterator[str]:
-    """Check what a job waits for, and how many jobs a run is: after, after_ok, singleton and chain."""
-    for key in ("after", "after_ok"):
-        yield from _names_jobs(key, getattr(config, key))
-    asked = [key for key in ("after", "after_ok", "singleton") if getattr(config, key)]
-    asked += ["chain"] * (config.chain > 1)
-    if asked and config.cluster.engine == "local":
-        verb = "is" if len(asked) == 1 else "are"
+    """Check dependency and chain."""
+    yield from dependency.problems(config.dependency or None)
+    requested = ["dependency"] * bool(config.dependency) + ["chain"] * (config.chain > 1)
+    if requested and config.cluster.engine == "local":
+        verb = "is" if len(requested) == 1 else "are"
         yield (
-            f"{', '.join(asked)} {verb} given, but cluster {config.cluster.name} has no queue (engine: local): a job "
-            "starts at once; run the first with wait=true, then the next, or choose a cluster with Slurm"
+            f"{', '.join(requested)} {verb} set, but cluster {config.cluster.name} has no queue (engine: local), so "
+            "jobs start at once; run the first with wait=true, then the next, or choose a cluster with Slurm"
         )
 
 
 def _restarts(config: Config) -> Iterator[str]:
-    asked = config.restart
+    restart = config.restart
     if config.spare_nodes and config.cluster.engine == "local":
         name = config.cluster.name
-        yield f"spare_nodes is {config.spare_nodes}, but the nodes of cluster {name} are all this machine"
-    if unknown := [word for word in asked.on if word not in run_folder.REASONS]:
+        yield f"spare_nodes is {config.spare_nodes}, but all nodes of cluster {name} are this machine"
+    if unknown := [reason for reason in restart.on if reason not in run_folder.REASONS]:
         yield f"restart.on has {', '.join(map(repr, unknown))}, expected some of: {', '.join(run_folder.REASONS)}"
-    if asked.max_restarts is None:
+    if restart.max_restarts is None:
         return
     for option in ("requeue", "no-requeue"):
         if option in config.cluster.sbatch:
-            yield f"cluster.sbatch.{option} and restart.max_restarts={asked.max_restarts}: give one of them"
-    if asked.max_restarts and config.cluster.engine == "local":
+            yield f"cluster.sbatch.{option} and restart.max_restarts={restart.max_restarts} are both set; remove one"
+    if restart.max_restarts and config.cluster.engine == "local":
         yield (
-            f"restart.max_restarts is {asked.max_restarts}, but cluster {config.cluster.name} has no queue "
-            "(engine: local) that could take a job back; choose a cluster with Slurm"
+            f"restart.max_restarts is {restart.max_restarts}, but cluster {config.cluster.name} has no queue "
+            "(engine: local) to requeue a job; choose a cluster with Slurm"
         )
-    if run_folder.TIME_LIMIT in asked.on and asked.max_restarts and config.chain > 1:
-        yield f"restart.on has time_limit, and so has chain={config.chain}, whose next job goes on: give one of them"
-
-
-def _names_jobs(key: str, value: object) -> Iterator[str]:
-    if isinstance(value, (dict, bool)):
-        yield f"{key} is {value!r}, expected a job id or a run, or a list of them, as in {key}=[4242,train-0001]"
-        return
-    for word in jobs_named(value):
-        if not word.strip() or word == "None":
-            yield f"{key} names {word!r}, expected a job id or a run: its folder, or the folder's name"
+    if run_folder.TIME_LIMIT in restart.on and restart.max_restarts and config.chain > 1:
+        yield (
+            f"restart.on contains time_limit and chain is {config.chain}: both continue the run after a time limit; "
+            "remove one"
+        )
 
 
 def _launch(config: Config) -> Iterator[str]:
@@ -168,8 +155,16 @@ def _launch(config: Config) -> Iterator[str]:
             yield f"launch.preload has {name!r}, expected the name of a module, as in transformers or my.models"
     if launch.max_restarts > 0 and launch.kind != "torchrun":
         yield (
-            f"launch.max_restarts is {launch.max_restarts}, but launch.kind is {launch.kind}: launch=torchrun, or "
-            "restart.max_restarts"
+            f"launch.max_restarts is {launch.max_restarts}, but launch.kind is {launch.kind}, expected torchrun: set "
+            "launch=torchrun, or restart.max_restarts instead"
+        )
+    text = None if config.comm.ports is None else str(config.comm.ports)
+    if text is not None and (reason := ports.problem(text)):
+        yield f"comm.ports {reason}"
+    elif launch.kind == "torchrun" and text and "-" not in text:
+        yield (
+            f"comm.ports is {text!r}, but launch.kind is torchrun, whose agents have a rendezvous and a store besides "
+            "the ranks': expected a range, as in 20000-20100; or launch=srun"
         )
     if launch.kind == "srun":
         return
@@ -177,7 +172,7 @@ def _launch(config: Config) -> Iterator[str]:
         if value and not re.fullmatch(rf"(?:(?:quiet|verbose|q|v),)?(?:{known})", value):
             names = ", ".join(word.partition(":")[0] for word in known.split("|"))
             yield (
-                f"launch.{key} is {value!r}, but launch.kind is {launch.kind}, whose ranks are bound without Slurm, "
+                f"launch.{key} is {value!r}, but launch.kind is {launch.kind}, where hpcinit binds the ranks, "
                 f"expected one of: {names}, null; or launch=srun"
             )
 
@@ -213,5 +208,5 @@ def _arithmetic(config: Config) -> Iterator[str]:
 
 
 def warnings(config: Config) -> list[str]:
-    """What is not refused and is worth a look, of a config without problems."""
+    """Return warnings about a config that has no problems."""
     return [*partition.warnings(config), *training.warnings(config, ranks_per_node(config))]

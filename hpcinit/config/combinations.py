@@ -1,4 +1,4 @@
-"""The combinations of a sweep, as Hydra's own sweeper takes them apart, and a request of each."""
+"""Splits a sweep into combinations, with Hydra's own sweeper, and makes a request for each."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hydra.core.override_parser.types import Override
 
 from hpcinit.base.errors import ConfigError, HpcinitError
 from hpcinit.config import explain, variations
-from hpcinit.config.compose import Composer, Prepare, Request
 from hpcinit.config.folders import folder
+from hpcinit.config.request import Composer, Prepare, Request
 
 
 class Searches(Exception):
-    """The combinations are not known: a sweeper looks for them, and wants to know what each came to."""
+    """Raised for a sweep whose combinations are chosen by a sweeper that waits for results."""
 
 
 def requests(overrides: Sequence[str], composer: Composer, prepare: Prepare) -> list[Request]:
-    """One request per combination, all composed and prepared, or ConfigError with what is wrong in any."""
+    """Return one request per combination, composed and prepared. Raise ConfigError with the problems of all."""
     return of(split(overrides, composer), overrides, composer, prepare)
 
 
@@ -35,9 +35,9 @@ def of(
     first: int = 0,
     labels: Sequence[str] | None = None,
 ) -> list[Request]:
-    """The requests of `combinations`, numbered from `first`: each the overrides at the same places.
+    """Return the requests of `combinations`, numbered from `first`. All have their overrides in the same order.
 
-    labels: what each is called. Without them they are named by what differs, and composed from one another.
+    labels: their names. Without labels, each is named by what differs, and composed as a variation of another.
     """
     found: dict[str, list[str]] = {}
     quick, made = None, []
@@ -60,19 +60,20 @@ def of(
 
 
 def split(overrides: Sequence[str], composer: Composer) -> list[list[str]]:
-    """What Hydra's own sweeper makes of 1,2 and range() and choice() and glob(), and of hydra.sweeper.params.
+    """Return the combinations that Hydra's own sweeper makes of 1,2, range(), choice(), glob() and its params.
 
-    Raises Searches where the config names another sweeper, and ConfigError.
+    Raise Searches if the config names another sweeper. Raise ConfigError for an invalid sweep.
     """
     with hydra.initialize_config_dir(config_dir=str(folder()), version_base="1.3", job_name=composer.name):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         parsed = parse(parser, overrides, composer.unusable)
-        with suppress(*composer.unusable):  # what is wrong here is wrong in every combination, and reported there
+        with suppress(*composer.unusable):  # an error here occurs in every combination, and is reported there
             fixed = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
             own = hydra.compose(composer.name, fixed, return_hydra_config=True).hydra
             if not own.launcher._target_.endswith(".BasicLauncher"):
                 raise ConfigError(
-                    f"hydra/launcher is {own.launcher._target_}: hpcinit submits a sweep itself, leave it"
+                    f"hydra/launcher is {own.launcher._target_}, expected the default: hpcinit submits sweeps itself; "
+                    "remove it"
                 )
             if not own.sweeper._target_.endswith(".BasicSweeper"):
                 raise Searches
@@ -80,15 +81,15 @@ def split(overrides: Sequence[str], composer: Composer) -> list[list[str]]:
             parsed = parse(parser, params, composer.unusable) + parsed
         for override in parsed:
             if override.is_interval_sweep() or (override.is_sweep_override() and override.is_hydra_override()):
-                raise ConfigError(f"{override.input_line}: expected values to count, as in 1,2, of a key of hpcinit's")
+                raise ConfigError(f"{override.input_line}: expected a list of values, as in 1,2, for a key of hpcinit")
         combinations = [list(chosen) for chosen in BasicSweeper.split_arguments(parsed, None)[0]]
     if not combinations:
-        raise ConfigError(f"{' '.join(overrides)}: no combination at all, a range() or glob() in it is empty")
+        raise ConfigError(f"{' '.join(overrides)}: the sweep has no combinations, because a range() or glob() is empty")
     return combinations
 
 
 def parse(parser: OverridesParser, overrides: Sequence[str], unusable: tuple[type[Exception], ...]) -> list[Override]:
-    """Each override as Hydra reads it. Raises ConfigError with all that it cannot read."""
+    """Return each override as Hydra parses it. Raise ConfigError with all that it cannot parse."""
     parsed, wrong = [], []
     for override in overrides:
         try:

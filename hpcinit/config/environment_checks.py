@@ -1,4 +1,4 @@
-"""Check that the environment of the ranks exists and is consistent: modules, Python or an image, the run folder."""
+"""Checks of the environment of the ranks: modules, Python or an image, and the run folder."""
 
 from __future__ import annotations
 
@@ -10,38 +10,26 @@ from pathlib import Path
 
 from hpcinit.base import quoting, safe_files
 from hpcinit.base.text import expanded
-from hpcinit.config import keys
+from hpcinit.config import keys, python_environment
 from hpcinit.config.schema import Config
 
-LEAST_MB = 16  # a run folder begins with some 20 kB; logs and error records come to it
+LEAST_MB = 16  # a run folder is about 20 kB at submission; logs and error records are added
 IMAGES = (".sif", ".sqsh", ".simg", ".img")
 INSTEAD = {"image": "container.image", "mounts": "container.mounts", "bind": "container.mounts", "pwd": "job.workdir"}
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield a message for each contradiction, each path that is missing and a runs_dir that cannot be used."""
+    """Yield a message for each contradiction, each missing path and an unusable runs_dir."""
     yield from _consistent(config)
-    # A dry run on a laptop sees nothing of the cluster's file systems.
+    # On a laptop, a dry run cannot see the cluster's file systems.
     if config.check_paths and (config.cluster.engine == "local" or shutil.which("sbatch")):
-        yield from _environment(config)
+        yield from python_environment.problems(config, os.environ)
         yield from _image(config)
     yield from _runs_dir(expanded(config.runs_dir).absolute())
 
 
-def _environment(config: Config) -> Iterator[str]:
-    cluster = config.cluster
-    if cluster.venv and not config.container.image:
-        python = expanded(cluster.venv) / "bin/python"
-        if not os.access(python, os.X_OK):
-            yield f"cluster.venv is {cluster.venv!r}, expected a virtual environment: no {python}{_elsewhere(python)}"
-    if cluster.python and "/" in cluster.python and not config.container.image:
-        path = Path(cluster.python)
-        if not (path.is_file() and os.access(path, os.X_OK)):
-            yield f"cluster.python is {cluster.python!r}, which is no program that you may run{_elsewhere(path)}"
-
-
 def _image(config: Config) -> Iterator[str]:
-    """A file, or a sandbox's folder. docker://, oras:// and nvcr.io#nvidia/pytorch:24.05 are a registry's to know."""
+    """Check that an image given as a path exists. An image in a registry (docker://, oras://, #) cannot be checked."""
     image = config.container.image
     if not image or "://" in image or "#" in image:
         return
@@ -50,24 +38,24 @@ def _image(config: Config) -> Iterator[str]:
 
 
 def _elsewhere(path: Path) -> str:
-    return f"; if {path} is on the compute nodes only: check_paths=false"
+    return f"; if {path} exists only on the compute nodes: check_paths=false"
 
 
 def _runs_dir(place: Path) -> Iterator[str]:
-    """Looked at before anything is made; what only writing shows (a quota) is told when the folder is written."""
+    """Check the folder before anything is created. A used-up quota shows only when the run folder is written."""
     there = next((path for path in (place, *place.parents) if path.exists()), place)
     if not there.is_dir():
         yield f"runs_dir is {str(place)!r}, but {there} is not a folder: choose another runs_dir=..."
         return
-    if there == place and (said := safe_files.runs_dir_ownership_problems(place)):
-        yield f"runs_dir: {said}"
+    if there == place and (problem := safe_files.runs_dir_ownership_problems(place)):
+        yield f"runs_dir: {problem}"
     if not os.access(there, os.W_OK | os.X_OK):
-        return  # said by submit, with the system's own reason: read-only, or not yours
+        return  # submit reports it with the system's own reason, such as a read-only file system
     disk = shutil.disk_usage(there)
     free = disk.free // 2**20
     if disk.total and free < LEAST_MB:  # /proc has no size: writing there has its own message
         yield (
-            f"runs_dir is {str(place)!r}, with {free} MB free, expected {LEAST_MB} MB or more: free some space or "
+            f"runs_dir is {str(place)!r} with {free} MB free, expected {LEAST_MB} MB or more: free some space or "
             "choose another runs_dir=..."
         )
 
@@ -83,11 +71,14 @@ def _consistent(config: Config) -> Iterator[str]:
     if image and cluster.container.runtime is None:
         names = ", ".join(name for name in keys.choices("cluster.container.runtime") if name)
         yield (
-            f"container.image is {image!r}, but how cluster {cluster.name} runs containers is not known: "
-            f"cluster.container.runtime=... expects one of: {names}"
+            f"container.image is {image!r}, but cluster {cluster.name} has no container runtime: set "
+            f"cluster.container.runtime to one of: {names}"
         )
     if image and cluster.container.runtime == "pyxis" and cluster.engine == "local":
-        yield f"cluster.container.runtime is pyxis, an option of srun, and cluster {cluster.name} has none: apptainer"
+        yield (
+            f"cluster.container.runtime is pyxis, a plugin of srun, and cluster {cluster.name} has no srun: "
+            "cluster.container.runtime=apptainer"
+        )
     yield from _mounts(config)
     yield from _options(config)
 
@@ -117,11 +108,8 @@ def _options(config: Config) -> Iterator[str]:
                 yield f"{key}.{name} is {value!r}, expected one value"
 
 
-# The Python of the ranks.
-
-
 def python(config: Config) -> str:
-    """The interpreter of the ranks: of the image, as the cluster says, of its environment, or the one that submits."""
+    """Return the interpreter of the ranks: the image's, cluster.python, the environment's, or the one that submits."""
     cluster = config.cluster
     if config.container.image:
         return config.container.python
@@ -129,4 +117,6 @@ def python(config: Config) -> str:
         return cluster.python
     if cluster.venv:
         return f"{cluster.venv}/bin/python"
-    return "python" if cluster.conda else sys.executable
+    if cluster.conda:
+        return f"{cluster.conda}/bin/python" if python_environment.is_folder(cluster.conda) else "python"
+    return sys.executable

@@ -1,6 +1,6 @@
-"""What Hydra and OmegaConf say, in one sentence: the key, the value, what was expected, what to do.
+"""Turns errors of Hydra and OmegaConf into one sentence: the key, the value, what was expected, what to type.
 
-Their errors are known by the names of their classes: about a file, OmegaConf's arrives as text inside of Hydra's.
+An error is recognized by the name of its class: OmegaConf's error about a file is only text inside Hydra's error.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 
 import yaml
 
-from hpcinit.config import folders, keys, slurm_options
+from hpcinit.config import default_cluster, folders, keys, slurm_options
 
 NOT_READABLE = (
-    "expected key=value; a value with blanks, commas, quotes or brackets needs quotes of its own inside the shell's: "
+    "expected key=value; a value with spaces, commas, quotes or brackets needs quotes inside the shell's quotes: "
     "'comment=\"it is, well: special\"'"
 )
 OTHER_TYPE = {"ValidationError", "InterpolationValidationError", "ConfigTypeError", "ValueError", "AssertionError"}
@@ -24,8 +24,8 @@ NO_KEY = {"ConfigKeyError", "ConfigAttributeError"}
 
 
 @dataclass(frozen=True)
-class _Said:
-    """An error taken apart. file: 'cluster/mini'; key: the full one; all '' where it does not say."""
+class _Parsed:
+    """The parts of an error. file: as in 'cluster/mini'. key: the full key. Parts that the error lacks are ''."""
 
     kind: str
     text: str
@@ -34,24 +34,28 @@ class _Said:
 
 
 def sentence(error: Exception, override: str = "") -> str:
-    """One line about `error`. override: the word of the command line that brought it about; '' if not known."""
+    """Return one line about `error`. override: the argument that caused it; '' if unknown."""
     if isinstance(error, (yaml.YAMLError, UnicodeDecodeError, RecursionError)):
         return _where(override, _unreadable_file(error))
     missing: str | None = getattr(error, "missing_cfg_file", None)
     if missing is not None:
         return _no_such_choice(missing, override)
-    said = _take_apart(error)
-    if said.kind == "OverrideParseException" or "LexerNoViableAlt" in said.text or "Unknown function" in said.text:
-        return _not_readable(override or said.text)
+    parsed = _take_apart(error)
+    if (
+        parsed.kind == "OverrideParseException"
+        or "LexerNoViableAlt" in parsed.text
+        or "Unknown function" in parsed.text
+    ):
+        return _not_readable(override or parsed.text)
     if "@" in override.partition("=")[0]:
         return f"{_shown(override)}: expected a key without '@'"
-    if said.file and (what := _not_a_mapping(said.file)):
+    if parsed.file and (what := _not_a_mapping(parsed.file)):
         return _where(override, what)
-    return (_about_override(override, said) if override and not said.file else "") or _about_key(override, said)
+    return (_about_override(override, parsed) if override and not parsed.file else "") or _about_key(override, parsed)
 
 
 def unset(names: Sequence[str], chosen: Mapping[str, str]) -> list[str]:
-    """Mandatory keys that nothing gives, such as cluster.name. chosen: {'cluster': 'mine'}."""
+    """Return a message for each mandatory key that has no value, such as cluster.name. chosen: {'cluster': 'mine'}."""
     found = []
     for name in names:
         group, _, last = name.partition(".")
@@ -61,34 +65,34 @@ def unset(names: Sequence[str], chosen: Mapping[str, str]) -> list[str]:
 
 
 def not_ours(config: str) -> str:
-    """A primary config that hpcinit's schema is no part of."""
+    """Return the message for a primary config that does not include hpcinit's schema."""
     return (
-        f"{folders.find(config)} does not build on hpcinit's own: its defaults list must begin with hpcinit, and the "
-        "file have another name (--config-name), or with hpcinit_schema"
+        f"{folders.find(config)} does not include hpcinit's config: its defaults list must start with hpcinit_schema, "
+        "or with hpcinit if the file has another name (--config-name)"
     )
 
 
 def reference(key: str, raw: str, error: Exception) -> str:
-    """An interpolation that cannot be resolved: `raw` is what `key` is set to."""
-    said = _take_apart(error)
-    if found := re.search(r"Interpolation key '(.*)' not found", said.text):
+    """Return the message for an interpolation that cannot be resolved: `key` is set to `raw`."""
+    parsed = _take_apart(error)
+    if found := re.search(r"Interpolation key '(.*)' not found", parsed.text):
         last = found[1].rpartition(".")[2]
-        return f"{key}={_shown(raw)}: there is no key {found[1]!r}{keys.guess(last, keys.beside(found[1]))}"
-    if found := re.search(r"Environment variable '(.*)' not found", said.text):
+        return f"{key}={_shown(raw)}: no such key {found[1]!r}{keys.guess(last, keys.beside(found[1]))}"
+    if found := re.search(r"Environment variable '(.*)' not found", parsed.text):
         return f"{key}={_shown(raw)}: the environment variable {found[1]} is not set; export it, or set {key}"
-    if "Recursive" in said.text:
-        return f"{key}={_shown(raw)}: refers to itself, directly or through another key; give one of them a value"
-    if found := re.search(r"Unsupported interpolation type (.*)", said.text):
-        return f"{key}={_shown(raw)}: nothing is called {found[1]}, expected a key or oc.env, as in ${{oc.env:HOME}}"
-    if said.kind in OTHER_TYPE:
-        found = re.search(r"Value '(.*?)' ", said.text)
-        stands = f"stands for {found[1]!r}" if found else "stands for a table or a list"
-        return f"{key}={_shown(raw)}: {stands}, expected {keys.expected(key) or 'another type'}"
-    return f"{key}={_shown(raw)}: {said.text}"
+    if "Recursive" in parsed.text:
+        return f"{key}={_shown(raw)}: refers to itself, directly or through another key; set one of them to a value"
+    if found := re.search(r"Unsupported interpolation type (.*)", parsed.text):
+        return f"{key}={_shown(raw)}: no resolver {found[1]}, expected a key or oc.env, as in ${{oc.env:HOME}}"
+    if parsed.kind in OTHER_TYPE:
+        found = re.search(r"Value '(.*?)' ", parsed.text)
+        what = f"is {found[1]!r}" if found else "is a table or a list"
+        return f"{key}={_shown(raw)}: {what}, expected {keys.expected(key) or 'another type'}"
+    return f"{key}={_shown(raw)}: {parsed.text}"
 
 
 def of_combinations(found: Mapping[str, Sequence[str]], total: int) -> list[str]:
-    """The problems of a sweep, each once. found: problem -> the combinations that have it."""
+    """Return each problem of a sweep once. found: problem -> the combinations that have it."""
     lines = []
     for problem, combinations in found.items():
         more = len(combinations) - 1
@@ -98,8 +102,8 @@ def of_combinations(found: Mapping[str, Sequence[str]], total: int) -> list[str]
     return lines
 
 
-def _take_apart(error: Exception) -> _Said:
-    """Hydra wraps OmegaConf's error, as its cause for an override and as text for a file:
+def _take_apart(error: Exception) -> _Parsed:
+    """Return the parts of an error. Hydra wraps OmegaConf's: as its cause for an override, as text for a file:
 
     "In 'cluster/x': ConfigKeyError raised while composing config:\\nKey 'y' not in 'Cluster'\\n  full_key: cluster.y"
     """
@@ -109,74 +113,80 @@ def _take_apart(error: Exception) -> _Said:
     if in_file:
         text, kind = text[in_file.end() :], in_file[2]
     full_key = re.search(r"full_key: (.+)", text)
-    return _Said(kind, text.partition("\n")[0], in_file[1] if in_file else "", full_key[1] if full_key else "")
+    return _Parsed(kind, text.partition("\n")[0], in_file[1] if in_file else "", full_key[1] if full_key else "")
 
 
 def _no_such_choice(missing: str, override: str) -> str:
-    """`missing` is the file that was looked for, without its ending: 'cluster/nope'."""
+    """Return the message for a file that does not exist. missing: its name without .yaml, as in 'cluster/nope'."""
     key, _, value = override.lstrip("+").partition("=")
     if not (override and missing.startswith(f"{key}/")):
         key, _, value = missing.rpartition("/")
     if not key:
         known = folders.choices("")
-        return f"--config-name {value}: no {value}.yaml, expected one of: {', '.join(known)}{keys.guess(value, known)}"
-    known = folders.choices(key) or ["basic"]  # a group of Hydra's own, such as hydra/launcher
+        return (
+            f"--config-name {value}: no file {value}.yaml, expected one of: {', '.join(known)}"
+            f"{keys.guess(value, known)}"
+        )
+    known = folders.choices(key) or ["basic"]  # one of Hydra's own groups, such as hydra/launcher
     near = keys.guess(Path(value).name.removesuffix(".yaml"), known)  # cluster=conf/cluster/mine.yaml
     near = _further_up(key, value) or near
+    name, source = default_cluster.choose()
+    if key == "cluster" and not override and value == name:
+        return f"{source} sets the default cluster {name!r}, expected one of: {', '.join(known)}{near}"
     return f"{key}={_shown(value)}: no such {key}, expected one of: {', '.join(known)}{near}"
 
 
 def _further_up(key: str, value: str) -> str:
-    """Where one is in a folder of the project, and the project's conf/ is above."""
+    """Return a hint if the file exists in the conf/ of a parent folder: the user is in a subfolder of the project."""
     for folder in Path.cwd().parents if re.fullmatch(r"[\w.-]{1,99}", value) else ():
         if (path := folder / "conf" / key / f"{value}.yaml").is_file():
-            return f"; {path} is further up: cd {folder}, or HPCINIT_CONF={folder / 'conf'}"
+            return f"; {path} exists: cd {folder}, or set HPCINIT_CONF={folder / 'conf'}"
     return ""
 
 
-def _about_override(override: str, said: _Said) -> str:
-    """What is wrong with a key=value that Hydra could read; '' for nothing special."""
+def _about_override(override: str, parsed: _Parsed) -> str:
+    """Return the message for a key=value that Hydra could parse; '' if none of these cases applies."""
     key, _, value = override.lstrip("+~").partition("=")
     plus = f"add it with a plus: +{key}={value}"
     what = ""
     if not key:
         return _not_readable(override)
-    if "Ambiguous value" in said.text or "requires --multirun" in said.text:
-        what = f"several values; add --multirun for one job each, or quote it: \"{key}='{value}'\""
-    elif "An item is already at" in said.text or "Multiple values for" in said.text:
-        what = f"{key} exists already; leave the plus away: {key}={value}"
+    if "Ambiguous value" in parsed.text or "requires --multirun" in parsed.text:
+        what = f"has several values; add --multirun for one job each, or quote the value: \"{key}='{value}'\""
+    elif "An item is already at" in parsed.text or "Multiple values for" in parsed.text:
+        what = f"{key} exists already; remove the plus: {key}={value}"
     elif override.startswith("~"):
-        what = f"there is no {key} to take away"
+        what = f"there is no {key} to remove"
     elif keys.is_group(key):
         what = f"expected one of: {', '.join(folders.choices(key))}"
-    elif key.startswith("cluster.partitions") and (override.startswith("+") or said.kind in NO_KEY):
-        what = f"partitions are described in the cluster's file, see {folders.find('cluster/example')}"
-    elif said.kind in NO_KEY and keys.is_table(table := key.rpartition(".")[0]):
+    elif key.startswith("cluster.partitions") and (override.startswith("+") or parsed.kind in NO_KEY):
+        what = f"partitions are set in the cluster's file; see {folders.find('cluster/example')}"
+    elif parsed.kind in NO_KEY and keys.is_table(table := key.rpartition(".")[0]):
         what = f"{table} has no {key.rpartition('.')[2]!r} yet, {plus}"
-    elif said.kind in NO_KEY and keys.is_table(key):
+    elif parsed.kind in NO_KEY and keys.is_table(key):
         what = f"{key} has no such entry yet, {plus}"
-    elif said.kind == "AttributeError":
-        what = "cannot be set on the command line, but in a config file of yours"
-    elif said.kind in OTHER_TYPE and (expected := keys.expected(key)):
+    elif parsed.kind == "AttributeError":
+        what = "cannot be set on the command line; set it in a config file"
+    elif parsed.kind in OTHER_TYPE and (expected := keys.expected(key)):
         what = f"expected {expected}"
     return what and f"{_shown(override)}: {_shown(what)}"
 
 
-def _about_key(override: str, said: _Said) -> str:
-    where = f"{folders.find(said.file)}: " if said.file else ""
-    if said.kind in NO_KEY or "Could not override" in said.text:
-        key = said.key or override.lstrip("+~").partition("=")[0]
+def _about_key(override: str, parsed: _Parsed) -> str:
+    where = f"{folders.find(parsed.file)}: " if parsed.file else ""
+    if parsed.kind in NO_KEY or "Could not override" in parsed.text:
+        key = parsed.key or override.lstrip("+~").partition("=")[0]
         return _where(override, f"{where}no such key {key!r}{_near(key, override)}")
-    if said.kind in OTHER_TYPE and (expected := keys.expected(said.key)):
-        found = re.search(r"Value '(.*?)' ", said.text)
-        what = f"{said.key} is {found[1]!r}, expected" if found else f"{said.key}: expected"
+    if parsed.kind in OTHER_TYPE and (expected := keys.expected(parsed.key)):
+        found = re.search(r"Value '(.*?)' ", parsed.text)
+        what = f"{parsed.key} is {found[1]!r}, expected" if found else f"{parsed.key}: expected"
         return _where(override, f"{where}{what} {expected}")
-    detail = f"{said.key}: {said.text}" if said.key and said.key not in override else said.text
+    detail = f"{parsed.key}: {parsed.text}" if parsed.key and parsed.key not in override else parsed.text
     return _where(override, where + detail)
 
 
 def _near(key: str, override: str) -> str:
-    """The key that was probably meant; if none is close all that there are, of the many at the top where to read."""
+    """Return the key that was probably meant, else the keys of the same table; at the top level, how to list them."""
     known = keys.beside(key)
     if "." not in key and (meant := slurm_options.meant(key.replace("_", "-"), override.partition("=")[2])):
         return f"; {meant}"
@@ -186,12 +196,12 @@ def _near(key: str, override: str) -> str:
         return ""
     if "." in key:
         return f", expected one of: {', '.join(known)}"
-    behind = f"; your program's own arguments stand after it: -- train.py {override}" if override else ""
-    return f"; hpcinit submit --help explains all there are{behind}"
+    after = f"; arguments of your program go after it: -- train.py {override}" if override else ""
+    return f"; {keys.ALL}{after}"
 
 
 def _includes_itself() -> str:
-    """Name the user's files whose defaults list contains the file's own name; Hydra takes it for the file itself."""
+    """Return the message for a config that includes itself: its defaults list contains the name of the file."""
     found = []
     for place in folders.user_folders():
         for path in sorted(place.rglob("*.yaml")):
@@ -202,15 +212,15 @@ def _includes_itself() -> str:
     if not found:
         return "the defaults lists of config files include each other in a circle; remove one of the entries"
     name = Path(found[0]).stem
-    do = f"Give it another name{', and choose it with --config-name' * (name in folders.choices(''))}"
+    advice = f"Give it another name{', and choose it with --config-name' * (name in folders.choices(''))}"
     return (
-        f"{' and '.join(found)} includes itself: '- {name}' in its defaults list is this file, not the one that comes "
-        f"with hpcinit. {do}"
+        f"{' and '.join(found)} includes itself: '- {name}' in its defaults list is this file, not the one that ships "
+        f"with hpcinit. {advice}"
     )
 
 
 def _not_ascii(override: str) -> str:
-    """Name the first character that Hydra reads only in quotes; '' where there is none outside of them."""
+    """Return the message for a character that Hydra accepts only in quotes; '' if there is none outside quotes."""
     plain = re.sub(r"'[^']*'|\"[^\"]*\"", "", override)
     bad = next((char for char in plain if not char.isascii()), "")
     key, _, value = override.partition("=")
@@ -220,19 +230,19 @@ def _not_ascii(override: str) -> str:
         expected = "letters a to z, digits, '.', '_' and '-'"
         return f"{_shown(override)}: {_shown(bad)!r} cannot be in a name; expected {expected}"
     quoted = f": {key}='\"{_shown(value)}\"'" if not re.search(r"['\"\[{(]", value) else ""
-    return f"{_shown(override)}: {_shown(bad)!r} has to be in quotes, inside the shell's{quoted}"
+    return f"{_shown(override)}: {_shown(bad)!r} must be in quotes inside the shell's quotes{quoted}"
 
 
 def _not_readable(override: str) -> str:
-    if said := _not_ascii(override):
-        return said
+    if message := _not_ascii(override):
+        return message
     found = re.fullmatch(r"\s*([\w.]+)\s*(?:=+|:|\s)\s*(\S*)\s*", override)
     if found and keys.kind(found[1]) is not None and override != f"{found[1]}={found[2]}":
         return f"{_shown(override)}: expected key=value: {found[1]}={found[2] or '...'}"
     if "=" not in override and (key := keys.nearest(override)):
         return f"{_shown(override)}: expected key=value, as in {key}={'true' if keys.kind(key) is bool else '...'}"
     if "=" not in override:
-        return f"{_shown(override)}: expected key=value; what is to run stands after --: hpcinit submit -- train.py"
+        return f"{_shown(override)}: expected key=value; the program goes after --: hpcinit submit -- train.py"
     return f"{_shown(override)}: {NOT_READABLE}"
 
 
@@ -247,12 +257,12 @@ def _unreadable_file(error: yaml.YAMLError | UnicodeDecodeError | RecursionError
         return " ".join(str(error).split())
     name = Path(mark.name)
     shown = name.relative_to(Path.cwd()) if name.is_relative_to(Path.cwd()) else name
-    advice = "; YAML wants blanks, no tabs" if "\\t" in problem else ""
+    advice = "; indent YAML with spaces, not tabs" if "\\t" in problem else ""
     return f"{shown}, line {mark.line + 1}: {problem}{advice}"
 
 
 def _not_utf8() -> str:
-    """The file that cannot be decoded: the error does not say which."""
+    """Return the file that cannot be decoded, which the error does not name."""
     for place in folders.user_folders():
         for path in sorted(place.rglob("*.yaml")):
             try:
@@ -273,7 +283,7 @@ def _not_a_mapping(file: str) -> str:
     if content is None or isinstance(content, dict):
         return ""
     kind = "a list" if isinstance(content, list) else f"{_shown(str(content))!r}"
-    return f"{path} holds {kind}, expected lines of key: value"
+    return f"{path} contains {kind}, expected lines of key: value"
 
 
 def _where(override: str, what: str) -> str:
@@ -281,6 +291,6 @@ def _where(override: str, what: str) -> str:
 
 
 def _shown(text: str) -> str:
-    """On one line, and not longer than one."""
+    """Return `text` on one line of limited length."""
     plain = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
     return plain if len(plain) <= 120 else f"{plain[:100]}... ({len(text)} characters)"

@@ -1,4 +1,4 @@
-"""Where YAML is looked for, first match wins: ./conf, $HPCINIT_CONF, ~/.config/hpcinit, the package's own."""
+"""The folders with YAML, first match wins: ./conf, $HPCINIT_CONF, ~/.config/hpcinit, the package's own."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from hpcinit.base.errors import ConfigError
 from hpcinit.base.text import home
 
 MOST_PROBLEMS = 3  # further ones are counted
+SETTINGS = "settings"  # settings.yaml, which is no config: default_cluster.py
 
 
 def folder() -> Path:
-    """The package's own conf/: inside the wheel, or beside the package in a checkout."""
+    """Return the package's own conf/: inside the wheel, or beside the package in a checkout."""
     inside = Path(__file__).parent.parent / "conf"
     return inside if inside.is_dir() else Path(__file__).parent.parent.parent / "conf"
 
 
 def user_folders() -> list[Path]:
-    """Where a user's own YAML lies, first match first; only folders that exist."""
+    """Return the folders with the user's own YAML that exist, first match first. Raise ConfigError."""
     try:
         Path.cwd()
     except FileNotFoundError:
-        raise ConfigError("the current folder was deleted under this shell: cd to one that exists") from None
+        raise ConfigError("the current folder was deleted: cd to a folder that exists") from None
     named = os.environ.get("HPCINIT_CONF")
     places = [Path("conf"), Path(named) if named else None, home() / ".config/hpcinit"]
     found = [place.absolute() for place in places if place is not None and place.is_dir()]
@@ -34,7 +35,7 @@ def user_folders() -> list[Path]:
         raise ConfigError(f"HPCINIT_CONF is {named!r}, expected a folder that exists")
     chosen = Path(named).absolute() if named else None
     if problems := [
-        said for place in found for said in _problems(place, chosen is not None and place.samefile(chosen))
+        problem for place in found for problem in _problems(place, chosen is not None and place.samefile(chosen))
     ]:
         raise ConfigError(*problems)
     return found
@@ -44,26 +45,26 @@ def user_folders() -> list[Path]:
 def _problems(place: Path, named: bool) -> tuple[str, ...]:
     """Return why the YAML in `place` cannot be trusted. Its cluster.setup is shell that the job runs as this user.
 
-    named: by HPCINIT_CONF. Who names a folder trusts its owner and group: a site's folder often belongs to an account
-    for software.
+    named: HPCINIT_CONF names the folder. Its owner and group are then trusted, because a site's folder often belongs
+    to a software account.
     """
-    if place.samefile(folder()):  # of a checkout whose Python code runs already
+    if place.samefile(folder()):  # its Python code is already running
         return ()
     owners = (place.stat().st_uid,) if named else ()
     advice = f"if you trust them: HPCINIT_CONF={quoting.shell(str(place))}"
     found = []
     for path in _below(place):
-        with suppress(OSError):  # a link that leads nowhere
+        with suppress(OSError):  # a broken link
             found.append(safe_files.path_ownership_problems(path, advice, owners=owners, named=named))
-    first, *more = [said for said in found if said] or [""]
+    first, *more = [problem for problem in found if problem] or [""]
     if len(more) > MOST_PROBLEMS:
         rest = f"and {len(more) - MOST_PROBLEMS} more in {place}: chmod -R go-w {quoting.shell(str(place))}; {advice}"
         more = [*more[:MOST_PROBLEMS], rest]
-    return tuple(said for said in (first, *more) if said)
+    return tuple(problem for problem in (first, *more) if problem)
 
 
 def _below(place: Path) -> Iterator[Path]:
-    """The folder `place`, and the folders and YAML files below it, through links too, as Hydra reads them."""
+    """Yield the folder `place` and the folders and YAML files below it. Follow links, as Hydra does."""
     seen = set()
     for top, names, files in os.walk(place, followlinks=True):
         real = os.path.realpath(top)
@@ -76,12 +77,13 @@ def _below(place: Path) -> Iterator[Path]:
 
 
 def choices(group: str) -> list[str]:
-    """The YAML files of a group, without their ending; of '' the primary configs."""
-    return sorted({path.stem for place in [*user_folders(), folder()] for path in (place / group).glob("*.yaml")})
+    """Return the names of the YAML files of a group without .yaml; for '' those of the primary configs."""
+    found = {path.stem for place in [*user_folders(), folder()] for path in (place / group).glob("*.yaml")}
+    return sorted(found - {SETTINGS} if not group else found)
 
 
 def find(config: str) -> str:
-    """The file that 'cluster/mini' means, as one would type it here, or 'cluster/mini.yaml' where there is none."""
+    """Return the path of the file for 'cluster/mini', relative if possible; 'cluster/mini.yaml' if there is none."""
     for place in [*user_folders(), folder()]:
         if (path := place / f"{config}.yaml").is_file():
             here = Path.cwd()

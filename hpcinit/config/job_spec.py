@@ -1,6 +1,6 @@
-"""From a checked config to what the job needs: `facts.spec.Spec` and its parts.
+"""Makes the Spec, which the job reads, from a checked config.
 
-A key reaches the job if a part of the Spec has a field of the same name.
+A key reaches the job if the Spec or one of its parts has a field of the same name.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
-from hpcinit.config.partition import ranks_per_node
+from hpcinit.config.resources import cpus_per_rank, gpus_per_node, ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.records.layout import Layout
 from hpcinit.records.spec import Comm, Hang, Launch, Precision, Program, Samples, Spec, Training
 from hpcinit.records.startup_timeout import StartupTimeout
 from hpcinit.records.stop_reasons import Stopping
 from hpcinit.records.wrappers import WRAPPERS
+from hpcinit.world import ports
 
 T = TypeVar("T")
 
@@ -24,7 +25,7 @@ T = TypeVar("T")
 def make(config: Config, workdir: str, target: str) -> Spec:
     """Return the Spec of a config that has passed its checks.
 
-    workdir, target: where the program runs and what it is, which differ from the config's in a snapshot.
+    workdir, target: the folder and the program, which differ from the config's in a code snapshot.
     """
     per_node = ranks_per_node(config)
     return _copied(
@@ -63,17 +64,17 @@ def program_kind(config: Config) -> str:
 
 
 def layout(config: Config) -> Layout:
-    """Return the layout as it was written: a degree may be -1. Raises RequestError."""
+    """Return the layout as configured: a degree may be -1. Raise RequestError."""
     return _copied(Layout, config.parallel)
 
 
 def samples(config: Config) -> Samples:
-    """Return what was requested of the batch."""
+    """Return the requested batch."""
     return _copied(Samples, config.batch)
 
 
 def training(config: Config) -> Training:
-    """Return what run.wrap needs. Raises SpecError for a value that is none of the choices."""
+    """Return what run.wrap needs. Raise SpecError for an invalid value."""
     return _copied(
         Training,
         config,
@@ -84,7 +85,7 @@ def training(config: Config) -> Training:
 
 
 def launch(config: Config) -> Launch:
-    """Return how the ranks are started."""
+    """Return how hpcinit starts the ranks."""
     deepspeed = ["deepspeed"] if uses_deepspeed(config) else []
     return _copied(
         Launch,
@@ -95,25 +96,18 @@ def launch(config: Config) -> Launch:
     )
 
 
-def cpus_per_rank(config: Config) -> int | None:
-    """Return the cores of one rank: as requested, or its share of the node's; None where the cluster gives none."""
-    if config.cpus_per_rank is not None or config.cluster.cpus_per_node is None:
-        return config.cpus_per_rank
-    return max(1, config.cluster.cpus_per_node // ranks_per_node(config))
-
-
 def gpu_bind(config: Config) -> str | None:
     """Return srun's --gpu-bind; None where the job requests no GPUs."""
-    return config.launch.gpu_bind if config.cluster.gpus_per_node and config.cluster.gpu_flag else None
+    return config.launch.gpu_bind if gpus_per_node(config) and config.cluster.gpu_flag else None
 
 
 def startup_timeout(config: Config) -> StartupTimeout:
-    """Return the start-up timeout of a request. Raises RequestError for one that gives no positive time."""
+    """Return the start-up timeout of a request. Raise RequestError if it is not positive."""
     return StartupTimeout(**{name: value for name, (value, _) in timeout_sources(config).items()})
 
 
 def timeout_sources(config: Config) -> Mapping[str, tuple[float, str]]:
-    """Return each coefficient's value and the key that gives it: the request's, else its cluster's, else 'default'."""
+    """Return each coefficient with the key that sets it: the request's, else the cluster's, else 'default'."""
     found = {}
     for each in fields(StartupTimeout):
         found[each.name] = (float(str(each.default)), "default")
@@ -124,7 +118,12 @@ def timeout_sources(config: Config) -> Mapping[str, tuple[float, str]]:
     return found
 
 
+def ports_variable(config: Config) -> Mapping[str, str]:
+    """Return the environment variable that passes comm.ports to the ranks; {} if the key is not set."""
+    return {} if config.comm.ports is None else {ports.ENV_PORTS: str(config.comm.ports)}
+
+
 def uses_deepspeed(config: Config) -> bool:
-    """Return whether the ranks start DeepSpeed. A wrapper that does not exist, which the checks refuse, needs none."""
+    """Return whether the ranks start DeepSpeed. False for an invalid wrapper, which the checks report."""
     wrapper = WRAPPERS.get(config.parallel.wrap)
     return config.comm.deepspeed or (wrapper is not None and wrapper.needs_deepspeed)

@@ -1,4 +1,4 @@
-"""What the schema declares about a key: its type, bounds and help, as `--help` and messages show them."""
+"""Looks up what the schema declares about a key: its type, bounds and help, for `--help` and messages."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hpcinit.config.schema import Config
 
 TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 UNITS = {"_min": " of minutes", "_s": " of seconds", "_h": " of hours", "_gb": " of GB", "_mb": " of MB"}
-WIDTH = 34  # of 'key=default' in the help; a longer one has its explanation on the next line
+WIDTH = 34  # column of the explanations in the help; after a longer 'key=default' the explanation is on the next line
 MUST = "???"  # omegaconf.MISSING
-LAST = ("cluster",)  # what a site's file says once for all
+LAST = ("cluster",)  # shown last, because a site's file sets these keys
 
 
 @cache
@@ -66,7 +66,7 @@ def value(config: Config, key: str) -> Any:
 
 
 def kind(key: str) -> Any:
-    """The type of `key` ('cluster.env.A': str), or None where the schema has no such key."""
+    """Return the type of `key` (str for 'cluster.env.A'), or None if the schema has no such key."""
     found: Any = Config
     for part in key.split("."):
         found = _plain(found)
@@ -82,19 +82,19 @@ def is_group(key: str) -> bool:
 
 
 def is_table(key: str) -> bool:
-    """Whether users choose the names below `key` themselves, as in cluster.env."""
+    """Return whether users choose the names below `key` themselves, as in cluster.env."""
     return get_origin(_plain(kind(key))) is dict
 
 
 def beside(key: str) -> list[str]:
-    """The keys that exist where `key` was looked for; none where users choose them or there is no such place."""
+    """Return the keys of the table that `key` would be in; none if users choose its names or it does not exist."""
     parent = key.rpartition(".")[0]
     found = _plain(kind(parent)) if parent else Config
     return sorted(field.name for field in fields(found)) if is_dataclass(found) else []
 
 
 def expected(key: str) -> str:
-    """What a value of `key` has to be, in words; '' for a key that the schema does not know."""
+    """Return what a value of `key` must be, as text for a message; '' if the schema has no such key."""
     known = kind(key)
     if known is None:
         return ""
@@ -102,24 +102,24 @@ def expected(key: str) -> str:
         return "one of: " + ", ".join(choice or "null" for choice in found)
     plain = _plain(known)
     if get_origin(plain) is list:
-        words = f"a list, as in {key}=[a,b]"
+        text = f"a list, as in {key}=[a,b]"
     elif get_origin(plain) is dict or is_dataclass(plain):
-        words = f"a table, one entry is +{key}.NAME=VALUE"
+        text = f"a table; add an entry with +{key}.NAME=VALUE"
     else:
-        words = TYPES.get(plain, "a value")
+        text = TYPES.get(plain, "a value")
         if plain in (int, float):
-            words += next((unit for end, unit in UNITS.items() if key.endswith(end)), "")
-    return f"{words}, or null" if plain is not known else words
+            text += next((unit for end, unit in UNITS.items() if key.endswith(end)), "")
+    return f"{text}, or null" if plain is not known else text
 
 
-def guess(word: str, known: Sequence[str]) -> str:
-    """'; did you mean ...?', or '' where nothing is close."""
-    close = _close(word, known)
+def guess(name: str, known: Sequence[str]) -> str:
+    """Return '; did you mean ...?', or '' if no name is similar."""
+    close = _close(name, known)
     return f"; did you mean {close!r}?" if close else ""
 
 
 def nearest(key: str) -> str:
-    """`key` itself, or the one at the same place that it is close to; '' for none."""
+    """Return `key` if it exists, else the most similar key of the same table, or ''."""
     if kind(key) is not None:
         return key
     parent, dot, last = key.rpartition(".")
@@ -127,8 +127,23 @@ def nearest(key: str) -> str:
     return f"{parent}{dot}{close}" if close else ""
 
 
-def text() -> str:
-    """'nodes=1                            number of nodes', a line for each key; those without a table first."""
+# The keys of the first month, in this order, besides the groups cluster and parallel: docs/configuration.md.
+FIRST = (
+    "nodes", "ranks_per_node", "time_min", "partition", "account", "name", "dry_run", "wait",
+    "restart.max_restarts", "secrets",
+)  # fmt: skip
+ALL = "hpcinit submit --help all lists all keys"
+
+
+def help_text(every: bool) -> str:
+    """Return a line for each key, as in 'nodes=1      number of nodes', keys without a table first.
+
+    every: all keys, not only those of FIRST.
+    """
+    if not every:
+        known = declared()
+        more = f"  ... and {len(known) - len(FIRST)} more: {ALL}"
+        return f"{_lines({key: known[key] for key in FIRST})}\n{more}"
     groups = sorted((item for item in fields(Config) if table(item)), key=lambda item: item.name in LAST)
     parts = [_lines({key: item for key, item in declared().items() if "." not in key})]
     parts += [_lines(dict(_declared(f"{item.name}.", table(item)))) for item in groups]
@@ -138,14 +153,14 @@ def text() -> str:
 def _lines(group: Mapping[str, Field[Any]]) -> str:
     lines = []
     for key, item in group.items():
-        word = f"{key}={shown(item)}"
-        gap = " " * (WIDTH - len(word)) if len(word) < WIDTH else "\n" + " " * (WIDTH + 2)
-        lines.append(f"  {word}{gap}{item.metadata['help']}")
+        start = f"{key}={shown(item)}"
+        gap = " " * (WIDTH - len(start)) if len(start) < WIDTH else "\n" + " " * (WIDTH + 2)
+        lines.append(f"  {start}{gap}{item.metadata['help']}")
     return "\n".join(lines)
 
 
 def shown(item: Field[Any]) -> str:
-    """Return the default as in YAML; '' where a file must give it."""
+    """Return the default as in YAML; '' for a mandatory key."""
     default = item.default if item.default_factory is MISSING else item.default_factory()
     if default == MUST:
         return ""
@@ -156,14 +171,14 @@ def shown(item: Field[Any]) -> str:
     return f"{default:g}" if isinstance(default, float) else "''" if default == "" else str(default)
 
 
-def _close(word: str, known: Sequence[str]) -> str:
+def _close(wrong: str, known: Sequence[str]) -> str:
     lower = {name.lower(): name for name in known}
-    found = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.65)
+    found = difflib.get_close_matches(wrong.lower(), lower, n=1, cutoff=0.65)
     return lower[found[0]] if found else ""
 
 
 def _plain(hint: Any) -> Any:
-    """X of Optional[X]."""
+    """Return X for Optional[X]."""
     if get_origin(hint) is Union:
         return next(arg for arg in get_args(hint) if arg is not type(None))
     return hint

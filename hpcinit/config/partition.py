@@ -1,16 +1,17 @@
-"""Nodes, time, GPUs, cores and memory against what is known of the partition, and the keys that a site requires."""
+"""Checks of nodes, time, GPUs, cores and memory against the partition's limits, and of keys that a site requires."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from dataclasses import replace
 
-from hpcinit.config.schema import Config, Partition
+from hpcinit.config import resources
+from hpcinit.config.resources import cpus_per_rank, ranks_per_node
+from hpcinit.config.schema import Config, Partition, Qos
 
-# The keys that a site can require, with what to call a value and where a user finds one.
-#   sbatch without an account at such a site: "Batch job submission failed: Invalid account or account/partition
-#   combination specified", or "Job violates accounting/QOS policy" after the queue
+# The keys that a site can require: what the message calls the value, and the command that lists the user's values.
+# Without an account, sbatch at such a site fails with "Invalid account or account/partition combination specified", or
+# the job fails later with "Job violates accounting/QOS policy".
 REQUIRED = {
     "account": ("an account (a project's budget)", "sacctmgr show associations user=$USER format=account,qos"),
     "qos": ("a QOS", "sacctmgr show associations user=$USER format=account,qos"),
@@ -18,36 +19,39 @@ REQUIRED = {
 }
 
 
-def ranks_per_node(config: Config) -> int:
-    return config.ranks_per_node or config.cluster.gpus_per_node or 1
-
-
-def known(config: Config) -> Partition:
-    """What is known of the partition that the job goes to, with the cluster's own words where it has none."""
-    cluster = config.cluster
-    found = cluster.partitions.get(config.partition or cluster.partition or "") or Partition()
-    gpus = cluster.gpus_per_node or None
-    return replace(
-        found,
-        gpus_per_node=gpus if found.gpus_per_node is None else found.gpus_per_node,
-        cpus_per_node=found.cpus_per_node or cluster.cpus_per_node,
-    )
-
-
 def problems(config: Config) -> Iterator[str]:
-    """One message for each thing of which more is asked for than there is."""
-    has = known(config)
-    nodes = ("nodes + spare_nodes" if config.spare_nodes else "nodes", config.nodes + config.spare_nodes, has.nodes)
-    for key, asked, most in (nodes, ("time_min", config.time_min, has.time_min)):
-        if most is not None and asked > most:
-            yield f"{key}={asked}, but {_where(config)} has at most {most}: {key}={most} or less"
-    if has.mem_gb is not None and config.mem_gb and config.mem_gb > has.mem_gb:
+    """Yield a message for each resource of which the job requests more than there is."""
+    has, memory = resources.partition(config), resources.mem_gb(config)
+    yield from _nodes_and_time(config, has)
+    if has.mem_gb is not None and memory and memory > has.mem_gb:
         yield (
-            f"mem_gb={config.mem_gb:g}, but a node of {_where(config)} has {has.mem_gb:g} GB for jobs: "
+            f"mem_gb={memory:g}, but a node of {_where(config)} has {has.mem_gb:g} GB for jobs: "
             f"mem_gb={has.mem_gb:g} or less, or 0 for all of it"
         )
     yield from _gpus(config, has)
     yield from _cores(config, has)
+
+
+def _nodes_and_time(config: Config, has: Partition) -> Iterator[str]:
+    """Check nodes and time against the limits of the QOS, or else of the partition."""
+    cluster, nodes, qos = config.cluster, config.nodes + config.spare_nodes, config.qos or config.cluster.qos
+    own = cluster.qoses.get(qos or "") or Qos()
+    here, there = _where(config), f"qos {qos!r} of cluster {cluster.name}"
+    where, most = (there, own.nodes) if own.nodes is not None else (here, has.nodes)
+    if most is not None and nodes > most:
+        key = "nodes + spare_nodes" if config.spare_nodes else "nodes"
+        yield f"{key}={nodes}, but {where} allows at most {most}: {key}={most} or less"
+    where, most = (there, own.time_min) if own.time_min is not None else (here, has.time_min)
+    if own.time_min is None and (fitting := [up_to for up_to in has.time_min_by_nodes if nodes <= up_to]):
+        most = has.time_min_by_nodes[min(fitting)]
+        where = f"{here}, with {nodes} nodes,"
+    if most is not None and config.time_min > most:
+        yield f"time_min={config.time_min}, but {where} allows at most {most}: time_min={most} or less"
+    elif has.node_min is not None and nodes * config.time_min > has.node_min:
+        yield (
+            f"nodes x time_min = {nodes} x {config.time_min} = {nodes * config.time_min} node-minutes, but {here} "
+            f"allows {has.node_min} per job: time_min={has.node_min // nodes} or less, or fewer nodes"
+        )
 
 
 def missing_keys(config: Config) -> Iterator[str]:
@@ -55,23 +59,33 @@ def missing_keys(config: Config) -> Iterator[str]:
     cluster = config.cluster
     for name in dict.fromkeys(cluster.needs):
         if name not in REQUIRED:
-            yield f"cluster.needs has {name!r}, expected keys out of: {', '.join(REQUIRED)}"
+            yield f"cluster.needs has {name!r}, expected keys from: {', '.join(REQUIRED)}"
         elif getattr(config, name) is None:
             what, command = REQUIRED[name]
             yield (
-                f"{name} is not set, and cluster {cluster.name} needs {what}: {name}=..., or keep it in a cluster file "
-                f"of your own with `defaults: [{cluster.name}]`; yours are listed by: {command}"
+                f"{name} is not set, but cluster {cluster.name} requires {what}: add {name}=..., or set it in your own "
+                f"cluster file with `defaults: [{cluster.name}]`; to list yours: {command}"
             )
 
 
 def warnings(config: Config) -> Iterator[str]:
-    """A partition that is not described. No error: Slurm knows them all, and is asked before anything is submitted."""
+    """Warn about a file that was never used at its site, and about a partition that the file does not contain.
+
+    An unknown partition is not an error, because Slurm itself validates it before submission.
+    """
+    cluster = config.cluster
+    if cluster.untested:
+        yield (
+            f"the file of cluster {cluster.name} is made from the site's documentation, and no job has been run with "
+            f"it there: check the script{'' if config.dry_run else ' with dry_run=true'} (cluster.untested=false hides "
+            "this line)"
+        )
     name, described = config.partition, config.cluster.partitions
     if name and described and any(part not in described for part in name.split(",")):
         close = difflib.get_close_matches(name, described, n=1)
         guess = f"; did you mean {close[0]}?" if close else ""
         yield (
-            f"partition {name!r} is not in the description of cluster {config.cluster.name}, which has: "
+            f"partition {name!r} is not in the file of cluster {config.cluster.name}, which has: "
             f"{', '.join(described)}{guess}"
         )
 
@@ -83,19 +97,24 @@ def _where(config: Config) -> str:
 
 
 def _gpus(config: Config, has: Partition) -> Iterator[str]:
-    """Ranks want one each; GPUs are asked for with cluster.gpus_per_node, unless the site gives whole nodes."""
-    ranks, asked = ranks_per_node(config), config.cluster.gpus_per_node
-    own = config.cluster.partitions.get(config.partition or config.cluster.partition or "")
+    """Check that each rank gets a GPU, and that the nodes have the GPUs that the job requests."""
+    cluster, ranks, requested = config.cluster, ranks_per_node(config), resources.requested_gpus(config)
+    own = cluster.partitions.get(config.partition or cluster.partition or "")
     listed = own is not None and own.gpus_per_node is not None
-    key = "its gpus_per_node" if listed else "cluster.gpus_per_node"
-    if asked and listed and asked > (has.gpus_per_node or 0):
-        least = has.gpus_per_node or 0
-        ask = f"cluster.gpus_per_node={least}" if least else "cluster.gpus_per_node=0 cluster.gpu_flag=null"
-        yield f"cluster.gpus_per_node={asked}, but a node of {_where(config)} has {least} GPUs ({key}): {ask}"
-    elif has.gpus_per_node and asked and ranks > has.gpus_per_node:
+    source = "its gpus_per_node" if listed else "cluster.gpus_per_node"
+    there = has.gpus_per_node or 0
+    if requested is not None:
+        yield from _requested_gpus(config, requested, there, source)
+    elif cluster.gpus_per_node and listed and cluster.gpus_per_node > there:
+        advice = f"cluster.gpus_per_node={there}" if there else "cluster.gpus_per_node=0 cluster.gpu_flag=null"
         yield (
-            f"ranks_per_node={ranks}, but a node of {_where(config)} has {has.gpus_per_node} GPUs ({key}): a rank "
-            f"needs one of its own; ranks_per_node={has.gpus_per_node} or less"
+            f"cluster.gpus_per_node={cluster.gpus_per_node}, but a node of {_where(config)} has {there} GPUs "
+            f"({source}): {advice}"
+        )
+    elif there and cluster.gpus_per_node and ranks > there:
+        yield (
+            f"ranks_per_node={ranks}, but a node of {_where(config)} has {there} GPUs ({source}), and each "
+            f"rank needs one: ranks_per_node={there} or less"
         )
     kind = own.gpu_type if own else None
     if kind and config.cluster.gpu_type and kind != config.cluster.gpu_type and config.cluster.gpu_flag:
@@ -105,13 +124,40 @@ def _gpus(config: Config, has: Partition) -> Iterator[str]:
         )
 
 
+def _requested_gpus(config: Config, requested: int, there: int, source: str) -> Iterator[str]:
+    """Check gpus_per_node and gpus. there: the GPUs of a node. source: the key that has this number."""
+    key = f"gpus={config.gpus}" if config.gpus_per_node is None else f"gpus_per_node={requested}"
+    ranks, where = ranks_per_node(config), _where(config)
+    if config.gpus is not None and config.gpus_per_node is not None:
+        yield f"gpus={config.gpus} and gpus_per_node={config.gpus_per_node} are both set; remove one"
+    elif config.gpus is not None and config.gpus % config.nodes:
+        below = config.gpus // config.nodes * config.nodes
+        near = " or ".join(f"gpus={number}" for number in (below, below + config.nodes) if number)
+        yield f"gpus={config.gpus} is not a multiple of nodes={config.nodes}: {near}"
+    elif config.cluster.gpu_flag is None and requested != there:
+        yield (
+            f"{key}, but cluster {config.cluster.name} has no option that requests GPUs (cluster.gpu_flag is null): "
+            f"ranks_per_node={max(1, requested)}"
+        )
+    elif requested > there:
+        if config.gpus_per_node is not None or not there:
+            advice = f"gpus_per_node={there} or less" if there else "remove it"
+        else:
+            advice = f"nodes={-(-config.gpus // there)}" if config.gpus is not None else ""
+        yield f"{key}, but a node of {where} has {there} GPUs ({source}): {advice}"
+    elif requested and ranks > requested:
+        yield (
+            f"ranks_per_node={ranks}, but {key} requests {requested} GPUs per node, and each rank needs one: "
+            f"ranks_per_node={requested} or less"
+        )
+
+
 def _cores(config: Config, has: Partition) -> Iterator[str]:
-    ranks, cluster = ranks_per_node(config), config.cluster.cpus_per_node
-    each = config.cpus_per_rank or max(1, (cluster or 0) // ranks)  # as the script asks for them
+    ranks, each = ranks_per_node(config), cpus_per_rank(config) or 1
     if has.cpus_per_node and ranks * each > has.cpus_per_node:
         most = has.cpus_per_node // ranks
-        do = f"cpus_per_rank={most} or less" if most else f"ranks_per_node={has.cpus_per_node} or less"
+        advice = f"cpus_per_rank={most} or less" if most else f"ranks_per_node={has.cpus_per_node} or less"
         yield (
             f"{ranks} ranks x {each} cores = {ranks * each} cores per node, but a node of {_where(config)} has "
-            f"{has.cpus_per_node} (cpus_per_node): {do}"
+            f"{has.cpus_per_node} (cpus_per_node): {advice}"
         )

@@ -1,12 +1,14 @@
-"""A sweeper that waits for results, Optuna's for one: each batch that it asks for becomes requests.
+"""Runs a sweeper that waits for results, such as Optuna's: each batch that it requests is submitted as a sweep.
 
-Hydra's sweepers hand combinations to a launcher and get what each came to. Ours submits them as a sweep and waits.
+Hydra's sweepers pass combinations to a launcher, which returns the result of each. The launcher here is
+`hydra/launcher=hpcinit`, and what it calls instead of a task function is `Batches`.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -21,17 +23,24 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hpcinit.base.errors import ConfigError, Failure, HpcinitError
 from hpcinit.config import combinations
-from hpcinit.config.compose import Composer, Ended, Prepare, Search
 from hpcinit.config.folders import folder
-from hydra_plugins._hpcinit_search import BatchLauncher, Launch
+from hpcinit.config.request import Composer, Ended, Prepare, Search
+
+Launch = Callable[[Sequence[Sequence[str]], int], Sequence[JobReturn]]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Submits trials. launch_batch: submits a batch whose first trial has this number, and returns the results."""
+
+    launch_batch: Launch
 
 
 def run(overrides: Sequence[str], composer: Composer, prepare: Prepare, search: Search) -> int:
-    """Let the sweeper that the config names search to its end; the exit status.
+    """Run the sweeper that the config names to its end. Return the exit status.
 
-    Raises ConfigError before a batch of which any request is wrong, and Failure where the sweeper gives up.
+    Raise ConfigError before a batch with an invalid request, and Failure if the sweeper fails.
     """
-    Plugins.instance().register(BatchLauncher)
     with hydra.initialize_config_dir(config_dir=str(folder()), version_base="1.3", job_name=composer.name):
         loader = GlobalHydra.instance().config_loader()
         config = GlobalHydra.instance().hydra.compose_config(  # type: ignore[union-attr]
@@ -39,7 +48,7 @@ def run(overrides: Sequence[str], composer: Composer, prepare: Prepare, search: 
         )
     with tempfile.TemporaryDirectory(prefix="hpcinit-") as written:
         with open_dict(config):
-            config.hydra.launcher = {"_target_": f"{BatchLauncher.__module__}.{BatchLauncher.__name__}"}
+            config.hydra.launcher = {"_target_": "hydra_plugins.hpcinit_launcher.HpcinitLauncher"}
             config.hydra.sweep.dir = written
         context = HydraContext(config_loader=loader, callbacks=Callbacks(config))
         try:
@@ -55,44 +64,45 @@ def _sweep(config: DictConfig, context: HydraContext, launch: Launch) -> None:
     target = config.hydra.sweeper._target_
     try:
         sweeper = Plugins.instance().instantiate_sweeper(
-            hydra_context=context, task_function=cast(TaskFunction, launch), config=config
+            hydra_context=context, task_function=cast(TaskFunction, Batches(launch)), config=config
         )
     except Exception as error:
-        raise ConfigError(f"hydra/sweeper is {target}, which cannot be made: {error}") from None
+        raise ConfigError(f"hydra/sweeper is {target}, which cannot be created: {error}") from None
     try:
-        sweeper.sweep(_words(config, "task"))
+        sweeper.sweep(_overrides(config, "task"))
     except (HpcinitError, Ended):
         raise
-    except Exception as error:  # of a plugin that we do not know: whatever it may be
-        raise Failure(f"the sweeper {target} ended with {type(error).__name__}: {error}") from error
+    except Exception as error:  # an unknown plugin may raise anything
+        raise Failure(f"the sweeper {target} failed with {type(error).__name__}: {error}") from error
 
 
 def _launch(
     config: DictConfig, overrides: Sequence[str], composer: Composer, prepare: Prepare, search: Search
 ) -> Launch:
-    parsed = OverridesParser.create().parse_overrides(_words(config, "task"))
+    parsed = OverridesParser.create().parse_overrides(_overrides(config, "task"))
     fixed = {f"{o.get_key_element()}={o.get_value_element_as_str()}" for o in parsed if not o.is_sweep_override()}
-    # A result is waited for, whatever else was said.
-    common = [*_words(config, "hydra"), "wait=true"]
+    # The sweeper needs the result, so wait=true overrides the user's value.
+    common = [*_overrides(config, "hydra"), "wait=true"]
 
     def launch(batch: Sequence[Sequence[str]], first: int) -> Sequence[JobReturn]:
         labels = [
-            " ".join(w for w in words if w not in fixed) or f"trial {at}" for at, words in enumerate(batch, first)
+            " ".join(each for each in trial if each not in fixed) or f"trial {at}"
+            for at, trial in enumerate(batch, first)
         ]
-        chosen = [[*words, *common] for words in batch]
+        chosen = [[*trial, *common] for trial in batch]
         requests = combinations.of(chosen, overrides, composer, prepare, first, labels)
-        return [_return(words, came) for words, came in zip(batch, search.batch(requests), strict=True)]
+        return [_return(trial, result) for trial, result in zip(batch, search.batch(requests), strict=True)]
 
     return launch
 
 
-def _words(config: DictConfig, kind: str) -> list[str]:
-    """The command line's words, with their interpolations as they are."""
+def _overrides(config: DictConfig, kind: str) -> list[str]:
+    """Return the overrides of the command line, with unresolved interpolations."""
     return cast(list[str], OmegaConf.to_container(config.hydra.overrides[kind], resolve=False))
 
 
-def _return(words: Sequence[str], came: object) -> JobReturn:
-    failed = isinstance(came, Exception)
-    done = JobReturn(overrides=words, status=JobStatus.FAILED if failed else JobStatus.COMPLETED)
-    done.return_value = came
+def _return(trial: Sequence[str], result: object) -> JobReturn:
+    failed = isinstance(result, Exception)
+    done = JobReturn(overrides=trial, status=JobStatus.FAILED if failed else JobStatus.COMPLETED)
+    done.return_value = result
     return done

@@ -1,4 +1,4 @@
-"""Secrets stay out of whatever is written: a job reads them from files of mode 0600."""
+"""Checks that no secret would be written to a file. A job reads its secrets from files of mode 0600."""
 
 from __future__ import annotations
 
@@ -14,52 +14,52 @@ from hpcinit.base.text import expanded
 from hpcinit.config.schema import Config
 from hpcinit.records import secret_names
 
-HOW = (
-    "put it in a file (umask 077; cat > ~/.{file}, paste, Ctrl-D), "
-    'and the job reads it from there with "+secrets.{name}=$HOME/.{file}"'
-)
+HOW = 'put it in a file (umask 077; cat > ~/.{file}, paste, Ctrl-D), and pass it with "+secrets.{name}=$HOME/.{file}"'
 ASSIGNED = re.compile(r"\b([A-Za-z_][A-Za-z0-9_]*)=(\"[^\"]*\"|'[^']*'|[^\s;&|]*)")
 
 
 def problems(config: Config) -> Iterator[str]:
-    """One message for each secret that stands in the config, and for each file that cannot hold one."""
+    """Yield a message for each secret in the config, and for each secret file that cannot be used."""
     yield from _written(config)
     for name, place in config.secrets.items():
         if not quoting.ENV_NAME.fullmatch(name):
             yield f"secrets has {name!r}, expected a name of letters, digits and '_'"
         elif name in config.job.env or name in config.cluster.env:
-            yield f"secrets.{name} and job.env.{name} (or cluster.env) both set {name}: keep one"
+            yield f"secrets.{name} and job.env.{name} (or cluster.env) both set {name}: remove one"
         elif not quoting.unsafe(place):
             yield from _file(name, expanded(place).absolute())
 
 
 def in_document(document: Mapping[str, Any], patterns: list[str]) -> Iterator[str]:
-    """Keys of the user's own that would carry a secret into config.yaml."""
+    """Yield a message for each of the user's own keys that would write a secret to config.yaml."""
     for key, text in _texts("", document):
         name = key.rpartition(".")[2]
         if key.startswith(("secrets.", "job.env.", "cluster.env.", "job.args", "cluster.setup", "secret_names")):
-            continue  # looked at above
-        if secret_names.held(name, text, patterns):
+            continue  # checked by problems()
+        if secret_names.is_secret(name, text, patterns):
             yield f"{key} looks like a secret and would be written to config.yaml: {_how(name.upper())}"
 
 
 def _written(config: Config) -> Iterator[str]:
     for key, env in (("cluster.env", config.cluster.env), ("job.env", config.job.env)):
         for name, value in env.items():
-            if secret_names.held(name, str(value), config.secret_names):
+            if secret_names.is_secret(name, str(value), config.secret_names):
                 yield (
-                    f"{key}.{name} looks like a secret and would stand in the script: {_how(name)}; "
-                    f"if it is none: 'secret_names=[-{name}]'"
+                    f"{key}.{name} looks like a secret and would be written to the script: {_how(name)}; "
+                    f"if it is not a secret: 'secret_names=[-{name}]'"
                 )
     for line in config.cluster.setup:
         for name, value in ASSIGNED.findall(str(line)):
-            if secret_names.held(name, value.strip("'\""), config.secret_names):
-                yield f"cluster.setup sets {name}, it looks like a secret and would stand in the script: {_how(name)}"
-    for _, option in secret_names.in_words([str(word) for word in config.job.args], config.secret_names):
+            if secret_names.is_secret(name, value.strip("'\""), config.secret_names):
+                yield (
+                    f"cluster.setup sets {name}, which looks like a secret and would be written to the script: "
+                    f"{_how(name)}"
+                )
+    for _, option in secret_names.in_arguments([str(word) for word in config.job.args], config.secret_names):
         name = re.sub(r"[^A-Za-z0-9_]", "_", option.strip("-*")).upper() or "MY_TOKEN"
         yield (
             f"the program's argument {option} looks like a secret and would be written to spec.json: {_how(name)}, "
-            f"and the program finds it in its environment; if it is none: 'secret_names=[-{name}]'"
+            f"and read it from the environment in the program; if it is not a secret: 'secret_names=[-{name}]'"
         )
 
 
@@ -78,14 +78,14 @@ def _file(name: str, path: Path) -> Iterator[str]:
     if not stat.S_ISREG(found.st_mode):
         yield f"secrets.{name} is {str(path)!r}, expected a plain file"
     elif found.st_uid != os.geteuid():
-        yield f"secrets.{name} is {str(path)!r}, which belongs to user {found.st_uid}, expected one of your own"
+        yield f"secrets.{name} is {str(path)!r}, which belongs to user {found.st_uid}, expected your own file"
     elif found.st_mode & 0o077:
         yield (
-            f"secrets.{name} is {str(path)!r} with mode {stat.S_IMODE(found.st_mode):04o}: others can read it, "
-            f"expected 0600; chmod 600 {quoting.shell(str(path))}"
+            f"secrets.{name} is {str(path)!r} with mode {stat.S_IMODE(found.st_mode):04o}, expected 0600: other users "
+            f"can read it; chmod 600 {quoting.shell(str(path))}"
         )
     elif empty:
-        yield f"secrets.{name} is {str(path)!r}, which is empty"
+        yield f"secrets.{name} is {str(path)!r}, which is empty; write the secret to it"
 
 
 def _texts(prefix: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,6 @@
-"""The options of sbatch and srun: which the keys set, which cluster.sbatch and cluster.srun may have, and their names.
+"""The options of sbatch and srun: which keys set them, and which are allowed in cluster.sbatch and cluster.srun.
 
-The lists are those of Slurm 22.05.8: `sbatch --a`, `sbatch --b` and so on print the options that begin so.
+The lists are those of Slurm 22.05.8: `sbatch --a`, `sbatch --b` and so on print the options with that first letter.
 """
 
 from __future__ import annotations
@@ -11,42 +11,49 @@ from hpcinit.base import quoting
 from hpcinit.config import keys
 from hpcinit.config.schema import Config
 
-# Options whose value means the same in our key; --time=1:00:00 and --mem=4G do not.
+# Options that take the key's value unchanged; --time and --mem have other units than time_min and mem_gb.
 SAME_VALUE = keys.options("sbatch")
-# Options of sbatch and srun that hpcinit sets itself, and the key that sets them.
+# Options of sbatch and srun that hpcinit sets, with the key that determines the value.
 OWNED = {**SAME_VALUE, **keys.options("owns")}
-# What no key sets in the same words, and why it cannot be an option beside.
+# Options that hpcinit does not allow in cluster.sbatch and cluster.srun, with the reason and what to use instead.
 ENVIRONMENT = (
-    "the job needs its whole environment; job.env and cluster.env set a variable, `env -u NAME hpcinit` drops one"
+    "the job needs its whole environment; set a variable with job.env or cluster.env, drop one with "
+    "`env -u NAME hpcinit`"
 )
-ANSWERS = "it makes Slurm print text in the place of a job"
+ANSWERS = "with it, Slurm prints text instead of starting a job"
+TEST_ONLY = "did you mean validate=...? validate=true does this before each submission; dry_run=true prints the script"
 REASONS = {
-    "open-mode": "hpcinit sets it itself: a job that is requeued goes on in its logs",
+    "open-mode": "hpcinit sets it itself, so that a requeued job appends to its logs",
     "unbuffered": "hpcinit sets it itself",
     "parsable": "hpcinit sets it itself",
-    "dependency": "use after, after_ok or singleton instead",
-    "array": "a sweep is one: several values of a key and --multirun, with sweep.at_once for a cap",
+    "array": "hpcinit submits sweeps as arrays: give a key several values and --multirun; sweep.at_once is the limit",
     "export": ENVIRONMENT,
     "export-file": ENVIRONMENT,
-    "wrap": "hpcinit writes the script; what is to run stands after --",
-    "test-only": "test_only=true asks Slurm so before each submission, dry_run=true prints the script",
-    "clusters": "hpcinit looks for a job on this cluster only; submit where the other one's login nodes are",
+    "wrap": "hpcinit writes the script; the program goes after --",
+    "test-only": TEST_ONLY,
+    "clusters": "hpcinit finds jobs on this cluster only; submit from a login node of the other cluster",
     **dict.fromkeys(("help", "usage", "version"), ANSWERS),
 }
-WAIT_OF_SBATCH = {"wait": "wait=true follows a job to its end"}  # srun's is another
+WAIT_OF_SBATCH = {"wait": "use wait=true, which waits for the job's end"}  # srun's --wait has another meaning
 
 
-# Words of sbatch, torchrun and other schedulers that people bring along, and what is meant by them here.
-GPUS = "one GPU is for each rank: ranks_per_node=4; what a node has is the cluster's gpus_per_node"
+# Options of sbatch, torchrun and other schedulers that users try, with hpcinit's equivalent.
+GPUS = "use gpus_per_node=4 or gpus=8"
 ELSEWHERE = {
-    **dict.fromkeys(("gpus", "gpus-per-task", "gres", "num-gpus"), GPUS),
-    **dict.fromkeys(("ntasks", "nproc-per-node", "tasks-per-node"), "ranks are nodes=2 x ranks_per_node=8"),
-    **dict.fromkeys(("nnodes", "num-nodes"), "that is nodes=2"),
-    **dict.fromkeys(("time", "walltime"), "that is time_min=60, in minutes"),
-    "queue": "that is partition=NAME",
-    "project": "that is account=NAME",
+    **dict.fromkeys(("gpus-per-task", "gres", "num-gpus"), GPUS),
+    **dict.fromkeys(
+        ("ntasks", "nproc-per-node", "tasks-per-node"), "set the number of ranks with nodes=2 ranks_per_node=8"
+    ),
+    **dict.fromkeys(("nnodes", "num-nodes"), "use nodes=2"),
+    **dict.fromkeys(("time", "walltime"), "use time_min=60, in minutes"),
+    "queue": "use partition=NAME",
+    "project": "use account=NAME",
+    **dict.fromkeys(("after", "afterany"), "did you mean dependency=afterany:JOB?"),
+    **dict.fromkeys(("after-ok", "afterok"), "did you mean dependency=afterok:JOB?"),
+    "test-only": TEST_ONLY,
+    "singleton": "did you mean dependency=singleton?",
 }
-# sbatch's, most often asked for, that no key has.
+# Common options of sbatch that no key sets.
 OWN_OF_SBATCH = {
     "constraint",
     "reservation",
@@ -77,45 +84,48 @@ accel-bind bcast bcast-exclude compress cpu-bind cpu_bind debugger-test disable-
 interactive jobid kill-on-bad-exit label mpi msg-timeout multi-prog no-allocate overlap pack-group preserve-env prolog
 pty quit-on-interrupt relative resv-ports send-libs slurmd-debug task-epilog task-prolog threads unbuffered whole x11
 """
-OF_PYXIS = "container-image container-mounts"  # of the plugin's options, those that hpcinit sets
+OF_PYXIS = "container-image container-mounts"  # the options of the plugin that hpcinit sets
 KNOWN = {
     "sbatch": frozenset(f"{BOTH} {OF_SBATCH} {OF_PYXIS}".split()),
     "srun": frozenset(f"{BOTH} {OF_SRUN} {OF_PYXIS}".split()),
 }
-SAME = {"cluster": "clusters", "tasks-per-node": "ntasks-per-node", "cpu_bind": "cpu-bind"}  # as slurm_opt.c has them
+SAME = {"cluster": "clusters", "tasks-per-node": "ntasks-per-node", "cpu_bind": "cpu-bind"}  # synonyms in slurm_opt.c
 
 
 def full_name(name: str, command: str) -> str:
-    """Return the option that `command`, sbatch or srun, takes --`name` for; `name` where it is none, or ambiguous."""
+    """Return the option that `command` (sbatch or srun) takes an abbreviation for; `name` if unknown or ambiguous."""
     known = KNOWN[command]
     found = [name] if name in known else [option for option in known if option.startswith(name)]
     return SAME.get(found[0], found[0]) if len(found) == 1 else name
 
 
 def meant(name: str, value: str) -> str:
-    """What one means with sbatch's or torchrun's word, which is no key; '' for any other. name: as in mail-type."""
+    """Return hpcinit's equivalent of an option of sbatch or torchrun that is not a key, or ''."""
     if name in OWN_OF_SBATCH:
-        return f"sbatch's own is +cluster.sbatch.{name}={value or '...'}"
+        return f"set sbatch's option with +cluster.sbatch.{name}={value or '...'}"
     return ELSEWHERE.get(name, "")
 
 
 def instead(option: str, table: str = "sbatch") -> str:
-    """What to do where `option` cannot be in cluster.sbatch or cluster.srun; '' if it can. table: sbatch or srun."""
+    """Return what to use instead of `option` in cluster.sbatch or cluster.srun; '' if it is allowed there.
+
+    table: sbatch or srun.
+    """
     if table == "sbatch" and option in WAIT_OF_SBATCH:
         return WAIT_OF_SBATCH[option]
     return f"use {OWNED[option]} instead" if option in OWNED else REASONS.get(option, "")
 
 
 def problems(config: Config) -> Iterator[str]:
-    """One message for each option that hpcinit sets itself, or that is none."""
+    """Yield a message for each option that hpcinit sets itself, or that does not exist."""
     if config.cluster.engine == "local" and config.cluster.srun:
         yield f"cluster.srun is {config.cluster.srun}, but cluster {config.cluster.name} has no srun (engine: local)"
     for table, options in (("sbatch", config.cluster.sbatch), ("srun", config.cluster.srun)):
         key = f"cluster.{table}"
         for option, value in options.items():
             full = full_name(str(option), table)
-            if said := instead(full, table):
-                yield f"{key}.{option}: {f'{table} takes it for --{full}; ' * (full != option)}{said}"
+            if advice := instead(full, table):
+                yield f"{key}.{option}: {f'{table} takes it for --{full}; ' * (full != option)}{advice}"
             elif not quoting.OPTION_NAME.fullmatch(str(option)):
                 yield f"{key} has {option!r}, expected the long name of an option without its dashes, as in mail-type"
             elif isinstance(value, (list, dict)):

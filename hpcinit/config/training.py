@@ -1,4 +1,4 @@
-"""What contradicts itself between layout, batch, model, wrapper and DeepSpeed, known before the queue."""
+"""Checks that layout, batch, model, wrapper and DeepSpeed options fit together, before the job is queued."""
 
 from __future__ import annotations
 
@@ -16,39 +16,46 @@ from hpcinit.records.layout import Layout, divisors_around
 
 
 def problems(config: Config, ranks_per_node: int) -> Iterator[str]:
-    """One message per problem."""
+    """Yield one message per problem."""
     try:
         layout = _layout(config, ranks_per_node)
     except RequestError as error:
         yield str(error)
         return
-    wrong = list(_said(lambda: job_spec.samples(config).over(layout.data_parallel)))
+    wrong = list(_error(lambda: job_spec.samples(config).over(layout.data_parallel)))
     wrapper = wrappers.get(config.parallel.wrap)
     yield from (*wrong, *wrapper.problems(layout), *_model(config, layout))
     if not wrapper.needs_deepspeed:
         yield from _unused(config)
-    elif not wrong:  # its numbers are the batch's
+    elif not wrong:  # the ds_config contains the batch's numbers
         yield from _deepspeed(config, layout)[0]
 
 
 def warnings(config: Config, ranks_per_node: int) -> Iterator[str]:
-    """What is not refused and is worth a look, of a config that has no problem."""
+    """Yield warnings about a config that has no problems."""
     layout, wrapper = _layout(config, ranks_per_node), wrappers.get(config.parallel.wrap)
     if wrapper.for_many_ranks and layout.pp * layout.ep > 1:
         name = "pp" if layout.pp > 1 else "ep"
         yield (
-            f"parallel.{name} is {getattr(layout, name)}: run.mesh has its groups, but run.wrap refuses it; "
-            "parallel.wrap=none says that the program does it all"
+            f"parallel.{name} is {getattr(layout, name)}: run.mesh has its groups, but run.wrap does not support it; "
+            "set parallel.wrap=none if the program implements it"
         )
     if wrapper.needs_deepspeed:
         yield from _deepspeed(config, layout)[1]
+    limit_s, after_s = config.comm.collective_timeout_s, config.hang.after_s
+    if limit_s is not None and 0 < limit_s < after_s:
+        yield (
+            f"comm.collective_timeout_s is {limit_s:g} and hang.after_s is {after_s:g}: a collective times out before "
+            "the hang is detected, and its error does not name the missing rank; set hang.after_s below "
+            f"{limit_s:g}, or a longer comm.collective_timeout_s"
+        )
 
 
 def _layout(config: Config, ranks_per_node: int) -> Layout:
     return job_spec.layout(config).over(config.nodes * ranks_per_node, ranks_per_node)
 
 
-def _said(check: Callable[[], object]) -> Iterator[str]:
+def _error(check: Callable[[], object]) -> Iterator[str]:
     try:
         check()
     except RequestError as error:
@@ -56,7 +63,7 @@ def _said(check: Callable[[], object]) -> Iterator[str]:
 
 
 def _model(config: Config, layout: Layout) -> Iterator[str]:
-    """What must divide the heads and the tokens, where they are known."""
+    """Check that the degrees divide the model's heads and sequence length, where these are set."""
     heads, sequence = config.model.heads, config.model.sequence
     ulysses = layout.cp_kind == "ulysses"
     if heads and heads % layout.tp:
@@ -81,7 +88,7 @@ def _near(name: str, number: int, degree: int) -> str:
 
 
 def _unused(config: Config) -> Iterator[str]:
-    """DeepSpeed's options where DeepSpeed is not used. gradient_clipping follows gradient_clip, which is for all."""
+    """Yield a message for each DeepSpeed option without DeepSpeed; gradient_clipping is a copy of gradient_clip."""
     default = DeepSpeed()
     for key in fields(DeepSpeed):
         value = getattr(config.deepspeed, key.name)
@@ -89,27 +96,30 @@ def _unused(config: Config) -> Iterator[str]:
             zero = key.name == "zero_stage" and value in {1, 2, 3}
             use = f"parallel=zero{value}" if zero else "parallel.wrap=deepspeed"
             wrap = config.parallel.wrap
-            yield f"deepspeed.{key.name} is {value!r}, but parallel.wrap is {wrap}: {use}, or take it out"
+            yield f"deepspeed.{key.name} is {value!r}, but parallel.wrap is {wrap}: set {use}, or remove it"
 
 
 def _deepspeed(config: Config, layout: Layout) -> tuple[list[str], list[str]]:
-    """Problems and warnings of the ds_config that these options make."""
+    """Return the problems and the warnings of the ds_config that these options make."""
     from hpcinit.base import versions  # noqa: PLC0415 - for this wrapper only
     from hpcinit.deepspeed import deepspeed_config, deepspeed_versions  # noqa: PLC0415 - for this wrapper only
 
     try:
         batch = job_spec.samples(config).over(layout.data_parallel)
-        asked = job_spec.training(config)
-        made, notes = deepspeed_config.build(options(asked.deepspeed), batch, layout, asked.precision)
+        requested = job_spec.training(config)
+        made, notes = deepspeed_config.build(options(requested.deepspeed), batch, layout, requested.precision)
     except RequestError as error:
         return [str(error)], []
     if _elsewhere(config):
-        return [], [*notes, f"cluster.python is {config.cluster.python}: its DeepSpeed is looked at in the job only"]
+        return [], [
+            *notes,
+            f"cluster.python is {config.cluster.python}: its DeepSpeed version is checked only in the job",
+        ]
     found: dict[str, Any] = {name: versions.installed(name) for name in ("deepspeed", "torch")}
     if missing := [name for name, version in found.items() if not version]:
         return [], [
             *notes,
-            f"{' and '.join(missing)} not installed here: what the version can do is seen in the job only",
+            f"{' and '.join(missing)} not installed here: the versions are checked only in the job",
         ]
     return deepspeed_versions.check(made, **found), notes
 

@@ -1,8 +1,8 @@
-"""The combinations of a sweep from one composition, where Hydra would need tens of milliseconds for each.
+"""Makes the combinations of a sweep from one composition. Hydra would need tens of milliseconds for each.
 
-Combinations that choose the same groups differ in values only: the first is composed, and of the others only what
-depends on a swept value is evaluated anew. Where it is not certain that this gives what Hydra would, the combination
-has to be composed in full; tests/config/test_combinations.py holds the two together.
+Combinations that choose the same groups differ in values only. The first one is composed; for the others, only what
+depends on a swept value is evaluated again. If it is not certain that this gives Hydra's result, the combination is
+composed in full. tests/config/test_combinations.py compares the two.
 """
 
 from __future__ import annotations
@@ -22,26 +22,28 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from hpcinit.base.errors import HpcinitError
-from hpcinit.config.compose import Composer, Request
 from hpcinit.config.folders import folder
 from hpcinit.config.overrides import references
+from hpcinit.config.request import Composer, Request
 
 PLAIN = (bool, int, float, str, type(None))
-REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")  # ${job.name}; what is not so simple is taken to depend on all
-NUMBERED = re.compile(r"\$\{hydra:job\.(num|id)\}")  # what Hydra itself says of a combination, and we know too
+REFERENCE = re.compile(
+    r"\$\{([A-Za-z_][\w.]*)\}"
+)  # ${job.name}; anything more complex is assumed to depend on every key
+NUMBERED = re.compile(r"\$\{hydra:job\.(num|id)\}")  # set by Hydra, and known to us
 NUMBER = re.compile(r"0|-?[1-9]\d*")
 Place = tuple[str | int, ...]
 
 
 def number(composed: DictConfig, at: int) -> None:
-    """Hydra's ${hydra:job.num} is `at` from here on, and its other settings those of `composed`."""
+    """Set Hydra's ${hydra:job.num} to `at`, and its other settings to those of `composed`."""
     with read_write(composed.hydra), open_dict(composed.hydra):
         composed.hydra.job.num, composed.hydra.job.id = at, str(at)
     HydraConfig.instance().set_config(composed)
 
 
 class Quick:
-    """Requests from a base that was composed once for each choice of groups."""
+    """Makes requests from a base that is composed once for each choice of groups."""
 
     def __init__(self, combinations: Sequence[Sequence[str]], swept: Sequence[int], composer: Composer) -> None:
         self._composer, self._bases = composer, dict[tuple[str, ...], "_Base | None"]()
@@ -50,7 +52,7 @@ class Quick:
         self._few = len(combinations) < 3  # a base costs as much as a composition
 
     def _places(self, combinations: Sequence[Sequence[str]], swept: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Which of the swept places are values that stand by themselves, and which everything else."""
+        """Return the swept positions that are independent values, and the other swept positions."""
         with hydra.initialize_config_dir(config_dir=str(folder()), version_base="1.3", job_name=self._composer.name):
             loader = GlobalHydra.instance().config_loader()
             parser = OverridesParser.create(config_loader=loader)
@@ -59,14 +61,14 @@ class Quick:
                 for at in swept:
                     self._parsed |= _read({chosen[at] for chosen in combinations}, parser.parse_override)
             except self._composer.unusable:
-                return [], list(swept)  # in full, which says what is wrong
+                return [], list(swept)  # composed in full, which reports the error
             group = loader.repository.group_exists  # type: ignore[attr-defined]
             values = [at for at in swept if not group(keys[at]) and _alone(keys, at)]
             values = [at for at in values if _alike([self._parsed[chosen[at]] for chosen in combinations])]
         return values, [at for at in swept if at not in values]
 
     def request(self, chosen: Sequence[str], overrides: Sequence[str], at: int, label: str) -> Request | None:
-        """None where the combination has to be composed in full."""
+        """Return the request; None if the combination must be composed in full."""
         if self._few or not self._values:
             return None
         choice = tuple(chosen[place] for place in self._groups)
@@ -77,30 +79,30 @@ class Quick:
         return base.varied([self._parsed[chosen[place]] for place in self._values], at, label) if base else None
 
 
-def _read(words: Set[str], parse: Callable[[str], Override]) -> dict[str, Override]:
-    """Each word as Hydra's parser reads it, which takes half a millisecond: of key=1, key=2, ... it reads the first."""
+def _read(overrides: Set[str], parse: Callable[[str], Override]) -> dict[str, Override]:
+    """Return each override as Hydra parses it, which takes half a millisecond: of key=1, key=2, ... only the first."""
     found: dict[str, Override] = {}
     first: dict[str, Override] = {}
-    for word in words:
-        key, _, value = word.partition("=")
+    for override in overrides:
+        key, _, value = override.partition("=")
         if NUMBER.fullmatch(value) and key in first:
-            found[word] = replace(first[key], _value=int(value), input_line=word)
+            found[override] = replace(first[key], _value=int(value), input_line=override)
             continue
-        found[word] = parse(word)
+        found[override] = parse(override)
         if NUMBER.fullmatch(value):
-            first[key] = found[word]
+            first[key] = found[override]
     return found
 
 
 def _alone(keys: Sequence[str], at: int) -> bool:
-    """Whether no other override is about the key at `at`, a part of it or what it is a part of."""
+    """Return whether no other override sets the key at `at`, one of its children or one of its parents."""
     mine = f"{keys[at]}."
     others = [f"{key}." for place, key in enumerate(keys) if place != at]
     return not any(mine.startswith(other) or other.startswith(mine) for other in others)
 
 
 def _alike(overrides: Sequence[Override]) -> bool:
-    """The same key set in the same way to plain values, or to lists of them; none refers to another key."""
+    """Return whether all set the same key in the same way, to plain values or lists of them, without references."""
     if len({(o.type, o.key_or_group, o.package) for o in overrides}) > 1:
         return False
     if overrides[0].package is not None or overrides[0].is_delete() or overrides[0].is_hydra_override():
@@ -119,7 +121,7 @@ def _plain(value: object) -> bool:
 class _Base:
     """A composed combination. written: with its interpolations. changing: the keys that depend on a swept value.
 
-    numbered: whether one of them asks for Hydra's number of the combination.
+    numbered: whether a key refers to Hydra's number of the combination.
     """
 
     written: DictConfig
@@ -133,13 +135,13 @@ class _Base:
     def make(
         cls, chosen: Sequence[str], overrides: Sequence[str], swept: Sequence[Override], composer: Composer
     ) -> _Base | None:
-        """None where a combination cannot be varied without composing it."""
+        """Return the base; None if its combinations must be composed in full."""
         try:
             composed = composer.compose(chosen)
             hydras = composed.copy()
             made = composer.request(composed.copy(), overrides, "")
         except HpcinitError:
-            return None  # said of the combination itself, in full
+            return None  # the combination itself, composed in full, reports it
         with open_dict(composed):
             del composed["hydra"]
         raw = OmegaConf.to_container(composed)
@@ -173,11 +175,11 @@ class _Base:
                 config, document = _put(config, path, value), _put(document, path, value)
         except OmegaConfBaseException:
             return None
-        return Request(config, document, label, self.made.warnings)
+        return Request(config, document, label, self.made.warnings, unread=dict(self.made.unread))
 
 
 def _depending(texts: Mapping[str, str], swept: Sequence[str]) -> list[str]:
-    """The keys whose text refers to a swept key, directly or through others, or cannot be told not to."""
+    """Return the keys whose text may refer to a swept key, directly or through other keys."""
     found = {key for key, text in texts.items() if "${" in REFERENCE.sub("", text)}
     while True:
         more = {
@@ -197,7 +199,7 @@ def _touches(one: str, other: str) -> bool:
 
 
 def _path(key: str) -> Place:
-    """'job.args[1]' is ('job', 'args', 1)."""
+    """Return ('job', 'args', 1) for 'job.args[1]'."""
     parts = re.findall(r"[^.\[\]]+|\[\d+\]", key)
     return tuple(int(part[1:-1]) if part.startswith("[") else part for part in parts)
 
@@ -215,7 +217,7 @@ def _at(container: Any, path: Place) -> Any:
 
 
 def _put(container: Any, path: Place, value: Any) -> Any:
-    """`container` with another value at `path`; copies what it changes."""
+    """Return `container` with another value at `path`; copy what changes."""
     if not path:
         return copy.copy(value)
     name = path[0]

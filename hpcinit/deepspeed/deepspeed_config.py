@@ -1,7 +1,7 @@
-"""A ds_config from typed options, with the user's own ds_config over it.
+"""Makes a ds_config from typed options, and merges the user's own ds_config over it.
 
-Only keys that DeepSpeed 0.18.5 and 0.19.8 both read are set, and an option that DeepSpeed would not heed, as hpZ
-outside stage 3, is refused here rather than dropped there.
+It sets only keys that DeepSpeed 0.18.5 and 0.19.8 both read. An option that DeepSpeed would ignore, such as hpZ outside
+stage 3, is an error here.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from hpcinit.records.layout import Layout
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 OFFLOAD = ("none", "cpu", "nvme")
-# none: the program gives its own torch optimizer. adamw: DeepSpeed's, fused on a GPU and CPUAdam with offload; both are
-# compiled. torch_adamw: torch's, by DeepSpeed, nothing is compiled.
+# none: the program passes its own torch optimizer. adamw: DeepSpeed's, fused on a GPU and CPUAdam with offload; both
+# must be compiled. torch_adamw: DeepSpeed creates torch's, which needs no compilation.
 OPTIMIZERS = ("none", "adamw", "torch_adamw", "muon")
 TRIPLE = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-# A choice and its parameters: with another choice, ours are of no use.
+# Sections with a type and its parameters: if the user sets another type, our parameters do not apply.
 TYPED = ("optimizer", "scheduler")
 TRAINING = ("optimizer", "scheduler", "compile", "gradient_clipping", "checkpoint")
-# Where "auto" means something to DeepSpeed itself. Anywhere else it is Hugging Face's word, and DeepSpeed fails on it.
+# Keys for which DeepSpeed itself accepts "auto". Elsewhere only Hugging Face replaces it, and DeepSpeed fails on it.
 AUTO = ("data_types.keep_in_fp32_modules", "pipeline.stages")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user may choose under `deepspeed`. Raises RequestError for what DeepSpeed would refuse or not heed.
+    """The options under `deepspeed`. Raise RequestError for options that DeepSpeed would refuse or ignore.
 
-    hpz: ranks of the second, smaller partition of the parameters (ZeRO++), 1 without. overlap_comm: None leaves it to
-    DeepSpeed. gradient_clipping: the norm, 0 for none. autotp: DeepSpeed splits the model over the layout's tp.
-    mpu: the program hands DeepSpeed an `mpu` that knows the groups. ds_config: of the user's own hand, and it wins.
+    hpz: ranks in ZeRO++'s secondary partition of the parameters, 1 for none. overlap_comm: None for DeepSpeed's
+    default. gradient_clipping: the norm, 0 for none. autotp: DeepSpeed splits the model over the layout's tp.
+    mpu: the program passes DeepSpeed an `mpu` with its process groups. ds_config: the user's own keys, which win.
     """
 
     zero_stage: int = 0
@@ -61,16 +61,16 @@ class Options:
             raise RequestError(f"deepspeed.hpz is {self.hpz}, expected 1 (none) or more ranks")
         if self.gradient_clipping < 0:
             raise RequestError(f"deepspeed.gradient_clipping is {self.gradient_clipping}, expected 0 (none) or more")
-        for problem in _unheeded(self):
+        for problem in _ignored(self):
             raise RequestError(problem)
 
 
 def options(given: Mapping[str, Any]) -> Options:
-    """Options from plain values, such as a spec holds. Raises RequestError for a name that is none."""
+    """Return Options from plain values, as in a spec. Raise RequestError for an unknown name."""
     known = [each.name for each in fields(Options)]
     for name in given:
         if name not in known:
-            raise RequestError(f"deepspeed.{name} is no option, expected one of: {', '.join(known)}")
+            raise RequestError(f"deepspeed.{name}: no such option, expected one of: {', '.join(known)}")
     return Options(**given)
 
 
@@ -79,41 +79,44 @@ def _one_of(name: str, value: Any, choices: tuple[Any, ...]) -> None:
         raise RequestError(f"deepspeed.{name} is {value!r}, expected one of: {', '.join(map(str, choices))}")
 
 
-def _unheeded(chosen: Options) -> list[str]:
-    """Options that DeepSpeed would silently not heed, or refuse in the job."""
+def _ignored(chosen: Options) -> list[str]:
+    """Return a message for each option that DeepSpeed would silently ignore, or refuse in the job."""
     stage = chosen.zero_stage
     rules = (
-        (chosen.offload_param != "none" and stage < 3, "offload_param", "does so in stage 3 only"),
-        (chosen.offload_optimizer != "none" and stage < 1, "offload_optimizer", "does so from stage 1 on"),
+        (chosen.offload_param != "none" and stage < 3, "offload_param", "supports that only in stage 3"),
+        (chosen.offload_optimizer != "none" and stage < 1, "offload_optimizer", "supports that only in stages 1 to 3"),
         (
             chosen.offload_optimizer == "nvme" and stage in {1, 2},
             "offload_optimizer",
             "would use the CPU below stage 3",
         ),
-        (chosen.hpz > 1 and stage < 3, "hpz", "does so in stage 3 only"),
-        (chosen.overlap_comm is not None and stage < 1, "overlap_comm", "does so from stage 1 on"),
+        (chosen.hpz > 1 and stage < 3, "hpz", "supports that only in stage 3"),
+        (chosen.overlap_comm is not None and stage < 1, "overlap_comm", "supports that only in stages 1 to 3"),
     )
     found = [
-        f"deepspeed.{name} is {getattr(chosen, name)} with deepspeed.zero_stage {stage}, and DeepSpeed {what}"
+        f"deepspeed.{name} is {getattr(chosen, name)} with deepspeed.zero_stage {stage}, but DeepSpeed {what}"
         for wrong, name, what in rules
         if wrong
     ]
     nvme = [name for name in ("offload_param", "offload_optimizer") if getattr(chosen, name) == "nvme"]
     if nvme and not chosen.nvme_path:
         found.append(
-            f"deepspeed.{nvme[0]} is nvme, and deepspeed.nvme_path is not set: give a folder on the node's disk"
+            f"deepspeed.{nvme[0]} is nvme, but deepspeed.nvme_path is not set: set it to a folder on the node's disk"
         )
     if chosen.nvme_path and not nvme:
-        found.append(f"deepspeed.nvme_path is {chosen.nvme_path!r}, and nothing is offloaded to nvme")
+        found.append(
+            f"deepspeed.nvme_path is {chosen.nvme_path!r}, but nothing is offloaded to nvme: remove it, or set "
+            "deepspeed.offload_optimizer=nvme"
+        )
     if chosen.optimizer_params and chosen.optimizer == "none":
         found.append(
-            "deepspeed.optimizer_params are set, and deepspeed.optimizer is none: choose one, or take them out"
+            "deepspeed.optimizer_params is set, but deepspeed.optimizer is none: choose an optimizer, or remove them"
         )
     return found
 
 
 class Precision(Protocol):
-    """param: what the model is trained in. reduce: what gradients are summed in."""
+    """Number formats. param: of the model in training. reduce: of gradients while they are summed."""
 
     @property
     def param(self) -> str: ...
@@ -122,30 +125,35 @@ class Precision(Protocol):
 
 
 def build(chosen: Options, batch: Batch, layout: Layout, precision: Precision) -> tuple[dict[str, Any], list[str]]:
-    """The ds_config to train with, and notes: one line for each key of the user's own that contradicts ours or that
-    DeepSpeed does not know.
+    """Return the ds_config for training, and notes: a line for each key of the user that overrides an option or that
+    DeepSpeed ignores.
 
-    layout: without a -1. Raises RequestError.
+    layout: without a -1. Raise RequestError.
     """
     counted, notes = _counted(chosen, batch, layout)
     ranks = batch.data_parallel * layout.cp * layout.tp
-    if ranks % chosen.hpz:  # DeepSpeed floors the number of groups, and the last ranks would be in none
+    if ranks % chosen.hpz:  # DeepSpeed rounds the number of groups down, and the last ranks would be in no group
         raise RequestError(f"deepspeed.hpz is {chosen.hpz}, expected a divisor of the {ranks} ranks")
-    config = {**_triple(batch, counted), **_precision(precision), **_parallel(chosen, layout), **_alone(chosen)}
-    merged, said = _merge(config, chosen.ds_config, counted)
-    return _one_total(merged), [*notes, *said, *unread(chosen.ds_config)]
+    config = {
+        **_triple(batch, counted),
+        **_precision(precision),
+        **_parallel(chosen, layout),
+        **_without_layout(chosen),
+    }
+    merged, overridden = _merge(config, chosen.ds_config, counted)
+    return _one_total(merged), [*notes, *overridden, *unread(chosen.ds_config)]
 
 
 def without_ranks(chosen: Options) -> dict[str, Any]:
-    """What of build() depends on neither ranks nor batch nor precision: enough to know what it compiles."""
+    """Return the part of build() that depends on neither ranks, batch nor precision: enough to know what to compile."""
     theirs = {name: value for name, value in chosen.ds_config.items() if name not in TRIPLE}
-    return _merge(_alone(chosen), theirs, 1)[0]
+    return _merge(_without_layout(chosen), theirs, 1)[0]
 
 
-def _alone(chosen: Options) -> dict[str, Any]:
+def _without_layout(chosen: Options) -> dict[str, Any]:
     found = {
         "zero_optimization": _zero(chosen),
-        "gradient_clipping": chosen.gradient_clipping,  # always: the default was 0, and is 1 since 0.19.3
+        "gradient_clipping": chosen.gradient_clipping,  # always set: the default was 0 and is 1 since 0.19.3
         **_optimizer(chosen),
     }
     if chosen.deepcompile:
@@ -156,10 +164,10 @@ def _alone(chosen: Options) -> dict[str, Any]:
 
 
 def build_eval(chosen: Options, batch: Batch, layout: Layout, precision: Precision) -> tuple[dict[str, Any], list[str]]:
-    """The ds_config of a model that is not trained, such as a reference model beside the trained one.
+    """Return the ds_config of a model that is not trained, such as a reference model beside the trained one.
 
-    Of ZeRO only stage 3 does anything without an optimizer, and 1 and 2 refuse to be without; no clipping, no
-    DeepCompile, no accumulation. Of the user's own ds_config, what is about the optimizer is left out.
+    Without an optimizer only ZeRO stage 3 has an effect, and stages 1 and 2 fail. There is no clipping, DeepCompile or
+    accumulation. Keys about the optimizer in the user's ds_config are skipped.
     """
     alone = Batch(batch.micro, 1, batch.data_parallel)
     counted, notes = _counted(chosen, alone, layout)
@@ -173,15 +181,15 @@ def build_eval(chosen: Options, batch: Batch, layout: Layout, precision: Precisi
         "zero_optimization": zero,
         **_parallel(chosen, layout),
     }
-    merged, said = _merge(config, _without_training(chosen.ds_config), counted)
-    return _one_total(merged), notes + said
+    merged, overridden = _merge(config, _without_training(chosen.ds_config), counted)
+    return _one_total(merged), notes + overridden
 
 
 def _one_total(config: dict[str, Any]) -> dict[str, Any]:
-    """Without train_batch_size for AutoTP in stage 3, where DeepSpeed 0.19.8 reads the config twice.
+    """Return `config` without train_batch_size for AutoTP in stage 3, where DeepSpeed 0.19.8 reads the config twice.
 
-    The engine counts tensor parallel ranks, zero.Init with AutoTP's mpu does not, and each checks the product: no total
-    does for both. From the two other numbers each makes its own.
+    The engine counts tensor parallel ranks, zero.Init with AutoTP's mpu does not, and each checks the product, so no
+    total is right for both. Each computes its own from the other two numbers.
     """
     if stage(config) == 3 and int(at(config, "tensor_parallel.autotp_size") or 1) > 1:
         config.pop("train_batch_size", None)
@@ -189,26 +197,26 @@ def _one_total(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _counted(chosen: Options, batch: Batch, layout: Layout) -> tuple[int, list[str]]:
-    """How many ranks DeepSpeed takes for data parallel ones, and a line where that is not what they are.
+    """Return the ranks that DeepSpeed counts as data parallel, and a note if that differs from the real number.
 
-    runtime/config.py: the world; with an mpu (as run.wrap's for context parallelism) what it says. Nothing takes
-    AutoTP's ranks out.
+    DeepSpeed's runtime/config.py uses the world size, or the mpu's answer if there is one, as run.wrap's for context
+    parallelism. It never subtracts AutoTP's ranks.
     """
     if layout.tp == 1 or chosen.mpu:
         return batch.data_parallel, []
     if not chosen.autotp:
         raise RequestError(
             f"parallel.tp is {layout.tp} with deepspeed.autotp false: DeepSpeed would average gradients over tensor "
-            "parallel ranks; set deepspeed.autotp=true, or deepspeed.mpu=true and give run.wrap your mpu"
+            "parallel ranks; set deepspeed.autotp=true, or deepspeed.mpu=true and pass your mpu to run.wrap"
         )
     if layout.cp > 1:
         raise RequestError(
-            f"parallel.tp {layout.tp} x parallel.cp {layout.cp}: DeepSpeed's AutoTP takes all other ranks for data "
-            "parallel ones; use one of the two, or parallel.wrap=fsdp"
+            f"parallel.tp {layout.tp} x parallel.cp {layout.cp}: DeepSpeed's AutoTP counts all other ranks as data "
+            "parallel ranks; use one of the two, or parallel.wrap=fsdp"
         )
     counted = batch.data_parallel * layout.tp
     return counted, [
-        "DeepSpeed counts AutoTP's ranks as data parallel ones: train_batch_size "
+        "DeepSpeed counts AutoTP's ranks as data parallel ranks: train_batch_size "
         f"{batch.micro * batch.accumulation * counted} = global batch {batch.total} x tp {layout.tp}"
     ]
 
@@ -238,13 +246,13 @@ def _zero(chosen: Options) -> dict[str, Any]:
         found["overlap_comm"] = chosen.overlap_comm
     if chosen.optimizer == "muon":
         found["reduce_scatter"] = (
-            False  # Muon needs whole gradients: stage 3 and offload raise with it (DeepSpeed#7919)
+            False  # Muon needs unsharded gradients: with stage 3 and offload, DeepSpeed raises (DeepSpeed#7919)
         )
     return found | _partition(chosen)
 
 
 def _partition(chosen: Options) -> dict[str, Any]:
-    """Of the parameters, in stage 3."""
+    """Return the options of stage 3 about parameters."""
     found: dict[str, Any] = {}
     if chosen.offload_param != "none":
         found["offload_param"] = _device(chosen.offload_param, chosen.nvme_path)
@@ -254,14 +262,14 @@ def _partition(chosen: Options) -> dict[str, Any]:
 
 
 def _device(device: str, nvme_path: str) -> dict[str, Any]:
-    # Pinned in both: the default was false in 0.18.5 and is true in 0.19.8.
+    # Set explicitly, because the default is false in 0.18.5 and true in 0.19.8.
     return {"device": device, "pin_memory": True} | ({"nvme_path": nvme_path} if device == "nvme" else {})
 
 
 def _optimizer(chosen: Options) -> dict[str, Any]:
     params = dict(chosen.optimizer_params)
     if chosen.optimizer == "none":
-        # Or DeepSpeed refuses one that is not Adam, and with offload any that is not its own.
+        # Otherwise DeepSpeed refuses optimizers other than Adam, and with offload all but its own.
         return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     if chosen.optimizer == "muon":
         return {"optimizer": {"type": "Muon", "params": params}}
@@ -272,16 +280,16 @@ def _optimizer(chosen: Options) -> dict[str, Any]:
 def _parallel(chosen: Options, layout: Layout) -> dict[str, Any]:
     if layout.tp > 1 and chosen.autotp and not chosen.mpu:
         return {"tensor_parallel": {"autotp_size": layout.tp}}
-    # Nothing for context parallelism: with sequence_parallel_size DeepSpeed 0.19.8 lets the copies of the model drift
-    # apart, so run.wrap hands it an mpu (runtime/wrap/deepspeed_engine.py).
+    # Nothing for context parallelism: with sequence_parallel_size, the copies of the model diverge in DeepSpeed 0.19.8,
+    # so run.wrap passes an mpu instead (runtime/wrap/deepspeed_engine.py).
     return {}
 
 
 def _merge(ours: Mapping[str, Any], theirs: Mapping[str, Any], counted: int) -> tuple[dict[str, Any], list[str]]:
-    """`theirs` over `ours`, nested, and a note for each key that both set and differently.
+    """Return `theirs` merged over `ours`, and a note for each key that both set to different values.
 
-    None in theirs takes a key out. counted: ranks that DeepSpeed takes for data parallel ones, for the three numbers of
-    the batch, which are made to agree. Raises RequestError where they cannot.
+    None in `theirs` removes a key. counted: the ranks that DeepSpeed counts as data parallel; the three numbers of the
+    batch are made consistent with it. Raise RequestError if that is impossible.
     """
     notes: list[str] = []
     given = _without_auto(theirs, "", notes)
@@ -292,7 +300,7 @@ def _merge(ours: Mapping[str, Any], theirs: Mapping[str, Any], counted: int) -> 
 
 
 def _without_training(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a user's ds_config is also about a model that is not trained."""
+    """Return the part of a user's ds_config that also applies to a model that is not trained."""
     kept = {name: value for name, value in theirs.items() if name not in (*TRAINING, *TRIPLE)}
     zero = kept.get("zero_optimization")
     if isinstance(zero, Mapping):
@@ -317,7 +325,7 @@ def _over(ours: Mapping[str, Any], theirs: Mapping[str, Any], at: str, notes: li
         else:
             merged[name] = value
         if name in ours and have != value:
-            notes.append(f"ds_config.{path}: {value!r}, by your hand, and not {have!r} as the options say")
+            notes.append(f"ds_config.{path}: your value {value!r} overrides {have!r} from the deepspeed options")
     return merged
 
 
@@ -331,36 +339,36 @@ def _without_auto(theirs: Mapping[str, Any], at: str, notes: list[str]) -> dict[
     for name, value in theirs.items():
         path = f"{at}{name}"
         if value == "auto" and path not in AUTO:
-            notes.append(f"ds_config.{path}: 'auto' is Hugging Face's word, which DeepSpeed does not know; left out")
+            notes.append(f"ds_config.{path}: 'auto' works only with Hugging Face, not in DeepSpeed itself; skipped")
         else:
             kept[name] = _without_auto(value, f"{path}.", notes) if isinstance(value, Mapping) else value
     return kept
 
 
 def _one_precision(merged: dict[str, Any], theirs: Mapping[str, Any], notes: list[str]) -> None:
-    """fp16 of the user's beside our bf16, or the reverse, is theirs alone: DeepSpeed takes one."""
+    """Remove our bf16 if the user enables fp16, or the reverse: DeepSpeed accepts only one."""
     for name, other in (("fp16", "bf16"), ("bf16", "fp16")):
         wanted = theirs.get(name)
         if isinstance(wanted, Mapping) and wanted.get("enabled") and other in merged and other not in theirs:
-            notes.append(f"ds_config.{name}.enabled: True, by your hand, and not {other} as the options say")
+            notes.append(f"ds_config.{name}.enabled: your value True overrides {other} from precision.param")
             del merged[other]
 
 
 def _agree(merged: dict[str, Any], theirs: Mapping[str, Any], counted: int) -> None:
-    """The three numbers of the batch: what the user set stands, and the rest follows from it without rounding."""
-    said = {name: theirs[name] for name in TRIPLE if theirs.get(name) is not None}
-    if not said:
+    """Make the three numbers of the batch agree: keep those that the user set, and compute the others exactly."""
+    given = {name: theirs[name] for name in TRIPLE if theirs.get(name) is not None}
+    if not given:
         return
-    for name, value in said.items():
+    for name, value in given.items():
         if not isinstance(value, int) or isinstance(value, bool):
             raise RequestError(f"ds_config.{name} is {value!r}, expected a whole number")
-    micro, accumulation, total = (said.get(name) for name in TRIPLE)
+    micro, accumulation, total = (given.get(name) for name in TRIPLE)
     if total is None:
-        micro, accumulation = (said.get(name, merged[name]) for name in TRIPLE[:2])
+        micro, accumulation = (given.get(name, merged[name]) for name in TRIPLE[:2])
     elif micro is None and accumulation is None:
         micro = merged[TRIPLE[0]]
     try:
         batch = solve(micro, accumulation, total, counted)
     except RequestError as error:
-        raise RequestError(f"ds_config.{', '.join(said)}: {error}") from None
+        raise RequestError(f"ds_config.{', '.join(given)}: {error}") from None
     merged.update(zip(TRIPLE, (batch.micro, batch.accumulation, batch.total), strict=True))

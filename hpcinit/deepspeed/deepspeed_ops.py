@@ -1,4 +1,4 @@
-"""Which of DeepSpeed's ops a ds_config makes it compile."""
+"""Determines which of DeepSpeed's ops a ds_config needs compiled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from hpcinit.deepspeed.deepspeed_versions import at
 
-# The folder that torch builds an op in -> DeepSpeed's builder of it (op_builder/*.py, NAME).
+# The folder in which torch builds an op -> DeepSpeed's builder (op_builder/*.py, NAME).
 BUILDERS = {
     "async_io": "AsyncIOBuilder",
     "cpu_adagrad": "CPUAdagradBuilder",
@@ -22,7 +22,7 @@ BUILDERS = {
     "quantizer": "QuantizerBuilder",
 }
 # runtime/engine.py, _configure_basic_optimizer: optimizer.type -> (with its states on the device, with them offloaded).
-# Of a type that is not here DeepSpeed takes torch's own.
+# For other types DeepSpeed uses torch's own optimizer.
 _OPTIMIZERS = {
     "adam": ("fused_adam", "cpu_adam"),
     "adamw": ("fused_adam", "cpu_adam"),
@@ -36,9 +36,9 @@ _ZERO = "zero_optimization."
 
 
 def needed(config: Mapping[str, Any], device: str) -> tuple[str, ...]:
-    """The ops, sorted; () for a torch optimizer. device: a torch device type, 'cuda' or 'cpu'.
+    """Return the ops, sorted; () for a torch optimizer. device: a torch device type, 'cuda' or 'cpu'.
 
-    Not deepspeed_shm_comm, which DeepSpeed's start on a CPU compiles whatever the config: ops.start_uncompiled().
+    deepspeed_shm_comm is not included: on a CPU, DeepSpeed compiles it with any config; see ops.start_uncompiled().
     """
     found = {_of_optimizer(config)}
     offload = [at(config, f"{_ZERO}{name}.device") for name in ("offload_optimizer", "offload_param")]

@@ -1,7 +1,7 @@
-"""What DeepSpeed silently does wrong or ignores, from release 0.18.5 on.
+"""What DeepSpeed silently ignores or does wrong, from release 0.18.5 on.
 
-Each fact was read in DeepSpeed's source: `git tag --contains` of the commit that a link names, or the released packages
-0.18.5, 0.19.6, 0.19.7 and 0.19.8 side by side. What DeepSpeed refuses with a clear message is not here.
+Each fact was verified in DeepSpeed's source: with `git tag --contains` for the commit behind a number, or in the
+released packages 0.18.5, 0.19.6, 0.19.7 and 0.19.8. What DeepSpeed refuses with a clear message is not listed here.
 """
 
 from __future__ import annotations
@@ -14,27 +14,24 @@ from hpcinit.base.versions import key
 _TP = "tensor_parallel.autotp_size"
 _DC = "compile.deepcompile"
 
-# ZeRO stage -> the first DeepSpeed whose engine.offload_states() does it: #6011, and #7421 for 1 and 2
-STATES_MOVE_SINCE = {1: "0.17.6", 2: "0.17.6", 3: "0.15.2"}
-
-# The first DeepSpeed that in stage 3 waits for all of several gathers, and not for the last alone: #8539. On a GPU the
-# order of its stream made that enough; gloo has no order, and what was not there yet was read: memory of anything.
+# The first DeepSpeed that in stage 3 waits for all of several gathers, not only for the last one: #8539. On a GPU the
+# stream's order made that sufficient. gloo has no order, so parameters were read from uninitialized memory.
 GATHERS_WAIT_SINCE = "0.19.8"
-SEQUENTIAL = "stage3_allgather_sequential"  # of zero_optimization, since 0.18.5 (#7661): a way that waits for each
+SEQUENTIAL = "stage3_allgather_sequential"  # key of zero_optimization since 0.18.5 (#7661): waits for each gather
 
-# The first DeepSpeed whose initialize() divides a model for AutoTP; before, it trains one that somebody else has
-# divided, and says nothing if nobody has: #7806
+# The first DeepSpeed whose initialize() divides a model for AutoTP. Earlier ones expect an already divided model, and
+# give no message if it is not: #7806
 INITIALIZE_DIVIDES_SINCE = "0.18.6"
 
-# The first DeepSpeed whose import leaves CUDA alone. Before, ops and the check for Triton asked the device what it is,
-# which starts CUDA, and a forked rank cannot start it again: #7252, #7918, #8078
+# The first DeepSpeed whose import does not initialize CUDA. In earlier ones, ops and the check for Triton query the
+# device, which initializes CUDA, and a forked rank cannot initialize it again: #7252, #7918, #8078
 IMPORT_LEAVES_CUDA_SINCE = "0.19.3"
 
 # The first DeepSpeed whose DeepCompile works with torch 2.9 and later.
 COMPILES_WITH_TORCH_2_9_SINCE = "0.19.0"
 
-# The keys that DeepSpeed 0.18.5 to 0.19.8 looks up at the top of a ds_config; it ignores any other without a message.
-# The test of this list queries the installed DeepSpeed.
+# The keys that DeepSpeed 0.18.5 to 0.19.8 reads at the top of a ds_config. It ignores any other without a message. A
+# test compares this list with the installed DeepSpeed.
 _KEYS = """
     activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger communication_data_type
     compile compression_training csv_monitor curriculum_learning data_efficiency data_parallel_size data_types
@@ -51,21 +48,16 @@ KEYS = frozenset(_KEYS.split())
 
 
 def tp_to_divide(config: Mapping[str, Any], deepspeed: str) -> int:
-    """Among how many ranks deepspeed.tp_model_init() has to divide the model before initialize(); 1 is not at all."""
+    """Return the ranks over which deepspeed.tp_model_init() must divide the model before initialize(); 1 for none."""
     size = int(at(config, _TP) or 1)
     return size if key(deepspeed) < key(INITIALIZE_DIVIDES_SINCE) else 1
 
 
-def states_can_move(zero_stage: int, deepspeed: str) -> bool:
-    """Whether engine.offload_states() works; never in stage 0."""
-    return zero_stage in STATES_MOVE_SINCE and key(deepspeed) >= key(STATES_MOVE_SINCE[zero_stage])
-
-
 def at(config: Mapping[str, Any], path: str) -> Any:
-    """config['a']['b'] for 'a.b'; None where there is no such key."""
+    """Return config['a']['b'] for 'a.b'; None if there is no such key."""
     found: Any = config
-    for word in path.split("."):
-        found = found.get(word) if isinstance(found, Mapping) else None
+    for name in path.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
     return found
 
 
@@ -78,37 +70,37 @@ def _autotp(config: Mapping[str, Any]) -> bool:
 
 
 def check(config: Mapping[str, Any], deepspeed: str, torch: str) -> list[str]:
-    """Return what DeepSpeed would do other than requested, or fail at without a reason: one message each.
+    """Return one message for each thing that DeepSpeed would silently do differently, or fail at without a reason.
 
-    What DeepSpeed itself refuses with a clear message is not checked here. deepspeed, torch: their versions, as
-    installed() returns them. Raises ValueError for a text that is no version.
+    deepspeed, torch: their versions, as installed() returns them. Raise ValueError for an invalid version.
     """
     found = []
     if _autotp(config) and not at(config, "bf16.enabled"):
         found.append(
-            f"ds_config {_TP} {at(config, _TP)}: bf16.enabled is not true, AutoTP needs it: precision.param=bf16"
+            f"ds_config {_TP} {at(config, _TP)}: bf16.enabled is not true, but AutoTP needs it: precision.param=bf16"
         )
     if not at(config, _DC):
         return found
     if stage(config) == 0:
         found.append(
-            f"ds_config {_DC} True: ZeRO stage is 0, and DeepCompile does stages 1 to 3; "
-            "DeepSpeed would use torch.compile without saying so: choose a stage, or compile=true"
+            f"ds_config {_DC} True: ZeRO stage is 0, but DeepCompile needs stage 1 to 3; "
+            "DeepSpeed would silently use torch.compile instead: choose a stage, or set compile=true"
         )
-    # deepspeed/compile/util.py asks for torch <= 2.9 and prepares nothing with a later one, 2.9.0+cu128 for example;
-    # DeepCompile then fails in its first step. DeepSpeed#7755, #7951
+    # deepspeed/compile/util.py checks for torch <= 2.9 and prepares nothing with a later one such as 2.9.0+cu128, so
+    # DeepCompile fails in its first step. DeepSpeed#7755, #7951
     if key(deepspeed) < key(COMPILES_WITH_TORCH_2_9_SINCE) and key(torch) >= key("2.9"):
         found.append(
             f"ds_config {_DC} True: torch {torch} with DeepSpeed {deepspeed} is installed, expected DeepSpeed "
-            f"{COMPILES_WITH_TORCH_2_9_SINCE} or later, or torch below 2.9; update DeepSpeed, or turn deepcompile off"
+            f"{COMPILES_WITH_TORCH_2_9_SINCE} or later, or torch below 2.9; update DeepSpeed, or set "
+            "deepspeed.deepcompile=false"
         )
     return found
 
 
 def waiting(config: Mapping[str, Any], deepspeed: str, device: str) -> tuple[dict[str, Any], list[str]]:
-    """The ds_config that gathers parameters rightly on this kind of device ("cpu", "cuda"), and a note if it does not.
+    """Return the ds_config that gathers parameters correctly on this kind of device ("cpu", "cuda"), and notes.
 
-    What the user said of that key stands.
+    A value that the user set is kept, with a note if it gives wrong results.
     """
     if device != "cpu" or stage(config) != 3 or key(deepspeed) >= key(GATHERS_WAIT_SINCE):
         return dict(config), []
@@ -116,17 +108,17 @@ def waiting(config: Mapping[str, Any], deepspeed: str, device: str) -> tuple[dic
     notes = []
     if not zero.get(SEQUENTIAL, True):
         notes.append(
-            f"ds_config.zero_optimization.{SEQUENTIAL}: False, by your hand; DeepSpeed {deepspeed} on CPUs then reads "
-            "parameters before they are there, and the losses are wrong (DeepSpeed#8539, mended in "
-            f"{GATHERS_WAIT_SINCE}): leave the key out, or update DeepSpeed"
+            f"ds_config.zero_optimization.{SEQUENTIAL} is False: DeepSpeed {deepspeed} on CPUs then gives wrong "
+            "losses, because it reads parameters before they have arrived (DeepSpeed#8539, fixed in "
+            f"{GATHERS_WAIT_SINCE}); remove the key, or update DeepSpeed"
         )
     return {**config, "zero_optimization": {SEQUENTIAL: True, **zero}}, notes
 
 
 def unread(given: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each key of a user's ds_config that DeepSpeed ignores, with the keys it may stand for."""
+    """Return a sentence for each key of a user's ds_config that DeepSpeed ignores, with similar keys that exist."""
     return [
-        f"ds_config.{name}: DeepSpeed reads no such key, and passes over it in silence{_near(name)}"
+        f"ds_config.{name}: DeepSpeed has no such key and would silently ignore it{_near(name)}"
         for name in given
         if name not in KEYS
     ]

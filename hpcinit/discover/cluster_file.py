@@ -1,4 +1,4 @@
-"""A site as the keys of conf/cluster/NAME.yaml, with the source of each value in a comment; where that file is."""
+"""Write what discover found as conf/cluster/NAME.yaml, with the source of each value in a comment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_KINDS, MOST_FEATURES = 6, 8  # in a comment
 
 
 class Entry(NamedTuple):
-    """A top-level key, its value, and both with comments as they stand in the file."""
+    """A top-level key, its value, and their text in the file with comments."""
 
     key: str
     value: Any
@@ -33,11 +33,13 @@ class Entry(NamedTuple):
 
 
 def site_facts(site: Site, partition: str | None) -> list[Entry]:
-    """What Slurm says, and discover writes again each time. partition: the one whose nodes the cluster's own keys
-    describe; the default one where there is none of that name."""
+    """Return the entries that Slurm reports and that discover rewrites each time.
+
+    partition: its nodes give the cluster's top-level keys; if there is none of that name, the default partition's do.
+    """
     main = site.main(partition)
     kind, count = main.kinds[0]
-    of = f"commonest of partition {main.name}: {count} of {main.nodes} nodes"
+    of = f"most common node of partition {main.name}: {count} of {main.nodes} nodes"
     yes_no = {True: "on", False: "off"}
     return [
         Entry("partitions", partitions(site), _partitions(site)),
@@ -47,38 +49,38 @@ def site_facts(site: Site, partition: str | None) -> list[Entry]:
         _entry("accounting", site.accounting, live_site.CONFIG, f"AccountingStorageType: {yes_no[site.accounting]}"),
         _entry("preemption", site.preemption, live_site.CONFIG, "PreemptMode"),
         _entry("topology", site.topology, live_site.CONFIG, "TopologyPlugin"),
-        _entry("pyxis", site.pyxis, live_site.SRUN, f"--container-image is {'' if site.pyxis else 'not '}an option"),
+        _entry("pyxis", site.pyxis, live_site.SRUN, f"{'has' if site.pyxis else 'has no'} option --container-image"),
         _entry("slurm", site.slurm, live_site.CONFIG, "SLURM_VERSION"),
     ]
 
 
 def site_choices(site: Site, name: str) -> list[Entry]:
-    """What is proposed once, and is the user's from then on."""
+    """Return the entries that discover proposes once, and that the user edits from then on."""
     main, user = site.main(None), site.user
     limit = main.default_time_min or min(DEFAULT_TIME_MIN, main.time_min or DEFAULT_TIME_MIN)
-    why = "DefaultTime" if main.default_time_min else "Slurm has no DefaultTime for it"
+    why = "DefaultTime" if main.default_time_min else "Slurm has no DefaultTime"
     types = sorted({gpu for kind, _ in main.kinds for gpu in kind.gpu_types})
-    default = "Slurm's default" if main.default else "Slurm has no default for you; the one with the most GPUs"
+    default = "Slurm's default" if main.default else "Slurm has no default for you; this one has the most GPUs"
     return [
         Entry("name", name, f"name: {scalar(name)}\n"),
         _entry("partition", main.name, live_site.PARTITIONS, default),
         _account("account", user.account, site, f"default account of {user.name}", user.accounts),
         _account("qos", user.default_qos, site, f"default QOS of {user.name}", user.qos),
         _entry("time_min", limit, live_site.PARTITIONS, f"{why} ({main.name})"),
-        _entry("gpu_type", None, live_site.NODES, f"types: {', '.join(types) or 'none given'}; name one to ask for it"),
+        _entry("gpu_type", None, live_site.NODES, f"types: {', '.join(types) or 'none'}; set one to request it"),
         _entry("gpu_flag", site.gpu_flag, live_site.CONFIG, "gpus-per-node needs SelectType=select/cons_tres"),
         _entry(
             "mem_gb",
             None,
             live_site.PARTITIONS,
-            f"with null a job gets {main.default_memory or 'no limit'} ({main.name})",
+            f"null: a job gets {main.default_memory or 'no limit'} ({main.name})",
         ),
         _entry("exclusive", main.exclusive, live_site.PARTITIONS, f"OverSubscribe ({main.name})"),
     ]
 
 
 def partitions(site: Site) -> dict[str, dict[str, Any]]:
-    """The value of the key `partitions`: of each the most that any of its nodes has."""
+    """Return the value of the key `partitions`: for each the largest values of any of its nodes."""
     return {each.name: _limits(each) for each in site.usable}
 
 
@@ -98,20 +100,20 @@ def _limits(each: Partition) -> dict[str, Any]:
 
 
 def gb(mib: int) -> float:
-    """GB of 2^30 bytes, rounded down to a hundredth: more than there is would be refused."""
+    """Return GB of 2^30 bytes, rounded down to a hundredth, because Slurm refuses more than a node has."""
     return mib * 100 // MIB_PER_GB / 100
 
 
 def scalar(value: Any) -> str:
-    """As YAML writes it on one line: null, true, 4, 'on'."""
-    # Quoted unless it can be a word only: OmegaConf reads 1e5 as a number, PyYAML, which writes it, does not.
+    """Return the value as YAML on one line: null, true, 4, 'on'."""
+    # PyYAML writes a text 1e5 without quotes, but OmegaConf reads that as a number, so only plain names stay unquoted.
     style = "'" if isinstance(value, str) and not _WORD.fullmatch(value) else None
     text: str = yaml.safe_dump(value, default_style=style, default_flow_style=True, width=10**6, allow_unicode=True)
     return text.splitlines()[0]
 
 
 def facts_comment(text: str) -> str:
-    """On one line, whatever Slurm was told to call its things."""
+    """Return the text on one line, without control characters."""
     return " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())
 
 
@@ -121,9 +123,9 @@ def _entry(key: str, value: Any, command: str, note: str) -> Entry:
 
 def _account(key: str, value: str | None, site: Site, what: str, all_of: frozenset[str] | None) -> Entry:
     if site.silent:
-        note = f"not known: {facts_comment(site.silent)}"
+        note = f"unknown: {facts_comment(site.silent)}"
     elif not site.accounting:
-        note = "no accounting, so there is none"
+        note = "none, because Slurm has no accounting"
     else:
         others = f"; all: {', '.join(sorted(all_of))}" if all_of else ""
         note = f"sacctmgr show {'user' if key == 'account' else 'assoc'}: {what}{others}"
@@ -133,10 +135,10 @@ def _account(key: str, value: str | None, site: Site, what: str, all_of: frozens
 def _partitions(site: Site) -> str:
     lines = [
         f"# {live_site.PARTITIONS}; {live_site.NODES}",
-        "# Of each the most that any of its nodes has; mem_gb: RealMemory less MemSpecLimit, in GB of 2^30 bytes.",
+        "# Values are the largest of any node. mem_gb: RealMemory less MemSpecLimit, in GB of 2^30 bytes.",
     ]
     lines += [
-        f"# Not for {site.user.name}: {facts_comment(p.name)} ({facts_comment(p.refused)})"
+        f"# Not allowed for {site.user.name}: {facts_comment(p.name)} ({facts_comment(p.refused)})"
         for p in site.partitions
         if p.refused
     ]
@@ -159,23 +161,23 @@ def _marks(each: Partition) -> str:
         f"MaxNodes={each.max_nodes}" if each.max_nodes is not None else "",
         "" if each.time_min is not None else "no time limit",
     ]
-    said = [facts_comment(mark) for mark in marks if mark]
-    return f"  # {', '.join(said)}" if said else ""
+    comments = [facts_comment(mark) for mark in marks if mark]
+    return f"  # {', '.join(comments)}" if comments else ""
 
 
 def _nodes(each: Partition) -> Iterator[str]:
-    """A line for each kind of node, and one for those that are away."""
+    """Yield a line for each kind of node, and one for those that are down or drained."""
     if len(each.kinds) > 1:
         yield f"{len(each.kinds)} kinds of nodes:"
     for kind, count in each.kinds[:MOST_KINDS]:
-        yield f"{count} x {_words(kind)}"
+        yield f"{count} x {_described(kind)}"
     if len(each.kinds) > MOST_KINDS:
-        yield f"... and {len(each.kinds) - MOST_KINDS} kinds more"
+        yield f"... and {len(each.kinds) - MOST_KINDS} more kinds"
     if each.away:
-        yield f"{each.away} of {each.nodes} nodes were down or drained when Slurm was asked"
+        yield f"{each.away} of {each.nodes} nodes were down or drained at that time"
 
 
-def _words(kind: Kind) -> str:
+def _described(kind: Kind) -> str:
     gpus = f"{kind.gpus} GPUs{_types(kind)}, " if kind.gpus else "no GPU, "
     features = ",".join(kind.features[:MOST_FEATURES]) + ",..." * (len(kind.features) > MOST_FEATURES)
     return (
@@ -198,18 +200,18 @@ def _threads(kind: Kind) -> str:
     return f"; {kind.threads_per_core} threads per core, each one a CPU" if kind.threads_per_core > 1 else ""
 
 
-# The file: a command's part stands between two marks, all the rest is the user's and stays as it is, byte for byte.
+# The file: a command owns the part between its two marks; every other byte is the user's and never changes.
 #
-# Such commands are discover and timeouts, each with marks of its own, to which the other's part is the user's. A key
-# that the user has outside of the marks is left out between them: it wins. docs/decisions/0014-discovers-part.md
+# discover and timeouts each have such a part. A key that the user sets outside the part overrides it, and is omitted
+# from the part: docs/decisions/0014-generated-part-of-a-cluster-file.md
 
 
 @dataclass(frozen=True)
 class Part:
-    """What `hpcinit COMMAND` writes. name: the command's. says: who knows the values. explained: a comment."""
+    """The part of a file that `hpcinit NAME` writes. source: where its values are from. explained: a comment."""
 
     name: str
-    says: str
+    source: str
     explained: str
 
     @property
@@ -227,18 +229,21 @@ class Part:
 
 DISCOVER = Part(
     "discover",
-    "Slurm says",
-    "# Written again by each `hpcinit discover`. To keep a value of your own move its line out of this part.",
+    "Slurm reports",
+    "# `hpcinit discover` rewrites this part. To set a value yourself, move its line out of this part.",
 )
 TIMEOUTS = Part(
     "timeouts",
-    "the runs say",
-    "# Written again by `hpcinit timeouts fit --write`. To keep a value of your own move its line out of this part.",
+    "the runs give",
+    "# `hpcinit timeouts fit --write` rewrites this part. To set a value yourself, move its line out of this part.",
 )
 BEGIN, END = DISCOVER.begin, DISCOVER.end
-CANNOT_TELL = """\
+NOT_REPORTED = """\
 
-# What Slurm cannot tell, and your site's documentation can: setup, env, interface, host_template, python, gpu_mem_gb.
+# Slurm does not report these keys. Add those that you need, as in:
+#   modules: [gcc, cuda]
+#   conda: /project/me/envs/train    or venv: /project/me/venv
+# See your site's documentation for: setup, env, interface, host_template, python, gpu_mem_gb.
 # conf/cluster/example.yaml of hpcinit explains every key.
 
 """
@@ -246,7 +251,7 @@ CANNOT_TELL = """\
 
 @dataclass(frozen=True)
 class Document:
-    """before, after: the user's text around a command's part. body: that part; edited: by somebody else."""
+    """before, after: the user's text around a command's part. body: that part. edited: the user has changed it."""
 
     before: str = ""
     body: str = ""
@@ -256,8 +261,8 @@ class Document:
 
     @property
     def own(self) -> dict[str, Any]:
-        """The user's keys."""
-        return _mapping(f"{self.before}\n{self.after}", f"outside of {self.part.name}'s part")
+        """Return the keys outside the part."""
+        return _mapping(f"{self.before}\n{self.after}", f"outside {self.part.name}'s part")
 
     @property
     def all(self) -> dict[str, Any]:
@@ -265,13 +270,13 @@ class Document:
 
 
 def parse_document(text: str, part: Part = DISCOVER) -> Document:
-    """Raises RequestError where the marks do not match, or what they part is no YAML mapping."""
+    """Split the text at the marks. Raise RequestError if the marks do not match, or a piece is not a YAML mapping."""
     marks = [line for line in text.splitlines() if line.startswith((part.begin, part.end))]
     found = part.find(text)
     if len(marks) != (2 if found else 0):
         raise RequestError(
-            f"the lines {part.begin!r} and {part.end!r} are not there once each, in this order: put them right, or "
-            "delete both and all that is between them"
+            f"expected the lines {part.begin!r} and {part.end!r} once each, in this order: correct them, or delete "
+            "both and everything between them"
         )
     document = Document(text, part=part)
     if found:
@@ -282,12 +287,12 @@ def parse_document(text: str, part: Part = DISCOVER) -> Document:
 
 
 def first_document(choices: Sequence[Entry]) -> Document:
-    """For a file that is not there yet."""
-    return Document("".join(entry.text for entry in choices) + CANNOT_TELL)
+    """Return the document of a new file."""
+    return Document("".join(entry.text for entry in choices) + NOT_REPORTED)
 
 
 def render_document(document: Document, facts: Sequence[Entry], heading: str) -> str:
-    """The whole file. Raises RequestError where its text would not mean what it should."""
+    """Return the text of the whole file. Raise RequestError if the text would not give the expected values."""
     own = document.own
     part = document.part
     body = part.explained + "\n" + "".join(_line(entry, own, part) for entry in facts)
@@ -299,8 +304,8 @@ def render_document(document: Document, facts: Sequence[Entry], heading: str) ->
         meant = None
     if meant != {**{entry.key: entry.value for entry in facts}, **own}:
         raise RequestError(
-            f"the keys of this file would change their meaning with {part.name}'s part in it: write its keys at the "
-            "beginning of their lines, as conf/cluster/example.yaml does"
+            f"{part.name}'s part would change the meaning of this file's keys: remove the indentation of the top-level "
+            "keys, as in conf/cluster/example.yaml"
         )
     return text
 
@@ -309,18 +314,18 @@ def _line(entry: Entry, own: Mapping[str, Any], part: Part) -> str:
     if entry.key not in own:
         return entry.text
     if own[entry.key] == entry.value:
-        return f"# {entry.key}: yours says the same\n"
+        return f"# {entry.key}: your value is the same\n"
     if isinstance(entry.value, dict):
-        return f"# {entry.key}: yours wins; `hpcinit discover --diff` shows what Slurm says\n"
-    return f"# {entry.key}: yours wins; {part.says} {scalar(entry.value)}\n"
+        return f"# {entry.key}: your value is used; see Slurm's with `hpcinit discover --diff`\n"
+    return f"# {entry.key}: your value is used; {part.source} {scalar(entry.value)}\n"
 
 
 def document_difference(document: Document, facts: Sequence[Entry]) -> list[str]:
-    """Lines '-key: what the file says' and '+key: what Slurm says', of discover's keys; none where they agree."""
+    """Return lines '-key: value in the file' and '+key: value in Slurm' for each of discover's keys that differs."""
     was, own = document.all, document.own
     lines = []
     for entry in facts:
-        mark = "  # yours, and stays" if entry.key in own else ""
+        mark = "  # your value, not changed" if entry.key in own else ""
         old = _flat(entry.key, was[entry.key]) if entry.key in was else {}
         new = _flat(entry.key, entry.value)
         for key in sorted({*old, *new}, key=lambda key: (key.split("."), key)):
@@ -353,21 +358,21 @@ def _mapping(text: str, where: str) -> dict[str, Any]:
     return value
 
 
-# Where the description is written, and that it is written whole or not at all.
+# The file is replaced atomically.
 
 
 def cluster_file_path(name: str) -> Path:
-    """./conf/cluster/NAME.yaml, which cluster=NAME finds first. Raises RequestError for what is no name."""
+    """Return ./conf/cluster/NAME.yaml, which cluster=NAME finds first. Raise RequestError for an invalid name."""
     if not quoting.PLAIN_NAME.fullmatch(name):
         raise RequestError(
-            f"--name is {name!r} (default: Slurm's ClusterName), expected letters, digits, '.', '_' and '-': it "
-            "becomes a file's name and the word in cluster=NAME"
+            f"--name is {name!r} (default: Slurm's ClusterName), expected letters, digits, '.', '_' and '-', "
+            "because it is used as a file name and in cluster=NAME"
         )
     return Path("conf/cluster") / f"{name}.yaml"
 
 
 def read_cluster_file(path: Path) -> str | None:
-    """None where there is no such file."""
+    """Return the text of the file; None if it does not exist."""
     try:
         return path.read_bytes().decode()
     except FileNotFoundError:
@@ -379,7 +384,7 @@ def read_cluster_file(path: Path) -> str | None:
 
 
 def write_cluster_file(path: Path, text: str) -> None:
-    """Through a file beside it that takes its place. A link stays one; a mode stays what it was. Raises Failure."""
+    """Write the text to a new file and rename it to `path`. A link and the mode are kept. Raise Failure."""
     target = path.resolve()
     part = ""
     try:
@@ -392,7 +397,7 @@ def write_cluster_file(path: Path, text: str) -> None:
         Path(part).chmod(_mode(target))
         Path(part).replace(target)
     except OSError as error:
-        raise Failure(f"cannot write {path}: {error.strerror}; what was there is untouched") from None
+        raise Failure(f"cannot write {path}: {error.strerror}; the old file was not changed") from None
     finally:
         with suppress(OSError):
             if part:

@@ -1,4 +1,4 @@
-"""`hpcinit discover [--name x]`: ask Slurm what this cluster is, and write conf/cluster/x.yaml."""
+"""`hpcinit discover [--name x]`: query Slurm and write a description of this cluster to conf/cluster/x.yaml."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from pathlib import Path
 
 from hpcinit.base import console
 from hpcinit.base.errors import RequestError
-from hpcinit.config import folders
+from hpcinit.config import default_cluster, folders
 from hpcinit.discover import cluster_file, live_site
 from hpcinit.discover.cluster_file import Document
 from hpcinit.discover.live_site import Site, User
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run the command; return the exit status."""
     options = console.parse_arguments(parser(), list(argv))
-    user = _who()
+    user = _this_user()
     seen = live_site.read_site(live_site.query_site(user.name, os.environ), user)
     if options.json:
         print(json.dumps(_to_json(seen)))
@@ -38,32 +39,58 @@ def main(argv: Sequence[str]) -> int:
         if options.diff:
             return _diff(path, text, seen)
         if text is None:
-            _shadows(name, options.output)
-            return _write(path, _render(_new(seen, name), seen), seen)
-        return _again(path, cluster_file.parse_document(text), seen, options.force)
+            _note_shadowed_file(name, options.output)
+            status = _write(path, _render(_new(seen, name), seen), seen)
+        else:
+            status = _update(path, cluster_file.parse_document(text), seen, options.force)
+        if status == 0:
+            _default(path.stem, options.default, new=text is None)
+        return status
     except RequestError as error:
         raise RequestError(f"{path}: {error}") from None
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="hpcinit discover", description="Ask Slurm what this cluster is, and write conf/cluster/NAME.yaml."
+        prog="hpcinit discover",
+        description="Query Slurm and write a description of this cluster to conf/cluster/NAME.yaml.",
     )
-    parser.add_argument("--name", help="what to call it, as in cluster=NAME; default: Slurm's ClusterName")
+    parser.add_argument("--name", help="name of the cluster, as in cluster=NAME; default: Slurm's ClusterName")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: conf/cluster/NAME.yaml")
+    parser.add_argument("--default", action="store_true", help="make it the default cluster of `hpcinit submit`")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--print", action="store_true", help="print a new description and write nothing")
-    what.add_argument("--diff", action="store_true", help="what has changed since; exit status 1 if anything has")
-    parser.add_argument("--force", action="store_true", help="do not ask before a file is changed")
-    return console.add_verbosity_options(parser, "print what was seen, for programs, and write nothing", what)
+    what.add_argument(
+        "--diff", action="store_true", help="show what differs from the file; exit status 1 if anything does"
+    )
+    parser.add_argument("--force", action="store_true", help="change an existing file without asking")
+    return console.add_verbosity_options(parser, "print everything found, for programs, and write nothing", what)
 
 
-def _who() -> User:
+def _default(name: str, wanted: bool, new: bool) -> None:
+    """Make the cluster the user's default if --default is given, or if the user agrees in a terminal."""
+    chosen, source = default_cluster.choose()
+    if not wanted:
+        if not new or chosen or console.quiet():
+            return
+        if not sys.stdin.isatty() or not sys.stdout.isatty():
+            print(f"make it the default with:  export {default_cluster.VARIABLE}={name}")
+            return
+        print(f"use cluster={name} whenever `hpcinit submit` gets no cluster=...? [y/N] ", end="", flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            return
+    path = default_cluster.write(name)
+    console.note(f"{path}: the default cluster is {name}")
+    if source and source != str(path) and chosen != name:
+        console.warning(f"{source} sets the default cluster {chosen}, and takes precedence over {path}")
+
+
+def _this_user() -> User:
     groups = set()
     for number in {os.getgid(), os.getegid(), *os.getgroups()}:
         try:
             groups.add(grp.getgrgid(number).gr_name)
-        except KeyError:  # a group without a name cannot stand in AllowGroups
+        except KeyError:  # a group without a name cannot be in AllowGroups
             continue
     try:
         name = pwd.getpwuid(os.geteuid()).pw_name
@@ -84,13 +111,13 @@ def _facts(before: Document, seen: Site) -> list[cluster_file.Entry]:
 
 def _render(before: Document, seen: Site) -> str:
     today = datetime.date.today().isoformat()
-    heading = f"Slurm {seen.slurm} of cluster {seen.cluster}, asked {today} by {seen.user.name}"
+    heading = f"Slurm {seen.slurm} of cluster {seen.cluster}, queried {today} by {seen.user.name}"
     return cluster_file.render_document(before, _facts(before, seen), cluster_file.facts_comment(heading))
 
 
 def _diff(path: Path, text: str | None, seen: Site) -> int:
     if text is None:
-        raise RequestError("there is no such file; without --diff it is written")
+        raise RequestError("file does not exist; run the command without --diff to create it")
     before = cluster_file.parse_document(text)
     lines = cluster_file.document_difference(before, _facts(before, seen))
     _gone(before, seen)
@@ -101,15 +128,15 @@ def _diff(path: Path, text: str | None, seen: Site) -> int:
     return 1 if lines else 0
 
 
-def _shadows(name: str, output: Path | None) -> None:
-    """A word where cluster=NAME meant another file so far."""
+def _note_shadowed_file(name: str, output: Path | None) -> None:
+    """Print a note if cluster=NAME was another file until now."""
     other = folders.find(f"cluster/{name}")
     if output is None and Path(other).is_file():
-        console.note(f"cluster={name} was {other} so far; here it is the new file from now on")
+        console.note(f"in this folder, cluster={name} is now the new file instead of {other}")
 
 
-def _again(path: Path, before: Document, seen: Site, force: bool) -> int:
-    """The file exists: shows what would change, asks, and changes discover's part only."""
+def _update(path: Path, before: Document, seen: Site, force: bool) -> int:
+    """Show what would change in an existing file, ask, and rewrite discover's part."""
     after = _render(before, seen)
     lines = cluster_file.document_difference(before, _facts(before, seen))
     if lines:
@@ -118,7 +145,7 @@ def _again(path: Path, before: Document, seen: Site, force: bool) -> int:
         print(f"{path}: nothing has changed")
         return 0
     if before.edited:
-        console.note("discover's part of it was edited by hand; what was changed there is lost")
+        console.note("discover's part of the file was edited manually; those changes will be lost")
     if not force and not _agreed(path):
         return 1
     return _write(path, after, seen)
@@ -126,31 +153,31 @@ def _again(path: Path, before: Document, seen: Site, force: bool) -> int:
 
 def _agreed(path: Path) -> bool:
     if not sys.stdin.isatty():
-        raise RequestError("exists, and there is no terminal to ask at: --force changes it, --diff shows what differs")
+        raise RequestError("file exists, and there is no terminal to ask: add --force to change it, --diff to compare")
     print(f"change {path}? [y/N] ", end="", flush=True)
     agreed = sys.stdin.readline().strip().lower() in ("y", "yes")
     if not agreed:
-        print("left as it was")
+        print("not changed")
     return agreed
 
 
 def _write(path: Path, text: str, seen: Site) -> int:
     cluster_file.write_cluster_file(path, text)
-    left_out = [each.name for each in seen.partitions if each.refused]
-    also = f"; left out, not for {seen.user.name}: {', '.join(left_out)}" if left_out else ""
+    refused = [each.name for each in seen.partitions if each.refused]
+    also = f"; skipped because {seen.user.name} may not use them: {', '.join(refused)}" if refused else ""
     print(path if console.quiet() else f"{path}: {len(seen.usable)} partitions of Slurm {seen.slurm}{also}")
     if not console.quiet() and Path(folders.find(f"cluster/{path.stem}")).absolute() == path.absolute():
-        print(f"try it:  hpcinit submit cluster={path.stem} nodes=2 wait=true")
+        print(f"try it with:  hpcinit submit cluster={path.stem} nodes=2 wait=true")
     _gone(cluster_file.parse_document(text), seen)
     return 0
 
 
 def _gone(now: Document, seen: Site) -> None:
-    """A partition that the user has chosen and that Slurm does not have any more is worth a word, and stays."""
+    """Print a note if Slurm no longer has the partition that the user chose. The choice is kept."""
     chosen = now.own.get("partition")
     if chosen is not None and chosen not in {each.name for each in seen.usable}:
         names = ", ".join(each.name for each in seen.usable)
-        console.note(f"partition is {chosen!r}, but Slurm has: {names}")
+        console.note(f"partition is {chosen!r}, but Slurm has only: {names}")
 
 
 def _to_json(seen: Site) -> dict[str, object]:

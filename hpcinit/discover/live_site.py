@@ -1,4 +1,4 @@
-"""Query a live Slurm and read its answers. Each answer is kept as text under the command that gave it."""
+"""Query a live Slurm and parse its output. The text of each command is kept."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from hpcinit.base.errors import Failure
 from hpcinit.slurm import nodelist, scontrol, slurm_client
-from hpcinit.slurm.scontrol import minutes, names, number, told
+from hpcinit.slurm.scontrol import minutes, names, number, value_or_none
 
 CONFIG = "scontrol show config"
-PARTITIONS = "scontrol --all show partition"  # --all: hidden ones, and those of other groups
+PARTITIONS = "scontrol --all show partition"  # --all: also hidden ones and those of other groups
 NODES = "scontrol --all show node"
 SRUN = "srun --help"
 USER = "sacctmgr --noheader --parsable2 show user where name={user} format=DefaultAccount"
@@ -24,7 +24,7 @@ ASSOCIATIONS = (
 
 @dataclass(frozen=True)
 class SiteAnswers:
-    """texts: by command; sacctmgr's are missing without accounting. silent: what sacctmgr said instead, or ''."""
+    """texts: by command; without accounting those of sacctmgr are missing. silent: sacctmgr's error or ''."""
 
     texts: Mapping[str, str]
     silent: str = ""
@@ -34,23 +34,23 @@ class SiteAnswers:
 
 
 def query_site(user: str, env: Mapping[str, str]) -> SiteAnswers:
-    """Five or six questions. Raises Failure where Slurm gives no answer; only sacctmgr may stay silent."""
+    """Run four to six commands. Raise Failure if one fails, except for sacctmgr."""
     texts = {command: _run(command.split(), env) for command in (CONFIG, PARTITIONS, NODES, SRUN)}
     config = scontrol.config(texts[CONFIG])
     if not accounting(config):
         return SiteAnswers(texts)
     try:
         for template in (USER, ASSOCIATIONS):
-            words = [word.format(user=user, cluster=config.get("ClusterName", "")) for word in template.split()]
-            texts[template] = _run(words, env)
-    except Failure as error:  # slurmdbd is away, or sacctmgr is not installed where users are
+            command = [part.format(user=user, cluster=config.get("ClusterName", "")) for part in template.split()]
+            texts[template] = _run(command, env)
+    except Failure as error:  # slurmdbd is down, or sacctmgr is not installed on login nodes
         return SiteAnswers(texts, str(error))
     return SiteAnswers(texts)
 
 
 def accounting(config: Mapping[str, str]) -> bool:
-    """22.05 says accounting_storage/none where there is none, 24.11 says (null)."""
-    kind = scontrol.told(config.get("AccountingStorageType"))
+    """Return whether Slurm has accounting. Without it 22.05 prints accounting_storage/none, and 24.11 (null)."""
+    kind = scontrol.value_or_none(config.get("AccountingStorageType"))
     return kind is not None and not kind.endswith("/none")
 
 
@@ -58,7 +58,7 @@ def _run(command: list[str], env: Mapping[str, str]) -> str:
     try:
         done = slurm_client.run(command, env)
     except slurm_client.NotStarted as error:
-        check = ", and discover asks Slurm itself: is this a login node, and is the slurm module loaded?"
+        check = ", but discover needs it: is this a login node, and is the slurm module loaded?"
         raise Failure(f"{error}{check if error.missing else ''}") from None
     except slurm_client.TimedOut as error:
         raise Failure(f"{error}: {slurm_client.CHECK}") from None
@@ -67,15 +67,15 @@ def _run(command: list[str], env: Mapping[str, str]) -> str:
     return done.stdout
 
 
-# What the answers say of the site, as values.
+# The site, from the output.
 
-# Of a node's State, 'IDLE+DRAIN' or 'DOWN*': it takes no job now. Its partition counts it all the same.
+# Parts of a node's State ('IDLE+DRAIN', 'DOWN*') that mean that it runs no jobs now. Its partition still counts it.
 AWAY = {"DOWN", "DRAIN", "FAIL", "FAILING", "NOT_RESPONDING", "INVAL", "FUTURE", "UNKNOWN", "ERROR"}
 MIB_PER_GB = 1024
 
 
 class Kind(NamedTuple):
-    """Nodes that are alike. mem_mib: what jobs may use. features: such that every one has."""
+    """Nodes that are alike. mem_mib: the memory that jobs may use. features: those that all these nodes have."""
 
     gpus: int
     gpu_types: tuple[str, ...]
@@ -87,7 +87,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Partition:
-    """kinds: with how many nodes are of each, the commonest first. refused: why this user cannot submit, or ''."""
+    """kinds: each with its number of nodes, the most common first. refused: why this user cannot submit, or ''."""
 
     name: str
     default: bool
@@ -109,13 +109,13 @@ class Partition:
 
     @property
     def mem_mib(self) -> int:
-        """The most that a job may use on any node."""
+        """Return the most memory that a job may use on any node."""
         return min(max(kind.mem_mib for kind, _ in self.kinds), self.max_mem_mib or 2**62)
 
 
 @dataclass(frozen=True)
 class User:
-    """uid 0 is in every group. accounts, qos: None where nobody said."""
+    """uid 0 is in every group. accounts, qos: None if unknown."""
 
     name: str
     uid: int
@@ -145,7 +145,7 @@ class Site:
         return [each for each in self.partitions if not each.refused]
 
     def main(self, name: str | None) -> Partition:
-        """The partition of that name, or Slurm's default, or the one with the most GPUs of those that are left."""
+        """Return the partition of that name, or else Slurm's default, or else the one with the most GPUs."""
         byname = [each for each in self.usable if each.name == name]
         default = [each for each in self.usable if each.default]
         return (byname or default or sorted(self.usable, key=_gpu_total, reverse=True))[0]
@@ -156,7 +156,7 @@ def _gpu_total(partition: Partition) -> int:
 
 
 def read_site(answers: SiteAnswers, user: User) -> Site:
-    """Raises Failure where no partition is left that this user may use."""
+    """Parse the output. Raise Failure if there is no partition that this user may use."""
     config = scontrol.config(answers[CONFIG])
     user = _with_accounts(answers, user)
     nodes = {node["NodeName"]: node for node in scontrol.records(answers[NODES], "NodeName")}
@@ -170,13 +170,13 @@ def read_site(answers: SiteAnswers, user: User) -> Site:
         accounting=accounting(config),
         silent=answers.silent,
         max_array_size=number(config.get("MaxArraySize")),
-        preemption=told(config.get("PreemptMode")),
-        topology=told(config.get("TopologyPlugin")),
+        preemption=value_or_none(config.get("PreemptMode")),
+        topology=value_or_none(config.get("TopologyPlugin")),
         pyxis="--container-image" in answers[SRUN],
         gpu_flag="gpus-per-node" if config.get("SelectType", "").endswith("/cons_tres") else "gres",
     )
     if not site.usable:
-        why = "; ".join(f"{each.name}: {each.refused}" for each in found) or "it shows none"
+        why = "; ".join(f"{each.name}: {each.refused}" for each in found) or "Slurm shows none"
         raise Failure(f"Slurm of cluster {site.cluster!r} has no partition that {user.name} may submit to: {why}")
     return site
 
@@ -191,7 +191,7 @@ def _with_accounts(answers: SiteAnswers, user: User) -> User:
         user.name,
         user.uid,
         user.groups,
-        # Nobody listed: sacctmgr hides it from users here (PrivateData), or nothing is enforced.
+        # An empty list: sacctmgr hides it from users (PrivateData), or Slurm enforces nothing.
         frozenset(row[0] for row in rows) or None,
         frozenset(qos for row in rows for qos in row[2].split(",") if qos) or None,
         account,
@@ -202,7 +202,7 @@ def _with_accounts(answers: SiteAnswers, user: User) -> User:
 def _partition(
     record: Mapping[str, str], nodes: Mapping[str, Mapping[str, str]], config: Mapping[str, str], user: User
 ) -> Partition:
-    hosts = told(record.get("Nodes"))  # (null) of a partition that waits for its nodes
+    hosts = value_or_none(record.get("Nodes"))  # (null) if the partition waits for its nodes
     own = [nodes[host] for host in (nodelist.expand(hosts) if hosts else []) if host in nodes]
     kinds = _kinds(own)
     return Partition(
@@ -221,15 +221,15 @@ def _partition(
         default_memory=_default_memory(record, config),
         exclusive=record.get("OverSubscribe") == "EXCLUSIVE",
         preemption=record.get("PreemptMode", ""),
-        qos=told(record.get("QoS")),
+        qos=value_or_none(record.get("QoS")),
         refused=_refused(record, user) or ("" if kinds else "it has no nodes"),
     )
 
 
 def _default_memory(*sources: Mapping[str, str]) -> str:
-    """'DefMemPerCPU=2000 MB': what a job gets that asks for none; '' where nobody says.
+    """Return what a job gets that requests no memory: 'DefMemPerCPU=2000 MB'; '' if there is no default.
 
-    sources: the partition, which says UNLIMITED where it has none of its own, then slurm.conf.
+    sources: the partition (UNLIMITED if it has no default), then slurm.conf.
     """
     found = ((key, each.get(key)) for each in sources for key in ("DefMemPerCPU", "DefMemPerNode"))
     return next((f"{key}={value} MB" for key, value in found if number(value)), "")
@@ -240,7 +240,7 @@ def _away(state: str) -> bool:
 
 
 def _kinds(nodes: Iterable[Mapping[str, str]]) -> tuple[tuple[Kind, int], ...]:
-    """Nodes by what they have, then the features that all of a kind share."""
+    """Return the nodes grouped by their resources, with the features that all nodes of a group share."""
     alike: dict[Kind, list[frozenset[str]]] = {}
     for node in nodes:
         gpus = scontrol.gpus(node.get("Gres"))
@@ -261,7 +261,7 @@ def _kinds(nodes: Iterable[Mapping[str, str]]) -> tuple[tuple[Kind, int], ...]:
 
 
 def _refused(record: Mapping[str, str], user: User) -> str:
-    """Why the controller would turn this user's jobs away, as far as the partition says; ''."""
+    """Return why the partition's settings refuse this user's jobs; '' if they do not."""
     if record.get("RootOnly") == "YES" and user.uid != 0:
         return "RootOnly=YES"
     if record.get("State") == "INACTIVE":

@@ -8,52 +8,54 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import NamedTuple
 
-OK, WARNING, FAIL = "ok", "warning", "bad"
-STATUSES = (OK, WARNING, FAIL)  # from well to worst
+OK, WARNING, FAIL = "ok", "warning", "fail"
+STATUSES = (OK, WARNING, FAIL)  # from best to worst
 
 
 @dataclass(frozen=True)
 class Check:
-    """about: what was looked at, 'runs_dir'. said: what was seen. do: '' where all is well.
+    """One result of the doctor.
 
-    hosts: the nodes that are to blame, where that is known.
+    about: what was checked, for example 'runs_dir'. detail: what was found. advice: what to do, '' if nothing.
+    hosts: the faulty nodes, if the check can name them.
     """
 
     about: str
-    grade: str
-    said: str
-    do: str = ""
+    status: str
+    detail: str
+    advice: str = ""
     hosts: tuple[str, ...] = ()
 
 
 def worst_status(checks: Iterable[Check]) -> str:
-    return max((check.grade for check in checks), key=STATUSES.index, default=OK)
+    """Return the worst status of `checks`; OK if there are none."""
+    return max((check.status for check in checks), key=STATUSES.index, default=OK)
 
 
 def count_statuses(checks: Iterable[Check]) -> str:
-    """'12 checks: 10 ok, 1 warning, 1 bad'."""
-    grades = [check.grade for check in checks]
-    parts = ", ".join(f"{grades.count(grade)} {grade}" for grade in STATUSES if grade in grades)
-    return f"{len(grades)} check{'s' * (len(grades) != 1)}: {parts}" if grades else "no checks"
+    """Return a summary: '12 checks: 10 ok, 1 warning, 1 fail'."""
+    statuses = [check.status for check in checks]
+    parts = ", ".join(f"{statuses.count(status)} {status}" for status in STATUSES if status in statuses)
+    return f"{len(statuses)} check{'s' * (len(statuses) != 1)}: {parts}" if statuses else "no checks"
 
 
-# How far another machine's clock is from this one's, from a question and its answer.
+# Clock skew between this machine and another one, from the times of a query and its answer.
 
-# Slurm's credentials (munge) are refused after 300 s. From a second on, times in logs and files of several machines
-# tell another order of events than the true one.
+# munge refuses credentials that are 300 s old. A skew of seconds puts events in the logs of several machines in the
+# wrong order.
 LARGE_S, TOO_LARGE_S = 2.0, 60.0
-# 'Configuration data as of 2026-11-21T16:13:17': the controller fills the answer and puts its clock there, in whole
-# seconds (slurmctld, _fill_ctld_conf); the client prints it in its own time zone.
+# 'Configuration data as of 2026-11-21T16:13:17' is the controller's clock in whole seconds, which the client prints in
+# its own time zone (slurmctld, _fill_ctld_conf).
 _AS_OF = re.compile(r"^Configuration data as of (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)$", re.MULTILINE)
 
 
 class ClockSkew(NamedTuple):
-    """seconds: the other clock is ahead by at least so much (behind, if negative); 0 where they may agree."""
+    """seconds: the least by which the other clock is ahead (negative: behind); 0 if the clocks may agree."""
 
     seconds: float
 
     @property
-    def grade(self) -> str:
+    def status(self) -> str:
         far = abs(self.seconds)
         return FAIL if far > TOO_LARGE_S else WARNING if far > LARGE_S else OK
 
@@ -64,7 +66,10 @@ class ClockSkew(NamedTuple):
 
 
 def clock_skew(before: float, after: float, earliest: float, latest: float | None = None) -> ClockSkew:
-    """before, after: this machine's clock around the question. The other's was between earliest and latest."""
+    """Return the skew of another clock, which was between `earliest` and `latest` during the query.
+
+    before, after: this machine's clock before and after the query.
+    """
     latest = earliest if latest is None else latest
     if earliest > after:
         return ClockSkew(earliest - after)
@@ -72,6 +77,6 @@ def clock_skew(before: float, after: float, earliest: float, latest: float | Non
 
 
 def controllers(text: str) -> float | None:
-    """The controller's clock, seconds since 1970, from `scontrol show config`: rounded down to a second."""
+    """Return the controller's clock from the output of `scontrol show config`, in whole seconds since 1970."""
     found = _AS_OF.search(text)
     return datetime.fromisoformat(found[1]).timestamp() if found else None

@@ -1,6 +1,6 @@
-"""`hpcinit doctor [cluster=x ...]` on the login node, with `nodes=N` as a job on the nodes themselves too.
+"""`hpcinit doctor [cluster=x ...]`: check the login node and, with `nodes=N`, also N compute nodes in a job.
 
-Exit status: 0 where nothing is bad, 1 where something is, 2 for a request that is wrong.
+Exit status: 0 if no check failed, 1 if one failed, 2 if the request is wrong.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rich.text import Text
 from hpcinit.base import console
 from hpcinit.base.errors import ConfigError, RequestError
 from hpcinit.config import compose, overrides
-from hpcinit.config.compose import Request
+from hpcinit.config.request import Request
 from hpcinit.doctor import check_results, job_checks, login_checks
 from hpcinit.doctor.check_results import FAIL, OK, WARNING, Check
 from hpcinit.observe import find_runs
 from hpcinit.records.rank_report import Report
 
-# Checks as a table with colours (rich, where there is a terminal; NO_COLOR), as plain lines, or as JSON.
+# Output: a table with colors (rich) in a terminal, else plain lines, or JSON.
 
 MOST_ROWS = 64
 COLUMNS = ("rank", "host", "device", "uuid", "driver", "NUMA", "cores", "stage")
@@ -35,8 +35,8 @@ STYLES = {OK: "green", WARNING: "yellow", FAIL: "bold red"}
 
 
 def show_table(checks: Sequence[Check], title: str = "", quiet: bool = False) -> None:
-    """quiet: only what is not well."""
-    shown = [check for check in checks if not quiet or check.grade != OK]
+    """Print the checks. quiet: only those that are not ok."""
+    shown = [check for check in checks if not quiet or check.status != OK]
     out = Console(highlight=False, soft_wrap=True)
     if title:
         out.print(title, markup=False)
@@ -54,20 +54,20 @@ def _table(checks: Sequence[Check]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for check in checks:
-        said = Text(check.said)
-        if check.do and check.grade != OK:
-            said.append(f"\n-> {check.do}", style=STYLES[check.grade])
-        table.add_row(Text(check.grade, STYLES[check.grade]), Text(check.about), said)
+        detail = Text(check.detail)
+        if check.advice and check.status != OK:
+            detail.append(f"\n-> {check.advice}", style=STYLES[check.status])
+        table.add_row(Text(check.status, STYLES[check.status]), Text(check.about), detail)
     return table
 
 
 def _line(check: Check) -> str:
-    do = f" -> {check.do}" if check.do and check.grade != OK else ""
-    return f"{check.grade:8} {check.about}: {check.said}{do}"
+    advice = f" -> {check.advice}" if check.advice and check.status != OK else ""
+    return f"{check.status:8} {check.about}: {check.detail}{advice}"
 
 
 def show_ranks(reports: Sequence[Report]) -> None:
-    """Who is where, with what; and the all-reduce by size."""
+    """Print each rank with its host and device, and the speed of the all-reduce by size."""
     if not reports:
         return
     out = Console(highlight=False, soft_wrap=True)
@@ -82,8 +82,8 @@ def show_ranks(reports: Sequence[Report]) -> None:
     if len(reports) > MOST_ROWS:
         out.print(f"and {len(reports) - MOST_ROWS} more ranks: --json shows all", markup=False)
     for one in (one for report in reports for one in report.all_reduce):
-        words = f"{_size(one.size):>9}  {one.seconds * 1e3:10.3f} ms  {one.bus_gb_s:8.3g} GB/s bus bandwidth"
-        out.print(f"all-reduce {words}", markup=False)
+        speed = f"{_size(one.size):>9}  {one.seconds * 1e3:10.3f} ms  {one.bus_gb_s:8.3g} GB/s bus bandwidth"
+        out.print(f"all-reduce {speed}", markup=False)
 
 
 def _rank(report: Report) -> Sequence[str]:
@@ -98,35 +98,38 @@ def _size(size: int) -> str:
 
 
 def document(checks: Sequence[Check]) -> dict[str, Any]:
-    """For --json."""
-    return {"grade": check_results.worst_status(checks), "checks": [asdict(check) for check in checks]}
+    """Return the object that --json prints."""
+    return {"status": check_results.worst_status(checks), "checks": [asdict(check) for check in checks]}
 
 
 def main(argv: Sequence[str]) -> int:
-    """argv: overrides as for `hpcinit submit`, and options. Raises RequestError."""
+    """Run the command with `argv`: overrides as for `hpcinit submit`, and options. Raise RequestError."""
     options = console.parse_arguments(parser(), list(argv))
     if wrong := overrides.not_overrides(options.overrides):
-        raise RequestError(f"{wrong[0]!r} is no override, expected KEY=VALUE as for hpcinit submit")
+        raise RequestError(f"{wrong[0]!r} is not an override, expected KEY=VALUE as for hpcinit submit")
     if options.run:
         if options.overrides:
-            raise RequestError(f"--run {options.run} is over or goes on: {options.overrides[0]} changes nothing in it")
+            override = options.overrides[0]
+            raise RequestError(f"--run {options.run} shows an earlier run, which {override} cannot change: remove it")
         return _of_run(find_runs.find_run(options.run, options.runs_dir), options)
-    on_nodes = any(word.lstrip("+").startswith("nodes=") for word in options.overrides)
+    on_nodes = any(override.lstrip("+").startswith("nodes=") for override in options.overrides)
     if options.remember and not on_nodes:
-        raise RequestError("--remember needs what the nodes say: hpcinit doctor nodes=N ..., or --run RUN")
-    asked = job_checks.overrides(options.overrides) if on_nodes else options.overrides
+        raise RequestError("--remember needs results from nodes: add nodes=N, or --run RUN for an earlier run")
+    given = job_checks.overrides(options.overrides) if on_nodes else options.overrides
     try:
-        [request] = _composed(asked)
+        [request] = _composed(given)
     except ConfigError as error:
         return _without_config(error, options)
     return _on_nodes(request, argv, options) if on_nodes else _login(request, options)
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hpcinit doctor", description="Is all well here, and on the nodes?")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for hpcinit submit; nodes=N: as a job")
-    parser.add_argument("--remember", action="store_true", help="leave nodes that are bad out of later submissions")
-    parser.add_argument("--run", metavar="RUN", help="what an earlier one has found: its folder, name or job id")
+    parser = argparse.ArgumentParser(prog="hpcinit doctor", description="Check this login node and the compute nodes")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="as for hpcinit submit; nodes=N: check N nodes in a job"
+    )
+    parser.add_argument("--remember", action="store_true", help="exclude nodes that failed from later submissions")
+    parser.add_argument("--run", metavar="RUN", help="show the results of an earlier run: its folder, name or job id")
     find_runs.add_runs_dir(parser)
     return console.add_verbosity_options(parser)
 
@@ -143,7 +146,7 @@ def _composed(overrides: Sequence[str]) -> Sequence[Request]:
 
 
 def _without_config(error: ConfigError, options: argparse.Namespace) -> int:
-    """What can be said all the same."""
+    """Print the checks that need no config, and each problem of the config."""
     wrong = [Check("config", FAIL, problem) for problem in error.problems]
     _show([*login_checks.version_checks(None), *wrong], options)
     return error.exit_status
@@ -156,10 +159,10 @@ def _login(request: Request, options: argparse.Namespace) -> int:
 
 
 def _on_nodes(request: Request, argv: Sequence[str], options: argparse.Namespace) -> int:
-    """The login node first: where that is not well, nothing is submitted."""
+    """Check the login node; if no check fails, submit the doctor's job and print its results."""
     here = list(login_checks.login_checks(request.config, request.document, os.environ))
     if check_results.worst_status(here) == FAIL:
-        console.message("what is bad here keeps the doctor's job from being submitted")
+        console.message("a check failed on this login node, so the doctor's job was not submitted")
         _show(here, options)
         return 1
     status, path = job_checks.submit(request, argv)
@@ -185,9 +188,10 @@ def _of_run(path: Path, options: argparse.Namespace, before: Sequence[Check] = (
 
 
 def _hint(found: Sequence[Check], path: Path) -> list[str]:
-    blamed = sorted({host for check in found if check.grade == FAIL for host in check.hosts})
+    faulty = sorted({host for check in found if check.status == FAIL for host in check.hosts})
     run = shlex.quote(str(path))
-    return [f"leave {', '.join(blamed)} out from now on:  hpcinit doctor --remember --run {run}"] if blamed else []
+    names = ", ".join(faulty)
+    return [f"to exclude {names} from submissions:  hpcinit doctor --remember --run {run}"] if faulty else []
 
 
 def _show(checks: Sequence[Check], options: argparse.Namespace) -> None:

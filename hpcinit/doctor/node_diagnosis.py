@@ -1,4 +1,4 @@
-"""Check nodes and devices by the reports of the doctor's ranks. Links are in link_diagnosis.py."""
+"""Check nodes and devices from the reports of the doctor's ranks. link_diagnosis.py checks the links."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from hpcinit.base.text import ranges
 from hpcinit.doctor.check_results import FAIL, OK, WARNING, Check
 from hpcinit.records.rank_report import MEASURED, Place, Report
 
-# What the reports of the doctor's ranks show of their GPUs: foreign processes, ECC, PCIe, and the speed of copies.
+# GPUs: processes of other jobs, ECC, PCIe, and the speed of copies.
 
-FOREIGN_MB = 1024  # of a GPU's memory; an idle driver takes less
-SLOW_COPY = 0.5  # of the median of all devices
+FOREIGN_MB = 1024  # more GPU memory in use is not the idle driver's
+SLOW_COPY = 0.5  # a fraction of the median of all devices
 DIRECTIONS = ("to_device", "from_device", "on_device")
 
 
 def check_devices(reports: Sequence[Report]) -> Iterator[Check]:
-    """Everything below; nothing without reports of GPUs."""
-    for judge in (_device_memory, _health, _copies):
-        yield from judge(reports)
+    """Yield the checks of GPUs; none if no rank has a GPU."""
+    for check in (_device_memory, _health, _copies):
+        yield from check(reports)
 
 
 def _device_memory(reports: Sequence[Report]) -> Iterator[Check]:
-    """Memory of the ranks' GPUs that was in use before the job used them."""
+    """Report memory of the ranks' GPUs that was in use before the job used them."""
     pids = {(report.host, report.pid) for report in reports}
     seen: set[tuple[str, str]] = set()
     for report in reports:
@@ -39,32 +39,32 @@ def _device_memory(reports: Sequence[Report]) -> Iterator[Check]:
         )
         where = f"{report.host}: before this job used {gpu.uuid}, "
         if names:
-            do = f"end it if it is yours: kill {others[0].pid} on {report.host}; otherwise tell the site"
-            yield Check("devices' memory", WARNING, f"{where}its memory was in use by {names}", do)
+            advice = f"if it is yours: kill {others[0].pid} on {report.host}; otherwise report it to the site"
+            yield Check("devices' memory", WARNING, f"{where}its memory was in use by {names}", advice)
         elif not gpu.processes and (gpu.used_mb or 0) > FOREIGN_MB:
-            said = (
-                f"{where}{(gpu.used_mb or 0) / 1024:.1f} GiB of its memory were in use, and nvidia-smi lists no process"
+            detail = (
+                f"{where}{(gpu.used_mb or 0) / 1024:.1f} GiB of its memory were in use, but nvidia-smi lists no process"
             )
             yield Check(
-                "devices' memory", WARNING, said, "look for the process outside of this container, or tell the site"
+                "devices' memory", WARNING, detail, "look for the process outside this container, or ask the site"
             )
 
 
 def _health(reports: Sequence[Report]) -> Iterator[Check]:
-    """ECC errors, and PCIe links with fewer lanes than they could have."""
-    told = [(report.host, report.gpu) for report in reports if report.gpu]
+    """Report ECC errors, and PCIe links that use fewer lanes than they have."""
+    reported = [(report.host, report.gpu) for report in reports if report.gpu]
     healthy = True
-    for host, gpu in told:
+    for host, gpu in reported:
         if gpu.ecc_errors:
             healthy = False
-            said = f"{host}: {gpu.uuid} had {gpu.ecc_errors:.0f} uncorrected ECC errors since its driver was loaded"
-            yield Check("devices' health", FAIL, said, "report the node to the site, which resets the GPU", (host,))
+            detail = f"{host}: {gpu.uuid} had {gpu.ecc_errors:.0f} uncorrected ECC errors since its driver was loaded"
+            yield Check("devices' health", FAIL, detail, "ask the site to reset the GPU", (host,))
         if gpu.pcie_width and gpu.pcie_width_max and gpu.pcie_width < gpu.pcie_width_max:
             healthy = False
-            said = f"{host}: the PCIe link of {gpu.uuid} has {gpu.pcie_width:.0f} lanes of {gpu.pcie_width_max:.0f}"
-            yield Check("devices' health", WARNING, said, "report the node to the site: copies to this GPU are slow")
-    if told and healthy:
-        gpu = told[0][1]
+            detail = f"{host}: the PCIe link of {gpu.uuid} uses {gpu.pcie_width:.0f} of {gpu.pcie_width_max:.0f} lanes"
+            yield Check("devices' health", WARNING, detail, "report the node to the site: copies to this GPU are slow")
+    if reported and healthy:
+        gpu = reported[0][1]
         ecc = f"ECC {gpu.ecc.lower()}, no uncorrected error" if gpu.ecc else "ECC not reported"
         link = (
             f"PCIe generation {gpu.pcie_gen_max or 0:.0f} x{gpu.pcie_width or 0:.0f}" if gpu.pcie_width else "no PCIe"
@@ -74,36 +74,39 @@ def _health(reports: Sequence[Report]) -> Iterator[Check]:
 
 
 def _copies(reports: Sequence[Report]) -> Iterator[Check]:
-    """Each direction against the median of all devices; of one device the numbers are shown only."""
-    told = [(report, report.copies) for report in reports if report.copies]
+    """Compare each direction with the median of all devices. One device alone is not judged."""
+    measured = [(report, report.copies) for report in reports if report.copies]
     usual = True
     for name in DIRECTIONS:
-        speeds = [float(getattr(found, f"{name}_gb_s")) for _, found in told]
-        for (report, _), speed in zip(told, speeds, strict=True):
+        speeds = [float(getattr(found, f"{name}_gb_s")) for _, found in measured]
+        for (report, _), speed in zip(measured, speeds, strict=True):
             if speed < SLOW_COPY * median(speeds):
                 usual = False
-                said = f"{report.host}: rank {report.rank} copies {name.replace('_', ' ')} at {speed:.1f} GB/s, "
-                said += f"the median device at {median(speeds):.1f} GB/s"
-                yield Check("devices' copies", WARNING, said, "CPU binding and the PCIe link: nvidia-smi topo -m there")
-    if told and usual:
-        least = [min(getattr(found, f"{name}_gb_s") for _, found in told) for name in DIRECTIONS]
-        said = f"at least {least[0]:.1f} GB/s to the device, {least[1]:.1f} GB/s from it and {least[2]:,.0f} GB/s on it"
-        yield Check("devices' copies", OK, said)
+                detail = f"{report.host}: rank {report.rank} copies {name.replace('_', ' ')} at {speed:.1f} GB/s, "
+                detail += f"the median device at {median(speeds):.1f} GB/s"
+                advice = "check CPU binding and the PCIe link on that node: nvidia-smi topo -m"
+                yield Check("devices' copies", WARNING, detail, advice)
+    if measured and usual:
+        least = [min(getattr(found, f"{name}_gb_s") for _, found in measured) for name in DIRECTIONS]
+        detail = (
+            f"at least {least[0]:.1f} GB/s to the device, {least[1]:.1f} GB/s from it and {least[2]:,.0f} GB/s on it"
+        )
+        yield Check("devices' copies", OK, detail)
 
 
-# DataLoader's workers and NCCL put things there; containers have 64 MB unless told otherwise (docker --shm-size).
+# DataLoader workers and NCCL use shared memory. Containers get 64 MB by default (docker --shm-size).
 LEAST_SHARED_GB, LITTLE_SHARED_GB, LITTLE_DISK_GB = 0.0625, 1.0, 1.0
-LITTLE_MEMORY = 0.1  # of the node's, available before anything has begun
+LITTLE_MEMORY = 0.1  # a fraction of the node's memory, available before the program starts
 SLOW_STORE_S = 0.25
 SHARED_MEMORY = "shared memory"  # jobs/node_probe.py
 
 
 def check_nodes(reports: Sequence[Report], nodes: int, ranks_per_node: int) -> Iterator[Check]:
-    """nodes, ranks_per_node: as submitted."""
+    """Yield the checks of nodes and devices. nodes, ranks_per_node: as submitted."""
     yield from _presence(reports, nodes, ranks_per_node)
     if not reports:
         return
-    for judge in (
+    for check in (
         _devices,
         check_devices,
         _differences,
@@ -113,17 +116,17 @@ def check_nodes(reports: Sequence[Report], nodes: int, ranks_per_node: int) -> I
         _memory,
         _store,
     ):
-        yield from judge(reports)
+        yield from check(reports)
 
 
 def hosts_of(reports: Sequence[Report], nodes: int) -> tuple[str, ...]:
-    """By node; '' where nobody has said."""
-    told = next((report.hosts for report in reports if report.hosts), ())
-    return told or ("",) * nodes
+    """Return the hosts by node; '' for each if no rank reported them."""
+    reported = next((report.hosts for report in reports if report.hosts), ())
+    return reported or ("",) * nodes
 
 
 def _presence(reports: Sequence[Report], nodes: int, ranks_per_node: int) -> Iterator[Check]:
-    """hpcinit lays ranks out node by node: rank r is on node r // ranks_per_node."""
+    """Report ranks without a report, or without measurements. Rank r is on node r // ranks_per_node."""
     hosts, total = hosts_of(reports, nodes), nodes * ranks_per_node
     here = {report.rank for report in reports}
     missing = [rank for rank in range(total) if rank not in here]
@@ -131,16 +134,16 @@ def _presence(reports: Sequence[Report], nodes: int, ranks_per_node: int) -> Ite
         lost = [rank for rank in missing if rank // ranks_per_node == node]
         host = hosts[node] if node < len(hosts) else ""
         whole = len(lost) == ranks_per_node
-        said = f"{f'{host}: ' if host else ''}{_ranks(lost)} never began" + (", none of the node's did" * whole)
-        # Of all nodes at once: nobody's fault in particular (a module, an image, the time limit).
-        blamed = (host,) if host and whole and here else ()
-        yield Check("ranks", FAIL, said, "what Slurm and the job say of it stands below", blamed)
+        detail = f"{f'{host}: ' if host else ''}{_ranks(lost)} did not start" + (" (no rank of the node did)" * whole)
+        # If no rank of any node started, the cause is common to them (a module, an image, the time limit).
+        faulty = (host,) if host and whole and here else ()
+        yield Check("ranks", FAIL, detail, "see the check 'job' below", faulty)
     stuck = [report for report in reports if report.stage != MEASURED]
     for stage in dict.fromkeys(report.stage for report in stuck):
         ranks = [report.rank for report in stuck if report.stage == stage]
-        yield Check("ranks", FAIL, f"{_ranks(ranks)} came no further than {stage!r}", "what the job says stands below")
+        yield Check("ranks", FAIL, f"{_ranks(ranks)} stopped at stage {stage!r}", "see the check 'job' below")
     if not missing and not stuck:
-        yield Check("ranks", OK, f"{total} on {nodes} node{'s' * (nodes != 1)} have met and measured")
+        yield Check("ranks", OK, f"{total} on {nodes} node{'s' * (nodes != 1)} connected and measured")
 
 
 def _devices(reports: Sequence[Report]) -> Iterator[Check]:
@@ -151,20 +154,21 @@ def _devices(reports: Sequence[Report]) -> Iterator[Check]:
             found.setdefault((report.host, identity), []).append(report.rank)
     double = {key: ranks for key, ranks in found.items() if len(ranks) > 1}
     for (host, identity), ranks in double.items():
-        do = "launch.gpu_bind or the job's own CUDA_VISIBLE_DEVICES gives ranks the same GPU: leave it to hpcinit"
-        yield Check("devices", FAIL, f"{host}: {_ranks(ranks)} have the same device, {identity}", do)
+        advice = "remove launch.gpu_bind or the job's CUDA_VISIBLE_DEVICES, so that hpcinit assigns the GPUs"
+        yield Check("devices", FAIL, f"{host}: {_ranks(ranks)} use the same device, {identity}", advice)
     unseen = [report for report in reports if report.visible and report.device.get("device") == "cpu"]
     if unseen:
         versions = Counter(report.versions.get("torch", "?") for report in unseen)
-        said = f"{_ranks([report.rank for report in unseen])} have GPUs by {unseen[0].visible[0].partition('=')[0]}, "
-        said += f"and torch {versions.most_common(1)[0][0]} finds none"
-        yield Check("devices", WARNING, said, "a build of torch for these GPUs, and their driver; or ask for no GPUs")
+        which, variable = _ranks([report.rank for report in unseen]), unseen[0].visible[0].partition("=")[0]
+        detail = f"torch {versions.most_common(1)[0][0]} finds no GPU on {which}, although {variable} lists some"
+        advice = "install a torch build for these GPUs, and check their driver; or request no GPUs"
+        yield Check("devices", WARNING, detail, advice)
     if not double and not unseen:
         kinds = Counter(report.device.get("name", report.device.get("device", "?")) for report in reports)
         yield Check("devices", OK, ", ".join(f"{amount} x {name}" for name, amount in kinds.most_common()))
 
 
-# What should be the same everywhere, and how it is called.
+# Values that should be the same on every node.
 SAME: Mapping[str, Callable[[Report], str]] = {
     "device's name": lambda one: one.device.get("name", one.device.get("device", "")),
     "device's memory": lambda one: one.device.get("memory_gb", ""),
@@ -180,51 +184,55 @@ SAME: Mapping[str, Callable[[Report], str]] = {
 
 
 def _differences(reports: Sequence[Report]) -> Iterator[Check]:
-    """Each node whose ranks say something else than most."""
+    """Report each node whose value differs from that of most nodes."""
     different = False
     for what, value in SAME.items():
-        told = [(report.host, value(report)) for report in reports]
-        told = [(host, said) for host, said in told if said]
-        if len({said for _, said in told}) < 2:
+        found = [(report.host, value(report)) for report in reports]
+        found = [(host, one) for host, one in found if one]
+        if len({one for _, one in found}) < 2:
             continue
         different = True
-        [(usual, _)] = Counter(said for _, said in told).most_common(1)
+        [(usual, _)] = Counter(one for _, one in found).most_common(1)
         others: dict[str, list[str]] = {}
-        for host, said in dict.fromkeys(told):
-            if said != usual:
-                others.setdefault(said, []).append(host)
-        said = "; ".join(f"{', '.join(dict.fromkeys(hosts))}: {other}" for other, hosts in others.items())
-        yield Check(what, WARNING, f"{said}; most have {usual}", "nodes of one kind: a partition or a constraint")
+        for host, one in dict.fromkeys(found):
+            if one != usual:
+                others.setdefault(one, []).append(host)
+        detail = "; ".join(f"{', '.join(dict.fromkeys(hosts))}: {other}" for other, hosts in others.items())
+        advice = "request nodes of one kind with partition=... or a constraint"
+        yield Check(what, WARNING, f"{detail}; most have {usual}", advice)
     if not different:
-        yield Check("alike", OK, f"{', '.join(list(SAME)[:-1])} and {list(SAME)[-1]} are the same everywhere")
+        yield Check("same everywhere", OK, f"{', '.join(list(SAME)[:-1])} and {list(SAME)[-1]}")
 
 
 def _names(reports: Sequence[Report]) -> Iterator[Check]:
-    """Every node must find every other; the way back from an address to a name is not needed, but must not lie."""
+    """Check that every node resolves every other, and that reverse look-ups do not give another node's name."""
     lookers = [report for report in reports if report.node and report.node.names]
-    well = True
+    healthy = True
     several = len({report.host for report in reports}) > 1
     for report in lookers:
         assert report.node
-        known = {name.host for name in report.node.names}
+        hosts = {name.host for name in report.node.names}
         failed = [name for name in report.node.names if name.error]
         if failed:
-            well = False
-            said = f"{report.host} cannot look up {', '.join(name.host for name in failed)}: {failed[0].error}"
-            yield Check("names", FAIL, said, "have them added to DNS or /etc/hosts there, or cluster.host_template=...")
+            healthy = False
+            detail = f"{report.host} cannot resolve {', '.join(name.host for name in failed)}: {failed[0].error}"
+            advice = "ask the site to add them to DNS or /etc/hosts there, or set cluster.host_template=..."
+            yield Check("names", FAIL, detail, advice)
         own = next((name for name in report.node.names if name.host == report.host), None)
         if several and own and own.addresses and all(_loopback(address) for address in own.addresses):
-            well = False
-            do = "take the name off that line of /etc/hosts: other nodes cannot connect to it"
-            yield Check("names", WARNING, f"{report.host} is {', '.join(own.addresses)} on {report.host} itself", do)
+            healthy = False
+            detail = f"{report.host} resolves its own name to {', '.join(own.addresses)}"
+            advice = "ask the site to remove the name from that line of /etc/hosts: other nodes cannot connect to it"
+            yield Check("names", WARNING, detail, advice)
         for name in report.node.names:
             short = name.back.partition(".")[0]
-            if short in known and short != name.host.partition(".")[0] and not _loopback(name.addresses[0]):
-                well = False
-                said = f"on {report.host}, {name.host} is {name.addresses[0]}, and that is called {name.back}"
-                yield Check("names", WARNING, said, "two nodes share an address, or the reverse zone is wrong")
-    if lookers and well:
-        yield Check("names", OK, f"each of {len(lookers)} nodes finds the others, and no address leads elsewhere")
+            if short in hosts and short != name.host.partition(".")[0] and not _loopback(name.addresses[0]):
+                healthy = False
+                detail = f"{report.host} resolves {name.host} to {name.addresses[0]}, and that address to {name.back}"
+                advice = "two nodes have the same address, or the reverse DNS zone is wrong: report it to the site"
+                yield Check("names", WARNING, detail, advice)
+    if lookers and healthy:
+        yield Check("names", OK, f"each of {len(lookers)} nodes resolves the others")
 
 
 def _loopback(address: str) -> bool:
@@ -232,42 +240,47 @@ def _loopback(address: str) -> bool:
 
 
 def _interfaces(reports: Sequence[Report]) -> Iterator[Check]:
-    told = {report.host: report.node.interfaces for report in reports if report.node}
-    common = Counter(one.name for found in told.values() for one in found if one.up)
-    usual = {name for name, amount in common.items() if amount > len(told) / 2}
-    well = True
-    for host, found in told.items():
+    reported = {report.host: report.node.interfaces for report in reports if report.node}
+    common = Counter(one.name for found in reported.values() for one in found if one.up)
+    usual = {name for name, amount in common.items() if amount > len(reported) / 2}
+    healthy = True
+    for host, found in reported.items():
         if lost := sorted(usual - {one.name for one in found if one.up}):
-            well = False
-            do = f"the adapter or its cable: `ip link` or `ibstat` on {host}"
-            yield Check("interfaces", WARNING, f"{host}: {', '.join(lost)} not up, as on most nodes", do)
+            healthy = False
+            advice = f"check the adapter and its cable: `ip link` or `ibstat` on {host}"
+            yield Check("interfaces", WARNING, f"{host}: {', '.join(lost)} is down, but up on most nodes", advice)
         if down := [one.name for one in found if one.infiniband and not one.up and one.name not in usual]:
-            well = False
-            yield Check("interfaces", WARNING, f"{host}: InfiniBand port {', '.join(down)} not active", "ibstat")
-    if told and well:
-        some = next(iter(told.values()))
+            healthy = False
+            detail = f"{host}: InfiniBand port {', '.join(down)} is not active"
+            yield Check("interfaces", WARNING, detail, f"check it with `ibstat` on {host}")
+    if reported and healthy:
+        some = next(iter(reported.values()))
         names = [f"{one.name}{f' {one.gbit:g} Gbit/s' if one.gbit else ''}" for one in some if one.up]
         yield Check("interfaces", OK, f"{', '.join(names) or 'none'}, up on each node")
 
 
 def _places(reports: Sequence[Report]) -> Iterator[Check]:
-    well: dict[str, list[float]] = {}
+    healthy: dict[str, list[float]] = {}
     for report in reports:
         for place in report.node.places if report.node else ():
-            grade = _grade(place)
-            if grade == OK:
-                well.setdefault(place.what, []).append(place.free_gb)
+            status = _folder_status(place)
+            if status == OK:
+                healthy.setdefault(place.what, []).append(place.free_gb)
                 continue
-            why = f"cannot be written: {place.error}, " * bool(place.error)
-            said = f"{report.host}: {place.path}, {why}{place.free_gb:.2f} GB free of {place.total_gb:.2f} GB"
-            do = "what other jobs left there: ask the site; in a container a larger /dev/shm (--ipc=host, --shm-size)"
-            blamed = (report.host,) if grade == FAIL and place.what != "scratch" else ()
-            yield Check(place.what, grade, said, do if place.what == SHARED_MEMORY else "free some space", blamed)
-    for what, free in well.items():
+            why = f"not writable: {place.error}, " * bool(place.error)
+            detail = f"{report.host}: {place.path}, {why}{place.free_gb:.2f} GB free of {place.total_gb:.2f} GB"
+            advice = "free some space"
+            if place.what == SHARED_MEMORY:
+                advice = (
+                    "ask the site to remove other jobs' files; in a container enlarge /dev/shm (--ipc=host, --shm-size)"
+                )
+            faulty = (report.host,) if status == FAIL and place.what != "scratch" else ()
+            yield Check(place.what, status, detail, advice, faulty)
+    for what, free in healthy.items():
         yield Check(what, OK, f"at least {min(free):.1f} GB free on {len(free)} node{'s' * (len(free) != 1)}")
 
 
-def _grade(place: Place) -> str:
+def _folder_status(place: Place) -> str:
     shared = place.what == SHARED_MEMORY
     if place.error or (shared and place.free_gb < LEAST_SHARED_GB):
         return FAIL
@@ -275,24 +288,26 @@ def _grade(place: Place) -> str:
 
 
 def _memory(reports: Sequence[Report]) -> Iterator[Check]:
-    told = {one.host: one.node for one in reports if one.node and one.node.memory_gb}
-    little = {host: node for host, node in told.items() if node.available_gb < LITTLE_MEMORY * node.memory_gb}
+    nodes = {one.host: one.node for one in reports if one.node and one.node.memory_gb}
+    little = {host: node for host, node in nodes.items() if node.available_gb < LITTLE_MEMORY * node.memory_gb}
     for host, node in little.items():
-        said = f"{host}: {node.available_gb:.1f} GB available of {node.memory_gb:.0f} GB, before anything has begun"
-        yield Check("memory", WARNING, said, "another job shares the node, or one has left something behind")
-    if told and not little:
-        least = min(node.available_gb for node in told.values())
+        detail = (
+            f"{host}: only {node.available_gb:.1f} GB of {node.memory_gb:.0f} GB is available before the program starts"
+        )
+        yield Check("memory", WARNING, detail, "another job shares the node, or processes of an earlier job remain")
+    if nodes and not little:
+        least = min(node.available_gb for node in nodes.values())
         yield Check("memory", OK, f"at least {least:.0f} GB available on each node")
 
 
 def _store(reports: Sequence[Report]) -> Iterator[Check]:
-    told = {report.rank: report.store_s for report in reports if report.store_s}
-    late = [rank for rank, seconds in told.items() if seconds > SLOW_STORE_S]
+    times = {report.rank: report.store_s for report in reports if report.store_s}
+    late = [rank for rank, seconds in times.items() if seconds > SLOW_STORE_S]
     if late:
-        said = f"rank 0's store answers {_ranks(late)} in {max(told.values()):.2f} s"
-        yield Check("store", WARNING, said, "rank 0's node is busy, or the way to it slow")
-    elif told:
-        yield Check("store", OK, f"rank 0's store answers each rank within {max(told.values()) * 1e6:.0f} us")
+        detail = f"rank 0's store is slow: it answers {_ranks(late)} in {max(times.values()):.2f} s"
+        yield Check("store", WARNING, detail, "rank 0's node is busy, or the network to it is slow")
+    elif times:
+        yield Check("store", OK, f"rank 0's store answers each rank within {max(times.values()) * 1e6:.0f} us")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""The versions of torch and DeepSpeed that hpcinit is tested with, and the private names of theirs that it uses.
+"""The versions of torch and DeepSpeed that hpcinit is tested with, and their private names that it uses.
 
 A private name can disappear in any release. tests/runtime/test_private_names.py finds every use in hpcinit, and checks
 that each name exists in the installed version; make test, make test-torch and make test-deepspeed-0.18 run it.
@@ -47,7 +47,7 @@ class PrivateName:
 
 def _torch() -> Iterator[PrivateName]:
     for owner, names in (
-        ("torch._C._distributed_c10d", "HashStore PrefixStore Store TCPStore"),
+        ("torch._C._distributed_c10d", "HashStore PrefixStore Store TCPStore _dump_fr_trace_json"),
         ("torch._C._distributed_c10d:Backend.Options", "_timeout"),
         ("torch._C._distributed_c10d:ProcessGroup", "_device_types _get_backend"),
         ("torch._C._distributed_c10d:ProcessGroupGloo", "_set_default_timeout"),
@@ -99,6 +99,7 @@ def _deepspeed() -> Iterator[PrivateName]:
     yield PrivateName("deepspeed", groups, "_release_process_group_references", since="0.19.8")
     yield PrivateName("deepspeed", engine, "_config", on_instances=True)
     yield PrivateName("deepspeed", engine, "_copy_recovery_script")
+    yield PrivateName("deepspeed", engine, "_has_autoep_layers", since="0.19.8")
     yield PrivateName("deepspeed", "deepspeed.ops", "__compatible_ops__")
 
 
@@ -106,7 +107,7 @@ NAMES = (*_torch(), *_deepspeed())
 
 
 def newer_than_tested(package: str, version: str) -> str:
-    """Return a remark on a version that is newer than all tested ones; '' for others."""
+    """Return a note about a version that is newer than all tested ones; '' for others."""
     tested = TESTED[package]
     if versions.key(version) <= versions.key(tested.newest):
         return ""

@@ -1,6 +1,6 @@
-"""The doctor's job: what each rank sees of its node and device, and what the ways between the ranks can do.
+"""The doctor's job: each rank reports its node and device, and measures the links to other ranks.
 
-`hpcinit doctor cluster=x nodes=N` submits it and reads what the ranks leave (records/rank_report.py).
+`hpcinit doctor cluster=x nodes=N` submits it and reads the reports (records/rank_report.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
     folder = Path(os.environ.get(run_folder.ENV_FOLDER) or ".")
     report = alone(world)
     rank_report.write(folder, report)
-    gpus = node_probe.query_nvidia_smi()  # before this process has a context of its own
+    gpus = node_probe.query_nvidia_smi()  # before this process uses a GPU itself
     with hpcinit.session() as run:
         device = device_of(run.device)
         numa = node_probe.numa_of(device.get("pci", ""))
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def alone(world: World) -> Report:
-    """What a rank knows before it has met the others."""
+    """Return what a rank can report before it connects to the others."""
     host = world.host or socket.gethostname()
     return Report(
         rank=world.rank,
@@ -70,7 +70,7 @@ def _nccl() -> str:
 
 
 def device_of(device: torch.device) -> dict[str, str]:
-    """What tells it from others; name, memory_gb, uuid and pci as far as torch knows them."""
+    """Return the device's identity: 'device', and name, memory_gb, uuid and pci if torch has them."""
     found = {"device": str(device)}
     if device.type != "cpu":
         properties = torch.get_device_module(device).get_device_properties(device)

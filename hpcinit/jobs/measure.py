@@ -1,4 +1,4 @@
-"""The doctor's measurements, in an existing process group. Each is repeated, and its best counts: noise only adds."""
+"""The doctor's measurements, in an existing process group. Each is repeated and the best counts, as noise only adds."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import hpcinit
 from hpcinit.records import rank_report
 from hpcinit.records.rank_report import AllReduce, Copies, Link, Pair, Report
 
-ROUNDS = 3  # apart in time, each of all ways
+ROUNDS = 3  # each round measures all links, so that the rounds of one link are apart in time
 TRIPS, TRANSFERS, TRIES = 20, 3, 5
-# Bytes. gloo goes through the CPUs of this node; what it is used for is small.
+# Sizes in bytes. They are small for gloo, which uses the CPUs of the node.
 ON_CPU = ((1 << 10, 1 << 16, 1 << 20, 1 << 22), 1 << 20)
 ON_DEVICE = ((1 << 10, 1 << 20, 1 << 25, 1 << 28), 1 << 26)
 MATRIX = 8192
-COPIED = 1 << 28  # bytes of a copy: more than any cache of a GPU
+COPIED = 1 << 28  # bytes of a copy: larger than the caches of any GPU
 
 
 def everything(run: hpcinit.Runtime, report: Report) -> Report:
-    """Every rank must call it."""
+    """Return the report with all measurements. Every rank must call this function."""
     sizes, transfer = ON_CPU if run.device.type == "cpu" else ON_DEVICE
     nodes = _nodes(run)
     report = replace(report, store_s=_store(run.rank), matmul_s=_matmul(run.device), copies=_copies(run.device))
@@ -36,21 +36,21 @@ def everything(run: hpcinit.Runtime, report: Report) -> Report:
 
 
 def _nodes(run: hpcinit.Runtime) -> list[list[int]]:
-    """The ranks of each node, by node_rank."""
+    """Return the ranks of each node, by node_rank."""
     places: list[int] = [0] * run.world_size
     dist.all_gather_object(places, run.node_rank)
     return [[rank for rank, place in enumerate(places) if place == node] for node in sorted(set(places))]
 
 
 def _store(rank: int) -> float:
-    """A question to torch's store, there and back."""
+    """Return the seconds of a read from torch's store."""
     store = distributed_c10d._get_default_store()
     store.set(f"hpcinit-doctor/{rank}", "x")
     return min(_timed(lambda: store.get(f"hpcinit-doctor/{rank}")) for _ in range(TRIPS))
 
 
 def _matmul(device: torch.device) -> tuple[float, ...]:
-    """A GPU that is hot or capped is slow by itself. Not of CPUs: their cores are what else runs there."""
+    """Return the seconds of a matrix product in each round, which find a GPU that is hot or capped; () on CPUs."""
     if device.type == "cpu":
         return ()
     matrix = torch.randn(MATRIX, MATRIX, device=device, dtype=torch.bfloat16)
@@ -78,7 +78,7 @@ def _copies(device: torch.device) -> Copies | None:
 
 
 def all_reduce(device: torch.device, size: int, group: ProcessGroup | None, ranks: int) -> AllReduce:
-    """size: bytes."""
+    """Return the time of an all-reduce of `size` bytes."""
     value = torch.ones(size // 4, device=device)
     dist.all_reduce(value, group=group)  # the first one connects
     times = []
@@ -101,7 +101,7 @@ def _on_node(run: hpcinit.Runtime, own: Sequence[int], size: int) -> AllReduce |
 
 
 def _links(run: hpcinit.Runtime, nodes: Sequence[Sequence[int]], size: int) -> tuple[Link, ...]:
-    """Those that this rank has measured: it is the first of the pair."""
+    """Return the links that this rank measured: those whose pair it is the first rank of."""
     found: dict[Pair, Link] = {}
     plan = rank_report.measurement_phases(rank_report.links_of_phase(nodes))
     for _ in range(ROUNDS):
@@ -109,13 +109,13 @@ def _links(run: hpcinit.Runtime, nodes: Sequence[Sequence[int]], size: int) -> t
             _barrier(run.device)
             for pair in phase:
                 if run.rank == pair.a:
-                    found[pair] = _joined(found.get(pair), _ask(pair, run.device, size))
+                    found[pair] = _joined(found.get(pair), _measure_link(pair, run.device, size))
                 elif run.rank == pair.b:
-                    _answer(pair, run.device, size)
+                    _send_back(pair, run.device, size)
     return tuple(found.values())
 
 
-def _ask(pair: Pair, device: torch.device, size: int) -> Link:
+def _measure_link(pair: Pair, device: torch.device, size: int) -> Link:
     small, large = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(size // 4, device=device)
     best, ahead = float("inf"), 0.0
     for _ in range(TRIPS):
@@ -128,7 +128,7 @@ def _ask(pair: Pair, device: torch.device, size: int) -> Link:
     return Link(pair.a, pair.b, pair.between_nodes, (best,), (2 * size / moved / 1e9,), ahead, best / 2)
 
 
-def _answer(pair: Pair, device: torch.device, size: int) -> None:
+def _send_back(pair: Pair, device: torch.device, size: int) -> None:
     small, large = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(size // 4, device=device)
     for _ in range(TRIPS):
         dist.recv(small, pair.a)
@@ -160,11 +160,11 @@ def _joined(before: Link | None, now: Link) -> Link:
 def _timed(act: Callable[[], object], device: torch.device | None = None) -> float:
     if device:
         _wait(device)
-    began = time.perf_counter()
+    started = time.perf_counter()
     act()
     if device:
         _wait(device)
-    return time.perf_counter() - began
+    return time.perf_counter() - started
 
 
 def _wait(device: torch.device) -> None:

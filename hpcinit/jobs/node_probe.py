@@ -1,4 +1,4 @@
-"""What a process sees of its node, from /proc, /sys, the resolver and nvidia-smi. Linux; empty if not known."""
+"""Probe this node through /proc, /sys, the resolver and nvidia-smi (Linux). Unknown values are empty."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hpcinit.records.scratch import ENV_LOCAL_DISK
 from hpcinit.world import hosts, network
 
 GB = 2**30
-MOST_NAMES = 64  # of a large job's nodes: all of them asking for all would be a storm for DNS
+MOST_NAMES = 64  # in a large job, resolving every name on every node would overload DNS
 SHARED_MEMORY = "shared memory"
 
 
 def probe_node(env: Mapping[str, str], names: Sequence[str], own: str) -> Node:
-    """names: of the job's nodes. own: this node's among them."""
+    """Return the probe of this node. names: of the job's nodes. own: this node's name."""
     total, available = _memory()
     return Node(
         memory_gb=round(total, 1),
@@ -34,7 +34,7 @@ def probe_node(env: Mapping[str, str], names: Sequence[str], own: str) -> Node:
 
 
 def driver() -> str:
-    """Version of the GPUs' kernel driver: 'nvidia 580.65.06', 'amdgpu 6.12.12'; '' without one."""
+    """Return the version of the GPUs' kernel driver: 'nvidia 580.65.06', 'amdgpu 6.12.12'; '' without one."""
     text = _text(Path("/proc/driver/nvidia/version"))
     # NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 ...
     # NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build ...
@@ -45,7 +45,7 @@ def driver() -> str:
 
 
 def numa_of(pci: str) -> str:
-    """The NUMA node of a PCI device, '0'; '' where it has none (-1) or is none."""
+    """Return the NUMA node of a PCI device, for example '0'; '' if it has none (-1) or is not a PCI device."""
     found = _text(Path(f"/sys/bus/pci/devices/{pci.lower()}/numa_node")) if pci else ""
     return "" if found == "-1" else found
 
@@ -67,7 +67,7 @@ def _places(env: Mapping[str, str]) -> Iterator[Place]:
 
 
 def _place(what: str, path: str) -> Place:
-    """Written to, with content: an empty file needs no room."""
+    """Check a folder by writing a file. It has content, because an empty file needs no space."""
     try:
         disk = os.statvfs(path)
         free, total = disk.f_bavail * disk.f_frsize / GB, disk.f_blocks * disk.f_frsize / GB
@@ -82,19 +82,19 @@ def _place(what: str, path: str) -> Place:
 
 
 def _interfaces() -> Iterator[Interface]:
-    """Not loopback, nor what containers and bridges make."""
+    """Yield the network interfaces, without loopback and those of containers and bridges."""
     for name in network.interface_names():
         if name == "lo" or name.startswith(("docker", "veth", "virbr", "br-")) or ":" in name:
             continue
         place = Path("/sys/class/net") / name
         speed = _text(place / "speed")  # Mbit/s; -1 where the driver does not know
         gbit = int(speed) / 1000 if speed.isdigit() else 0.0
-        # 'unknown' is what drivers say that do not tell. Without its own /sys a network namespace shows another's.
+        # Some drivers report the state 'unknown'. A network namespace without its own /sys shows another one's states.
         yield Interface(name, _text(place / "operstate") not in {"down", "lowerlayerdown"}, gbit)
 
 
 def _ports(place: Path = Path("/sys/class/infiniband")) -> Iterator[Interface]:
-    """state '4: ACTIVE', rate '200 Gb/sec (4X HDR)'."""
+    """Yield the InfiniBand ports; their files contain state '4: ACTIVE' and rate '200 Gb/sec (4X HDR)'."""
     for port in sorted(place.glob("*/ports/*")):
         rate = re.match(r"([\d.]+) Gb/sec", _text(port / "rate"))
         up = _text(port / "state").startswith("4:")
@@ -102,7 +102,7 @@ def _ports(place: Path = Path("/sys/class/infiniband")) -> Iterator[Interface]:
 
 
 def _some(names: Sequence[str], own: str) -> list[str]:
-    """All, or of many its own, the first, its neighbours, and others at even distances."""
+    """Return all names, or of many: its own, the first, its neighbors, and others at even distances."""
     if len(names) <= MOST_NAMES:
         return list(names)
     at = names.index(own) if own in names else 0
@@ -130,7 +130,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-# What nvidia-smi reports of the GPUs of this node: memory, processes, ECC, clocks and the PCIe link.
+# nvidia-smi: memory, processes, ECC, clocks and the PCIe link of each GPU of this node.
 
 TIMEOUT_S = 30.0  # without persistence mode the driver is loaded for each call
 # In the order of Gpu's fields. "nvidia-smi --help-query-gpu" describes them.
@@ -186,7 +186,7 @@ def _rows(text: str, width: int) -> list[list[str]]:
 
 
 def _number(cell: str) -> float | None:
-    """None for '[N/A]', '[Not Supported]' and the like."""
+    """Return the number in the cell; None for '[N/A]', '[Not Supported]' and the like."""
     return float(cell) if re.fullmatch(r"\d+(\.\d+)?", cell) else None
 
 

@@ -1,4 +1,4 @@
-"""The default job: every rank joins, all-reduces once and reports. If this runs, training code will start."""
+"""The default job: every rank joins, runs one all-reduce and prints a line. If it works, training code will start."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     hpcinit submit nodes=2 ranks_per_node=2 job=train_gpt wait=true
     hpcinit submit nodes=2 ranks_per_node=2 job=train_gpt wait=true parallel=fsdp
 
-What is particular to training on several ranks stands in `train`: the session, run.wrap, batches of its own for each
-share of the data, and numbers that are averaged before rank 0 prints them.
+`train` contains everything that is special about several ranks: the session, run.wrap, different batches for each share
+of the data, and numbers that are averaged before rank 0 prints them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 import hpcinit
 
-VOCABULARY = bytes([10, *range(32, 127)])  # newline and printable ASCII; other characters are left out
+VOCABULARY = bytes([10, *range(32, 127)])  # newline and printable ASCII; other characters are skipped
 HELD_OUT = 0.1  # the last part of the text is for evaluation only
 EVAL_PIECES = 16  # pieces of the held-out text that each rank evaluates
 
 
 def read_modules(folder: Path) -> Tensor:
-    """The text as token numbers (uint8): the modules that lie in `folder`, in alphabetical order.
+    """Return the source of the modules in `folder` as token numbers (uint8), in alphabetical order.
 
-    Of the standard library, those that are the same wherever the Python is: none that a site makes or edits.
+    Modules that a site generates or edits are skipped, because they differ between installations.
     """
     files = sorted(path for path in folder.glob("*.py") if not path.name.startswith(("_sysconfig", "site")))
     source = b"".join(path.read_bytes() for path in files)
@@ -46,10 +46,9 @@ def read_modules(folder: Path) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each on the normalised input and added to it.
+    """Attention and a feed-forward layer, each applied to the normalized input and added to it.
 
-    The rows of `qkv` are ordered head by head, so that a piece of them is a number of heads: a rank of a tensor
-    parallel group has fewer heads, and works on them as it would on all.
+    The rows of `qkv` are ordered by head, so that each rank of a tensor parallel group gets whole heads.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -69,9 +68,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token numbers (batch, length) to the logits of each next token (batch, length, vocabulary).
+    """Compute the logits of each next token (batch, length, vocabulary) from token numbers (batch, length).
 
-    positions: (length,), where in the text the tokens stand, if these are a part of it.
+    positions: (length,), the positions of the tokens in the text; default: 0, 1, ...
     """
 
     def __init__(self, context: int, width: int, layers: int, heads: int) -> None:
@@ -80,8 +79,8 @@ class GPT(nn.Module):
         self.token, self.position = nn.Embedding(len(VOCABULARY), width), nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(VOCABULARY), bias=False)
-        nn.init.normal_(self.position.weight, std=0.1)  # what stands there says more than where it stands
-        nn.init.normal_(self.head.weight, std=0.02)  # small logits: the first loss is that of guessing
+        nn.init.normal_(self.position.weight, std=0.1)  # the token matters more than its position
+        nn.init.normal_(self.head.weight, std=0.02)  # small logits, so that the first loss is that of guessing
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         if positions is None:
@@ -90,7 +89,7 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-# Which layers a tensor parallel group divides: by output, then by input, with one sum over the ranks after each pair.
+# Layers that a tensor parallel group divides: by output, then by input, with one sum over the ranks after each pair.
 TENSOR_PARALLEL: dict[str, ParallelStyle] = {
     "blocks.*.qkv": ColwiseParallel(),
     "blocks.*.out": RowwiseParallel(),
@@ -100,7 +99,7 @@ TENSOR_PARALLEL: dict[str, ParallelStyle] = {
 
 
 def loss_at(run: hpcinit.Runtime, model: Callable[..., Tensor], text: Tensor, starts: Tensor, context: int) -> Tensor:
-    """The mean loss over the pieces of `text` that begin at `starts`, of their part that is this rank's."""
+    """Return the mean loss over this rank's part of the pieces of `text` at `starts`."""
     pieces = text[starts[:, None] + torch.arange(context + 1)].long().to(run.device)
     tokens, targets = run.shard_sequence(pieces[:, :-1], pieces[:, 1:])
     (positions,) = run.shard_sequence(torch.arange(context, device=run.device), dim=0)
@@ -109,7 +108,7 @@ def loss_at(run: hpcinit.Runtime, model: Callable[..., Tensor], text: Tensor, st
 
 
 def mean_over_ranks(value: Tensor) -> float:
-    """The same number on every rank, so that all of them decide alike on it."""
+    """Return the mean of `value` over all ranks, so that every rank decides alike."""
     if dist.is_initialized():
         value = value.detach().clone()
         dist.all_reduce(value)
@@ -118,7 +117,7 @@ def mean_over_ranks(value: Tensor) -> float:
 
 
 def same_on_all_ranks(value: Tensor) -> bool:
-    """Whether every rank holds the same whole number."""
+    """Return whether every rank has the same whole number."""
     ends = torch.stack([value, -value])
     if dist.is_initialized():
         dist.all_reduce(ends, op=dist.ReduceOp.MAX)
@@ -126,14 +125,14 @@ def same_on_all_ranks(value: Tensor) -> bool:
 
 
 def checksum(model: nn.Module) -> Tensor:
-    """A whole number made of the bits of all parameters: rounding cannot hide a difference."""
+    """Return a whole number computed from the bits of all parameters, so that rounding cannot hide a difference."""
     whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
     return torch.stack([p.detach().float().view(torch.int32).sum() for p in whole]).sum()
 
 
 @torch.no_grad()
 def sample(run: hpcinit.Runtime, model: GPT, prompt: str, length: int) -> str:
-    """`prompt` and what the model writes after it."""
+    """Return `prompt` and the text that the model generates after it."""
     generator = torch.Generator().manual_seed(run.seed)
     tokens = torch.tensor([[VOCABULARY.index(byte) for byte in prompt.encode()]], device=run.device)
     for _ in range(length):
@@ -144,7 +143,7 @@ def sample(run: hpcinit.Runtime, model: GPT, prompt: str, length: int) -> str:
 
 
 def read_text(run: hpcinit.Runtime, folder: Path) -> tuple[Tensor, Tensor]:
-    """The text to train on, and the text to evaluate on; the same for every rank."""
+    """Return the text to train on and the text to evaluate on. They are the same on every rank."""
     text = read_modules(folder)
     if not same_on_all_ranks(text.long().sum().to(run.device)):
         raise SystemExit("the ranks read different texts: run the same Python version on all nodes")
@@ -154,14 +153,14 @@ def read_text(run: hpcinit.Runtime, folder: Path) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def evaluate(run: hpcinit.Runtime, model: Callable[..., Tensor], text: Tensor, context: int) -> float:
-    """The mean loss on pieces spread over `text`; every share of the data has its own."""
+    """Return the mean loss on pieces spread over `text`; each data share evaluates different pieces."""
     shares = run.layout.data_parallel
     starts = torch.linspace(0, len(text) - context - 1, EVAL_PIECES * shares).long()
     return mean_over_ranks(loss_at(run, model, text, starts[run.data_rank :: shares], context))
 
 
 class Place:
-    """Where in the data a share of it is: saved with a checkpoint, as a loader's place would be."""
+    """The position of a data share, saved with a checkpoint like the state of a data loader."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
@@ -174,7 +173,7 @@ class Place:
 
 
 def train(run: hpcinit.Runtime, options: argparse.Namespace) -> None:
-    """Train, print as rank 0, and end with a message and exit status 1 if nothing was learnt."""
+    """Train and print on rank 0. Exit with a message and status 1 if the loss did not go down."""
     text, held_out = read_text(run, Path(sysconfig.get_path("stdlib")))
     gpt = GPT(options.context, options.width, options.layers, options.heads)
     size = sum(parameter.numel() for parameter in gpt.parameters())
@@ -185,16 +184,16 @@ def train(run: hpcinit.Runtime, options: argparse.Namespace) -> None:
         tp_plan=TENSOR_PARALLEL if run.layout.tp > 1 else None,
     )
     rate = warm_up_and_cosine(options.steps)
-    # Batches must differ between the ranks that see different data: a generator that is this data share's own.
+    # Ranks with different data shares need different batches, so each share has its own generator.
     generator = run.loader_options()["generator"]
     folder = run.folder / "checkpoints" if run.folder and options.save_every else None
     loaded = run.load(wrapped, folder, loader=Place(generator)) if folder else None
     losses: list[float] = loaded.extra if loaded else []
     tokens = run.batch.data_parallel * run.batch.accumulation * options.micro_batch * options.context
     if run.rank == 0:
-        print(f"{size:,} parameters, {len(text):,} characters of text, {tokens:,} of them a step", flush=True)
+        print(f"{size:,} parameters, {len(text):,} characters of text, {tokens:,} of them per step", flush=True)
 
-    began, first = time.monotonic(), len(losses)
+    started, first = time.monotonic(), len(losses)
     for step in range(first + 1, options.steps + 1):
         for group in wrapped.optimizer.param_groups if wrapped.optimizer else ():
             group["lr"] = options.lr * rate(step - 1)
@@ -203,14 +202,14 @@ def train(run: hpcinit.Runtime, options: argparse.Namespace) -> None:
             starts = torch.randint(len(text) - options.context, (options.micro_batch,), generator=generator)
             passes.append(loss_at(run, wrapped, text, starts, options.context))
             wrapped.backward(passes[-1])
-            wrapped.step()  # the optimizer's step after the last of them
+            wrapped.step()  # takes the optimizer's step after the last pass
         mean = mean_over_ranks(torch.stack(passes).mean())
         losses.append(mean)
         if not math.isfinite(mean):
             raise SystemExit(f"the loss is {mean} at step {step}; try a smaller --lr than {options.lr:g}")
         run.progress(step, options.steps, loss=mean)
         if step in {1, options.steps} or step % options.eval_every == 0:
-            speed = (step - first) * tokens / (time.monotonic() - began)
+            speed = (step - first) * tokens / (time.monotonic() - started)
             unseen = evaluate(run, wrapped, held_out, options.context)
             if run.rank == 0:
                 line = f"step {step:4d}  loss {mean:.3f}  held-out {unseen:.3f}  {speed:,.0f} tokens/s"
@@ -221,16 +220,16 @@ def train(run: hpcinit.Runtime, options: argparse.Namespace) -> None:
 
 
 def warm_up_and_cosine(steps: int) -> Callable[[int], float]:
-    """The factor of the learning rate at each step: up within the first tenth, then down to nothing."""
+    """Return the factor of the learning rate at each step: up in the first tenth, then down to zero."""
     first = max(1, steps // 10)
     return lambda step: min((step + 1) / first, 0.5 + 0.5 * math.cos(math.pi * step / steps))
 
 
 def finish(run: hpcinit.Runtime, gpt: GPT, losses: list[float], unseen: float) -> None:
-    """Check what came of it; the last line of rank 0 is the result."""
+    """Check the result, and print it as the last line of rank 0."""
     if not same_on_all_ranks(checksum(gpt)):
         raise SystemExit("the parameters differ between the ranks after training")
-    # Where a rank holds a part of the model only, all have to take part in what it writes.
+    # If each rank has only a part of the model, all ranks must take part in generating text.
     alone = run.training.wrapper.whole_model and run.layout.tp == 1
     written = "" if alone and run.rank else sample(run, gpt, "def ", 200)
     result = f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in {len(losses)} steps, held-out {unseen:.2f}"

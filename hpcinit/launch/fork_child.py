@@ -1,4 +1,4 @@
-"""From the fork to a rank like any other: session, log, environment, CPUs, threads, random numbers, title."""
+"""What turns a forked child into a rank: session, log, environment, CPUs, threads, random numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpcinit.base import process_limits
-from hpcinit.launch import process_title, rank_binding
+from hpcinit.launch import rank_binding
 from hpcinit.records import rank_log, run_folder
 from hpcinit.records.spec import Spec
 from hpcinit.runtime.lifecycle import signal_watch
@@ -20,7 +20,7 @@ from hpcinit.world.forked import Node
 def become_child(
     here: Node, spec: Spec, folder: Path, local_rank: int, parent: int, cpus: list[set[int]] | None
 ) -> None:
-    """In the child, at once: local rank `local_rank` of `here`. cpus: of each local rank, None to leave them."""
+    """Set up local rank `local_rank` of `here`, first thing in the child. cpus: per local rank; None: unchanged."""
     os.setsid()
     process_limits.die_with_parent_process(parent)
     rank = here.first + local_rank
@@ -31,14 +31,13 @@ def become_child(
         rank_binding.apply(cpus[local_rank])
     _own_threads(None if cpus is None else len(cpus[local_rank]))
     _own_random_numbers()
-    process_title.call_this(f"rank {rank}/{spec.world_size} {spec.name}")
     if spec.stop.signal and spec.program.kind != "command":
         signal_watch.hold(signal.Signals[f"SIG{spec.stop.signal}"])
 
 
 def _open_log(path: Path) -> None:
-    """stdout and stderr append to `path`, as srun's --open-mode=append has it, or stay the parent's where it cannot be
-    opened. stdin is empty."""
+    """Append stdout and stderr to `path`, like srun's --open-mode=append, or keep the parent's if that fails. stdin is
+    empty."""
     with rank_log.opened(path) as log, open(os.devnull, "rb") as nothing:  # noqa: PTH123 - no path
         os.dup2(nothing.fileno(), 0)
         if log is not None:
@@ -53,16 +52,16 @@ def _exchange_environment(env: Mapping[str, str]) -> None:
 
 
 def _own_threads(cpus: int | None) -> None:
-    """As many threads as CPUs, unless OMP_NUM_THREADS says how many: torch has counted its parent's."""
+    """Use as many threads as CPUs, unless OMP_NUM_THREADS is set: torch has counted the CPUs of the fork server."""
     torch = sys.modules.get("torch")
     if torch is not None and cpus is not None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cpus)
 
 
 def _own_random_numbers() -> None:
-    """NumPy's global generator, if it is there: the ranks would all draw its parent's numbers.
+    """Seed NumPy's global generator, if it is imported: all ranks would get the same numbers from their parent.
 
-    Python's own seeds itself after a fork, and torch begins with the same seed in every process.
+    Python's generator seeds itself after a fork, and torch's has the same seed in every process anyway.
     """
     generators = sys.modules.get("numpy.random")
     if generators is not None:

@@ -1,7 +1,7 @@
-"""Import what the ranks share, one module at a time, and refuse what a fork cannot take along.
+"""Import the modules that the ranks share, one at a time, and refuse what does not survive a fork.
 
-A fork copies memory, and of the threads only the one that forks: a lock that another thread holds stays locked for
-ever, and a pool (libgomp's) waits for workers that are not there. A device's context is of no use in the child
+A fork copies memory, but only the thread that forks. A lock of another thread stays locked forever, and a thread pool
+(libgomp's) waits for workers that do not exist. A device's context cannot be used in the child
 (CUDA: 'Cannot re-initialize CUDA in forked subprocess').
 """
 
@@ -24,23 +24,23 @@ from hpcinit.rendezvous import fingerprint
 TASKS = Path("/proc/self/task")
 FILES = Path("/proc/self/fd")
 DEVICES = Path("/dev")
-# Opened with the first context, and not by what only counts devices (NVML opens nvidiactl).
+# Device files that are opened with the first context, and not to count devices only (NVML opens nvidiactl).
 OF_A_CONTEXT = {"nvidia-uvm": "CUDA", "kfd": "ROCm", "dri/renderD": "a GPU"}
-# There where a CUDA or ROCm device is. Without one, torch's CUDA build cannot start CUDA in any process.
+# These exist if there is a CUDA or ROCm device. Without one, torch's CUDA build cannot start CUDA in any process.
 OF_A_DRIVER = ("nvidiactl", "kfd")
-# torch.cuda.is_available() then asks NVML, and does not start CUDA: torch's documentation of that function.
+# torch.cuda.is_available() then asks NVML instead of starting CUDA: see torch's documentation of that function.
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 def load(names: Sequence[str], *, devices: Path = DEVICES) -> str:
-    """Import `names`, and hpcinit's own bring-up behind torch. Return a line for the log, '' without names.
+    """Import `names`, and hpcinit's own bring-up if torch is among them. Return a line for the log, '' without names.
 
     A DeepSpeed whose import starts CUDA is not imported: each rank then imports it itself.
 
-    Raises RequestError for a module that is not there, that leaves a thread which a fork would lose, or that has
-    touched a device; BringUpError for one whose import fails.
+    Raise RequestError for a module that does not exist, that leaves a thread which a fork would lose, or that has
+    used a device. Raise BringUpError if an import fails.
     """
-    gc.disable()  # to look for garbage again and again, where there is next to none, is a tenth of torch's import
+    gc.disable()  # garbage collections, which find next to nothing here, take a tenth of torch's import time
     skipped = {name: reason for name in names if (reason := _reason_to_skip(name))}
     try:
         with _devices_counted_by_nvml():
@@ -53,8 +53,8 @@ def load(names: Sequence[str], *, devices: Path = DEVICES) -> str:
                 _refuse_device(name, devices)
             _warm()
     finally:
-        # What is there now, a collection passes over: in a rank it would write to pages that it shares. No gc.collect()
-        # before: 70 ms, and what it frees are holes in these pages.
+        # Exclude the present objects from collections: in a rank they would write to shared pages. No gc.collect()
+        # before it: it takes 70 ms, and what it frees only leaves holes in these pages.
         gc.freeze()
         gc.enable()
     imported = ", ".join(_with_version(name) for name in names if name not in skipped)
@@ -64,7 +64,7 @@ def load(names: Sequence[str], *, devices: Path = DEVICES) -> str:
 
 @contextmanager
 def _devices_counted_by_nvml() -> Iterator[None]:
-    """For the imports only: a rank looks for its devices as it would under srun. A user's own value stays."""
+    """Set the variable during the imports only: a rank finds its devices as under srun. Keep a user's value."""
     if NVML_CHECK in os.environ:
         yield
         return
@@ -80,7 +80,7 @@ def _reason_to_skip(name: str) -> str:
     if not version or key(version) >= key(IMPORT_LEAVES_CUDA_SINCE):
         return ""
     return (
-        f"{_with_version(name)}, whose import initialises CUDA, which forked ranks could then not use; each rank "
+        f"{_with_version(name)}, whose import initializes CUDA, which forked ranks could then not use; each rank "
         f"imports it (DeepSpeed {IMPORT_LEAVES_CUDA_SINCE} and later can be shared)"
     )
 
@@ -90,7 +90,7 @@ def _with_version(name: str) -> str:
 
 
 def _warm() -> None:
-    """What bring-up makes each rank import or look up later than at its own import, with the same result for all."""
+    """Import or look up what bring-up otherwise does later in each rank, with the same result for all ranks."""
     if "torch" in sys.modules:
         importlib.import_module("hpcinit.runtime.bringup")
         importlib.import_module("torch.utils._device")  # the mesh
@@ -105,23 +105,23 @@ def _import(name: str) -> None:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise _failed(name, error) from error  # it is there, and what it imports is not
+            raise _failed(name, error) from error  # the module exists, but one that it imports does not
         raise RequestError(
-            f"launch.preload has {name!r}, and there is no module {error.name} on {os.uname().nodename}: looked in "
-            f"{sys.path[0]} and in {sys.prefix}; take it out of launch.preload, or install it"
+            f"launch.preload lists {name!r}, but there is no module {error.name} on {os.uname().nodename}: looked in "
+            f"{sys.path[0]} and in {sys.prefix}; remove it from launch.preload, or install it"
         ) from None
     except Exception as error:
         raise _failed(name, error) from error
 
 
 def _failed(name: str, error: Exception) -> BringUpError:
-    return BringUpError(f"importing {name}, which launch.preload has, failed: {type(error).__name__}: {error}")
+    return BringUpError(f"importing {name}, from launch.preload, failed: {type(error).__name__}: {error}")
 
 
 def _refuse_threads(name: str, before: Collection[int]) -> None:
     started = set(_threads()) - set(before)
     if started:
-        # OpenBLAS ends its pool before a fork and makes it anew behind (pthread_atfork): a trial tells who does so.
+        # OpenBLAS ends its pool before a fork and recreates it afterwards (pthread_atfork): a trial fork shows this.
         child = os.fork()
         if child == 0:
             os._exit(0)
@@ -131,12 +131,12 @@ def _refuse_threads(name: str, before: Collection[int]) -> None:
         titles = ", ".join(sorted(found[thread] for thread in left))
         raise RequestError(
             f"importing {name} has started {len(left)} thread{'s' * (len(left) > 1)} ({titles}), which forked ranks "
-            f"would be without: take {name} out of launch.preload, and each rank imports it by itself; or launch=srun"
+            f"would not have: remove {name} from launch.preload, so that each rank imports it; or set launch=srun"
         )
 
 
 def _threads() -> dict[int, str]:
-    """Every thread of this process but the main one, and what it is called: by Python, or by the kernel."""
+    """Return every thread of this process but the main one, with its name in Python or the kernel."""
     known = {thread.native_id: thread.name for thread in threading.enumerate()}
     found: dict[int, str] = {}
     for path in TASKS.iterdir():
@@ -147,34 +147,37 @@ def _threads() -> dict[int, str]:
 
 
 def _refuse_device(name: str, devices: Path) -> None:
-    said = ""
+    started = ""
     for file in FILES.iterdir():
         try:
             target = str(file.readlink())
-        except OSError:  # the folder's own descriptor
+        except OSError:  # the descriptor of the folder itself
             continue
         for device, what in OF_A_CONTEXT.items():
             if target.startswith(f"{devices}/{device}"):
-                said = f"{what} ({target} is open)"
+                started = f"{what} ({target} is open)"
     torch = sys.modules.get("torch")
     for kind in ("cuda", "xpu"):
         module = getattr(torch, kind, None)
         if module is not None and module.is_initialized():
-            said = f"torch.{kind}"
-    if not said and torch is not None and any((devices / node).exists() for node in OF_A_DRIVER) and _lost_in_a_fork():
-        said = "CUDA (a trial fork cannot use it)"
-    if said:
-        # DeepSpeed is added to launch.preload where a run uses it: it cannot be taken out there.
-        out = (
-            "" if name == "deepspeed" else f"take {name} out of launch.preload, and each rank imports it by itself; or "
-        )
+            started = f"torch.{kind}"
+    if (
+        not started
+        and torch is not None
+        and any((devices / node).exists() for node in OF_A_DRIVER)
+        and _lost_in_a_fork()
+    ):
+        started = "CUDA (a trial fork cannot use it)"
+    if started:
+        # DeepSpeed is added to launch.preload if a run uses it, so it cannot be removed from there.
+        out = "" if name == "deepspeed" else f"remove {name} from launch.preload, so that each rank imports it; or set "
         raise RequestError(
-            f"importing {name} has initialised {said}, which cannot be used in forked ranks: {out}launch=srun"
+            f"importing {name} has initialized {started}, which cannot be used in forked ranks: {out}launch=srun"
         )
 
 
 def _lost_in_a_fork() -> bool:
-    """Return whether a child that is forked now would find CUDA lost. torch.cuda.is_initialized() does not see it all:
+    """Return whether CUDA would be unusable in a child that is forked now. torch.cuda.is_initialized() is not enough:
     is_available() starts CUDA too."""
     child = os.fork()
     if child == 0:

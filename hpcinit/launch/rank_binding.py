@@ -1,4 +1,4 @@
-"""CPUs and devices of a forked rank, as srun would have bound the task that it is not."""
+"""CPUs and devices of a forked rank, as srun would have bound it if it were a task."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from hpcinit.world import cpus as kernel
 from hpcinit.world import visible_devices
 
 QUIET = ("quiet,", "verbose,", "q,", "v,")
-# In each of these Slurm lists the node's devices that the step has.
+# Slurm lists the node's devices that the step has in each of these variables.
 LISTS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL")
 
 
 def cpus(
     launch: Launch, ranks: int, allowed: set[int], env: Mapping[str, str], *, sysfs: Path = kernel.SYSFS
 ) -> list[set[int]] | None:
-    """The CPUs of each local rank; None: all of them may use what their parent may.
+    """Return the CPUs of each local rank, or None if all of them may use the same as their parent.
 
-    As launch.cpu_bind says. Where it says nothing, whole cores in order, if Slurm confines the node's task to what it
-    has granted and enough is there. Where the job has the whole node and devices, nothing: each rank then goes to the
-    CPUs beside its device by itself (runtime/affinity.py).
+    launch.cpu_bind decides if it is set. Otherwise ranks get whole cores in order, if Slurm confines the node's task to
+    the CPUs it granted and there are enough. If the job has the whole node and devices, return None: each rank then
+    binds itself to the CPUs near its device (runtime/affinity.py).
     """
     kind, _, value = _plain(launch.cpu_bind).partition(":")
     if kind == "none":
@@ -44,7 +44,7 @@ def cpus(
 
 
 def devices(launch: Launch, local_rank: int, env: Mapping[str, str]) -> dict[str, str]:
-    """Variables that show a rank its own devices only; {} where launch.gpu_bind says nothing."""
+    """Return variables that show a rank only its own devices; {} if launch.gpu_bind is not set."""
     kind, _, value = _plain(launch.gpu_bind).partition(":")
     if kind in ("", "none"):
         return {}
@@ -73,7 +73,7 @@ def _bits(mask: int) -> set[int]:
 
 
 def apply(mine: set[int]) -> None:
-    """Bind this process. A CPU that went offline is no reason to end: the rank stays where it was."""
+    """Bind this process. If a CPU went offline, leave the binding unchanged."""
     try:
         os.sched_setaffinity(0, mine)
     except (OSError, AttributeError):  # not on this system

@@ -1,11 +1,12 @@
-"""A process in a session of its own that tells whether a signal for this one came to its children too, and wakes it.
+"""A helper process in its own session, which detects whether Slurm also signals this process's children.
 
-Where Slurm tracks processes by control group or by parents (proctrack/cgroup, linuxproc) it signals all that a task
-has started, and to pass a signal on would make two of it: a program that requeues itself at USR1 would do so twice.
-Where it tracks process groups (pgid), and on cluster=local, the ranks hear nothing of it: they have sessions of their
-own.
+If Slurm tracks processes by control group or by parents (proctrack/cgroup, linuxproc), it signals everything that a
+task has started. Forwarding the signal would then deliver it twice: a program that requeues itself at USR1 would do so
+twice. If Slurm tracks process groups (pgid), and on cluster=local, the ranks do not get the signal: they have their own
+sessions.
 
-A parent that somebody has stopped would not see a rank end, and the job would go on without it until its time limit.
+The helper also continues a fork server that was stopped: it would not see a rank end, and the job would continue
+without the rank until its time limit.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ import select
 import signal
 import time
 
-from hpcinit.base import process_limits, signals
-from hpcinit.launch import process_title
+from hpcinit.base import process_limits, process_title, signals
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 WITHIN_S = 0.3  # Slurm signals one process after the other
@@ -24,7 +24,7 @@ LOOK_S = 5.0
 
 
 class SignalMonitor:
-    """Make it while this process has one thread and little memory."""
+    """Create it while this process has one thread and little memory."""
 
     def __init__(self) -> None:
         self._read, write = os.pipe()
@@ -35,11 +35,11 @@ class SignalMonitor:
         os.close(write)
 
     def saw(self, number: int) -> bool:
-        """Did `number`, which has just come here, come there too?"""
+        """Return whether the signal `number`, which this process has just received, also reached the helper."""
         deadline = time.monotonic() + WITHIN_S
         while (left := deadline - time.monotonic()) > 0 and select.select([self._read], [], [], left)[0]:
             heard = os.read(self._read, 1)
-            if not heard:  # it was killed
+            if not heard:  # the helper was killed
                 return False
             if heard[0] == number:
                 return True
@@ -50,7 +50,7 @@ class SignalMonitor:
         os.waitpid(self.pid, 0)
 
     def forget(self) -> None:
-        """In a child: the witness is the parent's."""
+        """Close the pipe, in a child: the helper belongs to the parent."""
         os.close(self._read)
 
 
@@ -58,7 +58,7 @@ def _listen(write: int, parent: int) -> None:
     signals.block(FORWARDED)
     os.setsid()
     process_limits.die_with_parent_process(parent)
-    process_title.call_this("hpcinit: hears signals")
+    process_title.call_this("hpcinit: signal monitor")
     came = signals.Descriptor(FORWARDED)
     while True:
         number = came.wait(LOOK_S)

@@ -1,8 +1,8 @@
-"""A job without Slurm: a process of its own that runs the batch script, keeps its time limit and records its end.
+"""A job without Slurm: a background process runs the batch script, enforces its time limit and records its end.
 
     python -m hpcinit.local.engine RUN_FOLDER TIME_MIN
 
-Not a scheduler: a job starts at once, and nothing is shared out.
+This is not a scheduler: a job starts at once, and no resources are reserved.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from hpcinit.local import environment_variables, processes
 from hpcinit.records import run_folder
 from hpcinit.records.spec import load
 
-STATE = "local.json"  # in the run folder: what squeue would say
-GO = b"go\n"  # on the engine's stdin: the job is on record, run it
+STATE = "local.json"  # in the run folder: the job's state, which squeue would report on Slurm
+GO = b"go\n"  # on the engine's stdin: the job is recorded, run it
 ENDING = (signal.SIGTERM, signal.SIGINT)
 KILL_WAIT_S = 5  # between SIGTERM and SIGKILL; Slurm's KillWait is 30
 
 
 def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Sequence[str]]:
-    """Start the job of a filled run folder in the background; its id (the process's) and the command used."""
+    """Start the job of a complete run folder in the background. Return its id (the process id) and the command."""
     command = [sys.executable, "-m", "hpcinit.local.engine", str(path), str(time_min)]
-    # The engine starts with these signals blocked and takes them when its handlers stand: none is lost, none kills it.
+    # The engine starts with these signals blocked and unblocks them after it installed its handlers: none is lost.
     before = signals.block(ENDING)
     try:
         with (path / run_folder.JOB_LOG).open("ab") as log:
@@ -48,7 +48,7 @@ def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Seq
     finally:
         signals.set_blocked(before)
     assert process.stdin is not None  # PIPE
-    # Nothing is run before its state is on disk: a reader always finds one, and the engine's own comes after it.
+    # The state is on disk before the job runs, so that a reader always finds one.
     try:
         write_state(path, {"state": "RUNNING", "pid": process.pid, "started": time.time()})
         process.stdin.write(GO)
@@ -62,24 +62,24 @@ def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Seq
 
 
 def main(argv: Sequence[str]) -> int:
-    asked = signals.collected(ENDING)
+    stop_signals = signals.collected(ENDING)
     signals.unblock(ENDING)
     if sys.stdin.buffer.read() != GO:
-        return 1  # who submits was killed before it could say so: there is no job
+        return 1  # the submitting process was killed before it recorded the job
     path, time_min = Path(argv[0]), float(argv[1])
     try:
         spec = load(path / run_folder.SPEC)
         for place in (path, path / run_folder.SCRIPT):
-            if said := safe_files.path_ownership_problems(place, "submit again"):
-                raise SpecError(said)
+            if problem := safe_files.path_ownership_problems(place, "submit again"):
+                raise SpecError(problem)
     except (SpecError, OSError) as error:
         print(f"hpcinit: error: {error}", flush=True)
         return _ended(path, {"pid": os.getpid(), "started": time.time()}, "FAILED", 2)
     env = dict(os.environ)
     env |= environment_variables.batch(os.getpid(), spec.name, spec.nodes, spec.ranks_per_node, spec.workdir)
-    env[processes.ENV_ENGINE] = str(os.getpid())
+    env[run_folder.ENV_ENGINE] = str(os.getpid())
     state: dict[str, object] = {"state": "RUNNING", "pid": os.getpid(), "started": time.time()}
-    processes.adopt_orphans()  # of a step that was killed: nothing of the job may outlive it
+    processes.adopt_orphans()  # no process of the job may outlive it, even if a step was killed
     try:
         script = ["bash", str(path / run_folder.SCRIPT)]
         die_with_this = partial(process_limits.die_with_parent_process, os.getpid())
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         print(f"hpcinit: error: cannot start the batch script in {spec.workdir}: {error}", flush=True)
         return _ended(path, state, "FAILED", 1)
-    end = _watch(job, asked, time.monotonic() + 60 * time_min)
+    end = _watch(job, stop_signals, time.monotonic() + 60 * time_min)
     processes.kill_descendants()
     code = job.ended() or 0
     status = code if code >= 0 else 128 - code
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _ended(path: Path, state: Mapping[str, object], outcome: str, status: int) -> int:
-    """Record the end, in place where the disk has no room for a second file."""
+    """Record the end of the job; overwrite the file if the disk is too full for an atomic replacement."""
     state = {**state, "state": outcome, "exit_status": status, "ended": time.time()}
     try:
         write_state(path, state)
@@ -104,12 +104,12 @@ def _ended(path: Path, state: Mapping[str, object], outcome: str, status: int) -
     return status
 
 
-def _watch(job: Child, asked: Sequence[int], deadline: float) -> str | None:
-    """Wait for the job; end it when asked to or when its time is up. Returns why, if one of these."""
+def _watch(job: Child, stop_signals: Sequence[int], deadline: float) -> str | None:
+    """Wait for the job. Stop it on a signal or at its time limit, and return which of them; else None."""
     why = None
     while job.ended() is None:
-        if asked or time.monotonic() > deadline:
-            why = "CANCELLED" if asked else "TIMEOUT"
+        if stop_signals or time.monotonic() > deadline:
+            why = "CANCELLED" if stop_signals else "TIMEOUT"
             print(f"hpcinit: job {os.getpid()} on 127.0.0.1 {why}", flush=True)
             _end(job)
             break
@@ -119,10 +119,10 @@ def _watch(job: Child, asked: Sequence[int], deadline: float) -> str | None:
 
 
 def _end(job: Child) -> None:
-    """SIGTERM to the batch script and its steps, SIGKILL to what is left, as slurmd does it.
+    """Send SIGTERM to the batch script and its steps, then SIGKILL to the remaining processes, as slurmd does.
 
-    The script is gone at once, its step needs a moment to end the ranks: wait for the whole group. The script is not
-    reaped before, so that the number of the group stays its own.
+    The script exits at once, but its step needs time to stop the ranks: wait for the whole process group. The script is
+    not reaped before, so that its group id is not reused.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         job.signal(number)
@@ -132,24 +132,24 @@ def _end(job: Child) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The last state of the run in `path`; NODE_FAIL if its engine was killed before it could write one."""
+    """Return the last state of the run in `path`; NODE_FAIL if its engine was killed before it recorded the end."""
     state = _read(path)
     if state.get("state") == "RUNNING" and not is_alive(state):
-        state = _read(path)  # the engine writes its last state before it ends
+        state = _read(path)  # the engine may have ended after the first read
         if state.get("state") == "RUNNING":
             return {**state, "state": "NODE_FAIL", "exit_status": 128 + signal.SIGKILL}
     return state
 
 
 def cancel(path: Path) -> None:
-    """Ask the engine of the run in `path` to end its job."""
+    """Signal the engine of the run in `path` to stop its job."""
     state = _read(path)
     if is_alive(state):
         os.kill(int(state["pid"]), signal.SIGTERM)
 
 
 def is_alive(state: Mapping[str, Any]) -> bool:
-    """Is the process with the recorded id still the engine? Ids are used again: compare the start time."""
+    """Whether the process with the recorded id is still the engine. Ids are reused, so compare the start time."""
     try:
         process = psutil.Process(int(state["pid"]))
         return process.status() != psutil.STATUS_ZOMBIE and process.create_time() < float(state["started"]) + 2
@@ -173,16 +173,16 @@ if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 
 
-# Can this machine hold so many ranks?
+# Checks of the request against this machine
 
 MOST_NODES = 254  # node i is 127.0.0.i
 MOST_RANKS_PER_CORE = 32
 
 
 def problem(nodes: int, world_size: int, mem_gb_per_rank: float) -> Iterator[str]:
-    """A message for each way in which the request is too large for this machine."""
+    """Yield a message for each limit of this machine that the request exceeds."""
     if nodes > MOST_NODES:
-        yield f"nodes={nodes}, but cluster=local has at most {MOST_NODES}: the addresses 127.0.0.1 to 127.0.0.254"
+        yield f"nodes={nodes}, but cluster=local has at most {MOST_NODES} (addresses 127.0.0.1 to 127.0.0.254)"
     free_gb = psutil.virtual_memory().available / 1e9
     if world_size * mem_gb_per_rank > free_gb:
         yield (
@@ -194,5 +194,5 @@ def problem(nodes: int, world_size: int, mem_gb_per_rank: float) -> Iterator[str
     if world_size > MOST_RANKS_PER_CORE * cores:
         yield (
             f"{world_size} ranks on {cores} cores: at most {MOST_RANKS_PER_CORE} ranks per core, "
-            f"{MOST_RANKS_PER_CORE * cores} in all, come up in reasonable time"
+            f"{MOST_RANKS_PER_CORE * cores} in total, start in reasonable time"
         )

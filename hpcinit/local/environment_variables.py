@@ -1,6 +1,6 @@
-"""The variables that Slurm sets, for nodes that are loopback addresses.
+"""The environment variables that Slurm sets, for virtual nodes on loopback addresses.
 
-Which ones a real Slurm sets, and their forms, was recorded: tests/data/slurm. A test holds these against it.
+A test compares them with the variables of a real Slurm, recorded in tests/data/slurm.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Mapping
 
 
 def nodelist(nodes: int) -> str:
-    """'127.0.0.[1-4]': names that resolve everywhere, since they are addresses."""
+    """Return '127.0.0.[1-4]': names that resolve everywhere, because they are addresses."""
     return "127.0.0.1" if nodes == 1 else f"127.0.0.[1-{nodes}]"
 
 
 def counts(per_node: int, nodes: int) -> str:
-    """SLURM_TASKS_PER_NODE: '2(x4)' for 2 tasks on each of 4 nodes, '2' on one."""
+    """Return SLURM_TASKS_PER_NODE: '2(x4)' for 2 tasks on each of 4 nodes, '2' for one node."""
     return str(per_node) if nodes == 1 else f"{per_node}(x{nodes})"
 
 
 def batch(job_id: int, name: str, nodes: int, per_node: int, workdir: str) -> dict[str, str]:
-    """What sbatch's job sees before it starts a step."""
+    """Return the variables of the batch script."""
     hosts, tasks = nodelist(nodes), counts(per_node, nodes)
     return {
         "SLURM_JOB_ID": str(job_id),
@@ -49,12 +49,12 @@ def batch(job_id: int, name: str, nodes: int, per_node: int, workdir: str) -> di
 
 
 def task(job: Mapping[str, str], nodes: int, per_node: int, rank: int, step: int = 0) -> dict[str, str]:
-    """What one task of a step sees on top of the job's variables; ranks are placed by block."""
+    """Return the variables of one task, in addition to those of the job. Ranks are distributed by block."""
     node = rank // per_node
     hosts, tasks = nodelist(nodes), counts(per_node, nodes)
     gtids = range(node * per_node, (node + 1) * per_node)
     return {
-        # By hand, without the engine, there is no job: this step is one.
+        # A step that was started manually has no job: its process id is the job id.
         "SLURM_JOB_ID": job.get("SLURM_JOB_ID", str(os.getpid())),
         "SLURM_JOB_NODELIST": job.get("SLURM_JOB_NODELIST", hosts),
         "SLURM_STEP_ID": str(step),

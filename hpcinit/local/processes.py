@@ -1,4 +1,4 @@
-"""Processes that leave no orphans."""
+"""Child processes without orphans."""
 
 from __future__ import annotations
 
@@ -10,30 +10,28 @@ import time
 
 import psutil
 
-ENV_ENGINE = "HPCINIT_ENGINE"  # environment variable: the engine's process id, in all that it starts
-
 # prctl(2)
 PR_SET_CHILD_SUBREAPER = 36  # orphaned descendants become children of this process, not of init
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies. Linux only; elsewhere nothing."""
+    """Become the parent of every descendant whose parent dies. Does nothing on systems other than Linux."""
     if _libc is not None:
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def reap() -> None:
-    """Collect every child that has ended. Not while somebody waits for one of them."""
+    """Reap every child that exited. Do not call this while another thread waits for a child."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
 def kill_descendants() -> None:
-    """SIGKILL to everything that this process started, adopted orphans included, until nothing is left.
+    """Send SIGKILL to all descendants, including adopted orphans, until none is left.
 
-    One look is not enough: what forks meanwhile has children that were not seen.
+    One pass is not enough: a process may fork after the list was read.
     """
     for _ in range(100):
         reap()
@@ -47,7 +45,7 @@ def kill_descendants() -> None:
 
 
 def group_runs(group: int) -> bool:
-    """Return whether a process of this group, started by this one or adopted, has not ended."""
+    """Return whether a descendant of this process runs in this process group."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, OSError):
             if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:

@@ -1,8 +1,8 @@
-"""The local engine's srun: starts the tasks, one process each, and ends them together.
+"""The srun of the local engine: start one process per task, and stop them together.
 
     python -m hpcinit.local.step --nodes=2 --ntasks=4 --ntasks-per-node=2 ... command [args]
 
-It takes the options that hpcinit renders for srun and means the same by them.
+It accepts the options that hpcinit renders for srun, with the same meaning.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import psutil
 from hpcinit.base import process_limits, signals
 from hpcinit.base.console import say
 from hpcinit.base.supervisor import LOOK_S, Child, Supervisor
-from hpcinit.local import environment_variables, processes
-from hpcinit.records import job_log, rank_log
+from hpcinit.local import environment_variables
+from hpcinit.records import job_log, rank_log, run_folder
 
 KILL_WAIT_S = 2.0
 
 
 class Step(Supervisor):
-    """The tasks of one step. `run()` returns what srun would: the highest exit code of any task."""
+    """The tasks of one step. `run()` returns the highest exit code of any task, as srun does."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
@@ -58,25 +58,25 @@ class Step(Supervisor):
         return number in (signal.SIGTERM, signal.SIGINT)
 
     def is_over(self) -> bool:
-        return self._is_left_alone()
+        return self._is_orphaned()
 
     def _start(self, rank: int) -> None:
         per_node = self.options.ntasks_per_node
         env = {**os.environ, **environment_variables.task(os.environ, self.options.nodes, per_node, rank)}
         output = self.options.output
         path = Path(output.replace("%t", str(rank)).replace("%%", "%")) if output else None
-        end_with_this = partial(process_limits.end_with_parent_process, os.getpid())
+        die_with_this = partial(process_limits.end_with_parent_process, os.getpid())
         with rank_log.opened(path) if path else contextlib.nullcontext() as log:
-            self.start(rank, self.options.command, env, output=log, in_child=end_with_this)
+            self.start(rank, self.options.command, env, output=log, in_child=die_with_this)
 
     def _next_signal(self, timeout_s: float) -> int | None:
         if not self.signals:
             time.sleep(min(LOOK_S, timeout_s))
         return self.signals.pop(0) if self.signals else None
 
-    def _is_left_alone(self) -> bool:
-        """The batch script is gone, however it ended, or the engine, maybe before this process came so far."""
-        engine = os.environ.get(processes.ENV_ENGINE, "")
+    def _is_orphaned(self) -> bool:
+        """Whether the batch script or the engine has ended, possibly before this process started."""
+        engine = os.environ.get(run_folder.ENV_ENGINE, "")
         return os.getppid() != self.parent or (engine.isdigit() and not psutil.pid_exists(int(engine)))
 
 
@@ -86,9 +86,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ntasks", type=int, required=True)
     parser.add_argument("--ntasks-per-node", type=int, required=True)
     parser.add_argument("--kill-on-bad-exit", type=int, default=0)
-    parser.add_argument("--output", help="log file of a task; %%t: its rank; none: as this process")
-    # Taken and not acted on: this machine's cores are not shared out, and output is appended in any case.
-    # There is no MPI, and the tasks have this process's environment.
+    parser.add_argument("--output", help="log file of a task; %%t: its rank; default: stdout of this process")
+    # These options are accepted but have no effect: cores are not reserved, output is always appended, there is no MPI,
+    # and the tasks get the environment of this process.
     for name in ("--cpus-per-task", "--wait", "--cpu-bind", "--gpu-bind", "--open-mode", "--export", "--mpi"):
         parser.add_argument(name)
     parser.add_argument("--unbuffered", action="store_true")
@@ -99,7 +99,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     try:
         return Step(parse(argv)).run()
-    except OSError as error:  # a log that cannot be opened, no more processes
+    except OSError as error:  # for example a log that cannot be opened, or the process limit
         say(f"error: cannot start a task: {error}")
         return 1
 

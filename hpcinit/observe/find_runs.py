@@ -18,14 +18,12 @@ from hpcinit.records import run_folder
 if TYPE_CHECKING:
     import argparse
 
-# A sweep: the state of each of its tasks from one question to Slurm, whatever their number.
-
 NOT_SUBMITTED = "NOT_SUBMITTED"
 
 
 @dataclass(frozen=True)
 class Task:
-    """One combination. state: of name NOT_SUBMITTED where sbatch refused the job that it was to be in."""
+    """One combination of a sweep. The state is NOT_SUBMITTED if sbatch refused the job of this task."""
 
     number: int
     combination: str
@@ -34,17 +32,17 @@ class Task:
 
     @property
     def status(self) -> int:
-        """What a program that waits should end with for it."""
+        """Return the exit status for a program that waits for this task."""
         known = self.state.exit_status
         return (known or 1) if self.state.name != "COMPLETED" else known or 0
 
 
 def is_sweep(path: Path) -> bool:
-    return os.path.isfile(f"{path}/{run_folder.SWEEP}")  # noqa: PTH113 - of a thousand runs, as in state._json
+    return os.path.isfile(f"{path}/{run_folder.SWEEP}")  # noqa: PTH113 - fast, as in state._json
 
 
 def combinations(path: Path) -> dict[int, str]:
-    """What each task is, by its number. Raises RequestError."""
+    """Return the combination of each task by its number. Raise RequestError if the file is not readable."""
     try:
         document = json.loads((path / run_folder.SWEEP).read_text())
         return {int(number): str(text) for number, text in document["tasks"].items()}
@@ -53,14 +51,14 @@ def combinations(path: Path) -> dict[int, str]:
 
 
 def read_sweep(path: Path) -> list[Task]:
-    """All tasks with their states."""
+    """Return all tasks of a sweep with their states, from one query of Slurm."""
     known = combinations(path)
     folders = [path / str(number) for number in known]
     return with_states(known, zip(folders, state.read_all(folders), strict=True))
 
 
 def with_states(known: Mapping[int, str], states: Iterable[tuple[Path, state.State | RequestError]]) -> list[Task]:
-    """known: combinations(). states: of the tasks' folders, in that order; an error of one that has no job."""
+    """Return the tasks of `known` (see combinations()) with `states`, which has an error for a task without a job."""
     return [
         Task(number, text, path, _submitted(now))
         for (number, text), (path, now) in zip(known.items(), states, strict=True)
@@ -72,7 +70,7 @@ def _submitted(now: state.State | RequestError) -> state.State:
 
 
 def task_of_job(word: str, path: Path) -> Path | None:
-    """The task that is job `word` ('4242_17'), or the sweep itself if one of its arrays is ('4242')."""
+    """Return the task whose job id is `word` ('4242_17'), or the sweep if `word` is one of its arrays ('4242')."""
     jobs = [str(job["job_id"]) for job in state.submission(path).get("sweep", [])]
     if word in jobs and (path / run_folder.SWEEP).is_file():
         alone = [path / str(number) for number in combinations(path) if _job_id(path / str(number)) == word]
@@ -84,22 +82,22 @@ def task_of_job(word: str, path: Path) -> Path | None:
 
 
 def open_jobs(tasks: Sequence[Task]) -> list[str]:
-    """The jobs that are not over yet, as scancel takes them."""
+    """Return the ids of the jobs that are not over, as scancel takes them."""
     return sorted({task.state.job_id.partition("_")[0] for task in tasks if _is_open(task)})
 
 
 def failed_tasks(path: Path) -> list[int]:
-    """The tasks that have ended in another way than well, for a second attempt."""
+    """Return the numbers of the tasks that ended without success, for a second attempt."""
     return [task.number for task in read_sweep(path) if task.state.over and task.status]
 
 
 def count_states(tasks: Sequence[Task]) -> str:
-    """'3 COMPLETED, 1 FAILED, 996 PENDING'."""
+    """Return '3 COMPLETED, 1 FAILED, 996 PENDING'."""
     return ", ".join(f"{number} {name}" for name, number in Counter(task.state.name for task in tasks).most_common())
 
 
 def _is_open(task: Task) -> bool:
-    return not (task.state.over or task.state.forgotten) and task.state.name != NOT_SUBMITTED
+    return not (task.state.over or task.state.purged) and task.state.name != NOT_SUBMITTED
 
 
 def _job_id(task: Path) -> str:
@@ -110,7 +108,7 @@ def _job_id(task: Path) -> str:
 
 
 def all_runs(runs_dir: Path) -> list[Path]:
-    """All submitted runs below `runs_dir`, the last submitted last."""
+    """Return all submitted runs in `runs_dir`, the oldest first."""
     found = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(runs_dir):
@@ -120,14 +118,17 @@ def all_runs(runs_dir: Path) -> list[Path]:
 
 
 def add_runs_dir(parser: argparse.ArgumentParser) -> None:
-    """Give a command that means runs its --runs-dir."""
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where the runs are; default: runs")
+    """Add the option --runs-dir to a command."""
+    parser.add_argument(
+        "--runs-dir", type=Path, default=Path("runs"), help="folder that contains the runs; default: runs"
+    )
 
 
 def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
-    """The run folder that `word` means. Raises RequestError with what there is."""
+    """Return the folder of the run with this path, name or job id. Raise RequestError, with the latest runs, if
+    none."""
     for path in (Path(word), runs_dir / word) if word else ():
-        # A task of a sweep has its script with the others.
+        # A task of a sweep has no script: the tasks share the one in the sweep's folder.
         if any((path / name).is_file() for name in (run_folder.SCRIPT, run_folder.SPEC, run_folder.SWEEP)):
             return path
     known = all_runs(runs_dir)
@@ -138,17 +139,24 @@ def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
             if task := task_of_job(word, path):
                 return task
     last = ", ".join(path.name for path in known[-5:]) or "none"
-    what = f"no run {word!r}: neither a run folder nor a job id" if word else "which run? Name one, or its job id"
-    raise RequestError(f"{what}; the last in {runs_dir.absolute()}: {last}")
+    if word.isdigit() and (job := state.foreign_job(word)):
+        raise RequestError(
+            f"job {word} is not a run of hpcinit in {runs_dir.absolute()}: Slurm reports it as {job.state}"
+            + (f", with the script {job.command}" if job.command else "")
+            + f"; use squeue --jobs={word} or sacct, or --runs-dir if hpcinit submitted it from another folder"
+        )
+    what = f"no run {word!r}: no run folder or job has this name" if word else "no run given: name one, or its job id"
+    raise RequestError(f"{what}; the latest in {runs_dir.absolute()}: {last}")
 
 
-def means_all_runs(words: Sequence[str]) -> bool:
-    return list(words) in ([], ["all"])
+def means_all_runs(names: Sequence[str]) -> bool:
+    return list(names) in ([], ["all"])
 
 
-def matching_runs(words: Sequence[str], runs_dir: Path) -> list[Path]:
-    """The run folders that are meant: all of them by no word or 'all'. Raises RequestError where there is none."""
-    paths = all_runs(runs_dir) if means_all_runs(words) else [find_run(word, runs_dir) for word in words]
+def matching_runs(names: Sequence[str], runs_dir: Path) -> list[Path]:
+    """Return the folders of the named runs, or of all runs for no name or 'all'. Raise RequestError if there is
+    none."""
+    paths = all_runs(runs_dir) if means_all_runs(names) else [find_run(name, runs_dir) for name in names]
     if not paths:
-        raise RequestError(f"no runs in {runs_dir.absolute()}; --runs-dir names another folder")
+        raise RequestError(f"no runs in {runs_dir.absolute()}; name another folder with --runs-dir")
     return paths

@@ -9,20 +9,22 @@ from typing import Any
 from hpcinit.records import run_folder
 from hpcinit.slurm.queue import FINAL, KNOWN, Job
 
-NOBODY = "nobody"  # the source of a state when Slurm did not answer
+NO_REPLY = "nobody"  # the value of State.source when Slurm did not reply
 
 
 @dataclass(frozen=True)
 class State:
-    """name: Slurm's word (PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, ...), or UNKNOWN.
+    """The state of one job.
 
-    reason: why it waits or what ended it, as Slurm says. exit_status: once it has ended and is known.
-    source: who told. by_hand: of the run's last attempt, which somebody started with the script, not hpcinit.
-    link: 'job 2 of a chain of 5', or ''. others: jobs of the chain that are still in the queue beside this one.
-    restart: number of the attempt that this job began last, as it says itself; None before its first.
-    away: whether the controller gave no answer when it was asked.
-    start: when it began or, as Slurm estimates, will, in this machine's time ('2026-11-21T14:02:00'), or ''.
-    elapsed_s, left_s: since it began and until its time limit, in seconds; None where nobody says.
+    name: Slurm's state (PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, ...), or UNKNOWN.
+    reason: why the job waits or what ended it, from Slurm. exit_status: after the end, if a source has it.
+    source: which source reported the state. by_hand: the user started the script of the last attempt manually.
+    link: 'job 2 of a chain of 5', or ''. others: other jobs of the chain that are still in the queue.
+    restart: number of the last attempt that this job started, from its own record; None before the first.
+    away: whether the controller did not reply.
+    start: the start, or Slurm's estimate of it, in this machine's time ('2026-11-21T14:02:00'), or ''.
+    elapsed_s, left_s: seconds since the start and until the time limit; None if no source has them.
+    folder_deleted: the job is in the queue, but its run folder does not exist.
     """
 
     name: str
@@ -39,25 +41,26 @@ class State:
     left_s: int | None = None
     restart: int | None = None
     away: bool = False
+    folder_deleted: bool = False
 
     @property
     def over(self) -> bool:
         return self.name in FINAL
 
     @property
-    def again(self) -> bool:
-        """Waits for another attempt, after one that has ended; it may not have left its nodes yet."""
-        requeued = self.name == "PENDING" or (self.name == "COMPLETING" and self.reason == "BeginTime")
-        return requeued and self.restart is not None
+    def requeued(self) -> bool:
+        """Whether the job waits for another attempt after one that ended. It may not have left its nodes yet."""
+        waits = self.name == "PENDING" or (self.name == "COMPLETING" and self.reason == "BeginTime")
+        return waits and self.restart is not None
 
     @property
-    def strange(self) -> bool:
-        """A word that this version does not know."""
+    def is_unknown_state(self) -> bool:
+        """Whether this version of hpcinit does not know the name of the state."""
         return self.name not in KNOWN
 
     @property
-    def forgotten(self) -> bool:
-        """Slurm has answered, and knows nothing of the job, which left no word of its end either."""
+    def purged(self) -> bool:
+        """Whether Slurm replied but does not know the job, and the job recorded no end."""
         return self.name == "UNKNOWN" and self.source == ""
 
     def to_json(self) -> dict[str, Any]:
@@ -74,7 +77,7 @@ def of_slurm(job: Job) -> State:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known about one Slurm job.
+    """All information about one Slurm job.
 
     slurm: from squeue, sacct or scontrol; None if Slurm does not know the job. record: from exit.json; it is over if
     the batch script has ended. unreachable: why the controller did not reply, or ''. cancelled: returns whether
@@ -94,7 +97,9 @@ class Known:
     @property
     def outlived(self) -> bool:
         """Whether Slurm reports a state that this version does not know, for a job whose script has ended."""
-        return self.slurm is not None and self.slurm.strange and self.slurm.source != "sacct" and self.record.over
+        return (
+            self.slurm is not None and self.slurm.is_unknown_state and self.slurm.source != "sacct" and self.record.over
+        )
 
 
 def state_of(known: Known) -> State:
@@ -106,7 +111,7 @@ def _ended(known: Known) -> State | None:
     """Slurm reports the end. The record has the exit status, which sacct and scontrol may not have.
 
     Slurm 24.11 reports PREEMPTED forever for a job that was requeued in the grace time of a preemption, however its
-    last attempt ends; 22.05 reports how that one ended, and so does the record.
+    last attempt ends; 22.05 and 26.05 report how that one ended, and so does the record.
     """
     now, record = known.slurm, known.record
     if now is None or not now.over or not record.over:
@@ -132,7 +137,7 @@ def _recorded(known: Known) -> State | None:
     """The batch script recorded its end. While the controller is unreachable, an early end may be a requeue."""
     if not known.record.over or (known.unreachable and known.ended_early and not known.outlived):
         return None
-    reason = f"Slurm says {known.slurm.name}" if known.slurm and known.outlived else known.unreachable
+    reason = f"Slurm reports {known.slurm.name}" if known.slurm and known.outlived else known.unreachable
     return replace(known.record, reason=reason)
 
 
@@ -141,8 +146,8 @@ def _accounted(known: Known) -> State | None:
     if known.slurm is None:
         return None
     if known.unreachable:
-        return replace(known.slurm, reason=f"as sacct says; {known.unreachable}")
-    reason = f"sacct says {known.slurm.name}, the controller does not know the job"
+        return replace(known.slurm, reason=f"from sacct; {known.unreachable}")
+    reason = f"sacct reports {known.slurm.name}, but the controller does not know the job"
     return State("UNKNOWN", known.record.job_id, "slurm", reason)
 
 
@@ -150,7 +155,7 @@ def _unreachable(known: Known) -> State | None:
     """No source replied."""
     if not known.unreachable:
         return None
-    return State("UNKNOWN", known.record.job_id, "slurm", known.unreachable, None, NOBODY)
+    return State("UNKNOWN", known.record.job_id, "slurm", known.unreachable, None, NO_REPLY)
 
 
 def _purged(known: Known) -> State:

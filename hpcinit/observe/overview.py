@@ -1,28 +1,38 @@
-"""Several runs and sweeps with their states, from one question to Slurm."""
+"""Several runs and sweeps with their states, from one query of Slurm."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpcinit.base.errors import RequestError
-from hpcinit.observe import find_runs, state
+from hpcinit.observe import find_runs, job_state, state
+from hpcinit.slurm.queue import QueueQuery
+from hpcinit.slurm.slurm_client import Unreachable
 
 
 @dataclass(frozen=True)
 class Run:
-    """One of three: now, of a job or a chain. tasks, of a sweep. error, of a folder that is neither."""
+    """A run. It has `now` if it is a job or a chain, `tasks` if it is a sweep, and `error` if its folder is invalid.
+
+    task: for one task of a sweep that is shown like a run.
+    """
 
     path: Path
     now: state.State | None = None
     tasks: Sequence[find_runs.Task] = ()
     error: RequestError | None = None
+    task: find_runs.Task | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.path.parent.name}/{self.path.name}" if self.task else self.path.name
 
     @property
     def parts(self) -> list[tuple[Path, state.State]]:
-        """The run folders in it with their states: a sweep has one for each task."""
+        """Return the run folders with their states: one, or one for each submitted task of a sweep."""
         if self.now:
             return [(self.path, self.now)]
         return [(task.path, task.state) for task in self.tasks if task.state.name != find_runs.NOT_SUBMITTED]
@@ -33,18 +43,18 @@ class Run:
 
     @property
     def status(self) -> int:
-        """What a program that waits for it should end with; of a sweep the highest of its tasks."""
+        """Return the exit status for a program that waits for the run; for a sweep the highest of its tasks."""
         return max((exit_status(now) for _, now in self.parts), default=1)
 
 
 def exit_status(now: state.State) -> int:
-    """What a program that waits for a run should end with: 0 only for one that has ended well."""
+    """Return the exit status for a program that waits for a run: 0 only if the run succeeded."""
     known = now.exit_status
     return (known or 0) if now.name == "COMPLETED" else known or 1
 
 
-def read(paths: Sequence[Path]) -> list[Run]:
-    """In the order of `paths`."""
+def read(paths: Sequence[Path], queue: QueueQuery | None = None) -> list[Run]:
+    """Return the runs in the order of `paths`. queue: squeue, already started, for all jobs of the user."""
     known = [_combinations(path) for path in paths]
     folders: list[Path] = []
     for path, tasks in zip(paths, known, strict=True):
@@ -52,7 +62,7 @@ def read(paths: Sequence[Path]) -> list[Run]:
             folders += [path / str(number) for number in tasks]
         elif tasks is None:
             folders.append(path)
-    states = zip(folders, state.read_all(folders), strict=True)
+    states = zip(folders, state.read_all(folders, queue), strict=True)
     return [_run(path, tasks, states) for path, tasks in zip(paths, known, strict=True)]
 
 
@@ -74,3 +84,33 @@ def _run(
         return Run(path, tasks=find_runs.with_states(tasks, itertools.islice(states, len(tasks))))
     _, now = next(states)
     return Run(path, error=now) if isinstance(now, RequestError) else Run(path, now)
+
+
+def each_task(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs with each sweep replaced by its tasks."""
+    found: list[Run] = []
+    for run in runs:
+        found += [Run(task.path, task.state, task=task) for task in run.tasks] if run.tasks else [run]
+    return found
+
+
+def without_folder(runs_dir: Path, queue: QueueQuery) -> list[Run]:
+    """Return the runs of `runs_dir` that have a job in the queue but no folder: it was deleted manually."""
+    try:
+        jobs = [job for job in queue.jobs() if not job.over and job.command]
+    except Unreachable:  # the states of the other runs show it
+        return []
+    found: dict[Path, Run] = {}
+    place = runs_dir.resolve()
+    for job in jobs:
+        script = Path(job.command.split(" ", 1)[0])
+        path = script.parent
+        if (
+            script.name.startswith("job")
+            and script.suffix == ".sh"
+            and path.parent.resolve() == place
+            and not script.exists()
+        ):
+            now = replace(job_state.of_slurm(job), job_id=job.base_id, folder_deleted=True)
+            found.setdefault(path, Run(runs_dir / path.name, now))
+    return list(found.values())

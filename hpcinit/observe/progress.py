@@ -1,15 +1,18 @@
-"""How far a training run is (progress.json, written by `run.progress()`), and notes on a stop or a hang."""
+"""The progress of a training run (progress.json, written by `run.progress()`), and notes on a stop or a hang."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcinit.observe.state import State
-from hpcinit.records import heartbeats, plain_files, run_folder
+from hpcinit.records import heartbeats, plain_files, program_use, run_folder
+from hpcinit.records.program_use import ProgramUse
 from hpcinit.records.stop_reasons import sentence
 
 if TYPE_CHECKING:
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """{step, total, values: {name: number}, time}, or {} before the first, and where it cannot be read."""
+    """Return {step, total, values: {name: number}, time}, or {} if there is no readable record."""
     try:
         with open(f"{path}/{run_folder.PROGRESS}", "rb", buffering=0) as file:  # noqa: PTH123 - many runs
             document = json.loads(file.read())
@@ -28,17 +31,20 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def line(path: Path) -> str:
-    """'step 20/60  loss 2.31', or ''."""
-    return words(read(path))
+    """Return 'step 20/60  loss 2.31', or '' if no progress is recorded."""
+    return summary(read(path))
 
 
-def words(document: Mapping[str, Any]) -> str:
-    """The same of what read() returns."""
-    return "  ".join([f"step {document['step']}/{document['total']}", *values(document)]) if document else ""
+def summary(document: Mapping[str, Any]) -> str:
+    """Return the same for a document of read(), with a note on values that are not finite."""
+    if not document:
+        return ""
+    parts = [f"step {document['step']}/{document['total']}", *values(document), not_finite_note(document)]
+    return "  ".join(part for part in parts if part)
 
 
 def values(document: Mapping[str, Any]) -> list[str]:
-    """['loss 2.31', 'lr 0.0003'] of what read() returns."""
+    """Return ['loss 2.31', 'lr 0.0003'] for a document of read()."""
     return [
         f"{name} {value:.4g}" if isinstance(value, int | float) else f"{name} {value}"
         for name, value in document.get("values", {}).items()
@@ -46,19 +52,19 @@ def values(document: Mapping[str, Any]) -> list[str]:
 
 
 def age_s(path: Path, now_s: float) -> float | None:
-    """Seconds since any rank told a step, by its last attempt's beats, or else since rank 0 told its progress."""
+    """Return the seconds since the last step of any rank (heartbeats) or the last `run.progress()` of rank 0."""
     attempts = [entry for entry in _entries(path / heartbeats.FOLDER) if entry.is_dir()]
     last = max(attempts, key=lambda entry: entry.stat().st_mtime, default=None)
-    told = [
-        max(0.0, now_s - node.time) + beat.silent_s
+    ages = [
+        max(0.0, now_s - node.time) + heartbeat.silent_s
         for node in (heartbeats.read(Path(last.path)) if last else [])
-        for beat in node.beats
-        if beat.silent_s is not None
+        for heartbeat in node.heartbeats
+        if heartbeat.silent_s is not None
     ]
     time_s = read(path).get("time")
     if isinstance(time_s, int | float):
-        told.append(max(0.0, now_s - time_s))
-    return min(told, default=None)
+        ages.append(max(0.0, now_s - time_s))
+    return min(ages, default=None)
 
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:
@@ -68,39 +74,70 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
         return []
 
 
-# What a run's own files say beside Slurm's state: that its training hangs, or has stopped before its end.
-
-
 def hang_note(path: Path, now: State) -> HangReport | None:
-    """The report of a hang in the run's folder `path`; None if it does not run, or goes on by now."""
+    """Return the hang report in the run folder; None if the job does not run, or makes progress again."""
     if now.name != "RUNNING":
         return None
-    from hpcinit.records import hang_report  # noqa: PLC0415 - for runs that run
+    from hpcinit.records import hang_report  # noqa: PLC0415 - only needed for a running job
 
     return hang_report.left(path, now.job_id, now.restart)
 
 
-def stop_note(path: Path, now: State, told: Mapping[str, Any] | None = None) -> str:
-    """'time limit', 'preempted', ... of a run that has ended well before its last step; else ''.
+def not_finite_note(document: Mapping[str, Any]) -> str:
+    """Return 'loss is nan, first at step 20' for a document of read(), or ''. Later values may be finite again."""
+    now = not_finite(document)
+    first = document.get("not_finite")
+    return ", ".join(
+        f"{name} is {now[name]}, first at step {step}" if name in now else f"{name} was not finite at step {step}"
+        for name, step in (first.items() if isinstance(first, dict) else ())
+    )
 
-    told: what progress.read() gives, if it has been read: a training that came to its end has not stopped.
+
+def not_finite(document: Mapping[str, Any]) -> dict[str, float]:
+    """Return the latest values that are NaN or infinite."""
+    latest = document.get("values", {}).items()
+    return {name: value for name, value in latest if isinstance(value, float) and not math.isfinite(value)}
+
+
+def silence_note(path: Path, now: State) -> str:
+    """'no rank has printed anything for 4 min', of a program that reports no steps; else ''."""
+    from hpcinit.records import hang_report  # noqa: PLC0415 - for runs that run
+
+    report = hang_report.without_output(path, now.job_id, now.restart, time.time())
+    return report.lines()[0] if report else ""
+
+
+def stop_note(path: Path, now: State, document: Mapping[str, Any] | None = None) -> str:
+    """Return why a successful run stopped before its last step ('time limit', 'preempted', ...), or ''.
+
+    `document` is the result of read(), if it was called: a run that reached its last step did not stop early.
     """
     if now.name != "COMPLETED":
         return ""
     try:
-        if told and told["step"] >= told["total"]:
+        if document and document["step"] >= document["total"]:
             return ""
         record = plain_files.read(path / run_folder.STOPPED)
-        # Ranks of a task know its job by a number that is not the task's name '17_1', whose folder no other job has.
+        # Ranks of an array task record a number that differs from the task's name '17_1'. Only that task uses the
+        # folder.
         own = record["job"] in ("", now.job_id) or "_" in now.job_id
         return sentence(record["reason"]) if own else ""
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 
 
-def notes(path: Path, now: State, told: Mapping[str, Any]) -> str:
-    """For a person, in a line: '' where there is nothing to tell."""
+def notes(path: Path, now: State, document: Mapping[str, Any]) -> str:
+    """Return one line about a hang or an early stop, or ''."""
     if report := hang_note(path, now):
         return f"the training hangs: {report.headline}"
-    why = stop_note(path, now, told)
-    return f"stopped before its end: {why}" if why else ""
+    if now.name == "RUNNING" and not document and (silence := silence_note(path, now)):
+        return silence
+    why = stop_note(path, now, document)
+    parts = [f"stopped before its end: {why}" if why else "", ineffective_options(path, now).note]
+    return "; ".join(part for part in parts if part)
+
+
+def ineffective_options(path: Path, now: State) -> ProgramUse:
+    """Return the options of a successful run that had no effect. A failed one may have ended before it used them."""
+    used = ProgramUse(program_use.WRAP)
+    return (program_use.read(path) or used) if now.name == "COMPLETED" else used

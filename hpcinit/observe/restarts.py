@@ -1,4 +1,4 @@
-"""The attempts of a run before this one: restarts.jsonl, of which its batch script writes a line for each restart."""
+"""Earlier attempts of a run, from restarts.jsonl: the batch script writes a line for each restart."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 from hpcinit.records import elastic_restarts, run_folder
 
-WORDS = {
+REASONS = {
     run_folder.PREEMPTED: "preempted",
-    run_folder.NODE_FAIL: "a node was lost",
+    run_folder.NODE_FAIL: "node failure",
     run_folder.HANG: "hung",
     run_folder.TIME_LIMIT: "time limit",
     run_folder.FAILURE: "failed",
     run_folder.SLURM: "requeued by Slurm",
 }
-MOST_TOLD = 5
+MOST_SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Restart:
-    """reason: why the attempt before `restart` ended. step: the furthest until then, None before the first.
-    max_restarts: how many restarts job may have, None where a version before this one wrote the line."""
+    """One restart. reason: why the attempt before `restart` ended. step: the furthest step before it, if any.
+    max_restarts: how many restarts the job may have; None if an older version wrote the line."""
 
     job: str
     restart: int
@@ -36,7 +36,7 @@ class Restart:
 
 
 def read(path: Path) -> list[Restart]:
-    """Of the run in `path`, the first one first; lines that cannot be read are left out."""
+    """Return the restarts of a run, the first one first. Skip lines that are not readable."""
     try:
         with open(f"{path}/{run_folder.RESTARTS}", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - many runs
             return list(_lines(file))
@@ -55,20 +55,24 @@ def _lines(text: Iterator[str]) -> Iterator[Restart]:
 
 
 def left(found: Sequence[Restart]) -> int | None:
-    """Restarts that the run's last job may still have, None where nobody says. A chain's jobs have a budget each."""
+    """Return how many restarts the run's last job has left; None if not recorded. Each job of a chain has its own."""
     last = found[-1] if found else None
     return None if last is None or last.max_restarts is None else max(0, last.max_restarts - last.restart)
 
 
 def document(path: Path) -> Mapping[str, Any]:
-    """For programs: {count, left, attempts: [{job, restart, time, reason, step, ...}]}."""
+    """Return {count, left, attempts: [{job, restart, time, reason, step, ...}], inside: [...]} for JSON output."""
     found = read(path)
-    told = {"count": len(found), "left": left(found), "attempts": [asdict(one) for one in found]}
-    return {**told, "inside": [asdict(one) for one in read_inside(path)]}
+    return {
+        "count": len(found),
+        "left": left(found),
+        "attempts": [asdict(one) for one in found],
+        "inside": [asdict(one) for one in read_inside(path)],
+    }
 
 
-def words(found: Sequence[Restart]) -> str:
-    """'2 restarts, 1 left', or ''."""
+def summary(found: Sequence[Restart]) -> str:
+    """Return '2 restarts, 1 left', or ''."""
     if not found:
         return ""
     rest = left(found)
@@ -76,28 +80,28 @@ def words(found: Sequence[Restart]) -> str:
 
 
 def restarts_line(found: Sequence[Restart]) -> str:
-    """'2 restarts, 1 left: 1 hung (step 10), 2 preempted (step 20)', or ''."""
+    """Return '2 restarts, 1 left: 1 hung (step 10), 2 preempted (step 20)', or ''."""
     if not found:
         return ""
-    ends = [f"{one.restart} {WORDS.get(one.reason, one.reason)}{_at(one)}" for one in found[-MOST_TOLD:]]
-    return f"{words(found)}: {'... ' * (len(found) > MOST_TOLD)}{', '.join(ends)}"
+    ends = [f"{one.restart} {REASONS.get(one.reason, one.reason)}{_at(one)}" for one in found[-MOST_SHOWN:]]
+    return f"{summary(found)}: {'... ' * (len(found) > MOST_SHOWN)}{', '.join(ends)}"
 
 
 def read_inside(path: Path) -> list[elastic_restarts.Restart]:
-    """Of the run in `path`: the restarts inside a job, with launch=torchrun."""
+    """Return the restarts inside a job, with launch=torchrun."""
     return list(elastic_restarts.read(path))
 
 
 def line_inside(found: Sequence[elastic_restarts.Restart]) -> str:
-    """'2 restarts inside the job: rank 3 on n2: Killed (step 41), rank 0 on n1: ...', or ''."""
+    """Return '2 restarts inside the job: rank 3 on n2: Killed (step 41), rank 0 on n1: ...', or ''."""
     if not found:
         return ""
-    ends = [f"{one}" + (f" (step {one.step})" if one.step >= 0 else "") for one in found[-MOST_TOLD:]]
-    return f"{words_inside(found)}: {'... ' * (len(found) > MOST_TOLD)}{', '.join(ends)}"
+    ends = [f"{one}" + (f" (step {one.step})" if one.step >= 0 else "") for one in found[-MOST_SHOWN:]]
+    return f"{summary_inside(found)}: {'... ' * (len(found) > MOST_SHOWN)}{', '.join(ends)}"
 
 
-def words_inside(found: Sequence[elastic_restarts.Restart]) -> str:
-    """'2 restarts inside the job', or ''."""
+def summary_inside(found: Sequence[elastic_restarts.Restart]) -> str:
+    """Return '2 restarts inside the job', or ''."""
     return f"{len(found)} restart{'s' * (len(found) > 1)} inside the job" if found else ""
 
 

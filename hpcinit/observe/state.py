@@ -1,45 +1,51 @@
-"""The state of a run, in Slurm's words: from squeue, then sacct, then scontrol, then what the job itself left."""
+"""The state of a run, with Slurm's names: from squeue, then sacct, then scontrol, then the run folder."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpcinit.base.errors import RequestError
-from hpcinit.observe.job_state import NOBODY, Known, State, of_slurm, state_of
+from hpcinit.observe.job_state import NO_REPLY, Known, State, of_slurm, state_of
 from hpcinit.records import run_folder
 from hpcinit.slurm import queue
 from hpcinit.slurm.queue import JobQuery, SlurmReply
 
-__all__ = ["NOBODY", "State"]  # of observe/job_state.py
-FEW = 20  # of more runs at once squeue is started before their folders are read
+__all__ = ["NO_REPLY", "State"]  # of observe/job_state.py
+FEW = 20  # for more runs, squeue starts before their folders are read
 
 
 def read(path: Path) -> State:
-    """The state of the run in `path`. Raises RequestError if it is no run folder of a submitted job."""
+    """Return the state of the run in `path`. Raise RequestError if it is not the run folder of a submitted job."""
     [state] = read_all([path])
     if isinstance(state, RequestError):
         raise state
     return state
 
 
-def read_all(paths: Sequence[Path]) -> list[State | RequestError]:
-    """The state of each run, in their order, from one question to Slurm; the error of one that is none."""
-    early = queue.QueueQuery("--me", ended=True) if len(paths) > FEW else None  # runs while we read
+def read_all(paths: Sequence[Path], early: queue.QueueQuery | None = None) -> list[State | RequestError]:
+    """Return the state of each run, or its RequestError, in the order of `paths`, from one query of Slurm.
+
+    early: squeue for all jobs of the user, already started.
+    """
+    started = queue.QueueQuery("--me", ended=True) if early is None and len(paths) > FEW else None  # runs meanwhile
     runs = [_run(path) for path in paths]
     wanted = [run.wanted for run in runs if isinstance(run, _Run)]
-    answer = queue.query([want for want in wanted if want], early)
+    if started and not any(wanted):
+        started.drop()
+    answer = queue.query([want for want in wanted if want], early or started)
     away = bool(answer.unreachable)
-    runs = [run if isinstance(run, RequestError) else _fresh(run, answer) for run in runs]
-    return [run if isinstance(run, RequestError) else _begun(run, _state(run, answer), away) for run in runs]
+    runs = [run if isinstance(run, RequestError) else _refreshed(run, answer) for run in runs]
+    return [run if isinstance(run, RequestError) else _with_attempt(run, _state(run, answer), away) for run in runs]
 
 
 @dataclass(frozen=True)
 class _Run:
-    """submitted: the id of the (first) job of submission.json. last: that of the last attempt, as exit.json says."""
+    """What the run folder contains. submitted: the first job of submission.json. last: the last job of exit.json."""
 
     path: Path
     engine: str
@@ -54,7 +60,7 @@ class _Run:
 
     @property
     def wanted(self) -> JobQuery | None:
-        """What to ask Slurm for; None where it knows nothing of the run."""
+        """Return what to query Slurm for; None for a run without Slurm."""
         if self.engine == "local":
             return None
         if self.is_chain:
@@ -73,15 +79,15 @@ def _run(path: Path) -> _Run | RequestError:
     return _Run(path, record["engine"], str(record["job_id"]), ids, last, left)
 
 
-def _begun(run: _Run, now: State, away: bool) -> State:
-    of_it = run.last == now.job_id and run.left.restart is not None
-    if not of_it and not away:
+def _with_attempt(run: _Run, now: State, away: bool) -> State:
+    is_its_attempt = run.last == now.job_id and run.left.restart is not None
+    if not is_its_attempt and not away:
         return now
-    return replace(now, restart=run.left.restart if of_it else None, away=away and run.engine != "local")
+    return replace(now, restart=run.left.restart if is_its_attempt else None, away=away and run.engine != "local")
 
 
-def _fresh(run: _Run, answer: SlurmReply) -> _Run:
-    """With the record of a script that has ended after it was looked for and before Slurm was asked."""
+def _refreshed(run: _Run, answer: SlurmReply) -> _Run:
+    """Return `run` with the record of a script that ended between reading the folder and querying Slurm."""
     now = _known(answer, run.left.job_id)
     if now is None or not now.over or run.left.over:
         return run
@@ -98,7 +104,7 @@ def _state(run: _Run, answer: SlurmReply) -> State:
     state = _of_job(run, job_id, answer)
     if job_id == run.submitted:
         return state
-    # Run inside a job that goes on (salloc), the script ends before its job does.
+    # Inside an allocation (salloc), the script ends before its job does.
     state = run.left if run.left.over and state.name == "RUNNING" else state
     return replace(state, by_hand=True)
 
@@ -119,57 +125,63 @@ def _of_job(run: _Run, job_id: str, answer: SlurmReply) -> State:
 
 
 def jobs(record: Mapping[str, Any]) -> list[str]:
-    """The ids of all jobs that were submitted for the run, of its submission.json: one, or those of a chain."""
+    """Return the ids of all jobs of a submission.json: one, or those of a chain."""
     return [str(job) for job in record.get("jobs", [record["job_id"]])]
 
 
 def last_job(path: Path) -> str:
-    """The id of the job that ran the script last: another than the submitted where it was started again by hand."""
+    """Return the id of the job that last ran the script, or ''. It differs from the submitted one after a manual
+    start."""
     return str(_json(path / run_folder.EXIT).get("job", ""))
 
 
 def exit_status(path: Path) -> int | None:
-    """What the batch script of the last attempt ended with, as it says itself; None while it has not."""
+    """Return the exit status that the batch script of the last attempt recorded; None before its end."""
     status = _json(path / run_folder.EXIT).get("exit_status")
     return status if isinstance(status, int) else None
 
 
 def _chain(run: _Run, answer: SlurmReply) -> State:
-    """The state of a chain: what its last attempt has decided, or else of the job that runs, waits or was the last."""
+    """Return the state of a chain: its recorded end, or the state of the job that runs, waits or was the last."""
     decided = _decided(run.path)
-    said = {job: of_slurm(now) for job, now in answer.jobs.items() if job in run.jobs}
-    open_ = [job for job in run.jobs if job in said and not said[job].over and said[job].source != "sacct"]
-    going = sorted(open_, key=lambda job: said[job].name == "PENDING")  # the one that runs first
+    known = {job: of_slurm(now) for job, now in answer.jobs.items() if job in run.jobs}
+    open_ = [job for job in run.jobs if job in known and not known[job].over and known[job].source != "sacct"]
+    active = sorted(open_, key=lambda job: known[job].name == "PENDING")  # a running job first
     if answer.unreachable and not decided:
-        state = State("UNKNOWN", run.last or run.jobs[0], "slurm", answer.unreachable, None, NOBODY)
-    elif decided or not going:
+        state = State("UNKNOWN", run.last or run.jobs[0], "slurm", answer.unreachable, None, NO_REPLY)
+    elif decided or not active:
         job_id = run.last or run.jobs[-1]
-        running = decided and job_id in open_  # it has left its record, and is not gone yet
+        running = decided and job_id in open_  # its end is recorded, but it is still in the queue
         state = replace(run.left, job_id=job_id) if running else _of_job(run, job_id, answer)
     else:
-        state = said[going[0]]
+        state = known[active[0]]
     number = run.jobs.index(state.job_id) + 1
     others = tuple(job for job in open_ if job != state.job_id)
     return replace(state, link=f"job {number} of a chain of {len(run.jobs)}", others=others)
 
 
 def _decided(path: Path) -> bool:
-    """Whether no later job of a chain goes on: an attempt has come to its end, or failed by itself."""
+    """Whether no later job of a chain will continue: an attempt finished, or failed without a signal."""
     status = exit_status(path)
     stopped = status == 0 and (path / run_folder.STOPPED).exists()
     return status not in (None, run_folder.ENDED_EARLY) and not stopped
 
 
 def of_array(job_id: str) -> list[State]:
-    """What Slurm says of each task of an array ('4242'), as far as it remembers them, or of the one job that it is."""
+    """Return the states of the tasks of an array ('4242') that Slurm still knows, or of a job that is no array."""
     answer = queue.query([JobQuery([job_id], job_id)])
     tasks = [of_slurm(now) for one, now in answer.jobs.items() if one.startswith(f"{job_id}_")]
     unknown = State("UNKNOWN", job_id, "slurm")
     return tasks or [state_of(Known(_known(answer, job_id), unknown, answer.unreachable))]
 
 
+def foreign_job(job_id: str) -> queue.Job | None:
+    """Return what Slurm reports about a job without a run folder; None if it does not know it or does not reply."""
+    return queue.query([JobQuery([job_id], job_id)]).jobs.get(job_id) if shutil.which("squeue") else None
+
+
 def submission(path: Path) -> dict[str, Any]:
-    """submission.json. Raises RequestError that says what is there instead."""
+    """Return submission.json. Raise RequestError that describes what the folder contains instead."""
     try:
         with open(f"{path}/{run_folder.SUBMISSION}", "rb", buffering=0) as file:  # noqa: PTH123 - as in _json
             document = json.loads(file.read())
@@ -180,38 +192,40 @@ def submission(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RequestError(f"{path / run_folder.SUBMISSION} cannot be read: {error}") from None
     if not isinstance(document, dict) or not {"job_id", "engine"} <= set(document):
-        raise RequestError(f"{path / run_folder.SUBMISSION} does not say job_id and engine; was it edited?")
+        raise RequestError(f"{path / run_folder.SUBMISSION} has no job_id and engine: was it edited?")
     return document
 
 
 def _unsubmitted(path: Path) -> str:
-    """What is known of a folder that stayed although its submission was not told as done (MaybeSubmitted)."""
+    """Return a message about a run folder whose submission was not confirmed (MaybeSubmitted)."""
     script, job = path.absolute() / run_folder.SCRIPT, last_job(path)
     if job:
         ended = exit_status(path)
         return (
-            f"{path} has no {run_folder.SUBMISSION}, but job {job} has begun its script"
-            + (f" and ended with exit status {ended}" if ended is not None else f": squeue --jobs={job} tells of it")
+            f"{path} has no {run_folder.SUBMISSION}, but job {job} started its script"
+            + (f" and ended with exit status {ended}" if ended is not None else f"; see squeue --jobs={job}")
             + f"; its logs are in {path / run_folder.LOGS}"
         )
     return (
-        f"{path} has a script and no {run_folder.SUBMISSION}: hpcinit was ended while it submitted, or nobody could "
-        "say whether there is a job. Look for it: squeue --all --me --states=all --format='%i %T %o' | "
+        f"{path} has a script but no {run_folder.SUBMISSION}: hpcinit was killed during the submission, or Slurm "
+        "did not confirm the job. Look for the job: squeue --all --me --states=all --format='%i %T %o' | "
         f"grep -F {script} ; "
-        "without one nothing was submitted"
+        "no output means that nothing was submitted"
     )
 
 
 def _local(path: Path, job_id: str) -> State:
-    from hpcinit.local import engine  # noqa: PLC0415 - psutil, only where there is no Slurm
+    from hpcinit.local import engine  # noqa: PLC0415 - imports psutil, which only runs without Slurm need
 
     left = engine.read_state(path)
-    reason = "the local engine ended without a word: killed, or no room for one" * (left.get("state") == "NODE_FAIL")
+    reason = "the local engine ended without a record: it was killed, or the disk is full" * (
+        left.get("state") == "NODE_FAIL"
+    )
     return State(left.get("state", "UNKNOWN"), job_id, "local", reason, left.get("exit_status"), engine.STATE)
 
 
 def _by_hand(path: Path, job_id: str) -> State:
-    """`bash job.sh`, without the engine: all that is known is the script's own record."""
+    """Return the state after `bash job.sh`, without the engine: only the script's own record exists."""
     from hpcinit.local import engine  # noqa: PLC0415
 
     attempt = _json(path / run_folder.EXIT)
@@ -227,13 +241,13 @@ def _left(attempt: Mapping[str, Any], job_id: str) -> State:
     restart = number if isinstance(number, int) else None
     if not attempt:
         never = (
-            "Slurm does not know the job any more, and it never began: was it cancelled while it waited? A controller "
-            "that is killed forgets what it took up to 5 s before: hpcinit resubmit (cluster.submit_confirm=true looks "
-            "again)"
+            "Slurm no longer knows the job, and it never started: was it cancelled while it waited? A controller that "
+            "is killed loses the jobs of its last 5 s. Submit it again: hpcinit resubmit "
+            "(cluster.submit_confirm=true checks a second time)"
         )
         return State("UNKNOWN", job_id, "slurm", never)
     if not isinstance(status, int):
-        lost = "Slurm does not know the job any more, and it left no exit record"
+        lost = "Slurm no longer knows the job, and no exit status is recorded"
         return State("UNKNOWN", job_id, "slurm", lost, restart=restart)
     name = "COMPLETED" if status == 0 else "FAILED"
     return State(name, job_id, "slurm", "", status, run_folder.EXIT, restart=restart)
@@ -241,7 +255,7 @@ def _left(attempt: Mapping[str, Any], job_id: str) -> State:
 
 def _json(path: str | Path) -> dict[str, Any]:
     try:
-        # Three of each of a thousand runs: Path.open() takes twice as long, and a buffer as long again.
+        # Three reads for each of a thousand runs: Path.open() and a buffer would each add as much time again.
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123
             document = json.loads(file.read())
     except (OSError, ValueError):

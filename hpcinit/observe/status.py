@@ -1,4 +1,7 @@
-"""`hpcinit status [RUN ...|all] [--json]`: a line per run; without RUN all of ./runs."""
+"""`hpcinit status [RUN ...|all] [--json]`: print a line per run; without RUN, for all runs in ./runs.
+
+Lines for any output, a table with bars for a terminal, JSON for programs.
+"""
 
 from __future__ import annotations
 
@@ -8,55 +11,77 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from hpcinit.base import console
 from hpcinit.base.console import plain
-from hpcinit.observe import find_runs, overview, progress, restarts
+from hpcinit.base.errors import RequestError
+from hpcinit.observe import find_runs, overview, progress, ranking, requests, restarts, state
 from hpcinit.observe.overview import Run
+from hpcinit.observe.requests import Submission
 from hpcinit.observe.state import State
+from hpcinit.records import world_size
 from hpcinit.slurm import reasons
+from hpcinit.slurm.queue import QueueQuery
 
-# How runs are shown: lines for any place, a table with bars for a terminal, JSON for programs.
-
-OLD_S = 60.0  # a running training whose last step is older gets its age shown
+OLD_S = 60.0  # the age of the last step is shown from here on
 
 
 def documents(run: Run) -> Iterator[dict[str, Any]]:
-    """One for a run, one for each task of a sweep."""
+    """Yield one document for a run, or one for each task of a sweep."""
     if run.error:
         yield {"run": str(run.path), "error": str(run.error)}
-    for task in run.tasks:
+    for task in [run.task] if run.task else run.tasks:
         yield {
             "run": str(task.path),
             "task": task.number,
             "combination": task.combination,
             **_json(task.path, task.state),
         }
-    if run.now:
+    if run.now and not run.task:
         yield {"run": str(run.path), **_json(run.path, run.now)}
 
 
 def _json(path: Path, now: State) -> dict[str, Any]:
-    begun = now.name not in ("PENDING", find_runs.NOT_SUBMITTED)
-    told = progress.read(path) if begun else {}
+    started = now.name not in ("PENDING", find_runs.NOT_SUBMITTED)
+    ran = started or now.restart is not None  # then this attempt or an earlier one may have left files
+    document = progress.read(path) if started else {}
+    submission = requests.read(path)
     return {
         **now.to_json(),
         "meaning": reasons.explain(now.reason),
-        "progress": told,
+        "progress": _finite(document),
+        "not_finite": document.get("not_finite", {}),
+        "result": ranking.result(path) if ran else None,
+        "submitted": submission.submitted,
+        "arguments": list(submission.arguments),
         "restarts": restarts.document(path) if now.restart is not None else None,
         "step_age_s": progress.age_s(path, time.time()) if now.name == "RUNNING" else None,
         "hang": list(report.lines()) if (report := progress.hang_note(path, now)) else [],
-        "stopped": progress.stop_note(path, now, told),
+        "stopped": progress.stop_note(path, now, document),
+        "no_effect": list(progress.ineffective_options(path, now).no_effect),
+        "warnings": [str(found)] if ran and (found := world_size.read(path)) else [],
     }
 
 
-def lines(run: Run, each_task: bool) -> Iterator[str]:
-    """What `hpcinit status` prints of it where there is no terminal."""
+def _finite(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a progress document with null for NaN and infinity, which JSON does not have."""
+    if not document:
+        return {}
+    given = document["values"].items()
+    values = {name: None if isinstance(value, float) and not isfinite(value) else value for name, value in given}
+    return {**{key: value for key, value in document.items() if key != "not_finite"}, "values": values}
+
+
+def lines(run: Run, each_task: bool, about: str = "") -> Iterator[str]:
+    """Yield the lines that `hpcinit status` prints without a terminal. about: the arguments of the run."""
     if run.now:
         now = run.now
-        yield f"{run.path.name:24} {now.job_id:>9}  {now.name:10} {details(run.path, now)}".rstrip()
+        combination = run.task.combination if run.task else ""
+        parts = [details(run.path, now), submitted(run.path), combination, about]
+        yield f"{run.name:24} {now.job_id:>9}  {now.name:10} {'  '.join(filter(None, parts))}".rstrip()
         if meaning := reasons.explain(now.reason):
             yield f"{'':24} {'':>9}  {meaning}"
     elif run.tasks:
@@ -69,47 +94,75 @@ def lines(run: Run, each_task: bool) -> Iterator[str]:
 
 
 def shortest(run: Run) -> Iterator[str]:
-    """'train-0001 RUNNING', of a sweep a line for each task: 'sweep-0001/3 COMPLETED'."""
+    """Yield 'train-0001 RUNNING', or for each task of a sweep 'sweep-0001/3 COMPLETED'."""
     if run.now:
-        yield f"{run.path.name} {run.now.name}"
+        yield f"{run.name} {run.now.name}"
     for task in run.tasks:
         yield f"{run.path.name}/{task.number} {task.state.name}"
 
 
 def meanings(run: Run) -> Iterator[str]:
-    """Each of Slurm's reasons in the run that has words, once."""
+    """Yield the explanation of each of Slurm's reasons in the run, once."""
     for reason in dict.fromkeys(now.reason for _, now in run.parts):
         if meaning := reasons.explain(reason):
             yield f"{reason}: {meaning}"
 
 
 def job_of(run: Run) -> str:
-    """Of a sweep the first of its jobs."""
+    """Return the job id; for a sweep, the first one."""
     if run.now:
         return run.now.job_id
     return next((now.job_id.partition("_")[0] for _, now in run.parts), "-")
 
 
 def details(path: Path, now: State) -> str:
-    """What else is known of a job: why and until when it waits, how far it is, how it ended."""
+    """Return the details of a job: why and until when it waits, its progress, how it ended."""
     status = "" if now.exit_status is None else f"exit status {now.exit_status}"
-    begun = now.name not in ("PENDING", find_runs.NOT_SUBMITTED)
-    before = restarts.words(restarts.read(path)) if now.restart is not None else ""
-    again = restarts.words_inside(restarts.read_inside(path)) if now.restart is not None else ""
-    parts = ["started by hand" if now.by_hand else "", now.link, now.reason, times(now), before, again, status]
-    told = progress.read(path) if begun else {}
-    parts += [progress.words(told), age(path, now), progress.notes(path, now, told)] if begun else []
+    started = now.name not in ("PENDING", find_runs.NOT_SUBMITTED)
+    before = restarts.summary(restarts.read(path)) if now.restart is not None else ""
+    again = restarts.summary_inside(restarts.read_inside(path)) if now.restart is not None else ""
+    deleted = f"its run folder was deleted; cancel it: scancel {now.job_id}" if now.folder_deleted else ""
+    parts = [
+        deleted,
+        "started manually" if now.by_hand else "",
+        now.link,
+        now.reason,
+        times(now),
+        before,
+        again,
+        status,
+    ]
+    document = progress.read(path) if started else {}
+    if started:
+        result = result_text(path) if now.over else ""
+        parts += [progress.summary(document), age(path, now), result, progress.notes(path, now, document)]
+    if (started or now.restart is not None) and (found := world_size.read(path)):
+        parts.append(f"warning: {found.summary()}")
     return "  ".join(part for part in parts if part)
 
 
+def result_text(path: Path) -> str:
+    """Return 'result 0.25' or 'result 0.25, 3' from result.json, or ''."""
+    value = ranking.result(path)
+    if value is None:
+        return ""
+    return "result " + ", ".join(f"{item:.4g}" for item in (value if isinstance(value, tuple) else (value,)))
+
+
+def submitted(path: Path) -> str:
+    """Return 'submitted 14:02', with the date if it is not today, or ''."""
+    at = requests.read(path).submitted
+    return f"submitted {when(datetime.fromtimestamp(at).isoformat(), datetime.now())}" if at is not None else ""
+
+
 def times(now: State) -> str:
-    """'for 1:02:03, 57:57 left' of a job that runs, 'starts about 14:02 (in 0:12:00)' of one that waits."""
+    """Return 'for 1:02:03, 57:57 left' for a running job, 'starts about 14:02 (in 0:12:00)' for a waiting one."""
     found = times_alone(now)
     return f"{'for' if now.name == 'RUNNING' else 'starts about'} {found}" if found else ""
 
 
 def times_alone(now: State) -> str:
-    """Return times() without the words before it, for a column of a table."""
+    """Return times() without the text before the time, for a table column."""
     if now.name == "RUNNING" and now.elapsed_s is not None:
         left = "" if now.left_s is None else f", {duration(now.left_s)} left"
         return f"{duration(now.elapsed_s)}{left}"
@@ -119,7 +172,7 @@ def times_alone(now: State) -> str:
 
 
 def when(start: str, now: datetime) -> str:
-    """'14:02 (in 12:00)' of Slurm's '2026-11-21T14:02:00', with the date where it is another day's."""
+    """Return '14:02 (in 12:00)' for Slurm's '2026-11-21T14:02:00', with the date if it is not today."""
     try:
         at = datetime.fromisoformat(start)
     except ValueError:
@@ -130,7 +183,7 @@ def when(start: str, now: datetime) -> str:
 
 
 def age(path: Path, now: State) -> str:
-    """'last step 5:12 ago' where that is long."""
+    """Return 'last step 5:12 ago' if that is more than OLD_S, or ''."""
     if now.name != "RUNNING":
         return ""
     since = progress.age_s(path, time.time())
@@ -138,7 +191,7 @@ def age(path: Path, now: State) -> str:
 
 
 def duration(seconds: float) -> str:
-    """'1-02:03:04', '2:03:04', '3:04', as squeue writes it."""
+    """Return '1-02:03:04', '2:03:04' or '3:04', as squeue does."""
     days, rest = divmod(round(seconds), 86_400)
     hours, rest = divmod(rest, 3600)
     minutes, rest = divmod(rest, 60)
@@ -148,22 +201,34 @@ def duration(seconds: float) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hpcinit status", description="How runs are doing.")
-    parser.add_argument("run", nargs="*", help="run folder, its name, a job id, or all; default: all")
+    parser = argparse.ArgumentParser(prog="hpcinit status", description="Show the state of runs.")
+    parser.add_argument("run", nargs="*", help="run folder, its name, a job id, or all (the default)")
     find_runs.add_runs_dir(parser)
+    parser.add_argument(
+        "--sort", metavar="NAME", help="sort runs and tasks by loss, or another metric, result, step or submitted"
+    )
+    parser.add_argument("--reverse", action="store_true", help="with --sort: the largest value first")
+    parser.add_argument("--top", type=int, metavar="N", help="only the first N; with --sort, --top 1 is the best run")
     return console.add_verbosity_options(parser, "one JSON object per line, for programs")
 
 
 def main(argv: Sequence[str]) -> int:
     options = console.parse_arguments(parser(), list(argv))
     every = find_runs.means_all_runs(options.run)
-    runs = overview.read(find_runs.matching_runs(options.run, options.runs_dir))
+    runs = _all_runs(options.runs_dir) if every else _named_runs(options.run, options.runs_dir)
     for run in runs:
         if run.error and not every:
             raise run.error
-        if run.error:  # one odd folder must not hide the others
+        if run.error:  # an invalid folder must not hide the others
             console.note(f"{run.path.name:24} {run.error}")
     known = [run for run in runs if not run.error]
+    if options.sort:
+        known = ranking.sort(overview.each_task(known), options.sort, options.reverse)
+    _print(known[: options.top], options, each_task=not every)
+    return 0
+
+
+def _print(known: Sequence[Run], options: argparse.Namespace, each_task: bool) -> None:
     if options.json:
         for run in known:
             for document in documents(run):
@@ -172,12 +237,53 @@ def main(argv: Sequence[str]) -> int:
         for run in known:
             print(plain("\n".join(shortest(run))))
     elif sys.stdout.isatty():
-        _table(known, each_task=not every)
+        _table(known, each_task)
     else:
-        for run in known:
-            for line in lines(run, each_task=not every):
+        for run, about in zip(known, _arguments(known), strict=True):
+            for line in lines(run, each_task, about):
                 print(plain(line))
-    return 0
+
+
+def _all_runs(runs_dir: Path) -> list[Run]:
+    """Return all runs in the folder, and those in the queue whose folder was deleted. Raise RequestError if none."""
+    paths = find_runs.all_runs(runs_dir)
+    slurm = (not paths and runs_dir.is_dir()) or any(_uses_slurm(path) for path in paths)
+    queue = QueueQuery("--me", ended=True) if slurm else None
+    runs = [*overview.read(paths, queue), *(overview.without_folder(runs_dir, queue) if queue else ())]
+    return runs or overview.read(find_runs.matching_runs([], runs_dir))
+
+
+def _named_runs(names: Sequence[str], runs_dir: Path) -> list[Run]:
+    """Return the runs with these names, also those in the queue whose folder was deleted. Raise RequestError."""
+    try:
+        return overview.read(find_runs.matching_runs(names, runs_dir))
+    except RequestError:
+        queue = QueueQuery("--me", ended=True)
+        deleted = {name: _deleted(name, runs_dir, queue) for name in names}
+        if not any(deleted.values()):
+            raise
+        found = [deleted[name] or overview.read(find_runs.matching_runs([name], runs_dir)) for name in names]
+        return [run for runs in found for run in runs]
+
+
+def _deleted(name: str, runs_dir: Path, queue: QueueQuery) -> list[Run]:
+    """Return the run with this name, path or job id, if its job is in the queue and its folder was deleted."""
+    folder = Path(name).parent if "/" in name else runs_dir
+    runs = overview.without_folder(folder, queue)
+    return [run for run in runs if run.now and (run.path.name == Path(name).name or run.now.job_id == name)]
+
+
+def _uses_slurm(path: Path) -> bool:
+    try:
+        return bool(state.submission(path)["engine"] == "slurm")
+    except RequestError:
+        return False
+
+
+def _arguments(runs: Sequence[Run]) -> list[str]:
+    """Return what to show of each run's arguments; nothing for tasks and sweeps, which show their combinations."""
+    submissions = [requests.read(run.path) if run.now and not run.task else Submission() for run in runs]
+    return requests.distinguish(submissions)
 
 
 def _table(runs: Sequence[overview.Run], each_task: bool) -> None:
@@ -185,7 +291,7 @@ def _table(runs: Sequence[overview.Run], each_task: bool) -> None:
 
     from hpcinit.observe.status_table import status_table  # noqa: PLC0415 - rich
 
-    Console(highlight=False).print(status_table(runs, each_task))
+    Console(highlight=False).print(status_table(runs, each_task, about=_arguments(runs)))
     for run in runs if each_task else ():
         for text in meanings(run) if run.tasks else ():
             print(plain(text))

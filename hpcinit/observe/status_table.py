@@ -1,4 +1,4 @@
-"""The table of runs that a terminal gets from `status` and `watch`; rich decides about colors (NO_COLOR)."""
+"""The table that `status` and `watch` print to a terminal. rich decides about colors (NO_COLOR)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ from hpcinit.base.console import plain
 from hpcinit.observe import find_runs, progress, restarts
 from hpcinit.observe.overview import Run
 from hpcinit.observe.state import State
-from hpcinit.observe.status import age, job_of, times_alone
+from hpcinit.observe.status import age, job_of, result_text, submitted, times_alone
 from hpcinit.slurm import reasons
 
 STYLES = {"COMPLETED": "green", "RUNNING": "cyan", "PENDING": "yellow", "COMPLETING": "cyan", "UNKNOWN": "magenta"}
 BAR = 12  # characters
-COLUMNS = ("run", "job", "state", "", "", "time", "")
+COLUMNS = ("run", "job", "state", "", "", "time", "submitted", "")
 Row = Sequence[RenderableType]
 
 
-def status_table(runs: Sequence[Run], each_task: bool, most: int | None = None) -> Table:
-    """A row for each run and, if asked for, each task of a sweep. most: rows; how many are left out is told."""
-    rows = [row for run in runs for row in _rows(run, each_task, in_order=most is None)]
+def status_table(runs: Sequence[Run], each_task: bool, most: int | None = None, about: Sequence[str] = ()) -> Table:
+    """Return a table with a row for each run, and for each task of a sweep if `each_task`.
+
+    most: the largest number of rows; the last one then counts those that are not shown.
+    about: the arguments of each run.
+    """
+    texts = about or [""] * len(runs)
+    each = zip(runs, texts, strict=True)
+    rows = [row for run, text in each for row in _rows(run, each_task, most is None, text)]
     used = [number for number, name in enumerate(COLUMNS) if name or any(row[number] for row in rows)]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number in used:
@@ -38,36 +44,54 @@ def status_table(runs: Sequence[Run], each_task: bool, most: int | None = None) 
     return table
 
 
-def _rows(run: Run, each_task: bool, in_order: bool) -> Iterator[Row]:
+def _rows(run: Run, each_task: bool, in_order: bool, about: str) -> Iterator[Row]:
     if run.now:
-        yield _row(run.path.name, run.path, run.now, reasons.explain(run.now.reason))
+        combination = run.task.combination if run.task else ""
+        texts = (reasons.explain(run.now.reason), combination, about)
+        yield _row(run.name, run.path, run.now, "  ".join(filter(None, texts)))
     elif run.tasks:
         over = sum(task.state.over for task in run.tasks)
         counts = find_runs.count_states(run.tasks)
-        yield [run.path.name, job_of(run), f"{len(run.tasks)} tasks", _bar(over, len(run.tasks)), "", "", counts]
+        yield [run.path.name, job_of(run), f"{len(run.tasks)} tasks", _bar(over, len(run.tasks)), "", "", "", counts]
         if each_task:
             tasks = run.tasks if in_order else sorted(run.tasks, key=_interest)
             yield from (_row(f"  {task.number}", task.path, task.state, task.combination) for task in tasks)
 
 
 def _row(name: str, path: Path, now: State, about: str) -> Row:
-    begun = now.name not in ("PENDING", find_runs.NOT_SUBMITTED)
-    told = progress.read(path) if begun else {}
+    started = now.name not in ("PENDING", find_runs.NOT_SUBMITTED)
+    document = progress.read(path) if started else {}
     status = f"exit status {now.exit_status}" if now.exit_status else ""
-    by_hand = "started by hand" if now.by_hand else ""
-    values = "  ".join(progress.values(told))
+    by_hand = "started manually" if now.by_hand else ""
+    values = "  ".join(progress.values(document))
     old = age(path, now)
-    before = restarts.words(restarts.read(path)) if now.restart is not None else ""
-    again = restarts.words_inside(restarts.read_inside(path)) if now.restart is not None else ""
-    remark = progress.notes(path, now, told) if begun else ""
-    parts = (by_hand, now.link, now.reason, before, again, status, values, old, remark, about)
+    before = restarts.summary(restarts.read(path)) if now.restart is not None else ""
+    again = restarts.summary_inside(restarts.read_inside(path)) if now.restart is not None else ""
+    note = progress.notes(path, now, document) if started else ""
+    deleted = f"its run folder was deleted; cancel it: scancel {now.job_id}" if now.folder_deleted else ""
+    parts = (
+        deleted,
+        by_hand,
+        now.link,
+        now.reason,
+        before,
+        again,
+        status,
+        values,
+        old,
+        note,
+        progress.not_finite_note(document),
+        result_text(path) if now.over else "",
+        about,
+    )
     return [
         Text(plain(name)),
         Text(plain(now.job_id)),
         Text(now.name, STYLES.get(now.name, "red" if now.over else "")),
-        _bar(told["step"], told["total"]) if told else "",
-        f"{told['step']}/{told['total']}" if told else "",
+        _bar(document["step"], document["total"]) if document else "",
+        f"{document['step']}/{document['total']}" if document else "",
         times_alone(now),
+        submitted(path).removeprefix("submitted "),
         Text(plain("  ".join(part for part in parts if part))),
     ]
 
@@ -77,7 +101,7 @@ def _bar(done: float, total: float) -> ProgressBar:
 
 
 def _interest(task: find_runs.Task) -> int:
-    """What runs first, then what has failed, what waits, what ended well."""
+    """Return a sort key: running tasks first, then failed, waiting and successful ones."""
     if not task.state.over:
         return 2 if task.state.name in ("PENDING", find_runs.NOT_SUBMITTED) else 0
     return 1 if task.status else 3

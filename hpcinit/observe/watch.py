@@ -1,4 +1,4 @@
-"""`hpcinit watch [RUN ...] [--json]`: how runs are doing, until all of them are over."""
+"""`hpcinit watch [RUN ...] [--json]`: show the state of runs until all of them are over."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ from hpcinit.base.console import plain
 from hpcinit.base.errors import INTERRUPTED
 from hpcinit.observe import find_runs, overview, progress, status
 from hpcinit.observe.poll import Polls
+from hpcinit.observe.state import State
 
-LOOK_S = 1.0  # at what the trainings themselves write; Slurm is asked more rarely
+LOOK_S = 1.0  # interval of reading the run folders; Slurm is queried less often
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="hpcinit watch", description="How runs are doing, until all are over; then the highest exit status."
+        prog="hpcinit watch",
+        description="Show the state of runs until all are over. The exit status is the highest one of the runs.",
     )
-    parser.add_argument("run", nargs="*", help="run folder, its name, a job id, or all; default: all that are not over")
+    parser.add_argument(
+        "run", nargs="*", help="run folder, its name, a job id, or all; default: all runs that are not over"
+    )
     find_runs.add_runs_dir(parser)
-    return console_module.add_verbosity_options(parser, "one JSON object per line, for each change")
+    return console_module.add_verbosity_options(parser, "one JSON object per change, one per line")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
                 return 0
         return _watch(Polls(paths), options.json)
     except KeyboardInterrupt:
-        console_module.note("\nno longer watching; the jobs go on. End them:  hpcinit cancel RUN")
+        console_module.note("\nstopped watching; the jobs continue. Cancel them with:  hpcinit cancel RUN")
         return INTERRUPTED
 
 
@@ -83,36 +87,40 @@ def _live(polls: Polls) -> None:
 
 
 def _changes(polls: Polls, as_json: bool) -> None:
-    began, told = time.monotonic(), dict[Path, Any]()
+    start, printed = time.monotonic(), dict[Path, Any]()
     over = False
     while not over:
         over = polls.ask()
         for run in polls.shown():
-            for text in _json(run, told) if as_json else _lines(run, told):
-                print(text if as_json else f"[{time.monotonic() - began:.0f} s] {plain(text)}")
+            for text in _json(run, printed) if as_json else _lines(run, printed):
+                print(text if as_json else f"[{time.monotonic() - start:.0f} s] {plain(text)}")
         sys.stdout.flush()
         if not over:
             time.sleep(LOOK_S)
 
 
-def _lines(run: overview.Run, told: dict[Path, Any]) -> Iterator[str]:
-    """A line for each job whose state or reason is another than before; of a sweep that waits, one for all."""
+def _lines(run: overview.Run, printed: dict[Path, Any]) -> Iterator[str]:
+    """Yield a line for each job whose state or reason changed, and one line for all waiting tasks of a sweep."""
     for path, now in run.parts:
-        seen = (now.job_id, now.name, now.reason, bool(progress.hang_note(path, now)))
-        if told.get(path) == seen or (run.tasks and now.name == "PENDING" and path not in told):
+        seen = (now.job_id, now.name, now.reason, bool(progress.hang_note(path, now)), _not_finite(path, now))
+        if printed.get(path) == seen or (run.tasks and now.name == "PENDING" and path not in printed):
             continue
-        told[path] = seen
+        printed[path] = seen
         name = f"{run.path.name}/{path.name}" if run.tasks else path.name
         yield f"{name} {now.job_id} {now.name}  {status.details(path, now)}".rstrip()
-    if run.tasks and told.get(run.path) != (counts := find_runs.count_states(run.tasks)):
-        told[run.path] = counts
+    if run.tasks and printed.get(run.path) != (counts := find_runs.count_states(run.tasks)):
+        printed[run.path] = counts
         yield f"{run.path.name}: {counts}"
 
 
-def _json(run: overview.Run, told: dict[Path, Any]) -> Iterator[str]:
+def _not_finite(path: Path, now: State) -> bool:
+    return now.name != "PENDING" and bool(progress.not_finite_note(progress.read(path)))
+
+
+def _json(run: overview.Run, printed: dict[Path, Any]) -> Iterator[str]:
     documents = {Path(document["run"]): document for document in status.documents(run)}
     for path, document in documents.items():
         seen = [document.get(key) for key in ("job_id", "name", "reason", "exit_status", "progress", "hang")]
-        if told.get(path) != seen:
-            told[path] = seen
+        if printed.get(path) != seen:
+            printed[path] = seen
             yield json.dumps(document)

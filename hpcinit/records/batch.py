@@ -1,4 +1,4 @@
-"""How many samples a step takes: global batch = micro batch x accumulation x data parallel size.
+"""The number of samples per step: global batch = micro batch x accumulation x data parallel size.
 
 The identity is DeepSpeed's (train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data
 parallel size); ranks of one pipeline, context or tensor parallel group work on the same samples and count once.
@@ -13,8 +13,10 @@ from hpcinit.base.errors import RequestError
 
 @dataclass(frozen=True)
 class Batch:
-    """micro: samples of one forward pass of a rank. accumulation: forward passes of a step. data_parallel: groups of
-    ranks that see different samples. Raises RequestError for a number below 1.
+    """The sizes of one step.
+
+    micro: samples in one forward pass of a rank. accumulation: forward passes per step. data_parallel: groups of ranks
+    with different samples. Raises RequestError for a number below 1.
     """
 
     micro: int
@@ -27,7 +29,7 @@ class Batch:
 
     @property
     def total(self) -> int:
-        """The global batch: samples of a step over all ranks."""
+        """The global batch: samples per step over all ranks."""
         return self.micro * self.accumulation * self.data_parallel
 
     def equation(self) -> str:
@@ -38,9 +40,9 @@ class Batch:
 
 
 def solve(micro: int | None, accumulation: int | None, total: int | None, data_parallel: int) -> Batch:
-    """The Batch from any two of the three; from one, with an accumulation (or else a micro batch) of 1.
+    """Return the Batch from any two of the three numbers. With one number, accumulation (or else micro) is 1.
 
-    Never rounds: raises RequestError with the nearest values that work.
+    Raise RequestError, with the nearest values that work, instead of rounding.
     """
     for key, value in (("micro", micro), ("accumulation", accumulation), ("global", total)):
         if value is not None:
@@ -51,7 +53,7 @@ def solve(micro: int | None, accumulation: int | None, total: int | None, data_p
         batch = Batch(micro, accumulation, data_parallel)
         if batch.total != total:
             raise RequestError(
-                f"batch.global is {total}, but {batch.equation()}: give two of the three, or batch.global={batch.total}"
+                f"batch.global is {total}, but {batch.equation()}: set two of the three, or batch.global={batch.total}"
             )
         return batch
     key, given = ("micro", micro) if micro is not None else ("accumulation", accumulation or 1)
@@ -64,19 +66,19 @@ def solve(micro: int | None, accumulation: int | None, total: int | None, data_p
 def _indivisible(key: str, given: int, total: int, data_parallel: int) -> str:
     unit = given * data_parallel
     near = [n for n in (total // unit * unit, -(-total // unit) * unit) if n]
-    ways = [f"batch.global={' or '.join(map(str, near))}"]
+    changes = [f"batch.global={' or '.join(map(str, near))}"]
     per_rank, rest = divmod(total, data_parallel)
     if not rest:
         below, above = _divisors_around(per_rank, given)
-        ways.append(f"batch.{key}={' or '.join(str(n) for n in (below, above) if n)}")
+        changes.append(f"batch.{key}={' or '.join(str(n) for n in (below, above) if n)}")
     return (
         f"batch.global {total} is not a multiple of {key} {given} x data parallel {data_parallel} = {unit}; "
-        f"nearest that work: {', or '.join(ways)}"
+        f"nearest values that work: {', or '.join(changes)}"
     )
 
 
 def _divisors_around(number: int, near: int) -> tuple[int, int | None]:
-    """The divisors of `number` on both sides of `near`, which is none."""
+    """Return the divisors of `number` just below and above `near`, which is not a divisor."""
     below = next(n for n in range(min(near, number), 0, -1) if number % n == 0)
     above = next((n for n in range(near + 1, number + 1) if number % n == 0), None)
     return below, above

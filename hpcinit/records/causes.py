@@ -1,14 +1,14 @@
-"""What an error says of its cause, and what to do next. An echo is an error that another rank's end brings about.
+"""The cause of an error message of another program, and what to do about it.
 
-The patterns are of other programs' output: torch, NCCL, gloo, Python, Slurm. What hpcinit itself raises has its kind in
-its record.
+The patterns match messages of torch, NCCL, gloo, Python and Slurm. Errors that hpcinit raises have their kind in the
+error record. A secondary error is a consequence of another rank's failure.
 """
 
 from __future__ import annotations
 
 import re
 
-from hpcinit.base import errors as kinds
+from hpcinit.base import failure_kinds
 from hpcinit.records.error_records import ErrorRecord
 
 SECONDARY = re.compile(
@@ -20,99 +20,119 @@ SECONDARY = re.compile(
             r"remote process exited or there was a network error",  # NCCL, ncclRemoteError
             r"ncclRemoteError",
             r"NCCL communicator was aborted",
-            r"Watchdog caught collective operation timeout",  # a peer did not come: it is the cause, or hangs
+            r"Watchdog caught collective operation timeout",  # a peer did not join: that one failed or hangs
             r"Timed out waiting \d+ms for (send|recv) operation",  # gloo
-            r"failed to recv, got 0 bytes",  # TCPStore, whose host is gone
+            r"failed to recv, got 0 bytes",  # TCPStore: the process of its server ended
             r"DataLoader worker .* killed by signal: Terminated",
             r"^SystemExit: 143$",
         )
     )
 )
+TIMEOUT = re.compile(r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for (send|recv) operation")
+STOPPED_BY_SIGTERM = re.compile(r"DataLoader worker .* killed by signal: Terminated|^SystemExit: 143$")
 _CUDA = "lower batch.micro, set activation_checkpointing=full, or shard more: parallel=fsdp or zero3 (hpcinit plan)"
-HOST_MEMORY = (
-    "ask for more memory (mem_gb=...; 0 is all of a node) or use less: fewer data loader workers, fewer ranks a node"
+CUDA_MEMORY_OF_PROGRAM = (
+    "lower the program's own batch size, or use activation checkpointing or sharding (FSDP, ZeRO) in the program; "
+    "it did not use run.wrap, so hpcinit's options for these have no effect"
 )
-# Kind, what its text looks like, what to do. The first that fits.
+HOST_MEMORY = (
+    "request more memory (mem_gb=...; 0: all of a node) or use less: fewer data loader workers, fewer ranks per node"
+)
+# (kind, pattern of the message, advice). The first match counts.
 KINDS = (
-    (kinds.CUDA_MEMORY, r"CUDA out of memory|CUDA error: out of memory|HIP out of memory", _CUDA),
-    (kinds.HOST_MEMORY, r"DataLoader worker .* killed by signal: Killed|^MemoryError|Cannot allocate memory",
+    (failure_kinds.CUDA_MEMORY, r"CUDA out of memory|CUDA error: out of memory|HIP out of memory", _CUDA),
+    (failure_kinds.HOST_MEMORY, r"DataLoader worker .* killed by signal: Killed|^MemoryError|Cannot allocate memory",
      HOST_MEMORY),
-    (kinds.SHARED_MEMORY, r"unable to allocate shared memory|DataLoader worker .* Bus error",
+    (failure_kinds.HOST_MEMORY, r"DataLoader worker .* exited unexpectedly",
+     "a worker of the DataLoader died: out of memory (mem_gb=..., fewer workers), or a crash in the data set's code; "
+     "num_workers=0 shows it in the rank itself"),
+    (failure_kinds.SHARED_MEMORY, r"unable to allocate shared memory|DataLoader worker .* Bus error",
      "the node's /dev/shm is full: fewer data loader workers, "
      "or torch.multiprocessing.set_sharing_strategy('file_system')"),
-    (kinds.DISK, r"No space left on device|Disk quota exceeded",
-     "make room (df -h, quota), or write elsewhere: runs_dir, TMPDIR"),
-    # torch.save where there is no room: https://github.com/pytorch/pytorch/issues/121833
-    (kinds.DISK, r"inline_container\.cc.* unexpected pos|PytorchStreamWriter failed writing|: iostream error",
-     "torch could not write a file to its end, most often for want of room: df -h and quota, where the program saves"),
-    (kinds.PROGRAM, r"^SystemExit: \d+$",
-     "the program ended itself with that status (sys.exit): what it printed before that is in that rank's log"),
-    (kinds.IMPORT, r"^(ModuleNotFoundError|ImportError)",
-     "the ranks' Python lacks it: cluster.venv, cluster.conda, cluster.modules or container.image say which it is"),
-    (kinds.NO_GPU, r"Torch not compiled with CUDA enabled|has no attribute '_cuda_setDevice'|Found no NVIDIA driver",
-     "the ranks' torch is built for CPUs, or their node has no GPU: cluster.venv, cluster.conda or container.image say "
-     "which torch it is; hpcinit doctor cluster=... nodes=1 shows what it finds"),
-    (kinds.GPU, r"Xid|ECC error|device-side assert|CUDA error|no CUDA-capable device|GPU is lost",
-     "if it is always the same node, leave it out (+cluster.sbatch.exclude=NODE) and tell the site; "
-     "a device-side assert is the program's: CUDA_LAUNCH_BLOCKING=1 names the line"),
-    (kinds.PORT, r"Address already in use|EADDRINUSE",
-     "another process has the port: submit again, hpcinit takes another one"),
-    (kinds.NOT_A_NUMBER, r"\b(nan|NaN|FloatingPointError|loss is (nan|inf))\b",
-     "the numbers broke, not the cluster: lower the learning rate, clip gradients, go on from an earlier checkpoint"),
-    (kinds.FILE, r"^(FileNotFoundError|PermissionError|IsADirectoryError)",
-     "is the path there on the compute nodes, and readable?"),
-    (kinds.NETWORK, r"ncclSystemError|ncclInternalError|NCCL error|No route to host|Network is unreachable",
-     "run it again with NCCL_DEBUG=INFO; if it is always the same node, leave it out (+cluster.sbatch.exclude=NODE)"),
+    (failure_kinds.DISK, r"No space left on device|Disk quota exceeded",
+     "free space (df -h, quota), or write to another disk: runs_dir, TMPDIR"),
+    # torch.save on a full disk: https://github.com/pytorch/pytorch/issues/121833
+    (failure_kinds.DISK, r"inline_container\.cc.* unexpected pos|PytorchStreamWriter failed writing|: iostream error",
+     "torch could not finish writing a file, usually because the disk is full: check df -h and quota where the program "
+     "saves"),
+    (failure_kinds.PROGRAM, r"^SystemExit: \d+$",
+     "the program exited with that status (sys.exit): the log of that rank shows what it printed before"),
+    (failure_kinds.IMPORT, r"^(ModuleNotFoundError|ImportError)",
+     "the ranks' Python lacks this module: check cluster.venv, cluster.conda, cluster.modules or container.image"),
+    (failure_kinds.NO_GPU, r"Torch not compiled with CUDA enabled|has no attribute '_cuda_setDevice'"
+     r"|Found no NVIDIA driver",
+     "the ranks' torch has no CUDA support, or their node has no GPU: check cluster.venv, cluster.conda or "
+     "container.image; hpcinit doctor cluster=... nodes=1 shows torch and the GPUs of a node"),
+    (failure_kinds.GPU, r"Xid|ECC error|device-side assert|CUDA error|no CUDA-capable device|GPU is lost",
+     "if the same node fails again, exclude it (+cluster.sbatch.exclude=NODE) and report it to the site; "
+     "a device-side assert is a bug of the program: CUDA_LAUNCH_BLOCKING=1 shows the line"),
+    (failure_kinds.PORT, r"Address already in use|EADDRINUSE",
+     "another process uses the port: submit again, and hpcinit chooses another one"),
+    (failure_kinds.NOT_A_NUMBER, r"\b(nan|NaN|FloatingPointError|loss is (nan|inf))\b",
+     "training diverged, the cluster is not the cause: lower the learning rate, clip gradients, resume from an earlier "
+     "checkpoint"),
+    (failure_kinds.FILE, r"^(FileNotFoundError|PermissionError|IsADirectoryError)|error: execve\(\): ",
+     "check that the path exists on the compute nodes and is readable there"),
+    (failure_kinds.NETWORK, r"ncclSystemError|ncclInternalError|NCCL error|No route to host|Network is unreachable",
+     "run it again with NCCL_DEBUG=INFO; if the same node fails again, exclude it (+cluster.sbatch.exclude=NODE)"),
 )  # fmt: skip
 SIGNALS = {
-    "Killed": "signal 9 from outside: the kernel, out of memory (mem_gb=...; dmesg on the node), or a kill -9",
-    "Segmentation fault": "a crash in C code: python -X faulthandler shows where; mixed builds of torch and CUDA do it",
-    "Bus error": "a memory-mapped file whose disk is full, or that was truncated: look at /tmp, TMPDIR and /dev/shm on "
-    "that node (df -h; files of other users and jobs count)",
-    "Aborted": "C code gave up; its words are the last of that rank's log",
+    "Killed": "signal 9 from outside: the kernel's OOM killer (mem_gb=...; dmesg on the node), or a kill -9",
+    "Segmentation fault": "a crash in C code: python -X faulthandler shows where; it can be a torch for another "
+    "version of CUDA",
+    "Bus error": "the disk of a memory-mapped file is full, or the file was truncated: check /tmp, TMPDIR and /dev/shm "
+    "on that node (df -h; files of other users and jobs count too)",
+    "Terminated": "SIGTERM from outside hpcinit and Slurm: a kill of this process, a watchdog of the node, or the "
+    "program itself",
+    "Interrupt": "SIGINT from outside hpcinit and Slurm: a kill -INT of this process, or the program itself",
+    "Aborted": "C code aborted; its message is at the end of that rank's log",
 }
 
 
 ADVICE = {
-    kinds.PROGRAM: "the traceback is in that rank's log",
-    kinds.HANG: "see hang/ in the run folder for the stacks of all ranks",
-    kinds.START_UP: "look at the log of the rank that is missing, and at its node",
+    failure_kinds.PROGRAM: "the traceback is in that rank's log",
+    failure_kinds.HANG: "hang/ in the run folder has the stacks of all ranks",
+    failure_kinds.START_UP: "check the log of the missing rank, and its node",
 }
 
 
 def is_secondary_text(error: str) -> bool:
-    """Whether the words of another program are those of an error that another rank's end brings about."""
+    """Return whether another program's message is a consequence of another rank's failure."""
     return bool(SECONDARY.search(error))
 
 
 def is_secondary(record: ErrorRecord) -> bool:
-    """Whether the error is a consequence of another rank's failure."""
-    return record.kind in kinds.SECONDARY or is_secondary_text(record.foreign)
+    """Return whether the error is a consequence of another rank's failure."""
+    return record.kind in failure_kinds.SECONDARY or is_secondary_text(record.foreign)
+
+
+def is_timeout(record: ErrorRecord) -> bool:
+    """Return whether a collective of the rank timed out, because another rank did not call it."""
+    return bool(TIMEOUT.search(record.foreign))
 
 
 def secondary_name(record: ErrorRecord) -> str:
-    """Return what is_secondary() found in the record, '' if nothing."""
-    if record.kind in kinds.SECONDARY:
-        return kinds.SECONDARY[record.kind]
+    """Return the name of the secondary error in the record, '' if it is none."""
+    if record.kind in failure_kinds.SECONDARY:
+        return failure_kinds.SECONDARY[record.kind]
     found = SECONDARY.search(record.foreign)
     return found[0].strip("^$") if found else ""
 
 
 def kind(error: str) -> tuple[str, str]:
-    """('cuda-memory', what to do), or ('program', ...) for an error that is nobody's but the program's.
-
-    error: the words of another program.
-    """
+    """Return (kind, advice) of another program's message: ('cuda-memory', ...), or ('program', ...) if none matches."""
     for name, pattern, advice in KINDS:
         if re.search(pattern, error):
             return name, advice
-    return kinds.PROGRAM, ADVICE[kinds.PROGRAM]
+    return failure_kinds.PROGRAM, ADVICE[failure_kinds.PROGRAM]
 
 
 def of_record(record: ErrorRecord) -> tuple[str, str]:
-    """As kind(). For an error of hpcinit: what it quotes, or else its own kind; kinds of later versions count as
-    'program'."""
+    """Return (kind, advice) of a record. For an error of hpcinit: of what it quotes, or else its own kind.
+
+    Kinds of later versions count as 'program'.
+    """
     found = kind(record.foreign)
-    if found[0] == kinds.PROGRAM and record.kind in ADVICE:
+    if found[0] == failure_kinds.PROGRAM and record.kind in ADVICE:
         return record.kind, ADVICE[record.kind]
     return found

@@ -1,7 +1,7 @@
-"""Restarts inside a job, with launch=torchrun: elastic.jsonl in the run folder, a line for each.
+"""Restarts inside a job, with launch=torchrun: elastic.jsonl in the run folder, one line for each.
 
-What the ranks of an earlier start have left (error records, reports of a hang) is set aside before the next one, so
-that whoever reads the run folder finds the last start's.
+Before each restart, the error records and hang reports of the failed start are moved to a folder `before-...`. So the
+run folder shows those of the last start only.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ ASIDE = "before-"  # errors/before-43.0.0/, hang/before-43.0.0/
 
 @dataclass(frozen=True)
 class Restart:
-    """Why all ranks are started again. job: World.job of the start that failed. number: 1 for the first of this step.
+    """Why all ranks were restarted. job: World.job of the start that failed. number: 1 for the first of this step.
 
-    how: 'Killed', 'Exited with exit code 1'. error: one line of the rank's own, or ''. step: the furthest that was
-    told, -1 for none. time: seconds since 1970. secondary: whether the error is a consequence of another rank's end.
+    how: 'Killed', 'Exited with exit code 1'. error: one line of the rank's error, or ''. step: the last reported one,
+    -1 for none. time: seconds since 1970. secondary: whether the error is a consequence of another rank's failure.
     """
 
     job: str
@@ -44,7 +44,7 @@ class Restart:
 
 
 def from_json(line: str) -> Restart:
-    """Raises ValueError, TypeError or AttributeError for what is no such line."""
+    """Return the Restart of a line. Raise ValueError, TypeError or AttributeError if it is not one."""
     try:
         found = run_folder.from_known_fields(Restart, json.loads(line))
     except RecursionError:
@@ -56,7 +56,7 @@ def from_json(line: str) -> Restart:
 def _check_types(found: Restart) -> None:
     """Raise ValueError for a value of another type than its field's: another version or program may have written it."""
     for name in ("job", "host", "how", "error"):
-        getattr(found, name).encode()  # UnicodeEncodeError is a ValueError: half a character fits in no file
+        getattr(found, name).encode()  # UnicodeEncodeError is a ValueError; a lone surrogate fits in no file
     for name in ("number", "rank", "step"):
         value = getattr(found, name)
         if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value < 2**31:
@@ -68,24 +68,24 @@ def _check_types(found: Restart) -> None:
 
 
 def cause(found: Sequence[Restart]) -> Restart:
-    """The first in time of those that are no consequence of another rank's end; else the first in time."""
+    """Return the first restart in time that is not secondary; if all are, the first in time."""
     return min(found, key=lambda one: (one.secondary, one.time))
 
 
 def round_folder(step: str, number: int) -> str:
-    """World.job of the ranks' start `number` in the step '43.0.1' (job, step, restart): '43.0e2.1'; 0 is the first."""
+    """Return World.job of restart round `number` in the step '43.0.1' (job, step, restart): '43.0e2.1'."""
     head, _, restart = step.rpartition(".")
     return f"{head}e{number}.{restart}" if number else step
 
 
 def agents_folder(step: str) -> str:
-    """World.job of the agents' own meeting in the step '43.0.1': '43.0a.1'."""
+    """Return World.job of the rendezvous of the agents in the step '43.0.1': '43.0a.1'."""
     head, _, restart = step.rpartition(".")
     return f"{head}a.{restart}"
 
 
 def read(folder: Path) -> Iterator[Restart]:
-    """All that are on record in the run folder; what cannot be read is left out."""
+    """Yield the recorded restarts of the run folder. Skip lines that cannot be read."""
     with suppress(OSError):
         for line in (folder / run_folder.ELASTIC).read_text().splitlines():
             with suppress(ValueError, TypeError, AttributeError):
@@ -93,7 +93,7 @@ def read(folder: Path) -> Iterator[Restart]:
 
 
 def furthest(folder: Path) -> int:
-    """The step that rank 0 has told last, -1 before the first."""
+    """Return the last step that rank 0 reported, -1 before the first."""
     try:
         step = json.loads((folder / run_folder.PROGRESS).read_text())["step"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -102,13 +102,13 @@ def furthest(folder: Path) -> int:
 
 
 def record(folder: Path, restart: Restart) -> None:
-    """Raises OSError."""
+    """Append a restart to the record. Raise OSError."""
     with (folder / run_folder.ELASTIC).open("a") as file:
         file.write(restart.to_json() + "\n")
 
 
 def set_aside(folder: Path, job: str) -> None:
-    """What the start `job` has left in errors/ and hang/ of the run folder. Raises OSError."""
+    """Move the error records and hang reports of the start `job` to folders `before-JOB`. Raise OSError."""
     below = folder / run_folder.ERRORS
     aside = below / f"{ASIDE}{scratch.folder_name(job)}"
     for found in error_records.read(below):

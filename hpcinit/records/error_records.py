@@ -1,4 +1,4 @@
-"""What a rank that fails leaves: errors/rank-N.json in the run folder. The job writes it, the login node reads it."""
+"""The record of a rank's error: errors/rank-N.json in the run folder. The job writes it, the login node reads it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from hpcinit.records import run_folder
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """time: seconds since 1970, by the node's own clock. monotonic: seconds since the node came up, where steps of a
-    clock that is set do not show. phase: 'start-up', 'training', 'saving', ... step: the last that was told, or -1.
-    job: World.job, which names this start of this job and no other.
+    """The error of one rank.
 
-    kind: of base/errors.py if hpcinit raised the error, '' if another program did. rank_at_fault,
-    host_at_fault: whose failure this is a consequence of, None and '' if not known. quoted: what hpcinit's message
-    quotes of another program. hang: the fields of hang_report.HangReport, None for other errors.
-    """
+    time: seconds since 1970, by the node's clock. monotonic: seconds since the node booted, which setting the clock
+    does not change. phase: 'start-up', 'training', 'saving', ... step: the last reported step, or -1. job: World.job,
+    unique to this start of this job.
+
+    kind: of base/failure_kinds.py if hpcinit raised the error, '' if another program did. rank_at_fault, host_at_fault:
+    the rank whose failure caused this one, None and '' if unknown. quoted: another program's output in hpcinit's
+    message. hang: the fields of hang_report.HangReport, None for other errors."""
 
     time: float
     rank: int
@@ -39,7 +40,7 @@ class ErrorRecord:
 
     @property
     def foreign(self) -> str:
-        """The words of other programs: all of `error`, or `quoted` if hpcinit raised it."""
+        """The message of another program: `error`, or `quoted` if hpcinit raised the error."""
         return self.quoted if self.kind else self.error
 
     @property
@@ -52,15 +53,15 @@ class ErrorRecord:
 
 @dataclass(frozen=True)
 class Found:
-    """written: when the record's file was, by the clock of whoever keeps the files (of NFS, the server)."""
+    """A record, and when its file was written, by the clock of the file system (with NFS: the server's)."""
 
     record: ErrorRecord
     written: float
 
 
 def read(folder: Path, name: str = "rank-*.json") -> Iterator[Found]:
-    """All of `folder`, a run's errors/, or the one of that name. What cannot be read, is half written or of another
-    version is left out."""
+    """Yield the records in `folder` (errors/ of a run) that match `name`. Skip files that are unreadable or incomplete,
+    or that another version wrote."""
     for path in _named(folder, name):
         try:
             record = run_folder.from_known_fields(ErrorRecord, json.loads(path.read_text()))
@@ -80,7 +81,7 @@ TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def _check_types(record: ErrorRecord) -> None:
-    """Raise ValueError for a value of another type than its field's: no reader has to expect it."""
+    """Raise ValueError if a value does not have the type of its field."""
     for name, types in TYPES.items():
         if not isinstance(getattr(record, name), types):
             raise ValueError(f"{name} is {getattr(record, name)!r:.40}, expected {types[0].__name__}")
@@ -89,21 +90,21 @@ def _check_types(record: ErrorRecord) -> None:
 def _named(folder: Path, name: str) -> list[Path]:
     try:
         return sorted(folder.glob(name))
-    except OSError:  # a file server's: ESTALE, EIO
+    except OSError:  # an error of the file server: ESTALE, EIO
         return []
 
 
 def of_last_attempt(found: list[Found], job_id: str, restart: int | None) -> list[Found]:
-    """Those that the attempt left that ran last. job_id: '' where nobody says which that was.
+    """Return the records of the attempt with this job and restart. job_id: '' if unknown.
 
-    A record names its attempt 'JOB.STEP.RESTART'; torchrun and others write other names, and theirs are all kept.
+    A record names its attempt 'JOB.STEP.RESTART'. Records with names of another form (torchrun's) are all kept.
     """
     kept = []
     for one in found:
         job, _, rest = one.record.job.partition(".")
-        again = rest.rpartition(".")[2]
+        number = rest.rpartition(".")[2]
         other_job = job_id.isdigit() and job.isdigit() and job != job_id
-        other_start = not other_job and restart is not None and again.isdigit() and int(again) != restart
+        other_start = not other_job and restart is not None and number.isdigit() and int(number) != restart
         if not other_job and not other_start:
             kept.append(one)
     return kept

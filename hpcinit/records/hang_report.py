@@ -1,6 +1,6 @@
-"""Who waits for whom: from the stacks that silent ranks leave, and from what their nodes see of them.
+"""The hang report: which rank the others wait for, from the stacks of all ranks and from the heartbeats.
 
-hang/JOB/rank-N.txt, one folder for each attempt, is what faulthandler writes, below a first line 'main thread 0x...'.
+hang/JOB/rank-N.txt, one folder for each attempt, is the output of faulthandler below a first line 'main thread 0x...'.
 """
 
 from __future__ import annotations
@@ -14,47 +14,63 @@ from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from hpcinit.base.text import ranges
-from hpcinit.records import run_folder, scratch
+from hpcinit.records import plain_files, run_folder, scratch, timeline
 from hpcinit.records.error_records import ErrorRecord
 from hpcinit.records.heartbeats import GONE, IN_KERNEL, MUTE, STOPPED, NodeHeartbeats, RankHeartbeat
 
 FOLDER = "hang"
 STACK = "rank-{rank}.txt"
+SILENT = "silent.txt"  # 'silent_s 240': for how long no rank has printed anything, by rank 0
 RECORD = "report.json"  # a HangReport
-REPORT = "report.txt"  # the same, for a person who opens the folder
-NODE = "node.txt"  # 'node n2': the node at fault, for the batch script, which has no parser for JSON
-ELSEWHERE = "elsewhere"  # state of a rank that left a stack and waits in no collective
+REPORT = "report.txt"  # the same as text
+NODE = "node.txt"  # 'node n2': the node at fault, for the batch script, which cannot parse JSON
+ELSEWHERE = "elsewhere"  # state of a rank whose stack shows no collective
 MAIN = "main thread {ident:#018x}"  # as faulthandler writes a thread's number
-DEAD_S = 60.0  # clocks of two nodes may differ by seconds, and a file may come late over NFS
-HUNG = 76  # the exit status of a rank that was ended because it hung
+DEAD_S = 60.0  # clocks of two nodes may differ by seconds, and a file may appear late over NFS
+MOST_STUCK = 8  # ranks without a collective that a report lists
+SAME_SHARE = 0.5  # of a silence: a rank at one place for so long is taken as stuck there
+HUNG = 76  # exit status of a rank that hpcinit ended because the job hung
 FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.+)')
+SAMPLED = re.compile(r"cpu_s ([\d.]+) of_s ([\d.]+) same_s ([\d.]+)")  # below MAIN, by output_watch
 THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
-# Where torch waits for other ranks. Its decorators stand in c10d_logger.py as 'wrapper'.
+# Where torch waits for other ranks. Its decorators are frames named 'wrapper' in c10d_logger.py.
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
 BACKWARD = ("torch/autograd/graph.py", "_engine_run_backward")  # DDP and FSDP reduce gradients below it, in C++
-NOT_THEIRS = re.compile(
+NOT_USER_CODE = re.compile(
     r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<frozen|/hpcinit/(?:runtime/|(?:cli|run|fork)\.py$)"
 )
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a main thread is. waits_in: 'all_reduce', 'backward' or ''. at: 'train.py:57 in step', '' if not known."""
+    """The position of a main thread. waits_in: 'all_reduce', 'backward' or ''. at: 'train.py:57 in step', '' if
+    unknown."""
 
     waits_in: str
     at: str
+    cpu: float | None = None  # share of a core that the process used in the last seconds
+    same_s: float = 0.0  # for how many seconds the main thread was seen at the same place
 
 
 def place(text: str) -> Place:
-    """From what such a file holds."""
-    frames = list(_main_frames(text))
-    theirs = next((frame for frame in frames if not NOT_THEIRS.search(frame["file"])), frames[-1] if frames else None)
-    at = f"{PurePath(theirs['file']).name}:{theirs['line']} in {theirs['name']}" if theirs else ""
+    """Return the position of the main thread from the text of such a file."""
+    found = _place_of(list(_main_frames(text)))
+    if sampled := SAMPLED.search(text.partition("Thread")[0]):
+        cpu_s, of_s, same_s = map(float, sampled.groups())
+        return replace(found, cpu=cpu_s / of_s if of_s else None, same_s=same_s)
+    return found
+
+
+def _place_of(frames: Sequence[re.Match[str]]) -> Place:
+    """Return the position from the frames, the innermost first."""
+    outermost = frames[-1] if frames else None
+    frame = next((frame for frame in frames if not NOT_USER_CODE.search(frame["file"])), outermost)
+    at = f"{PurePath(frame['file']).name}:{frame['line']} in {frame['name']}" if frame else ""
     return Place(_collective(frames), at)
 
 
 def _collective(frames: Sequence[re.Match[str]]) -> str:
-    """The outermost function of torch's that waits: all_gather_object and not the all_gather below it."""
+    """Return the outermost function of torch that waits: all_gather_object, not the all_gather that it calls."""
     names = [frame["name"] for frame in frames if frame["file"].endswith(COLLECTIVES)]
     public = [name for name in names if not name.startswith("_") and name != "wrapper"]
     if public:
@@ -64,7 +80,7 @@ def _collective(frames: Sequence[re.Match[str]]) -> str:
 
 
 def _main_frames(text: str) -> Iterator[re.Match[str]]:
-    """Frames of the main thread, the innermost first."""
+    """Yield the frames of the main thread, the innermost first."""
     first, _, rest = text.partition("\n")
     main = first.rpartition(" ")[2]
     inside = False
@@ -75,13 +91,23 @@ def _main_frames(text: str) -> Iterator[re.Match[str]]:
             yield frame
 
 
-def places(folder: Path) -> dict[int, Place]:
-    """Of every rank that has left a stack in `folder`, which is hang/JOB of a run."""
+_TRACED = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+), in (?P<name>.+)')  # as Python prints a traceback
+
+
+def place_of_error(traceback: str) -> Place:
+    """Return the position at which an error was raised, from Python's traceback."""
+    frames = [found for line in traceback.splitlines() if (found := _TRACED.match(line))]
+    return _place_of(frames[::-1])
+
+
+def places(folder: Path, since: float = 0.0) -> dict[int, Place]:
+    """Return the position of every rank with a stack in `folder` (hang/JOB of a run), written after `since`, by the
+    clock of the file system."""
     found = {}
-    with contextlib.suppress(OSError):  # of a disk: what could be read counts
+    with contextlib.suppress(OSError):  # an error of the disk: use what could be read
         for path in folder.glob(STACK.format(rank="*")):
             number = path.stem.rpartition("-")[2]
-            if number.isdigit():
+            if number.isdigit() and path.stat().st_mtime >= since:
                 found[int(number)] = place(path.read_text(errors="replace"))
     return found
 
@@ -100,6 +126,14 @@ class Waiting:
         )
 
 
+def different_call(calls: Sequence[Waiting]) -> Waiting | None:
+    """Return the ranks that wait in another call than the majority; None if all wait in one, or in more than two."""
+    if len(calls) != 2:
+        return None
+    few, many = sorted(calls, key=lambda call: len(call.ranks))
+    return few if len(few.ranks) < len(many.ranks) else None
+
+
 @dataclass(frozen=True)
 class SilentNode:
     """A node that wrote no heartbeat for silent_s seconds, and the ranks on it."""
@@ -109,13 +143,16 @@ class SilentNode:
     ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"node {self.host} has said nothing for {self.silent_s:.0f} s: {_ranks(self.ranks)} ran there"
+        return f"node {self.host} has sent no heartbeat for {self.silent_s:.0f} s; it runs {_ranks(self.ranks)}"
 
 
 @dataclass(frozen=True)
 class StuckRank:
-    """A rank that does not wait in a collective. state: ELSEWHERE if it left a stack, whose line is `at`; else what its
-    node sees of the process, as in Beat.state."""
+    """A rank that does not wait in a collective.
+
+    state: ELSEWHERE for a rank with a stack, whose line is `at`; else the state of its process, as in
+    RankHeartbeat.state.
+    """
 
     rank: int = -1
     host: str = ""
@@ -126,17 +163,20 @@ class StuckRank:
     def __str__(self) -> str:
         who = f"rank {self.rank} on {self.host}"
         if self.state == ELSEWHERE:
-            return f"{who} has not come to a collective: it is at {self.at or 'no Python line'}"
-        return f"{who} cannot be asked: {_state(self.state, self.pid)}"
+            return f"{who} is not in a collective: it is at {self.at or 'no Python line'}"
+        return f"{who} does not respond: {_state(self.state, self.pid)}"
 
 
 @dataclass(frozen=True)
 class HangReport:
     """Which ranks hang, and which rank or node they wait for. report.json has these fields, report.txt their sentences.
 
-    rank, host, state: of the one at fault; rank is None where a whole node is, all are empty where nobody is known to
-    be. silent_s: since any rank took a step; None where none has. last_steps: (step, the ranks that told it last).
-    unheard: ranks that left neither heartbeat nor stack. text: the lines of a report whose fields cannot be read.
+    rank, host, state: of the rank at fault; rank is None if a whole node is at fault, and all are empty if the culprit
+    is unknown. silent_s: since any rank took a step; None if none has. last_steps: (step, the ranks that reported it
+    last). unheard: ranks without heartbeat and stack. text: the lines of a report whose fields cannot be read.
+
+    Of a program that reports no steps: output_silent_s: since any rank printed something. cpu: (percent of a core,
+    ranks). certain: each rank was seen at the same place all the time, and not all at one place.
     """
 
     rank: int | None = None
@@ -149,20 +189,33 @@ class HangReport:
     silent_nodes: tuple[SilentNode, ...] = ()
     stuck: tuple[StuckRank, ...] = ()
     text: tuple[str, ...] = ()
+    output_silent_s: float | None = None
+    cpu: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    certain: bool = False
 
     @property
     def headline(self) -> str:
-        """The sentence about the one at fault, or the first one."""
+        """The sentence about the rank or node at fault, or else the first one."""
         return next(map(str, (*self.silent_nodes, *self.stuck)), "") or self.lines()[0]
 
     def lines(self) -> tuple[str, ...]:
-        """The report for a person, at least one line."""
+        """Return the report as text, at least one line."""
         if self.text:
             return self.text
-        found = [_silence(self.silent_s, self.last_steps), *map(str, self.waiting)]
+        silence = _silence(self.silent_s, self.last_steps)
+        if self.output_silent_s is not None:
+            silence = f"no rank has printed anything for {duration(self.output_silent_s)}"
+        found = [silence, *map(str, self.waiting)]
         if self.unheard:
-            found.append(f"{_ranks(self.unheard)} {'have' if len(self.unheard) > 1 else 'has'} never said anything")
-        return (*found, *map(str, self.silent_nodes), *map(str, self.stuck))
+            found.append(f"{_ranks(self.unheard)} never reported anything")
+        used = ", ".join(f"{_ranks(ranks)} {percent} %" for percent, ranks in self.cpu)
+        return (
+            *found,
+            *map(str, self.silent_nodes),
+            *map(str, self.stuck[:MOST_STUCK]),
+            *([f"{len(self.stuck) - MOST_STUCK} more ranks like these"] if len(self.stuck) > MOST_STUCK else []),
+            *([f"CPU time, in percent of a core: {used}"] if used else []),
+        )
 
     def document(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -173,7 +226,7 @@ class HangReport:
 
 
 def from_document(document: Mapping[str, Any]) -> HangReport:
-    """Return the report that document() was made of. Keys that are missing count as empty, unknown ones as nothing.
+    """Return the report of document(). Missing keys count as empty; unknown keys are ignored.
 
     Raise ValueError, TypeError or AttributeError for values of other types.
     """
@@ -187,11 +240,12 @@ def from_document(document: Mapping[str, Any]) -> HangReport:
         silent_nodes=silent,
         stuck=stuck,
         text=tuple(found.text),
+        cpu=tuple((percent, tuple(ranks)) for percent, ranks in found.cpu),
     )
     texts = [report.host, report.state, *(one.host for one in silent), *(one.host for one in stuck), *report.text]
     if not (report.rank is None or isinstance(report.rank, int)) or not all(isinstance(one, str) for one in texts):
-        raise ValueError("rank is no number, or a name is no text")
-    report.lines()  # raises for what no sentence can be made of
+        raise ValueError("rank is not a number, or a name is not text")
+    report.lines()  # raises if a field does not fit its sentence
     return report
 
 
@@ -217,35 +271,35 @@ def of_record(record: ErrorRecord | None) -> HangReport:
 def report(
     nodes: Sequence[NodeHeartbeats], stacks: Mapping[int, Place], now_s: float, size: int, fresh_s: float = DEAD_S
 ) -> HangReport:
-    """How long nothing has happened, who waits in what, and who has not come there.
+    """Return the report: how long no step was taken, which ranks wait in which collective, and which do not.
 
-    now_s: in seconds since 1970, against which a node that says nothing any more is told. size: of the world.
-    fresh_s: how old a node's last word may be while one of its ranks runs.
+    now_s: seconds since 1970, compared with each node's last heartbeat. size: of the world. fresh_s: the largest age of
+    a node's heartbeat while one of its ranks runs.
     """
-    beats = {beat.rank: (node.host, beat) for node in nodes for beat in node.beats}
-    silent_s, last_steps = _last([beat for _, beat in beats.values()])
+    by_rank = {heartbeat.rank: (node.host, heartbeat) for node in nodes for heartbeat in node.heartbeats}
+    silent_s, last_steps = _last([heartbeat for _, heartbeat in by_rank.values()])
     together: dict[tuple[str, str], list[int]] = {}
     for rank, where in stacks.items():
         if where.waits_in:
             together.setdefault((where.waits_in, where.at), []).append(rank)
     groups = sorted(together.items(), key=lambda item: -len(item[1]))
-    unheard = sorted(set(range(size)) - set(beats) - set(stacks))
+    unheard = sorted(set(range(size)) - set(by_rank) - set(stacks))
     silent = []
     for node in nodes:
-        # Several ranks, no stack of any, and none that the others saw in trouble: that is the node, or its disk. So a
-        # clock that is off by seconds blames nobody.
-        whole = len(node.beats) > 1 and not any(beat.rank in stacks or beat.state for beat in node.beats)
-        if now_s - node.time > (fresh_s if whole else DEAD_S):
-            ranks = tuple(beat.rank for beat in node.beats)
+        # Several ranks, none of them with a stack or a bad state: the node or its disk is at fault, and a shorter age
+        # suffices. In all other cases a clock that is off by seconds must not make the node look silent.
+        explained = any(heartbeat.rank in stacks or heartbeat.state for heartbeat in node.heartbeats)
+        if now_s - node.time > (fresh_s if len(node.heartbeats) > 1 and not explained else DEAD_S):
+            ranks = tuple(heartbeat.rank for heartbeat in node.heartbeats)
             silent.append(SilentNode(node.host, now_s - node.time, ranks))
-            beats = {rank: found for rank, found in beats.items() if rank not in ranks}
+            by_rank = {rank: found for rank, found in by_rank.items() if rank not in ranks}
     stuck = []
-    for rank, (host, beat) in sorted(beats.items()):
+    for rank, (host, heartbeat) in sorted(by_rank.items()):
         found = stacks.get(rank)
         if found is None:
-            stuck.append(StuckRank(rank, host, beat.pid, beat.state))
+            stuck.append(StuckRank(rank, host, heartbeat.pid, heartbeat.state))
         elif not found.waits_in:
-            stuck.append(StuckRank(rank, host, beat.pid, ELSEWHERE, found.at))
+            stuck.append(StuckRank(rank, host, heartbeat.pid, ELSEWHERE, found.at))
     first = stuck[0] if stuck and not silent else StuckRank(host=silent[0].host if silent else "")
     return HangReport(
         rank=first.rank if first.rank >= 0 else None,
@@ -260,23 +314,71 @@ def report(
     )
 
 
-def left(run: Path, job_id: str, restart: object) -> HangReport | None:
-    """The report in the run folder `run`, of an attempt's steps, whose folders are JOB.STEP.RESTART; None if none is.
+def without_output(run: Path, job_id: str, restart: object, now_s: float | None = None) -> HangReport | None:
+    """Return what the ranks of a program that reports no steps do while none prints; None if one does. now_s: seconds
+    since 1970 while the job runs."""
+    for folder in _folders(run, (SILENT,), job_id, restart):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            silent_s, noted = float(plain_files.read(folder / SILENT)["silent_s"]), (folder / SILENT).stat().st_mtime
+            stacks = places(folder, noted - silent_s - 1.0)  # older ones are of an earlier silence; silent_s is rounded
+            if now_s is not None:
+                silent_s += max(0.0, now_s - noted)
+            return _without_output(silent_s, stacks, timeline.read_attempt(run / run_folder.TIMELINE / folder.name))
+    return None
 
-    restart: a number, or None where nobody says which. job_id: of a task '18_1', whose steps have another number of
-    Slurm's, and whose folder no other job has.
+
+def _without_output(silent_s: float, stacks: Mapping[int, Place], attempt: timeline.Attempt | None) -> HangReport:
+    ranks = {one.rank: one for one in attempt.ranks} if attempt else {}
+    together: dict[tuple[str, str], list[int]] = {}
+    for rank, where in sorted(stacks.items()):
+        together.setdefault((where.waits_in, where.at), []).append(rank)
+    groups = sorted(together.items(), key=lambda item: -len(item[1]))
+    waiting = tuple(Waiting(tuple(found), *where) for where, found in groups if where[0])
+    stuck = []
+    for rank in sorted({*range(attempt.world_size if attempt else 0), *stacks}):
+        host, pid = (ranks[rank].host, ranks[rank].pid) if rank in ranks else ("", 0)
+        if rank not in stacks:
+            stuck.append(StuckRank(rank, host, pid))
+        elif not stacks[rank].waits_in:
+            stuck.append(StuckRank(rank, host, pid, ELSEWHERE, stacks[rank].at))
+    used: dict[int, list[int]] = {}
+    for rank, where in sorted(stacks.items()):
+        if where.cpu is not None:
+            used.setdefault(round(100 * where.cpu), []).append(rank)
+    first = stuck[0] if waiting and stuck else StuckRank()
+    return HangReport(
+        rank=first.rank if first.rank >= 0 else None,
+        host=first.host,
+        state=first.state,
+        waiting=waiting,
+        stuck=tuple(stuck),
+        output_silent_s=silent_s,
+        cpu=tuple((percent, tuple(found)) for percent, found in sorted(used.items(), reverse=True)),
+        certain=bool(waiting and stuck) and all(one.same_s >= SAME_SHARE * silent_s for one in stacks.values()),
+    )
+
+
+def left(run: Path, job_id: str, restart: object) -> HangReport | None:
+    """Return the report of an attempt, in hang/JOB.STEP.RESTART of the run folder; None if there is none.
+
+    restart: a number, or None for any. job_id: for an array's task ('18_1') any job counts: Slurm names its steps after
+    another id, and no other job has its folder.
     """
-    for folder in sorted({path.parent for name in (RECORD, REPORT) for path in (run / FOLDER).glob(f"*/{name}")}):
+    return next((_read(folder) for folder in _folders(run, (RECORD, REPORT), job_id, restart)), None)
+
+
+def _folders(run: Path, names: Iterable[str], job_id: str, restart: object) -> Iterator[Path]:
+    """Yield the folders hang/JOB.STEP.RESTART of an attempt that have one of these files."""
+    for folder in sorted({path.parent for name in names for path in (run / FOLDER).glob(f"*/{name}")}):
         job, _, rest = folder.name.partition(".")
         if ("_" in job_id or job == scratch.folder_name(job_id)) and (
             restart is None or rest.rpartition(".")[2] in ("", str(restart))
         ):
-            return _read(folder)
-    return None
+            yield folder
 
 
 def _read(folder: Path) -> HangReport | None:
-    """The record, or the text beside it where the record is torn, or of a version that wrote none."""
+    """Return the report, from its text if the record is incomplete or missing (earlier versions wrote none)."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         return from_document(json.loads((folder / RECORD).read_text()))
     with contextlib.suppress(OSError):
@@ -285,31 +387,36 @@ def _read(folder: Path) -> HangReport | None:
     return None
 
 
-def _last(beats: Sequence[RankHeartbeat]) -> tuple[float | None, tuple[tuple[int, tuple[int, ...]], ...]]:
-    """Seconds since any rank took a step, and (step, ranks) of the steps that they told last."""
-    spoken = [beat for beat in beats if beat.silent_s is not None]
+def _last(heartbeats: Sequence[RankHeartbeat]) -> tuple[float | None, tuple[tuple[int, tuple[int, ...]], ...]]:
+    """Return the seconds since any rank took a step, and (step, ranks) of the last reported steps."""
+    reported = [heartbeat for heartbeat in heartbeats if heartbeat.silent_s is not None]
     steps: dict[int, list[int]] = {}
-    for beat in spoken:
-        steps.setdefault(beat.step, []).append(beat.rank)
-    since = min((beat.silent_s or 0.0 for beat in spoken), default=None)
+    for heartbeat in reported:
+        steps.setdefault(heartbeat.step, []).append(heartbeat.rank)
+    since = min((heartbeat.silent_s or 0.0 for heartbeat in reported), default=None)
     return since, tuple((step, tuple(ranks)) for step, ranks in sorted(steps.items()))
 
 
 def _silence(silent_s: float | None, last_steps: Sequence[tuple[int, Sequence[int]]]) -> str:
     if silent_s is None:
-        return "no rank has told a step yet"
-    told = ", ".join(f"step {step} by {_ranks(ranks)}" for step, ranks in last_steps)
-    return f"no step for {silent_s:.0f} s; last told: {told}"
+        return "no rank has reported a step yet"
+    steps = ", ".join(f"step {step} by {_ranks(ranks)}" for step, ranks in last_steps)
+    return f"no step for {silent_s:.0f} s; last steps: {steps}"
+
+
+def duration(seconds: float) -> str:
+    """Return '45 s' or '4 min'."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def _state(state: str, pid: int) -> str:
-    words = {
-        STOPPED: f"process {pid} is stopped (SIGSTOP, or a debugger); kill -CONT {pid} lets it go on",
+    sentences = {
+        STOPPED: f"process {pid} is stopped (SIGSTOP, or a debugger); to continue it: kill -CONT {pid}",
         IN_KERNEL: f"process {pid} waits in the kernel, for a disk or a driver",
-        GONE: f"process {pid} is gone",
-        MUTE: f"process {pid} runs and lets no other thread run: it is in C code that keeps Python's lock",
+        GONE: f"process {pid} has exited",
+        MUTE: f"process {pid} runs C code that holds the GIL, so no other thread of it can run",
     }
-    return words.get(state, f"process {pid} left no stack")
+    return sentences.get(state, f"process {pid} wrote no stack")
 
 
 def _ranks(found: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""What the ranks of a node tell of themselves while they train: beats/JOB/HOST.json in the run folder."""
+"""The heartbeats of the ranks of a node while they train: heartbeats/JOB/HOST.json in the run folder."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-FOLDER = "beats"
-STOPPED, IN_KERNEL, GONE, MUTE = "stopped", "in the kernel", "gone", "mute"  # values of Beat.state
-FRESH_PERIODS = 3  # a thread that has not looked for so many periods does not run
+FOLDER = "heartbeats"
+STOPPED, IN_KERNEL, GONE, MUTE = "stopped", "in the kernel", "gone", "mute"  # values of RankHeartbeat.state
+FRESH_PERIODS = 3  # a heartbeat thread that is late by this many periods does not run
 
 
 @dataclass(frozen=True)
 class RankHeartbeat:
-    """One rank. step: the last it told, -1 before the first. silent_s: since it told one; None before the first.
+    """The heartbeat of one rank.
 
-    state: '' while its thread runs; else what the node sees of the process: 'stopped', 'in the kernel', 'gone', 'mute'.
+    step: the last that it reported, -1 before the first. silent_s: seconds since then; None before the first. state: ''
+    while its thread runs; else the state of its process: 'stopped', 'in the kernel', 'gone', 'mute' (in C code).
     """
 
     rank: int
@@ -27,18 +28,18 @@ class RankHeartbeat:
 
 @dataclass(frozen=True)
 class NodeHeartbeats:
-    """host: its name. time: when this was written, in seconds since 1970 by the node's own clock."""
+    """The heartbeats of one node. time: when this was written, in seconds since 1970 by the node's clock."""
 
     host: str
     time: float
-    beats: tuple[RankHeartbeat, ...]
+    heartbeats: tuple[RankHeartbeat, ...]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self)) + "\n"
 
 
 def read(folder: Path) -> list[NodeHeartbeats]:
-    """All nodes' last words in `folder`, which is beats/JOB of a run, by host; what cannot be read is left out."""
+    """Return the last heartbeats of all nodes in `folder` (heartbeats/JOB of a run), by host. Skip unreadable files."""
     found = []
     try:
         paths = sorted(folder.glob("*.json"))
@@ -47,8 +48,8 @@ def read(folder: Path) -> list[NodeHeartbeats]:
     for path in paths:
         try:
             document = json.loads(path.read_text())
-            beats = tuple(RankHeartbeat(**beat) for beat in document["beats"])
-            found.append(NodeHeartbeats(document["host"], document["time"], beats))
+            ranks = tuple(RankHeartbeat(**one) for one in document["heartbeats"])
+            found.append(NodeHeartbeats(document["host"], document["time"], ranks))
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # being replaced, or of another version
+            continue  # being replaced, or written by another version
     return found

@@ -1,4 +1,4 @@
-"""How the ranks are divided among the kinds of parallelism; arithmetic only, so it runs on a login node."""
+"""How many ranks each kind of parallelism uses. Arithmetic only, so it runs on a login node."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from hpcinit.base.errors import RequestError
 
-# Outermost first: neighbours in the last dimension are neighbouring ranks, so tensor parallel groups
-# stay inside a node. The order is that of torchtitan's ParallelDims.
+# Outermost first: adjacent ranks differ in the last dimension, so tensor parallel groups stay inside a
+# node. The order is the one of torchtitan's ParallelDims.
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 CP_KINDS = ("ulysses", "ring")
 
@@ -20,10 +20,18 @@ CP_KINDS = ("ulysses", "ring")
 class Layout:
     """Degrees of pipeline, replicated and sharded data, context and tensor parallelism.
 
-    At most one may be -1: what is left over. `over(world_size)` puts the number in its place. ep: expert parallel
-    ranks, taken out of the data parallel ones: of dp_shard if that is more than 1, else of dp_replicate. cp_kind:
-    'ulysses' (all-to-all over the heads) or 'ring'. tp_across_nodes: tensor parallel groups may span nodes.
-    Raises RequestError for a degree of 0 or below -1, or for two that are -1.
+    At most one degree may be -1: over(world_size) replaces it by the remaining ranks. Raise RequestError for a degree
+    of 0 or below -1, or if two are -1.
+
+    Attributes:
+        pp: pipeline parallel degree.
+        dp_replicate: data parallel degree with replicated parameters.
+        dp_shard: data parallel degree with sharded parameters.
+        cp: context (sequence) parallel degree.
+        tp: tensor parallel degree.
+        ep: expert parallel ranks, taken from dp_shard if that is more than 1, else from dp_replicate.
+        cp_kind: 'ulysses' (all-to-all over the heads) or 'ring'.
+        tp_across_nodes: whether tensor parallel groups may span nodes.
     """
 
     pp: int = 1
@@ -42,38 +50,39 @@ class Layout:
             raise RequestError(f"parallel.cp_kind is {self.cp_kind!r}, expected one of: {', '.join(CP_KINDS)}")
         for name, degree in self.degrees().items():
             if degree < 1 and degree != -1:
-                raise RequestError(f"parallel.{name} is {degree}, expected 1 or more, or -1 for what is left")
+                raise RequestError(f"parallel.{name} is {degree}, expected 1 or more, or -1 for the remaining ranks")
         self._check_experts()
         if len(self._open()) > 1:
-            raise RequestError(
-                f"parallel.{' and parallel.'.join(self._open())} are -1, expected at most one to be left open"
-            )
+            raise RequestError(f"parallel.{' and parallel.'.join(self._open())} are -1, expected at most one")
 
     def _check_experts(self) -> None:
         name = "dp_replicate" if self.dp_shard == 1 else "dp_shard"
         degree = getattr(self, name)
         if degree != -1 and degree % self.ep:
             near = " or ".join(f"parallel.ep={ep}" for ep in divisors_around(degree, self.ep))
-            raise RequestError(
-                f"ep {self.ep} does not divide {name} {degree}, whose ranks the experts are divided among: {near}"
-            )
+            raise RequestError(f"ep {self.ep} does not divide {name} {degree}, whose ranks share the experts: {near}")
 
     def degrees(self) -> dict[str, int]:
+        """Return the degree of each dimension, from the outermost to the innermost."""
         return {name: getattr(self, name) for name in DIMENSIONS}
 
     @property
     def data_parallel(self) -> int:
-        """Groups of ranks that see different samples: dp_replicate x dp_shard. Every degree has to be known."""
+        """Groups of ranks that see different samples: dp_replicate x dp_shard. No degree may be -1."""
         return self.dp_replicate * self.dp_shard
 
     def _open(self) -> list[str]:
         return [name for name, degree in self.degrees().items() if degree == -1]
 
     def over(self, world_size: int, ranks_per_node: int | None = None) -> Layout:
-        """The same layout with every degree known, product == world_size.
+        """Return the layout with every degree filled in; their product is world_size.
 
-        ranks_per_node: None where it is not known or differs; tensor parallel groups are then not held against it.
-        Raises RequestError with the equation that does not hold and the nearest that would.
+        Raise RequestError with the equation that is wrong and the nearest layout that fits.
+
+        Args:
+            world_size: the number of ranks.
+            ranks_per_node: None if unknown or not the same on all nodes; then tensor parallel groups are not checked
+                against it.
         """
         full = self._filled(world_size)
         if full is None:
@@ -82,12 +91,12 @@ class Layout:
             near = " or ".join(f"parallel.tp={tp}" for tp in divisors_around(ranks_per_node, full.tp))
             raise RequestError(
                 f"tp {full.tp} does not divide the {_count(ranks_per_node, 'rank')} of a node, and tensor parallel "
-                f"groups stay inside a node: {near}, or parallel.tp_across_nodes=true"
+                f"groups must stay inside a node: {near}, or parallel.tp_across_nodes=true"
             )
         return full
 
     def _filled(self, world_size: int) -> Layout | None:
-        """None if the product is another. Raises RequestError if expert parallel ranks do not fit what is left."""
+        """Return the layout; None if no value fits. Raise RequestError if expert parallel ranks do not fit."""
         rest, remainder = divmod(world_size, math.prod(degree for degree in self.degrees().values() if degree != -1))
         if remainder or not rest or (rest > 1 and not self._open()):
             return None
@@ -95,23 +104,30 @@ class Layout:
         return replace(self, **known)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """The rank's place in each dimension: the last one counts fastest, as in torch's init_device_mesh.
+        """Return the rank's index in each dimension; the last one varies fastest, as in torch's init_device_mesh.
 
-        Raises RequestError if a degree is still open, or if there is no such rank.
+        Raise RequestError if a degree is -1, or if the rank does not exist.
+
+        Args:
+            rank: 0 to world_size - 1.
         """
         world_size = math.prod(self.degrees().values())
         if self._open() or not 0 <= rank < world_size:
             have = f"parallel.{self._open()[0]} is -1, use over(world_size)" if self._open() else f"{world_size} ranks"
-            raise RequestError(f"rank {rank} has no place in {self}: {have}")
+            raise RequestError(f"rank {rank} is not in {self}: {have}")
         found = {}
         for name, degree in reversed(self.degrees().items()):
             rank, found[name] = divmod(rank, degree)
         return dict(reversed(found.items()))
 
     def data_rank(self, rank: int) -> int:
-        """Which share of the data the rank works on, of dp_replicate x dp_shard shares.
+        """Return the rank's share of the data, out of dp_replicate x dp_shard shares.
 
-        One share belongs to all ranks of a pipeline, context and tensor parallel group. Raises RequestError.
+        All ranks of a pipeline, context and tensor parallel group have the same share. Raise RequestError as
+        coordinate() does.
+
+        Args:
+            rank: 0 to world_size - 1.
         """
         place = self.coordinate(rank)
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
@@ -124,19 +140,19 @@ class Layout:
         if per_node:
             have = f"{_count(world_size // per_node, 'node')} x {_count(per_node, 'rank')} = {world_size}"
         relation = f"which does not divide {have}" if self._open() else f"but {have}"
-        ways = [*self._other_degrees(world_size, per_node), *self._other_nodes(product, world_size, per_node)]
-        ways = ways or self._other_layout(world_size, per_node)
-        return "; ".join([f"{_product(fixed)} = {_count(product, 'rank')}, {relation}", *ways])
+        changes = [*self._other_degrees(world_size, per_node), *self._other_nodes(product, world_size, per_node)]
+        changes = changes or self._other_layout(world_size, per_node)
+        return "; ".join([f"{_product(fixed)} = {_count(product, 'rank')}, {relation}", *changes])
 
     def _other_degrees(self, world_size: int, ranks_per_node: int | None) -> Iterator[str]:
-        """'with tp 8: dp_replicate 3', for each degree that mends it alone."""
+        """Yield 'with tp 8: dp_replicate 3' for each degree whose change alone makes the layout fit."""
         wanted = self._wanted()
         for name, degree in wanted.items():
             rest, remainder = divmod(world_size, math.prod(d for n, d in wanted.items() if n != name))
             if remainder or not rest:
                 continue
             near = divisors_around(rest, degree) if self._open() else [rest]
-            near = [one for one in near if self._would_do(world_size, ranks_per_node, **{name: one})]
+            near = [one for one in near if self._fits(world_size, ranks_per_node, **{name: one})]
             others = ", ".join(f"{n} {d}" for n, d in wanted.items() if n != name and d > 1)
             if near:
                 yield (f"with {others}: " if others else "") + f"{name} {' or '.join(map(str, near))}"
@@ -150,11 +166,11 @@ class Layout:
             near = [n for n in (below, below + step) if n]
         else:
             near = [] if product % ranks_per_node else [product // ranks_per_node]
-        near = [n for n in near if self._would_do(n * ranks_per_node, ranks_per_node)]
+        near = [n for n in near if self._fits(n * ranks_per_node, ranks_per_node)]
         return [f"nodes={' or '.join(map(str, near))}"] if near else []
 
     def _other_layout(self, world_size: int, ranks_per_node: int | None) -> list[str]:
-        """Where no one degree mends it: all of them changed, by as little as can be, and if need be without ep."""
+        """Return the nearest layout that fits, with all degrees changed; without ep if none fits with it."""
         wanted = self._wanted()
         made = [
             dict(zip(wanted, each, strict=False)) for each in _factors(world_size, len(wanted) + bool(self._open()))
@@ -162,16 +178,16 @@ class Layout:
         made.sort(key=lambda each: sum(abs(math.log(each[name] / wanted[name])) for name in wanted))
         for ep in (self.ep, 1):
             for each in made:
-                if self._would_do(world_size, ranks_per_node, **each, ep=ep):
+                if self._fits(world_size, ranks_per_node, **each, ep=ep):
                     return [f"nearest: {_terms(each | {'ep': 1} if ep != self.ep else each)}"]
         return []
 
     def _wanted(self) -> dict[str, int]:
-        """The degrees that were chosen; data parallelism among them unless what is left goes elsewhere."""
+        """Return the chosen degrees, with dp_replicate if no degree is -1 and there is no other data parallelism."""
         free = not self._open() and self.data_parallel == 1
         return {n: d for n, d in self.degrees().items() if d > 1 or (free and n == "dp_replicate")}
 
-    def _would_do(self, world_size: int, ranks_per_node: int | None, **changed: Any) -> bool:
+    def _fits(self, world_size: int, ranks_per_node: int | None, **changed: Any) -> bool:
         try:
             full = replace(self, **changed)._filled(world_size)
             return full is not None and bool(full.over(world_size, ranks_per_node))
@@ -180,7 +196,7 @@ class Layout:
 
 
 def divisors_around(number: int, near: int) -> list[int]:
-    """The divisors of `number` next to `near` on both sides; `near` itself if it is one."""
+    """Return the divisors of `number` just below and above `near`; only `near` if it is one."""
     if number % near == 0:
         return [near]
     below = next(n for n in range(min(near, number), 0, -1) if number % n == 0)
@@ -189,7 +205,7 @@ def divisors_around(number: int, near: int) -> list[int]:
 
 
 def _factors(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write `number` as a product of so many factors, in their order."""
+    """Yield every ordered tuple of `parts` factors whose product is `number`."""
     if parts == 1:
         yield (number,)
         return

@@ -1,13 +1,13 @@
-"""What a rank holds: parameters, gradients, optimizer states and the buffers around them, in bytes.
+"""GPU memory per rank: parameters, gradients, optimizer states and buffers, in bytes.
 
-P is the number of parameters over tp and pp; N the ranks that they are sharded among. The states and
-gradients were measured on real ranks (tests/records/test_memory.py); what NVMe holds, temporaries,
-autocast's copies and what ZeRO 3 gathers come from the sources alone (docs/memory.md). Sources:
+P is the number of parameters divided by tp and pp; N is the number of ranks that shard them. States and gradients were
+measured on real ranks (tests/records/test_memory.py). NVMe, temporaries, autocast's copies and the parameters that
+ZeRO 3 gathers are computed from the sources only (docs/reference/memory-formulas.md). Sources:
 
 ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (Rajbhandari et al. 2019, arXiv:1910.02054),
     section 3.1: mixed precision with Adam needs 2P + 2P + KP bytes with K = 12 (master copy, momentum, variance: 4
     each); section 5: stage 1 2P + 2P + KP/N, stage 2 2P + (2P + KP)/N, stage 3 (2P + 2P + KP)/N.
-DeepSpeed's estimate_zero2_model_states_mem_needs and its like for stage 3 (runtime/zero/stage_1_and_2.py, stage3.py)
+DeepSpeed's estimate_zero2_model_states_mem_needs and the same for stage 3 (runtime/zero/stage_1_and_2.py, stage3.py)
     have 18 for 16: at the step the gradients of the shard are copied to fp32, 4P/N. Its bucket sizes: runtime/zero/
     config.py.
 torch: fully_shard's page (parameters are sharded in their own dtype, gathered in param_dtype, reduced in reduce_dtype),
@@ -44,14 +44,14 @@ class Zero:
 
     @property
     def buffers(self) -> int:
-        """Two where communication overlaps: DeepSpeed's default in stage 3, not below."""
+        """Two if communication overlaps with computation: DeepSpeed's default in stage 3 only."""
         overlap = self.stage == 3 if self.overlap_comm is None else self.overlap_comm
         return 2 if overlap and self.stage in {1, 2} else 1
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What is to be trained, and how. layout: without a -1. layers: None where not known.
+    """The model and how it is trained. layout: without a -1. layers: None if unknown.
 
     wrap: a name in wrappers.WRAPPERS. optimizer: a name in STATES. fused: its step needs no temporaries.
     Raises RequestError.
@@ -76,23 +76,24 @@ class Demand:
 
     @property
     def own(self) -> int:
-        """P: of a rank's part of the model, every layer taken for as large, each divided by tp."""
+        """P: the parameters of a rank's part of the model, as if all layers had the same size."""
         return -(-self.parameters // (self.layout.tp * self.layout.pp))
 
     @property
     def block(self) -> int:
-        """A layer's parameters, which FSDP gathers together; where the layers are not known, 0."""
+        """The parameters of a layer, which FSDP gathers together; 0 if the number of layers is unknown."""
         return -(-self.parameters // (self.layout.tp * self.layers)) if self.layers else 0
 
     @property
     def copies(self) -> int:
-        """Ranks with the same part of the model, which ZeRO shards among: parts of a sequence count as data."""
+        """The ranks that ZeRO shards the same part of the model over. Parts of a sequence count as data."""
         return self.layout.dp_replicate * self.layout.dp_shard * self.layout.cp
 
 
 @dataclass(frozen=True)
 class Part:
-    """bytes: on one rank. place: gpu, cpu or nvme. during: always, pass or step. how: the formula."""
+    """A part of the memory. bytes: on one rank. place: gpu, cpu or nvme. during: always, pass or step. how: the
+    formula."""
 
     name: str
     bytes: int
@@ -101,17 +102,17 @@ class Part:
     during: str = ALWAYS
 
 
-def total(held: Sequence[Part], place: str) -> int:
-    """At the worst moment: what is always there, and the more of pass and step."""
+def total(parts: Sequence[Part], place: str) -> int:
+    """Return the largest sum at any time: the permanent parts, and the larger of pass and step."""
     sums = {
-        during: sum(part.bytes for part in held if part.place == place and part.during == during)
+        during: sum(part.bytes for part in parts if part.place == place and part.during == during)
         for during in (ALWAYS, PASS, STEP)
     }
     return sums[ALWAYS] + max(sums[PASS], sums[STEP])
 
 
 def _per(name: str, each: int, of: int, shards: int = 1, place: str = GPU, during: str = ALWAYS) -> Part:
-    """`each` bytes for every one of `of`, over `shards` ranks."""
+    """Return a Part of `each` bytes for each of the `of` elements, divided by `shards`."""
     how = f"{each} B x {_short(of)}" + (f" / {shards}" if shards > 1 else "")
     return Part(name, each * -(-of // shards), how, place, during)
 
@@ -125,24 +126,25 @@ def _states(demand: Demand) -> int:
 
 
 def _temporaries(demand: Demand, shards: int = 1) -> Iterator[Part]:
-    """torch.optim on CUDA takes foreach if nothing else was asked for: about sizeof(params) more."""
+    """torch.optim on CUDA uses foreach by default: about sizeof(params) more."""
     if not demand.fused and demand.optimizer != "sgd":
         yield _per("step's temporaries", 4, demand.own, shards, during=STEP)
 
 
 def ddp(demand: Demand) -> Iterator[Part]:
-    """4P + 4P + states, all in fp32, also under autocast; gradients lie in the buckets (gradient_as_bucket_view)."""
+    """4P + 4P + states, all in fp32, also under autocast; the gradients are views of the buckets
+    (gradient_as_bucket_view)."""
     yield _per("parameters", 4, demand.own)
     yield _per("gradients", 4, demand.own)
     yield _per("optimizer states", _states(demand), demand.own)
-    if demand.param != "fp32":  # autocast keeps what it cast to the end of the forward, and autograd until backward
+    if demand.param != "fp32":  # autocast keeps its casts until the end of the forward pass, autograd until backward
         yield _per("autocast's copies", BYTES[demand.param], demand.own, during=PASS)
     yield from _temporaries(demand)
 
 
 def fsdp(demand: Demand, shards: int) -> Iterator[Part]:
-    """(4P + 4P + states)/N; in the pass two blocks whole, one of them fetched ahead, and the gradients of one, there
-    and as what is reduced.
+    """(4P + 4P + states)/N, and during the pass: two unsharded blocks (one is prefetched), the gradients of one block,
+    and their copy for the reduction.
     """
     yield _per("parameters", 4, demand.own, shards)
     yield _per("gradients", 4, demand.own, shards)
@@ -158,7 +160,7 @@ def zero(demand: Demand) -> Iterator[Part]:
 
 
 def _zero_0(demand: Demand) -> Iterator[Part]:
-    """(2 + 2 + 4 + states)P and 4P of fp32 gradients at the step; without a master copy in fp32."""
+    """(2 + 2 + 4 + states)P, and 4P of fp32 gradients at the step. In fp32 there is no master copy."""
     each, mixed = BYTES[demand.param], demand.param != "fp32"
     yield _per("parameters", each, demand.own)
     yield _per("gradients", each, demand.own)
@@ -171,7 +173,7 @@ def _zero_0(demand: Demand) -> Iterator[Part]:
 
 
 def _zero_1_to_3(demand: Demand) -> Iterator[Part]:
-    """Stages 1 to 3; also in fp32 the shard is a second copy, the master."""
+    """Stages 1 to 3. Even in fp32 the shard has a second copy, the master copy."""
     zero, own, shards, each = demand.zero, demand.own, demand.copies, BYTES[demand.param]
     offloaded = zero.offload_optimizer != "none"
     states = CPU if offloaded and zero.stage < 3 else {"none": GPU}.get(zero.offload_optimizer, zero.offload_optimizer)

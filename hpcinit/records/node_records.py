@@ -1,7 +1,7 @@
-"""Nodes that have failed, counted: a file for each cluster, a line of JSON for each failure, nothing ever taken out.
+"""The failures of each node: one file for each cluster, with a line of JSON for each failure.
 
-Lines are appended, so that two submissions at a time need no lock; where they tear each other (O_APPEND over NFS), such
-a line is left out. Taking a node back is a line too: what happened before it no longer counts.
+Lines are only appended, so that two submissions at a time need no lock. If they damage a line (O_APPEND over NFS), the
+line is ignored. Clearing the history of a node also appends a line: failures before it no longer count.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from pathlib import Path
 from hpcinit.base.text import home
 from hpcinit.records import run_folder
 
-FOLDER = "hpcinit/nodes"  # below XDG_STATE_HOME, ~/.local/state: every login node of a site has the same
+FOLDER = "hpcinit/nodes"  # below XDG_STATE_HOME or ~/.local/state, which the login nodes of a site share
 LIMIT, EXPIRY_H = 2, 24.0  # defaults of excluded_nodes.limit and excluded_nodes.expiry_h
-ADDED = "added"  # kind of a line that a person has written
-DOCTOR = "doctor"  # ... or has had `hpcinit doctor --remember` write
-AT_ONCE = {ADDED: "added by hand", DOCTOR: "found by hpcinit doctor"}  # such a line counts as many as the limit
+ADDED = "added"  # kind of a line written by `hpcinit nodes --add`
+DOCTOR = "doctor"  # ... and by `hpcinit doctor --remember`
+AT_ONCE = {ADDED: "added manually", DOCTOR: "found by hpcinit doctor"}  # one such line excludes the node
 FORGOTTEN = "forgotten"
-KINDS_TOLD = 4
+KINDS_SHOWN = 4
 
 
 @dataclass(frozen=True)
 class NodeFailure:
-    """time: seconds since 1970, by the clock of who keeps the run's files. kind: NODE_FAIL, 'Xid 79', 'ECC', ...
+    """One failure of a node.
 
-    run: the folder. about: Slurm's reason, the error's first line, or a person's words.
+    time: seconds since 1970, by the clock of the file system. kind: NODE_FAIL, 'Xid 79', 'ECC', ... run: the folder.
+    about: Slurm's reason, the error's first line, or the reason given with --why.
     """
 
     time: float
@@ -41,7 +42,7 @@ class NodeFailure:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What makes it another one: a job has a failure of a kind on a node once."""
+        """What identifies the failure: each kind counts once per node and job."""
         return (self.host, self.kind, self.job)
 
 
@@ -56,28 +57,28 @@ class NodeHistory:
         return self.until(limit, 0) is not None
 
     def until(self, limit: int, expiry_h: float) -> float | None:
-        """When it is bad no longer, if nothing else happens, in seconds since 1970; None if it is not bad."""
+        """Return when the exclusion expires, in seconds since 1970; None if the node is not excluded."""
         times = [one.time for one in self.failures if one.kind in AT_ONCE]
         if len(self.failures) >= limit:
-            times.append(self.failures[-limit].time)  # with its expiry there are fewer than the limit
+            times.append(self.failures[-limit].time)  # when this one expires, fewer than the limit remain
         return max(times) + expiry_h * 3600 if times else None
 
-    def words(self, expiry_h: float, why: bool = True) -> str:
-        """'2 failures in 24 h: NODE_FAIL, Xid 79'. why: also what a person, or the doctor, has said of it."""
+    def summary(self, expiry_h: float, why: bool = True) -> str:
+        """Return '2 failures in 24 h: NODE_FAIL, Xid 79'. why: also the reason of --add or of the doctor."""
         seen = [one for one in self.failures if one.kind not in AT_ONCE]
         kinds = list(dict.fromkeys(one.kind for one in seen))
-        more = [f"and {len(kinds) - KINDS_TOLD} more"] * (len(kinds) > KINDS_TOLD)
-        told = [one for one in self.failures if one.kind in AT_ONCE]
-        said = [AT_ONCE[one.kind] + f": {one.about or 'no reason given'}" * why for one in told][-1:]
+        more = [f"and {len(kinds) - KINDS_SHOWN} more"] * (len(kinds) > KINDS_SHOWN)
+        added = [one for one in self.failures if one.kind in AT_ONCE]
+        parts = [AT_ONCE[one.kind] + f": {one.about or 'no reason given'}" * why for one in added][-1:]
         if seen:
             count = f"{len(seen)} failure{'s' * (len(seen) > 1)}"
-            said.append(f"{count} in {expiry_h:g} h: {', '.join([*kinds[:KINDS_TOLD], *more])}")
-        return "; ".join(said)
+            parts.append(f"{count} in {expiry_h:g} h: {', '.join([*kinds[:KINDS_SHOWN], *more])}")
+        return "; ".join(parts)
 
 
 def folder(env: Mapping[str, str]) -> Path:
-    """Where the files of all clusters are. An XDG_STATE_HOME that is no absolute path counts for nothing, as its
-    standard says."""
+    """Return the folder of all files. An XDG_STATE_HOME that is not an absolute path is ignored, as its standard
+    requires."""
     own = env.get("XDG_STATE_HOME", "")
     return (Path(own) if own.startswith("/") else home() / ".local/state") / FOLDER
 
@@ -87,7 +88,7 @@ def file(env: Mapping[str, str], cluster: str) -> Path:
 
 
 def read(path: Path) -> list[NodeFailure]:
-    """All lines of the file; none where there is none. What is no such line is left out."""
+    """Return the failures in the file; none if it does not exist. Skip other lines."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:
@@ -104,7 +105,7 @@ def _line(text: str) -> NodeFailure | None:
 
 
 def append(path: Path, found: Iterable[NodeFailure]) -> None:
-    """Raises OSError."""
+    """Append the failures to the file, which may not exist yet. Raise OSError."""
     lines = "".join(json.dumps(asdict(one)) + "\n" for one in found)
     if not lines:
         return
@@ -117,14 +118,14 @@ def append(path: Path, found: Iterable[NodeFailure]) -> None:
 
 
 def new_record(found: Iterable[NodeFailure], known: Sequence[NodeFailure]) -> list[NodeFailure]:
-    """Those of `found` that no line of the file tells, forgotten ones included."""
+    """Return the failures of `found` that are not in the file (cleared ones are)."""
     keys = {one.key for one in known}
     fresh = {one.key: one for one in found if one.key not in keys}
     return list(fresh.values())
 
 
 def node_states(known: Iterable[NodeFailure], now: float, expiry_h: float) -> list[NodeHistory]:
-    """Each node with failures that count at the time `now`, the worst first."""
+    """Return each node with failures that count at the time `now`, the worst first."""
     known = list(known)
     since = {one.host: now - expiry_h * 3600 for one in known}
     for one in known:

@@ -1,8 +1,7 @@
-"""The log of a rank whose stdout is a file of ours: a full disk costs lines of it, and not the rank.
+"""The log of a rank that prints to a file: a full disk loses lines of it, and does not end the rank.
 
-Under launch=srun a rank prints into a pipe, and Slurm writes the log. With launch=fork, torchrun and cluster=local the
-file is the rank's stdout, and without this print() would raise OSError in the user's program.
-"""
+With launch=srun a rank prints to a pipe, and Slurm writes the log. With launch=fork, torchrun and cluster=local the
+file is the rank's stdout, where print() would raise OSError in the user's program."""
 
 from __future__ import annotations
 
@@ -21,15 +20,15 @@ from hpcinit.base.console import say
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[IO[bytes] | None]:
-    """Yield the log, to append to; or None where its disk does not take it, with a warning in the log of this process.
-    Raise OSError for a wrong path."""
+    """Yield the log, open for appending; or None, after a warning, if its disk fails. Raise OSError for a wrong
+    path."""
     log = None
     try:
         log = path.open("ab", buffering=0)  # the umask is the user's
     except OSError as error:
         if error.errno not in background_writer.DISK:
             raise
-        say(f"warning: {path} cannot be opened: {error.strerror}; what this rank prints goes to the log of the job")
+        say(f"warning: {path} cannot be opened: {error.strerror}; the output of this rank goes to the log of the job")
     try:
         yield log
     finally:
@@ -38,7 +37,7 @@ def opened(path: Path) -> Iterator[IO[bytes] | None]:
 
 
 class _Log(io.FileIO):
-    """Drops what the disk does not take, and reports it in the next line that it takes."""
+    """A file that drops what the disk does not accept, and reports the loss in the next line that it accepts."""
 
     _lost, _why = 0, ""
 
@@ -57,16 +56,16 @@ class _Log(io.FileIO):
 
 
 def protect() -> None:
-    """From now on print() in this process raises no OSError where stdout and stderr are regular files."""
+    """Make print() in this process ignore disk errors if stdout and stderr are regular files."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # none, closed, or no file below it
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # missing, closed, or without a file descriptor
             if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode) or not isinstance(stream, io.TextIOWrapper):
                 continue
             stream.flush()
             log = _Log(stream.fileno(), "wb", closefd=False)
             protected = io.TextIOWrapper(
-                log if isinstance(stream.buffer, io.RawIOBase) else io.BufferedWriter(log),  # a raw one: python -u
+                log if isinstance(stream.buffer, io.RawIOBase) else io.BufferedWriter(log),  # unbuffered: python -u
                 encoding=stream.encoding,
                 errors=stream.errors,
                 line_buffering=stream.line_buffering,

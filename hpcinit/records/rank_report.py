@@ -1,6 +1,6 @@
-"""What a rank of the doctor's job writes: doctor/rank-N.json, again at each stage; and the links that it measured.
+"""The report of a rank of the doctor's job: doctor/rank-N.json, with the links that it measured.
 
-So that a rank that comes no further, or whose node is lost, has left what it saw before.
+The rank writes it again at each stage, so that a rank that hangs, or whose node fails, leaves the earlier stages.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, TypeVar
 from hpcinit.base import safe_files
 
 FOLDER = "doctor"
-BEGUN, MET, MEASURED = "begun", "met", "measured"  # stages: by itself, in the process group, all done
+BEGUN, MET, MEASURED = "begun", "met", "measured"  # stages: started, in the process group, done
 
 
 @dataclass(frozen=True)
 class Place:
-    """A folder that jobs write to. what: 'shared memory'. error: why nothing can be written, or ''."""
+    """A folder that jobs write to. what: 'shared memory'. error: why it cannot be written, or ''."""
 
     what: str
     path: str
@@ -31,7 +31,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Interface:
-    """Of the network. gbit: as the driver tells, 0 where it does not. up: also of an InfiniBand port."""
+    """A network interface or an InfiniBand port. gbit: as the driver reports it, else 0."""
 
     name: str
     up: bool
@@ -41,7 +41,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class Name:
-    """What a node makes of another's name. back: what the first of the addresses is called; error: '' or why not."""
+    """How a node resolves another's name. back: the name of the first address. error: why it cannot, or ''."""
 
     host: str
     addresses: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Node:
-    """What the first rank of a node sees of it."""
+    """What the first rank of a node reports about the node."""
 
     memory_gb: float = 0.0
     available_gb: float = 0.0
@@ -63,10 +63,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Link:
-    """Between two ranks, measured by the first. A value for each round, of which each is the best of several tries.
+    """A link between two ranks, measured by the first. It has one value per round, the best of several tries.
 
-    round_trip_s: of 8 bytes. gb_s: 10^9 bytes a second, one way, of as much there and back. ahead_s: the second's clock
-    is ahead by so much, or within_s more or less; of ranks on two nodes.
+    round_trip_s: of 8 bytes. gb_s: 10^9 bytes per second in one direction. ahead_s: how far the second rank's clock is
+    ahead, with an error of at most within_s; measured between nodes only.
     """
 
     a: int
@@ -88,7 +88,7 @@ class AllReduce:
 
     @property
     def bus_gb_s(self) -> float:
-        """2 (n - 1) / n x size / time: comparable with what a link can do, whatever the number of ranks.
+        """2 (n - 1) / n x size / time: comparable with the bandwidth of a link for any number of ranks.
 
         https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
         """
@@ -171,14 +171,14 @@ class Report:
 
 
 def write(folder: Path, report: Report) -> None:
-    """Whole or not at all. Raises OSError."""
+    """Write the report atomically. Raise OSError."""
     place = folder / FOLDER
     place.mkdir(mode=0o700, exist_ok=True)
     safe_files.write_atomically(place / f"rank-{report.rank}.json", json.dumps(asdict(report)) + "\n")
 
 
 def read(folder: Path) -> list[Report]:
-    """Of all ranks that left one, by rank; what is none is left out."""
+    """Return the reports in `folder`, by rank. Skip files that cannot be read."""
     return sorted(_reports(folder / FOLDER), key=lambda one: one.rank)
 
 
@@ -191,7 +191,7 @@ def _reports(place: Path) -> Iterator[Report]:
 
 
 def rank_reports_of(document: Mapping[str, Any]) -> Report:
-    """The Report that asdict() made `document` of. Raises TypeError for another."""
+    """Return the Report from its asdict(). Raise TypeError for another document."""
     found: Report = _made(Report, document)
     return found
 
@@ -222,7 +222,7 @@ def _value(key: str, value: Any) -> Any:
     return _made(part, value) if is_dataclass(part) and value is not None else value
 
 
-# Which ranks measure the way between them, in which order, and which of the ways are slow.
+# Which links are measured, in which order, and which of them are slow.
 #
 # inside    rank i and i + 1 of a node, around it                       NVLink, PCIe, shared memory
 # between   local rank r of a node and the same of the next, around     the network, with every adapter that ranks use
@@ -237,7 +237,7 @@ class Pair(NamedTuple):
 
 
 def links_of_phase(nodes: Sequence[Sequence[int]]) -> list[Pair]:
-    """nodes: the ranks of each node. Each pair of ranks once, those inside of nodes first."""
+    """Return the links to measure, each once, those inside nodes first. nodes: the ranks of each node."""
     found = [Pair(a, b, False) for ranks in nodes for a, b in _ring(ranks)]
     for here, there in _ring(range(len(nodes))):
         found += [Pair(a, b, True) for a, b in zip(nodes[here], nodes[there], strict=False)]
@@ -245,7 +245,7 @@ def links_of_phase(nodes: Sequence[Sequence[int]]) -> list[Pair]:
 
 
 def _ring(items: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbours; two have one way between them, one has none."""
+    """Return the pairs of adjacent items in a ring: two items have one link, one has none."""
     if len(items) < 2:
         return []
     around = [(items[i], items[(i + 1) % len(items)]) for i in range(len(items))]
@@ -253,7 +253,7 @@ def _ring(items: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def measurement_phases(wanted: Sequence[Pair]) -> list[list[Pair]]:
-    """In each phase no rank has two to talk to; ways inside of nodes and between them are not measured together."""
+    """Return phases in which each rank measures one link. A phase has links inside nodes or between nodes, not both."""
     found: list[tuple[bool, set[int], list[Pair]]] = []
     for pair in wanted:
         for between, busy, members in found:
@@ -267,8 +267,9 @@ def measurement_phases(wanted: Sequence[Pair]) -> list[list[Pair]]:
 
 
 class Rule(NamedTuple):
-    """What is slow: in every round more than `factor` times the median of all, more than `mads` median absolute
-    deviations above it, and by more than `least`. Repeated, because a neighbour's job may pass by once."""
+    """The definition of slow: in every round more than `factor` times the median of all, more than `mads` median
+    absolute deviations above it, and more than `least` above it. One round is not enough: another job may use the
+    network for a moment."""
 
     factor: float
     mads: float = 3.0
@@ -276,7 +277,7 @@ class Rule(NamedTuple):
 
 
 def slow_links(times: Mapping[K, Sequence[float]], rule: Rule) -> list[K]:
-    """times: the rounds of each; the larger the slower. Of fewer than three nothing can be told."""
+    """Return the slow keys; none if there are fewer than three. times: of each round; larger is slower."""
     rounds = min((len(values) for values in times.values()), default=0)
     if len(times) < 3 or not rounds:
         return []

@@ -1,4 +1,4 @@
-"""What a run came to, in one number or several: result.json, `{"value": 0.25}` or `{"value": [0.25, 3]}`."""
+"""The result of a run, one number or several: result.json, `{"value": 0.25}` or `{"value": [0.25, 3]}`."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ Value = float | tuple[float, ...]
 
 
 def checked_value(value: object) -> Value:
-    """`value` as floats. Raises RequestError where it is neither a number nor a sequence of numbers."""
+    """Return `value` as floats. Raise RequestError if it is neither a number nor a sequence of numbers."""
     if _is_number(value):
         return float(value)  # type: ignore[arg-type]
     if isinstance(value, Sequence) and not isinstance(value, str) and value and all(map(_is_number, value)):
         return tuple(float(item) for item in value)
     kind = type(value).__name__
-    do = "; a tensor's number is tensor.item()" if hasattr(value, "item") else ""
-    raise RequestError(f"the result is {str(value)[:80]!r} ({kind}), expected a number or a sequence of numbers{do}")
+    advice = "; for a tensor use tensor.item()" if hasattr(value, "item") else ""
+    raise RequestError(
+        f"the result is {str(value)[:80]!r} ({kind}), expected a number or a sequence of numbers{advice}"
+    )
 
 
-_unwritten: dict[Path, str] = {}  # text of each result.json that is not written yet
+_unwritten: dict[Path, str] = {}  # the text of each result.json that is not written yet
 
 
 def write(folder: Path, value: Value) -> None:
-    """Write it whole or not at all. Raise OSError."""
+    """Write the result atomically. Raise OSError."""
     safe_files.write_atomically(folder / run_folder.RESULT, json.dumps({"value": value}) + "\n")
 
 
 def write_or_print(folder: Path, value: Value) -> None:
-    """Write it, and where that fails try again until the process ends; then print it. Never raises OSError.
+    """Write the result; if that fails, retry until the process ends, then print it. Never raise OSError.
 
-    It is what the user has asked for, and not worth a training run that has ended well: the ranks have saved by then,
-    and an exit status of rank 0 would end the others.
+    An error here would fail a training run that has finished and saved, and would end the other ranks.
     """
     path, text = folder / run_folder.RESULT, json.dumps({"value": value})
     if not _unwritten:
@@ -48,24 +49,24 @@ def write_or_print(folder: Path, value: Value) -> None:
         atexit.register(_print)
     _unwritten[path] = text
 
-    def once_more() -> None:
+    def write_result() -> None:
         safe_files.write_atomically(path, text + "\n")
         if _unwritten.get(path) == text:
             del _unwritten[path]
 
-    background_writer.later(run_folder.RESULT, once_more)
+    background_writer.later(run_folder.RESULT, write_result)
     background_writer.flush()
 
 
 def _print() -> None:
-    """At the end of the process."""
+    """Print the results that could not be written, at the end of the process."""
     background_writer.flush()
     for path, text in _unwritten.items():
-        say(f"error: the result is not in {path}, which could not be written; make room, and write it there: {text}")
+        say(f"error: {path} could not be written; free disk space and write this result to it: {text}")
 
 
 def read(folder: Path) -> Value | None:
-    """None where the run has written none. Raises RequestError for a file of another kind, and for a NaN in it."""
+    """Return the result; None if the run wrote none. Raise RequestError if the file is not a result or contains NaN."""
     file = folder / run_folder.RESULT
     try:
         document = json.loads(file.read_text())
@@ -75,7 +76,7 @@ def read(folder: Path) -> Value | None:
     except (OSError, ValueError, KeyError, TypeError, RequestError) as error:
         raise RequestError(f'{file} cannot be used: {error!r}; expected {{"value": 0.25}} in it') from None
     if any(math.isnan(item) for item in (value if isinstance(value, tuple) else (value,))):
-        raise RequestError(f"{file} says {document['value']}, which is not a number to compare: did it diverge?")
+        raise RequestError(f"{file} contains {document['value']}, expected a number: did training diverge?")
     return value
 
 

@@ -1,6 +1,6 @@
-"""Variables that protect a run: where a hang leaves its traces, and caches that no other job shares.
+"""Environment variables that protect a run: a flight recorder for hangs, and caches that no other job shares.
 
-They are set only where the user has not, before torch first looks at them, and each is named in one line.
+They are set before torch reads them, only if the user has not set them, and are listed in the run folder.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from pathlib import Path
 
 from hpcinit.records import scratch
 
-ENV_SET = "HPCINIT_SAFEGUARDS"  # "JOB NAME NAME...": what was set here, so that a job within this job knows
-FLIGHT = "flight"  # in the run folder: flight/JOB.rank_N, for `torchfrtrace FOLDER/flight --prefix JOB.rank_`
+ENV_SET = "HPCINIT_SAFEGUARDS"  # "JOB NAME NAME...": the variables set for JOB, for a job that starts within it
+FLIGHT = "flight"  # in the run folder: files flight/JOB.rank_N, for `torchfrtrace FOLDER/flight --prefix JOB.rank_`
 
 
 @dataclass(frozen=True)
 class _Variable:
-    """also: other names under which a user may have decided the same, such as one of an earlier torch."""
+    """A variable to set. also: other names with the same effect, such as the name in an earlier torch."""
 
     name: str
     value: str
@@ -29,11 +29,11 @@ class _Variable:
 
 
 def _recorder(dumps: str) -> list[_Variable]:
-    """torch's flight recorder. Left alone it writes to one place for all jobs, in the shared home:
-    ~/.cache/torch/comm_lib_trace_rank_N. It makes no folder that it is given."""
+    """Return the variables of torch's flight recorder. By default all jobs write to the same files in the shared home,
+    ~/.cache/torch/comm_lib_trace_rank_N. The recorder does not create a missing folder."""
     found = [
-        # torch's default as long as there is one ("a temporary option", says ProcessGroupNCCL.hpp): a rank whose
-        # collective failed ends, rather than train on with what it has.
+        # 3 is torch's current default ("a temporary option" in ProcessGroupNCCL.hpp): a rank whose collective failed
+        # exits instead of continuing with wrong values.
         _Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", also=("NCCL_ASYNC_ERROR_HANDLING",)),
         _Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
         _Variable("TORCH_FR_BUFFER_SIZE", "2000", also=("TORCH_NCCL_TRACE_BUFFER_SIZE",)),
@@ -43,28 +43,39 @@ def _recorder(dumps: str) -> list[_Variable]:
     return found
 
 
-def _caches(folder: Path) -> list[_Variable]:
-    """A build that was killed leaves a lock for which every later one waits without end
-    (https://github.com/microsoft/DeepSpeed/issues/5205), and a home on NFS makes ranks race."""
+def _pipe(folder: Path) -> _Variable:
+    """Return the variable of the pipe FOLDER/flight_N.pipe. A byte in it makes NCCL write its dump. torch fails if it
+    cannot create the pipe, so it is on the node's own disk."""
+    return _Variable("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", f"{folder}/flight_")
+
+
+def _caches(folder: Path, kept: Path) -> list[_Variable]:
+    """Return the variables of the caches: extensions in `folder`, which ends with the job, and kernels in `kept`.
+
+    A build of extensions that was killed leaves a lock, for which later builds would wait forever. See
+    https://github.com/microsoft/DeepSpeed/issues/5205. Triton and Inductor replace whole files instead, so a restart
+    on the same node finds their kernels. Over NFS the ranks race.
+    """
     return [
         _Variable("TORCH_EXTENSIONS_DIR", f"{folder}/torch_extensions"),
-        _Variable("TRITON_CACHE_DIR", f"{folder}/triton", also=("TRITON_HOME",)),
-        _Variable("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor"),
+        _Variable("TRITON_CACHE_DIR", f"{kept}/triton", also=("TRITON_HOME",)),
+        _Variable("TORCHINDUCTOR_CACHE_DIR", f"{kept}/inductor"),
     ]
 
 
-CACHE_ROOM = 64 * 2**20  # bytes free on the disk of the caches: what a few compiled kernels need
-CACHES = tuple(variable.name for variable in _caches(Path()))
+CACHE_ROOM = 64 * 2**20  # bytes that must be free on the disk of the caches: a few compiled kernels
+CACHES = tuple(variable.name for variable in _caches(Path(), Path()))
 
 
-def safeguards(env: Mapping[str, str], caches: Path | None, dumps: str) -> dict[str, str]:
-    """The variables to add to `env`, and none that it has already, under this or another of its names.
+def safeguards(env: Mapping[str, str], caches: tuple[Path, Path] | None, dumps: str) -> dict[str, str]:
+    """Return the variables to add to `env`: those that it does not have under any of their names.
 
-    caches: a private folder on this node's disk, None if there is none. dumps: the flight recorder's files without the
-    rank at their end, '' if they have no place.
+    caches: two private folders on this node's disk, of this job and of all jobs; None if there are none.
+    dumps: the path of the flight recorder's files
+    without the rank at the end, '' if no folder can be written.
     """
     found = {}
-    for variable in _recorder(dumps) + (_caches(caches) if caches else []):
+    for variable in _recorder(dumps) + ([*_caches(*caches), _pipe(caches[0])] if caches else []):
         if not variable.names & env.keys():
             found[variable.name] = variable.value
     return found
@@ -76,34 +87,34 @@ _applied = False
 def apply(environ: MutableMapping[str, str], folder: Path | None, job: str) -> tuple[str, ...]:
     """Add the safeguards to `environ` and return their names; () if this process or this job has done so before.
 
-    Call it before a process group is made and before anything is compiled: torch reads each variable at its first use.
-    What was set for another job, around this one, is set anew. A disk that is full or not ours is no error: what needs
-    it is left out, and describe() says so.
+    Call it before a process group is created and before anything is compiled: torch reads each variable at its first
+    use. Values set for a surrounding job are replaced. A disk that is full or not private is no error: the variables
+    that need it are skipped, and describe() reports it.
 
-    folder: the run folder, None without a submission. job: World.job, which names this start and no other, so that a
-    restart finds neither the locks nor the half-built files of the start before.
+    folder: the run folder, None without a submission. job: World.job, unique to this start, so that a restart does not
+    find the locks and the incomplete files of the previous start.
     """
-    global _applied  # noqa: PLW0603 - what is set for a process is set once, whoever asks: hpcinit.run or init
+    global _applied  # noqa: PLW0603 - once per process, for both callers: hpcinit.run and init
     before, *names = environ.get(ENV_SET, "").split(" ")
     if _applied or before == scratch.folder_name(job):
         return ()
     _applied = True
     for name in names:
         environ.pop(name, None)
-    added = safeguards(environ, _cache_folder(environ, job), _dumps(environ, folder, job))
+    added = safeguards(environ, _cache_folders(environ, job), _dumps(environ, folder, job))
     environ.update(added)
     environ[ENV_SET] = " ".join((scratch.folder_name(job), *added))
     return tuple(added)
 
 
-def _cache_folder(environ: Mapping[str, str], job: str) -> Path | None:
+def _cache_folders(environ: Mapping[str, str], job: str) -> tuple[Path, Path] | None:
     if all(name in environ for name in CACHES):
         return None
     try:
-        if mine := scratch.base(environ):  # what killed jobs have left there may be what fills the disk
+        if mine := scratch.base(environ):  # leftovers of killed jobs may fill the disk
             scratch.sweep(mine)
         parent = scratch.base(environ, CACHE_ROOM)
-        return scratch.take(parent, job) if parent else None
+        return (scratch.take(parent, job), scratch.kept(parent)) if parent else None
     except OSError:
         return None
 
@@ -120,13 +131,13 @@ def _dumps(environ: Mapping[str, str], folder: Path | None, job: str) -> str:
 
 
 def describe(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
-    """The one line for the log, '' if nothing was set. It shows what was set, and nothing that was given."""
+    """Return the lines that list what was set, '' if nothing was. They do not show variables that the user set."""
     if not names:
         return ""
-    line = "set for this run, where you had not: " + " ".join(f"{name}={environ[name]}" for name in names)
+    lines = ["defaults applied (set the variable yourself to override):", *(f"  {n}={environ[n]}" for n in names)]
     if not any(name in environ for name in CACHES):
-        line += (
-            "; caches of compiled code stay shared: no folder in TMPDIR, /tmp or /var/tmp is private, executable and "
-            f"has {CACHE_ROOM >> 20} MB free"
+        lines.append(
+            "caches of compiled code stay shared with other jobs: no folder in TMPDIR, /tmp or /var/tmp is private, "
+            f"allows executables and has {CACHE_ROOM >> 20} MB free"
         )
-    return line
+    return "\n".join(lines)

@@ -1,9 +1,8 @@
-"""A private folder on this node's own disk, for as long as a process of the job lives.
+"""A private folder on this node's disk, removed when the last process of the job ends.
 
-Slurm leaves /tmp as the job left it. So every process that uses a folder holds a shared lock in it, which the kernel
-drops however the process ends; the last one out removes the folder, and the next start on the node removes what the
-killed have left.
-"""
+Slurm does not clean /tmp after a job. So every process that uses a folder holds a shared lock in it, which the kernel
+releases however the process ends. The last process removes the folder; the next start on the node removes the folders
+of killed jobs. Compiled kernels are in another folder, which stays."""
 
 from __future__ import annotations
 
@@ -14,26 +13,28 @@ import os
 import re
 import shutil
 import stat
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 LOCK = "in-use"
-GONE = ".gone"  # a folder that is being removed has left its name, so that nobody can begin to use it
+GONE = ".gone"  # suffix of a folder that is being removed: renamed first, so that no process can start to use it
 TRIES = 100
-ENV_LOCAL_DISK = "HPCINIT_LOCAL_DISK"  # what the cluster's description says of the node's own disk
+KEPT, KEPT_S = "kernels", 14 * 24 * 3600.0  # kernels stay for two weeks without a job on the node
+ENV_LOCAL_DISK = "HPCINIT_LOCAL_DISK"  # the local disk of the nodes, from the cluster file
 
 
 def folder_name(job: str) -> str:
-    """'43.0.1' for World.job; what a file name should not hold becomes '-'."""
+    """Return World.job ('43.0.1') as a file name: other characters become '-'."""
     return re.sub(r"[^\w.+-]", "-", job) or "job"
 
 
 def base(env: Mapping[str, str], room: int = 0) -> Path | None:
-    """This user's folder below the site's local disk, TMPDIR, /tmp or /var/tmp. room: bytes that must be free there.
+    """Return this user's folder on the site's local disk, in TMPDIR, /tmp or /var/tmp; None if none is suitable.
 
-    The first of them that is ours alone and may hold programs. Compiled extensions are loaded from it, so a mount with
-    noexec will not do; and what another user can write there would run as this one, so neither will a folder that
-    somebody else has made or can enter.
+    The first suitable one counts. Compiled extensions are loaded from it, so a mount with noexec is not suitable. Code
+    that another user writes there would run as this user, so a folder that another user created or can enter is not
+    suitable either. room: bytes that must be free on the disk.
     """
     for parent in (env.get(ENV_LOCAL_DISK, ""), env.get("TMPDIR", ""), "/tmp", "/var/tmp"):
         folder = Path(parent) / f"hpcinit-{os.geteuid()}"
@@ -51,36 +52,54 @@ def base(env: Mapping[str, str], room: int = 0) -> Path | None:
 
 
 def take(parent: Path, job: str) -> Path:
-    """The folder of `job` on this node, below base(), until the last process that took it ends. Raises OSError."""
-    # With the host's name: TMPDIR may be on a shared disk.
+    """Return the folder of `job` on this node, below base(). It exists until the last process that took it ends.
+
+    Raise OSError.
+    """
+    # The name of the host is part of it because TMPDIR may be on a shared disk.
     folder = parent / f"{folder_name(job)}-{os.uname().nodename}"
     lock = _hold(folder)
-    os.set_inheritable(lock, True)  # a command that takes this process's place goes on using it
+    os.set_inheritable(lock, True)  # a command that this process executes keeps the lock
     atexit.register(_leave, folder, lock)
     return folder
 
 
+def kept(parent: Path) -> Path:
+    """Return the folder for compiled kernels of all this user's jobs on this node, below base(). Raise OSError.
+
+    It stays after a job, so that a requeued one need not compile again. sweep() removes it if no job has started on the
+    node for KEPT_S.
+    """
+    folder = parent / f"{KEPT}-{os.uname().nodename}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    os.utime(folder)
+    return folder
+
+
 def _hold(folder: Path) -> int:
-    """The descriptor of a shared lock in `folder`, which is made where it is not there. Raises OSError."""
+    """Create `folder` if needed and return the descriptor of a shared lock in it. Raise OSError."""
     for _ in range(TRIES):
-        # Either may come of a folder that is removed under our hands, by one that was the last.
+        # Both errors occur if the last other process removes the folder at the same time.
         with contextlib.suppress(FileNotFoundError, FileExistsError):
             folder.mkdir(mode=0o700, exist_ok=True)
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-            with contextlib.suppress(OSError):  # a disk without locks: nobody removes anything then
+            with contextlib.suppress(OSError):  # a disk without locks: folders are never removed there
                 fcntl.flock(lock, fcntl.LOCK_SH)
             if _is_still(folder / LOCK, lock):
                 return lock
             os.close(lock)
-    raise OSError(f"{folder} is no folder, or was removed {TRIES} times while it was made")
+    raise OSError(f"{folder} is not a folder, or was removed {TRIES} times while it was created")
 
 
 def sweep(parent: Path) -> None:
-    """Remove the folders that nobody uses any more: those of jobs that were killed."""
+    """Remove the folders that no process uses: those of killed jobs."""
     with contextlib.suppress(OSError):
         for folder in parent.iterdir():
             if folder.name.endswith(GONE):
                 shutil.rmtree(folder, ignore_errors=True)
+            elif folder.name.startswith(f"{KEPT}-"):
+                if time.time() - folder.stat().st_mtime > KEPT_S:
+                    _remove(folder)
             else:
                 _remove_unused(folder)
 
@@ -98,7 +117,7 @@ def _leave(folder: Path, lock: int) -> None:
 
 
 def _remove_unused(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # in use, without a lock (not ours to judge), or gone already
+    with contextlib.suppress(OSError):  # in use, without a lock (then leave it), or removed already
         lock = os.open(folder / LOCK, os.O_RDWR)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

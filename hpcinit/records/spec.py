@@ -1,7 +1,7 @@
-"""What crosses from the login node to the job: one JSON file, `spec.json`, in the run folder.
+"""What the login node passes to the job: the JSON file `spec.json` in the run folder.
 
-JSON and not a pickle: it is read by another Python on another machine, hours later, and a pickle in a
-shared folder is code that anyone who can write there runs as you.
+It is not a pickle: another Python on another machine reads it hours later, and a pickle in a shared folder would let
+anyone who can write there run code as you.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpcinit.base.errors import RequestError, SpecError
 from hpcinit.records import run_folder, wrappers
 from hpcinit.records.batch import Batch, solve
 from hpcinit.records.layout import Layout
-from hpcinit.records.startup_timeout import CHECKPOINT_S, COLLECTIVE_S, StartupTimeout
+from hpcinit.records.startup_timeout import CHECKPOINT_S, StartupTimeout
 from hpcinit.records.stop_reasons import Stopping
 from hpcinit.records.wrappers import Wrapper
 
@@ -40,7 +40,7 @@ def one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class Program:
-    """What the ranks run. kind: script (a .py file), module (as `python -m`) or command (any argv)."""
+    """The program that the ranks run. kind: script (a .py file), module (as `python -m`) or command (any argv)."""
 
     kind: str
     target: str
@@ -52,17 +52,17 @@ class Program:
 
 @dataclass(frozen=True)
 class Comm:
-    """How the process group is brought up.
+    """How the process group is created.
 
-    backend: 'auto' chooses by the device. collective_timeout_s: None means as long as the start-up. host_template:
-    hosts.rename(). device_id: 'never', 'auto' or 'always' given to torch, which then starts NCCL at once.
-    checkpoint_timeout_s: how long ranks wait for each other within run.save and run.load.
+    backend: 'auto' chooses by the device. collective_timeout_s: None means torch's own. host_template: see
+    hosts.rename(). device_id: whether torch gets the device ('never', 'auto', 'always') and then starts NCCL at once.
+    checkpoint_timeout_s: how long ranks wait for each other in run.save and run.load.
     """
 
     backend: str = "auto"
     deepspeed: bool = False
     timeout: StartupTimeout = field(default_factory=StartupTimeout)
-    collective_timeout_s: float | None = COLLECTIVE_S
+    collective_timeout_s: float | None = None
     host_template: str = ""
     device_id: str = "never"
     checkpoint_timeout_s: float = CHECKPOINT_S
@@ -73,20 +73,35 @@ class Comm:
 
 @dataclass(frozen=True)
 class Samples:
-    """What was asked of the batch; None was left open. total: the global batch."""
+    """The requested batch sizes; None: not set.
+
+    Attributes:
+        micro: samples per forward pass of a rank.
+        accumulation: forward passes per step.
+        total: samples per step over all ranks, the global batch.
+    """
 
     micro: int | None = None
     accumulation: int | None = None
     total: int | None = None
 
     def over(self, data_parallel: int) -> Batch:
-        """The Batch of so many data parallel ranks. Raises RequestError."""
+        """Return the Batch. Raise RequestError if the sizes do not fit.
+
+        Args:
+            data_parallel: the number of data parallel ranks.
+        """
         return solve(self.micro, self.accumulation, self.total, data_parallel)
 
 
 @dataclass(frozen=True)
 class Precision:
-    """param: of the parameters in forward and backward. reduce: of gradients while they are summed over ranks."""
+    """Number formats: 'fp32', 'bf16' or 'fp16'.
+
+    Attributes:
+        param: format of the parameters in forward and backward.
+        reduce: format of gradients while they are summed over ranks: 'fp32' or 'bf16'.
+    """
 
     param: str = "fp32"
     reduce: str = "fp32"
@@ -98,9 +113,15 @@ class Precision:
 
 @dataclass(frozen=True)
 class Training:
-    """How run.wrap makes a trainable model of a model.
+    """How run.wrap prepares a model for training.
 
-    gradient_clip: the largest norm of the gradients, 0 for any. deepspeed: for deepspeed_config.options().
+    Attributes:
+        wrap: 'ddp', 'fsdp', 'deepspeed' or 'none'.
+        precision: number formats of parameters and gradients.
+        activation_checkpointing: 'none', or 'full' to recompute each layer in the backward pass.
+        compile: whether to compile the model with torch.compile.
+        gradient_clip: the largest norm of the gradients, 0: no limit.
+        deepspeed: the config keys of `deepspeed.`, for deepspeed_config.options().
     """
 
     wrap: str = "ddp"
@@ -122,9 +143,9 @@ class Training:
 
 @dataclass(frozen=True)
 class Hang:
-    """after_s: how long without a step is a hang; 0: never. action: 'report' it only, or 'end' the ranks too."""
+    """Hang detection. after_s: seconds without a step, 0: disabled. action: only 'report', or also 'end' the ranks."""
 
-    after_s: float = 240.0  # before the collectives' own 300 s, whose error says nothing of who did not come
+    after_s: float = 240.0  # less than torch's 600 s of collectives, whose error does not name the missing rank
     action: str = "report"
 
     def __post_init__(self) -> None:
@@ -133,12 +154,12 @@ class Hang:
 
 @dataclass(frozen=True)
 class Launch:
-    """How the ranks are started, as far as the job must know.
+    """How the ranks are started.
 
-    kind: srun starts each rank itself, or with 'fork' and 'torchrun' one process per node that starts the node's.
-    preload: modules to import before the fork. max_restarts: of torchrun's agents. wait_s: how long ranks may outlive
-    the first that has ended; None or 0: for ever. cpus: of one rank; None where nobody has said. cpu_bind, gpu_bind: as
-    srun's options for a task per rank; None: as the site does.
+    kind: 'srun' starts each rank; with 'fork' and 'torchrun' it starts one process per node that starts the node's
+    ranks. preload: modules to import before the fork. max_restarts: of torchrun's agents. wait_s: how long ranks may
+    run after the first has exited; None or 0: forever. cpus: per rank; None: not set. cpu_bind, gpu_bind: as srun's
+    options for one task per rank; None: the site's default.
     """
 
     kind: str = "srun"
@@ -156,10 +177,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class Spec:
-    """One submission, as the job needs to know it.
+    """What the job needs to know about a submission.
 
-    nonce: random, the same on every rank, unknown to other jobs. workdir: where the user's code runs. seed_by: the
-    'same' on every rank, another on every 'rank', or another where ranks see other 'data'.
+    nonce: random, the same on every rank, and secret from other jobs. workdir: where the user's code runs. seed_by:
+    'same' on all ranks, different for each 'rank', or different for ranks with different 'data'.
     """
 
     name: str
@@ -192,36 +213,36 @@ class Spec:
 
 
 def load(path: Path, to_run: bool = True) -> Spec:
-    """The Spec in `path`. Raises SpecError if it is not one that this version can use.
+    """Return the Spec in `path`. Raise SpecError if this version cannot use it.
 
-    to_run: this process will do what the spec says, so another user must not have written it. Who only looks at a
-    colleague's run says False.
+    to_run: this process will run the program of the spec, so another user must not have written it. False for reading a
+    colleague's run.
     """
     try:
         with path.open(encoding="utf-8") as file:
-            if to_run and (said := safe_files.ownership_problem(path, os.fstat(file.fileno()), "submit again")):
-                raise SpecError(said)
+            if to_run and (problem := safe_files.ownership_problem(path, os.fstat(file.fileno()), "submit again")):
+                raise SpecError(problem)
             document = json.load(file)
     except OSError as error:
         raise SpecError(
-            f"cannot read {path}: {error.strerror}; is the run folder on a file system that this node shares?",
+            f"cannot read {path}: {error.strerror}; is the run folder on a file system that this node can access?",
             quoted=error.strerror or "",
         ) from None
     except ValueError as error:
         raise SpecError(f"{path} is not JSON ({error}); submit again") from None
     if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
         raise SpecError(
-            f"{path} is not of format {FORMAT}: the hpcinit that submitted and the one in the job differ; "
-            "use the same environment on both sides"
+            f"{path} does not have format {FORMAT}: the job and the submission use different versions of hpcinit; "
+            "use the same environment for both"
         )
     try:
         return _value(Spec, document)  # type: ignore[no-any-return]
     except (AttributeError, KeyError, TypeError, RequestError) as error:
-        raise SpecError(f"{path} does not hold a spec: {error}; submit again") from None
+        raise SpecError(f"{path} does not contain a spec: {error}; submit again") from None
 
 
 def ranks_per_task(folder: Path) -> int:
-    """How many ranks one of srun's tasks starts, in the run of `folder`; 1 where its spec cannot be read."""
+    """Return how many ranks each task of srun starts in this run; 1 if its spec cannot be read."""
     try:
         spec = load(folder / run_folder.SPEC, to_run=False)
     except SpecError:
@@ -230,10 +251,10 @@ def ranks_per_task(folder: Path) -> int:
 
 
 def of_this_run(env: Mapping[str, str], world_size: int) -> tuple[Spec, Path] | tuple[None, None]:
-    """The spec and the folder of the run that this process belongs to, if it has the run's size.
+    """Return the spec and the folder of the run that this process belongs to; (None, None) if the sizes differ.
 
-    A user's own srun inside the job, or a rank run by hand, may be of another size: sizes, layout and nonce of the
-    submission are then not its own.
+    The user's own srun inside the job, or a rank started manually, may have another world size. Then the sizes, the
+    layout and the nonce of the submission do not apply to it.
     """
     folder = env.get(run_folder.ENV_FOLDER)
     if not folder:

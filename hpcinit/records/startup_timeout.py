@@ -1,8 +1,8 @@
-"""How long a start-up may take, as a function of the node count and of what is left of the job.
+"""The start-up timeout, from the number of nodes and the remaining time of the job.
 
-    start_up = min(max, base + per_node x nodes, what is left of the job - 30)
+    start_up = min(max, base + per_node x nodes, remaining time of the job - 30)
 
-Where the default coefficients come from: docs/timeouts.md.
+docs/reference/timeout-details.md explains the default coefficients.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from datetime import timedelta
 
 from hpcinit.base.errors import RequestError
 
-COLLECTIVE_S = 300.0  # of collectives once training runs: docs/timeouts.md
-CHECKPOINT_S = 3600.0  # of collectives while a checkpoint is saved or loaded: docs/timeouts.md
-# The errors that name who is missing must be out before Slurm ends the job: 15 s for the watchdog's lateness, and as
-# much again for clocks that differ.
+# torch's own timeouts of collectives, which hpcinit keeps during training: docs/timeouts.md.
+COLLECTIVE_NCCL_S, COLLECTIVE_OTHER_S = 600.0, 1800.0
+CHECKPOINT_S = 3600.0  # timeout of collectives that save or load a checkpoint: docs/timeouts.md
+# The error that names the missing ranks must be printed before Slurm ends the job: 15 s because the watchdog may be
+# late, and 15 s because clocks differ.
 RESERVE_S = 30.0
-# In seconds since 1970. Slurm 24.11 sets the first and 22.05 does not (tests/data/slurm); the second is what a batch
-# script can say there.
+# Seconds since 1970. Slurm 24.11 sets the first, 22.05 does not (tests/data/slurm); there the batch script sets the
+# second.
 JOB_END = ("SLURM_JOB_END_TIME", "HPCINIT_JOB_END_TIME")
 ENV_LIMIT_S = "HPCINIT_JOB_LIMIT_S"  # the job's time limit in seconds, as it was requested
-CLOCK_SLACK_S = 120.0  # a limit is rounded up to minutes, and clocks of healthy nodes differ by seconds
+CLOCK_SLACK_S = 120.0  # Slurm rounds a limit up to minutes, and clocks of healthy nodes differ by seconds
 
 
 @dataclass(frozen=True)
 class StartupTimeout:
-    """Coefficients in seconds. Raises RequestError for a timeout formula that gives no positive time."""
+    """The coefficients of the formula, in seconds. Raise RequestError if the result could be 0 or less."""
 
     base_s: float = 300.0
     per_node_s: float = 3.5
@@ -42,10 +43,9 @@ class StartupTimeout:
             )
 
     def start_up(self, nodes: int, left: timedelta | None = None) -> timedelta:
-        """Time until all ranks of `nodes` nodes have joined; whole seconds.
+        """Return the timeout until all ranks of `nodes` nodes have joined, in whole seconds.
 
-        left: of the job, see left_of_job(); None where nobody knows. Raises RequestError if it is not enough for any
-        start-up.
+        left: the remaining time of the job, see left_of_job(); None if unknown. Raise RequestError if it is too short.
         """
         seconds = min(self.max_s, self.base_s + math.ceil(self.per_node_s * nodes))
         if left is None:
@@ -53,9 +53,9 @@ class StartupTimeout:
         usable = math.floor(left.total_seconds() - RESERVE_S)
         if usable <= 0:
             raise RequestError(
-                f"the job ends in {left.total_seconds():.0f} s ({' or '.join(JOB_END)} says when), and of a start-up's "
-                f"time {RESERVE_S:g} s are kept for its errors: ask for more (time_min). If the job's limit was raised "
-                "since it started, give init a timeout: then nobody looks at this clock"
+                f"the job ends in {left.total_seconds():.0f} s (by {' or '.join(JOB_END)}), too soon for a start-up: "
+                f"{RESERVE_S:g} s are kept for its errors. Request more time (time_min). If the job's limit "
+                "was raised after it started, pass a timeout to init, which then ignores the end of the job"
             )
         return timedelta(seconds=min(seconds, usable))
 
@@ -72,9 +72,9 @@ class StartupTimeout:
 
 
 def left_of_job(env: Mapping[str, str], now_s: float) -> timedelta | None:
-    """How long the job that this process belongs to may still run; None where its environment does not say.
+    """Return the remaining time of the job, negative after its end; None if the environment does not contain it.
 
-    now_s: seconds since 1970. Negative once the job should be over.
+    now_s: seconds since 1970.
     """
     for name in JOB_END:
         text = env.get(name, "")
@@ -84,11 +84,11 @@ def left_of_job(env: Mapping[str, str], now_s: float) -> timedelta | None:
 
 
 def check_clock(environ: MutableMapping[str, str], now_s: float) -> str:
-    """Replace an end of the job that cannot be right by this node's clock, and return a line about it; '' if it can be.
+    """Correct the end of the job if it is impossible by this node's clock, and return a warning; '' if it is possible.
 
-    The end is a time of the controller's clock. If it is over already when the job starts, or later than the job's
-    limit allows, this node's clock is wrong, or the limit was changed. From then on the whole limit counts as left; if
-    the limit is not known either, no end is. now_s: seconds since 1970, by this node's clock.
+    The end is a time of the controller's clock. If it is in the past when the job starts, or later than the job's limit
+    allows, this node's clock is wrong, or the limit was changed. Then the end becomes now plus the limit; if the limit
+    is unknown too, the end is removed. now_s: seconds since 1970, by this node's clock.
     """
     left = left_of_job(environ, now_s)
     limit_s = _limit_s(environ)
@@ -99,16 +99,16 @@ def check_clock(environ: MutableMapping[str, str], now_s: float) -> str:
     for other in JOB_END:
         environ.pop(other, None)
     if math.isinf(limit_s):
-        return f"warning: {seen} by this node's clock: the job's time limit is not known here; is the clock right?"
+        return f"warning: {seen} by this node's clock, and the job's time limit is unknown: is the clock right?"
     environ.update({JOB_END[1]: str(int(now_s + limit_s)), ENV_LIMIT_S: f"{limit_s:.0f}"})
     return (
-        f"warning: {seen} by this node's clock, and the job's limit is {limit_s:.0f} s: all of it counts as left from "
-        "now on; is the clock right?"
+        f"warning: {seen} by this node's clock, and the job's limit is {limit_s:.0f} s: the whole limit now counts "
+        "as remaining. Is the clock right?"
     )
 
 
 def _limit_s(env: Mapping[str, str]) -> float:
-    """The job's time limit in seconds; inf if it is not known."""
+    """Return the job's time limit in seconds; inf if unknown."""
     end, start = env.get("SLURM_JOB_END_TIME", ""), env.get("SLURM_JOB_START_TIME", "")
     if end.isdecimal() and start.isdecimal():  # Slurm 24.11
         return float(int(end) - int(start))

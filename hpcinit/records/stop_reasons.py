@@ -1,4 +1,4 @@
-"""Why a training is asked to stop before its end, and how much time it keeps for its last checkpoint."""
+"""Why training stops before its end, and how much time it keeps for the last checkpoint."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from signal import SIGTERM, Signals
 from hpcinit.base.errors import RequestError
 
 SIGNALS = ("USR1", "USR2", "TERM", "HUP", "CONT", None)
-# Slurm looks at warning times once in 30 s and may send the signal as much as 60 s early (sbatch(1), --signal).
+# Slurm checks warning times every 30 s and may send the signal up to 60 s early (sbatch(1), --signal).
 SIGNAL_EARLY = timedelta(seconds=60)
-LARGEST_SHARE = 0.2  # of the time that a job had when it came up: a short one would stop before its first step
+LARGEST_SHARE = 0.2  # of the time at start-up: a short job would otherwise stop before its first step
 
 
 class Reason(IntEnum):
-    """Where ranks see several reasons, the largest is told."""
+    """A reason to stop. If ranks see several reasons, the largest is reported."""
 
-    ENDED = 1  # SIGTERM, and nobody says from whom
+    ENDED = 1  # SIGTERM of unknown origin
     TIME_LIMIT = 2
     USER = 3
     PREEMPTED = 4
 
     def __str__(self) -> str:
-        return _WORDS[self]
+        return _TEXTS[self]
 
     @property
     def token(self) -> str:
@@ -33,23 +33,23 @@ class Reason(IntEnum):
 
 
 NOT_RECORDED = "not_recorded"  # in stopped.txt instead of a Reason, until the ranks agree on one
-_WORDS = {
-    Reason.ENDED: "told to end",
+_TEXTS = {
+    Reason.ENDED: "terminated by SIGTERM",
     Reason.TIME_LIMIT: "time limit",
-    Reason.USER: "asked by the user",
+    Reason.USER: "requested by the user",
     Reason.PREEMPTED: "preempted",
 }
 
 
 def sentence(token: str) -> str:
-    """Return the words for a reason in stopped.txt; a token of another version as it is."""
+    """Return the text for a reason in stopped.txt; a token of another version unchanged."""
     known = {reason.token: str(reason) for reason in Reason}
     return {**known, NOT_RECORDED: "the reason was not recorded"}.get(token, token)
 
 
 @dataclass(frozen=True)
 class Stop:
-    """All ranks agreed to stop at this step. rank: the lowest of those that saw the reason."""
+    """The agreement of all ranks to stop at this step. rank: the lowest rank that saw the reason."""
 
     reason: Reason
     rank: int
@@ -60,10 +60,8 @@ class Stop:
 
 @dataclass(frozen=True)
 class Stopping:
-    """margin_s: kept for the last checkpoint. every_steps: ranks agree so often; None: as often as costs under 1 %.
-
-    signal: name of the one that --signal sends, as in 'USR1'; '' for none.
-    """
+    """How ranks stop. margin_s: kept for the last checkpoint. every_steps: how often the ranks agree; None: such that
+    it costs less than 1 % of the time. signal: sent by sbatch's --signal, as in 'USR1'; '' for none."""
 
     margin_s: float = 60.0
     every_steps: int | None = None
@@ -72,15 +70,16 @@ class Stopping:
     def __post_init__(self) -> None:
         if self.margin_s < 0 or (self.every_steps is not None and self.every_steps < 1):
             raise RequestError(
-                f"stop: margin {self.margin_s:g} s, every {self.every_steps} steps; expected 0 or more, and 1 or more"
+                f"stop: margin {self.margin_s:g} s, every {self.every_steps} steps; expected a margin "
+                "of at least 0 s, and at least 1 step"
             )
 
     @property
     def numbers(self) -> set[Signals]:
-        """The signals that ask a rank to save and stop."""
+        """The signals after which a rank saves and stops."""
         return {SIGTERM, *({Signals[f"SIG{self.signal}"]} if self.signal else ())}
 
     def margin(self, had: timedelta, longest_save: timedelta) -> timedelta:
-        """How much of the job's time is kept: enough to write a checkpoint twice. had: what was left at the start."""
+        """Return the time to keep: enough to write a checkpoint twice. had: the remaining time at start-up."""
         wanted = timedelta(seconds=self.margin_s) + 2 * longest_save
         return min(wanted, max(LARGEST_SHARE * had, longest_save))

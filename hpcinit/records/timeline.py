@@ -1,10 +1,9 @@
-"""The moments of every rank's start: timeline/JOB/HOST.jsonl in the run folder, JOB naming one attempt (World.job).
+"""The start-up events of every rank: timeline/JOB/HOST.jsonl in the run folder. JOB is one attempt (World.job).
 
-One file per node and not per rank, for the file system; and not one for all, since lines that several nodes append to
-one file over NFS overwrite each other. A line is one write(2) with O_APPEND, by one rank, and holds what it knows more
-than before, so that what a rank has reached is on disk when it hangs or is killed. Times are seconds since 1970 by
-the node's own clock; report/startup_phases.py corrects them.
-"""
+Each node has one file: fewer files than one per rank, and over NFS lines that several nodes append to one file would
+overwrite each other. A line is one write(2) with O_APPEND by one rank, with its new events only. So the events of a
+rank are on disk when it hangs or is killed. Times are seconds since 1970 by the node's clock; report/startup_phases.py
+corrects them."""
 
 from __future__ import annotations
 
@@ -22,36 +21,37 @@ from hpcinit.base.errors import HpcinitError
 from hpcinit.records import run_folder, scratch
 from hpcinit.slurm import nodelist
 
-# In the order of time. Any of them may be missing: 'spawned' is for ranks of a torchrun agent, 'forked' for those of a
-# parent, 'met' for those that hpcinit.run started, and a rank that hangs or dies has none of those that come after.
+# In the order of time. Any may be missing: only ranks of a torchrun agent have 'spawned', only ranks of a fork server
+# have 'forked', and only ranks that hpcinit.run started have 'met'. A rank that hangs or dies lacks all later events.
 EVENTS = {
-    "submitted": "sbatch had taken the job",
-    "allocated": "the job had its nodes, or its ranks had ended that begin once more",
-    "started": "the rank's process began (of a forked rank: its parent's; with launch=torchrun: its agent's)",
-    "spawned": "the agents had met, and this one began the rank's process",
+    "submitted": "sbatch accepted the job",
+    "allocated": "the job got its nodes, or the ranks of the previous start had exited",
+    "started": "the rank's process started (of a forked rank: the fork server; with launch=torchrun: the agent)",
+    "spawned": "the rendezvous of the agents was complete, and the agent started the rank's process",
     "interpreter": "Python ran the first line of hpcinit",
-    "forked": "the parent had imported, and forked the rank",
-    "met": "rank 0 was found",
-    "imported": "the program had imported torch, and called hpcinit.init",
+    "forked": "the fork server finished its imports and forked the rank",
+    "met": "the rank found rank 0",
+    "imported": "the program imported torch and called hpcinit.init",
     "device": "the device was chosen and bound",
-    "store": "all ranks were in init, and torch's store had answered",
-    "joined": "torch's process group was made",
-    "collective": "the first collective, a barrier, was over",
+    "store": "all ranks were in init, and torch's store answered",
+    "joined": "torch's process group was created",
+    "collective": "the first collective (a barrier) was complete",
     "up": "hpcinit.init returned",
 }
-# Environment variable of the batch script: seconds since 1970, when the ranks' nodes were there.
+# Environment variable of the batch script: when the job got its nodes, in seconds since 1970.
 ENV_ALLOCATED = "HPCINIT_ALLOCATED"
-# Of a rank that an agent starts: seconds since 1970 when the agent began; '' where it has begun this rank before.
+# Environment variable of a rank that an agent starts: when the agent started, seconds since 1970; '' for a restart.
 ENV_AGENT_BEGAN = "HPCINIT_AGENT_BEGAN"
 LAST = next(reversed(EVENTS))
+RETURNED = "returned"  # not of the start: the program ended with status 0, which `hpcinit why` needs if others failed
 
 
 @dataclass(frozen=True)
 class Rank:
-    """moments: name of MOMENTS to seconds since 1970. pid: as its node counts. local_rank: on its node.
+    """The start-up of one rank. events: a key of EVENTS to seconds since 1970. pid, local_rank: on its node.
 
-    clock: (offset, within): rank 0's clock minus this node's, in seconds, and how wrong that may be, as measured when
-    they met; None where nobody did.
+    clock: (offset, error): rank 0's clock minus this node's, in seconds, and the largest error of that, measured in the
+    rendezvous; None if not measured. returned: when the program ended with status 0, None if it did not.
     """
 
     rank: int
@@ -60,25 +60,26 @@ class Rank:
     pid: int = 0
     events: Mapping[str, float] = field(default_factory=dict)
     clock: tuple[float, float] | None = None
+    returned: float | None = None
 
     def between(self, first: str, second: str) -> float | None:
-        """Seconds from one moment to another of this rank; None where it has not both."""
+        """Return the seconds from one event to another; None if one is missing."""
         if first in self.events and second in self.events:
             return self.events[second] - self.events[first]
         return None
 
     @property
     def furthest(self) -> str:
-        """The last moment that this rank has reached, '' if it says none."""
+        """The last event that this rank recorded, '' if none."""
         return next((name for name in reversed(EVENTS) if name in self.events), "")
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the ranks. job: World.job, 'JOB.STEP.RESTART' of Slurm. ranks: those that left a line, by rank.
+    """One start of the ranks. job: World.job, Slurm's 'JOB.STEP.RESTART'. ranks: those with a line, by rank.
 
-    nodes, world_size: as it should be. hosts: of the step's nodes in Slurm's order, () where nobody said.
-    timeout_s, formula: of init, as rank 0 said; 0 and '' where it did not come so far.
+    nodes, world_size: the expected numbers. hosts: of the step, in Slurm's order, () if unknown. timeout_s, formula: of
+    init on rank 0; 0 and '' if it did not get there.
     """
 
     job: str
@@ -92,12 +93,12 @@ class Attempt:
 
     @property
     def complete(self) -> bool:
-        """All ranks have come to the end of the start."""
+        """Whether all ranks completed the start-up."""
         return len(self.ranks) == self.world_size and all(LAST in rank.events for rank in self.ranks)
 
     @property
     def absent(self) -> list[int]:
-        """Ranks that have left no line at all."""
+        """Ranks without any line."""
         return sorted(set(range(self.world_size)) - {rank.rank for rank in self.ranks})
 
     @property
@@ -108,8 +109,8 @@ class Attempt:
 
     @property
     def waited_s(self) -> float | None:
-        """The longest that a rank was under the start-up's timeout, which begins anew where it looks for rank 0
-        and in init; None if nobody came to the end of either. Needs no common clock."""
+        """The longest time of a rank under the start-up timeout, which restarts in the rendezvous and in init; None if
+        no rank completed either. Clocks of different nodes are not compared."""
         found = []
         for rank in self.ranks:
             up = "forked" if "forked" in rank.events else "interpreter"
@@ -118,13 +119,13 @@ class Attempt:
 
 
 def path(run: Path, job: str, host: str) -> Path:
-    """Of the ranks of one node in one attempt. run: the run folder."""
+    """Return the file of one node in one attempt. run: the run folder."""
     return run / run_folder.TIMELINE / scratch.folder_name(job) / f"{host}.jsonl"
 
 
 class Writer:
-    """Appends to the file of this node. Never raises: no start-up fails because its own record cannot be written. What
-    could not be written goes before the next line."""
+    """Appends to the file of this node. It never raises, because a start-up must not fail for its record. What could
+    not be written is written before the next line."""
 
     def __init__(self, file: Path) -> None:
         self._file, self._left = file, b""
@@ -135,7 +136,7 @@ class Writer:
         text, self._left = self._left + line, self._left + line
         with background_writer.suppressed("the timeline of the start"):
             if os.write(self._opened(), text) < len(text):
-                self._left = b"\n" + text  # the line that was cut short ends here; a reader skips it
+                self._left = b"\n" + text  # this ends the incomplete line, which a reader skips
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file))
             self._left = b""
 
@@ -146,7 +147,7 @@ class Writer:
         return self._fd
 
     def close(self) -> None:
-        """Also in a forked child, whose copy of the descriptor it is."""
+        """Close the file, also in a forked child, which has a copy of the descriptor."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
             with contextlib.suppress(OSError):  # over NFS this is when the lines reach the server
@@ -154,20 +155,20 @@ class Writer:
 
 
 def read(run: Path) -> list[Attempt]:
-    """All attempts of the run in folder `run`, the first to start first. What cannot be read is left out."""
+    """Return all attempts of the run in folder `run`, in the order of their start. Skip files that cannot be read."""
     folders = (run / run_folder.TIMELINE).glob("*/")
     found = [attempt for folder in folders if (attempt := read_attempt(folder)) is not None]
     return sorted(found, key=lambda attempt: (begun(attempt) or 0.0, attempt.job))
 
 
 def begun(attempt: Attempt) -> float | None:
-    """The first moment that any rank saw itself, which submission and allocation are not."""
+    """Return the time of the first event on a rank, so neither submission nor allocation."""
     seen = (rank.events.get("started", rank.events.get("interpreter")) for rank in attempt.ranks)
     return min((event for event in seen if event is not None), default=None)
 
 
 def read_attempt(folder: Path) -> Attempt | None:
-    """Of one folder timeline/JOB; None if no line in it can be used."""
+    """Return the attempt of one folder timeline/JOB; None if it has no readable line."""
     ranks: dict[int, dict[str, Any]] = {}
     hosts = 0
     for file in sorted(folder.glob("*.jsonl")):
@@ -200,7 +201,7 @@ def _attempt(name: str, ranks: Mapping[int, Mapping[str, Any]], files: int) -> A
 
 
 def _lines(text: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(rank, values) of each whole line; a line that a full disk has cut short, or another version's, is left out."""
+    """Yield (rank, values) of each line. Skip lines that a full disk cut short and lines of other versions."""
     for line in text.splitlines():
         try:
             values = json.loads(line)
@@ -220,5 +221,6 @@ def _rank(rank: int, values: Mapping[str, Any]) -> Rank:
         local_rank=int(values.get("local_rank", 0)),
         pid=int(values.get("pid", 0)),
         events={name: float(values[name]) for name in EVENTS if name in values},
+        returned=float(values[RETURNED]) if RETURNED in values else None,
         clock=(float(clock[0]), float(clock[1])) if clock else None,
     )

@@ -1,4 +1,4 @@
-"""What makes a trainable model of a model: DDP, FSDP2, DeepSpeed, or nothing. One object for each `parallel.wrap`.
+"""The values of `parallel.wrap`: DDP, FSDP2, DeepSpeed or none, one object for each. They prepare a model for training.
 
 This is the part that needs no torch. To add a wrapper, change three files:
 
@@ -69,7 +69,7 @@ class DDP(Wrapper):
     def problems(self, layout: Layout) -> Iterator[str]:
         if layout.dp_shard > 1:
             yield (
-                f"parallel.wrap is ddp with dp_shard {layout.dp_shard}: DDP divides no parameters; parallel.wrap=fsdp, "
+                f"parallel.wrap is ddp with dp_shard {layout.dp_shard}: DDP shards nothing; use parallel.wrap=fsdp, "
                 "or parallel.dp_replicate=-1 parallel.dp_shard=1"
             )
 
@@ -88,7 +88,7 @@ class FSDP(Wrapper):
         if layout.dp_shard * layout.cp == 1 and layout.dp_replicate > 1:
             replicate = layout.dp_replicate
             yield (
-                f"parallel.wrap is fsdp with dp_replicate {replicate} and dp_shard 1: nothing would be divided; "
+                f"parallel.wrap is fsdp with dp_replicate {replicate} and dp_shard 1: nothing would be sharded; use "
                 f"parallel=fsdp, parallel.dp_shard={replicate} parallel.dp_replicate=1, or parallel.wrap=ddp"
             )
 
@@ -110,8 +110,9 @@ class DeepSpeed(Wrapper):
         replicate, shard = layout.dp_replicate, layout.dp_shard
         if replicate > 1 and shard > 1:
             yield (
-                f"parallel.wrap is deepspeed with dp_replicate {replicate} and dp_shard {shard}: ZeRO divides over "
-                "all data parallel ranks; parallel.dp_replicate=1 parallel.dp_shard=-1, with deepspeed.hpz if wanted"
+                f"parallel.wrap is deepspeed with dp_replicate {replicate} and dp_shard {shard}: ZeRO "
+                "shards over all data parallel ranks; use parallel.dp_replicate=1 parallel.dp_shard=-1, with "
+                "deepspeed.hpz for shards within a node"
             )
 
     def _parts(self, demand: Demand) -> Iterator[Part]:
@@ -129,7 +130,7 @@ class DeepSpeed(Wrapper):
 
 
 class Unwrapped(Wrapper):
-    """The model alone: one rank trains, or the program does the parallelism itself."""
+    """The unchanged model: one rank trains, or the program implements the parallelism."""
 
     name = "none"
     for_many_ranks = False

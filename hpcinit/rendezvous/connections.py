@@ -18,11 +18,11 @@ from hpcinit.base.console import say
 from hpcinit.rendezvous import protocol
 from hpcinit.rendezvous.roster import Peer
 
-# How soon the server's thread gets its turn while rank 0's program imports and computes.
-
-# Python lets a thread that wants to go on wait 5 ms for one that computes, and the server's thread wants to after every
-# system call, of which a peer takes a dozen: 60 ms for each rank, while rank 0 imports torch. It costs the program
-# nothing while no rank connects.
+# The server's thread must get its turn quickly while rank 0's program imports and computes.
+#
+# By default Python makes a thread wait 5 ms for the GIL while another one computes, after every system call. A peer
+# needs about a dozen calls: 60 ms for each rank while rank 0 imports torch. While no rank connects, a short interval
+# costs the program nothing.
 QUICK_S = 0.00002
 
 _lock = threading.Lock()
@@ -32,7 +32,7 @@ _before = 0.0
 
 @contextmanager
 def quick_switching() -> Iterator[None]:
-    """sys.setswitchinterval for the whole process, until the last of its servers is closed. A program's own stays."""
+    """Shorten sys.setswitchinterval for the process until its last server is closed. Keep a value the program set."""
     global _servers, _before  # noqa: PLW0603 - so is the interval
     with _lock:
         if not _servers:
@@ -48,16 +48,19 @@ def quick_switching() -> Iterator[None]:
                 sys.setswitchinterval(_before)
 
 
-# Who has not proved anything by then is shown out; among many, words that the kernel had dropped come again only later.
+# A connection without a valid proof is closed after this time. With many ranks Linux drops packets and resends them.
 UNAUTHENTICATED_S, UNAUTHENTICATED_PER_RANK_S = 10.0, 0.002
-UNAUTHENTICATED = 512  # connections, and one for each rank; half as many from one address
+UNAUTHENTICATED = 512  # connections, plus one for each rank; at most half of all may have the same address
 
 
 @dataclass(eq=False, slots=True)
 class Connection:
-    """One connection. where: our address and port, as this connection has them. peer: the other side's address.
-    since: it has said something. heard: seconds since 1970 at which its last words were read.
-    peer: the rank that it turned out to be. left: it has said goodbye."""
+    """One connection.
+
+    where: our address and port, as this connection sees them. remote: the peer's address. since: when it connected or
+    last sent a message, by time.monotonic(). received_at: when its last data was read, in seconds since 1970.
+    peer: the rank, once it is authenticated. left: it sent a goodbye.
+    """
 
     socket: socket.socket
     where: tuple[Any, ...] = ("0.0.0.0", 0)
@@ -73,21 +76,21 @@ class Connection:
         self.send_line(protocol.encode(message))
 
     def send_line(self, line: bytes) -> None:
-        # A line or two: the kernel's buffer takes it whole unless the peer has stopped reading. If the peer is
-        # gone, the next read of this connection finds out.
+        # The kernel's buffer takes a line or two whole unless the peer has stopped reading. If the peer is gone, the
+        # next read of this connection finds out.
         with contextlib.suppress(OSError):
             self.socket.send(line)
 
 
 class Connections:
-    """Reads from all of them in one thread, which sleeps while nobody says anything.
+    """Read from all connections in one thread, which sleeps while no data arrives.
 
-    hear: is called in that thread with each message; what it raises ends that connection only. unreadable: is called
-    with what was wrong where that was no message. lose: is called when one has ended, and closes its socket. ranks: how
-    many may come.
+    The callbacks run in that thread. on_message: called with each message; an exception ends that connection only.
+    on_unreadable: called with the error if data is not a message. on_disconnect: called when a connection has ended;
+    must close its socket. ranks: the expected number of ranks.
 
-    Anyone can connect, so connections that are not authenticated are limited: in number, in all and from one address,
-    and in time. Over a limit the oldest of them is closed. Those that are authenticated are never closed for others.
+    Anyone can connect, so unauthenticated connections are limited in number (in total and per address) and in time.
+    Above a limit the oldest one is closed. Authenticated connections are never closed to make space.
     """
 
     def __init__(
@@ -107,10 +110,10 @@ class Connections:
         self._most = UNAUTHENTICATED + ranks
         self._unauthenticated_s = UNAUTHENTICATED_S + ranks * UNAUTHENTICATED_PER_RANK_S
         self._stopping = self._reported_out_of_files = False
-        self._unauthenticated: dict[Connection, None] = {}  # those who have not said anything for longest first
+        self._unauthenticated: dict[Connection, None] = {}  # the longest silent first
         self._by_remote: dict[
             tuple[str, bool], dict[Connection, None]
-        ] = {}  # the same, by address and how far they are
+        ] = {}  # the same, by address and by whether they sent a greeting
         listener.setblocking(False)
         self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -120,18 +123,18 @@ class Connections:
         self._thread.start()
 
     def stop(self) -> None:
-        """Close all connections, soon."""
+        """Close all connections soon, from their own thread."""
         self._stopping = True
-        with contextlib.suppress(OSError):  # the thread has ended by itself
+        with contextlib.suppress(OSError):  # the thread has already ended
             self._waker.send(b"!")
 
     def join(self, timeout_s: float) -> bool:
-        """True if the thread has ended."""
+        """Wait for the thread to end. Return whether it has."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def forget(self) -> None:
-        """In a forked child: close its copies of our own sockets."""
+        """Close this process's copies of the sockets, in a forked child."""
         for own in (self._listener, self._waker, self._woken):
             own.close()
 
@@ -152,17 +155,17 @@ class Connections:
         self._waker.close()
 
     def _accept(self) -> None:
-        """Some of those who wait: the rest come next, and those who are in are heard in between."""
+        """Accept up to 64 connections. The next round takes more, so connected peers are served in between."""
         for _ in range(64):
             try:
                 accepted, remote = self._listener.accept()
-            except OSError as error:  # nobody waits any more, or one is gone again
+            except OSError as error:  # nothing is waiting any more, or the peer has gone again
                 if error.errno in {errno.EMFILE, errno.ENFILE}:
                     self._out_of_files()
                 return
             with contextlib.suppress(OSError):
                 accepted.setblocking(False)
-                # Or a second line waits for the receipt of the first, which takes the peer's kernel 40 ms.
+                # Without it a second line waits for the receipt of the first, which takes the peer's kernel 40 ms.
                 accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection = Connection(accepted, accepted.getsockname(), str(remote[0]))
             self._selector.register(accepted, selectors.EVENT_READ, connection)
@@ -174,7 +177,7 @@ class Connections:
         self._by_remote.setdefault((connection.remote, bool(connection.challenge)), {})[connection] = None
 
     def _remove(self, connection: Connection) -> None:
-        """From the unauthenticated ones, where it is one."""
+        """Remove the connection from the unauthenticated ones, if it is one of them."""
         self._unauthenticated.pop(connection, None)
         for greeted in (False, True):
             those = self._by_remote.get((connection.remote, greeted), {})
@@ -182,10 +185,10 @@ class Connections:
                 del self._by_remote[connection.remote, greeted]
 
     def _limit(self, connection: Connection) -> None:
-        """Close the oldest that is not authenticated where they are too many, with `connection`, which is new.
+        """Close the oldest unauthenticated connection if `connection`, a new one, makes them too many.
 
-        Those that know the name of the job are counted apart, so that mere connections do not push out a rank that
-        waits for its answer.
+        Connections that know the name of the job are counted separately. So other connections cannot push out a rank
+        that waits for its reply.
         """
         same = self._by_remote[connection.remote, bool(connection.challenge)]
         if len(same) > self._most // 2:
@@ -200,7 +203,7 @@ class Connections:
 
     def _read(self, connection: Connection) -> None:
         if connection.socket.fileno() < 0:
-            return  # closed since select() returned, for newer ones
+            return  # closed since select() returned, to make space for newer connections
         try:
             data = connection.socket.recv(65_536)
             if not data:
@@ -211,7 +214,7 @@ class Connections:
                 self._on_message(connection, message)
         except BlockingIOError:
             return
-        except Exception as error:  # whatever a peer sends must not end this thread: all other ranks depend on it
+        except Exception as error:  # nothing that a peer sends may end this thread: all other ranks depend on it
             self._remove(connection)
             self._selector.unregister(connection.socket)
             self._on_unreadable(connection, error)
@@ -225,12 +228,12 @@ class Connections:
                 self._limit(connection)
 
     def _patience_s(self) -> float | None:
-        """How long until a silent connection must be closed; None while there is none."""
+        """Return the seconds until the next silent connection must be closed, or None if there is none."""
         longest = next(iter(self._unauthenticated), None)
         return max(0.0, longest.since + self._unauthenticated_s - time.monotonic()) if longest else None
 
     def _close_silent(self, looked: float) -> None:
-        """looked: up to when everything that they have said was read."""
+        """Close connections that were silent too long. looked: the time up to which all data was read."""
         while (
             longest := next(iter(self._unauthenticated), None)
         ) and looked - longest.since >= self._unauthenticated_s:
@@ -243,7 +246,7 @@ class Connections:
         if not self._reported_out_of_files:
             self._reported_out_of_files = True
             say(
-                "rank 0 cannot take more connections: too many open files; it needs two for each rank: raise "
+                "rank 0 cannot accept more connections: too many open files; it needs two per rank: raise "
                 "the hard limit (ulimit -Hn) on its node"
             )
-        time.sleep(0.05)  # the kernel would tell of them again at once
+        time.sleep(0.05)  # select() would report the waiting connection again immediately

@@ -1,4 +1,4 @@
-"""What a rank sends to rank 0: who it is, and which environment it runs in."""
+"""What a rank sends to rank 0: its host and process id, and which environment it runs in."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 from hpcinit.base import versions
 from hpcinit.rendezvous import protocol
 
-# Ranks that differ in one of these fail late and strangely: NCCL of two versions does not talk to itself
+LONGEST = 400  # characters shown of another rank's value
+# Ranks that differ in one of these fail late and with misleading errors: two versions of NCCL cannot talk to each other
 # (https://github.com/NVIDIA/nccl/issues/286).
-LONGEST = 400  # characters of a value of another rank that are shown
 PACKAGES = ("hpcinit", "torch", "deepspeed", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
 def identity() -> dict[str, Any]:
-    """{host, pid} of this process."""
+    """Return {host, pid} of this process."""
     return {"host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(), "pid": os.getpid()}
 
 
 def fingerprint(folder: Path | None = None) -> dict[str, str]:
-    """Versions, the commit of the working folder, and the submission's config; without importing any of them."""
+    """Return versions, the commit of the working folder and the run folder, without importing any package."""
     made_of = {"python": platform.python_version()}
     for package in PACKAGES:
         if version := versions.installed(package):
@@ -37,20 +37,20 @@ def fingerprint(folder: Path | None = None) -> dict[str, str]:
 
 
 def differences(mine: Mapping[str, str], theirs: Mapping[str, Any]) -> list[str]:
-    """'torch 2.12.0 instead of 2.13.0' for each key in which `theirs` is not `mine`.
+    """Return 'torch 2.12.0 (rank 0 has 2.13.0)' for each key whose value in `theirs` differs from `mine`, rank 0's.
 
-    theirs: what another rank sent, so of any type and length.
+    theirs: sent by another rank, so of any type and length.
     """
     return [
-        f"{protocol.cut(key, LONGEST)} {protocol.cut(str(theirs.get(key, 'absent')), LONGEST)} "
-        f"instead of {mine.get(key, 'absent')}"
+        f"{protocol.cut(key, LONGEST)} {protocol.cut(str(theirs.get(key, 'none')), LONGEST)} "
+        f"(rank 0 has {mine.get(key, 'none')})"
         for key in sorted({*mine, *theirs})
         if mine.get(key) != theirs.get(key)
     ]
 
 
 def commit(folder: Path) -> str:
-    """The commit that is checked out where `folder` lies, or ''. Two small reads, no process per rank."""
+    """Return the commit that is checked out in `folder` or above it, or ''. It takes two small reads and no process."""
     for place in (folder, *folder.parents):
         try:
             head = (place / ".git/HEAD").read_text().strip()

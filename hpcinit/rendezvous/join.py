@@ -1,4 +1,4 @@
-"""How a rank joins the others: first at rank 0's server, then at torch's store, which only they can find."""
+"""How a rank joins the others: first rank 0's server, then torch's store, whose port only the ranks learn."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+from hpcinit.base import safe_files
 from hpcinit.base.console import say
 from hpcinit.base.errors import BringUpError, WorldError
 from hpcinit.records import run_folder
@@ -23,20 +24,20 @@ from hpcinit.rendezvous.process_state import state
 from hpcinit.rendezvous.rendezvous_client import ENV_NAT, Refused, RendezvousClient
 from hpcinit.rendezvous.server import RendezvousServer
 from hpcinit.slurm import slurm_client
-from hpcinit.world import World, exports, hosts, network
+from hpcinit.world import World, exports, hosts, network, ports
 
 Rendezvous = RendezvousServer | RendezvousClient
 ENV_GLOO = "GLOO_SOCKET_IFNAME"
 
 
 def join_rendezvous(world: World, spec: Spec | None, timeout: timedelta) -> Rendezvous | None:
-    """Find the other ranks of this start; the rendezvous that is under way already, if there is one.
+    """Find the other ranks of this start, and return the rendezvous. Return the current one if there is one.
 
-    hpcinit.run begins it, init goes on with it. After a shutdown a next one begins, with a number of its own, so that
-    ranks of two generations never mix.
+    hpcinit.run creates it and init() continues with it. After shutdown() the next one gets a new number, so that ranks
+    of two generations never mix.
 
-    None for a single rank, and under a torchrun of the user's, whose agents have met: those of
-    launch=torchrun name the hosts and leave the rendezvous to the ranks. Raises BringUpError.
+    Return None for a single rank, and under a torchrun that the user started, which has its own rendezvous. With
+    launch=torchrun the agents know the hosts, and the ranks use this rendezvous. Raise BringUpError.
     """
     if world.world_size == 1 or (world.launcher == "torchrun" and not world.hosts):
         return None
@@ -55,10 +56,12 @@ def join_rendezvous(world: World, spec: Spec | None, timeout: timedelta) -> Rend
 
     nat = os.environ.get(ENV_NAT, "") not in {"", "0"}
     if world.rank == 0:
+        _check_master_addr(world)
         _publish(world)
         found: Rendezvous = _open_server(
             resolve(), lambda address: RendezvousServer(world, address, key, job, made_of, nat, nonce.remove)
         )
+        _publish_address(world, found.address)
     else:
         deadline = time.monotonic() + timeout.total_seconds()
         found = RendezvousClient(world, resolve, key, job, made_of, deadline, nat)
@@ -72,32 +75,48 @@ def join_rendezvous(world: World, spec: Spec | None, timeout: timedelta) -> Rend
 
 
 def _with_candidate_ports(world: World) -> World:
-    """`world` with candidate ports where its one port is the user's own, which the program will want.
+    """Return `world` with candidate ports if it has only the user's port, which the program itself will use.
 
-    Some launchers name no job (a PMI that is not Hydra's): without one, two of them on a node would share ports and
-    key. What the ranks of one node share then is their parent.
+    Some launchers give the job no name (PMI without Hydra). Without one, two jobs on a node would share ports and key.
+    The ranks of one node then use their parent's process id as the name.
     """
     job = world.job or (f"parent{os.getppid()}" if world.nodes == 1 else f"port{world.master_ports[0]}")
     if len(world.master_ports) == 1 or not world.job:
-        return replace(world, job=job, master_ports=network.candidate_ports(job))
+        return replace(world, job=job, master_ports=ports.of_job(os.environ, job))
     return world
 
 
+def _check_master_addr(world: World) -> None:
+    """Raise BringUpError if the user's own MASTER_ADDR, used because of comm.ports=env, is not of rank 0's node."""
+    if os.environ.get(ports.ENV_PORTS) != ports.FROM_ENV or not os.environ.get("MASTER_ADDR"):
+        return
+    name = world.master_addr
+    found = _all_of(name)
+    if network.of_this_node(found):
+        return
+    where = f"resolves to {', '.join(found)}" if found else "does not resolve"
+    raise BringUpError(
+        f"MASTER_ADDR is {name}, which {where}: not an address of {socket.gethostname()}, where rank 0 runs. Set it to "
+        f"{world.host or socket.gethostname()} or another address of that node, or unset it: hpcinit finds rank 0 "
+        f"without it (comm.ports={ports.FROM_ENV} requests your own MASTER_ADDR and MASTER_PORT)"
+    )
+
+
 def _open_server(places: list[str], open_at: Callable[[str], RendezvousServer]) -> RendezvousServer:
-    """At the first of rank 0's addresses that is one of this node."""
+    """Open the server at the first of rank 0's addresses that belongs to this node."""
     problems: list[BringUpError] = []
     for place in places:
         try:
             return open_at(place)
         except Refused:
-            raise  # another process is rank 0: no other address changes that
+            raise  # another process is rank 0, at whichever address
         except BringUpError as error:
             problems.append(error)
     raise BringUpError("\n".join(map(str, problems)), quoted="\n".join(one.quoted for one in problems))
 
 
 def leave_rendezvous(error: str = "") -> None:
-    """End this process's part in the rendezvous, telling the others why if it is because of an error."""
+    """End this process's part in the rendezvous. `error` is reported to the other ranks."""
     if state.rendezvous is not None:
         rendezvous, state.rendezvous = state.rendezvous, None
         if error:
@@ -109,10 +128,10 @@ def leave_rendezvous(error: str = "") -> None:
 
 
 def barrier_and_close(world: World, timeout: timedelta) -> None:
-    """End this process's part once all ranks have connected: a late rank must still find the server.
+    """Wait until all ranks have connected, then end this process's part: a late rank must still find the server.
 
-    For programs that do not call init: a command replaces this process, a short script ends before slower ranks
-    have started. Raises BringUpError that names who did not come.
+    For programs that do not call init(): a command replaces this process, and a short script ends before slower ranks
+    have started. Raise BringUpError that names the ranks that did not connect.
     """
     if state.rendezvous is not None:
         state.rendezvous.wait_for_all(time.monotonic() + timeout.total_seconds(), said_every_s(world))
@@ -120,11 +139,11 @@ def barrier_and_close(world: World, timeout: timedelta) -> None:
 
 
 def program_environment(world: World, rendezvous: Rendezvous | None) -> dict[str, str]:
-    """torch's `env://` variables, with a port that was free on rank 0's host a moment ago, and gloo's interface."""
+    """Return torch's `env://` variables, with a port that was free on rank 0's host, and gloo's interface."""
     env = exports(world)
     if rendezvous is None:
         return env
-    if len(world.master_ports) > 1:  # one alone is the user's own
+    if len(world.master_ports) > 1:  # a single port was set by the user
         env["MASTER_PORT"] = str(rendezvous.program_port)
     if not world.master_known:
         env["MASTER_ADDR"] = rendezvous.address  # where rank 0 was found
@@ -132,7 +151,7 @@ def program_environment(world: World, rendezvous: Rendezvous | None) -> dict[str
 
 
 def _interface_for_gloo(world: World, rendezvous: Rendezvous) -> dict[str, str]:
-    """The interface that reaches rank 0, where gloo would take an address that other nodes cannot reach."""
+    """Return the interface that reaches rank 0 if gloo would choose an address that other nodes cannot reach."""
     if world.nodes == 1 or ENV_GLOO in os.environ:
         return {}
     reason = network.blind_spot(socket.gethostname())
@@ -145,22 +164,26 @@ def _interface_for_gloo(world: World, rendezvous: Rendezvous) -> dict[str, str]:
 
 
 def _key(world: World, spec: Spec | None) -> str:
-    """What only the ranks of this job know; without a secret, what at least tells jobs and restarts apart."""
+    """Return the key that only the ranks of this start have. Without a secret it still differs per job and restart."""
     return hashlib.sha256(f"{nonce.find(world, spec)}|{world.job}".encode()).hexdigest()
 
 
 def addresses(world: World, spec: Spec | None) -> list[hosts.Found]:
-    """Where rank 0 is, as this node sees it: the likeliest first. Raises WorldError with what to mend."""
-    host, template = _published(world) or world.master_addr, spec.comm.host_template if spec else ""
+    """Return rank 0's addresses as this node sees them, the likeliest first. Raise WorldError with what to fix."""
+    published, listening = _published(world)
+    host, template = published or world.master_addr, spec.comm.host_template if spec else ""
     try:
         best = hosts.find(host, world.nodes, node_addr=_node_addr, template=template)
     except WorldError as error:
         own = _towards_the_others(world) if world.node_rank == 0 else ""  # its other ranks see the same /etc/hosts
-        if not own:
+        reaches = "which reaches the other nodes"
+        if not own and world.rank == 0 and _publication(world):
+            own, reaches = network.default_address(), "and the other ranks read that address from the run folder"
+        if not (own or listening):
             raise
-        note = f"{error}; until then rank 0 listens at {own}, which reaches the other nodes"
-        best = hosts.Found(own, note if world.rank == 0 else "")
-    # A name with several addresses may list them in another order on another node.
+        note = f"{error}; until that is fixed rank 0 listens at {own}, {reaches}"
+        best = hosts.Found(listening or own, note if world.rank == 0 else "")
+    # Another node may list the addresses of the same name in another order.
     others = [text for text in _all_of(hosts.rename(host, template)) or _all_of(host) if text != best.address]
     return [best, *(hosts.Found(text) for text in others if not ipaddress.ip_address(text.split("%")[0]).is_loopback)]
 
@@ -177,7 +200,7 @@ NODE_ADDRESS_LIMIT = timedelta(seconds=20)  # the other ranks wait meanwhile
 
 @functools.cache
 def _node_addr(host: str) -> str | None:
-    """What Slurm calls the node's address, for names that do not resolve; None where nobody says."""
+    """Return Slurm's address of the node, for names that do not resolve, or None if Slurm has none."""
     if alias := hosts.node_aliases(os.environ.get("SLURM_NODE_ALIASES", "")).get(host):
         return alias
     try:
@@ -188,7 +211,7 @@ def _node_addr(host: str) -> str | None:
 
 
 def _towards_the_others(world: World) -> str:
-    """This node's address on the way to another node of the world; '' where none can be found."""
+    """Return this node's address on the route to another node of the world, or '' if none is found."""
     for host in world.hosts:
         if host != world.host:
             try:
@@ -204,10 +227,10 @@ def _publication(world: World) -> Path | None:
 
 
 def _publish(world: World) -> None:
-    """Rank 0 writes where it is, for ranks that cannot compute it (--distribution=arbitrary without its file).
+    """Write rank 0's host to a file, for ranks that cannot compute it (--distribution=arbitrary without its file).
 
-    The file also shows a second process that claims rank 0 on another node, where it would listen too.
-    Raises BringUpError that names both.
+    The file also reveals a second process that claims rank 0 on another node, where it would listen too.
+    Raise BringUpError that names both.
     """
     path, me = _publication(world), fingerprint.identity()
     if path is None or world.nodes == 1:
@@ -217,28 +240,38 @@ def _publish(world: World) -> None:
             file.write(f"{world.master_addr}\n{me['host']}\n{me['pid']}\n")
     except FileExistsError:
         written = ""
-        with contextlib.suppress(OSError):  # a file server's trouble: the check is lost, not the start
+        with contextlib.suppress(OSError):  # if the file server fails, only this check is lost
             written = path.read_text()
         _, host, pid, *_ = [*written.split("\n"), "", "", ""]
         if host and host != me["host"]:
             raise BringUpError(
-                f"two processes claim rank 0: pid {pid} on {host}, which came first (so says {path}), and pid "
-                f"{me['pid']} on {me['host']}; is RANK or SLURM_PROCID left over in one of them?"
+                f"two processes claim rank 0: pid {pid} on {host}, which was first (see {path}), and pid "
+                f"{me['pid']} on {me['host']}; is a stale RANK or SLURM_PROCID set in one of them?"
             ) from None
     except OSError:
         if not world.master_known:
             raise
 
 
-def _published(world: World) -> str:
-    """What rank 0 has published, or ''."""
+def _publish_address(world: World, address: str) -> None:
+    """Add the address where rank 0 listens to its file, for nodes that cannot resolve its name."""
+    path, me = _publication(world), fingerprint.identity()
+    if path is not None and world.nodes > 1:
+        with contextlib.suppress(OSError):  # only nodes without names need it
+            text = f"{world.master_addr}\n{me['host']}\n{me['pid']}\n{address}\n"
+            safe_files.write_atomically(path, text, 0o600)
+
+
+def _published(world: World) -> tuple[str, str]:
+    """Return the host that rank 0 has published, and the address where it listens, each '' if it has not."""
     path = _publication(world)
     try:
-        return path.read_text().partition("\n")[0] if path is not None else ""
+        host, _, _, address, *_ = [*(path.read_text().split("\n") if path is not None else []), *[""] * 4]
     except OSError:
-        return ""
+        return "", ""
+    return host, address
 
 
 def said_every_s(world: World) -> float:
-    """torch's own cadence for barriers over a store: 10 s, and a second more per thousand ranks."""
+    """Return the seconds between two messages about missing ranks: like torch, 10 and one more per thousand ranks."""
     return 10 + world.world_size / 1000

@@ -1,8 +1,8 @@
 """The secret that the ranks of one start share: from the submission, from HPCINIT_NONCE, or from a file of mode 0600.
 
-The file is for ranks that no script of ours started (a plain `srun python -m hpcinit.run ...`, mpirun): the first of
-them that looks creates it, in the working folder, or in ~/.cache/hpcinit where that cannot be. The next ranks read it,
-and rank 0 removes it once all have come. Without a secret, anyone who knows the job's number can act as a rank.
+The file is for ranks that no script of hpcinit started (a plain `srun python -m hpcinit.run ...`, mpirun). The first
+rank that looks creates it in the working folder, or in ~/.cache/hpcinit if that is not possible. The other ranks read
+it, and rank 0 removes it when all have connected. Without a secret, anyone who knows the job's id can act as a rank.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from hpcinit.rendezvous.process_state import state
 from hpcinit.world import World
 
 ENV_NONCE = "HPCINIT_NONCE"
-HEAD = "hpcinit-nonce-1 "  # so that no other private file of this user is taken for one
-# What only one node or one container sees, so that ranks of other nodes would not find a file in it.
+HEAD = "hpcinit-nonce-1 "  # it marks the file, so that another private file is not mistaken for one
+# File systems that only one node or one container sees: ranks of other nodes would not find a file on them.
 PRIVATE = {"overlay", "tmpfs", "ramfs", "rootfs", "squashfs", "fuse.fuse-overlayfs", "fuse.squashfuse"}
-FIRST_S = 1.0  # for which ranks that are not the first of their node leave it to that one to create the file
-OLD_S = 7 * 86_400.0  # age of files in ~/.cache/hpcinit that ranks left when they were killed
+FIRST_S = 1.0  # other ranks of a node wait this long for its first rank to create the file
+OLD_S = 7 * 86_400.0  # age at which files in ~/.cache/hpcinit are removed: killed ranks left them
 WARNING = (
-    "warning: the ranks of this job share no secret, since no folder for it is shared and writable: another user of "
-    "its nodes who knows the number of the job can act as a rank, and then run code as you. To prevent it, add this to "
+    "warning: the ranks of this job share no secret, because they have no shared writable folder for it: another user "
+    "of its nodes who knows the job id can act as a rank, and then run code as you. To prevent it, add this to "
     f"the batch script, before srun or mpirun: export {ENV_NONCE}=$(cat /proc/sys/kernel/random/uuid)"
 )
 
 
 def find(world: World, spec: Spec | None) -> str:
-    """Return the secret of this start, '' where there is none; rank 0 prints a warning then.
+    """Return the secret of this start, or '' if there is none; then rank 0 prints a warning.
 
-    It is left in HPCINIT_NONCE for what this process starts: other users cannot read a process's environment.
+    It is also set in HPCINIT_NONCE for child processes: other users cannot read a process's environment.
     """
     if spec is not None:
         return spec.nonce
@@ -53,7 +53,7 @@ def find(world: World, spec: Spec | None) -> str:
 
 
 def remove() -> None:
-    """Remove the file that this process read or created. To be called by rank 0, once all ranks have come."""
+    """Remove the file that this process read or created. Rank 0 calls this when all ranks have connected."""
     if state.nonce_file is not None:
         with suppress(OSError):
             state.nonce_file.unlink()
@@ -98,18 +98,18 @@ def _remove_old(folder: Path) -> None:
 
 
 def _is_shared(place: Path, world: World) -> bool:
-    """Whether all ranks may see the same files there. The launcher 'env' names no nodes, and they may be several."""
+    """Return whether all ranks may see the same files there. The launcher 'env' names no nodes: assume several."""
     return (world.nodes == 1 and world.launcher != "env") or file_system(place) not in PRIVATE
 
 
 def file_system(place: Path) -> str:
-    """Return the type of the file system of `place`, as /proc/self/mountinfo has it; '' where that is not known."""
+    """Return the type of the file system of `place` from /proc/self/mountinfo, or '' if it is not found."""
     here, found, longest = place.resolve(), "", -1
     with suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
             words = line.split()
             at = Path(words[4].replace("\\040", " "))
-            # 36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw: the type follows the lone dash.
+            # 36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw: the type follows the single dash.
             if here.is_relative_to(at) and len(at.parts) >= longest:
                 found, longest = words[words.index("-") + 1], len(at.parts)
     return found
@@ -135,9 +135,9 @@ def _read(path: Path) -> str:
 
 
 def _create(path: Path) -> str:
-    """Return the secret of a new file, or of the one that another rank has created meanwhile; '' if neither works.
+    """Return the secret of a new file, or of one that another rank created meanwhile. Return '' if neither works.
 
-    A link is made only if there is no such file, and shows it whole, on network file systems too.
+    The link is created only if no such file exists, and makes the whole content visible, on network file systems too.
     """
     mine = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
     with suppress(OSError):

@@ -1,7 +1,7 @@
-"""What this process has done as a rank: one mutable object, `state`, in place of global variables of many modules.
+"""What this process has done as a rank: one mutable object, `state`, instead of global variables in many modules.
 
-A process is one rank, with one start, one default process group and one training. The modules of `runtime` keep what
-follows from that here and nowhere else; the counters of connections.quick_switching are the exception.
+A process is one rank with one start, one default process group and one training run. The modules of `runtime` keep
+such state here and nowhere else; the counters of connections.quick_switching are the exception.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from hpcinit.records import timeline
     from hpcinit.rendezvous.join import Rendezvous
+    from hpcinit.runtime.lifecycle.output_watch import OutputWatch
     from hpcinit.runtime.lifecycle.signal_watch import Watch
     from hpcinit.runtime.runtime import Runtime
 
@@ -26,9 +27,11 @@ START = "start-up"
 
 @dataclass
 class Timeline:
-    """writer: of the node's file, None before the start and after its last event. opened: a process has one start."""
+    """writer: of the node's file; None before the start and after its last event. file: its path. opened: set once per
+    process."""
 
     writer: timeline.Writer | None = None
+    file: Path | None = None
     rank: int = -1
     opened: bool = False
 
@@ -41,7 +44,7 @@ class Timeline:
 
 @dataclass(eq=False)
 class DeclaredPhase:
-    """A phase that is active. began_s: by time.monotonic(). limit_s: how long silence is expected; None: default."""
+    """An active phase. began_s: by time.monotonic(). limit_s: how long silence is expected; None: the default."""
 
     began_s: float
     limit_s: float | None
@@ -49,8 +52,10 @@ class DeclaredPhase:
 
 @dataclass
 class Phase:
-    """name, step: the phase and the last step reported, -1 before the first. ended_s: when the last declared phase
-    ended, by time.monotonic()."""
+    """name, step: the phase and the last step reported, -1 before the first.
+
+    ended_s: when the last declared phase ended, by time.monotonic().
+    """
 
     name: str = START
     step: int = -1
@@ -60,10 +65,10 @@ class Phase:
 
 @dataclass
 class LoaderWorkers:
-    """rank_pid: the process in which install() was called. numbers: signals that ask a rank to save and stop.
+    """rank_pid: the process in which install() was called. numbers: the signals that make a rank save and stop.
 
     terminated: process ids of protected processes that this rank ended itself. on_death: called with torch's error;
-    True if the rank goes on without the worker.
+    returns True if the rank continues without the worker.
     """
 
     rank_pid: int | None = None
@@ -74,15 +79,20 @@ class LoaderWorkers:
 
 @dataclass
 class ProcessState:
-    """All of it, each field with the value that it has before hpcinit does anything.
+    """All state of this process. The defaults are the values before hpcinit does anything.
 
-    runtime: what init() returned, None before it and after shutdown(). rendezvous: the current one, and how many there
-    were: the number keeps ranks of two generations apart. nonce_file: the secret's file that this process read or
-    created. agent_store_rounds: how often torchrun's store was used; its keys stay. stuck_group: why a process group of
-    this process could not be destroyed, '' if none was stuck. checkpoint_group: in which ranks agree on a checkpoint.
-    claimed: (folder, token) of the checkpoint folders that this process claimed. damaged: (checkpoint, its save) and
-    what load() found wrong with its content. removal: the last thread that removes old checkpoints. stopped_early: the
-    ranks agreed to stop before the program's end; stop_not_recorded: and no file says so.
+    runtime: what init() returned; None before it and after shutdown().
+    rendezvous: the current one. rendezvous_count: how many there were; it keeps ranks of two generations apart.
+    nonce_file: the secret's file that this process read or created.
+    agent_store_rounds: how often torchrun's store was used; its keys remain.
+    stuck_group: why a process group of this process could not be destroyed, '' if none was stuck.
+    checkpoint_group: the group in which ranks agree on a checkpoint.
+    claimed: (folder, token) of the checkpoint folders that this process claimed.
+    damaged: (checkpoint, its save) -> what load() found wrong with its content.
+    removal: the last thread that removes old checkpoints.
+    output_watch: of this rank; None before it starts.
+    stacks_of: the process that answers `hpcinit stacks`: this one, its parent before a fork, 0 for none.
+    stopped_early: the ranks agreed to stop before the program's end. stop_not_recorded: and no file records it.
     """
 
     runtime: Runtime | None = None
@@ -94,24 +104,26 @@ class ProcessState:
     timeline: Timeline = field(default_factory=Timeline)
     phase: Phase = field(default_factory=Phase)
     loader_workers: LoaderWorkers = field(default_factory=LoaderWorkers)
-    early_signals: set[int] = field(default_factory=set)  # that were delivered before anything watched for them
-    watches: set[Watch] = field(default_factory=set)  # that are not closed
-    masks: dict[int, set[int]] = field(default_factory=dict)  # blocked signals of the threads that fork just now
+    early_signals: set[int] = field(default_factory=set)  # delivered before a watch was open
+    watches: set[Watch] = field(default_factory=set)  # not closed
+    masks: dict[int, set[int]] = field(default_factory=dict)  # blocked signals of threads that are in fork()
     checkpoint_group: ProcessGroup | None = None
     claimed: set[tuple[Path, str]] = field(default_factory=set)
     damaged: dict[tuple[Path, str], str] = field(default_factory=dict)
     removal: threading.Thread | None = None
+    output_watch: OutputWatch | None = None
+    stacks_of: int = 0
     stopped_early: bool = False
     stop_not_recorded: bool = False
 
     def reset(self) -> None:
-        """Set every field to its first value, for tests. It closes nothing."""
+        """Reset every field to its default, for tests. It closes nothing."""
         vars(self).update(vars(ProcessState()))
 
     def leave_to_the_parent(self) -> None:
-        """In a forked child: drop what is the parent's without telling its peers, and close the copies of its files.
+        """Drop what belongs to the parent, in a forked child: close copies of its files, send nothing to its peers.
 
-        What only describes the past stays, such as the phase: a child that is a data loader fails in it too.
+        State that only describes the past remains, such as the phase: a data loader's child can fail in it too.
         """
         self.runtime = None
         if self.rendezvous is not None:

@@ -1,7 +1,7 @@
 """The messages of the rendezvous: JSON objects, one per line, with proofs and time stamps.
 
-A message is data from an unknown process until its proof has been checked, and may be of another version of hpcinit
-after that: read its fields with text(), integer() and choice(), which raise NotOurs for a value that they cannot use.
+Until its proof is checked, a message is data from an unknown process; after that it may be from another version of
+hpcinit. So read its fields with text(), integer() and choice(), which raise NotOurs for an unusable value.
 """
 
 from __future__ import annotations
@@ -19,38 +19,39 @@ from typing import Any
 
 PROTOCOL = "hpcinit-rendezvous-"
 GREETING = f"{PROTOCOL}2"
-LONGEST_TEXT = 5_000  # characters of a text field: JSON makes up to 12 bytes of each
+LONGEST_TEXT = 5_000  # characters of a text field; JSON uses up to 12 bytes for each
 LONGEST_INTEGER = 20  # digits
 LONGEST_HOST = 255  # characters
-LONGEST_ERROR = 4_000  # characters of a rank's error that the others are told
-LONGEST_LINE = 65_536  # a peer that sends more without a line end is none of ours
+LONGEST_ERROR = 4_000  # characters of a rank's error that the other ranks receive
+LONGEST_LINE = 65_536  # a peer that sends more without a line end is not a rank of hpcinit
 
 
 class NotOurs(Exception):
-    """The other side does not speak our language, or does not hold our key."""
+    """The other side does not speak this protocol, or does not have our key."""
 
 
 def proof(key: str, side: str, challenge: str, about: str) -> str:
-    """That `side` holds the key, for one challenge; about: what else it vouches for (the rank)."""
-    said = f"{side}|{challenge}|{about}".encode("utf-8", "surrogatepass")  # an unknown process may send any text
-    return hmac.new(key.encode(), said, hashlib.sha256).hexdigest()
+    """Return a proof that `side` has the key, for one challenge. about: what the proof also covers, such as the
+    rank."""
+    signed = f"{side}|{challenge}|{about}".encode("utf-8", "surrogatepass")  # an unknown process may send any text
+    return hmac.new(key.encode(), signed, hashlib.sha256).hexdigest()
 
 
 def same(one: object, other: str) -> bool:
-    """Whether `one`, which may be anything, is the proof `other`. Takes the same time wherever they differ."""
+    """Return whether `one`, of any type, equals the proof `other`. The time does not depend on where they differ."""
     return isinstance(one, str) and one.isascii() and hmac.compare_digest(one, other)
 
 
 def key_id(key: str, job: str) -> str:
-    """Return a name for the key that does not reveal it, for messages about processes that hold different keys."""
+    """Return a name for the key that does not reveal it, for messages about processes with different keys."""
     return proof(key, "key", "", job)[:8]
 
 
 def endpoint(address: Sequence[Any], nat: bool) -> str:
     """Return '10.0.0.1:20417' of what getsockname() or getpeername() returned; with `nat`, the port alone.
 
-    Both sides of a connection put the listener's endpoint into their proofs. A process that passes the messages of
-    two others on listens at another endpoint, so its clients do not accept the proof.
+    Both sides of a connection put the listener's endpoint into their proofs. A process that relays messages between two
+    others listens at another endpoint, so its clients do not accept the proof.
     """
     if nat:
         return f"*:{address[1]}"
@@ -60,7 +61,8 @@ def endpoint(address: Sequence[Any], nat: bool) -> str:
 
 
 def text(message: dict[str, Any], name: str, longest: int = LONGEST_TEXT) -> str:
-    """Return the text of a field, cut to `longest` characters and fit for a file. Raise NotOurs if it is no text."""
+    """Return the text of a field, cut to `longest` characters and safe for a file. Raise NotOurs if it is not a
+    text."""
     value = message.get(name)
     if not isinstance(value, str):
         raise NotOurs(f"{name} is {_brief(value)}, expected a text")
@@ -68,7 +70,8 @@ def text(message: dict[str, Any], name: str, longest: int = LONGEST_TEXT) -> str
 
 
 def cut(value: str, longest: int) -> str:
-    """Return at most `longest` characters of a peer's text, without halves of surrogate pairs, which no file takes."""
+    """Return at most `longest` characters of a peer's text. Halves of surrogate pairs, which no file takes, become
+    '?'."""
     return value[:longest].encode("utf-8", "replace").decode(errors="replace")
 
 
@@ -105,20 +108,20 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 class Lines:
-    """Messages out of bytes as they come."""
+    """Split a stream of bytes into messages."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """The messages that are complete now. Raises NotOurs for anything that is not a JSON object."""
+        """Return the messages that are now complete. Raise NotOurs for anything that is not a JSON object."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > LONGEST_LINE or any(len(line) > LONGEST_LINE for line in lines):
             raise NotOurs("a line without an end")
         messages = []
         for line in lines:
             try:
-                message = json.loads(line, parse_constant=str, parse_int=_integer)  # NaN and Infinity are no JSON
+                message = json.loads(line, parse_constant=str, parse_int=_integer)  # NaN and Infinity are not JSON
             except (ValueError, RecursionError):
                 raise NotOurs(f"not JSON: {line[:40]!r}") from None
             if not isinstance(message, dict):
@@ -128,14 +131,14 @@ class Lines:
 
 
 def _integer(digits: str) -> int | str:
-    """Return the number, or a text, which no field for numbers takes, where it is longer than any field's."""
+    """Return the number, or, if it is longer than any field's, a text, which no number field accepts."""
     return int(digits) if len(digits) <= LONGEST_INTEGER else digits[:LONGEST_INTEGER]
 
 
 def receive(connection: socket.socket, lines: Lines, deadline: float | None = None) -> list[dict[str, Any]]:
-    """At least one message, until `deadline` on the monotonic clock. Raises NotOurs, OSError, EOFError."""
+    """Return at least one message, waiting until `deadline` (time.monotonic()). Raise NotOurs, OSError or EOFError."""
     while True:
-        if deadline is not None:  # not the socket's timeout alone: a server may trickle
+        if deadline is not None:  # the socket's timeout alone does not suffice: a server may send byte by byte
             connection.settimeout(max(0.01, deadline - time.monotonic()))
             if time.monotonic() > deadline:
                 raise TimeoutError("no whole line in time")
@@ -147,50 +150,50 @@ def receive(connection: socket.socket, lines: Lines, deadline: float | None = No
 
 
 def family(address: str) -> socket.AddressFamily:
-    """Of a numeric address."""
+    """Return the address family of a numeric address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-# How far rank 0's clock is ahead of this rank's, from the messages of the rendezvous that are sent in any case.
+# Rank 0's clock minus this rank's clock, from messages of the rendezvous that are sent anyway.
 #
-# Rank 0 stamps its answers with [when it had read the peer's message, when it sent the answer]. Nothing arrives before
-# it is sent, so each message bounds the difference from one side: 'heard at D what was sent at G' says that rank 0 is
-# at most D - G ahead, 'read at G what was stamped D' that it is at least D - G ahead. The middle of the bounds is the
-# offset, half their distance the uncertainty: NTP's estimate (RFC 5905, section 8) with the tightest bound of each
-# direction in the place of one round trip.
+# Rank 0 stamps its replies with [when it had read the peer's message, when it sent the reply]. Nothing arrives before
+# it is sent, so each message limits the difference on one side. If a message sent at G was read by rank 0 at D, rank 0
+# is at most D - G ahead. If a message stamped D was read here at G, rank 0 is at least D - G ahead. The middle of the
+# two limits is the offset, and half their distance the uncertainty. This is NTP's estimate (RFC 5905, section 8) with
+# the tightest limit of each direction instead of one round trip.
 
 LATEST = 1e11  # seconds since 1970: the year 5138
 
 
 def local_time() -> float:
-    """Seconds since 1970."""
+    """Return the seconds since 1970."""
     return time.time()
 
 
 class ClockOffset:
-    """Seconds that rank 0's clock is ahead of ours."""
+    """The number of seconds by which rank 0's clock is ahead of this node's."""
 
     def __init__(self) -> None:
         self._least, self._most = -math.inf, math.inf
 
     def learn(self, sent: float | None, stamp: object, read: float) -> None:
-        """sent: when we sent what `stamp` answers, None if it answers nothing. stamp: [heard, said] of rank 0.
+        """Use one reply of rank 0.
 
-        A stamp that is none is ignored: nobody's start-up fails for it.
-        """
+        sent: when we sent the message that it answers, None if it answers none. stamp: rank 0's times [message read,
+        reply sent]. read: when we read it. An invalid stamp is ignored: it is no reason for a start-up to fail."""
         if not (isinstance(stamp, list) and len(stamp) == 2 and all(map(_is_time, stamp))):
             return
-        received_at, said = stamp
+        received_at, sent_back = stamp
         if sent is not None:
             self._most = min(self._most, received_at - sent)
-        self._least = max(self._least, said - read)
+        self._least = max(self._least, sent_back - read)
 
     @property
     def known(self) -> tuple[float, float] | None:
-        """(offset, uncertainty): add the offset to a time of this node for rank 0's. None before an answer has come."""
+        """Return (offset, uncertainty), or None before a reply. This node's time plus the offset is rank 0's time."""
         if math.isinf(self._least) or math.isinf(self._most):
             return None
-        # Bounds that cross: one of the clocks was set meanwhile, or drifts. Their gap is what we do not know.
+        # Limits that cross mean that a clock was set meanwhile, or drifts. Their gap is then the uncertainty.
         return (self._least + self._most) / 2, abs(self._most - self._least) / 2
 
 
@@ -199,5 +202,5 @@ def _is_time(value: object) -> bool:
 
 
 def stamp(received_at: float) -> dict[str, Any]:
-    """What rank 0 puts into an answer: `heard` is when the message that it answers was read."""
+    """Return the field with rank 0's times for a reply. received_at: when the message that it answers was read."""
     return {"clock": [received_at, local_time()]}

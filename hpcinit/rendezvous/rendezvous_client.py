@@ -1,4 +1,4 @@
-"""Every other rank's side: connects to the candidate ports until it finds the rank 0 of its own job."""
+"""The side of every rank but rank 0: it connects to the candidate ports until it finds its rank 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hpcinit.base import errors as kinds
+from hpcinit.base import failure_kinds
 from hpcinit.base.console import say
 from hpcinit.base.errors import BringUpError, WorldError
 from hpcinit.rendezvous import fingerprint, protocol, start_failure
@@ -19,15 +19,15 @@ from hpcinit.rendezvous.roster import RendezvousEndpoint
 from hpcinit.rendezvous.start_failure import StartupFailure
 from hpcinit.world import World
 
-# A peer's half of the handshake: is this our rank 0, and does it accept us?
+# The peer's half of the handshake: it checks that this is our rank 0, and whether rank 0 accepts it.
 
-ENV_NAT = "HPCINIT_NAT"  # environment variable: the nodes see each other at translated addresses
+ENV_NAT = "HPCINIT_NAT"  # set to 1 if the nodes reach each other at translated addresses
 SAME_VERSION = "do all nodes have the same hpcinit?"
 SAME_SECRET = (
     "start all ranks in one folder that their nodes share, or set HPCINIT_NONCE to the same random text on all of them "
     "(export it in the batch script, before srun)"
 )
-CONNECT_S = 3.0  # a server that has not proved itself by then is somebody else's
+CONNECT_S = 3.0  # a server that has not proved itself after this time is treated as another program
 
 
 class Refused(BringUpError):
@@ -35,19 +35,18 @@ class Refused(BringUpError):
 
 
 class Silent(protocol.NotOurs):
-    """Somebody listens and has not said anything in time: another program, or our rank 0 with many connections
-    waiting."""
+    """A process listens but has not sent anything in time: another program, or our rank 0 with a long queue."""
 
 
 class NotRank0(protocol.NotOurs):
-    """It answers as rank 0 would, but its proof is not valid for this connection; the message says what is known."""
+    """It answers like a rank 0, but its proof is not valid for this connection. The message has the details."""
 
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """What a process sends to rank 0. key: the secret of this submission. job: names this start.
+    """What a process sends to rank 0. key: the secret of this submission. job: the name of this start.
 
-    nat: addresses are translated between the nodes, so proofs contain the port alone.
+    nat: addresses are translated between the nodes, so proofs contain only the port.
     """
 
     rank: int
@@ -58,8 +57,8 @@ class JoinRequest:
 
 
 class JoinReply(NamedTuple):
-    """An open connection; the port for a program's own rendezvous; what rank 0 has sent since; how far ahead rank 0's
-    clock is."""
+    """An accepted connection. program_port: the port for the program's own rendezvous. rest: further messages of rank 0
+    that have already arrived. offset: of rank 0's clock."""
 
     socket: socket.socket
     lines: protocol.Lines
@@ -71,10 +70,11 @@ class JoinReply(NamedTuple):
 def connect(
     address: str, port: int, request: JoinRequest, patience_s: float = CONNECT_S, deadline: float = 0.0
 ) -> JoinReply:
-    """Raises Refused, and NotOurs with what was seen where this is not our rank 0.
+    """Connect and authenticate. Raise Refused, or NotOurs with what was seen if this is not our rank 0.
 
-    patience_s: for the proof that it is ours. deadline: for its reply then, on the monotonic clock: a peer that hangs
-    up after the proof counts as dead, and rank 0 on a busy node may be slow."""
+    patience_s: limit for the server's proof. deadline: limit for its reply after that, by time.monotonic(). It is
+    longer because rank 0 may be slow on a busy node, and a peer that disconnects after the proof counts as dead.
+    """
     until = time.monotonic() + patience_s
     try:
         connection = socket.create_connection((address, port), patience_s)
@@ -85,20 +85,20 @@ def connect(
         return _introduce(connection, request, until, max(until, deadline))
     except TimeoutError:
         connection.close()
-        raise Silent("somebody listens there who says nothing") from None
+        raise Silent("a process listens there but sends nothing") from None
     except NotRank0 as error:
         connection.close()
         raise protocol.NotOurs(str(error)) from None
     except (OSError, EOFError, protocol.NotOurs):
         connection.close()
-        raise protocol.NotOurs("somebody else's server") from None
+        raise protocol.NotOurs("another program's server") from None
     except BaseException:
         connection.close()
         raise
 
 
 def _introduce(connection: socket.socket, request: JoinRequest, until: float, deadline: float) -> JoinReply:
-    """The key itself is never sent."""
+    """Do the handshake. The key itself is never sent."""
     mine, lines, offset = protocol.challenge(), protocol.Lines(), protocol.ClockOffset()
     at = protocol.endpoint(connection.getpeername(), request.nat)
     own_id = protocol.key_id(request.key, request.job)
@@ -107,7 +107,7 @@ def _introduce(connection: socket.socket, request: JoinRequest, until: float, de
     connection.sendall(protocol.encode(hello))
     (answer,) = protocol.receive(connection, lines, until)[:1]
     read = protocol.local_time()
-    _check_proof(answer, request, mine, at)  # before anything else in the answer is looked at
+    _check_proof(answer, request, mine, at)  # before using anything else in the answer
     offset.learn(sent, answer.get("clock"), read)
     vouched = protocol.proof(request.key, "peer", protocol.text(answer, "challenge"), f"{at}|{request.rank}")
     hand = {"rank": request.rank, "proof": vouched, "made_of": dict(request.made_of), **fingerprint.identity()}
@@ -120,11 +120,11 @@ def _introduce(connection: socket.socket, request: JoinRequest, until: float, de
     try:
         return JoinReply(connection, lines, protocol.port(first, "reply"), rest, offset)
     except protocol.NotOurs as error:
-        raise Refused(f"rank 0 at {at} answers in a way that is not understood ({error}): {SAME_VERSION}") from None
+        raise Refused(f"rank 0 at {at} sent a reply that cannot be read ({error}): {SAME_VERSION}") from None
 
 
 def _check_proof(answer: dict[str, Any], request: JoinRequest, challenge: str, at: str) -> None:
-    """Raise NotRank0 unless the peer holds our key and is itself the listener at `at`."""
+    """Raise NotRank0 unless the peer has our key and is itself the listener at `at`."""
 
     def proves(where: str) -> bool:
         return protocol.same(
@@ -136,38 +136,38 @@ def _check_proof(answer: dict[str, Any], request: JoinRequest, challenge: str, a
     there, key_id, hello = answer.get("at"), answer.get("key_id"), answer.get("hello")
     if isinstance(there, str) and len(there) < 100 and proves(there):
         raise NotRank0(
-            f"passes on the answers of rank 0, which listens at {there}: another process is in between, or the network "
+            f"relays the answers of rank 0, which listens at {there}: another process is in between, or the network "
             f"translates addresses (then set {ENV_NAT}=1 on all ranks)"
         )
     if isinstance(hello, str) and hello.startswith(protocol.PROTOCOL) and "proof" not in answer:
         raise NotRank0("hpcinit of another job, start or version")
     if isinstance(key_id, str) and key_id != protocol.key_id(request.key, request.job):
         raise NotRank0(f"a process of this job with another secret: {SAME_SECRET}")
-    raise NotRank0("somebody else's server")
+    raise NotRank0("another program's server")
 
 
-# Between two rounds of attempts to connect, growing: ranks that start at the same time must not wait long for rank 0 to
-# be the slower one, and thousands of ranks must not connect for minutes at that rate.
+# Pauses between two rounds of attempts, growing. Ranks that start at the same time must not wait long if rank 0 is a
+# little slower, and thousands of ranks must not keep connecting at that rate for minutes.
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.005, 1.0
-CONNECTING_RANKS = 4096  # with more, each pauses for longer: rank 0's node gets no more attempts than from so many
-# Of connections that wait to be accepted Linux keeps this many (net.core.somaxconn), drops the rest, and those come
-# again after 1, 3, 7, 15 s. More ranks than that spread themselves over about the time that rank 0 needs for them
-# anyway (docs/performance.md).
+CONNECTING_RANKS = 4096  # with more ranks the pauses grow, so that rank 0's node gets no more attempts per second.
+# Linux keeps this many connections that wait to be accepted (net.core.somaxconn) and drops the rest. Dropped ones are
+# retried after 1, 3, 7, 15 s. So a larger number of ranks spreads its connections over about the time that rank 0
+# needs for them anyway (docs/measurements.md).
 QUEUE, EACH_S = 4096, 0.00025
-LONGEST_SILENCE_S = 60.0  # that a rank listens to one who says nothing
+LONGEST_SILENCE_S = 60.0  # the longest wait for a server that sends nothing
 
 
 def spread_s(world_size: int) -> float:
-    """How long a rank waits before it connects, where all of them would at the same moment."""
+    """Return how long to wait before connecting, so that not all ranks connect at the same moment."""
     return random.uniform(0, world_size * EACH_S) if world_size > QUEUE else 0.0
 
 
 class RendezvousClient(RendezvousEndpoint):
     """A connection to rank 0, from the first attempt until all ranks are up.
 
-    resolve: gives the addresses to try, anew each time (a name may resolve a moment later), or raises WorldError with
-    the reason why there is none. deadline: on the monotonic clock. nat: rank 0 is at a translated address. Raises
-    BringUpError, with what was seen at each port, if rank 0 is not found by then.
+    resolve: returns the addresses to try; called for each round, because a name may resolve a moment later. It raises
+    WorldError with the reason if there is none. deadline: by time.monotonic(). nat: rank 0 is at a translated address.
+    Raise BringUpError, with what was seen at each port, if rank 0 is not found by then.
     """
 
     def __init__(
@@ -185,12 +185,12 @@ class RendezvousClient(RendezvousEndpoint):
         self._request = JoinRequest(world.rank, key, job, made_of, nat)
         self._closed = self._reported = False
         self._missing: StartupFailure | None = None
-        self._socket, self._lines, self.program_port, said, offset = self._find(resolve, deadline)
+        self._socket, self._lines, self.program_port, messages, offset = self._find(resolve, deadline)
         if offset.known:
             self.clock_offset_s, self.clock_uncertainty_s = offset.known
         self.address = str(self._socket.getpeername()[0])
         self.own_address = str(self._socket.getsockname()[0])
-        for message in said:
+        for message in messages:
             self._take(message)
         self._socket.settimeout(None)
         self._thread = threading.Thread(target=self._listen, name="hpcinit-rendezvous", daemon=True)
@@ -212,7 +212,7 @@ class RendezvousClient(RendezvousEndpoint):
                             return connect(address, port, self._request, patience, deadline)
                         except protocol.NotOurs as error:
                             seen[where] = str(error)
-                            # It may be our rank 0 with a long queue: who gives up goes to the end of the queue.
+                            # It may be our rank 0 with a long queue, and disconnecting moves us to the end of it.
                             if isinstance(error, Silent):
                                 listen_s[where] = min(LONGEST_SILENCE_S, 2 * silence_s)
             except WorldError as error:
@@ -229,13 +229,13 @@ class RendezvousClient(RendezvousEndpoint):
         self._wait(lambda: self._is_store_announced() or self._closed, "imported", deadline, every_s)
         if not self._is_store_announced():
             raise BringUpError(
-                f"rank 0 on {self._world.master_addr} has ended its part in the start-up, and rank {self._world.rank} "
-                "is in init: does every rank of the program call hpcinit.init()?"
+                f"rank 0 on {self._world.master_addr} has left the start-up while rank {self._world.rank} is "
+                "in hpcinit.init(): does every rank of the program call hpcinit.init()?"
             )
         return super().wait_for_store(deadline, every_s)
 
     def missing(self, phase: str) -> str:
-        """Asks rank 0; '' if it does not answer."""
+        """Return rank 0's answer, or '' if it does not answer."""
         found = self._ask_who_is_missing(phase)
         return found.message if found else ""
 
@@ -246,29 +246,29 @@ class RendezvousClient(RendezvousEndpoint):
             return self._failure or self._missing
 
     def _still_waiting(self, phase: str) -> None:
-        """One voice is enough."""
+        """Print nothing: rank 0 reports it."""
 
     def _too_late(self, phase: str) -> StartupFailure:
         found, here = self._ask_who_is_missing(phase), fingerprint.identity()["host"]
         if found:
             return found
         return self._of_rank_0(
-            f"does not answer rank {self._world.rank} on {here} any more, so who is missing cannot be told: has one of "
+            f"does not answer rank {self._world.rank} on {here} any more, so the missing ranks are unknown: has one of "
             "the two nodes lost its network, or is rank 0 frozen?"
         )
 
     def _of_rank_0(self, what: str) -> StartupFailure:
         at = self._world.master_addr
-        return StartupFailure(f"rank 0 on {at} {what}", kinds.PROGRAM, 0, at)
+        return StartupFailure(f"rank 0 on {at} {what}", failure_kinds.PROGRAM, 0, at)
 
     def fail(self, error: str) -> None:
         self._send({"error": error[: protocol.LONGEST_ERROR]})
 
     def linger_after_failure(self) -> None:
-        """They come to rank 0."""
+        """Do nothing: the other ranks connect to rank 0."""
 
     def close(self) -> None:
-        self._closed = True  # nor does this rank take rank 0's leave for a death
+        self._closed = True  # so that the end of rank 0's connection is not reported as a death
         self._send({"bye": True})
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -279,7 +279,7 @@ class RendezvousClient(RendezvousEndpoint):
         self._socket.close()
 
     def _send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the listening thread finds out
+        with contextlib.suppress(OSError):  # the listening thread notices it
             self._socket.sendall(protocol.encode(message))
 
     def _listen(self) -> None:
@@ -288,11 +288,11 @@ class RendezvousClient(RendezvousEndpoint):
                 for message in protocol.receive(self._socket, self._lines):
                     self._take(message)
         except (OSError, EOFError):
-            # All are up, or rank 0's program needed no more and it said so; else rank 0 is gone.
+            # Expected if all are up or rank 0 announced that it leaves. Otherwise rank 0 is dead.
             if not self._closed and not self._failure:
-                self._failed(self._of_rank_0("ended during start-up; its log says why"))
+                self._failed(self._of_rank_0("ended during start-up; see its log for the reason"))
         except protocol.NotOurs as error:
-            text = f"sent something that is no message of the rendezvous ({error}): {SAME_VERSION}"
+            text = f"sent data that is not a message of the rendezvous ({error}): {SAME_VERSION}"
             self._failed(self._of_rank_0(text))
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -315,7 +315,7 @@ class RendezvousClient(RendezvousEndpoint):
         if not self._reported:
             self._reported = True
             say(
-                f"warning: rank 0 on {self._world.master_addr} sent a message that is not understood and is ignored: "
+                f"warning: ignoring an unreadable message of rank 0 on {self._world.master_addr}: "
                 f"{error}; {SAME_VERSION}"
             )
 
@@ -331,6 +331,6 @@ class RendezvousClient(RendezvousEndpoint):
         me = f"rank {self._world.rank} on {fingerprint.identity()['host']}"
         what = "; ".join(f"{where}: {outcome}" for where, outcome in seen.items())
         return (
-            f"{me} did not find rank 0 at {self._world.master_addr}: {what}. Did rank 0 start there, does the name "
-            "mean the same host on this node, does a firewall stand between?"
+            f"{me} did not find rank 0 at {self._world.master_addr}: {what}. Did rank 0 start there? Does the name "
+            "mean the same host on this node? Does a firewall block the ports?"
         )

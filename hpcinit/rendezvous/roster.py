@@ -1,4 +1,4 @@
-"""The roster of ranks: which have connected, how far each has come, which are missing; and what both sides share."""
+"""The roster of ranks: which have connected, the phase each has reached, which are missing; and both sides' base."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hpcinit.base.text import ranges
 from hpcinit.rendezvous.start_failure import StartupFailure
 from hpcinit.slurm import nodelist
 
-# In this order a rank tells them. 'started': hpcinit.run or init has found rank 0. 'imported': it is in
-# init. 'joined': torch's store has answered. 'up': the process group works.
+# The phases that a rank reports, in this order. 'started': hpcinit.run or init has found rank 0. 'imported': it is in
+# init. 'joined': it has connected to torch's store. 'up': the process group works.
 PHASES = ("started", "imported", "joined", "up")
-LONGEST_LIST = 2_000  # characters, of ranks or of nodes
+LONGEST_LIST = 2_000  # characters of a list of ranks or nodes
 
 
 @dataclass(slots=True)
 class Peer:
-    """One rank that came in."""
+    """A rank that has connected. since: when it reached its phase, by time.monotonic()."""
 
     rank: int
     host: str
@@ -35,9 +35,10 @@ class Peer:
 
 
 class Roster:
-    """The list of all ranks of one start. Not locked: its owner does that.
+    """The list of all ranks of one start. It is not locked: its owner does that.
 
-    What is asked at each message (has everybody got so far?) is counted; words about who has not take a walk.
+    Whether all ranks have reached a phase is counted, because every message checks it. Naming the missing ranks
+    iterates over all of them.
     """
 
     def __init__(self, world_size: int, hosts: Sequence[str]) -> None:
@@ -47,14 +48,14 @@ class Roster:
         self._reached = dict.fromkeys(PHASES, 0)
 
     def enter(self, peer: Peer) -> None:
-        """Instead of the peer of this rank that was there before, if there was one."""
+        """Add the peer, instead of an earlier one of the same rank."""
         if before := self.peers.get(peer.rank):
             self._count(before.phase, -1)
         self.peers[peer.rank] = peer
         self._count(peer.phase, 1)
 
     def move(self, peer: Peer, phase: str) -> None:
-        """Raises ValueError for what is no phase."""
+        """Record the phase. Raise ValueError if it is not one."""
         PHASES.index(phase)
         self._count(peer.phase, -1)
         peer.phase, peer.since = phase, time.monotonic()
@@ -68,12 +69,13 @@ class Roster:
         return self._reached[phase] == self.world_size
 
     def dead(self) -> list[Peer]:
-        """Those who left before they were up, the first to leave first."""
+        """Return the ranks that disconnected before they were up, the first to disconnect first."""
         lost = (g for g in self.peers.values() if g.gone and not g.reached("up"))
         return sorted(lost, key=lambda peer: peer.since)
 
     def missing(self, phase: str) -> str:
-        """'4 of 8 ranks are missing: ranks 4-5 never arrived (nobody came from n3), rank 6 on n4 ...' or ''."""
+        """Return '4 of 8 ranks are missing: ranks 4-5 never connected (no rank connected from n3), rank 6 ...' or
+        ''."""
         absent = [rank for rank in range(self.world_size) if rank not in self.peers]
         late = [g for g in self.peers.values() if not g.reached(phase)]
         if not absent and not late:
@@ -82,20 +84,20 @@ class Roster:
         if absent:
             seen = {peer.host for peer in self.peers.values()}
             empty = [host for host in dict.fromkeys(self.hosts) if host not in seen]
-            where = f" (nobody came from {_cut(nodelist.compress(empty))})" if empty else ""
-            parts.append(f"{_cut(ranks(absent))} never arrived{where}")
+            where = f" (no rank connected from {_cut(nodelist.compress(empty))})" if empty else ""
+            parts.append(f"{_cut(ranks(absent))} never connected{where}")
         for peer in sorted(late, key=lambda peer: peer.rank)[:16]:
             waited = time.monotonic() - peer.since
             parts.append(
-                f"rank {peer.rank} on {peer.host} (pid {peer.pid}) {peer.phase} {waited:.0f} s ago and no further"
+                f"rank {peer.rank} on {peer.host} (pid {peer.pid}) {peer.phase} {waited:.0f} s ago but got no further"
             )
         if len(late) > 16:
             parts.append(f"and {len(late) - 16} more")
         return f"{len(absent) + len(late)} of {self.world_size} ranks are missing: " + "; ".join(parts)
 
     def first_missing(self, phase: str) -> tuple[int | None, str]:
-        """Return the rank and the host that missing() names first. Either is None or '' where it is not certain that
-        they belong together: which node an absent rank would be on is not known here."""
+        """Return the rank and the host that missing() names first. Return None or '' for one that is not certain: the
+        node of an absent rank is unknown here."""
         absent = [rank for rank in range(self.world_size) if rank not in self.peers]
         if absent:
             seen = {peer.host for peer in self.peers.values()}
@@ -106,35 +108,35 @@ class Roster:
         return (first.rank, first.host) if first else (None, "")
 
     def lost(self) -> str:
-        """'rank 3 on n2 (pid 77) died when it had started: ValueError: boom', or ''."""
+        """Return 'rank 3 on n2 (pid 77) died during start-up, after phase 'started': ValueError: boom', or ''."""
         first = self.dead()[:1]
         return "".join(
-            f"rank {g.rank} on {g.host} (pid {g.pid}) died during start-up, when it had {g.phase}"
-            + (f": {g.error}" if g.error else "; its own log may say why")
+            f"rank {g.rank} on {g.host} (pid {g.pid}) died during start-up, after phase '{g.phase}'"
+            + (f": {g.error}" if g.error else "; its own log may show the reason")
             for g in first
         )
 
 
 def ranks(numbers: Iterable[int]) -> str:
-    """'rank 3', 'ranks 4-6,9'."""
+    """Return 'rank 3' or 'ranks 4-6,9'."""
     text = ranges(numbers)
     return f"rank{'' if text.isdecimal() else 's'} {text}"
 
 
 def _cut(text: str) -> str:
-    """What is told is a line to every rank: wire.LONGEST_LINE."""
+    """Shorten the list: a message is one line to every rank, at most protocol.LONGEST_LINE."""
     return text if len(text) <= LONGEST_LIST else f"{text[:LONGEST_LIST].rpartition(',')[0]},..."
 
 
-# What both sides of a rendezvous do: wait for what the others do, and hear of what goes wrong.
+# What both sides of a rendezvous do: wait for the other ranks, and receive failures.
 
 
 class RendezvousEndpoint(ABC):
     """One process's part in the rendezvous.
 
-    address: where rank 0 was met. own_address: of this node, as seen from there. program_port: for a program's own
-    rendezvous. failure: why the start-up has failed, '' while it has not. clock_offset_s: to be added to a time of this
-    node (seconds since 1970) for rank 0's, right to within clock_uncertainty_s; None where it was not learnt.
+    address: where rank 0 was found. own_address: of this node, as seen from rank 0. program_port: for the program's own
+    rendezvous. failure: why the start-up has failed, '' if it has not. clock_offset_s: add it to a time of this node
+    (seconds since 1970) for rank 0's time, within clock_uncertainty_s; None if it was not measured.
     """
 
     address = ""
@@ -156,43 +158,43 @@ class RendezvousEndpoint(ABC):
 
     @abstractmethod
     def report_phase(self, phase: str) -> None:
-        """How far this rank has got: one of PHASES."""
+        """Report the phase that this rank has reached: one of PHASES."""
 
     @abstractmethod
     def missing(self, phase: str) -> str:
-        """Who has not got that far; '' if that cannot be told."""
+        """Return a message about the ranks that have not reached the phase; '' if that is unknown."""
 
     @abstractmethod
     def fail(self, error: str) -> None:
-        """This rank raised: tell all others why. This rank knows."""
+        """Report to all other ranks why this rank failed."""
 
     @abstractmethod
     def linger_after_failure(self) -> None:
-        """After fail(): give those who have not come yet a moment to hear of it. Rank 0 alone has something to do."""
+        """Wait a moment after fail(), so that ranks that connect late get the error. Only rank 0 does something."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave in peace: nobody takes it for a death."""
+        """Leave, without being reported as dead."""
 
     @abstractmethod
     def forget(self) -> None:
-        """Close this process's copies of the sockets; they live on in the parent."""
+        """Close this process's copies of the sockets; the parent keeps its own."""
 
     def wait_for_all(self, deadline: float, every_s: float) -> None:
-        """Until all ranks have come. Raises BringUpError that names who has not.
+        """Wait until all ranks have connected. Raise BringUpError that names the missing ranks.
 
-        deadline: on the monotonic clock. every_s: rank 0 says so often for whom it waits.
+        deadline: by time.monotonic(). every_s: the time between two reports of rank 0 about the missing ranks.
         """
         self._wait(lambda: self._all_came, "started", deadline, every_s)
 
     def wait_for_store(self, deadline: float, every_s: float) -> int:
-        """Until all ranks are in init; the port of torch's store. Raises BringUpError that names who is not."""
+        """Return the port of torch's store when all ranks are in init. Raise BringUpError that names the others."""
         self._wait(self._is_store_announced, "imported", deadline, every_s)
         assert self._store_port is not None
         return self._store_port
 
     def on_failure(self, act: Callable[[str], None] | None) -> None:
-        """Call `act` when a rank fails, at once if one has already; None: nobody looks any more."""
+        """Call `act` when a rank fails, immediately if one already has. None: stop calling."""
         with self._changed:
             self._on_failure = act
             failure = self._failure
@@ -203,11 +205,11 @@ class RendezvousEndpoint(ABC):
         return self._store_port is not None
 
     def _wait(self, done: Callable[[], bool], phase: str, deadline: float, every_s: float) -> None:
-        said = time.monotonic()
+        reported_at = time.monotonic()
         with self._changed:
             while not (self._failure or done()) and (now := time.monotonic()) <= deadline:
-                if now - said > every_s:
-                    said = now
+                if now - reported_at > every_s:
+                    reported_at = now
                     self._still_waiting(phase)
                 self._changed.wait(max(0.05, min(every_s, deadline - now)))
             if done() and not self._failure:
@@ -216,8 +218,8 @@ class RendezvousEndpoint(ABC):
 
     @abstractmethod
     def _still_waiting(self, phase: str) -> None:
-        """Say so, or leave it to rank 0."""
+        """Report the missing ranks, on rank 0."""
 
     @abstractmethod
     def _too_late(self, phase: str) -> StartupFailure:
-        """The deadline has passed: what to report, for this rank and whoever listens."""
+        """Return the failure to report when the deadline has passed, on this rank and on connected ranks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import resource
@@ -13,8 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcinit.base import errors as kinds
-from hpcinit.base import process_limits
+from hpcinit.base import failure_kinds, process_limits
 from hpcinit.base.console import say
 from hpcinit.base.errors import BringUpError
 from hpcinit.rendezvous import fingerprint, protocol
@@ -22,18 +22,18 @@ from hpcinit.rendezvous.connections import Connection, Connections
 from hpcinit.rendezvous.rendezvous_client import CONNECT_S, SAME_SECRET, SAME_VERSION, JoinRequest, Refused, connect
 from hpcinit.rendezvous.roster import PHASES, Peer, RendezvousEndpoint, Roster
 from hpcinit.rendezvous.start_failure import StartupFailure
-from hpcinit.world import World, hosts
+from hpcinit.world import World, hosts, network, ports
 
-# Rank 0's ports: the first free candidate for the server, the next for a program's own rendezvous.
+# Rank 0's ports: the first free candidate for the server, the next one for the program's own rendezvous.
 
 LISTEN = "0A"  # the state of a listener in /proc/net/tcp
-FILES_BESIDES = 64  # Python's own, and rank 0's streams and sockets
+FILES_BESIDES = 64  # Python's files, and rank 0's streams and sockets
 
 
 def listen(address: str, candidates: tuple[int, ...], request: JoinRequest) -> tuple[socket.socket, int]:
-    """A listener, and the port for the program. Raises BringUpError; Refused if another process is rank 0 already.
+    """Return a listener and the port for the program. Raise BringUpError, or Refused if another process is rank 0.
 
-    The last candidate is never the server's: a program's rendezvous must have a port too.
+    The last candidate is never the server's, because the program's rendezvous needs a port too.
     """
     listener, port, refused = _take(address, candidates)
     try:
@@ -49,7 +49,7 @@ def listen(address: str, candidates: tuple[int, ...], request: JoinRequest) -> t
 
 
 def _take(address: str, candidates: tuple[int, ...]) -> tuple[socket.socket | None, int | None, list[str]]:
-    """The first free candidate as a listener, the next as a number, and why not the others."""
+    """Return the first free candidate as a listener, the next one as a number, and why the others are not free."""
     listener, refused = None, []
     for port in candidates:
         try:
@@ -71,12 +71,12 @@ def _no_ports(address: str, listener: socket.socket | None, refused: list[str]) 
     tried, here = "; ".join(refused), fingerprint.identity()
     if listener is not None:
         return BringUpError(
-            f"rank 0 found one free port at {address} and needs two, tried {tried}: end what listens there",
+            f"rank 0 found only one free port at {address} and needs two, tried {tried}: end what listens there",
             quoted=tried,
         )
     return BringUpError(
         f"rank 0 (pid {here['pid']} on {here['host']}) cannot listen at {address}, tried ports {tried}: is {address} "
-        "an address of this node, and are all these ports taken?",
+        "an address of this node, and are all these ports in use?",
         quoted=tried,
     )
 
@@ -84,8 +84,8 @@ def _no_ports(address: str, listener: socket.socket | None, refused: list[str]) 
 def look_for_another_rank_0(address: str, ports: Iterable[int], request: JoinRequest) -> None:
     """Raise Refused, with the other's message, if another rank 0 of this start listens on one of `ports`.
 
-    A rank 0 refuses a second one. Who accepts it instead is none, and yet holds the key: raises Refused as well.
-    Takes no longer in all than one connection may stay silent.
+    A real rank 0 refuses a second one. A process that accepts it is not rank 0 and yet has the key: raise Refused as
+    well. All ports together take no longer than one silent connection.
     """
     until = time.monotonic() + CONNECT_S
     for port in ports:
@@ -95,14 +95,14 @@ def look_for_another_rank_0(address: str, ports: Iterable[int], request: JoinReq
             here = fingerprint.identity()
             raise Refused(
                 f"two processes act as rank 0 of this job: pid {here['pid']} on {here['host']}, and a process that "
-                f"listens at {hosts.in_url(address, port)}{_owner(port)}, which accepted this one as if it were a rank "
-                "of its own: no rank 0 does that. Another user may have found out the secret of this job: "
+                f"listens at {hosts.in_url(address, port)}{_owner(port)}, which accepted this one as a rank. "
+                "A real rank 0 never does that. Another user may have found out the secret of this job: "
                 f"{SAME_SECRET}"
             )
 
 
 def _owner(port: int) -> str:
-    """', started by user 1000' for who listens at `port` of this node; '' where the kernel does not show it."""
+    """Return ', started by user 1000' for the listener at `port` of this node; '' if the kernel does not show it."""
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             for row in Path(table).read_text().splitlines()[1:]:
@@ -113,27 +113,27 @@ def _owner(port: int) -> str:
 
 
 def allow_many_files(ranks: int) -> None:
-    """Raise the limit of open files, up to what the administrator allows. Raises BringUpError where that is not enough
-    for a connection of each rank."""
+    """Raise the limit of open files as far as the administrator allows. Raise BringUpError if that is less than one
+    connection for each rank."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < ranks + FILES_BESIDES:
         raise BringUpError(
-            f"rank 0 may have {hard} files open on {fingerprint.identity()['host']} (ulimit -Hn), and each of the "
-            f"{ranks} ranks comes with two connections: raise the hard limit there to {2 * ranks + 1024} or more"
+            f"rank 0 may only have {hard} open files on {fingerprint.identity()['host']} (ulimit -Hn), but each of the "
+            f"{ranks} ranks needs two connections: raise the hard limit there to {2 * ranks + 1024} or more"
         )
     process_limits.raise_open_files_limit(ranks)
 
 
-LATE_S = 15.0  # ranks that come so long after a failure are told of it: Slurm starts its tasks within seconds
+LATE_S = 15.0  # after a failure, ranks that connect this late still get the error: Slurm starts tasks within seconds
 
 
 class RendezvousServer(RendezvousEndpoint):
-    """Listens on `address` in a thread of its own until everybody is up; the thread sleeps while nobody says anything.
+    """Listens on `address` in a separate thread until all ranks are up; the thread sleeps while no data arrives.
 
-    address: where the ranks reach rank 0. key: the secret of this submission. job: names this start.
-    made_of: what this rank's fingerprint is. nat: the other nodes reach this one at a translated address.
-    when_all: called once, in a thread of its own, when all ranks have connected.
-    Raises BringUpError if no candidate port is free, Refused if another process listens for this start already.
+    address: where the ranks reach rank 0. key: the secret of this submission. job: the name of this start.
+    made_of: this rank's fingerprint. nat: the other nodes reach this one at a translated address.
+    when_all: called once, in a separate thread, when all ranks have connected.
+    Raise BringUpError if no candidate port is free, Refused if another process already listens for this start.
     """
 
     def __init__(
@@ -151,22 +151,27 @@ class RendezvousServer(RendezvousEndpoint):
         self.clock_offset_s = self.clock_uncertainty_s = 0.0
         self.roster = Roster(world.world_size, world.hosts)
         self.roster.enter(Peer(0, **fingerprint.identity()))
-        self._inside: dict[Connection, None] = {}  # the ranks that were let in; changed and walked under _changed
+        self._inside: dict[Connection, None] = {}  # the authenticated ranks; guarded by _changed
         self._reported_missing: dict[str, tuple[float, StartupFailure]] = {}  # by phase: when, and who was missing
         self._request = JoinRequest(0, key, job, made_of, nat)
-        self._reported: set[str] = set()  # what was printed once and is not to be printed again
+        self._reported: set[str] = set()  # topics that are printed only once
         self._store_announced = self._closing = self._waited_long = False
         allow_many_files(world.world_size)
-        listener, self.program_port = listen(address, world.master_ports, self._request)
+        fixed = bool(os.environ.get(ports.ENV_PORTS))  # the user's own choice is used as it is
+        candidates, warning = (world.master_ports, "") if fixed else network.outside_ephemeral(world.master_ports)
+        if warning:
+            say(f"warning: {warning}")
+        listener, self.program_port = listen(address, candidates, self._request)
         self.address = self.own_address = str(listener.getsockname()[0])
         self.port = int(listener.getsockname()[1])
+        self._store_ports = world.master_ports if fixed else (0,)
         self._connections = Connections(
             listener, self._on_message, self._on_unreadable, self._on_disconnect, world.world_size
         )
         try:
-            # Another rank 0 has a later port if this one was taken at its time. We look only now that we listen
-            # ourselves: two that start at the same moment would each wait for the other.
-            later = world.master_ports[world.master_ports.index(self.port) + 1 :]
+            # Another rank 0 uses a later port if this one was taken when it started. We look only now that we listen
+            # ourselves: otherwise two that start at the same moment would wait for each other.
+            later = candidates[candidates.index(self.port) + 1 :]
             look_for_another_rank_0(address, later, self._request)
         except BaseException:
             self.close()
@@ -177,8 +182,27 @@ class RendezvousServer(RendezvousEndpoint):
             self.roster.move(self.roster.peers[0], phase)
             self._react()
 
+    def listen_for_store(self) -> socket.socket:
+        """Return a listener for torch's store: at any port, or with comm.ports at a fixed one. Raise BringUpError."""
+        refused = []
+        for port in self._store_ports:
+            try:
+                if port in (self.port, self.program_port):
+                    raise OSError(errno.EADDRINUSE, "")
+                return socket.create_server(
+                    (self.address, port), family=protocol.family(self.address), backlog=4096, reuse_port=False
+                )
+            except OSError as error:
+                refused.append(f"{port}: {os.strerror(error.errno or 0)}")
+        tried = "; ".join(refused)
+        raise BringUpError(
+            f"rank 0 found no free port for torch's store at {self.address}, tried {tried} (comm.ports; rank 0 itself "
+            f"uses {self.port}, and {self.program_port} is MASTER_PORT): end what listens there, or give more ports",
+            quoted=tried,
+        )
+
     def offer_store(self, port: int) -> None:
-        """Where torch's store listens; the ranks hear of it when all of them are ready for it."""
+        """Set the port of torch's store; it is announced when all ranks are ready for it."""
         with self._changed:
             self._store_port = port
             self._react()
@@ -203,7 +227,7 @@ class RendezvousServer(RendezvousEndpoint):
         with self._changed:
             if not self._failure or self._waited_long or self._all_have_been_here():
                 return
-            say(f"up to {LATE_S:g} s for those who come now: {self.failure}")
+            say(f"start-up failed; waiting up to {LATE_S:g} s to inform ranks that connect late: {self.failure}")
             while not self._all_have_been_here() and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
 
@@ -235,13 +259,13 @@ class RendezvousServer(RendezvousEndpoint):
 
     def _missing(self, phase: str) -> StartupFailure:
         rank, host = self.roster.first_missing(phase)
-        return StartupFailure(self.missing(phase), kinds.START_UP, rank, host)
+        return StartupFailure(self.missing(phase), failure_kinds.START_UP, rank, host)
 
     def _lost(self) -> StartupFailure:
-        """The first rank that died; false where none did."""
+        """Return the failure of the first rank that died; it is false if none did."""
         first = next(iter(self.roster.dead()), None)
         where = (first.rank, first.host) if first else (None, "")
-        return StartupFailure(self.roster.lost(), kinds.PEER_LOST, *where)
+        return StartupFailure(self.roster.lost(), failure_kinds.PEER_LOST, *where)
 
     # --- in the thread of the connections
 
@@ -274,13 +298,13 @@ class RendezvousServer(RendezvousEndpoint):
             self._register(connection, peer, made_of if isinstance(made_of, dict) else {})
 
     def _challenge(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Answer the greeting of a connection that is not authenticated yet."""
+        """Answer the greeting of a connection that is not yet authenticated."""
         key_id = protocol.key_id(self._request.key, self._request.job)
         if message.get("key_id") != key_id:
             self._report_once(
                 "another secret",
-                f"warning: a process at {connection.remote} asked for rank 0 of this job with another secret, so it "
-                f"stays outside; if it is one of your ranks: {SAME_SECRET}",
+                f"warning: a process at {connection.remote} tried to connect to rank 0 of this job with another "
+                f"secret and was not accepted; if it is one of your ranks: {SAME_SECRET}",
             )
         at, connection.challenge = protocol.endpoint(connection.where, self._request.nat), protocol.challenge()
         proof = protocol.proof(
@@ -303,8 +327,7 @@ class RendezvousServer(RendezvousEndpoint):
         except protocol.NotOurs as error:
             self._report_once(
                 f"unread {peer.rank}",
-                f"warning: rank {peer.rank} on {peer.host} sent a message that is not understood and is ignored: "
-                f"{error}; {SAME_VERSION}",
+                f"warning: ignoring an unreadable message of rank {peer.rank} on {peer.host}: {error}; {SAME_VERSION}",
             )
         if "error" in message and not peer.reached("up"):
             self._mark_dead(peer)
@@ -321,8 +344,8 @@ class RendezvousServer(RendezvousEndpoint):
             refusal = f"rank {peer.rank} is not one of the {self.roster.world_size} ranks of this job"
         elif before and (peer.rank == 0 or not before.gone):
             refusal = (
-                f"two processes claim rank {peer.rank}: pid {before.pid} on {before.host}, which came first, and pid "
-                f"{peer.pid} on {peer.host}; is RANK or SLURM_PROCID left over in one of them?"
+                f"two processes claim rank {peer.rank}: pid {before.pid} on {before.host}, which was first, and pid "
+                f"{peer.pid} on {peer.host}; is a stale RANK or SLURM_PROCID set in one of them?"
             )
         else:
             refusal = ""
@@ -337,12 +360,12 @@ class RendezvousServer(RendezvousEndpoint):
         if self._failure:
             connection.send(self._failure.fields("failed"))
         if different := fingerprint.differences(self._request.made_of, made_of):
-            told = ", ".join(different)[: protocol.LONGEST_ERROR]
-            text = f"rank {peer.rank} on {peer.host} is not made like rank 0: {told}"
-            self._fail(StartupFailure(text, kinds.PROGRAM, peer.rank, peer.host))
+            listed = ", ".join(different)[: protocol.LONGEST_ERROR]
+            text = f"rank {peer.rank} on {peer.host} runs a different environment: {listed}"
+            self._fail(StartupFailure(text, failure_kinds.PROGRAM, peer.rank, peer.host))
 
     def _react(self) -> None:
-        """What follows from what has changed; under the lock."""
+        """Announce what follows from a change. Called under the lock."""
         if not self._all_came and self.roster.all_reached("started"):
             self._all_came = True
             threading.Thread(target=self._when_all, name="hpcinit-all", daemon=True).start()
@@ -356,17 +379,17 @@ class RendezvousServer(RendezvousEndpoint):
             self._close()
 
     def _close(self) -> None:
-        """Say that the end of the connections is none of a rank; under the lock."""
+        """Announce that connections end on purpose, and stop. Called under the lock."""
         if not self._closing:
             self._closing = True
             self._send_all({"closed": True})
             self._connections.stop()
 
     def _on_unreadable(self, connection: Connection, error: Exception) -> None:
-        """A connection sent what is no message; it is lost next."""
+        """Record that the connection sent data that is not a message; it is disconnected next."""
         if connection.peer is not None and isinstance(error, protocol.NotOurs):
             connection.peer.error = (
-                connection.peer.error or f"it sent something that is no message: {error}; {SAME_VERSION}"
+                connection.peer.error or f"it sent data that is not a message: {error}; {SAME_VERSION}"
             )
 
     def _fail(self, reason: StartupFailure) -> None:
@@ -390,17 +413,17 @@ class RendezvousServer(RendezvousEndpoint):
 
     def _mark_dead(self, peer: Peer) -> None:
         peer.gone = True
-        if not self._failure:  # else all others leave too, and who was first is told already
+        if not self._failure:  # otherwise the others leave too, and the first one is already reported
             self._fail(self._lost())
 
     def _recently_missing(self, phase: str) -> StartupFailure:
-        """At the deadline every rank asks, and the answer takes a walk over all ranks: one walk a second is enough."""
-        at, told = self._reported_missing.get(phase, (-math.inf, None))
-        if told is None or time.monotonic() - at > 1:
+        """Return who is missing, computed at most once a second: at the deadline every rank asks for it."""
+        at, missing = self._reported_missing.get(phase, (-math.inf, None))
+        if missing is None or time.monotonic() - at > 1:
             rank, host = self.roster.first_missing(phase)
-            told = StartupFailure(self.roster.missing(phase), kinds.START_UP, rank, host)
-            self._reported_missing[phase] = (time.monotonic(), told)
-        return told
+            missing = StartupFailure(self.roster.missing(phase), failure_kinds.START_UP, rank, host)
+            self._reported_missing[phase] = (time.monotonic(), missing)
+        return missing
 
     def _send_all(self, message: dict[str, Any]) -> None:
         line = protocol.encode(message)

@@ -1,4 +1,4 @@
-"""torch's store for a rendezvous: on a socket that was bound before anybody was told its port."""
+"""torch's store for a rendezvous, on a socket that is bound before any rank learns its port."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
 from hpcinit.base.errors import BringUpError
-from hpcinit.rendezvous import protocol
 from hpcinit.rendezvous.join import Rendezvous, said_every_s
 from hpcinit.rendezvous.process_state import state
 from hpcinit.rendezvous.rendezvous_client import spread_s
@@ -21,9 +20,9 @@ from hpcinit.world import World, exports
 
 
 def open_store(world: World, rendezvous: Rendezvous | None, deadline: float) -> Store:
-    """A store that all ranks of this start share and no other process can take for its own.
+    """Return a store that all ranks of this start share and that no other process can be mistaken for.
 
-    deadline: on the monotonic clock. Raises BringUpError that names the ranks that are missing.
+    deadline: by time.monotonic(). Raise BringUpError that names the missing ranks.
     """
     if world.world_size == 1:
         return HashStore()
@@ -31,7 +30,7 @@ def open_store(world: World, rendezvous: Rendezvous | None, deadline: float) -> 
         return _torchruns(world, _left(deadline))
     every_s = said_every_s(world)
     if isinstance(rendezvous, RendezvousServer):
-        server = socket.create_server((rendezvous.address, 0), family=protocol.family(rendezvous.address), backlog=4096)
+        server = rendezvous.listen_for_store()
         rendezvous.offer_store(server.getsockname()[1])
         port = rendezvous.wait_for_store(deadline, every_s)
         store = serve(rendezvous.address, server, world.world_size, _left(deadline))
@@ -43,7 +42,7 @@ def open_store(world: World, rendezvous: Rendezvous | None, deadline: float) -> 
 
 
 def serve(address: str, listener: socket.socket, world_size: int, timeout: timedelta) -> TCPStore:
-    """Return torch's store on `listener`, which is bound to `address`. torch closes it."""
+    """Return torch's store on `listener`, which is bound to `address`. torch closes the socket."""
     port = listener.getsockname()[1]
     return TCPStore(
         address,
@@ -57,8 +56,8 @@ def serve(address: str, listener: socket.socket, world_size: int, timeout: timed
 
 
 def _torchruns(world: World, timeout: timedelta) -> Store:
-    """The store that torchrun's agent holds."""
-    state.agent_store_rounds += 1  # the agent's store outlives a shutdown, and so do the keys in it
+    """Return the store of torchrun's agent."""
+    state.agent_store_rounds += 1  # the agent's store and its keys outlive a shutdown
     os.environ.update(exports(world))
     try:
         store: Store = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))[0]

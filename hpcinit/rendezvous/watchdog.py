@@ -1,4 +1,4 @@
-"""A deadline that holds even when a call into torch never returns."""
+"""A deadline that works even if a call into torch never returns."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from types import TracebackType
 
 from hpcinit.base.console import say
 
-# torch's own timeout is no deadline: a client whose port belonged to a silent server was still waiting after
+# torch's own timeout is not sufficient: a client whose port belonged to a silent server still waited after
 # 200 s with a timeout of 5 s (torch 2.13).
 
 
 class Watchdog:
-    """Ends the process hard when the block takes longer than `seconds`: message, all stacks, exit status 1.
+    """Terminates the process if the block takes longer than `seconds`: message, all stacks, exit status 1.
 
-    about() gives the message, and must not block for long.
+    about: returns the message; it must not block for long.
     """
 
     def __init__(self, seconds: float, about: Callable[[], str]) -> None:
@@ -40,21 +40,21 @@ class Watchdog:
         try:
             reason = self._about()
         except Exception as error:
-            reason = f"the start-up is not over in time, and why cannot be said: {error!r}"
+            reason = f"the start-up timed out, and its state cannot be read: {error!r}"
         end_hard(reason, stacks=True)
 
 
 def end_hard(reason: str, stacks: bool = False) -> None:
-    """Say why and end at once: no exit handler may hang on a group whose peers are dead.
+    """Print the reason and exit immediately: no exit handler may hang on a group whose peers are dead.
 
-    Nothing on the way may keep it from ending: the program may have replaced or closed its streams.
+    Nothing may prevent the exit: the program may have replaced or closed its streams.
     """
     try:
         with contextlib.suppress(Exception):
             say(f"error: {reason}")
         if stacks:
             with contextlib.suppress(Exception):
-                faulthandler.dump_traceback(file=2, all_threads=True)  # 2: what stderr was when the process began
+                faulthandler.dump_traceback(file=2, all_threads=True)  # 2: the original stderr of the process
         with contextlib.suppress(Exception):
             sys.stdout.flush()
     finally:

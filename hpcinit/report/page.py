@@ -1,4 +1,4 @@
-"""The report as text and as report.html, one page without further files. Its frame is page.html."""
+"""The start-up report as text, as JSON, and as report.html: one page without other files, from page.html."""
 
 from __future__ import annotations
 
@@ -21,41 +21,39 @@ from hpcinit.report.startup_phases import NAMES, Phase, Report, seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
-# A report in words: lines for any place, a table for a terminal, JSON for programs.
-
-HEAD = ("phase", "min", "median", "max", "ends within", "slowest, and for whom all waited")
+HEAD = ("phase", "min", "median", "max", "ends within", "slow ranks, or the last rank, which all waited for")
 
 
 def headline(report: Report) -> str:
-    """'job 43.0.0: 4 ranks on 2 nodes (slurm), started 14:02:11, up 12.3 s after that'"""
+    """Return 'job 43.0.0: 4 ranks on 2 nodes (slurm), started 2026-11-21 14:02:11, ready after 12.3 s'."""
     attempt = report.attempt
-    begun = timeline.begun(attempt)
-    at = f", started {datetime.fromtimestamp(begun):%Y-%m-%d %H:%M:%S}" if begun else ""
+    start = timeline.begun(attempt)
+    at = f", started {datetime.fromtimestamp(start):%Y-%m-%d %H:%M:%S}" if start else ""
     plural = "s" * (attempt.world_size != 1), "s" * (attempt.nodes != 1)
     shape = f"{attempt.world_size} rank{plural[0]} on {attempt.nodes} node{plural[1]} ({attempt.launcher})"
     ends = [rank.events[timeline.LAST] for rank in attempt.ranks if timeline.LAST in rank.events]
     if startup_phases.before_init(report):
         return f"job {attempt.job}: {shape}{at}, the program has not called hpcinit.init()"
-    up = f", up {seconds(max(ends) - begun)} after that" if attempt.complete and begun else ", not all are up"
-    return f"job {attempt.job}: {shape}{at}{up}"
+    ready = f", ready after {seconds(max(ends) - start)}" if attempt.complete and start else ", not all ranks are ready"
+    return f"job {attempt.job}: {shape}{at}{ready}"
 
 
 def row(report: Report, phase: Phase) -> tuple[str, ...]:
-    """In the columns of HEAD."""
-    behind = startup_phases.waited_for(report, phase)
-    about = startup_phases.named(startup_phases.slow_phases(report, phase))
-    if behind:
-        about = f"for {behind[0]}, {seconds(behind[1])} after half of them"
+    """Return the columns of HEAD for a phase."""
+    last = startup_phases.waited_for(report, phase)
+    about = startup_phases.list_slow(startup_phases.slow_phases(report, phase))
+    if last:
+        about = f"last: {last[0]}, {seconds(last[1])} after half of the ranks"
     name = f"{phase.name}{' *' * phase.waits}"
     spread = "" if phase.ends == startup_phases.QUEUE else seconds(phase.spread)
     return (name, seconds(phase.least), seconds(phase.median), seconds(phase.most), spread, about)
 
 
 def notes(report: Report) -> Iterator[str]:
-    """What else is to be known: who is missing, the time-out, the clocks."""
+    """Yield notes on missing ranks, the timeout and the clocks."""
     yield from startup_phases.missing_ranks(report)
     if any(phase.waits for phase in report.phases):
-        yield "* of these phases most is waiting for others"
+        yield "* a rank mostly waits for other ranks in these phases"
     yield from (line for line in (timeout(report), clock_lines(report)) if line)
 
 
@@ -66,31 +64,32 @@ def timeout(report: Report) -> str:
     waited = attempt.waited_s
     used = ""
     if waited is not None and attempt.timeout_s and attempt.complete:
-        used = f"; the longest wait under it was {seconds(waited)}, {waited / attempt.timeout_s:.0%}"
-    return f"time-out of the start-up: {attempt.formula}{used}"
+        used = f"; the longest wait was {seconds(waited)}, {waited / attempt.timeout_s:.0%} of it"
+    return f"start-up timeout: {attempt.formula}{used}"
 
 
 def clock_lines(report: Report) -> str:
-    """How far the nodes' clocks differ, and how well that is known."""
+    """Return how far the nodes' clocks differ, and how exact that is, or ''."""
     others = {host: clock for host, clock in report.clocks.items() if clock.within_s or clock.offset_s}
     unknown = sorted(set(report.hosts.values()) - report.clocks.keys())
     parts = []
     if off := {host: clock for host, clock in others.items() if clock.offset_s}:
         worst = max(off, key=lambda host: abs(off[host].offset_s))
         one = off[worst]
-        count = f"clocks of {len(off)} node{'s' * (len(off) > 1)} differ from rank 0's and are corrected"
-        parts.append(f"{count}, most {worst}'s: by {-one.offset_s:+.3f} s to within {seconds(one.within_s)}")
+        count = f"corrected the clock{'s' * (len(off) > 1)} of {len(off)} node{'s' * (len(off) > 1)}"
+        largest = f"{worst} by {-one.offset_s:+.3f} s, to within {seconds(one.within_s)}"
+        parts.append(f"{count} (relative to rank 0's node), the largest difference: {largest}")
     elif others:
-        parts.append("the nodes' clocks agree as far as can be told")
+        parts.append("no difference between the nodes' clocks is detectable")
     if right := [clock.within_s for clock in others.values() if not clock.offset_s]:
-        parts.append(f"{'the others' if off else 'they'} may differ by up to {seconds(max(right))}")
+        parts.append(f"{'the other clocks' if off else 'they'} may differ by up to {seconds(max(right))}")
     if unknown:
-        parts.append(f"nothing is known of the clock{'s' * (len(unknown) > 1)} of {', '.join(unknown[:4])}")
+        parts.append(f"no comparison with the clock{'s' * (len(unknown) > 1)} of {', '.join(unknown[:4])}")
     return "; ".join(parts)
 
 
 def report_lines(report: Report) -> Iterator[str]:
-    """Without a terminal."""
+    """Yield the lines that are printed without a terminal."""
     yield headline(report)
     rows = [HEAD, *(row(report, phase) for phase in report.phases)]
     widths = [max(len(line[column]) for line in rows) for column in range(len(HEAD) - 1)]
@@ -103,25 +102,25 @@ def report_lines(report: Report) -> Iterator[str]:
     yield from notes(report)
 
 
-def table(report: Report) -> Table:
-    """For a terminal."""
+def terminal_table(report: Report) -> Table:
+    """Return the table that is printed to a terminal."""
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
     for column, name in enumerate(HEAD):
         numbers = 0 < column < len(HEAD) - 1
-        made.add_column(name, justify="right" if numbers else "left", no_wrap=column < len(HEAD) - 1)
+        table.add_column(name, justify="right" if numbers else "left", no_wrap=column < len(HEAD) - 1)
     for phase in report.phases:
         cells = row(report, phase)
         style = "dim" if phase.waits else ""
         about = Text(plain(cells[-1]), "yellow" if cells[-1] else "")
-        made.add_row(*(Text(plain(cell), style) for cell in cells[:-1]), about)
-    return made
+        table.add_row(*(Text(plain(cell), style) for cell in cells[:-1]), about)
+    return table
 
 
 def document(report: Report) -> dict[str, Any]:
-    """For programs. Times in seconds; moments since 1970, by the clock of rank 0's node."""
+    """Return the JSON document. Times are in seconds; events are since 1970, by the clock of rank 0's node."""
     attempt = report.attempt
     return {
         "job": attempt.job,
@@ -147,14 +146,14 @@ def document(report: Report) -> dict[str, Any]:
 
 
 def _phase(report: Report, phase: Phase) -> dict[str, Any]:
-    behind = startup_phases.waited_for(report, phase)
+    last = startup_phases.waited_for(report, phase)
     return {
         "name": phase.name,
         "ends": phase.ends,
         "waits": phase.waits,
         **{"min_s": phase.least, "median_s": phase.median, "max_s": phase.most, "spread_s": phase.spread},
         "slowest": [_slow(one) for one in startup_phases.slow_phases(report, phase)],
-        "waited_for": {**_slow(behind[0]), "behind_s": behind[1]} if behind else None,
+        "waited_for": {**_slow(last[0]), "behind_s": last[1]} if last else None,
     }
 
 
@@ -168,19 +167,19 @@ BAR = 160  # width of a phase's bar in its table, in pixels
 
 
 def render_html(run: Path, reports: Sequence[Report], file: Path) -> str:
-    """The page as it will lie in `file`: links to logs are relative to that."""
+    """Return the page for `file`: links to logs are relative to it."""
     logs = quote(os.path.relpath(run / run_folder.LOGS, file.parent))
-    there = {path.name for path in (run / run_folder.LOGS).glob("rank-*.log")}
+    logged = {path.name for path in (run / run_folder.LOGS).glob("rank-*.log")}
     data = {
         "phases": [{"ends": ends, "name": name, "waits": waits} for ends, (name, waits) in NAMES.items()],
         "moments": list(EVENTS),
         "logs": logs,
-        "attempts": [_data(report, there) for report in reports],
+        "attempts": [_data(report, logged) for report in reports],
     }
     parts = {
-        "TITLE": escape(f"{run.absolute().name}: how it started"),
+        "TITLE": escape(f"{run.absolute().name}: start-up timeline"),
         "SECTIONS": "\n".join(_section(number, reports) for number in range(len(reports))),
-        # "<" could end the script element
+        # "<" could close the script element.
         "DATA": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
     }
     return re.sub("@([A-Z]+)@", lambda found: parts[found[1]], FRAME.read_text(encoding="utf-8"))
@@ -198,9 +197,9 @@ def _section(number: int, reports: Sequence[Report]) -> str:
     return (
         f"<details class=attempt{opened}><summary><h2>{escape(heading + headline(report))}</h2></summary>"
         f"<ul class=notes>{bad}{notes}</ul>"
-        f'<div class=chart data-attempt="{number}"><noscript>The lanes need JavaScript.</noscript></div>'
+        f'<div class=chart data-attempt="{number}"><noscript>The chart needs JavaScript.</noscript></div>'
         f"<div class=scroll><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
-        f"<p class=small>* most of this is waiting for others, grey in the lanes</p></details>"
+        f"<p class=small>* a rank mostly waits for other ranks in this phase (gray in the chart)</p></details>"
     )
 
 
@@ -213,7 +212,7 @@ def _row(report: Report, phase: Phase, longest: float) -> str:
 
 
 def _bar(phase: Phase, longest: float) -> str:
-    """A line from the quickest rank to the slowest, with a mark at the median."""
+    """Return an SVG line from the quickest to the slowest rank, with a mark at the median."""
     left, middle, right = (
         max(0.0, value) / longest * BAR if longest else 0.0 for value in (phase.least, phase.median, phase.most)
     )
@@ -225,7 +224,7 @@ def _bar(phase: Phase, longest: float) -> str:
 
 
 def _data(report: Report, logs: set[str]) -> dict[str, Any]:
-    """Moments in whole milliseconds since the first that any rank has of the job itself; -1 where a rank has none."""
+    """Return events in milliseconds since the first event of the job; -1 for an event that a rank does not have."""
     attempt = report.attempt
     hosts = list(dict.fromkeys([*attempt.hosts, *report.hosts.values()]))
     index = {host: at for at, host in enumerate(hosts)}
@@ -234,7 +233,7 @@ def _data(report: Report, logs: set[str]) -> dict[str, Any]:
     ranks = []
     for rank in attempt.ranks:
         at = [round(1000 * (rank.events[name] - zero)) if name in rank.events else -1 for name in EVENTS]
-        at[0] = -1  # the queue, which may be days, is in the table
+        at[0] = -1  # the queue time may be days: it is only in the table
         ranks.append([rank.rank, index[rank.host], *at])
     without = sorted({rank.rank for rank in attempt.ranks if f"rank-{rank.rank}.log" not in logs})
     silent = [index[host] for host in report.silent_hosts]

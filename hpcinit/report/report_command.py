@@ -1,4 +1,5 @@
-"""`hpcinit report RUN [--json] [--html FILE]`: how long each phase of a start-up took, and which ranks were slow."""
+"""`hpcinit report RUN [--json] [--html FILE]`: print how long each phase of start-up took, and which ranks were
+slow."""
 
 from __future__ import annotations
 
@@ -21,27 +22,27 @@ from hpcinit.records.timeline import Attempt
 from hpcinit.report import page, startup_phases
 from hpcinit.report.startup_phases import Report
 
-# All starts of a run, from its folder: what the ranks wrote, and when the job was handed to Slurm.
-
 TASK = "task"
 
 
 def gather_reports(run: Path) -> list[Report]:
-    """One for each start of the ranks, the first first. Raises RequestError if none has left a line."""
+    """Return a report for each attempt, the first one first. Raise RequestError if no rank wrote a timeline."""
     attempts = timeline.read(run)
     if not attempts:
         record = state.submission(run)
         raise RequestError(
-            f"{run} has no {run_folder.TIMELINE}/ with a rank's line in it: job {record['job_id']} has not started "
-            f"yet, or its ranks could not write there (hpcinit why says more), or it was submitted by an older hpcinit"
+            f"no start-up timeline in {run / run_folder.TIMELINE}: job {record['job_id']} has not started yet, its "
+            f"ranks could not write there (see hpcinit why), or an older hpcinit submitted it"
         )
-    handed = dict(_handed_over(run))
+    submissions = dict(_submission_times(run))
     seen: set[str] = set()
     found = []
     for attempt in attempts:
         key = _job_and_restart(attempt)
-        key = key if key in handed else f"{TASK}.{attempt.restart}"
-        submitted = None if key in seen else handed.get(key)  # ranks that begin again in the same job wait for nothing
+        key = key if key in submissions else f"{TASK}.{attempt.restart}"
+        submitted = (
+            None if key in seen else submissions.get(key)
+        )  # ranks that restart inside a job did not wait in the queue
         seen.add(key)
         found.append(startup_phases.startup_phases(_with_timeout(_with_submission(attempt, submitted), run)))
     return found
@@ -52,9 +53,10 @@ def _job_and_restart(attempt: Attempt) -> str:
 
 
 def _with_submission(attempt: Attempt, submitted: float | None) -> Attempt:
-    """A job that begins while its submission is still writing its record is not shown as one that waited.
+    """Return `attempt` with the time of submission.
 
-    Slurm 24.11 says itself when the nodes were there, in whole seconds (SLURM_JOB_START_TIME): not before it was asked.
+    A job may start before its submission is recorded: it is then shown without a queue time. Slurm 24.11 gives the
+    start in whole seconds (SLURM_JOB_START_TIME), so it may appear to be before the submission.
     """
     if submitted is None:
         return attempt
@@ -67,7 +69,8 @@ def _with_submission(attempt: Attempt, submitted: float | None) -> Attempt:
 
 
 def _with_timeout(attempt: Attempt, run: Path) -> Attempt:
-    """Where rank 0 did not come to say it: the submission's, without what was left of the job."""
+    """Return `attempt` with a timeout. If rank 0 recorded none, compute it from the spec, without the job's time
+    limit."""
     if attempt.formula:
         return attempt
     try:
@@ -75,11 +78,11 @@ def _with_timeout(attempt: Attempt, run: Path) -> Attempt:
         limit, text = formula.start_up(attempt.nodes).total_seconds(), formula.text(attempt.nodes)
     except HpcinitError:
         return attempt
-    return replace(attempt, timeout_s=limit, formula=f"{text} (rank 0 did not come to say it)")
+    return replace(attempt, timeout_s=limit, formula=f"{text} (from the spec: rank 0 did not record it)")
 
 
-def _handed_over(run: Path) -> Iterator[tuple[str, float]]:
-    """('JOB.RESTART', when it came to Slurm), in seconds since 1970."""
+def _submission_times(run: Path) -> Iterator[tuple[str, float]]:
+    """Yield ('JOB.RESTART', time of its submission or requeue in seconds since 1970)."""
     with contextlib.suppress(RequestError, KeyError, TypeError, ValueError):
         record = state.submission(run)
         at = float(record["submitted"])
@@ -90,7 +93,7 @@ def _handed_over(run: Path) -> Iterator[tuple[str, float]]:
 
 
 def _number(job: str) -> str:
-    """Of a task of an array, '18_1', whose number of its own only its ranks were told: TASK."""
+    """Return the job id, or TASK for an array task ('18_1'): only its ranks know its own number."""
     return TASK if "_" in job else job
 
 
@@ -107,13 +110,15 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hpcinit report", description="How a run's ranks came up: who was slow.")
+    parser = argparse.ArgumentParser(
+        prog="hpcinit report", description="Show how long each phase of start-up took, and which ranks were slow."
+    )
     parser.add_argument("run", nargs="?", default="", help="run folder, its name, or a job id")
     find_runs.add_runs_dir(parser)
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help=f"where the page goes; default: RUN/{run_folder.REPORT}"
+        "--html", type=Path, metavar="FILE", help=f"file for the HTML page; default: RUN/{run_folder.REPORT}"
     )
-    return console_module.add_verbosity_options(parser, "one JSON object, for programs; no page unless --html")
+    return console_module.add_verbosity_options(parser, "one JSON object; no HTML page without --html")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -121,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
     path = find_runs.find_run(options.run, options.runs_dir)
     if find_runs.is_sweep(path):
         numbers = ranges(find_runs.combinations(path))
-        raise RequestError(f"{path} is a sweep of the tasks {numbers}, expected one: hpcinit report {options.run}/0")
+        raise RequestError(f"{path} is a sweep with the tasks {numbers}: name one task, hpcinit report {options.run}/0")
     found = gather_reports(path)
     if options.json:
         print(json.dumps({"run": str(path), "attempts": [page.document(report) for report in found]}))
@@ -132,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
             options.html or path / run_folder.REPORT,
             path,
             found,
-            asked=options.html is not None,
+            requested=options.html is not None,
             beside_json=options.json,
         )
     return 0
@@ -152,20 +157,20 @@ def _print(found: Sequence[Report]) -> None:
     console = Console(highlight=False)
     for report in found:
         console.print(plain(page.headline(report)), style="bold", markup=False)
-        console.print(page.table(report))
+        console.print(page.terminal_table(report))
         for line in page.notes(report):
             console.print(plain(line), markup=False)
 
 
-def _write(file: Path, run: Path, found: Sequence[Report], asked: bool, beside_json: bool) -> None:
-    """Another user's run can be read and not written: that matters only where a page was asked for."""
+def _write(file: Path, run: Path, found: Sequence[Report], requested: bool, beside_json: bool) -> None:
+    """Write the HTML page. Another user's run folder may be read-only: that is an error only with --html."""
     try:
         file.write_text(page.render_html(run, found, file), encoding="utf-8")
     except OSError as error:
-        said = f"the page {file} cannot be written: {error.strerror}"
-        if asked:
-            raise Failure(f"{said}; choose another place with --html FILE") from None
-        console_module.message(f"{said}; --html FILE writes it elsewhere")
+        problem = f"cannot write the page {file}: {error.strerror}"
+        if requested:
+            raise Failure(f"{problem}; choose another file with --html FILE") from None
+        console_module.message(f"{problem}; choose another file with --html FILE")
     else:
         if beside_json:
             console_module.note(f"page: {file}")

@@ -1,4 +1,4 @@
-"""From the events of a start-up to its phases: how long each took on every rank, and which ranks were slow."""
+"""Compute the phases of a start-up from its events: how long each took on every rank, and which ranks were slow."""
 
 from __future__ import annotations
 
@@ -11,30 +11,29 @@ from itertools import pairwise
 from hpcinit.base.text import ranges
 from hpcinit.records.timeline import EVENTS, Attempt
 
-# How far the nodes' clocks differ, from what the ranks wrote of their start; and the moments by one clock.
+# Differences between the nodes' clocks, and events by one clock
 #
-# Nothing is measured that was not there anyway. The rendezvous bounds a difference (hpcinit.rendezvous.protocol), and
-# so does the barrier that ends a start: no rank leaves it before all have entered. The tightest bounds count. A clock
-# that may be right within them is left alone. When a file was written, by its server's clock, says less: lines stay in
-# a node's memory for up to half a minute.
+# The events themselves bound the differences. The rendezvous gives one bound (hpcinit.rendezvous.protocol), and so does
+# the barrier at the end: no rank leaves it before all have entered. The tightest bounds count. A clock that may be
+# right within them is not corrected. The times of the files are less exact: a node buffers lines for up to 30 s.
 
-NOT_OF_A_NODE = ("submitted", "allocated")  # by the clock of the login node, of Slurm's controller
+NOT_OF_A_NODE = ("submitted", "allocated")  # by the clocks of the login node and of Slurm's controller
 
 
 @dataclass(frozen=True)
 class Clock:
-    """offset_s: to be added to a node's time for that of rank 0's node. within_s: how wrong that may be."""
+    """offset_s: add this to a node's time to get that of rank 0's node. within_s: the largest possible error."""
 
     offset_s: float
     within_s: float
 
 
 def clock_offsets(attempt: Attempt) -> dict[str, Clock]:
-    """By host, for those of which something is known; rank 0's own is 0."""
+    """Return the offsets of the hosts that have bounds; rank 0's node has the offset 0."""
     home = next((rank.host for rank in attempt.ranks), "")
     found = {}
     for host, (least, most) in _bounds(attempt, home).items():
-        if least > most:  # a clock was set meanwhile: the gap is what is not known
+        if least > most:  # a clock was set during the start-up: the gap is the uncertainty
             found[host] = Clock((least + most) / 2, least - most)
         elif least <= 0 <= most:
             found[host] = Clock(0.0, max(-least, most))
@@ -44,7 +43,7 @@ def clock_offsets(attempt: Attempt) -> dict[str, Clock]:
 
 
 def corrected(attempt: Attempt, clocks: Mapping[str, Clock]) -> Attempt:
-    """With all moments by the clock of rank 0's node."""
+    """Return `attempt` with all events by the clock of rank 0's node."""
     ranks = []
     for rank in attempt.ranks:
         offset = clocks[rank.host].offset_s if rank.host in clocks else 0.0
@@ -54,7 +53,7 @@ def corrected(attempt: Attempt, clocks: Mapping[str, Clock]) -> Attempt:
 
 
 def _bounds(attempt: Attempt, home: str) -> dict[str, tuple[float, float]]:
-    """(least, most) that is to be added to a host's time for that of `home`."""
+    """Return for each host the bounds (least, most) of the offset to the time of `home`."""
     found: dict[str, tuple[float, float]] = {}
     for host, least, most in (*_of_rendezvous(attempt), *_of_barrier(attempt, home)):
         before = found.get(host, (-math.inf, math.inf))
@@ -70,7 +69,7 @@ def _of_rendezvous(attempt: Attempt) -> Iterator[tuple[str, float, float]]:
 
 
 def _of_barrier(attempt: Attempt, home: str) -> Iterator[tuple[str, float, float]]:
-    """By host the last to enter and the first to leave: each must have left after the other had entered."""
+    """Yield bounds from the barrier: the first rank to leave left after the last rank of every host entered."""
     entered: dict[str, float] = {}
     left: dict[str, float] = {}
     for rank in attempt.ranks:
@@ -81,14 +80,14 @@ def _of_barrier(attempt: Attempt, home: str) -> Iterator[tuple[str, float, float
         yield host, entered[home] - left[host], left[home] - entered[host]
 
 
-# By the moment that ends a phase: its name, and whether a rank waits in it for others rather than works itself.
+# The event that ends a phase: the phase's name, and whether a rank mostly waits for others in it.
 NAMES = {
     "allocated": ("queue", False),
     "started": ("Slurm starts the task", False),
-    "spawned": ("agents meet, start ranks", False),
+    "spawned": ("agent rendezvous, starts ranks", False),
     "interpreter": ("Python starts", False),
-    "forked": ("parent imports, forks", False),
-    "met": ("finds rank 0", True),
+    "forked": ("fork server imports, forks", False),
+    "met": ("connects to rank 0", True),
     "imported": ("imports", False),
     "device": ("device", False),
     "store": ("waits for all ranks", True),
@@ -97,17 +96,17 @@ NAMES = {
     "up": ("rest of init", False),
 }
 QUEUE = "allocated"
-SLOW, SLOW_S = 1.25, 0.5  # slow is who takes a quarter longer than the median, and half a second
-MOST_NAMED = 3
+SLOW, SLOW_S = 1.25, 0.5  # a slow rank takes 25% and 0.5 s longer than the median
+MOST_LISTED = 3
 
 
 @dataclass(frozen=True)
 class Phase:
-    """ends: the moment that ends it. took: seconds by rank. begun: when, by rank. waits: it is spent on others."""
+    """One phase. ends: the event that ends it. took: seconds by rank. start: by rank. waits: mostly waiting."""
 
     ends: str
     took: Mapping[int, float]
-    begun: Mapping[int, float]
+    start: Mapping[int, float]
 
     @property
     def name(self) -> str:
@@ -131,14 +130,14 @@ class Phase:
 
     @property
     def spread(self) -> float:
-        """Between the first and the last rank to end it, by one clock."""
-        ends = [self.begun[rank] + took for rank, took in self.took.items()]
+        """Return the seconds between the first and the last rank that end the phase, by one clock."""
+        ends = [self.start[rank] + took for rank, took in self.took.items()]
         return max(ends) - min(ends)
 
 
 @dataclass(frozen=True)
 class SlowPhase:
-    """ranks: of one node. whole: they are all of its ranks. took: the longest of them, in seconds."""
+    """Slow ranks of one node. whole: they are all ranks of the node. took: the longest time, in seconds."""
 
     host: str
     ranks: tuple[int, ...]
@@ -152,7 +151,7 @@ class SlowPhase:
 
 @dataclass(frozen=True)
 class Report:
-    """One attempt. attempt: its moments by one clock. clocks: by host, what was added for that."""
+    """One attempt. attempt: its events by one clock. clocks: the corrections by host."""
 
     attempt: Attempt
     clocks: Mapping[str, Clock]
@@ -164,7 +163,7 @@ class Report:
 
     @property
     def silent_hosts(self) -> list[str]:
-        """Nodes of which no rank has left a line."""
+        """Return the nodes without any line from a rank."""
         return [host for host in self.attempt.hosts if host not in self.hosts.values()]
 
 
@@ -172,56 +171,56 @@ def startup_phases(attempt: Attempt) -> Report:
     clocks = clock_offsets(attempt)
     same = corrected(attempt, clocks)
     took: dict[str, dict[int, float]] = {name: {} for name in EVENTS}
-    begun: dict[str, dict[int, float]] = {name: {} for name in EVENTS}
+    start: dict[str, dict[int, float]] = {name: {} for name in EVENTS}
     for rank in same.ranks:
         at = list(rank.events.items())
         for (_, first), (name, second) in pairwise(at):
-            took[name][rank.rank], begun[name][rank.rank] = second - first, first
-    phases = (Phase(name, took[name], begun[name]) for name in EVENTS if took[name])
+            took[name][rank.rank], start[name][rank.rank] = second - first, first
+    phases = (Phase(name, took[name], start[name]) for name in EVENTS if took[name])
     return Report(same, clocks, tuple(phases))
 
 
 def slow_phases(report: Report, phase: Phase) -> list[SlowPhase]:
-    """Those who took much longer than most, the slowest first; a node is named where all its ranks are among them."""
+    """Return the ranks that took much longer than most, by node, the slowest first."""
     if phase.waits or phase.ends == QUEUE:
         return []
     limit = max(SLOW * phase.median, phase.median + SLOW_S)
     found = {rank for rank, took in phase.took.items() if took > limit}
     hosts = report.hosts
-    there: dict[str, list[int]] = {}
+    by_host: dict[str, list[int]] = {}
     for rank in phase.took:
-        there.setdefault(hosts[rank], []).append(rank)
+        by_host.setdefault(hosts[rank], []).append(rank)
     groups = []
-    for host, ranks in there.items():
+    for host, ranks in by_host.items():
         if own := tuple(sorted(found.intersection(ranks))):
             groups.append(SlowPhase(host, own, len(own) == len(ranks), max(phase.took[rank] for rank in own)))
     return sorted(groups, key=lambda group: -group.took)
 
 
 def waited_for(report: Report, phase: Phase) -> tuple[SlowPhase, float] | None:
-    """Who came last to where all wait for all, and how long after half of them; None where that is little."""
-    if phase.ends != "store" or len(phase.begun) < 2:
+    """Return the rank that all others waited for, and its delay after half of the ranks; None if that is short."""
+    if phase.ends != "store" or len(phase.start) < 2:
         return None
-    last = max(phase.begun, key=lambda rank: phase.begun[rank])
-    behind = phase.begun[last] - statistics.median(phase.begun.values())
+    last = max(phase.start, key=lambda rank: phase.start[rank])
+    behind = phase.start[last] - statistics.median(phase.start.values())
     host = report.hosts[last]
     return (SlowPhase(host, (last,), False, phase.took[last]), behind) if behind > SLOW_S else None
 
 
-def named(groups: Sequence[SlowPhase]) -> str:
-    """'n2 (ranks 2-3) 5.2 s, rank 7 on n4 3.1 s and 2 more'."""
-    said = [f"{group} {seconds(group.took)}" for group in groups[:MOST_NAMED]]
-    more = len(groups) - MOST_NAMED
-    return ", ".join(said) + (f" and {more} more" if more > 0 else "")
+def list_slow(groups: Sequence[SlowPhase]) -> str:
+    """Return 'n2 (ranks 2-3) 5.2 s, rank 7 on n4 3.1 s and 2 more'."""
+    listed = [f"{group} {seconds(group.took)}" for group in groups[:MOST_LISTED]]
+    more = len(groups) - MOST_LISTED
+    return ", ".join(listed) + (f" and {more} more" if more > 0 else "")
 
 
 def missing_ranks(report: Report) -> list[str]:
-    """Sentences on ranks that have not come to the end of the start: those that came least far first."""
+    """Return sentences about ranks that did not complete start-up, those with the least progress first."""
     attempt = report.attempt
     lines = []
     if attempt.absent:
-        empty = f"; nobody came from {_listed(report.silent_hosts)}" if report.silent_hosts else ""
-        lines.append(f"{_ranks(attempt.absent)} never came: no line of theirs{empty}")
+        empty = f"; no rank of {_listed(report.silent_hosts)} started" if report.silent_hosts else ""
+        lines.append(f"{_ranks(attempt.absent)} did not start: no timeline entry{empty}")
     by_event: dict[str, list[int]] = {}
     for rank in attempt.ranks:
         by_event.setdefault(rank.furthest, []).append(rank.rank)
@@ -230,17 +229,15 @@ def missing_ranks(report: Report) -> list[str]:
         ranks = by_event[event]
         if event != names[-1]:
             where = _listed(sorted({report.hosts[rank] for rank in ranks}))
-            after = f"'{event}' ({EVENTS[event]})" if event else "their beginning"
-            lines.append(f"{_ranks(ranks)} on {where} came as far as {after}, and no further")
+            after = f"'{event}' ({EVENTS[event]})" if event else "the start of the process"
+            lines.append(f"{_ranks(ranks)} on {where} stopped after {after}")
     if before_init(report):
-        lines.append(
-            "a program that calls init_process_group itself, and not hpcinit.init(), is seen no further than this"
-        )
+        lines.append("a program that calls init_process_group instead of hpcinit.init() records no later events")
     return lines
 
 
 def before_init(report: Report) -> bool:
-    """Whether all ranks are there and none of them has called hpcinit.init(), which many a program never does."""
+    """Whether all ranks started and none called hpcinit.init(), as in a program that does not use hpcinit."""
     attempt = report.attempt
     return not attempt.absent and all(rank.furthest == "met" for rank in attempt.ranks)
 
@@ -255,7 +252,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def seconds(value: float) -> str:
-    """'0.4 ms', '12 ms', '3.2 s', '512 s': as exact as it is of use."""
+    """Return '0.4 ms', '12 ms', '3.2 s' or '512 s'."""
     size = abs(value)
     if size < 0.0995:
         return f"{value * 1000:.{1 if size < 0.00995 else 0}f} ms"

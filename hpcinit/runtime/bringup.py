@@ -1,4 +1,4 @@
-"""init, shutdown and session, which training code uses, and how the process groups are destroyed."""
+"""The functions that training code calls: init, shutdown and session."""
 
 from __future__ import annotations
 
@@ -20,27 +20,37 @@ from torch.distributed import ProcessGroup
 from hpcinit.base import process_limits
 from hpcinit.base.console import say
 from hpcinit.base.errors import BringUpError
-from hpcinit.records import safeguards
+from hpcinit.records import program_use, run_folder, safeguards, startup_settings
 from hpcinit.records.layout import Layout
 from hpcinit.records.spec import Samples, Spec, Training, of_this_run
 from hpcinit.records.startup_timeout import check_clock
 from hpcinit.rendezvous import join, startup_events
 from hpcinit.rendezvous.process_state import state
 from hpcinit.rendezvous.watchdog import end_hard
-from hpcinit.runtime import affinity, deepspeed_setup, devices, init_request, mesh, process_group, program, seeds
+from hpcinit.runtime import (
+    affinity,
+    deepspeed_setup,
+    devices,
+    init_request,
+    mesh,
+    process_group,
+    program,
+    seeds,
+    world_size_monitor,
+)
 from hpcinit.runtime.init_request import Plan, Request, resolve
-from hpcinit.runtime.lifecycle import loader_workers
+from hpcinit.runtime.lifecycle import loader_workers, stack_signal
 from hpcinit.runtime.runtime import Runtime, Session
 from hpcinit.world import World, launchers
 
-# Taking the group down: in a bounded time, whatever its peers do.
+# Process groups are destroyed within a time limit, even if a peer hangs.
 
 
 def destroy_process_groups(timeout: timedelta, device: torch.device | None = None) -> None:
-    """torch's groups, all of them. If that takes longer than `timeout`, say so and go on without it.
+    """Destroy all of torch's process groups. If that takes longer than `timeout`, print a warning and return.
 
-    The process is then no use for another group, and ends hard where the interpreter would: its last steps wait for
-    threads that are inside the group (https://github.com/pytorch/pytorch/issues/119250).
+    The process can then not create another group. It exits with os._exit instead of the interpreter's shutdown, which
+    would wait for threads inside the group (https://github.com/pytorch/pytorch/issues/119250).
     """
     if state.stuck_group or not dist.is_initialized():
         return
@@ -50,24 +60,24 @@ def destroy_process_groups(timeout: timedelta, device: torch.device | None = Non
     thread.join(timeout.total_seconds())
     if thread.is_alive():
         state.stuck_group = (
-            f"the process group did not go down in {timeout.total_seconds():g} s: a peer that died or hangs holds it "
-            "up; look for the rank that failed first"
+            f"the process group was not destroyed within {timeout.total_seconds():g} s: a peer is dead or hangs; "
+            "find the rank that failed first"
         )
-        say(f"warning: {state.stuck_group}. This process goes on without it, and will end with exit status 1")
+        say(f"warning: {state.stuck_group}. This process continues without it and will exit with status 1")
     elif raised:
         raise raised[0]
 
 
 def refuse_if_stuck() -> None:
-    """Raises BringUpError if a group of this process never went down."""
+    """Raise BringUpError if a process group of this process could not be destroyed."""
     if state.stuck_group:
-        raise BringUpError(f"no second process group in this process: {state.stuck_group}")
+        raise BringUpError(f"this process cannot create a second process group: {state.stuck_group}")
 
 
 def _destroy_groups(device: torch.device | None, raised: list[BaseException]) -> None:
     try:
         if device is not None and device.type != "cpu":
-            torch.accelerator.set_device_index(device.index)  # each thread has its own
+            torch.accelerator.set_device_index(device.index)  # the current device is per thread
         dist.destroy_process_group()
     except BaseException as error:
         raised.append(error)
@@ -75,12 +85,12 @@ def _destroy_groups(device: torch.device | None, raised: list[BaseException]) ->
 
 @atexit.register
 def _end_if_stuck() -> None:
-    # Registered when this module is imported, so that it runs after what the program registered later.
+    # Registered when this module is imported, so that it runs after the handlers that the program registers later.
     if state.stuck_group:
         end_hard(state.stuck_group)
 
 
-# A group whose peers are alive goes down in well under a second; Slurm itself waits 30 s (KillWait) before it kills.
+# A group with living peers is destroyed in well under a second. 30 s is Slurm's default KillWait.
 SHUTDOWN = timedelta(seconds=30)
 
 
@@ -97,19 +107,33 @@ def init(
     seed: int | None = None,
     seed_by: str | None = None,
     deterministic: bool | None = None,
-    launcher: str | None = None,
+    started_by: str | None = None,
 ) -> Runtime:
-    """Bring this rank's process group up and return its Runtime; every rank must call it.
+    """Initialize this rank's process group and return its Runtime. Every rank must call it.
 
-    What is not given comes from the submission's config, and without one from the defaults: nccl on GPUs and gloo on
-    CPUs; a start-up timeout that grows with the node count and ends before the job does; 300 s for collectives; no
-    device_id ('never', 'auto' or 'always'); no DeepSpeed; plain data parallelism with micro batches of 1; DDP in
-    run.wrap; seed 0, by 'same' ('rank', 'data'); algorithms as torch chooses them; the launcher that the environment
-    shows.
+    An argument that is not given is taken from the submission's config, or else from the defaults below. A second call
+    with the same arguments returns the same object. An existing process group that the program created is used if it
+    matches, and is never destroyed by hpcinit.
 
-    A second call with the same request returns the same object. A group that is up already and was made by somebody
-    else is taken if it matches. Raises WorldError if the environment tells no consistent world, BringUpError if the
-    group did not come up, or is up already and was asked for differently.
+    Args:
+        backend: the backend for tensors on this rank's device, or several as in 'cpu:gloo,cuda:nccl', of which a rank
+            without a GPU uses cpu:gloo. Default: nccl on GPUs, gloo on CPUs.
+        timeout: time limit of the start-up. Default: grows with the number of nodes, and ends before the job does.
+        collective_timeout: time limit of each collective after the start-up. Default: torch's, 600 s with nccl and
+            1800 s with gloo.
+        device_id: 'never', 'auto' or 'always' bind the group to this rank's device. Default: 'never'.
+        deepspeed: also initialize DeepSpeed's communication. Default: only if the wrapper needs it.
+        layout: how the ranks are divided into dimensions. Default: plain data parallelism.
+        batch: samples per step. Default: micro batches of 1.
+        training: what run.wrap() does. Default: DDP.
+        seed: seed of the run, 0 to 2**63 - 1. Default: 0.
+        seed_by: 'same' (every rank gets `seed`), 'rank' or 'data' (each rank or data share gets its own seed).
+            Default: 'same'.
+        deterministic: use deterministic algorithms, which are slower. Default: False.
+        started_by: name of the launcher that started this process. Default: detected from the environment.
+
+    Raises WorldError if the environment describes no consistent world, RequestError if an argument is invalid, and
+    BringUpError if the group could not be initialized or exists with other settings.
     """
     request = Request(
         backend=backend,
@@ -123,46 +147,51 @@ def init(
         seed=seed,
         seed_by=seed_by,
         deterministic=deterministic,
-        launcher=launcher,
+        started_by=started_by,
     )
     if state.runtime is not None:
         if different := state.runtime._session.request.differences(request):
-            raise BringUpError(f"init was called before with another request: {different}; call it once, or shutdown()")
+            raise BringUpError(
+                f"init was called twice with different arguments: {different}; call it once, or shutdown() first"
+            )
         return state.runtime
     refuse_if_stuck()
     return _first_init(request)
 
 
 def _first_init(request: Request) -> Runtime:
-    world = launchers.read(os.environ, request.launcher)
+    world = launchers.read(os.environ, request.started_by)
     if world.rank == 0:
         for warning in world.warnings:
             say(f"warning: {warning}")
+    world_size_monitor.check_own_group(os.environ, world)
     spec, folder = of_this_run(os.environ, world.world_size)
-    theirs = dist.is_initialized()
+    adopted = dist.is_initialized()
     try:
         runtime = state.runtime = _bring_up(request, world, spec, folder)
     except BaseException:
-        if not theirs:  # half a runtime would be in the way of a second try
-            if (
-                dist.is_initialized()
-            ):  # else the rendezvous is still to come, and a rank that is late must find this one
+        if not adopted:  # so that a second call can start over
+            # Without a group the rendezvous is still needed, for ranks that have not connected yet.
+            if dist.is_initialized():
                 join.leave_rendezvous()
             _destroy(None, deepspeed_started=True, timeout=SHUTDOWN)
         raise
     atexit.register(shutdown)
+    if world.rank == 0 and spec and folder:
+        program_use.advance(folder, program_use.of_spec(spec, program_use.INIT))
     return runtime
 
 
 def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | None) -> Runtime:
     began = time.monotonic()
     startup_events.begin_startup(world, folder)
+    stack_signal.install(world.rank)
     startup_events.record_event("imported")
     process_limits.raise_open_files_limit(world.world_size)
     protected = safeguards.apply(os.environ, folder, world.job)
     if doubt := check_clock(os.environ, time.time()):
         say(doubt)
-    device = devices.choose(world)  # before the group exists: NCCL takes the current device
+    device = devices.choose(world)  # before the group exists, because NCCL uses the current device
     plan = resolve(request, world, spec, device)
     notes = [affinity.bind(world, device), plan.binding.why]
     if plan.deterministic:
@@ -178,42 +207,51 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
     startup_events.record_event("up")
     if world.rank == 0:
         took_s = time.monotonic() - began
-        _report(world, plan, f"{where}, {plan.backend} on {device}, up in {took_s:.1f} s", collectives, notes)
         table = f"layout\n{mesh.rank_table(plan.layout)}" if mesh.rank_table(plan.layout) else ""
-        for line in (table, devices.unseen(device), safeguards.describe(os.environ, protected)):
-            if line:
-                say(line)
+        timeouts = f"start-up timeout {plan.formula}, collective timeout {collectives.total_seconds():g} s"
+        set_here = safeguards.describe(os.environ, protected)
+        details = [line for line in (where, timeouts, *notes, table, set_here) if line]
+        more = f"; more in {run_folder.STARTUP}" if folder else ""
+        say(f"{_shape(world)}, {_by_device(plan)}, up in {took_s:.1f} s{more}")
+        startup_settings.record(folder, world.job, details)
+        if warning := devices.unseen(device):
+            say(warning)
     return Runtime(world, plan, made, folder, Session(request, kept, above, collectives))
 
 
 def _group(world: World, spec: Spec | None, plan: Plan) -> tuple[frozenset[ProcessGroup] | None, str]:
-    """The default group, ours or the one that is there; and where rank 0 was met."""
+    """Create or adopt the default group. Return the adopted groups (None if created) and a note on its origin."""
     if not dist.is_initialized():
-        met = process_group.make(world, spec, plan.backend, plan.timeout, plan.device, plan.binding.device)
+        met = process_group.make(world, spec, plan.torchs_backends, plan.timeout, plan.device, plan.binding.device)
         return None, f"rank 0 at {met}"
     kept = init_request.adopt_process_group(world, plan)
-    join.leave_rendezvous()  # all have come: they are in the group
-    return kept, "in the process group that was there"
+    join.leave_rendezvous()  # every rank has connected, because the group exists
+    return kept, "in the program's own process group"
 
 
 def _settle(plan: Plan, keep: bool) -> timedelta:
-    """The timeout for collectives, which is another than the start-up's; then everything is read back.
+    """Set the timeout of collectives, verify all settings of the group, and return the timeout in force.
 
-    keep: as it is, since somebody else made the group and nobody asked.
+    keep: leave the timeout unchanged, because the program created the group and did not request another.
     """
     changed = False if keep else process_group.set_timeout(plan.collective_timeout)
     bound = plan.binding.device or process_group.bound_to()
-    process_group.verify(plan.device, plan.backend, plan.collective_timeout if changed else None, bound)
+    process_group.verify(plan.device, plan.backends, plan.collective_timeout if changed else None, bound)
     found = process_group.timeout_of(plan.device) or plan.timeout
     if not changed and not keep:
-        say(f"warning: backend {plan.backend} cannot change its timeout: collectives have {found} too")
+        say(f"warning: backend {plan.backend} cannot change its timeout: collectives keep {found}")
     return found
 
 
-def _report(world: World, plan: Plan, how: str, collectives: timedelta, notes: list[str]) -> None:
-    shape = f"{_count(world.world_size, 'rank')} on {_count(world.nodes, 'node')} ({world.launcher})"
-    timeouts = f"start-up timeout {plan.formula}, of collectives {collectives.total_seconds():g} s"
-    say("; ".join([f"{shape}, {how}", timeouts, *filter(None, notes)]))
+def _shape(world: World) -> str:
+    launcher = launchers.display_name(world, os.environ)
+    return f"{_count(world.world_size, 'rank')} on {_count(world.nodes, 'node')} ({launcher})"
+
+
+def _by_device(plan: Plan) -> str:
+    """Return 'nccl on cuda:0 and gloo on cpu'."""
+    others = [f"{name} on {kind}" for kind, name in plan.backends.items() if kind != plan.device.type]
+    return " and ".join([f"{plan.backend} on {plan.device}", *others])
 
 
 def _count(number: int, noun: str) -> str:
@@ -221,13 +259,16 @@ def _count(number: int, noun: str) -> str:
 
 
 def shutdown(timeout: timedelta = SHUTDOWN) -> None:
-    """Take the process group down, DeepSpeed's module state too; init works again afterwards.
+    """Destroy the process group and reset DeepSpeed's module state. init() can be called again afterwards.
 
-    Runs by itself at exit. Calling it twice, or without init, does nothing. A group that hpcinit did not make stays. If
-    a peer that is dead or stuck holds the group up for longer than `timeout`, a warning says so and the process goes on
-    to its end, without another group, with exit status 1.
+    It runs automatically at exit. Calling it twice, or without init, does nothing. A group that the program created is
+    not destroyed. If a dead or hanging peer delays it for longer than `timeout`, hpcinit prints a warning and returns;
+    the process can then not create another group, and exits with status 1.
+
+    Args:
+        timeout: how long the group may take.
     """
-    if state.runtime is None:  # as in a child that was forked since
+    if state.runtime is None:  # for example in a child that was forked after init
         return
     ended, state.runtime = state.runtime, None
     atexit.unregister(shutdown)
@@ -242,7 +283,7 @@ def _destroy(
     timeout: timedelta,
     device: torch.device | None = None,
 ) -> None:
-    """Destroy the groups that hpcinit made. deepspeed_started: DeepSpeed was started from here, on top of the group."""
+    """Destroy the groups that hpcinit created. deepspeed_started: hpcinit also initialized DeepSpeed."""
     if kept is None or deepspeed_started:
         deepspeed_setup.forget_deepspeed()
     if kept is None:
@@ -255,7 +296,7 @@ _P = ParamSpec("_P")
 
 
 def _as_session(start: Callable[_P, Runtime]) -> Callable[_P, AbstractContextManager[Runtime]]:
-    """`with hpcinit.session(...) as run:` - init(...), and shutdown however the block ends."""
+    """Return a context manager that calls init() with the same arguments, and shutdown() however the block ends."""
 
     @functools.wraps(start, assigned=())
     @contextmanager
@@ -264,7 +305,7 @@ def _as_session(start: Callable[_P, Runtime]) -> Callable[_P, AbstractContextMan
         try:
             yield runtime
         except BaseException as error:
-            program.record(error, runtime.world)  # before its peers see the group go, and tell of that
+            program.record(error, runtime.world)  # before its peers report that the group is gone
             raise
         finally:
             shutdown()
@@ -274,3 +315,8 @@ def _as_session(start: Callable[_P, Runtime]) -> Callable[_P, AbstractContextMan
 
 
 session = _as_session(init)
+"""Return a context manager that calls init() with the same arguments, and shutdown() however the block ends.
+
+    with hpcinit.session() as run:
+        print(run.rank)
+"""

@@ -1,4 +1,4 @@
-"""DeepSpeed on top of torch's group, and gone with it."""
+"""Initialize DeepSpeed on top of torch's process group, and reset it when the group is destroyed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hpcinit.base.errors import BringUpError
 from hpcinit.base.versions import installed
 from hpcinit.runtime import devices, ops
 
-# What DeepSpeed 0.19.8 lets go of in deepspeed.utils.groups._release_process_group_references; 0.18.5 lacks that
-# function and keeps the same names.
+# The names that DeepSpeed 0.19.8 resets in deepspeed.utils.groups._release_process_group_references. DeepSpeed 0.18.5
+# lacks that function and has the same names.
 _EMPTIED = (
     "_EXPERT_PARALLEL_GROUP",
     "_EXPERT_PARALLEL_GROUP_RANKS",
@@ -35,36 +35,36 @@ _RESET = {
 
 
 def deepspeed_version() -> str:
-    """Of the installed DeepSpeed, without importing it. Raises BringUpError where there is none."""
+    """Return the installed DeepSpeed's version without importing it. Raise BringUpError if it is not installed."""
     if found := installed("deepspeed"):
         return found
     raise BringUpError(
-        f"comm.deepspeed is true, and DeepSpeed is not installed for {sys.executable}: install hpcinit[deepspeed]"
+        f"DeepSpeed is not installed for {sys.executable}, but comm.deepspeed is true: install hpcinit[deepspeed]"
     )
 
 
 def start_deepspeed(backend: str, timeout: timedelta, device: torch.device) -> bool:
-    """DeepSpeed's own start, which adopts the group that is there and ignores in silence what it is asked.
+    """Call DeepSpeed's init_distributed, which adopts the existing group and silently ignores its other arguments.
 
-    False if the program had started it before. Raises BringUpError if it cannot be imported.
+    Return False if the program had initialized DeepSpeed before. Raise BringUpError if it cannot be imported.
     """
     try:
         import deepspeed  # noqa: PLC0415 - over a second to import
     except ImportError as error:
         raise BringUpError(
-            f"comm.deepspeed is true, and DeepSpeed cannot be imported: {error}", quoted=str(error)
+            f"DeepSpeed cannot be imported, but comm.deepspeed is true: {error}", quoted=str(error)
         ) from error
     devices.for_deepspeed(device)
     if deepspeed.comm.is_initialized():
         return False
     if device.type == "cpu":
-        ops.start_uncompiled(deepspeed)  # a minute of compiling, for nothing that training uses
+        ops.start_uncompiled(deepspeed)  # saves a minute of compiling an op that training does not use
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout)
     return True
 
 
 def forget_deepspeed() -> None:
-    """Clear what DeepSpeed's modules keep of a group: left there, a later start would talk to the dead one."""
+    """Clear DeepSpeed's references to the group, so that a later start does not use the destroyed one."""
     comm = sys.modules.get("deepspeed.comm.comm")
     for name in ("cdb", "nccl_backend", "mpi_backend", "ccl_backend", "hccl_backend"):
         if comm is not None and hasattr(comm, name):

@@ -1,4 +1,4 @@
-"""Which device is this rank's, and which backend goes with it."""
+"""Choose this rank's device, and the backend for it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hpcinit.world import World, visible_devices
 
 
 def choose(world: World, env: Mapping[str, str] = os.environ) -> torch.device:
-    """This rank's device, already made current; the CPU where torch finds no accelerator.
+    """Return this rank's device and make it current; the CPU if torch finds no accelerator.
 
-    The index counts what this process sees, and is not the local rank: 0 where the rank has devices of its own
-    (--gpus-per-task), else the local rank's place in the list that the ranks of the node share.
+    The index counts the devices that this process sees, so it is not always the local rank. It is 0 if the rank has
+    private devices (--gpus-per-task), else the local rank's position in the list that the node's ranks share.
 
-    Raises BringUpError, on every rank of the node, if there are more ranks than devices.
+    Raise BringUpError, on every rank of the node, if there are more ranks than devices.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -28,7 +28,7 @@ def choose(world: World, env: Mapping[str, str] = os.environ) -> torch.device:
 
 
 def unseen(device: torch.device, env: Mapping[str, str] = os.environ) -> str:
-    """A warning where `device` is the CPU although the rank was given accelerators; '' otherwise."""
+    """Return a warning if `device` is the CPU although the rank was given accelerators; otherwise ''."""
     given = visible_devices.given(env)
     if device.type != "cpu" or not given:
         return ""
@@ -36,17 +36,17 @@ def unseen(device: torch.device, env: Mapping[str, str] = os.environ) -> str:
     built = ", ".join(f"{name} {version}" for name, version in kinds.items() if version) or "CPUs only"
     return (
         f"this rank runs on the CPU: torch {torch.__version__} (built for {built}) finds no accelerator, although "
-        f"{', '.join(given)}; install a build for this cluster's devices, or ask for none"
+        f"{', '.join(given)}. Install a torch build for this cluster's devices, or request no devices"
     )
 
 
 def kind(device: torch.device) -> str:
-    """cuda, rocm, xpu, cpu. ROCm's devices call themselves cuda."""
+    """Return cuda, rocm, xpu or cpu. torch names ROCm devices cuda."""
     return "rocm" if device.type == "cuda" and torch.version.hip else device.type
 
 
 def backend(device: torch.device, asked: str = "auto") -> str:
-    """The backend to use on `device`. Raises BringUpError if torch was built without the one asked for."""
+    """Return the backend to use on `device`. Raise BringUpError if torch was built without the requested one."""
     name = asked if asked != "auto" else torch.distributed.get_default_backend_for_device(device)
     if name == "nccl" and device.type == "cpu":
         raise BringUpError(
@@ -57,14 +57,33 @@ def backend(device: torch.device, asked: str = "auto") -> str:
     return name
 
 
-def for_deepspeed(device: torch.device) -> None:
-    """Have DeepSpeed use `device` where it would use the one whose index is LOCAL_RANK.
+def backends(device: torch.device, asked: str = "auto") -> dict[str, str]:
+    """Return device type -> backend, for a request such as 'nccl' or 'cpu:gloo,cuda:nccl'. Raise BringUpError.
 
-    DeepSpeed (0.19) passes LOCAL_RANK to its accelerator as an index wherever it wants this rank's device: the
-    engine, zero.Init, pipeline modules, inference. Its accelerator object then answers with `device`; LOCAL_RANK
-    stays what it is, since DeepSpeed and programs also mean the local rank by it. Other indices, and torch.devices,
-    pass unchanged. Call it before deepspeed.initialize or zero.Init; it lasts, since DeepSpeed asks again whenever
-    it makes an engine. Calling it again, for another device too, is fine.
+    Of pairs, those for device types that this rank does not have are omitted: on a machine without a GPU the example
+    is {'cpu': 'gloo'}.
+    """
+    if ":" not in asked:
+        return {device.type: backend(device, asked)}
+    try:
+        pairs = dict(pair.strip().split(":") for pair in asked.split(","))
+    except ValueError:
+        raise BringUpError(f"backend is {asked!r}, expected one name, or pairs such as cpu:gloo,cuda:nccl") from None
+    if device.type not in pairs:
+        raise BringUpError(
+            f"backend is {asked!r}, which has none for this rank's device {device}: add {device.type}:"
+            f"{torch.distributed.get_default_backend_for_device(device)}"
+        )
+    return {kind: backend(torch.device(kind), name) for kind, name in pairs.items() if kind in {"cpu", device.type}}
+
+
+def for_deepspeed(device: torch.device) -> None:
+    """Make DeepSpeed use `device` where it would use the device with index LOCAL_RANK.
+
+    DeepSpeed (0.19) passes LOCAL_RANK to its accelerator as an index wherever it wants this rank's device: in the
+    engine, zero.Init, pipeline modules and inference. Its accelerator object then returns `device`. LOCAL_RANK itself
+    is unchanged, because DeepSpeed and programs also use it as the local rank. Other indices, and torch.devices, pass
+    unchanged. Call it before deepspeed.initialize or zero.Init. It may be called again, for another device too.
     """
     if device.type == "cpu":
         return
@@ -82,7 +101,7 @@ def for_deepspeed(device: torch.device) -> None:
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """What identifies the device on its node: device, and name, uuid and pci as far as torch tells."""
+    """Return what identifies the device on its node: device, and name, uuid and pci if torch reports them."""
     found = {"device": str(device)}
     if device.type == "cpu":
         return found
@@ -95,9 +114,9 @@ def describe(device: torch.device) -> dict[str, str]:
 
 
 def pci_address(device: torch.device) -> str:
-    """'0000:3b:00.0', as sysfs calls it; '' where torch does not tell.
+    """Return the PCI address as sysfs writes it ('0000:3b:00.0'), or '' if torch does not report it.
 
-    CUDA and ROCm builds tell; XPU's do not yet (https://github.com/intel/torch-xpu-ops/issues/4732).
+    CUDA and ROCm builds report it; XPU builds do not yet (https://github.com/intel/torch-xpu-ops/issues/4732).
     """
     properties = torch.get_device_module(device).get_device_properties(device)
     try:

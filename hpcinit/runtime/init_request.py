@@ -1,9 +1,10 @@
-"""From init's arguments, the submission's spec and a group that may exist, to the Plan of what init will do."""
+"""Compute the Plan of init() from its arguments, the submission's spec and an existing process group."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,7 @@ from hpcinit.base.errors import BringUpError
 from hpcinit.records.batch import Batch
 from hpcinit.records.layout import Layout
 from hpcinit.records.spec import SEED_BY, Comm, Hang, Samples, Spec, Training, one_of
-from hpcinit.records.startup_timeout import left_of_job
+from hpcinit.records.startup_timeout import COLLECTIVE_NCCL_S, COLLECTIVE_OTHER_S, left_of_job
 from hpcinit.records.stop_reasons import Stopping
 from hpcinit.runtime import deepspeed_setup, device_id, devices, process_group
 from hpcinit.world import World
@@ -25,7 +26,7 @@ from hpcinit.world import World
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of init; None is what the caller left open."""
+    """The arguments of init(); None means not given."""
 
     backend: str | None
     timeout: timedelta | None
@@ -38,25 +39,27 @@ class Request:
     seed: int | None
     seed_by: str | None
     deterministic: bool | None
-    launcher: str | None
+    started_by: str | None
 
     def differences(self, other: Request) -> str:
-        """'seed was 1 and is 2 now', for the fields that differ only; '' for the same request."""
+        """Return the fields that differ, as 'seed was 1 and is 2 now'; '' for the same request."""
         pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
         return ", ".join(f"{name} was {_shown(a)} and is {_shown(b)} now" for name, a, b in pairs if a != b)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What init decided, from its arguments, the submission and the defaults.
+    """The settings that init() chose, from its arguments, the submission and the defaults.
 
-    backend: of the group on `device`. timeout: of the start-up; formula: the same with its terms, for the log line.
-    layout: every degree known. batch: samples of a step. training: what wrap() goes by. seed: as asked, before seed_by
-    ('same', 'rank' or 'data') makes it this rank's. stopping: what should_stop() goes by. hang: how long without a step
-    is one. checkpoint_timeout: how long ranks wait for each other in save() and load()."""
+    device: this rank's device. backends: device type -> the group's backend. timeout: of the start-up; formula: its
+    terms, for the log. layout: with every degree computed. batch: samples per step. training: settings of wrap(). seed:
+    as requested, before seed_by ('same', 'rank' or 'data') derives this rank's seed. stopping: settings of
+    should_stop(). hang: how long without a step is a hang. checkpoint_timeout: how long ranks wait for each other in
+    save() and load().
+    """
 
     device: torch.device
-    backend: str
+    backends: Mapping[str, str]
     timeout: timedelta
     formula: str
     collective_timeout: timedelta
@@ -72,23 +75,38 @@ class Plan:
     hang: Hang
     checkpoint_timeout: timedelta
 
+    @property
+    def backend(self) -> str:
+        """The name of the group's backend on `device`."""
+        return self.backends[self.device.type]
+
+    @property
+    def torchs_backends(self) -> str:
+        """The backends as torch expects them: one name for all devices, or 'cpu:gloo,cuda:nccl'."""
+        return (
+            ",".join(f"{kind}:{name}" for kind, name in self.backends.items())
+            if len(self.backends) > 1
+            else self.backend
+        )
+
 
 def resolve(request: Request, world: World, spec: Spec | None, device: torch.device) -> Plan:
-    """The request first, then the submission, then the defaults. Raises RequestError or BringUpError."""
+    """Return the plan, from the request, else the spec, else the defaults. Raise RequestError or BringUpError."""
     training = _first(request.training, spec and spec.training, Training())
     comm = _comm(request, spec, training)
     timeout, formula = _start_up(request, comm, world)
-    later = request.collective_timeout or _seconds(comm.collective_timeout_s) or comm.timeout.start_up(world.nodes)
+    backends = devices.backends(device, comm.backend)
+    default_s = COLLECTIVE_NCCL_S if backends[device.type] == "nccl" else COLLECTIVE_OTHER_S
     seed_by = _first(request.seed_by, spec and spec.seed_by, "same")
     one_of("seed_by", seed_by, SEED_BY)
     above = deepspeed_setup.deepspeed_version() if comm.deepspeed else None
     layout = _first(request.layout, spec and spec.layout, Layout()).over(world.world_size, spec and spec.ranks_per_node)
     return Plan(
         device=device,
-        backend=devices.backend(device, comm.backend),
+        backends=backends,
         timeout=timeout,
         formula=formula,
-        collective_timeout=later,
+        collective_timeout=request.collective_timeout or timedelta(seconds=comm.collective_timeout_s or default_s),
         binding=device_id.decide(comm.device_id, device, world.world_size, torch.__version__, above),
         deepspeed=comm.deepspeed,
         layout=layout,
@@ -124,41 +142,40 @@ def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-def _seconds(number: float | None) -> timedelta | None:
-    return None if number is None else timedelta(seconds=number)
-
-
 def _shown(value: object) -> str:
     return "not given" if value is None else str(value)
 
 
-# A process group that somebody else made: taken as it is if it is the one asked for, and never destroyed from here.
+# A process group that the program created is used if it matches the request, and never destroyed by hpcinit.
 
 
 def adopt_process_group(world: World, plan: Plan) -> frozenset[ProcessGroup]:
-    """The groups that are there and must stay. Raises BringUpError that names each difference from what is asked."""
+    """Return the existing groups. Raise BringUpError with each difference between the default group and the plan."""
     bound = process_group.bound_to()
     wanted_bound = plan.binding.device
     differences = [
-        f"its {name} is {found}, and {said} {asked}"
-        for name, found, said, asked in (
-            ("rank", dist.get_rank(), f"{world.launcher} says", world.rank),
-            ("world size", dist.get_world_size(), f"{world.launcher} says", world.world_size),
-            ("backend", process_group.backend_on(plan.device) or "none", f"on {plan.device} asked is", plan.backend),
-            # A group that is bound to this rank's device, as DeepSpeed's own are, is no worse for not being asked for.
+        f"its {name} is {found}, {expected} {wanted}"
+        for name, found, expected, wanted in (
+            ("rank", dist.get_rank(), f"{world.launcher} reports", world.rank),
+            ("world size", dist.get_world_size(), f"{world.launcher} reports", world.world_size),
+            *(
+                ("backend", process_group.backend_on(kind) or "none", f"the request for {kind} is", wanted)
+                for kind, wanted in plan.backends.items()
+            ),
+            # A group that is bound to this rank's device, as DeepSpeed's are, is accepted without a request.
             ("device_id", bound, "this rank's device is", wanted_bound or (bound and plan.device)),
         )
-        if found != asked
+        if found != wanted
     ]
     if differences:
         raise BringUpError(
-            f"a process group is up that hpcinit did not make, and it is another than init is asked for: "
-            f"{'; '.join(differences)}. Call hpcinit.init() in the place of what made it, or ask for what it is"
+            f"the existing process group, which hpcinit did not create, does not match the request: "
+            f"{'; '.join(differences)}. Call hpcinit.init() instead of creating the group, or request the same settings"
         )
     return frozenset(c10d._world.pg_map)
 
 
 def leave_process_group(kept: frozenset[ProcessGroup]) -> None:
-    """Destroy what was made on top of it (a mesh's groups), and nothing else."""
+    """Destroy only the groups that were created after the adopted ones, such as a mesh's."""
     for group in [group for group in c10d._world.pg_map if group not in kept]:
         dist.destroy_process_group(group)

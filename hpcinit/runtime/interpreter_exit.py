@@ -1,11 +1,11 @@
-"""Exit as the interpreter would, without the last step of its shutdown, in which gloo aborts the process.
+"""Exit as the interpreter would, without the last step of its shutdown, in which gloo can abort the process.
 
-In that step a thread of gloo's that releases a tensor (ProcessGroupGloo::runLoop, decref_pyobject) asks for the lock of
-an interpreter that is gone: 'terminate called without an active exception', also in ranks that have destroyed their
-group. https://github.com/pytorch/pytorch/issues/190489 and pull request 179291 there.
+In that step a gloo thread that releases a tensor (ProcessGroupGloo::runLoop, decref_pyobject) waits for the lock of an
+interpreter that no longer exists. The process aborts with 'terminate called without an active exception', also in ranks
+that destroyed their group: https://github.com/pytorch/pytorch/issues/190489 and pull request 179291 there.
 
-Delete this module, and call sys.exit() in its place, once the oldest torch that hpcinit supports (the lower bound in
-pyproject.toml) has the fix: tests/runtime/test_program.py must then pass with `end` as an empty function.
+Delete this module and call sys.exit() instead once the oldest supported torch (the lower bound in pyproject.toml) has
+the fix. tests/runtime/test_program.py must then pass with `end` as an empty function.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from typing import TextIO
 def end(status: int) -> None:
     """Exit with `status` if torch was imported; without torch, return.
 
-    What the interpreter's shutdown does is done here: wait for threads, call what atexit has, delete the program's
-    variables, write open files, also those of the C library. Destructors of C++ are not called.
+    It does what the interpreter's shutdown does: wait for threads, run atexit handlers, delete the program's variables
+    and flush open files, also those of the C library. It does not call C++ destructors.
     """
     if "torch" not in sys.modules:
         return
     with contextlib.suppress(KeyboardInterrupt):
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for the program's threads, as Python does
+        threading._shutdown()  # type: ignore[attr-defined]  # wait for the program's threads, as Python does
     atexit._run_exitfuncs()
     sys.modules["__main__"].__dict__.clear()
     gc.collect()
     _write_files()
-    status = status & 0xFF if _flushed(sys.stdout) and _flushed(sys.stderr) else 120  # Python's own 120
+    status = status & 0xFF if _flushed(sys.stdout) and _flushed(sys.stderr) else 120  # as Python does
     os._exit(status)
 
 
 def _write_files() -> None:
-    """Write what is in buffers: of files that some module or object still has open, and of streams of C code."""
+    """Flush the files that modules or objects still have open, and the C library's streams."""
     for thing in gc.get_objects():
         if issubclass(type(thing), io.IOBase) and thing not in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
@@ -50,7 +50,7 @@ def _write_files() -> None:
 
 
 def _flushed(stream: TextIO | None) -> bool:
-    """Return False if what was printed could not be written: a full disk, a closed pipe."""
+    """Return False if the output could not be written, for example to a full disk or a closed pipe."""
     try:
         if stream is not None and not stream.closed:
             stream.flush()

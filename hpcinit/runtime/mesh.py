@@ -1,4 +1,4 @@
-"""Which ranks form a group, for each dimension of a layout and each combination that training needs; torch's mesh."""
+"""The device mesh: the groups of ranks for each dimension of a layout, and for the combinations that training needs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hpcinit.base.errors import RequestError
 from hpcinit.records.layout import Layout
 
-# What several dimensions are together: ranks that see different samples; ranks that a sharded parameter is divided
-# among; ranks whose losses and gradients are averaged.
+# Combinations of dimensions: ranks with different samples (dp), ranks that share a sharded parameter (fsdp), and ranks
+# over which losses and gradients are averaged (loss).
 COMBINED = {
     "dp": ("dp_replicate", "dp_shard"),
     "fsdp": ("dp_shard", "cp"),
     "loss": ("dp_replicate", "dp_shard", "cp"),
 }
-# A data parallel dimension that experts are divided among is two: ep, and the ranks that hold the same experts.
+# With expert parallelism a data parallel dimension is split in two: ep, and the ranks that have the same experts.
 SPLIT = {"dp_replicate": ("edp_replicate", "ep"), "dp_shard": ("edp_shard", "ep")}
 MEANING = {
     "pp": "pipeline stages",
@@ -36,9 +36,9 @@ MEANING = {
 
 
 def mesh_dimensions(layout: Layout) -> dict[str, int]:
-    """Name and size of each dimension of the mesh, outermost first: those above 1, and dp_replicate if there is none.
+    """Return name and size of each mesh dimension above size 1, outermost first; dp_replicate if there is none.
 
-    layout: every degree known.
+    layout: with every degree computed.
     """
     found: dict[str, int] = {}
     split = "dp_replicate" if layout.dp_shard == 1 else "dp_shard"
@@ -51,11 +51,11 @@ def mesh_dimensions(layout: Layout) -> dict[str, int]:
 
 
 def members(names: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """The dimensions, of the `names` that a mesh has, that `name` is made of; none if it is of size 1 everywhere."""
+    """Return those dimensions of `names` that form `name`; empty if its size is 1."""
     if name in names:
         return (name,)
     parts = [each for part in COMBINED.get(name, (name,)) for each in (part, *SPLIT.get(part, ()))]
-    # Of the two that might be split, the other's `ep` is not meant.
+    # Only one of the two data parallel dimensions is split; `ep` belongs to that one.
     split = [pair[0] for pair in SPLIT.values() if pair[0] in names]
     if split and split[0] not in parts:
         parts = [each for each in parts if each != "ep"]
@@ -63,9 +63,9 @@ def members(names: tuple[str, ...], name: str) -> tuple[str, ...]:
 
 
 def group_members(layout: Layout, name: str) -> list[range]:
-    """The groups of ranks of a dimension or a combination of them, each in the order of its ranks.
+    """Return the groups of ranks of a dimension or combination, each in rank order.
 
-    layout: every degree known. The dimensions of a combination are neighbours, so that a group is one range.
+    layout: with every degree computed. The dimensions of a combination are adjacent, so that each group is one range.
     """
     sizes = mesh_dimensions(layout)
     names = tuple(sizes)
@@ -81,7 +81,7 @@ def group_members(layout: Layout, name: str) -> list[range]:
 
 
 def rank_table(layout: Layout) -> str:
-    """How the ranks are divided, one line per dimension and combination; '' for plain data parallelism."""
+    """Return a table of the groups, one line per dimension and combination; '' for plain data parallelism."""
     if layout.pp * layout.dp_shard * layout.cp * layout.tp * layout.ep == 1:
         return ""
     sizes = mesh_dimensions(layout)
@@ -90,7 +90,7 @@ def rank_table(layout: Layout) -> str:
         made = members(tuple(sizes), name)
         if len(made) > 1:
             rows.append((name, math.prod(sizes[each] for each in made), " x ".join(made)))
-    lines = [("dimension", "size", "with rank 0", "")]
+    lines = [("dimension", "size", "first group", "")]
     for name, size, of in rows:
         what = MEANING[name] + ("" if of == name else f" ({of})")
         lines.append((name, str(size), _shown(group_members(layout, name)[0]), what))
@@ -102,21 +102,22 @@ def rank_table(layout: Layout) -> str:
 
 
 def _shown(ranks: range) -> str:
-    """'0 8 16 ... 56'"""
+    """Return the ranks in short, such as '0 8 16 ... 56'."""
     shown = [str(rank) for rank in ranks]
     return " ".join(shown if len(shown) <= 4 else [*shown[:3], "...", shown[-1]])
 
 
-# The device mesh of a layout, and its parts by name, those of size 1 included.
+# The device mesh of a layout.
 
 
 def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """A mesh with the dimensions that are larger than 1, outermost first; a plain data parallel one if none is.
+    """Return a mesh of the dimensions larger than 1, outermost first; a plain data parallel one if there is none.
 
-    Combinations of several dimensions (dp, fsdp, loss) are part of it, and part() finds them: `mesh["loss"]` does so
-    too, and torch warns of it from 2.11 on. One that is a single dimension or the same as another makes no group of its
-    own. All groups are made here, as every rank has to make them all in one order. layout: every degree known. Needs
-    the process group.
+    It also contains the combinations (dp, fsdp, loss), which mesh_part() returns; `mesh["loss"]` works too, with a
+    warning from torch 2.11 on. A combination that equals a dimension or another combination gets no separate group.
+    All groups are created here, because every rank must create them in the same order. Needs the process group.
+
+    layout: with every degree computed.
     """
     sizes = mesh_dimensions(layout)
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -128,15 +129,16 @@ def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 def size(mesh: DeviceMesh, name: str) -> int:
-    """Ranks in a dimension or combination (grouping.MEANING); 1 if the mesh has none. Raises RequestError."""
+    """Return the number of ranks in a dimension or combination. Raise RequestError if MEANING lacks the name."""
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     return math.prod([sizes[each] for each in _members(mesh, name)])
 
 
 def mesh_part(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
-    """The mesh of one or several dimensions or combinations, without those of size 1; None if all are.
+    """Return the mesh of one or several dimensions or combinations, without those of size 1; None if all have size 1.
 
-    `part(mesh, "dp_replicate", "fsdp")` is what fully_shard takes for HSDP. Raises RequestError.
+    `mesh_part(mesh, "dp_replicate", "fsdp")` is the mesh that fully_shard takes for HSDP. Raise RequestError if MEANING
+    lacks a name.
     """
     found = tuple(_called(mesh, name) for name in names if size(mesh, name) > 1)
     if not found:
@@ -146,18 +148,18 @@ def mesh_part(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
         return mesh[found]
     if len(found) == 1:
         return _flattened(mesh, found[0])
-    # fully_shard's own way (torch/distributed/fsdp/_fully_shard/_fsdp_init.py)
+    # fully_shard does the same (torch/distributed/fsdp/_fully_shard/_fsdp_init.py)
     return DeviceMesh._concatenate([_flattened(mesh, name) if name in flat else mesh[name] for name in found])
 
 
 def mesh_group(mesh: DeviceMesh, name: str) -> ProcessGroup | None:
-    """This rank's group; None if it is alone in it. Raises RequestError."""
+    """Return this rank's group, or None if its size is 1. Raise RequestError if MEANING lacks the name."""
     found = mesh_part(mesh, name)
     return None if found is None else found.get_group()
 
 
 def place(mesh: DeviceMesh, name: str) -> int:
-    """This rank's place in its group, 0 to size - 1. Raises RequestError."""
+    """Return this rank's number in its group, 0 to size - 1. Raise RequestError if MEANING lacks the name."""
     found = mesh_part(mesh, name)
     return 0 if found is None else found.get_local_rank()
 
@@ -165,17 +167,17 @@ def place(mesh: DeviceMesh, name: str) -> int:
 def _members(mesh: DeviceMesh, name: str) -> tuple[str, ...]:
     names = mesh.mesh_dim_names or ()
     if name not in MEANING:
-        raise RequestError(f"a mesh has no part {name!r}, expected one of: {', '.join(MEANING)}")
+        raise RequestError(f"unknown mesh dimension {name!r}; expected one of: {', '.join(MEANING)}")
     return members(names, name)
 
 
 def _flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """A combination as one dimension: made the first time, and torch keeps it by its name."""
-    return mesh[_members(mesh, name)]._flatten(name)  # private, and the only way: torchtitan's too
+    """Return a combination as one dimension; torch caches it by name."""
+    return mesh[_members(mesh, name)]._flatten(name)  # private, but the only way; torchtitan uses it too
 
 
 def _called(mesh: DeviceMesh, name: str) -> str:
-    """The name under which the mesh has it: the first that is made of the same dimensions."""
+    """Return the name in the mesh: the first one that is formed by the same dimensions."""
     made = _members(mesh, name)
     if len(made) == 1:
         return made[0]

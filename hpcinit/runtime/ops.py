@@ -1,7 +1,7 @@
-"""DeepSpeed's ops: compiled before the ranks need them, once for each cache; locks of builds that were killed.
+"""DeepSpeed's ops: compile them once per cache before the ranks need them, and handle the locks of killed builds.
 
-`hpcinit build-ops` fills a folder that outlives jobs; a job copies from it into its own cache, so that no rank that is
-killed can leave a lock where later jobs would wait for it.
+`hpcinit build-ops` fills a folder that outlives jobs. Each job copies from it into its own cache, so that a killed rank
+cannot leave a lock that blocks later jobs.
 """
 
 from __future__ import annotations
@@ -30,24 +30,27 @@ from hpcinit.deepspeed import deepspeed_ops
 from hpcinit.deepspeed.deepspeed_ops import needed as ops_needed
 from hpcinit.records import safeguards
 
-# Locks on a cache of compiled ops: torch's, which a killed compile leaves behind, and ours, which the kernel drops.
+# Locks on a cache of compiled ops: torch's, which a killed build leaves behind, and hpcinit's, which the kernel
+# releases.
 #
-# torch up to 2.13 (utils/file_baton.py) makes a file `lock` in the op's folder, keeps it open while it compiles, and
-# waits for as long as one is there: https://github.com/deepspeedai/DeepSpeed/issues/5205. From 2.14 on it locks that
-# file with flock(2): the kernel releases the lock of a process that ended, and the file stays after every build.
+# torch up to 2.13 (utils/file_baton.py) creates a file `lock` in the op's folder while it compiles, and waits as long
+# as that file exists: https://github.com/deepspeedai/DeepSpeed/issues/5205. torch 2.14 locks the file with flock(2):
+# the kernel releases the lock of a process that ended, and the file remains after every build.
 
 TORCH_LOCK = "lock"
-KERNEL_LOCKS = "2.14"  # torch/utils/cpp_extension.py of 2.14.1 uses FileLock, that of 2.13.0 FileBaton; 2.14.0 not seen
-OUR_LOCK = ".hpcinit-build"  # its content says who builds what; empty when nobody does
+KERNEL_LOCKS = "2.14"  # cpp_extension.py of torch 2.14.1 uses FileLock, of 2.13.0 FileBaton; 2.14.0 unchecked
+OUR_LOCK = ".hpcinit-build"  # contains a Builder as JSON; empty if no build is running
 WAIT_S = 1800.0
-# Disks that one node alone writes to: whoever holds a lock there is a process of this node.
+# File systems of a single node: only a process of this node can have a lock there.
 LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Of one lock of torch's. state: 'held', 'stale' (nobody will release it) or 'unknown'. age_s: since anything last
-    changed in its folder.
+    """The state of one of torch's locks.
+
+    state: 'held', 'stale' (no process will release it) or 'unknown'. why: the reason. age_s: seconds since the last
+    change in its folder.
     """
 
     path: Path
@@ -60,55 +63,57 @@ class Judgement:
 
 
 def files_are_locks() -> bool:
-    """Return whether the installed torch waits for as long as a lock's file is there."""
+    """Return whether the installed torch waits as long as the lock file exists."""
     return versions.key(versions.installed("torch") or "0") < versions.key(KERNEL_LOCKS)
 
 
 def find_locks(root: Path) -> list[Judgement]:
-    """Every lock of torch's below a cache, judged; none where the file of a lock does not make torch wait."""
+    """Return the state of every torch lock in a cache; empty if this torch does not wait for lock files."""
     found: list[Judgement] = []
     if not files_are_locks():
         return found
     for path in sorted(root.glob(f"*/{TORCH_LOCK}")):
-        with contextlib.suppress(FileNotFoundError):  # released meanwhile
+        with contextlib.suppress(FileNotFoundError):  # released in the meantime
             found.append(judge_lock(path))
     return found
 
 
 def judge_lock(path: Path) -> Judgement:
-    """Whether somebody will release this lock. Raises FileNotFoundError if that has happened."""
+    """Return the state of this lock. Raise FileNotFoundError if it was released."""
     owner = path.stat().st_uid
     newest = max(each.stat(follow_symlinks=False).st_mtime for each in (path, *path.parent.iterdir()))
     age = max(0.0, time.time() - newest)
     pid = holder(path)
     if pid:
-        return Judgement(path, "held", f"process {pid} compiles", age)
+        return Judgement(path, "held", f"process {pid} is compiling", age)
     host = os.uname().nodename
     builder = read_builder(path.parent.parent)
     if builder and builder.op == path.parent.name and builder.host == host and not builder.alive():
         return Judgement(path, "stale", f"left by {builder}, which has ended", age)
     if owner != os.geteuid():
-        return Judgement(path, "unknown", f"of user {owner}, whose processes cannot be looked into", age)
+        return Judgement(path, "unknown", f"owned by user {owner}, whose processes are not visible", age)
     kind = file_system(path)
     if kind in LOCAL:
-        return Judgement(path, "stale", f"no process on {host} has it open, and no other node can ({kind})", age)
-    return Judgement(path, "unknown", f"no process on {host} has it open; another node may ({kind or 'unknown'})", age)
+        return Judgement(path, "stale", f"no process on {host} has it open, and other nodes cannot ({kind})", age)
+    return Judgement(
+        path, "unknown", f"no process on {host} has it open, but one on another node may ({kind or 'unknown'})", age
+    )
 
 
 def holder(path: Path) -> int:
-    """The process of this user on this node that has the file open, 0 if none has. Raises FileNotFoundError."""
+    """Return the process of this user on this node that has the file open, or 0. Raise FileNotFoundError."""
     while True:
         before = path.stat()
         found = _has_open(before)
         after = path.stat()
-        # Another file of the same name is another holder's, who may have come after we looked at him.
+        # If the file was replaced meanwhile, its new owner may be a process that was already checked.
         if found or (before.st_ino, before.st_ctime_ns) == (after.st_ino, after.st_ctime_ns):
             return found
 
 
 def _has_open(wanted: os.stat_result) -> int:
     for folder in Path("/proc").glob("[0-9]*/fd"):
-        with contextlib.suppress(OSError):  # ended, or somebody else's
+        with contextlib.suppress(OSError):  # the process ended, or belongs to another user
             for entry in folder.iterdir():
                 with contextlib.suppress(OSError):
                     if os.path.samestat(entry.stat(), wanted):
@@ -117,7 +122,7 @@ def _has_open(wanted: os.stat_result) -> int:
 
 
 def file_system(path: Path) -> str:
-    """'ext4', 'nfs4', 'lustre'...: of the mount that a path is on, '' if that cannot be told."""
+    """Return the type of the file system that contains `path` (ext4, nfs4, lustre, ...), or '' if unknown."""
     best, kind = -1, ""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
@@ -131,7 +136,7 @@ def file_system(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Builder:
-    """Who builds an op. started: the process's start, in clock ticks since boot, which tells it from a later one."""
+    """The process that builds an op. started: its start in clock ticks since boot, because ids are reused."""
 
     host: str
     pid: int
@@ -139,7 +144,7 @@ class Builder:
     op: str
 
     def alive(self) -> bool:
-        """Asked on its own host."""
+        """Return whether the process still runs. Call it on the process's own host."""
         return self.started == start_of(self.pid) != ""
 
     def __str__(self) -> str:
@@ -148,13 +153,13 @@ class Builder:
 
 def start_of(pid: int) -> str:
     with contextlib.suppress(OSError):
-        # "4242 (name with ) and blanks) S ...": the 22nd word, the 20th after the last bracket
+        # "4242 (name with ) and blanks) S ...": field 22, the 20th after the last parenthesis
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""
 
 
 def read_builder(root: Path) -> Builder | None:
-    """Who last began to build in a cache, and did not say that it had finished; None if nobody."""
+    """Return the process that is recorded as building in a cache, or None."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         return Builder(**json.loads((root / OUR_LOCK).read_text()))
     return None
@@ -162,9 +167,9 @@ def read_builder(root: Path) -> Builder | None:
 
 @contextlib.contextmanager
 def one_builder(root: Path, say: Callable[[str], None], wait_s: float = WAIT_S) -> Iterator[Callable[[str], None]]:
-    """Be the only builder in a cache: all others wait here, until this one leaves or dies. Yields `building(op)`.
+    """Become the only builder in a cache. Others wait here until this process leaves or dies. Yield `building(op)`.
 
-    Raises BringUpError after `wait_s` seconds, and OSError where the folder cannot be written.
+    Raise BringUpError after `wait_s` seconds, and OSError if the folder is not writable.
     """
     root.mkdir(parents=True, exist_ok=True)
     fd = os.open(root / OUR_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -191,13 +196,13 @@ def _wait(fd: int, root: Path, say: Callable[[str], None], wait_s: float) -> Non
         except BlockingIOError:
             pass
         except OSError as error:
-            return say(f"{root} is on a disk without locks ({error.strerror}): going on without")
+            return say(f"warning: the file system of {root} has no locks ({error.strerror}); building without one")
         now = time.monotonic()
-        who = read_builder(root) or "a process that has not said what it builds"
+        who = read_builder(root) or "an unknown process"
         if now - start > wait_s:
             raise BringUpError(
-                f"waited {wait_s:.0f} s for {who}, which holds {root / OUR_LOCK}: see whether it still compiles, "
-                "end it, or set TORCH_EXTENSIONS_DIR to another folder"
+                f"timed out after {wait_s:.0f} s waiting for {who}, which has locked {root / OUR_LOCK}. Check whether "
+                "it still compiles; then end it, or set TORCH_EXTENSIONS_DIR to another folder"
             )
         if now - said > 10:
             said = now
@@ -212,22 +217,23 @@ def _write(fd: int, text: str) -> None:
 
 __all__ = ["build", "check", "environment", "ops_needed", "prepare", "shared_cache", "start_uncompiled"]
 
-BUILT = ".hpcinit-built"  # in an op's folder, once it has been compiled and loaded
+BUILT = ".hpcinit-built"  # this file in an op's folder marks it as compiled and loaded
 SHARED_MEMORY = "deepspeed_shm_comm"
 VARIABLE = "TORCH_EXTENSIONS_DIR"
-QUIET_S = 1800.0  # a folder in which nothing changed for so long is not being compiled in
+QUIET_S = 1800.0  # no build is running in a folder without changes for this long
 PROGRESS_S = 10.0
 
 Say = Callable[[str], None]
 
 
 def environment() -> str:
-    """'py311-torch2.13.0-cpu-deepspeed0.19.8-x86_64-1f2e3d': all that a compiled op depends on, as a folder's name.
+    """Return a folder name with everything that a compiled op depends on.
 
-    The last word is of the processor's features: DeepSpeed compiles with -march=native, and what was built on a newer
-    login node ends with "Illegal instruction" on an older compute node.
+    Example: 'py311-torch2.13.0-cpu-deepspeed0.19.8-x86_64-1f2e3d'. The last part is a hash of the processor's features.
+    DeepSpeed compiles with -march=native, and an op built on a newer login node fails with "Illegal instruction" on an
+    older compute node.
     """
-    import torch  # noqa: PLC0415 - seconds to import
+    import torch  # noqa: PLC0415 - takes seconds to import
 
     on = f"cu{torch.version.cuda}" if torch.version.cuda else f"rocm{torch.version.hip}" if torch.version.hip else "cpu"
     if torch.version.cuda and torch.cuda.is_available():
@@ -247,7 +253,7 @@ def _processor() -> str:
 
 
 def shared_cache(env: Mapping[str, str]) -> Path:
-    """Where `hpcinit build-ops` builds: TORCH_EXTENSIONS_DIR of the user's, or else a folder of this environment."""
+    """Return where `hpcinit build-ops` builds: the user's TORCH_EXTENSIONS_DIR, or a folder per environment()."""
     if env.get(VARIABLE) and not _is_ours(env):
         return Path(env[VARIABLE])
     base = Path(env.get("XDG_CACHE_HOME") or home() / ".cache")
@@ -257,29 +263,30 @@ def shared_cache(env: Mapping[str, str]) -> Path:
 def prepare(
     config: Mapping[str, Any], device: str, env: MutableMapping[str, str] = os.environ, say: Say = console.say
 ) -> None:
-    """Have what this ds_config needs in this process's cache: called by every rank, before DeepSpeed starts.
+    """Make the ops that this ds_config needs available in this process's cache. Every rank calls it before DeepSpeed.
 
-    One rank of those that share the cache copies what was built before, compiles what was not, and removes what a
-    killed one has left; the others wait for it. Raises BringUpError.
+    One of the ranks that share the cache copies the ops that were built before, compiles the missing ones, and removes
+    stale locks; the others wait for it. Raise BringUpError if an op cannot be built or stored.
     """
     names = [name for name in ops_needed(config, device) if not _comes_compiled(name)]
     if not names:
         return
     root = Path(env[VARIABLE]) if env.get(VARIABLE) else shared_cache(env)
     built = shared_cache(env) if _is_ours(env) else root
-    for place in dict.fromkeys((root, built)):  # the job's own cache may be on a full disk
+    for place in dict.fromkeys((root, built)):  # the disk of the job's own cache may be full
         try:
             return _prepare(names, place, built, env, say)
         except OSError as error:
             problem = error
-            say(f"warning: DeepSpeed's ops cannot be kept in {place}: {error}")
+            say(f"warning: cannot store DeepSpeed's ops in {place}: {error}")
     raise BringUpError(
-        f"no disk for DeepSpeed's ops: {problem}; make room, or set {VARIABLE} to another folder", quoted=str(problem)
+        f"cannot store DeepSpeed's ops: {problem}. Free disk space, or set {VARIABLE} to another folder",
+        quoted=str(problem),
     )
 
 
 def _prepare(names: Sequence[str], root: Path, built: Path, env: MutableMapping[str, str], say: Say) -> None:
-    """In the cache `root`, with what was built in `built` before. Raises BringUpError, and OSError for a full disk."""
+    """Prepare the cache `root`, from the ops in `built` if any. Raise BringUpError, and OSError for a full disk."""
     env[VARIABLE] = str(root)
     with one_builder(root, say) as building:
         clear(root, say, QUIET_S)
@@ -288,12 +295,12 @@ def _prepare(names: Sequence[str], root: Path, built: Path, env: MutableMapping[
                 _copy(built / name, root / name)
         missing = [name for name in names if not (root / name / BUILT).exists()]
         if missing:
-            say(f"{', '.join(missing)} not built before: compiling, for minutes; `hpcinit build-ops` does so once")
+            say(f"compiling {', '.join(missing)} (takes minutes); `hpcinit build-ops` compiles once for all jobs")
         _build(missing, root, building, say, None, env)
 
 
 def _copy(source: Path, target: Path) -> None:
-    """All of it or nothing. Times are kept: by them ninja knows that there is nothing left to compile."""
+    """Copy atomically. Keep the modification times, by which ninja sees that nothing needs compiling."""
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(source, part, ignore=shutil.ignore_patterns(TORCH_LOCK))
@@ -301,7 +308,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def check(config: Mapping[str, Any], device: str, env: Mapping[str, str] = os.environ, say: Say = console.say) -> None:
-    """Raises BringUpError for a lock at which DeepSpeed would wait for ever; a line for one that may be in use."""
+    """Raise BringUpError for a lock at which DeepSpeed would wait forever; print a line for one in use."""
     if not ops_needed(config, device) or not env.get(VARIABLE):
         return
     for found in find_locks(Path(env[VARIABLE])):
@@ -311,13 +318,14 @@ def check(config: Mapping[str, Any], device: str, env: Mapping[str, str] = os.en
 
 
 def start_uncompiled(deepspeed: Any, env: Mapping[str, str] = os.environ) -> None:
-    """Keep DeepSpeed's start on a CPU from compiling an op, a minute or more: call it before init_distributed.
+    """Prevent DeepSpeed from compiling an op at its start on a CPU, which takes over a minute.
 
-    Only inference_all_reduce uses it, and does without. What has been built in this cache is left as it is.
+    Call it before init_distributed. Only inference_all_reduce uses the op, and works without it. An op that is already
+    built in this cache is used.
     """
     built = env.get(VARIABLE) and (Path(env[VARIABLE]) / SHARED_MEMORY / BUILT).exists()
     if not built and not _comes_compiled(SHARED_MEMORY):
-        deepspeed.ops.__compatible_ops__[SHARED_MEMORY] = False  # comm/torch.py: build_shm_op looks here
+        deepspeed.ops.__compatible_ops__[SHARED_MEMORY] = False  # read by build_shm_op in comm/torch.py
 
 
 def build(
@@ -325,7 +333,8 @@ def build(
 ) -> None:
     """Compile ops into a cache, one after the other, as its only builder.
 
-    loaders: name -> what compiles and loads it, instead of DeepSpeed's builders. Raises BringUpError, RequestError.
+    loaders: maps an op's name to the function that compiles and loads it; None: DeepSpeed's builders. Raise
+    BringUpError if an op cannot be built, RequestError if it is unknown.
     """
     with one_builder(root, say) as building:
         clear(root, say)
@@ -345,7 +354,7 @@ def _build(
     try:
         for name in names:
             if (root / name / BUILT).exists():
-                say(f"{name}: built before, in {root}")
+                say(f"{name}: already built in {root}")
                 continue
             load = loaders[name] if loaders else loader(name)
             building(name)
@@ -363,13 +372,13 @@ def _compile(name: str, load: Callable[[], Any], root: Path) -> None:
     try:
         load()
     except (RuntimeError, ImportError, OSError, ValueError) as error:
-        raise BringUpError(f"DeepSpeed's op {name} could not be built in {root}: {error}", quoted=str(error)) from error
+        raise BringUpError(f"cannot build DeepSpeed's op {name} in {root}: {error}", quoted=str(error)) from error
 
 
 def clear(root: Path, say: Say, patience_s: float = 0.0) -> None:
-    """Remove the locks that nobody will release.
+    """Remove stale locks.
 
-    Raises BringUpError for one of which that cannot be known, and that is older than `patience_s` seconds.
+    Raise BringUpError for a lock whose state is unknown and that is older than `patience_s` seconds.
     """
     for found in find_locks(root):
         if found.state == "stale":
@@ -382,34 +391,36 @@ def clear(root: Path, say: Say, patience_s: float = 0.0) -> None:
 
 
 def loader(name: str) -> Callable[[], Any]:
-    """What compiles and loads one of DeepSpeed's ops for this machine's accelerator. Raises RequestError."""
-    from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 - seconds to import
+    """Return the function that compiles and loads an op for this machine's accelerator. Raise RequestError."""
+    from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 - takes seconds to import
 
     if name not in deepspeed_ops.BUILDERS:
-        raise RequestError(f"no op {name!r}, expected one of: {', '.join(sorted(deepspeed_ops.BUILDERS))}")
+        raise RequestError(f"unknown op {name!r}, expected one of: {', '.join(sorted(deepspeed_ops.BUILDERS))}")
     builder = get_accelerator().create_op_builder(deepspeed_ops.BUILDERS[name])
     if builder is None or builder.name != name:
         on = get_accelerator().device_name()
-        raise RequestError(f"op {name} does not exist for {on}, which is what DeepSpeed sees here: build where it runs")
+        raise RequestError(
+            f"op {name} does not exist for {on}, which DeepSpeed detects here: build it on a node where it runs"
+        )
     return lambda: builder.load(verbose=False)
 
 
 def _comes_compiled(name: str) -> bool:
-    """Installed with DS_BUILD_OPS: then nothing is compiled on use."""
-    from deepspeed.git_version_info import installed_ops  # noqa: PLC0415 - seconds to import
+    """Return whether the op was compiled when DeepSpeed was installed (DS_BUILD_OPS)."""
+    from deepspeed.git_version_info import installed_ops  # noqa: PLC0415 - takes seconds to import
 
     return bool(installed_ops.get(name, False))
 
 
 def _is_ours(env: Mapping[str, str]) -> bool:
-    """Whether the cache is the job's own, set by the safeguards and not by the user."""
+    """Return whether the cache is the job's, set by the safeguards and not by the user."""
     return VARIABLE in env.get(safeguards.ENV_SET, "").split(" ")[1:]
 
 
 def _remove_it(found: Judgement) -> str:
     return (
-        f"torch would wait for ever for the lock {found}; "
-        f"if nothing compiles there, remove it: rm {found.path}, or set {VARIABLE} to another folder"
+        f"torch would wait forever for the lock {found}. "
+        f"If nothing compiles there, remove it: rm {found.path}, or set {VARIABLE} to another folder"
     )
 
 

@@ -1,4 +1,4 @@
-"""torch's default group: made with the ranks that have met, with a timeout for later, and read back."""
+"""torch's default process group: create it after the rendezvous, change its timeout, and verify its settings."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from hpcinit.rendezvous.store import open_store
 from hpcinit.rendezvous.watchdog import Watchdog, end_hard
 from hpcinit.world import World, hosts, network
 
-LATE_S = 15.0  # after the deadline of the start-up, for the errors that have names in them to come first
-SIDE = "hpcinit-side/"  # what names of side groups begin with
+LATE_S = 15.0  # after the start-up deadline, so that errors which name ranks appear first
+SIDE = "hpcinit-side/"  # prefix of the names of side groups
 
 
 def make(
@@ -35,28 +35,28 @@ def make(
     device: torch.device,
     device_id: torch.device | None,
 ) -> str:
-    """torch's default group, or an error that names who is missing. Returns where rank 0 was met.
+    """Create torch's default group. Return rank 0's address. Raise BringUpError that names the missing ranks.
 
-    device: this rank's. device_id: what the group is bound to, None for nothing.
+    device: this rank's device. device_id: the device that the group is bound to, or None.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     rendezvous: join.Rendezvous | None = None
 
     def about() -> str:
-        missing = (rendezvous.missing("up") if rendezvous else "") or "Rank 0 does not answer."
-        return f"rank {world.rank} is not up after {timeout.total_seconds() + LATE_S:g} s. {missing}"
+        missing = (rendezvous.missing("up") if rendezvous else "") or "Rank 0 does not respond."
+        return f"rank {world.rank} is not initialized after {timeout.total_seconds() + LATE_S:g} s. {missing}"
 
     with Watchdog(timeout.total_seconds() + LATE_S, about):
         try:
             rendezvous = join.join_rendezvous(world, spec, timeout)
             os.environ.update(join.program_environment(world, rendezvous))
-            refuse_interfaces(os.environ, backend)  # once all can hear of it
+            refuse_interfaces(os.environ, backend)  # after the rendezvous, so that every rank gets the error
             if rendezvous:
                 rendezvous.report_phase("imported")
             store = open_store(world, rendezvous, deadline)
             startup_events.record_event("store")
             if rendezvous:
-                # From here on this thread is inside torch and cannot look up: if a rank dies, end at once.
+                # This thread is inside torch from here on and cannot check: exit at once if a rank dies.
                 rendezvous.on_failure(end_hard)
                 rendezvous.report_phase("joined")
             _in_torch(world, store, backend, timeout, device, device_id)
@@ -72,15 +72,15 @@ def make(
 
 
 def refuse_interfaces(env: Mapping[str, str], backend: str) -> None:
-    """Raises BringUpError if a variable names interfaces for `backend` that this node does not have."""
+    """Raise BringUpError if a variable names interfaces for `backend` that this node does not have."""
     there = network.interface_names()
     for variable, (reader, unmatched) in network.READS.items():
         missing = unmatched(env.get(variable, ""), there) if reader in backend else []
         if missing:
             raise BringUpError(
-                f"{variable} is {env[variable]} (the config's cluster.interface sets it), and {', '.join(missing)} "
-                f"fits no interface of {socket.gethostname()}: it has {', '.join(there)}; name one that every node "
-                "has, or none (cluster.interface=null), for gloo and NCCL to choose by themselves"
+                f"{variable}={env[variable]} (set by cluster.interface in the config): {', '.join(missing)} matches "
+                f"no interface of {socket.gethostname()}, which has {', '.join(there)}. Name an interface that every "
+                "node has, or use cluster.interface=null, with which gloo and NCCL choose one automatically"
             )
 
 
@@ -92,7 +92,7 @@ def _in_torch(
     device: torch.device,
     device_id: torch.device | None,
 ) -> None:
-    """The group, and that all are in it. Raises BringUpError with the gist of torch's own error."""
+    """Create the group and wait until every rank has joined. Raise BringUpError with a summary of torch's error."""
     try:
         dist.init_process_group(
             backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=device_id
@@ -100,27 +100,27 @@ def _in_torch(
         startup_events.record_event("joined")
         barrier(device)
         startup_events.record_event("collective")
-    except (RuntimeError, ValueError, OSError) as error:  # torch's own are RuntimeErrors
+    except (RuntimeError, ValueError, OSError) as error:  # torch's errors are RuntimeErrors
         gist = _gist(error)
         raise BringUpError(
-            f"torch did not make the process group ({backend}) on rank {world.rank}, {socket.gethostname()}: "
-            f"{gist}; TORCH_CPP_LOG_LEVEL=INFO has torch say more, and NCCL_DEBUG=INFO has NCCL",
+            f"torch could not create the process group ({backend}) on rank {world.rank}, {socket.gethostname()}: "
+            f"{gist}; for more output set TORCH_CPP_LOG_LEVEL=INFO (torch) or NCCL_DEBUG=INFO (NCCL)",
             quoted=gist,
         ) from error
 
 
 def barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
-    """Wait until every rank of `group` (None: the default group) has called this. device: this rank's.
+    """Wait until every rank of `group` (None: the default group) has called this. device: this rank's device.
 
-    Without device_ids, ProcessGroupNCCL::barrier of a group that has no device yet takes the global rank modulo the
-    number of visible devices. With 2 ranks on each of two nodes of 8 GPUs, rank 2 would use GPU 2 for its first barrier
-    and GPU 0 for all that follows, which then hangs.
+    Without device_ids, ProcessGroupNCCL::barrier of a group that has no device yet uses the global rank modulo the
+    number of visible devices. With 2 ranks on each of two 8-GPU nodes, rank 2 would use GPU 2 for its first barrier and
+    GPU 0 for every later collective, which then hangs.
     """
     dist.barrier(group=group, device_ids=None if device.type == "cpu" else [device.index])
 
 
 def _gist(error: Exception) -> str:
-    """The first line, and where NCCL says so the reason, which stands at the end: 'Last error:\\nsocketStart...'."""
+    """Return the first line of the error, and NCCL's reason from its end ('Last error:\\nsocketStart...')."""
     text = str(error).strip()
     first = text.partition("\n")[0] or type(error).__name__
     reason = " ".join(text.partition("Last error:")[2].split())
@@ -128,25 +128,25 @@ def _gist(error: Exception) -> str:
 
 
 def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> bool:
-    """Of the collectives of all groups that this process is in, side groups left out; False if a backend cannot.
+    """Set the collective timeout of every group of this process except side groups. Return False if a backend cannot.
 
-    group: only of this one.
+    group: change only this group.
 
-    torch takes one timeout for a group's start and for all that follows, unless told otherwise afterwards; groups that
-    are made later, a mesh's too, have torch's own (10 minutes with NCCL, 30 with gloo) whatever the first was given.
+    torch uses one timeout for a group's start and for its collectives, unless it is changed afterwards. Groups created
+    later, such as a mesh's, get torch's default (10 minutes with NCCL, 30 with gloo), not the default group's timeout.
     """
     done = True
     for backend in _backends_of_all() if group is None else _backends(group):
         try:
             _change(backend, timeout)
-        except (RuntimeError, NotImplementedError):  # of torch's own, gloo and NCCL can
+        except (RuntimeError, NotImplementedError):  # of torch's backends only gloo and NCCL can
             done = False
     return done
 
 
 @contextmanager
 def timeouts_of_at_least(timeout: timedelta) -> Iterator[None]:
-    """Raise the shorter timeouts of all groups but side groups to `timeout`, and restore each of them at the end.
+    """Raise timeouts shorter than `timeout`, of all groups except side groups, and restore them at the end.
 
     A backend that cannot report or change its timeout keeps it.
     """
@@ -171,7 +171,7 @@ def _change(backend: object, timeout: timedelta) -> None:
 
 
 def timeout_of(device: torch.device, group: ProcessGroup | None = None) -> timedelta | None:
-    """What the group's collectives on `device` are given; None where its backend does not say."""
+    """Return the timeout of the group's collectives on `device`; None if its backend does not report it."""
     return _timeout_given_to(_unwrapped((group or c10d._get_default_group())._get_backend(device)))
 
 
@@ -180,45 +180,47 @@ def _timeout_given_to(backend: object) -> timedelta | None:
     return found if isinstance(found, timedelta) else None
 
 
-def backend_on(device: torch.device) -> str:
-    """The name of the default group's backend for tensors on `device`, '' if it has none."""
-    # "cpu:gloo,cuda:nccl"; get_backend() says "undefined" where a group was made without naming one.
+def backend_on(device_type: str) -> str:
+    """Return the name of the default group's backend for tensors on 'cpu' or 'cuda', or ''."""
+    # "cpu:gloo,cuda:nccl"; get_backend() returns "undefined" for a group created without a backend name.
     by_device = dict(pair.split(":", 1) for pair in dist.get_backend_config().split(","))
-    return by_device.get(device.type, "")
+    return by_device.get(device_type, "")
 
 
 def bound_to() -> torch.device | None:
-    """The device_id that the default group was given, None for none."""
+    """Return the device_id of the default group, or None."""
     found: torch.device | None = c10d._get_default_group().bound_device_id
     return found
 
 
-def verify(device: torch.device, backend: str, timeout: timedelta | None, device_id: torch.device | None) -> None:
-    """Read back what the group and the process have now. Raises BringUpError with both values of what differs.
+def verify(
+    device: torch.device, backends: Mapping[str, str], timeout: timedelta | None, device_id: torch.device | None
+) -> None:
+    """Compare the settings of the group and of the process with the request. Raise BringUpError with each difference.
 
-    timeout: of collectives, None where it is not looked at. DeepSpeed takes a backend, a timeout and a device, and
-    drops them in silence if a group is there.
+    timeout: of collectives; None: not compared. DeepSpeed takes a backend, a timeout and a device, and silently ignores
+    them if a group exists.
     """
     current = device
     if device.type != "cpu":
         current = torch.device(device.type, torch.accelerator.current_device_index())
     found_timeout = timeout_of(device) if timeout else None
     differences = [
-        f"asked for {name} {asked}, and it is {found}"
+        f"{name} is {found}, requested was {asked}"
         for name, asked, found in (
-            ("backend", backend, backend_on(device)),
-            ("a collective timeout of", timeout, timeout if found_timeout is None else found_timeout),
+            *(("backend", name, backend_on(kind)) for kind, name in backends.items()),
+            ("the collective timeout", timeout, timeout if found_timeout is None else found_timeout),
             ("device", device, current),
             ("device_id", device_id, bound_to()),
         )
         if asked != found
     ]
     if differences:
-        raise BringUpError(f"the process group is up, and not as asked: {'; '.join(differences)}")
+        raise BringUpError(f"the process group does not match the request: {'; '.join(differences)}")
 
 
 def _backends_of_all() -> Iterator[object]:
-    """Of all groups that this process is in, but side groups, which other jobs share."""
+    """Yield the backends of all groups of this process except side groups, which other jobs share."""
     for group, name in list(c10d._world.pg_names.items()):
         if not str(name).startswith(SIDE):
             yield from _backends(group)
@@ -230,7 +232,7 @@ def _backends(group: ProcessGroup) -> Iterator[object]:
 
 
 def _unwrapped(backend: object) -> object:
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL wraps a backend in one that compares the ranks' calls."""
+    """Return the backend inside the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL adds to compare the ranks' calls."""
     while hasattr(backend, "wrapped_pg"):
         backend = backend.wrapped_pg
     return backend

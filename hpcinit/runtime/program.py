@@ -1,4 +1,4 @@
-"""Run the user's program in this process, as Python itself would, and leave a record if it fails."""
+"""Run the user's program in this process as Python would, and write an error record if it fails."""
 
 from __future__ import annotations
 
@@ -18,39 +18,49 @@ from typing import Any
 
 from hpcinit.base import background_writer, safe_files
 from hpcinit.base.console import say
-from hpcinit.base.errors import BringUpError, HpcinitError, RequestError, TrainingHang
-from hpcinit.records import error_records, run_folder
+from hpcinit.base.errors import FIELDS, BringUpError, HpcinitError, RequestError, TrainingHang
+from hpcinit.records import error_records, program_use, run_folder
 from hpcinit.records.error_records import ErrorRecord
 from hpcinit.records.spec import Program, Spec
 from hpcinit.records.startup_timeout import StartupTimeout, left_of_job
-from hpcinit.rendezvous import join
+from hpcinit.rendezvous import join, startup_events
 from hpcinit.rendezvous.process_state import state
-from hpcinit.runtime.lifecycle import phase, signal_watch
+from hpcinit.runtime.lifecycle import output_watch, phase, signal_watch
 from hpcinit.world import World
 
 
 def run(program: Program, world: World, spec: Spec | None = None) -> int:
-    """Returns what the process should end with; does not return for a command, which replaces it.
+    """Run the program and return its exit status. A command replaces this process, so this does not return.
 
-    An exception of the program is printed with its own traceback, recorded, and becomes exit status 1. The other
-    ranks are met first, so that a program's own rendezvous has a port that is free on rank 0's host.
+    An exception of the program is printed with its own traceback, recorded, and becomes exit status 1. The rendezvous
+    is first, so that a program's own rendezvous gets a port that is free on rank 0's host.
     """
     formula = spec.comm.timeout if spec else StartupTimeout()
     timeout = formula.start_up(world.nodes, left_of_job(os.environ, time.time()))
     rendezvous = join.join_rendezvous(world, spec, timeout)
     os.environ.update(join.program_environment(world, rendezvous))
+    folder = Path(os.environ.get(run_folder.ENV_FOLDER, "")) if spec and world.rank == 0 else None
+    if spec and folder:
+        program_use.start(folder, spec)
     if program.kind == "command":
         join.barrier_and_close(world, timeout)
         return _command(program)
     if spec and spec.stop.signal:
         signal_watch.hold(signal.Signals[f"SIG{spec.stop.signal}"])
+    run = os.environ.get(run_folder.ENV_FOLDER)
+    if spec and spec.hang.after_s and run:
+        output_watch.start(world, spec.hang.after_s, Path(run))
     status = _python(program, world)
+    output_watch.stop(failed=status != 0)
     if status == 0:
+        startup_events.record_return()
         try:
             join.barrier_and_close(world, timeout)
-        except BringUpError as error:  # the program is done all the same
-            say(f"this rank has ended well, but {error}")
+        except BringUpError as error:  # the program has finished anyway
+            say(f"warning: the program succeeded on this rank, but {error}")
             join.leave_rendezvous()
+        if folder and (use := program_use.read(folder)) and use.note:
+            say(f"warning: {use.note}; {use.advice}")
     return run_folder.ENDED_EARLY if status == 0 and state.stop_not_recorded else status
 
 
@@ -68,35 +78,48 @@ def _python(program: Program, world: World) -> int:
             _forget(world)
         return status
     except HpcinitError as error:
-        # The message says it all; where it was raised from stands in the record.
+        output_watch.stop(failed=True)
+        # The message is enough for the log; the record contains the traceback.
         say(f"error: {error}")
         record(error, world)
         join.leave_rendezvous(str(error))
         return error.exit_status
-    except BaseException as error:
-        _print(error)
-        record(error, world)
-        join.leave_rendezvous("".join(traceback.format_exception_only(error)).strip())
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    except BaseException as raised:
+        found = raised
+        try:  # at once: torch's handler raises if a DataLoader worker died, also while the error is recorded
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        except RuntimeError as death:
+            found = death
+        except ValueError:  # not the main thread, which has no handlers
+            pass
+        from hpcinit.runtime.lifecycle import loader_workers  # noqa: PLC0415 - imports multiprocessing
+
+        found = loader_workers.behind(found)
+        output_watch.stop(failed=True)
+        _print(found)
+        record(found, world)
+        join.leave_rendezvous("".join(traceback.format_exception_only(found)).strip())
+        return 130 if isinstance(found, KeyboardInterrupt) else 1
     _forget(world)
     return 0
 
 
 def _script(path: Path) -> Callable[[], None]:
-    """As `python path` does: sys.path[0] is its folder, it is sys.modules['__main__'], its __file__ is absolute."""
+    """Return a function that runs a script as `python path` does: sys.path[0], sys.modules['__main__'], __file__."""
     file = str(path.absolute())
     try:
         source = path.read_bytes()
     except OSError as error:
         raise RequestError(
-            f"cannot read {file}: {error.strerror}; is it shared with this node?", quoted=error.strerror or ""
+            f"cannot read {file}: {error.strerror}. Is it on a file system that this node shares?",
+            quoted=error.strerror or "",
         ) from None
 
     def start() -> None:
         main = types.ModuleType("__main__")
         loader = SourceFileLoader("__main__", file)
         main.__dict__.update(__file__=file, __builtins__=__builtins__, __loader__=loader)
-        sys.modules["__main__"] = main  # stays: data loader workers and pickles look their classes up in it
+        sys.modules["__main__"] = main  # is not removed: data loader workers and pickles look classes up in it
         sys.path[0] = str(Path(file).parent)
         exec(compile(source, file, "exec"), main.__dict__)
 
@@ -104,15 +127,15 @@ def _script(path: Path) -> Callable[[], None]:
 
 
 def _module(name: str) -> Callable[[], None]:
-    sys.path[0] = str(Path.cwd())  # as `python -m` does
+    sys.path[0] = str(Path.cwd())  # like `python -m`
     try:
         found = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         if error.name != name and not name.startswith(f"{error.name}."):
-            raise  # the package is there, and what it imports is not
+            raise  # the package exists, but one of its imports does not
         found = None
     if found is None:
-        raise RequestError(f"no module {name!r} on this node: looked in {sys.path[0]} and in {sys.prefix}")
+        raise RequestError(f"no module {name!r} on this node: searched {sys.path[0]} and {sys.prefix}")
 
     def start() -> None:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
@@ -122,15 +145,16 @@ def _module(name: str) -> Callable[[], None]:
 
 def _command(program: Program) -> int:
     sys.stdout.flush()
+    background_writer.flush()  # its thread ends with this program
     try:
         os.execvp(program.target, [program.target, *program.args])
     except OSError as error:
-        said = f"cannot run {program.target!r}: {error.strerror}; looked for it on PATH"
-        raise RequestError(said, quoted=error.strerror or "") from None
+        message = f"cannot run {program.target!r}: {error.strerror} (searched PATH)"
+        raise RequestError(message, quoted=error.strerror or "") from None
 
 
 def _status(error: SystemExit) -> int:
-    """What Python would end with: None is 0, a text is printed and 1."""
+    """Return Python's exit status for sys.exit(): 0 for None; a text is printed and gives 1."""
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
     print(error.code, file=sys.stderr)
@@ -138,7 +162,7 @@ def _status(error: SystemExit) -> int:
 
 
 def _print(error: BaseException) -> None:
-    """The program's own frames; those of hpcinit and runpy above them say nothing."""
+    """Print the traceback of the program's frames, without those of hpcinit and runpy above them."""
     here = {__file__, runpy.__file__, "<frozen runpy>"}
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in here:
@@ -147,7 +171,7 @@ def _print(error: BaseException) -> None:
 
 
 def record(error: BaseException, world: World) -> None:
-    """errors/rank-N.json in the run folder, if there is one; the first of this attempt stays, it is the nearer one."""
+    """Write errors/rank-N.json in the run folder. Keep an existing record of this attempt: the first is the cause."""
     folder = os.environ.get(run_folder.ENV_FOLDER)
     if not folder or (isinstance(error, SystemExit) and not error.code):
         return
@@ -156,7 +180,7 @@ def record(error: BaseException, world: World) -> None:
         time=time.time(),
         rank=world.rank,
         host=world.host or os.uname().nodename,
-        error="".join(traceback.format_exception_only(error)).strip(),
+        error="".join(traceback.format_exception_only(_cause(error))).strip(),
         traceback="".join(traceback.format_exception(error)),
         phase=at,
         step=step,
@@ -170,22 +194,31 @@ def record(error: BaseException, world: World) -> None:
         if not any(found.record.job == world.job for found in error_records.read(below, document.name)):
             safe_files.write_atomically(below / document.name, document.to_json())
 
-    # The disk may be what failed; the traceback is in the log all the same.
+    # The disk may have failed; the traceback is in the log anyway.
     background_writer.later(f"the error record {document.name}", write, keep_first=True)
     background_writer.flush()
 
 
+def _cause(error: BaseException) -> BaseException:
+    """Return the error that made a program call sys.exit(1), as Hydra, argparse and click do; else `error` itself.
+
+    A status above 128 means a signal, whose handler may run while an unrelated error is handled.
+    """
+    status = error.code if isinstance(error, SystemExit) else None
+    cause = error.__context__
+    return cause if isinstance(status, int) and status < 128 and isinstance(cause, Exception) else error
+
+
 def _fields(error: BaseException) -> dict[str, Any]:
-    """The fields of a record that only errors of hpcinit have."""
+    """Return the record's fields that only hpcinit's errors have."""
     if not isinstance(error, HpcinitError):
         return {}
-    names = ("kind", "rank_at_fault", "host_at_fault", "quoted")
     hang = error.report if isinstance(error, TrainingHang) else None
-    return {**{name: getattr(error, name) for name in names}, "hang": hang}
+    return {**{name: getattr(error, name) for name in FIELDS}, "hang": hang}
 
 
 def _forget(world: World) -> None:
-    """What a session has recorded in this attempt, and the program has caught: the rank has ended well."""
+    """Remove the error that a session recorded in this attempt and the program caught, because the rank succeeded."""
     folder = os.environ.get(run_folder.ENV_FOLDER)
     below = Path(folder or os.devnull) / run_folder.ERRORS
     for found in error_records.read(below, f"rank-{world.rank}.json"):

@@ -1,8 +1,9 @@
-"""What init returns: a rank whose process group is up."""
+"""Runtime, which init() returns: a rank with an initialized process group."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hpcinit.base import background_writer, safe_files
 from hpcinit.base.errors import BringUpError
-from hpcinit.records import plain_files, results, run_folder, scratch
+from hpcinit.records import plain_files, program_use, results, run_folder, scratch
 from hpcinit.records.batch import Batch
 from hpcinit.records.layout import Layout
 from hpcinit.records.spec import Hang, Training
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
     from hpcinit.runtime.checkpoint import Loaded
+    from hpcinit.runtime.checkpoint.export_weights import Saves
     from hpcinit.runtime.checkpoint.random_state import Stateful
     from hpcinit.runtime.lifecycle.heartbeat import Heartbeat
     from hpcinit.runtime.lifecycle.stopping import Stopper
@@ -41,33 +43,36 @@ if TYPE_CHECKING:
     from hpcinit.runtime.wrap.wrapped import MakeOptimizer
 
 PROGRESS_EVERY_S = 1.0
-HEARTBEAT_AGAIN_S = 60.0  # until a heartbeat that had no room on its disk is tried again
+HEARTBEAT_AGAIN_S = 60.0  # interval of retries after a heartbeat found no disk space
 
 
 @dataclass
 class Session:
-    """Everything that changes while a process group is up, and what shutdown() needs to know of its start.
+    """Everything that changes while a process group exists, and what shutdown() needs.
 
-    request: the arguments of init. kept_groups: those that were there before, None where the default group is ours.
-    deepspeed: started from here. collective_timeout: as last set. told: the last step that progress() reported, asked:
-    how often should_stop() was called.
+    request: the arguments of init. kept_groups: the groups that existed before, None if hpcinit created the default
+    group. deepspeed: hpcinit initialized DeepSpeed. collective_timeout: as last set. last_step: the last step
+    that progress() reported. stop_calls: number of calls of should_stop().
+    training_used: the program has read the settings of run.wrap().
+    not_finite: the first step at which a value of progress() was NaN or infinite.
     """
 
     request: Request
     kept_groups: frozenset[ProcessGroup] | None
     deepspeed: bool
     collective_timeout: timedelta
-    progress_at: float = float("-inf")
+    not_finite: dict[str, int] = field(default_factory=dict)
     stopper: Stopper | None = None
     longest_save: timedelta = timedelta()
     heartbeat: Heartbeat | None = None
     heartbeat_at: float = float("-inf")
     scratch: Path | None = None
-    told: int | None = None
-    asked: int = 0
+    last_step: int | None = None
+    stop_calls: int = 0
+    training_used: bool = False
 
     def close(self) -> None:
-        """Put back what was changed in this process, and wait for the last reports."""
+        """Restore what init changed in this process, and wait for the last reports."""
         for thing in (self.stopper, self.heartbeat):
             if thing is not None:
                 thing.close()
@@ -77,10 +82,13 @@ class Session:
 
 @dataclass(frozen=True)
 class Runtime:
-    """A rank whose process group is up.
+    """A rank with an initialized process group, as returned by init().
 
-    world: all that is known of this rank's place. plan: what init decided. The commonest of both are properties here.
-    mesh: one dimension per kind of parallelism in use. folder: the run folder, None without a submission.
+    Attributes:
+        world: this rank's place in the job: rank, node, hosts, launcher.
+        plan: the settings that init() chose. The most common fields of both are properties here.
+        mesh: torch's DeviceMesh, with one dimension per kind of parallelism in use.
+        folder: the run folder, or None without a submission.
     """
 
     world: World
@@ -91,57 +99,60 @@ class Runtime:
 
     @property
     def device(self) -> torch.device:
-        """torch.device of this rank, already current."""
+        """This rank's torch.device, which is already the current device."""
         return self.plan.device
 
     @property
     def backend(self) -> str:
-        """The process group's backend on `device`."""
+        """The name of the process group's backend on `device`."""
         return self.plan.backend
 
     @property
     def timeout(self) -> timedelta:
-        """How long the start-up was allowed to take."""
+        """The time limit of the start-up."""
         return self.plan.timeout
 
     @property
     def layout(self) -> Layout:
-        """How the ranks are divided; every degree is known."""
+        """How the ranks are divided, with the size of every dimension."""
         return self.plan.layout
 
     @property
     def batch(self) -> Batch:
-        """Samples of a step."""
+        """The number of samples per step, and how they are divided."""
         return self.plan.batch
 
     @property
     def training(self) -> Training:
-        """What wrap() goes by."""
+        """The settings of wrap()."""
+        if self.rank == 0 and self.folder and not self._session.training_used:
+            self._session.training_used = True
+            program_use.advance(self.folder, program_use.ProgramUse(program_use.WRAP))
         return self.plan.training
 
     @property
     def seed(self) -> int:
-        """As requested, before seed_by makes it this rank's."""
+        """The seed as requested, before `seed_by` derives this rank's seed from it."""
         return self.plan.seed
 
     @property
     def seed_by(self) -> str:
-        """'same', 'rank' or 'data'."""
+        """How seeds differ between ranks: 'same', 'rank' or 'data'. See init()."""
         return self.plan.seed_by
 
     @property
     def data_rank(self) -> int:
-        """Which share of the samples is this rank's."""
+        """The number of this rank's share of the samples, 0 to layout.data_parallel - 1."""
         return self.layout.data_rank(self.rank)
 
     @property
     def stopping(self) -> Stopping:
-        """What should_stop() goes by."""
+        """The settings of should_stop()."""
         return self.plan.stopping
 
     @property
     def hang(self) -> Hang:
-        """How long without a step is a hang."""
+        """The settings of hang detection: how long without a step is a hang."""
         return self.plan.hang
 
     @property
@@ -151,53 +162,65 @@ class Runtime:
 
     @property
     def rank(self) -> int:
-        """0 to world_size - 1."""
+        """This rank's number, 0 to world_size - 1."""
         return self.world.rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the job."""
+        """The number of ranks of the job."""
         return self.world.world_size
 
     @property
     def local_rank(self) -> int:
-        """0 to local_world_size - 1, among the ranks of this node. The device's index is device.index."""
+        """This rank's number on its node, 0 to local_world_size - 1. The device's index is device.index."""
         return self.world.local_rank
 
     @property
     def local_world_size(self) -> int:
-        """Number of ranks on this node; other nodes may have more or fewer."""
+        """The number of ranks on this node. Other nodes may have more or fewer."""
         return self.world.local_world_size
 
     @property
     def node_rank(self) -> int:
-        """This node's place in `hosts`."""
+        """This node's index in `hosts`."""
         return self.world.node_rank
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Node names in the order of node_rank; empty where the launcher does not tell (torchrun)."""
+        """The node names in the order of node_rank; empty if the launcher does not provide them (torchrun)."""
         return self.world.hosts
 
     @property
     def collective_timeout(self) -> timedelta:
-        """How long a collective may take before it fails, as last set."""
+        """The time after which a collective fails, as last set."""
         return self._session.collective_timeout
 
     def set_collective_timeout(self, timeout: timedelta) -> None:
-        """From now on, of all groups that this rank is in by now; every rank should call it with the same.
+        """Set the timeout of collectives for all existing groups of this rank. Every rank should set the same.
 
-        A group that is made afterwards (dist.new_group, DeepSpeed) starts with torch's own until this is called again.
-        Raises BringUpError for a timeout that is not positive, or a backend that cannot change it.
+        A group that is created later (dist.new_group, DeepSpeed) gets torch's default until this is called again. Raise
+        BringUpError if the timeout is not positive or the backend cannot change it.
+
+        Args:
+            timeout: how long a collective may take.
         """
         if timeout <= timedelta():
-            raise BringUpError(f"collective timeout {timeout}, expected more than 0")
+            raise BringUpError(f"the collective timeout is {timeout}, expected more than 0")
         if not process_group.set_timeout(timeout):
-            raise BringUpError(f"backend {self.backend} cannot change its timeout, it stays {self.collective_timeout}")
+            raise BringUpError(
+                f"backend {self.backend} cannot change its timeout, which remains {self.collective_timeout}"
+            )
         self._session.collective_timeout = timeout
 
     def loader_options(self, epoch: int = 0) -> dict[str, torch.Generator]:
-        """`DataLoader(dataset, **run.loader_options(epoch))`: an order and workers that are this data share's own."""
+        """Return options for `DataLoader(dataset, **run.loader_options(epoch))`, seeded for this rank's data share.
+
+        The dict has a torch.Generator under 'generator', from which torch derives the sample order and the workers'
+        seeds. See runtime.seeds.loader_options.
+
+        Args:
+            epoch: the number of the epoch, for draws that a restart can reproduce.
+        """
         return seeds.loader_options(self.seed, self.data_rank, epoch)
 
     def wrap(
@@ -209,8 +232,21 @@ class Runtime:
         blocks: Sequence[nn.Module] | None = None,
         mpu: Any = None,
     ) -> Wrapped:
-        """`model`, trainable on all ranks as the config says: DDP, FSDP or DeepSpeed. See hpcinit.runtime.wrap.wrap."""
-        from hpcinit.runtime import wrap  # noqa: PLC0415 - a second to import, for those who train
+        """Return `model` wrapped for training on all ranks with DDP, FSDP or DeepSpeed, as configured.
+
+        Every rank must call it with the same arguments. Raise RequestError for settings that cannot be combined.
+
+        Args:
+            model: the whole model, on any device; it is changed in place.
+            optimizer: a function that creates an optimizer of the parameters, such as
+                `lambda p: torch.optim.AdamW(p, lr=1e-3)`. None for a model that is only evaluated, or with an optimizer
+                of DeepSpeed.
+            tp_plan: for tensor parallelism: maps module names, in which * matches one part, to torch's ParallelStyle.
+            blocks: the parts of the model that are sharded, checkpointed and compiled one by one. None: the children of
+                each outermost ModuleList or Sequential whose children are all of one class.
+            mpu: an object that provides DeepSpeed with the groups, if the program divides the model itself.
+        """
+        from hpcinit.runtime import wrap  # noqa: PLC0415 - takes a second to import, and not every program trains
 
         return wrap.wrap(
             model,
@@ -226,7 +262,14 @@ class Runtime:
         )
 
     def shard_sequence(self, *tensors: torch.Tensor, dim: int = 1) -> tuple[torch.Tensor, ...]:
-        """This rank's part of each tensor along `dim`, the sequence, with context parallelism; else the tensors."""
+        """Return this rank's part of each tensor along the sequence dimension `dim`.
+
+        Without context parallelism return the tensors unchanged. Raise RequestError if a length cannot be divided.
+
+        Args:
+            tensors: tensors with the whole sequence, such as inputs and labels.
+            dim: the sequence dimension.
+        """
         from hpcinit.runtime.wrap import sequence  # noqa: PLC0415 - as above
 
         return sequence.shard(self.layout, self.rank, *tensors, dim=dim)
@@ -243,9 +286,20 @@ class Runtime:
         keep: int | None = None,
         timeout: timedelta | None = None,
     ) -> Path:
-        """A checkpoint of all ranks in folder/step-N, there whole or not at all. See runtime.checkpoint.save.
+        """Save an atomic checkpoint of all ranks in folder/step-N, and return that folder. Every rank must call it.
 
-        timeout: how long ranks wait for each other here; None: the longer of checkpoint_timeout and collective_timeout.
+        Raise RequestError if something cannot be saved or another job has taken the folder over, and CheckpointError if
+        writing fails. Existing checkpoints are then unchanged.
+
+        Args:
+            wrapped: the model and optimizer, as run.wrap() returned them.
+            folder: a folder that all nodes share.
+            step: number of finished optimizer steps.
+            loader: a data loader with state_dict() and load_state_dict(), whose position is saved.
+            extra: plain values and tensors, such as a schedule's state_dict(). Rank 0's value is saved.
+            samples: number of samples processed so far. None: step x global batch.
+            keep: number of checkpoints to keep; older ones are removed in the background. None: keep all.
+            timeout: how long ranks wait for each other. None: the longer of checkpoint_timeout and collective_timeout.
         """
         from hpcinit.runtime import checkpoint  # noqa: PLC0415 - as above
 
@@ -275,9 +329,17 @@ class Runtime:
         loader: Stateful | None = None,
         timeout: timedelta | None = None,
     ) -> Loaded | None:
-        """The newest whole step, whatever number of ranks wrote it; None if there is none. See checkpoint.load.
+        """Load the newest complete step, whatever number of ranks saved it. Return None if there is none.
 
-        timeout: how long ranks wait for each other here; None: the longer of checkpoint_timeout and collective_timeout.
+        Every rank must call it. A damaged step is skipped with a message. A step that ddp saved can be loaded with
+        fsdp, and the other way round; otherwise the wrapper must be the same. Raise RequestError if the checkpoint does
+        not match the model, and CheckpointError if it cannot be read.
+
+        Args:
+            wrapped: the model and optimizer, as run.wrap() returned them.
+            folder: the folder that was passed to save().
+            loader: the data loader whose position was saved.
+            timeout: how long ranks wait for each other. None: the longer of checkpoint_timeout and collective_timeout.
         """
         from hpcinit.runtime import checkpoint  # noqa: PLC0415 - as above
 
@@ -293,21 +355,53 @@ class Runtime:
                 job=self.world.job,
             )
 
+    def export(
+        self,
+        wrapped: Wrapped,
+        folder: Path | str,
+        *,
+        dtype: torch.dtype | None = None,
+        tokenizer: Saves | None = None,
+        timeout: timedelta | None = None,
+    ) -> Path:
+        """Write the whole weights as safetensors into `folder`, and return it. Every rank must call it; rank 0 writes.
+
+        Transformers' from_pretrained() loads the folder, PEFT's the one of a PEFT model, which has only the adapters.
+        For other models it contains model.safetensors (safetensors.torch.load_model). It is written atomically and
+        replaces an older export. Rank 0 needs CPU memory for the whole model in 16 bits. Raise RequestError for a model
+        or a folder that cannot be exported, and CheckpointError if writing fails.
+
+        Args:
+            wrapped: the model, as run.wrap() returned it.
+            folder: a new folder, or one that an earlier export wrote.
+            dtype: type of the weights. None: precision.param if that has 16 bits, else torch.bfloat16.
+            tokenizer: a tokenizer or processor of Transformers to save in the folder.
+            timeout: how long ranks wait for each other. None: the longer of checkpoint_timeout and collective_timeout.
+        """
+        from hpcinit.runtime.checkpoint import export_weights  # noqa: PLC0415 - as above
+
+        timeout = self._patience(timeout)
+        chosen = dtype or (torch.float16 if self.training.precision.param == "fp16" else torch.bfloat16)
+        with phase.during("exporting", max(timeout, phase.LONG * timedelta(seconds=self.hang.after_s))):
+            return export_weights.export(wrapped, Path(folder), dtype=chosen, tokenizer=tokenizer, timeout=timeout)
+
     def _patience(self, timeout: timedelta | None) -> timedelta:
-        """How long ranks wait for each other in save() and load()."""
+        """Return how long ranks wait for each other in save(), load() and export()."""
         return timeout or max(self.checkpoint_timeout, self.collective_timeout)
 
     def should_stop(self) -> Stop | None:
-        """Whether to save and end now, and why: `if run.should_stop(): run.save(...); break`.
+        """Return a Stop with the reason if the program should save and exit now, else None.
 
-        Every rank must call it after every step. All of them get the same answer at the same step, whichever of them
-        saw a reason: SIGTERM (preemption, scancel), the job's time limit with a margin, `hpcinit cancel --save`. From
-        the first call on SIGTERM ends a rank only when it is stuck.
+        Write `if run.should_stop(): run.save(...); break`. Every rank must call it after every step. All ranks get the
+        same result at the same step, whichever rank detected the reason: SIGTERM (preemption, scancel), the job's time
+        limit minus a margin, or `hpcinit cancel --save`. After the first call, SIGTERM no longer terminates a rank,
+        unless the rank is stuck.
         """
-        self._session.asked += 1
-        self._beat(self._session.asked if self._session.told is None else self._session.told)
+        self._session.stop_calls += 1
+        session = self._session
+        self._send_heartbeat(session.stop_calls if session.last_step is None else session.last_step)
         if self._session.stopper is None:
-            from hpcinit.runtime.lifecycle.stopping import Stopper  # noqa: PLC0415 - a group more, for those who ask
+            from hpcinit.runtime.lifecycle.stopping import Stopper  # noqa: PLC0415 - creates one more group, only if it is used
 
             self._session.stopper = Stopper(
                 self.world, self.stopping, self.collective_timeout, self.folder, dict(os.environ)
@@ -316,59 +410,73 @@ class Runtime:
         return self._session.stopper.ask()
 
     def phase(self, name: str, limit: timedelta | None = None) -> AbstractContextManager[None]:
-        """`with run.phase("evaluating"):` - no step ends in this block, and that is not a hang.
+        """Return a context manager for a block without steps, such as `with run.phase("evaluating"):`.
 
-        Every rank must enter it, those that only wait for another rank too. run.save() and run.load() are such phases
-        already. limit: from then on silence counts again; by default ten times hang.after_s. SIGTERM within a phase
-        lets it end.
+        In the block, silence is not a hang.
+
+        Every rank must enter it, also ranks that only wait for another rank. run.save() and run.load() are phases
+        already. A SIGTERM during a phase lets the phase finish.
+
+        Args:
+            name: what the ranks do, for messages.
+            limit: time after which silence counts as a hang again. None: ten times hang.after_s.
         """
         return phase.during(name, limit)
 
     def time_left(self) -> timedelta | None:
-        """Until the job's time limit; None if it is not known.
+        """Return the time until the job's time limit, or None if it is unknown.
 
-        With should_stop() rank 0 asks Slurm, so a limit that was changed since is known, and all ranks have the same.
+        With should_stop(), rank 0 queries Slurm. A changed limit is then noticed, and all ranks have the same value.
         """
         stopper = self._session.stopper
         return left_of_job(os.environ, time.time()) if stopper is None else stopper.left()
 
     def progress(self, step: int, total: int, **values: float) -> None:
-        """Tell those who wait how far the training is: `run.progress(step, total, loss=1.2)`.
+        """Report the training's progress, for `hpcinit status` and `watch`: `run.progress(step, total, loss=1.2)`.
 
-        Only rank 0 writes, at most once a second and always at the last step. On every rank it is a sign of life. A
-        thread writes, so that no step waits for the file system; where that fails, there is one warning.
+        Every rank should call it, because it is also the rank's heartbeat. Only rank 0 writes, at most once per second.
+        A thread writes the latest step, so that no step waits for the file system. If writing fails, hpcinit prints one
+        warning.
+
+        Args:
+            step: number of finished steps.
+            total: number of steps of the run.
+            values: named metrics of this step.
         """
-        self._session.told = step
-        phase.told(step)
-        self._beat(step)
-        now = time.monotonic()
+        self._session.last_step = step
+        phase.step_done(step)
+        self._send_heartbeat(step)
         if self.rank or self.folder is None:
             return
-        if step < total and now - self._session.progress_at < PROGRESS_EVERY_S:
-            return
-        self._session.progress_at = now
-        document = {"step": step, "total": total, "values": values, "time": time.time()}
+        first = self._session.not_finite
+        new = [name for name, value in values.items() if name not in first and not _is_finite(value)]
+        first.update(dict.fromkeys(new, step))
+        document = {"step": step, "total": total, "values": values, "time": time.time(), "not_finite": first.copy()}
         path, text = self.folder / run_folder.PROGRESS, json.dumps(document) + "\n"
 
         def write() -> None:
             safe_files.write_atomically(path, text)
             plain_files.write(path.with_name(run_folder.STEP), {"step": step})
 
-        background_writer.later(run_folder.PROGRESS, write)
+        at_once = bool(new) or step >= total
+        background_writer.later(run_folder.PROGRESS, write, every_s=0.0 if at_once else PROGRESS_EVERY_S)
 
     def result(self, value: float | Sequence[float]) -> None:
-        """What the training came to, for a sweeper that waits for it: `run.result(loss)`, or one number per objective.
+        """Report the result of the training to a waiting sweeper: `run.result(loss)`, or one number per objective.
 
-        Only rank 0 writes, and only where there is a run folder; the last call counts. Raises RequestError for a value
-        that is no number. Where the file cannot be written, hpcinit tries again until the process ends, and then prints
-        the result; the exit status stays the program's own.
+        Only rank 0 writes, only if there is a run folder, and the last call counts. Raise RequestError if a value
+        is not a number. If the file cannot be written, hpcinit retries until the process exits, and then prints the
+        result. The exit status is always the program's.
+
+        Args:
+            value: one number, or one number per objective.
         """
         known = results.checked_value(value)
         if self.rank == 0 and self.folder is not None:
             results.write_or_print(self.folder, known)
 
-    def _beat(self, step: int) -> None:
-        """A sign of life. step: as told by progress(), or how often should_stop() was asked where nothing is told."""
+    def _send_heartbeat(self, step: int) -> None:
+        """Record a heartbeat. step: as reported by progress(), or else the number of calls of should_stop()."""
         session = self._session
         if self.folder is None or not self.hang.after_s:
             return
@@ -380,16 +488,21 @@ class Runtime:
             with background_writer.suppressed("this rank's heartbeat"):
                 session.heartbeat = self._heartbeat(self.folder)
         if session.heartbeat is not None:
-            session.heartbeat.tell(step)
+            session.heartbeat.step_done(step)
 
     def _heartbeat(self, folder: Path) -> Heartbeat:
-        """Raise OSError where this node has no disk for it."""
-        from hpcinit.runtime.lifecycle import heartbeat  # noqa: PLC0415 - for those who tell their steps
+        """Create this rank's heartbeat. Raise OSError if this node has no disk for it."""
+        from hpcinit.runtime.lifecycle import heartbeat, output_watch  # noqa: PLC0415 - only for programs that report steps
 
+        output_watch.stop()
         if self._session.scratch is None:
             place = scratch.base(os.environ)
             if place is None:
-                raise OSError("no folder in TMPDIR, /tmp or /var/tmp is private and executable")
+                raise OSError("none of TMPDIR, /tmp and /var/tmp allows a private folder with executable files")
             self._session.scratch = scratch.take(place, self.world.job)
         table = self._session.scratch / heartbeat.TABLE
         return heartbeat.Heartbeat(self.world, self.hang, folder, table)
+
+
+def _is_finite(value: object) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)

@@ -1,4 +1,4 @@
-"""Side groups: a second group, with processes outside the job (a trainer's rank 0 and its inference engines)."""
+"""Side groups: process groups with processes outside the job, such as a trainer's rank 0 and inference engines."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hpcinit.rendezvous import protocol
 from hpcinit.rendezvous.store import serve
 from hpcinit.runtime.process_group import SIDE
 
-LOOK_S = 0.1  # between two looks at who has come
-LINGER_S = 1.0  # several looks
-NAMED = 8  # so many missing ranks are named, and the others counted
+LOOK_S = 0.1  # interval of checks for missing ranks
+LINGER_S = 1.0  # several intervals of LOOK_S
+NAMED = 8  # maximum number of ranks listed in a message
 
 
 def side_group(
@@ -37,14 +37,24 @@ def side_group(
     backend: str,
     timeout: timedelta = timedelta(minutes=5),
 ) -> ProcessGroup:
-    """A process group of `world_size` processes of any jobs, which need no other group and may each have one.
+    """Return a process group of `world_size` processes, which may belong to different jobs.
 
-    rank: in this group; rank 0 is where address (a name or an IP of its node) and port (free there) are. timeout:
-    until all have come, and of the group's collectives. All must give the same name, world_size and backend; whoever
-    can reach the port can join. Pass the group to torch.distributed's functions, ranks counted in it; end it with
-    `torch.distributed.destroy_process_group(group)`, or with the default group. It has no device_id.
+    The processes need no other process group, and may each have one. All must pass the same name, world_size and
+    backend. Any process that can reach the port can join. Pass the group to torch.distributed's functions, with ranks
+    counted in this group. Destroy it with `torch.distributed.destroy_process_group(group)`, or together with the
+    default group. It has no device_id.
 
-    Raises RequestError for a request that cannot be, BringUpError that names who did not come or asked otherwise.
+    Args:
+        name: name of the group, unique in this process.
+        rank: this process's rank in the group, 0 to world_size - 1.
+        world_size: number of processes.
+        address: host name or IP address of the node of rank 0.
+        port: a free port on that node, 1 to 65535.
+        backend: torch's name of the backend, such as nccl or gloo.
+        timeout: time limit until all processes have connected, and of each of the group's collectives.
+
+    Raises RequestError if an argument is invalid, and BringUpError that names the processes that did not connect or
+    passed different arguments.
     """
     _check(name, rank, world_size, port)
     deadline = time.monotonic() + timeout.total_seconds()
@@ -54,7 +64,7 @@ def side_group(
     _gather(store, rank, world_size, backend, deadline, where)
     with _no_split():
         group: ProcessGroup
-        label: Any = f"{SIDE}{name}"  # newer torch types it as a GroupName, older has no such name
+        label: Any = f"{SIDE}{name}"  # newer torch has a type GroupName for it
         group, _ = c10d._new_process_group_helper(world_size, rank, [], backend, store, label, timeout=timeout)
     c10d._world.pg_group_ranks[group] = {number: number for number in range(world_size)}
     return group
@@ -66,11 +76,13 @@ def _check(name: str, rank: int, world_size: int, port: int) -> None:
     if not 0 < port < 65_536:
         raise RequestError(f"side group {name!r}: port is {port}, expected 1 to 65535, free on rank 0's node")
     if f"{SIDE}{name}" in c10d._world.pg_names.values():
-        raise RequestError(f"side group {name!r} exists in this process: destroy it first, or choose another name")
+        raise RequestError(
+            f"side group {name!r} already exists in this process: destroy it first, or choose another name"
+        )
 
 
 def _open(rank: int, address: str, port: int, world_size: int, deadline: float, where: str) -> Store:
-    """In a thread: torch's client has no deadline with a server that is silent."""
+    """Return the store, opened in a thread, because torch's client waits forever for a silent server."""
     opened: list[Store] = []
     failed: list[Exception] = []
 
@@ -89,19 +101,21 @@ def _open(rank: int, address: str, port: int, world_size: int, deadline: float, 
     thread.join(_left(deadline) + 1)
     if opened:
         return opened[0]
-    theirs = str(failed[0]).partition("\n")[0] if failed else ""
-    first = theirs if failed else "somebody listens there who says nothing"
+    reason = str(failed[0]).partition("\n")[0] if failed else ""
+    first = reason if failed else "a process listens there but does not respond"
     if rank == 0:
         raise BringUpError(
-            f"{where}: rank 0 cannot listen there: {first}; is it this node's address, and is it free?", quoted=theirs
+            f"{where}: rank 0 cannot listen there: {first}. Is it an address of this node, and is the port free?",
+            quoted=reason,
         )
     raise BringUpError(
-        f"{where}: rank {rank} did not find rank 0: {first}; was it started, does it listen there?", quoted=theirs
+        f"{where}: rank {rank} cannot connect to rank 0: {first}. Is rank 0 running, and does it listen there?",
+        quoted=reason,
     )
 
 
 def _serve(address: str, port: int, world_size: int, deadline: float) -> Store:
-    # Bound here, so that it listens on this address and not on every interface.
+    # torch would listen on every interface; this socket listens only on this address.
     server = socket.create_server((address, port), family=protocol.family(_resolved(address)), backlog=128)
     return serve(address, server, world_size, timedelta(seconds=_left(deadline)))
 
@@ -116,7 +130,7 @@ def _resolved(address: str) -> str:
 
 
 def _gather(store: Store, rank: int, world_size: int, backend: str, deadline: float, where: str) -> None:
-    """Until all have come. Raises BringUpError, and lets the others raise it."""
+    """Wait until all ranks have connected. Raise BringUpError here and on the other ranks."""
     missing = list(range(world_size))
     try:
         _claim(store, rank, world_size, backend)
@@ -125,17 +139,18 @@ def _gather(store: Store, rank: int, world_size: int, backend: str, deadline: fl
                 raise BringUpError(store.get("failed").decode(errors="replace"))
             if time.monotonic() > deadline:
                 raise BringUpError(
-                    f"{_named(missing)} of {world_size} never came; here are {_here(store, missing, world_size)}"
+                    f"{_named(missing)} of {world_size} did not connect in time; "
+                    f"connected: {_here(store, missing, world_size)}"
                 )
             time.sleep(LOOK_S)
     except BringUpError as error:
         store.set("failed", str(error))
         if rank == 0:
-            time.sleep(LINGER_S)  # the store goes with rank 0: the others must have read it
+            time.sleep(LINGER_S)  # the store ends with rank 0; the others must have read the error
         raise BringUpError(f"{where}: {error}") from None
-    except RuntimeError as error:  # torch's DistError: the store is gone
+    except RuntimeError as error:  # torch's DistError: the store was closed
         raise BringUpError(
-            f"{where}: rank 0 ended while rank {rank} waited for {_named(missing)} of {world_size}: its log says why"
+            f"{where}: rank 0 exited while rank {rank} waited for {_named(missing)} of {world_size}; see rank 0's log"
         ) from error
 
 
@@ -143,11 +158,11 @@ def _claim(store: Store, rank: int, world_size: int, backend: str) -> None:
     asked = json.dumps({"world_size": world_size, "backend": backend})
     found = store.compare_set("made", "", asked).decode(errors="replace")
     if found != asked:
-        raise BringUpError(f"rank {rank} asks for {asked}, and who came first for {found}")
+        raise BringUpError(f"rank {rank} requests {asked}, but the first rank requested {found}")
     me = f"{socket.gethostname()} (pid {os.getpid()})"
     first = store.compare_set(f"came/{rank}", "", me).decode(errors="replace")
     if first != me:
-        raise BringUpError(f"two processes claim rank {rank}: {first}, which came first, and {me}")
+        raise BringUpError(f"two processes claim rank {rank}: {first}, which connected first, and {me}")
 
 
 def _named(missing: Sequence[int]) -> str:
@@ -167,10 +182,10 @@ def _left(deadline: float) -> float:
 
 @contextlib.contextmanager
 def _no_split() -> Iterator[None]:
-    """Hide that the default group is bound to a device, while torch looks.
+    """Hide from torch that the default group is bound to a device.
 
-    It would make the new group by splitting that one (ncclCommSplit), for which all ranks of the job must come, and
-    hang (https://github.com/NVIDIA-NeMo/RL/pull/3189).
+    Otherwise torch creates the new group by splitting the default group (ncclCommSplit), which waits for all ranks of
+    the job and hangs (https://github.com/NVIDIA-NeMo/RL/pull/3189).
     """
     default = c10d._get_default_group() if dist.is_initialized() else None
     bound = default.bound_device_id if default is not None else None

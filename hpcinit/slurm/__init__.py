@@ -1,1 +1,1 @@
-"""Everything that calls Slurm's commands or reads what they print. Imports the standard library and base modules."""
+"""Everything that calls Slurm's commands or parses their output. Imports only the standard library and hpcinit.base."""

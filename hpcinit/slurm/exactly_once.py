@@ -1,6 +1,6 @@
-"""One request, one job: sbatch is called again only when it is certain that the attempt before made none.
+"""Submit exactly one job per request: call sbatch again only if the attempt before certainly made no job.
 
-Why it is done so, and what remains: docs/decisions/0015-submit-exactly-once.md.
+Reasons and limits: docs/decisions/0015-submit-exactly-once.md.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from hpcinit.slurm.queue import Job
 from hpcinit.slurm.sbatch import COMMAND, sbatch
 
 PATIENCE_S = 300.0  # for the controller; a restart takes seconds to minutes
-# A request that sbatch gave up on waits in the controller's socket, and is served when the controller goes on: before
-# the question that was asked after it (connections are taken in order), but each by a thread of its own. So 'not there'
-# counts when it has been said twice, this far apart.
+# A request that sbatch gave up on waits in the controller's socket until the controller continues. The controller
+# accepts connections in order, but serves each in its own thread, so a later query may overtake the request. So a job
+# counts as missing only after two queries this far apart.
 SETTLE_S = 5.0
-# slurmctld writes its jobs to disk up to 5 s after it has taken one (SAVE_MAX_WAIT in state_save.c); killed before, it
-# forgets a job whose id sbatch has printed already.
+# slurmctld writes a job to disk up to 5 s after it accepted it (SAVE_MAX_WAIT in state_save.c). If it is killed before,
+# it forgets a job whose id sbatch has already printed.
 SAVED_S = 7.0
-# Attempts that may each have made a job. If Slurm shows no job after two of them, a third would hardly help, and may be
-# one more job: a person has to look.
+# Attempts that may each have made a job. If Slurm shows no job after two of them, the user has to check: a third would
+# hardly help, and may make another job.
 MOST_ACCEPTED = 2
-PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 10.0)  # between two attempts; the last one again and again
-BESIDE_S = 600.0  # what sbatch, squeue, scontrol and sacct may take in all once patience is over
+PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 10.0)  # between two attempts; the last one repeats
+BESIDE_S = 600.0  # the longest that sbatch, squeue, scontrol and sacct may take in total after patience_s
 TICK_S = 0.2  # how soon Ctrl-C is seen
 
 
 def longest_s(patience_s: float, jobs: int) -> float:
-    """Return a bound of the time that so many submissions may take, one after the other."""
+    """Return the longest time that this number of submissions may take, one after the other."""
     return jobs * (patience_s + BESIDE_S)
 
 
@@ -83,7 +83,7 @@ def _check_first(token: str, printed: Sequence[str]) -> str:
         *(f"scontrol show job {job_id}" for job_id in printed),
     ]
     return (
-        f"the job may exist all the same{ids}; the run folder was kept. Check before you submit again, with\n  "
+        f"the job may exist anyway{ids}; the run folder was kept. Before you submit again, check with\n  "
         + "\n  ".join(commands)
     )
 
@@ -104,73 +104,73 @@ class _Submission:
         self.command: Sequence[str] = ()
         self._show, self._started = show, started
         self._script, self._env, self._token = script, env, token
-        self._words = [f"--comment={f'{comment} ' if comment else ''}{tokens.MARK}{token}", *options]
-        self._alone = not options  # else other jobs may run the script: those of a chain
+        self._options = [f"--comment={f'{comment} ' if comment else ''}{tokens.MARK}{token}", *options]
+        self._alone = not options  # with options, other jobs of a chain may run the same script
         self._patience_s, self._interrupted = patience_s, interrupted
-        self._given_up_at: float | None = None  # on the clock, once there is trouble
-        self._trouble = ""  # what sbatch said last
-        self._unclear = False  # whether an attempt may have made a job that nobody has seen
+        self._give_up_at: float | None = None  # monotonic time, set at the first error
+        self._error = ""  # the last error of sbatch
+        self._unclear = False  # whether an attempt may have made a job that no query has found
         self._attempts = 0
-        self._accepted = 0  # attempts that may have made a job, whatever was found of it later
+        self._accepted = 0  # attempts that may have made a job, found or not
         self.printed: list[str] = []  # ids that sbatch printed
 
     def run(self, confirm: bool) -> str:
         while True:
             job_id = self._submit() or (self._look() if self._unclear else None)
-            if job_id and (self._trouble or confirm):
+            if job_id and (self._error or confirm):
                 job_id = self._kept(job_id)
             if job_id:
                 return job_id
             if self._accepted >= MOST_ACCEPTED:
                 raise self._gave_up(f"{self._accepted} attempts may each have made a job, and Slurm shows none of them")
-            self._pause("sbatch is tried again")
+            self._pause("trying sbatch again")
 
     def _submit(self) -> str | None:
         self._attempts += 1
         try:
-            job_id, self.command = sbatch(self._script, self._env, self._words)
+            job_id, self.command = sbatch(self._script, self._env, self._options)
             self._accepted += 1
             self.printed.append(job_id)
             return job_id
         except NotReached as error:
-            self._in_trouble(str(error))
+            self._failed(str(error))
         except MaybeSubmitted as error:
-            self._in_trouble(str(error))
+            self._failed(str(error))
             self._accepted += 1
             self._unclear = True
-        except SubmitError as error:  # refused, perhaps because a job of the first attempt fills a limit by now
+        except SubmitError as error:  # refused, perhaps because a job of the first attempt now fills a limit
             if not self._accepted:
                 raise
-            self._in_trouble(str(error))
+            self._failed(str(error))
             jobs = self._find(self.printed)
             if jobs:
                 return self._only(jobs)
             raise self._gave_up("a second attempt was refused") from None
         return None
 
-    def _in_trouble(self, words: str) -> None:
-        self._trouble = words
-        if self._given_up_at is None:
-            self._given_up_at = time.monotonic() + self._patience_s
+    def _failed(self, message: str) -> None:
+        self._error = message
+        if self._give_up_at is None:
+            self._give_up_at = time.monotonic() + self._patience_s
 
     def _look(self) -> str | None:
-        """The job that an attempt made although sbatch failed; None once it is certain that there is none."""
+        """Return the job that an attempt made although sbatch failed; None if there is certainly none."""
         absent_at: float | None = None
         number = 0
         while True:
             if absent_at is None:
-                self._show(f"{self._last_words()}; asking the controller whether the job is there")
+                self._show(f"{self._last_line()}; checking whether the controller has the job")
             jobs = self._find(())
             clock = time.monotonic()
             if jobs:
                 return self._only(jobs)
             if jobs is None:
                 absent_at = None
-                self._pause("waiting for the controller, to ask whether the job is there", number)
+                self._pause("waiting for the controller, to check whether it has the job", number)
                 number += 1
             elif absent_at is None:
                 absent_at = clock
-                self._rest(SETTLE_S, "the job is not in the queue so far; looking once more")
+                self._rest(SETTLE_S, "the job is not in the queue so far; checking again")
             else:
                 self._unclear = False
                 return None
@@ -179,56 +179,58 @@ class _Submission:
         return tokens.find(self._env, self._token, self._script, known, self._alone, self._started)
 
     def _kept(self, job_id: str) -> str | None:
-        """`job_id`, or the job in its place, once the controller has had time to save it; None if it forgot it."""
+        """Wait until the controller has saved the job; return its id, or that of the job found instead, or None."""
         try:
-            self._rest(SAVED_S, f"job {job_id} is there; looking once more, whether the controller keeps it")
+            self._rest(SAVED_S, f"job {job_id} is in the queue; waiting until the controller has saved it")
             number = 0
             while (jobs := self._find([job_id])) is None:
-                self._in_trouble(self._trouble or "squeue got no answer")
-                self._pause(f"job {job_id} is there; waiting for the controller, to ask whether it keeps it", number)
+                self._failed(self._error or "squeue got no reply")
+                self._pause(
+                    f"job {job_id} was submitted; waiting for the controller, to check whether it has it", number
+                )
                 number += 1
-        except (KeyboardInterrupt, SubmitError):  # Ctrl-C, or no more patience: the job was there when we looked last
+        except (KeyboardInterrupt, SubmitError):  # Ctrl-C or patience_s is over: the last query found the job
             return job_id
         if jobs:
             return self._only(jobs)
-        self._in_trouble(f"the controller has forgotten job {job_id}: it was killed before it had saved it")
+        self._failed(f"the controller lost job {job_id}: it was killed before it saved the job")
         return None
 
     def _only(self, jobs: Sequence[Job]) -> str:
-        """Of several jobs of one request the one that runs, else the oldest; the others are cancelled."""
+        """Return the job that runs, or else the oldest, and cancel the other jobs of the same request."""
         first, *others = sorted(jobs, key=lambda job: (job.state == "PENDING", int(job.base_id)))
         if others:
             surplus = [job.base_id for job in others]
             with suppress(slurm_client.Unreachable):
                 slurm_client.run(["scancel", *surplus], self._env)
-            self._show(f"the controller took the request late: job {' '.join(surplus)} of it is cancelled")
-        self.command = self.command or (*COMMAND, *self._words, str(self._script))
+            self._show(f"the controller accepted the request twice; canceled the surplus job {' '.join(surplus)}")
+        self.command = self.command or (*COMMAND, *self._options, str(self._script))
         return first.base_id
 
     def _pause(self, why: str, number: int | None = None) -> None:
         number = self._attempts - 1 if number is None else number
-        self._rest(PAUSES_S[min(number, len(PAUSES_S) - 1)], f"{self._last_words()}; {why}, Ctrl-C gives up")
+        self._rest(PAUSES_S[min(number, len(PAUSES_S) - 1)], f"{self._last_line()}; {why}, Ctrl-C gives up")
 
-    def _last_words(self) -> str:
-        return self._trouble.splitlines()[-1] if self._trouble else "no answer"
+    def _last_line(self) -> str:
+        return self._error.splitlines()[-1] if self._error else "no reply"
 
     def _rest(self, seconds: float, message: str) -> None:
-        """Wait. Raises what is known when Ctrl-C has come or when patience is over."""
+        """Wait. Raise an error with what is certain after Ctrl-C, or when patience_s is over."""
         until = time.monotonic() + seconds
         while (clock := time.monotonic()) < until:
             if self._interrupted():
                 raise self._gave_up("interrupted") if self._accepted else KeyboardInterrupt
-            if self._given_up_at is not None and clock > self._given_up_at:
+            if self._give_up_at is not None and clock > self._give_up_at:
                 raise self._gave_up(
-                    f"the controller did not take the job in {self._patience_s:g} s (cluster.submit_patience_s)"
+                    f"the controller did not accept the job within {self._patience_s:g} s (cluster.submit_patience_s)"
                 )
             self._show(message)
             time.sleep(min(TICK_S, until - clock))
 
     def _gave_up(self, why: str) -> SubmitError:
         if not self._accepted:
-            return SubmitError(f"{self._trouble}\n{why}")
-        error = MaybeSubmitted(f"{self._trouble}\n{why}; {_check_first(self._token, self.printed)}")
+            return SubmitError(f"{self._error}\n{why}")
+        error = MaybeSubmitted(f"{self._error}\n{why}; {_check_first(self._token, self.printed)}")
         if why == "interrupted":
             error.exit_status = INTERRUPTED
         return error

@@ -1,12 +1,12 @@
-"""Slurm's nodelist, read and written without Slurm.
+"""Parse and write Slurm's nodelists without Slurm.
 
-    n[1-3,7],gpu[08-10]     -> n1 n2 n3 n7 gpu08 gpu09 gpu10
-    r[1-2]n[01-02]          -> r1n01 r1n02 r2n01 r2n02
-    n[1-2]-ib               -> n1-ib n2-ib    (scontrol can do this since Slurm 23.11)
+    n[1-3,7],gpu[08-10]     -> n1 n2 n3 n7 gpu08 gpu09 gpu10.
+    r[1-2]n[01-02]          -> r1n01 r1n02 r2n01 r2n02.
+    n[1-2]-ib               -> n1-ib n2-ib. (scontrol can do this since Slurm 23.11.)
 
-What valid text means is what `scontrol show hostnames` says, in its order, duplicates kept; the tests hold
-its recorded answers. On malformed text scontrol is no guide: it exits with 0 and repairs in silence. We
-refuse, because a repaired name is a host that nobody has:
+Valid text gives the hosts of `scontrol show hostnames`, in its order and with duplicates; the tests compare with its
+recorded output. scontrol repairs malformed text silently and exits with 0. hpcinit refuses it, because a repaired name
+is a host that does not exist:
 
     text             scontrol 22.05      here
     n[               n]                  error
@@ -17,7 +17,7 @@ refuse, because a repaired name is a host that nobody has:
     None assigned    None, assigned      error
     n[3-1]           nothing             error
 
-The rules come from `src/common/hostlist.c` (_hostlist_create_bracketed, _parse_single_range) of Slurm.
+The rules are those of Slurm's `src/common/hostlist.c` (_hostlist_create_bracketed, _parse_single_range).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from typing import NamedTuple
 
 from hpcinit.base.errors import NodelistError
 
-# slurm.h: MAX_SLURM_NODES 65536 is the largest cluster, and one range of scontrol ends there too (MAX_RANGE).
-# Four of those leave room for lists that were joined, and keep the longest answer at some tens of MB.
+# slurm.h: MAX_SLURM_NODES 65536 is the largest cluster, and also the most hosts in a range of scontrol (MAX_RANGE).
+# Four times as many allow joined lists, and keep the longest result at tens of MB.
 MAX_HOSTS = 4 * 65_536
-MAX_NAME = 255  # RFC 1035: a name has at most 255 octets, so nobody needs a longer one
+MAX_NAME = 255  # RFC 1035: a name has at most 255 octets
 MAX_DIGITS = 19  # 19 nines still fit the unsigned 64 bits in which Slurm reads the ends of a range
 
-# Letters of a host name. No quote, no shell character, and no '-' in front: names end up on command lines.
+# Characters of a host name: no quotes, no shell characters and no leading '-', because names appear on command lines.
 _LITERAL = r"[A-Za-z0-9._-]*"
 _ELEMENT = re.compile(rf"(?!-){_LITERAL}(?:\[[^][]*\]{_LITERAL})*")
 _PARTS = re.compile(r"\[([^]]*)\]")
@@ -62,10 +62,10 @@ class _Name(NamedTuple):
 
 
 def expand(text: str) -> list[str]:
-    """All hosts of a nodelist, in Slurm's order, duplicates kept.
+    """Return all hosts of a nodelist, in Slurm's order and with duplicates.
 
-    Raises NodelistError for text that Slurm would not have written, and for more than MAX_HOSTS hosts (told
-    from the ranges, before any name is made).
+    Raise NodelistError for text that Slurm would not write, and for more than MAX_HOSTS hosts (counted from the ranges,
+    before any name is made).
     """
     hosts: list[str] = []
     for literals, brackets in _parse(text):
@@ -77,7 +77,7 @@ def expand(text: str) -> list[str]:
         if not outer:
             hosts += tails
             continue
-        # Slurm's order: the last bracket runs fastest, then the first, the second, ... (_push_range_list).
+        # Slurm's order: the last bracket varies fastest, then the first, the second, ... (_push_range_list).
         numbers = [_names("", ranges, "") for ranges in outer]
         for picked in product(*reversed(numbers)):
             head = "".join(map(add, literals[:-2], reversed(picked)))
@@ -86,10 +86,10 @@ def expand(text: str) -> list[str]:
 
 
 def first(text: str) -> str:
-    """The first host of a nodelist, the same as `expand(text)[0]`, without making the others.
+    """Return the first host of a nodelist, the same as `expand(text)[0]`, without making the others.
 
-    Raises NodelistError exactly where `expand` does: the whole text is read, so the time grows with the
-    length of the text (microseconds for what Slurm writes) and not with the number of hosts.
+    Raise NodelistError exactly as `expand` does: it parses the whole text, so its time grows with the length of the
+    text (microseconds for Slurm's texts) and not with the number of hosts.
     """
     literals, brackets = _parse(text)[0]
     numbers = [ranges[0][0] for ranges in brackets]
@@ -97,10 +97,10 @@ def first(text: str) -> str:
 
 
 def compress(hosts: Sequence[str]) -> str:
-    """The short form that `scontrol show hostlist` prints: n1 n2 n3 n7 -> `n[1-3,7]`.
+    """Return the short form that `scontrol show hostlist` prints: n1 n2 n3 n7 -> `n[1-3,7]`.
 
-    `expand` gives the same hosts back in the same order, since only neighbours fold. Names are taken as they
-    are; no hosts give "". Raises nothing.
+    `expand` returns the same hosts in the same order, because only adjacent hosts are joined. Names are not checked.
+    The result is "" for no hosts.
     """
     pieces: list[str] = []
     for (prefix, numbered), group in groupby(map(_split, hosts), key=lambda split: (split[0], bool(split[1]))):
@@ -110,9 +110,9 @@ def compress(hosts: Sequence[str]) -> str:
 
 
 def expand_counts(text: str) -> list[int]:
-    """One number per node from SLURM_TASKS_PER_NODE or SLURM_JOB_CPUS_PER_NODE: `4(x2),3` -> [4, 4, 3].
+    """Return one number per node from SLURM_TASKS_PER_NODE or SLURM_JOB_CPUS_PER_NODE: `4(x2),3` -> [4, 4, 3].
 
-    Raises NodelistError. The grammar is that of `_uint16_array_to_str` in Slurm's `src/common/env.c`.
+    Raise NodelistError. The grammar is that of `_uint16_array_to_str` in Slurm's `src/common/env.c`.
     """
     counts: list[int] = []
     column = 0
@@ -129,7 +129,7 @@ def expand_counts(text: str) -> list[int]:
 
 
 def _names(prefix: str, ranges: list[_Range], suffix: str) -> list[str]:
-    """Every host of one bracket; by the thousand where that saves to format each host, two times faster."""
+    """Return every host of one bracket, in blocks of a thousand: twice as fast as formatting each host."""
     names: list[str] = []
     for digits, low, high in ranges:
         if low == high:
@@ -166,7 +166,7 @@ def _bracket(numbers: list[str]) -> str:
 
 
 def _parse(text: str) -> list[_Name]:
-    """The comma-separated names, none expanded; raises at the first character that does not fit."""
+    """Return the comma-separated names, not expanded. Raise NodelistError at the first wrong character."""
     names, start, total = [], 0, 0
     while start <= len(text):
         found = _ELEMENT.match(text, start)
@@ -216,13 +216,13 @@ def _parse_ranges(inside: str, text: str, column: int) -> list[_Range]:
 
 
 def _misfit(text: str, start: int, at: int) -> NodelistError:
-    """Says why no name, or no longer name than text[start:at], can be read at `start`."""
+    """Return the error for a name at `start` that is not valid beyond text[start:at]."""
     if text in {"(null)", "None assigned"}:
         return _fault("no host (Slurm has not assigned nodes yet)", text, 0)
     if not text:
         return NodelistError("the nodelist is empty, expected names such as 'n[1-3],m7'")
     if at == len(text) or (at == start and text[at] == ","):
-        return _fault("no name beside the comma", text, max(at - 1, 0) if at == len(text) else at)
+        return _fault("no name next to the comma", text, max(at - 1, 0) if at == len(text) else at)
     if text[at] == "]":
         return _fault("']' without '['", text, at)
     if text[at] == "[":
@@ -232,7 +232,7 @@ def _misfit(text: str, start: int, at: int) -> NodelistError:
 
 
 def _printable(text: str, most: int = 40) -> str:
-    """One line that cannot move the cursor, so that the caret under it stays right."""
+    """Return the text on one line, without control characters, so that the caret below points to the right column."""
     return re.sub(r"[^ -~]", "?", text[:most]) + ("..." if len(text) > most else "")
 
 

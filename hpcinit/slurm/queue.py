@@ -1,6 +1,6 @@
-"""What Slurm knows about jobs, as `Job` records: the only reader of squeue, sacct's job table and `scontrol show job`.
+"""Query jobs as `Job` records: the only module that parses squeue, sacct's job table and `scontrol show job`.
 
-`query` answers for any number of jobs with one squeue, then at most one sacct and one scontrol.
+`query` finds any number of jobs with one squeue, then at most one sacct and one scontrol.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from hpcinit.slurm import scontrol, slurm_client
 from hpcinit.slurm.slurm_client import Call, NotStarted, Unreachable
 
 MOST = 5_000  # ids in one query: an argument may have 128 KiB
-LATE_S = 2.0  # a person who waits longer for squeue gets a message
-# Slurm's states of a job that will not run again (squeue(1), JOB STATE CODES, 22.05 to 24.11), and of one that may.
+LATE_S = 2.0  # the user gets a message if squeue takes longer
+# States of a job that will not run again (squeue(1), JOB STATE CODES, 22.05 to 24.11), and of one that may run.
 FINAL = {
     "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
     "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL",
@@ -35,7 +35,7 @@ SACCT = ("sacct", "-X", "--noheader", "--parsable2")
 class Job(NamedTuple):  # a frozen dataclass takes five times as long to make, and a sweep has a thousand jobs
     """One job, or one task of an array ('42_7'), as `source` (squeue, sacct or scontrol) reports it.
 
-    state: Slurm's word. reason: why it waits or what ended it. exit_status: once it has ended and is known.
+    state: as Slurm prints it. reason: why it waits or what ended it. exit_status: after its end, None if unknown.
     start: when it started or, as Slurm estimates, will start ('2026-11-21T14:02:00', this machine's time zone), or ''.
     elapsed_s, left_s: since its start and until its time limit, in seconds; None if unknown.
     command: the script and its arguments. comment: as submitted, or as the site replaced it.
@@ -58,17 +58,34 @@ class Job(NamedTuple):  # a frozen dataclass takes five times as long to make, a
 
     @property
     def base_id(self) -> str:
-        """The id of the whole array ('42' of '42_7'), or of the whole heterogeneous job ('42' of '42+1')."""
+        """Return the id of the whole array ('42' of '42_7') or of the whole heterogeneous job ('42' of '42+1')."""
         return re.split(r"[_+]", self.job_id, maxsplit=1)[0]
 
 
 @dataclass(frozen=True)
 class JobQuery:
-    """jobs: all of a run. last: the one that matters once none is in the queue. ended: it left a record of its end."""
+    """jobs: all jobs of a run. last: the one to look up if none is in the queue. ended: its end is recorded."""
 
     jobs: Sequence[str]
     last: str
     ended: bool = False
+
+
+class Allocation(NamedTuple):
+    """The nodes of a job that runs. job_id: as srun takes it; a task of an array has its own, '4243' for '4242_1'."""
+
+    job_id: str
+    nodelist: str
+
+
+def allocation(job_id: str) -> Allocation | None:
+    """Return the nodes of a job; None if it has none. Raise Unreachable."""
+    command = ("squeue", "--noheader", "--all", "--array", f"--jobs={job_id}", f"--format=%A{SEPARATOR}%N")
+    for line in slurm_client.run(command).stdout.splitlines():
+        own, _, nodes = line.strip().partition(SEPARATOR)
+        if nodes:
+            return Allocation(own, nodes)
+    return None
 
 
 @dataclass(frozen=True)
@@ -87,16 +104,28 @@ class QueueQuery:
 
         arrays: list each task of an array, else one job per array and state.
         """
-        # --all: also partitions that are hidden from the user, or belong to another group.
+        # --all includes partitions that are hidden or belong to another group.
         flags = [*(["--array"] if arrays else []), *(["--states=all"] if ended else [])]
         self._command = ("squeue", "--noheader", "--all", which, *flags, f"--format={FORMAT}")
         self._call = _start(self._command, env)
+        self._jobs: list[Job] | Unreachable | None = None
 
     def jobs(self, late: Callable[[], None] | None = None) -> list[Job]:
         """Return the jobs. late: called if squeue takes longer than LATE_S. Raise Unreachable."""
+        if self._jobs is None:
+            self._jobs = self._read(late)
+        if isinstance(self._jobs, Unreachable):
+            raise self._jobs
+        return self._jobs
+
+    def _read(self, late: Callable[[], None] | None) -> list[Job] | Unreachable:
         if late is not None and isinstance(self._call, Call) and not self._call.ends_within(LATE_S):
             late()
-        return [_of_squeue(line) for line in _lines(self._command, self._call) if line.count(SEPARATOR) >= 7]
+        try:
+            lines = _lines(self._command, self._call)
+        except Unreachable as error:
+            return error
+        return [_of_squeue(line) for line in lines if line.count(SEPARATOR) >= 7]
 
     def drop(self) -> None:
         """Kill squeue: its output is not needed."""
@@ -108,8 +137,6 @@ def query(queries: Collection[JobQuery], early: QueueQuery | None = None) -> Slu
     """Query Slurm at most three times. sacct may reply while the controller is down. early: squeue, already started."""
     ids = {job for one in queries for job in (*one.jobs, one.last)}
     if not ids:
-        if early:
-            early.drop()
         return SlurmReply()
     found: dict[str, Job] = {}
     unreachable = ""
@@ -121,7 +148,7 @@ def query(queries: Collection[JobQuery], early: QueueQuery | None = None) -> Slu
     missing = {one.last: one for one in queries if one.last not in found and not open_.intersection(one.jobs)}
     try:
         accounted = {job.job_id: job for job in _accounted(missing)}
-        # Of an array that is queried as a whole, its tasks.
+        # A query for a whole array matches its tasks too.
         found |= {job_id: job for job_id, job in accounted.items() if missing.keys() & {job_id, job.base_id}}
     except Unreachable as error:
         unreachable = unreachable or str(error)
@@ -145,7 +172,7 @@ def show(ids: Sequence[str], env: Mapping[str, str] | None = None) -> list[Job]:
 
 
 def accounting(arguments: Iterable[str], columns: int, env: Mapping[str, str] | None = None) -> list[list[str]]:
-    """Return the rows of sacct, one per job, each with so many columns; none without accounting. Raise Unreachable."""
+    """Return the rows of sacct, one per job, with `columns` cells; none without accounting. Raise Unreachable."""
     command = (*SACCT, *arguments)
     rows = [line.split("|", columns - 1) for line in _lines(command, _start(command, env))]
     return [row for row in rows if len(row) == columns]
@@ -168,14 +195,14 @@ def seconds(text: str) -> int | None:
 
 
 def _query_of(ids: Collection[str]) -> QueueQuery:
-    """Query one job, whoever owns it; for several, all of this user: --jobs=1,2 would fetch those of all users."""
+    """Query one job of any user, or for several all of this user's: --jobs=1,2 would fetch the jobs of all users."""
     jobs = {job_id.partition("_")[0] for job_id in ids}
     return QueueQuery(f"--jobs={jobs.pop()}" if len(jobs) == 1 else "--me", ended=True)
 
 
 def _of_squeue(line: str) -> Job:
     job_id, state, start, elapsed, left, reason, command, comment = line.split(SEPARATOR, 7)
-    # A job that was cancelled while it waited keeps the reason why it waited.
+    # A job that was canceled while it waited keeps the reason why it waited.
     reason = "" if reason == "None" or state == "CANCELLED" else reason
     start = "" if start in ("N/A", "Unknown") else start
     left_s = None if state in FINAL else seconds(left)
@@ -183,7 +210,7 @@ def _of_squeue(line: str) -> Job:
 
 
 def _accounted(ids: Iterable[str]) -> list[Job]:
-    """The jobs with these ids, of whatever age."""
+    """Return the jobs with these ids, of any age."""
     bases, found = sorted({job_id.partition("_")[0] for job_id in ids}), []
     for at in range(0, len(bases), MOST):
         which = f"--jobs={','.join(bases[at : at + MOST])}"
@@ -206,7 +233,7 @@ def _of_scontrol(record: Mapping[str, str]) -> Job:
 
 
 def _exit_status(state: str, code: str) -> int | None:
-    """None before the end; and for a job that was cancelled while it waited, for which Slurm prints '0:0'."""
+    """Return the exit status; None before the end and for a job canceled while it waited (Slurm prints '0:0')."""
     status = status_of(code)
     return status if state in FINAL and (status or state == "COMPLETED") else None
 

@@ -11,8 +11,8 @@ from hpcinit.base.errors import MaybeSubmitted, NotReached, SubmitError
 from hpcinit.slurm import slurm_client
 
 COMMAND = ("sbatch", "--parsable")
-# The request was not sent, or was sent back as it was (slurm_protocol_api.c of 22.05: slurm_send_recv_controller_msg
-# ends with 'connect failure' only before it sends; slurm_errno.c). Rate limit: since 23.02.
+# The request was not sent, or was rejected unread (slurm_protocol_api.c of 22.05: slurm_send_recv_controller_msg
+# reports 'connect failure' only before it sends; slurm_errno.c). Rate limit: since 23.02.
 NOT_SENT = (
     "Unable to contact slurm controller (connect failure)",
     "Communication connection failure",
@@ -61,8 +61,8 @@ def sbatch(script: Path, env: Mapping[str, str], options: Sequence[str] = ()) ->
         raise MaybeSubmitted(f"the output of sbatch cannot be read: {type(error).__name__}: {error}") from error
     if output.status != 0:
         raise _kind_of(output.error, output.status)(output.error)
-    if output.stderr.strip():  # what the site's submit filter prints about a job that it accepts
-        with suppress(OSError, ValueError):  # a closed terminal loses no job
+    if output.stderr.strip():  # the site's submit filter may print a note about a job that it accepts
+        with suppress(OSError, ValueError):  # a closed terminal must not lose the job
             console.note(output.stderr.strip())
     return _job_id(output.stdout), command
 

@@ -1,26 +1,35 @@
-"""Why sbatch refused a script: the #SBATCH lines that its message is about, each with the key that set it."""
+"""Explain why sbatch refused a script: the #SBATCH lines that its message is about, and the key that set each."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-# Limits of how many jobs may be in the queue, as sbatch names them (slurm_protocol_defs.c, job_reason_string; 22.05 to
-# 24.11): no line of the script is at fault. Whose limit it is, and the command that shows it.
+# Limits on the number of jobs in the queue, as sbatch names them (slurm_protocol_defs.c, job_reason_string; 22.05 to
+# 24.11): whose limit it is, and the command that shows it. No line of the script causes them.
 COUNTS = {
     "AssocMaxSubmitJobLimit": (
-        "your account lets each of its users",
+        "your account limits how many jobs each of its users",
         "sacctmgr show assoc user=$USER format=account,maxsubmit",
     ),
     "AssocGrpSubmitJobsLimit": (
-        "your account lets all of its users together",
+        "your account limits how many jobs all of its users together",
         "sacctmgr show assoc format=account,user,grpsubmit",
     ),
-    "QOSMaxSubmitJobPerUserLimit": ("the qos lets each user", "sacctmgr show qos format=name,maxsubmitpu"),
-    "QOSMaxSubmitJobPerAccountLimit": ("the qos lets each account", "sacctmgr show qos format=name,maxsubmitpa"),
-    "QOSGrpSubmitJobsLimit": ("the qos lets all of its users together", "sacctmgr show qos format=name,grpsubmit"),
+    "QOSMaxSubmitJobPerUserLimit": (
+        "the qos limits how many jobs each user",
+        "sacctmgr show qos format=name,maxsubmitpu",
+    ),
+    "QOSMaxSubmitJobPerAccountLimit": (
+        "the qos limits how many jobs each account",
+        "sacctmgr show qos format=name,maxsubmitpa",
+    ),
+    "QOSGrpSubmitJobsLimit": (
+        "the qos limits how many jobs all of its users together",
+        "sacctmgr show qos format=name,grpsubmit",
+    ),
 }
-# Parts of sbatch's messages, and the options that each can mean, the likeliest first. The first part that matches
+# Parts of sbatch's messages, and the options that each can mean, the most likely first. The first part that matches
 # decides: 'Memory specification can not be satisfied' is followed by 'Requested node configuration is not available'.
 # Texts of Slurm 22.05 to 24.11 (slurm_errno.c, opt.c), provoked on 22.05.8: tests/submit/test_sbatch_errors.py.
 SIZE = ("nodes", "ntasks-per-node", "cpus-per-task")
@@ -60,15 +69,15 @@ SIGNS: tuple[tuple[str, Sequence[str]], ...] = (
 
 
 def explain(message: str, script: str, key: Callable[[str], str]) -> str:
-    """Return the lines of `script` that sbatch's `message` is about, or the limit; '' if they are not known.
+    """Return the lines of `script` that sbatch's `message` is about, or the limit; '' if unknown.
 
     key: returns the config key that sets an option of sbatch.
     """
     for reason, (whose, shown) in COUNTS.items():
         if reason in message:
             return (
-                f"{whose} have only so many jobs in the queue at a time, and each task of an array counts: `{shown}` "
-                "shows how many, `squeue --all --me --array` yours; submit when some have ended, or fewer at once\n"
+                f"{whose} may have in the queue; each task of an array counts. See the limit: `{shown}`; your jobs: "
+                "`squeue --all --me --array`. Submit again when some have ended, or submit fewer at once\n"
             )
     named = re.findall(
         r"--([a-z][a-z-]+)", message
@@ -81,12 +90,12 @@ def explain(message: str, script: str, key: Callable[[str], str]) -> str:
     if found:
         return _quoted(found)
     if options:
-        return f"no #SBATCH line sets --{options[0]}; {key(options[0])}=... does\n"
+        return f"no #SBATCH line sets --{options[0]}: set it with {key(options[0])}=...\n"
     return ""
 
 
 def _lines(script: str, options: Sequence[str], key: Callable[[str], str]) -> Iterator[tuple[str, str]]:
-    """(line, key) of each directive of one of these options."""
+    """Yield (line, key) of each #SBATCH line that sets one of these options."""
     for option in dict.fromkeys(options):
         pattern = re.compile(rf"#SBATCH --{re.escape(option)}(=.*)?")
         for line in script.splitlines():
@@ -96,5 +105,5 @@ def _lines(script: str, options: Sequence[str], key: Callable[[str], str]) -> It
 
 def _quoted(found: Sequence[tuple[str, str]]) -> str:
     width = max(len(line) for line, _ in found)
-    head = "it is about this line of the script" if len(found) == 1 else "it is about one or more of these lines"
+    head = "caused by this line of the script" if len(found) == 1 else "caused by one or more of these lines"
     return "\n".join([f"{head}:", *(f"  {line:{width}}  set by {key}" for line, key in found)]) + "\n"

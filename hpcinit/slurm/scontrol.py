@@ -1,8 +1,7 @@
-"""What `scontrol show` prints, as values. Text of Slurm 22.05 and 24.11, recorded, is in tests/data/discover.
+"""Parse the output of `scontrol show`. tests/data/discover has recorded output of Slurm 22.05 and 24.11.
 
-Its many-line form, not --oneliner: on one line nothing says where a free text (Reason=disk 3: bad=yes [root@...])
-ends and the next key begins; in this form it ends with its line. Not --json either: it comes and goes with the
-version and with how Slurm was built.
+hpcinit does not use --oneliner, because there the end of a free text (Reason=disk 3: bad=yes [root@...]) is unknown; in
+the default form it ends with its line. It does not use --json, because not every version and build has it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import re
 from typing import NamedTuple
 
 NOTHING = {"", "(null)", "N/A", "n/a", "NONE"}
-# The rest of the line is the value: of a node, where Reason is first in its line, and of a job.
+# Keys whose value is the rest of the line.
 FREE_TEXT = ("OS", "Reason", "Comment", "Extra", "Command")
 _KEY = re.compile(r"(?:^|\s+)([A-Za-z][A-Za-z_:/]*)=")
 _FREE = re.compile(rf"^\s+({'|'.join(FREE_TEXT)})=(.*)$")
@@ -21,18 +20,17 @@ _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 class Gpus(NamedTuple):
-    """type: '' where Slurm was told none."""
+    """type: '' if slurm.conf has none."""
 
     type: str
     amount: int
 
 
 def records(text: str, kind: str) -> list[dict[str, str]]:
-    """Every record of `scontrol show node` (kind NodeName), `partition` (PartitionName) or `job` (JobId).
+    """Return the records of `scontrol show node` (kind NodeName), `partition` (PartitionName) or `job` (JobId).
 
-    Each key has its first value. A job's name may contain anything, and ends with its line.
-
-    A line that begins at column 0 with anything else belongs to nobody: 'No nodes in the system'.
+    Each key has its first value. A job's name may contain anything and ends with its line. Other lines at column 0 are
+    ignored, for example 'No nodes in the system'.
     """
     found: list[dict[str, str]] = []
     for line in text.splitlines():
@@ -59,7 +57,7 @@ def _pairs(line: str) -> list[tuple[str, str]]:
 
 
 def config(text: str) -> dict[str, str]:
-    """`scontrol show config`: lines 'MaxArraySize            = 1001'."""
+    """Return the settings of `scontrol show config`, whose lines are 'MaxArraySize            = 1001'."""
     pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
     found: dict[str, str] = {}
     for key, _, value in pairs:
@@ -67,18 +65,18 @@ def config(text: str) -> dict[str, str]:
     return found
 
 
-def told(value: str | None) -> str | None:
-    """The value, or None where Slurm writes a word for 'none'."""
+def value_or_none(value: str | None) -> str | None:
+    """Return the value; None if it is missing or one of Slurm's spellings of 'none'."""
     return None if value is None or value in NOTHING else value
 
 
 def names(value: str | None) -> frozenset[str] | None:
-    """'phys,chem' of AllowAccounts and the like; None: everybody."""
-    return None if told(value) is None or value == "ALL" else frozenset((value or "").split(","))
+    """Return the names of a list such as AllowAccounts=phys,chem; None if all are allowed."""
+    return None if value_or_none(value) is None or value == "ALL" else frozenset((value or "").split(","))
 
 
 def minutes(text: str | None) -> int | None:
-    """'2-12:00:00', '01:30:00', '10:30' (minutes and seconds) or '90', rounded down; None: no limit, or not told."""
+    """Return the minutes of '2-12:00:00', '01:30:00', '10:30' or '90', rounded down; None for no limit or no value."""
     found = _TIME.fullmatch(text or "")
     if not found:
         return None
@@ -91,18 +89,18 @@ def minutes(text: str | None) -> int | None:
 
 
 def number(text: str | None) -> int | None:
-    """A whole number; None: no limit, or not told."""
+    """Return the whole number; None for no limit or no value."""
     return int(text) if text is not None and text.isdigit() else None
 
 
 def gpus(gres: str | None) -> list[Gpus]:
-    """Of a node's Gres: 'gpu:a100:4(S:0-1),gpu:8,nvme:1T' -> a100 4 and '' 8.
+    """Return the GPUs of a node's Gres: 'gpu:a100:4(S:0-1),gpu:8,nvme:1T' -> a100 4 and '' 8.
 
-    Also with 'no_consume', and a count with a letter. Without a count it is 1 (gres.conf's default).
+    It may have 'no_consume', and a count with a letter. Without a count it is 1 (gres.conf's default).
     """
     found = []
-    for word in re.sub(r"\([^)]*\)", "", told(gres) or "").split(","):
-        name, *rest = word.split(":")
+    for item in re.sub(r"\([^)]*\)", "", value_or_none(gres) or "").split(","):
+        name, *rest = item.split(":")
         if name != "gpu":
             continue
         rest = [part for part in rest if part != "no_consume"]

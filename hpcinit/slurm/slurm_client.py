@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,17 +22,18 @@ from datetime import timedelta
 
 from hpcinit.base import console
 
-# Preferences of people at a terminal, which would hide jobs (SQUEUE_PARTITION), change the format that is parsed here
-# (SCONTROL_ONELINER, SLURM_TIME_FORMAT), or ask a question (SCANCEL_INTERACTIVE). SLURM_CLUSTERS sends the query to
-# another cluster, and prints a line 'CLUSTER: name' above the output: docs/decisions/0029-one-cluster.md.
+# Users' preferences that would hide jobs (SQUEUE_PARTITION), change the output format (SCONTROL_ONELINER,
+# SLURM_TIME_FORMAT) or ask for confirmation (SCANCEL_INTERACTIVE). SLURM_CLUSTERS sends the query to another cluster
+# and adds a line 'CLUSTER: name' to the output: docs/decisions/0029-one-cluster.md.
 PREFERENCES = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SCONTROL_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS")
-# How long each command may take. The entry with the most words that are all in the command applies. A client itself
-# gives up on a controller after two MessageTimeouts, of 10 s each by default: these limits are for a client that hangs.
+# How long each command may take. Of the entries whose parts are all in the command, the longest applies. A client gives
+# up on a controller after two MessageTimeouts (10 s each by default), so these limits are for a client that hangs.
 TIMEOUTS: dict[str, timedelta] = {
     "squeue": timedelta(seconds=30),
     "sinfo": timedelta(seconds=30),
     "sacct": timedelta(seconds=30),
     "srun --help": timedelta(seconds=30),
+    "srun --overlap": timedelta(seconds=30),  # a step inside a job that runs
     "scontrol": timedelta(seconds=30),
     "scontrol show node": timedelta(seconds=60),  # 10,000 nodes are some 10 MB of text
     "scontrol show partition": timedelta(seconds=60),
@@ -41,8 +43,9 @@ TIMEOUTS: dict[str, timedelta] = {
     # sbatch itself retries a full queue 15 times with growing sleeps, 120 s in all (sbatch.c: MAX_RETRIES).
     "sbatch": timedelta(seconds=180),
 }
-CHECK = "is SLURM_CONF right, is the controller up?"  # what a person can check when a command timed out
-REAP_S = 1.0  # for a killed client; one that hangs in the kernel, on a dead file server, is not waited for
+CHECK = "is SLURM_CONF right, is the controller up?"  # what the user can check when a command timed out
+OF_THE_END = re.compile(rb"error: \S+: task 0: |Force Terminated StepId")  # what srun prints of a task's exit status
+REAP_S = 1.0  # the wait for a killed client, which may hang in the kernel on a dead file server
 
 
 class Unreachable(Exception):
@@ -86,13 +89,44 @@ def timeout(command: Sequence[str]) -> timedelta:
     """Return how long `command` may take. Raise KeyError for a command that TIMEOUTS does not have."""
     keys = [key for key in TIMEOUTS if key.split()[0] == command[0] and set(key.split()) <= set(command)]
     if not keys:
-        raise KeyError(f"client.TIMEOUTS has no entry for {command[0]}")
+        raise KeyError(f"slurm_client.TIMEOUTS has no entry for {command[0]}")
     return TIMEOUTS[max(keys, key=len)]
 
 
 def run(command: Sequence[str], env: Mapping[str, str] | None = None, *, at_most: timedelta | None = None) -> Output:
     """Run `command` and return its output. at_most: a limit shorter than that of TIMEOUTS. Raise Unreachable."""
     return start(command, env).output(at_most)
+
+
+def attached(command: Sequence[str], env: Mapping[str, str], started: str = "") -> tuple[int, list[str]]:
+    """Run `command` with this process's stdin and stdout. Return its exit status and the errors of srun itself.
+
+    started: a line that the command prints to stderr before anything else. It is removed, and so is what srun prints
+    about the exit status of the task. Raise NotStarted.
+    """
+    began = console.started(command)
+    try:
+        process = subprocess.Popen(command, env=environment(env), stderr=subprocess.PIPE)
+    except OSError as error:
+        raise NotStarted(f"cannot run {command[0]}: {error.strerror}", missing=True) from None
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the command, which ends or does not
+    errors: list[str] = []
+    runs = False
+    try:
+        assert process.stderr is not None  # PIPE
+        for line in process.stderr:
+            ended = line.startswith(b"srun: ") and OF_THE_END.search(line)
+            if ended or (started and line.strip() == started.encode()):
+                runs, errors = True, []
+            elif line.startswith(b"srun: error: ") and not runs:
+                errors.append(line.decode(errors="replace").strip().removeprefix("srun: error: "))
+            elif runs or not line.startswith(b"srun: "):
+                os.write(2, line)
+    finally:
+        status = process.wait()
+        signal.signal(signal.SIGINT, before)
+    console.ended(command, time.monotonic() - began, status)
+    return status if status >= 0 else 128 - status, errors
 
 
 def start(command: Sequence[str], env: Mapping[str, str] | None = None) -> Call:
@@ -108,6 +142,7 @@ class Call:
         self._timeout = timeout(self.command)
         # sbatch passes its environment on to the job, so its locale stays the user's.
         locale = {} if command[0] == "sbatch" else {"LC_ALL": "C.UTF-8"}
+        self.printed = ""  # to stdout, when ends_within() returned False
         self._started = console.started(self.command)
         try:
             self._process = subprocess.Popen(
@@ -143,7 +178,8 @@ class Call:
         """Wait at most `seconds` for the end of the command; return whether it has ended."""
         try:
             self._process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired as running:
+            self.printed = running.stdout.decode(errors="replace") if isinstance(running.stdout, bytes) else ""
             return False
         return True
 
@@ -160,5 +196,5 @@ class Call:
 
 
 def short(command: Sequence[str]) -> str:
-    """Return 'scontrol show config' for a message: the command without options, at most three words."""
-    return " ".join([word for word in command if not word.startswith("-")][:3])
+    """Return the command for a message, without options and at most three parts: 'scontrol show config'."""
+    return " ".join([part for part in command if not part.startswith("-")][:3])

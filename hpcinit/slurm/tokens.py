@@ -1,4 +1,4 @@
-"""The token in the comment of each job that hpcinit submits, and the search for the jobs with one token."""
+"""Make the token that is in the comment of each job that hpcinit submits, and find the jobs with a token."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def find(
 ) -> list[Job] | None:
     """Return the jobs with `token`, ended ones too; [] if there is certainly none; None if Slurm gave no reply.
 
-    known: ids that sbatch printed for it. alone: no other job runs `script`, so a job that runs it is the one, although
-    a site replaced its comment. started: returns the id of the job that started `script`, from its own record, or ''.
+    known: ids that sbatch printed for it. alone: no other job runs `script`, so a job that runs it matches even if the
+    site replaced its comment. started: returns the id of the job that started `script`, from its own record, or ''.
     """
     try:
         jobs = own_jobs(env, ended=True).jobs()
@@ -50,7 +50,7 @@ def find(
     if found:
         return list(found.values())
     try:
-        # A second opinion: a site's own squeue may be a wrapper that lists what it saw a minute ago.
+        # The controller is queried directly too: a site's squeue may be a wrapper with a cache.
         elsewhere = [job for job_id in known for job in queue.show([job_id], env) if ours(job)]
     except NotStarted:  # no scontrol
         elsewhere = []
@@ -70,5 +70,5 @@ def _in_accounting(env: Mapping[str, str], token: str) -> list[Job]:
 
 
 def _by_record(script: Path, job_id: str) -> list[Job]:
-    """A job that was purged, without accounting: the script itself recorded its id."""
+    """Return a job that was purged, without accounting, from the id that the script recorded."""
     return [Job(job_id, "UNKNOWN", "", command=str(script))] if job_id else []

@@ -1,4 +1,4 @@
-"""The script of a job array: that of a run, in which the run folder is the task's (run_path.TaskPath)."""
+"""Render the script of a job array: the script of a run, with the task's run folder (run_path.TaskPath)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SMALLEST = 1001  # Slurm's default MaxArraySize: the highest index is one less
 
 
 def block(max_array_size: int | None) -> int:
-    """How many tasks an array may have: a power of ten, so that a file name can be made of block and index.
+    """Return the number of tasks in an array: a power of ten, or 1 if the site allows no arrays.
 
-    Indices are smaller than MaxArraySize. With 1001, task 2017 has index 17 in the array of block 2, and its folder is
-    '2%3a' to Slurm. 1 where the site allows no arrays.
+    A power of ten lets a file name consist of block and index. Indices are smaller than MaxArraySize. With 1001, task
+    2017 has index 17 in the array of block 2, and Slurm writes its folder as '2%3a'.
     """
     most = SMALLEST if max_array_size is None else max_array_size
     size = 1
@@ -29,29 +29,38 @@ def block(max_array_size: int | None) -> int:
 
 
 def shape(config: Config, folder: Path, workdir: Path) -> object:
-    """Return what tasks in one array have in common: the script except for the values of environment variables."""
+    """Return what all tasks of one array share: the script except for the values of environment variables."""
     env = {**config.cluster.env, **config.job.env}
     return script.render_at(config, TaskPath(folder, own_env=frozenset(env)), workdir), tuple(env)
 
 
-def render(configs: Sequence[Config], numbers: Sequence[int], folder: Path, workdir: Path, size: int) -> str:
-    """The script of the tasks `numbers`, all of one block of `size`, whose shape is the same. configs: theirs."""
+def render(
+    configs: Sequence[Config],
+    numbers: Sequence[int],
+    folder: Path,
+    workdir: Path,
+    size: int,
+    origin: Sequence[str] = (),
+) -> str:
+    """Return the script of the tasks `numbers` with these configs, all in one block of `size` and of one shape."""
     first, base = configs[0], numbers[0] // size * size
     cap = f"%{first.sweep.at_once}" if first.sweep.at_once else ""
     options = {**first.cluster.sbatch, "array": _indices(numbers, base) + cap}
     config = replace(first, cluster=replace(first.cluster, sbatch=options))
     run = TaskPath(folder, base=base, digits=len(str(size)) - 1, own_env=frozenset(differing(configs)))
-    return script.render_at(config, run, workdir)
+    programs = list(dict.fromkeys(map(script.program_of, configs)))
+    program = programs[0] if len(programs) == 1 else f"{programs[0]} (task {numbers[0]}; see spec.json of each task)"
+    return script.render_at(config, run, workdir, program=program, origin=origin)
 
 
 def differing(configs: Sequence[Config]) -> set[str]:
-    """Environment variables that have other values in other tasks."""
+    """Return the environment variables whose values differ between tasks."""
     first, *others = [{**config.cluster.env, **config.job.env} for config in configs]
     return {name for name, value in first.items() if any(other[name] != value for other in others)}
 
 
 def env_file(config: Config, names: set[str]) -> str:
-    """The file that a task's script reads its own variables from."""
+    """Return the text of the file with a task's own variables, which its script reads."""
     env = {**config.cluster.env, **config.job.env}
     return "".join(f"export {name}={shell(value)}\n" for name, value in env.items() if name in names)
 

@@ -22,38 +22,40 @@ from hpcinit.base.errors import NOTHING_SUBMITTED, RequestError, SubmitError
 from hpcinit.config.schema import Config
 from hpcinit.records import run_folder
 
-# What git says of a checkout: its root, its commit, and the files that are tracked or would be.
+# The checkout: its root, its commit, and its files.
 #
-# Only git itself is asked, never its files: worktrees, sparse checkouts and a user's own excludes are its business.
+# We call git and never read its files, because git alone handles worktrees, sparse checkouts and a user's own excludes.
 
 GIT_S = 120  # to list or compare the files of a large checkout on a slow file system
 
 
 def checkout_root(workdir: Path) -> Path:
-    """The top folder of the checkout that `workdir` is in. Raises RequestError."""
+    """Return the top folder of the checkout that contains `workdir`. Raise RequestError."""
     done = _git(workdir, "rev-parse", "--show-toplevel")
     if done.returncode:
-        said = _said(done)
-        if "not a git repository" in said:
-            said = f"{workdir} is in no git repository"
-        raise RequestError(f"snapshot=git: {said}; git init makes one, snapshot=none runs from the folder itself")
+        problem = _git_error(done)
+        if "not a git repository" in problem:
+            problem = f"{workdir} is not in a git repository"
+        raise RequestError(
+            f"snapshot=git: {problem}; create one with git init, or run from the folder itself with snapshot=none"
+        )
     return Path(os.fsdecode(done.stdout.removesuffix(b"\n")))
 
 
 def checkout_commit(top: Path) -> str | None:
-    """The commit that is checked out; None before the first."""
+    """Return the commit that is checked out, or None before the first commit."""
     done = _git(top, "rev-parse", "--verify", "--quiet", "HEAD^{commit}")
     return os.fsdecode(done.stdout).strip() or None
 
 
 def checkout_files(top: Path) -> Iterator[str]:
-    """Tracked files, and those that are neither tracked nor ignored, as they lie on the disk, relative to `top`.
+    """Yield the tracked files and the files that are neither tracked nor ignored, relative to `top`.
 
-    Those of submodules and of repositories inside too; what was deleted is not there any more.
+    Submodules and nested repositories are included. Deleted files are not.
     """
     for name in _names(top, "--cached", "--others"):
         path = top / name
-        if path.is_dir() and not path.is_symlink():  # a submodule, or 'nested/', a repository that is none
+        if path.is_dir() and not path.is_symlink():  # a submodule, or a nested repository: 'nested/'
             if (path / ".git").exists():
                 yield from (os.path.join(name, inner) for inner in checkout_files(path))  # noqa: PTH118 - names, not paths
         elif os.path.lexists(path):
@@ -65,7 +67,7 @@ def untracked(top: Path) -> list[str]:
 
 
 def checkout_diff(top: Path) -> bytes:
-    """What is not committed in tracked files, submodules included; nothing before the first commit."""
+    """Return the uncommitted changes of tracked files, submodules included; nothing before the first commit."""
     options = ("--no-ext-diff", "--no-color", "--no-textconv", "--submodule=diff")
     return _git(top, "-c", "core.quotePath=false", "diff", *options, "HEAD").stdout
 
@@ -73,70 +75,70 @@ def checkout_diff(top: Path) -> bytes:
 def _names(top: Path, *which: str) -> set[str]:
     done = _git(top, "ls-files", "-z", *which, "--exclude-standard")
     if done.returncode:
-        raise RequestError(f"snapshot=git: git ls-files in {top}: {_said(done)}")
+        raise RequestError(f"snapshot=git: git ls-files failed in {top}: {_git_error(done)}")
     return {os.fsdecode(name) for name in done.stdout.split(b"\0") if name}
 
 
-def _said(done: subprocess.CompletedProcess[bytes]) -> str:
+def _git_error(done: subprocess.CompletedProcess[bytes]) -> str:
     return done.stderr.decode(errors="replace").strip().removeprefix("fatal: ") or f"exit status {done.returncode}"
 
 
-def _git(place: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
-    # Started from a hook or from `git rebase --exec`, GIT_DIR and GIT_INDEX_FILE name another checkout.
+def _git(place: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    # In a hook or in `git rebase --exec`, GIT_DIR and GIT_INDEX_FILE name another checkout.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")} | {"LC_ALL": "C"}
-    command = ["git", "-C", str(place), *words]
+    command = ["git", "-C", str(place), *arguments]
     started = console.started(command)
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, env=env, timeout=GIT_S, check=False
         )
     except FileNotFoundError:
-        raise RequestError("snapshot=git: git is not on PATH; load its module, or say snapshot=none") from None
+        raise RequestError("snapshot=git: git is not on PATH; load its module, or use snapshot=none") from None
     except subprocess.TimeoutExpired:
-        raise RequestError(f"snapshot=git: git {words[0]} in {place} took more than {GIT_S} s") from None
+        raise RequestError(f"snapshot=git: git {arguments[0]} in {place} took more than {GIT_S} s") from None
     console.ended(command, time.monotonic() - started, done.returncode)
     return done
 
 
 MB = 10**6
-NAMED = 5  # of the largest files, in a refusal
-LFS = b"version https://git-lfs.github.com/spec/"  # the first line of a pointer in the place of a file
+LARGEST_SHOWN = 5  # files in the error about a snapshot that is too large
+LFS = b"version https://git-lfs.github.com/spec/"  # the first line of a Git LFS pointer file
 
 
 @dataclass(frozen=True)
 class SnapshotPlan:
-    """What a snapshot would hold. root: of the checkout, links resolved. files: relative to it. size: in bytes."""
+    """The content of a snapshot. root: the checkout, links resolved. files: relative to it. size: in bytes."""
 
     root: Path
     workdir: Path
     files: tuple[str, ...]
     size: int
-    holds: frozenset[str] = field(repr=False)  # the files, and all folders that they lie in
-    before: Mapping[str, Any] = field(default_factory=dict)  # recorded of the snapshot, where root is one already
+    contents: frozenset[str] = field(repr=False)  # the files and all their parent folders
+    before: Mapping[str, Any] = field(default_factory=dict)  # the record of root, if root is a snapshot itself
 
     def place(self, folder: Path, path: Path | None = None) -> Path:
-        """Where a path of the checkout, by default its working folder, is in the snapshot of the run in `folder`."""
+        """Return the snapshot's copy, in the run folder `folder`, of a path in the checkout (default: workdir)."""
         inside = (path or self.workdir).resolve()
         return folder / run_folder.CODE / inside.relative_to(self.root) if inside.is_relative_to(self.root) else inside
 
     def target(self, folder: Path, target: str) -> str:
-        """What the job runs: an absolute path into the checkout means the snapshot's file."""
+        """Return what the job runs: an absolute path into the checkout becomes the snapshot's file."""
         return str(self.place(folder, Path(target))) if os.path.isabs(target) else target  # noqa: PTH117
 
     def python_path(self, folder: Path) -> list[str]:
-        """The folders of the snapshot that stand for those of the checkout where this Python finds packages."""
+        """Return the snapshot's copies of the checkout's folders in which this Python finds packages."""
         places = [Path(entry or ".").resolve() for entry in sys.path]
-        # An editable install of setuptools is a finder and no path: its table says where the packages are.
+        # An editable install by setuptools adds a finder instead of a path. Its table maps packages to folders.
         tables = [getattr(m, "MAPPING", {}) for name, m in sys.modules.items() if name.startswith("__editable__")]
         places += [Path(place).parent for table in tables for place in table.values()]
         places += [self.root / "src", self.root]
         relative = (os.path.relpath(place, self.root) for place in places if place.is_relative_to(self.root))
-        kept = [name for name in dict.fromkeys(relative) if name == "." or name in self.holds]
+        kept = [name for name in dict.fromkeys(relative) if name == "." or name in self.contents]
         return [os.path.normpath(folder / run_folder.CODE / name) for name in kept]
 
 
 def plan_snapshot(config: Config, workdir: Path) -> SnapshotPlan | None:
-    """What this request would take; None without snapshot=git. Raises RequestError. Looked up once a process."""
+    """Return the snapshot of this request, or None without snapshot=git. Raise RequestError. Computed once."""
     if config.snapshot != "git":
         return None
     if taken := _taken_before(workdir.resolve()):
@@ -145,7 +147,7 @@ def plan_snapshot(config: Config, workdir: Path) -> SnapshotPlan | None:
 
 
 def _taken_before(workdir: Path) -> SnapshotPlan | None:
-    """The snapshot of an earlier run, if the working folder is in one: a run is submitted again."""
+    """Return the snapshot of an earlier run if the working folder is in one, because that run is submitted again."""
     inside = [place for place in (workdir, *workdir.parents) if place.name == run_folder.CODE]
     for code in inside:
         try:
@@ -161,7 +163,7 @@ def _taken_before(workdir: Path) -> SnapshotPlan | None:
 
 
 def _record(run: Path) -> dict[str, Any]:
-    """What provenance.json says of the run's snapshot; {} if nothing."""
+    """Return the record of the run's snapshot in provenance.json, or {}."""
     document: dict[str, Any] = json.loads((run / run_folder.PROVENANCE).read_text())
     return dict(document.get("snapshot", {}))
 
@@ -173,7 +175,7 @@ def _plan(workdir: Path, exclude: tuple[str, ...], max_mb: float) -> SnapshotPla
     for name in sorted(checkout_files(root)):
         info = (root / name).lstat()
         kind = stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode)
-        if kind and not _excluded(name, exclude) and not _of_a_run((root / name).parent, root, folders):
+        if kind and not _excluded(name, exclude) and not _is_in_run_folder((root / name).parent, root, folders):
             names.append(name)
             sizes.append(info.st_size)
     if sum(sizes) > max_mb * MB:
@@ -183,7 +185,10 @@ def _plan(workdir: Path, exclude: tuple[str, ...], max_mb: float) -> SnapshotPla
 
 
 def _excluded(name: str, patterns: Sequence[str]) -> bool:
-    """'data' leaves out any file or folder of this name, '/data' and 'a/b' a path, '*.bin' and 'a/*.bin' what fits."""
+    """Return whether a pattern matches. 'data' excludes every file and folder of this name, '/data' and 'a/b' one path.
+
+    '*.bin' and 'a/*.bin' are globs.
+    """
     places = [PurePosixPath(name), *PurePosixPath(name).parents][:-1]
     for pattern in (pattern.rstrip("/") for pattern in patterns):
         found = (str(place) if "/" in pattern else place.name for place in places)
@@ -192,25 +197,25 @@ def _excluded(name: str, patterns: Sequence[str]) -> bool:
     return False
 
 
-def _of_a_run(folder: Path, root: Path, known: dict[Path, bool]) -> bool:
-    """Whether it lies in a run folder, whatever runs_dir was: a snapshot has none of them."""
+def _is_in_run_folder(folder: Path, root: Path, known: dict[Path, bool]) -> bool:
+    """Return whether `folder` is in a run folder of any runs_dir. A snapshot contains no run folders."""
     if folder not in known:
         here = (folder / run_folder.SPEC).is_file() and (folder / run_folder.SCRIPT).is_file()
-        known[folder] = here or (folder != root and _of_a_run(folder.parent, root, known))
+        known[folder] = here or (folder != root and _is_in_run_folder(folder.parent, root, known))
     return known[folder]
 
 
 def _too_large(names: Sequence[str], sizes: Sequence[int], max_mb: float) -> str:
-    largest = sorted(zip(sizes, names, strict=True), reverse=True)[:NAMED]
+    largest = sorted(zip(sizes, names, strict=True), reverse=True)[:LARGEST_SHOWN]
     lines = "\n".join(f"  {size / MB:8.1f} MB  {name!r}" for size, name in largest)
     return (
         f"snapshot=git: {len(names)} files of {sum(sizes) / MB:.1f} MB, more than snapshot_max_mb={max_mb:g}; the "
-        f"largest:\n{lines}\nput what is data into .gitignore or into snapshot_exclude=[...], or raise snapshot_max_mb"
+        f"largest:\n{lines}\nadd data files to .gitignore or to snapshot_exclude=[...], or raise snapshot_max_mb"
     )
 
 
 def snapshot_problems(config: Config, workdir: Path) -> Iterator[str]:
-    """Why there can be no snapshot, or why the program would not be in it."""
+    """Yield why no snapshot is possible, or why the program would not be in it."""
     try:
         plan = plan_snapshot(config, workdir)
     except RequestError as error:
@@ -218,14 +223,12 @@ def snapshot_problems(config: Config, workdir: Path) -> Iterator[str]:
         return
     program = config.job.script or (config.job.command if "/" in (config.job.command or "") else None)
     path = (workdir / (program or ".")).resolve()
-    if plan and program and path.is_relative_to(plan.root) and str(path.relative_to(plan.root)) not in plan.holds:
-        yield (
-            f"job runs {program!r}, which the snapshot would not have: git ignores {path}, or snapshot_exclude names it"
-        )
+    if plan and program and path.is_relative_to(plan.root) and str(path.relative_to(plan.root)) not in plan.contents:
+        yield f"the snapshot would not contain the program {program!r}: git or snapshot_exclude ignores {path}"
 
 
 def take_snapshot(plan: SnapshotPlan, folder: Path) -> dict[str, Any]:
-    """Copy the files into the run folder; what provenance.json says of it. Raises SubmitError."""
+    """Copy the files into the run folder, and return the record for provenance.json. Raise SubmitError."""
     digest, pointers = hashlib.sha256(), 0
     (folder / run_folder.CODE).mkdir(mode=0o700)
     try:
@@ -240,7 +243,7 @@ def take_snapshot(plan: SnapshotPlan, folder: Path) -> dict[str, Any]:
                 shutil.copy2(source, target)
                 content = target.read_bytes()
                 pointers += content.startswith(LFS)
-            # Name and mode too: a file that may be executed is another than one that may not.
+            # Name and mode count too: a change of the executable bit is a change.
             digest.update(os.fsencode(f"{name}\0{stat.S_IMODE(mode) & 0o111:o}\0"))
             digest.update(hashlib.sha256(content).digest())
         (folder / run_folder.CODE_FILES).write_text(json.dumps(plan.files) + "\n")
@@ -259,7 +262,7 @@ def take_snapshot(plan: SnapshotPlan, folder: Path) -> dict[str, Any]:
         "root": str(plan.root),
         "workdir": os.path.relpath(plan.workdir, plan.root),
         "commit": checkout_commit(plan.root),
-        "untracked": [name for name in untracked(plan.root) if name in plan.holds],
+        "untracked": [name for name in untracked(plan.root) if name in plan.contents],
         "files": len(plan.files),
         "bytes": plan.size,
         "sha256": digest.hexdigest(),
@@ -269,9 +272,8 @@ def take_snapshot(plan: SnapshotPlan, folder: Path) -> dict[str, Any]:
 def _the_same(plan: SnapshotPlan, sha256: str) -> dict[str, Any]:
     if sha256 != plan.before.get("sha256"):
         raise SubmitError(
-            f"snapshot=git: the files in {plan.root} are not those that were submitted (sha256 {sha256[:12]}, recorded "
-            f"{str(plan.before.get('sha256'))[:12]}): the job or somebody changed them; --fresh-code takes the "
-            "checkout as it is now",
+            f"snapshot=git: the files in {plan.root} changed since they were submitted (sha256 {sha256[:12]}, recorded "
+            f"{str(plan.before.get('sha256'))[:12]}); --fresh-code uses the checkout as it is now",
             NOTHING_SUBMITTED,
         )
     return {**plan.before, "from": str(plan.root)}
@@ -279,15 +281,15 @@ def _the_same(plan: SnapshotPlan, sha256: str) -> dict[str, Any]:
 
 def _pointers(number: int) -> str:
     are = "files are pointers" if number > 1 else "file is a pointer"
-    return f"snapshot=git: {number} {are} of Git LFS, as in the checkout; git lfs pull brings what they stand for"
+    return f"snapshot=git: {number} {are} of Git LFS, as in the checkout; git lfs pull downloads the content"
 
 
 def _link(plan: SnapshotPlan, name: str) -> str:
-    """A link into the snapshot leads to the snapshot's file; any other to where it leads now."""
+    """Return the target of the copied link: a link into the checkout points to the snapshot's file."""
     source = plan.root / name
-    text = os.readlink(source)  # noqa: PTH115 - text, as it stands
+    text = os.readlink(source)  # noqa: PTH115 - the unchanged text
     leads = os.path.normpath(source.parent / text)
     inside = os.path.relpath(leads, plan.root)
-    if inside in plan.holds:
+    if inside in plan.contents:
         return text if not os.path.isabs(text) else os.path.relpath(leads, source.parent)  # noqa: PTH117
     return leads

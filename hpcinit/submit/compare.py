@@ -1,4 +1,4 @@
-"""`hpcinit render RUN`: a run's script as it would be now; with a second run or overrides, what differs."""
+"""`hpcinit render RUN`: print a run's script as rendered now, or the difference to another run or with overrides."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import yaml
 
 from hpcinit.base import console as console_module
 from hpcinit.base.errors import RequestError
-from hpcinit.config.compose import Request
+from hpcinit.config.request import Request
 from hpcinit.observe import find_runs
 from hpcinit.records import run_folder
 from hpcinit.submit import code_snapshot, provenance, script
 
-COLOURS = {"+": "green", "-": "red", "@": "cyan"}
-# Of the moment of submission: the jobs may be over, and the nodes (beside your own in config.yaml) well again.
+COLORS = {"+": "green", "-": "red", "@": "cyan"}
+# These lines depend on the time of submission: jobs end, and excluded nodes recover.
 MOMENTARY = ("#SBATCH --dependency=", "#SBATCH --exclude=")
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hpcinit render",
-        description="The script of a run as it would be rendered now; with a second run or with key=value, what "
-        "differs in config and script. Exit status 1 where something differs.",
+        description="Print the script of a run as rendered now. With a second run or with key=value, print the "
+        "differences in config and script. The exit status is 1 if something differs.",
     )
     parser.add_argument("run", help="run folder, its name, or a job id")
-    parser.add_argument("other", nargs="*", metavar="RUN | key=value", help="another run, or what is to differ")
+    parser.add_argument("other", nargs="*", metavar="RUN | key=value", help="another run, or keys to change")
     find_runs.add_runs_dir(parser)
     return console_module.add_verbosity_options(parser)
 
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     options = console_module.parse_arguments(parser(), list(argv), intermixed=True)
     run = find_runs.find_run(options.run, options.runs_dir).absolute()
-    runs = [word for word in options.other if "=" not in word]
+    runs = [argument for argument in options.other if "=" not in argument]
     if len(runs) > 1 or (runs and len(options.other) > 1):
         raise RequestError(f"{' '.join(options.other)}: expected one other run, or key=value for this one")
     if runs:
@@ -61,13 +61,13 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps({"run": str(run), "script": "\n".join(text) + "\n", "changed_lines": changed}))
         return int(changed > 0)
     print("\n".join(text))
-    said = f"{changed} lines differ from what was submitted" if changed else "as it was submitted"
-    console_module.message(f"{run / run_folder.SCRIPT}: {said}")
+    note = f"{changed} lines differ from the submitted script" if changed else "identical to the submitted script"
+    console_module.message(f"{run / run_folder.SCRIPT}: {note}")
     return int(changed > 0)
 
 
 def _changed(run: Path, text: Sequence[str]) -> int:
-    """Lines in which `text` and the script that was submitted differ."""
+    """Return the number of lines in which `text` and the submitted script differ."""
     before = [line for line in provenance.recorded_lines(run) if not line.startswith(MOMENTARY)]
     return sum(
         line[0] in "+-" for line in difflib.ndiff(before, [line for line in text if not line.startswith(MOMENTARY)])
@@ -75,21 +75,22 @@ def _changed(run: Path, text: Sequence[str]) -> int:
 
 
 def _written(run: Path) -> tuple[list[str], list[str]]:
-    """Config and script as they were submitted."""
+    """Return config and script as submitted."""
     return _yaml(provenance.read_recorded(run)), _own(list(provenance.recorded_lines(run)), run)
 
 
 def _rendered(run: Path, overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Config and script as they would be now, in the same folder."""
+    """Return config and script as rendered now, in the same folder."""
     found: list[tuple[list[str], list[str]]] = []
 
     def render(requests: Sequence[Request]) -> int:
-        config = replace(requests[0].config, after=None, after_ok=None)
+        config = replace(requests[0].config, dependency=None)
         workdir = Path(provenance.recorded_provenance(run)["workdir"])
         if config.snapshot == "git":
             code = provenance.recorded_provenance(run).get("snapshot") or {"workdir": "."}
             workdir = run / run_folder.CODE / code["workdir"]
-        text = script.render(config, run, workdir, code_snapshot.plan_snapshot(config, workdir))
+        origin = script.recorded_origin("\n".join(provenance.recorded_lines(run)))
+        text = script.render(config, run, workdir, code_snapshot.plan_snapshot(config, workdir), origin)
         found.append((_yaml(requests[0].document), text.splitlines()))
         return 0
 
@@ -98,8 +99,8 @@ def _rendered(run: Path, overrides: Sequence[str]) -> tuple[list[str], list[str]
 
 
 def _own(text: Sequence[str], run: Path) -> list[str]:
-    """With the run's own folder as RUN, in which any two runs differ."""
-    return [line.replace(str(run), "RUN") for line in text]
+    """Return the lines without what differs between any two runs: the run's folder becomes RUN, and no origin."""
+    return [line.replace(str(run), "RUN") for line in text if not line.startswith((script.WRITTEN, script.COMMAND))]
 
 
 def _yaml(document: object) -> list[str]:
@@ -109,25 +110,25 @@ def _yaml(document: object) -> list[str]:
 def _differ(
     run: Path, before: tuple[list[str], list[str]], name: str, after: tuple[list[str], list[str]], as_json: bool
 ) -> int:
-    """Print two unified diffs, of config and script; 1 if there is anything to print, as diff does."""
+    """Print the unified diffs of config and script. Return 1 if there are any, as diff does."""
     lines: list[str] = []
     for file, old, new in zip((run_folder.CONFIG, run_folder.SCRIPT), before, after, strict=True):
         lines += difflib.unified_diff(old, new, f"{run.name}/{file}", f"{name}/{file}", lineterm="")
     if as_json:
         print(json.dumps({"run": str(run), "other": name, "diff": lines}))
     elif console_module.quiet():
-        pass  # as diff -q: the exit status says it
+        pass  # as with diff -q, the exit status is the result
     elif sys.stdout.isatty():
-        _coloured(lines)
+        _print_in_color(lines)
     else:
         print("".join(f"{line}\n" for line in lines), end="")
     return int(bool(lines))
 
 
-def _coloured(lines: Sequence[str]) -> None:
+def _print_in_color(lines: Sequence[str]) -> None:
     from rich.console import Console  # noqa: PLC0415 - in a terminal only
     from rich.text import Text  # noqa: PLC0415
 
     console = Console(highlight=False, soft_wrap=True)
     for line in lines:
-        console.print(Text(line, style=COLOURS.get(line[:1], "")))
+        console.print(Text(line, style=COLORS.get(line[:1], "")))

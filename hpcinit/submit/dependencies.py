@@ -1,4 +1,4 @@
-"""--dependency: the jobs that are waited for, by the ids or the runs that a user names."""
+"""Translate the key dependency to sbatch's --dependency: runs become job ids, and what is fulfilled is omitted."""
 
 from __future__ import annotations
 
@@ -9,80 +9,123 @@ from typing import TYPE_CHECKING
 
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import expanded
-from hpcinit.config.checks import jobs_named
+from hpcinit.config import dependency
+from hpcinit.config.dependency import SINGLETON, Condition
 from hpcinit.config.schema import Config
 
 if TYPE_CHECKING:
     from hpcinit.observe.state import State
 
-NOT_SUBMITTED = "NOT_SUBMITTED"  # observe.sweep's, which is not imported for a plain submission
-KINDS = {"after": "afterany", "after_ok": "afterok"}  # sbatch(1), --dependency
+NOT_SUBMITTED = "NOT_SUBMITTED"  # as in observe.find_runs, which a plain submission does not import
 JOB_ID = re.compile(r"\d+(_\d+)?")  # '4242', and '4242_7' of an array
 
 
 def dependency_option(config: Config) -> str | None:
-    """'afterany:41:42,afterok:40,singleton', or None. Raises RequestError for a run that cannot be waited for."""
-    parts = []
-    for key, kind in KINDS.items():
-        if ids := list(dict.fromkeys(_ids(key, config))):
-            parts.append(":".join([kind, *ids]))
-    return ",".join([*parts, *(["singleton"] if config.singleton else [])]) or None
+    """Return 'afterany:41:42,afterok:40,singleton' or None. Raise RequestError if a condition is impossible."""
+    any_is_enough = dependency.separator(config.dependency or "") == "?"
+    waits: dict[str, list[str]] = {}  # type -> ids
+    impossible: list[str] = []
+    fulfilled = False
+    for condition in dependency.conditions(config.dependency):
+        if condition.type == SINGLETON:
+            waits[SINGLETON] = []
+            continue
+        for job_id, states in _targets(condition, config.runs_dir):
+            if problem := _problem(condition, job_id, states):
+                if not any_is_enough:
+                    raise RequestError(problem)
+                impossible.append(problem)
+            elif _is_fulfilled(condition, states):
+                fulfilled = True
+            else:
+                ids = waits.setdefault(condition.type, [])
+                ids.extend(text for text in [f"{job_id}{condition.delay}"] if text not in ids)
+    if any_is_enough:
+        if fulfilled:
+            return None
+        if impossible and not waits:
+            raise RequestError(impossible[0])
+    separator = "?" if any_is_enough else ","
+    return separator.join(":".join([kind, *ids]) for kind, ids in waits.items()) or None
 
 
 def dependency_problems(config: Config) -> Iterator[str]:
-    """One message for each word that means no job."""
-    for key in KINDS:
-        for word in jobs_named(getattr(config, key)):
-            try:
-                list(_job_ids(key, word, config))
-            except RequestError as error:
-                yield str(error)
+    """Yield a message for each condition that names no job, or that can never be fulfilled."""
+    found = False
+    for condition in dependency.conditions(config.dependency):
+        try:
+            for job_id, states in _targets(condition, config.runs_dir) if condition.name else ():
+                problem = _problem(condition, job_id, states)
+                if problem and dependency.separator(config.dependency or "") != "?":
+                    found = True
+                    yield problem
+        except RequestError as error:
+            found = True
+            yield str(error)
+    if not found:
+        try:
+            dependency_option(config)
+        except RequestError as error:
+            yield str(error)
 
 
-def _ids(key: str, config: Config) -> Iterator[str]:
-    for word in jobs_named(getattr(config, key)):
-        yield from _job_ids(key, word, config)
+def has_singleton(config: Config) -> bool:
+    """Return whether the job starts only when no other job of its name is running."""
+    return Condition(SINGLETON) in dependency.conditions(config.dependency)
 
 
-def _job_ids(key: str, word: str, config: Config) -> Iterator[str]:
-    """The jobs to wait for; none that has ended as asked already. Of a chain the last of its jobs, of a sweep all."""
-    for job_id, states in _targets(key, word, config.runs_dir):
-        if any(now.forgotten for now in states):
-            raise RequestError(
-                f"{key}={word}: Slurm knows no job {job_id}, and would start this one at once: is the id right? If the "
-                f"job ended long ago, leave {key} out"
-            )
-        bad = [now for now in states if now.name == NOT_SUBMITTED or (now.over and now.name != "COMPLETED")]
-        if bad and key == "after_ok":
-            raise RequestError(
-                f"{key}={word}: job {bad[0].job_id} ended as {bad[0].name}, and this one would never start; leave "
-                f"{key} out, or say after={word}, whatever its end"
-            )
-        # Where nobody can be asked it is a dry run.
-        if not all(now.over or now.name == NOT_SUBMITTED for now in states):
-            yield job_id
+def _problem(condition: Condition, job_id: str, states: list[State]) -> str:
+    """Return why the job cannot wait for `job_id`: Slurm does not know it, or its end rules a start out; else ''."""
+    if any(now.purged for now in states):
+        return (
+            f"dependency={condition}: Slurm has no record of job {job_id} and would start this job at once: is the id "
+            "right? If the job ended long ago, submit without this dependency"
+        )
+    if condition.type == "afterok":
+        wrong = [now for now in states if now.name == NOT_SUBMITTED or (now.over and now.name != "COMPLETED")]
+    elif condition.type == "afternotok":
+        wrong = states if all(now.over and now.name == "COMPLETED" for now in states) else []
+    else:
+        return ""
+    if not wrong:
+        return ""
+    return (
+        f"dependency={condition}: job {wrong[0].job_id} ended as {wrong[0].name}, so this job would never start; "
+        f"submit without it, or use dependency=afterany:{condition.name} to accept any outcome"
+    )
+
+
+def _is_fulfilled(condition: Condition, states: list[State]) -> bool:
+    """Return whether all the jobs have ended as required. In a dry run without Slurm the states are unknown."""
+    if condition.type in ("aftercorr", "afterburstbuffer"):  # Slurm decides
+        return False
+    return all(now.over or now.name == NOT_SUBMITTED for now in states)
+
+
+def _targets(condition: Condition, runs_dir: str) -> list[tuple[str, list[State]]]:
+    """Return the jobs of a condition, each with its state or the states of its array tasks."""
+    try:
+        return _jobs_of(condition.name, runs_dir, condition.type == "after")
+    except RequestError as error:
+        raise RequestError(f"dependency={condition}: {error}") from None
 
 
 @cache
-def _targets(key: str, word: str, runs_dir: str) -> list[tuple[str, list[State]]]:
-    """The jobs that `word` means, and how each is, an array's tasks one by one: asked once, to check and to render."""
+def _jobs_of(name: str, runs_dir: str, first: bool) -> list[tuple[str, list[State]]]:
+    """Return the jobs that `name` means, with their states: all of a sweep, and the last of a chain, or its first.
+    Queried only once."""
     from hpcinit.observe import find_runs, state  # noqa: PLC0415 - psutil, only for those who wait for a job
 
-    if JOB_ID.fullmatch(word):
-        return [(word, state.of_array(word))]
-    try:
-        path = find_runs.find_run(word, expanded(runs_dir))
-        record = state.submission(path)
-        if record["engine"] != "slurm":
-            raise RequestError(
-                f"{path} runs without Slurm (engine: {record['engine']}): no job of Slurm's can wait for it"
-            )
-        if find_runs.is_sweep(path):
-            arrays: dict[str, list[State]] = {}
-            for task in find_runs.read_sweep(path):
-                arrays.setdefault(task.state.job_id.partition("_")[0], []).append(task.state)
-            return list(arrays.items())
-        now = state.read(path)
-    except RequestError as error:
-        raise RequestError(f"{key}={word}: {error}") from None
-    return [(now.job_id if now.by_hand else state.jobs(record)[-1], [now])]
+    if JOB_ID.fullmatch(name):
+        return [(name, state.of_array(name))]
+    path = find_runs.find_run(name, expanded(runs_dir))
+    record = state.submission(path)
+    if record["engine"] != "slurm":
+        raise RequestError(f"{path} runs without Slurm (engine: {record['engine']}), so no Slurm job can wait for it")
+    if find_runs.is_sweep(path):
+        arrays: dict[str, list[State]] = {}
+        for task in find_runs.read_sweep(path):
+            arrays.setdefault(task.state.job_id.partition("_")[0], []).append(task.state)
+        return list(arrays.items())
+    now = state.read(path)
+    return [(now.job_id if now.by_hand else state.jobs(record)[0 if first else -1], [now])]

@@ -1,4 +1,4 @@
-"""The same request submitted twice is mostly a slip: report the job that waits or runs already."""
+"""Refuse a request that is already queued or running: submitting it twice is usually a mistake."""
 
 from __future__ import annotations
 
@@ -22,56 +22,56 @@ from hpcinit.slurm.queue import Job, QueueQuery
 from hpcinit.slurm.slurm_client import Unreachable
 from hpcinit.slurm.tokens import MARK
 
-# One line on stderr for what takes its time: updated in place in a terminal, else a line for each new message.
+# Progress of slow steps, on stderr.
 
-AGAIN_S = 60.0  # without a terminal the same message is repeated so often
+AGAIN_S = 60.0  # without a terminal, the same message is repeated after this time
 
 
 class Waiting:
-    """Shows nothing until told to."""
+    """A progress line: updated in place in a terminal, else a new line for each new message."""
 
     def __init__(self) -> None:
-        self._said, self._at, self._began = "", 0.0, time.monotonic()
+        self._shown, self._at, self._started = "", 0.0, time.monotonic()
         self._terminal = sys.stderr is not None and sys.stderr.isatty()
 
     def show(self, message: str) -> None:
-        """`message`, and for how long this has taken."""
+        """Print `message` with the time since the start."""
         clock = time.monotonic()
-        text = f"hpcinit: {message} ({clock - self._began:.0f} s)"
+        text = f"hpcinit: {message} ({clock - self._started:.0f} s)"
         if self._terminal:
             width = shutil.get_terminal_size().columns - 1
             _write(f"\r\x1b[K{text[:width]}")
-        elif message != self._said or clock - self._at >= AGAIN_S:
+        elif message != self._shown or clock - self._at >= AGAIN_S:
             _write(f"{text}\n")
             self._at = clock
-        self._said = message
+        self._shown = message
 
     def end(self) -> None:
-        """What is printed next stands on a line of its own."""
-        if self._terminal and self._said:
+        """End the line, so that other output starts on a new one."""
+        if self._terminal and self._shown:
             _write("\n")
-        self._said = ""
+        self._shown = ""
 
 
 def _write(text: str) -> None:
-    """A terminal that was closed meanwhile must not end a submission whose job exists."""
+    """Write to stderr. A closed terminal must not end a submission whose job exists."""
     if sys.stderr is not None and not console.quiet():  # `2>&-`
         with suppress(OSError):
             sys.stderr.write(text)
             sys.stderr.flush()
 
 
-# Keys that say how to submit, not what. Everything else makes another request, runs_dir too: who asks for the results
-# in another place wants both.
-NOT_THE_JOB = ("again", "wait", "dry_run", "test_only")
-ENDING = "COMPLETING"  # its processes are gone or going: submitting again is no slip
+# These keys change how a job is submitted, not which job. Any other key makes a different request; runs_dir too,
+# because another place for the results means that the user wants both.
+NOT_THE_JOB = ("again", "wait", "dry_run", "validate")
+ENDING = "COMPLETING"  # the job is over, so submitting it again is intended
 
 
 def request_hash(document: Mapping[str, Any], workdir: Path, runs_dir: Path, code: str = "") -> str:
-    """12 hexadecimal digits: the same for the same config, program, arguments and folders.
+    """Return 12 hexadecimal digits that depend on config, program, arguments and folders.
 
-    document: the composed config as plain containers. code: the hash of a snapshot. Without one, what the program's
-    file holds is no part of the request: a job reads it when it starts.
+    document: the composed config as plain containers. code: the hash of a snapshot. Without a snapshot, the content of
+    the program's file does not count, because a job reads it when it starts.
     """
     kept = {key: value for key, value in document.items() if key not in NOT_THE_JOB}
     text = json.dumps([kept, str(workdir), str(runs_dir), code], sort_keys=True, default=str)
@@ -79,7 +79,7 @@ def request_hash(document: Mapping[str, Any], workdir: Path, runs_dir: Path, cod
 
 
 def find(jobs: Sequence[Job], request: str) -> Job | None:
-    """The first of `jobs` that was made by the request with this hash."""
+    """Return the first of `jobs` that was submitted by the request with this hash, or None."""
     return next((job for job in jobs if f"{MARK}{request}-" in job.comment and job.state != ENDING), None)
 
 
@@ -88,7 +88,7 @@ def refuse_duplicate(queued: QueueQuery, request: str) -> None:
     waiting = Waiting()
     try:
         jobs = queued.jobs(
-            lambda: waiting.show("waiting for squeue, to see whether the same request is queued already")
+            lambda: waiting.show("waiting for squeue, to check whether the same request is already queued")
         )
     except Unreachable:
         jobs = []
@@ -97,8 +97,8 @@ def refuse_duplicate(queued: QueueQuery, request: str) -> None:
         folder = Path(job.command.removesuffix(f"/{run_folder.SCRIPT}"))
         cancel = f"hpcinit cancel {shlex.quote(str(folder))}"
         raise RequestError(
-            f"already queued as {job.base_id}: {job.state}, run folder {folder}; expected a request that differs in "
-            f"something: again=true submits this one a second time, `{cancel}` ends the first"
+            f"this request is already queued as job {job.base_id}: {job.state}, run folder {folder}; to submit it a "
+            f"second time add again=true, to cancel the first: {cancel}"
         )
 
 
@@ -107,18 +107,19 @@ def refuse_duplicate(queued: QueueQuery, request: str) -> None:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[list[int]]:
-    """Ctrl-C between sbatch's start and the record of its job id would lose a job: note it, act after.
+    """Collect SIGINT, SIGTERM and SIGHUP in the yielded list instead of acting on them.
 
-    A closed terminal (SIGHUP) and SIGTERM too. What is ignored (nohup, a script's `&`) stays ignored.
+    An interrupt between sbatch's start and the record of its job id would lose a job. Signals that are ignored (nohup,
+    a script's `&`) stay ignored.
     """
-    noted: list[int] = []
+    received: list[int] = []
     before = {}
-    if threading.current_thread() is threading.main_thread():  # signals come to no other
+    if threading.current_thread() is threading.main_thread():  # only it may set signal handlers
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
-                before[number] = signal.signal(number, lambda number, frame: noted.append(number))
+                before[number] = signal.signal(number, lambda number, frame: received.append(number))
     try:
-        yield noted
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,6 +1,6 @@
-"""Nodes that have failed too often are left out of what is submitted: sbatch --exclude, beside the user's own.
+"""Exclude nodes that failed too often: they are added to the user's own sbatch --exclude.
 
-Why so: docs/decisions/0020-bad-nodes.md.
+The reasons are in docs/decisions/0020-excluded-nodes.md.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from hpcinit.base.errors import NodelistError
 from hpcinit.base.text import expanded
-from hpcinit.config import partition
-from hpcinit.config.compose import Request
+from hpcinit.config import resources
+from hpcinit.config.request import Request
 from hpcinit.config.schema import Config
 from hpcinit.records import node_records
 from hpcinit.records.node_records import NodeHistory
@@ -23,15 +23,15 @@ from hpcinit.why.node_exclusion import look
 
 @dataclass(frozen=True)
 class Exclusion:
-    """hosts: for --exclude, the user's own too; None: as the user has it. said: a line for each node, or why not."""
+    """hosts: for --exclude, including the user's own; None: unchanged. notes: a line for each failed node."""
 
     hosts: str | None
-    said: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
 
 def excluded(requests: Sequence[Request]) -> tuple[Sequence[Request], list[str]]:
-    """The requests, each without the nodes that are bad for it; and what the user is told, each line once."""
-    changed, said, tables = [], [], dict[tuple[str, ...], list[NodeHistory]]()
+    """Return the requests, each with its failed nodes excluded, and the notes for the user without repetitions."""
+    changed, notes, tables = [], [], dict[tuple[str, ...], list[NodeHistory]]()
     for request in requests:
         config = request.config
         if config.cluster.engine != "slurm" or not config.excluded_nodes.exclude:
@@ -39,12 +39,12 @@ def excluded(requests: Sequence[Request]) -> tuple[Sequence[Request], list[str]]
             continue
         place = (config.cluster.name, config.runs_dir, str(config.excluded_nodes.expiry_h))
         if place not in tables:
-            tables[place], troubles = _table(config)
-            said += troubles
+            tables[place], warnings = _table(config)
+            notes += warnings
         found = decide(config, tables[place])
-        said += found.said
+        notes += found.notes
         changed.append(request if found.hosts is None else replace(request, config=_with(config, found.hosts)))
-    return changed, list(dict.fromkeys(said))
+    return changed, list(dict.fromkeys(notes))
 
 
 def _with(config: Config, hosts: str) -> Config:
@@ -53,32 +53,37 @@ def _with(config: Config, hosts: str) -> Config:
 
 
 def _table(config: Config) -> tuple[list[NodeHistory], list[str]]:
-    """Of the cluster, with what the runs since have left; a dry run writes nothing. Never fails a submission."""
+    """Return the cluster's node histories, updated from recent runs, and warnings. Never fail a submission.
+
+    A dry run writes nothing.
+    """
     path, now, expiry_h = (
         node_records.file(os.environ, config.cluster.name),
         time.time(),
         config.excluded_nodes.expiry_h,
     )
-    known, troubles = node_records.read(path), []
+    known, warnings = node_records.read(path), []
     new = node_records.new_record(look(expanded(config.runs_dir), config.cluster.name, now, expiry_h), known)
     if new and not config.dry_run:
         try:
             node_records.append(path, new)
         except OSError as error:
-            troubles.append(f"hpcinit: warning: failures of nodes are not kept, {path}: {error.strerror}")
+            warnings.append(f"hpcinit: warning: cannot record node failures in {path}: {error.strerror}")
     table = node_records.node_states([*known, *new], now, expiry_h)
-    if strange := _strange([one.host for one in table if one.is_bad(config.excluded_nodes.limit)]):
-        names = ",".join(sorted(strange))
-        troubles.append(
-            f"hpcinit: warning: {names} failed, and Slurm has no node of that name: not excluded; hpcinit nodes "
-            f"--forget {names} ends this warning"
+    if unknown := _unknown_nodes([one.host for one in table if one.is_bad(config.excluded_nodes.limit)]):
+        names = ",".join(sorted(unknown))
+        warnings.append(
+            f"hpcinit: warning: {names} failed but is not excluded: Slurm has no node of that name; to end this "
+            f"warning: hpcinit nodes --forget {names}"
         )
-    return [one for one in table if one.host not in strange], troubles
+    return [one for one in table if one.host not in unknown], warnings
 
 
-def _strange(hosts: Sequence[str]) -> set[str]:
-    """Those that Slurm does not know, for which sbatch would refuse the job: a node that is gone, or named otherwise by
-    its own kernel, as torchrun's ranks know it. None where Slurm is not there to be asked."""
+def _unknown_nodes(hosts: Sequence[str]) -> set[str]:
+    """Return the hosts that Slurm does not have; with them in --exclude, sbatch would refuse the job.
+
+    The node was removed, or torchrun's ranks recorded the kernel's host name. Return an empty set without Slurm.
+    """
     if not hosts:
         return set()
     from hpcinit.slurm import slurm_client  # noqa: PLC0415 - only for failed nodes
@@ -92,40 +97,42 @@ def _strange(hosts: Sequence[str]) -> set[str]:
 
 
 def decide(config: Config, table: Sequence[NodeHistory]) -> Exclusion:
-    """table: the worst first. As many of the bad as the partition, where its size is known, can do without."""
+    """Return which failed nodes to exclude. table: worst first. The partition must keep enough nodes for the job."""
     bad = [one for one in table if one.is_bad(config.excluded_nodes.limit)]
     if not bad:
         return Exclusion(None)
     expiry_h, sbatch = config.excluded_nodes.expiry_h, config.cluster.sbatch
-    own, asked = str(sbatch.get("exclude") or ""), _hosts(str(sbatch.get("nodelist") or ""))
-    mine, said = _hosts(own), list[str]()
-    out: list[str] = []
-    if "/" in own:  # a file's name, to sbatch
+    own, requested = str(sbatch.get("exclude") or ""), _hosts(str(sbatch.get("nodelist") or ""))
+    own_hosts, notes = _hosts(own), list[str]()
+    excluded_hosts: list[str] = []
+    if "/" in own:  # sbatch reads it as the name of a file
         names = ",".join(one.host for one in bad)
-        return Exclusion(None, [f"hpcinit: warning: {names} failed, and only what {own} has is excluded"])
-    most = partition.known(config).nodes
-    room = len(bad) if most is None else most - config.nodes - config.spare_nodes - len(mine)
-    for one in (one for one in bad if one.host not in mine):
-        about = f"{one.host} ({one.words(expiry_h)})"
-        if one.host in asked:
-            said.append(f"hpcinit: warning: {about} is bad, and cluster.sbatch.nodelist asks for it: not excluded")
-        elif len(out) >= room:
-            said.append(
-                f"hpcinit: warning: {about} is bad, and not excluded: of the {most} nodes in the partition "
-                f"{config.nodes + config.spare_nodes} are asked for and {len(mine) + len(out)} excluded"
+        return Exclusion(
+            None, [f"hpcinit: warning: {names} failed but is not excluded: --exclude is already the file {own}"]
+        )
+    most = resources.partition(config).nodes
+    available = len(bad) if most is None else most - config.nodes - config.spare_nodes - len(own_hosts)
+    for one in (one for one in bad if one.host not in own_hosts):
+        about = f"{one.host} ({one.summary(expiry_h)})"
+        if one.host in requested:
+            notes.append(f"hpcinit: warning: {about} is not excluded: cluster.sbatch.nodelist requests it")
+        elif len(excluded_hosts) >= available:
+            notes.append(
+                f"hpcinit: warning: {about} is not excluded: the partition has {most} nodes, of which "
+                f"{config.nodes + config.spare_nodes} are requested and {len(own_hosts) + len(excluded_hosts)} excluded"
             )
         else:
-            out.append(one.host)
-            said.append(f"excluded: {about}; hpcinit nodes --forget {one.host} takes it back")
-    if not out:
-        return Exclusion(None, said)
-    from hpcinit.slurm import nodelist  # noqa: PLC0415 - where there are such nodes
+            excluded_hosts.append(one.host)
+            notes.append(f"excluded: {about}; to use it again: hpcinit nodes --forget {one.host}")
+    if not excluded_hosts:
+        return Exclusion(None, notes)
+    from hpcinit.slurm import nodelist  # noqa: PLC0415 - only for failed nodes
 
-    return Exclusion(",".join([*([own] if own else []), nodelist.compress(sorted(out))]), said)
+    return Exclusion(",".join([*([own] if own else []), nodelist.compress(sorted(excluded_hosts))]), notes)
 
 
 def _hosts(text: str) -> list[str]:
-    """Of an option's value; none where it is empty, a file's name or nothing that we can read: sbatch will say."""
+    """Return the hosts in an option's value; none for a file name or an invalid value, which sbatch reports itself."""
     from hpcinit.slurm import nodelist  # noqa: PLC0415
 
     try:

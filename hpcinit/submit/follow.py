@@ -1,4 +1,4 @@
-"""Follow a run to its end: state, progress, rank 0's output, and at a failure the first cause; of a sweep its tasks."""
+"""Follow a run to its end: print state, progress, rank 0's output, and the first cause of a failure."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from hpcinit.records import run_folder
 from hpcinit.slurm import reasons
 from hpcinit.why import why_command
 
-LOOK_S = 0.2  # at what is on the disk; Slurm is asked more rarely
+LOOK_S = 0.2  # between two reads of the run folder; Slurm is queried less often
 
 
 def follow(path: Path) -> int:
-    """Until the run is over, then its exit status. Ctrl-C gives up waiting, the job goes on (130)."""
+    """Wait until the run is over and return its exit status. Ctrl-C stops waiting, not the job, and returns 130."""
     console = Console(highlight=False, soft_wrap=True)
     run = shlex.quote(str(path))
     try:
         end = _watch(path, console)
     except KeyboardInterrupt:
-        console.print(f"\nno longer waiting; the job goes on. See it:  hpcinit status {run}", markup=False)
-        console.print(f"watch it:  hpcinit logs -f {run}    end it:  hpcinit cancel {run}", markup=False)
+        console.print(f"\nstopped waiting; the job is still running. Check it:  hpcinit status {run}", markup=False)
+        console.print(f"watch it:  hpcinit logs -f {run}    cancel it:  hpcinit cancel {run}", markup=False)
         return INTERRUPTED
     status = exit_status(end)
     _report(path, end, status, console)
@@ -39,7 +39,7 @@ def follow(path: Path) -> int:
 
 def _watch(path: Path, console: Console) -> state.State:
     tail = logs.Tail(logs.of_rank(path, 0))
-    began, poll, shown = time.monotonic(), Poll(path), ""
+    started, poll, shown = time.monotonic(), Poll(path), ""
     with console.status("") as line:
         while True:
             over, now = poll.ask(), poll.now
@@ -49,7 +49,7 @@ def _watch(path: Path, console: Console) -> state.State:
                 if rest := tail.rest():
                     console.print(_shown(rest, console))
                 return now
-            passed = time.monotonic() - began
+            passed = time.monotonic() - started
             about = f"{now.name} {now.reason}".strip()
             if about != shown and not console.is_terminal:
                 console.print(f"[{passed:.0f} s] {about}", markup=False)
@@ -61,7 +61,7 @@ def _watch(path: Path, console: Console) -> state.State:
 
 
 def _shown(line: str, console: Console) -> Text:
-    """A line of a log, as `hpcinit logs` prints it."""
+    """Return a line of a log as `hpcinit logs` prints it."""
     shown = logs.Source().shown(line, as_json=False, to_terminal=console.is_terminal)
     return Text.from_ansi(shown) if console.is_terminal else Text(shown)
 
@@ -71,7 +71,7 @@ def _report(path: Path, end: state.State, status: int, console: Console) -> None
         console.print(plain(f"COMPLETED  {progress.line(path)}".rstrip()), markup=False)
         again = f"{'bash' if end.engine == 'local' else 'sbatch'} {_script(path, end)}"
         console.print(f"logs of all ranks:  hpcinit logs --all {shlex.quote(str(path))}", markup=False)
-        console.print(f"run it again by hand:  {again}", markup=False)
+        console.print(f"run it again manually:  {again}", markup=False)
         return
     console.print(f"{end.name} {end.reason}".rstrip() + f", exit status {status}", markup=False)
     for text in why_command.lines(path, why_command.explain_run(path, end)):
@@ -79,23 +79,23 @@ def _report(path: Path, end: state.State, status: int, console: Console) -> None
 
 
 def _script(path: Path, end: state.State) -> str:
-    """The script as the words of a command; of a task, the sweep's with the task's index."""
+    """Return the arguments that start the script again: for a task, the sweep's script with the task's index."""
     own = path / run_folder.SCRIPT
     if own.exists():
         return shlex.quote(str(own))
-    words = state.submission(path)["command"]
-    return f"--array={end.job_id.partition('_')[2]} {shlex.quote(words[-1])}"
+    command = state.submission(path)["command"]
+    return f"--array={end.job_id.partition('_')[2]} {shlex.quote(command[-1])}"
 
 
 def follow_sweep(path: Path) -> int:
-    """Until all tasks of a sweep are over, then the highest of their exit statuses. Ctrl-C gives up waiting (130)."""
+    """Wait until all tasks of a sweep are over and return their highest exit status. Ctrl-C stops waiting: 130."""
     console = Console(highlight=False, soft_wrap=True)
     run = shlex.quote(str(path))
     try:
         tasks = _watch_tasks(path, console)
     except KeyboardInterrupt:
-        console.print(f"\nno longer waiting; the jobs go on. See them:  hpcinit status {run}", markup=False)
-        console.print(f"end them:  hpcinit cancel {run}", markup=False)
+        console.print(f"\nstopped waiting; the jobs are still running. Check them:  hpcinit status {run}", markup=False)
+        console.print(f"cancel them:  hpcinit cancel {run}", markup=False)
         return INTERRUPTED
     bad = [task.number for task in tasks if task.status]
     console.print(find_runs.count_states(tasks), markup=False)
@@ -105,19 +105,19 @@ def follow_sweep(path: Path) -> int:
 
 
 def _watch_tasks(path: Path, console: Console) -> list[find_runs.Task]:
-    told: set[int] = set()
-    began, polls, shown = time.monotonic(), Polls([path]), ""
+    reported: set[int] = set()
+    started, polls, shown = time.monotonic(), Polls([path]), ""
     with console.status("") as line:
         while True:
             over = polls.ask()
             tasks = [task for task in polls.now[0].tasks if task.state.name != find_runs.NOT_SUBMITTED]
             for task in tasks:
-                if task.state.over and task.status and task.number not in told:
-                    told.add(task.number)
+                if task.state.over and task.status and task.number not in reported:
+                    reported.add(task.number)
                     console.print(f"task {task.number}  {task.combination}: {_end(task)}", markup=False)
             if over:
                 return tasks
-            passed, about = time.monotonic() - began, find_runs.count_states(tasks)
+            passed, about = time.monotonic() - started, find_runs.count_states(tasks)
             if about != shown and not console.is_terminal:
                 console.print(f"[{passed:.0f} s] {about}", markup=False)
             shown = about

@@ -1,4 +1,4 @@
-"""The environment that a submission passes on: the user's, without another job's variables and without secrets."""
+"""Build the environment that a submission passes on: the user's, without another job's variables and secrets."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hpcinit.slurm import slurm_client
 from hpcinit.submit import code_snapshot
 
 # SBATCH_* beats #SBATCH lines; SLURM_* of a surrounding job binds the new one's steps to the wrong cores
-# (https://github.com/goodfire-ai/spd/issues/955) or memory; the others make a rank believe in another world.
-# Held against sbatch(1) and srun(1), INPUT ENVIRONMENT VARIABLES: tests/submit/test_environment.py.
+# (https://github.com/goodfire-ai/spd/issues/955) or memory; the others describe another job's ranks.
+# tests/submit/test_environment.py compares the list with sbatch(1) and srun(1), INPUT ENVIRONMENT VARIABLES.
 FOREIGN = (
-    "HPCINIT_NONCE",  # of the script that this shell runs in
+    "HPCINIT_NONCE",  # set by the batch script around this shell
     "SBATCH_",
     "SLURM_",
     "SLURMD_",
@@ -37,7 +37,7 @@ FOREIGN = (
     "HOROVOD_",
     "HYDI_",
     "MPI_LOCAL",
-    # What MVAPICH's and Intel MPI's launchers set for a rank; MV2_* and I_MPI_* that tune stay, as NCCL_* does.
+    # The launchers of MVAPICH and Intel MPI set these for a rank. Other MV2_* and I_MPI_* are tuning options and stay.
     "MV2_COMM_WORLD_",
     "I_MPI_PIN_INFO",
     "TORCHELASTIC_",
@@ -61,7 +61,7 @@ RANKS = {
     "MASTER_ADDR",
     "MASTER_PORT",
 }
-# Numbers of the GPUs of this machine or of the surrounding job. Slurm sets them anew only in a job that asks for GPUs.
+# GPU numbers of this machine or of the surrounding job. Slurm replaces them only in a job that requests GPUs.
 DEVICES = {
     "CUDA_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES",
@@ -69,10 +69,10 @@ DEVICES = {
     "GPU_DEVICE_ORDINAL",
     "ZE_AFFINITY_MASK",
 }
-# How clients find Slurm at all: without SLURM_CONF, sbatch looks in DNS
+# Clients need these to find Slurm: without SLURM_CONF, sbatch looks in DNS
 # (https://github.com/facebookincubator/submitit/issues/1814).
 KEPT = {"SLURM_CONF", "SLURM_JWT", "SLURM_CONF_SERVER"}
-# What people set on purpose in a profile, and the key that says the same.
+# Variables that people set on purpose in a profile, and the equivalent keys.
 INSTEAD = {
     "SBATCH_ACCOUNT": "account",
     "SBATCH_PARTITION": "partition",
@@ -84,31 +84,31 @@ INSTEAD = {
 
 @dataclass(frozen=True)
 class DroppedVariables:
-    """Sorted names of what does not reach the job. instead: overrides that say what some of them said."""
+    """Sorted names of the variables that are not passed on. instead: the equivalent overrides of some of them."""
 
     foreign: Sequence[str] = ()
     secrets: Sequence[str] = ()
     instead: Sequence[str] = ()
 
     def __str__(self) -> str:
-        """One line for the user; '' if nothing was dropped."""
+        """Return one line for the user, or '' if nothing was dropped."""
         parts = [", ".join([*self.foreign, *self.secrets])]
         if self.instead:
-            parts.append(f"meant for this job? {' '.join(self.instead)}")
+            parts.append(f"if they are meant for this job, use {' '.join(self.instead)}")
         if self.secrets:
             name = self.secrets[0]
             parts.append(
                 f"{name} looks like a secret, and Slurm stores a job's environment: put it in a file with mode 0600 "
-                f"and name it: '+secrets.{name}=FILE'; if it is none: 'secret_names=[-{name}]'"
+                f"and pass '+secrets.{name}=FILE'; if it is not a secret: 'secret_names=[-{name}]'"
             )
         return "; ".join(parts) if parts[0] else ""
 
 
 def clean_environment(env: Mapping[str, str], devices: bool = False) -> tuple[dict[str, str], list[str]]:
-    """Return `env` without variables of other jobs, and the sorted names of what was dropped.
+    """Return `env` without variables of other jobs, and the sorted names of the dropped variables.
 
-    devices: those that number GPUs too. How the user likes squeue's output is dropped without a name: the batch script
-    asks squeue and sinfo, too.
+    devices: also drop the variables that number GPUs. Options for squeue's output format are dropped without a report,
+    because the batch script calls squeue and sinfo as well.
     """
     others = RANKS | (DEVICES if devices else set())
     dropped = sorted(k for k in env if k not in KEPT and (k in others or k.startswith(FOREIGN)))
@@ -118,26 +118,26 @@ def clean_environment(env: Mapping[str, str], devices: bool = False) -> tuple[di
 def job_environment(
     env: Mapping[str, str], secrets: Mapping[str, str], patterns: Sequence[str], devices: bool
 ) -> tuple[dict[str, str], DroppedVariables]:
-    """What sbatch is started with: without other jobs' variables and without secrets.
+    """Return the environment of sbatch, and what was dropped: other jobs' variables and secrets.
 
-    secrets: those that the job reads from files itself. patterns: further names of secrets.
+    secrets: the job reads these from files itself. patterns: further names of secrets.
     """
     kept, foreign = clean_environment(env, devices)
-    found = sorted(k for k in kept if k in secrets or (k not in KEPT and secret_names.held(k, env[k], patterns)))
+    found = sorted(k for k in kept if k in secrets or (k not in KEPT and secret_names.is_secret(k, env[k], patterns)))
     instead = [f"{key}={env[name]}" for name, key in INSTEAD.items() if name in foreign]
     kept = {k: v for k, v in kept.items() if k not in found}
     return kept, DroppedVariables(foreign, [k for k in found if k not in secrets], instead)
 
 
-# The Spec of a run with its paths, and where it runs.
+# The Spec of a run, with its paths.
 
 
 def make_spec(
     config: Config, workdir: Path, code: code_snapshot.SnapshotPlan | None = None, path: Path | None = None
 ) -> Spec:
-    """Return what the job needs of a config that has passed its checks.
+    """Return the job's part of a config that has passed its checks.
 
-    code: with a snapshot, from which the run in the folder `path` runs.
+    code: the snapshot, if any, from which the run in the folder `path` runs.
     """
     target = getattr(config.job, job_spec.program_kind(config))
     if code and path:

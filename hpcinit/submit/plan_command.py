@@ -1,6 +1,6 @@
-"""`hpcinit plan cluster=x nodes=8 parallel=zero3 model.params=7e9`: memory per rank, and whether it fits.
+"""`hpcinit plan cluster=x nodes=8 parallel=zero3 model.params=7e9`: estimate the memory per rank.
 
-Exit status: 0 if it fits, 1 if it does not, 2 for a wrong request or where the cluster's GPU memory is not known.
+Exit status: 0 if it fits, 1 if it does not, 2 for a wrong request or if the cluster file has no GPU memory.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from rich.table import Table
 
 from hpcinit.base import console
 from hpcinit.base.errors import ConfigError, RequestError
-from hpcinit.config import checks, compose, job_spec
-from hpcinit.config.compose import Request
+from hpcinit.config import checks, compose, job_spec, resources
+from hpcinit.config.request import Request
 from hpcinit.config.schema import Config
 from hpcinit.records import memory, wrappers
 from hpcinit.records.layout import Layout
 from hpcinit.records.memory import BYTES, Demand, Part, Zero
 
-# What a rank's activations take, for a transformer.
+# Activation memory per rank, for a transformer.
 #
 # Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models (arXiv:2205.05198), section 4,
-# in 16 bit: s tokens, b samples, h hidden, a heads, t tensor parallel ranks. A layer takes s*b*h*(10 + 24/t +
-# 5*a*s/(h*t)) bytes (equation 2; 34 + 5*a*s/h with t = 1). The last term is the scores of attention, which flash
-# attention does not keep. Full checkpointing keeps a layer's input, 2*s*b*h, and the whole of the layer at work.
+# in 16 bit: s tokens, b samples, h hidden, a heads, t tensor parallel ranks. A layer needs s*b*h*(10 + 24/t +
+# 5*a*s/(h*t)) bytes (equation 2; 34 + 5*a*s/h with t = 1). The last term is the attention scores, which flash
+# attention does not keep. Full checkpointing keeps each layer's input, 2*s*b*h, and all of the current layer.
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """heads: None with flash attention, whose scores are never whole. micro: samples of a forward pass."""
+    """heads: None with flash attention, which never stores the scores. micro: samples of a forward pass."""
 
     layers: int
     hidden: int
@@ -45,10 +45,10 @@ class Transformer:
 
 
 def activation_memory(model: Transformer, layout: Layout, param: str, checkpointing: bool) -> int:
-    """Bytes on one rank, without embedding and logits.
+    """Return the bytes on one rank, without embedding and logits.
 
-    cp divides the sequence. With pp the first stage has as many micro batches under way as there are stages (1F1B), so
-    all layers count. In fp32 twice as much: the formula's few masks of a byte are counted with the rest.
+    cp divides the sequence. With pp (1F1B) the first stage keeps one micro batch per stage, so all layers count. fp32
+    doubles the result, including the few one-byte masks.
     """
     samples = model.sequence // layout.cp * model.micro * model.hidden  # s*b*h
     scores = 5 * model.heads * model.sequence / (model.hidden * layout.tp) if model.heads else 0
@@ -57,12 +57,12 @@ def activation_memory(model: Transformer, layout: Layout, param: str, checkpoint
     return int(kept * BYTES[param] / 2)
 
 
-# From a config to what its ranks will hold, beside what its cluster has.
+# The estimate for a config, compared with the memory of its cluster.
 
 GB = 10**9
-# An assumption: CUDA's context and NCCL's buffers take one to two GB, and torch's allocator loses some to fragments.
+# An assumption: CUDA's context and NCCL's buffers need one to two GB, and torch's allocator loses some to fragments.
 CONTEXT, FRAGMENTS = 2 * GB, 0.05
-# Keys of zero_optimization in the user's own ds_config that memory depends on.
+# Keys of zero_optimization in the user's ds_config that affect memory.
 SIZES = {
     "reduce_bucket_size": "reduce_bucket",
     "stage3_max_live_parameters": "live",
@@ -73,9 +73,9 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """totals: bytes of a rank's GPU, of a node's CPU and NVMe. limits: what there is of each, where known.
+    """totals: bytes on a rank's GPU, and on a node's CPU and NVMe. limits: the available bytes, as far as known.
 
-    fits: None where what has to be known is not, as why_unknown says. unknown: what is not counted, one line each.
+    fits: None if a limit is missing, see why_unknown. unknown: one line for each part that is not counted.
     """
 
     parts: Sequence[Part]
@@ -86,7 +86,7 @@ class Estimate:
 
     @property
     def margin(self) -> float:
-        """Bytes of a GPU that are not for the model."""
+        """The bytes of a GPU that the model cannot use."""
         limit = self.limits.get(memory.GPU)
         return 0 if limit is None else CONTEXT + FRAGMENTS * limit
 
@@ -99,34 +99,34 @@ class Estimate:
 
     @property
     def why_unknown(self) -> str:
-        return "cluster.gpu_mem_gb is not set: give the memory of a GPU of this cluster"
+        return "cluster.gpu_mem_gb is not set: set it to the memory of a GPU of this cluster"
 
 
 def estimate_memory(config: Config) -> Estimate:
-    """Raises RequestError for what cannot be estimated."""
+    """Return the memory that a config needs. Raise RequestError if it cannot be estimated."""
     demand = demand_of(config)
     wrapper, unknown = wrappers.get(demand.wrap), []
     parts = [*wrapper.memory(demand)]
     if found := _activations(config, demand.layout):
         parts.append(found)
     else:
-        unknown.append(f"activations: give {', '.join(_missing(config))}")
+        unknown.append(f"activations: set {', '.join(_missing(config))}")
     unknown.extend(wrapper.not_counted(demand))
     if demand.layout.ep > 1:
-        unknown.append("ep: every parameter counts as one that all ranks share, so experts take less than said")
+        unknown.append("ep: every parameter counts as shared by all ranks, so experts need less than shown")
     per_node = checks.ranks_per_node(config)
     totals = {place: memory.total(parts, place) for place in (memory.GPU, memory.CPU, memory.NVME)}
     totals = {place: size if place == memory.GPU else size * per_node for place, size in totals.items()}
-    limits = {memory.GPU: config.cluster.gpu_mem_gb, memory.CPU: config.mem_gb or None}
+    limits = {memory.GPU: config.cluster.gpu_mem_gb, memory.CPU: resources.mem_gb(config) or None}
     if totals[memory.CPU] and limits[memory.CPU] is None:
-        unknown.append("whether the node's memory holds it: give mem_gb")
+        unknown.append("whether the node's memory is enough: set mem_gb")
     if totals[memory.NVME]:
-        unknown.append(f"whether {config.deepspeed.nvme_path or 'deepspeed.nvme_path'} has room for it on every node")
+        unknown.append(f"whether {config.deepspeed.nvme_path or 'deepspeed.nvme_path'} has enough space on every node")
     return Estimate(parts, totals, {k: v * GB for k, v in limits.items() if v is not None}, per_node, unknown)
 
 
 def demand_of(config: Config) -> Demand:
-    """Raises RequestError."""
+    """Return the part of a config that determines its memory. Raise RequestError."""
     if config.model.params is None:
         raise RequestError("model.params is not set, expected the number of parameters, as in model.params=7e9")
     per_node = checks.ranks_per_node(config)
@@ -171,18 +171,21 @@ def _activations(config: Config, layout: Layout) -> Part | None:
     return Part("activations", size, how, during=memory.PASS)
 
 
-# What would make a request fit: each change is tried, and what is named has been computed to fit.
+# Advice for a request that does not fit: each proposed change was estimated and fits.
 
-MOST_NODES = 4096  # beyond it no advice
+MOST_NODES = 4096  # more nodes are not proposed
 
 
 def remedies(config: Config) -> list[str]:
-    """'deepspeed.zero_stage=3: GPU 40.2 GB', a line for each change that fits alone; the fewest nodes."""
-    found = [said for changes in _changes(config) if (said := _tried(config, changes))]
+    """Return a line for each single change that fits, such as 'deepspeed.zero_stage=3: GPU 40.2 GB'.
+
+    The last line has the smallest number of nodes that fits.
+    """
+    found = [line for changes in _changes(config) if (line := _try(config, changes))]
     nodes = config.nodes * 2
     while nodes <= MOST_NODES:
-        if said := _tried(config, {"nodes": nodes}):
-            return [*found, said]
+        if line := _try(config, {"nodes": nodes}):
+            return [*found, line]
         nodes *= 2
     return found
 
@@ -201,7 +204,7 @@ def _changes(config: Config) -> Iterator[Mapping[str, Any]]:
             yield {"parallel.tp": tp}
 
 
-def _tried(config: Config, changes: Mapping[str, Any]) -> str | None:
+def _try(config: Config, changes: Mapping[str, Any]) -> str | None:
     changed = copy.deepcopy(config)
     for key, value in changes.items():
         *groups, last = key.split(".")
@@ -212,13 +215,13 @@ def _tried(config: Config, changes: Mapping[str, Any]) -> str | None:
     different = {key: value for key, value in changes.items() if value != _get(config, key)}
     try:
         found = estimate_memory(changed)
-    except RequestError:  # a layout or batch that is none
+    except RequestError:  # an impossible layout or batch
         return None
     if not found.fits or not different:
         return None
-    cpu = f", CPU {found.totals[memory.CPU] / GB:.1f} GB a node" if found.totals[memory.CPU] else ""
-    words = " ".join(f"{key}={value}" for key, value in different.items())
-    return f"{words}: GPU {found.totals[memory.GPU] / GB:.1f} GB{cpu}"
+    cpu = f", CPU {found.totals[memory.CPU] / GB:.1f} GB per node" if found.totals[memory.CPU] else ""
+    overrides = " ".join(f"{key}={value}" for key, value in different.items())
+    return f"{overrides}: GPU {found.totals[memory.GPU] / GB:.1f} GB{cpu}"
 
 
 def _get(config: Config, key: str) -> object:
@@ -239,7 +242,7 @@ def parser() -> argparse.ArgumentParser:
         prog="hpcinit plan",
         usage="hpcinit plan [KEY=VALUE ...] [--json] [-q | -v]",
         description=__doc__,
-        epilog="KEY=VALUE and flags such as --multirun as for hpcinit submit, whose --help shows every key.",
+        epilog="KEY=VALUE and flags such as --multirun are those of hpcinit submit; its --help shows every key.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -247,36 +250,36 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """argv: as for `hpcinit submit`, and --json. Raises RequestError."""
+    """Run `hpcinit plan`. argv: as for `hpcinit submit`, and --json. Raise RequestError."""
     if "--" in argv:
-        raise RequestError("-- and a program: plan runs none, leave it out; hpcinit submit takes it")
-    options, words = console.parse_known_arguments(parser(), list(argv))
-    return compose.main(words, _check, lambda requests: _show_all(requests, options.json))
+        raise RequestError("plan got -- and a program, but it runs none: remove them, or use hpcinit submit")
+    options, arguments = console.parse_known_arguments(parser(), list(argv))
+    return compose.main(arguments, _check, lambda requests: _show_all(requests, options.json))
 
 
 def _check(request: Request) -> None:
     if problems := checks.problems(request.config, to_submit=False):
         raise ConfigError(*problems)
-    estimate_memory(request.config)  # all of a sweep before the first table
+    estimate_memory(request.config)  # an error must appear before the first table of a sweep
 
 
 def _show_all(requests: Sequence[Request], as_json: bool) -> int:
     status = 0
     for request in requests:
         found = estimate_memory(request.config)
-        ways = remedies(request.config) if found.fits is False else []
+        advice = remedies(request.config) if found.fits is False else []
         if as_json:
-            print(json.dumps({"combination": request.combination, **_document(request.config, found, ways)}))
+            print(json.dumps({"combination": request.combination, **_document(request.config, found, advice)}))
         elif console.quiet():
             print(verdict(found))
         else:
-            _show(request, found, ways)
+            _show(request, found, advice)
         status = max(status, STATUS[found.fits])
     return status
 
 
 def equations(config: Config) -> list[str]:
-    """How the ranks are divided, and the batch. Raises RequestError."""
+    """Return the equations of the layout and of the batch. Raise RequestError."""
     per_node = checks.ranks_per_node(config)
     world_size = config.nodes * per_node
     layout = job_spec.layout(config).over(world_size, per_node)
@@ -284,11 +287,11 @@ def equations(config: Config) -> list[str]:
     batch = job_spec.samples(config).over(layout.dp_replicate * layout.dp_shard)
     return [
         f"nodes {config.nodes} x ranks per node {per_node} = {world_size} ranks = {product}",
-        f"{batch.equation()} samples a step",
+        f"{batch.equation()} samples per step",
     ]
 
 
-def _document(config: Config, found: Estimate, ways: Sequence[str]) -> dict[str, Any]:
+def _document(config: Config, found: Estimate, advice: Sequence[str]) -> dict[str, Any]:
     return {
         "equations": equations(config),
         "parts": [vars(part) for part in found.parts],
@@ -297,11 +300,11 @@ def _document(config: Config, found: Estimate, ways: Sequence[str]) -> dict[str,
         "margin": found.margin,
         "verdict": VERDICTS[found.fits],
         "unknown": found.unknown,
-        "would_fit": list(ways),
+        "would_fit": list(advice),
     }
 
 
-def _show(request: Request, found: Estimate, ways: Sequence[str]) -> None:
+def _show(request: Request, found: Estimate, advice: Sequence[str]) -> None:
     out = Console(highlight=False, soft_wrap=True)
     for line in [request.combination, *equations(request.config)]:
         if line:
@@ -311,9 +314,11 @@ def _show(request: Request, found: Estimate, ways: Sequence[str]) -> None:
     for line in found.unknown:
         out.print(f"not counted: {line}", markup=False)
     if found.fits is False:
-        out.print("would fit, one change at a time:" if ways else "no single change that we tried makes it fit")
-    for way in ways:
-        out.print(f"  {way}", markup=False)
+        out.print(
+            "each of these changes makes it fit:" if advice else "none of the single changes we tried makes it fit"
+        )
+    for line in advice:
+        out.print(f"  {line}", markup=False)
 
 
 def _table(found: Estimate) -> Table:
@@ -333,8 +338,8 @@ def _table(found: Estimate) -> Table:
 
 
 def verdict(found: Estimate) -> str:
-    """'does not fit: GPU, per rank needs 112.0 GB of 74.0 GB (80 GB - 6.0 GB for ...)'"""
-    said = []
+    """Return 'does not fit: GPU, per rank needs 112.0 GB of 74.0 GB (80 GB - 6.0 GB for ...)'."""
+    parts = []
     for place, title in PLACES.items():
         limit, needs = found.limits.get(place), found.totals[place]
         if limit is None:
@@ -344,10 +349,10 @@ def verdict(found: Estimate) -> str:
             f"{math.floor(100 * FRAGMENTS)} % + {CONTEXT / GB:.0f} GB, an assumption)"
         )
         usable = limit - (found.margin if place == memory.GPU else 0)
-        said.append(
+        parts.append(
             f"{title} needs {needs / GB:.1f} GB of {usable / GB:.1f} GB" + (margin if place == memory.GPU else "")
         )
     if found.fits is None:
-        said.append(found.why_unknown)
-    counted = " as far as it is counted" if found.fits and found.unknown else ""
-    return f"{VERDICTS[found.fits]}{counted}: {'; '.join(said)}"
+        parts.append(found.why_unknown)
+    counted = " (counted parts only)" if found.fits and found.unknown else ""
+    return f"{VERDICTS[found.fits]}{counted}: {'; '.join(parts)}"

@@ -1,4 +1,4 @@
-"""What a run was made of (versions, git commit, command line), written at submission and read again."""
+"""Write and read a run's provenance: versions, git commit, command line."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ import yaml
 from hpcinit.base import console, versions
 from hpcinit.base.errors import RequestError
 from hpcinit.config import compose, keys
-from hpcinit.config.compose import Prepare, Request, Task
+from hpcinit.config.request import Prepare, Request, Task
 from hpcinit.records import run_folder
 
 PACKAGES = ("hpcinit", "hydra-core", "omegaconf", "submitit", "torch", "deepspeed", "numpy")
 
 
 class Provenance:
-    """Starts git at once and reads its answer when it is needed: a second process costs no waiting."""
+    """The provenance of a submission. git starts at once and its output is read later, which saves time."""
 
     def __init__(self, workdir: Path, argv: Sequence[str]) -> None:
-        self._argv = list(argv)
+        self.argv = list(argv)
         self._workdir = workdir
         command = ["git", "-C", str(workdir), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         self._started = console.started(command)
@@ -37,13 +37,14 @@ class Provenance:
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
                 errors="replace",
             )  # fmt: skip
-        except OSError:  # no git, or none that we may run
+        except OSError:  # no git, or no permission to run it
             self._git = None
 
     def to_json(self, snapshot: Mapping[str, Any] | None = None) -> str:
-        """{command, workdir, git_commit (null: no repository; '-dirty': uncommitted changes), versions, host}.
+        """Return {command, workdir, git_commit, versions, host} as JSON.
 
-        snapshot: what is said of the copy that the run runs from, if there is one.
+        git_commit: null without a repository, '-dirty' at the end with uncommitted changes. snapshot: the record of the
+        code snapshot, if the run has one.
         """
         commit = ""
         if self._git is not None:
@@ -53,7 +54,7 @@ class Provenance:
             except subprocess.TimeoutExpired:
                 self._git.kill()
         document = {
-            "command": self._argv,
+            "command": self.argv,
             "workdir": str(self._workdir),
             "git_commit": commit or None,
             "python": platform.python_version(),
@@ -65,47 +66,50 @@ class Provenance:
 
 
 def _versions() -> dict[str, str]:
-    """Those of PACKAGES that are installed. By the names of folders: to parse metadata is 5 % of a submission."""
+    """Return the versions of the installed PACKAGES, from folder names: parsing metadata takes 5 % of a submission."""
     found = versions.by_folder(tuple(sys.path))
     return {name: found[name] for name in PACKAGES if name in found}
 
 
-# A run's own config.yaml as a request once more, with overrides; through Hydra, as every request.
+# Turn a run's config.yaml into a request again, with overrides, through Hydra.
 
 
 def read_recorded(run: Path) -> dict[str, Any]:
-    """The run's config as plain containers. Raises RequestError."""
+    """Return the run's config as plain containers. Raise RequestError."""
     try:
         document = yaml.safe_load((run / run_folder.CONFIG).read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
-        said = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        raise RequestError(f"{run / run_folder.CONFIG} cannot be read: {said}; expected the config of a run") from None
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise RequestError(f"cannot read {run / run_folder.CONFIG}: {reason}; expected the config of a run") from None
     if not isinstance(document, dict):
-        raise RequestError(f"{run / run_folder.CONFIG} holds no config; was it edited?")
+        raise RequestError(f"{run / run_folder.CONFIG} does not contain a config; was it edited?")
     return document
 
 
 def recorded_provenance(run: Path) -> dict[str, Any]:
-    """What is known of where the run was submitted. Raises RequestError."""
+    """Return the run's provenance.json. Raise RequestError."""
     try:
         document: dict[str, Any] = json.loads((run / run_folder.PROVENANCE).read_text())
     except (OSError, ValueError) as error:
-        raise RequestError(f"{run / run_folder.PROVENANCE} cannot be read: {error}; submit anew instead") from None
+        raise RequestError(
+            f"cannot read {run / run_folder.PROVENANCE}: {error}; submit with hpcinit submit instead"
+        ) from None
     return document
 
 
 def recorded_request(document: dict[str, Any], overrides: Sequence[str], prepare: Prepare, task: Task) -> int:
-    """compose.main for a config that is resolved already. Raises RequestError for an override that chooses a file."""
-    for word in overrides:
-        key = word.lstrip("+").partition("=")[0]
+    """Run compose.main with a config that is already composed. Raise RequestError if an override selects a file."""
+    for override in overrides:
+        key = override.lstrip("+").partition("=")[0]
         if keys.is_group(key):
             raise RequestError(
-                f"{word}: chooses a file, and a run's config is one that has been put together already; give the keys "
-                f"that are to differ, as in {key}.NAME=VALUE, or submit anew"
+                f"{override} selects a config file, but the config of a run is already composed; set single keys, as "
+                f"in {key}.NAME=VALUE, or submit a new run with hpcinit submit"
             )
-    own, others = _divided(document)
-    # What stood behind -- never went through Hydra, and may hold anything, `${` too.
-    kept = {} if any(word.startswith("job.args") for word in overrides) else {"args": list(document["job"]["args"])}
+    own, others = _split_keys(document)
+    # The arguments after -- never went through Hydra and may contain anything, even `${`.
+    changed = any(override.startswith("job.args") for override in overrides)
+    kept = {} if changed else {"args": list(document["job"]["args"])}
     own["job"] = {**document["job"], **({"args": []} if kept else {})}
 
     def prepared(request: Request) -> None:
@@ -121,18 +125,18 @@ def recorded_request(document: dict[str, Any], overrides: Sequence[str], prepare
         return compose.main(line, prepared, task)
 
 
-def _divided(document: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The keys of the schema, and words that add the user's own."""
+def _split_keys(document: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the keys of the schema, and overrides that add the user's own keys."""
     own = {key: value for key, value in document.items() if keys.kind(key) is not None}
-    return own, [f"+{key}={_word(value)}" for key, value in document.items() if key not in own]
+    return own, [f"+{key}={_as_override(value)}" for key, value in document.items() if key not in own]
 
 
-def _word(value: Any) -> str:
-    """A value in the words of Hydra's command line."""
+def _as_override(value: Any) -> str:
+    """Return a value in the syntax of Hydra's command line."""
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_word(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_as_override(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(map(_word, value)) + "]"
+        return "[" + ",".join(map(_as_override, value)) + "]"
     if isinstance(value, str):
         return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
     return json.dumps(value)

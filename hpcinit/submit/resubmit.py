@@ -1,4 +1,4 @@
-"""`hpcinit resubmit RUN [key=value ...]`: the same request once more, in a new run folder."""
+"""`hpcinit resubmit RUN [key=value ...] [-- train.py ...]`: submit the same request again, in a new run folder."""
 
 from __future__ import annotations
 
@@ -14,55 +14,68 @@ from typing import Any
 from hpcinit.base import console, safe_files
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import expanded
-from hpcinit.config.compose import Prepare, Request
+from hpcinit.config.request import Prepare, Request
 from hpcinit.observe import find_runs, state
 from hpcinit.records import run_folder
-from hpcinit.submit import provenance, submit_command, transaction
+from hpcinit.submit import program_arguments, provenance, submit_command, transaction
 
-# Of the earlier submission only: a job that was waited for is over, and who asks for one more does not ask for none.
-RESET: dict[str, Any] = {"after": None, "after_ok": None, "again": False, "dry_run": False}
+# Keys that apply to the first submission only: the job it waited for is over, and a resubmission is not a dry run.
+RESET: dict[str, Any] = {"dependency": None, "again": False, "dry_run": False}
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hpcinit resubmit", description="Submit the request of a run once more.")
+    parser = argparse.ArgumentParser(
+        prog="hpcinit resubmit",
+        usage="hpcinit resubmit [options] RUN [key=value ...] [-- PROGRAM ARGUMENTS ...]",
+        description="Submit the request of a run again, in a new run folder. A program after -- replaces the old "
+        "program and its arguments.",
+    )
     parser.add_argument("run", help="run folder, its name, or a job id")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="what is to differ")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change")
     find_runs.add_runs_dir(parser)
     parser.add_argument(
-        "--fresh-code", action="store_true", help="of a run with snapshot=git: the checkout as it is now, not as it was"
+        "--fresh-code", action="store_true", help="with snapshot=git: use the current checkout, not the old snapshot"
     )
     return console.add_verbosity_options(parser, "one JSON object per job, for programs")
 
 
 def main(argv: Sequence[str]) -> int:
-    options = console.parse_arguments(parser(), list(argv), intermixed=True)
+    arguments, program = submit_command.split_program(argv, "hpcinit resubmit RUN")
+    options = console.parse_arguments(parser(), arguments, intermixed=True)
     run = find_runs.find_run(options.run, options.runs_dir).absolute()
     if foreign := safe_files.path_ownership_problems(
-        run, f"look at it with hpcinit render {shlex.quote(str(run))}, and submit your own"
+        run, f"read it with hpcinit render {shlex.quote(str(run))}, and submit your own"
     ):
         raise RequestError(foreign)
-    said = ["hpcinit", "resubmit", *argv]
+    command = ["hpcinit", "resubmit", *argv]
     if (run / run_folder.SWEEP).is_file():
-        return submit_command.submit_all(_failed(run, options.overrides), said, as_json=options.json)
-    _refuse_what_goes_on(run, options.overrides)
+        if program:
+            raise RequestError(
+                f"{run.name} is a sweep, and a program after -- would make its tasks identical: resubmit one task, as "
+                f"in: hpcinit resubmit {shlex.quote(f'{options.run}/0')} -- {shlex.join(program)}"
+            )
+        return submit_command.submit_all(_failed(run, options.overrides), command, as_json=options.json)
+    _refuse_unfinished(run, options.overrides)
     document = provenance.read_recorded(run)
-    dropped = [key for key in ("after", "after_ok") if document.get(key)]
+    dropped = document.get("dependency")
     document |= RESET
     _go_where_it_was_submitted(run, document, options.fresh_code)
-    if dropped and not any(word.startswith(f"{key}=") for word in options.overrides for key in dropped):
-        console.message(f"{' and '.join(dropped)} of {run.name} is left out; give it again to wait")
+    if dropped and not any(override.startswith("dependency=") for override in options.overrides):
+        console.message(f"dependency={dropped} of {run.name} is not used again; give it again to wait for a job")
 
     def check(request: Request) -> None:
+        if program:
+            submit_command.set_program(program, request, program_arguments.given_keys(options.overrides))
         transaction.check(request.config, request.document)
 
     def submit_all(requests: Sequence[Request]) -> int:
-        return submit_command.submit_all(requests, said, as_json=options.json)
+        return submit_command.submit_all(requests, command, as_json=options.json)
 
     return provenance.recorded_request(document, options.overrides, check, submit_all)
 
 
 def _failed(run: Path, overrides: Sequence[str]) -> list[Request]:
-    """The requests of a sweep's tasks that have not ended well, numbered anew. Raises RequestError if there is none."""
+    """Return the requests of a sweep's failed tasks, numbered from 0. Raise RequestError if no task failed."""
     requests: list[Request] = []
 
     def keep(combination: str, composed: Sequence[Request]) -> int:
@@ -76,22 +89,22 @@ def _failed(run: Path, overrides: Sequence[str]) -> list[Request]:
         check: Prepare = lambda request: transaction.check(request.config, request.document)  # noqa: E731
         provenance.recorded_request(document, overrides, check, partial(keep, combinations[number]))
     if not requests:
-        raise RequestError(f"{run.name}: no task of this sweep has failed, there is nothing to submit again")
+        raise RequestError(f"no task of the sweep {run.name} has failed, so there is nothing to submit again")
     return requests
 
 
-def _refuse_what_goes_on(run: Path, overrides: Sequence[str]) -> None:
+def _refuse_unfinished(run: Path, overrides: Sequence[str]) -> None:
     now = state.read(run)
     known = not now.over and now.name != "UNKNOWN"
-    if known and not any(word.startswith("again=") for word in overrides):
+    if known and not any(override.startswith("again=") for override in overrides):
         raise RequestError(
-            f"{run.name} is {now.name} as job {now.job_id}: again=true submits it a second time, "
-            f"`hpcinit cancel {shlex.quote(run.name)}` ends the first"
+            f"{run.name} is still {now.name} as job {now.job_id}: to submit it a second time add again=true, to cancel "
+            f"the first: hpcinit cancel {shlex.quote(run.name)}"
         )
 
 
 def _go_where_it_was_submitted(run: Path, document: dict[str, Any], fresh: bool) -> None:
-    """Change into the folder that the request's relative paths begin at, or into the snapshot's copy of it."""
+    """Change into the folder to which the request's relative paths refer, or into the snapshot's copy of it."""
     known, job = provenance.recorded_provenance(run), document["job"]
     place = Path(known["workdir"])
     code = known.get("snapshot")
@@ -102,7 +115,9 @@ def _go_where_it_was_submitted(run: Path, document: dict[str, Any], fresh: bool)
     try:
         os.chdir(place)
     except OSError as error:
-        raise RequestError(f"cannot enter {place}, where {run.name} ran: {error.strerror}; submit anew") from None
+        raise RequestError(
+            f"cannot enter {place}, where {run.name} ran: {error.strerror}; submit a new run with hpcinit submit"
+        ) from None
     if job["workdir"] is not None:
         job["workdir"] = str(place)
     if expanded(document["runs_dir"]).absolute() != run.parent:

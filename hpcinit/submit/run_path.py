@@ -1,4 +1,4 @@
-"""The run folder in the text of a batch script: sbatch and the shell read a path by different rules."""
+"""Write the run folder's path into a batch script: sbatch and the shell read paths by different rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RunPath:
     path: Path
 
     job_id = Raw('"${SLURM_JOB_ID:-$$}"')
-    guard = "in_a_job"  # the block that stops a script that sbatch did not start
+    guard = "in_a_job"  # the block that stops the script unless sbatch started it
     own_env: frozenset[str] = frozenset()  # variables that the job reads from the file env.sh in the run folder
 
     def in_directive(self, name: str) -> str:
@@ -28,7 +28,7 @@ class RunPath:
         return str(self.path / name)
 
     def pattern_in_shell(self, name: str) -> str:
-        """Return the path of the folder `name`, as the beginning of a file name pattern of srun; as in_shell()."""
+        """Return the path of the folder `name` as the first part of srun's file name pattern, quoted as in_shell()."""
         return quoting.pattern(self.in_shell(name))
 
 
@@ -36,15 +36,15 @@ class RunPath:
 class TaskPath(RunPath):
     """The folders of the tasks of a job array. path: the folder of the sweep. Task `base` has index 0 in the array.
 
-    digits: the indices below `base` have so many at most. Task 2017 has index 17 in the array with base 2000 and 3
-    digits, and its folder is '2%3a' to Slurm.
+    digits: of the highest index below `base`. Task 2017 has index 17 in the array with base 2000 and 3 digits, and
+    Slurm writes its folder as '2%3a'.
     """
 
     base: int = 0
     digits: int = 0
     own_env: frozenset[str] = frozenset()
 
-    job_id = Raw('"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"')  # SLURM_JOB_ID of one task is the array's
+    job_id = Raw('"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"')  # one task has the array's own SLURM_JOB_ID
     guard = "in_an_array"
 
     def in_directive(self, name: str) -> str:

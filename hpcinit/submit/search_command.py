@@ -1,4 +1,4 @@
-"""The trials of a search: each batch is submitted as a sweep, waited for, and its results are read."""
+"""Run the trials of a search: submit each batch as a sweep, wait for it, and read its results."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import yaml
 
 from hpcinit.base import console
 from hpcinit.base.errors import INTERRUPTED, Failure, HpcinitError, RequestError
-from hpcinit.config.compose import Ended, Request
+from hpcinit.config.request import Ended, Request
 from hpcinit.observe import state
 from hpcinit.records import results, run_folder
 from hpcinit.records.results import Value
 from hpcinit.submit import folder, job_environment, transaction
-from hpcinit.submit.messages import say
+from hpcinit.submit.messages import print_reliably
 
-LATE_S = 10.0  # for what a compute node has written to show here: a network file system's cache
-FOUND = "optimization_results.yaml"  # by which name Hydra's sweepers leave what they found
+LATE_S = 10.0  # until a compute node's file is visible here, because network file systems cache
+FOUND = "optimization_results.yaml"  # the file with the result of Hydra's sweepers
 TRIALS = "trials.jsonl"  # a line for each trial
 
 
 class Trials:
-    """submit: submits requests and waits for their end; their run folders by number, and an exit status."""
+    """submit: submits requests, waits for them, stores their run folders by number, and returns an exit status."""
 
     def __init__(self, submit: Callable[[Sequence[Request], dict[int, Path]], int], as_json: bool = False) -> None:
         self._submit, self._as_json = submit, as_json
@@ -39,7 +39,7 @@ class Trials:
         config = requests[0].config
         if config.dry_run:
             status = self._submit(requests, {})
-            console.note("# the batches after this one depend on its results")
+            console.note("# later batches depend on the results of this one")
             raise Ended(status)
         if self._folder is None:
             transaction.require_sbatch(config)
@@ -53,44 +53,46 @@ class Trials:
                     self._folder.rmdir()  # nothing was submitted for it
             raise
         if status == INTERRUPTED:
-            print(f"the search ends here, after {self._so_far()}", file=sys.stderr)
+            print(f"the search stopped after {self._so_far()}", file=sys.stderr)
             raise Ended(status)
         end = time.monotonic() + (LATE_S if config.cluster.engine == "slurm" else 0)
-        came = [_came(request, runs.get(request.number), end) for request in requests]
-        self._record(requests, runs, came)
+        outcomes = [_outcome(request, runs.get(request.number), end) for request in requests]
+        self._record(requests, runs, outcomes)
         self._done += len(requests)
-        return came
+        return outcomes
 
     def end(self, written: Path) -> int:
         if self._folder is None:
-            raise Failure("the sweeper asked for no trial at all: look at its settings, hydra.sweeper.*")
+            raise Failure("the sweeper requested no trials: check its settings, hydra.sweeper.*")
         for file in written.iterdir():
             shutil.move(file, self._folder / file.name)
         best, about = _best(self._folder / FOUND), f"{self._done} trials: {self._folder}"
         if self._as_json:
-            say(json.dumps({"best": best, "trials": self._done, "folder": str(self._folder)}))
+            print_reliably(json.dumps({"best": best, "trials": self._done, "folder": str(self._folder)}))
         else:
-            say(*([best] if console.quiet() else [best, about]))
+            print_reliably(*([best] if console.quiet() else [best, about]))
         return 0
 
     def interrupted(self) -> int:
-        print(f"hpcinit: interrupted, nothing of it runs now; after {self._so_far()}", file=sys.stderr)
+        print(f"hpcinit: interrupted after {self._so_far()}; no trial is running now", file=sys.stderr)
         return INTERRUPTED
 
     def _so_far(self) -> str:
         return f"{self._done} trials" + (f": {self._folder}" if self._done else "")
 
-    def _record(self, requests: Sequence[Request], runs: dict[int, Path], came: Sequence[Value | HpcinitError]) -> None:
+    def _record(
+        self, requests: Sequence[Request], runs: dict[int, Path], outcomes: Sequence[Value | HpcinitError]
+    ) -> None:
         assert self._folder is not None
         with (self._folder / TRIALS).open("a") as file:
-            for request, value in zip(requests, came, strict=True):
+            for request, value in zip(requests, outcomes, strict=True):
                 outcome = {"error": str(value)} if isinstance(value, HpcinitError) else {"value": value}
                 line = {"trial": request.number, "combination": request.combination, **outcome}
                 file.write(json.dumps({**line, "run": str(runs.get(request.number, ""))}) + "\n")
 
 
-def _came(request: Request, run: Path | None, end: float) -> Value | HpcinitError:
-    """The result of a run that is over, or what there is instead. end: until when a file may yet appear."""
+def _outcome(request: Request, run: Path | None, end: float) -> Value | HpcinitError:
+    """Return the result of a run that is over, or an error. end: until this time a file may still appear."""
     trial = f"trial {request.number} ({request.combination})"
     if run is None:
         return Failure(f"{trial} was not submitted")
@@ -105,25 +107,25 @@ def _came(request: Request, run: Path | None, end: float) -> Value | HpcinitErro
             break
         time.sleep(0.2)
     if status is None:
-        return Failure(f"{trial} was ended from outside, it left no exit record:  {logs}")
+        return Failure(f"{trial} was ended from outside: it has no exit record. Read its logs:  {logs}")
     if status:
-        return Failure(f"{trial} failed with exit status {status}:  {logs}")
+        return Failure(f"{trial} failed with exit status {status}. Read its logs:  {logs}")
     if value is None:
         return Failure(
-            f"{trial} ended well and left no result: expected run.result(value) in the program, or "
-            f'{{"value": 0.25}} in $HPCINIT_RUN/{run_folder.RESULT}:  {logs}'
+            f"{trial} completed without a result: expected run.result(value) in the program, or "
+            f'{{"value": 0.25}} in $HPCINIT_RUN/{run_folder.RESULT}. Read its logs:  {logs}'
         )
     return value
 
 
 def _best(file: Path) -> str:
-    """'best: 0.01 with lr=0.1 seed=3', of what the sweeper says in the way of Optuna's or Nevergrad's."""
+    """Return 'best: 0.01 with lr=0.1 seed=3' from the results file of the sweeper (Optuna, Nevergrad)."""
     try:
         found = yaml.safe_load(file.read_text())
         value = found.get("best_value", found.get("best_evaluated_result"))
         chosen = found.get("best_params", found.get("best_evaluated_params"))
         if "solutions" in found:
-            return f"best: {len(found['solutions'])} solutions, none of which is better than another in everything"
-        return f"best: {value} with {' '.join(f'{key}={word}' for key, word in chosen.items())}"
+            return f"best: {len(found['solutions'])} Pareto-optimal solutions"
+        return f"best: {value} with {' '.join(f'{key}={item}' for key, item in chosen.items())}"
     except (OSError, yaml.YAMLError, AttributeError):
-        return "the sweeper has ended"
+        return "the sweeper finished without a best value"

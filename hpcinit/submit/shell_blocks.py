@@ -1,4 +1,4 @@
-"""The bash files in lib/, as blocks of the batch script."""
+"""Insert the bash files in lib/ as blocks into the batch script."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def block(name: str, values: Mapping[str, str | int] | None = None) -> list[str]
             if found["name"] not in left:
                 raise ValueError(f"lib/{name}.sh needs a value for {found['name']}")
             comment = f" {found['comment']}" if found["comment"] else ""
-            lines[at] = f"{found['head']}{_word(left.pop(found['name']))}{comment}"
+            lines[at] = f"{found['head']}{_quoted(left.pop(found['name']))}{comment}"
     if left:
         raise ValueError(f"lib/{name}.sh has no variable {', '.join(left)}")
     return [line for line in lines if not line.lstrip().startswith("# shellcheck ")]
@@ -40,5 +40,5 @@ def _text(name: str) -> str:
     return (LIB / f"{name}.sh").read_text()
 
 
-def _word(value: str | int) -> str:
+def _quoted(value: str | int) -> str:
     return shell(value) if isinstance(value, str) else str(value)

@@ -1,22 +1,22 @@
-"""What bash says of a script whose set-up lines are the user's own."""
+"""Check the shell syntax of the user's lines in cluster.setup with bash."""
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
 
-BASH_S = 10  # to parse a script takes milliseconds
-# extglob: with `shopt -s extglob` in the lines, which -n does not run, !(x) is right.
+BASH_S = 10  # parsing a script takes milliseconds
+# extglob: the user's lines may contain `shopt -s extglob`, which -n does not run, and then !(x) is valid.
 COMMAND = ("bash", "-O", "extglob", "-n")
 
 
 def syntax_problem(script: str, setup: Sequence[str]) -> str | None:
-    """bash's own words, and the lines of cluster.setup by their numbers in `script`; None if all is well.
+    """Return bash's error and the lines of cluster.setup with their numbers in `script`, or None without an error.
 
-    None too where there is no bash to ask, or it does not answer.
+    Return None as well if bash is missing or does not end.
     """
     try:
-        # Nothing of the user's environment: a locale that is not there would be a line of bash's too.
+        # The user's environment is not passed on: bash would print a line about a missing locale.
         done = subprocess.run(
             COMMAND,
             input=script.encode(errors="replace"),
@@ -27,16 +27,16 @@ def syntax_problem(script: str, setup: Sequence[str]) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    said = done.stderr.decode(errors="replace").strip()
-    if not done.returncode and not said:  # a here-document without an end is a warning only, and takes in srun
+    output = done.stderr.decode(errors="replace").strip()
+    if not done.returncode and not output:  # an unfinished here-document is only a warning, but it swallows srun
         return None
-    said = "\n".join(f"  {line}" for line in said.splitlines())
-    return f"cluster.setup is no shell that bash can read, expected whole commands:\n{said}\n{_numbered(script, setup)}"
+    output = "\n".join(f"  {line}" for line in output.splitlines())
+    return f"bash cannot parse cluster.setup, expected complete commands:\n{output}\n{_numbered(script, setup)}"
 
 
 def _numbered(script: str, setup: Sequence[str]) -> str:
-    """'  23: module load gcc' for each line, in the script's numbers."""
+    """Return a line such as '  23: module load gcc' for each line, with its number in the script."""
     lines = "\n".join(setup)
     first = script[: script.rindex(lines)].count("\n") + 1
     numbered = (f"  {first + at}: {line}" for at, line in enumerate(lines.split("\n")))
-    return "\n".join(["it stands in these lines of the script:", *numbered])
+    return "\n".join(["cluster.setup is in these lines of the script:", *numbered])

@@ -1,10 +1,10 @@
-"""The line of the batch script that starts the ranks: srun, its options, and the words that each task runs.
+"""Render the srun line of the batch script: srun, its options, and the command of each task.
 
-    launch=srun      a task per rank                python -m hpcinit.run SPEC
-    launch=fork      a task per node, its ranks' parent    python -m hpcinit.fork SPEC
-    launch=torchrun  a task per node, an elastic agent     python -m hpcinit.elastic SPEC
+- launch=srun: a task per rank, `python -m hpcinit.run SPEC`
+- launch=fork: a task per node, the fork server `python -m hpcinit.fork SPEC`
+- launch=torchrun: a task per node, the elastic agent `python -m hpcinit.elastic SPEC`
 
-On cluster=local `python -m hpcinit.local.step` stands in the place of srun, with the same options.
+With cluster=local, `python -m hpcinit.local.step` replaces srun and takes the same options.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from hpcinit.base import quoting
 from hpcinit.base.quoting import option_flags
 from hpcinit.config import environment_checks
-from hpcinit.config.job_spec import cpus_per_rank, gpu_bind
-from hpcinit.config.partition import ranks_per_node
+from hpcinit.config.job_spec import gpu_bind
+from hpcinit.config.resources import cpus_per_rank, ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.records import run_folder
 from hpcinit.submit import script
@@ -31,32 +31,32 @@ def srun_step_line(config: Config, run: RunPath, workdir: Path) -> str:
     python = environment_checks.python(config)
     here = sys.executable if config.container.image else python
     launcher = ["srun"] if config.cluster.engine == "slurm" else [here, "-m", "hpcinit.local.step"]
-    options = {**_options(config, run), **script.container_options(config, run, workdir), **config.cluster.srun}
+    flags = {**options(config, run), **script.container_options(config, run, workdir), **config.cluster.srun}
     program = [python, "-u", "-m", ENTRIES[config.launch.kind], run.in_shell(run_folder.SPEC)]
-    words = [*launcher, *option_flags(options), *script.container_prefix(config, run, workdir), *program]
-    return " ".join(quoting.shell(word) for word in words)
+    arguments = [*launcher, *option_flags(flags), *script.container_prefix(config, run, workdir), *program]
+    return " ".join(quoting.shell(argument) for argument in arguments)
 
 
-def _options(config: Config, run: RunPath) -> dict[str, Any]:
-    """Of srun. A task of a node binds its ranks itself: what it is given is for all of them."""
+def options(config: Config, run: RunPath) -> dict[str, Any]:
+    """Return srun's options. With one task per node, the task gets the resources of all its ranks and binds them."""
     ranks, cores, launch = ranks_per_node(config), cpus_per_rank(config), config.launch
     alone = launch.kind == "srun"
     return {
         "nodes": config.nodes,
         "ntasks": config.nodes * (ranks if alone else 1),
         "ntasks-per-node": ranks if alone else 1,
-        # Stated again: srun of Slurm 22.05 to 23.02 does not inherit it from sbatch.
+        # Repeated here because srun of Slurm 22.05 to 23.02 does not inherit it from sbatch.
         "cpus-per-task": cores if alone or cores is None else cores * ranks,
         # With SLURM_EXPORT_ENV=NONE (sbatch --export=NONE, some sites' profiles) the ranks would get no environment.
         "export": "ALL",
-        # A site's MpiDefault may need a library that the nodes lack. cluster.srun.mpi chooses another type.
+        # A site's MpiDefault may need a library that the nodes lack. cluster.srun.mpi selects another type.
         "mpi": None if config.comm.backend == "mpi" else "none",
         "kill-on-bad-exit": int(launch.kill_on_bad_exit),
         "wait": launch.wait_s,
         "cpu-bind": launch.cpu_bind if alone else launch.cpu_bind and "none",
         "gpu-bind": gpu_bind(config) if alone else None,
         "unbuffered": True,
-        "open-mode": "append",  # a requeued job must not overwrite what the first attempt wrote
-        # What a node's task says goes to the job's log; it opens the logs of its ranks.
+        "open-mode": "append",  # a requeued job must not overwrite the output of the first attempt.
+        # With one task per node, its output goes to the job's log, and it opens the logs of its ranks.
         "output": quoting.joined("", [run.pattern_in_shell(run_folder.LOGS), "/rank-%t.log"]) if alone else None,
     }

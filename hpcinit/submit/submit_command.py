@@ -7,99 +7,117 @@ import contextlib
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from hpcinit.base import console, quoting
 from hpcinit.base.errors import INTERRUPTED, ConfigError, MaybeSubmitted, RequestError, SubmitError
-from hpcinit.config import checks, compose
-from hpcinit.config.compose import Request, Search
+from hpcinit.config import checks, compose, default_cluster
 from hpcinit.config.overrides import sbatchs_quality
-from hpcinit.config.schema import Config
-from hpcinit.submit import excluded_nodes, messages, sweep
+from hpcinit.config.request import Request, Search
+from hpcinit.submit import excluded_nodes, messages, program_arguments, sweep
 from hpcinit.submit import transaction as submission
+
+MULTIRUN = ("-m", "--multirun", "hydra.mode=MULTIRUN")
 
 
 def parser() -> argparse.ArgumentParser:
-    """What it takes beside Hydra's words and flags; --help is Hydra's, with conf/hydra/help."""
+    """Return the parser for our own options. Hydra parses the rest, and prints --help from conf/hydra/help."""
     parser = argparse.ArgumentParser(prog="hpcinit submit", add_help=False, allow_abbrev=False)
     return console.add_verbosity_options(parser, "one JSON object per job, for programs")
 
 
 def main(argv: Sequence[str]) -> int:
-    words, program = _split(list(argv))
-    if wrong := sbatchs_quality(words):
+    arguments, program = split_program(argv, "hpcinit submit nodes=2")
+    if wrong := sbatchs_quality(arguments):
         raise ConfigError(*wrong)
-    options, words = console.parse_known_arguments(parser(), words)
-    if "--version" in words:
+    options, arguments = console.parse_known_arguments(parser(), arguments)
+    if "--version" in arguments:
         from importlib.metadata import version  # noqa: PLC0415
 
         print(f"hpcinit {version('hpcinit')}")
         return 0
-    if "--" in argv and not program:
-        raise RequestError("nothing stands after --, expected a program: hpcinit submit nodes=2 -- train.py")
-    if program == ["-m"]:
-        raise RequestError("nothing stands after -- -m, expected a module: hpcinit submit nodes=2 -- -m package.train")
-    if program and not any(word.startswith("job=") for word in words):
-        words.append("job=program")
+    if program and not any(argument.startswith("job=") for argument in arguments):
+        arguments.append("job=program")
 
     def prepare(request: Request) -> None:
         if program:
-            _put(program, request.config, request.document)
+            set_program(program, request, program_arguments.given_keys(arguments))
+        default_cluster.require()
         submission.check(request.config, request.document)
 
-    said = ["hpcinit", "submit", *argv]
+    def submit(requests: Sequence[Request]) -> int:
+        if any(flag in arguments for flag in MULTIRUN):
+            program_arguments.check_lists(program, arguments, len(requests))
+            program_arguments.check_distinct(requests, program)
+        return submit_all(requests, command, as_json=options.json)
+
+    command = ["hpcinit", "submit", *argv]
 
     def search() -> Search:
         from hpcinit.submit.search_command import Trials  # noqa: PLC0415 - for sweepers that wait
 
-        return Trials(lambda requests, runs: submit_all(requests, said, runs, options.json), options.json)
+        return Trials(lambda requests, runs: submit_all(requests, command, runs, options.json), options.json)
 
-    return compose.main(words, prepare, lambda requests: submit_all(requests, said, as_json=options.json), search)
+    return compose.main(arguments, prepare, submit, search)
 
 
 def submit_all(
-    requests: Sequence[Request], said: Sequence[str], runs: dict[int, Path] | None = None, as_json: bool = False
+    requests: Sequence[Request], argv: Sequence[str], runs: dict[int, Path] | None = None, as_json: bool = False
 ) -> int:
-    """Submit what is composed and checked, and follow it with wait=true. said: the command line, for the record.
+    """Submit the checked requests, and follow them with wait=true. argv: the command line, for the record.
 
-    runs: gets the run folder of each request that was submitted, by its number. as_json: an object per job on stdout,
-    and what is followed goes to stderr.
+    runs: receives the run folder of each submitted request, by its number. as_json: print an object per job on stdout,
+    and the output of wait=true on stderr.
     """
     jobs: list[tuple[Request, submission.Submitted]] = []
     runs = {} if runs is None else runs
-    requests, left_out = excluded_nodes.excluded(requests)
-    for line in left_out:
-        console.note(line)
+    requests, notes = excluded_nodes.excluded(requests)
+    for line in notes:
+        console.always(line)
     try:
-        status = _all(requests, said, jobs, runs, as_json)
+        status = _all(requests, argv, jobs, runs, as_json)
         runs.update({request.number: done.path for request, done in jobs})
         return status
     except KeyboardInterrupt:
-        # submit() lets none through once its job exists.
+        # submit() defers the interrupt once its job exists.
         if len(jobs) == 1:
-            said = f", but the job goes on: hpcinit status {shlex.quote(str(jobs[0][1].path))}"
+            state = f", but the job is still running: hpcinit status {shlex.quote(str(jobs[0][1].path))}"
         else:
-            said = f"; {len(jobs)} were submitted, the others were not" if jobs else "; nothing was submitted"
-        print(f"hpcinit: interrupted{said}", file=sys.stderr)
+            state = f"; {len(jobs)} jobs were submitted, the others were not" if jobs else "; nothing was submitted"
+        print(f"hpcinit: interrupted{state}", file=sys.stderr)
         return INTERRUPTED
 
 
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """What stands before the first -- and what after it."""
-    if "--" not in words:
-        return words, []
-    at = words.index("--")
-    return words[:at], words[at + 1 :]
+def split_program(argv: Sequence[str], command: str) -> tuple[list[str], list[str]]:
+    """Return the arguments before the first --, and the program after it, or [] without a --.
 
-
-def _put(program: list[str], config: Config, document: dict[str, Any]) -> None:
-    """Make `train.py --lr 3`, `-m package.train ...` or `any-command ...` what the job runs.
-
-    Its arguments come behind those of job.args, as a sweep gives them, unless job names a program of its own.
+    command: for the example in an error. Raise RequestError for an incomplete program.
     """
-    job = config.job
+    if "--" not in argv:
+        return list(argv), []
+    at = list(argv).index("--")
+    arguments, program = list(argv[:at]), list(argv[at + 1 :])
+    if not program:
+        raise RequestError(f"no program after --, expected one: {command} -- train.py")
+    if program == ["-m"]:
+        raise RequestError(f"no module after -- -m, expected one: {command} -- -m package.train")
+    if program[0].startswith("-") and program[0] != "-m":
+        raise RequestError(
+            f"-- {shlex.join(program)} starts with an option, expected the program first: {command} -- train.py "
+            f"{shlex.join(program)}"
+        )
+    return arguments, program
+
+
+def set_program(program: Sequence[str], request: Request, given: Collection[str]) -> None:
+    """Make the job run `train.py --lr 3`, `-m package.train ...` or `any-command ...`.
+
+    The program's arguments follow those of job.args, which a sweep may set, unless job already names a program. given:
+    the keys on the command line, whose values replace ${key} in the arguments.
+    """
+    program = program_arguments.interpolated(program, request, given)
+    config, document, job = request.config, request.document, request.config.job
     first = [] if job.script or job.module or job.command else list(job.args)
     job.script = job.module = job.command = None
     if program[0] == "-m":
@@ -122,8 +140,12 @@ def _all(
     runs: dict[int, Path],
     as_json: bool,
 ) -> int:
-    """Submit one after the other, into `jobs`, then follow those that are waited for. The highest exit status."""
-    warnings = (text for request in requests for text in (*request.warnings, *checks.warnings(request.config)))
+    """Submit the requests in order, add them to `jobs`, and follow those with wait=true. Return the highest status."""
+    warnings = (
+        text
+        for request in requests
+        for text in (*request.warnings, *request.unread.values(), *checks.warnings(request.config))
+    )
     for warning in dict.fromkeys(warnings):
         console.warning(warning)
     if sweep.is_one(requests):
@@ -131,7 +153,7 @@ def _all(
     status = 0
     for number, request in enumerate(requests):
         if request.config.dry_run:
-            messages.announce_script(request.combination, submission.dry_run(request.config), as_json)
+            messages.announce_script(request.combination, submission.dry_run(request.config, argv), as_json)
             continue
         try:
             done = submission.submit(request.config, request.document, argv)
@@ -145,10 +167,10 @@ def _all(
             raise type(error)(f"with {request.combination}: {error.problem}{_others(requests, left)}") from None
         if done.interrupted:
             run = shlex.quote(str(done.path))
-            end = f"interrupted, but the job was submitted already; hpcinit cancel {run} ends it"
+            end = f"interrupted, but the job was already submitted; to cancel it: hpcinit cancel {run}"
             print(f"{end}{_others(requests, number + 1)}", file=sys.stderr)
             return INTERRUPTED
-        # This machine has no queue: with wait=true the jobs of a sweep run one after the other on it.
+        # cluster=local has no queue: with wait=true the jobs of a sweep run one after the other.
         if request.config.wait and request.config.cluster.engine == "local":
             status = max(status, followed := _follow(request, done, as_json))
             if followed == INTERRUPTED:
@@ -161,10 +183,10 @@ def _all(
 
 
 def _sweep(requests: Sequence[Request], argv: Sequence[str], runs: dict[int, Path], as_json: bool) -> int:
-    """Submit all of them as job arrays, their folders into `runs`; the exit status."""
+    """Submit all requests as job arrays, add their folders to `runs`, and return the exit status."""
     config = requests[0].config
     if config.dry_run:
-        for about, text in sweep.dry_run(requests):
+        for about, text in sweep.dry_run(requests, argv):
             messages.announce_script(about, text, as_json)
         return 0
     done = sweep.submit_all(requests, argv)
@@ -172,7 +194,7 @@ def _sweep(requests: Sequence[Request], argv: Sequence[str], runs: dict[int, Pat
     left = messages.announce_sweep(requests, done, as_json)
     if done.interrupted:
         run = shlex.quote(str(done.path))
-        print(f"interrupted, but jobs were submitted already; hpcinit cancel {run} ends them", file=sys.stderr)
+        print(f"interrupted, but jobs were already submitted; to cancel them: hpcinit cancel {run}", file=sys.stderr)
         return INTERRUPTED
     if config.wait:
         from hpcinit.submit.follow import follow_sweep  # noqa: PLC0415 - rich, only for those who wait
@@ -192,12 +214,12 @@ def _follow(request: Request, done: submission.Submitted, as_json: bool) -> int:
 
 
 def _beside(as_json: bool) -> contextlib.AbstractContextManager[object]:
-    """Where stdout is a program's, what a person would follow goes to stderr."""
+    """With --json, stdout is for programs, so redirect the output for people to stderr."""
     return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
 
 
 def _others(requests: Sequence[Request], number: int) -> str:
-    """What became of a sweep that ends before its request `number`; nothing to say of a single request."""
+    """Return a note about the requests of a sweep from `number` on that were not submitted, or ''."""
     if len(requests) == 1 or number == len(requests):
         return ""
     if number == 0:

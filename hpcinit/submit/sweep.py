@@ -1,4 +1,4 @@
-"""A sweep on Slurm: one job array for the combinations that ask Slurm for the same, one run folder for each task."""
+"""Submit a sweep to Slurm: combinations with the same resources share a job array; each task has its run folder."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ import yaml
 
 from hpcinit.base.errors import MaybeSubmitted, SubmitError
 from hpcinit.base.text import ranges
-from hpcinit.config.compose import Request
-from hpcinit.records import run_folder
+from hpcinit.config.request import Request
+from hpcinit.records import run_folder, secret_names
 from hpcinit.submit import array, duplicates, folder, job_environment, script, transaction, validate
 from hpcinit.submit.provenance import Provenance
+from hpcinit.submit.run_path import RunPath, TaskPath
 from hpcinit.submit.transaction import Transaction
-
-# The jobs that a sweep on Slurm becomes: arrays of combinations that ask for the same, plain jobs of those alone.
 
 
 @dataclass(frozen=True)
 class Job:
-    """One call of sbatch. file: its script's, in the sweep's folder. text: the script. size: of a block of tasks.
+    """One call of sbatch. file: the script's name in the sweep's folder. text: the script. size: of a block of tasks.
 
-    env_names: variables that each task reads from a file of its own.
+    env_names: variables that each task reads from its own file. restart: name and text of a file beside the script.
     """
 
     requests: Sequence[Request]
@@ -34,6 +33,7 @@ class Job:
     text: str
     size: int
     env_names: set[str]
+    restart: tuple[str, str] | None
 
     @property
     def numbers(self) -> list[int]:
@@ -51,12 +51,12 @@ class Job:
         return f"an array of {len(self.requests)} tasks, {ranges(self.numbers)}: {first} to {last}"
 
     def id_of(self, number: int, job_id: str) -> str:
-        """'4242_17', as Slurm calls the task with index 17."""
+        """Return '4242_17', Slurm's id of the task with index 17."""
         return f"{job_id}_{number % self.size}" if self.is_array else job_id
 
 
-def sweep_jobs(requests: Sequence[Request], path: Path) -> list[Job]:
-    """The jobs of the sweep in `path`, in the order of their first tasks."""
+def sweep_jobs(requests: Sequence[Request], path: Path, argv: Sequence[str]) -> list[Job]:
+    """Return the jobs of the sweep in `path`, in the order of their first tasks. argv: the command, without secrets."""
     alike: dict[object, list[Request]] = {}
     for request in requests:
         config = request.config
@@ -66,29 +66,31 @@ def sweep_jobs(requests: Sequence[Request], path: Path) -> list[Job]:
     jobs = []
     names = itertools.chain([run_folder.SCRIPT], (f"job-{at}.sh" for at in itertools.count(2)))
     for (_, _, _, size, _), tasks in alike.items():  # type: ignore[misc]
-        jobs.append(_job(tasks, size, path, names))
+        jobs.append(_job(tasks, size, path, names, argv))
     return jobs
 
 
-def _job(tasks: Sequence[Request], size: int, path: Path, names: Iterator[str]) -> Job:
+def _job(tasks: Sequence[Request], size: int, path: Path, names: Iterator[str], argv: Sequence[str]) -> Job:
     config, number = tasks[0].config, tasks[0].number
     workdir = job_environment.workdir_of(config)
     if len(tasks) == 1:
-        text = script.render(config, path / str(number), workdir)
-        return Job(tasks, f"{number}/{run_folder.SCRIPT}", text, size, set())
+        run = path / str(number)
+        text = script.render(config, run, workdir, origin=script.origin(config, argv, run))
+        return Job(tasks, f"{number}/{run_folder.SCRIPT}", text, size, set(), script.restart_file(config, RunPath(run)))
     configs = [task.config for task in tasks]
-    text = array.render(configs, [task.number for task in tasks], path, workdir, size)
-    return Job(tasks, next(names), text, size, array.differing(configs))
+    origin = script.origin(config, argv, path / "TASK")
+    text = array.render(configs, [task.number for task in tasks], path, workdir, size, origin)
+    return Job(tasks, next(names), text, size, array.differing(configs), script.restart_file(config, TaskPath(path)))
 
 
-# A sweep's folder on the disk: what stands in it once, and a run folder for each task.
+# The sweep's folder contains its own files and a run folder for each task.
 
 FORMAT = 1
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 def fill_sweep_folder(path: Path, requests: Sequence[Request], jobs: Sequence[Job], provenance: Provenance) -> None:
-    """Everything but what says that the jobs exist. Raises SubmitError."""
+    """Write all files except submission.json, which means that the jobs exist. Raise SubmitError."""
     names = {request.number: job.env_names for job in jobs for request in job.requests}
     sections: dict[tuple[str, str], str] = {}
     tasks = {str(request.number): request.combination for request in requests}
@@ -105,6 +107,8 @@ def fill_sweep_folder(path: Path, requests: Sequence[Request], jobs: Sequence[Jo
                 folder.write(f"{task}/{run_folder.ENV}", array.env_file(request.config, names[request.number]))
         for job in jobs:
             folder.write(f"{path}/{job.file}", job.text)
+            if job.restart:
+                folder.write(str((path / job.file).with_name(job.restart[0])), job.restart[1])
         folder.write(f"{path}/{run_folder.SWEEP}", json.dumps({"format": FORMAT, "tasks": tasks}, indent=1) + "\n")
         folder.write(f"{path}/{run_folder.PROVENANCE}", provenance.to_json())
     except OSError as error:
@@ -112,18 +116,18 @@ def fill_sweep_folder(path: Path, requests: Sequence[Request], jobs: Sequence[Jo
 
 
 def mark_sweep(task: Path, record: Mapping[str, Any]) -> None:
-    """The task's job exists. Raises MaybeSubmitted."""
+    """Write the task's submission.json: its job exists. Raise MaybeSubmitted if it cannot be written."""
     try:
         folder.write(f"{task}/{run_folder.SUBMISSION}", json.dumps(record, indent=2) + "\n")
     except OSError as error:
         raise MaybeSubmitted(
             f"job {record['job_id']} was submitted, but its record {task / run_folder.SUBMISSION} cannot be written: "
-            f"{error.strerror}; it runs, and `scancel {record['job_id']}` ends it"
+            f"{error.strerror}; the job will run, to cancel it: scancel {record['job_id']}"
         ) from None
 
 
 def _yaml(document: Mapping[str, Any], known: dict[tuple[str, str], str]) -> str:
-    """As yaml.safe_dump; each section that is the same in several tasks once."""
+    """Return what yaml.safe_dump returns. A section that several tasks share is formatted only once."""
     parts = []
     for name, value in document.items():
         key = (name, repr(value))
@@ -135,9 +139,9 @@ def _yaml(document: Mapping[str, Any], known: dict[tuple[str, str], str]) -> str
 
 @dataclass(frozen=True)
 class Submitted:
-    """A sweep whose jobs exist. ids: the job of each task, by its number, of those that were submitted.
+    """A sweep whose jobs exist. ids: the job id of each submitted task, by the task's number.
 
-    refused: why the others were not, or ''. expected: when Slurm would start the jobs, if it says, a line each.
+    refused: why the others were not submitted, or ''. expected: a line for each start time that Slurm estimates.
     """
 
     path: Path
@@ -149,7 +153,7 @@ class Submitted:
 
 
 def is_one(requests: Sequence[Request]) -> bool:
-    """Whether `requests` can be submitted as arrays."""
+    """Return whether `requests` can be submitted as job arrays."""
     configs = [request.config for request in requests]
     return (
         len(configs) > 1
@@ -160,18 +164,19 @@ def is_one(requests: Sequence[Request]) -> bool:
     )
 
 
-def dry_run(requests: Sequence[Request]) -> Iterator[tuple[str, str]]:
-    """(what it is of, the script) of each job that submit() would submit now."""
+def dry_run(requests: Sequence[Request], argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield a description and the script of each job that submit_all() would submit now."""
     config = requests[0].config
-    for job in sweep_jobs(requests, folder.next_path(job_environment.runs_dir_of(config), config.name)):
+    path = folder.next_path(job_environment.runs_dir_of(config), config.name)
+    for job in sweep_jobs(requests, path, secret_names.masked(argv, config.secret_names)):
         yield job.about, job.text
 
 
 def submit_all(requests: Sequence[Request], argv: Sequence[str]) -> Submitted:
-    """Write the sweep's folder and hand its jobs to Slurm. The requests have passed their checks.
+    """Write the sweep's folder and submit its jobs. The requests have passed their checks.
 
-    Raise RequestError where the same sweep is queued already, and SubmitError if there is no job at all; the folder is
-    then removed, except with MaybeSubmitted.
+    Raise RequestError if the same sweep is already queued, and SubmitError if no job was submitted; then remove the
+    folder, except with MaybeSubmitted.
     """
     config = requests[0].config
     tasks = [request.combination for request in requests]
@@ -186,12 +191,12 @@ def submit_all(requests: Sequence[Request], argv: Sequence[str]) -> Submitted:
         with transaction.begin(config, argv, ()) as one:
             started.append(one)
             path = one.path
-            jobs = sweep_jobs(requests, path)
+            jobs = sweep_jobs(requests, path, one.provenance.argv)
             one.refuse_duplicates(request, len(jobs))
             one.parts = [path / str(request.number) for request in requests]
             fill_sweep_folder(path, requests, jobs, one.provenance)
             one.check_duplicates()
-            if config.test_only:  # all of them before the first is submitted
+            if config.validate:  # all of them before the first is submitted
                 expected = _expected(jobs, [validate.sbatch_test_only(path / job.file, one.env) for job in jobs])
             for job in jobs:
                 one.check_interrupted()
@@ -204,25 +209,27 @@ def submit_all(requests: Sequence[Request], argv: Sequence[str]) -> Submitted:
     return Submitted(one.path, ids, one.dropped, one.interrupted, refused, expected)
 
 
-def _expected(jobs: Sequence[Job], said: Sequence[str]) -> list[str]:
-    """Slurm's estimates, each once, with the tasks that it is for where there are several jobs.
+def _expected(jobs: Sequence[Job], estimates: Sequence[str]) -> list[str]:
+    """Return Slurm's estimates without repetitions; with several jobs, each names its tasks.
 
-    said: of each job. None where the jobs wait for something: an estimate knows nothing of it.
+    estimates: one for each job. Return [] if the jobs have dependencies, which Slurm's estimate ignores.
     """
     config = jobs[0].requests[0].config
-    if config.after or config.after_ok or config.singleton:
+    if config.dependency:
         return []
-    of: dict[str, list[int]] = {}
-    for job, words in zip(jobs[:1] if config.sweep.at_once else jobs, said, strict=False):
-        if words:
-            of.setdefault(words, []).extend(job.numbers)
-    return [words if len(jobs) == 1 else f"tasks {ranges(sorted(numbers))}: {words}" for words, numbers in of.items()]
+    tasks: dict[str, list[int]] = {}
+    for job, estimate in zip(jobs[:1] if config.sweep.at_once else jobs, estimates, strict=False):
+        if estimate:
+            tasks.setdefault(estimate, []).extend(job.numbers)
+    if len(jobs) == 1:
+        return list(tasks)
+    return [f"tasks {ranges(sorted(numbers))}: {estimate}" for estimate, numbers in tasks.items()]
 
 
 def _hand_over(one: Transaction, job: Job, records: list[dict[str, Any]], ids: dict[int, str]) -> None:
     """Submit one job, mark its tasks, and add it to `records` (one per job) and `ids` (the job id of each task)."""
     config = job.requests[0].config
-    # With a cap on all of the sweep, one array starts when the one before has ended.
+    # With sweep.at_once, each array starts after the previous one, because the limit is for the whole sweep.
     after = [f"--dependency=afterany:{records[-1]['job_id']}"] if config.sweep.at_once and records else []
     parts = [one.path / str(number) for number in job.numbers]
     job_id, command = one.submit(one.path / job.file, after, parts)

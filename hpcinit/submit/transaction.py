@@ -1,4 +1,4 @@
-"""One submission, of a run, a chain or a sweep: from its folder to its jobs, and back if there is no job.
+"""One submission of a run, a chain or a sweep: create the folder, submit the jobs, and undo it if no job exists.
 
     with begin(config, argv) as transaction:
         transaction.refuse_duplicates(request, jobs=1)
@@ -7,7 +7,7 @@
         job_id, command = transaction.submit(script)
         mark(transaction.path, transaction.record(job_id, command))
 
-If the block fails, folders whose jobs certainly do not exist are removed. The others are kept.
+If the block fails, the folders whose jobs certainly do not exist are removed. The others are kept.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ from hpcinit.submit import (
 from hpcinit.submit.duplicates import Waiting
 from hpcinit.submit.job_environment import make_spec, runs_dir_of, workdir_of
 from hpcinit.submit.provenance import Provenance
+from hpcinit.submit.run_path import RunPath
+from hpcinit.submit.shell_script_checks import shell_script_problems
 
 
 class Transaction:
@@ -75,7 +77,7 @@ class Transaction:
         return bool(self._signals)
 
     def refuse_duplicates(self, request: str, jobs: int) -> None:
-        """Claim the request with this hash, for so many jobs, and start squeue. Raise RequestError, SubmitError."""
+        """Claim the request with this hash and start squeue. jobs: their number. Raise RequestError, SubmitError."""
         self._request = request
         if self._config.cluster.engine == "slurm" and not self._config.again:
             longest_s = exactly_once.longest_s(self._config.cluster.submit_patience_s, jobs)
@@ -83,7 +85,7 @@ class Transaction:
             self._queued = tokens.own_jobs(self.env, ended=False)
 
     def check_duplicates(self) -> None:
-        """Read what squeue printed. Raise RequestError if the request is in the queue already."""
+        """Read squeue's output. Raise RequestError if the request is already in the queue."""
         if self._queued is not None:
             duplicates.refuse_duplicate(self._queued, self._request)
         self.check_interrupted()
@@ -101,7 +103,7 @@ class Transaction:
         options: of sbatch. parts: those that belong to this job. Raise SubmitError.
         """
         self._token = tokens.new(self._request)  # each job of a chain or a sweep has its own
-        exists = True  # or may exist
+        exists = True  # the job exists or may exist
         try:
             if self._config.cluster.engine == "local":
                 from hpcinit.local import engine  # noqa: PLC0415
@@ -194,25 +196,25 @@ def mark(path: Path, record: Mapping[str, Any]) -> None:
         end = f"{'scancel' if record['engine'] == 'slurm' else 'kill'} {record['job_id']}"
         raise MaybeSubmitted(
             f"job {record['job_id']} was submitted, but its record {path / run_folder.SUBMISSION} cannot be written: "
-            f"{error.strerror}; it runs, and `{end}` ends it"
+            f"{error.strerror}; the job will run, to cancel it: {end}"
         ) from None
 
 
 def require_sbatch(config: Config) -> None:
-    """Raise SubmitError where the cluster has Slurm and this machine has no sbatch, and RequestError where the user's
-    environment sends jobs to another cluster than this machine's."""
+    """Raise SubmitError if sbatch is missing, and RequestError if SLURM_CLUSTERS names another cluster."""
     if config.cluster.engine != "slurm":
         return
     if (other := os.environ.get("SLURM_CLUSTERS")) and (ours := _cluster_name()) and other.lower() != ours.lower():
         raise RequestError(
-            f"SLURM_CLUSTERS is {other!r}, expected {ours!r} or nothing: hpcinit submits to this machine's cluster and "
-            "looks for jobs there only. To submit here: unset SLURM_CLUSTERS. For the other cluster: submit on its "
-            "login nodes, or set SLURM_CONF to its slurm.conf"
+            f"SLURM_CLUSTERS is {other!r}, expected {ours!r} or unset: hpcinit submits jobs only to this machine's "
+            "cluster. To submit here: unset SLURM_CLUSTERS. For the other cluster: submit on its login nodes, or set "
+            "SLURM_CONF to its slurm.conf"
         )
     if shutil.which("sbatch") is None:
         raise SubmitError(
-            f"sbatch is not on PATH, and cluster {config.cluster.name} needs it: is this a login node, and is the "
-            "slurm module loaded? dry_run=true renders without it, cluster=local runs on this machine"
+            f"sbatch is not on PATH, but cluster {config.cluster.name} needs it: is this a login node, and is the "
+            "slurm module loaded? To print the script without sbatch: dry_run=true; to run on this machine: "
+            "cluster=local"
         )
 
 
@@ -236,17 +238,17 @@ def _started_by(script: Path) -> Callable[[], str]:
     return started
 
 
-# One submission from a checked config to a job that exists, and nothing in between that looks like one.
+# Check, render and submit one run.
 
-LONGEST_NAME = 240  # of 255 bytes that a file system allows: room for -0001, and for a temporary file's ending
+LONGEST_NAME = 240  # file systems allow 255 bytes, and -0001 and the suffix of a temporary file must fit
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job that exists. interrupted: Ctrl-C came while it was being submitted.
+    """A submitted job. interrupted: the user pressed Ctrl-C during the submission.
 
-    jobs: all of a chain. missing: why there are fewer than were asked for, else ''. expected: when Slurm
-    would start it, in words.
+    jobs: all jobs of a chain. missing: why there are fewer jobs than requested, else ''. expected: a sentence with the
+    start time that Slurm estimates.
     """
 
     job_id: str
@@ -259,18 +261,23 @@ class Submitted:
 
 
 def check(config: Config, document: Mapping[str, Any] | None = None) -> None:
-    """Raises ConfigError with everything that is wrong with the request.
+    """Raise ConfigError with all problems of the request.
 
     document: the config as it will be written, with the user's own keys.
     """
     try:
         Path.cwd()
     except FileNotFoundError:
-        raise RequestError("the current folder was deleted under this shell: cd to one that exists") from None
-    problems = [*checks.problems(config), *secret_files.in_document(document or {}, config.secret_names)]
+        raise RequestError("the current folder was deleted: cd to an existing one") from None
+    problems = [
+        *checks.problems(config),
+        *shell_script_problems(config),
+        *secret_files.in_document(document or {}, config.secret_names),
+    ]
     if len(config.name) > LONGEST_NAME:
         problems.append(
-            f"name has {len(config.name)} characters, expected at most {LONGEST_NAME}: a folder is named so"
+            f"name has {len(config.name)} characters, expected at most {LONGEST_NAME}, because the run folder has this "
+            "name"
         )
     if not problems and config.cluster.engine == "local":
         from hpcinit.local.engine import problem  # noqa: PLC0415 - psutil, for this engine only
@@ -283,26 +290,27 @@ def check(config: Config, document: Mapping[str, Any] | None = None) -> None:
         )
     setup = config.cluster.setup
     if not problems and setup:
-        # The run's number is not known yet, and bash does not mind: a path is one quoted word.
+        # The run has no number yet, but the syntax does not depend on it.
         text = script.render(config, runs_dir_of(config) / config.name, workdir_of(config))
-        if said := shell_syntax.syntax_problem(text, setup):
-            problems.append(said)
+        if syntax_problem := shell_syntax.syntax_problem(text, setup):
+            problems.append(syntax_problem)
     if problems:
         raise ConfigError(*problems)
 
 
-def dry_run(config: Config) -> str:
+def dry_run(config: Config, argv: Sequence[str]) -> str:
     """Return the script that submit() would write and submit now. The config passed check()."""
-    path = folder.next_path(runs_dir_of(config), config.name)
-    return script.render(config, path, workdir_of(config), code_snapshot.plan_snapshot(config, workdir_of(config)))
+    path, workdir = folder.next_path(runs_dir_of(config), config.name), workdir_of(config)
+    origin = script.origin(config, secret_names.masked(argv, config.secret_names), path)
+    return script.render(config, path, workdir, code_snapshot.plan_snapshot(config, workdir), origin)
 
 
 def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> Submitted:
     """Render, write the run folder and hand the script to Slurm or to the local engine. The config passed check().
 
     document: the config as plain containers, for config.yaml. argv: the command line, for the record.
-    Raise RequestError where the same request is queued already, or SubmitError; then there is no job and no folder,
-    except with MaybeSubmitted.
+    Raise RequestError if the same request is already queued, or SubmitError. Then there is no job and no folder, except
+    with MaybeSubmitted.
     """
     workdir = workdir_of(config)
     code = code_snapshot.plan_snapshot(config, workdir)
@@ -312,18 +320,19 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
         taken = code_snapshot.take_snapshot(code, path) if code else None
         request = duplicates.request_hash(document, workdir, runs_dir_of(config), taken["sha256"] if taken else "")
         one.refuse_duplicates(request, config.chain)
-        text = script.render(config, path, workdir, code)
+        text = script.render(config, path, workdir, code, script.origin(config, one.provenance.argv, path))
         files = {
             run_folder.SCRIPT: text,
             run_folder.SPEC: make_spec(config, workdir, code, path).to_json(),
             run_folder.CONFIG: yaml.safe_dump(dict(document), sort_keys=False),
             run_folder.PROVENANCE: one.provenance.to_json(taken),
+            **dict(filter(None, [script.restart_file(config, RunPath(path))])),
         }
         folder.fill(path, files)
         one.check_duplicates()
-        asked = config.test_only and config.cluster.engine == "slurm"
-        expected = validate.sbatch_test_only(path / run_folder.SCRIPT, one.env) if asked else ""
-        if config.after or config.after_ok or config.singleton:  # Slurm's estimate does not know of it
+        asks_slurm = config.validate and config.cluster.engine == "slurm"
+        expected = validate.sbatch_test_only(path / run_folder.SCRIPT, one.env) if asks_slurm else ""
+        if config.dependency:  # Slurm's estimate ignores dependencies
             expected = ""
         one.check_interrupted()
 

@@ -1,7 +1,8 @@
-"""`sbatch --test-only`: whether Slurm would take the job, and when it would start it. Nothing is submitted.
+"""`sbatch --test-only`: check whether Slurm would accept the job, and when it would start. Nothing is submitted.
 
-Seen with 22.05.8 and 24.11: the answer stands on stderr; a refusal is "allocation failure: ..." and exit status 1. The
-check counts nodes that are down, drained or reserved as not there, although sbatch takes a job that waits for them.
+The answer is on stderr. A refusal is "allocation failure: ..."; its exit status is 1 in Slurm 22.05 and 24.11, and 0 in
+26.05, whose sbatch accepts a job that can never start. The check ignores nodes that are down, drained or reserved,
+although sbatch accepts a job that waits for them.
 """
 
 from __future__ import annotations
@@ -17,16 +18,13 @@ from hpcinit.config.slurm_options import OWNED
 from hpcinit.slurm import sbatch_errors, slurm_client
 from hpcinit.slurm.sbatch import LOST_CONTROLLER, NOT_SENT
 
-# The config key that sets an option of sbatch, for messages about a script that sbatch refused.
-
-# Keys that do not follow from the option's name, or of which there are two.
+# The config keys of sbatch options, for messages about a refused script. These do not follow from the option's name.
 KEYS = {
-    "gpus-per-node": "cluster.gpus_per_node and cluster.gpu_type",
-    "gres": "cluster.gpus_per_node and cluster.gpu_type",
+    "gpus-per-node": "gpus_per_node and cluster.gpu_type",
+    "gres": "gpus_per_node and cluster.gpu_type",
     "cpus-per-task": "cpus_per_rank or cluster.cpus_per_node",
-    "dependency": "after, after_ok or singleton",
     "array": "the sweep",
-    "exclude": "cluster.sbatch.exclude or by what `hpcinit nodes` shows",
+    "exclude": "cluster.sbatch.exclude or the excluded nodes that `hpcinit nodes` lists",
 }
 
 
@@ -36,52 +34,55 @@ def key_of(option: str) -> str:
 
 
 def refused(message: str, script: str, advice: str = "") -> SubmitError:
-    """Return the error for a `script` that sbatch refused with `message`: its lines and keys, and what to do."""
+    """Return the error for a `script` that sbatch refused with `message`, with the lines, their keys and advice."""
     problem = f"{message}\n{sbatch_errors.explain(message, script, key_of)}{advice}".rstrip("\n")
     return SubmitError(problem, NOTHING_SUBMITTED, separator="; " if advice else "\n")
 
 
 # sbatch: Job 5 to start at 2026-11-21T14:05:00 using 4 processors on nodes n[1-2] in partition main
-ANSWER = re.compile(r"Job \d+ to start at (\S+) using \d+ \w+ on nodes (\S+)")
+# Slurm 26.05 has an 'a' before 'using'.
+ANSWER = re.compile(r"Job \d+ to start at (\S+) (?:a )?using \d+ \w+ on nodes (\S+)")
 REFUSED = "allocation failure: "
-# Not answers: slurm_errno.c's words for a controller that cannot be reached, is full or is only starting.
+# No answer: the texts in slurm_errno.c for a controller that is unreachable, overloaded or starting.
 NO_ANSWER = (
     *LOST_CONTROLLER,
     *NOT_SENT,
     *("emporarily un", "controller is not", "configuration source", "standby"),
 )
-# Said where nodes are missing for now as well as where they are missing for ever.
+# Slurm prints these texts both for nodes that are missing now and for nodes that never exist.
 MAYBE_LATER = ("node configuration is not available", "Required node not available", "nodes are busy", "DOWN, DRAINED")
 LONGEST_NODES = 40  # longer lists are not shown
 
 
 def sbatch_test_only(script: Path, env: Mapping[str, str], options: Sequence[str] = ()) -> str:
-    """'Slurm expects a start at about 14:05 (in 3 h) on n[1-2]'; '' where Slurm gives no answer, or none for now.
+    """Return 'Slurm expects a start at about 14:05 (in 3 h) on n[1-2]', or '' without an answer from Slurm.
 
-    options: further words of sbatch's command line. Raises SubmitError for what Slurm would never run.
+    options: further arguments of sbatch. Raise SubmitError for a job that Slurm would never run.
     """
-    words = ["sbatch", "--test-only", *options, str(script)]
+    command = ["sbatch", "--test-only", *options, str(script)]
     try:
-        done = slurm_client.run(words, env)
+        done = slurm_client.run(command, env)
     except slurm_client.Unreachable:
         return ""
-    said = (done.stderr.strip() or done.stdout.strip()).replace(REFUSED, "")
-    if done.status == 0:
-        found = ANSWER.search(said)
+    answer = done.stderr.strip() or done.stdout.strip()
+    is_refusal = done.status != 0 or answer.startswith(REFUSED)
+    answer = answer.replace(REFUSED, "")
+    if not is_refusal:
+        found = ANSWER.search(answer)
         return start_expectation(found[1], found[2], datetime.now()) if found else ""
-    if done.status < 0 or not said or any(sign in said for sign in NO_ANSWER):
+    if done.status < 0 or not answer or any(sign in answer for sign in NO_ANSWER):
         return ""
     text = script.read_text(encoding="utf-8")
-    if any(sign in said for sign in MAYBE_LATER) and (missing := _missing_nodes(text, env)):
+    if any(sign in answer for sign in MAYBE_LATER) and (missing := _missing_nodes(text, env)):
         console.warning(
-            f"Slurm could not start it now: {said.splitlines()[-1]}; {missing}, so the job is submitted to wait"
+            f"Slurm cannot start the job now: {answer.splitlines()[-1]}; {missing}, so the job will wait in the queue"
         )
         return ""
-    raise refused(f"sbatch --test-only: {said}", text, "if Slurm would take it all the same: test_only=false")
+    raise refused(f"sbatch --test-only: {answer}", text, "to submit without this check: validate=false")
 
 
 def start_expectation(start: str, nodes: str, now: datetime) -> str:
-    """One line from the time as Slurm writes it, '2026-11-21T14:05:00' in this machine's time zone."""
+    """Return a sentence for Slurm's start time, which looks like '2026-11-21T14:05:00', in this machine's time zone."""
     try:
         at = datetime.fromisoformat(start)
     except ValueError:  # 'Unknown'
@@ -102,23 +103,23 @@ def _roughly(wait: timedelta) -> str:
 
 
 def _missing_nodes(script: str, env: Mapping[str, str]) -> str:
-    """'2 of 4 nodes of partition main are down, drained or reserved'; '' if none are, or if that cannot be told."""
+    """Return '2 of 4 nodes of partition main are down, drained or reserved', or '' if there are none."""
     found = re.search(r"^#SBATCH --partition='?([\w.,+-]+)'?$", script, re.MULTILINE)
-    words = ["sinfo", "--noheader", "--format=%D %T %P", *([f"--partition={found[1]}"] if found else [])]
+    command = ["sinfo", "--noheader", "--format=%D %T %P", *([f"--partition={found[1]}"] if found else [])]
     try:
-        done = slurm_client.run(words, env)
+        done = slurm_client.run(command, env)
     except slurm_client.Unreachable:
         return ""
     total = missing = 0
-    lines = [words for line in done.stdout.splitlines() if len(words := line.split(maxsplit=2)) == 3]
-    lines = [words for words in lines if words[0].isdigit()]  # not 'CLUSTER: name'
+    lines = [fields for line in done.stdout.splitlines() if len(fields := line.split(maxsplit=2)) == 3]
+    lines = [fields for fields in lines if fields[0].isdigit()]  # not 'CLUSTER: name'
     default = [line for line in lines if line[2].endswith("*")]  # main*
     for count, state, _ in lines if found or not default else default:
         total += int(count)
         # down* drained draining fail maint reserved unknown powered_down# inval; idle allocated mixed completing
         missing += int(count) * (not state.rstrip("*~#!%$@^-+").startswith(("idle", "alloc", "mix", "compl", "plan")))
-    asked = re.search(r"^#SBATCH --nodes=(\d+)$", script, re.MULTILINE)
-    if not missing or (asked and int(asked[1]) > total):
+    requested = re.search(r"^#SBATCH --nodes=(\d+)$", script, re.MULTILINE)
+    if not missing or (requested and int(requested[1]) > total):
         return ""
     where = f" of partition {found[1]}" if found else ""
     return f"{missing} of {total} nodes{where} are down, drained or reserved"

@@ -26,7 +26,7 @@ from hpcinit.records import run_folder, spec, timeline
 from hpcinit.records.startup_timeout import StartupTimeout
 
 FACTOR = 2.0  # a timeout that is too short costs more than one that is too long
-LEAST_BASE_S = 60.0  # one node's kernels alone took 55 s to load (docs/timeouts.md)
+LEAST_BASE_S = 60.0  # one node's kernels alone took 55 s to load (docs/reference/timeout-details.md)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class History:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Raises RequestError."""
+    """Run the command. Raise RequestError."""
     options = console.parse_arguments(parser(), list(argv))
     seen = read(find_runs.matching_runs(options.runs, options.runs_dir))
     formula = fit(seen, options.factor)
@@ -154,17 +154,17 @@ def _document(seen: History, formula: StartupTimeout, factor: float) -> dict[str
 
 
 def _write(seen: History, formula: StartupTimeout, factor: float) -> str:
-    """Write it into its own part of the user's file; the rest stays, byte for byte. Return a line about it."""
+    """Write the values into their own part of the user's file and keep the rest unchanged. Return a line about it."""
     path = Path(folders.find(f"cluster/{seen.cluster}"))
     if path.absolute().is_relative_to(folders.folder().absolute()):
         raise RequestError(
-            f"cluster={seen.cluster} is hpcinit's own {path}: copy it to "
-            f"{cluster_file.cluster_file_path(seen.cluster)} and write again"
+            f"cluster={seen.cluster} is {path}, which ships with hpcinit: copy it to "
+            f"{cluster_file.cluster_file_path(seen.cluster)} and try again"
         )
     text = cluster_file.read_cluster_file(path)
     if text is None:
         raise RequestError(
-            f"no {path} in {', '.join(map(str, folders.user_folders())) or 'conf'}: `hpcinit discover` makes one"
+            f"no {path} in {', '.join(map(str, folders.user_folders())) or 'conf'}: create one with `hpcinit discover`"
         )
     entries = [cluster_file.Entry(key, value, f"{key}: {value}\n") for key, value in _values(formula).items()]
     starts, today = sum(map(len, seen.starts.values())), datetime.date.today().isoformat()
@@ -175,4 +175,4 @@ def _write(seen: History, formula: StartupTimeout, factor: float) -> str:
     except RequestError as error:
         raise RequestError(f"{path}: {error}") from None
     own = [entry.key for entry in entries if entry.key in before.own]
-    return f"{path}: written" + (f"; yours stays: {', '.join(own)}" if own else "")
+    return f"wrote {path}" + (f"; kept your own {', '.join(own)}" if own else "")

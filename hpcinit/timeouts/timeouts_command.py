@@ -1,4 +1,4 @@
-"""`hpcinit timeouts [OVERRIDES...]`: the timeout formula that is in force; `hpcinit timeouts fit RUN...`."""
+"""`hpcinit timeouts [OVERRIDES...]`: print the start-up timeout in force. `hpcinit timeouts fit RUN...`: see fit.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ NODES = tuple(2**power for power in range(15))  # 1 to 16384
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="hpcinit timeouts", description="The timeout formula in force; hpcinit timeouts fit: from runs."
+        prog="hpcinit timeouts",
+        description="Print the start-up timeout in force. `hpcinit timeouts fit` proposes one from past runs.",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for hpcinit submit: cluster=x nodes=8")
     return console.add_verbosity_options(parser)
@@ -30,19 +31,21 @@ def main(argv: Sequence[str]) -> int:
     from hpcinit.config import compose, job_spec, overrides  # noqa: PLC0415
 
     if wrong := overrides.not_overrides(options.overrides):
-        raise RequestError(f"{wrong[0]!r} is no override, expected words like cluster=x, or: hpcinit timeouts fit RUN")
+        raise RequestError(
+            f"{wrong[0]!r} is not an override: expected KEY=VALUE such as cluster=x, or `hpcinit timeouts fit RUN`"
+        )
     config = compose.compose(options.overrides)
-    formula, told = job_spec.startup_timeout(config), job_spec.timeout_sources(config)
+    formula, sources = job_spec.startup_timeout(config), job_spec.timeout_sources(config)
     seconds = {nodes: formula.start_up(nodes).total_seconds() for nodes in NODES}
     if options.json:
-        values = {name: {"value": value, "from": source} for name, (value, source) in told.items()}
+        values = {name: {"value": value, "from": source} for name, (value, source) in sources.items()}
         print(json.dumps({"formula": values, "start_up_s": seconds}))
         return 0
     if options.quiet:
         print(f"{formula.start_up(config.nodes).total_seconds():g}")
         return 0
-    print(f"start_up = {formula.text(config.nodes)}, and never more than what is left of the job - 30 s\n")
-    for name, (value, source) in told.items():
+    print(f"start_up = {formula.text(config.nodes)}, and at most the remaining time of the job - 30 s\n")
+    for name, (value, source) in sources.items():
         print(f"  {name:10} {value:8g}   {source}")
     print("\n  nodes  seconds")
     for nodes, each in seconds.items():

@@ -1,25 +1,33 @@
-"""What is known of a run that failed, and what came of it: the values that go in and out of failure.judge."""
+"""The input and the output of a diagnosis: Evidence about a run, and the Verdict on it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hpcinit.records import program_use
 from hpcinit.records.error_records import Found
 from hpcinit.records.hang_report import HangReport
 from hpcinit.records.job_log import JobLog
 from hpcinit.why.hang_verdict import HangVerdict
 
-AGREE_S = 0.5  # clocks that differ by less are taken as one: a file may be written so late
+AGREE_S = 0.5  # clocks that differ by less count as equal: writing a file may take that long
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """state, reason, exit_status: as `hpcinit status` has them. who: who cancelled it, where accounting says.
+    """The facts about one run that a diagnosis uses.
 
-    clocks: the file server's clock minus the node's, by host. nodes: Slurm's reason for a node that is down. hang:
-    its report, None if there is none. flight: the verdict on the dumps of torch's flight recorder. tails: the last
-    words in logs of ranks. step: the last that rank 0 told, -1 before.
+    state, reason, exit_status: as `hpcinit status` shows them. who: the user who canceled the job, '' if unknown.
+    clocks: the file server's clock minus the node's, by host. nodes: Slurm's reason for each node that is down. hang:
+    the hang report, None if there is none. silence: what the ranks do while none prints, None if one does. flight: the
+    verdict on the dumps of torch's flight recorder. tails: the last line in the log of each rank without an error
+    record. step: the last step that rank 0 reported, -1 before the first. uses: what the program
+    used of hpcinit (records/program_use.py). size: of the world, 0 if unknown. hosts: by rank, as far as known.
+    returned: ranks whose program ended with status 0. every_end_is_logged: whether the job's log has a line for each
+    rank whose exit status is not 0. has_clock: whether the times of the errors are times, not only an order.
+    preempted: whether Slurm reports that it preempted this start of the job.
+    lists_failed_ranks: whether ranks may be missing because the log lists only those that failed.
     """
 
     state: str
@@ -31,10 +39,19 @@ class Evidence:
     clocks: Mapping[str, float] = field(default_factory=dict)
     nodes: Mapping[str, str] = field(default_factory=dict)
     hang: HangReport | None = None
+    silence: HangReport | None = None
     flight: HangVerdict = field(default_factory=HangVerdict)
     tails: Mapping[int, str] = field(default_factory=dict)
     step: int = -1
     time_min: int | None = None
+    uses: str = program_use.WRAP
+    size: int = 0
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    returned: frozenset[int] = frozenset()
+    every_end_is_logged: bool = False
+    has_clock: bool = True
+    lists_failed_ranks: bool = False
+    preempted: bool = False
 
     @property
     def at_step(self) -> str:
@@ -43,16 +60,18 @@ class Evidence:
 
     @property
     def oom(self) -> str:
-        """Slurm's word that the kernel has killed for memory, or ''."""
+        """The line in which Slurm reports the kernel's OOM killer, or ''."""
         return self.log.oom or "Slurm: OUT_OF_MEMORY" * (self.state == "OUT_OF_MEMORY")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """headline: what failed first, and how. kind: one of base/errors.py. do: what next. rank: None where it is no
-    rank's doing. time: on the common clock, None where nobody says when. flight: which ranks cause a hang, from torch's
-    flight recorder. resubmit: whether all there is to do is to submit the run again, which Slurm does for a requeued
-    job."""
+    """The result of a diagnosis.
+
+    headline: what failed first, and how. kind: one of base/failure_kinds.py. do: what the user should do. rank: the
+    rank that failed, None if no rank did. time: on the common clock, None if unknown. flight: which ranks cause a hang,
+    from torch's flight recorder. resubmit: whether the advice is only to submit the run again; Slurm does that for a
+    requeued job."""
 
     headline: str
     kind: str
@@ -68,10 +87,10 @@ class Verdict:
 
 
 def clocks(differences: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """By host, from (host, when a file was written by the server's clock minus what it says by the node's).
+    """Return the file server's clock minus each node's, by host; {} if all agree within AGREE_S.
 
-    A file that comes late makes a difference larger, never smaller: the smallest counts. Differences below AGREE_S
-    between all hosts are no difference.
+    differences: (host, a file's time by the server's clock minus the time in the file by the node's clock). A delayed
+    write makes a difference larger, never smaller, so the smallest of each host counts.
     """
     found: dict[str, float] = {}
     for host, difference in differences:

@@ -1,49 +1,64 @@
-"""Read the dumps of torch's flight recorder: what each rank has called in each group, and what of it is pending.
+"""Read the dumps of torch's flight recorder: what each rank has called in each group, and which calls are pending.
 
 A dump is a pickle (dicts, lists, texts and numbers only) or JSON. Another user may be able to write to its folder, and
 a pickle can name any function to be called, so a pickle that names anything is refused.
 
-Fields read from a dump, as written by torch 2.6 to 2.13 (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp):
+Fields read from a dump, as written by torch 2.4 to 2.13 (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp), formats
+2.2 to 2.10. Each may be missing:
 
-    entries[]    process_group (name, description), collective_seq_id, p2p_seq_id, is_p2p, profiling_name
+    entries[]    process_group (name, description), pg_id, collective_seq_id, p2p_seq_id, is_p2p, profiling_name
                  ('nccl:all_reduce', 'nccl:send 0->1' with ranks of the group), state ('scheduled', 'started',
-                 'completed'), retired, record_id, input_sizes, output_sizes, *_dtypes, time_created_ns
-    pg_config    group name -> {desc, ranks: '[0, 1]'}; gloo leaves it empty
-    pg_status    number of a group on this rank -> last_enqueued_collective
+                 'completed'), retired, record_id, input_sizes, output_sizes, *_dtypes, time_created_ns, timeout_ms.
+                 JSON has no 'entries' for a rank that has called nothing.
+    pg_config    group name -> {desc, ranks: '[0, 1]'} in the group's order, only of groups that the rank has used;
+                 gloo leaves it empty
+    pg_status    pg_id -> last_enqueued_collective, in JSON as text
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
 import json
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hpcinit.records import scratch
 from hpcinit.records.safeguards import FLIGHT
 
-MOST_BYTES = 64 << 20  # 2,000 entries with their stacks have some megabytes
-NAME = re.compile(r"(?P<prefix>.*?)(?P<rank>\d+)(?:\.(?:json|pkl|pickle))?")
-COALESCED = "coalesced"  # the entry that ends a coalesced batch; only its state is updated, the batch's own is not
+MOST_BYTES = 1 << 30  # 2,000 entries with their stacks have some megabytes
+SUFFIX = r"(?:\.(?:json|pkl|pickle|pt|bin|dump|trace))?"
+NAME = re.compile(rf"(?P<prefix>.*?)(?P<rank>\d+){SUFFIX}")
+NAMED_RANK = re.compile(r"(?P<prefix>.*rank[_.=-]?)(?P<rank>\d+)(?!\d).*", re.IGNORECASE)  # trace_rank3_of_8.json
+DEPTHS = ("*", "*/*", "*/*/*")  # a folder for each attempt, and one for each node
+FIRST_BYTES = b"\x80{(}"  # of a pickle of any protocol, and of JSON
+UNREADABLE = "unreadable"  # key of the document for a file that cannot be read: the reason
+WRITTEN_NS = "written_ns"  # key added to a document: when its file was written, since 1970
+# The entry that ends a coalesced batch; only its state is updated, that of the parts is not. Since torch 2.7 also
+# 'ALLGATHER_coalesced'.
+COALESCED = "coalesced"
+SETTLE_S = 10.0  # ranks write their dumps within this time of each other
 SCHEDULED, STARTED, DONE = "scheduled", "started", "completed"
 FORGOTTEN = "forgotten"  # called so long ago that the recorder has overwritten it
 
-Batch = list[tuple[int, Mapping[str, Any]]]  # the entries of one call, each with its place in the dump
-MembersOf = Callable[[int, str], "frozenset[int] | None"]  # of a rank and a group's name
+Batch = list[tuple[int, Mapping[str, Any]]]  # the entries of one call, each with its index in the dump
+GroupOf = Callable[[int, str], "Group"]  # of a rank and a group's name
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group. members: global ranks; None where no dump lists them (gloo)."""
+    """A process group. members: global ranks; None if no dump lists them (gloo). order: the same by their rank in the
+    group."""
 
     name: str
-    description: str
+    description: str = field(default="", compare=False)
     members: frozenset[int] | None = None
+    order: tuple[int, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         own = self.description not in ("", "undefined") and self.description
@@ -68,13 +83,15 @@ class Call:
 
     kinds ('all_reduce', 'send'), input_sizes, output_sizes, input_dtypes, output_dtypes: one item for each part of a
     coalesced batch. order: its place among all calls of the rank, the same for all parts of a batch. created_ns: since
-    1970, on the rank's own clock.
+    1970, on the rank's own clock. failed_ns: if torch gave the call up before it finished, the time when it would have
+    timed out, else 0.
     """
 
     kinds: tuple[str, ...]
     state: str
     order: int
     created_ns: int
+    failed_ns: int = 0
     input_sizes: tuple[Any, ...] = ()
     output_sizes: tuple[Any, ...] = ()
     input_dtypes: tuple[Any, ...] = ()
@@ -93,7 +110,8 @@ class Recording:
 
     timed: the recorder has seen a call start on the device (TORCH_NCCL_ENABLE_TIMING). complete: it has kept every
     call since the start, so that the messages to a peer can be counted. backends: 'nccl', 'gloo'. pending: the oldest
-    unfinished call in each group and to each peer, in the order of the calls.
+    unfinished call in each group and to each peer, in the order of the calls. places: for each group, the ranks in the
+    group that its messages name: (the rank's own, its peer's). written_ns: when the dump was written, 0 if unknown.
     """
 
     rank: int
@@ -103,18 +121,24 @@ class Recording:
     timed: bool = False
     complete: bool = True
     backends: frozenset[str] = field(default_factory=frozenset)
+    places: Mapping[Group, set[tuple[int, int]]] = field(default_factory=dict)
+    written_ns: int = 0
     _batches: Mapping[Operation, Batch] = field(default_factory=dict, repr=False)
     _calls: dict[Operation, Call] = field(default_factory=dict, repr=False)
 
     def call(self, operation: Operation) -> Call | None:
-        """Return the rank's call of an operation; None where the recorder has none."""
+        """Return the rank's call of an operation; None if the recorder has none."""
         if operation not in self._calls and operation in self._batches:
             self._calls[operation] = _call(self._batches[operation])
         return self._calls.get(operation)
 
+    def collectives(self) -> list[tuple[int, Group]]:
+        """Return the place of each recorded collective among the calls of the rank, and its group."""
+        return [(_order(*batch[0]), group) for (group, what), batch in self._batches.items() if isinstance(what, int)]
+
     @property
     def may_have_forgotten(self) -> bool:
-        """Whether an unfinished call may be older than all that the recorder kept."""
+        """Whether an unfinished call may be older than all calls that the recorder kept."""
         return bool(not self.complete and self.pending and self.pending[0] == next(iter(self._batches), None))
 
 
@@ -134,87 +158,105 @@ def load(data: bytes) -> Mapping[str, Any]:
         document = json.loads(data) if data.lstrip()[:1] == b"{" else _Plain(io.BytesIO(data)).load()
     except Exception as error:  # pickle raises anything for broken bytes: IndexError, KeyError, MemoryError, ...
         raise ValueError(f"not a flight recorder's dump: {error}") from None
-    if not isinstance(document, dict) or not isinstance(document.get("entries"), list):
+    if not isinstance(document, dict):
+        raise ValueError("not a flight recorder's dump: it is no dictionary")
+    if "entries" not in document and {"version", "pg_config", "pg_status"} <= document.keys():
+        document["entries"] = []
+    if not isinstance(document.get("entries"), list | tuple):
         raise ValueError("not a flight recorder's dump: it has no entries")
     return document
 
 
 def recordings(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, Recording]:
-    """Return the recordings of all ranks, with each group under one name and one set of members."""
-    configs = {rank: _members_by_name(dump) for rank, dump in dumps.items()}
-    listed: dict[str, list[frozenset[int]]] = {}
-    for config in configs.values():
-        for name, members in config.items():
-            if members not in listed.setdefault(name, []):
-                listed[name].append(members)
+    """Return the recordings of the ranks whose dumps can be read, with each group under one name and set of members."""
+    dumps = {rank: dump for rank, dump in dumps.items() if UNREADABLE not in dump}
+    configs = {rank: _configured(dump) for rank, dump in dumps.items()}
+    listed: dict[str, list[Group]] = {}
+    for group in (group for config in configs.values() for group in config.values()):
+        if group not in listed.setdefault(group.name, []):
+            listed[group.name].append(group)
 
-    def members_of(rank: int, name: str) -> frozenset[int] | None:
-        own = configs[rank].get(name)
-        # A rank that has not used a group yet does not list it. Groups made by a split may share a name.
-        return own or next((members for members in listed.get(name, ()) if rank in members), None)
+    def group_of(rank: int, name: str) -> Group:
+        # A rank that has not used a group yet does not list it. Groups made by a split share a name.
+        found = configs[rank].get(name) or next(
+            (one for one in listed.get(name, ()) if rank in (one.members or ())), None
+        )
+        return found or Group(name)
 
-    return {rank: _recording(rank, dump, members_of) for rank, dump in dumps.items()}
+    return {rank: _recording(rank, dump, configs[rank], group_of) for rank, dump in dumps.items()}
 
 
-def _members_by_name(dump: Mapping[str, Any]) -> dict[str, frozenset[int]]:
+def _configured(dump: Mapping[str, Any]) -> dict[str, Group]:
+    """Return the groups that the rank lists with their members, by name."""
     config = dump.get("pg_config")
     found = {}
     for name, one in (config if isinstance(config, dict) else {}).items():
-        ranks = one.get("ranks") if isinstance(one, dict) else None
+        ranks = one.get("ranks") if isinstance(one, dict) else one
         try:
             numbers = ast.literal_eval(ranks) if isinstance(ranks, str) else ranks
-            members = frozenset(map(int, numbers or ()))
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            order = tuple(map(int, numbers or ()))
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError, OverflowError):
             continue
-        if members:
-            found[str(name)] = members
+        if order:
+            words = one.get("desc") if isinstance(one, dict) else ""
+            found[str(name)] = Group(str(name), words if isinstance(words, str) else "", frozenset(order), order)
     return found
 
 
-def _recording(rank: int, dump: Mapping[str, Any], members_of: MembersOf) -> Recording:
+def _recording(rank: int, dump: Mapping[str, Any], config: Mapping[str, Group], group_of: GroupOf) -> Recording:
     """Made for dumps of thousands of calls: a Call is built only of those that the search looks at."""
     entries = [entry for entry in dump["entries"] if isinstance(entry, dict)]
-    groups: dict[str | tuple[str, ...], Group] = {}
-    found: dict[tuple[str | tuple[str, ...], bool, int], Batch] = {}
-    for place, entry in enumerate(entries):
-        words = entry.get("process_group")
-        name = tuple(map(str, words)) if isinstance(words, list | tuple) else str(words)
-        p2p = bool(entry.get("is_p2p"))
-        number = entry.get("p2p_seq_id" if p2p else "collective_seq_id")
-        if isinstance(number, int):
-            found.setdefault((name, p2p, number), []).append((place, entry))
-    batches: dict[Operation, Batch] = {}
+    groups: dict[tuple[str, str], Group] = {}
     last: dict[Group, int] = {}
-    messages: dict[tuple[Group, int, int], list[Batch]] = {}
-    for (name, p2p, number), batch in found.items():
-        group = groups.get(name)
+    ids: dict[str, Group] = {}
+    found: dict[tuple[Group, bool, int], Batch] = {}
+    with_messages: set[Group] = set()
+    for place, entry in enumerate(entries):
+        key = _group_name(entry)
+        group = groups.get(key)
         if group is None:
-            key = _group_name(name)
-            group = groups[name] = Group(*key, members_of(rank, key[0]))
-        if p2p:
-            for pair, message in _messages(batch):
-                messages.setdefault((group, *pair), []).append(message)
-        else:
+            known = group_of(rank, key[0])
+            group = groups[key] = known if known.description or not key[1] else replace(known, description=key[1])
+            ids[str(entry.get("pg_id"))] = group
+        p2p = entry["is_p2p"] if isinstance(entry.get("is_p2p"), bool) else bool(PAIR.fullmatch(_kind(entry)))
+        collective = _number(entry.get("collective_seq_id", entry.get("seq_id")))
+        message = _number(entry.get("p2p_seq_id", entry.get("seq_id")))
+        if message:
+            with_messages.add(group)
+        if collective is not None and (not p2p or collective > 0):  # a message has the number of the collective before
+            last[group] = max(collective, last.get(group, collective))
+        number = message if p2p else collective
+        if number is not None:
+            found.setdefault((group, p2p, number), []).append((place, entry))
+    batches: dict[Operation, Batch] = {}
+    messages: dict[tuple[Group, int, int], list[Batch]] = {}
+    places: dict[Group, set[tuple[int, int]]] = {}
+    for (group, p2p, number), batch in found.items():
+        if not p2p:
             batches[group, number] = batch
-            last[group] = max(number, last.get(group, number))
-    complete = not entries or not _order(0, entries[0])
+            continue
+        for own, (src, dst), part in _messages(batch):
+            messages.setdefault((group, src, dst), []).append(part)
+            places.setdefault(group, set()).add((own, src if own == dst else dst))
+    complete = not entries or (not _order(0, entries[0]) and _order(len(entries) - 1, entries[-1]) < len(entries))
     for (group, src, dst), sent in messages.items():
         # Where the recorder has forgotten the first calls, the oldest pending one is taken for its peer's oldest.
         first = 0 if complete else -sum(_state(batch) == DONE for batch in sent)
         batches |= {(group, Message(src, dst, number)): batch for number, batch in enumerate(sent, first)}
-    if not complete:
-        for group, number in _last_by_status(rank, dump, groups.values(), members_of).items():
-            last.setdefault(group, number)
-    unused = {Group(name, "", ranks) for name, ranks in _members_by_name(dump).items()}
-    used = {group.name for group in groups.values()}
+    unused = {group for name, group in config.items() if name not in {group.name for group in groups.values()}}
+    for group, number in _last_by_status(dump, ids, unused).items():
+        if group not in with_messages:  # torch counts messages in the same field
+            last[group] = max(number, last.get(group, number))
     return Recording(
         rank,
         last,
-        frozenset({*groups.values(), *(group for group in unused if group.name not in used)}),
+        frozenset({*groups.values(), *unused}),
         _pending(batches),
         timed=any(entry.get("state") == STARTED or entry.get("time_discovered_started_ns") for entry in entries),
         complete=complete,
         backends=frozenset(str(entry.get("profiling_name", "")).partition(":")[0] for entry in entries),
+        places=places,
+        written_ns=_integer(dump.get(WRITTEN_NS)),
         _batches=batches,
     )
 
@@ -231,10 +273,19 @@ def _pending(batches: Mapping[Operation, Batch]) -> list[Operation]:
     return [operation for _, operation in sorted(found.values(), key=lambda one: one[0])]
 
 
-def _group_name(words: str | tuple[str, ...]) -> tuple[str, str]:
-    if isinstance(words, tuple) and len(words) == 2:
-        return words
+def _group_name(entry: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the name and the description of an entry's group."""
+    words = entry.get("process_group", entry.get("pg_name", entry.get("pg_id")))
+    if isinstance(words, list | tuple):
+        return str(words[0]) if words else "", str(words[1]) if len(words) > 1 else ""
     return str(words), ""
+
+
+def _number(value: Any) -> int | None:
+    """Return a number, which may be given as text; None for anything else."""
+    if isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value):
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _order(place: int, entry: Mapping[str, Any]) -> int:
@@ -246,9 +297,11 @@ def _state(batch: Batch) -> str:
     """The state of a call. gloo's recorder never changes it and only marks a finished call as retired."""
     entry = batch[0][1] if len(batch) == 1 else _end(batch)
     state = entry.get("state")
-    if state == DONE or (entry.get("retired") and str(entry.get("profiling_name", "")).startswith("gloo:")):
+    if state == DONE or entry.get("time_discovered_completed_ns"):
         return DONE
-    return STARTED if state == STARTED else SCHEDULED
+    if entry.get("retired") and (state is None or str(entry.get("profiling_name", "")).startswith("gloo:")):
+        return DONE
+    return STARTED if state == STARTED or entry.get("time_discovered_started_ns") else SCHEDULED
 
 
 def _kind(entry: Mapping[str, Any]) -> str:
@@ -256,17 +309,24 @@ def _kind(entry: Mapping[str, Any]) -> str:
     return str(entry.get("profiling_name", "")).rpartition(":")[2] or "a collective"
 
 
+def _is_end(entry: Mapping[str, Any]) -> bool:
+    return _kind(entry).endswith(COALESCED)
+
+
 def _end(batch: Batch) -> Mapping[str, Any]:
     """The entry that has the state of a batch."""
-    return next((entry for _, entry in batch if _kind(entry) == COALESCED), batch[-1][1])
+    return next((entry for _, entry in batch if _is_end(entry)), batch[-1][1])
 
 
 def _call(batch: Batch) -> Call:
     """One call of the entries with one number: a single one, or the parts of a coalesced batch and its end."""
-    parts = [entry for _, entry in batch if _kind(entry) != COALESCED] or [batch[-1][1]]
+    parts = [entry for _, entry in batch if not _is_end(entry)] or [batch[-1][1]]
+    end, state = _end(batch), _state(batch)
+    given_up = end.get("retired") is True and state != DONE
     return Call(
         kinds=tuple(_kind(part).partition(" ")[0] for part in parts),
-        state=_state(batch),
+        state=state,
+        failed_ns=_integer(end.get("time_created_ns")) + _integer(end.get("timeout_ms")) * 1_000_000 if given_up else 0,
         order=min(_order(place, entry) for place, entry in batch),
         created_ns=min(_integer(part.get("time_created_ns")) for part in parts),
         input_sizes=tuple(_plain(part.get("input_sizes")) for part in parts),
@@ -290,38 +350,39 @@ def _integer(value: Any) -> int:
 PAIR = re.compile(r"(?:send|recv) (\d+)(->|<-)(\d+)")
 
 
-def _messages(batch: Batch) -> Iterator[tuple[tuple[int, int], Batch]]:
-    """((src, dst), entries) for each send and receive of a batch. The device executes the batch as one, so all its
-    parts have the place of the first and the state of the end."""
-    ends = [(batch[0][0], {**entry, "record_id": _order(*batch[0])}) for _, entry in batch if _kind(entry) == COALESCED]
+def _messages(batch: Batch) -> Iterator[tuple[int, tuple[int, int], Batch]]:
+    """(own rank in the group, (src, dst), entries) for each send and receive of a batch. The device executes the batch
+    as one, so all its parts have the place of the first and the state of the end."""
+    ends = [(batch[0][0], {**entry, "record_id": _order(*batch[0])}) for _, entry in batch if _is_end(entry)]
     for place, entry in batch:
         if found := PAIR.fullmatch(_kind(entry)):
             left, right = int(found[1]), int(found[3])
-            yield (left, right) if found[2] == "->" else (right, left), [*ends, (place, entry)]
+            yield left, (left, right) if found[2] == "->" else (right, left), [*ends, (place, entry)]
 
 
-def _last_by_status(
-    rank: int, dump: Mapping[str, Any], known: Iterable[Group], members_of: MembersOf
-) -> dict[Group, int]:
-    """The newest collective of groups whose calls the recorder has forgotten, from pg_status.
+def _last_by_status(dump: Mapping[str, Any], ids: Mapping[str, Group], unused: Iterable[Group]) -> dict[Group, int]:
+    """Return the newest collective of each group from pg_status, which also counts calls that are forgotten.
 
-    Its keys count the rank's own groups as they were made, and torch names groups by a number that grows likewise.
+    Its keys are pg_id: numbers of the rank's own groups as they were made. torch names groups by a number that grows
+    likewise. unused: the groups without an entry.
     """
-    status, names = dump.get("pg_status"), sorted(_members_by_name(dump), key=lambda name: (len(name), name))
-    if not isinstance(status, dict) or len(status) != len(names) or not all(name.isdigit() for name in names):
+    status = dump.get("pg_status")
+    if not isinstance(status, dict):
         return {}
-    numbers = sorted(status, key=lambda key: (len(str(key)), str(key)))
-    by_name = {group.name: group for group in known}
-    found = {}
-    for name, key in zip(names, numbers, strict=True):
-        last = status[key].get("last_enqueued_collective") if isinstance(status[key], dict) else None
-        if isinstance(last, int) and last > 0:
-            found[by_name.get(name) or Group(name, "", members_of(rank, name))] = last
-    return found
+    values = {str(key): one.get("last_enqueued_collective") for key, one in status.items() if isinstance(one, dict)}
+    by_name = {group.name: group for group in (*ids.values(), *unused)}
+    if not ids.keys() <= values.keys() and values.keys() <= by_name.keys():  # keys are names
+        return {by_name[key]: last for key, one in values.items() if (last := _number(one)) and last > 0}
+    rest = sorted(values.keys() - ids.keys(), key=lambda key: (len(key), key))
+    groups = sorted(unused, key=lambda group: (len(group.name), group.name))
+    if len(rest) != len(groups) or not all(group.name.isdigit() for group in groups):
+        rest = []
+    found = {**ids, **dict(zip(rest, groups, strict=False))}
+    return {found[key]: last for key, one in values.items() if key in found and (last := _number(one)) and last > 0}
 
 
 def read_attempt(run: Path, job_id: str, restart: object) -> dict[int, Mapping[str, Any]]:
-    """Return the dumps flight/JOB.STEP.RESTART.rank_N of an attempt, by rank. Skip files that cannot be read."""
+    """Return the dumps flight/JOB.STEP.RESTART.rank_N of an attempt, by rank."""
     found: dict[int, Mapping[str, Any]] = {}
     for path in sorted((run / FLIGHT).glob("*.rank_*")):
         attempt, _, rank = path.name.rpartition(".rank_")
@@ -329,34 +390,54 @@ def read_attempt(run: Path, job_id: str, restart: object) -> dict[int, Mapping[s
         mine = ("_" in job_id or job == scratch.folder_name(job_id)) and (
             restart is None or rest.rpartition(".")[2] in ("", str(restart))
         )
-        document = _read(path) if mine and rank.isdigit() else None
-        if document is not None:
-            found[int(rank)] = document
-    return found
+        if mine and rank.isdigit():
+            found[int(rank)] = _read(path)
+    return found if _has_a_dump(found) else {}
 
 
 def read_folder(folder: Path) -> dict[int, Mapping[str, Any]]:
-    """Return the dumps in a folder by rank, the number at the end of each name; {} where there is none.
+    """Return the dumps in a folder and below it by rank, the number at the end of each name; {} if there are none.
 
-    Of files with several prefixes (of several attempts, say) those with the newest file count.
+    Files with different prefixes belong together if they are of different ranks (a prefix or a folder for each node).
+    If not, they are of several attempts, and the newest count. A file beside readable dumps that is none itself, such
+    as a truncated one, counts as an unreadable dump of its rank.
     """
-    found: dict[str, list[tuple[float, int, Path]]] = {}
-    try:
-        for path in sorted(folder.iterdir()):
-            match = NAME.fullmatch(path.name)
-            if match and path.is_file():
-                found.setdefault(match["prefix"], []).append((path.stat().st_mtime, int(match["rank"]), path))
-    except OSError:
-        return {}
-    for files in sorted(found.values(), key=max, reverse=True):
-        dumps = {rank: document for _, rank, path in files if (document := _read(path)) is not None}
-        if dumps:
-            return dumps
-    return {}
+    sets: dict[tuple[Path, str], dict[int, Path]] = {}
+    for path in sorted(path for depth in DEPTHS for path in folder.glob(depth)):
+        match = NAMED_RANK.fullmatch(path.name) or NAME.fullmatch(path.name)
+        if match and path.is_file():
+            sets.setdefault((path.parent, match["prefix"]), {}).setdefault(int(match["rank"]), path)
+    read = [(_written(files.values()), {rank: _read(path) for rank, path in files.items()}) for files in sets.values()]
+    found: dict[int, Mapping[str, Any]] = {}
+    for _, dumps in sorted((one for one in read if _has_a_dump(one[1])), key=lambda one: one[0], reverse=True):
+        if not found.keys() & dumps.keys():
+            found |= dumps
+    return found
 
 
-def _read(path: Path) -> Mapping[str, Any] | None:
+def _has_a_dump(dumps: Mapping[int, Mapping[str, Any]]) -> bool:
+    return any(UNREADABLE not in dump for dump in dumps.values())
+
+
+def _written(paths: Iterable[Path]) -> float:
+    times = [0.0]
+    for path in paths:
+        with contextlib.suppress(OSError):
+            times.append(path.stat().st_mtime)
+    return max(times)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """Return the document of a dump, or one with the reason why the file cannot be read."""
     try:
-        return load(path.read_bytes()) if path.stat().st_size <= MOST_BYTES else None
-    except (OSError, ValueError):
-        return None
+        state = path.stat()
+        if state.st_size > MOST_BYTES:
+            return {UNREADABLE: f"{path.name} has {state.st_size >> 20} MB, at most {MOST_BYTES >> 20} are read"}
+        with path.open("rb") as file:
+            first = file.read(64).lstrip()[:1]
+            if not first or first not in FIRST_BYTES:
+                return {UNREADABLE: f"{path.name} is no dump"}
+            file.seek(0)
+            return {WRITTEN_NS: state.st_mtime_ns, **load(file.read())}
+    except (OSError, ValueError) as error:
+        return {UNREADABLE: f"{path.name}: {error}"}

@@ -1,4 +1,4 @@
-"""What is left of a run that failed: its records and logs, the words of its batch script, and what Slurm knows."""
+"""Gather the evidence of a run: error records, logs, hang reports, and what Slurm reports about job and nodes."""
 
 from __future__ import annotations
 
@@ -7,47 +7,63 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from hpcinit.base import background_writer
+from hpcinit.base.errors import SpecError
 from hpcinit.observe import logs, progress, state
-from hpcinit.records import error_records, hang_report, heartbeats, job_log, run_folder, spec
+from hpcinit.records import (
+    causes,
+    error_records,
+    hang_report,
+    heartbeats,
+    job_log,
+    program_use,
+    run_folder,
+    spec,
+    timeline,
+)
 from hpcinit.records.error_records import Found
+from hpcinit.records.hang_report import HangReport
 from hpcinit.slurm import scontrol, slurm_client
 from hpcinit.why import flight_recorder, hang_verdict
 from hpcinit.why.evidence import Evidence, clocks
 
-LIMIT = timedelta(seconds=15)  # for scontrol: a verdict without it is better than a long wait
+LIMIT = timedelta(seconds=15)  # for scontrol: a verdict without its answer is better than a long wait
 TAIL_BYTES = 4096  # of each rank's log
 MOST_LOGS = 1024
-# Words in a rank's log that are not the rank's, or say nothing of an end.
-_NOT_LAST = re.compile(r"^(slurmstepd\S*:|srun:|hpcinit: |\[W)|^\s*$")
+# Lines in a rank's log that other programs print, or that do not explain an end.
+_NOT_LAST = re.compile(r"^(slurmstepd\S*:(?! error: execve\(\))|srun:|hpcinit: |\[W)|^\s*$")
 
 
 def gather(path: Path, now: state.State) -> Evidence:
-    """Of the last attempt of the run in `path`. now: its state, as asked before."""
+    """Return the evidence of the last attempt of the run in `path`. now: the run's state."""
     attempt = _json(path / run_folder.EXIT)
     job_id = str(attempt.get("job", "")) or now.job_id
     restart = attempt.get("restart")
-    # The log first: a rank whose end it tells of has left its record by then.
+    # The log first: srun reports the end of a rank after the rank has written its record.
     log = job_log.read(_text(path / run_folder.JOB_LOG), spec.ranks_per_task(path))
     every = list(error_records.read(path / run_folder.ERRORS))
     found = error_records.of_last_attempt(every, job_id, restart if isinstance(restart, int) else None)
-    slurm = now.engine == "slurm" and not now.away  # which each question would wait for again
+    slurm = now.engine == "slurm" and not now.away  # otherwise each query would time out
     job = _record("job", job_id, "JobId") if slurm else {}
     tails, oom = _tails(path, {one.record.rank for one in found})
     if oom and not log.oom:
         log = replace(log, oom=oom)
     gone = now.name == "NODE_FAIL" or (log.cancelled is not None and log.cancelled.why == "NODE FAILURE")
-    silent = now.again and log.cancelled is None  # taken from its nodes, and nobody was there to say so
+    silent = now.requeued and log.cancelled is None  # stopped together with the batch script, which logged nothing
     nodes = _nodes(log.lost) if slurm and log.lost else {}
-    if slurm and (gone or silent) and not log.lost:  # with the batch script's node nobody is left to say which it was
-        nodes = _down(",".join(_hosts(path, job_id, restart)) if now.again else job.get("NodeList", ""))
-    told = progress.read(path)
+    if slurm and (gone or silent) and not log.lost:  # the batch script's own node failed, so the log does not name it
+        nodes = _down(",".join(_hosts(path, job_id, restart)) if now.requeued else job.get("NodeList", ""))
+    reported = progress.read(path)
+    silence = _silence(path, now, job_id, restart) if not reported else None
+    planned = _spec(path)
+    started = _started(path, job_id, restart)
+    hosts = {rank.rank: rank.host for rank in started} | _hosts_by_rank(path, job_id, restart)
     return Evidence(
         state="NODE_FAIL" if silent and nodes else now.name,
         reason=now.reason,
@@ -57,18 +73,81 @@ def gather(path: Path, now: state.State) -> Evidence:
         log=log,
         clocks=clocks(_differences(path, found)),
         nodes=nodes,
-        hang=hang_report.left(path, job_id, restart),
-        flight=hang_verdict.verdict(
-            flight_recorder.read_attempt(path, job_id, restart), _hosts_by_rank(path, job_id, restart)
-        ),
+        hang=hang_report.left(path, job_id, restart) or _unreported_hang(path, job_id, restart, found),
+        silence=silence,
+        flight=_flight(path, now, job_id, restart, silence, hosts),
         tails=tails,
-        step=max([int(told.get("step", -1)), *(one.record.step for one in found)]),
+        step=max([int(reported.get("step", -1)), *(one.record.step for one in found)]),
         time_min=scontrol.minutes(job.get("TimeLimit")),
+        uses=(program_use.read(path) or program_use.ProgramUse(program_use.WRAP)).uses,
+        preempted=_was_preempted(job),
+        size=planned.world_size if planned else 0,
+        hosts=hosts,
+        returned=frozenset(rank.rank for rank in started if rank.returned is not None),
+        every_end_is_logged=planned is not None and planned.launch.kind == "srun",
     )
 
 
+def _flight(
+    path: Path, now: state.State, job_id: str, restart: object, silence: HangReport | None, hosts: Mapping[int, str]
+) -> hang_verdict.HangVerdict:
+    """Return the verdict on the dumps of the flight recorder. There is none while ranks may still write theirs, and for
+    a program that only prints nothing."""
+    if silence and not silence.certain:
+        return hang_verdict.HangVerdict()
+    dumps = flight_recorder.read_attempt(path, job_id, restart)
+    times = [at for dump in dumps.values() if isinstance(at := dump.get(flight_recorder.WRITTEN_NS), int)]
+    reported = hang_report.left(path, job_id, restart)
+    if now.name == "RUNNING" and not reported and time.time() - max(times, default=0) / 1e9 < flight_recorder.SETTLE_S:
+        return hang_verdict.HangVerdict()
+    return hang_verdict.verdict(dumps, hosts)
+
+
+def _was_preempted(job: Mapping[str, str]) -> bool:
+    """Return whether scontrol shows a preemption since the job started: a requeued job keeps an earlier one."""
+    at = scontrol.value_or_none(job.get("PreemptTime"))
+    return at is not None and at >= job.get("StartTime", "")
+
+
+def _spec(path: Path) -> spec.Spec | None:
+    with contextlib.suppress(SpecError):
+        return spec.load(path / run_folder.SPEC, to_run=False)
+    return None
+
+
+def _unreported_hang(path: Path, job_id: str, restart: object, found: Sequence[Found]) -> HangReport | None:
+    """Return the report of a hang that a timeout of collectives ended before a rank reported it; None if there was
+    none, or if no rank wrote its stack before."""
+    timeouts = [one.record.time for one in found if causes.is_timeout(one.record)]
+    if not timeouts or not all(causes.is_secondary(one.record) for one in found):
+        return None
+    planned = _spec(path)
+    for folder in sorted((path / hang_report.FOLDER).glob(f"{_step_of(job_id)}.*.{restart}")):
+        stacks = hang_report.places(folder)
+        nodes = list(heartbeats.read(path / heartbeats.FOLDER / folder.name))
+        if stacks and any(heartbeat.silent_s is not None for node in nodes for heartbeat in node.heartbeats):
+            return hang_report.report(nodes, stacks, min(timeouts), planned.world_size if planned else len(stacks))
+    return hang_report.without_output(path, job_id, restart)
+
+
+def _silence(path: Path, now: state.State, job_id: str, restart: object) -> HangReport | None:
+    """Return what the ranks do while none prints. The logs alone show it if the ranks run a command, not Python."""
+    runs = now.name == "RUNNING"
+    if found := hang_report.without_output(path, job_id, restart, time.time() if runs else None):
+        return found
+    times = [(path / run_folder.LOGS).stat().st_mtime] if runs and logs.ranks(path) else []
+    for rank in logs.ranks(path)[:MOST_LOGS] if runs else ():
+        with contextlib.suppress(OSError):
+            times.append(logs.of_rank(path, rank).stat().st_mtime)
+    with contextlib.suppress(SpecError):
+        after_s = spec.load(path / run_folder.SPEC, to_run=False).hang.after_s
+        if times and after_s and time.time() - max(times) > after_s:
+            return HangReport(output_silent_s=time.time() - max(times))
+    return None
+
+
 def age_s(path: Path, found: Evidence) -> float:
-    """Seconds since the newest of what the ranks and the batch script have left."""
+    """Return the seconds since the newest error record or line of the job's log."""
     written = [one.written for one in found.found]
     with contextlib.suppress(OSError):
         written.append((path / run_folder.JOB_LOG).stat().st_mtime)
@@ -76,8 +155,10 @@ def age_s(path: Path, found: Evidence) -> float:
 
 
 def unwritable(path: Path) -> str:
-    """Why nothing can be written in the run folder now: 'No space left on device', a quota, or a file server's error;
-    '' where it can, and where it is not ours to write."""
+    """Return why the disk of the run folder takes no file now ('No space left on device', a quota); '' if it does.
+
+    Also '' for a folder that this user has no permission to write.
+    """
     try:
         with tempfile.NamedTemporaryFile(prefix=".hpcinit-", dir=path / run_folder.LOGS, buffering=0) as file:
             file.write(b"x")
@@ -96,16 +177,16 @@ def _differences(path: Path, found: Sequence[Found]) -> Iterator[tuple[str, floa
 
 
 def _tails(path: Path, recorded: set[int]) -> tuple[dict[int, str], str]:
-    """The last words of ranks that left no record; and Slurm's of the kernel's OOM killer, in whichever log."""
-    words: dict[int, str] = {}
+    """Return the last line of each rank without a record, and the first line about the OOM killer in any log."""
+    tails: dict[int, str] = {}
     oom = ""
     for rank in logs.ranks(path)[:MOST_LOGS]:
         lines = _end(logs.of_rank(path, rank))
         oom = oom or job_log.oom(lines)
         last = next((line.strip() for line in reversed(lines) if not _NOT_LAST.match(line)), "")
         if last and rank not in recorded:
-            words[rank] = last
-    return words, oom
+            tails[rank] = last
+    return tails, oom
 
 
 def _end(path: Path) -> list[str]:
@@ -118,26 +199,40 @@ def _end(path: Path) -> list[str]:
 
 
 def _hosts(path: Path, job_id: str, restart: object) -> list[str]:
-    """Nodes on which ranks of that attempt have told of themselves."""
+    """Return the nodes on which ranks of that attempt wrote heartbeats."""
     return sorted(set(_hosts_by_rank(path, job_id, restart).values()))
 
 
 def _hosts_by_rank(path: Path, job_id: str, restart: object) -> dict[int, str]:
-    """The node of each rank of an attempt, from the heartbeats."""
-    job = "*" if "_" in job_id else job_id  # of a task: steps have another number of Slurm's
-    folders = (path / heartbeats.FOLDER).glob(f"{job}.*.{restart}")
-    return {beat.rank: node.host for folder in folders for node in heartbeats.read(folder) for beat in node.beats}
+    """Return the node of each rank of an attempt, from the heartbeats."""
+    folders = (path / heartbeats.FOLDER).glob(f"{_step_of(job_id)}.*.{restart}")
+    nodes = (node for folder in folders for node in heartbeats.read(folder))
+    return {heartbeat.rank: node.host for node in nodes for heartbeat in node.heartbeats}
+
+
+def _started(path: Path, job_id: str, restart: object) -> list[timeline.Rank]:
+    """Return the ranks of an attempt that wrote a timeline, those of the last start inside the job."""
+    folders = sorted(
+        (path / run_folder.TIMELINE).glob(f"{_step_of(job_id)}.*.{restart}"), key=lambda one: one.stat().st_mtime
+    )
+    attempt = timeline.read_attempt(folders[-1]) if folders else None
+    return list(attempt.ranks) if attempt else []
+
+
+def _step_of(job_id: str) -> str:
+    """Return the job id in the names of steps; '*' for an array's task, whose steps are named after another job id."""
+    return "*" if "_" in job_id else job_id
 
 
 def _nodes(hosts: Sequence[str]) -> dict[str, str]:
-    """'Not responding [root@2026-11-21T13:36:23]' by node, of those of which Slurm says something."""
+    """Return Slurm's reason of each node that has one: 'Not responding [root@2026-11-21T13:36:23]'."""
     found = scontrol.records(_shown("node", ",".join(hosts)), "NodeName")
     return {node["NodeName"]: node["Reason"] for node in found if node.get("Reason")}
 
 
 def _down(nodelist: str) -> dict[str, str]:
-    """Nodes of `nodelist` that are down or do not answer, with Slurm's reason, from one question."""
-    if scontrol.told(nodelist) is None:
+    """Return the nodes of `nodelist` that are down or unresponsive, with Slurm's reason. It takes one query."""
+    if scontrol.value_or_none(nodelist) is None:
         return {}
     found = scontrol.records(_shown("node", nodelist), "NodeName")
     away = [node for node in found if re.search(r"DOWN|NOT_RESPONDING|FAIL|\*", node.get("State", ""))]
@@ -145,7 +240,7 @@ def _down(nodelist: str) -> dict[str, str]:
 
 
 def _record(what: str, name: str, key: str) -> dict[str, str]:
-    """`scontrol show job 5`: {} where it does not answer, or has forgotten it."""
+    """Return the fields of `scontrol show job 5`; {} if the controller does not answer or has purged the job."""
     return next(iter(scontrol.records(_shown(what, name), key)), {})
 
 

@@ -2,7 +2,7 @@
 
 Each unfinished call of a rank waits for the other members of its group. A member has not called (its program is
 elsewhere), or has called while its device does not advance, or has left no dump. A member that waits in another
-group itself is a victim, and the search goes on with what it waits for. What remains are the root causes.
+group itself is a victim, and the search continues with what it waits for. What remains are the root causes.
 
 A device executes the calls of a rank in their order, and a kernel of NCCL starts whether or not its peers have
 called. So a rank whose oldest pending call has not started, or which its peers have finished, has a device or a link
@@ -11,6 +11,7 @@ that does not advance.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,9 +19,21 @@ from typing import Any, NamedTuple
 
 from hpcinit.base.text import ranges
 from hpcinit.why import flight_recorder
-from hpcinit.why.flight_recorder import DONE, FORGOTTEN, SCHEDULED, STARTED, Call, Group, Message, Operation, Recording
+from hpcinit.why.flight_recorder import (
+    DONE,
+    FORGOTTEN,
+    SCHEDULED,
+    STARTED,
+    UNREADABLE,
+    Call,
+    Group,
+    Message,
+    Operation,
+    Recording,
+)
 
-NOT_CALLED, DEVICE_STUCK, MISMATCH, NO_DUMP = "not-called", "device-stuck", "mismatch", "no-dump"
+NOT_CALLED, DEVICE_STUCK, MISMATCH = "not-called", "device-stuck", "mismatch"
+NO_DUMP, PEER_LOST = "no-dump", "peer-lost"
 DEFAULT = "default_pg"  # torch's description of the group of all ranks
 
 # What must be equal on all ranks of a collective. The others may differ: only rank `root` has the input of a scatter
@@ -31,10 +44,12 @@ ONE_WAY = ("broadcast", "reduce_oop", "gather", "scatter", "send", "recv")
 ANY_TYPE = ("scatter", "gather", "broadcast")  # ranks that only receive may give a tensor of another type
 
 ADVICE = {
-    NOT_CALLED: "its own stack shows where its program is: hpcinit logs --rank {rank}, or py-spy dump on its node",
+    NOT_CALLED: "its own stack shows where its program is: hpcinit logs --rank {rank}, or while it runs "
+    "hpcinit stacks RUN --rank {rank}",
     DEVICE_STUCK: "look for Xid and link errors on its node, and exclude the node: +cluster.sbatch.exclude=NODE",
     MISMATCH: "the ranks run different code or data at this point: compare what they do before this call",
     NO_DUMP: "its process is dead or unresponsive: look at its log and at its node",
+    PEER_LOST: "its process or its node has died: look at its log and at its node",
 }
 
 
@@ -42,10 +57,10 @@ ADVICE = {
 class Culprit:
     """A rank that causes a hang.
 
-    kind: 'not-called', 'device-stuck', 'mismatch' or 'no-dump'. group, description, collective, number: the call that
-    the others wait in, by torch's name of the group; number is None for a send or receive. waiting_ranks: those who
-    wait in it. since_ns: when the first of them called, since 1970; 0 where no dump shows it. shared: the evidence
-    without its subject, as it reads for several ranks.
+    kind: 'not-called', 'device-stuck', 'mismatch', 'no-dump' or 'peer-lost'. group, description, collective, number:
+    the call that the others wait in, by torch's name of the group; number is None for a send or receive.
+    waiting_ranks: those who wait in it. since_ns: when the first of them called, since 1970; 0 where no dump shows it.
+    shared: the evidence without its subject, as it reads for several ranks.
     """
 
     rank: int
@@ -78,15 +93,15 @@ class HangVerdict:
         return bool(self.culprits or self.unknown)
 
     def lines(self) -> tuple[str, ...]:
-        """One sentence for each root cause, then what is unknown. Ranks with the same cause share a sentence."""
+        """Return one sentence for each root cause, then what is unknown. Ranks with the same cause share a sentence."""
         shared: dict[tuple[str, str], list[Culprit]] = {}
         for one in self.culprits:
             shared.setdefault((one.kind, one.shared or one.evidence), []).append(one)
-        said = [_joined(found) for found in shared.values()]
-        return (*said, *self.unknown)
+        sentences = [_joined(found) for found in shared.values()]
+        return (*sentences, *self.unknown)
 
     def document(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         culprits = [{k: v for k, v in asdict(one).items() if k not in ("since_ns", "shared")} for one in self.culprits]
         secondary = [f"{_ranks(self.victims)} {_plural(self.victims, 'wait')} because of this"] if self.victims else []
         return {"culprits": culprits, "secondary": secondary, "unknown": list(self.unknown)}
@@ -96,7 +111,8 @@ def verdict(dumps: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str] | N
     """Return the root causes of a hang. dumps: by rank, as flight_recorder.load() returns them. hosts: by rank."""
     if not dumps:
         return HangVerdict()
-    found = _Search(flight_recorder.recordings(dumps)).verdict()
+    unreadable = {rank: str(dump[UNREADABLE]) for rank, dump in dumps.items() if UNREADABLE in dump}
+    found = _Search(flight_recorder.recordings(dumps), unreadable).verdict()
     hosts = hosts or {}
     culprits = tuple(replace(one, host=hosts.get(one.rank, "")) for one in found.culprits)
     return replace(found, culprits=culprits)
@@ -105,10 +121,11 @@ def verdict(dumps: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str] | N
 class _Search:
     """The wait-for graph of one hang."""
 
-    def __init__(self, ranks: Mapping[int, Recording]) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: Mapping[int, Recording], unreadable: Mapping[int, str]) -> None:
+        self.ranks, self.unreadable = ranks, unreadable
         self.pending = {rank: one.pending for rank, one in ranks.items()}
         self.members = self._all_members()
+        self.orders = {group: self._order(group) for group in self.members}
         self.world = self._world()
         self.open = list(dict.fromkeys(operation for found in self.pending.values() for operation in found))
         self.timed = self._starts_are_recorded()
@@ -119,6 +136,7 @@ class _Search:
         for operation in self.open:
             self._look_at(operation)
         self._drop_guesses()
+        self._look_at_unreadable()
         if not self.found:
             self._look_at_idle_ranks()
         if not self.found and not self.unknown:
@@ -132,7 +150,7 @@ class _Search:
             self.unknown.append(
                 "gloo does not record sends and receives: only its stack shows whether a rank waits in one"
             )
-        if silent := self.open and self.world - self.ranks.keys() - self.found.keys():
+        if silent := self.open and self.world - self.ranks.keys() - self.found.keys() - self.unreadable.keys():
             self.unknown.append(f"{_ranks(silent)} left no dump, and no other rank waits for {_it(silent)}")
         culprits = sorted(self.found.values(), key=lambda one: (one.since_ns or 2**63, one.rank))
         victims = tuple(sorted(rank for rank, waits in self.pending.items() if waits and rank not in self.found))
@@ -141,36 +159,54 @@ class _Search:
     # Who is in a group
 
     def _all_members(self) -> dict[Group, frozenset[int]]:
-        """The members of each group. Where no dump lists them: the ranks that have used it, or all of them."""
+        """Return the members of each group. If no dump lists them: the ranks that used it, or all ranks."""
         users: dict[Group, set[int]] = {}
         for rank, one in self.ranks.items():
             for group in one.groups:
                 users.setdefault(group, set()).add(rank)
         listed = {group: group.members for one in self.ranks.values() for group in one.groups if group.members}
-        everybody = frozenset(self.ranks).union(*listed.values())
+        all_ranks = frozenset(self.ranks).union(*listed.values())
         return {
-            group: group.members or (everybody if group.description == DEFAULT else frozenset(ranks))
+            group: group.members or (all_ranks if group.description == DEFAULT else frozenset(ranks))
             for group, ranks in users.items()
         }
 
     def _world(self) -> frozenset[int]:
-        """All ranks that a dump mentions."""
+        """Return all ranks that a dump mentions."""
         listed = (group.members for one in self.ranks.values() for group in one.groups if group.members)
         return frozenset(self.ranks).union(*listed)
 
+    def _order(self, group: Group) -> tuple[int, ...]:
+        """Return the global ranks of a group by their rank in it, as messages name them.
+
+        That is the listed order. A recorder that lists the ranks in another order, or names global ranks in messages,
+        is noticed: each rank's own messages name its own rank.
+        """
+        named = {rank: one.places[group] for rank, one in self.ranks.items() if group in one.places}
+        in_order = tuple(sorted(self.members[group]))
+        by_itself = tuple(rank if rank in in_order else -1 for rank in range(max(in_order, default=-1) + 1))
+        candidates = (group.order or in_order, in_order, by_itself)
+
+        def fits(order: tuple[int, ...]) -> bool:
+            pairs = ((rank, *places) for rank, found in named.items() for places in found)
+            return all(
+                own < len(order) and order[own] == rank and peer < len(order) and order[peer] >= 0
+                for rank, own, peer in pairs
+            )
+
+        return next(filter(fits, candidates), candidates[0])
+
     def _is_listed(self, group: Group) -> bool:
-        """Whether all members are known, also those that have never used the group."""
+        """Return whether the dumps list all members, also those that never used the group."""
         return bool(group.members) or group.description == DEFAULT
 
     def _concerned(self, operation: Operation) -> frozenset[int]:
-        """The global ranks that take part in an operation."""
+        """Return the global ranks that take part in an operation."""
         group, what = operation
-        members = self.members[group]
         if isinstance(what, Message):
-            in_order = sorted(members)
-            both = (what.src, what.dst)
-            return frozenset(in_order[one] for one in both if one < len(in_order))
-        return members
+            order = self.orders[group]
+            return frozenset(order[one] for one in (what.src, what.dst) if one < len(order))
+        return self.members[group]
 
     # What a rank has done about an operation
 
@@ -180,16 +216,18 @@ class _Search:
         if call := one.call(operation):
             return call.state
         group, what = operation
-        return FORGOTTEN if isinstance(what, int) and one.last.get(group, -1) >= what else None
+        if not isinstance(what, int) or one.last.get(group, -1) < what:
+            return None
+        return FORGOTTEN if one.may_have_forgotten else DONE
 
     def _is_first(self, rank: int, operation: Operation) -> bool:
-        """Whether the rank's device has nothing older to finish, as far as the recorder remembers."""
+        """Return whether the rank's device has nothing older to finish, as far as the recorder remembers."""
         one = self.ranks[rank]
         call, oldest = one.call(operation), one.call(self.pending[rank][0])
         return bool(call and oldest and call.order == oldest.order and not one.may_have_forgotten)
 
     def _starts_are_recorded(self) -> bool:
-        """Whether 'scheduled' means that the device has not reached a call: only where some call is seen to have
+        """Return whether 'scheduled' means that the device has not reached a call: only where some call is seen to have
         started although a peer has not called it."""
         for operation in self.open:
             states = [self._state(rank, operation) for rank in self._concerned(operation) & self.ranks.keys()]
@@ -206,13 +244,22 @@ class _Search:
         waiting = [rank for rank, state in states.items() if state in (SCHEDULED, STARTED)]
         done = [rank for rank, state in states.items() if state == DONE]
         listed = self._is_listed(operation[0])
-        if isinstance(operation[1], Message) and not listed:  # whose ranks src and dst are cannot be known
+        if isinstance(operation[1], Message) and not listed:  # src and dst cannot be mapped to global ranks
             return
         if isinstance(operation[1], Message) and not all(self.ranks[rank].complete for rank in states):
-            done = []  # messages are counted from the oldest pending one: an older one says nothing
-        for rank in sorted(concerned - self.ranks.keys()):
-            clause = _clause("left no dump: {its} process is dead or unresponsive")
-            self._blame(rank, NO_DUMP, operation, waiting, clause)
+            done = []  # messages are counted from the oldest pending one: an older one proves nothing
+        for rank in sorted(concerned - self.ranks.keys() - self.unreadable.keys()):
+            if waiting and all(self._lost_its_peer(other, operation) for other in waiting):
+                clause = _clause(
+                    "left no dump, and {what} of {others} failed before its timeout: "
+                    "the connection to {its} process broke",
+                    what=self._called(operation),
+                    others=_ranks(waiting),
+                )
+                self._blame(rank, PEER_LOST, operation, waiting, clause)
+            else:
+                clause = _clause("left no dump: {its} process is dead or unresponsive")
+                self._blame(rank, NO_DUMP, operation, waiting, clause)
         for rank in absent:
             if not self.pending[rank]:
                 self._blame(rank, NOT_CALLED, operation, waiting, self._not_called(rank, operation))
@@ -237,10 +284,12 @@ class _Search:
         self, states: Mapping[int, str | None], first: Sequence[int], waiting: Sequence[int], done: Sequence[int],
         *, everybody: bool, one_way: bool,
     ) -> list[int]:  # fmt: skip
-        """The ranks whose device or link does not advance. everybody: all members have called. one_way: the root or
-        the sender may finish before the others."""
+        """Return the ranks whose device or link does not advance. everybody: all members have called. one_way: the root
+        or the sender may finish before the others."""
         started = [rank for rank in waiting if states[rank] == STARTED]
         late = [rank for rank in first if states[rank] == SCHEDULED]
+        if everybody and len(states) == 1:  # a group of one rank waits for no other rank
+            return list(first)
         if late and (started or self.timed or (done and everybody and self._any_timed())):
             return late
         if not done or not everybody or len(first) < len(waiting):
@@ -252,7 +301,7 @@ class _Search:
         return any(one.timed for one in self.ranks.values())
 
     def _blame(self, rank: int, kind: str, operation: Operation, waiting: Sequence[int], clause: Clause) -> None:
-        """Note a root cause, by the operation that somebody has waited in for longest."""
+        """Note a root cause, with the operation in which another rank has waited longest."""
         calls = [call for other in waiting if (call := self.ranks[other].call(operation))]
         since = min((call.created_ns for call in calls), default=0)
         before = self.found.get(rank)
@@ -270,7 +319,7 @@ class _Search:
         )
 
     def _differs(self, operation: Operation, ranks: Sequence[int]) -> bool:
-        """Whether the ranks called different things; then the few who differ from the most are to blame."""
+        """Return whether the ranks called different things; if so, blame the ranks that differ from the majority."""
         calls = {rank: call for rank in ranks if (call := self.ranks[rank].call(operation))}
         if isinstance(operation[1], Message):
             keys = {rank: _of_message(call) for rank, call in calls.items() if self.ranks[rank].complete}
@@ -297,6 +346,28 @@ class _Search:
             self.unknown.append(f"which of {_ranks(odd)} called the wrong thing: as many ranks did one as the other")
         return True
 
+    def _lost_its_peer(self, rank: int, operation: Operation) -> bool:
+        """Return whether torch gave up the call of a rank before its timeout: a connection broke."""
+        one = self.ranks[rank]
+        call = one.call(operation)
+        return bool(call and call.failed_ns and call.created_ns <= one.written_ns < call.failed_ns)
+
+    def _look_at_unreadable(self) -> None:
+        """Blame a rank whose dump cannot be read only if nothing else explains why others wait for it."""
+        for operation in self.open if not self.found else ():
+            for rank in sorted(self._concerned(operation) & self.unreadable.keys()):
+                waiting = [one for one in self._concerned(operation) & self.ranks.keys() if self._waits(one, operation)]
+                clause = _clause("left a dump that cannot be read: {why}", why=self.unreadable[rank])
+                self._blame(rank, NO_DUMP, operation, sorted(waiting), clause)
+        self.unknown += [
+            f"what rank {rank} has called: its dump cannot be read: {why}"
+            for rank, why in sorted(self.unreadable.items())
+            if rank not in self.found
+        ]
+
+    def _waits(self, rank: int, operation: Operation) -> bool:
+        return self._state(rank, operation) in (SCHEDULED, STARTED)
+
     def _drop_guesses(self) -> None:
         """Where the recorder has forgotten calls, messages are counted from the oldest pending one. Then a wait of a
         rank whose device is stuck does not show that its peer has not sent."""
@@ -307,8 +378,8 @@ class _Search:
                 del self.found[one.rank]
 
     def _look_at_idle_ranks(self) -> None:
-        """gloo lists no members, so a rank that has never used a group is not known to be one. But gloo has no device:
-        if all ranks but one wait, they wait for that one."""
+        """Blame the only rank that does not wait. gloo's dumps list no members, so one that never used a group is
+        missing there. But gloo has no device: if all ranks but one wait, they wait for that one."""
         waiting = {rank for rank, operations in self.pending.items() if operations}
         if not waiting or any(self._is_listed(operation[0]) for operation in self.open):
             return
@@ -328,6 +399,15 @@ class _Search:
                 "dumps list no members of the groups that the others wait in"
             )
 
+    def _sequence(self, rank: int) -> list[str]:
+        """Return the kinds of groups of a rank's collectives, in the order of the calls."""
+        calls = self.ranks[rank].collectives()
+        return [group.description or group.name for _, group in sorted(calls, key=lambda one: one[0])]
+
+    def _is_send(self, rank: int, operation: Operation) -> bool:
+        group, what = operation
+        return isinstance(what, Message) and self.orders[group][what.src] == rank
+
     def _is_gloo(self) -> bool:
         return frozenset().union(*(one.backends for one in self.ranks.values())) == {"gloo"}
 
@@ -341,9 +421,26 @@ class _Search:
                 peers = self._concerned(operation) & self.ranks.keys() if self._is_listed(operation[0]) else set()
                 waits_for[rank] |= {other for other in peers if self._state(other, operation) is None}
         in_cycle = sorted(rank for rank in waits_for if rank in _reached(rank, waits_for))
+        # A program continues while an asynchronous send is not received. If that is all that a rank waits for, and
+        # others wait for its next call, then its program has stopped, not its send.
+        senders = [rank for rank in in_cycle if all(self._is_send(rank, operation) for operation in self.pending[rank])]
+        for rank in senders:
+            for operation in self.open:
+                waiting = [one for one in sorted(self._concerned(operation) & self.ranks.keys()) if one != rank]
+                waiting = [one for one in waiting if self._waits(one, operation)]
+                if waiting and rank in self._concerned(operation) and self._state(rank, operation) is None:
+                    self._blame(rank, NOT_CALLED, operation, waiting, self._not_called(rank, operation))
+        if senders:
+            return
+        # If all ranks but one make the same calls in the same kinds of groups, that one has skipped a call or made one
+        # too many.
+        sequences = {rank: self._sequence(rank) for rank in self.ranks}
+        alone = [rank for rank in in_cycle if not any(_agree(sequences, rank, other) for other in self.ranks)]
+        in_cycle = alone or in_cycle
         for rank in in_cycle:
             operation = self.pending[rank][0]
-            others = sorted(waits_for[rank] & set(in_cycle))
+            others = sorted(other for other in waits_for[rank] if rank in waits_for[other])
+            others = others or sorted(waits_for[rank])
             clause = _clause(
                 "waits in {what} for {others}, and {others} {wait} for it elsewhere: they call in different orders",
                 what=self._called(operation),
@@ -376,7 +473,12 @@ class _Search:
         return _clause(
             "{has} not called {what}, in which {others} {wait}; "
             + before
-            + "{it_waits} in no other group: {its} program is elsewhere",
+            + (
+                "{its} other calls are sends, for which a program does not wait"
+                if self.pending[rank]
+                else "{it_waits} in no other group"
+            )
+            + ": {its} program is elsewhere",
             what=self._called(operation),
             others=_ranks(waiting),
             wait=_plural(waiting, "wait"),
@@ -400,7 +502,7 @@ class _Search:
 
 
 class Clause(NamedTuple):
-    """What is said of a culprit, without its subject, where that is one rank and where it is several."""
+    """The evidence against a culprit without its subject, in the singular and in the plural."""
 
     one: str
     several: str
@@ -415,7 +517,7 @@ def _clause(text: str, **values: str) -> Clause:
 
 
 def _must_agree(call: Call) -> tuple[Any, ...]:
-    """What must be the same on every rank that takes part in a collective."""
+    """Return the values that must be equal on every rank of a collective."""
     found: list[Any] = []
     for place, kind in enumerate(call.kinds):
         if kind.startswith(UNEVEN) or "_v" in kind[-9:]:
@@ -462,6 +564,12 @@ def _where(operation: Operation) -> str:
     group, what = operation
     at = f"number {what} of " if isinstance(what, int) else "of "
     return f"{at}{'the default group' if group.description == DEFAULT else group}"
+
+
+def _agree(sequences: Mapping[int, Sequence[str]], rank: int, other: int) -> bool:
+    """Return whether two ranks made the same calls, as far as the shorter one went."""
+    one, two = sequences[rank], sequences[other]
+    return rank != other and all(map(operator.eq, one, two))
 
 
 def _reached(start: int, edges: Mapping[int, set[int]]) -> set[int]:

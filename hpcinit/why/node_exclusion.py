@@ -1,4 +1,4 @@
-"""Failures that are a node's fault, and their records in the table of the cluster's nodes."""
+"""Find failures that a node caused, and record them in the table of the cluster's nodes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpcinit.base.text import brief
 from hpcinit.records import causes, node_records, run_folder
 from hpcinit.records.node_records import NodeFailure
-from hpcinit.why.evidence import Evidence
 
 if TYPE_CHECKING:
     from hpcinit.why.evidence import Evidence
 
-MOST_OF_A_NAME = 8  # runs NAME-0042, the highest numbers
-MOST_TASKS = 256  # of a sweep
-LOG_BYTES = 65536  # of the end of a job's log
-WORDS = (b"Node failure on", b"Task launch for")  # srun's, of records/job_log.py
+MOST_OF_A_NAME = 8  # runs NAME-0042 with the highest numbers
+MOST_TASKS = 256  # of one sweep
+LOG_BYTES = 65536  # read from the end of a job's log
+FAULTS = (b"Node failure on", b"Task launch for")  # printed by srun; records/job_log.py reads them
 
 
 def record_faulty_nodes(run: Path, found: Evidence) -> None:
-    """What `hpcinit why` has found in a run's `found` goes into the table; it never fails for that."""
+    """Add the node failures in the evidence `found` to the table. A table that cannot be written is no error."""
     submission = _json(run / run_folder.SUBMISSION)
     if submission.get("engine") == "slurm":
         path = node_records.file(os.environ, str(submission.get("cluster", "")))
@@ -36,9 +35,9 @@ def record_faulty_nodes(run: Path, found: Evidence) -> None:
 
 
 def look(runs_dir: Path, cluster: str, now: float, expiry_h: float) -> list[NodeFailure]:
-    """In the runs of `runs_dir` on this cluster that have changed in so many hours: what their files tell.
+    """Return the node failures of the runs in `runs_dir` on this cluster that changed in the last `expiry_h` hours.
 
-    No question to Slurm and no log of a rank: it is made before every submission.
+    Every submission calls this, so it neither queries Slurm nor reads the logs of ranks.
     """
     found: list[NodeFailure] = []
     for run in _recent(runs_dir, now - expiry_h * 3600):
@@ -63,7 +62,8 @@ def _failures(run: Path, submission: Mapping[str, Any], found: Evidence) -> Iter
 
 
 def _recent(runs_dir: Path, since: float) -> Iterator[Path]:
-    """Runs and tasks of sweeps whose folder has changed since: exit.json is put into it when an attempt ends."""
+    """Return the runs and the tasks of sweeps whose folder changed since then: an attempt adds exit.json when it
+    ends."""
     by_name: dict[str, list[str]] = {}
     with contextlib.suppress(OSError):
         for name in os.listdir(runs_dir):  # noqa: PTH208 - no stat for each of thousands
@@ -87,10 +87,10 @@ def _changed(paths: Iterable[Path], since: float) -> Iterator[Path]:
 
 def _has_evidence(run: Path) -> bool:
     folders = (run / run_folder.ERRORS, run / "hang")  # records/hang_report.py: FOLDER
-    return any(map(_holds, folders)) or any(word in _end(run / run_folder.JOB_LOG) for word in WORDS)
+    return any(map(_has_files, folders)) or any(fault in _end(run / run_folder.JOB_LOG) for fault in FAULTS)
 
 
-def _holds(folder: Path) -> bool:
+def _has_files(folder: Path) -> bool:
     try:
         return bool(os.listdir(folder))  # noqa: PTH208
     except OSError:
@@ -130,16 +130,15 @@ def _json(path: Path) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-# Which nodes are to blame for the end of a run, if any: from what Slurm, the driver and the heartbeats say.
-#
-# A program's own failure is nobody's but the program's: only words that a program cannot bring about count.
+# Which nodes caused the end of a run, if any: from the output of Slurm and the driver, and from the heartbeats.
+# Only messages count that a program cannot cause: a program's own failure is not the node's.
 
-NODE_FAIL, NO_HEARTBEATS, UNREACHABLE = "NODE_FAIL", "no beats", "slurmd unreachable"
-# https://docs.nvidia.com/deploy/xid-errors: those where the GPU or its links are at fault. Not 13, 31, 43 and 45, which
-# a program's own wrong address brings about, nor 63, a memory row that was replaced in time.
+NODE_FAIL, NO_HEARTBEATS, UNREACHABLE = "NODE_FAIL", "no heartbeats", "slurmd unreachable"
+# https://docs.nvidia.com/deploy/xid-errors: the ones that a faulty GPU or link causes. Not 13, 31, 43 and
+# 45, which a wrong address in a program causes, nor 63, a memory row that was replaced in time.
 XIDS = {46, 48, 62, 64, 74, 79, 94, 95, 119, 120, 140}
 _XID = re.compile(r"\bXid(?: ?\(PCI:[^)]*\))?[: ]+(\d{1,3})\b")  # NVRM: Xid (PCI:0000:10:1c): 79, pid=...; 'Xid 79'
-_WORDS = (
+_MESSAGES = (
     ("ECC", re.compile(r"[Uu]ncorrect(?:able|ed) (?:ECC|memory) error")),  # CUDA's 214 and HIP's 214
     ("NVLink", re.compile(r"[Uu]ncorrectable NVLink error")),  # CUDA's 220
     ("GPU lost", re.compile(r"fallen off the bus|GPU is lost")),  # NVML's 15
@@ -153,7 +152,8 @@ class NodeFault(NamedTuple):
 
 
 def faulty_nodes(evidence: Evidence) -> list[NodeFault]:
-    """Each node with each kind of fault once. Nobody where the kernel had to kill for memory: nodes go with it."""
+    """Return each node with each kind of fault once. After the OOM killer, no node: running out of memory can take it
+    down."""
     found = [*_of_errors(evidence)]
     if not evidence.oom:
         found += _of_slurm(evidence)
@@ -161,31 +161,31 @@ def faulty_nodes(evidence: Evidence) -> list[NodeFault]:
 
 
 def _is_one(host: str) -> bool:
-    return bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", host))  # srun also says 'n[1-2]: tasks 2-3'
+    return bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", host))  # srun also prints 'n[1-2]: tasks 2-3'
 
 
 def _of_slurm(evidence: Evidence) -> Iterator[NodeFault]:
     for host in dict.fromkeys((*evidence.log.lost, *evidence.nodes)):
         yield NodeFault(host, NODE_FAIL, evidence.nodes.get(host, ""))
-    if len(evidence.log.unreachable) == 1:  # of several at a time: an image that starts nowhere looks the same
+    if len(evidence.log.unreachable) == 1:  # several at once: an image that starts on no node looks the same
         yield NodeFault(evidence.log.unreachable[0], UNREACHABLE)
     for node in evidence.hang.silent_nodes if evidence.hang else ():
-        if len(node.ranks) > 1:  # a single process may be stopped, or keep Python's lock: that is not the node
+        if len(node.ranks) > 1:  # a single process may be stopped, or hold the GIL: the node is healthy then
             yield NodeFault(node.host, NO_HEARTBEATS, str(node))
 
 
 def _of_errors(evidence: Evidence) -> Iterator[NodeFault]:
-    said = [(one.record.host, one.record.foreign) for one in evidence.found if not causes.is_secondary(one.record)]
+    texts = [(one.record.host, one.record.foreign) for one in evidence.found if not causes.is_secondary(one.record)]
     tails = evidence.tails
-    said += [(end.host, tails[rank]) for end in evidence.log.ends for rank in end.ranks if rank in tails]
-    for host, text in said:
-        if kind := of_words(text):
+    texts += [(end.host, tails[rank]) for end in evidence.log.ends for rank in end.ranks if rank in tails]
+    for host, text in texts:
+        if kind := hardware_fault(text):
             yield NodeFault(host, kind, brief(text))
 
 
-def of_words(text: str) -> str:
-    """'Xid 79', 'ECC', ... where the words are those of broken hardware, else ''."""
+def hardware_fault(text: str) -> str:
+    """Return 'Xid 79', 'ECC', ... for an error message of broken hardware, else ''."""
     for number in _XID.findall(text):
         if int(number) in XIDS:
             return f"Xid {number}"
-    return next((kind for kind, pattern in _WORDS if pattern.search(text)), "")
+    return next((kind for kind, pattern in _MESSAGES if pattern.search(text)), "")

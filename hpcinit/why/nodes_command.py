@@ -1,4 +1,4 @@
-"""`hpcinit nodes [cluster=x ...] [--json] [--add NODE --why TEXT] [--forget NODE]`: nodes that have failed."""
+"""`hpcinit nodes [cluster=x ...] [--json] [--add NODE --why TEXT] [--forget NODE]`: the excluded nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpcinit.slurm import nodelist
 
 @dataclass(frozen=True)
 class Limits:
-    """What a submission would go by: the cluster's name, excluded_nodes.limit and excluded_nodes.expiry_h."""
+    """The settings that a submission uses: the cluster's name, excluded_nodes.limit and excluded_nodes.expiry_h."""
 
     cluster: str
     limit: int
@@ -28,12 +28,12 @@ class Limits:
 
 
 def nodes_main(argv: Sequence[str], configured: Callable[[Sequence[str]], Limits]) -> int:
-    """configured: the limits of a submission with these overrides; it is asked where they matter."""
+    """Run the command. configured: returns the limits of a submission with these overrides."""
     options = console.parse_arguments(nodes_parser(), list(argv))
-    if odd := [word for word in options.overrides if "=" not in word]:
-        raise RequestError(f"{odd[0]!r} is no override, expected cluster=x, excluded_nodes.limit=3 and the like")
+    if odd := [one for one in options.overrides if "=" not in one]:
+        raise RequestError(f"{odd[0]!r} is not an override, expected KEY=VALUE: cluster=x, excluded_nodes.limit=3")
     if options.why and not options.add:
-        raise RequestError(f"--why {options.why!r} stands alone, expected --add NODE --why TEXT")
+        raise RequestError(f"--why {options.why!r} is given without --add, expected --add NODE --why TEXT")
     limits = _limits(options, configured)
     tables = _tables(limits.cluster)
     if options.add:
@@ -46,13 +46,13 @@ def nodes_main(argv: Sequence[str], configured: Callable[[Sequence[str]], Limits
 
 
 def _limits(options: argparse.Namespace, configured: Callable[[Sequence[str]], Limits]) -> Limits:
-    """cluster: '' for all. Raises RequestError, and what `configured` raises."""
-    asked = any(word.startswith("cluster=") for word in options.overrides)
-    if asked or not (options.add or options.forget):
+    """Return the limits; their cluster is '' for all clusters. Raise RequestError, and what `configured` raises."""
+    one_cluster = any(one.startswith("cluster=") for one in options.overrides)
+    if one_cluster or not (options.add or options.forget):
         limits = configured(options.overrides)
-        limits = replace(limits, cluster=options.cluster or (limits.cluster if asked else ""))
+        limits = replace(limits, cluster=options.cluster or (limits.cluster if one_cluster else ""))
     else:
-        limits = Limits(options.cluster or "", 1, 1.0)  # nothing is counted
+        limits = Limits(options.cluster or "", 1, 1.0)  # --add and --forget use no limit
     limit = limits.limit if options.limit is None else options.limit
     expiry_h = limits.expiry_h if options.expiry_h is None else options.expiry_h
     if limit < 1 or expiry_h <= 0:
@@ -61,22 +61,23 @@ def _limits(options: argparse.Namespace, configured: Callable[[Sequence[str]], L
 
 
 def nodes_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hpcinit nodes", description="Nodes that have failed, and are left out.")
+    about = "Show the nodes that failed, and which of them submissions exclude."
+    parser = argparse.ArgumentParser(prog="hpcinit nodes", description=about)
     parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="as of a submission: cluster=x; its limits hold"
+        "overrides", nargs="*", metavar="KEY=VALUE", help="overrides of a submission, such as cluster=x: use its limits"
     )
-    parser.add_argument("--cluster", metavar="NAME", help="its name; all of them without it")
-    parser.add_argument("--limit", type=int, help="in the place of your config's excluded_nodes.limit")
-    parser.add_argument("--expiry-h", type=float, help="in the place of your config's excluded_nodes.expiry_h")
+    parser.add_argument("--cluster", metavar="NAME", help="only this cluster (default: all clusters)")
+    parser.add_argument("--limit", type=int, help="replaces excluded_nodes.limit of your config")
+    parser.add_argument("--expiry-h", type=float, help="replaces excluded_nodes.expiry_h of your config")
     change = parser.add_mutually_exclusive_group()
-    change.add_argument("--add", metavar="NODE", help="leave it out from now on until it expires, or several: n[3-5]")
-    change.add_argument("--forget", metavar="NODE", help="what it has done no longer counts")
-    parser.add_argument("--why", default="", metavar="TEXT", help="of a node that is added")
+    change.add_argument("--add", metavar="NODE", help="exclude this node, or several (n[3-5]), for a time")
+    change.add_argument("--forget", metavar="NODE", help="clear the failure history of this node")
+    parser.add_argument("--why", default="", metavar="TEXT", help="the reason for --add")
     return console.add_verbosity_options(parser, "one JSON object per node, for programs")
 
 
 def _tables(cluster: str) -> dict[str, Path]:
-    """The files there are, by cluster; or that of one cluster, there or not."""
+    """Return the tables that exist, by cluster; or the one of `cluster`, which may not exist yet."""
     if cluster:
         return {cluster: node_records.file(os.environ, cluster)}
     return {path.stem: path for path in sorted(node_records.folder(os.environ).glob("*.jsonl"))}
@@ -85,13 +86,13 @@ def _tables(cluster: str) -> dict[str, Path]:
 def _add(hosts: Sequence[str], options: argparse.Namespace, tables: dict[str, Path]) -> None:
     if len(tables) != 1:
         known = ", ".join(tables) or "none"
-        raise RequestError(f"which cluster's nodes? The tables that there are: {known}; give --cluster NAME")
+        raise RequestError(f"no cluster is given, expected --cluster NAME; clusters with a table: {known}")
     [(name, path)] = tables.items()
     now = time.time()
-    # A key of its own each time: one that was taken back can be added again.
+    # The time makes each key unique, so that a node can be added again after --forget.
     node_records.append(path, [NodeFailure(now, host, ADDED, job=f"{now}", about=options.why) for host in hosts])
-    said = f"{','.join(hosts)} of {name}: left out of submissions; hpcinit nodes --forget takes it back"
-    _changed([(name, host) for host in hosts], True, said, options.json)
+    line = f"{','.join(hosts)} of {name}: excluded from submissions; to undo: hpcinit nodes --forget NODE"
+    _print_change([(name, host) for host in hosts], True, line, options.json)
 
 
 def _forget(hosts: Sequence[str], cluster: str, tables: dict[str, Path], as_json: bool) -> None:
@@ -101,20 +102,20 @@ def _forget(hosts: Sequence[str], cluster: str, tables: dict[str, Path], as_json
         mine = [host for host in hosts if host in known]
         node_records.append(path, [NodeFailure(time.time(), host, FORGOTTEN) for host in mine])
         done += [(name, host) for host in mine]
-    forgotten = list(dict.fromkeys(host for _, host in done))
-    if missing := [host for host in hosts if host not in forgotten]:
-        where = f"of cluster {cluster}" if cluster else f"in {node_records.folder(os.environ)}"
-        raise RequestError(f"no failure of {', '.join(missing)} is known {where}: hpcinit nodes shows those that are")
-    _changed(done, False, f"{','.join(forgotten)}: what was until now no longer counts", as_json)
+    cleared = list(dict.fromkeys(host for _, host in done))
+    if missing := [host for host in hosts if host not in cleared]:
+        where = f"for cluster {cluster}" if cluster else f"in {node_records.folder(os.environ)}"
+        raise RequestError(f"no failure of {', '.join(missing)} is recorded {where}; to list all: hpcinit nodes")
+    _print_change(done, False, f"{','.join(cleared)}: failure history cleared", as_json)
 
 
-def _changed(nodes: Sequence[tuple[str, str]], excluded: bool, said: str, as_json: bool) -> None:
-    """nodes: cluster and host of each."""
+def _print_change(nodes: Sequence[tuple[str, str]], excluded: bool, line: str, as_json: bool) -> None:
+    """Print the change of one or more nodes. nodes: (cluster, host)."""
     if as_json:
         for cluster, host in nodes:
             print(json.dumps({"cluster": cluster, "host": host, "excluded": excluded}))
     elif not console.quiet():
-        print(said)
+        print(line)
 
 
 def _show(as_json: bool, limits: Limits, tables: dict[str, Path]) -> None:
@@ -125,19 +126,19 @@ def _show(as_json: bool, limits: Limits, tables: dict[str, Path]) -> None:
             bad = until is not None
             if as_json:
                 failures = [asdict(failure) for failure in one.failures]
-                told = {"cluster": cluster, "host": one.host, "excluded": bad, "until": until}
-                print(json.dumps({**told, "failures": failures}))
+                document = {"cluster": cluster, "host": one.host, "excluded": bad, "until": until}
+                print(json.dumps({**document, "failures": failures}))
             elif console.quiet():
                 print(*([one.host] if bad else []), sep="\n", end="\n" if bad else "")
             else:
                 print(plain("\n".join(_lines(cluster, one, until, limits.expiry_h))))
     if not shown and not as_json and not console.quiet():
-        print(f"no node has failed in the last {limits.expiry_h:g} h, as far as runs were looked at")
+        print(f"no node failure is recorded for the last {limits.expiry_h:g} h")
 
 
 def _lines(cluster: str, one: NodeHistory, until: float | None, expiry_h: float) -> list[str]:
-    out = f"  (left out of submissions until {_when(until)})" if until is not None else ""
-    lines = [f"{one.host} of {cluster}: {one.words(expiry_h, why=False)}{out}"]
+    out = f"  (excluded from submissions until {_when(until)})" if until is not None else ""
+    lines = [f"{one.host} of {cluster}: {one.summary(expiry_h, why=False)}{out}"]
     for failure in one.failures:
         when = _when(failure.time)
         job = [f"job {failure.job}, {failure.run}"] if failure.run else []
@@ -149,8 +150,6 @@ def _when(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
-# `hpcinit nodes [cluster=x ...]`: with the limits that a submission with the same words would have.
-
 parser = nodes_parser
 
 
@@ -159,8 +158,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _configured(overrides: Sequence[str]) -> Limits:
-    """Raises ConfigError."""
-    from hpcinit.config.compose import compose  # noqa: PLC0415 - where limits are asked for: Hydra takes its time
+    """Return the limits of a submission with these overrides. Raise ConfigError."""
+    from hpcinit.config.compose import compose  # noqa: PLC0415 - only if limits are needed: Hydra is slow to import
 
     config = compose(overrides)
     return Limits(config.cluster.name, config.excluded_nodes.limit, config.excluded_nodes.expiry_h)

@@ -11,32 +11,37 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hpcinit.base import console
-from hpcinit.base import errors as kinds
+from hpcinit.base import console, failure_kinds
 from hpcinit.base.console import plain
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import ranges
 from hpcinit.observe import find_runs, progress, restarts, state
-from hpcinit.records import run_folder
-from hpcinit.slurm import reasons
-from hpcinit.why import diagnosis, flight_recorder, gather_evidence, hang_verdict, node_exclusion
+from hpcinit.records import job_log, run_folder, world_size
+from hpcinit.slurm import memory_use, reasons
+from hpcinit.why import diagnosis, flight_recorder, foreign_job, gather_evidence, hang_verdict, node_exclusion
 from hpcinit.why.evidence import Evidence, Verdict
+from hpcinit.why.foreign_job import ForeignJob
 
-WELL, ASKED = kinds.NONE, kinds.STOPPED  # of a verdict on a run in which nothing failed
-UNSAID = (kinds.UNKNOWN, kinds.SCRIPT)  # of a verdict that names no cause
-TAKEN = "Slurm has taken it from its nodes, and nobody says why: preempted, a lost node, or scontrol requeue"
-SILENT = (
-    "wait, or hpcinit logs --all; no step has been told yet: of a program that calls run.progress(step, total) it is "
-    "known whether it hangs, and for which rank"
+OK, STOPPED = failure_kinds.NONE, failure_kinds.STOPPED  # kinds of a verdict on a run in which nothing failed
+WITHOUT_CAUSE = (failure_kinds.UNKNOWN, failure_kinds.SCRIPT)  # kinds of a verdict that names no cause
+UNEXPLAINED = "Slurm requeued it without a recorded reason: a preemption, a node failure, or scontrol requeue"
+NO_STEP = (
+    "wait, or read hpcinit logs --all. No step has been reported yet: hpcinit detects a hang, and the rank that causes "
+    "it, in a program that calls run.progress(step, total)"
 )
-BY_ITSELF = "it begins again by itself, from its last checkpoint if the program has saved one"
-AWAY = "Slurm's controller does not answer"
-YOUNG_S, MOMENT_S = 3.0, 1.0  # srun tells of a rank that was killed within a second of its peers
+NOT_FINITE = (
+    "the run has probably diverged: lower the learning rate or clip gradients, and resume from a checkpoint before "
+    "that step"
+)
+RESTARTS_ALONE = "it restarts automatically, from its last checkpoint if the program saved one"
+UNREACHABLE = "Slurm's controller does not answer"
+YOUNG_S, MOMENT_S = 3.0, 1.0  # srun reports a killed rank within a second of its peers
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hpcinit why", description="What went wrong first in a run, and why.")
-    what = "run folder, its name, a job id, or a folder of flight-recorder dumps"
+    about = "Show the first failure of a run, its cause, and what to do."
+    parser = argparse.ArgumentParser(prog="hpcinit why", description=about)
+    what = "run folder, its name, or a job id; or logs of another launcher, or dumps: a file or a folder"
     parser.add_argument("run", nargs="?", default="", help=what)
     find_runs.add_runs_dir(parser)
     return console.add_verbosity_options(parser)
@@ -46,19 +51,22 @@ def main(argv: Sequence[str]) -> int:
     options = console.parse_arguments(parser(), list(argv))
     if options.run and (dumps := _only_dumps(Path(options.run))):
         return _of_dumps(dumps, options)
-    path = find_runs.find_run(options.run, options.runs_dir)
+    if found := foreign_job.find(options.run):
+        return _of_logs(found, options)
+    try:
+        path = find_runs.find_run(options.run, options.runs_dir)
+    except RequestError:
+        if (other := foreign_job.of_slurm(options.run)) is None:
+            raise
+        return _of_logs(other, options)
     if find_runs.is_sweep(path):
         numbers = ranges(find_runs.combinations(path))
-        raise RequestError(f"{path} is a sweep of the tasks {numbers}, expected one: hpcinit why {options.run}/0")
+        raise RequestError(f"{path} is a sweep (tasks {numbers}), expected one task: hpcinit why {options.run}/0")
     now = state.read(path)
     verdict = explain_run(path, now)
     if options.json:
-        told = {"run": str(path), "state": now.name, "job_id": now.job_id, "restarts": restarts.document(path)}
-        hang = verdict.flight.document()
-        known = {"verdict": verdict.headline, **asdict(verdict), **hang}
-        known["secondary"] = [*verdict.secondary, *hang["secondary"]]
-        known.pop("flight")
-        print(json.dumps({**told, **known}))
+        where = {"run": str(path), "state": now.name, "job_id": now.job_id, "restarts": restarts.document(path)}
+        print(json.dumps({**where, **_document(verdict)}))
     elif options.quiet:
         print(plain(verdict.headline))
     else:
@@ -67,18 +75,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _only_dumps(folder: Path) -> Mapping[int, Mapping[str, Any]]:
-    """The dumps in a folder of theirs alone, or in the folder flight/ of a run; {} for any other folder."""
+    """Return the flight-recorder dumps in `folder`, by rank; {} for a run folder and for a folder without dumps."""
     if any((folder / name).exists() for name in (run_folder.SCRIPT, run_folder.SPEC, run_folder.SWEEP)):
         return {}
     return flight_recorder.read_folder(folder)
 
 
 def _of_dumps(dumps: Mapping[int, Mapping[str, Any]], options: argparse.Namespace) -> int:
-    """Print which ranks cause the hang of any job, by the dumps of its ranks."""
+    """Print which ranks cause a hang, from the dumps of a job that hpcinit need not have started."""
     found = hang_verdict.verdict(dumps)
     first, *rest = found.lines() or (f"the dumps of {len(dumps)} ranks show no rank that waits in a collective",)
     if options.json:
-        kind = found.culprits[0].kind if found.culprits else kinds.UNKNOWN if found else WELL
+        kind = found.culprits[0].kind if found.culprits else failure_kinds.UNKNOWN if found else OK
         print(json.dumps({"verdict": first, "kind": kind, "ranks": sorted(dumps), **found.document()}))
     elif options.quiet:
         print(plain(first))
@@ -90,39 +98,105 @@ def _of_dumps(dumps: Mapping[int, Mapping[str, Any]], options: argparse.Namespac
     return 0
 
 
+def _of_logs(job: ForeignJob, options: argparse.Namespace) -> int:
+    """Print the verdict on a job that hpcinit did not start."""
+    verdict = diagnosis.diagnose(job.logs.evidence)
+    if options.json:
+        known = _document(verdict)
+        known["unknown"] = [*known["unknown"], *job.unknown]
+        print(json.dumps({"files": [str(path) for path in job.files], **job.slurm, **known}))
+    elif options.quiet:
+        print(plain(verdict.headline))
+    else:
+        text = [verdict.headline, *(f"  {line}" for line in verdict.evidence)]
+        text += [f"what to do: {verdict.do}"] * bool(verdict.do)
+        text += [f"  {line}" for line in verdict.secondary]
+        text += [f"unknown: {line}" for line in job.unknown]
+        if job.files:
+            more = f" and {len(job.files) - 1} more" if len(job.files) > 1 else ""
+            text.append(f"read: {job.files[0]}{more}")
+        print(plain("\n".join(text)))
+    return 0
+
+
+def _document(verdict: Verdict) -> dict[str, Any]:
+    """Return the verdict for JSON, joined with that of the flight recorder's dumps."""
+    hang = verdict.flight.document()
+    known = {"verdict": verdict.headline, **asdict(verdict), **hang}
+    known["secondary"] = [*verdict.secondary, *hang["secondary"]]
+    known["culprits"] = known["culprits"] or culprits(verdict)
+    known.pop("flight")
+    return known
+
+
+def culprits(verdict: Verdict) -> list[dict[str, Any]]:
+    """Return the rank at fault with the fields of a hang verdict's culprits; [] if the rank is unknown."""
+    if verdict.rank is None:
+        return []
+    call = {"group": "", "description": "", "collective": "", "number": None, "waiting_ranks": ()}
+    return [{"rank": verdict.rank, "host": verdict.host, "kind": verdict.kind, **call, "evidence": verdict.headline}]
+
+
 def explain_run(path: Path, now: state.State) -> Verdict:
-    """now: the run's state, as asked before. Nodes to blame are counted (hpcinit nodes)."""
-    if now.name == "PENDING" and not now.again:
+    """Return the verdict on a run, with a warning about process groups that differ from the job's."""
+    verdict, found = _explain(path, now), world_size.read(path)
+    if (
+        verdict.kind == failure_kinds.HOST_MEMORY
+        and now.engine == "slurm"
+        and (used := memory_use.describe(now.job_id))
+    ):
+        verdict = replace(verdict, evidence=(*verdict.evidence, used))
+    return replace(verdict, evidence=(f"warning: {found}", *verdict.evidence)) if found else verdict
+
+
+def _explain(path: Path, now: state.State) -> Verdict:
+    """Return the verdict on a run, and record nodes at fault (hpcinit nodes). now: the run's state."""
+    if now.name == "PENDING" and not now.requeued:
         meaning = reasons.explain(now.reason)
         return Verdict(
-            f"job {now.job_id} waits{f' ({now.reason})' * bool(now.reason)}: nothing has failed", WELL, meaning
+            f"job {now.job_id} waits{f' ({now.reason})' * bool(now.reason)}: nothing has failed", OK, meaning
         )
     found = _evidence(path, now)
     node_exclusion.record_faulty_nodes(path, found)
-    if now.again:
+    if now.requeued:
         return _again(path, now, found)
     if now.name == "COMPLETED":
         return _well(path, now, found)
     if now.away and not now.over:
         return _unheard(path, now, found)
-    if not now.over and not now.forgotten:
+    if not now.over and not now.purged:
         return _going(path, now, found)
-    return _with_disk(path, diagnosis.diagnose(found))
+    verdict = diagnosis.diagnose(found)
+    return _chain_is_used_up(now, found, verdict) or _with_disk(path, verdict)
+
+
+def _chain_is_used_up(now: state.State, found: Evidence, verdict: Verdict) -> Verdict | None:
+    """Return the verdict on a chain whose last job exited with 143, as a program does that handles Slurm's signal."""
+    early = now.exit_status == run_folder.ENDED_EARLY and bool(now.link) and not now.others
+    ends = {end.how for end in found.log.ends if not end.after_abort} - {
+        "Terminated",
+        job_log.how(now.exit_status or 0),
+    }
+    if not early or ends or verdict.kind not in (*WITHOUT_CAUSE, failure_kinds.PROGRAM, failure_kinds.SIGNAL):
+        return None
+    head = f"the chain is used up: {now.link} ended before the program did, with exit status 143 (SIGTERM)"
+    do = "submit again: it resumes if the program saved a checkpoint; chain=N with more jobs, or a larger time_min"
+    return Verdict(f"{head}{found.at_step}", failure_kinds.TIME_LIMIT, do, step=found.step)
 
 
 def _with_disk(path: Path, verdict: Verdict) -> Verdict:
-    """A failure without a cause may be one that nothing could be written of."""
-    problem = gather_evidence.unwritable(path) if verdict.kind in UNSAID else ""
+    """Return the verdict with the cause 'disk full' if it has none and the run folder cannot be written."""
+    problem = gather_evidence.unwritable(path) if verdict.kind in WITHOUT_CAUSE else ""
     if not problem:
         return verdict
     line = f"the run folder cannot be written ({problem}): error records and logs of this run may be missing"
-    do = f"make room for {path} (df -h, quota) and submit again"
-    return replace(verdict, kind=kinds.DISK, do=do, evidence=(line, *verdict.evidence))
+    do = f"free space for {path} (df -h, quota) and submit again"
+    return replace(verdict, kind=failure_kinds.DISK, do=do, evidence=(line, *verdict.evidence))
 
 
 def _evidence(path: Path, now: state.State) -> Evidence:
-    """Gather again where only secondary errors exist, and once more while they are young: their cause may be under
-    way."""
+    """Gather the evidence; again if it has only secondary errors, and a third time while they are recent: the record
+    of the first error may not be visible yet."""
     found = gather_evidence.gather(path, now)
     if diagnosis.has_only_secondary_errors(found):
         found = gather_evidence.gather(path, now)
@@ -133,64 +207,79 @@ def _evidence(path: Path, now: state.State) -> Evidence:
 
 
 def _well(path: Path, now: state.State, found: Evidence) -> Verdict:
+    use = progress.ineffective_options(path, now)
+    evidence = (use.note,) if use.note else ()
+    document = progress.read(path)
+    if progress.not_finite(document):
+        head = f"nothing failed, but {progress.not_finite_note(document)}  step {document['step']}/{document['total']}"
+        return Verdict(head, failure_kinds.NOT_A_NUMBER, NOT_FINITE, step=found.step, evidence=evidence)
     if why := progress.stop_note(path, now):
-        return Verdict(f"nothing failed: the training stopped before its end, {why}", ASKED, step=found.step)
-    return Verdict(f"nothing failed: the run has ended well  {progress.line(path)}".rstrip(), WELL, step=found.step)
+        head = f"nothing failed: training stopped before its end, {why}"
+        return Verdict(head, STOPPED, use.advice, step=found.step, evidence=evidence)
+    head = f"nothing failed: the run completed  {progress.line(path)}".rstrip()
+    return Verdict(head, OK, use.advice, step=found.step, evidence=evidence)
 
 
 def _again(path: Path, now: state.State, found: Evidence) -> Verdict:
-    """A job that was requeued: how the attempt before ended, as its batch script or what it has left says."""
-    head = f"job {now.job_id} waits{f' ({now.reason})' * bool(now.reason)} to begin again: "
+    """Return the verdict on the previous attempt of a job that was requeued."""
+    head = f"job {now.job_id} waits{f' ({now.reason})' * bool(now.reason)} to restart: "
     last = restarts.read(path)[-1:]
-    told = last[0].reason if last and last[0].restart == (now.restart or 0) + 1 else ""
-    if told in (run_folder.PREEMPTED, run_folder.TIME_LIMIT):
-        return Verdict(f"{head}{restarts.WORDS[told]}{found.at_step}", ASKED, BY_ITSELF, step=found.step)
+    reason = last[0].reason if last and last[0].restart == (now.restart or 0) + 1 else ""
+    if reason in (run_folder.PREEMPTED, run_folder.TIME_LIMIT):
+        return Verdict(f"{head}{restarts.REASONS[reason]}{found.at_step}", STOPPED, RESTARTS_ALONE, step=found.step)
     verdict = diagnosis.diagnose(found)
-    if verdict.kind in UNSAID and not found.found:
-        return Verdict(f"{head}{TAKEN}{found.at_step}", kinds.REQUEUED, BY_ITSELF, step=found.step)
+    if verdict.kind in WITHOUT_CAUSE and not found.found:
+        return Verdict(f"{head}{UNEXPLAINED}{found.at_step}", failure_kinds.REQUEUED, RESTARTS_ALONE, step=found.step)
     return replace(verdict, headline=head + verdict.headline, do=_meanwhile(verdict))
 
 
 def _meanwhile(verdict: Verdict) -> str:
-    """What is left to do about a job that Slurm starts again."""
-    return BY_ITSELF if not verdict.do or verdict.resubmit else f"{BY_ITSELF}; {verdict.do}"
+    """Return the advice for a job that Slurm restarts."""
+    return RESTARTS_ALONE if not verdict.do or verdict.resubmit else f"{RESTARTS_ALONE}; {verdict.do}"
 
 
 def _unheard(path: Path, now: state.State, found: Evidence) -> Verdict:
-    """The controller is away: what the run has left is all there is, and the job may go on."""
+    """Return the verdict from the run folder alone: the controller is unreachable, and the job may still run."""
     if found.found or found.hang or found.log.ends or found.log.cancelled:
         verdict = diagnosis.diagnose(found)
-        return replace(verdict, headline=f"{verdict.headline}  ({AWAY}: {now.reason})")
-    head = f"{AWAY} ({now.reason}); as far as the run has left word nothing has failed  {progress.line(path)}"
+        return replace(verdict, headline=f"{verdict.headline}  ({UNREACHABLE}: {now.reason})")
+    head = f"{UNREACHABLE} ({now.reason}); no failure is recorded in the run folder  {progress.line(path)}"
     return Verdict(
-        head.rstrip(), kinds.UNKNOWN, "ask again when it is back: jobs that run go on without it", step=found.step
+        head.rstrip(),
+        failure_kinds.UNKNOWN,
+        "try again when it is back: running jobs continue without it",
+        step=found.step,
     )
 
 
 def _going(path: Path, now: state.State, found: Evidence) -> Verdict:
-    """A job that is in the queue still may have failed all the same, or hang."""
+    """Return the verdict on a job that is still in the queue: its ranks may have failed already, or hang."""
     ended = now.name == "COMPLETING" and (found.log.cancelled or found.log.lost)
-    if found.found or found.hang or found.flight or found.log.ends or ended:
+    if found.found or found.hang or (found.flight and not found.silence) or found.log.ends or ended:
         verdict = diagnosis.diagnose(found)
-        return replace(verdict, headline=f"{verdict.headline}  (the job is {now.name} still)")
-    told = progress.line(path)
-    head = f"the job is {now.name}: nothing has failed  {told}".rstrip()
-    return Verdict(head, WELL, "" if told else SILENT, step=found.step)
+        return replace(verdict, headline=f"{verdict.headline}  (the job is still {now.name})")
+    if found.silence:
+        return diagnosis.diagnose_silence(found, found.silence, f"the job is {now.name}: nothing has failed")
+    document = progress.read(path)
+    if progress.not_finite(document):
+        head = f"the job is {now.name}: nothing has failed, but {progress.not_finite_note(document)}"
+        return Verdict(head, failure_kinds.NOT_A_NUMBER, NOT_FINITE, step=found.step)
+    reported = progress.summary(document)
+    head = f"the job is {now.name}: nothing has failed  {reported}".rstrip()
+    return Verdict(head, OK, "" if reported else NO_STEP, step=found.step)
 
 
 def lines(path: Path, verdict: Verdict) -> list[str]:
-    """For a person, at most a screen."""
+    """Return the verdict as text for a terminal, at most a screen."""
     run = shlex.quote(str(path))
     before = [restarts.restarts_line(restarts.read(path)), restarts.line_inside(restarts.read_inside(path))]
-    told = [verdict.headline, *(f"  {line}" for line in [*verdict.evidence, *before] if line)]
+    text = [verdict.headline, *(f"  {line}" for line in [*verdict.evidence, *before] if line)]
     if verdict.do:
-        told.append(f"what to do: {verdict.do}")
-    told += [f"  {line}" for line in verdict.secondary]
-    if verdict.kind in (WELL, ASKED):
-        return told
+        text.append(f"what to do: {verdict.do}")
+    text += [f"  {line}" for line in verdict.secondary]
+    if verdict.kind in (OK, STOPPED):
+        return text
     if verdict.rank is not None:
-        told.append(f"its log:  hpcinit logs --rank {verdict.rank} {run}")
-    told.append(
-        f"all logs:  {shlex.quote(str(path / run_folder.LOGS))}    Slurm's own words:  hpcinit logs --job {run}"
-    )
-    return told
+        text.append(f"its log:  hpcinit logs --rank {verdict.rank} {run}")
+    text.append(f"all logs:  {shlex.quote(str(path / run_folder.LOGS))}    Slurm's output:  hpcinit logs --job {run}")
+    return text

@@ -1,7 +1,7 @@
-"""Which rank am I, of how many, on which host, and where is the master.
+"""The World: the rank of this process, the number of ranks, its host and the host of rank 0.
 
-One launcher is chosen and every value comes from it. Resolving each variable on its own lets a stale
-`RANK` mix with a live `SLURM_LOCALID`: nothing fails until a collective hangs.
+One launcher is chosen and every value is read from it. Reading each variable separately would let a stale `RANK` mix
+with a live `SLURM_LOCALID`: nothing fails until a collective hangs.
 """
 
 from __future__ import annotations
@@ -14,18 +14,25 @@ from hpcinit.base.errors import WorldError
 
 @dataclass(frozen=True)
 class World:
-    """One rank's place among all ranks. A World that exists is consistent.
+    """One rank's place among all ranks. The values of a World are always consistent.
 
-    rank: 0 to world_size - 1. local_rank: 0 to local_world_size - 1, among the ranks of this node.
-    hosts: node names in the order of node_rank; empty where the launcher does not tell (torchrun).
-    master_addr: the host of rank 0. master_ports: candidates in order of preference.
-    job: what names this start of this job and no other (job, step, restart), for ports and nonces.
-    warnings: values of other launchers in the environment that contradict these, one sentence each.
-    master_known: False where this rank cannot tell for sure who hosts rank 0. master_addr is then a guess, the
-        order of hosts another, and rank 0, whose master_addr is its own host, must publish it.
-    node_count: the number of nodes where the launcher counts them without naming them; else 0.
+    Raise WorldError if the values contradict each other.
 
-    Raises WorldError if the values contradict each other.
+    Attributes:
+        launcher: the launcher whose variables were read, such as 'slurm'.
+        rank: 0 to world_size - 1.
+        world_size: the number of ranks.
+        local_rank: 0 to local_world_size - 1, among the ranks of this node.
+        local_world_size: the number of ranks on this node.
+        node_rank: the index of this node in `hosts`.
+        hosts: node names in the order of node_rank; empty if the launcher does not name them (torchrun).
+        master_addr: the host of rank 0.
+        master_ports: candidates for rank 0's port, in order of preference.
+        job: the unique name of this start (job, step, restart), for ports and nonces.
+        warnings: values of other launchers in the environment that contradict these, one sentence each.
+        master_known: False if this rank cannot be sure which host rank 0 is on. master_addr and the order of hosts are
+            then guesses. Rank 0, whose master_addr is its own host, must publish it.
+        node_count: the number of nodes if the launcher counts them without naming them; else 0.
     """
 
     launcher: str
@@ -53,16 +60,16 @@ class World:
         if self.hosts:
             _within("node_rank", self.node_rank, "number of hosts", len(self.hosts))
         if not self.master_ports:
-            raise WorldError("no port to meet at: master_ports is empty")
+            raise WorldError("no port for the rendezvous: master_ports is empty, expected at least one")
 
     @property
     def nodes(self) -> int:
-        """Number of nodes; where the launcher does not name them, counted from the sizes."""
+        """The number of nodes; computed from the sizes if the launcher does not name or count them."""
         return len(self.hosts) or self.node_count or -(-self.world_size // self.local_world_size)
 
     @property
     def host(self) -> str:
-        """This rank's node name, or '' where the launcher does not tell."""
+        """This rank's node name, or '' if the launcher does not name hosts."""
         return self.hosts[self.node_rank] if self.hosts else ""
 
 
@@ -71,27 +78,27 @@ def _within(name: str, value: int, size_name: str, size: int) -> None:
         raise WorldError(f"{name} is {value}, expected 0 to {size - 1} ({size_name} is {size})")
 
 
-def number(env: Mapping[str, str], key: str, do: str) -> int:
-    """`env[key]` as an int. Raises WorldError that says `do` when it is absent or no number."""
+def number(env: Mapping[str, str], key: str, advice: str) -> int:
+    """Return `env[key]` as an int. Raise WorldError with `advice` if it is absent or not a number."""
     text = env.get(key)
     if text is None:
-        raise WorldError(f"{key} is not set, expected a number: {do}")
+        raise WorldError(f"{key} is not set, expected a number: {advice}")
     try:
         return int(text)
     except ValueError:
-        raise WorldError(f"{key} is {text!r}, expected a number: {do}") from None
+        raise WorldError(f"{key} is {text!r}, expected a number: {advice}") from None
 
 
-# With it, hpcinit knows MASTER_ADDR and MASTER_PORT again as its own: they may name another address or port
-# than a second look would choose, and are not the user's.
+# It marks MASTER_ADDR and MASTER_PORT as set by hpcinit, not by the user: they may differ from the address or port that
+# reading the environment again would give.
 ENV_WORLD = "HPCINIT_WORLD"
 
 
 def exports(world: World) -> dict[str, str]:
-    """The variables of torch's `env://` and of torchrun, so that scripts written for either just run.
+    """Return the variables of torch's `env://` and of torchrun, so that scripts written for either run unchanged.
 
-    Names: https://docs.pytorch.org/docs/stable/elastic/run.html (environment variables). One is our own and says
-    to whom the others belong: HPCINIT_WORLD, the world's job.
+    Names: https://docs.pytorch.org/docs/stable/elastic/run.html (environment variables). HPCINIT_WORLD, the world's
+    job, is hpcinit's own and shows which world the others belong to.
     """
     return {
         "RANK": str(world.rank),

@@ -1,4 +1,4 @@
-"""`python -m hpcinit.world`: what hpcinit makes of the environment it stands in, as one JSON object."""
+"""`python -m hpcinit.world`: print what hpcinit reads from its environment, as one JSON object."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ from hpcinit.world import launchers
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hpcinit.world",
-        description="Which rank am I: one JSON object on stdout, or a message and exit status 2.",
+        description="Print rank, sizes and hosts of this process as one JSON object, or an error with exit status 2.",
     )
-    parser.add_argument("--launcher", help="choose by hand: " + ", ".join(m.NAME for m in launchers.LAUNCHERS))
+    parser.add_argument(
+        "--started-by",
+        metavar="LAUNCHER",
+        help="use this launcher's variables instead of detecting it: " + ", ".join(m.NAME for m in launchers.LAUNCHERS),
+    )
     return console.add_verbosity_options(parser, "it is JSON in any case")
 
 
 def main(argv: Sequence[str]) -> int:
     options = console.parse_arguments(parser(), list(argv))
-    world = launchers.read(os.environ, options.launcher)
-    # node_count is the launcher's own count, 0 where it names the nodes instead; whoever reads this wants the number.
+    world = launchers.read(os.environ, options.started_by)
+    # node_count is the launcher's own count, 0 if it names the nodes instead; the reader of this output wants a number.
     print(json.dumps(asdict(world) | {"node_count": world.nodes}))
     return 0
 

@@ -10,9 +10,9 @@ PROC = Path("/proc")
 
 
 def share(cores: Sequence[Collection[int]], ranks: int, place: int) -> set[int]:
-    """The CPUs for the rank at `place` among `ranks` that share these cores, each given as its CPUs.
+    """Return the CPUs for the rank at `place` among `ranks` that share these cores, each given as its CPUs.
 
-    Whole cores where they suffice, then single CPUs; all of them for everybody where there are fewer CPUs than ranks.
+    Ranks get whole cores if there are enough, else single CPUs. With fewer CPUs than ranks, every rank gets all.
     """
     parts = [list(core) for core in cores]
     if len(parts) < ranks:
@@ -25,7 +25,7 @@ def share(cores: Sequence[Collection[int]], ranks: int, place: int) -> set[int]:
 
 
 def cpus(text: str) -> set[int]:
-    """The kernel's "0-3,8" as numbers. Raises ValueError."""
+    """Return the numbers in the kernel's list "0-3,8". Raise ValueError."""
     found: set[int] = set()
     for word in filter(None, text.strip().split(",")):
         first, _, last = word.partition("-")
@@ -34,7 +34,7 @@ def cpus(text: str) -> set[int]:
 
 
 def everything(sysfs: Path = SYSFS, proc: Path = PROC) -> set[int]:
-    """The CPUs that an unbound process of this job could use: those online, as far as its control group allows."""
+    """Return the CPUs that an unbound process of this job could use: those online, within its control group."""
     online = cpus((sysfs / "devices/system/cpu/online").read_text())
     for line in _read(proc / "self/cgroup").splitlines():
         # "0::/system.slice/job_7" is version 2, "4:cpuset:/slurm/job_7" version 1.
@@ -45,14 +45,14 @@ def everything(sysfs: Path = SYSFS, proc: Path = PROC) -> set[int]:
             folder, name = sysfs / "fs/cgroup/cpuset", "cpuset.effective_cpus"
         else:
             continue
-        # A container may not see the path that its group has outside.
+        # A container may not see the path that its group has outside of it.
         text = _read(folder / path.lstrip("/") / name) or _read(folder / name)
         online &= cpus(text) or online
     return online
 
 
 def cores(near: set[int], sysfs: Path = SYSFS) -> list[list[int]]:
-    """`near` by core, in the order of the first CPU of each."""
+    """Return the CPUs `near` grouped by core, in the order of the first CPU of each."""
     found: dict[tuple[int, ...], list[int]] = {}
     for cpu in sorted(near):
         siblings = _read(sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")

@@ -1,6 +1,6 @@
-"""What a rank sees that was forked by the one Slurm task of its node: what srun would have told it.
+"""The environment of a rank that was forked by the one Slurm task of its node: the variables that srun would have set.
 
-Recorded beside each other in tests/test_fork.py: the variables of a task per rank, and of a forked rank.
+tests/test_fork.py compares recordings of both: one Slurm task per rank, and forked ranks.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from hpcinit.base.errors import RequestError
 from hpcinit.world import number
 
 DO = "start one task per node: srun --ntasks-per-node=1, as the run folder's job.sh does"
-# They name the parent to MPI's process managers, which know nothing of its ranks; its binding; and its umask, which
-# stays. SLURM_UMASK is how a task is told from a batch script.
+# Variables that belong to the fork server only: MPI's process managers do not know its ranks, and the CPU and GPU
+# bindings are the server's. SLURM_UMASK stays: it distinguishes a task from a batch script.
 NOT_THEIRS = ("PMI_", "PMI2_", "PMIX_", "SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLURMD_TRES_BIND", "SLURM_TRES_BIND")
 
 
 @dataclass(frozen=True)
 class Node:
-    """The task of one node and its ranks. rank: 0 to nodes - 1, from SLURM_NODEID. host: as Slurm calls it."""
+    """The task of one node and its ranks. rank: 0 to nodes - 1, from SLURM_NODEID. host: Slurm's name of the node."""
 
     rank: int
     nodes: int
@@ -28,23 +28,23 @@ class Node:
 
     @property
     def first(self) -> int:
-        """The rank of its first rank."""
+        """The rank of this node's first rank."""
         return self.rank * self.ranks_per_node
 
 
 def node(env: Mapping[str, str], nodes: int, ranks_per_node: int) -> Node:
-    """This task's node, of a run with so many. Raises RequestError where it is not one task per node."""
+    """Return this task's node, checked against the run's size. Raise RequestError if it is not one task per node."""
     tasks = number(env, "SLURM_STEP_NUM_TASKS", DO)
     if tasks != nodes or env.get("SLURM_LOCALID") != "0":
         raise RequestError(
-            f"the step has {tasks} tasks (SLURM_STEP_NUM_TASKS), and this is number {env.get('SLURM_LOCALID')} of its "
+            f"the step has {tasks} tasks (SLURM_STEP_NUM_TASKS) and this is number {env.get('SLURM_LOCALID')} of its "
             f"node (SLURM_LOCALID), but the run has {nodes} nodes x {ranks_per_node} ranks: {DO}"
         )
     return Node(number(env, "SLURM_NODEID", DO), nodes, ranks_per_node, env.get("SLURMD_NODENAME", ""))
 
 
 def environment(env: Mapping[str, str], here: Node, local_rank: int, pid: int, cpus: int | None) -> dict[str, str]:
-    """The whole environment of a rank, from its parent's. Ranks lie by block, whatever the order of the tasks was."""
+    """Return the whole environment of a rank, from its parent's. Ranks are numbered by node, in any task order."""
     per_node, world = str(here.ranks_per_node), str(here.nodes * here.ranks_per_node)
     counts = per_node if here.nodes == 1 else f"{per_node}(x{here.nodes})"
     found = {name: value for name, value in env.items() if not name.startswith(NOT_THEIRS)}

@@ -1,10 +1,10 @@
 """From a node's name to an address that every node can reach.
 
-{host}i         jwb0001 -> jwb0001i             a cluster whose fast network has names of its own
-{host}-ib0      n1      -> n1-ib0
-i               n1.site -> n1i.site             a plain suffix goes to the first label
-127.0.1.1       what Debian's installer writes beside a machine's own name: no other node can connect to it
-fe80::1         link-local: means another machine on each interface
+For example, the template '{host}i' makes jwb0001i of jwb0001, for a cluster whose fast network has separate names.
+A plain suffix is added to the first label: 'i' makes n1i.site of n1.site. Two kinds of address are never used:
+
+- 127.0.1.1: Debian's installer maps a machine's own name to it, and no other node can connect to it.
+- fe80::1 (link-local): it means a different machine on each interface.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from hpcinit.base.errors import ConfigError, WorldError
 
-Resolver = Callable[[str], Sequence[str]]  # a name's addresses; raises OSError where there are none
+Resolver = Callable[[str], Sequence[str]]  # returns a name's addresses; raises OSError if there are none
 PLACEHOLDER = "{host}"
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
@@ -26,22 +26,22 @@ _ALIAS = re.compile(r"([^:,]+):(\[[^]]*\]|[^:,\[\]]*):([^:,]*)")
 
 
 class Found(NamedTuple):
-    """An address, and what there is to say about how it was found ('' if nothing)."""
+    """An address, and a note about how it was found, or ''."""
 
     address: str
     note: str = ""
 
 
 def rename(host: str, template: str) -> str:
-    """`host` on the network that `template` describes: '{host}-ib0', or a plain suffix; '' changes nothing.
+    """Return `host` on the network that `template` describes: '{host}-ib0', or a plain suffix; '' changes nothing.
 
-    Raises ConfigError unless the template has at most one placeholder, and that is {host}; WorldError unless a host
-    name comes out of it.
+    Raise ConfigError if the template has another placeholder than one {host}. Raise WorldError if the result is not a
+    host name.
     """
     rest = template.replace(PLACEHOLDER, "", 1)
     if "{" in rest or "}" in rest:
         raise ConfigError(
-            f"the host template {template!r} is not understood, expected {PLACEHOLDER} once and no other braces, as in "
+            f"the host template {template!r} cannot be read, expected {PLACEHOLDER} once and no other braces, as in "
             "'{host}-ib0', or a plain suffix"
         )
     if PLACEHOLDER in template:
@@ -51,14 +51,14 @@ def rename(host: str, template: str) -> str:
         name = host if _is_address(host) else f"{label}{template}{dot}{domain}"
     if not (_is_address(name) or (_NAME.fullmatch(name) and len(name) <= 255)):
         raise WorldError(
-            f"the host template {template!r} makes {name!r} of the node {host!r}, which is no host name: expected "
+            f"the host template {template!r} makes {name!r} of the node {host!r}, which is not a host name: expected "
             "letters, digits, '-' and '.'"
         )
     return name
 
 
 def resolve(host: str) -> Sequence[str]:
-    """The addresses of a name, in the system's order. Raises OSError."""
+    """Return the addresses of a name, in the system's order. Raise OSError."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
@@ -71,25 +71,26 @@ def find(
     own: Collection[str] = (),
     template: str = "",
 ) -> Found:
-    """The address of `host` for a job on `nodes` nodes: of its name by the template, else of its own, else Slurm's.
+    """Return an address of `host` for a job on `nodes` nodes: of its name by the template, else of `host`, else
+    Slurm's.
 
-    All nodes go the same way, unless some can look up what others cannot.
-    node_addr: what Slurm says the node's address is (NodeAddr), asked for only where no name resolves.
-    own: addresses of this machine's interfaces, if it is the host in question. Raises WorldError.
+    All nodes get the same result, unless some can resolve names that others cannot.
+    node_addr: returns Slurm's address of the node (NodeAddr); called only if no name resolves.
+    own: addresses of this machine's interfaces, if it is that host. Raise WorldError.
     """
     renamed = rename(host, template) if template else host
     made = f" (which cluster.host_template {template!r} makes of {host})" if renamed != host else ""
     reason = note = ""
     for name in dict.fromkeys((renamed, host)):
         if _is_address(name):
-            return Found(name, note)  # 127.0.0.2 too: a node of the local engine
+            return Found(name, note)  # 127.0.0.2 is valid too: a node of the local engine
         try:
             return Found(pick(name, resolver(name), nodes, own), note)
         except OSError as error:
             why = error.strerror or error
-            said = f"{name}{made if name == renamed else ''} does not resolve on {socket.gethostname()}: {why}"
-            reason = f"{reason}; {said}" if reason else said
-            note = f"{reason}; {host} is used as it is: mend the template, or leave it out"
+            problem = f"{name}{made if name == renamed else ''} does not resolve on {socket.gethostname()}: {why}"
+            reason = f"{reason}; {problem}" if reason else problem
+            note = f"{reason}; {host} is used unchanged: fix cluster.host_template, or remove it"
     return _as_slurm_says(host, nodes, resolver, node_addr, own, reason, bool(made))
 
 
@@ -105,7 +106,7 @@ def _as_slurm_says(
     address = node_addr(host)
     if not address or address == host:
         template = (
-            "mend cluster.host_template, or leave it out"
+            "fix cluster.host_template, or remove it"
             if renamed
             else "or give the cluster a host template if its nodes have other names"
         )
@@ -113,7 +114,7 @@ def _as_slurm_says(
             f"{reason}, and Slurm has no other address for it; expected a name that every node can look up: have the "
             f"node added to DNS or /etc/hosts, {template}"
         )
-    note = f"{reason}; Slurm's address for it is used, {address}"
+    note = f"{reason}; using Slurm's address for it, {address}"
     try:
         return Found(pick(host, [address] if _is_address(address) else resolver(address), nodes, own), note)
     except OSError as error:
@@ -124,9 +125,9 @@ def _as_slurm_says(
 
 
 def pick(host: str, addresses: Sequence[str], nodes: int, own: Collection[str] = ()) -> str:
-    """One of a name's addresses: no loopback, IPv4 before IPv6, those of `own` first; else in the order given.
+    """Return one of a name's addresses: no loopback, those of `own` first, IPv4 before IPv6, else in the given order.
 
-    Raises WorldError if no other node could connect to any of them.
+    Raise WorldError if no other node could connect to any of them.
     """
     parsed = [ipaddress.ip_address(text.partition("%")[0]) for text in addresses]
     usable = [ip for ip in parsed if not (ip.is_loopback or ip.is_link_local or ip.is_unspecified)]
@@ -136,21 +137,21 @@ def pick(host: str, addresses: Sequence[str], nodes: int, own: Collection[str] =
         raise WorldError(
             f"{host} is {', '.join(addresses) or 'no address'} on {socket.gethostname()}, expected an address that the "
             f"other {nodes - 1} nodes can connect to: a line of /etc/hosts on {socket.gethostname()} maps the name to "
-            "the machine itself; take the name off that line"
+            "the machine itself; remove the name from that line"
         )
     mine = {ipaddress.ip_address(text.partition("%")[0]) for text in own}
     return str(min(usable, key=lambda ip: (ip not in mine if mine else False, ip.version)))
 
 
 def in_url(host: str, port: int) -> str:
-    """'n1:20000', and '[fd00::1]:20000' for an IPv6 address."""
+    """Return 'n1:20000', or '[fd00::1]:20000' for an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def node_aliases(text: str) -> dict[str, str]:
-    """The address of each node from SLURM_NODE_ALIASES, which Slurm sets for nodes whose names may not resolve.
+    """Return the address of each node in SLURM_NODE_ALIASES, which Slurm sets for nodes whose names may not resolve.
 
-    '(null)' is an empty list. Raises WorldError for text that Slurm would not have written.
+    '(null)' is an empty list. Raise WorldError for text that Slurm would not have written.
     """
     if text in {"", "(null)"}:
         return {}

@@ -20,18 +20,18 @@ _MOST = 512
 
 
 def holding(address: str) -> str:
-    """The interface that has `address`, such as 'eth0'; '' where none has it or that cannot be told."""
+    """Return the interface that has `address`, such as 'eth0', or '' if none has it or that cannot be read."""
     wanted = ipaddress.ip_address(address.partition("%")[0])
     try:
         found = _ipv4() if wanted.version == 4 else _ipv6()
     except (OSError, ValueError):
         return ""
-    # An address that was given a label of its own says 'eth0:1'.
+    # An address with its own label is listed as 'eth0:1'.
     return next((name.partition(":")[0] for name, held in found if held == wanted), "")
 
 
 def towards(address: str) -> str:
-    """The address of this node that the kernel would use to reach `address`; '' without a route. Sends nothing."""
+    """Return this node's address from which the kernel would reach `address`, or '' without a route. Send nothing."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -41,10 +41,23 @@ def towards(address: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def blind_spot(name: str, resolver: Resolver = resolve) -> str:
-    """Why other nodes could not connect to a program that listens at this node's own `name`; '' if they can.
+def default_address() -> str:
+    """Return this node's address on its default route, or else its first one that is not loopback or link-local; ''
+    without any. The addresses of the range for documentation are never contacted."""
+    for elsewhere in ("192.0.2.1", "2001:db8::1"):
+        if found := towards(elsewhere):
+            return found
+    with contextlib.suppress(OSError, ValueError):
+        found_here: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = [ip for _, ip in _ipv4()]
+        found_here += [ip for _, ip in _ipv6()]
+        return next((str(ip) for ip in found_here if not (ip.is_loopback or ip.is_link_local)), "")
+    return ""
 
-    gloo takes the first of the name's addresses that it can bind, and loopback where there is none
+
+def blind_spot(name: str, resolver: Resolver = resolve) -> str:
+    """Return why other nodes could not connect to a program that listens at this node's own `name`; '' if they can.
+
+    gloo uses the first of the name's addresses that it can bind, and loopback if there is none
     (torch, GlooDeviceFactory.cpp). Debian's installer maps a machine's own name to 127.0.1.1.
     """
     try:
@@ -57,7 +70,7 @@ def blind_spot(name: str, resolver: Resolver = resolve) -> str:
 
 
 def interface_names() -> tuple[str, ...]:
-    """What this node's interfaces are called, sorted; labels of addresses, such as 'eth0:1', too."""
+    """Return the names of this node's interfaces, sorted, with labels of addresses such as 'eth0:1'."""
     found = {name for _, name in socket.if_nameindex()}
     with contextlib.suppress(OSError, ValueError):  # labels are rare
         found.update(name for name, _ in _ipv4())
@@ -65,18 +78,18 @@ def interface_names() -> tuple[str, ...]:
 
 
 def unmatched_by_gloo(value: str, there: Collection[str]) -> list[str]:
-    """What GLOO_SOCKET_IFNAME, 'eth0,eth1', names that is not there. torch wants all of them, each in full.
+    """Return the names in GLOO_SOCKET_IFNAME, 'eth0,eth1', that do not exist. torch requires all of them, in full.
 
-    One character is as good as none to torch (2.13).
+    torch (2.13) ignores a value of one character.
     """
     return [name for name in value.split(",") if name and name not in there] if len(value) > 1 else []
 
 
 def unmatched_by_nccl(value: str, there: Collection[str]) -> list[str]:
-    """What NCCL_SOCKET_IFNAME names, [value], if none of the interfaces that are there is left for NCCL; else [].
+    """Return [value] if NCCL_SOCKET_IFNAME selects none of the interfaces, else [].
 
-        eth,ib              those that begin so             =eth0,ib0       these
-        ^docker,lo          all but those that begin so     ^=docker0       all but this
+        eth,ib              those that start with one of these      =eth0,ib0       exactly these
+        ^docker,lo          all but those that start so             ^=docker0       all but exactly this
 
     https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
     """
@@ -91,11 +104,16 @@ def unmatched_by_nccl(value: str, there: Collection[str]) -> list[str]:
     return [] if (named != set(there) if value.startswith("^") else named) else [value]
 
 
-# The backend that reads a variable, and how it does.
+# The backend that reads a variable, and how it reads it.
 READS: dict[str, tuple[str, Callable[[str, Collection[str]], list[str]]]] = {
     "GLOO_SOCKET_IFNAME": ("gloo", unmatched_by_gloo),
     "NCCL_SOCKET_IFNAME": ("nccl", unmatched_by_nccl),
 }
+
+
+def of_this_node(addresses: Sequence[str]) -> bool:
+    """Return whether one of `addresses` belongs to this node."""
+    return bool(_first_of_ours(addresses))
 
 
 def _first_of_ours(addresses: Sequence[str]) -> str:
@@ -126,22 +144,53 @@ def _ipv6() -> list[tuple[str, ipaddress.IPv6Address]]:
     return [(words[5], ipaddress.IPv6Address(bytes.fromhex(words[0]))) for words in lines]
 
 
-# Ports to meet at: computed by every rank on its own, outside the range that the kernel hands out.
+# Ports for the rendezvous: every rank computes them, outside the range that the kernel hands out.
 
 # Linux gives ports 32768-60999 to outgoing connections (net.ipv4.ip_local_port_range), so a listener
-# there fails now and then: https://github.com/NVIDIA/enroot/issues/243. Below 20000 services live.
+# there sometimes fails: https://github.com/NVIDIA/enroot/issues/243. Services use ports below 20000.
 FIRST_PORT, LAST_PORT = 20_000, 32_767
 PORT_COUNT = 8
+# Some systems give 9000-65000 to outgoing connections. Rank 0 uses these candidates there.
+LOW_FIRST_PORT, LOW_LAST_PORT = 5_000, 8_999
+LOW_PORT_COUNT = 3
+EPHEMERAL, RESERVED = "ip_local_port_range", "ip_local_reserved_ports"
+_SYSCTL = Path("/proc/sys/net/ipv4")  # also for IPv6
 
 
 def candidate_ports(job: str) -> tuple[int, ...]:
-    """COUNT different ports for one start of one job, the same on every rank.
+    """Return PORT_COUNT + LOW_PORT_COUNT different ports for one start of one job, the same on every rank.
 
-    job: what names the job, its step and its restart. Spread by a hash, since consecutive job ids share
-    nodes and consecutive ports collide as soon as one job needs two.
+    job: the name of the job, its step and its restart. A hash spreads the ports: jobs with consecutive ids share
+    nodes, and consecutive ports would collide when one job needs two.
     """
-    span = LAST_PORT - FIRST_PORT + 1
+    span, low_span = LAST_PORT - FIRST_PORT + 1, LOW_LAST_PORT - LOW_FIRST_PORT + 1
     digest = hashlib.sha256(job.encode()).digest()
     start = int.from_bytes(digest[:8], "big") % span
-    # A stride coprime to the span (12768 = 2^5 x 3 x 7 x 19) never repeats within it.
-    return tuple(FIRST_PORT + (start + i * 1009) % span for i in range(PORT_COUNT))
+    # A stride coprime to the spans (12768 = 2^5 x 3 x 7 x 19, and 4000 = 2^5 x 5^3) never repeats within them.
+    usual = (FIRST_PORT + (start + i * 1009) % span for i in range(PORT_COUNT))
+    return (*usual, *(LOW_FIRST_PORT + (start + i * 1009) % low_span for i in range(LOW_PORT_COUNT)))
+
+
+def outside_ephemeral(candidates: Sequence[int]) -> tuple[tuple[int, ...], str]:
+    """Return the candidates with those first that this node does not give to outgoing connections, and a warning if
+    there are fewer than the two that rank 0 needs ('' otherwise)."""
+    try:
+        first, last = map(int, (_SYSCTL / EPHEMERAL).read_text().split())
+        reserved = _port_set((_SYSCTL / RESERVED).read_text())
+    except (OSError, ValueError):  # not Linux, or hidden in a container
+        return tuple(candidates), ""
+    given = {port for port in candidates if first <= port <= last and port not in reserved}
+    ordered = tuple(sorted(candidates, key=lambda port: port in given))
+    if len(candidates) - len(given) >= 2:
+        return ordered, ""
+    return ordered, (
+        f"{socket.gethostname()} gives ports {first}-{last} to outgoing connections (net.ipv4.{EPHEMERAL}), which "
+        f"contain {len(given)} of the {len(candidates)} candidate ports: another program may be using one. The "
+        f"administrator can keep them free: sysctl net.ipv4.{RESERVED}={FIRST_PORT}-{LAST_PORT}"
+    )
+
+
+def _port_set(text: str) -> frozenset[int]:
+    """Return the ports of '8080,9148-9150'."""
+    parts = (part.partition("-") for part in text.strip().split(",") if part)
+    return frozenset(port for first, _, last in parts for port in range(int(first), int(last or first) + 1))

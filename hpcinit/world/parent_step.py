@@ -1,7 +1,7 @@
-"""Which Slurm step made this process, as the kernel sees it: an environment can be inherited, parents cannot.
+"""Which Slurm step created this process, as the kernel sees it: an environment can be inherited, parents cannot.
 
-A batch script that was submitted from inside a step of the same shape has the very environment of a real rank 0
-(tests/data/worlds: nested_same_shape). What differs is the slurmstepd above it.
+A batch script that was submitted from inside a step of the same shape has exactly the environment of a real rank 0
+(tests/data/worlds: nested_same_shape). Only the slurmstepd above it differs.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Slurm's cgroups, version 1 and 2: /slurm/uid_1000/job_43/step_0/task_1, .../slurmstepd.scope/job_43/step_batch/user
+# Slurm's cgroups, version 1 and 2: /slurm/uid_1000/job_43/step_0/task_1, .../slurmstepd.scope/job_43/step_batch/user.
 _CGROUP = re.compile(r"/job_(\d+)/step_(\w+)")
-# slurmstepd calls itself "slurmstepd: [43.0]" or "slurmstepd: [43.batch]".
+# slurmstepd sets its process title to "slurmstepd: [43.0]" or "slurmstepd: [43.batch]".
 _TITLE = re.compile(r"slurmstepd: \[(\d+)(?:\+\d+)?\.(\w+)")
 GENERATIONS = 64
 
 
 @dataclass(frozen=True)
 class Process:
-    """pid: of this process; 0 where unknown. step: 'JOB.STEP' of the slurmstepd above it, such as '43.0' or
-    '43.batch'; '' where none is to be seen, which proves nothing (containers, hidepid)."""
+    """pid: of this process; 0 if unknown. step: 'JOB.STEP' of the slurmstepd above it, such as '43.0' or '43.batch'.
+
+    step is '' if no slurmstepd is visible, which proves nothing (containers, hidepid).
+    """
 
     pid: int = 0
     step: str = ""
@@ -32,7 +34,7 @@ UNKNOWN = Process()
 
 
 def slurm_step_of_this_process(proc: Path = Path("/proc")) -> Process:
-    """This process. Raises nothing: what cannot be read is not known."""
+    """Return this process. Raise nothing: what cannot be read stays empty."""
     return Process(os.getpid(), _from_cgroup(proc) or _from_parents(proc))
 
 
@@ -47,10 +49,11 @@ def _from_parents(proc: Path) -> str:
 
 
 def command_lines(pid: int, proc: Path = Path("/proc")) -> Iterator[str]:
-    """Of process `pid` and of those above it, the nearest first; NUL between the words. Ends where nothing is seen."""
+    """Yield the command lines of process `pid` and its parents, the nearest first, with NUL between arguments. Stop at
+    the first process that is not visible."""
     for _ in range(GENERATIONS):
         yield _read(proc / str(pid) / "cmdline")
-        # "4242 (name with ) and blanks) S 4241 ...": the parent is the second word after the last bracket
+        # "4242 (name with ) and blanks) S 4241 ...": the parent is the second field after the last bracket.
         words = _read(proc / str(pid) / "stat").rpartition(")")[2].split()
         if len(words) < 2 or int(words[1]) < 2:
             return

@@ -1,11 +1,11 @@
 """Which devices the environment lets this process see, and which of them is this rank's.
 
 CUDA_VISIBLE_DEVICES    "2,1"            in this order; the first invalid entry ends the list ("0,2,-1,1" is 0 and 2)
-                        "" "-1" "0,0"    none; Slurm says none as "NoDevFiles"
-                        "GPU-8932f937"   UUIDs, possibly abbreviated; the first entry decides of which kind all are
+                        "" "-1" "0,0"    none; Slurm writes "NoDevFiles" for none
+                        "GPU-8932f937"   UUIDs, possibly abbreviated; the first entry decides the kind of all entries
                         "MIG-a,MIG-b"    CUDA shows one MIG instance to a process: the first
 ROCR_VISIBLE_DEVICES    "4,5"            HIP_VISIBLE_DEVICES, or else CUDA_VISIBLE_DEVICES, then counts within these two
-ZE_AFFINITY_MASK        "0,1" "0.1"      devices, or tiles of one; a set, whose order says nothing
+ZE_AFFINITY_MASK        "0,1" "0.1"      devices, or tiles of one; a set, whose order has no meaning
 
 https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/environment-variables.html
 https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html
@@ -21,18 +21,18 @@ from dataclasses import dataclass
 from hpcinit.base.errors import BringUpError
 from hpcinit.world import World
 
-# What restricts which kind of device, for messages. GPU_DEVICE_ORDINAL, which Slurm sets too, is OpenCL's.
+# The variables that restrict each kind of device, for messages. GPU_DEVICE_ORDINAL, which Slurm sets too, is OpenCL's.
 VARIABLES = {
     "cuda": ("CUDA_VISIBLE_DEVICES",),
     "rocm": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     "xpu": ("ZE_AFFINITY_MASK", "ZE_FLAT_DEVICE_HIERARCHY"),
 }
-# SLURM_TRES_BIND is what the user asked for, SLURMD_TRES_BIND (since 22.05) what this very step got.
+# SLURM_TRES_BIND is what the user requested, SLURMD_TRES_BIND (since 22.05) what this step got.
 BINDINGS = ("SLURMD_TRES_BIND", "SLURM_TRES_BIND")
-# "gpu:per_task:2" (22.05), "gres/gpu:per_task:2" (24.11): two devices for each task, and no other task has them.
+# "gpu:per_task:2" (22.05), "gres/gpu:per_task:2" (24.11): two devices for each task, which no other task has.
 _PER_TASK = re.compile(r"gpu:per_task:(\d+)")
-GIVEN = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")  # what Slurm gave to the step and to the job on this node
-# Where each launcher says how many ranks there are on this node.
+GIVEN = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")  # the devices that Slurm gave to the step and to the job on this node
+# Each launcher's variable for the number of ranks on this node.
 LOCAL_SIZES = {
     "slurm": ("SLURM_GTIDS",),
     "openmpi": ("OMPI_COMM_WORLD_LOCAL_SIZE",),
@@ -45,12 +45,12 @@ LOCAL_SIZES = {
 
 @dataclass(frozen=True)
 class Visible:
-    """What a process may see.
+    """The devices that a process may see.
 
-    names: indices or UUIDs as the variables list them; None where no variable restricts anything.
-    set_by: the variables that matter, as 'NAME=value'.
+    names: indices or UUIDs as the variables list them; None if no variable restricts them.
+    set_by: the variables that have an effect, as 'NAME=value'.
     private: no other rank sees these devices.
-    on_node: how many ranks of this node Slurm gave a device to; None where it does not say.
+    on_node: to how many ranks of this node Slurm gave a device; None if unknown.
     """
 
     names: tuple[str, ...] | None
@@ -60,27 +60,27 @@ class Visible:
 
 
 def read(env: Mapping[str, str], kind: str, is_task: bool = False) -> Visible:
-    """What `env` says about devices of `kind`: cuda, rocm or xpu; of others nothing is known.
+    """Return what `env` sets for devices of `kind`: cuda, rocm or xpu. For other kinds nothing is restricted.
 
-    is_task: this rank is a task that Slurm started. Under torchrun or mpirun a task's devices are those of all the
-    ranks that it started.
+    is_task: this rank is a task that Slurm started. Under torchrun or mpirun, a task's devices belong to all the ranks
+    that it started.
     """
     names = _READERS[kind](env) if kind in _READERS else None
     bound = _PER_TASK.search(_binding(env)) if is_task else None
     own = bound is not None and (names is None or len(names) == int(bound[1]))
-    said = (*VARIABLES.get(kind, ()), *(BINDINGS[:1] if BINDINGS[0] in env else BINDINGS[1:]))
+    variables = (*VARIABLES.get(kind, ()), *(BINDINGS[:1] if BINDINGS[0] in env else BINDINGS[1:]))
     return Visible(
         names=names,
-        set_by=tuple(f"{name}={env[name]}" for name in said if name in env),
+        set_by=tuple(f"{name}={env[name]}" for name in variables if name in env),
         private=own or (names is not None and len(names) == 1),
         on_node=_on_node(env) if is_task else None,
     )
 
 
 def index_of(env: Mapping[str, str], kind: str, count: int, world: World) -> int:
-    """The index of this rank's device among the `count` of `kind` that torch sees.
+    """Return the index of this rank's device among the `count` of `kind` that torch sees.
 
-    Raises BringUpError, on every rank of the node, if there are more ranks than devices.
+    Raise BringUpError, on every rank of the node, if there are more ranks than devices.
     """
     visible = read(env, kind, is_task=world.launcher == "slurm")
     size = world.local_world_size
@@ -90,12 +90,12 @@ def index_of(env: Mapping[str, str], kind: str, count: int, world: World) -> int
     if size <= count:
         return world.local_rank
     if count == 1 and visible.names is None and visible.on_node is not None and enough:
-        return 0  # control groups hide the others' devices, and no variable says so
+        return 0  # control groups hide the other ranks' devices, and no variable shows it
     raise BringUpError(_too_few(visible, count, world, env))
 
 
 def given(env: Mapping[str, str]) -> tuple[str, ...]:
-    """The variables, as 'NAME=value', by which this process should have devices; () if one says that it has none."""
+    """Return the variables, as 'NAME=value', that give this process devices; () if one of them gives it none."""
     if any(reader(env) == () for reader in (cuda, _rocr, xpu)):
         return ()
     names = (*GIVEN, *dict.fromkeys(name for names in VARIABLES.values() for name in names))
@@ -103,7 +103,7 @@ def given(env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def cuda(env: Mapping[str, str], variable: str = "CUDA_VISIBLE_DEVICES") -> tuple[str, ...] | None:
-    """As torch and the driver read it; None if it is not set."""
+    """Return the list as torch and the driver read it, or None if it is not set."""
     text = env.get(variable)
     if text is None:
         return None
@@ -120,7 +120,7 @@ def cuda(env: Mapping[str, str], variable: str = "CUDA_VISIBLE_DEVICES") -> tupl
 
 
 def rocm(env: Mapping[str, str]) -> tuple[str, ...] | None:
-    """HIP_VISIBLE_DEVICES, or else CUDA_VISIBLE_DEVICES, within ROCR_VISIBLE_DEVICES."""
+    """Return HIP_VISIBLE_DEVICES, or else CUDA_VISIBLE_DEVICES, within ROCR_VISIBLE_DEVICES."""
     inner = cuda(env, "HIP_VISIBLE_DEVICES") if "HIP_VISIBLE_DEVICES" in env else cuda(env)
     outer = _rocr(env)
     if outer is None or inner is None:
@@ -134,7 +134,7 @@ def rocm(env: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def xpu(env: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Tiles count as devices unless ZE_FLAT_DEVICE_HIERARCHY is COMPOSITE; then their cards do."""
+    """Return the devices. Tiles count as devices unless ZE_FLAT_DEVICE_HIERARCHY is COMPOSITE; then cards do."""
     text = env.get("ZE_AFFINITY_MASK")
     if not text:
         return None  # as if it were not set
@@ -149,7 +149,7 @@ _READERS = {"cuda": cuda, "rocm": rocm, "xpu": xpu}
 
 
 def _rocr(env: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Unlike CUDA's, a list may mix indices and UUIDs: "0,GPU-4b2c1a9f"."""
+    """Return the list, which may mix indices and UUIDs, unlike CUDA's: "0,GPU-4b2c1a9f"."""
     text = env.get("ROCR_VISIBLE_DEVICES")
     if text is None:
         return None
@@ -159,7 +159,7 @@ def _rocr(env: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def _number(word: str) -> str:
-    """As strtoul reads it: ' 2ampere' is 2. '' for what is no index."""
+    """Return the index as strtoul reads it: ' 2ampere' is 2. Return '' if there is none."""
     found = re.match(r"\s*\+?(\d+)", word)
     return str(int(found[1])) if found else ""
 
@@ -169,7 +169,7 @@ def _binding(env: Mapping[str, str]) -> str:
 
 
 def _on_node(env: Mapping[str, str]) -> int | None:
-    """SLURM_GPUS_ON_NODE: the step's devices on this node. --ntasks-per-gpu means to share them."""
+    """Return SLURM_GPUS_ON_NODE, the step's devices on this node. --ntasks-per-gpu multiplies it: tasks share them."""
     devices, sharing = env.get("SLURM_GPUS_ON_NODE", ""), env.get("SLURM_NTASKS_PER_GPU", "1")
     return int(devices) * int(sharing) if devices.isdigit() and sharing.isdigit() else None
 
@@ -179,15 +179,15 @@ def _too_few(visible: Visible, count: int, world: World, env: Mapping[str, str])
     if visible.on_node is not None:
         devices += f", SLURM_GPUS_ON_NODE={env.get('SLURM_GPUS_ON_NODE')}"
     sizes = LOCAL_SIZES.get(world.launcher, ())
-    ranks = next((f"{name}={env[name]}" for name in sizes if name in env), f"as {world.launcher} says")
-    do = f"start at most {count} per node, or give each its own (srun --gpus-per-task=1)"
+    ranks = next((f"{name}={env[name]}" for name in sizes if name in env), f"according to {world.launcher}")
+    advice = f"start at most {count} per node, or give each rank its own (srun --gpus-per-task=1)"
     names = visible.names or ()
     if names and names[0].startswith("MIG-") and len(names) > count:
-        do = "CUDA shows one MIG instance to a process, so give each rank its own (srun --gpus-per-task=1)"
+        advice = "CUDA shows one MIG instance to a process, so give each rank its own (srun --gpus-per-task=1)"
     elif visible.names is None and count == 1:
-        do += "; to let them share it, say so: CUDA_VISIBLE_DEVICES=0"
+        advice += "; to let the ranks share it, set CUDA_VISIBLE_DEVICES=0"
     return (
-        f"local rank {world.local_rank} on {world.host or 'this node'} has no device of its own: "
-        f"{world.local_world_size} ranks are on the node ({ranks}), and {count} of its devices can be seen "
-        f"({devices}); {do}"
+        f"local rank {world.local_rank} on {world.host or 'this node'} has no device for itself: "
+        f"{world.local_world_size} ranks are on the node ({ranks}), but only {count} devices are visible "
+        f"({devices}); {advice}"
     )

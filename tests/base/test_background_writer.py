@@ -1,4 +1,4 @@
-"""Reports that cannot be written: one warning, another attempt, and no wait without end."""
+"""A report that cannot be written gives one warning and another attempt, and never blocks forever."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _own_writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(background_writer, "_failing", set())
     monkeypatch.setattr(background_writer, "_warned", set())
     yield
-    writer._waiting.clear()  # else its thread warns in other tests
+    writer._waiting.clear()  # otherwise its thread would warn during other tests
 
 
 def full() -> None:
@@ -47,25 +47,25 @@ def test_other_errors_are_raised() -> None:
 
 
 def test_the_latest_text_is_written(tmp_path: Path) -> None:
-    """Texts that come while one is written replace each other; with keep_first the first of them stays."""
-    held, begun, path = threading.Event(), threading.Event(), tmp_path / "x"
+    """Texts that arrive during a write replace each other; with keep_first the first one is kept."""
+    release, started, path = threading.Event(), threading.Event(), tmp_path / "x"
 
     def slow() -> None:
-        begun.set()
-        held.wait(10)
+        started.set()
+        release.wait(10)
 
     background_writer.later("x", slow)
-    begun.wait(10)
+    started.wait(10)
     for number in range(5):
         background_writer.later("x", lambda number=number: path.write_text(f"{number}"))  # type: ignore[misc]
         background_writer.later("y", lambda number=number: (tmp_path / "y").write_text(f"{number}"), keep_first=True)  # type: ignore[misc]
-    held.set()
+    release.set()
     assert background_writer.flush()
     assert (path.read_text(), (tmp_path / "y").read_text()) == ("4", "0")
 
 
 def test_a_failure_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By itself after some seconds, and at once by a flush."""
+    """A failed write is retried after some seconds, and immediately by flush()."""
     place = tmp_path / "later"
     background_writer.later("x", lambda: (place / "x").write_text("1"))
     assert not background_writer.flush()
@@ -80,29 +80,29 @@ def test_a_failure_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_write_that_hangs_is_waited_for_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """open(2) of a FIFO stands for a file server that does not answer: the second flush does not wait again."""
+    """The second flush() does not wait again for a hanging write. A FIFO is the fake of a hanging file server."""
     os.mkfifo(tmp_path / "x")
     background_writer.later("x", lambda: (tmp_path / "x").write_text("1"))
-    began = time.monotonic()
+    start = time.monotonic()
     assert not background_writer.flush(0.3)
     assert not background_writer.flush(30)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - start < 10
     assert "x was not written within 0.3 s: its file system does not answer" in capsys.readouterr().err
     with (tmp_path / "x").open() as reader:  # it answers again
         assert reader.read() == "1"
     assert background_writer.flush()
 
 
-def test_a_report_that_is_wrong_stops_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An error that no disk makes is printed, and the report is dropped."""
+def test_an_invalid_report_does_not_stop_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An error that is not from the disk is printed, and the report is dropped."""
     background_writer.later("x", lambda: (tmp_path / "x").write_text("\ud800", encoding="utf-8"))
     background_writer.later("y", lambda: (tmp_path / "y").write_text("1"))
     assert background_writer.flush() and (tmp_path / "y").exists()
     assert "warning: x cannot be written: UnicodeEncodeError" in capsys.readouterr().err
 
 
-def test_a_forked_child_writes_its_own(tmp_path: Path) -> None:
-    """A report that waits in the parent is the parent's; the child has a thread of its own."""
+def test_a_forked_child_has_its_own_writer(tmp_path: Path) -> None:
+    """The parent's waiting reports stay with the parent; the child starts its own thread."""
     background_writer.later("x", full)
     background_writer.flush()
     pid = os.fork()

@@ -25,13 +25,13 @@ ATTACKS = {
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_control_sequences_are_shown(name: str) -> None:
-    """No character that a terminal obeys is left, and a person sees what was there."""
+    """Control characters are replaced by visible text."""
     for shown in (console.plain(ATTACKS[name]), console.colored(ATTACKS[name])):
         assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown) and "\\x" in shown
 
 
-def test_colors_tabs_and_other_scripts_stay() -> None:
-    """A colored log keeps its colors and they end with the line; tabs, line feeds and letters of any script stay."""
+def test_colors_tabs_and_other_scripts_are_kept() -> None:
+    """colored() keeps colors and resets them at the end; tabs, line feeds and letters of any script are unchanged."""
     assert console.colored("\x1b[1;31mred\x1b[0m\tx\n") == "\x1b[1;31mred\x1b[0m\tx\n\x1b[0m"
     assert console.plain("\x1b[1;31mred") == "\\x1b[1;31mred"
     text = "é ü 漢字 \U0001f600 \ttab\n"
@@ -39,8 +39,8 @@ def test_colors_tabs_and_other_scripts_stay() -> None:
 
 
 @given(st.text(st.characters(max_codepoint=0xFF)))
-def test_only_colors_are_left(text: str) -> None:
-    """Of any text, what is left of escapes are whole color sequences."""
+def test_only_colors_remain(text: str) -> None:
+    """After colored(), only complete color sequences remain of any text."""
     left = re.sub(r"\x1b\[[0-9;:]*m", "", console.colored(text))
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", left)
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", console.plain(text))

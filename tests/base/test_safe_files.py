@@ -1,4 +1,4 @@
-"""A file that others read while it is written is never half there."""
+"""Atomic writes: a reader never sees a half-written file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from hpcinit.base import safe_files
 
 
-def test_it_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
-    """A reader that has the old file open keeps it whole, and nothing else stays beside the new one."""
+def test_a_new_file_replaces_the_old_one(tmp_path: Path) -> None:
+    """A reader with the old file open still reads it completely, and no temporary file remains."""
     path = tmp_path / "x.json"
     safe_files.write_atomically(path, "old")
     with path.open() as reader:
@@ -23,7 +23,7 @@ def test_it_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
 
 @pytest.mark.unmeasured("no file of its process can grow, so coverage.py could write nothing either")
 def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
-    """Where there is no room the old content stays, the error says so, and no rest is left. A file size limit stands for it."""
+    """On a full disk the old content is kept, and no temporary file remains. A file size limit simulates the disk."""
     safe_files.write_atomically(tmp_path / "x.json", "old")
     code = (
         "import resource, signal; from pathlib import Path; from hpcinit.base import safe_files\n"

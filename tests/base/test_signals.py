@@ -1,4 +1,4 @@
-"""One module installs handlers and blocks signals, and puts back what was there."""
+"""One module installs handlers and blocks signals, and restores the earlier ones."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from tests.waiting import until
 
 PACKAGE = Path(hpcinit.__file__).parent
 CALLS = {"signal", "pthread_sigmask", "set_wakeup_fd", "siginterrupt", "sigwaitinfo", "sigwait", "sigtimedwait"}
-# The submitter's handlers while sbatch runs, and a wrapper process that ignores signals in favor of its child.
-OTHERS = {"submit/duplicates.py"}
+# The submitter's handlers while sbatch runs; Ctrl-C during `hpcinit exec`; and torch's handler of SIGCHLD, which would
+# interrupt the writing of an error record.
+OTHERS = {"submit/duplicates.py", "slurm/slurm_client.py", "runtime/program.py"}
 
 
 def calls(path: Path) -> Iterator[str]:
@@ -33,51 +34,53 @@ def test_one_module_installs_handlers_and_blocks_signals() -> None:
     assert found == {"base/signals.py", *OTHERS}
 
 
-def test_handlers_put_back_what_was_there() -> None:
+def test_restore_puts_earlier_handlers_back() -> None:
     """restore() sets the earlier handler again; only_free leaves a handler of the program alone."""
-    came: list[int] = []
+    received: list[int] = []
 
     def programs(number: int, frame: object) -> None:
-        came.append(-number)
+        received.append(-number)
 
     before = signal.signal(signal.SIGUSR1, programs)
     try:
-        free = signals.Handlers([signal.SIGUSR1, signal.SIGUSR2], lambda number, _: came.append(number), only_free=True)
+        free = signals.Handlers(
+            [signal.SIGUSR1, signal.SIGUSR2], lambda number, _: received.append(number), only_free=True
+        )
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR2)
         free.restore()
-        assert came == [-signal.SIGUSR1, signal.SIGUSR2]
+        assert received == [-signal.SIGUSR1, signal.SIGUSR2]
         assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
-        taken = signals.Handlers([signal.SIGUSR1], lambda number, _: came.append(number))
+        taken = signals.Handlers([signal.SIGUSR1], lambda number, _: received.append(number))
         os.kill(os.getpid(), signal.SIGUSR1)
         taken.restore()
-        assert came[2:] == [signal.SIGUSR1]
+        assert received[2:] == [signal.SIGUSR1]
         assert signal.getsignal(signal.SIGUSR1) is programs
     finally:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_handler_that_the_program_set_later_stays() -> None:
-    """restore() does not replace a handler that is not its own any more."""
+def test_restore_keeps_a_later_handler() -> None:
+    """restore() does not replace a handler that was installed later."""
     ours = signals.Handlers([signal.SIGUSR2], lambda number, frame: None)
     later = signals.Handlers([signal.SIGUSR2], lambda number, frame: None)
     ours.restore()
     assert signal.getsignal(signal.SIGUSR2) != signal.SIG_DFL
-    later.restore()  # to what it replaced
+    later.restore()  # puts back what it replaced
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
 def test_a_wakeup_calls_back_and_passes_on() -> None:
-    """Each signal reaches the callback, and the wake-up descriptor that was set before, as asyncio's."""
+    """Each signal reaches the callback and the earlier wake-up descriptor, such as asyncio's."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     before = signal.set_wakeup_fd(write)
     handlers = signals.Handlers([signal.SIGUSR2], lambda number, frame: None)
-    came: list[int] = []
+    received: list[int] = []
     try:
-        wakeup = signals.Wakeup(came.append)
+        wakeup = signals.Wakeup(received.append)
         os.kill(os.getpid(), signal.SIGUSR2)
-        until(lambda: came == [signal.SIGUSR2], pause_s=0.01)
+        until(lambda: received == [signal.SIGUSR2], pause_s=0.01)
         assert os.read(read, 1) == bytes([signal.SIGUSR2])
         wakeup.close()
         assert signal.set_wakeup_fd(-1) == write
@@ -89,7 +92,7 @@ def test_a_wakeup_calls_back_and_passes_on() -> None:
 
 
 def test_blocked_signals_wait_for_the_descriptor() -> None:
-    """A signal that is blocked ends nothing; the descriptor returns it, and None once nothing is left."""
+    """A blocked signal does not end the process; the descriptor returns it, then None."""
     with signals.blocked([signal.SIGUSR2]):
         descriptor = signals.Descriptor([signal.SIGUSR2])
         signal.pthread_kill(threading.get_ident(), signal.SIGUSR2)

@@ -1,4 +1,4 @@
-"""One supervisor for the ranks of fork, torchrun and the local engine: what it does with real processes."""
+"""Supervisor, which fork, torchrun and the local engine share, with real processes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from hpcinit.base import signals
 from hpcinit.base.supervisor import Child, Supervisor
 from tests.waiting import until
 
-DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(300)"
+IGNORES_SIGTERM = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(300)"
+)
 
 
 class Recorded(Supervisor):
-    """A supervisor that writes down what ended."""
+    """A supervisor that records the exits of its children."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,8 +37,8 @@ def pause(timeout_s: float) -> None:
     time.sleep(min(timeout_s, 0.01))
 
 
-def test_every_end_is_reported_once_with_its_status() -> None:
-    """Exit codes are those of the children, and a signal's number is negative."""
+def test_every_exit_is_reported_once_with_its_status() -> None:
+    """The exit statuses are those of the children; a signal's number is negative."""
     them = Recorded()
     for number, code in enumerate(("exit 0", "exit 7", "kill -9 $$")):
         them.start(number, ["bash", "-c", code], os.environ)
@@ -46,8 +48,8 @@ def test_every_end_is_reported_once_with_its_status() -> None:
     them.stop(0.0)
 
 
-def test_an_end_during_another_ones_report_is_not_lost() -> None:
-    """A child that ends while on_exit() of the last other one runs is reported too."""
+def test_an_exit_during_another_report_is_not_lost() -> None:
+    """A child that exits while on_exit() of the last other child runs is reported too."""
 
     class Late(Recorded):
         def on_exit(self, child: Child) -> bool:
@@ -64,23 +66,23 @@ def test_an_end_during_another_ones_report_is_not_lost() -> None:
     assert them.exits == [(1, 0), (0, -9)]
 
 
-def test_stop_ends_the_deaf_and_what_they_have_started(tmp_path: Path) -> None:
-    """SIGKILL after the grace time goes to the whole group, also of a child that has ended before."""
+def test_stop_kills_whole_groups(tmp_path: Path) -> None:
+    """After the grace time SIGKILL is sent to the whole group, also of a child that has already exited."""
     them = Supervisor()
     with (tmp_path / "out").open("w+b") as out:
-        them.start(0, [sys.executable, "-c", DEAF], os.environ, output=out)
+        them.start(0, [sys.executable, "-c", IGNORES_SIGTERM], os.environ, output=out)
         them.start(1, ["bash", "-c", "sleep 300 & echo $!"], os.environ, output=out)
         until(lambda: len((tmp_path / "out").read_text().split()) == 2, pause_s=0.02)
-    (left,) = (int(word) for word in (tmp_path / "out").read_text().split() if word.isdigit())
+    (left,) = (int(each) for each in (tmp_path / "out").read_text().split() if each.isdigit())
     until(lambda: them.ended() == {1: 0}, pause_s=0.02)
-    os.kill(left, 0)  # it outlives its parent until stop()
+    os.kill(left, 0)  # it survives its parent until stop()
     them.stop(0.2)
     assert them.ended() == {0: -signal.SIGKILL, 1: 0}
     until(lambda: not Path(f"/proc/{left}").exists() or "Z" in Path(f"/proc/{left}/stat").read_text(), pause_s=0.02)
 
 
-def test_after_kill_in_what_still_runs_is_killed() -> None:
-    """A forked child that blocks SIGTERM ends by SIGKILL, while supervise() still reports."""
+def test_kill_in_kills_what_still_runs() -> None:
+    """A forked child that blocks SIGTERM is killed, and supervise() reports its exit."""
 
     class Impatient(Recorded):
         def on_signal(self, number: int) -> bool:
@@ -88,7 +90,7 @@ def test_after_kill_in_what_still_runs_is_killed() -> None:
             return super().on_signal(number)
 
     them, given = Impatient(), [signal.SIGTERM]
-    with signals.blocked([signal.SIGTERM]):  # in the child, too, for as long as it lives
+    with signals.blocked([signal.SIGTERM]):  # the child inherits it
         if them.fork_child(5):
             try:
                 os.setsid()
@@ -101,7 +103,7 @@ def test_after_kill_in_what_still_runs_is_killed() -> None:
 
 
 def test_a_reaped_child_is_not_signalled() -> None:
-    """Its number may belong to another process by then."""
+    """A signal to a reaped child is not sent, because its process id may belong to another process."""
     them = Supervisor()
     child = them.start(0, ["true"], os.environ)
     child.reap()
@@ -116,7 +118,7 @@ def test_a_reaped_child_is_not_signalled() -> None:
 @pytest.mark.parametrize(
     "path", ["launch/fork_server.py", "launch/torchrun/agent.py", "local/step.py", "local/engine.py"]
 )
-def test_nobody_else_kills_groups(path: str) -> None:
-    """fork, torchrun and the local engine leave killpg, waitid and waitpid to the supervisor."""
+def test_only_the_supervisor_kills_groups(path: str) -> None:
+    """fork, torchrun and the local engine use killpg, waitid and waitpid only through the supervisor."""
     source = (Path(hpcinit.__file__).parent / path).read_text()
-    assert not [word for word in ("killpg", "waitid", "waitpid") if word in source]
+    assert not [call for call in ("killpg", "waitid", "waitpid") if call in source]

@@ -1,4 +1,4 @@
-"""`make chaos` runs all of it and writes the table; `make test` only what is marked as the short form."""
+"""`make chaos` runs all tests and writes the table; `make test` runs only the short form."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 
 import pytest
 
-ALL = "HPCINIT_CHAOS"  # environment variable: 1 for all of the suite, and for the table in docs/
+ALL = "HPCINIT_CHAOS"  # environment variable: 1 runs all tests and writes the table in docs/
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """pytest counts what is left out here as deselected."""
+    """Deselect the tests that are not in the short form."""
     if os.environ.get(ALL) == "1":
         return
     out = [item for item in items if (mark := item.get_closest_marker("chaos")) and not _short(item, mark)]
@@ -20,6 +20,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _short(item: pytest.Item, mark: pytest.Mark) -> bool:
-    """short=True, or the only launch with which the test is in the short form."""
+    """Whether the test is in the short form: short=True, or short=LAUNCH for a test with this launch."""
     parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     return mark.kwargs.get("short", False) in (True, parameters.get("launch", True))

@@ -1,5 +1,4 @@
-"""What full disks do to a training run, as the matrix measured it: docs/full_disks.json, and its table in
-docs/faults.md."""
+"""Write the measured effects of full disks to docs/full_disks.json and to the table in docs/full-disks.md."""
 
 from __future__ import annotations
 
@@ -8,12 +7,12 @@ from pathlib import Path
 
 from tests.chaos.outcomes import DOCS, replaced
 
-JSON, PAGE = "full_disks.json", "faults.md"
+JSON, PAGE = "full_disks.json", "full-disks.md"
 HEAD = "| full disk | when | what happens |\n|---|---|---|"
 
 
 def keep(disk: str, phase: str, outcome: str, docs: Path = DOCS) -> None:
-    """Replace the row of this disk and phase; the others stay."""
+    """Replace the outcome of this disk and phase."""
     path = docs / JSON
     known = json.loads(path.read_text()) if path.exists() else {}
     known.setdefault(disk, {})[phase] = outcome
@@ -22,7 +21,7 @@ def keep(disk: str, phase: str, outcome: str, docs: Path = DOCS) -> None:
 
 
 def table(known: dict[str, dict[str, str]]) -> str:
-    """A row for all phases of a disk that have the same outcome."""
+    """Return the table, with one row for all phases of a disk that have the same outcome."""
     rows = [HEAD]
     for disk, phases in known.items():
         for outcome in dict.fromkeys(phases.values()):

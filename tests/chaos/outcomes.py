@@ -1,4 +1,4 @@
-"""What came of each fault, as the suite measured it: docs/chaos.json, and the table of it in docs/chaos.md."""
+"""Write the measured outcome of each fault to docs/chaos.json and to the table in docs/chaos.md."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs"
 JSON, TABLE = "chaos.json", "chaos.md"
+LAUNCHES = ("srun", "fork")
 BEGIN, END = "<!-- written by make chaos -->", "<!-- until here -->"
-FOLDER = re.compile(r"/\S*/test_[^/\s]*/")  # of one test, which says nothing to others
+FOLDER = re.compile(r"/\S*/test_[^/\s]*/")  # the temporary folder of a test
+MESSAGE = re.compile(r": `.*`$")  # a message of the day, which a later version may phrase differently
 HEAD = (
-    "| fault | `launch` | the first line of `hpcinit why` | s until it says so | steps lost | how it ends |\n"
-    "|---|---|---|--:|--:|---|"
+    "| fault | seconds, `launch=srun` | seconds, `launch=fork` | steps lost, srun | steps lost, fork | end of the run |\n"
+    "|---|--:|--:|--:|--:|---|"
 )
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """seconds: from the fault until `hpcinit why` tells of it; None where it was not asked then.
+    """The outcome of a fault.
 
-    lost: steps that are done again, or, after an end, would be by the next attempt; None where nobody has counted.
+    seconds: from the fault until `hpcinit why` reports it; None if not measured.
+    lost: steps that the next attempt repeats, or would repeat; None if not counted.
     """
 
     fault: str
@@ -35,7 +38,7 @@ class Outcome:
 
 
 def keep(outcome: Outcome, docs: Path = DOCS, load: float | None = None) -> None:
-    """Puts it in the place of what was measured of the same fault before; the others stay."""
+    """Replace the earlier outcome of the same fault."""
     path = docs / JSON
     known = json.loads(path.read_text()) if path.exists() else {}
     day = datetime.date.today().isoformat()
@@ -50,32 +53,28 @@ def keep(outcome: Outcome, docs: Path = DOCS, load: float | None = None) -> None
 
 
 def table(known: dict[str, dict]) -> str:
-    """In the order of the file, which is that of the first run of each fault; one launch below the other."""
-    faults = list(dict.fromkeys(each["fault"] for each in known.values()))
-    rows = [
-        f"| {each['fault']} | {each['launch']} | {_cell(each['first'])} | {_number(each['seconds'])} | "
-        f"{_number(each['lost'])} | {each['ends']} |"
-        for each in sorted(known.values(), key=lambda each: faults.index(each["fault"]))
-    ]
+    """Return the table, in the order of the file, with a row for each fault."""
+    rows = []
+    for fault in dict.fromkeys(each["fault"] for each in known.values()):
+        by_launch = {each["launch"]: each for each in known.values() if each["fault"] == fault}
+        numbers = [_number(by_launch.get(launch, {}).get(key)) for key in ("seconds", "lost") for launch in LAUNCHES]
+        ends = dict.fromkeys(MESSAGE.sub("", each["ends"]) for each in by_launch.values())
+        rows.append(f"| {' | '.join([fault, *numbers, ' or '.join(ends)])} |")
     loads = [each["load"] for each in known.values()]
     days = sorted({each["day"] for each in known.values()})
-    told = (
-        f"Measured on {' and '.join(days)}; load average of the machine's 2 cores {min(loads):.0f} to {max(loads):.0f}."
+    measured = (
+        f"Measured on {' and '.join(days)} on 2 cores, at a load average of {min(loads):.0f} to {max(loads):.0f}."
     )
-    return "\n".join([told, "", HEAD, *rows])
+    return "\n".join([measured, "", HEAD, *rows])
 
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:g}"
 
 
-def _cell(text: str) -> str:
-    return "`" + text.replace("|", "/").replace("`", "'") + "`"
-
-
 def replaced(page: str, table: str, name: str = TABLE) -> str:
     before, _, rest = page.partition(BEGIN)
     _, found, after = rest.partition(END)
     if not found:
-        raise ValueError(f"{name} has no lines {BEGIN!r} and {END!r}, between which the table goes")
+        raise ValueError(f"{name} has no lines {BEGIN!r} and {END!r}, expected both around the table")
     return f"{before}{BEGIN}\n{table}\n{END}{after}"

@@ -1,4 +1,4 @@
-"""A full disk at the end of a job, on the real Slurm: the next job of a chain runs, and a restart happens."""
+"""A full disk at the end of a job, on the real Slurm: the next job of a chain and a restart still start."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcinit.slurm import queue
 from tests.chaos import outcomes
 from tests.chaos.conftest import ALL
 from tests.chaos.outcomes import Outcome
@@ -26,14 +27,14 @@ from tests.waiting import until
 pytestmark = [pytest.mark.slurm, pytest.mark.chaos(short=True), pytest.mark.timeout(400)]
 SHAPE = ["ranks_per_node=1", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null"]
 
-# Its switches and what it reports are in the working folder, which has room. Rank 0 alone writes.
+# The program reads and writes files in the working folder, whose disk is not full. Only rank 0 writes.
 PROGRAM = """
 import os, pathlib, time
 import hpcinit
-def report(word):
+def report(event):
     if int(os.environ["RANK"]) == 0:
         with open("reported", "a") as file:
-            file.write(f"{os.environ['SLURM_JOB_ID']} {word}\\n")
+            file.write(f"{os.environ['SLURM_JOB_ID']} {event}\\n")
 with hpcinit.session() as run:
     report("up")
     while not pathlib.Path("go").exists():
@@ -50,13 +51,13 @@ while not pathlib.Path("leave").exists():
 
 
 class Disk:
-    """A small file system. It holds the run folders of a cluster and nothing else."""
+    """A small file system that contains only the run folders of a cluster."""
 
     def __init__(self, place: Path) -> None:
         self.place, self._filler = place, place / "filler"
 
     def fill(self) -> None:
-        """Write until not one more byte fits."""
+        """Write until the file system is full."""
         with self._filler.open("ab", buffering=0) as filler:
             for size in (1 << 16, 4096, 1):
                 while True:
@@ -71,7 +72,7 @@ class Disk:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Disk, MiniSlurm]]:
-    """The disk is mounted before the nodes are made, so that all of them see it."""
+    """A small disk and a cluster. The disk is mounted first, so that all nodes can access it."""
     require_slurm()
     place = tmp_path_factory.mktemp("disk")
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "hpcinit", place], check=True)
@@ -95,15 +96,31 @@ def small(cluster: tuple[Disk, MiniSlurm], disk: Disk) -> MiniSlurm:
     return cluster[1]
 
 
-def reported(job: str, word: str) -> bool:
+def reported(job: str, event: str) -> bool:
     path = Path("reported")
-    return path.exists() and f"{job} {word}" in path.read_text()
+    return path.exists() and f"{job} {event}" in path.read_text()
+
+
+def elapsed_s(slurm: MiniSlurm, job: str) -> int:
+    return queue.seconds(slurm.run("squeue", "--noheader", f"--jobs={job}", "--format=%M").strip()) or 0
+
+
+def signal_near_the_end(slurm: MiniSlurm, job: str) -> None:
+    """Send USR1 to a running job while its limit is 30 to 60 s away, as --signal does; then extend the limit.
+
+    A short limit from the start could end the job before its first step on a busy machine.
+    """
+    until(lambda: elapsed_s(slurm, job) % 60 < 30)  # Slurm's limits are whole minutes
+    slurm.run("scontrol", "update", f"jobid={job}", f"TimeLimit={elapsed_s(slurm, job) // 60 + 1}")
+    slurm.run("scancel", "--signal=USR1", job)
+    until(lambda: reported(job, "stopped: time limit"))
+    slurm.run("scontrol", "update", f"jobid={job}", "TimeLimit=10")
 
 
 @pytest.mark.parametrize(
     ("full", "launch", "kind"),
     [
-        # A command's exit status is its own: from a disk that is full before its first step nothing can be told.
+        # Not tested with a command: its exit status is its own, so a disk that was full before its first step has no effect.
         ("before the first step", "srun", "script"),
         ("before the stop", "srun", "script"),
         ("before the stop", "srun", "command"),
@@ -111,27 +128,25 @@ def reported(job: str, word: str) -> bool:
         ("until the next job", "srun", "script"),
     ],
 )
-def test_a_chain_goes_on_from_a_full_disk(
+def test_a_chain_continues_after_a_full_disk(
     hpcinit: Run, disk: Disk, small: MiniSlurm, full: str, launch: str, kind: str
 ) -> None:
-    """Rank 0 cannot record that the training stopped before its end. The next job of the chain runs all the same."""
+    """The next job of the chain runs even if rank 0 could not record that the run stopped early."""
     Path("stop.py").write_text(PROGRAM)
     program = ["stop.py"] if kind == "script" else [sys.executable, "stop.py"]
-    words = [f"runs_dir={disk.place}", "chain=2", "nodes=2", "time_min=1", "stop.signal=USR1", f"launch={launch}"]
-    folder = folder_of(submit(hpcinit, small, *words, *SHAPE, "--", *program))
+    overrides = [f"runs_dir={disk.place}", "chain=2", "nodes=2", "stop.signal=USR1", f"launch={launch}"]
+    folder = folder_of(submit(hpcinit, small, *overrides, *SHAPE, "--", *program))
     first, second = jobs(folder)
-    small.run("scontrol", "update", f"jobid={second}", "TimeLimit=10")  # a busy machine may need its minute to start
     until(lambda: reported(first, "up"))
     if full == "before the first step":
         disk.fill()
     Path("go").touch()
     until(lambda: reported(first, "step"))
     disk.fill()
-    small.run("scancel", "--signal=USR1", first)
     since = time.monotonic()
-    until(lambda: reported(first, "stopped: time limit"))
+    signal_near_the_end(small, first)
     if full != "until the next job":
-        disk.free()  # another job has removed its files: exit.json of the batch script can be written
+        disk.free()  # as if another job had removed its files: the batch script can write exit.json
     Path("leave").touch()
     until(lambda: states(small, [first])[0] in ("COMPLETED", "FAILED"))
     until(lambda: states(small, [second])[0] in ("RUNNING", "COMPLETED", "FAILED"))
@@ -141,11 +156,11 @@ def test_a_chain_goes_on_from_a_full_disk(
     shown = hpcinit("status", "--json", str(folder), env=small.env).stdout
     assert json.loads(shown)["link"] == "job 2 of a chain of 2", shown
     if full == "before the stop":
-        told = f"hpcinit: warning: job {first} of this chain stopped, the reason was not recorded; was the disk full?"
+        told = f"hpcinit: warning: job {first} of this chain stopped without recording why; was the disk full?"
         assert told in (folder / "logs/job.log").read_text()
     Path("finish").touch()
     until(lambda: states(small, [second])[0] == "COMPLETED", 60)
-    assert not (folder / "stopped.txt").exists(), "the second job came to its end"
+    assert not (folder / "stopped.txt").exists(), "the second job reached its end"
     if os.environ.get(ALL) == "1" and full == "before the stop" and kind == "script":
         why = hpcinit("why", folder.name, f"--runs-dir={disk.place}", env=small.env).stdout.partition("\n")[0]
         ends = f"job 1 {states(small, [first])[0]}, job 2 {states(small, [second])[0]}"
@@ -154,13 +169,12 @@ def test_a_chain_goes_on_from_a_full_disk(
 
 
 def test_a_restart_happens_on_a_full_disk(hpcinit: Run, disk: Disk, small: MiniSlurm) -> None:
-    """Neither the record of the restart nor that of the job's end can be written; the job restarts, and its budget
-    still ends it."""
+    """A job restarts without a writable record of the restart, and its restart budget still applies."""
     waits = "import pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.1)\n"
     counts = ATTEMPTS.replace("sys.exit(", "open('attempts', 'a').write('x')\nsys.exit(")
     Path("attempts.py").write_text(waits + counts.replace("print(", "0 and print("))  # stdout is on the full disk
-    words = [f"runs_dir={disk.place}", "restart.max_restarts=2", "restart.without_progress=null", "nodes=1", *SHAPE]
-    done = submit(hpcinit, small, *words, "--", "attempts.py", "76", "76", "76", "0")
+    overrides = [f"runs_dir={disk.place}", "restart.max_restarts=2", "restart.without_progress=null", "nodes=1", *SHAPE]
+    done = submit(hpcinit, small, *overrides, "--", "attempts.py", "76", "76", "76", "0")
     job = job_id_of(done)
     until(lambda: state(small, job) == "RUNNING")
     until((folder_of(done) / "exit.json").exists)
@@ -170,18 +184,16 @@ def test_a_restart_happens_on_a_full_disk(hpcinit: Run, disk: Disk, small: MiniS
     assert Path("attempts").read_text() == "xxx", "the first attempt and two restarts"
 
 
-def test_a_training_that_stops_on_a_full_disk_is_requeued(hpcinit: Run, disk: Disk, small: MiniSlurm) -> None:
+def test_a_run_that_stops_on_a_full_disk_is_requeued(hpcinit: Run, disk: Disk, small: MiniSlurm) -> None:
     """With restart.on=[time_limit] a stop whose reason could not be recorded counts as the time limit."""
     Path("stop.py").write_text(PROGRAM)
-    asked = ["restart.max_restarts=1", "restart.on=[time_limit]", "time_min=1", "stop.signal=USR1"]
-    done = submit(hpcinit, small, f"runs_dir={disk.place}", *asked, "nodes=2", *SHAPE, "--", "stop.py")
+    restart = ["restart.max_restarts=1", "restart.on=[time_limit]", "stop.signal=USR1"]
+    done = submit(hpcinit, small, f"runs_dir={disk.place}", *restart, "nodes=2", *SHAPE, "--", "stop.py")
     job = job_id_of(done)
     Path("go").touch()
     until(lambda: reported(job, "step"))
     disk.fill()
-    small.run("scancel", "--signal=USR1", job)
-    until(lambda: reported(job, "stopped: time limit"))
-    small.run("scontrol", "update", f"jobid={job}", "TimeLimit=10")  # as above, for the next attempt
+    signal_near_the_end(small, job)
     Path("leave").touch()
     until(lambda: state(small, job) in ("PENDING", "COMPLETED", "FAILED"))
     disk.free()

@@ -1,5 +1,7 @@
-"""Each disk that hpcinit writes to, full at each phase of a run: training goes on, or the message names what could not
-be saved. The matrix runs on cluster=local in a mount namespace with small disks; the chaos rows on a real Slurm."""
+"""A full disk in each phase of a run: training continues, or the message names the file that could not be saved.
+
+The matrix uses cluster=local in a mount namespace with small disks; the rows of the chaos table use a real Slurm.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from tests.chaos.conftest import ALL
 from tests.chaos.outcomes import BEGIN, DOCS, END, Outcome
 from tests.chaos.training import RANKS_PER_NODE, Training, started
 from tests.conftest import Run
-from tests.leaving_out import leave_out
 from tests.minislurm import MiniSlurm
+from tests.skip_or_fail import skip_or_fail
 from tests.small_disks import fill, small_disk
 from tests.submitting import folder_of, submit
 from tests.waiting import until
@@ -41,7 +43,7 @@ def fill(place):
 if __name__ == "__main__":
     fill(sys.argv[1])
 """
-# A disk that is filled before a phase is free again some steps later.
+# A disk that is filled before a phase is freed some steps later.
 PROGRAM = """
 import sys, time
 from pathlib import Path
@@ -75,7 +77,7 @@ with hpcinit.session() as run:
     at("at exit")
     run.result(0.25)
 """
-# /tmp is hidden by a small one; the test's own folder, which may be below it, is bound into that again.
+# A small file system hides /tmp. The test's folder, which may be in /tmp, is mounted again inside it.
 SMALL = """
 set -e
 mount --bind "$HERE" /mnt
@@ -100,7 +102,7 @@ PHASES = (
     "at a save",
     "at exit",
 )
-# What each disk is to hpcinit, and where it is below the test's folder.
+# The purpose of each disk, and its folder in the test's folder.
 DISKS = {
     "the run folder's": "runs",
     "the node's own (`cluster.local_disk`, `TMPDIR`)": "scratch",
@@ -118,27 +120,27 @@ QUICK = {
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that is over. steps: how many it took. said: what hpcinit printed. folder: a copy of its run folder."""
+    """A finished run. steps: number of steps. output: the lines of its logs. folder: a copy of its run folder."""
 
     state: str
     steps: int
-    said: tuple[str, ...]
+    output: tuple[str, ...]
     folder: Path
 
     @property
     def outcome(self) -> str:
-        """In words, for the table."""
+        """Return a description for the table."""
         if self.state != "COMPLETED":
-            error = next((line for line in self.said if "Error" in line or "error: " in line), "no message")
+            error = next((line for line in self.output if "Error" in line or "error: " in line), "no message")
             return f"{self.state} after {self.steps} of {STEPS} steps: `{_short(error)}`"
         lines = [
-            f"`{_short(line)}`" for line in self.said if line.startswith(("hpcinit: warning: ", "hpcinit: error: "))
+            f"`{_short(line)}`" for line in self.output if line.startswith(("hpcinit: warning: ", "hpcinit: error: "))
         ]
         return "; ".join(["the training run completes", *dict.fromkeys(lines)])
 
 
 def _short(line: str) -> str:
-    """Without what differs from run to run, or is in every warning."""
+    """Remove parts that differ between runs or occur in every warning."""
     line = line.removeprefix("hpcinit: ").removesuffix("; the program continues, and hpcinit tries again")
     for pattern, text in (
         (r"/\S*/(runs|scratch|cache|tmp)/", r".../\1/"),
@@ -150,15 +152,15 @@ def _short(line: str) -> str:
 
 
 def trained(here: Path, disk: str, phase: str) -> Ended:
-    """Run the program of one rank with `disk` full at `phase`, to its end."""
+    """Run the program with one rank until its end, with `disk` full at `phase`."""
     for name in ("runs", "scratch", "cache", "home"):
         (here / name).mkdir()
     (here / "fill.py").write_text(FILL)
     (here / "train.py").write_text(PROGRAM)
     place = disk if disk.startswith("/") else str(here / disk)
-    words = ["cluster=local", "wait=true", "time_min=5", "hang.after_s=60", "name=full"]
+    overrides = ["cluster=local", "wait=true", "time_min=5", "hang.after_s=60", "name=full"]
     if phase == PHASES[0]:
-        words.append(f"cluster.setup=['{sys.executable} fill.py {place}']")
+        overrides.append(f"cluster.setup=['{sys.executable} fill.py {place}']")
     env = {
         **os.environ,
         "HERE": str(here),
@@ -169,7 +171,7 @@ def trained(here: Path, disk: str, phase: str) -> Ended:
     env.pop("TMPDIR", None)
     if disk != "/tmp":
         env["TMPDIR"] = str(here / "scratch")
-    command = [sys.executable, "-m", "hpcinit", "submit", *words, "--", "train.py", place, phase]
+    command = [sys.executable, "-m", "hpcinit", "submit", *overrides, "--", "train.py", place, phase]
     done = subprocess.run(
         ["unshare", "--mount", "--propagation", "private", "sh", "-c", SMALL, "sh", *command],
         env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False,
@@ -190,29 +192,29 @@ def _cases() -> Iterator[object]:
 
 @pytest.mark.parametrize(("disk", "phase"), list(_cases()))
 def test_a_full_disk_does_not_end_training(disk: str, phase: str, tmp_path: Path) -> None:
-    """All steps are taken and the run ends well; only a checkpoint that has no room ends it, with a message."""
+    """The run succeeds with all steps; only a checkpoint that does not fit ends it, with a message."""
     if os.geteuid() != 0:
-        leave_out("needs root: mounts file systems")
+        skip_or_fail("needs root: mounts file systems")
     ended = trained(tmp_path, DISKS[disk], phase)
     if os.environ.get(ALL) == "1":
         disk_table.keep(disk, phase, ended.outcome)
-    told = "\n".join(ended.said)
+    output = "\n".join(ended.output)
     if (DISKS[disk], phase) == ("runs", "at a save"):
-        assert ended.state == "FAILED" and "was not saved" in told and "No space left on device" in told, told
+        assert ended.state == "FAILED" and "was not saved" in output and "No space left on device" in output, output
         return
-    assert (ended.state, ended.steps) == ("COMPLETED", STEPS), told
+    assert (ended.state, ended.steps) == ("COMPLETED", STEPS), output
     if (DISKS[disk], phase) == ("runs", "at exit"):
-        assert '{"value": 0.25}' in told or not (ended.folder / "result.json").exists()
+        assert '{"value": 0.25}' in output or not (ended.folder / "result.json").exists()
     else:
         assert json.loads((ended.folder / "progress.json").read_text())["step"] == STEPS
         assert json.loads((ended.folder / "result.json").read_text()) == {"value": 0.25}
         assert list((ended.folder / "timeline").glob("*/*.jsonl"))
         assert list((ended.folder / "checkpoints").glob("step-*7"))
-    assert told.count("hpcinit: warning: progress.json cannot be written") <= 1
+    assert output.count("hpcinit: warning: progress.json cannot be written") <= 1
 
 
 def test_the_page_shows_what_was_measured() -> None:
-    """The table of docs/faults.md is that of its JSON, and has every disk and phase."""
+    """The table of docs/full-disks.md matches its JSON file, and contains every disk and phase."""
     known = json.loads((DOCS / disk_table.JSON).read_text())
     assert {disk: set(phases) for disk, phases in known.items()} == {disk: set(PHASES) for disk in DISKS}
     assert f"{BEGIN}\n{disk_table.table(known)}\n{END}" in (DOCS / disk_table.PAGE).read_text()
@@ -223,19 +225,18 @@ def launch(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def kept(run: Training, fault: str, said: str, ends: str) -> None:
-    """Into the table of docs/chaos.md, where it is asked for."""
+def kept(run: Training, fault: str, why: str, ends: str) -> None:
+    """Record the outcome for `make chaos`, and check the end."""
     if os.environ.get(ALL) == "1":
-        outcomes.keep(Outcome(fault, run.launch, said, None, run.lost(), ends))
-    assert ends == "COMPLETED", said
+        outcomes.keep(Outcome(fault, run.launch, why, None, run.lost(), ends))
+    assert ends == "COMPLETED", why
 
 
 @pytest.mark.slurm
 @pytest.mark.timeout(400)
 @pytest.mark.chaos(short="srun")
 def test_tmp_is_full_when_training_starts(hpcinit: Run, idle_slurm: MiniSlurm, launch: str) -> None:
-    """The disk of a node on which the heartbeats and caches go has no byte left, for files of another user: the ranks
-    there train without heartbeats, and report so once."""
+    """If another user filled a node's local disk, its ranks train without heartbeats and print one warning."""
     place = Path.cwd() / "full"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=1777", "full", str(place)]
@@ -256,7 +257,7 @@ def test_tmp_is_full_when_training_starts(hpcinit: Run, idle_slurm: MiniSlurm, l
 
 @pytest.fixture
 def full_runs(tmp_path: Path) -> Iterator[tuple[Path, MiniSlurm]]:
-    """A small disk for run folders that all nodes of a cluster see: it is mounted before they are made."""
+    """A small disk for run folders. It is mounted before the cluster starts, so that all nodes can access it."""
     name = f"pytest-{os.getpid()}-runs"
     with small_disk(tmp_path / "disk", "size=32m") as place, MiniSlurm(nodes=2, gpus=0, name=name) as slurm:
         yield place, slurm
@@ -268,16 +269,16 @@ def full_runs(tmp_path: Path) -> Iterator[tuple[Path, MiniSlurm]]:
 def test_the_run_folder_is_full_while_training(
     hpcinit: Run, full_runs: tuple[Path, MiniSlurm], tmp_path: Path, launch: str
 ) -> None:
-    """Nothing that reports can be written for 15 s: no rank ends, and the last step is on record when there is room."""
+    """With a full run folder for 15 s, no rank fails, and the last step is recorded afterwards."""
     place, slurm = full_runs
     run = started(hpcinit, slurm, launch, f"runs_dir={place}", saved=tmp_path / "checkpoints", total=200)
     other, before = fill(place), run.checkpoint()
     time.sleep(15)
-    said = hpcinit("why", str(run.folder), env=slurm.env).stdout.partition("\n")[0]
+    why = hpcinit("why", str(run.folder), env=slurm.env).stdout.partition("\n")[0]
     assert run.checkpoint() > before, "no step was taken on the full disk"
     other.unlink()
     ends = run.ends(quick=True)
-    kept(run, "the disk of the run folder is full for 15 s", said, ends)
+    kept(run, "the disk of the run folder is full for 15 s", why, ends)
     assert json.loads((run.folder / "progress.json").read_text())["step"] == 200
 
 
@@ -285,12 +286,12 @@ def test_the_run_folder_is_full_while_training(
 @pytest.mark.timeout(300)
 @pytest.mark.chaos
 def test_why_of_a_run_that_could_record_nothing(hpcinit: Run, full_runs: tuple[Path, MiniSlurm]) -> None:
-    """A program that fails on a full run folder leaves no record: the report names the disk, and guesses nothing."""
+    """The report of a program that failed on a full run folder, without a record, names the disk."""
     place, slurm = full_runs
     Path("train.py").write_text(FILL + f"    fill('{place}')\n    raise SystemExit(7)\n")
     shape = ["ranks_per_node=1", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null", f"runs_dir={place}"]
     folder = folder_of(submit(hpcinit, slurm, *shape, "--", "train.py", str(place)))
     run = Training(hpcinit, slurm, folder, folder)
     until(lambda: run.state == "FAILED", 100)
-    said = hpcinit("why", str(folder), env=slurm.env).stdout
-    assert "cannot be written (No space left on device)" in said and "make room for" in said, said
+    output = hpcinit("why", str(folder), env=slurm.env).stdout
+    assert "cannot be written (No space left on device)" in output and "free space for" in output, output

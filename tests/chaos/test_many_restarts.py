@@ -1,4 +1,4 @@
-"""A training that is killed or preempted again and again comes out as one that ran through."""
+"""A training run that is killed or preempted repeatedly has the same result as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from tests.submitting import folder_of, printed, submit
 from tests.waiting import until
 
 STEPS, EVERY = 200, 4
-MODEL = ["--steps", str(STEPS), *ARGS[2:], "--save-every", str(EVERY)]  # of ARGS all but its number of steps
-WORDS = ["nodes=2", "job=train_gpt", f"job.args=[{','.join(MODEL)}]", "time_min=30"]
+MODEL = ["--steps", str(STEPS), *ARGS[2:], "--save-every", str(EVERY)]  # ARGS with another number of steps
+SHAPE = ["nodes=2", "job=train_gpt", f"job.args=[{','.join(MODEL)}]", "time_min=30"]
 
 
-def again(run: Training) -> None:
-    """What was requeued runs, and has taken a step since."""
+def wait_for_restart(run: Training) -> None:
+    """Wait until the requeued job runs and has taken a step."""
     while run.state != "RUNNING":
         if run.state == "PENDING":
             begin_now(run.slurm, run.job)
         time.sleep(0.3)
     since = time.time()
-    until(lambda: told(run).get("time", 0) > since, 120)
+    until(lambda: progress(run).get("time", 0) > since, 120)
 
 
-def told(run: Training) -> dict[str, float]:
+def progress(run: Training) -> dict[str, float]:
     path = run.folder / "progress.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def kill(run: Training, drawn: random.Random) -> None:
-    """Of the ranks, on any node."""
+    """Kill a random rank on any node."""
     ranks = run.ranks()
     assert len(ranks) == 2 * RANKS_PER_NODE[run.launch], ranks
     os.kill(drawn.choice(sorted(ranks)), signal.SIGKILL)
@@ -63,29 +63,28 @@ def preempt(run: Training, drawn: random.Random) -> None:
     ],
 )
 def test_it_ends_with_the_same_loss(hpcinit: Run, idle_slurm: MiniSlurm, launch: str, faults: int) -> None:
-    """kill -9 of a random rank or a preemption, at a random moment of each attempt: the last line is the same, to the
-    last digit, and so is each loss that is told on the way."""
+    """After faults at random times, all losses equal those of the uninterrupted run to the last digit."""
     slurm, drawn = idle_slurm, random.Random(17)
     Path("sitecustomize.py").write_text(SLOW)
     shape = [f"launch={launch}", f"ranks_per_node={RANKS_PER_NODE[launch]}"]
-    common = [*WORDS, *shape, f"+job.env.PYTHONPATH={Path.cwd()}"]
+    common = [*SHAPE, *shape, f"+job.env.PYTHONPATH={Path.cwd()}"]
     through = folder_of(submit(hpcinit, slurm, *common, "name=through", "wait=true", timeout=300))
     Path("slow").touch()
-    asked = [f"restart.max_restarts={faults + 3}", "restart.on=[failure]", "restart.without_progress=null"]
-    folder = folder_of(submit(hpcinit, slurm, *common, *asked))
-    run, began, done = (
+    restart = [f"restart.max_restarts={faults + 3}", "restart.on=[failure]", "restart.without_progress=null"]
+    folder = folder_of(submit(hpcinit, slurm, *common, *restart))
+    run, start, done = (
         Training(hpcinit, slurm, folder, folder / "checkpoints", launch),
         time.monotonic(),
         {"kill": 0, "preempt": 0},
     )
     for _ in range(faults):
-        again(run)
+        wait_for_restart(run)
         time.sleep(drawn.uniform(0, 4))
         how = drawn.choice([kill, preempt])
         how(run, drawn)
         done[how.__name__] += 1
         until(lambda: run.state == "PENDING", 60)
-    again(run)
+    wait_for_restart(run)
     Path("slow").unlink()
     ends = run.finish(300)
     assert ends == "COMPLETED", log(folder)
@@ -93,15 +92,15 @@ def test_it_ends_with_the_same_loss(hpcinit: Run, idle_slurm: MiniSlurm, launch:
     restarts = [json.loads(line) for line in (folder / "restarts.jsonl").read_text().splitlines()]
     if os.environ.get(ALL) == "1" and faults == 20:
         fault = f"{done['kill']} x `kill -9`, {done['preempt']} x preempted, at random"
-        words = f"COMPLETED after {len(restarts)} restarts: {last}; of the one that ran through: the same"
-        words = words if last == printed(through, 0).splitlines()[-1] else words.replace("the same", "ANOTHER")
-        outcomes.keep(outcomes.Outcome(fault, launch, run.why(), None, None, words))
+        same = "the same" if last == printed(through, 0).splitlines()[-1] else "DIFFERENT"
+        ends = f"COMPLETED after {len(restarts)} restarts: {last}; uninterrupted run: {same}"
+        outcomes.keep(outcomes.Outcome(fault, launch, run.why(), None, None, ends))
     assert last == printed(through, 0).splitlines()[-1]
     assert losses(folder) == losses(through) and len(restarts) == faults
-    print(f"{faults} faults, {done}, {time.monotonic() - began:.0f} s: {last}")
+    print(f"{faults} faults, {done}, {time.monotonic() - start:.0f} s: {last}")
 
 
 def losses(folder: Path) -> dict[str, tuple[str, ...]]:
-    """What was told of each step, without the speed; the last attempt's word of a step that was done again."""
+    """Return the output of each step without the speed; for a repeated step, that of the last attempt."""
     lines = [line.split() for line in printed(folder, 0).splitlines() if line.startswith("step ")]
     return {words[1]: tuple(words[2:6]) for words in lines}

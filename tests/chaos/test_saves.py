@@ -1,4 +1,4 @@
-"""A training with DataLoader workers saves whenever Slurm asks it to end, however the ranks and workers are started."""
+"""A run with DataLoader workers saves after each request to stop, for every way to start ranks and workers."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def _preempt(hpcinit: Run, slurm: MiniSlurm, folder: Path, job: str) -> None:
     slurm.run("sbatch", "-N2", "--exclusive", "--partition=high", "--output=/dev/null", "--wrap=true")
 
 
-# Who asks for the end -> the reason that the ranks print.
+# The way to stop the run -> the function, and the reason that the ranks print.
 ASKS: dict[str, tuple[Ask, str]] = {
-    "scancel --signal=TERM": (_command("scancel", "--signal=TERM"), "told to end"),
+    "scancel --signal=TERM": (_command("scancel", "--signal=TERM"), "terminated by SIGTERM"),
     "preemption": (_preempt, "preempted"),
-    "scancel": (_command("scancel"), "told to end"),
-    "hpcinit cancel": (_hpcinit("cancel"), "told to end"),
-    "hpcinit cancel --save": (_hpcinit("cancel", "--save"), "asked by the user"),
+    "scancel": (_command("scancel"), "terminated by SIGTERM"),
+    "hpcinit cancel": (_hpcinit("cancel"), "terminated by SIGTERM"),
+    "hpcinit cancel --save": (_hpcinit("cancel", "--save"), "requested by the user"),
 }
 LAUNCHES = {"srun": 1, "fork": 2, "torchrun": 2}  # ranks per node
 FULL = 20  # tries per launch
@@ -79,7 +79,7 @@ FULL = 20  # tries per launch
 
 @pytest.fixture(scope="module")
 def patient() -> Iterator[MiniSlurm]:
-    """Times between SIGTERM and SIGKILL as on real clusters; the session's cluster has 3 s."""
+    """A cluster with KillWait and GraceTime as on real clusters; other tests use 3 s."""
     with MiniSlurm(nodes=2, gpus=0, name=f"pytest-{os.getpid()}-saves", options={"KillWait": "30"}) as slurm:
         slurm.run("scontrol", "update", "PartitionName=main", "GraceTime=60", "PreemptMode=CANCEL")
         yield slurm
@@ -90,8 +90,10 @@ def patient() -> Iterator[MiniSlurm]:
 @pytest.mark.timeout(3000 if os.environ.get(ALL) == "1" else 400)
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_it_saves(hpcinit: Run, patient: MiniSlurm, launch: str) -> None:
-    """Every try ends with a whole checkpoint of the step at which all ranks stopped. `make chaos`: 20 tries per launch;
-    `make test`: 2, which together cover each way to ask and each way to start workers."""
+    """Every attempt ends with a complete checkpoint of the step at which all ranks stopped.
+
+    `make chaos` makes 20 attempts per launch. `make test` makes 2, which together cover all ways.
+    """
     Path("train.py").write_text(PROGRAM)
     asks, offset = list(ASKS), 2 * list(LAUNCHES).index(launch)
     tries = range(FULL) if os.environ.get(ALL) == "1" else range(offset, offset + 2)
@@ -108,7 +110,7 @@ def test_it_saves(hpcinit: Run, patient: MiniSlurm, launch: str) -> None:
 
 
 def _try(hpcinit: Run, slurm: MiniSlurm, launch: str, ask: str, method: str, persistent: bool) -> str:
-    """What is wrong; '' if it has saved."""
+    """Return a problem, or '' if the run saved."""
     shape = ["nodes=2", f"launch={launch}", f"ranks_per_node={LAUNCHES[launch]}", "cluster.gpus_per_node=0"]
     shape += ["cluster.cpus_per_node=null", "time_min=20"]
     done = submit(hpcinit, slurm, *shape, "--", "train.py", method, str(persistent))

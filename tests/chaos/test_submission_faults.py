@@ -1,4 +1,4 @@
-"""Faults in the middle of a submission, on the real Slurm: how many jobs there are afterwards."""
+"""Faults during submission, on the real Slurm: the number of jobs afterwards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def user() -> Iterator[User]:
 
 @pytest.fixture
 def hidden(user: User) -> Iterator[MiniSlurm]:
-    """A cluster with a partition whose jobs Slurm's clients do not show, and its description in the user's folder."""
+    """A cluster with a hidden partition, and its cluster file in the user's folder."""
     (user.home / "conf/cluster").mkdir(parents=True)
     described = f"name: mini\npartition: {PARTITION}\npartitions:\n  {PARTITION}: {{nodes: 1, time_min: 60}}\n"
     (user.home / "conf/cluster/mini.yaml").write_text(described)
@@ -39,13 +39,12 @@ def hidden(user: User) -> Iterator[MiniSlurm]:
 
 
 def test_a_controller_that_accepts_late(user: User, hidden: MiniSlurm) -> None:
-    """A user who is not root submits to a hidden partition, and sbatch times out before the controller takes the job:
-    there is one job."""
-    words = ["cluster=mini", "again=true", "test_only=false", "+cluster.sbatch.begin=now+1hour", "--", "true"]
+    """If sbatch times out before the controller accepts the job, in a hidden partition, there is exactly one job."""
+    arguments = ["cluster=mini", "again=true", "validate=false", "+cluster.sbatch.begin=now+1hour", "--", "true"]
     env = {"PATH": os.environ["PATH"], "HOME": str(user.home), **hidden.env}
     hidden.pause_controller()
     since = time.monotonic()
-    command = user.command(sys.executable, "-m", "hpcinit", "submit", *words)
+    command = user.command(sys.executable, "-m", "hpcinit", "submit", *arguments)
     with subprocess.Popen(
         command, env=env, cwd=user.home, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

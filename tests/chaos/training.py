@@ -1,4 +1,4 @@
-"""A small training on the real Slurm that saves, goes on, and stops in time; and what can be asked of it meanwhile."""
+"""A small training run on the real Slurm that saves, resumes and stops in time, with methods to observe it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.submitting import folder_of, submit
 from tests.waiting import until
 
 EVERY = 5  # steps between two checkpoints
-RANKS_PER_NODE = {"srun": 1, "fork": 2}  # of a launch: a forked rank has a neighbour, and a parent
+RANKS_PER_NODE = {"srun": 1, "fork": 2}  # with fork, a node has two ranks and a fork server
 PROGRAM = """
 import os, sys, time
 import torch
@@ -40,13 +40,15 @@ with hpcinit.session() as run:
         if stop: break
         time.sleep(0.01 if os.path.exists("quick") else 0.2)
 """
-GOES_WELL = re.compile("the job is (RUNNING|COMPLETING): nothing has failed")
+HEALTHY = re.compile("the job is (RUNNING|COMPLETING): nothing has failed")
 
 
 @dataclass(frozen=True)
 class Training:
-    """One submitted training in the working folder, where its switches lie: quick, raise, eat. The rank at fault is
-    its last, on the second node."""
+    """A submitted training run. The files quick, raise and eat in the working folder control it.
+
+    The faulty rank is the last one, on the second node.
+    """
 
     hpcinit: Run
     slurm: MiniSlurm
@@ -67,57 +69,57 @@ class Training:
         return f"rank {2 * RANKS_PER_NODE[self.launch] - 1} on n2"
 
     def pid_at_fault(self) -> int:
-        """One of two neighbours is known by its title."""
-        title = self.at_fault.removesuffix(" on n2") + "/" if self.launch == "fork" else ""
+        """Return the process of the rank at fault, which its title shows."""
+        title = self.at_fault.removesuffix(" on n2") + "/"
         (found,) = (pid for pid, line in self.ranks("n2").items() if line.startswith(title))
         return found
 
     def ranks(self, *nodes: str) -> dict[int, str]:
-        """As processes() has them. On the first node srun has the words of srun's ranks in its command line too."""
-        is_rank = re.compile(r"rank \d+/\d+ " if self.launch == "fork" else r"[^\0]*python[^\0]*\0.*hpcinit\.run\0")
+        """Return the ranks among processes(), which have their rank as the title."""
+        is_rank = re.compile(r"rank \d+/\d+ ")
         return {pid: line for pid, line in self.processes(*nodes).items() if is_rank.match(line)}
 
     def processes(self, *nodes: str) -> dict[int, str]:
-        """All that the job has started on `nodes` (without any: on all): command lines by process id."""
+        """Return the command lines of the job's processes on `nodes` (default: all nodes) by process id."""
         pids = [pid for node in nodes or self.slurm.nodes for pid in self.slurm.pids(node)]
         run = f"HPCINIT_RUN={self.folder}\0"
         return {pid: _of(pid, "cmdline") for pid in pids if run in _of(pid, "environ")}
 
     def nodes(self) -> list[str]:
-        told = self.slurm.run("squeue", "--noheader", f"--jobs={self.job}", "--format=%N").strip()
-        return self.slurm.run("scontrol", "show", "hostnames", told).split()
+        nodelist = self.slurm.run("squeue", "--noheader", f"--jobs={self.job}", "--format=%N").strip()
+        return self.slurm.run("scontrol", "show", "hostnames", nodelist).split()
 
     def steps(self) -> list[int]:
-        """All that rank 0 has printed, of all attempts."""
+        """Return the steps that rank 0 printed, in all attempts."""
         log = self.folder / "logs/rank-0.log"
         return [
             int(step) for step in re.findall(r"^step (\d+)$", log.read_text() if log.exists() else "", re.MULTILINE)
         ]
 
     def checkpoint(self) -> int:
-        """The newest that is there under its name; 0 for none."""
+        """Return the step of the newest checkpoint, or 0."""
         return max((int(path.name.removeprefix("step-")) for path in self.saved.glob("step-*")), default=0)
 
     def why(self) -> str:
         return self.hpcinit("why", self.folder.name, env=self.slurm.env).stdout.partition("\n")[0]
 
-    def word(
-        self, since: float, told: Callable[[str], object] = lambda line: not GOES_WELL.match(line)
+    def wait_for_why(
+        self, since: float, reports_fault: Callable[[str], object] = lambda line: not HEALTHY.match(line)
     ) -> tuple[str, float]:
-        """The first line of the report as soon as it tells of something, and seconds since the fault until then."""
-        while not told(line := self.why()):
+        """Wait until `hpcinit why` reports the fault. Return its first line and the seconds since the fault."""
+        while not reports_fault(line := self.why()):
             assert time.monotonic() - since < 150, line
             time.sleep(0.5)
         return line, time.monotonic() - since
 
     def lost(self) -> int:
-        """Steps that were done twice, of an ended training; or that the next attempt would do again."""
+        """Return the steps that were repeated, or that the next attempt would repeat."""
         steps = self.steps()
         again = len(steps) - len(set(steps))
         return again or max(steps) - max(self.checkpoint(), 0) if self.state != "COMPLETED" else again
 
     def finish(self, timeout_s: float = 150) -> str:
-        """The job's last state; what is requeued begins at once."""
+        """Wait for the end of the job and return its state. Start requeued jobs at once."""
         deadline = time.monotonic() + timeout_s
         over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
         while (now := self.state) not in over:
@@ -128,7 +130,7 @@ class Training:
         return now
 
     def ends(self, quick: bool = False) -> str:
-        """How it ends, in words. quick: a training that goes on takes its last steps quickly."""
+        """Wait for the end and describe it. quick: take the remaining steps quickly."""
         if quick:
             Path("quick").touch()
         last = self.finish()
@@ -140,19 +142,19 @@ class Training:
 def _of(pid: int, what: str) -> str:
     try:
         return Path(f"/proc/{pid}/{what}").read_text(errors="replace")
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return ""
 
 
 def started(
-    hpcinit: Run, slurm: MiniSlurm, launch: str, *words: str, total: int = 600, saved: Path | None = None
+    hpcinit: Run, slurm: MiniSlurm, launch: str, *overrides: str, total: int = 600, saved: Path | None = None
 ) -> Training:
-    """In the middle: 2 nodes, a checkpoint after every 5 steps, at least two of them there."""
+    """Start a run on 2 nodes that saves after every 5 steps, and wait until it has two checkpoints."""
     Path("train.py").write_text(PROGRAM)
     shape = ["nodes=2", f"launch={launch}", f"ranks_per_node={RANKS_PER_NODE[launch]}"]
-    asked = [*shape, "cluster.gpus_per_node=0", "cluster.cpus_per_node=null", "time_min=20"]
+    request = [*shape, "cluster.gpus_per_node=0", "cluster.cpus_per_node=null", "time_min=20"]
     command = ["train.py", str(total), *([str(saved)] if saved else [])]
-    folder = folder_of(submit(hpcinit, slurm, *asked, *words, "--", *command))
+    folder = folder_of(submit(hpcinit, slurm, *request, *overrides, "--", *command))
     training = Training(hpcinit, slurm, folder, saved or folder / "checkpoints", launch)
     until(lambda: training.checkpoint() >= 2 * EVERY and training.steps()[-1] % EVERY in (2, 3), 120)
     return training

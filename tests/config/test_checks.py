@@ -1,4 +1,4 @@
-"""What is refused before the queue, with the key to change."""
+"""Checks of a config: each wrong request gives one message with the key to change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 from hpcinit.base import versions
 from hpcinit.config import checks
-from hpcinit.config.compose import compose, folder
+from hpcinit.config.compose import compose
+from hpcinit.config.folders import folder
 from hpcinit.config.schema import DeepSpeed
 from hpcinit.deepspeed.deepspeed_config import Options, options
 from hpcinit.records.spec import Precision
@@ -29,14 +30,14 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_shipped_choices_are_right() -> None:
-    """A plain request has no problem."""
+def test_the_shipped_choices_are_valid() -> None:
+    """A plain request on a shipped cluster has no problems."""
     assert found() == [] and found("cluster=mini", "nodes=4") == [] and found("cluster=example") == []
 
 
 @pytest.mark.parametrize("choice", sorted(path.stem for path in (folder() / "parallel").glob("*.yaml")))
-def test_every_shipped_parallelism_is_right(choice: str) -> None:
-    """Each choice of `parallel` has no problem on two nodes of eight, nothing to warn of, and fills all sixteen ranks."""
+def test_every_shipped_parallelism_is_valid(choice: str) -> None:
+    """Each choice of `parallel` has no problems or warnings on two nodes of eight ranks, and uses all sixteen ranks."""
     config = compose(["cluster=mini", "nodes=2", f"parallel={choice}"])
     assert checks.problems(config) == [] and checks.warnings(config) == []
     spec = make_spec(config, Path.cwd())
@@ -55,12 +56,12 @@ def test_every_shipped_parallelism_is_right(choice: str) -> None:
         (["mem_gb=-1"], "mem_gb is -1, expected 0 or more"),
         (["cluster.engine=pbs"], "cluster.engine is 'pbs', expected one of: slurm, local"),
         (["cluster.gpu_flag=gpus"], "cluster.gpu_flag is 'gpus', expected one of: gpus-per-node, gres, null"),
-        (["comm.backend=mpi"], "comm.backend is 'mpi', expected one of: auto, nccl, gloo"),
+        (["comm.backend=mpi"], "comm.backend is 'mpi', expected one of: auto, nccl, gloo, cpu:gloo,cuda:nccl"),
         (["launch.kind=mpi"], "launch.kind is 'mpi', expected one of: srun, fork, torchrun"),
         (["launch=fork", "launch.preload=[torch,my-model]"], "launch.preload has 'my-model', expected the name of a module"),
-        (["launch=fork", "launch.max_restarts=3"], "launch.max_restarts is 3, but launch.kind is fork: launch=torchrun, or restart.max_restarts"),
+        (["launch=fork", "launch.max_restarts=3"], "launch.max_restarts is 3, but launch.kind is fork, expected torchrun: set launch=torchrun, or restart.max_restarts instead"),
         (["launch.max_restarts=-1"], "launch.max_restarts is -1, expected 0 or more"),
-        (["launch=fork", "launch.gpu_bind=closest"], "launch.gpu_bind is 'closest', but launch.kind is fork, whose ranks are bound without Slurm, expected one of: none, single, per_task, map_gpu, null; or launch=srun"),
+        (["launch=fork", "launch.gpu_bind=closest"], "launch.gpu_bind is 'closest', but launch.kind is fork, where hpcinit binds the ranks, expected one of: none, single, per_task, map_gpu, null; or launch=srun"),
         (["launch=torchrun", "launch.cpu_bind=sockets"], "launch.cpu_bind is 'sockets', but launch.kind is torchrun"),
         (["comm.device_id=maybe"], "comm.device_id is 'maybe', expected one of: never, auto, always"),
         (["seed_by=node"], "seed_by is 'node', expected one of: same, rank, data"),
@@ -80,24 +81,24 @@ def test_every_shipped_parallelism_is_right(choice: str) -> None:
         (["cluster=mini", "+cluster.srun.kill-on-bad-exit=0"], "use launch.kill_on_bad_exit instead"),
         (["+cluster.sbatch.parsable=true"], "cluster.sbatch.parsable: hpcinit sets it itself"),
         (["+cluster.sbatch.signal=USR1@60"], "cluster.sbatch.signal: use stop.signal instead"),
-        (["+cluster.sbatch.wait=true"], "cluster.sbatch.wait: wait=true follows a job to its end"),
+        (["+cluster.sbatch.wait=true"], "cluster.sbatch.wait: use wait=true, which waits for the job's end"),
         (["cluster=mini", "+cluster.srun.wait=3"], "cluster.srun.wait: use launch.wait_s instead"),
-        (["+cluster.sbatch.array=0-3"], "cluster.sbatch.array: a sweep is one: several values of a key and --multirun"),
-        (["+cluster.sbatch.export=NONE"], "cluster.sbatch.export: the job needs its whole environment; job.env"),
+        (["+cluster.sbatch.array=0-3"], "cluster.sbatch.array: hpcinit submits sweeps as arrays: give a key several values and --multirun"),
+        (["+cluster.sbatch.export=NONE"], "cluster.sbatch.export: the job needs its whole environment; set a variable with job.env"),
         (["cluster=mini", "+cluster.srun.export=ALL"], "cluster.srun.export: the job needs its whole environment"),
-        (["+cluster.sbatch.wrap=id"], "cluster.sbatch.wrap: hpcinit writes the script; what is to run stands after --"),
-        (["+cluster.sbatch.test-only=true"], "cluster.sbatch.test-only: test_only=true asks Slurm so before each"),
-        (["+cluster.sbatch.help=true"], "cluster.sbatch.help: it makes Slurm print text in the place of a job"),
-        (["+cluster.sbatch.cluster=b"], "cluster.sbatch.cluster: sbatch takes it for --clusters; hpcinit looks for a job"),
-        (["+cluster.sbatch.depend=afterok:1"], "cluster.sbatch.depend: sbatch takes it for --dependency; use after, after_ok"),
-        (["+cluster.sbatch.arr=0-3"], "cluster.sbatch.arr: sbatch takes it for --array; a sweep is one"),
+        (["+cluster.sbatch.wrap=id"], "cluster.sbatch.wrap: hpcinit writes the script; the program goes after --"),
+        (["+cluster.sbatch.test-only=true"], "cluster.sbatch.test-only: did you mean validate=...? validate=true does this before each"),
+        (["+cluster.sbatch.help=true"], "cluster.sbatch.help: with it, Slurm prints text instead of starting a job"),
+        (["+cluster.sbatch.cluster=b"], "cluster.sbatch.cluster: sbatch takes it for --clusters; hpcinit finds jobs"),
+        (["+cluster.sbatch.depend=afterok:1"], "cluster.sbatch.depend: sbatch takes it for --dependency; use dependency instead"),
+        (["+cluster.sbatch.arr=0-3"], "cluster.sbatch.arr: sbatch takes it for --array; hpcinit submits sweeps as arrays"),
         (["+cluster.sbatch.tasks-per-node=2"], "takes it for --ntasks-per-node; use ranks_per_node instead"),
         (["+cluster.sbatch.tasks=2"], "takes it for --ntasks-per-node; use ranks_per_node instead"),
         (["+cluster.sbatch.job=x"], "cluster.sbatch.job: sbatch takes it for --job-name; use name instead"),
         (["cluster=mini", "+cluster.srun.kill=0"], "cluster.srun.kill: srun takes it for --kill-on-bad-exit; use launch.kill_on_bad_exit"),
         (["cluster=mini", "+cluster.srun.cpu-b=none"], "cluster.srun.cpu-b: srun takes it for --cpu-bind; use launch.cpu_bind instead"),
         (["cluster=mini", "+cluster.srun.container-im=x"], "cluster.srun.container-im: srun takes it for --container-image; use container.image"),
-        (["+cluster.sbatch.clusters=b"], "cluster.sbatch.clusters: hpcinit looks for a job on this cluster only"),
+        (["+cluster.sbatch.clusters=b"], "cluster.sbatch.clusters: hpcinit finds jobs on this cluster only"),
         (["+cluster.sbatch={--mail-type: x}"], "expected the long name of an option without its dashes"),
         (["+cluster.sbatch.x=1"], "expected the long name"),
         (["+cluster.sbatch.licenses=[a]"], "cluster.sbatch.licenses is ['a'], expected one value"),
@@ -106,10 +107,10 @@ def test_every_shipped_parallelism_is_right(choice: str) -> None:
         (["job=program"], "job has none of script, module, command, expected exactly one"),
         (["job.module=null", "job.script=nope.py"], "job.script is 'nope.py', expected a file"),
         (["job.workdir=/nowhere"], "job.workdir is '/nowhere', expected a folder that exists"),
-        (["cluster=mini", "nodes=5"], "nodes=5, but partition 'main' of cluster mini has at most 4"),
-        (["cluster=mini", "time_min=61"], "time_min=61, but partition 'main' of cluster mini has at most 60"),
-        (["cluster=mini", "ranks_per_node=9"], "ranks_per_node=9, but a node of partition 'main' of cluster mini has 8 GPUs (cluster.gpus_per_node): a rank needs one of its own; ranks_per_node=8 or less"),
-        (["cluster=mini", "partition=null", "cluster.partition=main", "nodes=5"], "nodes=5, but partition 'main' of cluster mini has at most 4: nodes=4 or less"),
+        (["cluster=mini", "nodes=5"], "nodes=5, but partition 'main' of cluster mini allows at most 4"),
+        (["cluster=mini", "time_min=61"], "time_min=61, but partition 'main' of cluster mini allows at most 60"),
+        (["cluster=mini", "ranks_per_node=9"], "ranks_per_node=9, but a node of partition 'main' of cluster mini has 8 GPUs (cluster.gpus_per_node), and each rank needs one: ranks_per_node=8 or less"),
+        (["cluster=mini", "partition=null", "cluster.partition=main", "nodes=5"], "nodes=5, but partition 'main' of cluster mini allows at most 4: nodes=4 or less"),
         (["cluster=mini", "cluster.partitions.main.mem_gb=3.9", "mem_gb=4"], "mem_gb=4, but a node of partition 'main' of cluster mini has 3.9 GB for jobs: mem_gb=3.9 or less, or 0"),
         (["cluster=mini", "cluster.partitions.main.gpus_per_node=4"], "cluster.gpus_per_node=8, but a node of partition 'main' of cluster mini has 4 GPUs (its gpus_per_node): cluster.gpus_per_node=4"),
         (["cluster=mini", "cluster.partitions.main.gpus_per_node=0"], "has 0 GPUs (its gpus_per_node): cluster.gpus_per_node=0 cluster.gpu_flag=null"),
@@ -122,8 +123,8 @@ def test_every_shipped_parallelism_is_right(choice: str) -> None:
         (["parallel.tp=-1"], "parallel.dp_replicate and parallel.tp are -1"),
         (["parallel.tp=0"], "parallel.tp is 0, expected 1 or more, or -1"),
         (["cluster=mini", "nodes=3", "parallel.tp=8", "parallel.dp_replicate=4"], "dp_replicate 4 x tp 8 = 32 ranks, but 3 nodes x 8 ranks = 24; with tp 8: dp_replicate 3; nodes=4"),
-        (["cluster=mini", "nodes=2", "parallel.tp=16"], "tp 16 does not divide the 8 ranks of a node, and tensor parallel groups stay inside a node"),
-        (["cluster=mini", "parallel.ep=3"], "ep 3 does not divide dp_replicate 8, whose ranks the experts are divided among: parallel.ep=2 or parallel.ep=4"),
+        (["cluster=mini", "nodes=2", "parallel.tp=16"], "tp 16 does not divide the 8 ranks of a node, and tensor parallel groups must stay inside a node"),
+        (["cluster=mini", "parallel.ep=3"], "ep 3 does not divide dp_replicate 8, whose ranks share the experts: parallel.ep=2 or parallel.ep=4"),
         (["parallel.cp_kind=tree"], "parallel.cp_kind is 'tree', expected one of: ulysses, ring"),
         (["parallel.wrap=zero"], "parallel.wrap is 'zero', expected one of: ddp, fsdp, deepspeed, none"),
         (["precision.param=fp8"], "precision.param is 'fp8', expected one of: fp32, bf16, fp16"),
@@ -139,25 +140,25 @@ def test_every_shipped_parallelism_is_right(choice: str) -> None:
         (["batch.micro=0"], "batch.micro is 0, expected 1 or more"),
         (["batch.global=0"], "batch.global is 0, expected 1 or more"),
         (["batch.accumulation=0"], "batch.accumulation is 0, expected 1 or more"),
-        (["nodes=2", "batch.micro=3", "batch.global=7"], "batch.global 7 is not a multiple of micro 3 x data parallel 2 = 6; nearest that work: batch.global=6 or 12"),
-        (["nodes=8", "batch.global=63"], "batch.global 63 is not a multiple of accumulation 1 x data parallel 8 = 8; nearest that work: batch.global=56 or 64"),
-        (["nodes=8", "batch.micro=2", "batch.accumulation=2", "batch.global=40"], "micro 2 x accumulation 2 x data parallel 8 = 32: give two of the three, or batch.global=32"),
-        (["nodes=4", "parallel.wrap=fsdp"], "parallel.wrap is fsdp with dp_replicate 4 and dp_shard 1: nothing would be divided; parallel=fsdp,"),
-        (["nodes=4", "parallel=fsdp", "parallel.wrap=ddp"], "parallel.wrap is ddp with dp_shard 4: DDP divides no parameters; parallel.wrap=fsdp"),
-        (["nodes=4", "parallel=zero3", "parallel.dp_replicate=2"], "deepspeed with dp_replicate 2 and dp_shard 2: ZeRO divides over all data parallel ranks"),
-        (["deepspeed.zero_stage=2"], "deepspeed.zero_stage is 2, but parallel.wrap is ddp: parallel=zero2, or take it out"),
-        (["+deepspeed.ds_config.steps_per_print=1"], "but parallel.wrap is ddp: parallel.wrap=deepspeed, or take it out"),
+        (["nodes=2", "batch.micro=3", "batch.global=7"], "batch.global 7 is not a multiple of micro 3 x data parallel 2 = 6; nearest values that work: batch.global=6 or 12"),
+        (["nodes=8", "batch.global=63"], "batch.global 63 is not a multiple of accumulation 1 x data parallel 8 = 8; nearest values that work: batch.global=56 or 64"),
+        (["nodes=8", "batch.micro=2", "batch.accumulation=2", "batch.global=40"], "micro 2 x accumulation 2 x data parallel 8 = 32: set two of the three, or batch.global=32"),
+        (["nodes=4", "parallel.wrap=fsdp"], "parallel.wrap is fsdp with dp_replicate 4 and dp_shard 1: nothing would be sharded; use parallel=fsdp,"),
+        (["nodes=4", "parallel=fsdp", "parallel.wrap=ddp"], "parallel.wrap is ddp with dp_shard 4: DDP shards nothing; use parallel.wrap=fsdp"),
+        (["nodes=4", "parallel=zero3", "parallel.dp_replicate=2"], "deepspeed with dp_replicate 2 and dp_shard 2: ZeRO shards over all data parallel ranks"),
+        (["deepspeed.zero_stage=2"], "deepspeed.zero_stage is 2, but parallel.wrap is ddp: set parallel=zero2, or remove it"),
+        (["+deepspeed.ds_config.steps_per_print=1"], "but parallel.wrap is ddp: set parallel.wrap=deepspeed, or remove it"),
         (["parallel=zero1", "deepspeed.zero_stage=9"], "deepspeed.zero_stage is 9, expected one of: 0, 1, 2, 3"),
         (["parallel=zero3", "deepspeed.offload_param=foo"], "deepspeed.offload_param is 'foo', expected one of: none, cpu, nvme"),
         (["parallel=zero3", "deepspeed.offload_optimizer=disk"], "deepspeed.offload_optimizer is 'disk', expected one of: none, cpu, nvme"),
         (["deepspeed.optimizer=sgd"], "deepspeed.optimizer is 'sgd', expected one of: none, adamw"),
-        (["parallel=zero2", "deepspeed.offload_param=cpu"], "deepspeed.offload_param is cpu with deepspeed.zero_stage 2, and DeepSpeed does so in stage 3 only"),
+        (["parallel=zero2", "deepspeed.offload_param=cpu"], "deepspeed.offload_param is cpu with deepspeed.zero_stage 2, but DeepSpeed supports that only in stage 3"),
         (["parallel=zero3", "nodes=4", "deepspeed.hpz=3"], "deepspeed.hpz is 3, expected a divisor of the 4 ranks"),
         (["parallel=zero1", "nodes=8", "batch.global=63"], "batch.global 63 is not a multiple"),
         (["cluster=mini", "parallel=tp", "parallel.tp=8", "model.heads=12"], "model.heads 12 is not a multiple of tp 8: parallel.tp=6 or parallel.tp=12"),
         (["cluster=mini", "parallel=ulysses", "parallel.cp=4", "parallel.tp=2", "model.heads=12"], "model.heads 12 / tp 2 = 6 is not a multiple of cp 4, and Ulysses divides the heads: parallel.cp=3 or parallel.cp=6, or parallel.cp_kind=ring"),
         (["nodes=2", "parallel=ulysses", "parallel.cp_kind=ring", "model.sequence=1022"], "model.sequence 1022 is not a multiple of cp 2 x 2 (ring): model.sequence=1020 or model.sequence=1024"),
-        (["cluster.host_template='{node}-ib'"], "the host template '{node}-ib' is not understood, expected {host} once"),
+        (["cluster.host_template='{node}-ib'"], "the host template '{node}-ib' cannot be read, expected {host} once"),
         (["comm.timeout_base_s=0"], "comm.timeout_base_s is 0, expected more than 0"),
         (["comm.collective_timeout_s=-5"], "comm.collective_timeout_s is -5, expected more than 0"),
         (["comm.checkpoint_timeout_s=0"], "comm.checkpoint_timeout_s is 0, expected more than 0"),
@@ -166,8 +167,8 @@ def test_every_shipped_parallelism_is_right(choice: str) -> None:
         (["+cluster.sbatch.ntasks_per_node=9"], "cluster.sbatch has 'ntasks_per_node', expected the long name"),
     ],
 )  # fmt: skip
-def test_refused_with_the_key_to_change(overrides: list[str], message: str) -> None:
-    """Each wrong request is refused by exactly one message that names the key."""
+def test_each_problem_is_one_message_with_the_key(overrides: list[str], message: str) -> None:
+    """Each wrong request gives exactly one message, which names the key."""
     (problem,) = found(*overrides)
     assert message in problem
 
@@ -178,31 +179,34 @@ def test_refused_with_the_key_to_change(overrides: list[str], message: str) -> N
         ("./nothere", "/mine/nothere does not exist"),
         (".", "/mine is a folder"),
         ("/etc", "/etc is a folder"),
-        ("./plain", "/mine/plain may not be executed; chmod +x it, or name what runs it, as in: -- bash ./plain"),
+        (
+            "./plain",
+            "/mine/plain is not executable; run chmod +x on it, or name its interpreter, as in: -- bash ./plain",
+        ),
     ],
 )
-def test_a_command_that_is_no_program(tmp_path: Path, command: str, why: str) -> None:
-    """A command that is a path, counted from job.workdir, is refused unless it is a file that may be executed."""
+def test_a_command_that_is_not_executable(tmp_path: Path, command: str, why: str) -> None:
+    """A command that is a path, relative to job.workdir, must be an executable file."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/plain").write_text("true\n")
     (problem,) = found("job=program", f"job.command={command}", "name=x", "job.workdir=mine")
     assert problem.startswith(f"job.command is {command!r}, expected an executable file: /") and problem.endswith(why)
 
 
-def test_a_file_beside_that_is_not_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`-- go.sh` would be looked for on PATH, in vain; a name that is there in both ways is the one on PATH."""
+def test_a_file_in_the_current_folder_that_is_not_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`-- go.sh` for a file in the current folder is an error that suggests ./go.sh, unless go.sh is on PATH."""
     monkeypatch.chdir(tmp_path)
     go = ("job=program", "job.command=go.sh", "name=x")
     Path("go.sh").touch()
-    assert found(*go) == [f"job.command is 'go.sh', which is looked up on PATH; for {tmp_path}/go.sh: -- bash go.sh"]
+    assert found(*go) == [f"job.command is 'go.sh', which is not on PATH; to run {tmp_path}/go.sh: -- bash go.sh"]
     Path("go.sh").chmod(0o755)
     assert found(*go)[0].endswith("/go.sh: -- ./go.sh")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert found(*go) == []
 
 
-def test_commands_that_may_be_there(tmp_path: Path) -> None:
-    """A file that may be executed passes, and so does a bare name: the PATH of the nodes may be another."""
+def test_commands_that_are_accepted(tmp_path: Path) -> None:
+    """An executable file is accepted, and so is any bare name, because the PATH of the nodes may differ."""
     (tmp_path / "work").mkdir()
     (tmp_path / "work/go").write_text("true\n")
     (tmp_path / "work/go").chmod(0o755)
@@ -210,16 +214,28 @@ def test_commands_that_may_be_there(tmp_path: Path) -> None:
         assert found("job=program", f"job.command={command}", "name=x", "job.workdir=work") == []
 
 
-STARTERS = [
+LAUNCHERS = [
     (
         "torchrun",
         "--nproc-per-node,2,train.py,--lr,3",
         2,
         "job.command is 'torchrun'",
-        "-- train.py --lr 3; launch=torchrun",
+        "-- train.py --lr 3; to use torchrun's agents: launch=torchrun",
     ),
-    ("torchrun", "--nproc-per-node,2,train.py", 1, "job.command is 'torchrun'", "of its own: give the program alone"),
-    ("accelerate", "launch,train.py", 2, "job.command is 'accelerate'", "-- train.py; launch=torchrun"),
+    (
+        "torchrun",
+        "--nproc-per-node,2,train.py",
+        1,
+        "job.command is 'torchrun'",
+        "separate training run. Submit the program itself",
+    ),
+    (
+        "accelerate",
+        "launch,train.py",
+        2,
+        "job.command is 'accelerate'",
+        "-- train.py; to use torchrun's agents: launch=torchrun",
+    ),
     (
         "python3",
         "-m,torch.distributed.run,-m,pkg",
@@ -227,22 +243,22 @@ STARTERS = [
         "job.command is 'python3 -m torch.distributed.run'",
         "-- train.py",
     ),
-    ("/usr/bin/mpirun", "-n,4,python,a.py", 1, "job.command is 'mpirun'", "alone, -- a.py"),
-    ("srun", "python,a.py", 1, "job.command is 'srun'", "would wait for ever for nodes that the job has"),
+    ("/usr/bin/mpirun", "-n,4,python,a.py", 1, "job.command is 'mpirun'", "itself: -- a.py"),
+    ("srun", "python,a.py", 1, "job.command is 'srun'", "would wait forever for nodes that the job uses"),
 ]
 
 
-@pytest.mark.parametrize(("command", "args", "ranks", "said", "do"), STARTERS)
-def test_a_program_that_starts_ranks_itself(command: str, args: str, ranks: int, said: str, do: str) -> None:
-    """torchrun, srun or mpirun in the place of a rank is refused: each rank would begin a training of its own."""
+@pytest.mark.parametrize(("command", "args", "ranks", "start", "advice"), LAUNCHERS)
+def test_a_launcher_as_the_program(command: str, args: str, ranks: int, start: str, advice: str) -> None:
+    """torchrun, srun or mpirun as the program is an error, because each rank would start a separate training run."""
     options = (f"job.command={command}", f"job.args=[{args}]", "name=x", "nodes=2", f"ranks_per_node={ranks}")
     problems = [problem for problem in found("job=program", *options) if "does not exist" not in problem]
-    assert len(problems) == 1 and problems[0].startswith(said) and do in problems[0]
+    assert len(problems) == 1 and problems[0].startswith(start) and advice in problems[0]
     assert f"2 nodes x {ranks}" in problems[0]
 
 
-def test_starters_that_are_right() -> None:
-    """One rank alone may be torchrun, and so may one per node that is told of the others; accelerate has more than launch."""
+def test_launchers_that_are_accepted() -> None:
+    """A single rank may be torchrun, and so may one rank per node with --nnodes; `accelerate env` is not a launcher."""
     torchrun = ("job=program", "job.command=torchrun", "name=x", "ranks_per_node=1")
     assert found(*torchrun, "job.args=[--nproc-per-node,2,train.py]") == []
     assert found(*torchrun, "nodes=2", "job.args=['--nnodes=2',train.py]") == []
@@ -250,7 +266,7 @@ def test_starters_that_are_right() -> None:
 
 
 def test_a_file_for_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`-- python trian.py` is told as `-- trian.py` is; what may be on the nodes or in the image alone is not."""
+    """`-- python trian.py` gives the same error as `-- trian.py`; an absolute path may exist only on the nodes."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
     python = ("job=program", "job.command=python3.11", "name=x")
@@ -262,16 +278,16 @@ def test_a_file_for_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert found(*python, f"job.args=[{args}]") == []
 
 
-def test_the_installed_deepspeed_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the installed DeepSpeed cannot do is refused; where none is installed, or the job has another Python, that is
-    said instead (versions are stood in for)."""
+def test_the_installed_deepspeed_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the installed DeepSpeed does not support is an error. If none is installed, or the job uses another Python,
+    a warning: only the job can check it. The versions are fakes."""
     have = {"deepspeed": "0.18.5", "torch": "2.13.0"}
     monkeypatch.setattr(versions, "installed", lambda package: have[package])
     compiled = ["cluster=mini", "parallel=zero3", "deepspeed.deepcompile=true"]
     (problem,) = found(*compiled)
     assert "torch 2.13.0 with DeepSpeed 0.18.5 is installed, expected DeepSpeed 0.19.0 or later" in problem
     elsewhere = [*compiled, "cluster.python=/opt/python", "check_paths=false"]
-    assert found(*elsewhere) == [] and "DeepSpeed is looked at in the job" in warned(*elsewhere)[-1]
+    assert found(*elsewhere) == [] and "DeepSpeed version is checked only in the job" in warned(*elsewhere)[-1]
     have["deepspeed"] = "0.19.0"
     assert found(*compiled) == []
     have["deepspeed"] = ""
@@ -282,20 +298,20 @@ def warned(*overrides: str) -> list[str]:
     return checks.warnings(compose(overrides))
 
 
-def test_what_is_worth_a_look() -> None:
-    """What the user's own ds_config contradicts is named, and what run.wrap will not do; it is not refused."""
+def test_warnings() -> None:
+    """A ds_config that overrides an option, and a degree that run.wrap does not support, are warnings."""
     assert warned("parallel=zero1", "+deepspeed.ds_config.zero_optimization.stage=2") == [
-        "ds_config.zero_optimization.stage: 2, by your hand, and not 1 as the options say"
+        "ds_config.zero_optimization.stage: your value 2 overrides 1 from the deepspeed options"
     ]
     (pipeline,) = warned("nodes=2", "parallel.pp=2")
-    assert "parallel.pp is 2: run.mesh has its groups, but run.wrap refuses it" in pipeline
+    assert "parallel.pp is 2: run.mesh has its groups, but run.wrap does not support it" in pipeline
     assert warned("nodes=2", "parallel.pp=2", "parallel.wrap=none") == warned() == []
 
 
-def test_what_was_asked_arrives_in_the_job() -> None:
-    """Batch, precision and options go into the spec as they were given; one gradient_clip is for every wrapper."""
-    asked = ["batch.global=64", "batch.micro=2", "precision.param=bf16", "compile=true", "gradient_clip=0.5"]
-    spec = make_spec(compose(["nodes=4", "parallel=zero2", '+deepspeed.ds_config.a.b="it\'s"', *asked]), Path.cwd())
+def test_the_spec_contains_what_was_requested() -> None:
+    """The spec contains batch, precision and options as given; gradient_clip applies to every wrapper."""
+    requested = ["batch.global=64", "batch.micro=2", "precision.param=bf16", "compile=true", "gradient_clip=0.5"]
+    spec = make_spec(compose(["nodes=4", "parallel=zero2", '+deepspeed.ds_config.a.b="it\'s"', *requested]), Path.cwd())
     assert spec.batch.over(spec.layout.data_parallel).equation() == "micro 2 x accumulation 8 x data parallel 4 = 64"
     training = spec.training
     assert (training.precision, training.compile, training.gradient_clip) == (Precision("bf16", "fp32"), True, 0.5)
@@ -303,7 +319,7 @@ def test_what_was_asked_arrives_in_the_job() -> None:
 
 
 def test_the_schema_has_deepspeeds_options() -> None:
-    """`deepspeed.*` are exactly the fields of facts' Options, with their defaults."""
+    """The keys of `deepspeed` are exactly the fields of Options, with the same defaults."""
     schema, facts = ({each.name: each for each in fields(kind)} for kind in (DeepSpeed, Options))
     assert list(schema) == list(facts)
     chosen = compose([]).deepspeed
@@ -315,33 +331,33 @@ def test_all_problems_in_one_pass() -> None:
     assert len(found("nodes=0", "name='a b'", "comment='a\nb'", "comm.backend=x")) == 4
 
 
-def test_arguments_of_the_program_may_hold_anything() -> None:
-    """job.args never reach the script, so quotes and newlines in them are fine."""
+def test_arguments_of_the_program_may_contain_anything() -> None:
+    """job.args are not part of the script, so quotes and newlines in them are accepted."""
     assert found("job.args=['it\\'s', 'a\nb', '$(x)']") == []
 
 
 def test_what_fits_the_partition_exactly() -> None:
-    """As much as there is of everything is no problem."""
+    """A request for exactly the limits of the partition has no problems."""
     most = ["nodes=4", "time_min=60", "mem_gb=3.9", "cluster.partitions.main.mem_gb=3.9", "cpus_per_rank=2"]
     assert found("cluster=mini", *most, "cluster.partitions.main.gpus_per_node=8") == []
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "warnings"),
     [
         (
             "hihg",
-            ["partition 'hihg' is not in the description of cluster mini, which has: main, high; did you mean high?"],
+            ["partition 'hihg' is not in the file of cluster mini, which has: main, high; did you mean high?"],
         ),
-        ("q", ["partition 'q' is not in the description of cluster mini, which has: main, high"]),
+        ("q", ["partition 'q' is not in the file of cluster mini, which has: main, high"]),
         ("main,high", []),
         ("high", []),
     ],
 )
-def test_a_partition_that_is_not_described(name: str, said: list[str]) -> None:
-    """It is a warning with a guess: descriptions may lack one, and Slurm itself is asked a moment later."""
+def test_a_partition_that_is_not_in_the_cluster_file(name: str, warnings: list[str]) -> None:
+    """An unknown partition is a warning with a suggestion, because Slurm validates the request next."""
     config = compose(["cluster=mini", f"partition='{name}'"])
-    assert (checks.problems(config), checks.warnings(config)) == ([], said)
+    assert (checks.problems(config), checks.warnings(config)) == ([], warnings)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +373,7 @@ def test_a_partition_that_is_not_described(name: str, said: list[str]) -> None:
     ],
 )
 def test_a_key_reaches_the_job_by_its_name(key: str) -> None:
-    """A key that a part of the Spec has a field for arrives in that field."""
+    """A key is copied to the field of the Spec that has the same name."""
     spec: Any = make_spec(compose(["cluster=mini", "nodes=7", "ranks_per_node=1", f"{key}=7", *ACROSS]), Path.cwd())
     part, _, name = key.replace("parallel.", "layout.").rpartition(".")
     assert getattr(getattr(spec, part) if part else spec, name) == 7

@@ -1,4 +1,4 @@
-"""The quick way to a sweep's configs gives what Hydra's own composition of each combination gives."""
+"""The fast composition of a sweep gives the same as Hydra's composition of each combination."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from hpcinit.base.errors import ConfigError
-from hpcinit.config import combinations, compose, variations
-from hpcinit.config.compose import Request
+from hpcinit.config import combinations, hydra_compose, variations
+from hpcinit.config.request import Request
 
 FILES = {
     "hpcinit.yaml": "",
@@ -55,10 +55,10 @@ def _conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sweep(words: Sequence[str]) -> list[Request] | list[str]:
-    """The requests, or the problems."""
-    compose._register(None)
+    """Return the requests, or the problems."""
+    hydra_compose._register(None)
     try:
-        return combinations.requests(words, compose._composer("hpcinit"), lambda request: None)
+        return combinations.requests(words, hydra_compose._composer("hpcinit"), lambda request: None)
     except ConfigError as error:
         return list(error.problems)
 
@@ -70,7 +70,7 @@ def in_full(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> list[Reque
 
 
 def as_dict(request: Request) -> dict[str, object]:
-    """All of the config; `vars` too, for keys that were added with a plus."""
+    """Return the whole config; `vars` includes keys that were added with a plus."""
     config = request.config
     return {"fields": dataclasses.asdict(config), "added": {k: v for k, v in vars(config).items() if not dataclasses.is_dataclass(v)}}  # fmt: skip
 
@@ -78,11 +78,11 @@ def as_dict(request: Request) -> dict[str, object]:
 @settings(
     max_examples=25,
     deadline=None,
-    phases=[Phase.generate],  # to shrink takes minutes, Hydra being slow
+    phases=[Phase.generate],  # shrinking would take minutes with Hydra
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(st.lists(st.sampled_from(SWEPT), min_size=1, max_size=2, unique=True), st.lists(st.sampled_from(FIXED), max_size=4, unique=True), st.randoms(use_true_random=False))  # fmt: skip
-def test_the_quick_way_is_the_full_way(monkeypatch: pytest.MonkeyPatch, swept: list[str], fixed: list[str], shuffle) -> None:  # type: ignore[no-untyped-def]  # fmt: skip
+def test_fast_composition_equals_full_composition(monkeypatch: pytest.MonkeyPatch, swept: list[str], fixed: list[str], shuffle) -> None:  # type: ignore[no-untyped-def]  # fmt: skip
     """Config, document, label and warnings of each combination, or the problems of the sweep, are the same."""
     words = [*fixed, *swept]
     shuffle.shuffle(words)
@@ -107,16 +107,16 @@ def test_the_quick_way_is_the_full_way(monkeypatch: pytest.MonkeyPatch, swept: l
         ["job=mine", "nodes=1,2,3"],
     ],
 )
-def test_common_sweeps_go_the_quick_way(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The groups are composed once for each of their choices, and nothing else is."""
+def test_common_sweeps_are_composed_fast(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each choice of groups is composed exactly once."""
     composed = []
-    monkeypatch.setattr(compose, "_compose", lambda words, name, true=compose._compose: composed.append(words) or true(words, name))  # fmt: skip
+    monkeypatch.setattr(hydra_compose, "_compose", lambda words, name, true=hydra_compose._compose: composed.append(words) or true(words, name))  # fmt: skip
     assert len(sweep(words)) >= 3
     assert len(composed) == (2 if "cluster=mini,local" in words else 1)
 
 
-def test_requests_of_a_sweep_share_nothing_that_changes() -> None:
-    """A program that is put into one request's job does not appear in another's, nor do other values."""
+def test_requests_of_a_sweep_share_no_mutable_values() -> None:
+    """Changing the job of one request does not change another request."""
     one, two, _ = sweep(["seed=1,2,3", "+job.env.A=x"])
     one.config.job.script, one.document["job"]["script"] = "other.py", "other.py"  # type: ignore[union-attr]
     assert (two.config.job.script, two.document["job"]["script"]) == (None, None)  # type: ignore[union-attr]

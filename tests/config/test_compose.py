@@ -1,4 +1,4 @@
-"""Overrides in, a Config out, or every problem at once."""
+"""compose() makes a Config from overrides, or reports every problem at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from hpcinit.base.errors import ConfigError
-from hpcinit.config.compose import Request, compose, folder, main
+from hpcinit.config.compose import compose, main
+from hpcinit.config.folders import folder
+from hpcinit.config.request import Request
 from hpcinit.config.schema import Cluster, Partition
 
 
@@ -29,49 +31,49 @@ def problems(*overrides: str) -> list[str]:
 
 
 def test_defaults_are_the_local_machine_and_the_smoke_test() -> None:
-    """With no override at all there is a complete request: the smoke test on one local rank."""
+    """Without overrides, the request is complete: the smoke test on one local rank."""
     config = compose([])
     assert (config.cluster.name, config.job.name, config.nodes, config.name) == ("local", "smoke", 1, "smoke")
 
 
 @pytest.mark.parametrize("cluster", sorted(path.stem for path in (folder() / "cluster").glob("*.yaml")))
 def test_every_shipped_cluster_composes(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each cluster in conf/ passes the schema and calls itself by its file's name."""
+    """Each cluster in conf/ fits the schema, and its name is the file's name."""
     monkeypatch.setenv("USER", "me")  # part of some folders
     assert compose([f"cluster={cluster}"]).cluster.name == cluster
 
 
 def test_the_example_has_every_key_of_a_cluster() -> None:
-    """conf/cluster/example.yaml, which is there to be copied, has each key of a cluster and of a partition, and no other."""
+    """conf/cluster/example.yaml, the template, has exactly the keys of a cluster and of a partition."""
     example = yaml.safe_load((folder() / "cluster/example.yaml").read_text())
     assert set(example) == {each.name for each in fields(Cluster)}
     shown = {key for partition in example["partitions"].values() for key in partition}
     assert shown == {each.name for each in fields(Partition)}
 
 
-def test_what_the_command_line_does_not_say_comes_from_the_cluster() -> None:
-    """Partition and time limit are the cluster's unless given."""
+def test_partition_and_time_default_to_the_cluster() -> None:
+    """Partition and time limit are the cluster's unless set on the command line."""
     assert (compose(["cluster=mini"]).partition, compose(["cluster=mini"]).time_min) == ("main", 10)
     given = compose(["cluster=mini", "partition=high", "time_min=5"])
     assert (given.partition, given.time_min) == ("high", 5)
 
 
-def test_all_problems_come_at_once() -> None:
-    """Three wrong overrides are three messages, in one go, and a right one among them is none."""
+def test_all_problems_are_reported_at_once() -> None:
+    """Three wrong overrides give three messages in one pass, and a valid one gives none."""
     found = problems("cluster=nope", "nodes=abc", "seed=3", "nodez=1")
     assert len(found) == 3
-    assert [any(word in message for message in found) for word in ("nope", "abc", "nodez")] == [True] * 3
+    assert [any(part in message for message in found) for part in ("nope", "abc", "nodez")] == [True] * 3
 
 
 def test_extra_keys_and_interpolation_work() -> None:
-    """`+key=` adds a key of one's own, and others may refer to it."""
+    """`+key=` adds the user's own key, and other keys can refer to it."""
     config = compose(["+lr=0.1", "job.args=[--lr,${lr}]", "+cluster.sbatch.reservation=x"])
     assert config.job.args == ["--lr", "0.1"]
     assert config.cluster.sbatch == {"reservation": "x"}
 
 
-def test_a_sweep_that_is_refused_submits_nothing() -> None:
-    """With --multirun every combination is composed and prepared before the task sees the first."""
+def test_an_invalid_sweep_submits_nothing() -> None:
+    """With --multirun, every combination is composed and prepared before the task is called."""
     seen: list[int] = []
 
     def prepare(request: Request) -> None:
@@ -88,8 +90,8 @@ def test_a_sweep_that_is_refused_submits_nothing() -> None:
     assert main(["nodes=1,2", "seed=range(0,2)", "-m", "name=x"], prepare, task) == 0 and seen == [1, 1, 2, 2]
 
 
-def test_a_sweep_knows_its_own_numbers(tmp_path: Path) -> None:
-    """${hydra:job.num} counts the combinations, and hydra.sweeper.params stands for overrides."""
+def test_a_sweep_numbers_its_combinations(tmp_path: Path) -> None:
+    """${hydra:job.num} is the number of the combination, and hydra.sweeper.params sets overrides."""
     write(
         tmp_path / "conf/mine.yaml",
         "defaults: [hpcinit, _self_]\nname: x-${hydra:job.num}\nhydra: {mode: MULTIRUN, sweeper: {params: {nodes: '1,2'}}}\n",
@@ -104,8 +106,8 @@ def test_a_sweep_knows_its_own_numbers(tmp_path: Path) -> None:
     assert seen == [("x-0", "nodes=1"), ("x-1", "nodes=2")]
 
 
-def test_primary_configs_of_ones_own(tmp_path: Path) -> None:
-    """--config-name finds a file of one's own, --config-dir a folder, with and without --multirun."""
+def test_the_users_own_primary_configs(tmp_path: Path) -> None:
+    """--config-name selects the user's own file and --config-dir a folder, with and without --multirun."""
     write(tmp_path / "conf/mine.yaml", "defaults: [hpcinit, _self_]\nnodes: 7\n")
     write(tmp_path / "more/cluster/own.yaml", "name: own\n")
     seen: list[tuple[int, str]] = []
@@ -128,8 +130,8 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_own_clusters_are_found_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """./conf comes before $HPCINIT_CONF, that before ~/.config/hpcinit, and all before the package's own."""
+def test_the_users_folders_are_searched_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """./conf has priority over $HPCINIT_CONF, then ~/.config/hpcinit, then the package's own folder."""
     places = [tmp_path / "conf", tmp_path / "named", tmp_path / "home/.config/hpcinit"]
     for number, place in reversed(list(enumerate(places))):
         write(place / "cluster/mini.yaml", f"name: from-{number}\n")
@@ -138,22 +140,22 @@ def test_own_clusters_are_found_in_their_order(tmp_path: Path, monkeypatch: pyte
         assert compose(["cluster=mini"]).cluster.name == f"from-{number}"
 
 
-def test_a_job_of_ones_own_needs_no_change_to_the_package(tmp_path: Path) -> None:
+def test_the_users_own_job(tmp_path: Path) -> None:
     """A YAML file in ./conf/job is a choice for job=."""
     write(tmp_path / "conf/job/mine.yaml", "name: mine\nscript: train.py\nargs: [--lr, '3e-4']\n")
     config = compose(["job=mine"])
     assert (config.job.script, config.job.args) == ("train.py", ["--lr", "3e-4"])
 
 
-def test_a_mistake_in_ones_own_yaml_names_file_and_key(tmp_path: Path) -> None:
-    """A key that the schema does not know is named together with the file it stands in."""
+def test_an_error_in_the_users_yaml_names_file_and_key(tmp_path: Path) -> None:
+    """The message for an unknown key contains the key and the file."""
     write(tmp_path / "conf/cluster/own.yaml", "name: own\ngpus_per_nod: 4\n")
     (message,) = problems("cluster=own")
     assert "cluster/own" in message and "gpus_per_nod" in message and "gpus_per_node" in message
 
 
 def test_hpcinit_conf_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A $HPCINIT_CONF that is no folder is an error, not silence."""
+    """A $HPCINIT_CONF that is not a folder is an error."""
     monkeypatch.setenv("HPCINIT_CONF", str(tmp_path / "nowhere"))
     (message,) = problems()
     assert "HPCINIT_CONF" in message and "nowhere" in message

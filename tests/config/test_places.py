@@ -1,4 +1,4 @@
-"""Paths that are not there, and a disk without room, are told before anything is made."""
+"""Missing paths and a full disk are reported before any file is created."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def found(*overrides: str) -> list[str]:
         ),
         (
             ["cluster.python=/nowhere/python"],
-            "cluster.python is '/nowhere/python', which is no program that you may run",
+            "cluster.python is '/nowhere/python', expected a program that you can execute",
         ),
-        (["cluster.python=/etc/passwd"], "cluster.python is '/etc/passwd', which is no program that you may run"),
+        (["cluster.python=/etc/passwd"], "cluster.python is '/etc/passwd', expected a program that you can execute"),
         (
             [RUNTIME, "container.image=train.sif"],
             "container.image is 'train.sif', expected a file that exists, or a registry's",
@@ -38,15 +38,15 @@ def found(*overrides: str) -> list[str]:
         ([RUNTIME, "container.image=/nowhere/box"], "container.image is '/nowhere/box', expected a file that exists"),
     ],
 )
-def test_what_is_not_there(overrides: list[str], message: str) -> None:
-    """Each path that does not exist is one message that says how to switch the check off; then it is none."""
+def test_missing_paths(overrides: list[str], message: str) -> None:
+    """Each missing path gives one message, which names the key that disables the check."""
     (problem,) = found(*overrides)
-    assert message in problem and problem.endswith(" is on the compute nodes only: check_paths=false")
+    assert message in problem and problem.endswith(" exists only on the compute nodes: check_paths=false")
     assert found(*overrides, "check_paths=false") == []
 
 
-def test_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Python, an environment, an image as a file or as a folder, and what a registry has, are no problems."""
+def test_existing_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An existing Python, environment, image file or image folder, and an image in a registry, are accepted."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.sif").touch()
     (tmp_path / "box").mkdir()
@@ -55,8 +55,8 @@ def test_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert found(RUNTIME, f"container.image={image}") == []
 
 
-def test_away_from_the_cluster_its_paths_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine without sbatch, a dry run for a cluster says nothing of that cluster's paths; with it, it does."""
+def test_paths_of_the_cluster_are_not_checked_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without sbatch on PATH, a dry run for a cluster does not check that cluster's paths; with sbatch it does."""
     monkeypatch.setenv("PATH", "/nowhere")
     assert found("cluster=mini", "cluster.venv=/nowhere") == []
     monkeypatch.setattr("hpcinit.config.environment_checks.shutil.which", lambda name: f"/bin/{name}")
@@ -64,7 +64,7 @@ def test_away_from_the_cluster_its_paths_are_not_looked_for(monkeypatch: pytest.
 
 
 def test_a_runs_dir_that_is_a_file(hpcinit: Run, tmp_path: Path) -> None:
-    """A file where a folder is wanted is refused, itself or above."""
+    """A runs_dir that is a file, or below a file, is an error."""
     (tmp_path / "file").touch()
     for place in ("file", "file/runs"):
         assert found(f"runs_dir={tmp_path}/{place}") == [
@@ -72,9 +72,9 @@ def test_a_runs_dir_that_is_a_file(hpcinit: Run, tmp_path: Path) -> None:
         ]
 
 
-@pytest.mark.slurm  # a mount needs root, as they do
+@pytest.mark.slurm  # a mount needs root, as the Slurm tests do
 def test_a_full_disk(hpcinit: Run, tmp_path: Path) -> None:
-    """A disk with no room for a run is told before anything is written, in a dry run too."""
+    """A disk without space for a run is reported before any file is written, also in a dry run."""
     (tmp_path / "small").mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path / "small"], check=True)
     try:
@@ -85,8 +85,10 @@ def test_a_full_disk(hpcinit: Run, tmp_path: Path) -> None:
         subprocess.run(["umount", tmp_path / "small"], check=True)
 
 
-def test_a_home_that_nobody_has() -> None:
-    """~name of no user is refused for what it is, and neither it nor a NUL ends in a traceback."""
-    said = checks.problems(compose(["runs_dir='~nosuchuser/runs'"]))
-    assert "runs_dir is '~nosuchuser/runs', and there is no user 'nosuchuser'; expected a folder, or ~/..." in said[0]
+def test_a_home_folder_of_an_unknown_user() -> None:
+    """~name of an unknown user gives its own message, and neither it nor a NUL gives a traceback."""
+    problems = checks.problems(compose(["runs_dir='~nosuchuser/runs'"]))
+    assert (
+        "runs_dir is '~nosuchuser/runs', and there is no user 'nosuchuser'; expected a folder, or ~/..." in problems[0]
+    )
     assert [each for each in checks.problems(compose(['runs_dir="~x\0y"'])) if "'~x\\x00y'" in each]

@@ -1,4 +1,4 @@
-"""The public clusters in conf/cluster/: each fact has a source, what they need is asked for, their advice works."""
+"""The public clusters in conf/cluster/: each value has a source, required keys are checked, and their advice works."""
 
 from __future__ import annotations
 
@@ -22,73 +22,76 @@ name: x
 # 4 of them.
 gpus_per_node: 4
 
-# It is said that there are 64.
+# Probably 64.
 cpus_per_node: 64
 """
 
 
 @pytest.fixture(autouse=True)
 def user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders of a site have the user's name in them."""
+    """Set USER, which is part of some sites' folders."""
     monkeypatch.setenv("USER", "me")
 
 
 @pytest.mark.parametrize("path", sites.FILES, ids=sites.NAMES)
 def test_every_fact_has_a_source(path: Path) -> None:
-    """Each block of keys begins with the page it is from, or says that it is unverified; the file with a date."""
+    """Each block of keys starts with its source, or 'unverified', and the file has the date of the sources."""
     text = path.read_text()
-    assert sites.CHECKED.search(text)
+    assert sites.SOURCES.search(text)
     assert sites.unsourced(text) == []
 
 
 def test_a_guess_is_found() -> None:
-    """A block without a source is one that the test above would show."""
+    """The test above finds a block without a source."""
     (found,) = sites.unsourced(GUESS)
     assert "cpus_per_node" in found
 
 
 @pytest.mark.parametrize("name", sites.NAMES)
 def test_a_plain_request_has_no_problem(name: str) -> None:
-    """Two nodes, an account and a QOS are enough at every site, and nothing is warned of."""
+    """A request for two nodes with an account and a QOS has no problem at any site, and one line about the file."""
     config = compose([f"cluster={name}", *sites.ASKED])
-    assert checks.problems(config) == [] and checks.warnings(config) == []
+    assert checks.problems(config) == []
+    [line] = checks.warnings(config)
+    assert line.startswith(f"the file of cluster {name} is made from the site's documentation, and no job has been run")
+    assert checks.warnings(compose([f"cluster={name}", *sites.ASKED, "cluster.untested=false"])) == []
     assert config.cluster.gpus_per_node and config.cluster.gpu_mem_gb and config.cluster.cpus_per_node
 
 
 @pytest.mark.parametrize("path", sites.FILES, ids=sites.NAMES)
 def test_advice_in_comments_can_be_typed(path: Path) -> None:
-    """What a comment tells the user to put on the command line is understood."""
+    """The overrides in comments are valid on the command line."""
     words = [f"cluster={path.stem}", *sites.ASKED]
     for word in sites.advice(path.read_text()):
         assert checks.problems(compose([*words, word])) == [], word
 
 
 def test_advice_is_found() -> None:
-    """The overrides of a comment are those typed, without words to fill in."""
+    """advice() returns the overrides in a comment, without those that have a placeholder."""
     text = "# unverified: account=... or cluster.scratch=/p/PROJECT, qos=fast\n# 'cluster.sbatch.constraint=\"a&b\"'.\n"
     assert sites.advice(text) == ["qos=fast", 'cluster.sbatch.constraint="a&b"']
     assert sum(len(sites.advice(path.read_text())) for path in sites.FILES) >= 10
 
 
 @pytest.mark.parametrize("name", sites.NAMES)
-def test_what_a_cluster_needs_is_asked_for(name: str) -> None:
-    """Without what a site needs, a request is refused with one message for each key that would help."""
+def test_required_keys_are_checked(name: str) -> None:
+    """A request without the keys that a site requires gives one message per missing key."""
     config = compose([f"cluster={name}"])
     found = checks.problems(config)
     assert len(found) == len(config.cluster.needs)
     for key, message in zip(config.cluster.needs, found, strict=True):
-        assert message.startswith(f"{key} is not set, and cluster {name} needs ") and f"{key}=..." in message
+        assert message.startswith(f"{key} is not set, but cluster {name} requires ") and f"{key}=..." in message
 
 
-def test_needs_are_keys() -> None:
-    """A cluster that needs what is no such key is told which there are."""
+def test_needs_must_be_known_keys() -> None:
+    """An unknown key in cluster.needs gives a message with the known ones."""
     (message,) = checks.problems(compose(["cluster.needs=[budget]"]))
-    assert message == "cluster.needs has 'budget', expected keys out of: account, qos, partition"
+    assert message == "cluster.needs has 'budget', expected keys from: account, qos, partition"
     assert len(checks.problems(compose(["cluster.needs=[account,qos,partition,account]"]))) == 3
 
 
-def test_a_file_of_ones_own_adds_to_a_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`defaults: [lumi_g]` in a user's own file keeps all of it, adds the account and changes what differs."""
+def test_the_users_file_extends_a_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`defaults: [lumi_g]` in the user's own file includes the shipped file; the account and other keys are added or replaced."""
     (tmp_path / "conf/cluster").mkdir(parents=True)
     (tmp_path / "conf/cluster/ours.yaml").write_text(
         "defaults: [lumi_g]\nname: ours\naccount: project_465000000\npartition: dev-g\n"
@@ -100,8 +103,8 @@ def test_a_file_of_ones_own_adds_to_a_shipped_one(tmp_path: Path, monkeypatch: p
     assert (config.cluster.gpus_per_node, config.launch.cpu_bind) == (8, compose(["cluster=lumi_g"]).cluster.cpu_bind)
 
 
-def test_a_clusters_cpu_binding_can_be_left_out() -> None:
-    """launch.cpu_bind is the cluster's unless given; null is the site's own."""
+def test_a_clusters_cpu_binding_can_be_disabled() -> None:
+    """launch.cpu_bind defaults to the cluster's; null is the site's default."""
     assert str(compose(["cluster=frontier"]).launch.cpu_bind).startswith("mask_cpu:fe")
     assert compose(["cluster=frontier", "launch.cpu_bind=null"]).launch.cpu_bind is None
     assert compose(["cluster=leonardo"]).launch.cpu_bind is None
@@ -109,7 +112,7 @@ def test_a_clusters_cpu_binding_can_be_left_out() -> None:
 
 @pytest.mark.parametrize("name", ["frontier", "lumi_g"])
 def test_masks_are_the_cores_beside_each_gpu(name: str) -> None:
-    """Eight masks of seven cores, none twice, none of them the system's, in the order of the GPUs' NUMA nodes."""
+    """The eight masks have seven distinct cores each, no system core, in the order of the GPUs' NUMA nodes."""
     masks = [int(mask, 16) for mask in str(compose([f"cluster={name}"]).cluster.cpu_bind).split(":")[1].split(",")]
     cores = [[core for core in range(64) if mask >> core & 1] for mask in masks]
     assert len(cores) == 8 and all(len(mine) == 7 and mine[0] % 8 == 1 for mine in cores)
@@ -118,8 +121,8 @@ def test_masks_are_the_cores_beside_each_gpu(name: str) -> None:
     assert len({core for mine in cores for core in mine}) == 56
 
 
-def test_an_unknown_user_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with the user's name in it, and no USER: the message says which key and which variable."""
+def test_a_folder_with_the_users_name_without_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a folder contains the user's name and USER is not set, the message names the key and the variable."""
     monkeypatch.delenv("USER")
     with pytest.raises(ConfigError, match=r"cluster\.scratch=.*the environment variable USER is not set"):
         compose(["cluster=clariden"])
@@ -133,12 +136,12 @@ def _row(path: Path, config: Config) -> str:
     parts = sites.blocks(text)
     known = " / ".join(str(sum(part.startswith(f"# {kind}: ") for part in parts)) for kind in sites.KINDS)
     source = re.search(r"^# (?:source|quoted): (\S+)", text, re.MULTILINE)
-    checked = sites.CHECKED.search(text)
-    assert source and checked
+    dates = sites.SOURCES.search(text)
+    assert source and dates
     cells = [
         *(f"[{path.stem}](../conf/cluster/{path.name})", gpus, flag, "<br>".join(limits) or "the site's own"),
         *(", ".join(cluster.needs) or "-", cluster.container.runtime or "-", f"[page]({source[1]})"),
-        *(known, checked[1]),
+        *(known, dates[1] or f"unknown (read {dates[2]})"),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -149,7 +152,7 @@ def limit(nodes: int | None, time_min: int | None) -> str:
 
 
 def test_the_page_has_every_cluster() -> None:
-    """docs/clusters.md has a row for each file, with what is in it. HPCINIT_WRITE_GOLDEN=1 writes the table anew."""
+    """docs/clusters.md has a row for each file, with its values. HPCINIT_WRITE_GOLDEN=1 updates the table."""
     rows = [_row(path, compose([f"cluster={path.stem}"])) for path in sites.FILES]
     text = PAGE.read_text()
     table = re.search(r"(?<=\|\n)\| \[.*\|\n(?=\n)", text, re.DOTALL)

@@ -1,4 +1,4 @@
-"""An environment and a container that do not fit together are refused, with the key to change."""
+"""An environment and a container that do not fit together give an error with the key to change."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ APPTAINER = "cluster.container.runtime=apptainer"
     ("words", "message"),
     [
         (["cluster.venv=/v", "cluster.conda=c"], "cluster.venv is '/v' and cluster.conda is 'c', expected one of them"),
-        (["container.image=x.sif"], "how cluster local runs containers is not known: cluster.container.runtime=..."),
+        (
+            ["container.image=x.sif"],
+            "but cluster local has no container runtime: set cluster.container.runtime to one of",
+        ),
         (
             ["container.image=x", "cluster.container.runtime=pyxis"],
-            "is pyxis, an option of srun, and cluster local has",
+            "is pyxis, a plugin of srun, and cluster local has no srun",
         ),
         (["cluster.container.runtime=docker"], "expected one of: pyxis, apptainer, singularity, null"),
         (["container.mounts=[/data]"], "container.mounts has '/data', expected SRC:DST or SRC:DST:ro"),
@@ -31,13 +34,13 @@ APPTAINER = "cluster.container.runtime=apptainer"
         (["cluster=mini", "+cluster.srun.container-image=x"], "cluster.srun.container-image: use container.image"),
     ],
 )
-def test_refused(words: list[str], message: str) -> None:
-    """One line names the key, what it is and what would do."""
+def test_contradictions(words: list[str], message: str) -> None:
+    """Each message names the key, its value and what is expected."""
     found = checks.problems(compose(words))
     assert [text for text in found if message in text], found
 
 
-def test_what_fits_passes() -> None:
-    """An image with a runtime, mounts of two and three parts."""
+def test_a_consistent_environment() -> None:
+    """An image with a runtime and mounts of two and three parts is accepted."""
     mounts = "container.mounts=['/a:/a','/b:/c:ro']"
     assert checks.problems(compose(["container.image=docker://x", APPTAINER, mounts])) == []

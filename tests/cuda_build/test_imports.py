@@ -1,7 +1,7 @@
-"""What the fork server imports leaves CUDA alone, with torch's CUDA build on a machine without a GPU.
+"""The imports of the fork server do not start CUDA, with torch's CUDA build on a machine without a GPU.
 
 Also without a driver, torch marks CUDA as lost in a forked child if the parent called anything that starts it. libcuda.so is no
-sign: the import of torch 2.14 looks for it. GPUs are faked where NVML has to count some (faked_gpus).
+sign: the import of torch 2.14 looks for it. GPUs are faked where NVML must report some (faked_gpus).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 
 from hpcinit.base.versions import installed
 from tests.forking import Node
-from tests.leaving_out import leave_out
+from tests.skip_or_fail import skip_or_fail
 
 HERE = str(Path(__file__).parent)
 OLD_DEEPSPEED = next(Path(os.environ["HPCINIT_CUDA_BUILD"]).absolute().glob("lib/python*/site-packages"))
@@ -68,7 +68,7 @@ def test_an_import_leaves_cuda_alone(name: str) -> None:
 def test_an_import_opens_no_device(name: str, tmp_path: Path) -> None:
     """The import does not even try to open a device, as strace sees it; a planted attempt is seen."""
     if not (strace := shutil.which("strace")):
-        leave_out("strace is not installed: apt-get install strace")
+        skip_or_fail("strace is not installed: apt-get install strace")
     log = tmp_path / "opened"
     before = [strace, "-f", "-e", "trace=open,openat", "-o", str(log)]
     assert run(IMPORTS[name], *before).returncode == 0
@@ -91,8 +91,8 @@ def test_the_check_can_fail(planted: str, state: str) -> None:
 
 
 def test_the_import_of_an_old_deepspeed_starts_cuda() -> None:
-    """DeepSpeed 0.18.5 asks the device for its properties when imported, where there are GPUs (8 are faked). Here that fails
-    for want of a driver; on a real node it starts CUDA."""
+    """DeepSpeed 0.18.5 reads the device's properties when imported, if there are GPUs (8 are faked). Here that fails
+    because there is no driver; on a real node it starts CUDA."""
     done = run("import faked_gpus, deepspeed", path=f"{OLD_DEEPSPEED}:{HERE}")
     assert done.returncode == 1 and "in _lazy_init" in done.stderr and "no NVIDIA driver" in done.stderr, done.stderr
 
@@ -113,23 +113,25 @@ def test_forked_ranks_can_use_cuda(tmp_path: Path, old: bool, said: str) -> None
     preload = ["faked_gpus", "torch", "deepspeed", "transformers"]
     started = Node(tmp_path, code, preload=preload, env={"PYTHONPATH": path})
     status, log = started.end(300)
-    assert status == 0 and f"hpcinit: {said}" in log, log
-    assert ("not imported before the fork: deepspeed 0.18.5, whose import" in log) == old
-    assert [started.told(rank) for rank in range(2)] == [[False, not old]] * 2
+    assert status == 0, log
+    settings = (tmp_path / "startup.txt").read_text()
+    assert f"\n{said}" in settings, settings
+    assert ("not imported before the fork: deepspeed 0.18.5, whose import" in settings) == old
+    assert [started.printed(rank) for rank in range(2)] == [[False, not old]] * 2
 
 
 @pytest.mark.parametrize(
     ("planted", "refused"),
     [
         ("import os, torch\nos.environ.pop('PYTORCH_NVML_BASED_CUDA_CHECK')\ntorch.cuda.is_available()",
-         "has initialised CUDA (a trial fork cannot use it)"),
-        ("import torch\nkept = open('{folder}/nvidia-uvm', 'w')", "has initialised CUDA ({folder}/nvidia-uvm is open)"),
+         "has initialized CUDA (a trial fork cannot use it)"),
+        ("import torch\nkept = open('{folder}/nvidia-uvm', 'w')", "has initialized CUDA ({folder}/nvidia-uvm is open)"),
         ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()", "has started 1 thread"),
     ],
     ids=["starts CUDA", "opens a device", "starts a thread"],
 )  # fmt: skip
 def test_a_planted_violation_is_refused(tmp_path: Path, planted: str, refused: str) -> None:
-    """The fork server refuses a module that starts CUDA, opens a device or starts a thread. The folder that stands for /dev
+    """The fork server refuses a module that starts CUDA, opens a device or starts a thread. The folder that replaces /dev
     and its files are faked; what torch's CUDA build answers is real."""
     (tmp_path / "nvidiactl").touch()
     (tmp_path / "planted.py").write_text(planted.format(folder=tmp_path))
@@ -154,7 +156,7 @@ def test_a_planted_violation_is_refused(tmp_path: Path, planted: str, refused: s
 def test_devices_of_forked_ranks(
     tmp_path: Path, ranks: int, env: dict[str, str], launch: dict[str, str], expected: list[list[int]]
 ) -> None:
-    """Each forked rank chooses its device from what it sees, by torch's own reading of the variable; 8 GPUs are faked."""
+    """Each forked rank chooses its device from what it sees, as torch parses the variable; 8 GPUs are faked."""
     code = (
         "import json, os, faked_gpus, torch\nfrom hpcinit.world import launchers\nfrom hpcinit.runtime import devices\n"
         "device = devices.choose(launchers.read(os.environ), os.environ)\n"
@@ -164,7 +166,7 @@ def test_devices_of_forked_ranks(
     started = Node(tmp_path, code, ranks, preload=["faked_gpus"], env={"PYTHONPATH": HERE, **env}, **launch)
     status, log = started.end()
     assert status == 0, log + started.log(0)
-    assert [started.told(rank) for rank in range(ranks)] == expected
+    assert [started.printed(rank) for rank in range(ranks)] == expected
 
 
 def test_too_few_devices_of_forked_ranks(tmp_path: Path) -> None:
@@ -176,4 +178,4 @@ def test_too_few_devices_of_forked_ranks(tmp_path: Path) -> None:
     env = {"PYTHONPATH": HERE, "CUDA_VISIBLE_DEVICES": "3,5,-1"}
     started = Node(tmp_path, code, 3, preload=["faked_gpus"], env=env)
     status, log = started.end()
-    assert status != 0 and "3 ranks are on the node" in log and "2 of its devices can be seen" in log, log
+    assert status != 0 and "3 ranks are on the node" in log and "only 2 devices are visible" in log, log

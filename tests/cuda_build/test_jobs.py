@@ -11,7 +11,7 @@ from tests.conftest import Run
 
 @pytest.mark.parametrize("launch", ["srun", "fork", "torchrun"])
 def test_the_smoke_job(hpcinit: Run, tmp_path: Path, launch: str) -> None:
-    """Its ranks run on the CPU and end well, without a GPU."""
+    """Its ranks succeed on the CPU, without a GPU."""
     done = hpcinit("submit", f"launch={launch}", "ranks_per_node=2", "job=smoke", "wait=true")
     assert done.returncode == 0, done.stdout + done.stderr
     logs = [path.read_text() for path in sorted((tmp_path / "runs").glob("*/logs/rank-*.log"))]

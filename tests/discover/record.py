@@ -1,10 +1,10 @@
-"""Ask a real Slurm with a mixed lot of nodes and partitions what discover asks, and keep its answers.
+"""Record the output of discover's commands on a real Slurm with different kinds of nodes and partitions.
 
     python -m tests.discover.record                                                 Debian bookworm: 22.05
-    python -m tests.minislurm.trixie .venv/bin/python -m tests.discover.record      24.11
+    python -m tests.minislurm.newer_debian .venv/bin/python -m tests.discover.record      24.11
 
-writes tests/data/discover/<version>.json: the text of each answer under its command. Needs root. The nodes big*,
-old* and cpu* have no daemon: the controller alone knows them, as it knows nodes that are down.
+Writes tests/data/discover/<version>.json with the output of each command. Needs root. The nodes big*, old* and cpu* have
+no daemon, like nodes that are down.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The answers that tests.discover.record kept."""
+"""The output that tests.discover.record recorded."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ANN = User("ann", 1000, frozenset({"users"}))
 
 
 def answers(version: str, **changed: str) -> SiteAnswers:
-    """changed: texts in place of the recorded ones, by the name of the question in hpcinit.discover.live_site."""
+    """Return the recorded output. changed: texts that replace it, by the command's name in hpcinit.discover.live_site."""
     texts = json.loads((DATA / f"{version}.json").read_text())
     return SiteAnswers(texts | {getattr(live_site, name): text for name, text in changed.items()})
 
 
 def edited(version: str, question: str, old: str, new: str) -> SiteAnswers:
-    """The recorded answers with one text of one of them replaced."""
+    """Return the recorded output with one text in one command's output replaced."""
     before = answers(version)
     text = before[getattr(live_site, question)]
     assert old in text, f"{old!r} was never recorded"

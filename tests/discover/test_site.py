@@ -1,4 +1,4 @@
-"""What is told of a mixed site by answers that real Slurms gave."""
+"""The description of a mixed site, from output recorded on real Slurms."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ each_version = pytest.mark.parametrize("version", VERSIONS)
 
 
 def test_both_versions_were_recorded() -> None:
-    """There are answers of Slurm 22.05 and of 24.11."""
+    """There is recorded output of Slurm 22.05 and of 24.11."""
     assert [version.rpartition(".")[0] for version in VERSIONS] == ["22.05", "24.11"]
 
 
 @each_version
 def test_limits_of_partitions(version: str) -> None:
-    """Nodes, time, GPUs, CPUs and memory of each partition are the most that one of its nodes gives a job."""
+    """Nodes, time, GPUs, CPUs and memory of each partition are the largest of any of its nodes."""
     found = cluster_file.partitions(live_site.read_site(answers(version), ANN))
     assert found["gpu"] == {
         "nodes": 3,  # of 6: MaxNodes
@@ -29,14 +29,14 @@ def test_limits_of_partitions(version: str) -> None:
         "cpus_per_node": 96,
         "mem_gb": 1002.83,  # (1031000 - 4096) / 1024
     }
-    # No time limit; MaxCPUsPerNode and MaxMemPerNode are less than what the nodes have.
+    # No time limit; MaxCPUsPerNode and MaxMemPerNode are less than the nodes have.
     assert found["cpu"] == {"nodes": 12, "gpus_per_node": 0, "cpus_per_node": 64, "mem_gb": 195.31}
     assert found["main"] == {"nodes": 20, "time_min": 60, "gpus_per_node": 8, "cpus_per_node": 128, "mem_gb": 1002.83}
 
 
 @each_version
 def test_partitions_that_are_not_for_this_user(version: str) -> None:
-    """Another account's, another group's, an inactive and an empty partition are left out, each with the reason."""
+    """Another account's, another group's, an inactive and an empty partition are skipped, each with the reason."""
     found = {each.name: each.refused for each in live_site.read_site(answers(version), ANN).partitions if each.refused}
     assert found == {
         "chem": "AllowAccounts=chem",
@@ -62,32 +62,32 @@ def test_partitions_that_are_not_for_this_user(version: str) -> None:
     ],
 )
 def test_who_may_use_a_partition(version: str, old: str, new: str, refused: str) -> None:
-    """A partition is refused where no account or QOS of the user's is let in."""
+    """A partition is refused if it allows no account or QOS of the user."""
     found = live_site.read_site(edited(version, "PARTITIONS", old, new), ANN)
     assert {each.name: each.refused for each in found.partitions}["chem"] == refused
 
 
 @each_version
-def test_without_sacctmgr_nobody_is_refused_by_account(version: str) -> None:
-    """Where sacctmgr stays silent, whose accounts are unknown, AllowAccounts leaves nothing out."""
+def test_without_sacctmgr_no_account_is_refused(version: str) -> None:
+    """If sacctmgr fails, the user's accounts are unknown, and AllowAccounts refuses no partition."""
     whole = answers(version)
     texts = {question: text for question, text in whole.texts.items() if "sacctmgr" not in question}
     found = live_site.read_site(live_site.SiteAnswers(texts, "sacctmgr is not on PATH"), ANN)
     assert "chem" in {each.name for each in found.usable}
     account = next(entry for entry in cluster_file.site_choices(found, "x") if entry.key == "account")
-    assert account.text == "account: null  # not known: sacctmgr is not on PATH\n"
+    assert account.text == "account: null  # unknown: sacctmgr is not on PATH\n"
 
 
 @each_version
 def test_a_hidden_partition_is_there_and_marked(version: str) -> None:
-    """Hidden is not forbidden: the description has it, and says so; so it does of one that takes no jobs now."""
+    """The description contains a hidden and a draining partition, both marked."""
     text = cluster_file.site_facts(live_site.read_site(answers(version), ANN), None)[0].text
     assert "  secret:  # hidden, " in text and "  cpu:  # State=DRAIN, " in text
 
 
 @each_version
-def test_mixed_nodes_are_told_apart(version: str) -> None:
-    """A partition with several kinds of nodes counts each, with types, features that all share, and what is down."""
+def test_kinds_of_nodes_are_counted(version: str) -> None:
+    """Each kind of node is counted, with GPU types and shared features; nodes that are down are counted too."""
     facts = cluster_file.site_facts(live_site.read_site(answers(version), ANN), "gpu")
     part = facts[0].text.partition("\n  cpu:")[0]
     assert "# 2 kinds of nodes:" in part and "# 6 of 6 nodes were down or drained" in part
@@ -95,12 +95,12 @@ def test_mixed_nodes_are_told_apart(version: str) -> None:
     assert "; features a100,ib\n" in part  # 'noisy' is big4's alone
     assert "# 2 x (3 GPUs of type t4 and v100, 32 CPUs, 187.5 GB" in part
     values = {entry.key: entry.value for entry in facts}
-    assert (values["gpus_per_node"], values["cpus_per_node"]) == (4, 96)  # the commonest
+    assert (values["gpus_per_node"], values["cpus_per_node"]) == (4, 96)  # the most common
 
 
 @each_version
 def test_the_clusters_own_values_follow_the_chosen_partition(version: str) -> None:
-    """gpus_per_node and cpus_per_node are those of the commonest nodes of the default partition, or of the named one."""
+    """gpus_per_node and cpus_per_node are those of the most common nodes of the default or the named partition."""
     seen = live_site.read_site(answers(version), ANN)
     for named, expected in ((None, (0, 128)), ("gpu", (4, 96)), ("no-such", (0, 128))):
         values = {entry.key: entry.value for entry in cluster_file.site_facts(seen, named)}
@@ -109,7 +109,7 @@ def test_the_clusters_own_values_follow_the_chosen_partition(version: str) -> No
 
 @each_version
 def test_choices(version: str) -> None:
-    """Default partition, account, QOS and time limit are proposed as Slurm has them for this user."""
+    """Slurm's default partition, account, QOS and time limit for this user are proposed."""
     seen = live_site.read_site(answers(version), ANN)
     values = {entry.key: entry.value for entry in cluster_file.site_choices(seen, "x")}
     assert values == {
@@ -119,20 +119,20 @@ def test_choices(version: str) -> None:
 
 
 @each_version
-def test_memory_of_a_job_that_asks_for_none(version: str) -> None:
-    """A partition's own default beats slurm.conf's, and a comment says it where mem_gb is null."""
+def test_default_memory(version: str) -> None:
+    """A partition's default overrides slurm.conf's, and a comment shows it where mem_gb is null."""
     seen = live_site.read_site(answers(version), ANN)
-    said = {each.name: each.default_memory for each in seen.partitions}
-    assert (said["main"], said["cpu"]) == ("DefMemPerCPU=200 MB", "DefMemPerNode=9000 MB")
+    memory = {each.name: each.default_memory for each in seen.partitions}
+    assert (memory["main"], memory["cpu"]) == ("DefMemPerCPU=200 MB", "DefMemPerNode=9000 MB")
     (text,) = [entry.text for entry in cluster_file.site_choices(seen, "x") if entry.key == "mem_gb"]
-    assert text == "mem_gb: null  # scontrol --all show partition: with null a job gets DefMemPerCPU=200 MB (main)\n"
+    assert text == "mem_gb: null  # scontrol --all show partition: null: a job gets DefMemPerCPU=200 MB (main)\n"
     none = answers(version, CONFIG=answers(version)[live_site.CONFIG].replace("DefMemPerCPU ", "x "))
     assert live_site.read_site(none, ANN).main(None).default_memory == ""
 
 
 @each_version
 def test_no_default_partition(version: str) -> None:
-    """Without a default partition the one with the most GPUs is proposed, with its DefaultTime and OverSubscribe."""
+    """Without a default partition, the one with the most GPUs is proposed."""
     seen = live_site.read_site(edited(version, "PARTITIONS", "Default=YES", "Default=NO"), ANN)
     assert seen.main(None).name == "main"
     only_gpu = replace(seen, partitions=tuple(each for each in seen.partitions if each.name in ("cpu", "gpu")))
@@ -154,17 +154,17 @@ def test_the_rest_of_the_facts(version: str) -> None:
 @each_version
 @pytest.mark.parametrize("none", ["accounting_storage/none", "(null)"])
 def test_no_accounting(version: str, none: str) -> None:
-    """Both words for 'no accounting' are understood: 22.05's and 24.11's."""
+    """The spellings of 'no accounting' of 22.05 and 24.11 are recognized."""
     seen = live_site.read_site(edited(version, "CONFIG", "accounting_storage/slurmdbd", none), ANN)
     assert seen.accounting is False
-    assert "no accounting, so there is none" in next(
+    assert "none, because Slurm has no accounting" in next(
         e.text for e in cluster_file.site_choices(seen, "x") if e.key == "qos"
     )
 
 
 @each_version
 def test_gpus_of_an_older_scheduler(version: str) -> None:
-    """Only select/cons_tres takes --gpus-per-node; before it, GPUs are asked for with --gres."""
+    """Only select/cons_tres accepts --gpus-per-node; older schedulers need --gres."""
     seen = live_site.read_site(edited(version, "CONFIG", "select/cons_tres", "select/cons_res"), ANN)
     assert seen.gpu_flag == "gres"
 
@@ -174,11 +174,11 @@ def test_gpus_of_an_older_scheduler(version: str) -> None:
     ("partitions", "why"),
     [
         ("PartitionName=a AllowGroups=wheel Nodes=n1\n", "a: AllowGroups=wheel"),
-        ("No partitions in the system\n", "it shows none"),
+        ("No partitions in the system\n", "Slurm shows none"),
     ],
 )
 def test_a_site_without_a_partition_for_this_user(version: str, partitions: str, why: str) -> None:
-    """Where no partition is left, the error names each with what keeps this user out."""
+    """If the user may use no partition, the error names each with the reason."""
     with pytest.raises(Failure) as error:
         live_site.read_site(answers(version, PARTITIONS=partitions), ANN)
     assert str(error.value) == f"Slurm of cluster 'mixed' has no partition that ann may submit to: {why}"
@@ -189,6 +189,6 @@ def test_a_site_without_a_partition_for_this_user(version: str, partitions: str,
     [("IDLE", False), ("MIXED+CLOUD", False), ("IDLE+DRAIN", True), ("DOWN*", True), ("ALLOCATED*", True),
      ("IDLE+CLOUD+POWERED_DOWN", False), ("DOWN+DRAIN", True), ("IDLE+NOT_RESPONDING", True), ("IDLE~", False)],
 )  # fmt: skip
-def test_nodes_that_take_no_jobs(state: str, away: bool) -> None:
-    """Down, drained and silent nodes are away; those that sleep until they are needed are not."""
+def test_nodes_that_run_no_jobs(state: str, away: bool) -> None:
+    """Down, drained and unresponsive nodes run no jobs; powered-down nodes do."""
     assert live_site._away(state) is away

@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds without a warning, and what is made from the code is complete."""
+"""The documentation site builds without a warning, and its generated pages are complete."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,12 +17,12 @@ import pytest
 from docs.generate import messages, pages
 from hpcinit.config import keys
 from hpcinit.config.compose import compose
-from hpcinit.config.overrides import with_ids_as_text
+from hpcinit.config.overrides import with_quoted_lists
 from hpcinit.records import causes
-from tests.leaving_out import leave_out
+from tests.skip_or_fail import skip_or_fail
 
 ROOT = Path(__file__).parents[2]
-COMMAND = re.compile(r"^(?: {4}|\$ | {4}\$ )(hpcinit submit .*)$", re.MULTILINE)
+COMMAND = re.compile(r"^(?: {4}|\$ | {4}\$ )(hpcinit submit [^$\n]*)$", re.MULTILINE)
 
 
 class Text(HTMLParser):
@@ -40,31 +41,60 @@ def read(page: Path) -> str:
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """Links, anchors and the list of pages are right; keys, messages, README and a cluster's file are in it."""
+    """Links, anchors and the list of pages are correct; keys, messages, README and cluster files are on the site."""
     try:
         import mkdocs  # noqa: F401
     except ImportError:
-        leave_out("mkdocs is not installed: pip install 'hpcinit[docs]'")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path / "site")]
+        skip_or_fail("mkdocs is not installed: pip install 'hpcinit[docs]'")
+    # Not --quiet: mkdocs then counts no warnings, and --strict never fails.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     site = tmp_path / "site"
     assert "parallel.tp_across_nodes" in read(site / "reference/keys/index.html")
-    assert "is not on PATH, and cluster" in read(site / "reference/messages/index.html")
+    assert "is not on PATH, but cluster" in read(site / "reference/messages/index.html")
     assert "make demo" in read(site / "index.html")
     assert "gpus_per_node" in (site / "source/conf/cluster/lumi_g.yaml").read_text()
-    assert "L.Trainer(" in read(site / "your-script/index.html")  # the program that the tests run
+    assert "backend: str | None = None" in read(site / "reference/api/index.html")  # a signature
+
+
+def test_the_page_of_examples_has_their_files() -> None:
+    """The blocks of docs/examples.md are the files of examples/, without comments at their top."""
+    blocks = re.findall(r"```\w+\n(.*?)```", (ROOT / "docs/examples.md").read_text(), re.DOTALL)
+    files = [*sorted((ROOT / "examples").glob("*/submit.sh")), *sorted((ROOT / "examples").glob("*/conf/job/*.yaml"))]
+    shown = {path: code_of(path) for path in files if path.parent.name != "moved"}
+    shown[ROOT / "examples/moved/moved.diff"] = (ROOT / "examples/moved/moved.diff").read_text()
+    assert [str(path) for path, text in shown.items() if text not in blocks] == [] and len(blocks) == len(shown) == 5
+
+
+def test_the_page_of_frameworks_has_code_of_tested_programs() -> None:
+    """The blocks for Lightning and the Trainer are in the programs that tests/third_party runs."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/frameworks.md").read_text(), re.DOTALL)
+    for name, start in (("lightning_fit", "trainer = "), ("hf_trainer", "args = ")):
+        program = (ROOT / f"tests/third_party/programs/{name}.py").read_text()
+        shown = next(block for block in blocks if block.startswith(start))
+        assert textwrap.indent(shown, "    ") in program, name
+
+
+def test_no_page_includes_another_file() -> None:
+    """Pages read the same in the repository and on the site."""
+    assert [page.name for page in (ROOT / "docs").rglob("*.md") if "--8<--" in page.read_text()] == []
+
+
+def code_of(path: Path) -> str:
+    lines = path.read_text().splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith(("cd ", "#")) or line.startswith("# @package"))
 
 
 def test_every_key_is_on_its_page() -> None:
-    """The page of keys has each key that `hpcinit submit --help` lists."""
-    listed = re.findall(r"^  ([a-z_.]+)=", keys.text(), re.MULTILINE)
+    """The page of keys has each key that `hpcinit submit --help all` lists."""
+    listed = re.findall(r"^  ([a-z_.]+)=", keys.help_text(every=True), re.MULTILINE)
     page = pages.keys()
     assert len(listed) > 100
     assert [key for key in listed if f"| `{key}` |" not in page] == []
 
 
-def test_the_page_has_what_a_key_may_be() -> None:
+def test_the_page_has_choices_and_bounds() -> None:
     """Choices and bounds that the schema declares are in the row of their key."""
     page = pages.keys()
     assert re.search(r"^\| `nodes` \| `1` \| .* \(1 or more\) \|$", page, re.MULTILINE)
@@ -74,7 +104,7 @@ def test_the_page_has_what_a_key_may_be() -> None:
 
 
 def raised() -> Iterator[tuple[str, str]]:
-    """(module, first words) of each raise of ours whose message is plain text or an f-string."""
+    """Yield (module, start of the message) of each raise in hpcinit whose message is plain text or an f-string."""
     for path in sorted(messages.PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args):
@@ -89,7 +119,7 @@ def raised() -> Iterator[tuple[str, str]]:
 
 
 def test_every_message_is_on_its_page() -> None:
-    """Whatever the code raises with words of its own is found by those words; so is what `why` knows of others' errors."""
+    """The page has every message that hpcinit raises, and every error of other programs that `why` recognizes."""
     page = pages.messages()
     those = list(raised())
     assert len(those) > 150
@@ -98,7 +128,7 @@ def test_every_message_is_on_its_page() -> None:
     assert [each for each in those if each[1].replace("`", "'") not in page.replace("&lt;", "<")] == []
 
 
-# Those of first-hour.md are typed by tests/test_first_hour.py, mistakes and all.
+# tests/test_first_hour.py runs the commands of first-hour.md, which contain mistakes.
 @pytest.mark.parametrize(
     "page", sorted({*(ROOT / "docs").glob("*.md")} - {ROOT / "docs/first-hour.md"}), ids=lambda page: page.stem
 )
@@ -110,7 +140,7 @@ def test_submissions_on_a_page_are_understood(page: Path, monkeypatch: pytest.Mo
         words = shlex.split(line.split("  #")[0], comments=False)[2:]
         words = words[: words.index("--")] if "--" in words else words
         if "..." in words or "-m" in words or "[time_min=120" in line:
-            continue  # what stands for more, sweeps (tests/submit/test_sweep.py)
+            continue  # incomplete commands, sweeps (tests/submit/test_sweep.py)
         words = [re.sub(r"^cluster=(x|mycluster)$", "cluster=example", word) for word in words]
         names = {"job=pretrain": "job=smoke", "job=train": "job=smoke"}
-        assert compose(with_ids_as_text([names.get(word, word) for word in words])), line
+        assert compose(with_quoted_lists([names.get(word, word) for word in words])), line

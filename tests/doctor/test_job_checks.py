@@ -1,4 +1,4 @@
-"""What the doctor makes of its ranks' reports: recorded ones of a real cluster, and stand-ins where it takes GPUs."""
+"""The doctor's checks of its ranks' reports: recorded on a real cluster, and stand-ins for GPUs."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def of(about: str, found: Sequence[Check]) -> Check:
 
 
 def gpus(nodes: int = 4, **changes: Any) -> list[Report]:
-    """STAND-IN, no machine of ours has this: nodes g1, g2, ... with two H100 each, all ways alike."""
+    """Return a STAND-IN for hardware that the tests do not have: nodes g1, g2, ... of two H100 each, all links alike."""
     hosts = tuple(f"g{number + 1}" for number in range(nodes))
     ranks = [(2 * node, 2 * node + 1) for node in range(nodes)]
-    ways: dict[int, list[Link]] = {}
+    links: dict[int, list[Link]] = {}
     for a, b, between in rank_report.links_of_phase(ranks):
         trip, speed = (15e-6, 45.0) if between else (8e-6, 380.0)
-        ways.setdefault(a, []).append(Link(a, b, between, (trip,) * 3, (speed,) * 3, 0.0, trip / 2))
+        links.setdefault(a, []).append(Link(a, b, between, (trip,) * 3, (speed,) * 3, 0.0, trip / 2))
     ports = (Interface("mlx5_0:1", True, 400, True), Interface("mlx5_1:1", True, 400, True))
     node = Node(1000, 900, "6.8", (Place("shared memory", "/dev/shm", 500, 500),), ports)
     return [
@@ -61,7 +61,7 @@ def gpus(nodes: int = 4, **changes: Any) -> list[Report]:
             rank, rank % 2, 2 * nodes, 2, hosts[rank // 2], "7.0.0", rank_report.MEASURED, hosts if rank % 2 == 0 else (),
             {"device": f"cuda:{rank % 2}", "name": H100, "uuid": f"GPU-{rank}", "memory_gb": "85"},
             ("CUDA_VISIBLE_DEVICES=0,1",), "nvidia 580.65.06", str(rank % 2), 52, {"torch": "2.13.0+cu128"}, "nccl",
-            node if rank % 2 == 0 else None, 50e-6, (1.6e-3,) * 3, tuple(ways.get(rank, ())),
+            node if rank % 2 == 0 else None, 50e-6, (1.6e-3,) * 3, tuple(links.get(rank, ())),
             (AllReduce(1 << 28, 6e-3, 2 * nodes),) if rank == 0 else (),
             AllReduce(1 << 28, 7e-4, 2) if rank % 2 == 0 else None,
         )
@@ -70,17 +70,17 @@ def gpus(nodes: int = 4, **changes: Any) -> list[Report]:
 
 
 def slowed(reports: Sequence[Report], host: str, **times: Any) -> list[Report]:
-    """Each way between nodes that begins or ends on `host` has these."""
+    """Return the reports with these times for each link between `host` and another node."""
     ranks = {report.rank for report in reports if report.host == host}
 
-    def way(link: Link) -> Link:
+    def changed_link(link: Link) -> Link:
         return replace(link, **times) if link.between_nodes and ranks & {link.a, link.b} else link
 
-    return [replace(report, links=tuple(map(way, report.links))) for report in reports]
+    return [replace(report, links=tuple(map(changed_link, report.links))) for report in reports]
 
 
 def test_a_report_is_read_as_written(tmp_path: Path) -> None:
-    """Also by another version that knows keys more; half a file, and what is no report, is left out."""
+    """A report is read as written, also with keys of a newer version; half a file and other JSON are skipped."""
     for report in gpus(2):
         rank_report.write(tmp_path, report)
     (tmp_path / "doctor/rank-9.json").write_text('{"rank": 9')
@@ -90,107 +90,114 @@ def test_a_report_is_read_as_written(tmp_path: Path) -> None:
 
 
 def test_a_healthy_cluster() -> None:
-    """Recorded: nothing is bad, and the only warning is of GPUs that Slurm counts and torch does not find."""
+    """Recorded reports give one warning only: Slurm lists GPUs that torch does not find."""
     found = judged(recorded())
-    assert [check.about for check in found if check.grade != OK] == ["devices"]
-    assert of("devices", found).said.startswith("ranks 0-3 have GPUs by SLURM_STEP_GPUS, and torch 2.13.0+cpu finds")
-    assert of("ranks", found).said == "4 on 2 nodes have met and measured"
+    assert [check.about for check in found if check.status != OK] == ["devices"]
+    assert of("devices", found).detail == (
+        "torch 2.13.0+cpu finds no GPU on ranks 0-3, although SLURM_STEP_GPUS lists some"
+    )
+    assert of("ranks", found).detail == "4 on 2 nodes connected and measured"
 
 
 def test_healthy_gpus() -> None:
+    """Reports of healthy GPUs give no warning."""
     found = judged(gpus(), 4)
-    assert {check.grade for check in found} == {OK}
-    assert of("devices", found).said == f"8 x {H100}"
-    assert of("all-reduce", found).said == (
-        "256 MiB over 8 ranks at 78.29 GB/s bus bandwidth, of 100 GB/s at most, a node's adapters as their drivers tell"
+    assert {check.status for check in found} == {OK}
+    assert of("devices", found).detail == f"8 x {H100}"
+    assert of("all-reduce", found).detail == (
+        "256 MiB over 8 ranks at 78.29 GB/s bus bandwidth, at most 100 GB/s (a node's adapters, as their drivers report)"
     )
 
 
 def test_the_same_device_twice() -> None:
-    """On one host: the same UUID on two hosts is none of a machine's business (MIG, a copied image)."""
+    """The same device twice fails on one host only: two hosts may have the same UUID (MIG, a copied image)."""
     reports = gpus()
     reports[3] = replace(reports[3], device=reports[2].device)
     found = of("devices", judged(reports, 4))
-    assert found.grade == FAIL and found.said == "g2: ranks 2-3 have the same device, GPU-2"
+    assert found.status == FAIL and found.detail == "g2: ranks 2-3 use the same device, GPU-2"
     reports[3] = replace(gpus()[3], device=reports[0].device)
-    assert of("devices", judged(reports, 4)).grade == OK
+    assert of("devices", judged(reports, 4)).status == OK
 
 
-def test_who_did_not_come() -> None:
-    """A whole node is named and blamed, a rank of one is named; of nobody's reports nobody is blamed."""
+def test_ranks_that_did_not_start() -> None:
+    """A node without any report is faulty; a single rank is only named; without any report no node is faulty."""
     reports = [report for report in gpus() if report.host != "g3" and report.rank != 7]
     found = [check for check in judged(reports, 4) if check.about == "ranks"]
-    assert [(check.said, check.hosts) for check in found] == [
-        ("g3: ranks 4-5 never began, none of the node's did", ("g3",)),
-        ("g4: rank 7 never began", ()),
+    assert [(check.detail, check.hosts) for check in found] == [
+        ("g3: ranks 4-5 did not start (no rank of the node did)", ("g3",)),
+        ("g4: rank 7 did not start", ()),
     ]
     found = judged([], 2)
-    assert [(check.said, check.hosts) for check in found] == [
-        ("ranks 0-1 never began, none of the node's did", ()),
-        ("ranks 2-3 never began, none of the node's did", ()),
-    ]  # and no word of devices
+    assert [(check.detail, check.hosts) for check in found] == [
+        ("ranks 0-1 did not start (no rank of the node did)", ()),
+        ("ranks 2-3 did not start (no rank of the node did)", ()),
+    ]  # and no check of devices
     stuck = [replace(report, stage="begun", links=(), all_reduce=()) for report in recorded()]
-    assert of("ranks", judged(stuck)).said == "ranks 0-3 came no further than 'begun'"
+    assert of("ranks", judged(stuck)).detail == "ranks 0-3 stopped at stage 'begun'"
 
 
 @pytest.mark.parametrize("times", [{"round_trip_s": (2e-3,) * 3}, {"gb_s": (9.0,) * 3}])
 def test_a_slow_node_is_named(times: dict[str, tuple[float, ...]]) -> None:
-    """By its latency or its bandwidth, of four nodes and of three; its neighbours share the slow ways and are not."""
+    """A node with slow links is named, of four nodes and of three; its neighbors share the links and are not named."""
     for nodes in (3, 4):
         found = of("network", judged(slowed(gpus(nodes), "g2", **times), nodes))
-        assert (found.grade, found.hosts) == (FAIL, ("g2",)) and found.said.startswith("g2: even its best way"), found
+        assert (found.status, found.hosts) == (FAIL, ("g2",)) and found.detail.startswith("g2: its best link"), found
 
 
 def test_a_slow_link_is_named() -> None:
-    """Between two nodes that have good ways to others: no node is blamed."""
+    """A slow link between two nodes that have good links to others is named, and no node is faulty."""
     reports = gpus()
 
-    def way(link: Link) -> Link:
+    def slow_link(link: Link) -> Link:
         return replace(link, gb_s=(5.0,) * 3) if {link.a, link.b} == {2, 4} else link
 
-    reports = [replace(report, links=tuple(map(way, report.links))) for report in reports]
+    reports = [replace(report, links=tuple(map(slow_link, report.links))) for report in reports]
     found = of("network", judged(reports, 4))
-    assert (found.grade, found.hosts) == (
-        WARNING,
-        (),
-    ) and "g2 - g3 (ranks 2 and 4) is slow, bandwidth 5 GB/s" in found.said
+    assert (found.status, found.hosts) == (WARNING, ())
+    assert "g2 - g3 (ranks 2 and 4) is slow: bandwidth 5 GB/s" in found.detail
 
 
-def test_of_two_nodes_nobody_knows_which() -> None:
+def test_of_two_nodes_neither_is_named() -> None:
+    """With two nodes a slow link fails the check, but no node is faulty; the advice is a third node."""
     found = of("network", judged(slowed(recorded(), "n2", round_trip_s=(0.02,) * 3)))
-    assert (found.grade, found.hosts, found.do) == (FAIL, (), "which of the two is slow, nodes=3 tells")
-    assert "n1 - n2 (ranks 0 and 2): a round trip takes 20.0 ms" in found.said
+    assert (found.status, found.hosts) == (FAIL, ()) and found.advice.startswith("repeat with nodes=3")
+    assert "n1 - n2 (ranks 0 and 2) is slow: round trip 20.0 ms" in found.detail
 
 
-def test_once_is_nothing() -> None:
-    """Slow in one round of three is what else went on."""
-    assert of("network", judged(slowed(gpus(), "g2", gb_s=(5.0, 45.0, 45.0)), 4)).grade == OK
+def test_slow_in_one_round() -> None:
+    """A link that is slow in one round of three is not reported: other processes cause that."""
+    assert of("network", judged(slowed(gpus(), "g2", gb_s=(5.0, 45.0, 45.0)), 4)).status == OK
 
 
 def test_inside_of_a_node() -> None:
-    """A slow way between two GPUs, and a slow GPU."""
+    """A slow link between two GPUs, a slow GPU and a slow all-reduce on a node are reported with the node."""
     reports = gpus()
     [own, other] = reports[4].links
     reports[4] = replace(reports[4], links=(replace(own, gb_s=(20.0,) * 3), other), matmul_s=(4e-3,) * 3)
     found = judged(reports, 4)
-    assert (
-        of("inside nodes", found).hosts == ("g3",) and "ranks 4 and 5 have a slow way" in of("inside nodes", found).said
+    inside = of("inside nodes", found)
+    assert inside.hosts == ("g3",) and "the link between ranks 4 and 5 is slow" in inside.detail
+    assert of("devices' speed", found).detail == (
+        "g3: the device of rank 4 is slow: a matrix product takes 4.0 ms, 1.6 ms on the fastest device"
     )
-    assert of("devices' speed", found).said == "g3: the device of rank 4 computes in 4.0 ms what others do in 1.6 ms"
     reports[4] = replace(gpus()[4], on_node=AllReduce(1 << 28, 5e-3, 2))
     assert of("all-reduce inside nodes", judged(reports, 4)).hosts == ("g3",)
 
 
 def test_all_reduce_against_the_hardware() -> None:
-    """Less than half of what adapters or GPUs' links can do is a warning; where that is not known it is only told."""
+    """Less than half of the bandwidth of adapters or GPU links is a warning; if it is unknown, nothing is judged."""
     reports = gpus()
     slow = replace(reports[0], all_reduce=(AllReduce(1 << 28, 0.04, 8),))
     found = of("all-reduce", judged([slow, *reports[1:]], 4))
-    assert found.grade == WARNING and "at 11.74 GB/s bus bandwidth, less than half of 100 GB/s" in found.said
-    untold = [replace(one, node=replace(one.node, interfaces=()) if one.node else None) for one in [slow, *reports[1:]]]
-    assert of("all-reduce", judged(untold, 4)).said.endswith("; what to expect is not known")
+    assert found.status == WARNING and "at 11.74 GB/s bus bandwidth, less than half of 100 GB/s" in found.detail
+    unknown = [
+        replace(one, node=replace(one.node, interfaces=()) if one.node else None) for one in [slow, *reports[1:]]
+    ]
+    assert of("all-reduce", judged(unknown, 4)).detail.endswith("; the hardware's bandwidth is unknown")
     single = replace(gpus(1)[0], all_reduce=(AllReduce(1 << 28, 2e-3, 2),))
-    assert "less than half of 450 GB/s, NVIDIA H100 80GB HBM3's link" in of("all-reduce", judged([single], 1, 1)).said
+    assert (
+        "less than half of 450 GB/s (NVIDIA H100 80GB HBM3's link)" in of("all-reduce", judged([single], 1, 1)).detail
+    )
     assert (
         link_diagnosis.link_gb_s("NVIDIA A100-SXM4-40GB") == 300
         and link_diagnosis.link_gb_s("NVIDIA H100 PCIe") is None
@@ -200,65 +207,70 @@ def test_all_reduce_against_the_hardware() -> None:
 
 
 def test_clocks() -> None:
-    """Of each node against rank 0's, from way to way; within what a message takes nothing is said."""
+    """Each node's clock is compared with rank 0's over the links; skew within a message's time is not reported."""
     reports = [
         replace(report, links=tuple(replace(link, ahead_s=-40.0) if link.a == 2 else link for link in report.links))
         for report in gpus()
     ]
     found = [check for check in judged(reports, 4) if check.about == "clocks"]
-    assert [(check.grade, check.said) for check in found] == [(WARNING, "g3 is 40.0 s behind, against rank 0's node")]
+    assert [(check.status, check.detail) for check in found] == [
+        (WARNING, "g3: the clock is 40.0 s behind, compared with rank 0's node")
+    ]
 
 
 def test_differences() -> None:
-    """Whoever has another driver than most is named, once for a node."""
+    """A node with another driver than most nodes is named once."""
     reports = [replace(one, driver="nvidia 535.1") if one.host == "g4" else one for one in gpus()]
     found = of("driver", judged(reports, 4))
-    assert (found.grade, found.said) == (WARNING, "g4: nvidia 535.1; most have nvidia 580.65.06")
+    assert (found.status, found.detail) == (WARNING, "g4: nvidia 535.1; most have nvidia 580.65.06")
 
 
 def changed(reports: list[Report], **node: Any) -> list[Check]:
-    """Of two nodes the second is like this."""
+    """Return the checks of two nodes, of which the second has these values."""
     other = reports[2].node
     assert other
     reports[2] = replace(reports[2], node=replace(other, **node))
     return judged(reports)
 
 
-def test_what_a_node_may_lack() -> None:
-    """Shared memory, a disk, memory, a port, a name: each is named with its node, and the full ones are blamed."""
+def test_missing_resources_of_a_node() -> None:
+    """Little shared memory, disk or memory, and a port that is down, are reported with the node."""
     full = Place("shared memory", "/dev/shm", 0.0, 11.8, "No space left on device")
-    [found] = [check for check in changed(recorded(), places=(full,)) if check.grade == FAIL]
+    [found] = [check for check in changed(recorded(), places=(full,)) if check.status == FAIL]
     assert (found.about, found.hosts) == ("shared memory", ("n2",))
-    assert found.said == "n2: /dev/shm, cannot be written: No space left on device, 0.00 GB free of 11.80 GB"
-    [little] = [c for c in changed(recorded(), places=(Place("TMPDIR", "/tmp", 0.5, 9),)) if c.grade == WARNING][1:]
-    assert little.said == "n2: /tmp, 0.50 GB free of 9.00 GB"
+    assert found.detail == "n2: /dev/shm, not writable: No space left on device, 0.00 GB free of 11.80 GB"
+    [little] = [c for c in changed(recorded(), places=(Place("TMPDIR", "/tmp", 0.5, 9),)) if c.status == WARNING][1:]
+    assert little.detail == "n2: /tmp, 0.50 GB free of 9.00 GB"
     found = of("memory", changed(recorded(), available_gb=1.0))
-    assert found.said == "n2: 1.0 GB available of 24 GB, before anything has begun"
+    assert found.detail == "n2: only 1.0 GB of 24 GB is available before the program starts"
     reports = gpus(3)
     assert reports[2].node
     ports = (Interface("mlx5_0:1", True, 400, True), Interface("mlx5_1:1", False, 0, True))
     reports[2] = replace(reports[2], node=replace(reports[2].node, interfaces=ports))
-    assert of("interfaces", judged(reports, 3)).said == "g2: mlx5_1:1 not up, as on most nodes"
+    assert of("interfaces", judged(reports, 3)).detail == "g2: mlx5_1:1 is down, but up on most nodes"
 
 
 def test_names() -> None:
-    """A name that is not found is bad; a node that is loopback to itself, and an address of two names, are warnings."""
+    """A name that does not resolve fails; a node that is loopback to itself and an address of two names are warnings."""
     lost = Name("n1", error="Name or service not known")
     found = of("names", changed(recorded(), names=(lost,)))
-    assert (found.grade, found.said) == (FAIL, "n2 cannot look up n1: Name or service not known")
+    assert (found.status, found.detail) == (FAIL, "n2 cannot resolve n1: Name or service not known")
     own = Name("n2", ("127.0.1.1",), "n2")
-    assert of("names", changed(recorded(), names=(own,))).said == "n2 is 127.0.1.1 on n2 itself"
+    assert of("names", changed(recorded(), names=(own,))).detail == "n2 resolves its own name to 127.0.1.1"
     stale = (Name("n1", ("10.0.0.2",), "n2.site"), Name("n2", ("10.0.0.2",), "n2.site"))
-    assert of("names", changed(recorded(), names=stale)).said == ("on n2, n1 is 10.0.0.2, and that is called n2.site")
+    assert of("names", changed(recorded(), names=stale)).detail == (
+        "n2 resolves n1 to 10.0.0.2, and that address to n2.site"
+    )
 
 
-def test_a_store_that_is_slow() -> None:
+def test_a_slow_store() -> None:
+    """A store that answers slowly is reported with the rank that waited."""
     reports = [replace(one, store_s=0.4) if one.rank == 3 else one for one in recorded()]
-    assert of("store", judged(reports)).said == "rank 0's store answers rank 3 in 0.40 s"
+    assert of("store", judged(reports)).detail == "rank 0's store is slow: it answers rank 3 in 0.40 s"
 
 
 def test_pairs() -> None:
-    """Around each node and, rank by rank, around the nodes; of two there is one way; no rank is in a phase twice."""
+    """Links form a ring in each node and a ring of nodes per local rank; no rank is in a phase twice."""
     assert rank_report.links_of_phase([[0, 1], [2, 3]]) == [
         Pair(0, 1, False),
         Pair(2, 3, False),
@@ -267,30 +279,28 @@ def test_pairs() -> None:
     ]
     assert rank_report.links_of_phase([[0]]) == []
     ranks = [list(range(node * 3, node * 3 + 3)) for node in range(5)]
-    wanted = rank_report.links_of_phase(ranks)
-    assert len(wanted) == 5 * 3 + 5 * 3
-    phases = rank_report.measurement_phases(wanted)
-    assert sorted(pair for phase in phases for pair in phase) == sorted(wanted) and len(phases) == 6
+    pairs = rank_report.links_of_phase(ranks)
+    assert len(pairs) == 5 * 3 + 5 * 3
+    phases = rank_report.measurement_phases(pairs)
+    assert sorted(pair for phase in phases for pair in phase) == sorted(pairs) and len(phases) == 6
     for phase in phases:
         ends = [rank for pair in phase for rank in pair[:2]]
         assert len(ends) == len(set(ends)) and len({pair.between_nodes for pair in phase}) == 1
 
 
 def test_the_rule() -> None:
-    """Above the factor, above the deviations, and by enough; never of two."""
+    """A value is slow above the factor, the deviations and the least difference; two values are never compared."""
     rule = Rule(1.5, mads=3, least=0.5)
     assert rank_report.slow_links({"a": [1, 1], "b": [1, 1], "c": [9, 9]}, rule) == ["c"]
     assert rank_report.slow_links({"a": [1, 1], "b": [1, 1], "c": [9, 1]}, rule) == []
     assert rank_report.slow_links({"a": [1], "b": [1], "c": [1.4]}, rule) == []
-    assert (
-        rank_report.slow_links({"a": [0.1], "b": [0.1], "c": [0.5]}, rule) == []
-    )  # five times, and too little to matter
+    assert rank_report.slow_links({"a": [0.1], "b": [0.1], "c": [0.5]}, rule) == []  # five times, but below `least`
     assert rank_report.slow_links({"a": [1], "b": [2], "c": [3], "d": [4], "e": [5.6]}, rule) == []  # they all differ
     assert rank_report.slow_links({"a": [1], "b": [9]}, rule) == [] and rank_report.slow_links({}, rule) == []
 
 
 def test_a_probe_of_this_machine(tmp_path: Path) -> None:
-    """What is told of this one is so; of a large job's names only some are looked up, the own and neighbours among them."""
+    """The probe reports this machine; of a large job's names it resolves some, with its own and the neighbors'."""
     found = node_probe.probe_node(
         {"TMPDIR": str(tmp_path), "SCRATCH": "/not/there"}, ["localhost", "no.such.name.invalid"], "localhost"
     )
@@ -305,7 +315,7 @@ def test_a_probe_of_this_machine(tmp_path: Path) -> None:
 
 
 def test_ports_of_infiniband(tmp_path: Path) -> None:
-    """STAND-IN files in the form of /sys/class/infiniband (kernel: Documentation/ABI/stable/sysfs-class-infiniband)."""
+    """Ports are read from STAND-IN files like /sys/class/infiniband (kernel: ABI/stable/sysfs-class-infiniband)."""
     for name, state, rate in (
         ("mlx5_0", "4: ACTIVE", "400 Gb/sec (4X NDR)"),
         ("mlx5_1", "1: DOWN", "10 Gb/sec (4X SDR)"),
@@ -320,7 +330,7 @@ def test_ports_of_infiniband(tmp_path: Path) -> None:
     ]
 
 
-# MADE UP in the form of nvidia-smi --query-gpu and --query-compute-apps, csv,noheader,nounits: no GPU was at hand.
+# STAND-IN output of nvidia-smi --query-gpu and --query-compute-apps, csv,noheader,nounits: no GPU was available.
 SMI = """\
 GPU-8932f937-d72c-4106-c12f-20bd9faed9f6, 00000000:3B:00.0, 3200, 81559, Enabled, 0, 345, 1980, 2619, 2619, 1, 5, 16, 16
 GPU-11111111-d72c-4106-c12f-20bd9faed9f6, 00000000:5E:00.0, 4, 81559, [N/A], [N/A], 345, 1980, 2619, 2619, 1, 5, 8, 16
@@ -329,8 +339,8 @@ SMI_PROCESSES = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6, 4242, 3190, /usr/bin/
 
 
 def test_nvidia_smi_is_read() -> None:
-    """STAND-IN output: numbers are numbers, '[N/A]' is unknown, a process belongs to its GPU, a device is found by torch's
-    UUID or PCI address."""
+    """STAND-IN output is parsed: '[N/A]' is unknown, a process belongs to its GPU, and torch's UUID or PCI address
+    finds the device."""
     one, other = node_probe.parse_nvidia_smi(SMI, SMI_PROCESSES)
     assert (one.used_mb, one.ecc, one.ecc_errors, one.sm_max_mhz, one.pcie_gen_max, one.pcie_width) == (
         3200, "Enabled", 0, 1980, 5, 16,
@@ -344,7 +354,7 @@ def test_nvidia_smi_is_read() -> None:
 
 
 def test_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A node without the command has no GPUs to report; a command that fails reports none either."""
+    """Without the command, or if it fails, there are no GPUs to report."""
     monkeypatch.setenv("PATH", str(tmp_path))
     assert node_probe.query_nvidia_smi() == ()
     command = tmp_path / "nvidia-smi"
@@ -358,60 +368,59 @@ def test_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def with_gpus(*gpus_: Gpu, copies: Sequence[Copies] = ()) -> list[Report]:
-    """STAND-IN: the ranks of one node, one on each of these GPUs, with pids 100, 101, ..."""
+    """Return STAND-IN reports of one node with a rank on each of these GPUs, with pids 100, 101, ..."""
     reports = gpus(1)
     made = [replace(reports[rank % 2], rank=rank, pid=100 + rank, gpu=gpu) for rank, gpu in enumerate(gpus_)]
     return [replace(report, copies=one) for report, one in zip(made, copies, strict=True)] if copies else made
 
 
-def said(reports: Sequence[Report], about: str) -> list[tuple[str, str]]:
-    return [(check.grade, check.said) for check in node_diagnosis.check_devices(reports) if check.about == about]
+def results(reports: Sequence[Report], about: str) -> list[tuple[str, str]]:
+    return [(check.status, check.detail) for check in node_diagnosis.check_devices(reports) if check.about == about]
 
 
 def test_another_process_on_a_gpu_is_named() -> None:
-    """STAND-IN: a process that is none of the job's ranks is named with its memory; ranks themselves are not; memory in
-    use without a process is reported too."""
+    """STAND-IN: a process that is not a rank of the job is named with its memory; memory in use without a process is
+    reported too."""
     foreign = Gpu(
         "GPU-a", used_mb=3200, processes=(GpuProcess(4242, "python3", 3072.0), GpuProcess(101, "python3", 500.0))
     )
-    [(grade, text)] = said(with_gpus(foreign, Gpu("GPU-b", used_mb=600)), "devices' memory")
-    assert (grade, text) == (
+    [(status, text)] = results(with_gpus(foreign, Gpu("GPU-b", used_mb=600)), "devices' memory")
+    assert (status, text) == (
         WARNING, "g1: before this job used GPU-a, its memory was in use by python3 (process 4242, 3.0 GiB)",
     )  # fmt: skip
-    [(grade, text)] = said(with_gpus(Gpu("GPU-a", used_mb=3072)), "devices' memory")
-    assert text == "g1: before this job used GPU-a, 3.0 GiB of its memory were in use, and nvidia-smi lists no process"
+    [(status, text)] = results(with_gpus(Gpu("GPU-a", used_mb=3072)), "devices' memory")
+    assert text == "g1: before this job used GPU-a, 3.0 GiB of its memory were in use, but nvidia-smi lists no process"
     own = Gpu("GPU-a", used_mb=3072, processes=(GpuProcess(100, "python3", 3000.0),))
-    assert said(with_gpus(own), "devices' memory") == []
+    assert results(with_gpus(own), "devices' memory") == []
 
 
 def test_the_health_of_gpus() -> None:
-    """STAND-IN: uncorrected ECC errors are bad and blame the node, missing PCIe lanes are a warning."""
+    """STAND-IN: uncorrected ECC errors make a node faulty, missing PCIe lanes are a warning."""
     one, other = node_probe.parse_nvidia_smi(SMI, "")
-    assert said(with_gpus(one), "devices' health") == [
+    assert results(with_gpus(one), "devices' health") == [
         (OK, "ECC enabled, no uncorrected error; PCIe generation 5 x16; SM clock 345 of 1980 MHz before the job")
     ]
-    [(grade, text)] = said(with_gpus(one, other), "devices' health")
-    assert (
-        grade == WARNING and text.startswith("g1: the PCIe link of GPU-11111111") and text.endswith("has 8 lanes of 16")
-    )
-    [check] = [c for c in node_diagnosis.check_devices(with_gpus(replace(one, ecc_errors=3.0))) if c.grade == FAIL]
-    assert check.hosts == ("g1",) and "had 3 uncorrected ECC errors" in check.said
+    [(status, text)] = results(with_gpus(one, other), "devices' health")
+    assert status == WARNING and text.startswith("g1: the PCIe link of GPU-11111111")
+    assert text.endswith("uses 8 of 16 lanes")
+    [check] = [c for c in node_diagnosis.check_devices(with_gpus(replace(one, ecc_errors=3.0))) if c.status == FAIL]
+    assert check.hosts == ("g1",) and "had 3 uncorrected ECC errors" in check.detail
 
 
 def test_the_speed_of_copies() -> None:
     """STAND-IN: a device that copies at less than half of the median is named with the direction."""
     fast, slow = Copies(50.0, 48.0, 1400.0), Copies(12.0, 48.0, 1400.0)
     gpu = Gpu("GPU-a")
-    assert said(with_gpus(gpu, copies=[fast]), "devices' copies") == [
+    assert results(with_gpus(gpu, copies=[fast]), "devices' copies") == [
         (OK, "at least 50.0 GB/s to the device, 48.0 GB/s from it and 1,400 GB/s on it")
     ]
-    assert said(with_gpus(gpu, gpu, gpu, copies=[fast, slow, fast]), "devices' copies") == [
+    assert results(with_gpus(gpu, gpu, gpu, copies=[fast, slow, fast]), "devices' copies") == [
         (WARNING, "g1: rank 1 copies to device at 12.0 GB/s, the median device at 50.0 GB/s")
     ]
 
 
 def test_a_report_with_a_gpu_is_read_as_written(tmp_path: Path) -> None:
-    """The nested values of the GPU, its processes and the copies come back as they were."""
+    """The nested values of the GPU, its processes and the copies are read as written."""
     one = node_probe.parse_nvidia_smi(SMI, SMI_PROCESSES)[0]
     [report] = with_gpus(one, copies=[Copies(50.0, 48.0, 1400.0)])
     rank_report.write(tmp_path, report)

@@ -1,4 +1,4 @@
-"""The ds_config that we build, judged by the parser of the installed DeepSpeed."""
+"""The installed DeepSpeed's own parser accepts the ds_config that hpcinit builds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DP4 = Layout(dp_replicate=4)
 
 
 class Read(dict[str, Any]):
-    """A config that remembers which of its keys were looked at. A copy shares the memory."""
+    """A config that records which of its keys were read. A copy shares the record."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         super().__init__({k: Read(v) if isinstance(v, dict) else v for k, v in content.items()})
@@ -50,7 +50,7 @@ class Read(dict[str, Any]):
         return super().__contains__(key)
 
 
-# Of these DeepSpeed makes a pydantic model that refuses what it does not know: test_sections_refuse_what_they_...
+# DeepSpeed makes a pydantic model of these sections, which refuses unknown keys: test_sections_refuse_unknown_keys.
 STRICT = ("zero_optimization", "bf16", "fp16", "tensor_parallel", "compile")
 # Optimizer parameters are read by the optimizer.
 ELSEWHERE = {"optimizer.params"}
@@ -67,14 +67,14 @@ def unread(config: Read, at: str = "") -> set[str]:
 
 
 class Sequences:
-    """Stands for run.wrap's mpu: how many ranks share a sequence."""
+    """A fake of run.wrap's mpu: returns how many ranks share a sequence."""
 
     def __init__(self, cp: int) -> None:
         self.get_sequence_parallel_world_size = lambda: cp
 
 
 def parse(config: dict[str, Any], world_size: int, cp: int = 1) -> Any:
-    """DeepSpeed's own parser, in a world of `world_size`: only what it asks the process group is stood in for."""
+    """Run DeepSpeed's own parser in a world of `world_size`. Only its queries of the process group are faked."""
     from deepspeed.runtime import config as parser
 
     with pytest.MonkeyPatch.context() as patch:
@@ -89,7 +89,7 @@ def triple(parsed: Any) -> tuple[int, int, int]:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Options, Batch, Layout, Precision]:
-    """Any valid choice of options, batch and layout."""
+    """Return any valid choice of options, batch and layout."""
     stage = draw(st.integers(0, 3))
     offload = draw(st.sampled_from(["none", "cpu", "nvme"][: 1 + (stage > 0) + (stage == 3)]))
     offload_param = draw(st.sampled_from(["none", "cpu", "nvme"] if stage == 3 else ["none"]))
@@ -116,7 +116,7 @@ def cases(draw: st.DrawFn) -> tuple[Options, Batch, Layout, Precision]:
 @settings(max_examples=150, deadline=None)
 @given(cases())
 def test_deepspeed_reads_every_key_and_derives_our_batch(case: tuple[Options, Batch, Layout, Precision]) -> None:
-    """DeepSpeed's parser takes any config that we build, looks at every key of it, and counts the batch as we do."""
+    """DeepSpeed's parser accepts every config that we build, reads all of its keys, and computes the same batch."""
     chosen, batch, layout, precision = case
     for builder, accumulation in ((build, batch.accumulation), (build_eval, 1)):
         config, notes = builder(chosen, batch, layout, precision)
@@ -137,8 +137,8 @@ def test_deepspeed_reads_every_key_and_derives_our_batch(case: tuple[Options, Ba
 
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.sampled_from(["train_batch_size", "gradient_accumulation_steps", "zero_optimization"]))
-def test_the_memory_of_keys_can_fail(case: tuple[Options, Batch, Layout, Precision], name: str) -> None:
-    """The check above sees a key that DeepSpeed does not look at, at the top and below a section."""
+def test_the_check_for_unread_keys_can_fail(case: tuple[Options, Batch, Layout, Precision], name: str) -> None:
+    """The check above finds a key that DeepSpeed does not read, at the top level and in a section."""
     chosen, batch, layout, precision = case
     config, _ = build(chosen, batch, layout, precision)
     config |= {"no_such_key": 1, "checkpoint": {"load_universal": True, "no_such_key": 1}}
@@ -148,14 +148,14 @@ def test_the_memory_of_keys_can_fail(case: tuple[Options, Batch, Layout, Precisi
 
 
 @pytest.mark.parametrize("section", STRICT)
-def test_sections_refuse_what_they_do_not_know(section: str) -> None:
-    """The sections left out of the check above raise at an unknown key, so that parsing them is the check."""
+def test_sections_refuse_unknown_keys(section: str) -> None:
+    """The sections that the check above skips raise an error for an unknown key."""
     with pytest.raises(Exception, match="no_such_key"):
         parse({"train_batch_size": 1, section: {"no_such_key": 1}}, 1)
 
 
 def test_a_whole_config() -> None:
-    """ZeRO 3 with all of offload, hpZ and Ulysses, as one dict to read."""
+    """ZeRO 3 with offload, hpZ and Ulysses gives exactly this dict."""
     chosen = Options(
         zero_stage=3,
         offload_param="nvme",
@@ -193,7 +193,7 @@ def test_a_whole_config() -> None:
 
 
 def test_an_evaluation_config_trains_nothing() -> None:
-    """Of a stage-3 training config the evaluation keeps the partition, and nothing of optimizer or compiler."""
+    """The evaluation config keeps stage 3's partition options, but nothing about optimizer or compiler."""
     chosen = Options(
         zero_stage=3,
         offload_param="cpu",
@@ -210,7 +210,7 @@ def test_an_evaluation_config_trains_nothing() -> None:
 
 
 def test_optimizers() -> None:
-    """Each name gives DeepSpeed what makes it choose that optimizer; Muon goes without reduce_scatter."""
+    """Each name makes DeepSpeed choose that optimizer; Muon disables reduce_scatter."""
     named = {
         name: build(Options(zero_stage=2, optimizer=name), BATCH, DP4, BF16)[0]
         for name in ("none", "adamw", "torch_adamw", "muon")
@@ -225,37 +225,37 @@ def test_optimizers() -> None:
     assert {name for name, config in named.items() if "zero_force_ds_cpu_optimizer" in config} == {"none"}
 
 
-REFUSED = [  # options, words of the message
+REFUSED = [  # options, part of the message
     ({"zero_stage": 4}, "deepspeed.zero_stage is 4, expected one of: 0, 1, 2, 3"),
     ({"offload_param": "disk"}, "deepspeed.offload_param is 'disk', expected one of: none, cpu, nvme"),
     ({"optimizer": "adam"}, "deepspeed.optimizer is 'adam', expected one of: none, adamw, torch_adamw, muon"),
     (
         {"zero_stage": 2, "offload_param": "cpu"},
-        "offload_param is cpu with deepspeed.zero_stage 2, and DeepSpeed does so",
+        "offload_param is cpu with deepspeed.zero_stage 2, but DeepSpeed supports",
     ),
-    ({"offload_optimizer": "cpu"}, "DeepSpeed does so from stage 1 on"),
+    ({"offload_optimizer": "cpu"}, "DeepSpeed supports that only in stages 1 to 3"),
     ({"zero_stage": 2, "offload_optimizer": "nvme", "nvme_path": "/x"}, "would use the CPU below stage 3"),
-    ({"zero_stage": 3, "offload_param": "nvme"}, "deepspeed.nvme_path is not set: give a folder"),
-    ({"nvme_path": "/x"}, "nvme_path is '/x', and nothing is offloaded"),
+    ({"zero_stage": 3, "offload_param": "nvme"}, "deepspeed.nvme_path is not set: set it to a folder"),
+    ({"nvme_path": "/x"}, "nvme_path is '/x', but nothing is offloaded"),
     ({"zero_stage": 2, "hpz": 4}, "hpz is 4 with deepspeed.zero_stage 2"),
     ({"hpz": 0}, "deepspeed.hpz is 0, expected 1"),
     ({"overlap_comm": True}, "overlap_comm is True with deepspeed.zero_stage 0"),
     ({"gradient_clipping": -1.0}, "gradient_clipping is -1.0, expected 0"),
-    ({"optimizer_params": {"lr": 1}}, "deepspeed.optimizer is none: choose one"),
-    ({"zero": 3}, "deepspeed.zero is no option, expected one of: zero_stage, offload_param"),
+    ({"optimizer_params": {"lr": 1}}, "deepspeed.optimizer is none: choose an optimizer"),
+    ({"zero": 3}, "deepspeed.zero: no such option, expected one of: zero_stage, offload_param"),
 ]
 
 
-@pytest.mark.parametrize(("given_", "words"), REFUSED)
-def test_what_deepspeed_would_not_heed_is_refused(given_: dict[str, Any], words: str) -> None:
-    """An option that DeepSpeed would drop in silence, or refuse in the job, is refused with its key and its value."""
+@pytest.mark.parametrize(("given_", "part"), REFUSED)
+def test_options_that_deepspeed_would_ignore(given_: dict[str, Any], part: str) -> None:
+    """An option that DeepSpeed would silently ignore, or refuse in the job, is an error with its key and value."""
     with pytest.raises(RequestError) as raised:
         options(given_)
-    assert words in str(raised.value)
+    assert part in str(raised.value)
 
 
 def test_layouts_that_deepspeed_cannot_count() -> None:
-    """Tensor parallel ranks that DeepSpeed does not know of, or beside sequence parallel ones, are refused."""
+    """Tensor parallel ranks unknown to DeepSpeed, or combined with sequence parallel ranks, are an error."""
     tp = Layout(dp_replicate=4, tp=2)
     with pytest.raises(RequestError, match=r"average gradients over tensor parallel ranks; set deepspeed.autotp=true"):
         build(Options(autotp=False), BATCH, tp, BF16)
@@ -272,27 +272,27 @@ def test_layouts_that_deepspeed_cannot_count() -> None:
         build(Options(), BATCH, DP4, Precision("int8", "fp32"))
 
 
-def test_what_the_user_wrote_wins_and_is_named() -> None:
-    """Nested keys are merged, theirs stand, and only those that contradict ours are named, with both values."""
-    by_hand = {
+def test_the_users_ds_config_wins_with_notes() -> None:
+    """Nested keys are merged, the user's win, and each that overrides an option gives a note with both values."""
+    given_config = {
         "zero_optimization": {"stage": 3, "reduce_bucket_size": 1000},
         "gradient_clipping": None,
         "steps_per_print": 10,
         "zero_allow_untested_optimizer": True,
     }
-    before = copy.deepcopy(by_hand)
-    config, notes = build(Options(zero_stage=2, gradient_clipping=1.0, ds_config=by_hand), BATCH, DP4, FP32)
+    before = copy.deepcopy(given_config)
+    config, notes = build(Options(zero_stage=2, gradient_clipping=1.0, ds_config=given_config), BATCH, DP4, FP32)
     assert config["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 1000}
     assert config["steps_per_print"] == 10 and "gradient_clipping" not in config
     assert notes == [
-        "ds_config.zero_optimization.stage: 3, by your hand, and not 2 as the options say",
-        "ds_config.gradient_clipping: None, by your hand, and not 1.0 as the options say",
+        "ds_config.zero_optimization.stage: your value 3 overrides 2 from the deepspeed options",
+        "ds_config.gradient_clipping: your value None overrides 1.0 from the deepspeed options",
     ]
-    assert by_hand == before
+    assert given_config == before
 
 
-def test_another_optimizer_takes_no_parameters_of_ours() -> None:
-    """With a type of their own our parameters go; with the same type they are merged."""
+def test_another_optimizer_drops_our_parameters() -> None:
+    """If the user sets another optimizer type, our parameters are dropped; with the same type they are merged."""
     ours = Options(optimizer="adamw", optimizer_params={"lr": 1e-3, "betas": [0.9, 0.95]})
     lion = Options(**{**vars(ours), "ds_config": {"optimizer": {"type": "Lion", "params": {"lr": 1}}}})
     config, notes = build(lion, BATCH, DP4, FP32)
@@ -301,23 +301,27 @@ def test_another_optimizer_takes_no_parameters_of_ours() -> None:
     assert build(same, BATCH, DP4, FP32)[0]["optimizer"]["params"] == {"lr": 1, "betas": [0.9, 0.95]}
 
 
-def test_another_precision_is_theirs_alone() -> None:
-    """fp16 by hand over our bf16 leaves fp16 alone, which DeepSpeed takes, and is named."""
+def test_another_precision_replaces_ours() -> None:
+    """The user's fp16 replaces our bf16, DeepSpeed accepts it, and a note names it."""
     config, notes = build(Options(ds_config={"fp16": {"enabled": True}}), BATCH, DP4, BF16)
     assert "bf16" not in config and parse(config, 4).float16_config.enabled
-    assert notes == ["ds_config.fp16.enabled: True, by your hand, and not bf16 as the options say"]
+    assert notes == ["ds_config.fp16.enabled: your value True overrides bf16 from precision.param"]
 
 
-def test_the_word_auto_is_left_out_and_named() -> None:
-    """'auto' of a config written for Hugging Face is left out, so that ours stands; where DeepSpeed knows it it stays."""
-    by_hand = {"train_batch_size": "auto", "bf16": {"enabled": "auto"}, "data_types": {"keep_in_fp32_modules": "auto"}}
-    config, notes = build(Options(ds_config=by_hand), BATCH, DP4, BF16)
+def test_auto_is_skipped_with_a_note() -> None:
+    """'auto' from a config for Hugging Face is skipped in favor of our value, unless DeepSpeed accepts it there."""
+    given_config = {
+        "train_batch_size": "auto",
+        "bf16": {"enabled": "auto"},
+        "data_types": {"keep_in_fp32_modules": "auto"},
+    }
+    config, notes = build(Options(ds_config=given_config), BATCH, DP4, BF16)
     assert config["train_batch_size"] == 24 and config["bf16"] == {"enabled": True}
     assert config["data_types"] == {"keep_in_fp32_modules": "auto"}
     assert [note.partition(":")[0] for note in notes] == ["ds_config.train_batch_size", "ds_config.bf16.enabled"]
 
 
-BY_HAND = [  # what the user set of the three; micro, accumulation, total of 4 data parallel ranks with ours at 2, 3, 24
+GIVEN = [  # the user's numbers; the resulting micro, accumulation, total for 4 data parallel ranks, ours being 2, 3, 24
     ({"train_batch_size": 48}, (2, 6, 48)),
     ({"train_micro_batch_size_per_gpu": 1}, (1, 3, 12)),
     ({"gradient_accumulation_steps": 1}, (2, 1, 8)),
@@ -327,16 +331,16 @@ BY_HAND = [  # what the user set of the three; micro, accumulation, total of 4 d
 ]
 
 
-@pytest.mark.parametrize(("by_hand", "expected"), BY_HAND)
-def test_a_batch_by_hand_is_completed_without_rounding(by_hand: dict[str, int], expected: tuple[int, int, int]) -> None:
-    """What is set of DeepSpeed's three numbers stands, the others follow, and DeepSpeed agrees."""
-    config, notes = build(Options(ds_config=by_hand), BATCH, DP4, FP32)
+@pytest.mark.parametrize(("given_config", "expected"), GIVEN)
+def test_the_users_batch_is_completed_exactly(given_config: dict[str, int], expected: tuple[int, int, int]) -> None:
+    """The user's numbers are kept, the others are computed from them, and DeepSpeed agrees."""
+    config, notes = build(Options(ds_config=given_config), BATCH, DP4, FP32)
     assert triple(parse(config, 4)) == expected
-    assert len(notes) == len(by_hand)
+    assert len(notes) == len(given_config)
 
 
-def test_a_batch_by_hand_that_does_not_divide_is_refused() -> None:
-    """DeepSpeed would floor, even to zero; we say which numbers work."""
+def test_a_users_batch_that_does_not_divide() -> None:
+    """DeepSpeed would round down, even to zero; our error names the numbers that work."""
     with pytest.raises(RequestError, match=r"ds_config.train_batch_size: .*26 is not a multiple of micro 2.*24 or"):
         build(Options(ds_config={"train_batch_size": 26}), BATCH, DP4, FP32)
     with pytest.raises(RequestError, match=r"ds_config.train_batch_size is 2.5, expected a whole number"):
@@ -345,8 +349,8 @@ def test_a_batch_by_hand_that_does_not_divide_is_refused() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(cases())
-def test_what_depends_on_no_ranks_is_part_of_the_whole(case: tuple[Options, Batch, Layout, Precision]) -> None:
-    """without_ranks() says of optimizer, ZeRO and compiler what build() says, and leaves a batch by hand alone."""
+def test_the_config_without_ranks_is_part_of_the_whole(case: tuple[Options, Batch, Layout, Precision]) -> None:
+    """without_ranks() has the same optimizer, ZeRO and compiler sections as build(), and no batch."""
     chosen, batch, layout, precision = case
     whole, _ = build(chosen, batch, layout, precision)
     part = without_ranks(Options(**{**vars(chosen), "ds_config": {"train_batch_size": 7}}))

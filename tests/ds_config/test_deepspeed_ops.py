@@ -1,4 +1,4 @@
-"""Which ops a ds_config compiles."""
+"""needed() returns the ops that a ds_config compiles."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ CASES = [
 
 @pytest.mark.parametrize(("ds_config", "device", "expected"), CASES)
 def test_needed(ds_config: dict[str, Any], device: str, expected: tuple[str, ...]) -> None:
-    """An op for the optimizer where it lives, for NVMe, for DeepCompile and for quantized ZeRO++."""
+    """The optimizer on its device, NVMe, DeepCompile and quantized ZeRO++ each need an op."""
     assert needed(ds_config, device) == expected
 
 
 @pytest.mark.deepspeed
-def test_deepspeed_knows_each_op_by_our_name() -> None:
-    """Each op that we name is built by the builder that we name, in a folder of that name."""
+def test_the_names_of_ops_are_deepspeeds() -> None:
+    """Each op in our table is built by the builder in the table, in a folder of that name."""
     from deepspeed.ops.op_builder import all_ops
     from deepspeed.ops.op_builder.cpu import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder, ShareMemCommBuilder
 
     here = (AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder, ShareMemCommBuilder)
     builders = {builder.NAME: builder.__name__ for builder in here}
     assert builders.items() <= BUILDERS.items()
-    assert all_ops.__op_builders__  # the rest belong to a GPU: their names, from the sources
+    assert all_ops.__op_builders__  # the others need a GPU: read their names from the source
     for name, builder in BUILDERS.items():
         assert builders.get(name) or _named_in_source(all_ops.__file__, name, builder), name
 

@@ -1,4 +1,4 @@
-"""Versions are compared as versions, and what DeepSpeed silently does wrong is refused."""
+"""Versions are compared as versions, and what DeepSpeed silently does wrong is an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 
 from hpcinit.base.versions import installed, key
-from hpcinit.deepspeed.deepspeed_versions import KEYS, check, states_can_move, tp_to_divide, unread, waiting
+from hpcinit.deepspeed.deepspeed_versions import KEYS, check, tp_to_divide, unread, waiting
 
 pytestmark = pytest.mark.deepspeed
 
@@ -38,20 +38,20 @@ versions = st.builds(
 
 @given(versions, versions)
 def test_versions_sort_as_packaging_sorts_them(one: str, other: str) -> None:
-    """key() orders any two versions as packaging.version does, leaving out what follows '+'."""
+    """key() orders any two versions as packaging.version does, ignoring the part after '+'."""
     ours = (key(one) > key(other)) - (key(one) < key(other))
     left, right = Version(Version(one).public), Version(Version(other).public)
     assert ours == (left > right) - (left < right)
 
 
 def test_versions_are_not_compared_as_text() -> None:
-    """0.16.10 comes after 0.16.4 and 0.9.5 before it, which as strings is the other way round."""
+    """0.16.10 is later than 0.16.4, and 0.9.5 is earlier, although as text the order is reversed."""
     ages = ["0.9.5", "0.16.4", "0.16.10"]
     assert sorted(sorted(ages), key=key) == ages != sorted(ages)
 
 
-def test_what_is_no_version_is_named() -> None:
-    """A text that is no version raises and is shown."""
+def test_an_invalid_version() -> None:
+    """The error for an invalid version contains it."""
     with pytest.raises(ValueError, match="'unknown' is not a version, expected something like"):
         key("unknown")
 
@@ -69,13 +69,13 @@ def test_what_is_no_version_is_named() -> None:
 )
 def test_deepcompile_with_a_torch_that_is_too_new(deepspeed: str, torch: str, refused: bool) -> None:
     """Before DeepSpeed 0.19.0, DeepCompile prepares nothing with torch 2.9 and fails in its first step."""
-    said = check(DEEPCOMPILE | zero(3), deepspeed, torch)
-    assert bool(said) == refused
+    problems = check(DEEPCOMPILE | zero(3), deepspeed, torch)
+    assert bool(problems) == refused
     expected = f"torch {torch} with DeepSpeed {deepspeed} is installed, expected DeepSpeed 0.19.0 or later, or torch"
-    assert all(expected in each for each in said)
+    assert all(expected in each for each in problems)
 
 
-def test_what_deepspeed_refuses_itself_is_left_to_it() -> None:
+def test_deepspeed_itself_refuses_removed_keys() -> None:
     """For each key that the installed DeepSpeed removed, its own parser raises an error that names the key."""
     from deepspeed.runtime import config as parser
 
@@ -86,62 +86,58 @@ def test_what_deepspeed_refuses_itself_is_left_to_it() -> None:
         assert str(caught.value) == message and len(message) > 40
 
 
-def test_combinations_that_no_version_does_are_named() -> None:
-    """AutoTP without bf16, and DeepCompile without ZeRO, are said at any version."""
-    assert "needs it: precision.param=bf16" in check({"tensor_parallel": {"autotp_size": 4}}, "0.19.8", "2.13")[0]
-    assert "DeepCompile does stages 1 to 3" in check(DEEPCOMPILE, "0.19.8", "2.13")[0]
+def test_combinations_that_no_version_supports() -> None:
+    """AutoTP without bf16, and DeepCompile without ZeRO, are errors with any version."""
+    assert (
+        "AutoTP needs it: precision.param=bf16" in check({"tensor_parallel": {"autotp_size": 4}}, "0.19.8", "2.13")[0]
+    )
+    assert "DeepCompile needs stage 1 to 3" in check(DEEPCOMPILE, "0.19.8", "2.13")[0]
 
 
-def test_an_ordinary_config_is_left_alone() -> None:
-    """Plain ZeRO with AdamW needs nothing of any version, and autotp_size 1 is no AutoTP."""
+def test_an_ordinary_config_has_no_problems() -> None:
+    """Plain ZeRO with AdamW works with any version, and autotp_size 1 is not AutoTP."""
     config = zero(3) | {"optimizer": {"type": "AdamW"}, "tensor_parallel": {"autotp_size": 1}, "nebula": None}
     assert check(config, "0.18.5", "2.7.0") == [] == check(config, "0.19.8", "2.13.0")
 
 
-def test_states_move_outside_stage_3_above_0_17_5() -> None:
-    """offload_states works in stage 3 from 0.15.2 on, in 1 and 2 from 0.17.6 on, and never without ZeRO."""
-    assert [states_can_move(stage, "0.17.5") for stage in range(4)] == [False, False, False, True]
-    assert [states_can_move(stage, "0.17.6") for stage in range(4)] == [False, True, True, True]
-
-
 def test_stage_3_on_cpus_gathers_one_by_one_before_0_19_8() -> None:
-    """Where DeepSpeed does not wait for all gathers, ours goes another way; who forbids that is told what comes of it."""
-    mended = {"zero_optimization": {"stage": 3, "stage3_allgather_sequential": True}}
+    """If DeepSpeed does not wait for all gathers, the sequential path is used; a user who disables it gets a note."""
+    fixed = {"zero_optimization": {"stage": 3, "stage3_allgather_sequential": True}}
     for version in ("0.18.5", "0.19.7"):
-        assert waiting(zero(3), version, "cpu") == waiting(mended, version, "cpu") == (mended, [])
+        assert waiting(zero(3), version, "cpu") == waiting(fixed, version, "cpu") == (fixed, [])
         assert waiting(zero(3), version, "cuda") == (zero(3), [])
         assert waiting(zero(2), version, "cpu") == (zero(2), [])
     assert waiting(zero(3), "0.19.8", "cpu") == (zero(3), [])
     forbidden = {"zero_optimization": {"stage": 3, "stage3_allgather_sequential": False}}
     config, (note,) = waiting(forbidden, "0.18.5", "cpu")
     assert config == forbidden
-    assert "stage3_allgather_sequential: False, by your hand; DeepSpeed 0.18.5 on CPUs then reads" in note
-    assert "leave the key out, or update DeepSpeed" in note
+    assert "stage3_allgather_sequential is False: DeepSpeed 0.18.5 on CPUs then gives wrong losses" in note
+    assert "remove the key, or update DeepSpeed" in note
 
 
 def test_before_0_18_6_the_model_is_divided_before_initialize() -> None:
-    """AutoTP's division is initialize()'s work from 0.18.6 on, and tp_model_init()'s before; without AutoTP nobody's."""
+    """From 0.18.6 on initialize() divides the model for AutoTP, before that tp_model_init() does."""
     autotp = {"tensor_parallel": {"autotp_size": 4}}
     assert [tp_to_divide(autotp, version) for version in ("0.18.5", "0.18.6", "0.19.8")] == [4, 1, 1]
     assert tp_to_divide(zero(1), "0.18.5") == 1
 
 
 def test_versions_are_read_without_an_import() -> None:
-    """installed() finds torch's version and does not import it; what is not there is ''."""
+    """installed() finds torch's version without importing it; it is '' for a missing package."""
     code = "import sys; from hpcinit.base.versions import installed as i; print(i('torch'), 'torch' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert said == [installed("torch"), "False"]
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert printed == [installed("torch"), "False"]
     assert installed("no-such-package-as-this") == ""
 
 
-# Every key that is looked up at the top of a ds_config while DeepSpeed reads one.
-ASK = """
+# Prints every key that DeepSpeed reads at the top level of a ds_config.
+READ_KEYS = """
 import warnings; warnings.simplefilter("ignore")
-asked = set()
+keys = set()
 class Noting(dict):
-    def get(self, key, default=None): asked.add(key); return super().get(key, default)
-    def __getitem__(self, key): asked.add(key); return super().__getitem__(key)
-    def __contains__(self, key): asked.add(key); return super().__contains__(key)
+    def get(self, key, default=None): keys.add(key); return super().get(key, default)
+    def __getitem__(self, key): keys.add(key); return super().__getitem__(key)
+    def __contains__(self, key): keys.add(key); return super().__contains__(key)
     def __deepcopy__(self, memo): return self
     def keys(self): return Names(self)
 class Names:
@@ -150,13 +146,13 @@ class Names:
     def __iter__(self): return dict.__iter__(self.of)
 from deepspeed.runtime.config import DeepSpeedConfig
 DeepSpeedConfig(Noting(train_batch_size=1, train_micro_batch_size_per_gpu=1))
-print("FOUND", *sorted(asked))
+print("FOUND", *sorted(keys))
 """
 
 
 def test_the_keys_are_those_that_deepspeed_reads() -> None:
-    """Every key that the installed DeepSpeed looks up in a ds_config is known, so no valid key causes a warning."""
-    done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=True)
+    """KEYS contains every key that the installed DeepSpeed reads, so no valid key causes a warning."""
+    done = subprocess.run([sys.executable, "-c", READ_KEYS], capture_output=True, text=True, check=True)
     [line] = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
     top = set(line.removeprefix("FOUND").split())
     assert len(top) > 50 and "zero_optimization" in top and "optimizer" in top and top <= KEYS
@@ -167,9 +163,9 @@ def test_a_key_that_deepspeed_ignores_is_named() -> None:
     right = {"steps_per_print": 5, "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 1}, "fp16": {}}
     assert unread(right) == []
     assert unread({"step_per_print": 5, "gradient_cliping": 1, "mine": 0}) == [
-        "ds_config.step_per_print: DeepSpeed reads no such key, and passes over it in silence; "
+        "ds_config.step_per_print: DeepSpeed has no such key and would silently ignore it; "
         "did you mean steps_per_print?",
-        "ds_config.gradient_cliping: DeepSpeed reads no such key, and passes over it in silence; "
+        "ds_config.gradient_cliping: DeepSpeed has no such key and would silently ignore it; "
         "did you mean gradient_clipping?",
-        "ds_config.mine: DeepSpeed reads no such key, and passes over it in silence",
+        "ds_config.mine: DeepSpeed has no such key and would silently ignore it",
     ]

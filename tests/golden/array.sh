@@ -1,22 +1,20 @@
 #!/bin/bash
-
-# Parameters
+# smoke: -m hpcinit.jobs.smoke, 2 nodes x 2 ranks
 #SBATCH --array=0-2%4
 #SBATCH --chdir=/shared/me/project
-#SBATCH --cpus-per-task=8
-#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=2
+#SBATCH --gpus-per-node=2
 #SBATCH --job-name=smoke
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=2
 #SBATCH --open-mode=append
 #SBATCH --output=/shared/me/runs/x-0001/1%3a/logs/job.log
 #SBATCH --partition=main
-#SBATCH --time=10
+#SBATCH --time=00:10:00
 
-# setup
 # Stop unless sbatch started this script as a task of a job array, which selects the run folder.
 [ -n "${SLURM_ARRAY_TASK_ID:-}" ] ||
-  { echo "$0 is for an array of jobs; start a task with: sbatch --array=NUMBER $(printf %q "$0")" >&2; exit 2; }
+  { echo "not in a job array; start a task with: sbatch --array=NUMBER $(printf %q "$0")" >&2; exit 2; }
 # sbatch passes this token to the job, where every rank could read it, and srun would use it instead of munge.
 unset SLURM_JWT
 
@@ -42,29 +40,28 @@ trap 'exit 143' TERM
 trap 'hpcinit_record ended $?' EXIT
 HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}"
 
-# Slurm, or scontrol requeue, started this job again: record it, and mark in the log where this attempt begins.
+# Slurm, or scontrol requeue, started this job again: record it, and mark the start of this attempt in the log.
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
   printf '{"job": "%s", "restart": %d, "time": %d, "reason": "slurm"}\n' \
     "$hpcinit_job" "$SLURM_RESTART_COUNT" "$(date +%s)" >> "$hpcinit_restarts"
-  echo "hpcinit: restart $SLURM_RESTART_COUNT of job $hpcinit_job begins on $SLURM_JOB_NODELIST"
+  echo "hpcinit: new attempt: restart $SLURM_RESTART_COUNT of job $hpcinit_job starts on $SLURM_JOB_NODELIST"
   rm -f "$hpcinit_stopped"
 fi
 
-# When the job ends: no start-up waits longer.
+# When the job ends. No start-up waits longer.
 export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 10))}" HPCINIT_JOB_LIMIT_S=600
 
 # Variables of cluster.env and job.env.
 export OMP_NUM_THREADS=1
-# This task's own variables are in a file, which is not read if another user could have written it. The rule is that of
-# hpcinit/base/safe_files.py, without its exception for a private group. The open file is checked and then read, so that
-# no other file can take its place in between.
+# Files in the run folder are not read if another user could have written them, with the rule of
+# hpcinit/base/safe_files.py without private groups. The open file is checked, so it cannot be replaced in between.
 hpcinit_source() { # read the file $1 into this shell, or end the job
   local fd
   exec {fd}< "$1" || { echo "hpcinit: error: $1 cannot be read on $(hostname)" >&2; exit 1; }
   # '1000:600' is the owner and the mode in octal. 2, 3, 6 and 7 for the group or others include the right to write.
   [[ $(stat -Lc %u:%a "/dev/fd/$fd") =~ ^($EUID|0):[0-7]*[0145][0145]$ ]] || {
-    echo "hpcinit: error: $1 can be written by another user ($(stat -c 'owner %U, mode %a' "$1"))," \
-      "expected yours alone: submit again" >&2
+    echo "hpcinit: error: another user can write $1 ($(stat -c 'owner %U, mode %a' "$1"))," \
+      "expected only you: submit again" >&2
     exit 1
   }
   . "/dev/fd/$fd"
@@ -72,6 +69,5 @@ hpcinit_source() { # read the file $1 into this shell, or end the job
 }
 hpcinit_source "$HPCINIT_RUN/env.sh"
 
-# command
-export SUBMITIT_EXECUTOR=slurm
-srun --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=8 --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/"$((1000 + SLURM_ARRAY_TASK_ID))"/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/"$((1000 + SLURM_ARRAY_TASK_ID))"/spec.json
+# Start the ranks. Each one runs: -m hpcinit.jobs.smoke
+srun --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=2 --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/"$((1000 + SLURM_ARRAY_TASK_ID))"/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/"$((1000 + SLURM_ARRAY_TASK_ID))"/spec.json

@@ -1,9 +1,8 @@
 #!/bin/bash
-
-# Parameters
+# smoke: -m hpcinit.jobs.smoke, 3 nodes x 2 ranks
 #SBATCH --account=proj-1
 #SBATCH --chdir=/shared/me/project
-#SBATCH --comment='two words, a # and $HOME'
+#SBATCH --comment='a blank, a # and $HOME'
 #SBATCH --cpus-per-task=7
 #SBATCH --exclusive
 #SBATCH --gres=gpu:a100:4
@@ -18,11 +17,10 @@
 #SBATCH --qos=long
 #SBATCH --requeue
 #SBATCH --signal=USR2@120
-#SBATCH --time=90
+#SBATCH --time=01:30:00
 
-# setup
 # Stop unless sbatch started this script: outside of a job, srun requests one without the options above.
-[ -n "${SLURM_JOB_ID:-}" ] || { echo "$0 is not in a job; start it with: sbatch $(printf %q "$0")" >&2; exit 2; }
+[ -n "${SLURM_JOB_ID:-}" ] || { echo "not in a Slurm job; start the script with: sbatch $(printf %q "$0")" >&2; exit 2; }
 # sbatch passes this token to the job, where every rank could read it, and srun would use it instead of munge.
 unset SLURM_JWT
 
@@ -48,15 +46,15 @@ trap 'exit 143' TERM
 trap 'hpcinit_record ended $?' EXIT
 HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}"
 
-# Slurm, or scontrol requeue, started this job again: record it, and mark in the log where this attempt begins.
+# Slurm, or scontrol requeue, started this job again: record it, and mark the start of this attempt in the log.
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
   printf '{"job": "%s", "restart": %d, "time": %d, "reason": "slurm"}\n' \
     "$hpcinit_job" "$SLURM_RESTART_COUNT" "$(date +%s)" >> "$hpcinit_restarts"
-  echo "hpcinit: restart $SLURM_RESTART_COUNT of job $hpcinit_job begins on $SLURM_JOB_NODELIST"
+  echo "hpcinit: new attempt: restart $SLURM_RESTART_COUNT of job $hpcinit_job starts on $SLURM_JOB_NODELIST"
   rm -f "$hpcinit_stopped"
 fi
 
-# When the job ends: no start-up waits longer.
+# When the job ends. No start-up waits longer.
 export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 90))}" HPCINIT_JOB_LIMIT_S=5400
 
 # The network interface and the folders of the cluster.
@@ -72,9 +70,8 @@ module load gcc cuda || { echo 'hpcinit: error: cluster.modules: `module load` f
 export NCCL_DEBUG=WARN
 export GREETING='hello world'
 
-# cluster.setup, shell by design.
+# Shell lines of cluster.setup.
 ulimit -c 0
 
-# command
-export SUBMITIT_EXECUTOR=slurm
+# Start the ranks. Each one runs: -m hpcinit.jobs.smoke
 srun --nodes=3 --ntasks=6 --ntasks-per-node=2 --cpus-per-task=7 --export=ALL --mpi=none --kill-on-bad-exit=0 --cpu-bind=cores --gpu-bind=closest --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

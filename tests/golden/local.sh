@@ -1,15 +1,13 @@
 #!/bin/bash
-
-# Parameters
+# smoke: -m hpcinit.jobs.smoke, 2 nodes x 2 ranks
 #SBATCH --chdir=/shared/me/project
 #SBATCH --job-name=smoke
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=2
 #SBATCH --open-mode=append
 #SBATCH --output=/shared/me/runs/x-0001/logs/job.log
-#SBATCH --time=60
+#SBATCH --time=01:00:00
 
-# setup
 # sbatch passes this token to the job, where every rank could read it, and srun would use it instead of munge.
 unset SLURM_JWT
 
@@ -33,13 +31,12 @@ trap 'exit 143' TERM
 trap 'hpcinit_record ended $?' EXIT
 HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}"
 
-# When the job ends: no start-up waits longer.
+# When the job ends. No start-up waits longer.
 export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 60))}" HPCINIT_JOB_LIMIT_S=3600
 
 # Variables of cluster.env and job.env.
 export GLOO_SOCKET_IFNAME=lo
 export OMP_NUM_THREADS=1
 
-# command
-export SUBMITIT_EXECUTOR=slurm
+# Start the ranks. Each one runs: -m hpcinit.jobs.smoke
 /shared/me/venv/bin/python -m hpcinit.local.step --nodes=2 --ntasks=4 --ntasks-per-node=2 --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

@@ -2,7 +2,7 @@
 
     python -m tests.gpu [--part 1|2|all] [--out FOLDER] [--cpu] [--only NAME,NAME] [--list]
 
-Needs torch with CUDA (2.10 or newer), numpy and Python 3.10 or newer. Installs nothing and uses no network.
+Needs torch with CUDA (2.10 or newer), numpy and Python 3.10 or newer. It installs nothing and uses no network.
 Exit status: 0 no claim failed, 1 some did, 2 the suite cannot start.
 """
 
@@ -29,8 +29,8 @@ from tests.gpu.checks import CHECKS, CPU_FACTOR, PART_S, Check
 from tests.gpu.findings import CPU_LABEL, FAILED, NOT_SHOWN, Finding, Findings
 
 ROOT = Path(__file__).parents[2]
-ENV_TOKEN = "GPU_SUITE_TOKEN"  # in the environment of every process that a check starts: none is left behind
-# The suite may itself run inside a job: what a launcher has set for it is not for the ranks that it starts.
+ENV_TOKEN = "GPU_SUITE_TOKEN"  # in the environment of every process that a check starts, to find and kill them
+# The suite may run inside a job: the variables of its launcher are not for the ranks that it starts.
 FOREIGN = ("SLURM", "HPCINIT_", "PMI", "OMPI_", "TORCHELASTIC_")
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -84,7 +84,7 @@ def _refusal(problem: str, torch: bool) -> str:
 
 
 def _environment(cpu: bool) -> dict[str, str]:
-    """For all processes of the suite: no other launcher's variables, and one GPU or none."""
+    """Return the environment of all processes of the suite: no variables of another launcher, one GPU or none."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN) and name not in RANKS}
     first = kept.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
     kept["CUDA_VISIBLE_DEVICES"] = "" if cpu else first
@@ -94,13 +94,13 @@ def _environment(cpu: bool) -> dict[str, str]:
 
 
 def _machine(environment: dict[str, str]) -> dict[str, Any]:
-    """Looked at in a process of its own: this one never has a CUDA context."""
+    """Describe the machine in another process, so that this one never has a CUDA context."""
     command = [sys.executable, "-m", "tests.gpu.machine"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300, check=False)
     try:
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
-        return {"problem": f"looking at this machine ended with status {done.returncode}: {done.stderr[-500:]}"}
+        return {"problem": f"describing this machine failed with status {done.returncode}: {done.stderr[-500:]}"}
     return found
 
 
@@ -133,7 +133,7 @@ def _say(line: str, cpu: bool) -> None:
 
 
 def _one(check: Check, limit_s: float, environment: dict[str, str], out: Path, cpu: bool) -> report.Outcome:
-    """Run one check in a process of its own; whatever happens to it, what it has found so far is kept."""
+    """Run one check in a separate process. If it crashes, its findings so far are kept."""
     token, log = f"{os.getpid()}-{check.name}", out / f"logs/{check.name}.log"
     with tempfile.TemporaryDirectory(prefix=f"gpu-{check.name}-", ignore_cleanup_errors=True) as work:
         found = Path(work) / "findings.jsonl"
@@ -167,7 +167,7 @@ def _kill_later(token: str, seconds: float) -> threading.Timer:
 
 
 def _end_all(token: str) -> None:
-    """Kill what a check has left behind. Only its own processes have its token in their environment."""
+    """Kill the remaining processes of a check, which have its token in their environment."""
     wanted = f"{ENV_TOKEN}={token}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -180,14 +180,14 @@ def _tail(log: Path) -> str:
 
 
 def child(name: str, folder: Path, path: Path, cpu: bool) -> int:
-    """One check, in this process. An exception is a failed claim with its last line."""
+    """Run one check in this process. An exception is a failed claim with its last line."""
     check = next(one for one in CHECKS if one.name == name)
     found = Findings(path, cpu)
     try:
         importlib.import_module(check.module).main(found, folder)
     except Exception as error:
         traceback.print_exc()
-        found.add("the check ends well", FAILED, f"{type(error).__name__}: {str(error).strip()[-700:]}")
+        found.add("the check finishes", FAILED, f"{type(error).__name__}: {str(error).strip()[-700:]}")
         return 0
     return 0
 

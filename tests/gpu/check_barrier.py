@@ -11,14 +11,14 @@ from tests.gpu import starting
 from tests.gpu.findings import MISSING, NOT_SHOWN, Findings
 from tests.gpu.starting import Job
 
-# What torch prints where a barrier has to guess the device: up to 2.7 or so, and later.
+# torch's warnings if a barrier has to guess the device: up to about 2.7, and later.
 WARNINGS = ("devices used by this process are currently unknown", "using the device under current context")
 OTHER = "tests.runtime.test_first_barrier"
 
 
 def main(found: Findings, folder: Path) -> None:
     done = starting.run(Job("tests.gpu.check_barrier:bring_up"), folder / "barrier")
-    if not found.claim("init brings a group up", done.ok, "" if done.ok else done.tail()):
+    if not found.claim("init creates a group", done.ok, "" if done.ok else done.tail()):
         return
     one = done.first
     found.claim("the first barrier names the rank's device", one["ids"] == [one["index"]], str(one["ids"]), device=True)
@@ -28,7 +28,7 @@ def main(found: Findings, folder: Path) -> None:
 
 
 def _others(found: Findings, folder: Path) -> None:
-    """The test of the same in every layout that was recorded from Slurm, with this build of torch; its devices are fake."""
+    """Run the test of every layout recorded from Slurm with this build of torch. The devices are fakes."""
     name = "every recorded layout names its device in the first barrier (fake devices)"
     if importlib.util.find_spec(OTHER) is None:
         return found.add(name, NOT_SHOWN, f"there is no {OTHER}")
@@ -44,7 +44,7 @@ def _others(found: Findings, folder: Path) -> None:
 
 
 def bring_up() -> dict[str, Any]:
-    """Which device_ids the first barrier of init was called with."""
+    """Return the device_ids of the first barrier of init."""
     import torch.distributed as dist
 
     import hpcinit

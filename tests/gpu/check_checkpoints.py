@@ -42,7 +42,7 @@ def main(found: Findings, folder: Path) -> None:
 
 
 def _runs(folder: Path, row: Row) -> dict[str, Started]:
-    """An uninterrupted run, one that saves and stops, and one that resumes; none after the first that fails."""
+    """Run without interruption, then save and stop, then resume. Stop after the first failure."""
     name, how, ranks, layout = row
     place, runs = folder / "".join(letter if letter.isalnum() else "-" for letter in name), {}
     for part, until in (("whole", STEPS), ("stopped", SAVED), ("resumed", STEPS)):
@@ -64,13 +64,13 @@ def _compare(found: Findings, name: str, runs: dict[str, Any]) -> None:
     )
     after = whole[SAVED:]
     found.claim(f"{name}: the resumed losses are bit-identical", resumed == after, _first_difference(resumed, after))
-    found.claim(f"{name}: every generator stands where it stood", runs["resumed"]["random"])
+    found.claim(f"{name}: every generator's state is restored", runs["resumed"]["random"])
     draws = [runs[part]["draw"] for part in ("whole", "resumed")]
     found.claim(f"{name}: the device draws the same number afterwards", draws[0] == draws[1], str(draws), device=True)
 
 
 def _first_difference(one: list[str], other: list[str]) -> str:
-    """Losses as float.hex, so that nothing is rounded."""
+    """Return the first difference of the losses, which are in float.hex, without rounding."""
     for step, (a, b) in enumerate(zip(one, other, strict=False), 1):
         if a != b:
             apart = abs(float.fromhex(a) - float.fromhex(b))

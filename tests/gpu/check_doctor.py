@@ -1,4 +1,4 @@
-"""What the doctor's job reports of the device, and of another process that holds its memory."""
+"""Check that the doctor's job reports the device, and another process that uses its memory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.gpu.findings import MISSING, NOT_SHOWN, Findings
 from tests.gpu.starting import Job
 
 COMMAND_NEEDS = ("hydra-core", "omegaconf", "submitit", "rich", "psutil")
-HELD_GB = 2
-HOLD = f"""
+USED_GB = 2
+USE_MEMORY = f"""
 import torch, time
-kept = torch.empty({HELD_GB} << 30, dtype=torch.uint8, device="cuda")
-print("holding", flush=True)
+kept = torch.empty({USED_GB} << 30, dtype=torch.uint8, device="cuda")
+print("allocated", flush=True)
 time.sleep(600)
 """
 
@@ -37,8 +37,8 @@ def main(found: Findings, folder: Path) -> None:
 def _doctor(found: Findings, folder: Path) -> tuple[Report | None, list[Check]]:
     done = starting.run(Job("tests.gpu.check_doctor:doctor"), folder)
     reports = rank_report.read(folder)
-    well = done.ok and bool(reports) and reports[0].stage == MEASURED
-    if not found.claim(f"the doctor's job ends well ({folder.name})", well, "" if well else done.tail()):
+    measured = done.ok and bool(reports) and reports[0].stage == MEASURED
+    if not found.claim(f"the doctor's job completes ({folder.name})", measured, "" if measured else done.tail()):
         return None, []
     return reports[0], list(node_diagnosis.check_nodes(reports, 1, 1))
 
@@ -66,11 +66,11 @@ def _report(found: Findings, report: Report, checks: list[Check]) -> None:
     found.claim("bandwidth of copies", copies is not None, speeds, device=True)
     product = f"{1000 * min(report.matmul_s):.2f} ms" if report.matmul_s else ""
     found.claim("time of a matrix product", bool(report.matmul_s), product, device=True)
-    found.measured("all its lines", "; ".join(f"{one.grade} {one.about}: {one.said}" for one in checks))
+    found.measured("all its lines", "; ".join(f"{one.status} {one.about}: {one.detail}" for one in checks))
 
 
 def _reported(found: Findings, name: str, there: bool, detail: str) -> None:
-    """A value that nvidia-smi does not have on every machine: virtual ones lack some."""
+    """Report a value that nvidia-smi may not have: virtual machines lack some."""
     if there or found.cpu:
         found.claim(name, there, detail, device=True)
         return
@@ -78,11 +78,11 @@ def _reported(found: Findings, name: str, there: bool, detail: str) -> None:
 
 
 def _another_process(found: Findings, folder: Path) -> None:
-    """A process that holds memory of the device, as one of a job before this one would."""
-    name = "another process that holds memory of the device is named"
+    """Start a process that uses memory of the device, like one that an earlier job left behind."""
+    name = "another process that uses memory of the device is named"
     if found.cpu:
         return found.claim(name, False, "its diagnosis is tested with made-up output of nvidia-smi", device=True)
-    holder = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen([sys.executable, "-c", USE_MEMORY], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout is not None
         holder.stdout.readline()
@@ -92,8 +92,8 @@ def _another_process(found: Findings, folder: Path) -> None:
     finally:
         holder.kill()
         holder.wait()
-    lines = [one.said for one in checks if one.about == "devices' memory"]
-    detail = f"process {holder.pid} held {HELD_GB} GiB; nvidia-smi listed {listed}; the doctor: {'; '.join(lines)}"
+    lines = [one.detail for one in checks if one.about == "devices' memory"]
+    detail = f"process {holder.pid} used {USED_GB} GiB; nvidia-smi listed {listed}; the doctor: {'; '.join(lines)}"
     if not listed:
         found.claim("memory of a process that nvidia-smi does not list is reported", bool(lines), detail)
         return found.add(name, NOT_SHOWN, f"nvidia-smi lists no processes here, as in many containers; {detail}")
@@ -102,15 +102,15 @@ def _another_process(found: Findings, folder: Path) -> None:
 
 
 def _command(found: Findings, folder: Path) -> None:
-    """The command itself, which needs what a login node needs."""
+    """Run the command itself, which needs the packages of a login node."""
     name = "hpcinit doctor cluster=local nodes=1"
     if missing := [package for package in COMMAND_NEEDS if not installed(package)]:
         return found.add(name, MISSING, f"{', '.join(missing)}; the doctor's job above needs none of them")
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "hpcinit", "doctor", "cluster=local", "nodes=1", "ranks_per_node=1"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150, check=False)
-    said = [line for line in done.stdout.splitlines() if line.startswith(("bad", "devices", "warning"))]
-    found.claim(name, done.returncode == 0, f"status {done.returncode}: {'; '.join(said) or done.stderr[-300:]}")
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("fail", "devices", "warning"))]
+    found.claim(name, done.returncode == 0, f"status {done.returncode}: {'; '.join(lines) or done.stderr[-300:]}")
     return None
 
 
@@ -118,7 +118,7 @@ def _command(found: Findings, folder: Path) -> None:
 
 
 def doctor() -> Any:
-    """The doctor's job."""
+    """Run the doctor's job."""
     from hpcinit.jobs import doctor as job
 
     job.main()

@@ -1,4 +1,4 @@
-"""torch's flight recorder with a live group: dumps on demand and at the watchdog's timeout, and what is read of them."""
+"""torch's flight recorder with a live group: dumps on demand and at the watchdog's timeout, and what hpcinit reads from them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hpcinit.records import safeguards
 from hpcinit.why import flight_recorder, hang_verdict
 from tests.gpu import starting
 from tests.gpu.findings import Findings
@@ -21,28 +22,31 @@ def main(found: Findings, folder: Path) -> None:
 
 
 def _on_demand(found: Findings, folder: Path) -> None:
-    """Two dumps of one live group. The earlier one stands in for a second rank that has not entered the last collective:
-    two ranks with NCCL need two GPUs."""
-    done = starting.run(Job("tests.gpu.check_flight_recorder:dumps"), folder / "demand")
+    """Dump a group while rank 0 waits in a collective that rank 1 has not entered.
+
+    Two ranks with NCCL need two GPUs. On one GPU rank 1's dump is a fake: an earlier dump of rank 0, in a group of two.
+    """
+    ranks = 2 if found.cpu else 1
+    done = starting.run(Job("tests.gpu.check_flight_recorder:dumps", ranks=ranks), folder / "demand")
     if not found.claim("dumps of a live group on demand", done.ok, "" if done.ok else done.tail()):
         return
     kind = done.first["kind"]
     found.claim("the recorder is NCCL's", kind == "nccl", kind, device=True)
-    data = {name: bytes.fromhex(done.first[name]) for name in ("late", "early")}
-    found.measured("size of a dump", f"{len(data['late']):,} bytes, {done.first['ms']:.1f} ms to make")
-    recording = flight_recorder.recordings({0: flight_recorder.load(data["late"])})[0]
+    late_bytes, early_bytes = (bytes.fromhex(each) for each in (done.first["late"], done.results[-1]["early"]))
+    found.measured("size of a dump", f"{len(late_bytes):,} bytes, {done.first['ms']:.1f} ms to make")
+    recording = flight_recorder.recordings({0: flight_recorder.load(late_bytes)})[0]
     [(group, number)] = [(group, number) for group, number in recording.last.items() if "default_pg" in str(group)]
     late = recording.call((group, number))
     read = f"{late.name} of {late.input_sizes}, number {number}, {late.state}, {group}" if late else "nothing"
     right = late is not None and (late.name, late.input_sizes) == ("all_reduce", (((5,),),))
     found.claim("the last collective is read from the dump", right, read)
-    place = folder / "pair/flight"
-    place.mkdir(parents=True)
-    for rank, name in enumerate(("late", "early")):
-        (place / f"7.0.0.rank_{rank}").write_bytes(data[name])
-    verdict = hang_verdict.verdict(flight_recorder.read_attempt(folder / "pair", "7", 0))
+    pair = {rank: flight_recorder.load(data) for rank, data in enumerate((late_bytes, early_bytes))}
+    for dump in pair.values() if ranks == 1 else ():
+        for group_config in dump["pg_config"].values():
+            group_config["ranks"] = "[0, 1]"
+    verdict = hang_verdict.verdict(pair)
     named = [(culprit.rank, culprit.kind) for culprit in verdict.culprits] == [(1, "not-called")]
-    found.claim("the rank that is behind is named", named, "; ".join(verdict.lines()) or "no line")
+    found.claim("the rank that has not entered the collective is named", named, "; ".join(verdict.lines()) or "no line")
 
 
 def _at_timeout(found: Findings, folder: Path) -> None:
@@ -50,11 +54,11 @@ def _at_timeout(found: Findings, folder: Path) -> None:
     ranks = 2 if found.cpu else 1
     job = Job("tests.gpu.check_flight_recorder:hang", ranks=ranks, limit_s=HANG_S + 25)
     done = starting.run(job, folder / "timeout")
-    seconds = time.time() - done.began
+    seconds = time.time() - done.start_s
     lines = [line for line in done.output.splitlines() if "Watchdog caught" in line or "Timed out" in line]
     detail = f"status {done.status} after {seconds:.0f} s: {lines[0][-300:] if lines else done.tail(300)}"
     found.claim("a collective that hangs ends the rank", done.status not in {0, starting.STOPPED}, detail)
-    dumps = sorted((done.folder / flight_recorder.FLIGHT).glob("*.rank_*"))
+    dumps = sorted((done.folder / safeguards.FLIGHT).glob("*.rank_*"))
     written = f"{[path.name for path in dumps]}, of {[path.stat().st_size for path in dumps]} bytes"
     if (
         not found.claim("the watchdog writes a dump into the run folder", bool(dumps), written, device=True)
@@ -85,21 +89,27 @@ def _dump() -> tuple[str, bytes]:
 
 
 def dumps() -> dict[str, Any]:
-    """A dump between two collectives, and one after the second."""
+    """Return a dump between two collectives, and on rank 0 one during the second."""
     import torch
     import torch.distributed as dist
 
     import hpcinit
 
+    late, kind, ms = b"", "", 0.0
     with hpcinit.session() as run:
         dist.all_reduce(torch.ones(3, device=run.device))
-        _, early = _dump()
-        dist.all_reduce(torch.ones(5, device=run.device))
-        if run.device.type == "cuda":
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        kind, late = _dump()
-        ms = 1000 * (time.perf_counter() - began)
+        kind, early = _dump()
+        if run.rank == 0:
+            if run.device.type == "cuda":
+                torch.cuda._sleep(int(2e9))  # a second or more: the collective waits for this kernel
+            work = dist.all_reduce(torch.ones(5, device=run.device), async_op=True)
+            began = time.perf_counter()
+            kind, late = _dump()
+            ms = 1000 * (time.perf_counter() - began)
+            work.wait()
+        else:
+            time.sleep(3.0)  # rank 0 makes its dump in this time
+            dist.all_reduce(torch.ones(5, device=run.device))
     return {"kind": kind, "early": early.hex(), "late": late.hex(), "ms": ms}
 
 

@@ -27,7 +27,7 @@ def main(found: Findings, folder: Path) -> None:
 
 
 def _memory(found: Findings, folder: Path, which: dict[str, str], ranks: int) -> None:
-    """Three moments: the ranks are forked, each has a context, they are over."""
+    """Check the memory at three points: the ranks are forked, each has a context, they have ended."""
     place = folder / f"memory-{ranks}"
     before = device.settled_mb(which)
     seen: dict[str, Any] = {}
@@ -84,7 +84,7 @@ def _wait_for(place: Path, name: str, count: int) -> None:
 
 
 def _times(found: Findings, folder: Path) -> None:
-    """Rounds in turns, until all are done or the time is over."""
+    """Run rounds of each launcher in turn, until all are done or the time is up."""
     shapes = (1, 2) if found.cpu else (1, 8)
     rounds = 1 if found.cpu else ROUNDS
     took: dict[tuple[int, str], list[float]] = {(ranks, way): [] for ranks in shapes for way in WAYS}
@@ -98,7 +98,7 @@ def _times(found: Findings, folder: Path) -> None:
                 found.claim(f"{ranks} ranks start with {way}", False, done.tail())
                 return
             if number:
-                seconds.append(max(one["at"] for one in done.results) - done.began)
+                seconds.append(max(one["at"] for one in done.results) - done.start_s)
     for ranks in shapes:
         words = [
             f"{way} {median(took[ranks, way]):.2f} s ({min(took[ranks, way]):.2f} to {max(took[ranks, way]):.2f}, "
@@ -119,7 +119,7 @@ def _start(folder: Path, ranks: int, way: str) -> Started:
 
 
 def share() -> dict[str, Any]:
-    """A context of this rank's own when it is told so, then a gloo group with tensors on the device."""
+    """Create this rank's context on request, then a gloo group with tensors on the device."""
     import torch
     import torch.distributed as dist
 
@@ -144,12 +144,12 @@ def _until(path: Path) -> None:
     deadline = time.monotonic() + PHASE_S
     while not path.exists():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{path} was not made in {PHASE_S:.0f} s")
+            raise TimeoutError(f"{path} was not created in {PHASE_S:.0f} s")
         time.sleep(0.05)
 
 
 def first_all_reduce() -> dict[str, Any]:
-    """When the first all-reduce on the device was over."""
+    """Return when the first all-reduce on the device finished."""
     import torch
     import torch.distributed as dist
 

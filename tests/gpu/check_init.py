@@ -29,13 +29,11 @@ def _policy(found: Findings, folder: Path, policy: str) -> None:
     done = starting.run(Job("tests.gpu.check_init:bring_up", args={"policy": policy}), folder / policy)
     cpu_always = found.cpu and policy == "always"
     if cpu_always:
-        refused = done.status != 0 and "comm.device_id is always, and it cannot be" in done.output
+        refused = done.status != 0 and "comm.device_id=always is not possible" in done.output
         found.claim("device_id=always is refused on a CPU", refused, done.tail(200))
         found.claim("device_id=always binds the group to the device", False, device=True)
         return
-    if not found.claim(
-        f"init with device_id={policy} brings a group up, twice", done.ok, "" if done.ok else done.tail()
-    ):
+    if not found.claim(f"init with device_id={policy} creates a group, twice", done.ok, "" if done.ok else done.tail()):
         return
     for number, one in enumerate(done.first["inits"], 1):
         name = f"device_id={policy}, init {number}"
@@ -64,7 +62,7 @@ def _policy(found: Findings, folder: Path, policy: str) -> None:
 
 def _deepspeed(found: Findings, folder: Path) -> None:
     done = starting.run(Job("tests.gpu.check_init:with_deepspeed"), folder / "deepspeed")
-    if not found.claim("init(deepspeed=True) brings DeepSpeed up", done.ok, "" if done.ok else done.tail()):
+    if not found.claim("init(deepspeed=True) initializes DeepSpeed", done.ok, "" if done.ok else done.tail()):
         return
     one = done.first
     same = one["accelerator"] == one["device"]
@@ -99,7 +97,7 @@ def _memory(found: Findings, folder: Path, which: dict[str, str]) -> None:
 
 
 def bring_up(policy: str) -> dict[str, Any]:
-    """Two inits with a shutdown after each; what was called in which order, and what the group's options say."""
+    """Call init and shutdown twice; return the order of torch's calls and the group's options."""
     import contextlib
     import io
     import time
@@ -156,7 +154,7 @@ def bring_up(policy: str) -> dict[str, Any]:
 
 
 def with_deepspeed() -> dict[str, Any]:
-    """The device of DeepSpeed's accelerator, asked for as DeepSpeed itself asks: by LOCAL_RANK."""
+    """Return the device of DeepSpeed's accelerator, requested by LOCAL_RANK as DeepSpeed does."""
     import os
 
     import hpcinit
@@ -178,7 +176,7 @@ def with_deepspeed() -> dict[str, Any]:
 
 
 def memory_of_stages(which: dict[str, str]) -> dict[str, float | None]:
-    """MiB in use on the device, after each stage of this process."""
+    """Return the MiB in use on the device after each stage of this process."""
     found = {}
     import torch
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""What progress(), should_stop() and the heartbeat cost in a training run with steps of 20 ms on the device."""
+"""The cost of progress(), should_stop() and the heartbeat in a training run with steps of 20 ms on the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def main(found: Findings, folder: Path) -> None:
     steps, blocks = (50, 1) if found.cpu else (150, 4)
     job = Job("tests.gpu.check_monitoring:train", args={"steps": steps, "blocks": blocks}, limit_s=180)
     done = starting.run(job, folder / "run")
-    if not found.claim("a training run with all three ends well", done.ok, "" if done.ok else done.tail()):
+    if not found.claim("a training run with all three succeeds", done.ok, "" if done.ok else done.tail()):
         return
     one = done.first
     step, calls = median(one["without"]) / steps, median(one["calls"]) / steps
@@ -32,14 +32,16 @@ def main(found: Findings, folder: Path) -> None:
     found.claim("the calls take less than 1 % of a step", calls < MOST * step, detail, device=True)
     found.claim("a step with them is less than 1 % longer", median(longer) < MOST * step, detail, device=True)
     there = sorted(path.name for path in done.folder.iterdir())
-    found.claim("progress and heartbeat were written", "progress.json" in there and "beats" in there, ", ".join(there))
+    found.claim(
+        "progress and heartbeat were written", "progress.json" in there and "heartbeats" in there, ", ".join(there)
+    )
 
 
 # In the rank:
 
 
 def train(steps: int, blocks: int) -> dict[str, Any]:
-    """Blocks of steps with and without the three calls, in turns; seconds of each block, and of the calls in it."""
+    """Run blocks of steps with and without the three calls in turn; return the seconds of each block and of its calls."""
     import time
 
     import torch
@@ -76,7 +78,7 @@ def train(steps: int, blocks: int) -> dict[str, Any]:
 
 
 def _worker(device: Any) -> Any:
-    """What keeps the device busy for STEP_S: a kernel that spins, or a sleep on a CPU."""
+    """Return a function that keeps the device busy for STEP_S: a spinning kernel, or a sleep on a CPU."""
     import time
 
     import torch

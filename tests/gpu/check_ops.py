@@ -38,13 +38,13 @@ def main(found: Findings, folder: Path) -> None:
 
 
 def _there(name: str) -> bool:
-    """On PATH; nvcc also where torch looks for it."""
+    """Return the programs missing on PATH; nvcc is also searched where torch does."""
     places = (os.environ.get("CUDA_HOME", ""), "/usr/local/cuda")
     return bool(shutil.which(name)) or (name == "nvcc" and any(Path(one, "bin/nvcc").exists() for one in places if one))
 
 
 def _start(cache: Path, op: str) -> subprocess.Popen[str]:
-    """`hpcinit build-ops` in a session of its own."""
+    """Start `hpcinit build-ops` in a new session."""
     command = [sys.executable, "-u", "-m", "hpcinit", "build-ops", "--ops", op, "--into", str(cache)]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -52,7 +52,7 @@ def _start(cache: Path, op: str) -> subprocess.Popen[str]:
 
 
 def _killed(found: Findings, cache: Path, op: str) -> bool:
-    """SIGKILL as soon as torch's lock is there."""
+    """Kill the build with SIGKILL as soon as torch's lock exists."""
     process = _start(cache, op)
     lock, deadline = cache / op / "lock", time.monotonic() + 60
     while not lock.exists() and process.poll() is None and time.monotonic() < deadline:
@@ -89,7 +89,7 @@ def _built(found: Findings, cache: Path, op: str) -> bool:
 
 
 def _used(found: Findings, folder: Path, cache: Path, op: str, optimizer: str) -> None:
-    """A job whose config needs the op finds it built: its first use compiles nothing."""
+    """Check that a job whose config needs the op finds it built and compiles nothing."""
     offload = {"offload_optimizer": "cpu"} if found.cpu else {}
     how = training("deepspeed", "bf16", deepspeed={"zero_stage": 2, "optimizer": "adamw", **offload})
     job = Job(
@@ -102,12 +102,12 @@ def _used(found: Findings, folder: Path, cache: Path, op: str, optimizer: str) -
         return
     falls = done.first["losses"][-1] < done.first["losses"][0]
     found.claim(f"{name}: the loss falls", falls, f"{done.first['optimizer']}, {done.first['losses']}")
-    compiled = "not built before: compiling" in done.output
+    compiled = "(takes minutes); `hpcinit build-ops`" in done.output
     found.claim(f"{op}: the job compiles nothing", not compiled, f"first step after {done.first['seconds']:.1f} s")
 
 
 def _locked(found: Findings, cache: Path, op: str) -> None:
-    """A lock that no process holds, in a cache that is built: found and removed, rather than waited for."""
+    """Check that a stale lock in a complete cache is found and removed."""
     from hpcinit.base.errors import BringUpError
     from hpcinit.runtime import ops
 
@@ -118,13 +118,15 @@ def _locked(found: Findings, cache: Path, op: str) -> None:
         config["zero_optimization"] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}  # type: ignore[dict-item]
     try:
         ops.check(config, "cpu" if found.cpu else "cuda", {"TORCH_EXTENSIONS_DIR": str(cache)})
-        said = "nothing"
+        message = "nothing"
     except BringUpError as error:
-        said = str(error)
+        message = str(error)
     if not ops.files_are_locks():
-        found.claim(f"{op}: the file of a lock, which stays after each build, stops no job", said == "nothing", said)
+        found.claim(
+            f"{op}: the file of a lock, which stays after each build, stops no job", message == "nothing", message
+        )
         return
-    found.claim(f"{op}: a stale lock is reported", "torch would wait for ever for the lock" in said, said)
+    found.claim(f"{op}: a stale lock is reported", "torch would wait forever for the lock" in message, message)
     lines: list[str] = []
     ops.clear(cache, lines.append)
     found.claim(f"{op}: and removed", not lock.exists(), "; ".join(lines))
@@ -134,7 +136,7 @@ def _locked(found: Findings, cache: Path, op: str) -> None:
 
 
 def train() -> dict[str, Any]:
-    """Some steps with DeepSpeed's own AdamW."""
+    """Run some steps with DeepSpeed's AdamW."""
     import torch
     from torch import nn
 

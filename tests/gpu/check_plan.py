@@ -1,4 +1,4 @@
-"""The memory that `hpcinit plan` predicts, beside what torch's allocator measured, for three sizes of one model.
+"""The memory that `hpcinit plan` predicts, compared with torch's allocator, for three sizes of one model.
 
 The formulas are those of the command (records/memory.py, submit/plan_command.py); the command itself needs Hydra.
 """
@@ -27,8 +27,8 @@ GB = 1e9
 WITHIN = 0.15
 MICRO = 4
 ALONE = Layout(dp_replicate=1, dp_shard=1)
-LARGEST_GB = 26.0  # a process with the largest size, with room to spare
-# What the formulas count in full and what may be smaller: gradients and activations are never whole at the same time, and
+LARGEST_GB = 26.0  # a process with the largest size, with a margin
+# The formulas count these parts in full, but they can be smaller: gradients and activations are never whole at the same time, and
 # buffers are not larger than the model.
 BUFFERS = ("reduce bucket", "all-reduce bucket", "gathered parameters", "unsharded blocks")
 
@@ -117,7 +117,7 @@ def _start(folder: Path, sizes: Sequence[Size], row: Row) -> tuple[Row, Started]
 
 
 def predicted(row: Row, size: Size, parameters: int) -> list[Part]:
-    """Every part of a rank's memory as submit/plan_command.py adds them up, the activations last."""
+    """Return every part of a rank's memory in the order of submit/plan_command.py, the activations last."""
     zero = row.zero or Zero()
     demand = Demand(parameters, ALONE, row.wrap, row.param, fused=row.fused, layers=size.layers, zero=zero)
     shape = Transformer(size.layers, size.width, size.context, MICRO)
@@ -126,7 +126,7 @@ def predicted(row: Row, size: Size, parameters: int) -> list[Part]:
 
 
 def lowest(parts: Sequence[Part]) -> int:
-    """The same without buffers, and with the larger of gradients and activations instead of their sum."""
+    """Return the same without buffers, and with the larger of gradients and activations instead of their sum."""
     kept = [part for part in parts if part.name not in BUFFERS]
     gradients = sum(part.bytes for part in kept if part.name == "gradients" and part.place == GPU)
     active = sum(part.bytes for part in kept if part.name == "activations")
@@ -134,7 +134,7 @@ def lowest(parts: Sequence[Part]) -> int:
 
 
 def compare(found: Findings, row: Row, size: Size, measured: Mapping[str, Any]) -> None:
-    """Passed within 15 %, or with the reason where the formula is an upper bound by design."""
+    """Record a pass within 15 %, or with the reason if the formula is an upper bound by design."""
     parts = predicted(row, size, measured["parameters"])
     expected = memory.total(parts, GPU)
     name = f"{row.name}, {measured['parameters'] / 1e6:.0f} million parameters ({size})"
@@ -150,7 +150,7 @@ def compare(found: Findings, row: Row, size: Size, measured: Mapping[str, Any]) 
         f"predicted {expected / GB:.2f} GB, measured {peak / GB:.2f} GB ({100 * (ratio - 1):+.0f} %); between steps "
         f"{by_event[ALWAYS]:.2f} and {measured['always'] / GB:.2f}, forward and backward {by_event[PASS]:.2f} and "
         f"{measured['pass'] / GB:.2f}, step {by_event[STEP]:.2f} and {measured['step'] / GB:.2f} GB; reserved "
-        f"{measured['reserved'] / GB:.2f} GB; {measured['init'] / GB:.2f} GB while it was made"
+        f"{measured['reserved'] / GB:.2f} GB; {measured['init'] / GB:.2f} GB during its creation"
     )
     values = {"predicted": expected, **measured}
     low = lowest(parts)
@@ -175,14 +175,14 @@ def compare(found: Findings, row: Row, size: Size, measured: Mapping[str, Any]) 
 
 
 def total_gb() -> float:
-    """Memory of the GPU in 10^9 bytes."""
+    """Return the memory of the GPU in 10^9 bytes."""
     import torch
 
     return torch.cuda.get_device_properties(0).total_memory / GB
 
 
 def measure(sizes: Sequence[Mapping[str, int]], fused: bool) -> list[dict[str, Any]]:
-    """For each size bytes at three moments of the third step, above what was allocated before the model was made."""
+    """Return for each size the bytes at three points of the third step, above those before the model was created."""
     import hpcinit
 
     with hpcinit.session() as run:
@@ -203,7 +203,7 @@ def _one(run: Any, size: Size, fused: bool) -> dict[str, Any]:
         return torch.cuda.memory_allocated() if on_gpu else 0
 
     def peak() -> int:
-        """Since the last call."""
+        """Return the peak since the last call."""
         if not on_gpu:
             return 0
         torch.cuda.synchronize()

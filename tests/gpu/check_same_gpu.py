@@ -1,4 +1,4 @@
-"""Two ranks with NCCL on one GPU: both end with a message that names the reason."""
+"""Two ranks with NCCL on one GPU: both exit with a message that names the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main(found: Findings, folder: Path) -> None:
         done = starting.run(Job("tests.gpu.check_same_gpu:bring_up", ranks=2), folder / "cpu")
         found.claim("two ranks start (gloo)", done.ok, "" if done.ok else done.tail())
     began = time.monotonic()
-    # Nothing restricts the devices: hpcinit itself refuses, on every rank, where the node has one GPU.
+    # Without restricted devices hpcinit refuses on every rank if the node has one GPU.
     free = {"CUDA_VISIBLE_DEVICES": "" if found.cpu else os.environ["CUDA_VISIBLE_DEVICES"]}
     shared = starting.run(
         Job("tests.gpu.check_same_gpu:bring_up", ranks=2, env=free, limit_s=LIMIT_S), folder / "shared"
@@ -39,14 +39,14 @@ def main(found: Findings, folder: Path) -> None:
 
 
 def _without_variable(found: Findings, folder: Path) -> None:
-    """More ranks than devices, and no variable: hpcinit refuses before NCCL starts."""
+    """Check that hpcinit refuses more ranks than devices before NCCL starts."""
     count = starting.run(Job("tests.gpu.check_same_gpu:devices"), folder / "count").first
     if count > 2:
         return found.measured("more ranks than GPUs", f"this machine has {count} GPUs: not tried")
     ranks = count + 1 if count else 2
     job = Job("tests.gpu.check_same_gpu:bring_up_unrestricted", ranks=ranks, limit_s=LIMIT_S)
     done = starting.run(job, folder / "unrestricted")
-    named = "has no device of its own" in done.output
+    named = "has no device for itself" in done.output
     found.claim(
         "more ranks than GPUs are refused with a message", named and done.status != 0, done.tail(500), device=True
     )
@@ -57,7 +57,7 @@ def _without_variable(found: Findings, folder: Path) -> None:
 
 
 def bring_up() -> bool:
-    """A group over the default backend, and one all-reduce."""
+    """Create a group with the default backend, and do one all-reduce."""
     from datetime import timedelta
 
     import torch
@@ -71,14 +71,14 @@ def bring_up() -> bool:
 
 
 def bring_up_unrestricted() -> bool:
-    """The same with every GPU of the machine visible."""
+    """Do the same with every GPU of the machine visible."""
     if os.environ.get("CUDA_VISIBLE_DEVICES"):
         del os.environ["CUDA_VISIBLE_DEVICES"]
     return bring_up()
 
 
 def devices() -> Any:
-    """GPUs of the machine."""
+    """Return the number of GPUs of the machine."""
     if os.environ.get("CUDA_VISIBLE_DEVICES"):
         del os.environ["CUDA_VISIBLE_DEVICES"]
     import torch

@@ -1,4 +1,4 @@
-"""run.wrap on the device: 20 steps of train_gpt under each wrapper, its losses beside a CPU's, and its peak memory."""
+"""run.wrap on the device: 20 steps of train_gpt under each wrapper, its losses compared with a CPU's, and its peak memory."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _possible(found: Findings, row: Row) -> bool:
 
 
 def job(row: Row, cpu: bool = False, limit_s: float = 200) -> Job:
-    """Two ranks share the GPU, which NCCL refuses: they use gloo."""
+    """Run a row. Two ranks share the GPU, which NCCL refuses, so they use gloo."""
     return Job(
         "tests.gpu.check_wrap:train",
         ranks=row.ranks,
@@ -110,7 +110,7 @@ def _start(folder: Path, row: Row) -> tuple[Row, Started]:
 
 
 def judge(found: Findings, row: Row, done: Started, expected: Sequence[float]) -> None:
-    """The losses of all steps against the reference's; on CPUs the same code, whose numbers say nothing of a GPU."""
+    """Compare the losses of all steps with the reference. On CPUs the numbers show nothing about a GPU."""
     if not found.claim(f"{row.name}: {STEPS} steps", done.ok, "" if done.ok else done.tail()):
         return
     losses, most = done.first["losses"], TOLERANCE[row.training.precision.param]
@@ -134,7 +134,7 @@ def span(losses: Sequence[float]) -> str:
 
 
 def train(fused: bool) -> dict[str, Any]:
-    """train_gpt as it is, with the loss of each step recorded."""
+    """Run train_gpt unchanged, and record the loss of each step."""
     import sys
 
     import torch

@@ -1,4 +1,4 @@
-"""The checks by name. Each is a module check_NAME with `main(found, folder)`, run in a process of its own."""
+"""The checks by name. Each is a module check_NAME with `main(found, folder)`, run in a separate process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Check:
 CHECKS = (
     Check("init", 1, 150, "hpcinit.init() with NCCL and one rank; timeouts; device_id; DeepSpeed; a second init"),
     Check("barrier", 1, 60, "the first barrier uses the rank's own device"),
-    Check("doctor", 1, 100, "what the doctor reports of the device, and of another process that holds its memory"),
+    Check("doctor", 1, 100, "what the doctor reports of the device, and of another process that uses its memory"),
     Check(
         "flight-recorder", 1, 100, "dumps of a live NCCL group, on demand and at a timeout, and what is read from them"
     ),

@@ -1,4 +1,4 @@
-"""The device as checks see it from outside of its processes: memory in use and processes, by nvidia-smi."""
+"""The device as nvidia-smi shows it: memory in use, and processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ print(getattr(p, "uuid", "-"), f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci
 
 
 def identity() -> dict[str, str]:
-    """UUID and PCI address of the GPU that CUDA_VISIBLE_DEVICES shows; {} on CPUs. In a process that ends again."""
+    """Return UUID and PCI address of the visible GPU, from a short process; {} on CPUs."""
     if not os.environ.get("CUDA_VISIBLE_DEVICES"):
         return {}
     done = subprocess.run([sys.executable, "-c", IDENTITY], capture_output=True, text=True, timeout=120, check=False)
@@ -30,18 +30,18 @@ def identity() -> dict[str, str]:
 
 
 def look(which: dict[str, str]) -> Gpu | None:
-    """The GPU now; None where nvidia-smi does not report it."""
+    """Return the current state of the GPU, or None if nvidia-smi does not report it."""
     return node_probe.of_device(node_probe.query_nvidia_smi(), which)
 
 
 def used_mb(which: dict[str, str]) -> float | None:
-    """MiB of the GPU's memory that are in use, by anything."""
+    """Return the MiB of the GPU's memory that are in use by all processes."""
     gpu = look(which)
     return gpu.used_mb if gpu else None
 
 
 def settled_mb(which: dict[str, str], limit_s: float = 10.0) -> float | None:
-    """The same once it no longer falls: the driver frees a dead process's memory a moment later."""
+    """Return the same after it has settled: the driver frees a dead process's memory with a delay."""
     before = used_mb(which)
     deadline = time.monotonic() + limit_s
     while before is not None and time.monotonic() < deadline:
@@ -54,7 +54,7 @@ def settled_mb(which: dict[str, str], limit_s: float = 10.0) -> float | None:
 
 
 def cuda_files(pid: int) -> list[str]:
-    """Files of the NVIDIA driver that a process has open: /dev/nvidia0, /dev/nvidia-uvm. [] where that is not visible."""
+    """Return the files of the NVIDIA driver that a process has open (/dev/nvidia0, /dev/nvidia-uvm), [] if not visible."""
     found = set()
     with contextlib.suppress(OSError):
         for entry in Path(f"/proc/{pid}/fd").iterdir():

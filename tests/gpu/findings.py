@@ -1,4 +1,4 @@
-"""What a check has found: one line of JSON per claim, written at once, so that a crash loses nothing before it."""
+"""The findings of a check: one line of JSON per claim, written at once, so that a crash loses no earlier finding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 PASSED, FAILED, MEASURED = "passed", "failed", "measured"
-NEEDS_GPU = "needs a GPU"  # the claim means nothing on a CPU; its code ran as far as it can there
+NEEDS_GPU = "needs a GPU"  # the claim has no meaning on a CPU; its code ran as far as possible
 NOT_SHOWN = "not shown"  # a compiler, a package or time is missing; the detail has the reason
 MISSING = "not installed: not shown"
 STATUSES = (FAILED, MISSING, NOT_SHOWN, NEEDS_GPU, MEASURED, PASSED)  # the most important first
@@ -27,7 +27,7 @@ class Finding:
 
 
 class Findings:
-    """Where a check writes what it finds. `cpu`: the suite runs on CPUs, so claims about a device stay open."""
+    """The file in which a check writes its findings. `cpu`: the suite runs on CPUs, so claims about a device stay open."""
 
     def __init__(self, path: Path, cpu: bool) -> None:
         self.path, self.cpu = path, cpu
@@ -40,18 +40,18 @@ class Findings:
         print(f"  {status}: {claim}{f': {shown}' * bool(shown)}", flush=True)
 
     def claim(self, claim: str, holds: bool, detail: str = "", *, device: bool = False, **values: Any) -> bool:
-        """Record whether a claim holds. device: on a CPU it means nothing, and `holds` is not looked at."""
+        """Record whether a claim holds. device: on a CPU it has no meaning, and `holds` is not used."""
         open_claim = device and self.cpu
         self.add(claim, NEEDS_GPU if open_claim else PASSED if holds else FAILED, detail, **values)
         return holds or open_claim
 
     def measured(self, claim: str, detail: str = "", *, device: bool = False, **values: Any) -> None:
-        """Record numbers without a judgement."""
+        """Record numbers without a verdict."""
         self.add(claim, NEEDS_GPU if device and self.cpu else MEASURED, detail, **values)
 
 
 def read(path: Path) -> list[Finding]:
-    """The findings in `path`; a last line that was cut off is skipped."""
+    """Return the findings in `path`, without a truncated last line."""
     found = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:

@@ -1,4 +1,4 @@
-"""What this machine and this Python are: `python -m tests.gpu.machine` prints it as one line of JSON."""
+"""A description of this machine and this Python: `python -m tests.gpu.machine` prints it as one line of JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUERIED = "name,uuid,driver_version,memory.total,pcie.link.gen.max,pcie.link.wid
 
 
 def look() -> dict[str, Any]:
-    """Date, hardware, driver and versions. Imports torch and asks it for a GPU, which leaves a CUDA context behind."""
+    """Return date, hardware, driver and versions. Imports torch and creates a CUDA context."""
     found: dict[str, Any] = {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "hpcinit": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty") or "not a git checkout",
@@ -38,7 +38,7 @@ def look() -> dict[str, Any]:
     try:
         import torch
     except ImportError as error:
-        return {**found, "problem": f"torch cannot be imported: {error}"}
+        return {**found, "problem": f"cannot import torch: {error}"}
     found["torch"] = f"{torch.__version__}, CUDA {torch.version.cuda}"
     if not torch.cuda.is_available():
         built = torch.version.cuda is not None

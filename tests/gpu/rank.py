@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def main(argument: str) -> None:
-    """Call the function and write what it returns to FOLDER/results/rank-N.json, whole or not at all."""
+    """Call the function and write its result to FOLDER/results/rank-N.json, atomically."""
     asked = json.loads(argument)
     module, _, name = asked["function"].partition(":")
     result = getattr(importlib.import_module(module), name)(**asked["args"])

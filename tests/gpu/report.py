@@ -14,7 +14,7 @@ from tests.gpu.findings import CPU_LABEL, FAILED, MEASURED, MISSING, NOT_SHOWN, 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one check. ended: why its process did not end well, or ''."""
+    """The outcome of one check. ended: why its process failed, or ''."""
 
     check: Check
     findings: Sequence[Finding]
@@ -47,12 +47,12 @@ def write(out: Path, machine: Mapping[str, Any], outcomes: Sequence[Outcome], cp
 
 
 def shown(status: str, cpu: bool) -> str:
-    """On CPUs nothing is called passed without the label."""
+    """Return the status, with the label if it is a CPU run."""
     return f"{status} ({CPU_LABEL})" if cpu else status
 
 
 def markdown(machine: Mapping[str, Any], outcomes: Sequence[Outcome], cpu: bool) -> str:
-    """The whole report. In a CPU run every heading and every row of a table has the label."""
+    """Return the whole report. In a CPU run every heading and every table row has the label."""
     mark = f" ({CPU_LABEL})" * cpu
     lines = [f"# GPU suite of hpcinit{mark}", ""]
     lines += _table(("machine", "value"), [(name, _text(value)) for name, value in machine.items()], mark)
@@ -74,7 +74,7 @@ def markdown(machine: Mapping[str, Any], outcomes: Sequence[Outcome], cpu: bool)
         lines += [f"## {one.check.name}{mark}", ""]
         rows = [(finding.claim, shown(finding.status, cpu), finding.detail) for finding in one.findings]
         if one.ended:
-            rows.append(("the check ends well", shown(FAILED, cpu), one.ended))
+            rows.append(("the check finishes", shown(FAILED, cpu), one.ended))
         lines += _table(("claim", "result", "detail"), rows)
     return "\n".join(lines)
 

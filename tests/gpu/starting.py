@@ -1,6 +1,6 @@
-"""Starting real ranks for a check: plain processes as Slurm's srun starts them, hpcinit's fork server, or torchrun.
+"""Start real ranks for a check: plain processes like those of srun, hpcinit's fork server, or torchrun.
 
-Every rank runs `python -m tests.gpu.rank MODULE:FUNCTION`, which calls the function and leaves what it returns.
+Every rank runs `python -m tests.gpu.rank MODULE:FUNCTION`, which calls the function and writes its result.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tests.gpu.checks import CPU_FACTOR
 
 ROOT = Path(__file__).parents[2]
 PLAIN, FORK, TORCHRUN = "plain processes", "launch=fork", "torchrun"
-STOPPED = 124  # status of ranks that reached their time limit, as timeout(1) has it
-LEFT_S = 20.0  # after one rank has failed, for the others
+STOPPED = 124  # status of ranks that reached their time limit, as of timeout(1)
+LEFT_S = 20.0  # for the other ranks, after one has failed
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Started:
-    """What came of a Job. status: 0 if every rank ended well. began: time.time() before the first process."""
+    """The outcome of a Job. status: 0 if every rank succeeded. start_s: time.time() before the first process."""
 
     status: int
     results: Sequence[Any]
     output: str
-    began: float
+    start_s: float
     folder: Path
     limit_s: float = 0.0
 
@@ -64,19 +64,19 @@ class Started:
 
     @property
     def first(self) -> Any:
-        """What rank 0 returned. Raises RuntimeError with the end of the output if it returned nothing."""
+        """The result of rank 0. Raises RuntimeError with the end of the output if there is none."""
         if self.results[0] is None:
-            raise RuntimeError(f"rank 0 left no result, exit status {self.status}: {self.tail()}")
+            raise RuntimeError(f"rank 0 wrote no result, exit status {self.status}: {self.tail()}")
         return self.results[0]
 
     def tail(self, characters: int = 800) -> str:
-        """The end of the output, and whether the time limit was reached."""
+        """Return the end of the output, and whether the time limit was reached."""
         stopped = f"stopped after {self.limit_s:.0f} s: " if self.status == STOPPED else ""
         return stopped + self.output.strip()[-characters:]
 
 
 def run(job: Job, folder: Path, meanwhile: Callable[[int], None] = lambda pid: None) -> Started:
-    """Start the ranks, wait for them and read what they left. folder: the run folder, made here.
+    """Start the ranks, wait for them and read their results. folder: the run folder, created here.
 
     meanwhile: called once with the pid of the process that starts the ranks (of rank 0 with plain processes).
     """
@@ -93,7 +93,7 @@ def run(job: Job, folder: Path, meanwhile: Callable[[int], None] = lambda pid: N
     )  # fmt: skip
     (folder / run_folder.SPEC).write_text(spec.to_json())
     limit_s = job.limit_s * (CPU_FACTOR if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else 1)
-    began = time.time()
+    start_s = time.time()
     with (folder / "output.log").open("ab", buffering=0) as log:
         processes = [
             subprocess.Popen(
@@ -103,14 +103,14 @@ def run(job: Job, folder: Path, meanwhile: Callable[[int], None] = lambda pid: N
         ]
         try:
             meanwhile(processes[0].pid)
-            status = _wait(processes, began + limit_s)
+            status = _wait(processes, start_s + limit_s)
         finally:
             for process in processes:
                 _kill(process)
     results = [_result(folder / f"results/rank-{rank}.json") for rank in range(job.ranks)]
     logs = [folder / "output.log", *sorted((folder / run_folder.LOGS).glob("rank-*.log"))]
     output = "\n".join(log.read_text(errors="replace") for log in logs if log.exists())
-    return Started(status, results, output, began, folder, limit_s)
+    return Started(status, results, output, start_s, folder, limit_s)
 
 
 def _commands(job: Job, folder: Path, argument: str) -> list[tuple[list[str], dict[str, str]]]:
@@ -137,7 +137,7 @@ def _free_port() -> int:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> int:
-    """The first exit status that is not 0, or STOPPED after the deadline. A failure gives the others LEFT_S."""
+    """Return the first exit status other than 0, or STOPPED after the deadline. After a failure the others have LEFT_S."""
     first = 0
     while any(process.poll() is None for process in processes):
         if time.time() > deadline:
@@ -150,7 +150,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> int:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The process and its session. Forked ranks have sessions of their own and die with their parent."""
+    """Kill the process and its session. Forked ranks have separate sessions and die with their parent."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -164,5 +164,5 @@ def _result(path: Path) -> Any:
 
 
 def training(wrap: str = "ddp", param: str = "fp32", **more: Any) -> Training:
-    """A Training with its parameters in this precision; bf16 gradients are reduced in fp32."""
+    """Return training settings with parameters in this precision; bf16 gradients are reduced in fp32."""
     return Training(wrap=wrap, precision=Precision(param, "fp32"), **more)

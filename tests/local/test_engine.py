@@ -1,4 +1,4 @@
-"""cluster=local: a job as on Slurm, without Slurm."""
+"""cluster=local: jobs without Slurm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ wait_for = partial(waiting.until, timeout_s=90, pause_s=0.05)
 
 
 def processes_with(word: str) -> list[psutil.Process]:
-    """Live processes that have `word` among their arguments."""
+    """Return the running processes that have `word` as an argument."""
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         if word in (process.info["cmdline"] or []) and process.info["status"] != psutil.STATUS_ZOMBIE:
@@ -37,29 +37,29 @@ def processes_with(word: str) -> list[psutil.Process]:
 
 @pytest.fixture
 def number() -> Iterator[str]:
-    """Seconds to sleep that no other test uses; what still sleeps so long after the test is ended."""
+    """A sleep time that no other test uses; processes that still use it after the test are killed."""
     number = str(random.randint(100_000, 999_999))
     yield number
     for process in processes_with(number):
         process.kill()
 
 
-def start(hpcinit: Run, script: str, *words: str) -> Path:
+def start(hpcinit: Run, script: str, *overrides: str) -> Path:
     """Submit `sh -c script` and return its run folder."""
-    done = hpcinit("submit", *words, "--", "sh", "-c", script)
+    done = hpcinit("submit", *overrides, "--", "sh", "-c", script)
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.partition("run folder: ")[2].strip())
 
 
 def edit_program(folder: Path, script: str) -> None:
-    """Make `sh -c script` what the run would do if it were started again."""
+    """Change the program of the run to `sh -c script`, for the next start."""
     spec = json.loads((folder / "spec.json").read_text())
     spec["program"]["args"] = ["-c", script]
     (folder / "spec.json").write_text(json.dumps(spec))
 
 
 def test_ranks_on_virtual_nodes(hpcinit: Run) -> None:
-    """Four ranks on two virtual nodes see their world in torch's variables, a log each."""
+    """Four ranks on two virtual nodes have torch's environment variables and a log each."""
     folder = start(hpcinit, 'echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR"', "nodes=2", "ranks_per_node=2")  # fmt: skip
     wait_for(lambda: engine.read_state(folder)["state"] == "COMPLETED")
     logs = [printed(folder, rank).strip() for rank in range(4)]
@@ -67,7 +67,7 @@ def test_ranks_on_virtual_nodes(hpcinit: Run) -> None:
 
 
 def test_returns_at_once_and_status_follows(hpcinit: Run) -> None:
-    """Submitting returns while the job runs; status says RUNNING, then COMPLETED with its exit status."""
+    """Submission returns while the job runs; status shows RUNNING, then COMPLETED with the exit status."""
     folder = start(hpcinit, "sleep 2")
     assert "RUNNING" in hpcinit("status", folder.name).stdout
     wait_for(lambda: "COMPLETED  exit status 0" in hpcinit("status", folder.name).stdout)
@@ -76,7 +76,7 @@ def test_returns_at_once_and_status_follows(hpcinit: Run) -> None:
 
 
 def test_cancel_ends_every_process(hpcinit: Run, number: str) -> None:
-    """After cancel the state is CANCELLED and no process of the job is left, data loaders included."""
+    """After cancel the state is CANCELLED, and no process of the job is left, including child processes of ranks."""
     folder = start(hpcinit, f"sleep {number} & sleep {number}", "nodes=2")
     wait_for(lambda: len(processes_with(number)) == 4)
     assert hpcinit("cancel", folder.name).returncode == 0
@@ -86,8 +86,7 @@ def test_cancel_ends_every_process(hpcinit: Run, number: str) -> None:
 
 
 def test_one_failing_rank_ends_the_others(hpcinit: Run, number: str) -> None:
-    """A rank that fails brings the job down at once, with a line that names it, a failed state and, as
-    with srun, the highest exit status: of the SIGTERM which the others got."""
+    """A failing rank ends the job, with a message that names it. As with srun, the exit status is the highest one."""
     folder = start(hpcinit, f'[ "$RANK" = 1 ] && exit 7; sleep {number}', "nodes=2")
     wait_for(lambda: engine.read_state(folder)["state"] == "FAILED", timeout_s=10)
     assert "127.0.0.2: task 1: Exited with exit code 7" in hpcinit("logs", "--job", folder.name).stdout
@@ -97,17 +96,17 @@ def test_one_failing_rank_ends_the_others(hpcinit: Run, number: str) -> None:
 
 @pytest.mark.parametrize(("script", "status"), [("exit 3", 3), ("kill -9 $$", 137)])
 def test_wait_returns_the_exit_status(hpcinit: Run, script: str, status: int) -> None:
-    """With wait=true the exit status is the rank's, 128 + signal if one ended it."""
+    """With wait=true, the exit status is that of the rank, or 128 + signal."""
     done = hpcinit("submit", "wait=true", "--", "sh", "-c", script)
     assert done.returncode == status and f"exit status {status}" in done.stdout
 
 
 def test_time_limit(hpcinit: Run, number: str, tmp_path: Path) -> None:
-    """A job over its time limit is ended and its state is TIMEOUT."""
+    """A job that reaches its time limit is stopped with the state TIMEOUT."""
     folder = start(hpcinit, "true")
     wait_for(lambda: engine.read_state(folder)["state"] == "COMPLETED")
     edit_program(folder, f"sleep {number}")
-    engine.start(folder, 2 / 60, os.environ)  # the config counts in minutes; 2 s here
+    engine.start(folder, 2 / 60, os.environ)  # minutes, as in the config: 2 s
     wait_for(lambda: processes_with(number))
     wait_for(lambda: engine.read_state(folder)["state"] == "TIMEOUT")
     wait_for(lambda: not processes_with(number))
@@ -115,7 +114,7 @@ def test_time_limit(hpcinit: Run, number: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", ["hpcinit.local.engine", "hpcinit.local.step"])
 def test_nothing_is_orphaned_by_kill_9(hpcinit: Run, number: str, victim: str) -> None:
-    """kill -9 of the engine, or of the step's starter, leaves no rank behind, and status tells."""
+    """kill -9 of the engine or of the step leaves no rank running, and the state shows the failure."""
     folder = start(hpcinit, f"sleep {number}", "nodes=2")
     wait_for(lambda: len(processes_with(number)) == 2)
     for process in processes_with(victim):
@@ -126,10 +125,10 @@ def test_nothing_is_orphaned_by_kill_9(hpcinit: Run, number: str, victim: str) -
 
 
 def test_a_reused_process_id_is_not_the_engine(tmp_path: Path) -> None:
-    """A state file whose process id now belongs to somebody else is a dead engine, and cancel spares the other."""
+    """If another process has the recorded process id, the engine is dead, and cancel does not signal that process."""
     engine.write_state(tmp_path, {"state": "RUNNING", "pid": os.getpid(), "started": time.time() - 10**6})
     assert engine.read_state(tmp_path)["state"] == "NODE_FAIL"
-    engine.cancel(tmp_path)  # must not end this very process
+    engine.cancel(tmp_path)  # must not signal this process
 
 
 def test_signals_reach_the_ranks(hpcinit: Run) -> None:
@@ -146,7 +145,7 @@ def test_signals_reach_the_ranks(hpcinit: Run) -> None:
 
 
 def test_a_signal_at_once_is_not_lost(hpcinit: Run, tmp_path: Path, number: str) -> None:
-    """SIGTERM before the engine has so much as imported is a cancelled job, not a lost node."""
+    """SIGTERM during the start of the engine cancels the job."""
     folder = start(hpcinit, "true")
     wait_for(lambda: engine.read_state(folder)["state"] == "COMPLETED")
     edit_program(folder, f"sleep {number}")
@@ -156,8 +155,8 @@ def test_a_signal_at_once_is_not_lost(hpcinit: Run, tmp_path: Path, number: str)
     assert engine.read_state(folder)["state"] == "CANCELLED" and not processes_with(number)
 
 
-def test_no_word_to_go_no_job(hpcinit: Run, tmp_path: Path) -> None:
-    """An engine whose submitter died before it recorded the state runs nothing."""
+def test_an_engine_without_a_submitter_runs_nothing(hpcinit: Run, tmp_path: Path) -> None:
+    """If the submitter died before it recorded the state, the engine runs nothing."""
     folder = start(hpcinit, "echo ran")
     wait_for(lambda: engine.read_state(folder)["state"] == "COMPLETED")
     command = [sys.executable, "-m", "hpcinit.local.engine", str(folder), "1"]
@@ -166,7 +165,7 @@ def test_no_word_to_go_no_job(hpcinit: Run, tmp_path: Path) -> None:
 
 
 def test_a_batch_script_that_cannot_start_is_a_failure(hpcinit: Run, tmp_path: Path) -> None:
-    """When the working folder is gone the job has failed, and its log says why."""
+    """If the working folder does not exist, the job fails with a message in its log."""
     folder = start(hpcinit, "true")
     wait_for(lambda: engine.read_state(folder)["state"] == "COMPLETED")
     spec = json.loads((folder / "spec.json").read_text())
@@ -176,48 +175,48 @@ def test_a_batch_script_that_cannot_start_is_a_failure(hpcinit: Run, tmp_path: P
     assert "cannot start the batch script in /nowhere" in (folder / "logs/job.log").read_text()
 
 
-def test_run_again_by_hand(hpcinit: Run, number: str) -> None:
-    """bash job.sh gives all ranks again, and status follows it: running, ended, or killed."""
-    # Both are to print, and none is to be ended by the other's end.
-    words = ["nodes=2", "wait=true", "launch.kill_on_bad_exit=false"]
-    done = hpcinit("submit", *words, "--", "sh", "-c", "echo $RANK/$WORLD_SIZE; exit 3")
+def test_manual_start(hpcinit: Run, number: str) -> None:
+    """`bash job.sh` starts all ranks again, and status shows whether it runs, ended or was killed."""
+    # Both ranks must print before one of them ends the other.
+    overrides = ["nodes=2", "wait=true", "launch.kill_on_bad_exit=false"]
+    done = hpcinit("submit", *overrides, "--", "sh", "-c", "echo $RANK/$WORLD_SIZE; exit 3")
     folder = folder_of(done)
     assert subprocess.run(["bash", folder / "job.sh"], stderr=subprocess.DEVNULL, check=False).returncode == 3
     assert [printed(folder, r) for r in (0, 1)] == ["0/2\n" * 2, "1/2\n" * 2]
-    assert "FAILED     started by hand  exit status 3" in hpcinit("status").stdout
+    assert "FAILED     started manually  exit status 3" in hpcinit("status").stdout
     edit_program(folder, f"sleep {number}")
     script = subprocess.Popen(["bash", folder / "job.sh"])
     wait_for(lambda: len(processes_with(number)) == 2)
-    assert f"{script.pid}  RUNNING    started by hand" in hpcinit("status", str(script.pid)).stdout
+    assert f"{script.pid}  RUNNING    started manually" in hpcinit("status", str(script.pid)).stdout
     refused = hpcinit("cancel", folder.name)
-    assert refused.returncode == 2 and "end it there, with Ctrl-C" in refused.stderr
+    assert refused.returncode == 2 and "stop it in its terminal with Ctrl-C" in refused.stderr
     script.kill()
     script.wait()
     wait_for(lambda: not processes_with(number))
-    assert "NODE_FAIL  started by hand" in hpcinit("status").stdout
+    assert "NODE_FAIL  started manually" in hpcinit("status").stdout
 
 
 def test_paths_with_blanks_can_be_pasted(hpcinit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command that is printed to run a job again is one that a shell runs."""
+    """A shell accepts the printed command to run a job again, even with a space in the path."""
     (tmp_path / "a b").mkdir()
     monkeypatch.chdir(tmp_path / "a b")
     done = hpcinit("submit", "wait=true", "--", "sh", "-c", "echo ran")
-    command = done.stdout.partition("run it again by hand:  ")[2]
+    command = done.stdout.partition("run it again manually:  ")[2]
     assert command == f"bash '{tmp_path}/a b/runs/sh-0001/job.sh'\n"
     subprocess.run(command, shell=True, check=True)
     assert printed(Path("runs/sh-0001"), 0) == "ran\n" * 2
 
 
-def test_no_room_for_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the disk has no room for a second file, the end is written over the first."""
+def test_the_end_is_recorded_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the disk has no space for a second file, the engine overwrites the first one."""
     engine.write_state(tmp_path, {"state": "RUNNING", "pid": os.getpid(), "started": 0})
-    (tmp_path / f"local.json.{os.getpid()}.tmp").mkdir()  # stands for a disk that takes no new file
+    (tmp_path / f"local.json.{os.getpid()}.tmp").mkdir()  # a fake for a disk without space for a new file
     assert engine._ended(tmp_path, {}, "COMPLETED", 0) == 0
     assert engine.read_state(tmp_path)["state"] == "COMPLETED"
 
 
 def test_unknown_option_of_the_step_is_refused() -> None:
-    """The local step takes the options that hpcinit renders, and no other in silence."""
+    """The local step refuses options that hpcinit does not render."""
     with pytest.raises(SystemExit):
         step.parse(["--ntasks=1", "--ntasks-per-node=1", "--output=x", "--frob=1", "true"])
 
@@ -240,17 +239,17 @@ sys.exit({module}.main(sys.argv[1:]))
 
 
 def test_the_step_signals_no_group_whose_rank_was_reaped() -> None:
-    """The number of a rank that has ended may belong to another process by the time the step ends the others."""
-    words = ["--nodes=1", "--ntasks=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1", "sh", "-c"]
+    """The step signals no reaped rank: another process may have its id."""
+    options = ["--nodes=1", "--ntasks=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1", "sh", "-c"]
     rank = 'test "$SLURM_PROCID" = 0 && exit 0; sleep 0.5; exit 3'
     code = [sys.executable, "-c", WATCHED.format(module="step")]
-    done = subprocess.run([*code, *words, rank], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*code, *options, rank], capture_output=True, text=True, timeout=60, check=False)
     signals = [line.split()[1:] for line in done.stderr.splitlines() if line.startswith("signal ")]
     assert done.returncode == 3 and signals and all(state != "reaped" for _, state in signals), done.stderr
 
 
 def test_the_engine_signals_no_group_whose_script_was_reaped(tmp_path: Path) -> None:
-    """A cancelled job whose batch script ends at once gets its last signal while the group is still its own."""
+    """The engine does not reap the batch script before its last signal to the process group."""
     spec = Spec("x", "local", 1, 1, Program("command", "true"), str(tmp_path), "nonce")
     (tmp_path / run_folder.SPEC).write_text(spec.to_json())
     (tmp_path / run_folder.SCRIPT).write_text("touch up; exec sleep 300\n")
@@ -261,6 +260,6 @@ def test_the_engine_signals_no_group_whose_script_was_reaped(tmp_path: Path) -> 
         process.stdin.close()
         wait_for((tmp_path / "up").exists)
         process.terminate()
-        said = process.stderr.read()
-    signals = [line.split()[1:] for line in said.splitlines() if line.startswith("signal ")]
-    assert signals and all(state != "reaped" for _, state in signals), said
+        output = process.stderr.read()
+    signals = [line.split()[1:] for line in output.splitlines() if line.startswith("signal ")]
+    assert signals and all(state != "reaped" for _, state in signals), output

@@ -1,15 +1,14 @@
-"""A real Slurm with several nodes on one machine, for tests and for trying things out.
+"""A real Slurm with several nodes on one machine, for tests and experiments.
 
     with MiniSlurm(nodes=4, gpus=8) as slurm:
         subprocess.run(["srun", "-N4", "hostname"], env=os.environ | slurm.env)
 
-It needs root and Debian's Slurm packages (`missing()` says what is not there, `install()` fetches it) and
-nothing else: standard library only.
+It needs only root, Debian's Slurm packages (`missing()` lists missing ones, `install()` installs them) and the standard
+library.
 
-How it is made: each node is one `sleep` that holds a network, a host-name and a mount namespace; slurmd is
-started inside. The controller is such a node too, `ctl`, so nothing listens on the machine itself and any
-number of clusters can be up at a time. A further namespace holds the bridge to which all are wired; the
-machine has one interface into it, as a login node would.
+Each node is a `sleep` process with its own network, host name and mount namespaces, and slurmd runs inside. The
+controller is also such a node, `ctl`. So nothing listens on the machine itself, and several clusters can run at a time.
+Another namespace contains the bridge that connects them. The machine has one interface to it, like a login node.
 """
 
 from tests.minislurm.cluster import MiniSlurm, names, sweep

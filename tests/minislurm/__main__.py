@@ -33,12 +33,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _up(options: argparse.Namespace) -> int:
-    """bring a cluster up; it stays until `down`"""
+    """start a cluster; it runs until `down`"""
     lacks = missing(options.accounting)
     if lacks:
         print("this machine lacks:", *lacks, sep="\n  ", file=sys.stderr)
         if any(line.startswith("Debian package") for line in lacks):
-            print("Packages come with, as root: python -m tests.minislurm install", file=sys.stderr)
+            print("To install the packages, as root: python -m tests.minislurm install", file=sys.stderr)
         return 1
     cluster = MiniSlurm(options.nodes, options.gpus, options.accounting, options.name, owned=False).up()
     print(f"Slurm {cluster.version()}: {options.nodes} nodes with {options.gpus} stand-in GPUs each")
@@ -50,17 +50,17 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _down(options: argparse.Namespace) -> int:
-    """end a cluster and all that runs in it"""
+    """stop a cluster and all its processes"""
     MiniSlurm(name=options.name).down()
     return 0
 
 
 def _status(_: argparse.Namespace) -> int:
-    """what is up on this machine"""
+    """list the clusters on this machine"""
     for name in names():
         cluster = MiniSlurm(name=name)
         up = cluster.answers()
-        print(f"{name}: {'up' if up else 'left over, does not answer'}, SLURM_CONF={cluster.conf}")
+        print(f"{name}: {'up' if up else 'left over, no reply'}, SLURM_CONF={cluster.conf}")
         if up:
             print(cluster.run("sinfo"))
     if not names():
@@ -70,7 +70,7 @@ def _status(_: argparse.Namespace) -> int:
 
 def _install(_: argparse.Namespace) -> int:
     """install the Debian packages that are missing (root)"""
-    print("installed:", *(install() or ["nothing, all was there"]))
+    print("installed:", *(install() or ["nothing, no package was missing"]))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Makes a cluster and takes it away."""
+"""Start and stop a cluster."""
 
 import dataclasses
 import fcntl
@@ -25,8 +25,8 @@ class MiniSlurm(RunningCluster):
     """N nodes n1..nN and a controller ctl; partitions main (default) and high, which preempts main (requeue).
 
     `options` are lines of slurm.conf to set or to replace: {"MaxArraySize": "11"}. `partitions` adds partitions of all
-    nodes, each with its own options: {"secret": "Hidden=YES"}. A cluster belongs to the
-    process that brought it up unless `owned` is false; `sweep()` takes down those whose owner has ended.
+    nodes, each with its own options: {"secret": "Hidden=YES"}. A cluster belongs to the process that started it unless
+    `owned` is false; `sweep()` stops those whose owner has ended.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class MiniSlurm(RunningCluster):
         self.down()
 
     def up(self) -> "MiniSlurm":
-        """Brings the cluster up; a leftover of the same name is taken away first. Idempotent."""
+        """Start the cluster, after removing a leftover of the same name. Idempotent."""
         lacks = missing(self.shape.accounting)
         if lacks:
             raise MiniSlurmError("this machine lacks: " + "; ".join(lacks))
@@ -66,23 +66,23 @@ class MiniSlurm(RunningCluster):
         return self
 
     def down(self) -> None:
-        """Ends every process of the cluster and removes its interface and its folder. Idempotent."""
+        """End every process of the cluster, and remove its interface and its folder. Idempotent."""
         self._clear()
-        with _one_at_a_time(), suppress(OSError):  # OSError: another cluster is in it
+        with _one_at_a_time(), suppress(OSError):  # OSError: it contains another cluster
             BASE.rmdir()
 
     def _clear(self) -> None:
         left = self._left_state()
         if left and left["owner"] != self._owner and _alive(left["owner"]):
-            raise MiniSlurmError(f"cluster {self.name!r} belongs to process {left['owner'][0]}, which runs")
+            raise MiniSlurmError(f"cluster {self.name!r} belongs to process {left['owner'][0]}, which still runs")
         kill_all(self.name)
         network.remove_link(self.name)
         if left:
             while self.directory.exists():
-                with suppress(FileNotFoundError):  # a daemon's last file, or somebody else is removing it too
+                with suppress(FileNotFoundError):  # a daemon's last file, or another process removes it too
                     shutil.rmtree(self.directory)
         elif self.directory.exists() and any(self.directory.iterdir()):
-            raise MiniSlurmError(f"{self.directory} is no cluster's folder: files, but no minislurm.json")
+            raise MiniSlurmError(f"{self.directory} is not a cluster's folder: it has files, but no minislurm.json")
 
     def _is_up(self) -> bool:
         left = self._left_state()
@@ -98,7 +98,7 @@ class MiniSlurm(RunningCluster):
             return None
 
     def _claim(self) -> None:
-        """Takes the name and a subnet; whatever ends us from here on, the folder says whose it was."""
+        """Reserve the name and a subnet. From here on the folder records the owner, even if this process is killed."""
         with _one_at_a_time():  # until this machine has its interface, the subnet looks free to others
             self._clear()
             net = network.free_network(self.name)
@@ -106,7 +106,7 @@ class MiniSlurm(RunningCluster):
             shape = dataclasses.asdict(self.shape)
             state = {"name": self.name, "shape": shape, "owner": self._owner, "subnet": net.subnet}
             (self.directory / "minislurm.json").write_text(json.dumps(state, indent=2))
-            network.allow_neighbours(self.shape.nodes)
+            network.allow_neighbors(self.shape.nodes)
             network.make_link(self.name, net)
 
     def _make(self) -> None:
@@ -122,7 +122,7 @@ class MiniSlurm(RunningCluster):
         self.wait_idle()
 
     def _make_nodes(self, net: network.Network) -> int:
-        """Makes the namespaces and the wires between them; the process that holds the controller's."""
+        """Make the namespaces and connect them; return the pid of the controller's."""
         hosts = self.directory / "etc/hosts"
         nodes = ["ctl", *self.shape.node_names]
         holders = {node: network.hold(self.name, node, hosts) for node in [*nodes, "switch"]}
@@ -134,7 +134,7 @@ class MiniSlurm(RunningCluster):
         return holders["ctl"]
 
     def _start_munged(self, controller: int) -> None:
-        """--force: munged minds that its log's folder can be read by all."""
+        """Start munged. It needs --force, because all users may read the folder of its log."""
         run, log = self.directory / "run", self.log("munged")
         files = {
             "key-file": self.directory / "etc/munge.key",
@@ -148,15 +148,14 @@ class MiniSlurm(RunningCluster):
 
 
 def names() -> list[str]:
-    """The clusters that have a folder in the usual place, up or left over."""
+    """Return the clusters that have a folder below BASE, running or left over."""
     return sorted(path.parent.name for path in BASE.glob("*/minislurm.json"))
 
 
 def sweep() -> list[str]:
-    """Takes down the clusters whose owner has ended without doing so; their names. Those of other sessions and of
-    this session's other workers have an owner that lives."""
+    """Stop the clusters whose owner has ended, and return their names. Other sessions and workers are still alive."""
     swept = []
-    with _one_at_a_time():  # two workers that begin at the same time: only one of them removes a leftover
+    with _one_at_a_time():  # of two workers that start at the same time, only one removes a leftover
         for name in names():
             cluster = MiniSlurm(name=name)
             owner = (cluster._left_state() or {}).get("owner")
@@ -180,8 +179,8 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 def _locked() -> int:
-    """A descriptor of BASE that holds its lock. Whoever was last may have removed the folder while we waited: a lock
-    on that one would keep nobody out of the next."""
+    """Return a descriptor of BASE with its lock. If another process removed the folder during the wait, retry: a lock
+    on a removed folder protects nothing."""
     while True:
         BASE.mkdir(parents=True, exist_ok=True, mode=0o755)
         try:

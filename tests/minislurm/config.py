@@ -12,7 +12,7 @@ from tests.minislurm.network import Network
 
 @dataclass(frozen=True)
 class Shape:
-    """What the cluster has."""
+    """The size and options of a cluster."""
 
     nodes: int = 4
     gpus: int = 8
@@ -50,7 +50,7 @@ def slurm_conf(name: str, shape: Shape, network: Network, directory: Path) -> st
         "SchedulerParameters": "sched_interval=1,batch_sched_delay=0,bf_interval=1",
         "ReturnToService": "2",  # a node that was down is used again as soon as it reports
         "SlurmctldTimeout": "30",
-        "SlurmdTimeout": "10",  # a silent node counts as lost after 10 s, not after 300
+        "SlurmdTimeout": "10",  # an unresponsive node is lost after 10 s instead of 300
         "KillWait": "3",  # between SIGTERM and SIGKILL; 30 by default
         "InactiveLimit": "0",
         "GresTypes": "gpu",
@@ -109,17 +109,17 @@ def hosts(shape: Shape, network: Network) -> str:
 
 
 def cgroup_conf(version: str) -> str:
-    """Nothing here needs cgroups, so the clusters come up whichever version of them a machine has mounted.
+    """Disable cgroups, so that a cluster starts with any version of them.
 
-    Left to itself slurmd asks systemd for a scope, or ends where cgroups are not as it wants them. 'disabled'
-    exists since 23.02; before, the plugin for version 1 is the one that touches nothing unless it is used.
+    By default slurmd requests a scope from systemd, or exits if it cannot use the cgroups. 'disabled' exists since
+    23.02; before, the plugin for version 1 does nothing unless it is used.
     """
     major, minor = (int(part) for part in version.split(".")[:2])
     return f"CgroupPlugin={'disabled' if (major, minor) >= (23, 2) else 'cgroup/v1'}\n"
 
 
 def write(name: str, version: str, shape: Shape, network: Network, directory: Path) -> None:
-    """Lays the cluster's folder out: configuration, key, stand-in GPUs, and the folders that daemons need."""
+    """Create the cluster's folder: configuration, key, stand-in GPUs, and the folders of the daemons."""
     for folder in ("etc", "run", "log", "state", "gpu", *(f"spool/{node}" for node in shape.node_names)):
         (directory / folder).mkdir(parents=True, exist_ok=True, mode=0o755)
     (directory / "etc/slurm.conf").write_text(slurm_conf(name, shape, network, directory))

@@ -1,6 +1,6 @@
-"""Starts a daemon inside a node, and waits for things with a limit.
+"""Start a daemon inside a node, and wait for conditions with a limit.
 
-The limits are far above what a quiet machine takes: other workers and eight ranks may share its two cores.
+The limits are far longer than an idle machine needs, because other workers and eight ranks may share its two cores.
 """
 
 import socket
@@ -15,14 +15,14 @@ from tests.minislurm.shell import PATH
 
 
 def entered(pid: int, command: Sequence[str]) -> list[str]:
-    """The command as it is run inside the node that `pid` holds."""
-    # Not `ip netns exec`: that remounts /sys, where slurmd then finds no cgroup file system and stops.
-    # --root: under chroot, entering a mount namespace would leave it.
+    """Return the command that runs `command` in the namespaces of `pid`."""
+    # `ip netns exec` would remount /sys, and slurmd would stop because it finds no cgroup file system there.
+    # --root keeps a chroot, which entering a mount namespace would leave.
     return ["nsenter", "--target", str(pid), "--net", "--uts", "--mount", "--root", "--", *command]
 
 
 def launch(pid: int, command: Sequence[str], directory: Path, log: Path) -> subprocess.Popen[bytes]:
-    """Starts a daemon in the node of `pid`; what it prints before it opens its log goes to <log>.out."""
+    """Start a daemon in the node of `pid`. Its output before it opens its log is written to <log>.out."""
     with log.with_suffix(".out").open("ab") as out:
         return subprocess.Popen(
             entered(pid, command), stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd="/",
@@ -30,27 +30,27 @@ def launch(pid: int, command: Sequence[str], directory: Path, log: Path) -> subp
         )  # fmt: skip
 
 
-def told(what: str, log: Path) -> str:
-    """The message of a daemon that failed, with the end of all it wrote."""
+def with_log(what: str, log: Path) -> str:
+    """Return the message `what` with the end of the daemon's log and output."""
     out = log.with_suffix(".out")
     files = [log, out] if out.exists() and out.stat().st_size else [log]
     return "\n".join([what, *map(quoted, files)])
 
 
 def wait_started(daemon: subprocess.Popen[bytes], what: str, log: Path, timeout_s: float = 120) -> None:
-    """Waits until a daemon has gone to the background, which they do when their configuration is read."""
+    """Wait until a daemon is in the background: it has then read its configuration."""
     try:
         status = daemon.wait(timeout_s)
     except subprocess.TimeoutExpired as expired:
         daemon.kill()
         daemon.wait()
-        raise MiniSlurmError(told(f"{what} did not go to the background within {timeout_s:g} s", log)) from expired
+        raise MiniSlurmError(with_log(f"{what} did not go to the background within {timeout_s:g} s", log)) from expired
     if status:
-        raise MiniSlurmError(told(f"{what} did not start: exit status {status}", log))
+        raise MiniSlurmError(with_log(f"{what} did not start: exit status {status}", log))
 
 
 def until(holds: Callable[[], bool], complaint: Callable[[], str], timeout_s: float = 120) -> None:
-    """Waits for `holds`; the complaint is asked for only when it is needed."""
+    """Wait for `holds`. Raise MiniSlurmError with `complaint()` after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     pause_s = 0.01
     while not holds():
@@ -69,7 +69,7 @@ def listens(address: str, port: int) -> bool:
 
 
 def daemon_pid(pid_file: Path, cluster: str) -> int | None:
-    """The identifier in a daemon's file, if that process still is one of ours."""
+    """Return the pid in a daemon's file, if that process still belongs to the cluster."""
     try:
         pid = int(pid_file.read_text())
     except (OSError, ValueError):

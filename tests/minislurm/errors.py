@@ -1,14 +1,14 @@
-"""The one error of this package, and how a daemon's log gets into it."""
+"""The error of this package, and quotes from a daemon's log."""
 
 from pathlib import Path
 
 
 class MiniSlurmError(RuntimeError):
-    """The cluster could not be made, or did not do in time what was asked of it."""
+    """The cluster could not be made, or did not react in time."""
 
 
 def quoted(log: Path, lines: int = 15) -> str:
-    """The end of a log as it goes into a message: '/.../log/n3.log ends with: ...'."""
+    """Return the end of a log for a message: '/.../log/n3.log ends with: ...'."""
     try:
         text = log.read_text(errors="replace").splitlines()
     except OSError as error:

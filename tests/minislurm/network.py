@@ -1,4 +1,4 @@
-"""The cluster's addresses, and the namespaces that are its nodes."""
+"""The cluster's addresses, and the namespaces of its nodes."""
 
 import ipaddress
 import json
@@ -10,11 +10,11 @@ from tests.minislurm.errors import MiniSlurmError
 from tests.minislurm.processes import mark
 from tests.minislurm.shell import run
 
-# RFC 2544 sets 198.18.0.0/15 aside for tests of interconnects: nobody's office or cloud is in there.
+# RFC 2544 reserves 198.18.0.0/15 for tests of interconnects, so no office or cloud network uses it.
 POOL = list(ipaddress.ip_network("198.18.0.0/15").subnets(new_prefix=22))
 FIRST_NODE = 11  # n1 is x.x.x.11; the login node .1, the controller .2
 
-# $1 host name, $2 mark, $3 hosts file. The sleep outlives the shell and holds the namespaces.
+# $1 host name, $2 mark, $3 hosts file. The sleep outlives the shell and keeps the namespaces.
 HOLD = """
 set -e
 hostname "$1"
@@ -28,7 +28,7 @@ echo $!
 
 @dataclass(frozen=True)
 class Network:
-    """The subnet of one cluster: who has which address."""
+    """The subnet of a cluster and the addresses of its nodes."""
 
     subnet: str  # "198.18.4.0/22"
 
@@ -43,12 +43,12 @@ class Network:
 
 
 def link_name(cluster: str) -> str:
-    """The machine's interface into the cluster; a checksum, since names end at 15 characters."""
+    """Return the name of the machine's interface to the cluster: a checksum, because names have at most 15 characters."""
     return f"ms-{zlib.crc32(cluster.encode()):08x}"
 
 
 def free_network(cluster: str) -> Network:
-    """A subnet that overlaps with no route of this machine; for one name the same one where possible."""
+    """Return a subnet that overlaps with no route of this machine; the same one for the same name if possible."""
     routes = json.loads(run(["ip", "-json", "-4", "route", "show", "table", "all"]))
     taken = [ipaddress.ip_network(route["dst"]) for route in routes if route["dst"] != "default"]
     first = zlib.crc32(cluster.encode()) % len(POOL)
@@ -59,37 +59,37 @@ def free_network(cluster: str) -> Network:
 
 
 def hold(cluster: str, node: str, hosts_file: Path) -> int:
-    """Makes the namespaces of a node; the identifier of the process that keeps them."""
+    """Make the namespaces of a node, and return the pid of the process that keeps them."""
     unshare = ["setsid", "unshare", "--net", "--uts", "--mount", "--propagation", "private"]
     return int(run([*unshare, "sh", "-c", HOLD, "sh", node, mark(cluster, node), str(hosts_file)]))
 
 
-def allow_neighbours(nodes: int) -> None:
-    """Ranks of every node talk to every other one, and the kernel keeps one table of neighbours for all namespaces.
+def allow_neighbors(nodes: int) -> None:
+    """Enlarge the kernel's neighbor table, which all namespaces share, so that every rank can connect to every other.
 
-    With more than gc_thresh3 in it (1024), connections end with 'No route to host': dmesg has 'neighbor table
-    overflow!'. The machine keeps what is set here: two clusters may need it.
+    With more than gc_thresh3 entries (1024), connections fail with 'No route to host', and dmesg has 'neighbor table
+    overflow!'. The setting is not reset, because another cluster may need it.
     """
     for number, share in ((1, 4), (2, 2), (3, 1)):
         path = Path(f"/proc/sys/net/ipv4/neigh/default/gc_thresh{number}")
         needed = 2 * nodes * nodes // share
-        # Only the machine's own network namespace has these files; in another (a container, Debian trixie) it may not
-        # be asked, and up to 22 nodes need no more than a kernel has by itself.
+        # Only the machine's main network namespace has these files; a container or a newer Debian does not. The default
+        # is enough for 22 nodes.
         if path.exists() and int(path.read_text()) < needed:
             path.write_text(f"{needed}\n")
 
 
 def make_link(cluster: str, network: Network) -> None:
-    """This machine's interface into the cluster; its other end, `login`, still has to go into the switch."""
+    """Make this machine's interface to the cluster. Its other end, `login`, is moved to the switch later."""
     name = link_name(cluster)
     run(["ip", "link", "add", name, "type", "veth", "peer", "name", f"{name}-in"])
     run(["ip", "address", "add", network.interface("login"), "dev", name])
 
 
 def make_switch(cluster: str, switch: int) -> None:
-    """A bridge in the namespace of `switch`, with this machine plugged in.
+    """Make a bridge in the namespace of `switch`, and connect this machine to it.
 
-    Not a bridge on the machine: where Docker set the policy of FORWARD to DROP, it would drop our frames too.
+    A bridge on the machine itself would not work with Docker, which sets the policy of FORWARD to DROP.
     """
     name = link_name(cluster)
     run(["ip", "link", "set", f"{name}-in", "netns", str(switch), "name", "login"])
@@ -98,7 +98,7 @@ def make_switch(cluster: str, switch: int) -> None:
 
 
 def wire(network: Network, node: str, pid: int, switch: int) -> None:
-    """Gives the node eth0 with its address; the other end waits in the switch under the node's name."""
+    """Make the node's eth0 with its address; its other end is in the switch under the node's name."""
     _in_namespace(
         pid,
         f"link add eth0 type veth peer name {node} netns {switch}\n"
@@ -116,7 +116,7 @@ def _in_namespace(pid: int, lines: str) -> None:
 
 
 def remove_link(cluster: str) -> None:
-    """Its other end is in the switch, so it may go by itself at this very moment."""
+    """Remove the machine's interface. It may disappear at the same time, because its other end is in the switch."""
     name = link_name(cluster)
     try:
         run(["ip", "link", "delete", name])

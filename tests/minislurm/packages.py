@@ -1,4 +1,4 @@
-"""What this machine lacks for a cluster, and how Debian and Ubuntu get it."""
+"""Find what this machine lacks for a cluster, and install it on Debian and Ubuntu."""
 
 import os
 import shutil
@@ -10,13 +10,13 @@ from pathlib import Path
 from tests.minislurm.errors import MiniSlurmError
 from tests.minislurm.shell import PATH, run
 
-# command that must be there: Debian package that has it
+# command: Debian package that contains it
 BASE = {
     "slurmctld": "slurmctld", "slurmd": "slurmd", "srun": "slurm-client", "munged": "munge",
     "ip": "iproute2", "unshare": "util-linux", "setsid": "util-linux",
 }  # fmt: skip
 ACCOUNTING = {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server"}
-# What other tests use; a cluster does without. MPICH's Hydra comes with mpich: the package hydra cracks passwords.
+# Commands of other tests. MPICH's Hydra is in the package mpich; the package hydra is another program.
 OTHERS = {
     "mpirun.openmpi": "openmpi-bin",
     "mpiexec.hydra": "mpich",
@@ -24,11 +24,11 @@ OTHERS = {
     "fish": "fish",
     "modulecmd": "environment-modules",
 }
-# The browser that the report is tried in: Debian's alone, half of what chromium needs. Ubuntu has none as a package.
+# The browser for tests of the report. Debian's headless shell is half the size; Ubuntu has no package.
 BROWSERS = ("chromium-headless-shell", "chromium")
 
 POLICY = Path("/usr/sbin/policy-rc.d")
-# Everything a cluster does to the kernel, in namespaces that vanish with the command.
+# Everything that a cluster needs of the kernel, in namespaces that end with the command.
 REHEARSAL = """
 set -e
 ip link add one type veth peer name two
@@ -38,7 +38,7 @@ mount -t tmpfs none /dev/shm
 
 
 def missing(accounting: bool = False) -> list[str]:
-    """What stands between this machine and a cluster, one line each; empty when nothing does."""
+    """Return what this machine lacks for a cluster, one line each."""
     lacks = _lacking(BASE | ACCOUNTING if accounting else BASE)
     found = [f"Debian package {package}" for package in lacks]
     if os.geteuid() != 0:
@@ -47,8 +47,8 @@ def missing(accounting: bool = False) -> list[str]:
         try:
             run(["unshare", "--net", "--uts", "--mount", "sh", "-c", REHEARSAL])
         except MiniSlurmError as error:
-            said = str(error).splitlines()[-1].strip()
-            found.append(f"the right to make namespaces and links (in a container: --privileged): {said}")
+            reason = str(error).splitlines()[-1].strip()
+            found.append(f"the right to make namespaces and links (in a container: --privileged): {reason}")
     return found
 
 
@@ -58,7 +58,7 @@ def _lacking(wanted: dict[str, str]) -> list[str]:
 
 
 def install() -> list[str]:
-    """Installs the packages that the tests miss here, with apt-get; says which. Leaves no daemon running.
+    """Install the packages that the tests need with apt-get, and return them. No daemon stays running.
 
     Debian's packages make /etc/slurm, /etc/munge and /etc/mysql; the clusters made here use none of them.
     """
@@ -70,7 +70,7 @@ def install() -> list[str]:
         try:
             fetch([BROWSERS[0]])
             packages.append(BROWSERS[0])
-        except MiniSlurmError as error:  # one test needs it, and says so
+        except MiniSlurmError as error:  # one test needs it, and reports it as missing
             print(f"not installed: {error}", flush=True)
     return packages
 
@@ -81,11 +81,11 @@ def _is_debian() -> bool:
 
 
 def fetch(packages: list[str]) -> None:
-    """apt-get install, and no service started."""
+    """Install packages with apt-get without starting their services."""
     if os.geteuid() != 0:
         raise MiniSlurmError(f"not root: cannot install {' '.join(packages)}")
     if not shutil.which("apt-get", path=PATH):
-        raise MiniSlurmError(f"no apt-get here: install what holds {' '.join(packages)} on this system")
+        raise MiniSlurmError(f"no apt-get here: install the equivalent of {' '.join(packages)} for this system")
     with _services_stay_off():
         for command in (["update"], ["install", "--yes", "--no-install-recommends", *packages]):
             done = subprocess.run(
@@ -97,7 +97,7 @@ def fetch(packages: list[str]) -> None:
 
 @contextmanager
 def _services_stay_off() -> Iterator[None]:
-    """While packages are installed, Debian asks this file whether it may start a service: 101 is no."""
+    """Keep Debian from starting services during an installation: it runs this file, and status 101 forbids it."""
     if POLICY.exists():  # as in Debian's and Ubuntu's container images
         yield
         return
@@ -110,7 +110,7 @@ def _services_stay_off() -> Iterator[None]:
 
 
 def _disable_services(packages: list[str]) -> None:
-    """So that the next boot does not start them either; only those that were installed just now."""
+    """Disable the services of the packages just installed, so that the next boot does not start them."""
     services = {"slurmctld": "slurmctld", "slurmd": "slurmd", "munge": "munge", "slurmdbd": "slurmdbd",
                 "mariadb-server": "mariadb"}  # fmt: skip
     units = [services[package] for package in packages if package in services]

@@ -1,9 +1,8 @@
-"""Which processes are ours, and how they are ended.
+"""Find and end the processes of a cluster.
 
-Every node mounts its own /dev/shm, and the source of that mount carries the cluster's and the node's name:
-'minislurm.<cluster>.<node>' in /proc/<pid>/mountinfo. Whatever runs in the node inherits the mount, so this
-finds the daemons, the steps and what users started, also after the process that made the cluster was killed;
-a process identifier that was given to somebody else in the meantime does not carry it.
+Every node mounts its own /dev/shm, whose source in /proc/<pid>/mountinfo is 'minislurm.<cluster>.<node>'. All processes
+of the node inherit the mount: daemons, steps and users' processes. So they can be found after the process that made the
+cluster was killed, and a pid that another process got in the meantime is not confused with them.
 """
 
 import os
@@ -20,7 +19,7 @@ def mark(cluster: str, node: str) -> str:
 
 
 def node_of(pid: int, cluster: str) -> str | None:
-    """The node of this cluster in which the process runs; None for every other process."""
+    """Return the node of this cluster that the process runs in; None for other processes."""
     start = " - tmpfs " + mark(cluster, "")
     try:
         mounts = Path(f"/proc/{pid}/mountinfo").read_text(errors="replace")
@@ -34,7 +33,7 @@ def node_of(pid: int, cluster: str) -> str | None:
 
 
 def members(cluster: str) -> dict[int, str]:
-    """Process identifier and node of everything that runs in the cluster."""
+    """Return pid and node of every process of the cluster."""
     pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
     nodes = {pid: node_of(pid, cluster) for pid in pids}
     return {pid: node for pid, node in nodes.items() if node is not None}
@@ -48,7 +47,7 @@ def command_name(pid: int) -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """In clock ticks since boot; with the identifier it names a process once and for all."""
+    """Return the start in clock ticks since boot; together with the pid it identifies a process uniquely."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -57,7 +56,7 @@ def start_time(pid: int) -> int | None:
 
 
 def send(pid: int, number: signal.Signals, cluster: str) -> None:
-    """Signals the process if it still is one of ours: the descriptor pins it while we look."""
+    """Send the signal if the process still belongs to the cluster. The descriptor keeps the pid from being reused."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -72,20 +71,20 @@ def send(pid: int, number: signal.Signals, cluster: str) -> None:
 
 
 def kill(pids: Iterable[int], cluster: str) -> None:
-    # Slurm's daemons first: a slurmstepd that sees its task die would still report it to the controller.
+    # Slurm's daemons are killed first, so that no slurmstepd reports the end of its task to the controller.
     for pid in sorted(pids, key=lambda pid: not command_name(pid).startswith("slurm")):
         send(pid, signal.SIGKILL, cluster)
 
 
 def kill_all(cluster: str, *, spare: Iterable[int] = (), node: str | None = None, timeout_s: float = 60) -> None:
-    """Ends what runs in the cluster, or in one node of it, and waits until it is gone."""
+    """Kill all processes of the cluster, or of one of its nodes, and wait for their end."""
     spared, deadline = set(spare), time.monotonic() + timeout_s
     while True:
         left = [pid for pid, where in members(cluster).items() if pid not in spared and node in (None, where)]
         if not left:
             return
         if time.monotonic() > deadline:
-            told = ", ".join(f"{pid} ({command_name(pid)})" for pid in left)
-            raise MiniSlurmError(f"cluster {cluster!r}: alive {timeout_s:g} s after SIGKILL: {told}")
+            alive = ", ".join(f"{pid} ({command_name(pid)})" for pid in left)
+            raise MiniSlurmError(f"cluster {cluster!r}: alive {timeout_s:g} s after SIGKILL: {alive}")
         kill(left, cluster)
         time.sleep(0.02)

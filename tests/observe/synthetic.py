@@ -1,6 +1,6 @@
-"""Starts of sizes that no machine here has: numbers from a random generator, in the files that real ranks write.
+"""Synthetic start-ups of many ranks: random numbers, in the files that real ranks write.
 
-`python -m tests.observe.synthetic FOLDER NODES RANKS_PER_NODE` makes a run folder to look at with `hpcinit report`.
+`python -m tests.observe.synthetic FOLDER NODES RANKS_PER_NODE` creates a run folder for `hpcinit report`.
 """
 
 from __future__ import annotations
@@ -13,25 +13,27 @@ from pathlib import Path
 from hpcinit.records import timeline
 from hpcinit.slurm import nodelist
 
-BEGUN = 1_790_000_000.0
+START = 1_790_000_000.0
 
 
 def run(folder: Path, nodes: int, per_node: int, slow: str = "", absent: int = -1, restart: int = 0) -> Path:
-    """A run folder whose ranks started at BEGUN. slow: a node whose imports take three times as long. absent: a rank
-    that never comes, for whom the others wait in vain."""
+    """Create a run folder whose ranks started at START.
+
+    slow: a node whose imports take three times as long. absent: a rank that does not start.
+    """
     chance = random.Random(7 + restart)
     hosts = [f"n{number:04d}" for number in range(1, nodes + 1)]
     job, size = f"43.0.{restart}", nodes * per_node
-    begun = BEGUN + 400 * restart
+    start = START + 400 * restart
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "logs").mkdir(exist_ok=True)
-    record = {"job_id": "43", "engine": "slurm", "cluster": "mini", "submitted": BEGUN - 180}
+    record = {"job_id": "43", "engine": "slurm", "cluster": "mini", "submitted": START - 180}
     (folder / "submission.json").write_text(json.dumps(record))
     (folder / "job.sh").write_text("#!/bin/bash\n")
     found: dict[int, dict[str, float]] = {}
     for rank in range(size):
         node = rank // per_node
-        started = begun + 0.6 + 0.002 * node + chance.expovariate(20)
+        started = start + 0.6 + 0.002 * node + chance.expovariate(20)
         interpreter = started + 0.15 + chance.expovariate(30)
         met = interpreter + 0.2 + chance.expovariate(10)
         weight = 3.0 if hosts[node] == slow else 1.0
@@ -60,7 +62,7 @@ def run(folder: Path, nodes: int, per_node: int, slow: str = "", absent: int = -
         if rank == 0:
             limit = min(3600, 300 + 3.5 * nodes)
             more |= {"timeout_s": limit, "formula": f"min(3600, 300 + 3.5 x {nodes} nodes) = {limit:g} s"}
-        writer.write(rank, {**about, **more, "allocated": begun, **events})
+        writer.write(rank, {**about, **more, "allocated": start, **events})
         writer.close()
         (folder / f"logs/rank-{rank}.log").touch()
     return folder

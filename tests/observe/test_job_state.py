@@ -1,10 +1,10 @@
-"""The precedence of the sources of a job's state, one row per rule."""
+"""The precedence of the sources of a job's state, with one row per rule."""
 
 from __future__ import annotations
 
 import pytest
 
-from hpcinit.observe.job_state import NOBODY, SOURCES, Known, State, state_of
+from hpcinit.observe.job_state import NO_REPLY, SOURCES, Known, State, state_of
 
 NONE = State("UNKNOWN", "7", "slurm", "purged")
 DONE = State("COMPLETED", "7", "slurm", "", 0, "exit.json", restart=1)
@@ -24,7 +24,7 @@ def slurm(name: str, source: str = "squeue") -> State:
         (Known(slurm("PREEMPTED"), DONE), "COMPLETED", 0, "squeue", ""),
         (Known(slurm("COMPLETING"), DONE), "COMPLETING", None, "squeue", ""),
         (Known(slurm("FROZEN_TOMORROW"), NONE), "FROZEN_TOMORROW", None, "squeue", ""),
-        (Known(slurm("FROZEN_TOMORROW"), DONE), "COMPLETED", 0, "exit.json", "Slurm says FROZEN_TOMORROW"),
+        (Known(slurm("FROZEN_TOMORROW"), DONE), "COMPLETED", 0, "exit.json", "Slurm reports FROZEN_TOMORROW"),
         (Known(None, NONE, cancelled=lambda: True), "CANCELLED", None, "cancelled.json", ""),
         (Known(None, EARLY, cancelled=lambda: True), "CANCELLED", 143, "cancelled.json", ""),
         (Known(None, DONE, cancelled=lambda: True), "COMPLETED", 0, "exit.json", ""),
@@ -32,12 +32,12 @@ def slurm(name: str, source: str = "squeue") -> State:
         (Known(slurm("RUNNING", "sacct"), DONE), "COMPLETED", 0, "exit.json", ""),
         (Known(None, EARLY), "FAILED", 143, "exit.json", ""),
         (Known(None, DONE, AWAY), "COMPLETED", 0, "exit.json", AWAY),
-        (Known(slurm("RUNNING", "sacct"), EARLY, AWAY), "RUNNING", None, "sacct", f"as sacct says; {AWAY}"),
-        (Known(None, EARLY, AWAY, lambda: True), "UNKNOWN", None, NOBODY, AWAY),
-        (Known(None, NONE, AWAY), "UNKNOWN", None, NOBODY, AWAY),
+        (Known(slurm("RUNNING", "sacct"), EARLY, AWAY), "RUNNING", None, "sacct", f"from sacct; {AWAY}"),
+        (Known(None, EARLY, AWAY, lambda: True), "UNKNOWN", None, NO_REPLY, AWAY),
+        (Known(None, NONE, AWAY), "UNKNOWN", None, NO_REPLY, AWAY),
         (
             *(Known(slurm("RUNNING", "sacct"), NONE), "UNKNOWN", None, ""),
-            "sacct says RUNNING, the controller does not know the job",
+            "sacct reports RUNNING, but the controller does not know the job",
         ),
         (Known(None, NONE), "UNKNOWN", None, "", "purged"),
     ],
@@ -45,7 +45,7 @@ def slurm(name: str, source: str = "squeue") -> State:
 def test_the_first_source_that_has_a_state_decides(
     known: Known, name: str, status: int | None, source: str, reason: str
 ) -> None:
-    """Slurm's end, the queue, a cancellation, the script's record, accounting alone, no reply, a purged job."""
+    """The state is that of the first source in the documented order that has one."""
     state = state_of(known)
     assert (state.name, state.exit_status, state.source, state.reason) == (name, status, source, reason)
 

@@ -1,4 +1,4 @@
-"""How often the controller is asked."""
+"""How often the controller is queried."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(tmp_path: Path) -> Path:
 
 
 class Clock:
-    """A second later at each look."""
+    """A clock that advances by one second at each call."""
 
     now = 0.0
 
@@ -31,53 +31,52 @@ class Clock:
         return self.now
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, run: Path, name: str, seconds: int) -> tuple[int, bool]:
-    """How often squeue was asked in so many seconds, and whether the run was then over."""
-    questions: list[str] = []
+def count_queries(monkeypatch: pytest.MonkeyPatch, run: Path, name: str, seconds: int) -> tuple[int, bool]:
+    """Return how often squeue was called in `seconds`, and whether the run was over then."""
+    queries: list[str] = []
 
     def answer(command: tuple[str, ...], _: object) -> list[str]:
-        questions.append(command[0])
+        queries.append(command[0])
         return [squeue_line("77", name)] if name else []
 
     monkeypatch.setattr(queue, "_lines", answer)
     monkeypatch.setattr(poll, "time", Clock())
     polling = poll.Poll(run)
     over = [polling.ask() for _ in range(seconds)]
-    return questions.count("squeue"), over[-1]
+    return queries.count("squeue"), over[-1]
 
 
 def test_slower_while_nothing_happens(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In ten minutes the controller is asked some seventy times, not six hundred."""
-    questions, over = asked(monkeypatch, run, "RUNNING", 600)
-    assert 55 <= questions <= 90 and not over
+    """In ten minutes the controller is queried about seventy times, not six hundred times."""
+    queries, over = count_queries(monkeypatch, run, "RUNNING", 600)
+    assert 55 <= queries <= 90 and not over
 
 
-def test_the_end_is_not_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the batch script leaves its exit status, the controller is asked at once, however rarely before."""
-    questions: list[float] = []
+def test_an_exit_record_causes_a_query_at_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the batch script records its exit status, the controller is queried at once."""
+    queries: list[float] = []
     clock = Clock()
     monkeypatch.setattr(poll, "time", clock)
-    monkeypatch.setattr(queue, "_lines", lambda *_: questions.append(clock.now) or [squeue_line("77", "COMPLETING")])
+    monkeypatch.setattr(queue, "_lines", lambda *_: queries.append(clock.now) or [squeue_line("77", "COMPLETING")])
     polling = poll.Poll(run)
-    while clock.now < 305 or questions[-1] == clock.now:  # a moment at which no question is due
+    while clock.now < 305 or queries[-1] == clock.now:  # a moment at which no query is due
         polling.ask()
     (run / "exit.json").write_text(json.dumps({"job": "77", "exit_status": 0}))
     polling.ask()
     polling.ask()
-    assert clock.now - questions[-1] <= 1
+    assert clock.now - queries[-1] <= 1
 
 
-def test_a_job_that_slurm_forgot_is_not_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that Slurm does not know and that left no exit record is given up after a minute."""
-    _, over = asked(monkeypatch, run, "", 50)
+def test_waiting_for_a_purged_job_ends(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a minute, a job that Slurm does not know and that has no exit record is not waited for."""
+    _, over = count_queries(monkeypatch, run, "", 50)
     assert not over
-    _, over = asked(monkeypatch, run, "", 70)
+    _, over = count_queries(monkeypatch, run, "", 70)
     assert over
 
 
-def test_a_job_that_ended_well_and_wrote_no_status_is_no_failure(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm says COMPLETED and the batch script's record is not to be seen yet: who waits ends with 0. Of a job that is
-    gone without a record nobody knows, which is a failure."""
+def test_a_completed_job_without_an_exit_record_is_a_success(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If Slurm reports COMPLETED before the exit record is visible, the exit status is 0. FAILED gives 1."""
     (run / "job.sh").touch()
     for name, status in (("COMPLETED", 0), ("FAILED", 1)):
         end = State(name, "77", "slurm")

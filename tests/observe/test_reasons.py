@@ -1,4 +1,4 @@
-"""Slurm's reasons in words."""
+"""The explanations of Slurm's reasons for a waiting job."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import pytest
 from hpcinit.slurm.reasons import explain
 
 
-# The first block as squeue of Slurm 22.05.8 printed them for jobs that asked for too much.
+# squeue of Slurm 22.05.8 printed the first block for jobs that request too much.
 @pytest.mark.parametrize(
-    ("reason", "words"),
+    ("reason", "text"),
     [
-        ("PartitionConfig", "ask for less"),
+        ("PartitionConfig", "request less"),
         ("PartitionNodeLimit", "more nodes"),
-        ("AssocMaxWallDurationPerJobLimit", "for one job"),
-        ("AssocMaxNodePerJobLimit", "for one job"),
+        ("AssocMaxWallDurationPerJobLimit", "per job"),
+        ("AssocMaxNodePerJobLimit", "per job"),
         ("ReqNodeNotAvail, UnavailableNodes:n[1-2]", "sinfo -R"),
         ("PartitionTimeLimit", "time limit"),
-        ("BadConstraints", "no node has"),
+        ("BadConstraints", "no node fits"),
         ("AssocGrpCpuLimit", "other jobs under the same limit"),
         ("AssocGrpCPUMinutesLimit", "budget"),
         ("QOSMaxJobsPerUserLimit", "other jobs under the same limit"),
-        ("QOSMaxGRESPerJob", "for one job"),
+        ("QOSMaxGRESPerJob", "per job"),
         ("DependencyNeverSatisfied", "cancel it"),
         ("JobHeldUser", "scontrol release"),
         ("Resources", ""),
         ("Priority", ""),
-        ("AWordOfTomorrow", ""),
+        ("ANewReason", ""),
     ],
 )
-def test_reasons_in_words(reason: str, words: str) -> None:
-    """A reason that does not pass by itself gets its meaning and what to do; a plain one nothing."""
-    assert words in explain(reason) and bool(explain(reason)) == bool(words)
+def test_explanations_of_reasons(reason: str, text: str) -> None:
+    """A reason that needs an action is explained; an obvious one is not."""
+    assert text in explain(reason) and bool(explain(reason)) == bool(text)

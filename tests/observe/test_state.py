@@ -1,4 +1,4 @@
-"""States of runs as the real Slurm tells them: with accounting and without, with its memory and after."""
+"""States of runs on the real Slurm: with and without accounting, before and after it purges jobs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ SMALL = ("ranks_per_node=1", "cluster.gpu_flag=null")
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["no accounting", "accounting"])
-def forgetful(request: pytest.FixtureRequest) -> Iterator[MiniSlurm]:
-    """A cluster that forgets a job 2 s after its end (it looks once a minute)."""
+def purging(request: pytest.FixtureRequest) -> Iterator[MiniSlurm]:
+    """A cluster that purges a job 2 s after its end (it checks once a minute)."""
     require_slurm(accounting=request.param)
     name = f"seen-{os.getpid()}-{int(request.param)}"
     with MiniSlurm(nodes=1, gpus=0, accounting=request.param, name=name, options={"MinJobAge": "2"}) as cluster:
@@ -36,16 +36,16 @@ def forgetful(request: pytest.FixtureRequest) -> Iterator[MiniSlurm]:
         cluster.start_controller()
 
 
-def told(hpcinit: Run, cluster: MiniSlurm, *words: str, **env: str) -> list[dict[str, Any]]:
-    done = hpcinit("status", "--json", *words, env={**cluster.env, **env})
+def statuses(hpcinit: Run, cluster: MiniSlurm, *arguments: str, **env: str) -> list[dict[str, Any]]:
+    done = hpcinit("status", "--json", *arguments, env={**cluster.env, **env})
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def counted(tmp_path: Path) -> tuple[dict[str, str], Path]:
-    """The real squeue, sacct and scontrol, with a line in a file for each question."""
+def counting_queries(tmp_path: Path) -> tuple[dict[str, str], Path]:
+    """Return an environment with wrappers of squeue, sacct and scontrol, and the file that lists their calls."""
     (tmp_path / "counting").mkdir()
-    log = tmp_path / "questions"
+    log = tmp_path / "queries"
     for name in ("squeue", "sacct", "scontrol"):
         file = tmp_path / "counting" / name
         file.write_text(f'#!/bin/sh\necho {name} >> {log}\nexec {shutil.which(name)} "$@"\n')
@@ -60,80 +60,82 @@ def recorded(runs: Path, name: str, job_id: str) -> Path:
 
 
 @pytest.mark.slurm
-def test_after_slurm_has_forgotten(forgetful: MiniSlurm, hpcinit: Run, tmp_path: Path) -> None:
-    """What a job left behind is right once the controller has forgotten it, and while it is away; sacct knows more."""
-    accounting = forgetful.shape.accounting
-    for words in (("sh", "-c", "exit 0"), ("sh", "-c", "exit 3"), ("sleep", "600")):
-        submit(hpcinit, forgetful, *SMALL, "--", *words)
-    until(lambda: told(hpcinit, forgetful, "sleep-0001")[0]["name"] == "RUNNING")
-    [running] = told(hpcinit, forgetful, "sleep-0001", SQUEUE_PARTITION="high", SLURM_TIME_FORMAT="relative")
+def test_after_slurm_purged_a_job(purging: MiniSlurm, hpcinit: Run, tmp_path: Path) -> None:
+    """The state is right after the controller purged the job, and while it is down; sacct adds to it."""
+    accounting = purging.shape.accounting
+    for program in (("sh", "-c", "exit 0"), ("sh", "-c", "exit 3"), ("sleep", "600")):
+        submit(hpcinit, purging, *SMALL, "--", *program)
+    until(lambda: statuses(hpcinit, purging, "sleep-0001")[0]["name"] == "RUNNING")
+    [running] = statuses(hpcinit, purging, "sleep-0001", SQUEUE_PARTITION="high", SLURM_TIME_FORMAT="relative")
     assert running["source"] == "squeue" and 0 <= running["elapsed_s"] < 100 and 400 < running["left_s"] <= 600
     assert running["start"][:2] == "20" and running["start"][10] == "T"
     os.kill(json.loads((tmp_path / "runs/sleep-0001/exit.json").read_text())["pid"], signal.SIGKILL)  # the batch shell
-    until(lambda: not forgetful.run("squeue", "--noheader", "--states=all", "--me"))
+    until(lambda: not purging.run("squeue", "--noheader", "--states=all", "--me"))
     end = ["COMPLETED", "FAILED", "FAILED" if accounting else "UNKNOWN"]
-    now = told(hpcinit, forgetful, "all")
+    now = statuses(hpcinit, purging, "all")
     assert [run["name"] for run in now] == end
     assert [run["exit_status"] for run in now] == [0, 3, 137 if accounting else None]
     assert {run["source"] for run in now} == ({"sacct"} if accounting else {"exit.json", ""})
     if not accounting:
-        assert "left no exit record" in now[2]["reason"]
-    _waited_for(hpcinit, forgetful, [run["job_id"] for run in now[:2]])
-    submit(hpcinit, forgetful, *SMALL, "--", "sleep", "600")
-    until(lambda: told(hpcinit, forgetful, "sleep-0002")[0]["name"] == "RUNNING")
-    if accounting:  # it hears of a start a little later
-        until(lambda: "RUNNING" in forgetful.run("sacct", "--noheader", "-X", "--format=State"))
-    forgetful.stop_controller()
-    env, questions = counted(tmp_path)
-    now = told(hpcinit, forgetful, **env)
-    forgetful.start_controller()
+        assert "no exit status is recorded" in now[2]["reason"]
+    _check_dependency(hpcinit, purging, [run["job_id"] for run in now[:2]])
+    submit(hpcinit, purging, *SMALL, "--", "sleep", "600")
+    until(lambda: statuses(hpcinit, purging, "sleep-0002")[0]["name"] == "RUNNING")
+    if accounting:  # accounting records a start a little later
+        until(lambda: "RUNNING" in purging.run("sacct", "--noheader", "-X", "--format=State"))
+    purging.stop_controller()
+    env, queries = counting_queries(tmp_path)
+    now = statuses(hpcinit, purging, **env)
+    purging.start_controller()
     assert [run["name"] for run in now] == [*end, "RUNNING" if accounting else "UNKNOWN"]
     assert [run["exit_status"] for run in now[:2]] == [0, 3]
-    assert now[3]["reason"].startswith("as sacct says; squeue: " if accounting else "squeue: ")
-    assert questions.read_text().split() == ["squeue", "sacct"]
-    assert told(hpcinit, forgetful, "sleep-0002")[0]["name"] == "RUNNING"
-    forgetful.cancel_all()
+    assert now[3]["reason"].startswith("from sacct; squeue: " if accounting else "squeue: ")
+    assert queries.read_text().split() == ["squeue", "sacct"]
+    assert statuses(hpcinit, purging, "sleep-0002")[0]["name"] == "RUNNING"
+    purging.cancel_all()
 
 
-def _waited_for(hpcinit: Run, cluster: MiniSlurm, ids: list[str]) -> None:
-    """after_ok of a job, by its id, that sacct alone knows: as of one in the queue; an id that nobody knows is refused.
+def _check_dependency(hpcinit: Run, cluster: MiniSlurm, ids: list[str]) -> None:
+    """A dependency on a job that only sacct knows works; one on an unknown job is refused.
 
-    ids: of a job that ended well, and of one that ended with 3. why knows the second's status, by its id.
+    ids: a job that succeeded, and one that ended with exit status 3, which `why` prints.
     """
-    well, failed = (submit(hpcinit, cluster, f"after_ok={job}", "dry_run=true", "--", "true") for job in ids)
+    well, failed = (submit(hpcinit, cluster, f"dependency=afterok:{job}", "dry_run=true", "--", "true") for job in ids)
     if cluster.shape.accounting:
         assert well.returncode == 0 and "--dependency" not in well.stdout, well.stderr
-        assert f"after_ok={ids[1]}: job {ids[1]} ended as FAILED, and this one would never start" in failed.stderr
+        assert (
+            f"dependency=afterok:{ids[1]}: job {ids[1]} ended as FAILED, so this job would never start" in failed.stderr
+        )
     else:
-        assert f"Slurm knows no job {ids[0]}, and would start this one at once" in well.stderr
+        assert f"Slurm has no record of job {ids[0]} and would start this job at once" in well.stderr
     assert failed.returncode == 2
     assert "3" in hpcinit("why", ids[1], env=cluster.env).stdout
 
 
 @pytest.mark.slurm
-def test_one_question_for_all(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: Path) -> None:
-    """Runs, a chain and a sweep with their 60 jobs cost one squeue, for `all` as for their names."""
-    held = (*SMALL, "+cluster.sbatch.hold=true")
+def test_one_query_for_all_runs(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: Path) -> None:
+    """The states of runs, a chain and a sweep with 60 jobs cost one squeue, for `all` and for their names."""
+    on_hold = (*SMALL, "+cluster.sbatch.hold=true")
     submit(hpcinit, idle_slurm, *SMALL, "nodes=4", "--", "sleep", "600")
-    submit(hpcinit, idle_slurm, *held, "chain=3", "name=long", "--", "true")
-    submit(hpcinit, idle_slurm, "-m", "seed=range(0,50)", *held, "--", "true")
+    submit(hpcinit, idle_slurm, *on_hold, "chain=3", "name=long", "--", "true")
+    submit(hpcinit, idle_slurm, "-m", "seed=range(0,50)", *on_hold, "--", "true")
     for _ in range(5):
-        done = submit(hpcinit, idle_slurm, *held, "again=true", "name=held", "--", "true")
+        done = submit(hpcinit, idle_slurm, *on_hold, "again=true", "name=waiting", "--", "true")
         assert done.returncode == 0, done.stderr
-    env, questions = counted(tmp_path)
-    now = told(hpcinit, idle_slurm, "all", **env)
-    assert questions.read_text().split() == ["squeue"]
+    env, queries = counting_queries(tmp_path)
+    now = statuses(hpcinit, idle_slurm, "all", **env)
+    assert queries.read_text().split() == ["squeue"]
     assert len(now) == 57 and {run["source"] for run in now} == {"squeue"}
     assert now[1]["link"] == "job 1 of a chain of 3" and len(now[1]["others"]) == 2
-    assert [run["meaning"] for run in now[-5:]] == ["held; scontrol release JOB lets it go"] * 5
-    shown = hpcinit("status", "long-0001", "true-0001", "held-0001", env={**idle_slurm.env, **env}).stdout
-    assert questions.read_text().split() == ["squeue"] * 2
+    assert [run["meaning"] for run in now[-5:]] == ["held by the user; release it with: scontrol release JOB"] * 5
+    shown = hpcinit("status", "long-0001", "true-0001", "waiting-0001", env={**idle_slurm.env, **env}).stdout
+    assert queries.read_text().split() == ["squeue"] * 2
     assert len(shown.splitlines()) == 2 + 52 + 2, shown
 
 
 @pytest.mark.slurm
-def test_jobs_of_somebody_else(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: Path) -> None:
-    """A colleague's runs are found as well, in two questions more."""
+def test_jobs_of_another_user(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: Path) -> None:
+    """The states of another user's runs cost two more queries."""
     ids = [
         idle_slurm.run(
             "setpriv",
@@ -149,12 +151,12 @@ def test_jobs_of_somebody_else(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: Pa
     ]
     for job_id in ids:
         recorded(tmp_path / "runs", "theirs", job_id)
-    until(lambda: {run["name"] for run in told(hpcinit, idle_slurm)} == {"RUNNING"})
-    env, questions = counted(tmp_path)
-    now = told(hpcinit, idle_slurm, **env)
+    until(lambda: {run["name"] for run in statuses(hpcinit, idle_slurm)} == {"RUNNING"})
+    env, queries = counting_queries(tmp_path)
+    now = statuses(hpcinit, idle_slurm, **env)
     assert [(run["job_id"], run["source"]) for run in now] == [(job_id, "scontrol") for job_id in ids]
-    assert questions.read_text().split() == ["squeue", "sacct", "scontrol"]
-    assert told(hpcinit, idle_slurm, ids[0])[0]["source"] == "squeue"
+    assert queries.read_text().split() == ["squeue", "sacct", "scontrol"]
+    assert statuses(hpcinit, idle_slurm, ids[0])[0]["source"] == "squeue"
 
 
 @pytest.mark.parametrize(
@@ -166,12 +168,12 @@ def test_jobs_of_somebody_else(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: Pa
         ("COMPLETING", 3, "COMPLETING", False),
     ],
 )
-def test_a_word_of_tomorrow(
+def test_a_state_that_this_version_does_not_know(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, left: int | None, name: str, over: bool
 ) -> None:
-    """A state that this version does not know is shown as it is; whether the job is over, its own record says.
+    """An unknown state is shown unchanged; the exit record decides whether the job is over.
 
-    squeue is played: no Slurm of today has such a word.
+    squeue is a fake: no current Slurm has such a state.
     """
     path = recorded(tmp_path, "x", "77")
     if left is not None:
@@ -179,14 +181,16 @@ def test_a_word_of_tomorrow(
     monkeypatch.setattr(queue, "_lines", lambda *_: [squeue_line("77", word, elapsed="1-02:03:04", left="UNLIMITED")])
     now = state.read(path)
     assert (now.name, now.over, now.exit_status if over else None) == (name, over, left if over else None)
-    assert ("Slurm says FROZEN_TOMORROW" in now.reason) == over
+    assert ("Slurm reports FROZEN_TOMORROW" in now.reason) == over
 
 
 @pytest.mark.parametrize(("word", "status"), [("COMPLETED", 0), ("FAILED", 3)])
-def test_an_end_between_two_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, status: int) -> None:
-    """A job that ends after its record was looked for and before Slurm answers has its exit status all the same.
+def test_a_job_that_ends_between_reading_and_querying(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, status: int
+) -> None:
+    """A job that ends after its folder was read and before Slurm replies still has its exit status.
 
-    squeue is played: it takes a moment that cannot be hit.
+    squeue is a fake: a test cannot hit this moment.
     """
     path = recorded(tmp_path, "x", "77")
     folder.mark_submitted(path, {"job_id": "77", "engine": "slurm", "command": ["sbatch", "x"]})
@@ -203,11 +207,14 @@ def test_an_end_between_two_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ("restart", "status", "name"),
     [(1, 0, "COMPLETED"), (1, 3, "FAILED"), (1, 143, "PREEMPTED"), (0, 0, "PREEMPTED"), (0, 3, "PREEMPTED")],
 )
-def test_preempted_and_begun_again(
+def test_preempted_and_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restart: int, status: int, name: str
 ) -> None:
-    """Slurm 24.11 goes on saying PREEMPTED of a job whose later attempt ended by itself; a first attempt's, and one
-    that was told to end, is what Slurm says. Played; the real one is in test_preempted_with_a_grace_time."""
+    """The record of a later attempt overrides PREEMPTED, which Slurm 24.11 keeps reporting after a restart.
+
+    Slurm's state counts for a first attempt and for one that a signal ended. squeue is a fake; the real case is
+    test_preempted_with_a_grace_time.
+    """
     path = recorded(tmp_path, "x", "77")
     (path / "exit.json").write_text(json.dumps({"job": "77", "restart": restart, "exit_status": status}))
     monkeypatch.setattr(queue, "_lines", lambda *_: [squeue_line("77", "PREEMPTED")])
@@ -215,15 +222,15 @@ def test_preempted_and_begun_again(
     assert (now.name, now.exit_status) == (name, status)
 
 
-def test_accounts_that_are_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that only sacct takes for running is not waited for for ever. Played: it takes a lost message."""
+def test_accounting_that_missed_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that runs only according to sacct is not waited for forever. sacct is a fake: it takes a lost message."""
 
     def answer(command: tuple[str, ...], _: object) -> list[str]:
         return ["77|RUNNING|0:0|2026-11-21T13:00:00|12"] if command[0] == "sacct" else []
 
     monkeypatch.setattr(queue, "_lines", answer)
     now = state.read(recorded(tmp_path, "x", "77"))
-    assert now.forgotten and now.reason == "sacct says RUNNING, the controller does not know the job"
+    assert now.purged and now.reason == "sacct reports RUNNING, but the controller does not know the job"
 
 
 @pytest.mark.parametrize(
@@ -231,7 +238,7 @@ def test_accounts_that_are_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [("COMPLETED|0:0", 0), ("FAILED|3:0", 3), ("CANCELLED by 0|0:15", 143), ("CANCELLED by 0|0:0", None)],
 )
 def test_exit_statuses_of_sacct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, status: int | None) -> None:
-    """A job that was cancelled while it waited has no exit status, although sacct says 0:0. Played, as sacct said it."""
+    """A job that was cancelled while it waited has no exit status, although sacct prints 0:0. Recorded output."""
     line = f"77|{word}|None|0"
     monkeypatch.setattr(queue, "_lines", lambda command, _: [line] if command[0] == "sacct" else [])
     now = state.read(recorded(tmp_path, "x", "77"))
@@ -250,6 +257,6 @@ def test_exit_statuses_of_sacct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         ("", None),
     ],
 )
-def test_slurms_times(text: str, seconds: int | None) -> None:
-    """Times as squeue and sacct write them."""
+def test_times_of_slurm(text: str, seconds: int | None) -> None:
+    """Times of squeue and sacct are converted to seconds."""
     assert queue.seconds(text) == seconds

@@ -1,4 +1,4 @@
-"""What ranks printed, in a terminal: it may come from data that another user has written."""
+"""Output of ranks in a terminal: it may contain data of another user."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ raise ValueError("bad \x1b]0;owned\x07\x1b[1A\x1b[2K name")
 """
 
 
-def in_a_terminal(folder: Path, *words: str) -> str:
-    """What `hpcinit WORDS` writes to a terminal, as bytes 0 to 255 of a text."""
+def in_a_terminal(folder: Path, *arguments: str) -> str:
+    """Return what `hpcinit ARGUMENTS` writes to a terminal."""
     master, slave = pty.openpty()
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "200", "NO_COLOR": ""}
     process = subprocess.Popen(
-        [sys.executable, "-m", "hpcinit", *words], cwd=folder, env=env, stdin=slave, stdout=slave, stderr=slave
+        [sys.executable, "-m", "hpcinit", *arguments], cwd=folder, env=env, stdin=slave, stdout=slave, stderr=slave
     )
     os.close(slave)
     written = b""
@@ -34,12 +34,12 @@ def in_a_terminal(folder: Path, *words: str) -> str:
     except OSError:  # the other end is closed
         pass
     os.close(master)
-    process.wait(60)
+    process.wait(150)
     return written.decode()
 
 
 def test_control_sequences_of_a_rank_do_not_reach_the_terminal(hpcinit: Run, tmp_path: Path) -> None:
-    """logs, why, status, watch, report and a submission that is waited for print them; colors of a log stay."""
+    """No command prints control sequences of a rank to a terminal, except the colors of a log."""
     (tmp_path / "bad.py").write_text(PROGRAM)
     shown = {"submit": in_a_terminal(tmp_path, "submit", "wait=true", "name=bad", "--", "bad.py")}
     for command in ("logs", "why", "status", "watch", "report"):
@@ -54,10 +54,10 @@ def test_control_sequences_of_a_rank_do_not_reach_the_terminal(hpcinit: Run, tmp
 
 
 def test_other_outputs_get_every_byte(hpcinit: Run, tmp_path: Path) -> None:
-    """Into a file or a pipe `hpcinit logs` writes the log as it is."""
+    """`hpcinit logs` writes the log unchanged to a file or a pipe."""
     (tmp_path / "bad.py").write_text(PROGRAM)
     hpcinit("submit", "wait=true", "name=bad", "--", "bad.py")
-    said = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-m", "hpcinit", "logs", "bad-0001"], cwd=tmp_path, capture_output=True, check=True, timeout=60
     ).stdout
-    assert TITLE.encode() in said and b" 10%\r 50%\r100% done\n" in said and b"\x1b[5;1Hmoved" in said
+    assert TITLE.encode() in output and b" 10%\r 50%\r100% done\n" in output and b"\x1b[5;1Hmoved" in output

@@ -1,4 +1,4 @@
-"""What `status` and `watch` show of a run, beside Slurm's own words."""
+"""What `status` and `watch` show about a run, in addition to Slurm's state."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def training(path: Path, ago_s: float) -> Path:
     ],
 )
 def test_when(start: str, shown: str) -> None:
-    """An estimated start is told by the clock and as a distance."""
+    """An estimated start is shown as a time and as a duration from now."""
     assert status_module.when(start, datetime(2026, 11, 21, 13, 50)) == shown
 
 
-def test_details_of_a_training(tmp_path: Path) -> None:
-    """Elapsed and remaining time, step and values; the age of the last step only where it is long."""
+def test_details_of_a_training_run(tmp_path: Path) -> None:
+    """Details contain elapsed and remaining time, step and values, and the age of the last step if it is long."""
     assert (
         status_module.details(training(tmp_path, 5), RUNNING)
         == "for 1:02:03, 1:00 left  step 20/60  loss 2.312  lr 0.0003"
@@ -56,20 +56,24 @@ def test_details_of_a_training(tmp_path: Path) -> None:
     )
 
 
-def test_the_age_of_a_step_by_the_beats(tmp_path: Path) -> None:
-    """Of the last attempt's ranks the one that told last counts; ranks that told nothing do not."""
+def test_the_age_of_a_step_from_heartbeats(tmp_path: Path) -> None:
+    """The age is that of the latest step of any rank of the last attempt."""
     for attempt, silent_s in (("77.0.0", 5.0), ("77.0.1", 200.0)):
-        (tmp_path / "beats" / attempt).mkdir(parents=True)
-        beats = (RankHeartbeat(0, 1, 3, silent_s + 50), RankHeartbeat(1, 2, 3, silent_s), RankHeartbeat(2, 3, -1, None))
-        (tmp_path / "beats" / attempt / "n1.json").write_text(NodeHeartbeats("n1", 1000.0, beats).to_json())
-        os.utime(tmp_path / "beats" / attempt, (silent_s, silent_s))
+        (tmp_path / "heartbeats" / attempt).mkdir(parents=True)
+        heartbeats = (
+            RankHeartbeat(0, 1, 3, silent_s + 50),
+            RankHeartbeat(1, 2, 3, silent_s),
+            RankHeartbeat(2, 3, -1, None),
+        )
+        (tmp_path / "heartbeats" / attempt / "n1.json").write_text(NodeHeartbeats("n1", 1000.0, heartbeats).to_json())
+        os.utime(tmp_path / "heartbeats" / attempt, (silent_s, silent_s))
     assert progress.age_s(tmp_path, 1010.0) == 210.0
     assert progress.age_s(tmp_path / "none", 1010.0) is None
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"step": 1}'])
-def test_an_odd_progress_is_none(tmp_path: Path, text: str) -> None:
-    """A progress.json that somebody else wrote is not shown, and breaks nothing."""
+def test_an_invalid_progress_file_is_ignored(tmp_path: Path, text: str) -> None:
+    """An invalid progress.json is not shown and causes no error."""
     (tmp_path / "progress.json").write_text(text)
     assert (progress.read(tmp_path), progress.line(tmp_path)) == ({}, "")
 
@@ -86,20 +90,20 @@ REPORT = HangReport(
 
 
 def shown_everywhere(path: Path, now: State) -> tuple[list[str], str, str]:
-    """The JSON's hang and stopped, and whether line and table tell the same: words of the line."""
+    """Return `hang` and `stopped` of the JSON, and the note of the line, which must be in the table too."""
     run = overview.Run(path, now)
     [document] = status_module.documents(run)
     console = Console(width=400, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(status_table.status_table([run], each_task=True))
-    words = [one for one in status_module.details(path, now).split("  ") if one.startswith(("the training", "stopped"))]
-    line = "".join(words)
+    notes = [one for one in status_module.details(path, now).split("  ") if one.startswith(("the training", "stopped"))]
+    line = "".join(notes)
     assert line in capture.get() and bool(line) == bool(re.search("training hangs|stopped before", capture.get()))
     return document["hang"], document["stopped"], line
 
 
 def test_a_hang(tmp_path: Path) -> None:
-    """A run that runs shows who is waited for, if the report is of the attempt that runs; one that is over does not."""
+    """A running job shows the hang report of its current attempt; a job that is over shows none."""
     training(tmp_path, 5)
     running = replace(RUNNING, restart=1)
     (tmp_path / "hang/77.0.0").mkdir(parents=True)
@@ -107,7 +111,7 @@ def test_a_hang(tmp_path: Path) -> None:
     assert shown_everywhere(tmp_path, running) == ([], "", "")
     (tmp_path / "hang/77.0.1").mkdir()
     (tmp_path / "hang/77.0.1" / hang_report.RECORD).write_text(REPORT.to_json())
-    who = "the training hangs: rank 1 on n2 has not come to a collective: it is at train.py:11 in <module>"
+    who = "the training hangs: rank 1 on n2 is not in a collective: it is at train.py:11 in <module>"
     assert shown_everywhere(tmp_path, running) == (list(REPORT.lines()), "", who)
     assert shown_everywhere(tmp_path, replace(running, name="CANCELLED")) == ([], "", "")
 
@@ -119,13 +123,13 @@ def test_a_hang(tmp_path: Path) -> None:
         ("job 77\nreason not_recorded\n", "77", 20, "the reason was not recorded"),
         ("job \nreason preempted\n", "4711", 20, "preempted"),  # without Slurm
         ("job 80\nreason time_limit\n", "77_3", 20, "time limit"),
-        ("job 76\nreason time_limit\n", "77", 20, ""),  # of the job before
-        ("job 77\nreason time_limit\n", "77", 60, ""),  # it has come to its end all the same
+        ("job 76\nreason time_limit\n", "77", 20, ""),  # the record of an earlier job
+        ("job 77\nreason time_limit\n", "77", 60, ""),  # it reached its last step
         ("job 77\n", "77", 20, ""),
     ],
 )
-def test_a_training_that_stopped(tmp_path: Path, record: str, job_id: str, step: int, why: str) -> None:
-    """A run that ended well before its last step shows why; what a job before it has left says nothing of it."""
+def test_a_run_that_stopped_early(tmp_path: Path, record: str, job_id: str, step: int, why: str) -> None:
+    """A successful run that stopped before its last step shows why; the record of an earlier job does not count."""
     (tmp_path / "progress.json").write_text(json.dumps({"step": step, "total": 60, "values": {}}))
     (tmp_path / "stopped.txt").write_text(record)
     now = State("COMPLETED", job_id, "slurm", exit_status=0)
@@ -134,7 +138,7 @@ def test_a_training_that_stopped(tmp_path: Path, record: str, job_id: str, step:
 
 
 def test_the_table(tmp_path: Path) -> None:
-    """A bar for a training and for a sweep, a row for each task, failures before what waits; rows left out are counted."""
+    """The table has bars and a row per task, failures before waiting tasks, and counts the rows that do not fit."""
     training(tmp_path, 0)
     states = [("PENDING", None), ("FAILED", 3), ("COMPLETED", 0), ("RUNNING", None)]
     tasks = [

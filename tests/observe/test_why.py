@@ -1,4 +1,4 @@
-"""`hpcinit why` on a real Slurm: faults are made, and the first line that a user reads is asserted."""
+"""`hpcinit why` after real faults on a real Slurm: the first line that a user reads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ for step in range(100000):
     run.progress(step, 100000)
     time.sleep(0.05)
 """
-WORDS = ["nodes=2", "ranks_per_node=2", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null"]
+SHAPE = ["nodes=2", "ranks_per_node=2", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null"]
 
 pytestmark = pytest.mark.slurm
 
@@ -43,14 +43,14 @@ pytestmark = pytest.mark.slurm
 def start(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> Callable[..., Path]:
     (tmp_path / "train.py").write_text(TRAIN)
 
-    def submitted(how: str, *words: str) -> Path:
-        return folder_of(submit(hpcinit, idle_slurm, *WORDS, *words, "--", "train.py", how))
+    def submitted(how: str, *overrides: str) -> Path:
+        return folder_of(submit(hpcinit, idle_slurm, *SHAPE, *overrides, "--", "train.py", how))
 
     return submitted
 
 
 def over(hpcinit: Run, slurm: MiniSlurm, folder: Path) -> list[str]:
-    """Lines of the report, when the job has ended."""
+    """Return the lines of `hpcinit why` after the end of the job."""
     ended = {"FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "COMPLETED"}
     number = job_id_of_folder(folder)
     until(
@@ -69,88 +69,89 @@ def trains(folder: Path) -> bool:
 
 
 def test_a_rank_raises(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[..., Path]) -> None:
-    """The cause and its step come first; what the three others raise because of it is counted."""
+    """The first line is the cause with its step; the three errors that follow from it are counted."""
     folder = start("raise")
-    said = over(hpcinit, idle_slurm, folder)
-    assert re.fullmatch(r"rank 1 on n1 failed first, \d\d:\d\d:\d\d \(step 4\): ValueError: bad sample 17", said[0])
-    assert re.match(r'  raised at ".*/train.py", line \d+, in <module>', said[1])
+    lines = over(hpcinit, idle_slurm, folder)
+    assert re.fullmatch(r"rank 1 on n1 failed first, \d\d:\d\d:\d\d \(step 4\): ValueError: bad sample 17", lines[0])
+    assert re.match(r'  raised at ".*/train.py", line \d+, in <module>', lines[1])
     found = json.loads(hpcinit("why", "--json", folder.name, env=idle_slurm.env).stdout)
     assert (found["rank"], found["host"], found["step"], found["kind"]) == (1, "n1", 4, "program")
-    assert found["secondary"], said
+    assert found["secondary"], lines
 
 
 def test_clocks_that_differ(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[..., Path]) -> None:
-    """Two seconds between two nodes: seen by the times of the files, and said."""
-    said = over(hpcinit, idle_slurm, start("skew", "launch.kill_on_bad_exit=false"))
-    assert "rank 1 on n1 failed first" in said[0]
-    assert any(re.search(r"clocks of the nodes differ by (1\.[89]|2\.\d) s \(n2 is ahead\)", line) for line in said), (
-        said
+    """A clock difference of two seconds between nodes is reported."""
+    lines = over(hpcinit, idle_slurm, start("skew", "launch.kill_on_bad_exit=false"))
+    assert "rank 1 on n1 failed first" in lines[0]
+    assert any(re.search(r"clocks of the nodes differ by (1\.[89]|2\.\d) s \(n2 is ahead\)", line) for line in lines), (
+        lines
     )
 
 
 def test_kill_9_of_a_rank(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[..., Path]) -> None:
-    """It leaves no record; srun's first word names it."""
-    said = over(hpcinit, idle_slurm, start("kill"))
-    assert re.fullmatch(r"rank 1 on n1 was ended by a signal \(Killed\) first( \(step \d\))?", said[0]), said
-    assert any("mem_gb" in line for line in said)
+    """A killed rank writes no record; the first message of srun names it."""
+    lines = over(hpcinit, idle_slurm, start("kill"))
+    assert re.fullmatch(r"rank 1 on n1 was killed by a signal \(Killed\) first( \(step \d\))?", lines[0]), lines
+    assert any("mem_gb" in line for line in lines)
 
 
 def test_an_exit_status(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[..., Path]) -> None:
-    """sys.exit(7) of one rank is the cause, whichever rank srun hears of first."""
+    """sys.exit(7) of one rank is the cause, whichever rank srun reports first."""
     assert over(hpcinit, idle_slurm, start("exit"))[0].endswith("(step 4): SystemExit: 7")
 
 
 def test_a_stopped_rank(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[..., Path]) -> None:
-    """A hang that is ended by itself is told as one, with the rank that the others wait for."""
-    said = over(hpcinit, idle_slurm, start("stop", "hang.after_s=6", "hang.action=end"))
-    assert re.match(r"the training hung: rank 1 on n1 cannot be asked: process \d+ is stopped \(SIGSTOP", said[0]), said
+    """After hang.action=end, the report names the rank that the others wait for."""
+    lines = over(hpcinit, idle_slurm, start("stop", "hang.after_s=6", "hang.action=end"))
+    assert re.match(r"the training hung: rank 1 on n1 does not respond: process \d+ is stopped \(SIGSTOP", lines[0]), (
+        lines
+    )
 
 
-def test_scancel_and_a_run_that_goes_on(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[..., Path]) -> None:
-    """While it runs nothing has failed; afterwards the user's own end is told as that."""
+def test_scancel_and_a_running_job(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[..., Path]) -> None:
+    """A running job has not failed; after scancel, the cancellation is the cause."""
     folder = start("none")
     until(lambda: trains(folder))
-    said = hpcinit("why", folder.name, env=idle_slurm.env).stdout
-    assert said.startswith("the job is RUNNING: nothing has failed  step ")
+    lines = hpcinit("why", folder.name, env=idle_slurm.env).stdout
+    assert lines.startswith("the job is RUNNING: nothing has failed  step ")
     idle_slurm.run("scancel", job_id_of_folder(folder))
     assert re.match(
-        r"the job was cancelled, \d\d:\d\d:\d\d \(step \d+\): scancel", over(hpcinit, idle_slurm, folder)[0]
+        r"the job was canceled, \d\d:\d\d:\d\d \(step \d+\) \(scancel", over(hpcinit, idle_slurm, folder)[0]
     )
 
 
 def test_the_time_limit(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[..., Path]) -> None:
-    said = over(hpcinit, idle_slurm, start("none", "time_min=1"))
-    assert re.match(r"the time limit of 1 min ended the job, \d\d:\d\d:\d\d \(step \d+\)$", said[0]), said
+    lines = over(hpcinit, idle_slurm, start("none", "time_min=1"))
+    assert re.match(r"the time limit of 1 min ended the job, \d\d:\d\d:\d\d \(step \d+\)$", lines[0]), lines
 
 
 def test_a_node_is_lost(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[..., Path]) -> None:
-    """The others' errors are echoes of it; Slurm's own reason for the node stands below."""
+    """The errors of other ranks are secondary; Slurm's reason for the node is in the next line."""
     folder = start("none", "+cluster.sbatch.no-requeue=true")
     until(lambda: trains(folder))
     idle_slurm.kill_node("n2")
     try:
-        said = over(hpcinit, idle_slurm, folder)
+        lines = over(hpcinit, idle_slurm, folder)
     finally:
         idle_slurm.start_node("n2")
-    assert re.match(r"node n2 was lost \(step \d+\): Slurm says node failure", said[0]), said
-    assert said[1].startswith("  n2: Not responding")
+    assert re.match(r"node n2 was lost \(step \d+\): Slurm reports a node failure", lines[0]), lines
+    assert lines[1].startswith("  n2: Not responding")
 
 
 def test_the_batch_scripts_own_node_is_lost(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[..., Path]) -> None:
-    """Nobody of the run is left to say so: Slurm is asked for the nodes of the attempt before, and the job, which waits
-    for another, is not said to be well. Its next attempt tells of the restart."""
+    """If the first node fails, `why` gets the cause from Slurm. The next attempt reports the restart."""
     folder = start("none", "restart.max_restarts=3", "hang.after_s=600")
-    until(lambda: trains(folder) and list(folder.glob("beats/*/n1.json")))
+    until(lambda: trains(folder) and list(folder.glob("heartbeats/*/n1.json")))
     idle_slurm.kill_node("n1")
     try:
         until(lambda: " waits " in hpcinit("why", folder.name, env=idle_slurm.env).stdout)
-        said = hpcinit("why", folder.name, env=idle_slurm.env).stdout.splitlines()
+        lines = hpcinit("why", folder.name, env=idle_slurm.env).stdout.splitlines()
     finally:
         idle_slurm.start_node("n1")
     job = job_id_of_folder(folder)
     assert re.match(
-        rf"job {job} waits (\(\w+\) )?to begin again: node n1 was lost \(step \d+\): Slurm says", said[0]
-    ), said
+        rf"job {job} waits (\(\w+\) )?to restart: node n1 was lost \(step \d+\): Slurm reports", lines[0]
+    ), lines
     begin_now(idle_slurm, job)
     until((folder / "restarts.jsonl").exists)
     shown = json.loads(hpcinit("status", "--json", folder.name, env=idle_slurm.env).stdout)
@@ -159,21 +160,19 @@ def test_the_batch_scripts_own_node_is_lost(hpcinit: Run, idle_slurm: MiniSlurm,
     assert any("1 restart, 2 left: 1 requeued by Slurm" in line for line in over(hpcinit, idle_slurm, folder))
 
 
-def test_what_cannot_run_and_what_did(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """A job that waits has not failed, and says why it waits; a run that has ended well says so."""
+def test_a_waiting_and_a_successful_run(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
+    """A waiting job has not failed and shows its reason; a successful run is reported as such."""
     waiting = folder_of(submit(hpcinit, idle_slurm, "ranks_per_node=1", "+cluster.sbatch.hold=true", "--", "true"))
     assert re.match(
         r"job \d+ waits \(JobHeldUser\): nothing has failed", hpcinit("why", waiting.name, env=idle_slurm.env).stdout
     )
     idle_slurm.run("scancel", job_id_of_folder(waiting))
     done = submit(hpcinit, idle_slurm, "ranks_per_node=1", "wait=true", "--", "true")
-    assert hpcinit("why", job_id_of(done), env=idle_slurm.env).stdout.startswith(
-        "nothing failed: the run has ended well"
-    )
+    assert hpcinit("why", job_id_of(done), env=idle_slurm.env).stdout.startswith("nothing failed: the run completed")
 
 
 def test_a_script_that_fails_before_any_rank(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Its last words, and where a command that was not found would come from."""
+    """The report quotes the last output of the batch script."""
     done = submit(
         hpcinit,
         idle_slurm,
@@ -183,5 +182,5 @@ def test_a_script_that_fails_before_any_rank(hpcinit: Run, idle_slurm: MiniSlurm
         "--",
         "true",
     )
-    said = next(line for line in done.stdout.splitlines() if "batch script ended" in line)
-    assert "exit status 127 and no rank left an error" in said and "no_such_command_x: command not found" in said
+    lines = next(line for line in done.stdout.splitlines() if "batch script ended" in line)
+    assert "exit status 127 and no rank left an error" in lines and "no_such_command_x: command not found" in lines

@@ -1,4 +1,4 @@
-"""`hpcinit why` while a job goes on: what it has come by too early for is looked at again."""
+"""`hpcinit why` of a running job: it reads incomplete evidence again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUNS = State("RUNNING", "5", "local")
 
 
 def leave(run: Path, rank: int, error: str) -> None:
-    """A rank's record, as hpcinit.runtime.program leaves it."""
+    """Write the error record of a rank, as hpcinit.runtime.program does."""
     (run / run_folder.ERRORS).mkdir(exist_ok=True)
     record = ErrorRecord(time.time(), rank, f"n{rank + 1}", error, "", "training", 7, "5.0.0")
     (run / run_folder.ERRORS / record.name).write_text(record.to_json())
@@ -35,7 +35,7 @@ def leave(run: Path, rank: int, error: str) -> None:
 
 @pytest.fixture
 def gathered(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """What happens after the first, second, ... time that evidence is gathered; the list ends up empty."""
+    """Actions to run after the first, second, ... time that evidence is gathered."""
     after: list[Callable[[], None]] = []
     real = gather_evidence.gather
 
@@ -49,28 +49,28 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     return after
 
 
-def test_a_cause_that_was_written_while_its_echo_was_read(tmp_path: Path, gathered: list) -> None:
-    """The echo alone is no answer: a second look finds the cause beside it, without waiting for it."""
+def test_a_cause_that_was_written_while_a_secondary_error_was_read(tmp_path: Path, gathered: list) -> None:
+    """With only a secondary error, the evidence is read a second time, which finds the cause."""
     leave(tmp_path, 0, CLOSED)
-    os.utime(tmp_path / run_folder.ERRORS / "rank-0.json", (0, 0))  # old: nothing more is waited for
+    os.utime(tmp_path / run_folder.ERRORS / "rank-0.json", (0, 0))  # an old error: no further waiting
     gathered.append(lambda: leave(tmp_path, 1, "ValueError: bad sample 17"))
     headline = why_command.explain_run(tmp_path, RUNS).headline
-    assert headline.startswith("rank 1 on n2 failed first") and headline.endswith("(the job is RUNNING still)")
+    assert headline.startswith("rank 1 on n2 failed first") and headline.endswith("(the job is still RUNNING)")
 
 
-def test_a_cause_that_comes_a_moment_later(tmp_path: Path, gathered: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the echo is young its cause is waited for, once; srun's word of a rank that was killed is one."""
+def test_a_cause_that_appears_later(tmp_path: Path, gathered: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`why` waits once for the cause of a recent secondary error; here it is srun's message about a killed rank."""
     leave(tmp_path, 0, CLOSED)
     (tmp_path / run_folder.LOGS).mkdir()
     log = tmp_path / run_folder.JOB_LOG
     monkeypatch.setattr(why_command.time, "sleep", lambda _: log.write_text("srun: error: n2: task 1: Killed\n"))
     assert why_command.explain_run(tmp_path, RUNS).headline.startswith(
-        "rank 1 on n2 was ended by a signal (Killed) first"
+        "rank 1 on n2 was killed by a signal (Killed) first"
     )
 
 
-def test_an_echo_that_stays_alone(tmp_path: Path, gathered: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is looked at three times while it is young and twice later; then it is told as what it is."""
+def test_a_secondary_error_without_a_cause(tmp_path: Path, gathered: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The evidence of a recent secondary error is read three times, that of an old one twice."""
     slept: list[float] = []
     monkeypatch.setattr(why_command.time, "sleep", slept.append)
     leave(tmp_path, 0, CLOSED)
@@ -78,14 +78,14 @@ def test_an_echo_that_stays_alone(tmp_path: Path, gathered: list, monkeypatch: p
         gathered[:] = [lambda: None] * 5
         slept.clear()
         assert why_command.explain_run(tmp_path, RUNS).headline.startswith(
-            "a rank or its node went away without a word"
+            "a rank or its node disappeared without an error"
         )
         assert (5 - len(gathered), len(slept)) == (times, sleeps)
         os.utime(tmp_path / run_folder.ERRORS / "rank-0.json", (0, 0))
 
 
-def test_a_cause_is_told_at_once(tmp_path: Path, gathered: list) -> None:
-    """Evidence that names the first failure is gathered once."""
+def test_a_cause_is_reported_at_once(tmp_path: Path, gathered: list) -> None:
+    """Evidence that contains the first failure is read only once."""
     leave(tmp_path, 1, "ValueError: bad sample 17")
     gathered[:] = [lambda: None] * 5
     assert (
@@ -93,8 +93,8 @@ def test_a_cause_is_told_at_once(tmp_path: Path, gathered: list) -> None:
     )
 
 
-def begun(run: Path, job: str = "5", restart: int = 0) -> None:
-    """As a batch script leaves it that was killed."""
+def mark_started(run: Path, job: str = "5", restart: int = 0) -> None:
+    """Write the records of a batch script that was killed."""
     (run / run_folder.EXIT).write_text(f'{{"job": "{job}", "pid": 1, "restart": {restart}, "began": 1795267388}}\n')
     (run / run_folder.SUBMISSION).write_text(f'{{"job_id": "{job}", "engine": "slurm"}}\n')
 
@@ -102,63 +102,63 @@ def begun(run: Path, job: str = "5", restart: int = 0) -> None:
 @pytest.mark.parametrize(
     ("log", "reason", "headline"),
     [
-        (LOST, None, r"node n2 was lost: Slurm says node failure"),
+        (LOST, None, r"node n2 was lost: Slurm reports a node failure"),
         (PREEMPTED, None, r"a job of higher priority took the nodes, 14:32:27"),
-        (REQUEUED, None, r"the job was requeued, 14:32:27: by its batch script, an administrator, or scontrol requeue"),
+        (REQUEUED, None, r"the job was requeued, 14:32:27 by its batch script, an administrator, or scontrol requeue"),
         (REQUEUED, "preempted", "preempted"),
-        (KILLED, "failure", r"rank 1 on n1 was ended by a signal \(Killed\) first"),
-        ("hello\n", None, "Slurm has taken it from its nodes, and nobody says why: preempted, a lost node, or .*"),
+        (KILLED, "failure", r"rank 1 on n1 was killed by a signal \(Killed\) first"),
+        ("hello\n", None, "Slurm requeued it without a recorded reason: a preemption, a node failure, or .*"),
     ],
 )
 def test_a_job_that_waits_for_another_attempt(tmp_path: Path, log: str, reason: str | None, headline: str) -> None:
-    """How the attempt before ended comes first, from its log and what its batch script has noted; nobody is asked."""
-    begun(tmp_path)
+    """The first line is the end of the previous attempt, from its log and records, without a query of Slurm."""
+    mark_started(tmp_path)
     (tmp_path / run_folder.LOGS).mkdir()
     (tmp_path / run_folder.JOB_LOG).write_text(log)
     if reason:
         (tmp_path / run_folder.RESTARTS).write_text(f'{{"job": "5", "restart": 1, "time": 1, "reason": "{reason}"}}\n')
     for name in ("PENDING", "COMPLETING"):
         verdict = why_command.explain_run(tmp_path, State(name, "5", "slurm", "BeginTime", restart=0, away=True))
-        assert re.fullmatch(rf"job 5 waits \(BeginTime\) to begin again: {headline}", verdict.headline)
-        assert verdict.do.startswith("it begins again by itself, from its last checkpoint")
+        assert re.fullmatch(rf"job 5 waits \(BeginTime\) to restart: {headline}", verdict.headline)
+        assert verdict.do.startswith("it restarts automatically, from its last checkpoint")
         assert "submit again" not in verdict.do
 
 
-def test_a_program_that_tells_no_step(tmp_path: Path) -> None:
-    """A hang of it cannot be told from a long step, and that is said; not where a step is known."""
+def test_a_program_without_progress_calls(tmp_path: Path) -> None:
+    """The report of a program without run.progress recommends the call, because a hang looks like a long step."""
     assert "calls run.progress(step, total)" in why_command.explain_run(tmp_path, RUNS).do
     (tmp_path / run_folder.PROGRESS).write_text('{"step": 1, "total": 2, "values": {}, "time": 1}')
     assert why_command.explain_run(tmp_path, RUNS).do == ""
 
 
-def test_a_controller_that_is_away_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each question would take as long as the first; the run's own words are told, and that they are all there is."""
-    begun(tmp_path)
-    asked: list[str] = []
+def test_a_controller_that_is_down_is_queried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the controller is down, it is queried once, and the report uses only the run folder."""
+    mark_started(tmp_path)
+    queried: list[str] = []
     away = "squeue: slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 
     def answer(command: tuple[str, ...], _: object) -> list[str]:
-        asked.append(command[0])
+        queried.append(command[0])
         raise Unreachable(away)
 
     monkeypatch.setattr(queue, "_lines", answer)
-    monkeypatch.setattr(gather_evidence, "_shown", lambda what, _: asked.append(what))
+    monkeypatch.setattr(gather_evidence, "_shown", lambda what, _: queried.append(what))
     now = state.read(tmp_path)
     assert (now.name, now.away, now.restart) == ("UNKNOWN", True, 0)
     verdict = why_command.explain_run(tmp_path, now)
     assert verdict.headline == (
-        f"Slurm's controller does not answer ({away}); as far as the run has left word nothing has failed"
+        f"Slurm's controller does not answer ({away}); no failure is recorded in the run folder"
     )
     leave(tmp_path, 1, "ValueError: bad sample 17")
     failed = why_command.explain_run(tmp_path, now).headline
     assert failed.startswith("rank 1 on n2 failed first") and failed.endswith(
         f"(Slurm's controller does not answer: {away})"
     )
-    assert asked == ["squeue", "sacct"], "accounting may answer where the controller does not"
+    assert queried == ["squeue", "sacct"], "accounting may reply when the controller does not"
 
 
-def test_the_attempts_before(tmp_path: Path) -> None:
-    """How many, why each ended, and what is left of the budget of the job that runs; a torn line counts for nothing."""
+def test_earlier_attempts(tmp_path: Path) -> None:
+    """`status` shows the number of restarts, their reasons and the remaining budget, and ignores a torn line."""
     lines = [
         '{"job": "5", "restart": 1, "time": 1, "reason": "hang", "step": 10, "without_progress": 0, "max_restarts": 3}',
         '{"job": "5", "restart": 2, "time": 2, "reason": "slurm", "step": null, "without_progress": 1, "max_restarts": 3}',
@@ -171,24 +171,48 @@ def test_the_attempts_before(tmp_path: Path) -> None:
     document = restarts.document(tmp_path)
     assert (document["count"], document["left"]) == (2, 1)
     assert [one["reason"] for one in document["attempts"]] == ["hang", "slurm"]
-    begun(tmp_path, restart=2)
+    mark_started(tmp_path, restart=2)
     now = State("RUNNING", "5", "slurm", restart=2)
     assert status.details(tmp_path, now) == "2 restarts, 1 left"
     [shown] = status.documents(overview.Run(tmp_path, now))
     assert shown["restarts"] == document
-    assert (restarts.restarts_line([]), restarts.words([])) == ("", "")
+    assert (restarts.restarts_line([]), restarts.summary([])) == ("", "")
 
 
 @pytest.mark.parametrize("full", [True, False])
 def test_a_failure_that_could_not_be_recorded(tmp_path: Path, full: bool) -> None:
-    """Where nothing else is known, the report names the run folder's disk if that is full, and guesses nothing."""
+    """Without other evidence, the report names the disk of the run folder if it is full."""
     with small_disk(tmp_path / "run") as place:
         (place / run_folder.LOGS).mkdir()
         if full:
             fill(place)
         verdict = why_command.explain_run(place, State("FAILED", "5", "local", exit_status=1))
     if full:
-        assert verdict.kind == "disk" and verdict.do.startswith(f"make room for {place}")
+        assert verdict.kind == "disk" and verdict.do.startswith(f"free space for {place}")
         assert "the run folder cannot be written (No space left on device)" in verdict.evidence[0]
     else:
         assert verdict.kind == "script"
+
+
+def test_the_only_line_of_a_log(tmp_path: Path) -> None:
+    """The line with which slurmstepd reports a missing program is quoted, with advice about the compute nodes."""
+    (tmp_path / run_folder.LOGS).mkdir()
+    line = "slurmstepd: error: execve(): python3.99: No such file or directory"  # recorded with Slurm 22.05
+    (tmp_path / run_folder.LOGS / "rank-0.log").write_text(line + "\n")
+    (tmp_path / run_folder.JOB_LOG).write_text("srun: error: n1: task 0: Exited with exit code 2\n")
+    verdict = why_command.explain_run(tmp_path, State("FAILED", "5", "local", exit_status=2))
+    assert verdict.headline.endswith(f": {line}") and verdict.kind == "file", verdict
+    assert "exists on the compute nodes" in verdict.do
+
+
+@pytest.mark.parametrize(("others", "used_up"), [((), True), (("7",), False)])
+def test_the_last_job_of_a_chain_was_terminated(tmp_path: Path, others: tuple[str, ...], used_up: bool) -> None:
+    """A program that handles the signal and exits with 143 in the last job has no failed rank: the chain is used up."""
+    mark_started(tmp_path)
+    (tmp_path / run_folder.LOGS).mkdir()
+    (tmp_path / run_folder.JOB_LOG).write_text("srun: error: n1: task 0: Exited with exit code 143\n")
+    leave(tmp_path, 0, "SystemExit: 143")
+    now = State("FAILED", "5", "slurm", exit_status=143, link="job 3 of a chain of 3", others=others, away=True)
+    verdict = why_command.explain_run(tmp_path, now)
+    assert verdict.headline.startswith("the chain is used up: job 3 of a chain of 3") == used_up, verdict
+    assert ("chain=N" in verdict.do) == used_up

@@ -1,9 +1,9 @@
-"""Four ranks that train a small model under each wrapper, and count the bytes of the tensors that rank 0 holds.
+"""Four ranks train a small model under each wrapper, and count the bytes of the tensors of rank 0.
 
-    python -m tests.records.holdings FILE-THAT-IS-NOT-THERE-YET
+    python -m tests.records.holdings NEW-FILE
 
-Prints a JSON object: wrapper -> bytes {"always", "pass", "step"}: after a step, at most in a backward pass, and when
-the optimizer begins its step. Imports once and forks: DeepSpeed's import costs more than all the training.
+Prints a JSON object: wrapper -> bytes {"always", "pass", "step"}: after a step, the maximum in a backward
+pass, and when the optimizer starts its step. It imports once and forks: importing DeepSpeed takes longer than training.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Built = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Any], Callable[[], Any]]  # forward, backward, step
 
 
-def held() -> int:
-    """Bytes of all storages behind tensors that Python can reach, made since the last gc.freeze()."""
-    time.sleep(0.1)  # a thread of gloo's lets go of the tensors of a collective a moment after it is over
+def allocated() -> int:
+    """Return the bytes of all storages of tensors that Python can reach, created since the last gc.freeze()."""
+    time.sleep(0.1)  # a thread of gloo releases the tensors of a collective a moment after its end
     found: dict[int, int] = {}
     for thing in gc.get_objects():
         if not isinstance(thing, Tensor):
@@ -57,12 +57,12 @@ def held() -> int:
 
 
 class Measured(torch.optim.AdamW):
-    """Says what is held when its step begins: the moment with the most gradients."""
+    """Records the bytes in use when its step starts: the moment with the most gradients."""
 
     most = 0
 
     def step(self, closure: Any = None) -> Any:
-        Measured.most = max(Measured.most, held())
+        Measured.most = max(Measured.most, allocated())
         return super().step(closure)
 
 
@@ -138,31 +138,31 @@ BUILDS: dict[str, Callable[[], tuple[nn.Module, Built]]] = {
 
 def measure(build: Callable[[], tuple[nn.Module, Built]]) -> dict[str, int]:
     gc.collect()
-    gc.freeze()  # what is left of the one before does not count
+    gc.freeze()  # leftovers of the previous wrapper do not count
     Measured.most = most = 0
     model, (forward, backward, step) = build()
 
     def look(*_: object) -> None:
         nonlocal most
-        most = max(most, held())
+        most = max(most, allocated())
 
     for layer in model:
         layer.register_full_backward_pre_hook(look)
-    for _ in range(2):  # in the second the optimizer has its states
+    for _ in range(2):  # the optimizer has its states in the second one
         loss = forward(torch.ones(1, WIDTH)).float().sum()
         backward(loss)
         del loss
         step()
     gc.collect()
-    return {"always": held(), "pass": most, "step": Measured.most}
+    return {"always": allocated(), "pass": most, "step": Measured.most}
 
 
-def rank_main(rank: int, meeting: str) -> None:
+def rank_main(rank: int, rendezvous: str) -> None:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     os.environ |= {name: str(value) for name, value in place.items()}
     torch.set_num_threads(1)
     logger.setLevel("ERROR")
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     chosen = sys.argv[2:] or BUILDS
     found = {name: measure(BUILDS[name]) for name in chosen}
@@ -171,17 +171,17 @@ def rank_main(rank: int, meeting: str) -> None:
     dist.barrier()
 
 
-def main(meeting: str) -> int:
+def main(rendezvous: str) -> int:
     children = []
     for rank in range(RANKS):
         child = os.fork()
         if child == 0:
             try:
-                rank_main(rank, meeting)
+                rank_main(rank, rendezvous)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
-            os._exit(0)  # no teardown: everything is said
+            os._exit(0)  # no teardown: the result is printed
         children.append(child)
     return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
 

@@ -1,4 +1,4 @@
-"""What Slurm really put into the environment of tasks, and what was true of them (tests/data)."""
+"""Recorded environments of Slurm tasks, with the true values of each task (tests/data)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 DATA = Path(__file__).parents[1] / "data"
-# By hand, beside the recordings of tests.record_slurm_environments: tests.world.record_worlds.
+# The first is recorded by tests.record_slurm_environments, the second by tests.world.record_worlds.
 FOLDERS = ("slurm", "worlds")
 
 
 @dataclass(frozen=True)
 class Task:
-    """One process: its environment, and what is true of it. rank is None where srun did not start it."""
+    """One process: its environment and the true values. rank: None if srun did not start it."""
 
     shape: str
     version: str
@@ -34,7 +34,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Shape:
-    """One recorded launch: what was typed, and the host file that it used, if any."""
+    """One recorded launch: its command, and the host file if there was one."""
 
     name: str
     version: str
@@ -61,7 +61,7 @@ def _shape(path: Path) -> Shape:
 
 
 def _tasks(path: Path, launch: list[dict[str, Any]]) -> list[Task]:
-    """The tasks of one launch; the local rank is the place among the ranks of its host."""
+    """Return the tasks of one launch. The local rank is the index among the ranks of the host."""
     found = []
     seen: Counter[str] = Counter()
     for task in sorted(launch, key=lambda task: task["rank"] or 0):

@@ -14,8 +14,8 @@ from hpcinit.records.startup_timeout import StartupTimeout
 
 
 @pytest.mark.parametrize(("nodes", "seconds"), [(1, 304), (2, 307), (8, 328), (32, 412), (64, 524), (256, 1196), (943, 3600), (9000, 3600)])  # fmt: skip
-def test_default_law(nodes: int, seconds: int) -> None:
-    """The default formula is min(3600, 300 + ceil(3.5 x nodes)), and its formula shows the result."""
+def test_the_default_formula(nodes: int, seconds: int) -> None:
+    """The default formula is min(3600, 300 + ceil(3.5 x nodes)), and its text shows the result."""
     formula = StartupTimeout()
     assert formula.start_up(nodes).total_seconds() == seconds
     assert formula.text(nodes) == f"min(3600, 300 + 3.5 x {nodes} node{'s' * (nodes != 1)}) = {seconds} s"
@@ -25,8 +25,8 @@ degrees = st.lists(st.integers(1, 8), min_size=5, max_size=5)
 
 
 @given(degrees, st.sampled_from(DIMENSIONS), st.integers(1, 64))
-def test_the_open_degree_is_what_is_left(sizes: list[int], name: str, rest: int) -> None:
-    """A degree of -1 becomes the world size over the others, and every degree is then known."""
+def test_a_degree_of_minus_one(sizes: list[int], name: str, rest: int) -> None:
+    """A degree of -1 becomes the world size divided by the other degrees."""
     given_degrees = {**dict(zip(DIMENSIONS, sizes, strict=True)), name: -1}
     others = math.prod(d for d in given_degrees.values() if d != -1)
     full = Layout(**given_degrees).over(others * rest)
@@ -35,7 +35,7 @@ def test_the_open_degree_is_what_is_left(sizes: list[int], name: str, rest: int)
 
 @given(degrees, st.integers(1, 4096))
 def test_the_product_is_the_world_size_or_it_is_refused(sizes: list[int], world_size: int) -> None:
-    """A layout without an open degree passes exactly if its product is the number of ranks."""
+    """A layout without a -1 is accepted only if its product is the number of ranks."""
     layout = Layout(*sizes)
     if math.prod(sizes) == world_size:
         assert layout.over(world_size) == layout

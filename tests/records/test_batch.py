@@ -1,4 +1,4 @@
-"""Samples of a step: from any two of micro batch, accumulation and global batch the third."""
+"""Samples per step: any two of micro batch, accumulation and global batch give the third."""
 
 import pytest
 from hypothesis import given
@@ -12,11 +12,11 @@ SMALL = st.integers(1, 50)
 
 @given(SMALL, SMALL, SMALL)
 def test_any_two_give_the_third(micro: int, accumulation: int, data_parallel: int) -> None:
-    """Whichever of the three is left out, the same Batch comes back; all three are taken if they agree."""
+    """Any two of the three numbers give the same Batch, and all three are accepted if they agree."""
     batch = Batch(micro, accumulation, data_parallel)
     assert batch.total == micro * accumulation * data_parallel
-    for left_out in range(4):
-        given_ = [None if left_out == i else n for i, n in enumerate((micro, accumulation, batch.total))]
+    for missing in range(4):
+        given_ = [None if missing == i else n for i, n in enumerate((micro, accumulation, batch.total))]
         assert solve(*given_, data_parallel) == batch
 
 
@@ -29,14 +29,14 @@ def test_any_two_give_the_third(micro: int, accumulation: int, data_parallel: in
         ((None, None, 64), Batch(8, 1, 8)),
     ],
 )
-def test_what_is_left_open_is_one(given_: tuple[int | None, int | None, int | None], expected: Batch) -> None:
-    """From one number, or none, accumulation and then the micro batch are 1."""
+def test_missing_numbers_are_one(given_: tuple[int | None, int | None, int | None], expected: Batch) -> None:
+    """With one number or none, accumulation is 1, and then the micro batch is 1."""
     assert solve(*given_, 8) == expected
 
 
 @given(SMALL, st.integers(1, 2000), SMALL)
 def test_nothing_is_rounded(micro: int, total: int, data_parallel: int) -> None:
-    """A global batch is met exactly or refused, and each value that the refusal names works."""
+    """A global batch is reached exactly or refused, and each value in the refusal works."""
     try:
         assert solve(micro, None, total, data_parallel).total == total
     except RequestError as error:
@@ -53,16 +53,16 @@ def test_nothing_is_rounded(micro: int, total: int, data_parallel: int) -> None:
     [
         (
             (4, None, 60),
-            "batch.global 60 is not a multiple of micro 4 x data parallel 8 = 32; nearest that work: batch.global=32 or 64",
+            "batch.global 60 is not a multiple of micro 4 x data parallel 8 = 32; nearest values that work: batch.global=32 or 64",
         ),
         (
             (None, 3, 64),
-            "batch.global 64 is not a multiple of accumulation 3 x data parallel 8 = 24; nearest that work: "
+            "batch.global 64 is not a multiple of accumulation 3 x data parallel 8 = 24; nearest values that work: "
             "batch.global=48 or 72, or batch.accumulation=2 or 4",
         ),
         (
             (4, 2, 60),
-            "batch.global is 60, but micro 4 x accumulation 2 x data parallel 8 = 64: give two of the three, "
+            "batch.global is 60, but micro 4 x accumulation 2 x data parallel 8 = 64: set two of the three, "
             "or batch.global=64",
         ),
         ((0, None, None), "batch.micro is 0, expected 1 or more"),
@@ -71,7 +71,7 @@ def test_nothing_is_rounded(micro: int, total: int, data_parallel: int) -> None:
     ],
 )
 def test_a_refusal_shows_the_equation(given_: tuple[int | None, int | None, int | None], message: str) -> None:
-    """What cannot be met is refused with its numbers and the nearest ones that work."""
+    """A refusal shows the numbers and the nearest ones that work."""
     with pytest.raises(RequestError) as caught:
         solve(*given_, 8)
     assert str(caught.value) == message

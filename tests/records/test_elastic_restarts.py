@@ -1,4 +1,4 @@
-"""Restarts inside a job: their record, their names, and what an earlier start has left."""
+"""Restarts inside a job: their record, their names, and the files of an earlier start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpcinit.records.elastic_restarts import Restart
 from hpcinit.world import launchers
 
 WHY = Restart("43.0.0", 1, 100.0, 3, "n2", "Exited with exit code 1", "ValueError: boom", 41)
-# A rank of the second start: torchrun's variables, and the step's, which are its agent's.
+# A rank of the second start: the variables of torchrun, and those of the step, which belong to its agent.
 OURS = {
     **{"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"},
     **{"MASTER_ADDR": "n1", "MASTER_PORT": "20000", "TORCHELASTIC_RESTART_COUNT": "1"},
@@ -24,7 +24,7 @@ OURS = {
 
 
 def test_names_of_starts() -> None:
-    """Each start has a name of its own, of which job and restart are still those of Slurm; the agents' is another one."""
+    """Each start has a unique name with Slurm's job and restart, and so do the agents."""
     assert [elastic_restarts.round_folder("43.0.1", number) for number in (0, 1, 12)] == [
         "43.0.1",
         "43.0e1.1",
@@ -34,7 +34,7 @@ def test_names_of_starts() -> None:
 
 
 def test_a_line_for_each_restart(tmp_path: Path) -> None:
-    """What is written is read again; a line of another version, or half a one, is left out."""
+    """A restart is read back as it was written; incomplete lines and those of other versions are skipped."""
     assert list(elastic_restarts.read(tmp_path)) == []
     elastic_restarts.record(tmp_path, WHY)
     with (tmp_path / "elastic.jsonl").open("a") as file:
@@ -43,15 +43,15 @@ def test_a_line_for_each_restart(tmp_path: Path) -> None:
     assert str(WHY) == "rank 3 on n2: Exited with exit code 1 (ValueError: boom)"
 
 
-def test_the_cause_is_no_echo() -> None:
-    """Of what several agents say the first in time counts that is not another rank's end."""
-    echo = Restart("43.0.0", 1, 99.0, 0, "n1", "Exited with exit code 1", "x", secondary=True)
+def test_the_cause_is_not_secondary() -> None:
+    """Among the reports of several agents, the first in time that is not secondary counts."""
+    secondary = Restart("43.0.0", 1, 99.0, 0, "n1", "Exited with exit code 1", "x", secondary=True)
     killed = Restart("43.0.0", 1, 101.0, 2, "n2", "Killed")
-    assert elastic_restarts.cause([echo, killed, WHY]) == WHY and elastic_restarts.cause([echo]) == echo
+    assert elastic_restarts.cause([secondary, killed, WHY]) == WHY and elastic_restarts.cause([secondary]) == secondary
 
 
-def test_the_step_that_was_told(tmp_path: Path) -> None:
-    """From progress.json; -1 where there is none, or none that can be read."""
+def test_the_last_reported_step(tmp_path: Path) -> None:
+    """The step is read from progress.json; it is -1 if the file is missing or unreadable."""
     assert elastic_restarts.furthest(tmp_path) == -1
     (tmp_path / "progress.json").write_text('{"step": 7}')
     assert elastic_restarts.furthest(tmp_path) == 7
@@ -60,7 +60,7 @@ def test_the_step_that_was_told(tmp_path: Path) -> None:
 
 
 def test_an_earlier_start_is_set_aside(tmp_path: Path) -> None:
-    """Its error records and its report of a hang are kept, where nobody takes them for the last start's."""
+    """The error records and the hang report of an earlier start are moved, so that they do not count for the last."""
     (tmp_path / "errors").mkdir()
     record = error_records.ErrorRecord(1.0, 3, "n2", "ValueError: boom", "", job="43.0.0")
     (tmp_path / "errors/rank-3.json").write_text(record.to_json())
@@ -76,7 +76,7 @@ def test_an_earlier_start_is_set_aside(tmp_path: Path) -> None:
 
 
 def test_the_world_of_an_agents_rank() -> None:
-    """Ranks are torchrun's, hosts and rank 0's place the step's; the step's own numbers are no contradiction."""
+    """Ranks are read from torchrun, hosts and rank 0's host from the step; the step's task numbers cause no warning."""
     world = launchers.read(OURS)
     assert (world.launcher, world.rank, world.world_size, world.local_rank, world.local_world_size) == (
         *("torchrun", 3, 4, 1, 2),
@@ -86,13 +86,13 @@ def test_the_world_of_an_agents_rank() -> None:
 
 
 def test_a_torchrun_below_an_agents_rank_is_its_own() -> None:
-    """A rank that starts torchrun itself passes its variables on: they are not those of the inner ranks."""
+    """The variables that a rank passes to a nested torchrun do not count for the inner ranks."""
     inner = launchers.read({**OURS, "TORCHELASTIC_RUN_ID": "mine", "RANK": "0", "WORLD_SIZE": "2"})
     assert (inner.job, inner.hosts, inner.master_ports) == ("mine.1", (), (20000,))
     assert any("SLURM_PROCID is 1" in line for line in inner.warnings)
 
 
 def test_an_agents_rank_without_its_step() -> None:
-    """What is missing of the step's variables is said as under srun."""
+    """A missing variable of the step is reported as with srun."""
     with pytest.raises(WorldError, match="SLURM_STEP_NODELIST is not set, expected the step's host names"):
         launchers.read({name: value for name, value in OURS.items() if name != "SLURM_STEP_NODELIST"})

@@ -1,9 +1,13 @@
-"""Slurm's own words in a job's log, recorded with Slurm 22.05.8 on the test cluster."""
+"""Slurm's messages in a job's log, recorded with Slurm 22.05.8 on the test cluster."""
 
 from __future__ import annotations
 
 from datetime import datetime
+from pathlib import Path
 
+import pytest
+
+from hpcinit import submit
 from hpcinit.records import job_log
 from hpcinit.records.job_log import End
 
@@ -26,12 +30,12 @@ srun: launch/slurm: _step_signal: Terminating StepId=9.0
 srun: error: Node failure on n2
 slurmstepd-n1: error: *** JOB 9 ON n1 CANCELLED AT 2026-11-21T13:36:23 DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***
 """
-# Not recorded here, where no node confines memory: as Slurm's source has it (slurmstepd, task/cgroup).
+# Not recorded, because no node of the test cluster limits memory: from Slurm's source (slurmstepd, task/cgroup).
 OOM = "slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks have been OOM Killed."
 
 
-def test_a_killed_rank_comes_before_those_that_were_told_to_end() -> None:
-    """Only what ended before srun ended the step ended by itself."""
+def test_a_killed_rank_before_the_abort() -> None:
+    """Only tasks that ended before srun aborted the step count as ended on their own account."""
     assert job_log.read(KILLED).ends == (
         End("n1", (1,), "Killed", False),
         End("n1", (0,), "Terminated", True),
@@ -47,13 +51,13 @@ srun: error: n1: task 0: Terminated
 """
 
 
-def test_a_task_that_has_forked_its_nodes_ranks() -> None:
-    """What it says of its ranks counts and not its own end; where it says nothing, its end is that of all its ranks."""
+def test_a_task_that_forked_the_ranks_of_its_node() -> None:
+    """What the task prints about its ranks counts instead of its end; otherwise its end counts for all its ranks."""
     assert job_log.read(FORKED, 4).ends == (
         End("n2", (5,), "Killed", False),
         End("n1", (0, 1, 2, 3), "Terminated", True),
     )
-    # With a cgroup for memory Slurm says why, of the task; which rank it was the parent has said.
+    # With a cgroup for memory, Slurm reports why the task ended, and the fork server which rank it was.
     killed = job_log.read(f"{OOM}\n{FORKED.replace('task 1: Killed', 'task 1: Out Of Memory')}", 4)
     assert killed.oom == OOM and killed.ends[0] == End("n2", (5,), "Killed", False)
     alone = job_log.read("srun: error: n2: task 1: Killed\n", 4)
@@ -61,55 +65,63 @@ def test_a_task_that_has_forked_its_nodes_ranks() -> None:
 
 
 def test_the_time_limit() -> None:
-    """Who has ended the job, where and when; what the ranks ended of came after it."""
+    """The log shows why and when the job was ended; all ends of ranks were later."""
     found = job_log.read(LIMIT)
     assert found.cancelled is not None and found.cancelled.why == "TIME LIMIT"
     assert found.cancelled.at == datetime(2026, 11, 21, 13, 24, 16).timestamp()
-    assert all(end.told for end in found.ends)
+    assert all(end.after_abort for end in found.ends)
 
 
 def test_a_lost_node() -> None:
+    """A node failure is read with the name of the node."""
     found = job_log.read(LOST)
     assert found.lost == ("n2",) and found.cancelled is not None and found.cancelled.why == "NODE FAILURE"
-    assert not found.ends[0].told  # an exit status of its own
+    assert not found.ends[0].after_abort  # it exited before the abort
 
 
 def test_the_last_job_of_a_chain_counts() -> None:
     """Earlier jobs of a chain write to the same log."""
-    both = f"hpcinit: job 1 of a chain begins\n{KILLED}hpcinit: job 2 of a chain begins\nbash: modul: not found\n"
-    assert job_log.read(both) == job_log.JobLog(said=("bash: modul: not found",))
+    both = f"hpcinit: new attempt: job 1 of a chain starts\n{KILLED}hpcinit: new attempt: job 2 of a chain starts\nbash: modul: not found\n"
+    assert job_log.read(both) == job_log.JobLog(output=("bash: modul: not found",))
 
 
-def test_the_ooms_killer() -> None:
+def test_the_oom_killer() -> None:
+    """Both messages of Slurm about the OOM killer are recognized."""
     assert job_log.read(f"{OOM}\n{KILLED}").oom == OOM and job_log.read(KILLED).oom == ""
     assert job_log.read("srun: error: n2: task 3: Out Of Memory\n").oom
 
 
-def test_the_local_engine_says_the_same() -> None:
-    said = "hpcinit: error: 127.0.0.1: task 3: Exited with exit code 7"
-    assert job_log.read(said).ends == (End("127.0.0.1", (3,), "Exited with exit code 7", False),)
+def test_the_local_engine_prints_the_same() -> None:
+    """The local engine's message about an end is read like srun's."""
+    line = "hpcinit: error: 127.0.0.1: task 3: Exited with exit code 7"
+    assert job_log.read(line).ends == (End("127.0.0.1", (3,), "Exited with exit code 7", False),)
 
 
 def test_only_the_last_attempt_of_a_requeued_job_counts() -> None:
-    """What ended the attempts before is over; an attempt that is refused as it begins has nothing but that word."""
+    """Messages of earlier attempts are ignored; an attempt that was refused at its start has only that message."""
     before = (
         "srun: error: n2: task 1: Killed\n"
         "slurmstepd-n1: error: *** JOB 29 ON n1 CANCELLED AT 2026-11-21T14:32:27 DUE TO JOB REQUEUE ***\n"
     )
-    again = job_log.read(before + "hpcinit: restart 1 of at most 3 of job 29 begins on n[1-2]\nhello\n")
-    assert (again.ends, again.cancelled, again.said) == ((), None, ("hello",))
+    again = job_log.read(before + "hpcinit: new attempt: restart 1 of job 29 starts on n[1-2]\nhello\n")
+    assert (again.ends, again.cancelled, again.output) == ((), None, ("hello",))
     site = job_log.read(
-        before + "hpcinit: restart 1 of job 18_1 begins on n[1-2]\nhello\n"
+        before + "hpcinit: new attempt: restart 1 of job 18_1 starts on n[1-2]\nhello\n"
     )  # without restart.max_restarts
     assert site == again
     spare = job_log.read(
-        before + "hpcinit: hang on n2, n3: the ranks begin again in the same job, without n2,n3\nhello\n"
+        before + "hpcinit: new attempt: hang on n2, n3: restarting the ranks in the same job, without n2,n3\nhello\n"
     )
     assert spare == again
-    word = "hpcinit: restart 3 (slurm) is not begun: 2 in a row have come no further than step 31"
-    refused = job_log.read(f"{before}hpcinit: restart 2 of at most 3 of job 29 begins on n[1-2]\n{before}{word}\n")
-    assert (refused.ends, refused.cancelled, refused.said) == ((), None, (word,))
-    own = job_log.read(
-        f"{before}hpcinit: restart 1 (failure) is not begun: restart.max_restarts is 0; furthest step: 3\n"
-    )
-    assert own.ends, "it ended by its own failure, which is what is told"
+    refusal = "hpcinit: no restart 3 (slurm): 2 restarts in a row made no progress beyond step 31"
+    refused = job_log.read(f"{before}hpcinit: new attempt: restart 3 of job 29 starts on n[1-2]\n{refusal}\n")
+    assert (refused.ends, refused.cancelled, refused.output) == ((), None, (refusal,))
+    own = job_log.read(f"{before}hpcinit: no restart 1 (failure): restart.max_restarts is 0; furthest step: 3\n")
+    assert own.ends, "its own failure ended it, which is reported"
+
+
+@pytest.mark.parametrize("block", ["chain_check", "requeued", "restarts", "spare_nodes"])
+def test_the_batch_script_marks_attempts_as_the_reader_expects(block: str) -> None:
+    """A new attempt is found by the start of its line, whatever follows."""
+    script = (Path(submit.__file__).parent / "lib" / f"{block}.sh").read_text()
+    assert f'echo "hpcinit: {job_log.NEW_ATTEMPT}' in script

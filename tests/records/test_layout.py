@@ -1,4 +1,4 @@
-"""Where a rank stands in a layout; tests/runtime/test_seeds.py holds it against torch's meshes."""
+"""The coordinates of a rank in a layout; tests/runtime/test_seeds.py compares them with torch's meshes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hpcinit.runtime import mesh
 layouts = st.lists(st.integers(1, 4), min_size=5, max_size=5).map(lambda degrees: Layout(*degrees))
 
 
-def test_neighbours_are_in_one_tensor_parallel_group() -> None:
-    """The last dimension counts fastest, and the first slowest."""
+def test_adjacent_ranks_are_in_one_tensor_parallel_group() -> None:
+    """The last dimension varies fastest, and the first slowest."""
     layout = Layout(pp=2, dp_replicate=1, dp_shard=2, tp=2)
     place = {"pp": 1, "dp_replicate": 0, "dp_shard": 0, "cp": 0, "tp": 1}
     assert layout.coordinate(5) == place and list(layout.coordinate(5)) == list(DIMENSIONS)
@@ -25,8 +25,8 @@ def test_neighbours_are_in_one_tensor_parallel_group() -> None:
 
 
 @given(layouts)
-def test_every_rank_has_a_place_of_its_own(layout: Layout) -> None:
-    """No two ranks share a coordinate, and each is below its degree."""
+def test_every_rank_has_unique_coordinates(layout: Layout) -> None:
+    """No two ranks have the same coordinates, and each index is below its degree."""
     world_size = math.prod(layout.degrees().values())
     places = [layout.coordinate(rank) for rank in range(world_size)]
     assert len({tuple(place.values()) for place in places}) == world_size
@@ -34,8 +34,8 @@ def test_every_rank_has_a_place_of_its_own(layout: Layout) -> None:
 
 
 @given(layouts)
-def test_data_rank_is_the_place_in_both_data_parallel_dimensions(layout: Layout) -> None:
-    """Ranks have the same data_rank exactly if both their data parallel coordinates agree; they count from 0."""
+def test_data_rank_depends_on_both_data_parallel_dimensions(layout: Layout) -> None:
+    """Ranks have the same data_rank only if both data parallel coordinates are equal; it counts from 0."""
     found: dict[int, set[tuple[int, int]]] = {}
     for rank in range(math.prod(layout.degrees().values())):
         place = layout.coordinate(rank)
@@ -46,19 +46,19 @@ def test_data_rank_is_the_place_in_both_data_parallel_dimensions(layout: Layout)
 
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_a_rank_that_does_not_exist(rank: int) -> None:
-    """A rank outside of the layout is refused, with the number of ranks that there are."""
-    with pytest.raises(RequestError, match=f"rank {rank} has no place in .*: 4 ranks"):
+    """A rank outside the layout is refused with the number of ranks."""
+    with pytest.raises(RequestError, match=f"rank {rank} is not in .*: 4 ranks"):
         Layout(dp_replicate=2, tp=2).coordinate(rank)
 
 
 def test_an_open_degree_is_refused() -> None:
-    """Without the world size there is no coordinate to tell."""
+    """Without the world size a layout with a -1 has no coordinates."""
     with pytest.raises(RequestError, match=r"parallel.dp_replicate is -1, use over\(world_size\)"):
         Layout(tp=2).data_rank(0)
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks", "per_node", "said"),
+    ("layout", "ranks", "per_node", "message"),
     [
         (Layout(dp_replicate=4, tp=8), 24, 8, "dp_replicate 4 x tp 8 = 32 ranks, but 3 nodes x 8 ranks = 24; with tp 8: dp_replicate 3; nodes=4"),
         (Layout(tp=3), 8, 8, "tp 3 = 3 ranks, which does not divide 1 node x 8 ranks = 8; tp 2 or 4"),
@@ -67,45 +67,45 @@ def test_an_open_degree_is_refused() -> None:
         (Layout(1, 2, 3, 1, 5), 16, 8, "30 ranks, but 2 nodes x 8 ranks = 16; nearest: dp_replicate 2 x dp_shard 2 x tp 4"),
         (Layout(1, 2, 3, 5), 14, 2, "30 ranks, but 7 nodes x 2 ranks = 14; nodes=15"),
         (Layout(dp_replicate=1), 8, 4, "one rank each = 1 rank, but 2 nodes x 4 ranks = 8; dp_replicate 8"),
-        (Layout(tp=16), 32, 8, "tp 16 does not divide the 8 ranks of a node, and tensor parallel groups stay inside a node: parallel.tp=8, or"),
+        (Layout(tp=16), 32, 8, "tp 16 does not divide the 8 ranks of a node, and tensor parallel groups must stay inside a node: parallel.tp=8, or"),
         (Layout(tp=3), 18, 6, ""),
-        (Layout(tp=4), 24, 6, "tp 4 does not divide the 6 ranks of a node, and tensor parallel groups stay inside a node: parallel.tp=3 or parallel.tp=6, or parallel.tp_across_nodes=true"),
+        (Layout(tp=4), 24, 6, "tp 4 does not divide the 6 ranks of a node, and tensor parallel groups must stay inside a node: parallel.tp=3 or parallel.tp=6, or parallel.tp_across_nodes=true"),
         (Layout(tp=4, tp_across_nodes=True), 24, 6, ""),
         (Layout(dp_replicate=1, tp=-1), 24, 6, "tp 24 does not divide the 6 ranks of a node"),
-        (Layout(dp_replicate=1, dp_shard=-1, tp=4, ep=3), 32, 8, "ep 3 does not divide dp_shard 8, whose ranks the experts are divided among: parallel.ep=2 or parallel.ep=4"),
+        (Layout(dp_replicate=1, dp_shard=-1, tp=4, ep=3), 32, 8, "ep 3 does not divide dp_shard 8, whose ranks share the experts: parallel.ep=2 or parallel.ep=4"),
         (Layout(dp_replicate=-1, ep=3), 8, 8, "ep 3 does not divide dp_replicate 8"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_and_what_would(layout: Layout, ranks: int, per_node: int | None, said: str) -> None:
-    """A layout that does not fit is refused with the equation, its numbers and the nearest that do fit."""
-    if not said:
+def test_what_does_not_fit_and_what_would(layout: Layout, ranks: int, per_node: int | None, message: str) -> None:
+    """A layout that does not fit is refused with the equation and the nearest layouts that fit."""
+    if not message:
         assert layout.over(ranks, per_node).data_parallel * layout.tp == ranks
         return
     with pytest.raises(RequestError) as caught:
         layout.over(ranks, per_node)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"ep": 0}, "parallel.ep is 0, expected 1 or more"),
         ({"cp_kind": "tree"}, "parallel.cp_kind is 'tree', expected one of: ulysses, ring"),
-        ({"dp_shard": 6, "ep": 4}, "ep 4 does not divide dp_shard 6, whose ranks the experts are divided among: parallel.ep=3 or parallel.ep=6"),
+        ({"dp_shard": 6, "ep": 4}, "ep 4 does not divide dp_shard 6, whose ranks share the experts: parallel.ep=3 or parallel.ep=6"),
     ],
 )  # fmt: skip
-def test_values_that_are_none(wrong: dict[str, Any], said: str) -> None:
-    """A layout with an impossible value does not exist."""
+def test_impossible_values(wrong: dict[str, Any], message: str) -> None:
+    """A layout with an impossible value is refused."""
     with pytest.raises(RequestError) as caught:
         Layout(**wrong)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_the_table_shows_who_is_with_whom() -> None:
-    """Each dimension and combination is a line with its size and the first group; plain data parallelism has none."""
+def test_the_table_shows_the_groups_of_rank_0() -> None:
+    """Each dimension and combination has a line with its size and first group; plain data parallelism has no table."""
     assert mesh.rank_table(Layout(dp_replicate=64)) == ""
     assert mesh.rank_table(Layout(dp_replicate=2, dp_shard=8, tp=4)).splitlines() == [
-        "dimension     size  with rank 0",
+        "dimension     size  first group",
         "dp_replicate     2  0 32          other samples, the same parameters",
         "dp_shard         8  0 4 8 ... 28  other samples, parameters divided",
         "tp               4  0 1 2 3       parts of a layer",
@@ -115,8 +115,8 @@ def test_the_table_shows_who_is_with_whom() -> None:
 
 
 def test_experts_are_taken_from_the_data_parallel_ranks() -> None:
-    """With ep 2 a data parallel dimension of 4 is two, and neighbours in it hold different experts; the other data
-    parallel dimension stays as it is."""
+    """With ep 2 a data parallel dimension of 4 splits into two, and adjacent ranks in it have different experts. The
+    other data parallel dimension does not change."""
     layout = Layout(dp_replicate=2, dp_shard=4, tp=2, ep=2)
     assert mesh.mesh_dimensions(layout) == {"dp_replicate": 2, "edp_shard": 2, "ep": 2, "tp": 2}
     assert [list(each) for each in mesh.group_members(layout, "ep")][:2] == [[0, 2], [1, 3]]

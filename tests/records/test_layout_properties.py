@@ -1,4 +1,4 @@
-"""10,000 random descriptions: what is accepted divides the ranks, what is refused says why and what would do."""
+"""10,000 random layouts: an accepted one partitions the ranks, a refusal shows why and which layouts fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CASES = 10_000
 
 
 def described(random_: random.Random) -> tuple[dict[str, int], int, int]:
-    """Degrees, some of them impossible, nodes and ranks per node; about a third fit."""
+    """Return degrees (some of them impossible), nodes and ranks per node; about a third fit."""
     nodes, per_node = random_.choice([1, 2, 3, 4, 6, 8, 16]), random_.choice([1, 2, 3, 4, 6, 8])
     left, degrees = nodes * per_node, dict.fromkeys(DIMENSIONS, 1)
     for name in random_.sample(DIMENSIONS, 3):
@@ -37,9 +37,9 @@ def outcome(degrees: dict[str, int], nodes: int, per_node: int, across: bool) ->
         return str(error)
 
 
-def test_ten_thousand_descriptions() -> None:
-    """Each description is accepted, and every kind of group then divides the ranks, or refused with a reason that holds
-    and, where it names other degrees or node counts, with ones that are accepted."""
+def test_ten_thousand_layouts() -> None:
+    """In an accepted layout every kind of group partitions the ranks. A refused layout has a true reason, and the degrees
+    and node counts in the message are accepted."""
     random_, seen = random.Random(4), Counter[str]()
     for _ in range(CASES):
         degrees, nodes, per_node = described(random_)
@@ -47,7 +47,7 @@ def test_ten_thousand_descriptions() -> None:
         found = outcome(degrees, nodes, per_node, across)
         if isinstance(found, Layout):
             seen["accepted"] += 1
-            holds(found, degrees, nodes * per_node)
+            check_groups(found, degrees, nodes * per_node)
             assert across or all(len({r // per_node for r in each}) == 1 for each in mesh.group_members(found, "tp"))
         else:
             seen[reason(found, degrees, nodes, per_node, across)] += 1
@@ -55,8 +55,8 @@ def test_ten_thousand_descriptions() -> None:
     assert {name for name, count in seen.items() if count > 100} == {"accepted", "value", "open", "experts", "node", "product"}, seen  # fmt: skip
 
 
-def holds(layout: Layout, degrees: dict[str, int], world_size: int) -> None:
-    """Sizes are as described, and each name's groups divide the ranks, in order."""
+def check_groups(layout: Layout, degrees: dict[str, int], world_size: int) -> None:
+    """Check that sizes are as requested, and that the groups of each name partition the ranks."""
     assert all(degree in (-1, getattr(layout, name)) for name, degree in degrees.items())
     assert math.prod(layout.degrees().values()) == world_size
     for name in mesh.MEANING:
@@ -68,13 +68,13 @@ def holds(layout: Layout, degrees: dict[str, int], world_size: int) -> None:
 
 
 def reason(message: str, degrees: dict[str, int], nodes: int, per_node: int, across: bool) -> str:
-    """Which kind of reason was given, after it was held against the description and each way out was tried."""
+    """Return the kind of reason, after checking that it is true and that each proposed layout is accepted."""
     product = math.prod(degree for name, degree in degrees.items() if name != "ep" and degree != -1)
     open_ = [name for name in DIMENSIONS if degrees[name] == -1]
     if found := re.match(r"parallel\.(\w+) is (-?\d+), expected 1 or more", message):
         assert degrees[found[1]] == int(found[2]) < 1
         return "value"
-    if "expected at most one to be left open" in message:
+    if "are -1, expected at most one" in message:
         assert len(open_) == 2
         return "open"
     if found := re.match(r"ep (\d+) does not divide (\w+) (\d+)", message):
@@ -90,22 +90,22 @@ def reason(message: str, degrees: dict[str, int], nodes: int, per_node: int, acr
         message
     )
     assert nodes * per_node % product or (not open_ and product != nodes * per_node)
-    assert ways(message), message
-    for changed, other in ways(message):
+    assert proposals(message), message
+    for changed, other in proposals(message):
         assert isinstance(outcome({**degrees, **changed}, other or nodes, per_node, across), Layout), message
     return "product"
 
 
-def ways(message: str) -> list[tuple[dict[str, int], int]]:
-    """The ways out that a message names: other degrees, or another number of nodes."""
+def proposals(message: str) -> list[tuple[dict[str, int], int]]:
+    """Return the changes that a message proposes: other degrees, or another number of nodes."""
     found: list[tuple[dict[str, int], int]] = []
-    for way in message.split("; ")[1:]:
-        if way.startswith("nodes="):
-            found += [({}, int(number)) for number in re.findall(r"\d+", way)]
-        elif way.startswith("nearest: "):
-            found.append(({name: int(degree) for name, degree in re.findall(r"(\w+) (\d+)", way)}, 0))
+    for proposal in message.split("; ")[1:]:
+        if proposal.startswith("nodes="):
+            found += [({}, int(number)) for number in re.findall(r"\d+", proposal)]
+        elif proposal.startswith("nearest: "):
+            found.append(({name: int(degree) for name, degree in re.findall(r"(\w+) (\d+)", proposal)}, 0))
         else:
-            kept, _, other = way.rpartition(": ")
+            kept, _, other = proposal.rpartition(": ")
             name = other.split()[0]
             same = {each: int(degree) for each, degree in re.findall(r"(\w+) (\d+)", kept)}
             found += [({**same, name: int(number)}, 0) for number in re.findall(r"\d+", other)]
@@ -113,9 +113,9 @@ def ways(message: str) -> list[tuple[dict[str, int], int]]:
 
 
 def test_the_nearest_are_nearest() -> None:
-    """The ways out that are named are the closest: no better divisor of the same degree, no closer number of nodes."""
+    """The proposed degrees are the closest divisors below and above."""
     for world_size, tp in [(24, 5), (24, 7), (36, 5), (16, 3), (60, 7)]:
         message = str(outcome({"tp": tp}, 1, world_size, False))
-        named = [changed["tp"] for changed, _ in ways(message) if "tp" in changed]
+        named = [changed["tp"] for changed, _ in proposals(message) if "tp" in changed]
         fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
         assert named == [max(n for n in fitting if n < tp), min(n for n in fitting if n > tp)], message

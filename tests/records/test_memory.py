@@ -1,4 +1,4 @@
-"""What a rank holds: the arithmetic against tensors that real ranks hold, and against DeepSpeed's own."""
+"""Memory per rank: the formulas compared with the tensors of real ranks and with DeepSpeed's estimates."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def demand(wrap: str, param: str, zero: Zero | None = None, layout: Layout | Non
 
 
 CPU = {"offload_optimizer": "cpu"}
-# Bytes a parameter. ZeRO 2 with offload: two staging buffers of the largest parameter (here an 8th of all), and that
-# parameter's gradient. HSDP: fully_shard may still hold the last block's all-reduce when we look.
+# Tolerance in bytes per parameter. ZeRO 2 with offload: two staging buffers of the largest parameter (here an eighth of
+# all), and its gradient. HSDP: fully_shard may still keep the last block's all-reduce when we measure.
 SPARE = {"zero2 bf16 offload": 0.8, "hsdp bf16": 0.3}
 DEMANDS = {
     "ddp": demand("ddp", "fp32"),
@@ -60,11 +60,11 @@ DEMANDS = {
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
-    """Bytes per parameter. DeepSpeed's own lines on stdout come first."""
-    meeting = tmp_path_factory.mktemp("holdings") / "meeting"
-    command = [sys.executable, "-m", "tests.records.holdings", str(meeting)]
+    """Bytes per parameter. The result is the last line because DeepSpeed prints to stdout too."""
+    rendezvous = tmp_path_factory.mktemp("holdings") / "rendezvous"
+    command = [sys.executable, "-m", "tests.records.holdings", str(rendezvous)]
     root = Path(__file__).parents[2]
-    # A session of its own, so that its ranks go with it where it takes too long: they spin for ever.
+    # A new session, so that a timeout can kill all ranks, which would otherwise spin forever.
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root, start_new_session=True
     ) as ranks:
@@ -79,14 +79,14 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, in
 
 
 def predicted(wanted: Demand, *during: str) -> float:
-    """Bytes per parameter in all places: on a CPU all of them are the same memory."""
+    """Return the bytes per parameter in all places, which are the same memory on a CPU."""
     parts = [part for part in parts_of(wanted) if part.during in during]
     return sum(part.bytes for part in parts) / P
 
 
-def gradients_that_come_and_go(wanted: Demand) -> float:
-    """Gradients outside of DDP's buckets are None between the steps, and so are hpZ's second shards; the plan has them
-    as always.
+def temporary_gradients(wanted: Demand) -> float:
+    """Return the bytes of gradients outside DDP's buckets and of hpZ's second shards: freed between steps, although the
+    plan counts them as permanent.
     """
     fleeting = {"hpZ's second shard"}
     if wanted.wrap == "fsdp" or (wanted.wrap == "deepspeed" and wanted.zero.stage == 0):
@@ -94,30 +94,30 @@ def gradients_that_come_and_go(wanted: Demand) -> float:
     return sum(part.bytes for part in parts_of(wanted) if part.name in fleeting) / P
 
 
-def test_the_formulas_are_what_real_ranks_hold(measured: dict[str, dict[str, int]]) -> None:
-    """Between steps and at the optimizer's step, four ranks hold what the formulas say, to SPARE."""
+def test_the_formulas_match_real_ranks(measured: dict[str, dict[str, int]]) -> None:
+    """Between steps and at the optimizer's step, four ranks use the memory of the formulas within SPARE."""
     assert set(measured) == set(DEMANDS)
     for name, wanted in DEMANDS.items():
         spare = SPARE.get(name, 0.1)
         always = predicted(wanted, memory.ALWAYS)
-        assert measured[name]["always"] == pytest.approx(always - gradients_that_come_and_go(wanted), abs=spare), name
+        assert measured[name]["always"] == pytest.approx(always - temporary_gradients(wanted), abs=spare), name
         assert measured[name]["step"] == pytest.approx(always + predicted(wanted, memory.STEP), abs=spare), name
 
 
 def test_the_backward_pass_stays_below_the_estimate(measured: dict[str, dict[str, int]]) -> None:
-    """In the backward pass a rank holds no more than the formulas say, and no less than without what is for a moment."""
+    """In the backward pass a rank uses at most the memory of the formulas, and at least that without short-lived parts."""
     for name, wanted in DEMANDS.items():
         spare = SPARE.get(name, 0.1)
         most = predicted(wanted, memory.ALWAYS, memory.PASS)
-        block = 2 * 4 / LAYERS + 4 / LAYERS  # the last block's gradients come after the last look
-        held = measured[name]["pass"]
+        block = 2 * 4 / LAYERS + 4 / LAYERS  # the last block's gradients follow the last measurement
+        used = measured[name]["pass"]
         event = sum(p.bytes for p in parts_of(wanted) if p.name in {"gathered parameters", "all-reduce bucket"}) / P
-        partly = 0.5 if wanted.zero.stage == 2 else 0  # rank 0 owns the first layers, whose gradients come last
-        assert most - event - partly - block <= held <= most + spare, name
+        partly = 0.5 if wanted.zero.stage == 2 else 0  # rank 0 owns the first layers, whose gradients are last
+        assert most - event - partly - block <= used <= most + spare, name
 
 
 def test_deepspeeds_own_estimate() -> None:
-    """DeepSpeed's estimators say the same of the states, but for 2 bytes in stage 3; they leave buffers out."""
+    """DeepSpeed's estimators agree on the states except for 2 bytes in stage 3; they do not count buffers."""
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
@@ -134,8 +134,7 @@ def test_deepspeeds_own_estimate() -> None:
     theirs = estimate_zero2_model_states_mem_needs(params, gpus, nodes, cpu_offload=True)
     assert gpu(Zero(2, offload_optimizer="cpu"), *states) == theirs[1] == 2 * params
     cpu_mem, gpu_mem, layer = estimate_zero3_model_states_mem_needs(params, 0, gpus, nodes, cpu_offload=False)
-    # Theirs has 18 for stage 3 too, where the 16 bit parameters are to be counted beside what stage 2 shards; the test
-    # above measures the 20.
+    # DeepSpeed estimates 18 bytes for stage 3 too, without the sharded 16 bit parameters; the test above measures 20.
     assert (gpu_mem, layer) == (18 * params // 8, 0)
     assert gpu(Zero(3), *states) == 20 * params // 8
     cpu_mem, gpu_mem, _ = estimate_zero3_model_states_mem_needs(
@@ -143,13 +142,13 @@ def test_deepspeeds_own_estimate() -> None:
     )
     offload = Demand(params, layout, "deepspeed", "bf16", zero=Zero(3, offload_param="cpu", offload_optimizer="cpu"))
     assert gpu(offload.zero, *states) == gpu_mem == 0
-    # The gradients in 16 bit lie on the CPU too (stage3.py, grad_partitions_flat_buffer): 2 bytes that theirs lacks.
+    # The 16 bit gradients are on the CPU too (stage3.py, grad_partitions_flat_buffer): 2 bytes that DeepSpeed omits.
     assert cpu_mem == 18 * params // nodes
     assert memory.total(parts_of(offload), memory.CPU) * gpus == 20 * params // nodes
 
 
 def test_the_zero_papers_example() -> None:
-    """Figure 1 of the ZeRO paper, 7.5e9 parameters on 64 ranks: 120, 31.4, 16.6 and 1.9 GB; each state once."""
+    """Figure 1 of the ZeRO paper, 7.5e9 parameters on 64 ranks: 120, 31.4, 16.6 and 1.9 GB for the states."""
     states = {"parameters", "gradients", "master copy", "optimizer states"}
     for stage, expected in enumerate((120, 31.4, 16.6, 1.9)):
         wanted = Demand(7_500_000_000, Layout(dp_replicate=64), "deepspeed", "bf16", zero=Zero(stage))
@@ -168,9 +167,10 @@ def test_the_activation_papers_example() -> None:
     assert plan_command.activation_memory(flash, Layout(dp_replicate=1, cp=2), "bf16", False) == 96 * 1024 * 12288 * 34
 
 
-def test_nvme_holds_what_was_sent_there() -> None:
-    """Parameters, master copy, states and fp32 gradients on NVMe; its buffers, and nothing else but the 16 bit
-    gradients, on the CPU. By arithmetic only: no disk is measured here.
+def test_offload_to_nvme() -> None:
+    """Parameters, master copy, states and fp32 gradients are on NVMe; its buffers and the 16 bit gradients on the CPU.
+
+    The expected values are computed; no disk is measured.
     """
     zero = Zero(3, offload_param="nvme", offload_optimizer="nvme")
     parts = parts_of(Demand(8 * 10**9, Layout(dp_replicate=8), "deepspeed", "bf16", zero=zero))
@@ -179,14 +179,14 @@ def test_nvme_holds_what_was_sent_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"parameters": 0}, "model.params is 0, expected 1 or more"),
         ({"parameters": 1, "layers": 0}, "model.layers is 0, expected 1 or more"),
         ({"parameters": 1, "optimizer": "lion"}, "the optimizer is 'lion', expected one of: adamw, muon"),
     ],
 )
-def test_a_demand_that_is_none(wrong: dict[str, object], said: str) -> None:
-    """Nothing can be said of no parameters, no layers, or an optimizer whose states are not known."""
-    with pytest.raises(RequestError, match=said):
+def test_an_impossible_demand(wrong: dict[str, object], message: str) -> None:
+    """A demand without parameters or layers, or with an unknown optimizer, is refused."""
+    with pytest.raises(RequestError, match=message):
         Demand(**wrong)  # type: ignore[arg-type]

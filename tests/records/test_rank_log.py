@@ -1,4 +1,4 @@
-"""The log of a rank on a full disk: print() raises nothing, and the log reports what it lacks."""
+"""The log of a rank on a full disk: print() raises nothing, and the log reports the lost bytes."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ print("three", flush=True)
 @pytest.mark.parametrize("unbuffered", [True, False])
 @pytest.mark.parametrize("how", ["protect", "leave"])
 def test_print_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, unbuffered: bool) -> None:
-    """Protected, the process ends well; unprotected, Python's own error ends it."""
+    """A protected process completes; an unprotected one ends with Python's error."""
     monkeypatch.chdir(tmp_path)
     with small_disk(tmp_path / "disk") as place, (place / "log").open("ab") as log:
-        words = [sys.executable, *["-u"] * unbuffered, "-c", PRINTS, how]
-        process = subprocess.Popen(words, stdout=log, stderr=log)
+        command = [sys.executable, *["-u"] * unbuffered, "-c", PRINTS, how]
+        process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             while not Path("one").exists():
                 assert process.poll() is None
@@ -55,10 +55,10 @@ def test_print_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, h
 
 
 def test_a_log_that_cannot_be_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A full disk costs the log, with a warning; a folder that is not there is an error."""
+    """On a full disk there is a warning and no log; a missing folder is an error."""
     with small_disk(tmp_path / "disk", "nr_inodes=1") as place, rank_log.opened(place / "rank-7.log") as log:
         assert log is None
-    assert "rank-7.log cannot be opened: No space left on device; what this rank prints" in capsys.readouterr().err
+    assert "rank-7.log cannot be opened: No space left on device; the output of this rank" in capsys.readouterr().err
     with rank_log.opened(tmp_path / "rank-0.log") as log:
         assert log is not None
     with pytest.raises(FileNotFoundError), rank_log.opened(tmp_path / "none/rank-0.log"):

@@ -1,4 +1,4 @@
-"""result.json: a number or several, from the job to whoever waits for it."""
+"""result.json: a number or several, from the job to the program that waits for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hpcinit.records import results
     ],
 )
 def test_what_is_written_is_read(tmp_path: Path, value: object, expected: results.Value) -> None:
-    """Numbers of every kind, and sequences of them, come back as floats; nothing else is left in the folder."""
+    """Numbers of every kind and sequences of them are read back as floats, and no other file is left."""
     results.write(tmp_path, results.checked_value(value))
     assert results.read(tmp_path) == expected
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
@@ -39,11 +39,11 @@ def test_what_is_written_is_read(tmp_path: Path, value: object, expected: result
         (True, "the result is 'True' (bool), expected"),
         ([], "the result is '[]' (list), expected"),
         ([1, "2"], "the result is \"[1, '2']\" (list), expected"),
-        (torch.ones(()), "(Tensor), expected a number or a sequence of numbers; a tensor's number is tensor.item()"),
+        (torch.ones(()), "(Tensor), expected a number or a sequence of numbers; for a tensor use tensor.item()"),
     ],
 )
-def test_what_is_no_result(value: object, message: str) -> None:
-    """A value that is no number is refused with its type, and a tensor with the way to its number."""
+def test_values_that_are_not_a_result(value: object, message: str) -> None:
+    """A value that is not a number is refused with its type, and a tensor with the advice to use item()."""
     with pytest.raises(RequestError) as raised:
         results.checked_value(value)
     assert message in str(raised.value)
@@ -56,11 +56,11 @@ def test_what_is_no_result(value: object, message: str) -> None:
         ("0.25", 'expected {"value": 0.25} in it'),
         ('{"loss": 0.25}', "cannot be used: KeyError('value')"),
         ('{"value": "low"}', "the result is 'low' (str)"),
-        ('{"value": [1, NaN]}', "which is not a number to compare: did it diverge?"),
+        ('{"value": [1, NaN]}', "expected a number: did training diverge?"),
     ],
 )
-def test_a_file_that_says_nothing(tmp_path: Path, text: str, message: str) -> None:
-    """A program may write the file itself; one that cannot be used is named."""
+def test_an_unusable_file(tmp_path: Path, text: str, message: str) -> None:
+    """A file that the program wrote and that cannot be used is refused with its path."""
     (tmp_path / "result.json").write_text(text)
     with pytest.raises(RequestError) as raised:
         results.read(tmp_path)

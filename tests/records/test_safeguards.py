@@ -1,4 +1,4 @@
-"""What protects a run: the variables, the folder behind them, and what is left when the run has ended."""
+"""The safeguards of a run: the variables, their folder, and its removal after the run."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from hpcinit.records import scratch
 from hpcinit.records.safeguards import CACHE_ROOM, CACHES, describe, safeguards
-from tests.leaving_out import leave_out
+from tests.skip_or_fail import skip_or_fail
 from tests.small_disks import small_disk
 
 HOST = os.uname().nodename
-# Applies the safeguards to its own environment, says what it set, and lives until its input ends.
+CACHE_FOLDERS = Path("/c"), Path("/k")
+# Applies the safeguards to its environment, prints what it set, and runs until its input ends.
 RANK = """
 import os, sys, json
 from pathlib import Path
@@ -31,12 +33,12 @@ sys.stdin.read()
 
 
 def rank(
-    tmp: Path, *words: str, env: dict[str, str] | None = None, code: str = RANK, first: bool = True
+    tmp: Path, *arguments: str, env: dict[str, str] | None = None, code: str = RANK, first: bool = True
 ) -> subprocess.Popen[str]:
-    """A process with TMPDIR=tmp that applies the safeguards; it has, and its first line is read, if `first`."""
+    """Start a process with TMPDIR=tmp that applies the safeguards. first: wait for its first line."""
     environ = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp), **(env or {})}
     process = subprocess.Popen(
-        [sys.executable, "-c", code, *words], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, *arguments], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout
     if first:
@@ -45,36 +47,41 @@ def rank(
 
 
 def end(process: subprocess.Popen[str]) -> str:
-    """Let it end well; what else it printed."""
+    """Let the process end and return what else it printed."""
     assert process.stdin and process.stdout
     process.stdin.close()
-    output = process.stdout.read()  # communicate() would lose what readline() has read too far
+    output = process.stdout.read()  # communicate() would lose what readline() has buffered
     assert process.wait(timeout=30) == 0
     return output
 
 
 def below(tmp: Path) -> list[str]:
-    """The job folders on 'this node's disk', without those of hidden names."""
+    """Return the names of the job folders, without those of dumps and of kernels."""
     base = tmp / f"hpcinit-{os.geteuid()}"
-    return sorted(path.name for path in base.iterdir() if path.name != "flight") if base.exists() else []
+    return (
+        sorted(path.name for path in base.iterdir() if not path.name.startswith(("flight", "kernels-")))
+        if base.exists()
+        else []
+    )
 
 
 def test_variables() -> None:
-    """Recorder, error handling and the three caches are set, the caches below the one folder."""
-    assert safeguards({}, Path("/c"), "/d/7.rank_") == {
+    """The recorder, error handling and the three caches are set: the extensions of this job, and kernels that stay."""
+    assert safeguards({}, CACHE_FOLDERS, "/d/7.rank_") == {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_FR_DUMP_TEMP_FILE": "/d/7.rank_",
         "TORCH_EXTENSIONS_DIR": "/c/torch_extensions",
-        "TRITON_CACHE_DIR": "/c/triton",
-        "TORCHINDUCTOR_CACHE_DIR": "/c/inductor",
+        "TRITON_CACHE_DIR": "/k/triton",
+        "TORCHINDUCTOR_CACHE_DIR": "/k/inductor",
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": "/c/flight_",
     }
 
 
 @pytest.mark.parametrize(
     ("given", "left"),
-    [(name, name) for name in safeguards({}, Path("/c"), "/d/")]
+    [(name, name) for name in safeguards({}, CACHE_FOLDERS, "/d/")]
     + [
         ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"),
         ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"),
@@ -83,21 +90,21 @@ def test_variables() -> None:
     ],
 )
 @pytest.mark.parametrize("value", ["mine", ""])
-def test_what_the_user_set_is_left(given: str, left: str, value: str) -> None:
+def test_variables_of_the_user_are_kept(given: str, left: str, value: str) -> None:
     """A variable that the user has set, under any of its names and even to nothing, is not touched; the others are set."""
-    everything = safeguards({}, Path("/c"), "/d/")
-    assert safeguards({given: value}, Path("/c"), "/d/").keys() == everything.keys() - {left}
+    everything = safeguards({}, CACHE_FOLDERS, "/d/")
+    assert safeguards({given: value}, CACHE_FOLDERS, "/d/").keys() == everything.keys() - {left}
 
 
 def test_without_folders() -> None:
-    """Without a private folder and a place for dumps, their variables are left out, and the line says so."""
+    """Without a private folder and a folder for dumps, their variables are not set, and the line reports it."""
     found = safeguards({}, None, "")
     assert not found.keys() & {*CACHES, "TORCH_FR_DUMP_TEMP_FILE"} and "TORCH_NCCL_DUMP_ON_TIMEOUT" in found
-    assert "caches of compiled code stay shared: no folder in TMPDIR" in describe(found, tuple(found))
+    assert "caches of compiled code stay shared with other jobs: no folder in TMPDIR" in describe(found, tuple(found))
 
 
-def test_the_line_tells_no_more_than_was_set(tmp_path: Path) -> None:
-    """The log line shows what was set, with values, and neither names nor values that the user gave."""
+def test_the_line_shows_only_what_was_set(tmp_path: Path) -> None:
+    """The log line shows the variables that were set, and neither names nor values of the user."""
     secret = {"TRITON_CACHE_DIR": "/secret/triton", "WANDB_API_KEY": "secret"}
     process = subprocess.run(
         [sys.executable, "-c", RANK, "", "7.0.0"],
@@ -107,12 +114,12 @@ def test_the_line_tells_no_more_than_was_set(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert f"TORCHINDUCTOR_CACHE_DIR={tmp_path}/hpcinit-{os.geteuid()}/7.0.0-{HOST}/inductor" in process.stdout
+    assert f"TORCHINDUCTOR_CACHE_DIR={tmp_path}/hpcinit-{os.geteuid()}/kernels-{HOST}/inductor" in process.stdout
     assert "secret" not in process.stdout and "TRITON" not in process.stdout and "KEY" not in process.stdout
 
 
-def test_a_disk_without_room_is_not_for_caches(tmp_path: Path) -> None:
-    """Compilers would fail there: the next disk is taken. Heartbeats need a few bytes only."""
+def test_a_nearly_full_disk_is_not_used_for_caches(tmp_path: Path) -> None:
+    """Caches use the next disk, because compilers would fail; heartbeats use it, because they need only a few bytes."""
     with small_disk(tmp_path / "disk", "size=1m") as place:
         mine = place / f"hpcinit-{os.geteuid()}"
         assert scratch.base({"TMPDIR": str(place)}) == mine
@@ -122,7 +129,7 @@ def test_a_disk_without_room_is_not_for_caches(tmp_path: Path) -> None:
 
 
 def test_once_for_each_process_and_job(tmp_path: Path) -> None:
-    """A second call sets nothing, whatever it calls the job, and neither does a process that the first one starts."""
+    """A second call sets nothing, even for another job, and neither does a child process."""
     then = "os.execvpe('sh', ['sh', '-c', 'cat; exec \"$0\" -c \"$CODE\" \"\" 7.0.0', sys.executable], os.environ)"
     code = RANK.replace("sys.stdin.read()", then)
     process = rank(tmp_path, "", "7.0.0", "7.0.0", "8.0.0", code=code, env={"CODE": RANK})
@@ -130,24 +137,24 @@ def test_once_for_each_process_and_job(tmp_path: Path) -> None:
 
 
 def test_a_job_within_a_job(tmp_path: Path) -> None:
-    """A job that inherits the environment of another sets all anew, but what the user set stays."""
+    """A job that inherits the environment of another job replaces its variables, but keeps those of the user."""
     then = "os.execvpe('sh', ['sh', '-c', 'cat; exec \"$0\" -c \"$CODE\" \"\" 8.0.0', sys.executable], os.environ)"
     code = RANK.replace("sys.stdin.read()", then)
     line = end(rank(tmp_path, "", "7.0.0", code=code, env={"CODE": RANK, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}))
-    assert f"/8.0.0-{HOST}/triton" in line and "flight/8.0.0.rank_" in line
+    assert f"/8.0.0-{HOST}/torch_extensions" in line and "flight/8.0.0.rank_" in line
     assert "DUMP_ON_TIMEOUT" not in line and "7.0.0" not in line
 
 
 def test_dumps_go_to_the_run_folder(tmp_path: Path) -> None:
-    """With a submission the recorder's files are the run's, a set for each start; the folder is there and private."""
+    """With a submission, each start has its files of the recorder in a private folder of the run."""
     run = tmp_path / "run"
     run.mkdir()
     assert f"TORCH_FR_DUMP_TEMP_FILE={run}/flight/7.0.1.rank_" in end(rank(tmp_path, str(run), "7.0.1", first=False))
     assert (run / "flight").stat().st_mode & 0o777 == 0o700
 
 
-def test_the_last_one_out_removes_the_folder(tmp_path: Path) -> None:
-    """The caches stay as long as a rank of the job lives on the node, and go with the last one."""
+def test_the_last_rank_removes_the_folder(tmp_path: Path) -> None:
+    """The caches exist as long as a rank of the job runs on the node, and the last one removes them."""
     one, two = rank(tmp_path, "", "7.0.0"), rank(tmp_path, "", "7.0.0")
     (tmp_path / f"hpcinit-{os.geteuid()}" / f"7.0.0-{HOST}" / "triton").mkdir()
     end(one)
@@ -156,8 +163,24 @@ def test_the_last_one_out_removes_the_folder(tmp_path: Path) -> None:
     assert below(tmp_path) == []
 
 
-def test_what_a_killed_job_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    """A start sweeps the folders of the killed, also half removed ones, and leaves those of the living."""
+def test_kernels_stay_after_the_job(tmp_path: Path) -> None:
+    """A requeued job on the same node finds the kernels of its first start, also after SIGKILL, until two weeks without a
+    job on the node have passed."""
+    kept = tmp_path / f"hpcinit-{os.geteuid()}" / f"kernels-{HOST}"
+    first = rank(tmp_path, "", "7.0.0")
+    (kept / "triton").mkdir()
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    second = end(rank(tmp_path, "", "7.0.1", first=False))
+    assert f"TRITON_CACHE_DIR={kept}/triton" in second and (kept / "triton").is_dir()
+    old = time.time() - scratch.KEPT_S - 60
+    os.utime(kept, (old, old))
+    end(rank(tmp_path, "", "8.0.0"))
+    assert kept.is_dir() and not (kept / "triton").exists()
+
+
+def test_the_next_start_removes_folders_of_killed_jobs(tmp_path: Path) -> None:
+    """A start removes the folders of killed jobs, also partly removed ones, and keeps those of running jobs."""
     dead, alive = rank(tmp_path, "", "1.0.0"), rank(tmp_path, "", "2.0.0")
     dead.send_signal(signal.SIGKILL)
     dead.communicate()
@@ -169,8 +192,8 @@ def test_what_a_killed_job_left_is_removed_by_the_next(tmp_path: Path) -> None:
     end(alive)
 
 
-def test_a_command_that_takes_the_place_keeps_the_folder(tmp_path: Path) -> None:
-    """After exec the folder is still in use: the next job on the node does not sweep it."""
+def test_an_executed_command_keeps_the_folder(tmp_path: Path) -> None:
+    """After exec the folder is still in use, and the next job on the node does not remove it."""
     code = RANK.replace("sys.stdin.read()", "os.execvp('cat', ['cat'])")
     command = rank(tmp_path, "", "1.0.0", code=code)
     end(rank(tmp_path, "", "2.0.0"))
@@ -182,7 +205,7 @@ def test_a_command_that_takes_the_place_keeps_the_folder(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("trap", ["open to others", "a link", "a file"])
 def test_a_folder_that_others_could_fill_is_not_used(tmp_path: Path, trap: str) -> None:
-    """A folder of our name that others can enter, a link, or a file is passed over for the next candidate."""
+    """A folder that others can enter, a link and a file are skipped for the next candidate."""
     mine = tmp_path / f"hpcinit-{os.geteuid()}"
     if trap == "open to others":
         mine.mkdir()
@@ -197,19 +220,19 @@ def test_a_folder_that_others_could_fill_is_not_used(tmp_path: Path, trap: str) 
 
 
 def test_a_folder_of_another_user_is_not_used(tmp_path: Path) -> None:
-    """A private folder of our name that belongs to another user is passed over."""
+    """A private folder that belongs to another user is skipped."""
     if os.geteuid() != 0:
-        leave_out("needs root: makes a folder of another user")
+        skip_or_fail("needs root: makes a folder of another user")
     mine = tmp_path / "hpcinit-0"
     mine.mkdir(mode=0o700)
     os.chown(mine, 12345, 12345)
     assert scratch.base({"TMPDIR": str(tmp_path)}) != mine
 
 
-def test_a_disk_without_programs_is_not_used(tmp_path: Path) -> None:
-    """What is compiled could not be loaded from a mount with noexec: the next candidate is taken."""
+def test_a_disk_with_noexec_is_not_used(tmp_path: Path) -> None:
+    """Compiled code could not be loaded from a mount with noexec, so the next candidate is used."""
     if os.geteuid() != 0 or not shutil.which("unshare"):
-        leave_out("needs root and unshare: mounts a file system")
+        skip_or_fail("needs root and unshare: mounts a file system")
     code = "from hpcinit.records import scratch; print(scratch.base({'TMPDIR': '%s'}))" % tmp_path  # noqa: UP031
     script = f'mount -t tmpfs -o %s none {tmp_path} && {sys.executable} -c "{code}"'
     for option, expected in [("exec", str(tmp_path)), ("noexec", "/tmp")]:
@@ -219,8 +242,8 @@ def test_a_disk_without_programs_is_not_used(tmp_path: Path) -> None:
         assert done.stdout.startswith(f"{expected}/hpcinit-"), done.stderr
 
 
-def test_a_run_folder_that_takes_nothing_is_no_error(tmp_path: Path) -> None:
-    """A run folder that cannot be written to leaves the dumps where torch puts them, and the rest is set."""
+def test_an_unwritable_run_folder_is_no_error(tmp_path: Path) -> None:
+    """If the run folder cannot be written, dumps go to torch's default path, and the other variables are set."""
     (tmp_path / "run").touch()
     line = end(rank(tmp_path, str(tmp_path / "run"), "7.0.0", first=False))
     assert "TORCH_FR_DUMP_TEMP_FILE" not in line and "TRITON_CACHE_DIR" in line
@@ -228,5 +251,5 @@ def test_a_run_folder_that_takes_nothing_is_no_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("job", "name"), [("7.0.1", "7.0.1"), ("n1:2/../x y", "n1-2-..-x-y"), ("", "job")])
 def test_folder_names(job: str, name: str) -> None:
-    """Whatever a launcher calls its job, one folder name comes out of it."""
+    """Any name of a job gives one valid folder name."""
     assert scratch.folder_name(job) == name

@@ -17,32 +17,32 @@ NUM_TOKEN_TYPES SLURM_JWT PATTERN OMP_NUM_THREADS --token-dropout --token-type-i
 
 @pytest.mark.parametrize("name", SECRETS.split())
 def test_a_secret_by_its_name(name: str) -> None:
-    """The names under which people keep tokens, keys and passwords are known."""
+    """Common names of tokens, keys and passwords are recognized."""
     assert secret_names.named(name)
 
 
 @pytest.mark.parametrize("name", PLAIN.split())
 def test_no_secret(name: str) -> None:
-    """A tokenizer's settings, a model's tokens and paths of files are no secrets."""
+    """Settings of a tokenizer, tokens of a model and paths of files are not secrets."""
     assert not secret_names.named(name)
 
 
 def test_patterns_add_and_take_away() -> None:
-    """A pattern makes a name a secret, one with a minus makes it none, and the last one counts."""
+    """A pattern adds a secret, one with a minus removes it, and the last one counts."""
     assert secret_names.named("SITE_LOGIN", ["site_*"]) and not secret_names.named("HF_TOKEN", ["-HF_TOKEN"])
-    assert secret_names.named("SITE_X", ["-SITE_*", "SITE_X"]) and not secret_names.held("X", HF, ["-X"])
+    assert secret_names.named("SITE_X", ["-SITE_*", "SITE_X"]) and not secret_names.is_secret("X", HF, ["-X"])
 
 
 def test_a_token_under_any_name() -> None:
-    """What begins as the tokens of well-known services do is a secret whatever it is called; true and 3 are none."""
-    assert secret_names.held("X", HF) and not secret_names.held("X", "hf_short")
-    assert not secret_names.held("USE_TOKEN", "true") and not secret_names.held("HF_TOKEN", "$HF_TOKEN")
+    """A value with the prefix of a well-known service's tokens is a secret under any name; true and 3 never are."""
+    assert secret_names.is_secret("X", HF) and not secret_names.is_secret("X", "hf_short")
+    assert not secret_names.is_secret("USE_TOKEN", "true") and not secret_names.is_secret("HF_TOKEN", "$HF_TOKEN")
 
 
 def test_command_lines_are_masked() -> None:
     """Each way to write a secret on a command line is masked, and nothing else."""
-    words = ["submit", "+job.env.HF_TOKEN=abc", "+secrets.HF_TOKEN=/home/me/.hf", "--", "t.py", "--api-key", "abc",
+    arguments = ["submit", "+job.env.HF_TOKEN=abc", "+secrets.HF_TOKEN=/home/me/.hf", "--", "t.py", "--api-key", "abc",
              "--password=abc", "--use-auth-token", "--lr", "3", f"x={HF}", HF, "--eos_token", "</s>"]  # fmt: skip
     hidden = ["submit", "+job.env.HF_TOKEN=***", "+secrets.HF_TOKEN=/home/me/.hf", "--", "t.py", "--api-key", "***",
               "--password=***", "--use-auth-token", "--lr", "3", "x=***", "***", "--eos_token", "</s>"]  # fmt: skip
-    assert secret_names.masked(words) == hidden
+    assert secret_names.masked(arguments) == hidden

@@ -1,4 +1,4 @@
-"""spec.json: what goes in comes out, and what is not one is refused."""
+"""spec.json is read back as it was written, and other documents are refused."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SPEC = Spec(
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    """A spec written and read is equal, types and all."""
+    """A spec that is written and read is equal, including types."""
     (tmp_path / "spec.json").write_text(SPEC.to_json())
     assert load(tmp_path / "spec.json") == SPEC
 
 
-def test_specs_of_before_are_read(tmp_path: Path) -> None:
+def test_specs_of_earlier_versions_are_read(tmp_path: Path) -> None:
     """A spec that was written before a field was added has the field's default."""
     document = json.loads(SPEC.to_json())
     del document["seed_by"], document["deterministic"], document["comm"]["device_id"]
@@ -40,11 +40,11 @@ def test_specs_of_before_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
-        ({"format": 2}, "is not of format 1: the hpcinit that submitted and the one in the job differ"),
+        ({"format": 2}, "does not have format 1: the job and the submission use different versions of hpcinit"),
         ({"program": {"kind": "pickle", "target": "x", "args": []}}, "program.kind is 'pickle', expected one of"),
-        ({"comm": 3}, "does not hold a spec"),
+        ({"comm": 3}, "does not contain a spec"),
         ({"training": {"wrap": "x"}}, "parallel.wrap is 'x', expected one of: ddp, fsdp, deepspeed, none"),
         ({"training": {"precision": {"param": "x"}}}, "precision.param is 'x', expected one of: fp32, bf16, fp16"),
         ({"training": {"precision": {"reduce": "x"}}}, "precision.reduce is 'x', expected one of: fp32, bf16"),
@@ -53,12 +53,12 @@ def test_specs_of_before_are_read(tmp_path: Path) -> None:
             "activation_checkpointing is 'x', expected one of: none, full",
         ),
         ({"seed_by": "x"}, "seed_by is 'x', expected one of: same, rank, data"),
-        ({"unknown": 1}, "does not hold a spec"),
+        ({"unknown": 1}, "does not contain a spec"),
     ],
 )
-def test_other_documents_are_refused(tmp_path: Path, change: dict[str, object], said: str) -> None:
-    """A document of another version or shape is refused with the file's name."""
+def test_other_documents_are_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    """A document of another version or form is refused with the path of the file."""
     (tmp_path / "spec.json").write_text(json.dumps({**json.loads(SPEC.to_json()), **change}))
-    with pytest.raises(SpecError, match=said) as caught:
+    with pytest.raises(SpecError, match=message) as caught:
         load(tmp_path / "spec.json")
     assert str(tmp_path) in str(caught.value) or "is '" in str(caught.value)

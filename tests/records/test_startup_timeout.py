@@ -1,4 +1,4 @@
-"""What is left of the job bounds its start-up."""
+"""The remaining time of the job limits its start-up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECORDED = Path(__file__).parents[1] / "data/slurm/24.11.5/gpus_per_task.json"
 
 
 def test_the_job_bounds_its_start_up() -> None:
-    """With less left of the job than the timeout formula gives, what is left less 30 s is the timeout; with more, nothing changes."""
+    """If the remaining time is shorter than the formula, it minus 30 s is the timeout; otherwise the formula counts."""
     formula = StartupTimeout()
     assert formula.start_up(8, timedelta(seconds=200.7)) == timedelta(seconds=170)
     assert (
@@ -26,14 +26,14 @@ def test_the_job_bounds_its_start_up() -> None:
 
 
 @pytest.mark.parametrize("left", [30, 0, -100])
-def test_nothing_is_left(left: int) -> None:
-    """A job whose end leaves no time for a start-up and its errors is told so, with the way out."""
-    with pytest.raises(RequestError, match=rf"the job ends in {left} s .* ask for more \(time_min\)"):
+def test_no_time_is_left(left: int) -> None:
+    """If no time is left for a start-up and its errors, the error shows what to request."""
+    with pytest.raises(RequestError, match=rf"the job ends in {left} s .* Request more time \(time_min\)"):
         StartupTimeout().start_up(1, timedelta(seconds=left))
 
 
 def test_the_end_of_a_recorded_job() -> None:
-    """Slurm 24.11 tells a task its job's end; ours is read where Slurm's is missing, and neither is no error."""
+    """The end of the job is read from Slurm 24.11's variable or else from hpcinit's; without both it is unknown."""
     env = json.loads(RECORDED.read_text())["tasks"][0]["env"]
     end, start = int(env["SLURM_JOB_END_TIME"]), int(env["SLURM_JOB_START_TIME"])
     assert left_of_job(env, start) == timedelta(seconds=end - start)
@@ -42,7 +42,7 @@ def test_the_end_of_a_recorded_job() -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "left_s", "words"),
+    ("env", "left_s", "message"),
     [
         ({"HPCINIT_JOB_END_TIME": "13000", "HPCINIT_JOB_LIMIT_S": "3600"}, 3000, None),
         ({"HPCINIT_JOB_END_TIME": "13700", "HPCINIT_JOB_LIMIT_S": "3600"}, 3700, None),  # clocks differ by 100 s
@@ -52,18 +52,22 @@ def test_the_end_of_a_recorded_job() -> None:
             3600,
             "is 10000 s ahead by this node's clock",
         ),
-        ({"SLURM_JOB_END_TIME": "5000", "SLURM_JOB_START_TIME": "4000"}, 1000, "the job's limit is 1000 s: all of it"),
-        ({"SLURM_JOB_END_TIME": "5000"}, None, "the job's time limit is not known here; is the clock right?"),
+        (
+            {"SLURM_JOB_END_TIME": "5000", "SLURM_JOB_START_TIME": "4000"},
+            1000,
+            "the job's limit is 1000 s: the whole limit",
+        ),
+        ({"SLURM_JOB_END_TIME": "5000"}, None, "the job's time limit is unknown: is the clock right?"),
         ({}, None, None),
     ],
 )
-def test_a_clock_that_cannot_be_right(env: dict[str, str], left_s: int | None, words: str | None) -> None:
-    """An end that is over already, or later than the limit allows, is replaced by the whole limit, with a warning."""
-    said = check_clock(env, 10000.0)
-    assert (words in said and said.startswith("warning: ")) if words else said == ""
+def test_a_clock_that_cannot_be_right(env: dict[str, str], left_s: int | None, message: str | None) -> None:
+    """An end in the past, or later than the limit allows, is replaced by now plus the limit, with a warning."""
+    warning = check_clock(env, 10000.0)
+    assert (message in warning and warning.startswith("warning: ")) if message else warning == ""
     left = left_of_job(env, 10000.0)
     assert left == (None if left_s is None else timedelta(seconds=left_s))
-    assert check_clock(env, 10000.0) == "", "the second time nothing is left to correct"
+    assert check_clock(env, 10000.0) == "", "the second call has nothing to correct"
 
 
 @pytest.mark.parametrize(
@@ -71,5 +75,5 @@ def test_a_clock_that_cannot_be_right(env: dict[str, str], left_s: int | None, w
     [("1-02:03:04", 93784), ("2:03:04", 7384), ("4:05", 245), ("0:00", 0), ("UNLIMITED", None), ("", None)],
 )
 def test_seconds_as_squeue_prints_them(text: str, found: int | None) -> None:
-    """%L of squeue, recorded on Slurm 22.05; a job without a limit has no number."""
+    """Recorded values of squeue's %L (Slurm 22.05) are parsed; a job without a limit has None."""
     assert queue.seconds(text) == found

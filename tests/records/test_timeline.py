@@ -1,4 +1,4 @@
-"""The file in which ranks leave the moments of their start."""
+"""The files in which ranks record their start-up events."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FIRST = {"job": "43.0.0", "world_size": 4, "nodes": 2, "launcher": "slurm"}
 
 
 def test_ranks_of_two_nodes_and_two_attempts(tmp_path: Path) -> None:
-    """Lines of a rank add up; attempts are kept apart, and stand in the order in which they began."""
-    for restart, began in ((1, 500.0), (0, 100.0)):
+    """The lines of a rank are merged; attempts are separate and sorted by their start."""
+    for restart, started in ((1, 500.0), (0, 100.0)):
         for rank in range(4):
             about = {**FIRST, "job": f"43.0.{restart}", "local_rank": rank % 2, "pid": 70 + rank}
             writer = Writer(timeline.path(tmp_path, f"43.0.{restart}", f"n{1 + rank // 2}"))
-            writer.write(rank, {**about, "started": began + rank, "interpreter": began + rank + 0.5})
-            writer.write(rank, {"imported": began + rank + 2})
+            writer.write(rank, {**about, "started": started + rank, "interpreter": started + rank + 0.5})
+            writer.write(rank, {"imported": started + rank + 2})
             if rank == 0:
                 writer.write(0, {"hosts": "n[1-2]", "timeout_s": 307.0, "formula": "min(3600, ...) = 307 s"})
             writer.close()
@@ -34,8 +34,8 @@ def test_ranks_of_two_nodes_and_two_attempts(tmp_path: Path) -> None:
     assert first.ranks[3].furthest == "imported" and not first.complete and first.absent == []
 
 
-def test_a_rank_that_never_came(tmp_path: Path) -> None:
-    """It is told as absent, and one that came no further than others by its furthest moment."""
+def test_a_rank_that_never_started(tmp_path: Path) -> None:
+    """A rank without a line is absent, and other ranks have their last event."""
     writer = Writer(timeline.path(tmp_path, "43.0.0", "n1"))
     writer.write(0, {**FIRST, "started": 1.0, "interpreter": 2.0, "imported": 4.0})
     writer.write(2, {**FIRST, "started": 1.0})
@@ -44,8 +44,8 @@ def test_a_rank_that_never_came(tmp_path: Path) -> None:
     assert [rank.furthest for rank in attempt.ranks] == ["imported", "started"]
 
 
-def test_what_is_not_ours_is_left_out(tmp_path: Path) -> None:
-    """Half a line, another program's and another version's line do not hide the others."""
+def test_other_lines_are_skipped(tmp_path: Path) -> None:
+    """Incomplete lines and lines of other programs and versions do not hide the others."""
     file = timeline.path(tmp_path, "43.0.0", "n1")
     writer = Writer(file)
     writer.write(0, {**FIRST, "started": 1.0})
@@ -58,19 +58,19 @@ def test_what_is_not_ours_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
-    """The record of a start must not end it."""
+    """A start-up does not fail because its record cannot be written."""
     (tmp_path / "timeline").write_text("no folder")
     Writer(timeline.path(tmp_path, "43.0.0", "n1")).write(0, FIRST)
     assert timeline.read(tmp_path) == []
 
 
 def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
-    """What could not be written, or only in part, is written before the next line."""
+    """A line that could not be written, or only in part, is written before the next one."""
     with small_disk(tmp_path / "disk") as place:
         writer = Writer(timeline.path(place, "43.0.0", "n1"))
         writer.write(0, {**FIRST, "started": 1.0})
         other = fill(place)
-        for number in range(100):  # beyond the page that the file has
+        for number in range(100):  # more than the page that the file has
             writer.write(0, {"interpreter": 2.0, "pad": f"{number:099}"})
         writer.write(0, {"imported": 3.0})
         other.unlink()
@@ -81,15 +81,15 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
 
 
 def test_processes_that_write_at_the_same_time(tmp_path: Path) -> None:
-    """Every line of 8 processes is there and whole, with no lock between them."""
+    """Every line of 8 processes is complete although they share no lock."""
     code = (
         "import sys; from pathlib import Path; from hpcinit.records import timeline\n"
         "rank = int(sys.argv[2]); writer = timeline.Writer(timeline.path(Path(sys.argv[1]), '43.0.0', 'n1'))\n"
         "for number in range(200): writer.write(rank, {'world_size': 8, 'started': float(number), 'pad': 'x' * 200})\n"
     )
-    words = [[sys.executable, "-c", code, str(tmp_path), str(rank)] for rank in range(8)]
-    for process in [subprocess.Popen(line, env=dict(os.environ)) for line in words]:
-        assert process.wait(60) == 0
+    commands = [[sys.executable, "-c", code, str(tmp_path), str(rank)] for rank in range(8)]
+    for process in [subprocess.Popen(line, env=dict(os.environ)) for line in commands]:
+        assert process.wait(150) == 0
     (attempt,) = timeline.read(tmp_path)
     assert [rank.events["started"] for rank in attempt.ranks] == [199.0] * 8
     lines = timeline.path(tmp_path, "43.0.0", "n1").read_text().splitlines()
@@ -97,7 +97,7 @@ def test_processes_that_write_at_the_same_time(tmp_path: Path) -> None:
 
 
 def test_how_long_a_rank_waited() -> None:
-    """The timeout runs from where a rank looks for the door, and again from init: the longest of both counts."""
+    """The timeout starts with the rendezvous and again in init; the longer of both waits counts."""
     early = {"interpreter": 1.0, "met": 1.5, "imported": 5.0, "collective": 12.0, "up": 30.0}
     late = {"interpreter": 1.0, "met": 9.0, "imported": 11.0, "collective": 12.5, "up": 30.0}
     ranks = (Rank(0, "n1", events=early), Rank(1, "n2", events=late))

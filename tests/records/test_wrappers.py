@@ -1,4 +1,4 @@
-"""One object for each wrapper: the only place that knows what its name means."""
+"""Each wrapper has one object, and only that object depends on the wrapper's name."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def compared(path: Path) -> Iterator[str]:
 
 
 def test_no_module_compares_with_the_name_of_a_wrapper() -> None:
-    """What depends on the wrapper is a method or an attribute of its object, so that a new wrapper needs no other change."""
+    """Code that depends on the wrapper is a method of its object, so that a new wrapper needs no other change."""
     found = [line for path in sorted(PACKAGE.rglob("*.py")) for line in compared(path)]
     assert [line for line in found if line.partition(":")[0] not in OF_PACKAGES] == []
 
 
 def test_every_wrapper_has_a_torch_part_and_is_in_the_help() -> None:
-    """The table in facts, the table in runtime/wrap and the help of parallel.wrap have the same names."""
+    """The table in records, the table in runtime/wrap and the help of parallel.wrap have the same names."""
     from hpcinit.config.schema import Parallel
     from hpcinit.runtime.wrap import STRATEGIES
 

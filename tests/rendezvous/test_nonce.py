@@ -31,7 +31,7 @@ def world(rank: int = 0, nodes: int = 2) -> World:
 
 @pytest.fixture(autouse=True)
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A working folder and a cache of the test's own, and a process that has no secret yet."""
+    """Change to a new working folder and cache, in a process without a secret."""
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -42,7 +42,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_ranks_agree_on_one_secret_however_they_start(places: Path) -> None:
-    """Of 12 processes that look at the same moment one creates the secret, and all have it."""
+    """Of 12 processes that start at the same moment one creates the secret, and all read it."""
     code = (
         "import sys, time; from tests.rendezvous.test_nonce import world; from hpcinit.rendezvous import nonce\n"
         "print('ready', flush=True); sys.stdin.readline(); print(nonce.find(world(int(sys.argv[1]) % 2), None))"
@@ -58,14 +58,14 @@ def test_ranks_agree_on_one_secret_however_they_start(places: Path) -> None:
         assert process.stdin is not None
         process.stdin.write(b"\n")
         process.stdin.flush()
-    found = {process.communicate(timeout=60)[0] for process in started}
+    found = {process.communicate(timeout=150)[0] for process in started}
     assert len(found) == 1 and len(found.pop().strip()) == 32
     (file,) = Path.cwd().iterdir()
     assert file.name == NAME and file.stat().st_mode & 0o777 == 0o600
 
 
 def test_the_file_goes_and_the_secret_stays_in_the_environment() -> None:
-    """Rank 0 removes the file; a process that it starts later has the secret all the same."""
+    """Rank 0 removes the file, but its later child processes still have the secret."""
     found = nonce.find(world(), None)
     assert len(found) == 32 and os.environ[nonce.ENV_NONCE] == found and Path(NAME).exists()
     nonce.remove()
@@ -86,8 +86,8 @@ def _as_nobody(code: str) -> None:
 
 @needs_root
 def test_a_file_of_another_user_is_not_used(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder that another user can write, a file that this user put there in time is ignored: the next place counts."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as open_to_all:  # pytest's own folders are closed to other users
+    """In a folder that another user can write, that user's file is ignored and the next folder is used."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as open_to_all:  # other users cannot read pytest's folders
         Path(open_to_all).chmod(0o1777)
         monkeypatch.chdir(open_to_all)
         path, text = str(Path(NAME).absolute()), f"{nonce.HEAD}{'0' * 32}\n".encode()
@@ -100,7 +100,7 @@ def test_a_file_of_another_user_is_not_used(places: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("how", ["readable", "link", "content", "folder", "fifo"])
 def test_a_file_that_others_could_know_is_not_used(places: Path, how: str) -> None:
-    """A file that others can read, a symbolic link, another file of this user: none of them is the secret."""
+    """A file that others can read, a symbolic link and an unrelated file are not accepted as the secret."""
     other = places / "other"
     other.write_text(f"{nonce.HEAD}{'0' * 32}\n")
     other.chmod(0o644 if how == "readable" else 0o600)
@@ -121,7 +121,7 @@ def test_a_file_that_others_could_know_is_not_used(places: Path, how: str) -> No
 def test_no_shared_folder_is_a_warning(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """On several nodes a file in memory is seen by one of them: there is no secret, and rank 0 says what to do, once."""
+    """A file system in memory is visible to one node only: there is no secret, and rank 0 prints advice once."""
     memory = Path("/dev/shm") / f"hpcinit-test-{os.getpid()}"
     memory.mkdir()
     try:
@@ -135,7 +135,7 @@ def test_no_shared_folder_is_a_warning(
             "another user of its nodes" in warning
             and "export HPCINIT_NONCE=$(cat /proc/sys/kernel/random/uuid)" in warning
         )
-        assert len(nonce.find(world(nodes=1), None)) == 32, "one node sees it"
+        assert len(nonce.find(world(nodes=1), None)) == 32, "one node is enough"
     finally:
         nonce.remove()
         monkeypatch.chdir("/")
@@ -145,7 +145,7 @@ def test_no_shared_folder_is_a_warning(
 
 
 def test_old_files_are_removed(places: Path) -> None:
-    """What ranks that were killed have left in ~/.cache/hpcinit goes after a week."""
+    """Files that killed ranks left in ~/.cache/hpcinit are removed after a week."""
     cache = places / "cache/hpcinit"
     cache.mkdir(parents=True)
     old, young = cache / ".hpcinit-1.0.0.nonce", cache / ".hpcinit-2.0.0.nonce"
@@ -175,7 +175,7 @@ until = time.monotonic() + 60
 while time.monotonic() < until:
     for port in {ports!r}:
         try:
-            welcome = rendezvous_client.connect({address!r}, port, rendezvous_client.JoinRequest(1, {key!r}, {job!r}, {{}}), 0.3)
+            reply = rendezvous_client.connect({address!r}, port, rendezvous_client.JoinRequest(1, {key!r}, {job!r}, {{}}), 0.3)
             print("accepted", flush=True)
             time.sleep(60)
         except protocol.NotOurs as error:
@@ -188,10 +188,10 @@ while time.monotonic() < until:
 @needs_root
 @pytest.mark.slurm
 def test_another_user_is_neither_rank_0_nor_rank_1_of_a_plain_srun(slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Of `srun python -m hpcinit.run` another user knows job, step and restart: what follows from them lets nobody in.
+    """Another user knows job, step and restart of `srun python -m hpcinit.run`; that is not enough to be accepted.
 
-    One process of the user nobody asks rank 0 for the place of rank 1 all the time, and another waits on rank 0's first
-    port, on its node, as rank 0.
+    One process of the user `nobody` keeps connecting to rank 0 as rank 1, and another one acts as rank 0 on its first
+    port and node.
     """
     (tmp_path / "train.py").write_text(PROGRAM)
     (tmp_path / "job.sh").write_text(
@@ -229,7 +229,7 @@ def test_another_user_is_neither_rank_0_nor_rank_1_of_a_plain_srun(slurm: MiniSl
     reports = [json.loads(line) for line in done.log.splitlines() if line.startswith("{")]
     assert sorted(report["rank"] for report in reports) == [0, 1]
     assert {report["secret"] for report in reports} == {32} and len({report["same"] for report in reports}) == 1
-    assert not list(tmp_path.glob(".hpcinit-*")), "rank 0 has removed the file"
+    assert not list(tmp_path.glob(".hpcinit-*")), "rank 0 must remove the file"
     assert "with another secret" in done.log
 
 
@@ -240,7 +240,7 @@ def _address(slurm: MiniSlurm, node: str) -> str:
 
 @pytest.mark.slurm
 def test_the_scripts_make_a_secret_of_their_own(slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Ranks of a script in sbatch/ share a secret that is in no argument list, and another one at each start."""
+    """Ranks of a script in sbatch/ share a secret that is in no argument list, and each start has a different one."""
     (tmp_path / "train.py").write_text(PROGRAM)
     seen = []
     for _ in range(2):
@@ -260,7 +260,7 @@ def test_the_file_is_gone_while_the_program_runs(places: Path) -> None:
         "import os, time; time.sleep(2); print(sorted(os.listdir('.')), len(os.environ['HPCINIT_NONCE']), flush=True)"
     )
     Path("t.py").write_text(code)
-    env = {**os.environ, "HPCINIT_LAUNCHER": "env", "WORLD_SIZE": "3", "MASTER_ADDR": HERE, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "HPCINIT_STARTED_BY": "env", "WORLD_SIZE": "3", "MASTER_ADDR": HERE, "PYTHONPATH": str(ROOT)}
     env["MASTER_PORT"] = str(free_ports(1)[0])
     started = [
         subprocess.Popen(
@@ -269,5 +269,5 @@ def test_the_file_is_gone_while_the_program_runs(places: Path) -> None:
         )
         for rank in range(3)
     ]  # fmt: skip
-    done = [process.communicate(timeout=60) for process in started]
-    assert [said for said, _ in done] == ["['t.py'] 32\n"] * 3, done
+    done = [process.communicate(timeout=150) for process in started]
+    assert [output for output, _ in done] == ["['t.py'] 32\n"] * 3, done

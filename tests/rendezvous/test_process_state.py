@@ -1,4 +1,4 @@
-"""One object holds what a process has done as a rank, and one hook drops in a forked child what is the parent's."""
+"""One object has the state of a process as a rank, and one hook drops the parent's part of it in a forked child."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcinit.runtime.lifecycle.signal_watch import Watch
 
 PACKAGE = Path(hpcinit.__file__).parent
 PLACES = (PACKAGE / "runtime", PACKAGE / "run.py", PACKAGE / "fork.py", PACKAGE / "elastic.py")
-# The rendezvous server's interval between connections: the rendezvous is restructured as a whole, or not at all.
+# The rendezvous server's interval between connections: a counter of the process, not of a rank.
 EXCEPT = {"rendezvous/connections.py"}
 
 
@@ -56,14 +56,14 @@ def in_child(work: Callable[[], str]) -> str:
 
 
 def test_no_module_of_the_job_has_global_variables() -> None:
-    """What changes is a field of the one ProcessState."""
+    """All changing state is in a field of the one ProcessState."""
     files = [file for place in PLACES for file in ([place] if place.is_file() else sorted(place.rglob("*.py")))]
     found = [line for file in files for line in changing(file)]
     assert [line for line in found if line.partition(":")[0] not in EXCEPT] == []
 
 
 def test_a_forked_child_drops_what_is_the_parents(tmp_path: Path) -> None:
-    """The child has no runtime, no open timeline and no signal watch, and still knows the phase; the parent keeps all."""
+    """The child has no runtime, no open timeline and no signal watch, but keeps the phase; the parent keeps everything."""
     before = signal.getsignal(signal.SIGUSR2)
     watch = Watch({signal.SIGUSR2}, lambda number: None)
     try:
@@ -87,7 +87,7 @@ def test_a_forked_child_drops_what_is_the_parents(tmp_path: Path) -> None:
 
 
 def test_reset_sets_every_field_to_its_first_value() -> None:
-    """A test that changed the state leaves none of it to the next one."""
+    """State that a test changed does not reach the next test."""
     state.agent_store_rounds, state.stuck_group = 3, "stuck"
     state.claimed.add((Path("/a"), "token"))
     state.loader_workers.numbers = frozenset({1})

@@ -1,4 +1,4 @@
-"""What another user of a node can do to the rendezvous: pass messages on, act as rank 0, flood its port."""
+"""What another user of a node can do to the rendezvous: relay messages, act as rank 0, flood its port."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import pytest
 from hpcinit.rendezvous import protocol
 from hpcinit.rendezvous.rendezvous_client import JoinRequest, Refused, connect
 from hpcinit.world import World
-from tests.rendezvous.test_rendezvous import HERE, MADE_OF, door, free_ports, visit
+from tests.rendezvous.test_rendezvous import HERE, MADE_OF, free_ports, open_client, open_server
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -33,7 +33,7 @@ def world() -> World:
 
 @contextlib.contextmanager
 def relay(listen: tuple[str, int], to: tuple[str, int]) -> Iterator[list[int]]:
-    """A process in between: what comes to `listen` is passed on to `to`, and the answers back. Yields its clients."""
+    """Run a process in between, which relays data between `listen` and `to`. Yield its clients."""
     server = socket.create_server(listen, family=protocol.family(listen[0]))
     clients: list[int] = []
 
@@ -62,35 +62,35 @@ def relay(listen: tuple[str, int], to: tuple[str, int]) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("address", [HERE, "127.0.0.9"])
 def test_a_process_in_between_is_not_accepted(world: World, address: str) -> None:
-    """A process that passes the answers of rank 0 on, at another port or another address, gets no rank."""
-    host = door(world)
+    """A process that relays the answers of rank 0, at another port or address, gets no rank."""
+    host = open_server(world)
     port = host.port if address != HERE else free_ports(1)[0]
     claim = JoinRequest(1, "k", "j", MADE_OF)
     with relay((address, port), (HERE, host.port)) as clients:
         with pytest.raises(
-            protocol.NotOurs, match=rf"passes on the answers of rank 0, which listens at {HERE}:{host.port}: "
+            protocol.NotOurs, match=rf"relays the answers of rank 0, which listens at {HERE}:{host.port}: "
         ):
             connect(address, port, claim)
         assert clients
-    assert list(host.roster.peers) == [0] and visit(world, 1).failure == ""
+    assert list(host.roster.peers) == [0] and open_client(world, 1).failure == ""
 
 
 def test_the_rank_finds_rank_0_beside_a_process_in_between(world: World) -> None:
     """With a relay on the first candidate port, a rank connects to rank 0 itself, on the next port."""
     with relay((HERE, world.master_ports[0]), (HERE, world.master_ports[1])) as clients:
-        host, one = door(world), visit(world, 1)
+        host, one = open_server(world), open_client(world, 1)
         assert one._socket.getpeername()[1] == host.port == world.master_ports[1]
         assert len(clients) >= 1
 
 
 def test_translated_addresses_take_an_explicit_setting(world: World) -> None:
-    """Behind a NAT, which keeps ports and changes addresses, ranks start with nat on both sides, and on none alone."""
+    """Behind a NAT, which keeps ports and changes addresses, ranks start if and only if nat is set on both sides."""
     for mine, theirs in ((False, True), (True, False)):
-        host = door(world, nat=mine)
+        host = open_server(world, nat=mine)
         with relay(("127.0.0.9", host.port), (HERE, host.port)), pytest.raises(protocol.NotOurs):
             connect("127.0.0.9", host.port, JoinRequest(1, "k", "j", MADE_OF, theirs))
         host.close()
-    host = door(world, nat=True)
+    host = open_server(world, nat=True)
     with relay(("127.0.0.9", host.port), (HERE, host.port)):
         assert (
             connect("127.0.0.9", host.port, JoinRequest(1, "k", "j", MADE_OF, True)).program_port == host.program_port
@@ -99,7 +99,7 @@ def test_translated_addresses_take_an_explicit_setting(world: World) -> None:
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 on this machine")
 def test_one_address_in_several_notations() -> None:
-    """IPv6 scopes and IPv4 addresses in IPv6 notation do not make one listener two."""
+    """IPv6 scopes and IPv4 addresses in IPv6 notation do not change the listener's endpoint."""
     ends = [("10.0.0.1", 7), ("::ffff:10.0.0.1", 7, 0, 0), ("fe80::1%eth0", 7, 0, 2), ("fe80:0::1", 7, 0, 3)]
     assert [protocol.endpoint(end, False) for end in ends] == ["10.0.0.1:7", "10.0.0.1:7", "fe80::1:7", "fe80::1:7"]
     assert protocol.endpoint(ends[0], True) == "*:7"
@@ -137,7 +137,7 @@ while True:
 
 @contextlib.contextmanager
 def another_process(script: str, *before: str) -> Iterator[subprocess.Popen[str]]:
-    """`script` in a process of its own, once it has printed a line; before: a command that starts it."""
+    """Run `script` in another process until it has printed a line. before: a command that starts it."""
     process = subprocess.Popen([*before, sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd="/")
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -152,13 +152,13 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user"
 
 @needs_root
 def test_another_user_who_acts_as_rank_0_and_holds_the_key(world: World) -> None:
-    """Rank 0 that another process accepts as a rank stops, and its message names both and the other one's user."""
+    """If another process accepts rank 0 as a rank, rank 0 stops and names both processes and the other one's user."""
     nobody = pwd.getpwnam("nobody")
     script = IMPOSTOR.format(
         uid=nobody.pw_uid, gid=nobody.pw_gid, root=str(ROOT), key="k", job="j", address=HERE, port=world.master_ports[0]
     )
     with another_process(script), pytest.raises(Refused) as refused:
-        door(world)
+        open_server(world)
     assert re.search(
         rf"two processes act as rank 0 of this job: pid {os.getpid()} on .*, and a process that listens at "
         rf"{HERE}:{world.master_ports[0]}, started by user {nobody.pw_uid}, which accepted this one",
@@ -172,7 +172,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RL
 sys.path.insert(0, {root!r})
 from hpcinit.rendezvous import protocol
 hello = protocol.encode({{"hello": protocol.GREETING, "job": "j", "challenge": "0" * 32}})
-held, until = [], time.monotonic() + 60
+kept, until = [], time.monotonic() + 60
 print("ready", flush=True)
 while time.monotonic() < until:
     connection = socket.socket()
@@ -183,9 +183,9 @@ while time.monotonic() < until:
             connection.sendall(hello)
     except OSError:
         pass
-    held.append(connection)
-    if len(held) > 3000:
-        held.pop(0).close()
+    kept.append(connection)
+    if len(kept) > 3000:
+        kept.pop(0).close()
 """
 
 RANKS = """
@@ -194,23 +194,23 @@ sys.path.insert(0, {root!r})
 from dataclasses import replace
 from hpcinit.world import World
 from hpcinit.rendezvous.rendezvous_client import RendezvousClient
-began, came = time.monotonic(), []
+start_time, started = time.monotonic(), []
 def start(rank):
     world = World("slurm", rank, 9, 0, 1, 0, (), {address!r}, ({port},), "77.0.0")
-    visit = RendezvousClient(world, lambda: [{address!r}], "k", "j", {made_of!r}, time.monotonic() + 60)
-    visit.wait_for_all(time.monotonic() + 60, 9)
-    came.append(rank)
-    visit.close()
+    client = RendezvousClient(world, lambda: [{address!r}], "k", "j", {made_of!r}, time.monotonic() + 60)
+    client.wait_for_all(time.monotonic() + 60, 9)
+    started.append(rank)
+    client.close()
 threads = [threading.Thread(target=start, args=(rank,)) for rank in range(1, 9)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
-print(len(came), time.monotonic() - began, flush=True)
+print(len(started), time.monotonic() - start_time, flush=True)
 """
 
 
 @pytest.mark.parametrize("greets", [False, True])
 def test_a_flood_of_connections_keeps_no_rank_out(greets: bool) -> None:
-    """While other processes open connections as fast as they can and keep them, 8 ranks start."""
+    """8 ranks start while other processes open and keep connections as fast as they can."""
     world = World("slurm", 0, 9, 0, 1, 0, (), HERE, free_ports(4), "77.0.0")
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))  # the usual limit, which rank 0 raises a little
@@ -221,7 +221,7 @@ def test_a_flood_of_connections_keeps_no_rank_out(greets: bool) -> None:
 
 
 def _flood(world: World, greets: bool) -> None:
-    host = door(world)
+    host = open_server(world)
     flood = FLOOD.format(root=str(ROOT), address=HERE, port=host.port, greets=greets)
     with another_process(flood), another_process(flood):
         time.sleep(3)
@@ -236,10 +236,10 @@ def _flood(world: World, greets: bool) -> None:
 
 
 def test_a_flood_closes_no_authenticated_connection() -> None:
-    """Connections that are authenticated stay, however many others come from the same address."""
+    """Authenticated connections stay open, however many others connect from the same address."""
     world = World("slurm", 0, 3, 0, 1, 0, (), HERE, free_ports(4), "77.0.0")
-    host = door(world)
-    one = visit(world, 1)
+    host = open_server(world)
+    one = open_client(world, 1)
     with contextlib.ExitStack() as stack:
         for _ in range(900):
             stack.enter_context(socket.create_connection((HERE, host.port)))
@@ -247,7 +247,7 @@ def test_a_flood_closes_no_authenticated_connection() -> None:
         while len(host._connections._unauthenticated) < 250 and time.monotonic() < deadline:
             time.sleep(0.05)
         assert 250 <= len(host._connections._unauthenticated) <= 260
-        assert visit(world, 2).failure == "" and one.failure == "" and host.failure == ""
+        assert open_client(world, 2).failure == "" and one.failure == "" and host.failure == ""
 
 
 def test_the_port_of_the_store_is_taken_before_it_is_sent(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +255,7 @@ def test_the_port_of_the_store_is_taken_before_it_is_sent(world: World, monkeypa
     from hpcinit.rendezvous import store
 
     two = replace(world, world_size=2, hosts=("a", "b"))
-    host, one = door(two), visit(two, 1)
+    host, one = open_server(two), open_client(two, 1)
     tried: list[str] = []
     offer = host.offer_store
 

@@ -1,6 +1,6 @@
-"""Malformed messages on both sides of the rendezvous: before authentication they are ignored, after it they end no rank.
+"""Malformed messages on both sides of the rendezvous: before authentication they are ignored, and after it no rank fails.
 
-HPCINIT_FUZZ=10000 sets how many messages each test sends; docs/log.md records such a run.
+HPCINIT_FUZZ=10000 sets the number of messages of each test; docs/log.md has the result of such a run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ from hpcinit.base.errors import BringUpError
 from hpcinit.rendezvous import fingerprint, protocol, rendezvous_client
 from hpcinit.rendezvous.rendezvous_client import JoinRequest
 from hpcinit.world import World
-from tests.rendezvous.test_rendezvous import HERE, MADE_OF, door, free_ports, in_threads, stranger, visit
+from tests.rendezvous.test_rendezvous import (
+    HERE,
+    MADE_OF,
+    foreign_server,
+    free_ports,
+    in_threads,
+    open_client,
+    open_server,
+)
 
 MESSAGES = int(os.environ.get("HPCINIT_FUZZ", "1000"))
 KEYS = [
@@ -65,7 +73,7 @@ RAW = [
 
 @pytest.fixture(autouse=True)
 def every_number_of_digits() -> Iterator[None]:
-    """Python limits how many digits of a number it converts; some messages have more."""
+    """Remove Python's limit for the digits of a number: some messages have more."""
     if not hasattr(sys, "set_int_max_str_digits"):
         yield
         return
@@ -87,7 +95,7 @@ def value(chance: random.Random) -> Any:
 
 
 def message(chance: random.Random, valid: dict[str, Any], keep: tuple[str, ...] = ()) -> bytes:
-    """One line: `valid` with some values changed, removed or added, all but those of `keep`; or no message at all."""
+    """Return `valid` with some values changed, removed or added, except those of `keep`; or a line without a message."""
     if not keep and chance.random() < 0.1:
         return chance.choice(RAW)
     changed = dict(valid)
@@ -104,7 +112,7 @@ def message(chance: random.Random, valid: dict[str, Any], keep: tuple[str, ...] 
 
 
 def test_a_server_that_sends_anything_is_not_ours() -> None:
-    """Whatever a server at a candidate port answers, a rank takes it for another program and never crashes."""
+    """For every answer of a server at a candidate port, a rank treats it as another program and never crashes."""
     chance = random.Random(12)
     claim = JoinRequest(1, "secret", "j", MADE_OF)
     sent: list[bytes] = [b""]
@@ -116,28 +124,28 @@ def test_a_server_that_sends_anything_is_not_ours() -> None:
 
     valid = {"hello": protocol.GREETING, "proof": "0" * 64, "challenge": "0" * 32, "clock": [1.0, 2.0]}
     (port,) = free_ports(1)
-    with stranger(port, behave) as visits:
+    with foreign_server(port, behave) as connections:
         for _ in range(MESSAGES):
             sent[0] = message(chance, valid)
             with pytest.raises(protocol.NotOurs):
                 rendezvous_client.connect(HERE, port, claim, 2.0)
-    assert len(visits) == MESSAGES
+    assert len(connections) == MESSAGES
 
 
 @pytest.mark.parametrize("bad", [{"clock": [10**400, 10**400]}, {"proof": "\ud800"}, {"challenge": ["a"]}])
 def test_the_proof_is_checked_first(bad: dict[str, Any]) -> None:
-    """A reply without a valid proof is not read any further: a clock of 400 digits or an odd proof ends no rank."""
+    """A reply without a valid proof is not used: a clock of 400 digits or an odd proof makes no rank fail."""
     answer = {"hello": protocol.GREETING, "proof": "0" * 64, "challenge": "0" * 32, "clock": [1.0, 2.0], **bad}
     (port,) = free_ports(1)
     line = json.dumps(answer).encode() + b"\n"
-    with stranger(port, lambda connection: connection.sendall(line)), pytest.raises(protocol.NotOurs):
+    with foreign_server(port, lambda connection: connection.sendall(line)), pytest.raises(protocol.NotOurs):
         rendezvous_client.connect(HERE, port, JoinRequest(1, "secret", "j", MADE_OF), 2.0)
 
 
 def test_a_client_that_sends_anything_keeps_no_rank_out(world: World) -> None:
-    """Whatever unauthenticated connections send to rank 0, all ranks of the job still start."""
+    """All ranks of the job start, whatever unauthenticated connections send to rank 0."""
     chance = random.Random(13)
-    host = door(world)
+    host = open_server(world)
     valid = {"hello": protocol.GREETING, "job": "j", "challenge": "0" * 32}
     for _ in range(MESSAGES):
         with socket.create_connection((HERE, host.port)) as connection, contextlib.suppress(OSError):
@@ -146,21 +154,21 @@ def test_a_client_that_sends_anything_keeps_no_rank_out(world: World) -> None:
                 select.select([connection], [], [], 0.2)
                 hand = {"rank": 1, "proof": "0" * 64, "made_of": MADE_OF, **fingerprint.identity()}
                 connection.sendall(message(chance, hand))
-    assert [visit(world, rank).failure for rank in (1, 2)] == ["", ""] and host.failure == ""
+    assert [open_client(world, rank).failure for rank in (1, 2)] == ["", ""] and host.failure == ""
     assert sorted(host.roster.peers) == [0, 1, 2]
 
 
 def handshake(host: Any, rank: int, made_of: object = MADE_OF) -> socket.socket:
-    """A connection of rank `rank` that has authenticated itself with the key 'k'."""
+    """Return a connection of rank `rank`, authenticated with the key 'k'."""
     claim = JoinRequest(rank, "k", "j", MADE_OF)
     welcome = rendezvous_client.connect(HERE, host.port, claim)
     return welcome.socket
 
 
 def test_odd_messages_of_an_authenticated_rank_end_nothing(world: World, capfd: pytest.CaptureFixture[str]) -> None:
-    """After authentication rank 0 ignores fields that it cannot read, says so once, and the start-up goes on."""
+    """After authentication rank 0 ignores unreadable fields with one warning, and the start-up continues."""
     chance = random.Random(14)
-    host, two = door(world), visit(world, 2)
+    host, two = open_server(world), open_client(world, 2)
     keep = ("error", "bye", "hello", "job")
     connection = handshake(host, 1)
     for _ in range(MESSAGES):
@@ -177,17 +185,17 @@ def test_odd_messages_of_an_authenticated_rank_end_nothing(world: World, capfd: 
 
 
 def test_what_is_no_message_from_an_authenticated_rank_names_it(world: World) -> None:
-    """A rank whose connection carries something else than messages is reported by name, with what was seen."""
-    host = door(world)
+    """A rank that sends data which is not a message is reported by name, with the data."""
+    host = open_server(world)
     handshake(host, 1).sendall(b"x" * 100_000)
     with pytest.raises(BringUpError, match=r"rank 1 on .* \(pid \d+\) .*a line without an end"):
         host.wait_for_all(time.monotonic() + 10, 9)
 
 
 def test_odd_messages_of_rank_0_end_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After authentication a rank ignores fields that it cannot read, and still hears of the store."""
+    """After authentication a rank ignores unreadable fields, and still gets the store's port."""
     chance = random.Random(15)
-    host, one = door(world), visit(world, 1)
+    host, one = open_server(world), open_client(world, 1)
     with host._changed:
         (caller,) = host._inside
     caller.socket.setblocking(True)
@@ -203,39 +211,39 @@ def test_odd_messages_of_rank_0_end_nothing(world: World, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("raw", [b"x" * 100_000, b"not json\n", b"[" * 50_000 + b"\n"])
 def test_what_is_no_message_from_rank_0_ends_the_wait(world: World, raw: bytes) -> None:
-    """A rank that can no longer read what rank 0 sends fails at once, with a message that says what it saw."""
-    host, one = door(world), visit(world, 1)
+    """A rank that cannot read rank 0's data fails immediately, with an error that shows the data."""
+    host, one = open_server(world), open_client(world, 1)
     with host._changed:
         (caller,) = host._inside
     caller.socket.setblocking(True)
     with contextlib.suppress(OSError):
         caller.socket.sendall(raw)
-    with pytest.raises(BringUpError, match=r"rank 0 on .* sent something that is no message of the rendezvous"):
+    with pytest.raises(BringUpError, match=r"rank 0 on .* sent data that is not a message of the rendezvous"):
         one.wait_for_all(time.monotonic() + 10, 9)
 
 
 def test_a_slow_trickle_from_a_client_is_cut_off(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that sends a byte at a time without ever completing a message is closed after the time for strangers."""
+    """A connection that sends a byte at a time without ever completing a message is closed after the time for unauthenticated connections."""
     monkeypatch.setattr("hpcinit.rendezvous.connections.UNAUTHENTICATED_S", 1.0)
-    host = door(world)
+    host = open_server(world)
     began = time.monotonic()
     with socket.create_connection((HERE, host.port)) as connection, pytest.raises(OSError):
         while time.monotonic() < began + 8:
             connection.sendall(b"{")
             time.sleep(0.05)
     assert time.monotonic() - began < 4
-    assert visit(world, 1).failure == ""
+    assert open_client(world, 1).failure == ""
 
 
 def test_a_slow_trickle_from_a_server_is_left(world: World) -> None:
-    """A server that answers a byte at a time holds a rank no longer than one that is silent."""
+    """A server that answers a byte at a time delays a rank no longer than a silent one."""
 
     def behave(connection: socket.socket) -> None:
         for _ in range(200):
             connection.sendall(b"{")
             time.sleep(0.05)
 
-    with stranger(world.master_ports[0], behave):
+    with foreign_server(world.master_ports[0], behave):
         began = time.monotonic()
         with pytest.raises(protocol.NotOurs):
             rendezvous_client.connect(HERE, world.master_ports[0], JoinRequest(1, "k", "j", MADE_OF), 0.5)
@@ -246,17 +254,17 @@ def test_a_slow_trickle_from_a_server_is_left(world: World) -> None:
     "stamp", [[10**400, 1], [float("nan"), 1], [float("inf"), 1], [True, False], [1], "x", None, [1e300, 1e300]]
 )
 def test_a_clock_that_is_none(stamp: object) -> None:
-    """A stamp that is no pair of times of this age changes no offset."""
+    """A stamp that is not a pair of plausible times changes no offset."""
     offset = protocol.ClockOffset()
     offset.learn(1.0, stamp, 2.0)
     assert offset.known is None
 
 
 def test_a_fingerprint_of_another_version_names_the_difference(world: World) -> None:
-    """A rank whose fingerprint is long or of odd types is reported to all ranks in a message that they can read."""
-    host, one = door(world), visit(world, 1)
+    """A rank whose fingerprint is long or of odd types is reported to all ranks in a readable message."""
+    host, one = open_server(world), open_client(world, 1)
     odd: Any = {**MADE_OF, "torch": ["2.13.0"], "x" * 30_000: "y" * 30_000}
-    two = visit(world, 2, made_of=odd)
+    two = open_client(world, 2, made_of=odd)
     later = time.monotonic() + 10
     errors = in_threads(
         *(
@@ -264,4 +272,4 @@ def test_a_fingerprint_of_another_version_names_the_difference(world: World) -> 
             for member in (host, one, two)
         )
     )  # type: ignore[misc]
-    assert all("rank 2 on" in str(error) and "is not made like rank 0" in str(error) for error in errors), errors
+    assert all("rank 2 on" in str(error) and "runs a different environment" in str(error) for error in errors), errors

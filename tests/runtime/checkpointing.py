@@ -1,9 +1,8 @@
-"""What the ranks of test_checkpoint run: train and save with 8 ranks, go on; go on from there with fewer.
+"""The ranks of test_checkpoint: train and save with 8 ranks, continue; then continue with fewer ranks.
 
     checkpointing.py FOLDER OUT [name ...]
 
-Rank 0 writes {name: {"before": [...], "after": [...], ...}} to OUT, the losses of each step. Stands beside the test,
-since it is what the ranks run.
+Rank 0 writes the losses of each step to OUT: {name: {"before": [...], "after": [...], ...}}.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ SIZES = (8, 4, 2)
 
 
 def cases() -> dict[str, dict[int, tuple[Layout, Training]]]:
-    """Name -> for so many ranks the layout, and how."""
+    """Return name -> layout for this number of ranks, and settings."""
     ddp, fsdp = Training("ddp", gradient_clip=CLIP), Training("fsdp", gradient_clip=CLIP)
     recomputing = Training("fsdp", activation_checkpointing="full", gradient_clip=CLIP)
     sharded = Layout(dp_replicate=1, dp_shard=-1)
@@ -60,7 +59,7 @@ def zero(stage: int, **more: str) -> Training:
 
 
 def texts() -> Tensor:
-    """(samples, context + 1). A token follows from the one before, but for slips."""
+    """Return tokens of shape (samples, context + 1). Each follows from the one before, with some errors."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(96, ((STEPS + MORE) * GLOBAL_BATCH, CONTEXT + 1), generator=generator)
     slips = torch.rand(tokens.shape, generator=generator) < 0.1
@@ -70,7 +69,7 @@ def texts() -> Tensor:
 
 
 class Noisy(GPT):
-    """Drops what the generators of Python, NumPy and torch say."""
+    """A dropout that uses the generators of Python, NumPy and torch."""
 
     @staticmethod
     def share() -> float:
@@ -109,7 +108,7 @@ class Program:
         self.take(0)
 
     def take(self, first: int) -> None:
-        """A loader of this rank's share of the samples from `first` on, in the order of all of them."""
+        """Return a loader of this rank's share of the samples from `first` on."""
         data, mine = texts(), self.layout.data_rank(self.run.rank)
         order = range(first + mine, len(data), self.layout.data_parallel)
         self.loader = StatefulDataLoader(data, batch_size=self.batch.micro, sampler=order, generator=torch.Generator())
@@ -139,7 +138,7 @@ class Program:
 
 
 def write(run: hpcinit.Runtime, folder: Path, layout: Layout, training: Training) -> dict[str, Any]:
-    """Train, save, go on; then from the checkpoint in a new model, and once without the optimizer's state."""
+    """Train, save, continue; then continue from the checkpoint in a new model, and once without optimizer state."""
     one = Program(run, layout, training)
     found: dict[str, Any] = {"before": one.steps(STEPS)}
     one.save(folder, STEPS, extra={"note": torch.arange(3)})
@@ -155,7 +154,7 @@ def write(run: hpcinit.Runtime, folder: Path, layout: Layout, training: Training
 
 
 def go_on(run: hpcinit.Runtime, folder: Path, layout: Layout, training: Training) -> dict[str, Any]:
-    """The learning rate and the place in the data are others at first, and come with the checkpoint."""
+    """Continue from the checkpoint, which restores the learning rate and the loader's position."""
     one = Program(run, layout, training, lr=7 * LR)
     loaded = one.load(folder)
     if not loaded.loader:

@@ -1,4 +1,4 @@
-"""Ranks as processes of the test itself: no launcher ends them when one of them fails, or hangs."""
+"""Ranks as child processes of the test: no launcher ends the others when one fails or hangs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 from tests.runtime import warm
 from tests.unmeasured import VARIABLE
 
-# To stand before the code of ranks that use DeepSpeed: its kernel for shared memory takes a minute to compile.
+# Code to run first in ranks that use DeepSpeed: its shared memory kernel takes a minute to compile.
 DEEPSPEED = "import deepspeed\ndeepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n"
-PATIENCE_S = 120  # for the imports of torch on a busy machine
+PATIENCE_S = 300  # for the import of torch, and for torch.compile, on a busy machine
 
 
 def free_port() -> int:
@@ -37,7 +37,7 @@ class Rank:
         self._log = log
         code, env = textwrap.dedent(code), {**os.environ, **env}
         with log.open("wb") as stream:
-            if not fresh and VARIABLE not in env:  # coverage.py counts a process that it has seen start
+            if not fresh and VARIABLE not in env:  # coverage.py only counts a process whose start it has seen
                 self.process: subprocess.Popen[bytes] = warm.fork(code, env, stream)
                 return
             self.process = subprocess.Popen(
@@ -49,18 +49,18 @@ class Rank:
             )
 
     def end(self) -> tuple[int, str]:
-        """Exit status and everything it printed, once it has ended."""
+        """Wait for the process; return its exit status and output."""
         status = self.process.wait(PATIENCE_S)
         return status, self._log.read_text()
 
 
 @contextmanager
 def ranks(code: str, number: int, folder: Path, *, fresh: bool = False, **env: str) -> Iterator[list[Rank]]:
-    """Start `number` ranks of one job on this machine, and kill what is left of them at the end.
+    """Start `number` ranks of one job on this machine, and kill the remaining ones at the end.
 
     They are forked from a process that has imported torch (tests/runtime/warm.py). `fresh=True` starts a new Python for each.
     """
-    where = {"HPCINIT_LAUNCHER": "env", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    where = {"HPCINIT_STARTED_BY": "env", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     found: list[Rank] = []
     try:
         for rank in range(number):

@@ -1,4 +1,4 @@
-"""CPUs near the device. The devices and the machine's tree are stand-ins; what binds in the end is the kernel."""
+"""Affinity to the CPUs near the device. Devices and the sysfs tree are fakes; some tests use the real kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcinit.runtime import affinity, devices
 from hpcinit.world import World
 from tests.world.test_visible_devices import world
 
-# A node as sysfs shows one with 2 sockets of 4 cores of 2 threads each, and 4 devices, 2 beside each socket.
+# A fake sysfs: 2 sockets of 4 cores of 2 threads each, and 4 devices, 2 near each socket.
 NODES = {0: "0-3,8-11", 1: "4-7,12-15"}
 ADDRESSES = {"0000:1b:00.0": 0, "0000:43:00.0": 0, "0000:9b:00.0": 1, "0000:dc:00.0": 1}
 EVERYTHING = set(range(16))
@@ -39,7 +39,7 @@ def write(path: Path, text: str) -> None:
 
 
 class Kernel:
-    """Stands in for the affinity of this process, which allows `allowed`, and for torch's view of the devices."""
+    """A fake of this process's affinity, which is `allowed`, and of torch's devices."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, sysfs: Path, allowed: set[int] = EVERYTHING) -> None:
         self.sysfs, self.now, self.threads = sysfs, {0: set(allowed)}, 16
@@ -56,43 +56,43 @@ class Kernel:
 @pytest.mark.parametrize(
     ("rank", "cpus", "said"),
     [
-        (0, {0, 1, 8, 9}, "cpus 0-1,8-9 (NUMA node 0, beside cuda:0)"),
-        (1, {2, 3, 10, 11}, "cpus 2-3,10-11 (NUMA node 0, beside cuda:1)"),
-        (2, {4, 5, 12, 13}, "cpus 4-5,12-13 (NUMA node 1, beside cuda:2)"),
-        (3, {6, 7, 14, 15}, "cpus 6-7,14-15 (NUMA node 1, beside cuda:3)"),
+        (0, {0, 1, 8, 9}, "CPU affinity 0-1,8-9 (NUMA node 0, near cuda:0)"),
+        (1, {2, 3, 10, 11}, "CPU affinity 2-3,10-11 (NUMA node 0, near cuda:1)"),
+        (2, {4, 5, 12, 13}, "CPU affinity 4-5,12-13 (NUMA node 1, near cuda:2)"),
+        (3, {6, 7, 14, 15}, "CPU affinity 6-7,14-15 (NUMA node 1, near cuda:3)"),
     ],
 )
 def test_whole_cores_near_the_device(
     monkeypatch: pytest.MonkeyPatch, sysfs: Path, rank: int, cpus: set[int], said: str
 ) -> None:
-    """Ranks that share a NUMA node split its cores by order, both threads of each, and torch's threads follow."""
+    """Ranks that share a NUMA node split its cores in order, with both threads of each, and set torch's threads."""
     kernel = Kernel(monkeypatch, sysfs)
     assert kernel.bind(world(rank, 4), torch.device("cuda", rank)) == said
     assert (kernel.now[0], kernel.threads) == (cpus, 4)
 
 
 def test_fewer_ranks_than_devices(monkeypatch: pytest.MonkeyPatch, sysfs: Path) -> None:
-    """Only ranks share a NUMA node: of three, the third has its node alone."""
+    """CPUs are split among ranks, not devices: the third of three ranks gets its whole NUMA node."""
     kernel = Kernel(monkeypatch, sysfs)
-    assert kernel.bind(world(2, 3), torch.device("cuda", 2)) == "cpus 4-7,12-15 (NUMA node 1, beside cuda:2)"
+    assert kernel.bind(world(2, 3), torch.device("cuda", 2)) == "CPU affinity 4-7,12-15 (NUMA node 1, near cuda:2)"
 
 
-def test_devices_of_its_own(monkeypatch: pytest.MonkeyPatch, sysfs: Path) -> None:
-    """With --gpus-per-task nobody sees the others' devices: the rank gets its whole NUMA node, and it says so."""
+def test_private_devices(monkeypatch: pytest.MonkeyPatch, sysfs: Path) -> None:
+    """With --gpus-per-task a rank does not see the others' devices: it gets its whole NUMA node, with a note."""
     kernel = Kernel(monkeypatch, sysfs)
     env = {"CUDA_VISIBLE_DEVICES": "0,1", "SLURMD_TRES_BIND": "gpu:per_task:2"}
-    said = "cpus 0-3,8-11 (NUMA node 0, beside cuda:0, perhaps with other ranks)"
+    said = "CPU affinity 0-3,8-11 (NUMA node 0, near cuda:0, possibly shared with other ranks)"
     assert kernel.bind(world(0, 2), torch.device("cuda", 0), env) == said
 
 
-def test_the_second_rank_with_devices_of_its_own(monkeypatch: pytest.MonkeyPatch, sysfs: Path) -> None:
-    """Index 0 on local rank 1 says as much without any variable."""
+def test_private_devices_of_the_second_rank(monkeypatch: pytest.MonkeyPatch, sysfs: Path) -> None:
+    """Index 0 on local rank 1 means private devices, without any variable."""
     kernel = Kernel(monkeypatch, sysfs)
-    assert kernel.bind(world(1, 2), torch.device("cuda", 0)).endswith("beside cuda:0, perhaps with other ranks)")
+    assert kernel.bind(world(1, 2), torch.device("cuda", 0)).endswith("near cuda:0, possibly shared with other ranks)")
 
 
-def test_threads_that_were_asked_for(monkeypatch: pytest.MonkeyPatch, sysfs: Path) -> None:
-    """OMP_NUM_THREADS is the user's: torch's threads stay."""
+def test_omp_num_threads_is_kept(monkeypatch: pytest.MonkeyPatch, sysfs: Path) -> None:
+    """If the user sets OMP_NUM_THREADS, torch's threads are not changed."""
     kernel = Kernel(monkeypatch, sysfs)
     kernel.bind(world(0, 4), torch.device("cuda", 0), {"OMP_NUM_THREADS": "16"})
     assert kernel.threads == 16
@@ -101,20 +101,20 @@ def test_threads_that_were_asked_for(monkeypatch: pytest.MonkeyPatch, sysfs: Pat
 @pytest.mark.parametrize(
     ("allowed", "ranks", "device", "env", "said"),
     [
-        (EVERYTHING, 4, "cpu", {}, "cpus 0-15 as the launcher left them (there is no device to be near to)"),
-        (EVERYTHING, 1, "cuda:0", {}, "cpus 0-15 as the launcher left them (one rank on the node)"),
-        ({4, 5, 12, 13}, 4, "cuda:0", {}, "cpus 4-5,12-13 as the launcher left them (bound to 4 of 16)"),
+        (EVERYTHING, 4, "cpu", {}, "CPU affinity left at 0-15 (no GPU)"),
+        (EVERYTHING, 1, "cuda:0", {}, "CPU affinity left at 0-15 (only one rank on the node)"),
+        ({4, 5, 12, 13}, 4, "cuda:0", {}, "CPU affinity left at 4-5,12-13 (already bound to 4 of 16 CPUs)"),
         (
             EVERYTHING, 4, "cuda:0", {"SLURM_CPUS_ON_NODE": "8"},
-            "cpus 0-15 as the launcher left them (Slurm gave 8 of 16 and confines nobody: the rest may be another job's)",
+            "CPU affinity left at 0-15 (Slurm gave 8 of 16 CPUs without binding; other jobs may use the rest)",
         ),
     ],
 )  # fmt: skip
-def test_left_alone(
+def test_affinity_left_unchanged(
     monkeypatch: pytest.MonkeyPatch, sysfs: Path, allowed: set[int], ranks: int, device: str, env: dict[str, str],
     said: str,
 ) -> None:  # fmt: skip
-    """Without a device, alone on the node, bound already, or among other jobs, the affinity stays, and why is said."""
+    """Without a GPU, alone on the node, already bound, or next to other jobs, the affinity is kept, with the reason."""
     kernel = Kernel(monkeypatch, sysfs, allowed)
     assert kernel.bind(world(0, ranks), torch.device(device), env) == said
     assert kernel.now == {0: allowed}
@@ -128,38 +128,36 @@ def test_left_alone(
         ("4:cpu,cpuset:/slurm/job_7\n0::/\n", "fs/cgroup/cpuset/slurm/job_7/cpuset.effective_cpus"),
     ],
 )
-def test_a_control_group_is_no_binding(monkeypatch: pytest.MonkeyPatch, sysfs: Path, cgroup: str, file: str) -> None:
-    """A job confined to 8 of 16 CPUs is unbound within them: its two ranks near them split those, cores kept whole."""
+def test_a_cgroup_is_not_a_binding(monkeypatch: pytest.MonkeyPatch, sysfs: Path, cgroup: str, file: str) -> None:
+    """In a job confined to 8 of 16 CPUs by a cgroup, two ranks still split those CPUs, in whole cores."""
     write(sysfs / "proc/self/cgroup", cgroup)
     write(sysfs / file, "0-3,8-11\n")
     kernel = Kernel(monkeypatch, sysfs, set(affinity.cpus("0-3,8-11")))
     env = {"SLURM_CPUS_ON_NODE": "8"}
-    assert kernel.bind(world(1, 2), torch.device("cuda", 1), env) == "cpus 2-3,10-11 (NUMA node 0, beside cuda:1)"
+    assert kernel.bind(world(1, 2), torch.device("cuda", 1), env) == "CPU affinity 2-3,10-11 (NUMA node 0, near cuda:1)"
 
 
 @pytest.mark.parametrize(
     ("file", "text", "reason"),
     [
-        ("numa_node", "-1\n", "the kernel names no NUMA node or no usable CPU for cuda:0 at 0000:1b:00.0"),
-        ("local_cpulist", "\n", "the kernel names no NUMA node or no usable CPU for cuda:0 at 0000:1b:00.0"),
+        ("numa_node", "-1\n", "the kernel reports no NUMA node or no usable CPU for cuda:0 at 0000:1b:00.0"),
+        ("local_cpulist", "\n", "the kernel reports no NUMA node or no usable CPU for cuda:0 at 0000:1b:00.0"),
         ("local_cpulist", "some\n", "invalid literal for int() with base 10: 'some'"),
     ],
 )
-def test_a_kernel_that_does_not_say(
-    monkeypatch: pytest.MonkeyPatch, sysfs: Path, file: str, text: str, reason: str
-) -> None:
-    """What the kernel does not tell, or tells in another form, leaves the affinity as it is."""
+def test_unknown_location(monkeypatch: pytest.MonkeyPatch, sysfs: Path, file: str, text: str, reason: str) -> None:
+    """If the kernel's information is missing or malformed, the affinity is unchanged."""
     (sysfs / "bus/pci/devices/0000:1b:00.0" / file).write_text(text)
     kernel = Kernel(monkeypatch, sysfs)
-    said = f"cpus 0-15 as the launcher left them ({reason})"
+    said = f"CPU affinity left at 0-15 ({reason})"
     assert (kernel.bind(world(0, 4), torch.device("cuda", 0)), kernel.now) == (said, {0: EVERYTHING})
 
 
-def test_no_address(monkeypatch: pytest.MonkeyPatch, sysfs: Path) -> None:
-    """Where torch tells no PCI address, as of XPUs, that is said."""
+def test_no_pci_address(monkeypatch: pytest.MonkeyPatch, sysfs: Path) -> None:
+    """If torch reports no PCI address (XPU), the note contains this reason."""
     kernel = Kernel(monkeypatch, sysfs)
     monkeypatch.setattr(devices, "pci_address", lambda device: "")
-    said = f"cpus 0-15 as the launcher left them (torch {torch.__version__} does not tell where xpu:0 is)"
+    said = f"CPU affinity left at 0-15 (torch {torch.__version__} does not report the PCI address of xpu:0)"
     assert kernel.bind(world(0, 4), torch.device("xpu", 0)) == said
 
 
@@ -173,17 +171,17 @@ def test_no_address(monkeypatch: pytest.MonkeyPatch, sysfs: Path) -> None:
     ],
 )
 def test_share(cores: list[list[int]], ranks: int, shares: list[set[int]]) -> None:
-    """Whole cores as long as there are enough, then CPUs, and never fewer than one CPU for a rank."""
+    """Ranks get whole cores if there are enough, else CPUs, and at least one CPU each."""
     assert [affinity.share(cores, ranks, place) for place in range(ranks)] == shares
 
 
 @pytest.mark.parametrize("text", ["0", "0-3", "0-3,8", "1,3,5", "", "0-1,3-4,127"])
 def test_lists_of_cpus(text: str) -> None:
-    """The kernel's lists come back as they were."""
+    """CPU lists in the kernel's format are parsed and formatted without changes."""
     assert affinity.ranges(affinity.cpus(text + "\n")) == text
 
 
-# --- for real
+# With the real kernel.
 
 REAL = """
 import json, os, sys, threading
@@ -196,16 +194,16 @@ devices.pci_address = lambda device: "0000:1b:00.0"
 asleep = threading.Event()
 other = threading.Thread(target=asleep.wait)
 other.start()
-said = affinity.bind(world(int(sys.argv[1]), 2), torch.device("cuda", int(sys.argv[1])), sysfs=Path(sys.argv[2]))
-print(json.dumps([said, sorted(os.sched_getaffinity(0)), sorted(os.sched_getaffinity(other.native_id))]))
+note_text = affinity.bind(world(int(sys.argv[1]), 2), torch.device("cuda", int(sys.argv[1])), sysfs=Path(sys.argv[2]))
+print(json.dumps([note_text, sorted(os.sched_getaffinity(0)), sorted(os.sched_getaffinity(other.native_id))]))
 asleep.set()
 """
 
 
 def test_the_kernel_binds(tmp_path: Path) -> None:
-    """Two processes that share this machine's CPUs are really bound, each to its half, with the threads they had.
+    """Two processes that share this machine's CPUs are bound by the kernel, each to its half, including existing threads.
 
-    Their devices are stand-ins, both beside all CPUs that this test may use.
+    Their devices are fakes, both near all CPUs that this test may use.
     """
     mine = os.sched_getaffinity(0)
     write(tmp_path / "devices/system/cpu/online", affinity.ranges(mine))
@@ -219,7 +217,7 @@ def test_the_kernel_binds(tmp_path: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         said, main, other = json.loads(done.stdout)
-        assert main == other and said == f"cpus {affinity.ranges(main)} (NUMA node 0, beside cuda:{rank})"
+        assert main == other and said == f"CPU affinity {affinity.ranges(main)} (NUMA node 0, near cuda:{rank})"
         found.append(set(main))
     assert found[0] | found[1] == mine
     assert len(mine) == 1 or not found[0] & found[1]

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hpcinit.records.startup_timeout import COLLECTIVE_NCCL_S, COLLECTIVE_OTHER_S
 from tests.conftest import Run
 from tests.runtime.spawned import without_gloos_line
 
 
 def ranks(hpcinit: Run, tmp_path: Path, code: str, *words: str, nodes: int = 2) -> list[str]:
-    """Run `code` on that many ranks of cluster=local; each rank's last line, and no rank may fail."""
+    """Run `code` on that many ranks of cluster=local, without failures; return each rank's last line."""
     (tmp_path / "script.py").write_text(textwrap.dedent(code))
     done = hpcinit("submit", f"nodes={nodes}", "wait=true", *words, "--", "script.py")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -24,153 +28,279 @@ def ranks(hpcinit: Run, tmp_path: Path, code: str, *words: str, nodes: int = 2) 
     return [(folder / f"logs/rank-{rank}.log").read_text().splitlines()[-1] for rank in range(nodes)]
 
 
-def test_runtime_tells_everything(hpcinit: Run, tmp_path: Path) -> None:
-    """The object that init returns knows rank, sizes, hosts, device, backend, timeouts and mesh, and agrees with torch."""
-    code = """
-        import json, hpcinit, torch.distributed as dist
-        run = hpcinit.init()
-        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (run.rank, run.world_size, run.backend)
-        print(json.dumps([run.rank, run.world_size, run.local_rank, run.local_world_size, run.node_rank, run.hosts,
-            str(run.device), run.backend, run.timeout.total_seconds(), run.collective_timeout.total_seconds(),
-            run.checkpoint_timeout.total_seconds(), run.mesh.mesh_dim_names, list(run.mesh.shape), run.seed, run.folder.name]))
-    """
-    words = ["comm.timeout_base_s=60", "comm.timeout_per_node_s=10", "comm.collective_timeout_s=33", "seed=5"]
-    words += ["comm.checkpoint_timeout_s=99"]
-    expected = ["127.0.0.1", "127.0.0.2"], "cpu", "gloo", 80.0, 33.0, 99.0, ["dp_replicate"], [2], 5, "script-0001"
-    found = [json.loads(line) for line in ranks(hpcinit, tmp_path, code, *words)]
-    assert found == [[rank, 2, 0, 1, rank, *expected] for rank in range(2)]
+# Tests that share a start: the ranks report a value for each test, and the tests check it.
+
+REPORT = """
+import json, os, random, sys, time
+from datetime import timedelta
+import numpy, torch, torch.distributed as dist, hpcinit
+
+def report(name, value):
+    print("report", json.dumps([name, value]), flush=True)
+
+def summed(value):
+    tensor = torch.tensor([float(value)])
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+def drawn():
+    return [random.random(), numpy.random.rand(), torch.rand(1).item()]
+
+def times_out(group, within_s):
+    start = time.monotonic()
+    try:
+        dist.all_reduce(torch.zeros(1), group=group)
+    except RuntimeError:
+        return time.monotonic() - start < within_s
+"""
+Reports = list[dict[str, Any]]
 
 
-def test_timeouts_are_torchs(hpcinit: Run, tmp_path: Path) -> None:
-    """After init torch's group has the timeout for collectives: a peer that never comes fails it after that long."""
-    code = """
-        import time, torch, torch.distributed as dist, hpcinit
-        run = hpcinit.init()
-        begin = time.monotonic()
-        if run.rank == 0:
-            try:
-                dist.all_reduce(torch.zeros(1))
-            except RuntimeError:
-                print(round(time.monotonic() - begin) in (2, 3, 4))
-        else:
-            time.sleep(6)
-            print(True)
-    """
-    assert ranks(hpcinit, tmp_path, code, "comm.collective_timeout_s=2") == ["True", "True"]
+def reports_of(folder: Path, code: str, *options: str, nodes: int) -> Reports:
+    """Run `code` on that many ranks of cluster=local in `folder`. Return the reports of each rank by name."""
+    (folder / "script.py").write_text(REPORT + code)
+    command = [sys.executable, "-m", "hpcinit", "submit", f"nodes={nodes}", "wait=true", *options, "--", "script.py"]
+    env = {**os.environ, "HOME": str(folder / "home")}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [(folder / f"runs/script-0001/logs/rank-{rank}.log").read_text() for rank in range(nodes)]
+    return [dict(map(json.loads, re.findall(r"^report (.*)$", log, re.MULTILINE))) for log in found]
 
 
-def test_once_per_process(hpcinit: Run, tmp_path: Path) -> None:
-    """The same request gives the same object, another one is an error, and after shutdown init works again."""
-    code = """
-        import hpcinit, torch, torch.distributed as dist
-        first = hpcinit.init(seed=1)
-        assert hpcinit.init(seed=1) is first
-        try:
-            hpcinit.init(seed=2)
-        except hpcinit.HpcinitError as error:
-            assert str(error).startswith("init was called before with another request: seed was 1 and is 2 now; call")
-        hpcinit.shutdown()
-        hpcinit.shutdown()
-        assert not dist.is_initialized()
-        with hpcinit.session() as run:
-            value = torch.ones(1)
-            dist.all_reduce(value)
-        assert not dist.is_initialized()
-        print(value.item())
-    """
-    assert ranks(hpcinit, tmp_path, code) == ["2.0", "2.0"]
+TWO_RANKS = """
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+report("forked child", os.waitpid(child, 0)[1])
+
+# A group of another size, then a script that knows nothing of hpcinit.
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+try:
+    hpcinit.init()
+except hpcinit.HpcinitError as error:
+    report("another group", [str(error), dist.is_initialized()])
+dist.destroy_process_group()
+dist.init_process_group("gloo")
+report("env://", summed(dist.get_rank() + 1))
+dist.destroy_process_group()
+
+run = hpcinit.init()
+report("torch", [dist.get_rank(), dist.get_world_size(), dist.get_backend()])
+report("properties", [run.rank, run.world_size, run.local_rank, run.local_world_size, run.node_rank, run.hosts,
+    str(run.device), run.backend, run.timeout.total_seconds(), run.collective_timeout.total_seconds(),
+    run.checkpoint_timeout.total_seconds(), run.mesh.mesh_dim_names, list(run.mesh.shape), run.seed, run.folder.name])
+report("drawn", drawn())
+for step in range(1, 41):
+    run.progress(step, 40, loss=1 / step)
+run.result(0.5 + run.rank)
+try:
+    run.result("low")
+except hpcinit.HpcinitError as error:
+    report("result", str(error))
+hpcinit.shutdown()
+
+first = hpcinit.init(seed=9)
+report("drawn with seed 9", drawn())
+report("same object", hpcinit.init(seed=9) is first)
+try:
+    hpcinit.init(seed=2)
+except hpcinit.HpcinitError as error:
+    report("other arguments", str(error))
+hpcinit.shutdown()
+hpcinit.shutdown()
+report("after shutdown", dist.is_initialized())
+with hpcinit.session():
+    report("again", summed(1))
+report("after session", dist.is_initialized())
+
+# Last, because the group cannot be used afterwards.
+run = hpcinit.init(collective_timeout=timedelta(seconds=2))
+if run.rank == 0:
+    start = time.monotonic()
+    times_out(dist.group.WORLD, 60)
+    report("timeout", time.monotonic() - start)
+else:
+    time.sleep(6)
+"""
 
 
-def test_timeout_of_collectives_can_change(hpcinit: Run, tmp_path: Path) -> None:
-    """set_collective_timeout holds from then on for the default group, a mesh's groups and those made before."""
-    code = """
-        import time, torch, torch.distributed as dist, hpcinit
-        from datetime import timedelta
-        run = hpcinit.init(layout=hpcinit.Layout(dp_replicate=1, dp_shard=1, tp=2, tp_across_nodes=True))
-        groups = [run.mesh["tp"].get_group(), dist.new_group([0, 1]), dist.group.WORLD]
-        run.set_collective_timeout(timedelta(seconds=1))
-        dist.barrier()
-        found = []
-        for group in groups if run.rank == 0 else ():
-            begin = time.monotonic()
-            try:
-                dist.all_reduce(torch.zeros(1), group=group)
-            except RuntimeError:
-                found.append(time.monotonic() - begin < 20)
-        if run.rank:
-            time.sleep(6)
-        print(found, run.collective_timeout)
-    """
-    assert ranks(hpcinit, tmp_path, code) == ["[True, True, True] 0:00:01", "[] 0:00:01"]
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reports]:
+    """The folder and the reports of TWO_RANKS."""
+    folder = tmp_path_factory.mktemp("two")
+    options = ["comm.timeout_base_s=60", "comm.timeout_per_node_s=10", "comm.collective_timeout_s=33", "seed=5"]
+    return folder, reports_of(folder, TWO_RANKS, *options, "comm.checkpoint_timeout_s=99", nodes=2)
 
 
-def test_a_group_that_is_there_is_adopted(hpcinit: Run, tmp_path: Path) -> None:
-    """A process group that the program made is taken as it is if it matches, and outlives shutdown."""
-    code = """
-        import hpcinit, torch, torch.distributed as dist
-        from datetime import timedelta
-        dist.init_process_group("gloo", timeout=timedelta(seconds=77))
-        theirs = dist.group.WORLD
-        for again in range(2):
-            with hpcinit.session(layout=hpcinit.Layout(tp=2, tp_across_nodes=True)) as run:
-                told = run.rank, run.world_size, run.collective_timeout.total_seconds(), run.mesh.mesh_dim_names
-        value = torch.ones(1)
-        dist.all_reduce(value)
-        print(told, dist.group.WORLD is theirs, value.item())
-        dist.destroy_process_group()
-    """
-    expected = [f"({rank}, 4, 77.0, ('dp_replicate', 'tp')) True 4.0" for rank in range(4)]
-    assert ranks(hpcinit, tmp_path, code, nodes=4) == expected
+def test_runtime_properties(two_ranks: tuple[Path, Reports]) -> None:
+    """The Runtime has rank, sizes, hosts, device, backend, timeouts and mesh, and they agree with torch's."""
+    expected = [["127.0.0.1", "127.0.0.2"], "cpu", "gloo", 80.0, 33.0, 99.0, ["dp_replicate"], [2], 5, "script-0001"]
+    for rank, found in enumerate(two_ranks[1]):
+        assert found["properties"] == [rank, 2, 0, 1, rank, *expected] and found["torch"] == [rank, 2, "gloo"]
+
+
+def test_forked_children_do_not_disturb_the_rendezvous(two_ranks: tuple[Path, Reports]) -> None:
+    """A child that the program forks before init, and that exits, neither leaves the rendezvous nor waits in it."""
+    assert [(found["forked child"], found["properties"][1]) for found in two_ranks[1]] == [(0, 2)] * 2
+
+
+def test_collective_timeout_is_set_in_torch(two_ranks: tuple[Path, Reports]) -> None:
+    """After init a collective with a missing peer fails after the collective timeout."""
+    assert round(two_ranks[1][0]["timeout"]) in (2, 3, 4)
+
+
+def test_once_per_process(two_ranks: tuple[Path, Reports]) -> None:
+    """The same arguments return the same object, others are an error, and after shutdown init works again."""
+    for found in two_ranks[1]:
+        assert (found["same object"], found["after shutdown"], found["again"]) == (True, False, 2.0)
+        assert found["other arguments"].startswith(
+            "init was called twice with different arguments: seed was 9 and is 2 now; call"
+        )
+        assert found["after session"] is False
+
+
+def test_another_group_is_refused(two_ranks: tuple[Path, Reports]) -> None:
+    """For a group whose rank and size differ from the launcher's, the error names each difference."""
+    (first, kept), (second, _) = (found["another group"] for found in two_ranks[1])
+    said = "the existing process group, which hpcinit did not create, does not match the request: its "
+    assert first.startswith(
+        f"{said}world size is 1, slurm reports 2. Call hpcinit.init() instead of creating the group"
+    )
+    assert second.startswith(f"{said}rank is 0, slurm reports 1; its world size is 1, slurm reports 2. Call") and kept
+
+
+def test_scripts_for_torchrun_run_unchanged(two_ranks: tuple[Path, Reports]) -> None:
+    """A script that only calls init_process_group() with env:// works under hpcinit."""
+    assert [found["env://"] for found in two_ranks[1]] == [3.0, 3.0]
+
+
+def test_seeds_are_the_same_on_every_rank(two_ranks: tuple[Path, Reports]) -> None:
+    """Python, NumPy and torch draw the same numbers on every rank, and others with another seed."""
+    one, two = two_ranks[1]
+    assert one["drawn"] == two["drawn"] and one["drawn with seed 9"] == two["drawn with seed 9"]
+    assert all(number != other for number, other in zip(one["drawn"], one["drawn with seed 9"], strict=True))
+
+
+def test_status_shows_progress(hpcinit: Run, two_ranks: tuple[Path, Reports]) -> None:
+    """`hpcinit status` shows the progress that rank 0 reported."""
+    assert "step 40/40  loss 0.025" in hpcinit("status", str(two_ranks[0] / "runs/script-0001")).stdout
+
+
+def test_result_of_rank_0_counts(two_ranks: tuple[Path, Reports]) -> None:
+    """run.result() writes rank 0's number into the run folder, and every rank raises for a value that is not a number."""
+    said = "the result is 'low' (str), expected a number or a sequence of numbers"
+    assert [found["result"] for found in two_ranks[1]] == [said, said]
+    assert json.loads((two_ranks[0] / "runs/script-0001/result.json").read_text()) == {"value": 0.5}
+
+
+FOUR_RANKS = """
+dist.init_process_group("gloo", timeout=timedelta(seconds=77))
+theirs = dist.group.WORLD
+for again in range(2):
+    with hpcinit.session(layout=hpcinit.Layout(tp=2, tp_across_nodes=True)) as run:
+        seen = [run.rank, run.world_size, run.collective_timeout.total_seconds(), run.mesh.mesh_dim_names]
+report("adopted", [*seen, dist.group.WORLD is theirs, summed(1)])
+dist.destroy_process_group()
+
+with hpcinit.session() as run:
+    of_tp = dist.get_process_group_ranks(run.mesh["tp"].get_group())
+    report("mesh", [run.mesh.mesh_dim_names, run.mesh.mesh.tolist(), of_tp])
+    report("by data", [torch.rand(1).item(), torch.rand(1, **run.loader_options()).item(), run.data_rank])
+with hpcinit.session(seed_by="rank"):
+    report("by rank", torch.rand(1).item())
+
+# Last, because the groups cannot be used afterwards.
+run = hpcinit.init()
+groups = [run.mesh["tp"].get_group(), dist.new_group(range(4)), dist.group.WORLD]
+run.set_collective_timeout(timedelta(seconds=1))
+dist.barrier()
+found = [times_out(group, 20) for group in groups] if run.rank == 0 else time.sleep(6)
+report("changed timeout", [found, run.collective_timeout.total_seconds()])
+"""
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """The reports of FOUR_RANKS."""
+    options = ["parallel.tp=2", "parallel.tp_across_nodes=true", "seed_by=data"]
+    return reports_of(tmp_path_factory.mktemp("four"), FOUR_RANKS, *options, nodes=4)
+
+
+def test_timeout_of_collectives_can_change(four_ranks: Reports) -> None:
+    """set_collective_timeout applies to the default group, a mesh's groups and groups created before."""
+    assert [found["changed timeout"] for found in four_ranks] == [[[True, True, True], 1.0], *[[None, 1.0]] * 3]
+
+
+def test_an_existing_group_is_adopted(four_ranks: Reports) -> None:
+    """A process group that the program created is used if it matches, and shutdown does not destroy it."""
+    expected = [[rank, 4, 77.0, ["dp_replicate", "tp"], True, 4.0] for rank in range(4)]
+    assert [found["adopted"] for found in four_ranks] == expected
+
+
+def test_seeds_by_rank_and_by_data(four_ranks: Reports) -> None:
+    """seed_by=rank gives every rank different numbers; seed_by=data gives a tensor parallel group equal numbers."""
+    by_data = [found["by data"] for found in four_ranks]
+    assert by_data[0] == by_data[1] and by_data[2] == by_data[3] and [line[2] for line in by_data] == [0, 0, 1, 1]
+    assert by_data[0][0] != by_data[2][0] and by_data[0][1] != by_data[2][1]
+    assert len({found["by rank"] for found in four_ranks}) == 4
+
+
+def test_mesh_of_a_layout(four_ranks: Reports) -> None:
+    """With tp 2 the mesh has two dimensions, and adjacent ranks are in one tensor parallel group."""
+    names, mesh = ["dp_replicate", "tp"], [[0, 1], [2, 3]]
+    assert [found["mesh"] for found in four_ranks] == [[names, mesh, mesh[rank // 2]] for rank in range(4)]
+
+
+WITH_DEEPSPEED = """
+import deepspeed
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its kernel for shared memory takes a minute to compile
+
+def summed_by_deepspeed():
+    tensor = torch.ones(1)
+    deepspeed.comm.all_reduce(tensor)
+    return tensor.item()
+
+run = hpcinit.init()
+value = summed_by_deepspeed()
+hpcinit.shutdown()
+report("torch's group", [value, dist.is_initialized(), deepspeed.comm.is_initialized()])
+
+deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+with hpcinit.session() as run:
+    pass
+report("DeepSpeed's group", [run.world_size, deepspeed.comm.is_initialized(), summed_by_deepspeed()])
+"""
+
+
+@pytest.fixture(scope="module")
+def with_deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """The reports of WITH_DEEPSPEED."""
+    return reports_of(tmp_path_factory.mktemp("deepspeed"), WITH_DEEPSPEED, "comm.deepspeed=true", nodes=2)
 
 
 @pytest.mark.deepspeed
-def test_deepspeeds_own_group_is_adopted(hpcinit: Run, tmp_path: Path) -> None:
-    """A program that has started DeepSpeed by itself can call init, and has both as before after shutdown."""
-    code = """
-        import deepspeed
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its kernel for shared memory takes a minute to compile
-        import hpcinit, torch
-        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-        with hpcinit.session(deepspeed=True) as run:
-            pass
-        value = torch.ones(1)
-        deepspeed.comm.all_reduce(value)
-        print(run.world_size, deepspeed.comm.is_initialized(), value.item())
-    """
-    assert ranks(hpcinit, tmp_path, code) == ["2 True 2.0"] * 2
+def test_deepspeed_uses_torchs_group(with_deepspeed: Reports) -> None:
+    """With comm.deepspeed DeepSpeed's collectives run on the group that torch created, and shutdown resets both."""
+    assert [found["torch's group"] for found in with_deepspeed] == [[2.0, False, False]] * 2
 
 
-def test_another_group_is_refused(hpcinit: Run, tmp_path: Path) -> None:
-    """A process group with other ranks and another size than the launcher's is an error that names each difference."""
-    code = """
-        import os, hpcinit, torch.distributed as dist
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            hpcinit.init()
-        except hpcinit.HpcinitError as error:
-            print(error)
-        assert dist.is_initialized()
-        dist.destroy_process_group()
-    """
-    first, second = ranks(hpcinit, tmp_path, code)
-    said = "a process group is up that hpcinit did not make, and it is another than init is asked for: its "
-    assert first.startswith(
-        f"{said}world size is 1, and slurm says 2. Call hpcinit.init() in the place of what made it"
-    )
-    assert second.startswith(f"{said}rank is 0, and slurm says 1; its world size is 1, and slurm says 2. Call")
+@pytest.mark.deepspeed
+def test_deepspeeds_own_group_is_adopted(with_deepspeed: Reports) -> None:
+    """A program that initialized DeepSpeed can call init; after shutdown the group and DeepSpeed still work."""
+    assert [found["DeepSpeed's group"] for found in with_deepspeed] == [[2, True, 2.0]] * 2
 
 
-def test_what_is_up_is_read_back(hpcinit: Run, tmp_path: Path) -> None:
-    """What differs from what was asked for is an error with both values.
+def test_settings_are_verified(hpcinit: Run, tmp_path: Path) -> None:
+    """For a setting that differs from the request, the error has both values.
 
-    torch is kept from changing the timeout, and told of another backend: none here drops either by itself.
+    Fakes: torch is prevented from changing the timeout, and reports another backend.
     """
     (tmp_path / "script.py").write_text(
         textwrap.dedent("""
         import hpcinit, torch.distributed as dist
         from hpcinit.runtime import process_group
         process_group.set_timeout = lambda timeout: True
-        process_group.backend_on = lambda device: "nccl"
+        process_group.backend_on = lambda device_type: "nccl"
         try:
             hpcinit.init()
         except hpcinit.HpcinitError as error:
@@ -178,123 +308,37 @@ def test_what_is_up_is_read_back(hpcinit: Run, tmp_path: Path) -> None:
         print(dist.is_initialized())
         """)
     )
-    said = "asked for backend gloo, and it is nccl; asked for a collective timeout of 0:05:00, and it is 0:05:04"
+    said = "backend is nccl, requested was gloo; the collective timeout is 0:05:04, requested was 0:30:00"
     printed = without_gloos_line(hpcinit("run", "script.py").stdout)
-    assert printed == f"the process group is up, and not as asked: {said}\nFalse\n"
+    assert printed == f"the process group does not match the request: {said}\nFalse\n"
 
 
 def test_the_log_line(hpcinit: Run, tmp_path: Path) -> None:
-    """Rank 0 says the start-up timeout with its terms, what is left of the job among them, and what it set."""
-    (tmp_path / "script.py").write_text("import hpcinit\nhpcinit.init(device_id='auto', deterministic=True)\n")
+    """Without a run folder, rank 0 logs the start-up timeout with its terms, such as the remaining time of the job, and its
+    settings."""
+    torchs = "from torch.distributed.constants import default_pg_timeout, default_pg_nccl_timeout as nccl\n"
+    printed = "print(default_pg_timeout.total_seconds(), nccl and nccl.total_seconds())\n"
+    init = "import hpcinit\nhpcinit.init(device_id='auto', deterministic=True)\n"
+    (tmp_path / "script.py").write_text(torchs + printed + init)
     end = str(int(time.time()) + 200)
-    said = hpcinit("run", "script.py", env={"SLURM_JOB_END_TIME": end}).stderr
+    done = hpcinit("run", "script.py", env={"SLURM_JOB_END_TIME": end})
+    said = done.stderr
+    other, nccl = done.stdout.splitlines()[0].split()  # the constant for NCCL exists only in builds with NCCL
+    assert float(other) == COLLECTIVE_OTHER_S and nccl in ("None", str(COLLECTIVE_NCCL_S))
     assert re.search(
-        r"start-up timeout min\(3600, 300 \+ 3.5 x 1 node, 1\d\d left of the job - 30\) = 1[0-6]\d s, of", said
+        r"start-up timeout min\(3600, 300 \+ 3.5 x 1 node, 1\d\d left of the job - 30\) = 1[0-6]\d s, collective", said
     )
-    assert "of collectives 300 s; cpus " in said and "no device_id: gloo on a CPU has no device to bind to" in said
-    assert "; deterministic algorithms; " in said
+    assert (
+        "collective timeout 1800 s\nhpcinit: CPU affinity " in said
+        and "\nhpcinit: no device_id: gloo on a CPU has no device to bind to" in said
+    )
+    assert "\nhpcinit: deterministic algorithms" in said
     too_late = hpcinit("run", "script.py", env={"SLURM_JOB_END_TIME": str(int(time.time()) + 20)})
     assert too_late.returncode == 2 and "the job ends in " in too_late.stderr
 
 
-def test_scripts_for_torchrun_run_unchanged(hpcinit: Run, tmp_path: Path) -> None:
-    """A script that calls init_process_group() with env:// alone works under hpcinit."""
-    code = """
-        import torch, torch.distributed as dist
-        dist.init_process_group("gloo")
-        value = torch.tensor([float(dist.get_rank() + 1)])
-        dist.all_reduce(value)
-        print(value.item())
-        dist.destroy_process_group()
-    """
-    assert ranks(hpcinit, tmp_path, code) == ["3.0", "3.0"]
-
-
-def test_seeds_are_the_same_on_every_rank(hpcinit: Run, tmp_path: Path) -> None:
-    """Python, NumPy and torch draw the same on every rank, and something else with another seed."""
-    code = """
-        import random, numpy, torch, hpcinit
-        with hpcinit.session():
-            print(random.random(), numpy.random.rand(), torch.rand(1).item())
-    """
-    one, two = ranks(hpcinit, tmp_path, code), ranks(hpcinit, tmp_path, code, "seed=9")
-    assert one[0] == one[1] and two[0] == two[1] and one[0] != two[0]
-
-
-def test_seeds_by_rank_and_by_data(hpcinit: Run, tmp_path: Path) -> None:
-    """By rank no two ranks draw alike; by data those of a tensor parallel group do, and their loaders too."""
-    code = """
-        import torch, hpcinit
-        with hpcinit.session() as run:
-            print(torch.rand(1).item(), torch.rand(1, **run.loader_options()).item(), run.data_rank)
-    """
-    words = ["parallel.tp=2", "parallel.tp_across_nodes=true", "seed_by=data"]
-    by_data = [line.split() for line in ranks(hpcinit, tmp_path, code, *words, nodes=4)]
-    assert by_data[0] == by_data[1] and by_data[2] == by_data[3] and [line[2] for line in by_data] == list("0011")
-    assert by_data[0][0] != by_data[2][0] and by_data[0][1] != by_data[2][1]
-    by_rank = {line.split()[0] for line in ranks(hpcinit, tmp_path, code, *words[:2], "seed_by=rank", nodes=4)}
-    assert len(by_rank) == 4
-
-
-def test_mesh_of_a_layout(hpcinit: Run, tmp_path: Path) -> None:
-    """With tp 2 the mesh has two dimensions, and neighbouring ranks are in one tensor parallel group."""
-    code = """
-        import hpcinit, torch.distributed as dist
-        with hpcinit.session() as run:
-            print(run.mesh.mesh_dim_names, run.mesh.mesh.tolist(), dist.get_process_group_ranks(run.mesh["tp"].get_group()))
-    """
-    lines = ranks(hpcinit, tmp_path, code, "parallel.tp=2", "parallel.tp_across_nodes=true", nodes=4)
-    assert lines == [f"('dp_replicate', 'tp') [[0, 1], [2, 3]] {[0, 1] if r < 2 else [2, 3]}" for r in range(4)]
-
-
-def test_progress_is_seen_outside(hpcinit: Run, tmp_path: Path) -> None:
-    """What rank 0 tells of its progress is what status shows."""
-    code = """
-        import hpcinit
-        with hpcinit.session() as run:
-            for step in range(1, 41):
-                run.progress(step, 40, loss=1 / step)
-        print("done")
-    """
-    ranks(hpcinit, tmp_path, code)
-    assert "step 40/40  loss 0.025" in hpcinit("status", "script-0001").stdout
-
-
-def test_result_is_rank_0s(hpcinit: Run, tmp_path: Path) -> None:
-    """run.result() leaves rank 0's number in the run folder, and refuses on every rank what is no number."""
-    code = """
-        import hpcinit
-        from hpcinit.base.errors import RequestError
-        with hpcinit.session() as run:
-            run.result(0.5 + run.rank)
-            try:
-                run.result("low")
-            except RequestError as error:
-                print(error)
-    """
-    said = "the result is 'low' (str), expected a number or a sequence of numbers"
-    assert ranks(hpcinit, tmp_path, code) == [said, said]
-    assert json.loads((tmp_path / "runs/script-0001/result.json").read_text()) == {"value": 0.5}
-
-
-@pytest.mark.deepspeed
-def test_deepspeed_comes_after_torch(hpcinit: Run, tmp_path: Path) -> None:
-    """With comm.deepspeed DeepSpeed's collectives run on the group that torch made, and shutdown clears both."""
-    code = """
-        import deepspeed
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its kernel for shared memory takes a minute to compile
-        import hpcinit, torch, torch.distributed as dist
-        run = hpcinit.init()
-        value = torch.ones(1)
-        deepspeed.comm.all_reduce(value)
-        hpcinit.shutdown()
-        print(value.item(), dist.is_initialized(), deepspeed.comm.is_initialized())
-    """
-    assert ranks(hpcinit, tmp_path, code, "comm.deepspeed=true") == ["2.0 False False"] * 2
-
-
-def test_torchrun_is_a_launcher_too(hpcinit: Run, tmp_path: Path) -> None:
-    """Under torchrun, with no hpcinit on the submit side, init brings the group up from torchrun's variables."""
+def test_init_under_torchrun(hpcinit: Run, tmp_path: Path) -> None:
+    """Under torchrun, without a submission by hpcinit, init uses torchrun's variables."""
     (tmp_path / "script.py").write_text(
         "import hpcinit, torch.distributed as dist\n"
         "with hpcinit.session() as run:\n"
@@ -307,8 +351,8 @@ def test_torchrun_is_a_launcher_too(hpcinit: Run, tmp_path: Path) -> None:
     ]
 
 
-def test_no_launcher_at_all(hpcinit: Run, tmp_path: Path) -> None:
-    """A plain `python train.py` is a world of one rank, and collectives work in it."""
+def test_init_without_a_launcher(hpcinit: Run, tmp_path: Path) -> None:
+    """With a plain `python train.py` init creates a world of one rank, and collectives work."""
     (tmp_path / "script.py").write_text(
         "import hpcinit, torch, torch.distributed as dist\nwith hpcinit.session() as run:\n    x = torch.ones(1)\n"
         "    dist.all_reduce(x)\n    print(run.world.launcher, run.world_size, x.item())\n"
@@ -317,7 +361,7 @@ def test_no_launcher_at_all(hpcinit: Run, tmp_path: Path) -> None:
 
 
 def test_a_call_that_never_returns_is_ended(hpcinit: Run, tmp_path: Path) -> None:
-    """When torch itself hangs, the watchdog ends every rank at the deadline, with the stacks and exit status 1."""
+    """When torch hangs, the watchdog ends every rank at the deadline, with stacks and exit status 1."""
     (tmp_path / "script.py").write_text(
         "import time, torch.distributed as dist, hpcinit\nfrom hpcinit.runtime import process_group\n"
         "process_group.LATE_S = 1\ndist.barrier = lambda **_: time.sleep(600)\nhpcinit.init()\n"
@@ -326,37 +370,55 @@ def test_a_call_that_never_returns_is_ended(hpcinit: Run, tmp_path: Path) -> Non
     done = hpcinit("submit", "nodes=2", "wait=true", *words, "--", "script.py")
     assert done.returncode == 1
     logs = [(tmp_path / f"runs/script-0001/logs/rank-{rank}.log").read_text() for rank in (0, 1)]
-    # The first to end says who was missing; the other may only see it die.
-    assert "is not up after 13 s. 2 of 2 ranks are missing: rank 0 on 127.0.0.1" in logs[0] + logs[1]
+    # The first rank to exit names the missing ranks; the other may only report that it died.
+    assert "is not initialized after 13 s. 2 of 2 ranks are missing: rank 0 on 127.0.0.1" in logs[0] + logs[1]
     assert 'script.py", line 5 in <module>' in logs[0] + logs[1]
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"), [("nccl", "backend nccl needs a GPU"), ("mpi", "is not in this build of torch")]
-)
-def test_backend_that_is_not_there(hpcinit: Run, tmp_path: Path, asked: str, said: str) -> None:
-    """A backend that this machine or this torch lacks is refused with the reason."""
-    (tmp_path / "script.py").write_text(f"import hpcinit\nhpcinit.init(backend={asked!r})\n")
+def test_a_missing_backend_is_refused(hpcinit: Run, tmp_path: Path) -> None:
+    """A backend that this machine or this torch does not have is refused with the reason."""
+    (tmp_path / "script.py").write_text(
+        "import hpcinit\ntry:\n    hpcinit.init(backend='nccl')\nexcept hpcinit.HpcinitError as error:\n    print(error)\n"
+        "hpcinit.init(backend='mpi')\n"
+    )
     done = hpcinit("run", "script.py")
-    assert done.returncode == 1 and said in done.stderr
+    assert done.returncode == 1 and "is not in this build of torch" in done.stderr
+    assert "backend nccl needs a GPU" in done.stdout
 
 
-def test_forked_children_disturb_nobody(hpcinit: Run, tmp_path: Path) -> None:
-    """A child that a program forks before init and that ends by itself neither leaves the meeting nor waits in it."""
+def test_backends_by_device_type(hpcinit: Run, tmp_path: Path) -> None:
+    """cpu:gloo,cuda:nccl in the config and in init is gloo on a machine without a GPU, also beside an existing group."""
     code = """
-        import os, sys, hpcinit
-        child = os.fork()
-        if child == 0:
-            sys.exit(0)
-        assert os.waitpid(child, 0)[1] == 0
+        import json, hpcinit, torch, torch.distributed as dist
+        from hpcinit.runtime import devices
         with hpcinit.session() as run:
-            print(run.world_size)
-    """
-    assert ranks(hpcinit, tmp_path, code) == ["2", "2"]
+            found = [[run.backend, dict(run.plan.backends), dist.get_backend_config()]]
+        dist.init_process_group("cpu:gloo", rank=0, world_size=1, store=dist.HashStore())
+        hpcinit.init(backend="cpu:gloo,cuda:nccl")
+        hpcinit.shutdown()
+        dist.destroy_process_group()
+        for wrong in ("cuda:nccl,xpu:xccl", "cpu:gloo,cuda", "cpu:mpi,cuda:nccl"):
+            try:
+                hpcinit.init(backend=wrong)
+            except hpcinit.HpcinitError as error:
+                found.append(str(error))
+        devices.backend = lambda device, backend: backend  # a fake: this torch has no NCCL
+        found += [devices.backends(torch.device("cuda", 3), given) for given in ("cpu:gloo,cuda:nccl", "nccl")]
+        print(json.dumps(found))
+        """
+    (line,) = ranks(hpcinit, tmp_path, code, "comm.backend=cpu:gloo,cuda:nccl", nodes=1)
+    in_job, *wrong, on_gpu, one = json.loads(line)
+    assert in_job[:2] == ["gloo", {"cpu": "gloo"}] and "cpu:gloo" in in_job[2]
+    assert [text.partition(" this build of torch ")[0] for text in wrong] == [
+        "backend is 'cuda:nccl,xpu:xccl', which has none for this rank's device cpu: add cpu:gloo",
+        "backend is 'cpu:gloo,cuda', expected one name, or pairs such as cpu:gloo,cuda:nccl",
+        "backend 'mpi' is not in",
+    ]
+    assert (on_gpu, one) == ({"cpu": "gloo", "cuda": "nccl"}, {"cuda": "nccl"})
 
 
-def test_a_layout_that_does_not_fit_leaves_nothing_behind(hpcinit: Run, tmp_path: Path) -> None:
-    """An init that is refused can be tried again with a right request, also where rank 1 begins only then."""
+def test_init_can_be_repeated_after_a_wrong_layout(hpcinit: Run, tmp_path: Path) -> None:
+    """After a wrong layout init can be called again with a valid one, even if rank 1 starts only then."""
     late = tmp_path / "python"
     late.write_text(
         '#!/bin/sh\n[ "$SLURM_PROCID" = 0 ] || while [ ! -e refused ]; do sleep 0.1; done\n'
@@ -378,9 +440,11 @@ def test_a_layout_that_does_not_fit_leaves_nothing_behind(hpcinit: Run, tmp_path
     assert ranks(hpcinit, tmp_path, code, f"cluster.python={late}") == ["('dp_replicate',)"] * 2
 
 
-def test_a_node_clock_that_is_hours_off(hpcinit: Run, tmp_path: Path) -> None:
-    """The job's end is two hours ago by the clock of this node (a stand-in: the end is moved, not the clock): the rank
-    warns once, starts, and has the job's whole limit left."""
+def test_a_wrong_node_clock(hpcinit: Run, tmp_path: Path) -> None:
+    """If this node's clock is two hours ahead, the rank warns once, starts, and uses the job's whole time limit.
+
+    The clock is a fake: the job's end is moved instead.
+    """
     (tmp_path / "clocked.py").write_text(
         "import hpcinit\nprint(round(hpcinit.init().time_left().total_seconds() / 60), 'min left')\n"
     )

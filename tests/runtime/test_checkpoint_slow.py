@@ -1,4 +1,4 @@
-"""Checkpoints on a slow file system: no rank gives up because another one still writes, reads or removes."""
+"""Checkpoints on a slow file system: no rank times out while another one writes, reads or removes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ CLOCK = """
         from hpcinit.runtime import process_group
         def timeouts():
             groups = list(torch.distributed.distributed_c10d._world.pg_map)
-            return sorted({process_group.timeout_of(run.device, group).total_seconds() for group in groups})
+            return sorted({round(process_group.timeout_of(run.device, group).total_seconds(), 1) for group in groups})
 """
-# A stand-in for a slow file system: on rank 0 one file of each part of a save, and of a load, takes 7 s.
+# A fake of a slow file system: on rank 0 one file of each part of a save, and of a load, takes 7 s.
 SLOW = """
         run.set_collective_timeout(timedelta(seconds=5))
         parts = ["rank-00000.pt", "__0_0.distcp", "mp_rank_00_model_states.pt", "checkpoint.json"]
@@ -39,25 +39,25 @@ SLOW = """
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", pytest.param("zero 1", marks=pytest.mark.deepspeed)])
 def test_a_save_and_a_load_slower_than_the_collective_timeout(tmp_path: Path, kind: str) -> None:
-    """With a collective timeout of 5 s a save that takes 21 s succeeds, and so does a load that takes 14 s; before
-    and after both the collectives of training have their 5 s."""
+    """With a collective timeout of 5 s a save of 21 s and a load of 14 s succeed; before and after them, training's
+    collectives have their 5 s."""
     code = """
         folder = Path(os.environ["FOLDER"])
         program = Program(run, layout, training)
         program.steps(1)
         os.fsync = slow_fsync
-        began = time.monotonic()
+        start_s = time.monotonic()
         found["saved"] = error(lambda: program.save(folder, 1))
-        found["save took"] = time.monotonic() - began
+        found["save took"] = time.monotonic() - start_s
         os.fsync = real_fsync
         found["timeout after save"] = process_group.timeout_of(run.device).total_seconds()
         losses = program.steps(2)
         slept.clear()
         torch.load = slow_load
         other = Program(run, layout, training)
-        began = time.monotonic()
+        start_s = time.monotonic()
         found["loaded"] = other.load(folder).step
-        found["load took"] = time.monotonic() - began
+        found["load took"] = time.monotonic() - start_s
         torch.load = real_load
         found["timeout after load"] = process_group.timeout_of(run.device).total_seconds()
         found["same"] = other.steps(2) == losses
@@ -71,8 +71,8 @@ def test_a_save_and_a_load_slower_than_the_collective_timeout(tmp_path: Path, ki
 
 
 def test_no_rank_waits_for_a_removal(tmp_path: Path) -> None:
-    """A save returns while what a dead job left, and the step that keep=1 takes, are still being removed; the next one
-    waits for that no longer than half its timeout."""
+    """A save returns while the remains of a dead job and the step removed by keep=1 are still being removed; the next
+    save waits for the removal at most half its timeout."""
     code = """
         import dataclasses, threading, time
         from hpcinit.runtime.checkpoint import owner as owners
@@ -103,11 +103,11 @@ def test_no_rank_waits_for_a_removal(tmp_path: Path) -> None:
         assert "PosixPath" in found["save 1"] and "PosixPath" in found["save 2"], output
         assert found["still there"]
         assert found["at last"] == ["step-00000002"] and found["later"] == ["step-00000004"]
-    assert "are still being removed after 5 s: saving anyway" in output  # the disk has room
+    assert "are still being removed after 5 s; saving anyway" in output  # the disk has enough space
 
 
-def test_the_timeouts_come_back_after_a_failure(tmp_path: Path) -> None:
-    """After a save and a load that raise, each group has the timeout it had before, and within them the longer one."""
+def test_the_timeouts_are_restored_after_a_failure(tmp_path: Path) -> None:
+    """During a save or load each group has the longer timeout, and after an error its previous one."""
     code = """
         program = Program(run, plain, ddp)
         run.set_collective_timeout(timedelta(seconds=50))
@@ -132,5 +132,5 @@ def test_the_timeouts_come_back_after_a_failure(tmp_path: Path) -> None:
     for found, output in two_ranks(CLOCK + code, tmp_path, FOLDER=str(tmp_path / "checkpoints")):
         assert "no state" in found["save"] and "no place" in found["load"], output
         assert found["within"] == [[70, 9000], [3600, 9000]]
-        assert found["after save"] == [50, 70, 9000]  # 70: the group of checkpoints alone
+        assert found["after save"] == [50, 70, 9000]  # 70: only the group of checkpoints
         assert found["after load"] == [50, 70, 9000]

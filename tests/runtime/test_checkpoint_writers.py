@@ -1,4 +1,4 @@
-"""Two process groups that save into one folder, and files of a checkpoint that were changed after they were written."""
+"""Two process groups that save into one folder, and checkpoint files that were changed after the save."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.runtime.spawned import ranks
 from tests.runtime.test_checkpoint import BEGIN, begin, left_in, publish, two_ranks, whole
 
 PATIENCE_S = 240  # four ranks that import torch at the same time, on a busy machine
-# Rank 0 of each group touches a file where it is, and waits for one of the other group's.
+# The groups synchronize: rank 0 of each touches a file, and waits for a file of the other group.
 GATES = """
         import time
         from hpcinit.runtime.checkpoint import checkpoint_folder as of_steps, owner as owners
@@ -48,9 +48,9 @@ GATES = """
         def weights(program):
             return sum(float(each.detach().double().sum()) for each in program.wrapped.model.parameters())
         def save(folder, step, job):
-            said = error(lambda: program.save(folder, step, job=job, extra=[job, weights(program)]))
+            messages = error(lambda: program.save(folder, step, job=job, extra=[job, weights(program)]))
             torch.distributed.barrier()
-            return said
+            return messages
         def load(folder, job):
             other = Program(run, plain, ddp)
             loaded = checkpoint.load(other.wrapped, folder, layout=other.layout, job=job)
@@ -62,7 +62,7 @@ GATES = """
 
 
 def two_groups(code: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What rank 0 of each group put into `found`; the groups run `code` at the same time, with 2 ranks each."""
+    """Run `code` in both groups at the same time, with 2 ranks each; return the content of rank 0's `found`."""
     (folder / "marks").mkdir()
     env = {"OMP_NUM_THREADS": "1", "MARKS": str(folder / "marks"), "FOLDER": str(folder / "checkpoints")}
     text = BEGIN.replace("deepspeed=True", "") + GATES + code + "\n        print(json.dumps(found))\n"
@@ -82,8 +82,8 @@ def two_groups(code: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def test_two_jobs_and_one_folder(tmp_path: Path) -> None:
-    """A job that comes second takes the folder over: what the first has written meanwhile is not published, mixed or
-    in its way, and every further save of the first names the second."""
+    """The second job takes the folder over: the first job's current step is not published or mixed with the second's,
+    and every further save of the first raises an error that names the second."""
     code = """
         folder = top
         if first:
@@ -108,7 +108,7 @@ def test_two_jobs_and_one_folder(tmp_path: Path) -> None:
         assert first[step].startswith(
             f"RequestError: job 42 (restart 0, step 0) on {os.uname().nodename} has taken over"
         )
-        assert "and this is job 41 (restart 0, step 0)" in first[step] and "only one job can save" in first[step]
+        assert "from job 41 (restart 0, step 0)" in first[step] and "only one job can save" in first[step]
     assert second["loaded"] == [1, "41.0.0", True]
     assert "PosixPath" in second["5"] and "PosixPath" in second["7"]
     assert second["at last"] == [[7, "42.0.0", True], ["step-00000001", "step-00000005", "step-00000007"]]
@@ -119,12 +119,14 @@ def test_two_jobs_and_one_folder(tmp_path: Path) -> None:
 
 
 def test_a_race_for_one_step(tmp_path: Path) -> None:
-    """Where the second job begins between the first one's last look and its rename, the step is all the first one's,
-    and the second is refused by name."""
+    """The second job starts between the first one's last check and its rename: the step is the first job's, complete.
+
+    The second job's save raises an error that names the first job.
+    """
     code = """
         folder = top
         if first:
-            # claim() is called when a save begins, before rank 0 looks for the files, and before the rename.
+            # claim() is called when a save starts, before rank 0 looks for the files, and before the rename.
             back = paused(owners, "claim", 3, "first has looked", "second wrote 5")
             found["5"] = save(folder, 5, "41.0.0")
             back()
@@ -140,15 +142,15 @@ def test_a_race_for_one_step(tmp_path: Path) -> None:
     """
     first, second = two_groups(code, tmp_path)
     assert "PosixPath" in first["5"]
-    assert "step-00000005 is there already, written by job 41 (restart 0, step 0) on" in second["5"]
+    assert "step-00000005 already exists, written by job 41 (restart 0, step 0) on" in second["5"]
     assert second["loaded"] == [5, "41.0.0", True]
     assert "job 42 (restart 0, step 0)" in first["6"] and "has taken over" in first["6"]
     assert left_in(tmp_path / "checkpoints") == [".owner.json", "step-00000005"]
 
 
 def test_an_old_attempt_wakes_up(tmp_path: Path) -> None:
-    """Once a requeued job has loaded, its attempt before publishes nothing and its unfinished step is removed; an
-    evaluation that loads takes nothing over."""
+    """After a requeued job has loaded, the previous attempt publishes nothing and its unfinished step is removed; an
+    evaluation that loads does not take the folder over."""
     code = """
         folder = top
         if first:
@@ -175,17 +177,17 @@ def test_an_old_attempt_wakes_up(tmp_path: Path) -> None:
     assert second["evaluated"] == second["loaded"] == [1, "43.0.0", True]
     assert second["left"] == [True, "43.0.0"]
     assert second["after"] == [["step-00000001"], "43.0.1"]
-    for said in (first["5"], first["6"], second["late"]):
-        assert "RequestError: job 43 (restart 1, step 0) on" in said and "has taken over" in said
-        assert "a later attempt of this job has started, so this attempt must end" in said
+    for messages in (first["5"], first["6"], second["late"]):
+        assert "RequestError: job 43 (restart 1, step 0) on" in messages and "has taken over" in messages
+        assert "a later attempt of this job has started, so this attempt must exit" in messages
     assert "PosixPath" in second["3"] and "PosixPath" in second["5"]
     assert second["at last"] == [[5, "43.0.1", True], ["step-00000001", "step-00000003", "step-00000005"]]
 
 
 @pytest.mark.deepspeed
 def test_content_that_changed_is_not_loaded(tmp_path: Path) -> None:
-    """A file with a lost page and a file of another save, both of the right size, are found in every kind of file: the
-    step before is loaded, a line says why, and the step can be saved again."""
+    """A file with a damaged page and a file of another save, both of the right size, are detected for every kind of
+    file: the step before is loaded, with a message, and the step can be saved again."""
     code = """
         from datetime import timedelta
         from hpcinit.rendezvous import process_state
@@ -239,12 +241,12 @@ def test_content_that_changed_is_not_loaded(tmp_path: Path) -> None:
         assert set(steps.values()) == {1}, steps
         assert {f"{model}: another save", f"{model}: a lost page", "random/rank-00001.pt: a lost page"} <= set(steps)
         assert {"extra.pt: another save", "loader/data-00001.pt: another save"} <= set(steps)
-    wrong = "dcp/__0_0.distcp does not have the content that was written: it is damaged, or from another save"
+    wrong = "dcp/__0_0.distcp has a wrong checksum: it is damaged, or from another save"
     assert f"step-00000002 is skipped: {wrong}" in output
 
 
-def test_who_is_dead(tmp_path: Path) -> None:
-    """Unfinished steps of dead jobs are removed, and those of jobs that may live are left."""
+def test_dead_owners(tmp_path: Path) -> None:
+    """Unfinished steps of dead jobs are removed, and those of jobs that may be alive are kept."""
     mine = owners.of_this_process("42.1.1", 3600)
     gone, here = 2**22 + 1, os.getpid()  # the first is above the largest process id of Linux
     cases = {
@@ -270,7 +272,7 @@ def test_who_is_dead(tmp_path: Path) -> None:
 
 
 def test_order_of_attempts() -> None:
-    """A restart of the job is later than a step of it, and a step later than a restart inside the step before."""
+    """A restart of the job is later than any step before it, and a step later than a restart inside the step before."""
     jobs = ["42.batch.0", "42.0.0", "42.0e1.0", "42.0e2.0", "42.1.0", "42.10.0", "42.0.1", "42.0.10"]
     attempts = [owners.Owner(job, "n1", 1, "0", 0, 1).attempt for job in jobs]
     assert attempts == sorted(attempts) and len(set(attempts)) == len(jobs)
@@ -283,7 +285,7 @@ def test_order_of_attempts() -> None:
 
 
 def test_a_folder_given_back(tmp_path: Path) -> None:
-    """A job that lost the folder saves again once .owner.json is removed, and a file that is no owner's is replaced."""
+    """A job that lost the folder can save again after .owner.json is removed; an invalid file is replaced."""
     whole(tmp_path, 1)
     other = owners.Owner("42.0.0", "n2", 1, "other", time.time(), 3600)
     owners.write(tmp_path / ".owner.json", other)

@@ -1,4 +1,4 @@
-"""The device of a rank. There is no GPU here: where a test needs some, torch is told that there are."""
+"""The device of a rank. There is no GPU here: tests that need GPUs use a fake of torch.accelerator."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 
 from hpcinit.base.errors import BringUpError
 from hpcinit.runtime import devices
-from tests.leaving_out import leave_out
 from tests.records.recordings import shapes
+from tests.skip_or_fail import skip_or_fail
 from tests.world.test_visible_devices import CUDA_LISTS, world
 
 
 class Gpus:
-    """Stands in for torch.accelerator's view of a machine; keeps what was made current."""
+    """A fake of torch.accelerator, which records the current device."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, kind: str) -> None:
         self.current: list[int] = []
@@ -44,7 +44,7 @@ class Gpus:
 def test_the_device_is_made_current(
     monkeypatch: pytest.MonkeyPatch, kind: str, hip: str | None, env: dict[str, str], count: int, index: int
 ) -> None:
-    """Local rank 3 gets the index that its own variables give, on CUDA, ROCm and XPU, and it is current (stand-ins)."""
+    """Local rank 3 gets the index that its variables imply, on CUDA, ROCm and XPU, and makes it current (fakes)."""
     gpus = Gpus(monkeypatch, count, kind)
     monkeypatch.setattr(torch.version, "hip", hip)
     assert devices.choose(world(3, 4), env) == torch.device(kind, index)
@@ -52,20 +52,20 @@ def test_the_device_is_made_current(
 
 
 def test_too_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two devices (stand-ins) for four ranks are an error before anything is made current."""
+    """Two devices (fakes) for four ranks are an error before a device is made current."""
     gpus = Gpus(monkeypatch, 2, "cuda")
-    with pytest.raises(BringUpError, match=r"4 ranks are on the node .*, and 2 of its devices can be seen"):
+    with pytest.raises(BringUpError, match=r"4 ranks are on the node .*, but only 2 devices are visible"):
         devices.choose(world(0, 4), {"CUDA_VISIBLE_DEVICES": "0,1"})
     assert gpus.current == []
 
 
 def test_no_device_is_the_cpu() -> None:
-    """Where torch finds no accelerator, as here, any local rank has the CPU."""
+    """If torch finds no accelerator, as here, every local rank uses the CPU."""
     assert devices.choose(world(3, 4), {}) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(("value", "names", "source"), CUDA_LISTS)
-def test_torch_reads_the_variable_alike(
+def test_torch_parses_the_variable_in_the_same_way(
     monkeypatch: pytest.MonkeyPatch, value: str | None, names: tuple[str, ...] | None, source: str
 ) -> None:
     """torch's own parser of CUDA_VISIBLE_DEVICES, which works without a GPU, agrees with every case of the table."""
@@ -76,16 +76,16 @@ def test_torch_reads_the_variable_alike(
     assert found == (names if names is not None else tuple(map(str, range(64)))), source
 
 
-# --- given, and not seen
+# Devices that were given to the rank, but that torch does not see.
 
 
 def test_given_and_unseen() -> None:
-    """With the variables of a real Slurm job with GPUs, a rank on the CPU is told so, with torch's build and all of them."""
+    """With the variables of a real Slurm job with GPUs, a rank on the CPU gets a warning with them and torch's build."""
     env = next(s for s in shapes() if str(s) == "22.05.8-gpus_per_task").tasks[1].env
     assert devices.unseen(torch.device("cpu"), env) == (
         f"this rank runs on the CPU: torch {torch.__version__} (built for {built()}) finds no accelerator, although "
-        "SLURM_STEP_GPUS=1, SLURM_JOB_GPUS=0,1, CUDA_VISIBLE_DEVICES=1, ROCR_VISIBLE_DEVICES=1; install a build for "
-        "this cluster's devices, or ask for none"
+        "SLURM_STEP_GPUS=1, SLURM_JOB_GPUS=0,1, CUDA_VISIBLE_DEVICES=1, ROCR_VISIBLE_DEVICES=1. Install a torch "
+        "build for this cluster's devices, or request no devices"
     )
 
 
@@ -93,14 +93,14 @@ def built() -> str:
     return "CPUs only" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
 
 
-def test_nothing_to_warn_of() -> None:
-    """Nothing is said to a rank that was given nothing, hid its devices itself, or has one."""
+def test_no_warning() -> None:
+    """There is no warning for a rank without devices, with hidden devices, or that uses one."""
     assert devices.unseen(torch.device("cpu"), {}) == ""
     assert devices.unseen(torch.device("cpu"), {"SLURM_JOB_GPUS": "0", "CUDA_VISIBLE_DEVICES": ""}) == ""
     assert devices.unseen(torch.device("cuda", 0), {"SLURM_JOB_GPUS": "0"}) == ""
 
 
-# --- what it is
+# The device's description.
 
 
 def with_properties(monkeypatch: pytest.MonkeyPatch, **properties: object) -> None:
@@ -109,20 +109,20 @@ def with_properties(monkeypatch: pytest.MonkeyPatch, **properties: object) -> No
 
 
 def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device is described by name, uuid and PCI address as sysfs writes it (stand-in properties)."""
+    """A device is described by name, uuid and PCI address as sysfs writes it (fake properties)."""
     with_properties(monkeypatch, name="H100", uuid="8932f937", pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
     found = {"device": "cuda:0", "name": "H100", "uuid": "8932f937", "pci": "0000:dc:00.0"}
     assert devices.describe(torch.device("cuda", 0)) == found
 
 
 def test_describe_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch does not tell is left out, as the PCI address of XPUs."""
+    """Properties that torch does not report, such as the PCI address of XPUs, are omitted."""
     with_properties(monkeypatch, name="Max 1550")
     assert devices.describe(torch.device("xpu", 1)) == {"device": "xpu:1", "name": "Max 1550"}
     assert devices.describe(torch.device("cpu")) == {"device": "cpu"}
 
 
-# --- DeepSpeed
+# DeepSpeed.
 
 DEEPSPEED = """
 import json, os, sys
@@ -131,14 +131,14 @@ from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from hpcinit.runtime import devices
 
-asked = []
+device_calls = []
 
 class Recording(CPU_Accelerator):
     def set_device(self, device_index):
-        asked.append(str(device_index))
+        device_calls.append(str(device_index))
 
     def device_name(self, device_index=None):
-        asked.extend([] if device_index is None else [str(device_index)])
+        device_calls.extend([] if device_index is None else [str(device_index)])
         return "cpu"
 
 set_accelerator(Recording())
@@ -155,7 +155,7 @@ engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 4), config=config)
 engine.backward(engine(torch.ones(1, 4)).sum())
 engine.step()
 local_ranks = [engine.local_rank, deepspeed.comm.get_local_rank(), int(os.environ["LOCAL_RANK"])]
-print(json.dumps([sorted(set(asked) - {"cpu"}), local_ranks]))
+print(json.dumps([sorted(set(device_calls) - {"cpu"}), local_ranks]))
 """
 
 
@@ -165,13 +165,13 @@ print(json.dumps([sorted(set(asked) - {"cpu"}), local_ranks]))
     ids=["alone", "with ours", "with another first"],
 )
 def test_deepspeed_takes_our_index(tmp_path: Path, words: tuple[str, ...], indices: list[str]) -> None:
-    """On local rank 3 DeepSpeed asks its accelerator for device 3, and for ours once it is told; local ranks stay 3.
+    """On local rank 3 DeepSpeed requests device 3, and after for_deepspeed() hpcinit's device; the local rank stays 3.
 
-    Real DeepSpeed: zero.Init, engine, a step. Its accelerator stands in for a GPU: it records which index it is
-    asked for, and computes on the CPU.
+    Real DeepSpeed: zero.Init, engine, a step. Its accelerator is a fake of a GPU: it records the requested index and
+    computes on the CPU.
     """
     if not importlib.util.find_spec("deepspeed"):
-        leave_out("DeepSpeed is not installed: pip install 'hpcinit[deepspeed]'")
+        skip_or_fail("DeepSpeed is not installed: pip install 'hpcinit[deepspeed]'")
     (tmp_path / "script.py").write_text(DEEPSPEED)
     env = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
@@ -183,7 +183,7 @@ def test_deepspeed_takes_our_index(tmp_path: Path, words: tuple[str, ...], indic
 
 
 def test_a_cpu_needs_no_deepspeed() -> None:
-    """For a rank on the CPU nothing is changed, and DeepSpeed is not even imported."""
+    """For a rank on the CPU nothing changes, and DeepSpeed is not imported."""
     code = "import sys, torch; from hpcinit.runtime import devices; devices.for_deepspeed(torch.device('cpu')); print('deepspeed' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

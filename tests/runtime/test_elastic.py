@@ -1,4 +1,4 @@
-"""launch=torchrun: agents that meet and restart together, their ranks, their signals."""
+"""launch=torchrun: the agents' rendezvous and restarts, their ranks, their signals."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def agent(rank: int, nodes: int = 2) -> World:
     return World("slurm", rank, nodes, 0, 1, rank, hosts, "n1", (20000,), "43.0.0")
 
 
-def parties(
+def two_agents(
     monkeypatch: pytest.MonkeyPatch, store: Store, timeout_s: float = 20
 ) -> tuple[list[AgentRendezvous], list[Restart]]:
-    """Two agents that have met over `store`, and what the first has begun. Meeting itself is shown by the jobs below."""
-    monkeypatch.setattr(rendezvous_handler, "_meet", lambda *_: PrefixStore("x", store))
+    """Return two agents that share `store`, and the restarts that the first one recorded. Jobs show the real rendezvous."""
+    monkeypatch.setattr(rendezvous_handler, "_join", lambda *_: PrefixStore("x", store))
     begun: list[Restart] = []
     made = [AgentRendezvous(agent(rank), SPEC, lambda: timedelta(seconds=timeout_s), begun.append) for rank in range(2)]
     for one in made:
@@ -60,7 +60,7 @@ def parties(
     return made, begun
 
 
-def beside(act: Callable[[], Any]) -> threading.Thread:
+def in_thread(act: Callable[[], Any]) -> threading.Thread:
     thread = threading.Thread(target=act, daemon=True)
     thread.start()
     return thread
@@ -70,13 +70,13 @@ def beside(act: Callable[[], Any]) -> threading.Thread:
 
 
 def test_one_agents_failure_is_all_agents_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent whose ranks run hears that another's have failed; both begin the same start for the same cause, once."""
-    (first, second), begun = parties(monkeypatch, HashStore())
+    """An agent with running ranks learns that another's have failed; both do the same restart for the same cause, once."""
+    (first, second), begun = two_agents(monkeypatch, HashStore())
     assert first.num_nodes_waiting() == second.num_nodes_waiting() == 0
     first.call_for_restart(ECHO)
     second.call_for_restart(WHY)
     assert first.num_nodes_waiting() == 1
-    thread = beside(first.next_rendezvous)
+    thread = in_thread(first.next_rendezvous)
     assert second.next_rendezvous().world_size == 2
     thread.join(20)
     assert (first.start, second.start, first.why, second.why, begun) == (1, 1, WHY, WHY, [WHY])
@@ -84,25 +84,25 @@ def test_one_agents_failure_is_all_agents_restart(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_agent_that_is_done_still_hears(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of one node that have ended well are begun again too when another node's fail."""
-    (first, second), _ = parties(monkeypatch, HashStore())
+    """Ranks that have already succeeded restart too when another node's ranks fail."""
+    (first, second), _ = two_agents(monkeypatch, HashStore())
     assert not first.all_done() and not first.all_done()
     second.call_for_restart(WHY)
     assert first.num_nodes_waiting() == 1
-    thread = beside(first.next_rendezvous)
+    thread = in_thread(first.next_rendezvous)
     second.next_rendezvous()
     thread.join(20)
     assert not first.all_done(), "in the second start"
     assert second.all_done() and first.all_done()
-    thread = beside(first.leave)
+    thread = in_thread(first.leave)
     second.leave()
     thread.join(5)
-    assert not thread.is_alive(), "the store's owner waits for the others only"
+    assert not thread.is_alive(), "the first agent waits for the others only"
 
 
 def test_after_the_last_failure_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent that is done goes, where another has ended for good."""
-    (first, second), _ = parties(monkeypatch, HashStore())
+    """An agent that is done leaves if another one has ended without a restart."""
+    (first, second), _ = two_agents(monkeypatch, HashStore())
     assert not first.all_done()
     second.end()
     assert first.all_done()
@@ -110,18 +110,18 @@ def test_after_the_last_failure_nobody_waits(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_agent_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lost node holds a restart up for the start-up's time, not longer."""
-    (first, _), begun = parties(monkeypatch, HashStore(), timeout_s=0.2)
+    """A lost node delays a restart for the start-up timeout, not longer."""
+    (first, _), begun = two_agents(monkeypatch, HashStore(), timeout_s=0.2)
     first.call_for_restart(WHY)
     with pytest.raises(
-        BringUpError, match=r"restart 1 inside the job is not begun after 0.2 s: the agents of n2 did not"
+        BringUpError, match=r"restart 1 inside the job timed out after 0.2 s: no agent connected from n2; are"
     ):
         first.next_rendezvous()
     assert begun == []
 
 
 def test_the_first_agent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its store with it: the others say so, and do not take it for a failure of theirs."""
+    """If the first agent is gone with its store, the others report that, not a failure of a rank."""
     code = (
         "import datetime, sys, time; from torch.distributed import TCPStore\n"
         "store = TCPStore('127.0.0.1', 0, None, True, wait_for_workers=False)\n"
@@ -131,23 +131,25 @@ def test_the_first_agent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         assert server.stdout is not None
         port = int(server.stdout.readline())
         store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5), wait_for_workers=False)
-        (_, second), _ = parties(monkeypatch, store)
+        (_, second), _ = two_agents(monkeypatch, store)
         server.kill()
         server.wait()
-    with pytest.raises(BringUpError, match=r"the first agent, on n1, is gone: .*; its node's words in the job's log"):
+    with pytest.raises(
+        BringUpError, match=r"the first agent, on n1, is gone: .*; see the messages of its node in the job's log"
+    ):
         second.num_nodes_waiting()
-    second.end()  # no more than can be done
+    second.end()  # must not raise
 
 
-def test_agents_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the meeting says, and that its ranks are agents."""
+def test_agents_that_do_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is the rendezvous's, with the note that its ranks are agents."""
 
     def fails(*_: object) -> None:
-        raise BringUpError("1 of 2 ranks are missing: rank 1 never arrived (nobody came from n2)")
+        raise BringUpError("1 of 2 ranks are missing: rank 1 never connected (no rank connected from n2)")
 
     monkeypatch.setattr(rendezvous_handler.join, "join_rendezvous", fails)
     with pytest.raises(
-        BringUpError, match=r"did not meet \(a rank here is an agent\): 1 of 2 ranks are missing: rank 1"
+        BringUpError, match=r"did not connect \(a rank here is an agent\): 1 of 2 ranks are missing: rank 1"
     ):
         AgentRendezvous(agent(0), SPEC, lambda: timedelta(seconds=1), lambda _: None)
 
@@ -165,7 +167,7 @@ def workers(tmp_path: Path, code: str, count: int = 2) -> Workers:
 
 
 def test_ranks_have_sessions_logs_and_environments_of_their_own(tmp_path: Path) -> None:
-    """Logs are appended to, and what a rank has ended with is told by rank."""
+    """Logs are appended to, and exit statuses are reported by rank."""
     (tmp_path / "0.log").write_text("before\n")
     ranks = workers(tmp_path, 'echo rank $N; exit "$N"')
     pids = ranks.pids()
@@ -175,7 +177,7 @@ def test_ranks_have_sessions_logs_and_environments_of_their_own(tmp_path: Path) 
 
 
 def test_stopping_leaves_nothing(tmp_path: Path) -> None:
-    """Ranks that pay no heed to SIGTERM are killed after the grace time, and what they have started with them."""
+    """Ranks that ignore SIGTERM are killed after the grace time, with the processes they have started."""
     ranks = workers(tmp_path, "trap '' TERM; sleep 300 & echo $!; wait; wait")
     logs = [tmp_path / f"{number}.log" for number in range(2)]
     until(lambda: all(log.exists() and log.read_text().strip() for log in logs))
@@ -193,7 +195,7 @@ def _runs(pid: int) -> bool:
 
 
 def test_a_signal_reaches_a_rank_and_what_it_has_started(tmp_path: Path) -> None:
-    """As it would reach a task's process group; ranks that have ended are passed over."""
+    """A signal reaches a rank's process group; ranks that have ended are skipped."""
     ranks = workers(
         tmp_path,
         'test "$N" = 0 && exit; trap "echo usr1" USR1; (trap "echo below" USR1; echo up; sleep 60 & wait); wait',
@@ -226,11 +228,11 @@ def test_a_group_whose_rank_was_reaped_gets_no_signal(tmp_path: Path, monkeypatc
     asked.clear()
     ranks.stop(0.1)
     ranks.signal(signal.SIGTERM)
-    assert asked == [], "all are reaped: there is no group of ours"
+    assert asked == [], "all are reaped, so no group may be signaled"
 
 
-def test_what_a_rank_leaves_behind_ends_with_the_others(tmp_path: Path) -> None:
-    """A background process of a rank that has ended well is killed when the agent stops its ranks."""
+def test_background_processes_end_with_the_ranks(tmp_path: Path) -> None:
+    """A background process of a rank that succeeded is killed when the agent stops its ranks."""
     ranks = workers(tmp_path, 'sleep 299.5 & echo $!; test "$N" = 0 && exit; wait')
     until(lambda: 0 in ranks.ended() and all((tmp_path / f"{n}.log").read_text().strip() for n in range(2)))
     left = int((tmp_path / "0.log").read_text())
@@ -240,17 +242,17 @@ def test_what_a_rank_leaves_behind_ends_with_the_others(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_cannot_be_started_leaves_none(tmp_path: Path) -> None:
-    """The others of its node are ended, and the error is the system's."""
+    """If a rank cannot be started, the others of its node are ended, and the error is the system's."""
     starts = [Start(dict(os.environ), tmp_path / "0.log"), Start(dict(os.environ), tmp_path / "no/1.log")]
     with pytest.raises(FileNotFoundError, match=r"no/1\.log"):
         Workers(["sleep", "298.5"], starts, _plainly)
-    assert b"298.5" not in b"".join(
-        path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if _runs(int(path.parent.name))
-    )
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended in between
+            assert not _runs(int(path.parent.name)) or b"298.5" not in path.read_bytes()
 
 
 def test_a_rank_whose_log_has_no_room(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It is started all the same, and prints to the log of its agent."""
+    """A rank whose log cannot be opened starts anyway, and prints to the log of its agent."""
     with small_disk(tmp_path / "disk", "nr_inodes=1") as place:
         ranks = Workers(["echo", "hello"], [Start(dict(os.environ), place / "0.log")], _plainly)
         until(lambda: ranks.ended() == {0: 0})
@@ -259,7 +261,7 @@ def test_a_rank_whose_log_has_no_room(tmp_path: Path, capfd: pytest.CaptureFixtu
 
 
 def test_a_restart_that_cannot_be_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The ranks start again on a full disk too; two warnings name what is not on record."""
+    """The ranks start again on a full disk too; two warnings name what is not recorded."""
     from hpcinit.launch.torchrun import torchrun_job
 
     with small_disk(tmp_path / "run", "nr_inodes=4") as place:  # errors/, its file, and no further folder
@@ -268,15 +270,15 @@ def test_a_restart_that_cannot_be_recorded(tmp_path: Path, capsys: pytest.Captur
         (place / "errors" / record.name).write_text(record.to_json())
         fill(place)
         node = object.__new__(torchrun_job.Node)
-        node._folder, node._begins = place, lambda why: "begins"  # type: ignore[method-assign]
-        node._begin(Restart("43.0.0", 1, 1.0, 0, "n1", "Killed"))
+        node._folder, node._restart_message = place, lambda why: "restart message"  # type: ignore[method-assign]
+        node._record_restart(Restart("43.0.0", 1, 1.0, 0, "n1", "Killed"))
     err = capsys.readouterr().err
-    assert "the old error records' new place cannot be written: " in err and "elastic.jsonl cannot be written: " in err
-    assert "hpcinit: begins" in err
+    assert "the folder of old error records cannot be written: " in err and "elastic.jsonl cannot be written: " in err
+    assert "hpcinit: restart message" in err
 
 
 def test_a_rank_has_the_cpus_that_it_is_given(tmp_path: Path) -> None:
-    """And the agent keeps its own."""
+    """Ranks get their CPUs, and the agent keeps its own."""
     before = os.sched_getaffinity(0)
     cpu = min(before)
     code = "import os; print(os.sched_getaffinity(0))"
@@ -292,11 +294,11 @@ def test_no_rank_outlives_its_agent(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", agent], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "up\n"
         process.kill()
-        assert process.stdout.read() == "", "the pipe ends with the last that holds it"
+        assert process.stdout.read() == "", "the pipe closes with its last process"
 
 
 def test_a_rank_whose_agent_is_gone_already() -> None:
-    """It died before the rank could ask to be told: the rank does not begin."""
+    """If the agent died before the rank could register for it, the rank does not start."""
     code = "from hpcinit.base import process_limits; process_limits.die_with_parent(); print('up')"
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "HPCINIT_PARENT": "1"}, capture_output=True, check=False
@@ -307,20 +309,20 @@ def test_a_rank_whose_agent_is_gone_already() -> None:
 # --- signals
 
 
-def heard(kind: str, *numbers: int) -> str:
-    """What an agent makes of signals that its parent sends; kind: where they come from."""
+def reaction(kind: str, *numbers: int) -> str:
+    """Return an agent's reaction to signals of its parent. kind: who sends them."""
     code = f"""
 import os, sys, time
 from hpcinit.launch.torchrun.agent_signals import Signals
-came = Signals(under_slurm={kind == "slurm"})
+received = Signals(under_slurm={kind == "slurm"})
 if {kind != "early"}:
-    came.begin()
+    received.collect()
 print("up", flush=True)
 found, deadline = [], time.monotonic() + 30
 while len(found) < {len(numbers)} and time.monotonic() < deadline:
-    found += came.take()
+    found += received.take()
     time.sleep(0.01)
-print([(one.number.name, one.pass_on) for one in found])
+print([(one.number.name, one.forward) for one in found])
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "up\n"
@@ -332,27 +334,27 @@ print([(one.number.name, one.pass_on) for one in found])
 
 
 def test_who_has_had_a_signal_already() -> None:
-    """Slurm's signals reach every process of a step: what comes from slurmstepd is not passed on a second time."""
+    """Slurm's signals reach every process of a step, so the agent does not forward signals of slurmstepd."""
     both = (signal.SIGUSR1, signal.SIGTERM)
-    assert heard("slurm", *both) == "[('SIGUSR1', False), ('SIGTERM', False)]"
-    assert heard("local", *both) == "[('SIGUSR1', True), ('SIGTERM', True)]"
+    assert reaction("slurm", *both) == "[('SIGUSR1', False), ('SIGTERM', False)]"
+    assert reaction("local", *both) == "[('SIGUSR1', True), ('SIGTERM', True)]"
 
 
 def test_without_ranks_a_signal_ends_the_agent() -> None:
-    """While agents meet there is nobody to save anything; a warning before the time limit ends nothing."""
-    assert heard("early", signal.SIGUSR1, signal.SIGTERM) == "-15"
+    """During the rendezvous SIGTERM ends an agent, because no rank has to save; a warning signal does not."""
+    assert reaction("early", signal.SIGUSR1, signal.SIGTERM) == "-15"
 
 
-# --- what is refused
+# --- refusals
 
 
 def test_messages_of_the_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another argument than a spec, another number of agents than nodes, a Python without torch."""
+    """A wrong argument, a wrong number of agents and a Python without torch are refused."""
     for words in ([], ["x.py"], ["spec.json", "more"]):
         with pytest.raises(RequestError, match=r"expected a run folder's spec\.json and nothing else"):
             entry.main(words)
     with pytest.raises(
-        RequestError, match=r"is of 2 nodes, and slurm started 3 agents on 3 nodes; expected one on each: .*job\.sh"
+        RequestError, match=r"is for 2 nodes, but slurm started 3 agents on 3 nodes; expected one on each: .*job\.sh"
     ):
         entry._refuse_another_size(SPEC, agent(0, nodes=3), tmp_path / "spec.json")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -360,7 +362,7 @@ def test_messages_of_the_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         entry.main(["spec.json"])
 
 
-# --- values of the agents' store that no agent wrote
+# --- invalid values in the agents' store
 
 
 ODD = ["", "{", "null", "[]", "3", "NaN", '{"job": 1}', "[" * 100_000, '"\\ud800"', '{"clock": ' + "9" * 5000 + "}"]
@@ -368,33 +370,33 @@ WRONG = [None, True, -1, 10**30, "", "\ud800", [], {}, float("nan"), float("inf"
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_reason_of_another_kind_ends_no_agent(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Whatever stands in the store as the reason of a failure, both agents restart, for a reason that can be printed."""
+def test_an_invalid_reason_ends_no_agent(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """For any value in the store as the reason of a failure, both agents restart, with a printable reason."""
     chance = random.Random(seed)
     store = HashStore()
-    (first, second), begun = parties(monkeypatch, store)
+    (first, second), begun = two_agents(monkeypatch, store)
     document = {**json.loads(WHY.to_json()), **{chance.choice(list(vars(WHY))): chance.choice(WRONG)}}
     odd = chance.choice(ODD) if seed % 2 else json.dumps(document)
     for rank in range(2):
         PrefixStore("x", store).set(f"why/0/{rank}", odd)
     PrefixStore("x", store).set("failed/0", "")
-    thread = beside(first.next_rendezvous)
+    thread = in_thread(first.next_rendezvous)
     second.next_rendezvous()
     thread.join(20)
     assert first.start == second.start == 1 and str(second.why) and begun == [first.why] == [second.why]
 
 
 def test_a_restart_that_cannot_be_read_is_an_error_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent that cannot read what the first one announces stops with a message about it."""
+    """An agent that cannot read the first one's announcement stops with an error that shows it."""
     store = HashStore()
-    (_, second), _ = parties(monkeypatch, store)
+    (_, second), _ = two_agents(monkeypatch, store)
     PrefixStore("x", store).set("go/1", "{}")
     with pytest.raises(BringUpError, match=r"the first agent, on n1, announced restart 1 .* '\{\}'"):
         second.next_rendezvous()
 
 
-def test_1000_lines_of_another_kind_are_no_restart() -> None:
-    """from_json() makes a Restart of the right types of any text, or raises one of the errors that it documents."""
+def test_1000_invalid_restart_records() -> None:
+    """from_json() makes a Restart of the right types from any text, or raises one of its documented errors."""
     chance = random.Random(16)
     for _ in range(1000):
         document = json.loads(WHY.to_json())

@@ -1,6 +1,6 @@
 """Which device the first barrier of a process group uses, in every layout of ranks that Slurm can make.
 
-A fake: no GPU is used. torch is told how many devices a rank sees, its group is not made, and the barrier's arguments are
+A fake: no GPU is used. The number of visible devices is faked, no group is created, and the barrier's arguments are
 recorded. The environments are real ones, recorded from Slurm. tests/gpu can import wrong_devices and run it as it is.
 """
 

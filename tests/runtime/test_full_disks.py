@@ -16,7 +16,7 @@ from tests.runtime.test_stopping import END
 from tests.small_disks import fill, small_disk
 from tests.waiting import until
 
-# Each step waits for the file of its number, so that a test decides what is full at which step.
+# Each step waits for the file of its number, so that a test controls which disk is full at which step.
 TRAIN = """
 import os, time
 from pathlib import Path
@@ -48,7 +48,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def scratch(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """TMPDIR, and with it the ranks' private folder: a small disk."""
+    """A small disk as TMPDIR, which contains the ranks' private folder."""
     with small_disk(here / "scratch") as place:
         monkeypatch.setenv("TMPDIR", str(place))
         yield place
@@ -56,7 +56,7 @@ def scratch(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def run(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The run folder: a small disk."""
+    """A small disk as the run folder."""
     with small_disk(here / "run") as place:
         (place / "errors").mkdir()
         monkeypatch.setenv("FOLDER", str(place))
@@ -69,7 +69,7 @@ def go(*steps: int) -> None:
 
 
 def test_a_full_scratch_disk_does_not_end_the_ranks(here: Path, scratch: Path, run: Path) -> None:
-    """A rank whose heartbeat has no room trains on without one, and says so once."""
+    """A rank without disk space for its heartbeat continues without one, with one warning."""
     fill(scratch)
     go(*range(1, 7))
     with ranks(TRAIN + END, 2, here) as found:
@@ -83,7 +83,7 @@ def test_a_full_scratch_disk_does_not_end_the_ranks(here: Path, scratch: Path, r
 
 
 def test_a_scratch_disk_without_inodes(here: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that takes no further file is as one without a byte left."""
+    """A disk without inodes is handled like a disk without free bytes."""
     with small_disk(here / "scratch", "size=1m,nr_inodes=3") as place:
         folder = place / f"hpcinit-{os.geteuid()}"
         folder.mkdir(mode=0o700)
@@ -96,8 +96,8 @@ def test_a_scratch_disk_without_inodes(here: Path, run: Path, monkeypatch: pytes
 
 
 def test_a_full_run_folder_during_training(here: Path, run: Path) -> None:
-    """Neither progress nor heartbeats can be written for some steps: one warning each, and when there is room again
-    the last step is on record."""
+    """While progress and heartbeats cannot be written for some steps, there is one warning each; afterwards the last
+    step is recorded."""
     with ranks(TRAIN + END, 1, here) as found:
         go(1)
         until(Path("done-1").exists, 60)
@@ -115,8 +115,8 @@ def test_a_full_run_folder_during_training(here: Path, run: Path) -> None:
 
 
 def test_errors_of_quotas_and_file_servers(here: Path, run: Path) -> None:
-    """Every write below the run folder fails from step 2 to 5, with EDQUOT, EIO and ESTALE in turns (a stand-in: os.open
-    and io.open alone)."""
+    """Every write in the run folder fails from step 2 to 5, with EDQUOT, EIO and ESTALE in turn (os.open and io.open are
+    fakes)."""
     code = """
 import builtins, errno, io, itertools, os
 from pathlib import Path
@@ -125,12 +125,12 @@ def bad(path):
     if str(path).startswith(os.environ["FOLDER"]) and Path("done-1").exists() and not Path("done-5").exists():
         number = next(errors)
         raise OSError(number, os.strerror(number), str(path))
-def failing(path, *words, **more):
+def failing(path, *texts, **more):
     bad(path)
-    return real_open(path, *words, **more)
-def failing_io(path, *words, **more):
+    return real_open(path, *texts, **more)
+def failing_io(path, *texts, **more):
     bad(path)
-    return real_io(path, *words, **more)
+    return real_io(path, *texts, **more)
 os.open, io.open, builtins.open = failing, failing_io, failing_io
 """
     go(1)
@@ -146,8 +146,10 @@ os.open, io.open, builtins.open = failing, failing_io, failing_io
 
 
 def test_a_file_server_that_hangs_stops_no_step(here: Path, run: Path) -> None:
-    """The first write of progress.json blocks in the kernel, here in open(2) of a FIFO: the steps go on, and the
-    rank's end waits for it for a bounded time only."""
+    """If the first write of progress.json blocks in the kernel (here in open(2) of a FIFO), the steps continue.
+
+    The rank's exit waits for it for a limited time.
+    """
     hanging = "path = os.environ['FOLDER'] + f'/progress.json.{os.getpid()}.tmp'\nos.mkfifo(path)\n"
     with ranks("import os\n" + hanging + TRAIN + END, 1, here, HANG_S="0") as found:
         go(*range(1, 7))
@@ -157,7 +159,7 @@ def test_a_file_server_that_hangs_stops_no_step(here: Path, run: Path) -> None:
     assert "progress.json" in text and "not written within" in text, text
 
 
-def test_a_hang_is_told_and_ended_where_its_report_cannot_be_written(here: Path, run: Path) -> None:
+def test_a_hang_is_reported_and_ended_on_a_full_disk(here: Path, run: Path) -> None:
     """hang.action=end ends a rank also when the run folder is full."""
     with ranks(TRAIN + END, 1, here, ACTION="end") as found:
         go(1, 2)
@@ -165,11 +167,11 @@ def test_a_hang_is_told_and_ended_where_its_report_cannot_be_written(here: Path,
         fill(run)
         status, text = found[0].end()
     assert status == 76 and text.count("the training hangs: ") == 1, text
-    assert "rank 0 ends after" in text
+    assert "rank 0 exits after" in text
 
 
 def test_a_result_that_cannot_be_written(here: Path, run: Path) -> None:
-    """The run ends well, and rank 0's last word is the result and where it belongs."""
+    """The run succeeds, and rank 0's last line has the result and the file that could not be written."""
     with ranks(TRAIN + END, 1, here, RESULT="0.25", HANG_S="0") as found:
         go(*range(1, 6))
         until(Path("done-5").exists, 60)
@@ -177,11 +179,11 @@ def test_a_result_that_cannot_be_written(here: Path, run: Path) -> None:
         go(6)
         status, text = found[0].end()
     assert status == 0, text
-    assert f"the result is not in {run}/result.json" in text and '{"value": 0.25}' in text, text
+    assert f"{run}/result.json could not be written" in text and '{"value": 0.25}' in text, text
 
 
-def test_a_result_is_written_when_there_is_room_again(here: Path, run: Path) -> None:
-    """It is tried again until the process ends."""
+def test_a_result_is_written_when_there_is_space_again(here: Path, run: Path) -> None:
+    """Writing the result is retried until the process exits."""
     later = (
         "import time\nfrom pathlib import Path\nPath('asked').touch()\n"
         + "while not Path('end').exists(): time.sleep(0.05)\n"
@@ -200,11 +202,11 @@ def test_a_result_is_written_when_there_is_room_again(here: Path, run: Path) -> 
 
 
 def test_no_rank_dies_of_a_bus_error(here: Path, scratch: Path, run: Path) -> None:
-    """The file of heartbeats is cut short by somebody while the ranks train."""
+    """Truncating the heartbeat file while the ranks train does not kill them."""
     with ranks(TRAIN + END, 2, here) as found:
         go(1, 2)
         until(Path("done-2").exists, 60)
-        for table in scratch.glob("*/*/beats"):
+        for table in scratch.glob("*/*/heartbeats"):
             os.truncate(table, 0)
         fill(scratch)
         go(3, 4, 5, 6)

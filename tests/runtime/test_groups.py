@@ -1,4 +1,4 @@
-"""Side groups: a job's rank 0 with a process outside, and what is said when somebody does not come."""
+"""Side groups: a job's rank 0 with a process outside the job, and the errors when a process is missing."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ ENGINE = """
 
 
 def test_weights_reach_a_process_outside_the_job(tmp_path: Path) -> None:
-    """With DeepSpeed on top rank 0 sends weights to a process that has no other group, and the job's own steps go on."""
+    """With DeepSpeed, rank 0 sends weights to a process without another group, and the job's steps continue."""
     side = {"SIDE": str(free_port())}
     outside = Rank(ENGINE, tmp_path / "outside.log", side)
     try:
@@ -79,7 +79,7 @@ def test_weights_reach_a_process_outside_the_job(tmp_path: Path) -> None:
 
 
 def _join(rank: int, port: int, world_size: int = 3, *, seconds: float = 2.0, backend: str = "gloo") -> object:
-    """The group, or what was raised."""
+    """Return the group, or the exception."""
     patience = timedelta(seconds=seconds)
     try:
         return side_group(
@@ -91,9 +91,9 @@ def _join(rank: int, port: int, world_size: int = 3, *, seconds: float = 2.0, ba
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[str]]]:
-    """`elsewhere(rank, ...)` joins in another thread, which stands for a process: none gets as far as torch's group.
+    """Run `elsewhere(rank, ...)` in another thread instead of a process: none gets as far as torch's group.
 
-    What they return is in the list once they have ended.
+    The list contains the return values after they have ended.
     """
     monkeypatch.setattr(os, "getpid", threading.get_ident)
     threads: list[threading.Thread] = []
@@ -109,12 +109,15 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[st
         thread.join()
 
 
-def test_who_never_came_is_named(elsewhere: Callable[..., list[str]]) -> None:
-    """At the deadline those who came name the ranks that did not, and who is there."""
+def test_missing_ranks_are_named(elsewhere: Callable[..., list[str]]) -> None:
+    """At the deadline the error names the missing ranks and the connected ones."""
     port = free_port()
     elsewhere(0, port, 4)
     said = str(_join(2, port, 4))
-    assert "ranks 1, 3 of 4 never came; here are rank 0 on " in said and f"rank 2 on {socket.gethostname()}" in said
+    assert (
+        "ranks 1, 3 of 4 did not connect in time; connected: rank 0 on " in said
+        and f"rank 2 on {socket.gethostname()}" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,19 +127,19 @@ def test_who_never_came_is_named(elsewhere: Callable[..., list[str]]) -> None:
         (
             0,
             {"rank": 1, "world_size": 2},
-            'rank 1 asks for {"world_size": 2, "backend": "gloo"}, and who came first for',
+            'rank 1 requests {"world_size": 2, "backend": "gloo"}, but the first rank requested',
         ),
         (
             0,
             {"rank": 1, "backend": "nccl"},
-            '"backend": "nccl"}, and who came first for {"world_size": 3, "backend": "g',
+            '"backend": "nccl"}, but the first rank requested {"world_size": 3, "backend": "g',
         ),
     ],
 )
-def test_processes_that_do_not_fit_together(
+def test_conflicting_processes(
     elsewhere: Callable[..., list[str]], first: int, then: dict[str, Any], said: str
 ) -> None:
-    """Two that claim a rank, or that mean another group by the name, are told so at once, and all others too."""
+    """Two processes with one rank, or with different settings for one name, fail at once, on all ranks."""
     port = free_port()
     for rank in range(first + 1):
         returned = elsewhere(rank, port, seconds=30)
@@ -147,35 +150,35 @@ def test_processes_that_do_not_fit_together(
     assert [said in other for other in returned] == [True] * (first + 1)
 
 
-def test_nobody_there() -> None:
-    """Without rank 0 the others say where they looked; rank 0 on a taken port says that it is taken."""
+def test_no_rank_0() -> None:
+    """Without rank 0 the error names the address; on a port in use rank 0's error reports that."""
     port = free_port()
-    assert f"side group 's' at 127.0.0.1:{port}: rank 1 did not find rank 0: " in str(_join(1, port, seconds=0.5))
+    assert f"side group 's' at 127.0.0.1:{port}: rank 1 cannot connect to rank 0: " in str(_join(1, port, seconds=0.5))
     with socket.create_server(("127.0.0.1", port)):
         assert "rank 0 cannot listen there: [Errno 98] Address already in use" in str(_join(0, port))
 
 
-def test_a_silent_server_is_given_up() -> None:
-    """A foreign server that answers nothing does not hold a process beyond its timeout."""
+def test_a_silent_server_times_out() -> None:
+    """A foreign server that never responds does not block a process beyond its timeout."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         said = str(_join(1, silent.getsockname()[1], seconds=0.5))
-    assert "rank 1 did not find rank 0: somebody listens there who says nothing" in said
+    assert "rank 1 cannot connect to rank 0: a process listens there but does not respond" in said
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [({"rank": 2}, "rank is 2, expected 0 to 1"), ({"port": 0}, "port is 0, expected 1 to 65535")],
 )
-def test_requests_that_cannot_be(wrong: dict[str, int], said: str) -> None:
-    """A rank outside the group and a port that is none are refused before anybody waits."""
+def test_invalid_requests(wrong: dict[str, int], said: str) -> None:
+    """An invalid rank or port is refused before any waiting."""
     asked = {"rank": 0, "port": 29_400, **wrong}
     assert said in str(_join(asked["rank"], asked["port"], 2))
 
 
 def test_a_default_group_that_is_bound_to_a_device_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While torch makes the side group it does not see the default group's device, and afterwards it is back.
+    """While torch creates the side group it does not see the default group's device, which is restored afterwards.
 
-    There is no GPU: a gloo group is marked as bound, and what torch would look at is recorded.
+    There is no GPU: a gloo group is marked as bound, and the value that torch would read is recorded.
     """
     seen: list[object] = []
     make = c10d._new_process_group_helper
@@ -190,14 +193,14 @@ def test_a_default_group_that_is_bound_to_a_device_is_not_split(monkeypatch: pyt
         monkeypatch.setattr(c10d, "_new_process_group_helper", recorded)
         group = _join(0, free_port(), 1)
         assert seen == [None] and c10d._get_default_group().bound_device_id == torch.device("cuda", 0)
-        assert "'s' exists in this process" in str(_join(0, free_port(), 1))
+        assert "'s' already exists in this process" in str(_join(0, free_port(), 1))
         assert dist.get_world_size(group) == 1  # type: ignore[arg-type]
     finally:
         dist.destroy_process_group()
 
 
-def test_bytes_of_another_program_are_shown(elsewhere: Callable[..., list[str]]) -> None:
-    """Whoever reaches the port can write to the store: what is no text is an error with a message, and no traceback."""
+def test_binary_data_in_the_store(elsewhere: Callable[..., list[str]]) -> None:
+    """Any process can write to the store: binary data is an error with a message, without a traceback."""
     port = free_port()
     returned = elsewhere(0, port, 3, seconds=30)
     store = TCPStore("127.0.0.1", port, 3, False, timedelta(seconds=20), wait_for_workers=False)

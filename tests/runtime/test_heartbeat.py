@@ -1,4 +1,4 @@
-"""A training that hangs says who waits for whom: real ranks over gloo, one of which does not come."""
+"""Hang reports: real ranks over gloo, one of which does not enter the collective."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def lines_of(*given: object, **more: object) -> tuple[str, ...]:
     return hang_report.report(*given, **more).lines()  # type: ignore[arg-type]
 
 
-def test_the_rank_that_does_not_come_is_named(folder: Path) -> None:
-    """The others wait in all_reduce, it is in a function of the program's; when it comes at last all goes on."""
+def test_the_rank_outside_the_collective_is_named(folder: Path) -> None:
+    """The other ranks wait in all_reduce while it is in the program's function; later all continue."""
     with ranks(TRAIN + END, 3, folder) as found:
         until(lambda: report(folder).count("\n") >= 3)
         text = report(folder)
@@ -68,41 +68,41 @@ def test_the_rank_that_does_not_come_is_named(folder: Path) -> None:
     assert [status for status, _ in ends] == [0, 0, 0], ends
     assert hang_report.from_document(record).lines() == tuple(text.splitlines())
     assert (record["rank"], record["state"]) == (2, hang_report.ELSEWHERE)
-    assert "no step for " in text and "last told: step 19 by ranks 0-2" in text
+    assert "no step for " in text and "last steps: step 19 by ranks 0-2" in text
     assert "ranks 0-1 wait in all_reduce, called at <string>:16 in <module>" in text
-    assert "has not come to a collective: it is at <string>:12 in read" in text and "rank 2 on " in text
-    assert sum("the training hangs" in said for _, said in ends) == 1  # by one rank, not by all
-    assert "rank 2 goes on" in ends[2][1]
+    assert "is not in a collective: it is at <string>:12 in read" in text and "rank 2 on " in text
+    assert sum("the training hangs" in output for _, output in ends) == 1  # by one rank, not by all
+    assert "rank 2 continues" in ends[2][1]
     assert nodes == [{"node": os.uname().nodename}], "for the batch script"
     assert not list(folder.glob("hang/*/*"))
 
 
-def test_a_stopped_process_is_seen_by_its_neighbours(folder: Path) -> None:
-    """Its own thread cannot tell anything: the first rank of the node that runs looks at the process."""
+def test_a_stopped_process_is_detected_by_other_ranks(folder: Path) -> None:
+    """Its own thread does not run, so the first running rank of the node reports the process state."""
     with ranks(TRAIN.replace("step == 20", "step == 99") + END, 3, folder) as found:
         until(lambda: "up in" in (folder / "rank-0.log").read_text())
-        until(lambda: bool(list(folder.glob("beats/*/*.json"))))
+        until(lambda: bool(list(folder.glob("heartbeats/*/*.json"))))
         found[0].process.send_signal(signal.SIGSTOP)
-        until(lambda: "cannot be asked" in report(folder))
+        until(lambda: "does not respond" in report(folder))
         text = report(folder)
         found[0].process.send_signal(signal.SIGCONT)
         assert [rank.end()[0] for rank in found] == [0, 0, 0]
     pid = found[0].process.pid
-    assert f"cannot be asked: process {pid} is stopped" in text and "ranks 1-2 wait in all_reduce" in text
+    assert f"does not respond: process {pid} is stopped" in text and "ranks 1-2 wait in all_reduce" in text
 
 
 def test_a_hang_can_end_the_ranks(folder: Path) -> None:
-    """hang.action=end: the first ends with the status that says so, and one error record has the report.
+    """With hang.action=end the first rank exits with the status for hangs, and one error record has the report.
 
-    A rank may see its peers go before its own turn comes: then its collective fails.
+    A rank may detect that its peers have exited before it exits itself: then its collective fails.
     """
     with ranks(TRAIN, 3, folder, ACTION="end", HPCINIT_RUN="") as found:
         statuses = [rank.end()[0] for rank in found]
     assert hang_report.HUNG in statuses and set(statuses) <= {hang_report.HUNG, 1}, statuses
-    assert any(f"rank {rank} ends after" in (folder / f"rank-{rank}.log").read_text() for rank in range(3))
+    assert any(f"rank {rank} exits after" in (folder / f"rank-{rank}.log").read_text() for rank in range(3))
 
 
-# Written by faulthandler of Python 3.11 in a rank that waited in all_gather_object, shortened in the middle.
+# Output of Python 3.11's faulthandler in a rank that waited in all_gather_object, shortened.
 STACK = """main thread 0x00007f6b1f0a8740
 Current thread 0x00007f6ae7fff6c0 (most recent call first):
   File "/x/hpcinit/runtime/lifecycle/heartbeat.py", line 111 in _dump
@@ -117,8 +117,8 @@ Thread 0x00007f6b1f0a8740 (most recent call first):
 """
 
 
-def test_a_stack_is_read() -> None:
-    """The outermost of torch's own names, and the program's own line."""
+def test_a_stack_is_parsed() -> None:
+    """The parser finds torch's outermost function, and the program's line."""
     assert hang_report.place(STACK) == hang_report.Place("all_gather_object", "train.py:57 in evaluate")
     backward = STACK.replace('distributed_c10d.py", line 3108 in all_gather_object', 'x.py", line 1 in y').replace(
         'distributed/distributed_c10d.py", line 4033 in all_gather',
@@ -127,44 +127,44 @@ def test_a_stack_is_read() -> None:
     assert hang_report.place(backward).waits_in == "backward"
     assert hang_report.place("") == hang_report.Place("", "")
     ours = STACK.replace("/home/me/train.py", "/home/me/hpcinit/hpcinit/jobs/train_gpt.py")
-    assert hang_report.place(ours).at == "train_gpt.py:57 in evaluate", "a job that comes with hpcinit is a program too"
+    assert hang_report.place(ours).at == "train_gpt.py:57 in evaluate", "a job of hpcinit is a program too"
 
 
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ("gone", "process 7 is gone"),
+        ("gone", "process 7 has exited"),
         ("in the kernel", "process 7 waits in the kernel, for a disk or a driver"),
-        ("mute", "lets no other thread run"),
-        ("", "process 7 left no stack"),
+        ("mute", "holds the GIL"),
+        ("", "process 7 wrote no stack"),
     ],
 )
-def test_ranks_that_cannot_be_asked(state: str, words: str) -> None:
-    """Each with what its node sees of it."""
+def test_ranks_that_do_not_respond(state: str, words: str) -> None:
+    """Each is reported with the process state that its node sees."""
     lines = lines_of([NodeHeartbeats("n1", 100.0, (RankHeartbeat(0, 7, 3, 9.0, state),))], {}, now_s=100.0, size=1)
-    assert lines[0] == "no step for 9 s; last told: step 3 by rank 0"
-    assert lines[1].startswith("rank 0 on n1 cannot be asked: ") and words in lines[1]
+    assert lines[0] == "no step for 9 s; last steps: step 3 by rank 0"
+    assert lines[1].startswith("rank 0 on n1 does not respond: ") and words in lines[1]
 
 
-def test_a_node_that_says_nothing_is_named(tmp_path: Path) -> None:
-    """Its file is old; half a file, as while it is replaced, is none."""
+def test_a_silent_node_is_named(tmp_path: Path) -> None:
+    """A silent node has an old file; a truncated file counts as missing."""
     node = NodeHeartbeats("n2", 1000.0, (RankHeartbeat(2, 7, 3, 9.0), RankHeartbeat(3, 8, 3, 9.0)))
     (tmp_path / "n2.json").write_text(node.to_json())
     (tmp_path / "n3.json").write_text('{"host": ')
     (tmp_path / "n4.json").write_text(json.dumps({"host": "n4"}))
     assert heartbeats.read(tmp_path) == [node]
-    assert "node n2 has said nothing for 500 s: ranks 2-3 ran there" in lines_of([node], {}, now_s=1500.0, size=4)
-    assert lines_of([], {}, now_s=0.0, size=0) == ("no rank has told a step yet",)
+    assert "node n2 has sent no heartbeat for 500 s; it runs ranks 2-3" in lines_of([node], {}, now_s=1500.0, size=4)
+    assert lines_of([], {}, now_s=0.0, size=0) == ("no rank has reported a step yet",)
 
 
-def test_a_node_that_is_frozen_whole_is_named_at_once() -> None:
-    """None of its ranks has left a stack, and none was seen to be ill: it is the node. One that sees its ranks still,
-    with a young word, or with one rank, which may be what is stopped, is not taken for frozen."""
+def test_a_frozen_node_is_named_at_once() -> None:
+    """A node is frozen if none of its ranks has written a stack and none was seen as stopped. A node with fresh
+    heartbeats, or with a single rank, which may itself be stopped, does not count as frozen."""
     well, ill = (
         (RankHeartbeat(2, 7, 3, 9.0), RankHeartbeat(3, 8, 3, 9.0)),
         (RankHeartbeat(2, 7, 3, 9.0, "stopped"), RankHeartbeat(3, 8, 3, 9.0)),
     )
-    frozen = "node n2 has said nothing for 16 s: ranks 2-3 ran there"
+    frozen = "node n2 has sent no heartbeat for 16 s; it runs ranks 2-3"
     assert frozen in lines_of([NodeHeartbeats("n2", 1000.0, well)], {}, 1016.0, 4, fresh_s=15.0)
     for node, now_s, stacks in (
         (NodeHeartbeats("n2", 1000.0, well), 1014.0, {}),
@@ -173,27 +173,27 @@ def test_a_node_that_is_frozen_whole_is_named_at_once() -> None:
         (NodeHeartbeats("n2", 1000.0, well), 1016.0, {3: hang_report.Place("", "")}),
     ):
         lines = lines_of([node], stacks, now_s, 4, fresh_s=15.0)
-        assert not any("has said nothing" in line for line in lines)
-        assert any(line.startswith("rank 2 on n2 cannot be asked: ") for line in lines)
+        assert not any("has sent no heartbeat" in line for line in lines)
+        assert any(line.startswith("rank 2 on n2 does not respond: ") for line in lines)
 
 
-def test_ranks_of_which_nothing_is_known_are_named() -> None:
-    """Neither a word of their node nor a stack: a node that was frozen before it wrote its first."""
+def test_ranks_without_any_record_are_named() -> None:
+    """Ranks without a node file and without a stack are named: their node was frozen before its first write."""
     node = NodeHeartbeats("n1", 100.0, (RankHeartbeat(0, 7, 3, 9.0),))
     lines = lines_of([node], {0: hang_report.Place("all_reduce", "train.py:9 in step")}, now_s=100.0, size=3)
     assert lines[1:] == (
         "rank 0 waits in all_reduce, called at train.py:9 in step",
-        "ranks 1-2 have never said anything",
+        "ranks 1-2 never reported anything",
     )
-    assert "rank 1 has never said anything" in lines_of([node], {}, now_s=100.0, size=2)
+    assert "rank 1 never reported anything" in lines_of([node], {}, now_s=100.0, size=2)
 
 
 def test_the_host_at_fault_is_the_first_that_the_report_names() -> None:
-    """A silent node comes first, then the lowest rank that waits in no collective; nobody if all wait."""
+    """A silent node is first, then the lowest rank outside a collective; none if all ranks wait."""
     waits, works = hang_report.Place("all_reduce", "train.py:9 in step"), hang_report.Place("", "train.py:5 in read")
     first = NodeHeartbeats("n1", 1000.0, (RankHeartbeat(0, 7, 3, 9.0), RankHeartbeat(1, 8, 3, 9.0)))
     second = NodeHeartbeats("n2", 1000.0, (RankHeartbeat(2, 7, 3, 9.0), RankHeartbeat(3, 8, 3, 9.0)))
-    old = NodeHeartbeats("n2", 900.0, second.beats)
+    old = NodeHeartbeats("n2", 900.0, second.heartbeats)
     for nodes, stacks, host in (
         ([first, second], {0: waits, 1: waits, 2: waits, 3: works}, "n2"),
         ([first, second], {0: waits, 1: works, 2: works}, "n1"),
@@ -208,7 +208,7 @@ def test_the_host_at_fault_is_the_first_that_the_report_names() -> None:
         assert bool(host) == bool(re.search(rf"(rank \d+ on|node) {host or 'n'}", lines))
 
 
-# What happens at step 20 of all ranks, instead of a read that rank 2 does not end.
+# Code that runs at step 20 on all ranks, instead of a read that blocks on rank 2.
 PHASES = """
 from datetime import timedelta
 import hpcinit.runtime.checkpoint
@@ -237,11 +237,11 @@ def test_a_long_phase_is_no_hang(folder: Path, code: str) -> None:
     with ranks(at_20(code) + END, 2, folder, ACTION="end") as found:
         ends = [rank.end() for rank in found]
     assert [status for status, _ in ends] == [0, 0], ends
-    assert not any("hangs" in said for _, said in ends) and not report(folder)
+    assert not any("hangs" in output for _, output in ends) and not report(folder)
 
 
-def test_a_phase_that_does_not_end_is_a_hang(folder: Path) -> None:
-    """Beyond the limit of its own the ranks are reported and ended, as in a step."""
+def test_a_phase_beyond_its_limit_is_a_hang(folder: Path) -> None:
+    """Beyond the phase's limit the ranks are reported and ended, as in a step."""
     code = at_20("with run.phase('evaluating', timedelta(seconds=4)): time.sleep(600)")
     with ranks(code + END, 2, folder, ACTION="end") as found:
         ends = [rank.end() for rank in found]
@@ -249,23 +249,23 @@ def test_a_phase_that_does_not_end_is_a_hang(folder: Path) -> None:
         hang_report.HUNG,
         1,
     }, ends
-    assert "in read" in "".join(said for _, said in ends)
+    assert "in read" in "".join(output for _, output in ends)
 
 
-def test_a_phase_does_not_make_later_hangs_invisible(folder: Path) -> None:
-    """A save of 4 s is no step of 4 s: the next hang is found after hang.after_s, not after 5 times 4 s."""
+def test_a_phase_does_not_hide_later_hangs(folder: Path) -> None:
+    """A save of 4 s does not count as a step of 4 s: the next hang is found after hang.after_s, not after 20 s."""
     code = at_20(
         "with run.phase('x'): time.sleep(4)\n    if step == 30: print(time.monotonic(), flush=True); time.sleep(600)"
     )
     with ranks(code + END, 1, folder, ACTION="end") as (rank,):
-        status, said = rank.end()
+        status, output = rank.end()
     assert status == hang_report.HUNG
-    after_s = float(said.partition("ends after ")[2].partition(" s")[0])
-    assert after_s < 15, said
+    after_s = float(output.partition("exits after ")[2].partition(" s")[0])
+    assert after_s < 15, output
 
 
 def test_the_first_step_may_take_long(folder: Path) -> None:
-    """A step 0 that is told before the loop, then 8 s of compiling: no step is known yet to compare with."""
+    """A step 0 reported before the loop and then 8 s of compiling is no hang: no step has been measured yet."""
     code = TRAIN.replace("for step in range(40):", "run.progress(0, 40)\ntime.sleep(8)\nfor step in range(20):")
     with ranks(code + END, 2, folder, ACTION="end") as found:
         ends = [rank.end() for rank in found]
@@ -273,14 +273,14 @@ def test_the_first_step_may_take_long(folder: Path) -> None:
 
 
 def test_a_job_that_is_suspended_does_not_hang(folder: Path) -> None:
-    """SIGSTOP to all ranks for 7 s, SIGCONT: nobody ran, and nothing is reported, although the first step afterwards is
-    slow. A hang afterwards still is."""
+    """A suspension of all ranks for 7 s (SIGSTOP, SIGCONT) is not reported, even if the next step is slow; a later hang
+    is."""
     code = TRAIN.replace("step == 20 and", "step == 35 and").replace(
         "    read(step)\n", "    if time.monotonic() - before > 5:\n        time.sleep(1.9)\n    read(step)\n", 1
     )
     code = code.replace("    time.sleep(0.02 if", "    before = time.monotonic()\n    time.sleep(0.02 if")
     with ranks(code, 3, folder, ACTION="end") as found:
-        until(lambda: "up in" in (folder / "rank-0.log").read_text() and bool(list(folder.glob("beats/*/*.json"))))
+        until(lambda: "up in" in (folder / "rank-0.log").read_text() and bool(list(folder.glob("heartbeats/*/*.json"))))
         for number, wait_s in ((signal.SIGSTOP, 7.0), (signal.SIGCONT, 0.0)):
             for rank in found:
                 rank.process.send_signal(number)
@@ -289,5 +289,5 @@ def test_a_job_that_is_suspended_does_not_hang(folder: Path) -> None:
         statuses = [rank.end()[0] for rank in found]
         took = time.monotonic() - resumed
     assert hang_report.HUNG in statuses and set(statuses) <= {hang_report.HUNG, 1}, statuses
-    (line,) = re.findall(r"last told: step (\d+) by", report(folder))
+    (line,) = re.findall(r"last steps: step (\d+) by", report(folder))
     assert int(line) >= 34 and took < 25, "the hang of the program itself, and no earlier one"

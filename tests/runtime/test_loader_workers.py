@@ -65,7 +65,7 @@ def _data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def below(pid: int) -> list[int]:
-    """All that a rank has started, workers before the process that started them."""
+    """Return all descendants of a rank, workers before the process that started them."""
     return [child.pid for child in reversed(psutil.Process(pid).children(recursive=True))]
 
 
@@ -82,7 +82,7 @@ def step(tmp_path: Path, ranks: Sequence[int], number: int) -> None:
 
 @pytest.mark.parametrize(("method", "persistent"), list(itertools.product(METHODS, [False, True])))
 def test_a_signal_to_all_processes_leads_to_the_save(tmp_path: Path, method: str, persistent: bool) -> None:
-    """SIGTERM reaches the workers half a second before their ranks, which then stop at one step without an error."""
+    """SIGTERM reaches the workers half a second before their ranks, which then stop at the same step without an error."""
     with ranks(training(method, persistent) + END, 2, tmp_path) as found:
         step(tmp_path, [0, 1], 10)
         pids = [rank.process.pid for rank in found]
@@ -92,12 +92,14 @@ def test_a_signal_to_all_processes_leads_to_the_save(tmp_path: Path, method: str
         for pid in pids:
             os.kill(pid, signal.SIGTERM)
         lines = last_lines(found)
-    assert len(set(lines)) == 1 and re.fullmatch(r"saved after \d+: told to end \(rank 0\)", lines[0]), lines
+    assert len(set(lines)) == 1 and re.fullmatch(r"saved after \d+: terminated by SIGTERM \(rank [01]\)", lines[0]), (
+        lines
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_workers_that_are_still_starting_are_protected(tmp_path: Path, method: str) -> None:
-    """The signal arrives while a worker imports torch, long before its loop, and stays without effect."""
+    """The signal arrives while a worker imports torch, long before its loop, and has no effect."""
     code = training(method).replace(
         "for step, batch", "run.should_stop()\nprint('starts', flush=True)\nfor step, batch"
     )
@@ -113,19 +115,20 @@ def test_workers_that_are_still_starting_are_protected(tmp_path: Path, method: s
         assert len(sent) >= 2, (tmp_path / "rank-0.log").read_text()
         os.kill(pid, signal.SIGTERM)
         lines = last_lines(found)
-    assert re.fullmatch(r"saved after \d+: told to end \(rank 0\)", lines[0]), lines
+    assert re.fullmatch(r"saved after \d+: terminated by SIGTERM \(rank [01]\)", lines[0]), lines
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_sigterm_ends_the_workers_of_a_program_that_does_not_ask(tmp_path: Path, method: str) -> None:
-    """Without should_stop() a rank dies of SIGTERM, and its workers die of it too."""
+def test_sigterm_ends_workers_without_should_stop(tmp_path: Path, method: str) -> None:
+    """Without should_stop() SIGTERM ends a rank and its workers."""
     code = training(method).replace("if stop := run.should_stop():", "if stop := None:")
     with ranks(code + END, 1, tmp_path) as found:
         step(tmp_path, [0], 3)
         processes = [psutil.Process(pid) for pid in below(found[0].process.pid)]
         for process in [*(process.pid for process in processes), found[0].process.pid]:
-            os.kill(process, signal.SIGTERM)
-        assert found[0].process.wait(20) in (-signal.SIGTERM, 1)  # 1: torch's error of a worker that died first
+            with contextlib.suppress(ProcessLookupError):  # the first signals may have ended it already
+                os.kill(process, signal.SIGTERM)
+        assert found[0].process.wait(150) in (-signal.SIGTERM, 1)  # 1: torch's error of a worker that died first
         until(lambda: not any(map(alive, processes)))
 
 
@@ -162,7 +165,7 @@ SLOW = (
 
 
 def test_a_worker_that_dies_after_the_signal_leads_to_the_save(tmp_path: Path) -> None:
-    """The kernel kills a worker between the signal and the end of the step, at which the ranks save."""
+    """If a worker is killed between the signal and the end of the step, the ranks still save."""
     with ranks(SLOW + END, 2, tmp_path) as found:
         until(lambda: "in step 3" in (tmp_path / "rank-1.log").read_text())
         victim = below(found[1].process.pid)[0]
@@ -171,12 +174,12 @@ def test_a_worker_that_dies_after_the_signal_leads_to_the_save(tmp_path: Path) -
         time.sleep(0.2)
         os.kill(victim, signal.SIGKILL)
         lines = last_lines(found)
-    assert lines[0] == lines[1] and lines[0].endswith(": told to end (rank 0)"), lines
+    assert lines[0] == lines[1] and lines[0].endswith(": terminated by SIGTERM (rank 0)"), lines
     assert f"DataLoader worker (pid {victim}) is killed by signal: Killed" in (tmp_path / "rank-1.log").read_text()
 
 
 def test_a_worker_that_dies_of_sigterm_counts_as_the_signal(tmp_path: Path) -> None:
-    """A worker whose own code takes SIGTERM back dies before its rank has heard of anything."""
+    """If a worker's code restores the default SIGTERM and the worker dies of it, its rank treats that as the signal."""
     (tmp_path / "data.py").write_text(
         DATA + "import signal\ndef dies(worker):\n    signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
     )
@@ -187,21 +190,22 @@ def test_a_worker_that_dies_of_sigterm_counts_as_the_signal(tmp_path: Path) -> N
         until(lambda: "in step 3" in (tmp_path / "rank-1.log").read_text())
         os.kill(below(found[1].process.pid)[0], signal.SIGTERM)
         lines = last_lines(found)
-    assert lines[0] == lines[1] and lines[0].endswith(": told to end (rank 1)"), lines
+    assert lines[0] == lines[1] and lines[0].endswith(": terminated by SIGTERM (rank 1)"), lines
 
 
 def test_a_worker_that_dies_without_a_signal_to_stop_is_an_error(tmp_path: Path) -> None:
-    """The kernel kills a worker in the middle of the training: torch's own error ends the rank, as without hpcinit."""
+    """If a worker is killed during training, torch's error ends the rank, as without hpcinit."""
     with ranks(training() + END, 1, tmp_path) as found:
         step(tmp_path, [0], 10)
         os.kill(below(found[0].process.pid)[0], signal.SIGKILL)
         status, text = found[0].end()
-    assert status == 1 and "is killed by signal: Killed" in text
+    # The rank reads from the worker's socket at the same moment: torch then raises that error first.
+    assert status == 1 and re.search("is killed by signal: Killed|^.*ConnectionResetError", text, re.M), text
 
 
 def test_other_children_are_not_protected(tmp_path: Path) -> None:
-    """terminate() ends a Process and a Pool, SIGTERM a child of os.fork() and a program that a worker's rank starts; and
-    none of these signals reaches the rank."""
+    """terminate() ends a Process and a Pool, SIGTERM ends a child of os.fork() and a program that a rank starts; none of
+    these signals reaches the rank."""
     (tmp_path / "data.py").write_text(DATA + "def wait():\n    time.sleep(1000)\n")
     code = (
         training().partition("for step")[0].replace("import Data, stuck", "import Data, wait")
@@ -233,13 +237,13 @@ print(run.should_stop())
         status, text = rank.end()
     assert status == 0, text
     lines = without_gloos_line(text).splitlines()
-    said = [line for line in lines if not line.startswith("hpcinit: ")]
+    printed = [line for line in lines if not line.startswith(("hpcinit: ", "  "))]
     ended = [f"{method} {-signal.SIGTERM}" for method in METHODS]
-    assert said == [*itertools.chain.from_iterable((one, "[1]") for one in ended), "15 -15", "None"]
+    assert printed == [*itertools.chain.from_iterable((one, "[1]") for one in ended), "15 -15", "None"]
 
 
 def test_a_cache_in_a_manager_survives_the_signal(tmp_path: Path) -> None:
-    """multiprocessing.Manager, in which data sets keep what their workers share, is a process of its own."""
+    """The process of a multiprocessing.Manager, in which data sets share data between workers, survives too."""
     code = (
         training()
         .replace(
@@ -254,7 +258,7 @@ def test_a_cache_in_a_manager_survives_the_signal(tmp_path: Path) -> None:
         for child in [*below(pid), pid]:
             os.kill(child, signal.SIGTERM)
         lines = last_lines(found)
-    assert re.fullmatch(r"saved after \d+: told to end \(rank 0\)", lines[0]), lines
+    assert re.fullmatch(r"saved after \d+: terminated by SIGTERM \(rank [01]\)", lines[0]), lines
 
 
 def test_workers_on_this_machine_survive_cancel(hpcinit: Run, tmp_path: Path) -> None:

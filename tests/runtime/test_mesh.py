@@ -1,4 +1,4 @@
-"""The device mesh of a layout. torch runs in processes of its own."""
+"""The device mesh of a layout. torch runs in separate processes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def built(layout, rank):
 """
 
 
-def test_groups_are_those_of_the_arithmetic(tmp_path: Path) -> None:
-    """Every group of torch's mesh, combinations included, holds the ranks that the arithmetic says, in 150 random
-    layouts and on random ranks (torch's fake backend: the mesh is real, its groups carry nothing)."""
+def test_groups_match_the_arithmetic(tmp_path: Path) -> None:
+    """Every group of torch's mesh, combinations included, has the ranks that the arithmetic gives, in 150 random layouts
+    and on random ranks (torch's fake backend: the mesh is real, its groups carry nothing)."""
     found = python(
         FAKE
         + textwrap.dedent("""
@@ -54,9 +54,11 @@ def test_groups_are_those_of_the_arithmetic(tmp_path: Path) -> None:
     assert found == [[], True]
 
 
-def test_no_group_that_nobody_needs(tmp_path: Path) -> None:
-    """Plain data parallelism makes no group beyond the default one, and a combination that is the same as a dimension,
-    as another or as the world makes none either (fake backend, with torch's own count of its groups)."""
+def test_no_unnecessary_groups(tmp_path: Path) -> None:
+    """Plain data parallelism creates no group besides the default one, nor does a combination that equals another.
+
+    A combination can equal a dimension, another combination or the world (fake backend, torch's count of its groups).
+    """
     found = python(
         FAKE
         + textwrap.dedent("""
@@ -69,13 +71,13 @@ def test_no_group_that_nobody_needs(tmp_path: Path) -> None:
         """),
         tmp_path,
     )
-    # dp_replicate, tp; dp_replicate, dp_shard; those, cp, and dp and fsdp of 4 ranks, while loss is the world
+    # Groups: dp_replicate, tp; then dp_replicate, dp_shard; then those, cp, dp and fsdp of 4 ranks (loss is the world).
     assert found == [0, 0, 2, 2, 5]
 
 
 def test_parts_of_size_one(tmp_path: Path) -> None:
-    """What a layout does not use is of size 1, without a group and without a mesh; parts of several dimensions come
-    without those of size 1; a name that is none is refused (fake backend)."""
+    """A dimension that a layout does not use has size 1, no group and no mesh; a combination omits its dimensions of
+    size 1; an unknown name is refused (fake backend)."""
     found = python(
         FAKE
         + textwrap.dedent("""
@@ -99,12 +101,12 @@ def test_parts_of_size_one(tmp_path: Path) -> None:
         "places": [2, 1, 5],
         "refusal": found["refusal"],
     }
-    assert found["refusal"].startswith("a mesh has no part 'sp', expected one of: pp, dp_replicate, dp_shard")
+    assert found["refusal"].startswith("unknown mesh dimension 'sp'; expected one of: pp, dp_replicate, dp_shard")
 
 
-def test_no_warning_comes_of_combinations(tmp_path: Path) -> None:
-    """Every part of a mesh, flattened ones alone and beside others too, comes without a warning of torch's, each time
-    with the same group; slicing a flattened one, as we did, warns (fake backend)."""
+def test_combinations_cause_no_warning(tmp_path: Path) -> None:
+    """Every part of a mesh, also a flattened one together with others, has the same group each time and causes no
+    warning of torch; slicing a flattened one warns (fake backend)."""
     found = python(
         FAKE
         + textwrap.dedent("""
@@ -126,7 +128,7 @@ def test_no_warning_comes_of_combinations(tmp_path: Path) -> None:
 
 
 def test_real_groups_of_eight_ranks(tmp_path: Path) -> None:
-    """Eight real ranks on gloo: a sum over each group is the sum of the ranks that the arithmetic puts into it."""
+    """On eight real ranks with gloo, a sum over each group is the sum of the ranks that the arithmetic gives."""
     code = """
         import json, torch, torch.distributed as dist, hpcinit
         from hpcinit.runtime import mesh

@@ -18,12 +18,12 @@ from tests.runtime.spawned import free_port
 
 LOW = 256
 PRINTS = "import json, resource\nprint(json.dumps(resource.getrlimit(resource.RLIMIT_NOFILE)))\n"
-RANK = {"HPCINIT_LAUNCHER": "env", "MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+RANK = {"HPCINIT_STARTED_BY": "env", "MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
 @pytest.fixture
 def low() -> Iterator[int]:
-    """What the test starts has a soft limit of LOW. Returns the hard limit."""
+    """Give processes that the test starts a soft limit of LOW. Return the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (LOW, hard))
     yield hard
@@ -58,7 +58,7 @@ def test_a_rank_that_calls_init_alone(low: int) -> None:
 def test_a_forked_rank(tmp_path: Path, low: int) -> None:
     """Every rank that the fork server forks has the limit of a job of that size."""
     started = Node(tmp_path, PRINTS, 3)
-    assert started.end() == (0, "") and [started.told(rank) for rank in range(3)] == [needed(3, low)] * 3
+    assert started.end() == (0, "") and [started.printed(rank) for rank in range(3)] == [needed(3, low)] * 3
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_thousand_ranks(
 
 
 def test_a_limit_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit that cannot be raised ends nothing."""
+    """A limit that cannot be raised is not an error."""
 
     def refuse(_: int, limits: tuple[int, int]) -> None:
         raise ValueError("not allowed to raise maximum limit")

@@ -1,6 +1,6 @@
 """Building ops once, and the locks that a killed build leaves.
 
-The op is a C++ function of one line, through torch's own cpp_extension as DeepSpeed's are: cpu_adam takes minutes.
+The op is a C++ function of one line, built by torch's cpp_extension like DeepSpeed's ops: cpu_adam takes minutes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BUILD = LOAD + "ops.build(['tiny'], folder / 'cache', print, {'tiny': tiny})\n"
 
 
 def run(code: str, folder: Path, **env: str) -> subprocess.Popen[str]:
-    """A process of its own session: what it starts ends with it."""
+    """A process with its own session, so that its children end with it."""
     return subprocess.Popen(
         [sys.executable, "-u", "-c", code, str(folder)],
         env={**os.environ, **env},
@@ -59,7 +59,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 def until(path: Path, process: subprocess.Popen[str], seconds: float = 150) -> None:
     end = time.monotonic() + seconds
     while not path.exists():
-        assert process.poll() is None and time.monotonic() < end, f"{path} did not come"
+        assert process.poll() is None and time.monotonic() < end, f"{path} was not created"
         time.sleep(0.05)
 
 
@@ -67,8 +67,8 @@ def until(path: Path, process: subprocess.Popen[str], seconds: float = 150) -> N
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "tiny.cpp").write_text(SOURCE)
     compiler = tmp_path / "slow"
-    # torch asks its compiler for its version before it takes the lock. ninja gives a compiler a process group of its
-    # own, so it outlives a killed build, as in the field; here until `compiling` ends.
+    # torch queries its compiler's version before it takes the lock. ninja gives a compiler its own process group, so it
+    # outlives a killed build, as in practice; here until `compiling` ends.
     compiler.write_text(
         '#!/bin/sh\ncase "$*" in *version*|*-v*) exec c++ "$@";; esac\n'
         'touch "$0.began"; while [ -e "$0.began" ]; do sleep 0.1; done\n'
@@ -79,7 +79,7 @@ def folder(tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def compiling(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A real build whose compiler does not come to an end."""
+    """Start a real build whose compiler never finishes."""
     process = run(BUILD, folder, CXX=str(folder / "slow"))
     try:
         until(folder / "slow.began", process)
@@ -103,8 +103,8 @@ def with_flock(test: Test) -> Test | None:
 
 
 @with_flock
-def test_a_killed_build_blocks_no_later_one(folder: Path) -> None:
-    """From torch 2.14 on, the file of a lock stays after a build, killed or not: no job is refused because of it."""
+def test_a_killed_build_does_not_block_later_ones(folder: Path) -> None:
+    """From torch 2.14 on a lock file remains after every build, and no job is refused because of it."""
     with compiling(folder):
         lock = folder / "cache" / "tiny" / ops.TORCH_LOCK
     assert lock.exists()
@@ -117,7 +117,7 @@ def test_a_killed_build_blocks_no_later_one(folder: Path) -> None:
 
 @with_files
 def test_a_killed_build_leaves_a_lock_that_the_next_one_names_and_removes(folder: Path) -> None:
-    """SIGKILL in a real compile leaves torch's lock; the next build says whose it was, removes it and builds."""
+    """SIGKILL in a real compile leaves torch's lock; the next build names its owner, removes it and builds."""
     with compiling(folder) as process:
         lock = folder / "cache" / "tiny" / ops.TORCH_LOCK
         assert ops.judge_lock(lock).state == "held"
@@ -126,18 +126,18 @@ def test_a_killed_build_leaves_a_lock_that_the_next_one_names_and_removes(folder
     found = ops.judge_lock(lock)
     assert found.state == "stale" and f"process {process.pid} on {os.uname().nodename}, building tiny" in found.why
     env = {"TORCH_EXTENSIONS_DIR": str(folder / "cache")}
-    with pytest.raises(BringUpError, match=rf"torch would wait for ever for the lock {lock}.*rm {lock}"):
+    with pytest.raises(BringUpError, match=rf"torch would wait forever for the lock {lock}.*rm {lock}"):
         ops.check(ADAMW, "cuda", env)
     said, _ = run(BUILD, folder).communicate(timeout=120)
     assert f"removed the stale lock {lock}" in said and "tiny: built in" in said
     assert not lock.exists() and (lock.parent / "tiny.so").exists() and ops.read_builder(folder / "cache") is None
     said, _ = run(BUILD, folder).communicate(timeout=120)
-    assert "tiny: built before" in said
+    assert "tiny: already built" in said
 
 
 @with_files
-def test_torch_itself_waits_for_a_lock_that_nobody_holds(folder: Path) -> None:
-    """What the check is for: with a lock left behind, torch's own load does not come back."""
+def test_torch_waits_for_a_stale_lock(folder: Path) -> None:
+    """With a stale lock torch's load never returns, which is the reason for the check."""
     lock = folder / "cache" / "tiny" / ops.TORCH_LOCK
     lock.parent.mkdir(parents=True)
     lock.touch()
@@ -159,11 +159,11 @@ def test_a_second_builder_waits_and_then_finds_it_built(folder: Path) -> None:
     said = [process.communicate(timeout=180)[0] for process in (first, second)]
     assert [process.returncode for process in (first, second)] == [0, 0]
     assert sorted("tiny: built in" in each for each in said) == [False, True]
-    assert sorted("tiny: built before" in each for each in said) == [False, True]
+    assert sorted("tiny: already built" in each for each in said) == [False, True]
 
 
 def test_the_wait_for_a_builder_ends_with_a_message(tmp_path: Path) -> None:
-    """Who waits longer than allowed says for whom, and what to do."""
+    """After the timeout the error names the builder and what to do."""
     code = (
         "import sys, time; from pathlib import Path; from hpcinit.runtime import ops\n"
         "with ops.one_builder(Path(sys.argv[1]), print) as building:\n building('cpu_adam'); time.sleep(600)\n"
@@ -175,21 +175,22 @@ def test_the_wait_for_a_builder_ends_with_a_message(tmp_path: Path) -> None:
             time.sleep(0.05)
         with pytest.raises(BringUpError) as raised, ops.one_builder(tmp_path, print, wait_s=0.3):
             pass
-        assert f"waited 0 s for process {process.pid} on {os.uname().nodename}, building cpu_adam" in str(raised.value)
+        assert (
+            f"timed out after 0 s waiting for process {process.pid} on {os.uname().nodename}, building cpu_adam"
+            in str(raised.value)
+        )
         assert "set TORCH_EXTENSIONS_DIR to another folder" in str(raised.value)
     finally:
         kill(process)
-    with ops.one_builder(tmp_path, print, wait_s=10):  # the kernel has dropped the dead one's lock
+    with ops.one_builder(tmp_path, print, wait_s=10):  # the kernel has released the dead builder's lock
         left = ops.read_builder(tmp_path)
         assert left is not None and not left.alive()
 
 
-def test_a_lock_that_may_be_held_on_another_node_is_named_and_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a disk that other nodes write to, a lock that nobody here holds is not removed; after 30 minutes it stops us.
+def test_a_lock_of_another_node_is_named_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a shared disk a lock without a process on this node is not removed; after 30 minutes it is an error.
 
-    The disk is said to be NFS: there is none here.
+    The disk type is a fake: there is no NFS here.
     """
     monkeypatch.setattr(ops, "file_system", lambda path: "nfs4")
     monkeypatch.setattr(ops, "files_are_locks", lambda: True)  # as with torch 2.13
@@ -200,7 +201,7 @@ def test_a_lock_that_may_be_held_on_another_node_is_named_and_left(
     env = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
     ops.check(ADAMW, "cuda", env, said.append)
     assert said[0].startswith(f"waiting for the lock {lock}") and "another node may (nfs4)" in said[0]
-    with pytest.raises(BringUpError, match="if nothing compiles there, remove it"):
+    with pytest.raises(BringUpError, match="If nothing compiles there, remove it"):
         ops.build(["cpu_adam"], tmp_path, said.append)
     for path in (lock, lock.parent):
         os.utime(path, (time.time() - ops.QUIET_S - 60,) * 2)
@@ -209,8 +210,8 @@ def test_a_lock_that_may_be_held_on_another_node_is_named_and_left(
     assert lock.exists()
 
 
-def test_a_lock_of_a_builder_on_another_node_is_not_taken_for_a_dead_one(tmp_path: Path) -> None:
-    """A record of another host proves nothing here, whatever process has its number."""
+def test_a_builder_on_another_node_does_not_count_as_dead(tmp_path: Path) -> None:
+    """A record of another host is not checked against the processes of this host."""
     record = {"host": "elsewhere", "pid": os.getpid(), "started": "1", "op": "cpu_adam"}
     (tmp_path / ops.OUR_LOCK).write_text(json.dumps(record))
     lock = tmp_path / "cpu_adam" / ops.TORCH_LOCK
@@ -221,10 +222,8 @@ def test_a_lock_of_a_builder_on_another_node_is_not_taken_for_a_dead_one(tmp_pat
     assert ops.Builder(os.uname().nodename, os.getpid(), ops.start_of(os.getpid()), "cpu_adam").alive()
 
 
-def test_what_was_built_before_is_copied_into_a_job_s_own_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A job with a cache of its own takes the built op, without a lock that lies there, and compiles nothing."""
+def test_built_ops_are_copied_into_the_jobs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job with its own cache copies the built op, without a lock file, and compiles nothing."""
     cache, own = tmp_path / "xdg", tmp_path / "own"
     env = {"XDG_CACHE_HOME": str(cache), "TORCH_EXTENSIONS_DIR": str(own), safeguards.ENV_SET: "1 TORCH_EXTENSIONS_DIR"}
     built = ops.shared_cache(env) / "fused_adam"
@@ -239,7 +238,7 @@ def test_what_was_built_before_is_copied_into_a_job_s_own_cache(
 
 
 def test_a_job_s_cache_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was built before is used where it is, with a line; without room anywhere the error says what to do."""
+    """If the job's cache is full, built ops are used in place, with a warning; without any space there is an error."""
     with small_disk(tmp_path / "own") as own:
         cache = tmp_path / "xdg"
         env = {"XDG_CACHE_HOME": str(cache), ops.VARIABLE: str(own), safeguards.ENV_SET: f"1 {ops.VARIABLE}"}
@@ -252,46 +251,48 @@ def test_a_job_s_cache_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monkey
         said: list[str] = []
         ops.prepare(ADAMW, "cuda", env, said.append)
         assert env[ops.VARIABLE] == str(built.parent)
-        assert f"warning: DeepSpeed's ops cannot be kept in {own}: " in said[0]
+        assert f"warning: cannot store DeepSpeed's ops in {own}: " in said[0]
         env = {ops.VARIABLE: str(own), safeguards.ENV_SET: ""}
         monkeypatch.setattr(ops, "loader", lambda name: lambda: None)
         with pytest.raises(
-            BringUpError, match=r"no disk for DeepSpeed's ops: .*No space left on device.*make room, or"
+            BringUpError, match=r"cannot store DeepSpeed's ops: .*No space left on device.*Free disk space, or"
         ):
             ops.prepare(ADAMW, "cuda", env, said.append)
 
 
-def test_a_cache_of_the_user_s_is_used_as_it_is(tmp_path: Path) -> None:
-    """TORCH_EXTENSIONS_DIR that the user has set is where ops are built and looked for; nothing is needed on a GPU."""
+def test_the_users_cache_is_used(tmp_path: Path) -> None:
+    """Ops are built and searched in the user's TORCH_EXTENSIONS_DIR; an empty config needs no ops."""
     env = {"TORCH_EXTENSIONS_DIR": str(tmp_path), safeguards.ENV_SET: "1 TRITON_CACHE_DIR"}
     assert ops.shared_cache(env) == tmp_path
     ops.prepare({}, "cuda", env, pytest.fail)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_build_that_fails_says_which_op_and_where(tmp_path: Path) -> None:
-    """A compiler's error comes with the op and the folder, and leaves nobody as the builder."""
+def test_a_failed_build_names_op_and_folder(tmp_path: Path) -> None:
+    """A compiler's error is reported with the op and the folder, and no builder remains recorded."""
 
     def broken() -> None:
         raise RuntimeError("Error building extension 'tiny'")
 
-    with pytest.raises(BringUpError, match=rf"op tiny could not be built in {tmp_path}: Error building extension"):
+    with pytest.raises(
+        BringUpError, match=rf"cannot build DeepSpeed's op tiny in {tmp_path}: Error building extension"
+    ):
         ops.build(["tiny"], tmp_path, print, {"tiny": broken})
     assert ops.read_builder(tmp_path) is None and not (tmp_path / "tiny" / ops.BUILT).exists()
 
 
 WRONG = [
-    ([], "nothing to build: give the overrides to submit with"),
-    (["--ops", "cpu_adm"], "no op 'cpu_adm', expected one of: async_io"),
+    ([], "nothing to build: give the overrides of the run"),
+    (["--ops", "cpu_adm"], "unknown op 'cpu_adm', expected one of: async_io"),
     (["--ops", "cpu_adam", "--device", "cuda"], "--device cuda, but this node has cpu"),
     (["--ds-config", "broken.json"], "broken.json is not JSON"),
-    (["--ds-config", "list.json"], "list.json holds list, expected a ds_config"),
+    (["--ds-config", "list.json"], "list.json contains a list, expected a JSON object: a ds_config"),
 ]
 
 
 @pytest.mark.parametrize(("argv", "words"), WRONG)
 def test_build_ops_refuses(argv: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong request says what was given and what is expected. (The node is said to have no GPU.)"""
+    """The error for an invalid request has the given and the expected value. (Fake: a node without GPU.)"""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ops, "loader", pytest.fail)
     monkeypatch.setattr(build_ops, "_device", lambda: "cpu")
@@ -305,7 +306,7 @@ def test_build_ops_refuses(argv: list[str], words: str, tmp_path: Path, monkeypa
 def test_build_ops_builds_what_a_config_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """`build-ops --ds-config` builds its ops into --into. (What compiles is stood in for: minutes.)"""
+    """`build-ops --ds-config` builds its ops into --into. (The compile is a fake, because it takes minutes.)"""
     path = tmp_path / "ds.json"
     monkeypatch.chdir(tmp_path)
     path.write_text('{"optimizer": {"type": "AdamW"}, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}')
@@ -320,7 +321,7 @@ def test_build_ops_builds_what_a_config_needs(
     before = os.environ.get("TORCH_EXTENSIONS_DIR")
     assert build_ops.main(["--ds-config", str(path), "--into", str(tmp_path / "into")]) == 0
     out, err = capfd.readouterr()
-    assert out == f"cpu_adam in {tmp_path / 'into'}\n"
+    assert out == f"built cpu_adam in {tmp_path / 'into'}\n"
     assert "hpcinit: cpu_adam: compiling\n" in err and "hpcinit: cpu_adam: built in 0 s\n" in err
     assert where == [str(tmp_path / "into")] and os.environ.get("TORCH_EXTENSIONS_DIR") == before
 
@@ -328,7 +329,7 @@ def test_build_ops_builds_what_a_config_needs(
 def test_build_ops_takes_the_overrides_of_submit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With submit's overrides it builds what that run compiles, and nothing for one without DeepSpeed's optimizers."""
+    """With submit's overrides it builds the ops of that run, and nothing for a run without DeepSpeed's optimizers."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(build_ops, "_device", lambda: "cpu")
     asked: list[object] = []
@@ -345,7 +346,7 @@ def test_build_ops_takes_the_overrides_of_submit(
 
 @pytest.mark.deepspeed
 def test_deepspeed_starts_on_a_cpu_without_compiling(tmp_path: Path) -> None:
-    """Its start compiles an op on a CPU; told before, it does not, and its all_reduce for inference works without."""
+    """After start_uncompiled() DeepSpeed's start on a CPU compiles nothing, and its all_reduce for inference works."""
     code = """
 import sys, deepspeed, torch, torch.distributed as dist
 from hpcinit.runtime import ops

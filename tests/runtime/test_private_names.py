@@ -18,13 +18,13 @@ import hpcinit
 from hpcinit.base import versions
 from hpcinit.doctor import private_names
 from hpcinit.doctor.private_names import NAMES, PrivateName
-from tests.leaving_out import leave_out
+from tests.skip_or_fail import skip_or_fail
 
 PACKAGE = Path(hpcinit.__file__).parent
 FOREIGN = ("torch", "deepspeed")
-STANDARD = {"__all__", "__cause__", "__dict__", "__doc__", "__file__", "__get__", "__init__", "__main__", "__module__",
+STANDARD = {"__all__", "__cause__", "__context__", "_current_frames", "__dict__", "__doc__", "__file__", "__get__", "__init__", "__main__", "__module__",
             "__name__", "__traceback__", "__version__"}  # fmt: skip
-# Private names in the files that use torch or DeepSpeed, but of others: Python's os, threading, atexit and
+# Private names in these files that are not torch's or DeepSpeed's: of Python's os, threading, atexit and
 # multiprocessing, hpcinit's Runtime, the standard library's _sysconfig*.py files.
 OTHERS = {"_exit", "_run_exitfuncs", "_shutdown", "_session", "_sysconfig", "_P",
           "_popen", "_run_server", "_start_method", "_target", "_hpcinit_unblock"}  # fmt: skip
@@ -41,7 +41,7 @@ def used(source: str) -> set[str]:
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
-    """Names below a private module: 'torch.utils._pytree.tree_map_only'."""
+    """Yield names below a private module, such as 'torch.utils._pytree.tree_map_only'."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FOREIGN:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -51,7 +51,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
             names = [str(node.value)]
         else:
             continue
-        # A module by its whole name stands for what the file takes from it, which is found by itself.
+        # An imported module is skipped here, because the names that the file uses from it are found separately.
         modules = {owner.owner for owner in NAMES}
         yield from (name for name in names if any(map(private, name.split("."))) and name not in modules)
 
@@ -71,7 +71,7 @@ def _uses(tree: ast.Module) -> Iterator[str]:
 
 
 def _of_world(node: ast.AST) -> Any:
-    """Whether it is an attribute of the private `_world` of a module: c10d._world.pg_map."""
+    """Return whether the node is an attribute of a module's private `_world`, such as c10d._world.pg_map."""
     outer = node.value if isinstance(node, ast.Attribute) else None
     return isinstance(outer, ast.Attribute) and outer.attr == "_world" and not _of_self(outer)
 
@@ -81,7 +81,7 @@ def _of_self(node: ast.Attribute) -> bool:
 
 
 def _of_its_own(tree: ast.Module) -> set[str]:
-    """Functions, classes and variables of the file itself, not the attributes of its objects."""
+    """Return the functions, classes and variables of the file, without attributes of objects."""
     kinds = (ast.FunctionDef, ast.ClassDef)
     names = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
     return names | {
@@ -90,7 +90,7 @@ def _of_its_own(tree: ast.Module) -> set[str]:
 
 
 def files() -> list[Path]:
-    """Every file of hpcinit that uses torch or DeepSpeed."""
+    """Return every file of hpcinit that uses torch or DeepSpeed."""
     found = [
         path
         for path in PACKAGE.rglob("*.py")
@@ -103,12 +103,12 @@ def files() -> list[Path]:
 
 
 def spelled(name: PrivateName) -> str:
-    """Return the name as used() finds it."""
+    """Return the name in the form in which used() returns it."""
     return name.name if private(name.name.split(".")[0]) and name.name != "_device" else f"{name.owner}.{name.name}"
 
 
 def find(name: PrivateName) -> bool:
-    """Return whether the installed version has it. Raises ImportError where its module is gone."""
+    """Return whether the installed version has it. Raise ImportError if its module is missing."""
     module, _, path = name.owner.partition(":")
     found: Any = importlib.import_module(module)
     for part in filter(None, path.split(".")):
@@ -148,16 +148,14 @@ def test_torch_has_them() -> None:
 def test_deepspeed_has_them() -> None:
     """The installed DeepSpeed has every private name of the table."""
     if not versions.installed("deepspeed"):
-        leave_out("DeepSpeed is not installed: pip install 'hpcinit[deepspeed]'")
+        skip_or_fail("DeepSpeed is not installed: pip install 'hpcinit[deepspeed]'")
     assert missing("deepspeed") == []
 
 
 def test_every_private_name_is_in_the_table() -> None:
     """Every private name of torch and DeepSpeed in hpcinit's files is in the table, and the table has no other."""
     found = set().union(*(used(path.read_text()) for path in files()))
-    agent = {
-        name.name for name in NAMES if name.owner.endswith(":SimpleElasticAgent")
-    }  # the test below looks for these
+    agent = {name.name for name in NAMES if name.owner.endswith(":SimpleElasticAgent")}  # the test below checks these
     assert found == {spelled(name) for name in NAMES} - agent
 
 
@@ -204,7 +202,7 @@ def test_a_missing_name_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_installed_versions_are_tested_ones() -> None:
-    """The versions under test lie between the oldest and the newest that hpcinit says it is tested with."""
+    """The installed versions are between the oldest and the newest tested version that hpcinit declares."""
     for package, tested in private_names.TESTED.items():
         if found := versions.installed(package):
             release = Version(Version(found).public)

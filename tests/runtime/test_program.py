@@ -1,4 +1,4 @@
-"""`python -m hpcinit.run`: the user's program as Python itself would run it."""
+"""`python -m hpcinit.run`: it runs the user's program as Python would."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 from tests.conftest import Run
 
 
-def test_script_sees_what_python_would_show(hpcinit: Run, tmp_path: Path) -> None:
+def test_a_script_runs_as_under_python(hpcinit: Run, tmp_path: Path) -> None:
     """argv, __name__, __file__, sys.path[0] and classes in __main__ are as under `python script.py`."""
     (tmp_path / "sub").mkdir()
-    (tmp_path / "sub/neighbour.py").write_text("value = 3\n")
+    (tmp_path / "sub/neighbor.py").write_text("value = 3\n")
     (tmp_path / "sub/script.py").write_text(
-        "import multiprocessing, sys, pickle, neighbour\n"
+        "import multiprocessing, sys, pickle, neighbor\n"
         "class Thing: pass\n"
-        "def work(x): return x + neighbour.value\n"
+        "def work(x): return x + neighbor.value\n"
         "if __name__ == '__main__':\n"
         "    pickle.loads(pickle.dumps(Thing()))\n"
         "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
@@ -30,7 +30,7 @@ def test_script_sees_what_python_would_show(hpcinit: Run, tmp_path: Path) -> Non
 
 
 def test_main_module_is_as_pythons(hpcinit: Run, tmp_path: Path) -> None:
-    """A script, a module with -m and a package with -m have the name, file, package and loader that Python itself gives."""
+    """A script, a module with -m and a package with -m have the same name, file, package and loader as under Python."""
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg/near.py").write_text("value = 3\n")
     (tmp_path / "pkg/__main__.py").write_text("from .near import value\nimport pkg.show\n")
@@ -43,7 +43,7 @@ def test_main_module_is_as_pythons(hpcinit: Run, tmp_path: Path) -> None:
 
 
 def test_data_loader_workers(hpcinit: Run, tmp_path: Path) -> None:
-    """Forked and spawned workers of a DataLoader, and torch's own spawn, find what the script defines, after a chdir."""
+    """Forked and spawned DataLoader workers, and torch's spawn, find the script's definitions, even after a chdir."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/script.py").write_text("""
 import argparse, os, torch
@@ -67,25 +67,25 @@ if __name__ == "__main__":
     assert done.stdout == "fork [[0, 1], [4, 9]]\nspawn [[0, 1], [4, 9]]\nspawned 0\n"
 
 
-# What interpreter_exit.end looks for; torch itself would only cost time.
+# A fake of torch, which interpreter_exit.end checks for; importing the real one would take time.
 WITH_TORCH = "import sys\nsys.modules['torch'] = sys\n"
 
 
-def test_nothing_is_lost_at_the_end_beside_torch(hpcinit: Run, tmp_path: Path) -> None:
-    """Where torch is loaded, threads, exit handlers and every buffered file have their turn before the process ends.
+def test_nothing_is_lost_at_exit_with_torch(hpcinit: Run, tmp_path: Path) -> None:
+    """With torch loaded, threads, exit handlers and every buffered file are finished before the process exits.
 
-    A stand-in for torch, since only its presence is looked at.
+    torch is a fake, because only its presence is checked.
     """
-    (tmp_path / "neighbour.py").write_text("log = open('module.txt', 'w')\nlog.write('a')\n")
+    (tmp_path / "neighbor.py").write_text("log = open('module.txt', 'w')\nlog.write('a')\n")
     (tmp_path / "script.py").write_text(
         WITH_TORCH
         + """
-import atexit, ctypes, threading, time, neighbour
+import atexit, ctypes, threading, time, neighbor
 mine = open("main.txt", "w")
 mine.write("b")
 class Holder: file = open("class.txt", "w")
 Holder.file.write("c")
-neighbour.holder = Holder
+neighbor.holder = Holder
 def late():
     time.sleep(0.2)
     print("thread")
@@ -106,10 +106,10 @@ sys.exit(3)
     "last",
     ["sys.exit(256 + 7)", "sys.exit(-1)", "sys.exit(2 ** 40)", "os._exit(5)", "print('x'); sys.stdout = open('/dev/full', 'w'); print('y')"],
 )  # fmt: skip
-def test_exit_status_beside_torch(hpcinit: Run, tmp_path: Path, last: str) -> None:
-    """The status is what Python itself would give, also where it does not fit and where output cannot be written.
+def test_exit_status_with_torch(hpcinit: Run, tmp_path: Path, last: str) -> None:
+    """The status is Python's, also if it is out of range or if output cannot be written.
 
-    A stand-in for torch, since only its presence is looked at.
+    torch is a fake, because only its presence is checked.
     """
     (tmp_path / "script.py").write_text("import os\n" + WITH_TORCH + last + "\n")
     python = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -135,10 +135,8 @@ def test_module_and_command(hpcinit: Run, tmp_path: Path) -> None:
         ("x = (", 1, "SyntaxError: '(' was never closed\n"),
     ],
 )
-def test_exit_status_and_message_are_the_programs(
-    hpcinit: Run, tmp_path: Path, code: str, status: int, said: str
-) -> None:
-    """However a script ends, the status and the last line are what Python itself gives, without our frames."""
+def test_exit_status_and_message_are_pythons(hpcinit: Run, tmp_path: Path, code: str, status: int, said: str) -> None:
+    """However a script ends, the status and the last line are Python's, without hpcinit's frames."""
     (tmp_path / "script.py").write_text(code + "\n")
     done = hpcinit("run", "script.py")
     assert done.returncode == status and done.stderr.endswith(said)
@@ -149,16 +147,16 @@ def test_exit_status_and_message_are_the_programs(
     ("words", "said"),
     [
         (["nope.py"], "cannot read"),
-        (["no-such-program"], "cannot run 'no-such-program': No such file or directory; looked for it on PATH"),
-        (["-m"], "-m names no module"),
-        (["-m", "no_such.module"], "no module 'no_such.module' on this node: looked in "),
+        (["no-such-program"], "cannot run 'no-such-program': No such file or directory (searched PATH)"),
+        (["-m"], "-m without a module"),
+        (["-m", "no_such.module"], "no module 'no_such.module' on this node: searched "),
         (["nope.json"], "cannot read nope.json: No such file or directory; is the run folder on a file system"),
-        (["bad.json"], "is not of format 1"),
+        (["bad.json"], "does not have format 1"),
         (["text.json"], "is not JSON"),
     ],
 )
-def test_what_cannot_be_run_is_named(hpcinit: Run, tmp_path: Path, words: list[str], said: str) -> None:
-    """A program or spec that is not there, or not one, is a message and exit status 2."""
+def test_programs_that_cannot_run_are_named(hpcinit: Run, tmp_path: Path, words: list[str], said: str) -> None:
+    """A missing or invalid program or spec gives a message and exit status 2."""
     (tmp_path / "bad.json").write_text("{}")
     (tmp_path / "text.json").write_text("hello")
     done = hpcinit("run", *words)

@@ -1,4 +1,4 @@
-"""torch itself, in a process that the safeguards were applied to: does it use what they set?"""
+"""Real torch uses the settings of the safeguards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ safeguards.apply(os.environ, Path(os.environ["RUN"]), "7.0.0")
 
 
 def python(code: str, tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """`code` after the safeguards, with a home and a TMPDIR of its own."""
+    """Run `code` after the safeguards, with a separate home and TMPDIR."""
     home, run = tmp_path / "home", tmp_path / "run"
     home.mkdir()
     run.mkdir()
@@ -30,7 +30,7 @@ def python(code: str, tmp_path: Path, **env: str) -> subprocess.CompletedProcess
     return done
 
 
-def test_caches_are_where_they_were_put(tmp_path: Path) -> None:
+def test_caches_are_in_the_runs_folder(tmp_path: Path) -> None:
     """torch's extension builder, Inductor and its Triton use the run's folder; the home is not written to."""
     done = python(
         """
@@ -42,14 +42,14 @@ def test_caches_are_where_they_were_put(tmp_path: Path) -> None:
         """,
         tmp_path,
     )
-    folder = f"{tmp_path}/hpcinit-{os.geteuid()}/7.0.0-{os.uname().nodename}"
-    names = ("torch_extensions/fused_adam", "inductor", "triton")
-    assert done.stdout.splitlines() == [f"{folder}/{name}" for name in names]
-    assert not list((tmp_path / "home").iterdir()) and not Path(folder).exists()
+    own, host = f"{tmp_path}/hpcinit-{os.geteuid()}", os.uname().nodename
+    names = (f"7.0.0-{host}/torch_extensions/fused_adam", f"kernels-{host}/inductor", f"kernels-{host}/triton")
+    assert done.stdout.splitlines() == [f"{own}/{name}" for name in names]
+    assert not list((tmp_path / "home").iterdir()) and not Path(f"{own}/7.0.0-{host}").exists()
 
 
 def test_the_recorder_records_and_does_not_warn(tmp_path: Path) -> None:
-    """torch reads the recorder's size under the name that was set: a collective is in it, and no name is deprecated."""
+    """torch reads the recorder's size from the variable: it contains a collective, and no name is deprecated."""
     code = """
         import torch, torch.distributed as dist
         from torch._C._distributed_c10d import _dump_fr_trace_json
@@ -63,7 +63,7 @@ def test_the_recorder_records_and_does_not_warn(tmp_path: Path) -> None:
 
 
 def test_the_users_size_counts(tmp_path: Path) -> None:
-    """A recorder that the user switched off stays off: so the test above can fail."""
+    """A recorder that the user switched off stays off, which shows that the test above can fail."""
     (tmp_path / "off").mkdir()
     code = """
         import torch, torch.distributed as dist
@@ -75,10 +75,10 @@ def test_the_users_size_counts(tmp_path: Path) -> None:
     assert python(code, tmp_path / "off", TORCH_NCCL_TRACE_BUFFER_SIZE="0").stdout == "0\n"
 
 
-def test_dumps_land_in_the_run_folder(tmp_path: Path) -> None:
-    """torch's own writer of recorder files writes to the run folder, without a warning.
+def test_dumps_are_in_the_run_folder(tmp_path: Path) -> None:
+    """torch's writer of recorder files writes to the run folder, without a warning.
 
-    Only NCCL's watchdog calls it, which needs GPUs; here it is called by its C++ name.
+    Only NCCL's watchdog calls it, which needs GPUs; here it is called directly.
     """
     done = python(
         """
@@ -97,8 +97,8 @@ def test_dumps_land_in_the_run_folder(tmp_path: Path) -> None:
     assert "deprecated" not in done.stderr
 
 
-def test_what_torch_says_of_error_handling() -> None:
-    """3 is still torch's default for failed collectives; the day it is not, look again at what we set."""
+def test_torchs_default_error_handling() -> None:
+    """torch's default for failed collectives is still 3; if this fails, review the value that hpcinit sets."""
     code = "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
     folder = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     header = Path(folder, "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp").read_text()

@@ -1,4 +1,4 @@
-"""Seeds: of ranks, of libraries, of data loader workers; and full determinism. torch runs in processes of its own."""
+"""Seeds of ranks, libraries and data loader workers, and determinism. torch runs in separate processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def python(code: str, tmp_path: Path, **env: str) -> Any:
-    """What `code`, run as a file, printed last, which is JSON."""
+    """Run `code` as a file; return its last line, parsed as JSON."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(code))
     environ = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", **env}
@@ -24,8 +24,8 @@ def python(code: str, tmp_path: Path, **env: str) -> Any:
 
 
 def test_seeds_of_ranks(tmp_path: Path) -> None:
-    """'same' is the seed itself, 'rank' differs on every rank and 'data' follows data_rank alone; another word is
-    refused. No two of 1000 ranks agree even in 32 bits, and seed and rank are not added up. Today's values stay."""
+    """'same' is the seed itself, 'rank' differs on every rank, and 'data' depends only on data_rank; other values are
+    refused. No two of 1000 ranks agree even in 32 bits, and seed and rank are not added. Values never change."""
     found = python(
         """
         import json
@@ -42,7 +42,7 @@ def test_seeds_of_ranks(tmp_path: Path) -> None:
             data=[seeds.of(7, "data", rank, rank // 2) for rank in range(4)],
             plain=[seeds.of(7, "data", rank, rank) == seeds.of(7, "rank", rank, 9) for rank in range(4)],
             range=all(0 <= one < 2**63 for many in own.values() for one in many),
-            words=[len({one % 2**32 for one in many}) for many in own.values()],
+            note_lines=[len({one % 2**32 for one in many}) for many in own.values()],
             together=len({one for many in own.values() for one in many}),
             value=seeds.of(1, "rank", 1, 0), refusal=refusal)))
         """,
@@ -54,19 +54,18 @@ def test_seeds_of_ranks(tmp_path: Path) -> None:
         "same": [True] * 3,
         "plain": [True] * 4,
         "range": True,
-        "words": [1000] * 4,
+        "note_lines": [1000] * 4,
         "together": 4000,
         "value": VALUE,
-        "refusal": "seeds by 'node', expected one of: same, rank, data",
+        "refusal": "seed_by is 'node', expected one of: same, rank, data",
     }
 
 
-VALUE = 1341732420335840300  # of(1, "rank", 1, 0): who restarts a run with a newer hpcinit must get the same
+VALUE = 1341732420335840300  # of(1, "rank", 1, 0): a run that is restarted with a newer hpcinit must get the same value
 
 
 def test_all_libraries_are_seeded(tmp_path: Path) -> None:
-    """Python, NumPy and torch repeat with the seed; a short seed means to NumPy what it always meant, and of a long one
-    NumPy takes all bits."""
+    """Python, NumPy and torch repeat with the seed; NumPy uses a short seed unchanged, and all bits of a long one."""
     found = python(
         """
         import json, random, numpy, torch
@@ -110,8 +109,8 @@ LOADER = """
 
 
 def test_workers_differ_where_the_data_do(tmp_path: Path) -> None:
-    """Every worker of every data rank and epoch draws its own numbers from each library, the same in every run, and a
-    restart goes on with those of an uninterrupted run. Without the options all data ranks draw alike."""
+    """Every worker of every data rank and epoch draws different numbers, the same in every run, and a restart continues
+    like an uninterrupted run. Without the options all data ranks draw equal numbers."""
     code = """
     if __name__ == "__main__":
         print(json.dumps(dict(
@@ -122,13 +121,13 @@ def test_workers_differ_where_the_data_do(tmp_path: Path) -> None:
     assert found["zero"] == found["again"] and found["zero"][1] == found["late"][0]
     assert found["plain"][0] == found["plain"][1]
     for library in range(4):
-        # 2 data ranks x 2 epochs x 2 workers x 2 samples; default_rng begins anew with each sample here.
+        # 2 data ranks x 2 epochs x 2 workers x 2 samples; default_rng starts again with each sample here.
         drawn = [sample[library] for rank in ("zero", "one") for epoch in found[rank] for sample in epoch]
         assert len(set(drawn)) == (16 if library < 3 else 8)
 
 
 def test_spawned_workers_draw_the_same(tmp_path: Path) -> None:
-    """Workers that are spawned draw what forked ones draw."""
+    """Spawned workers draw the same numbers as forked ones."""
     code = """
     if __name__ == "__main__":
         print(json.dumps([list(epochs(0, first=1, method=method)) for method in ("fork", "spawn")]))
@@ -137,8 +136,8 @@ def test_spawned_workers_draw_the_same(tmp_path: Path) -> None:
     assert fork == spawn
 
 
-def test_places_are_those_of_torchs_mesh(tmp_path: Path) -> None:
-    """The place of each rank is its coordinate in the device mesh that hpcinit builds (torch's fake backend: the mesh is
+def test_coordinates_match_torchs_mesh(tmp_path: Path) -> None:
+    """The coordinates of each rank are those in the device mesh that hpcinit builds (torch's fake backend: the mesh is
     real, its groups are not)."""
     found = python(
         """
@@ -166,24 +165,24 @@ def test_places_are_those_of_torchs_mesh(tmp_path: Path) -> None:
 DETERMINISM = """
     import json, os, torch
     from hpcinit.runtime import seeds
-    words = seeds.make_deterministic()
+    note_lines = seeds.make_deterministic()
     try:
         torch.zeros(3).put_(torch.tensor([0]), torch.tensor([1.0]))
         refused = ""
     except RuntimeError as error:
         refused = str(error)
     cudnn = torch.backends.cudnn
-    print(json.dumps([words, refused.partition(',')[0], cudnn.deterministic, cudnn.benchmark, os.environ["CUBLAS_WORKSPACE_CONFIG"],
+    print(json.dumps([note_lines, refused.partition(',')[0], cudnn.deterministic, cudnn.benchmark, os.environ["CUBLAS_WORKSPACE_CONFIG"],
         os.environ["NCCL_ALGO"], torch.empty(2).isnan().all().item(), torch._inductor.config.deterministic]))
 """
 
 
 def test_determinism(tmp_path: Path) -> None:
-    """All switches are thrown: an operation without a deterministic form is refused, new memory is filled, the libraries
-    get their variables, and what was done is said; what cannot be set any more is said too."""
-    words, *state = python(DETERMINISM, tmp_path)
+    """An operation without a deterministic form raises, new memory is filled, the libraries get their variables, and the
+    notes contain each change and each setting that is too late."""
+    note_lines, *state = python(DETERMINISM, tmp_path)
     assert state == ["put_ does not have a deterministic implementation", True, False, ":4096:8", "Ring", True, True]
-    assert words[2:] == [
+    assert note_lines[2:] == [
         "CUBLAS_WORKSPACE_CONFIG=:4096:8",
         "NCCL_ALGO=Ring",
         "PYTHONHASHSEED is not set: the order of sets of strings differs between ranks and runs",
@@ -191,10 +190,8 @@ def test_determinism(tmp_path: Path) -> None:
 
 
 def test_determinism_and_the_users_variables(tmp_path: Path) -> None:
-    """What the user set stays: without a word where it is deterministic, by name and without its value where not."""
+    """The user's variables are kept; a note names those that are not deterministic."""
     given = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "NCCL_ALGO": "Ring,CollnetChain", "PYTHONHASHSEED": "0"}
-    words, *state = python(DETERMINISM, tmp_path, **given)
+    note_lines, *state = python(DETERMINISM, tmp_path, **given)
     assert state[3:5] == [":0:0", "Ring,CollnetChain"]
-    assert words[2:] == [
-        "CUBLAS_WORKSPACE_CONFIG stays as you set it, which is not known to be deterministic (:4096:8 is)"
-    ]
+    assert note_lines[2:] == ["CUBLAS_WORKSPACE_CONFIG=:0:0 (set by you) may not be deterministic; :4096:8 is"]

@@ -15,8 +15,8 @@ from tests.submitting import folder_of, printed
 
 
 @pytest.mark.parametrize(("how", "victim"), [("SIGKILL", 0), ("SIGSTOP", 0), ("SIGSTOP", 2)])
-def test_a_dead_or_frozen_peer_does_not_hold_the_others(tmp_path: Path, how: str, victim: int) -> None:
-    """When a rank is killed or frozen, the host of the store or another, the others shut down and end well."""
+def test_a_dead_or_frozen_peer_does_not_block_the_others(tmp_path: Path, how: str, victim: int) -> None:
+    """When any rank is killed or frozen, also the one with the store, the others shut down and succeed."""
     code = f"""
         import os, signal, time, torch, torch.distributed as dist, hpcinit
         run = hpcinit.init()
@@ -32,10 +32,11 @@ def test_a_dead_or_frozen_peer_does_not_hold_the_others(tmp_path: Path, how: str
     assert [(status, log.splitlines()[-1]) for status, log in ended] == [(0, "down False")] * 2
 
 
-def test_a_group_that_never_goes_down_is_left_behind() -> None:
-    """When torch hangs in taking the group down, the process says so, goes on, refuses another init, and ends with 1.
+def test_a_group_that_cannot_be_destroyed() -> None:
+    """When torch hangs in destroying the group, the process prints a warning, continues, refuses another init, and exits
+    with 1.
 
-    torch's function is replaced by one that hangs: gloo's own never did.
+    torch's function is replaced by one that hangs, because gloo's never did.
     """
     code = """
         import atexit, time, datetime, torch.distributed as dist, hpcinit
@@ -52,15 +53,17 @@ def test_a_group_that_never_goes_down_is_left_behind() -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=100, check=False
     )
-    said = "the process group did not go down in 0.5 s: a peer that died or hangs holds it up"
+    said = "the process group was not destroyed within 0.5 s: a peer is dead or hangs"
     assert done.returncode == 1
-    assert without_gloos_line(done.stdout).startswith(f"on it goes\nno second process group in this process: {said}")
+    assert without_gloos_line(done.stdout).startswith(
+        f"on it goes\nthis process cannot create a second process group: {said}"
+    )
     assert done.stdout.endswith("the program's own exit handler\n")
     assert f"hpcinit: warning: {said}" in done.stderr and f"hpcinit: error: {said}" in done.stderr
 
 
 def test_init_again_with_another_world(tmp_path: Path) -> None:
-    """After a shutdown two of three ranks come up as a world of two, and compute together."""
+    """After a shutdown two of three ranks initialize as a world of two, and compute together."""
     code = """
         import os, torch, torch.distributed as dist, hpcinit
         with hpcinit.session() as run:
@@ -80,7 +83,7 @@ def test_init_again_with_another_world(tmp_path: Path) -> None:
 
 @pytest.mark.deepspeed
 def test_deepspeed_forgets_its_groups(tmp_path: Path) -> None:
-    """What DeepSpeed cached of a group is gone after shutdown, and it works on the next group."""
+    """After shutdown DeepSpeed's references to the group are cleared, and it works with the next group."""
     code = """
         import torch, hpcinit, torch.distributed as dist
         for again in range(2):
@@ -97,17 +100,17 @@ def test_deepspeed_forgets_its_groups(tmp_path: Path) -> None:
     assert [(status, log.splitlines()[-1]) for status, log in ended] == [(0, "2.0")] * 2
 
 
-def test_an_error_is_recorded_before_the_group_goes(hpcinit: Run, tmp_path: Path) -> None:
-    """A session that raises leaves its record before its peers can tell of a closed connection; the record of a rank
-    that catches the error and ends well goes."""
+def test_an_error_is_recorded_before_the_group_is_destroyed(hpcinit: Run, tmp_path: Path) -> None:
+    """A session that raises writes its record before its peers can report a closed connection; the record of a rank that
+    catches the error and succeeds is removed."""
     (tmp_path / "train.py").write_text(
         textwrap.dedent("""
         import os, pathlib, hpcinit
         from hpcinit.runtime import bringup
         real, record = bringup.destroy_process_groups, pathlib.Path(os.environ["HPCINIT_RUN"], "errors/rank-0.json")
-        def destroy(*words):
+        def destroy(*texts):
             print("recorded", "bad sample 17" in record.read_text())
-            real(*words)
+            real(*texts)
         bringup.destroy_process_groups = destroy
         try:
             with hpcinit.session(): raise ValueError("bad sample 17")

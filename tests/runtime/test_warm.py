@@ -24,7 +24,7 @@ def test_a_forked_rank_has_its_environment_folder_log_and_exit_status(
 
 
 def test_a_forked_rank_is_a_child_that_can_be_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """wait() has the signal as subprocess has it."""
+    """wait() returns the signal like subprocess does."""
     monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
     rank = Rank("import time; time.sleep(600)", tmp_path / "log", {})
     assert rank.process.poll() is None

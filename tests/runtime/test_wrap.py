@@ -1,4 +1,4 @@
-"""run.wrap on 2 real ranks: what it refuses, and what each rank then holds. Its numbers are held by test_equivalence."""
+"""run.wrap on 2 real ranks: its refusals, and each rank's state. test_equivalence checks its numbers."""
 
 from __future__ import annotations
 
@@ -47,31 +47,31 @@ cp, tp, x = Layout(dp_replicate=1, cp=2), Layout(dp_replicate=1, tp=2), torch.on
 """
 
 REFUSALS = {
-    "wrapped(layout=Layout(pp=2, dp_replicate=1))": "parallel.pp is 2, and run.wrap does no pipeline or expert",
-    "wrapped(layout=Layout(dp_replicate=2, ep=2))": "parallel.ep is 2, and run.wrap does no pipeline or expert",
-    "wrapped(training=Training('none'))": "parallel.wrap is none with 2 ranks: nothing would keep them together",
+    "wrapped(layout=Layout(pp=2, dp_replicate=1))": "parallel.pp is 2, but run.wrap supports no pipeline or expert",
+    "wrapped(layout=Layout(dp_replicate=2, ep=2))": "parallel.ep is 2, but run.wrap supports no pipeline or expert",
+    "wrapped(training=Training('none'))": "parallel.wrap is none with 2 ranks: their gradients would not be combined",
     "wrapped(training=Training('fsdp'))": "parallel.wrap is fsdp with dp_replicate 2 and dp_shard 1",
-    "wrapped(training=Training('deepspeed'), tp_plan={})": "with deepspeed, AutoTP divides the model by itself",
-    "wrapped(layout=tp)": "parallel.tp is 2 and run.wrap was given no tp_plan",
-    "wrapped(layout=tp, tp_plan={'0.*.up': ColwiseParallel()})": "tp_plan has '0.*.up', and no module is called so; there",
-    "wrapped(training=Training(precision=Precision('fp16')))": "precision.param is fp16 on a CPU",
-    "wrapped(training=Training(precision=Precision(reduce='bf16')))": "precision.reduce is bf16 with parallel.wrap=ddp on a CPU",
-    "wrapped(nn.Linear(8, 8), training=Training(compile=True))": "compile is set, and Linear shows no repeated blocks",
-    "wrapped(blocks=[nn.Linear(8, 8)])": "blocks has a Linear that is no part of Sequential",
+    "wrapped(training=Training('deepspeed'), tp_plan={})": "with deepspeed, AutoTP divides the model automatically",
+    "wrapped(layout=tp)": "run.wrap needs a tp_plan, because parallel.tp is 2",
+    "wrapped(layout=tp, tp_plan={'0.*.up': ColwiseParallel()})": "tp_plan names '0.*.up', but no module matches; modules",
+    "wrapped(training=Training(precision=Precision('fp16')))": "precision.param=fp16 does not work on a CPU",
+    "wrapped(training=Training(precision=Precision(reduce='bf16')))": "precision.reduce=bf16 does not work with parallel.wrap=ddp on a CPU",
+    "wrapped(nn.Linear(8, 8), training=Training(compile=True))": "compile needs repeated blocks, but Linear has none",
+    "wrapped(blocks=[nn.Linear(8, 8)])": "blocks contains a Linear that is not part of Sequential",
     "wrapped(nn.Linear(8, 8, device='meta'))": "weight is on the meta device and has no data",
-    "wrapped(layout=Layout(dp_replicate=1, cp=2, cp_kind='ring'))": "parallel.cp_kind is ring on a CPU",
-    "wrapped(layout=cp, training=Training(compile=True))": "compile is true with parallel.cp > 1",
-    "wrapped(layout=cp)(x)": "parallel.cp > 1, and Sequential made no call of F.scaled_dot_product_attention",
-    "wrapped(Attention(heads=1), layout=cp)(x)": "1 attention heads on a rank cannot be divided among parallel.cp 2",
-    "wrapped(Attention(mask=torch.ones(4, 4)), layout=cp)(x)": "attention with a mask under parallel.cp > 1",
-    "wrapped().step()": "step() without a backward() since the last",
-    "[each.backward(each(x).sum()) for each in [wrapped()] * 2]": "backward() a second time without step()",
-    "wrapped(optimizer=None).step()": "step() without an optimizer",
+    "wrapped(layout=Layout(dp_replicate=1, cp=2, cp_kind='ring'))": "parallel.cp_kind=ring does not work on a CPU",
+    "wrapped(layout=cp, training=Training(compile=True))": "compile=true does not work with parallel.cp > 1",
+    "wrapped(layout=cp)(x)": "Sequential did not call F.scaled_dot_product_attention, but parallel.cp > 1",
+    "wrapped(Attention(heads=1), layout=cp)(x)": "1 attention heads per rank cannot be divided among 2",
+    "wrapped(Attention(mask=torch.ones(4, 4)), layout=cp)(x)": "attn_mask does not work with parallel.cp > 1",
+    "wrapped().step()": "step() was called without a backward() since the last",
+    "[each.backward(each(x).sum()) for each in [wrapped()] * 2]": "backward() was called twice without step()",
+    "wrapped(optimizer=None).step()": "step() needs an optimizer",
 }
 
 
 def on_two_ranks(code: str, folder: Path, **init: object) -> list[str]:
-    """What each rank prints as its last line."""
+    """Return the last line of each rank."""
     program = f"{BEGIN}\nwith hpcinit.session(**{init!r}) as run:\n" + "".join(
         f"    {line}\n" for line in code.strip().splitlines()
     )
@@ -82,27 +82,27 @@ def on_two_ranks(code: str, folder: Path, **init: object) -> list[str]:
 
 
 @pytest.mark.deepspeed
-def test_what_cannot_be_done_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    """Each wrong combination ends on every rank in a RequestError that says what to change."""
+def test_refusals_name_the_key_to_change(tmp_path: Path) -> None:
+    """For each invalid combination every rank raises a RequestError with the key to change."""
     lines = on_two_ranks(
         f"""
-said = {{}}
+message = {{}}
 for expression in {list(REFUSALS)!r}:
     try:
         eval(expression)
     except hpcinit.HpcinitError as error:
-        said[expression] = str(error)
-print(json.dumps(said))
+        message[expression] = str(error)
+print(json.dumps(message))
 """,
         tmp_path,
     )
-    for said in map(json.loads, lines):
+    for message in map(json.loads, lines):
         assert {
-            name: said.get(name, "nothing") for name, text in REFUSALS.items() if text not in said.get(name, "")
+            name: message.get(name, "nothing") for name, text in REFUSALS.items() if text not in message.get(name, "")
         } == {}
 
 
-def test_ranks_begin_alike_and_stay_so(tmp_path: Path) -> None:
+def test_ranks_have_equal_weights(tmp_path: Path) -> None:
     """With another seed on each rank, DDP, FSDP and tensor parallelism train rank 0's weights, in bf16 as well."""
     lines = on_two_ranks(
         """
@@ -136,8 +136,8 @@ print(json.dumps(found))
         assert (same, dtype, steps, falls) == (True, "torch.float32", [False, True] * 3, True), name
 
 
-def test_the_repeated_blocks_are_found() -> None:
-    """The children of the outermost list whose children are of one class, not those of a list inside a block."""
+def test_repeated_blocks_are_found() -> None:
+    """Blocks are the children of the outermost list with children of one class, not of a list inside a block."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -152,7 +152,7 @@ def test_the_repeated_blocks_are_found() -> None:
 
 @pytest.mark.parametrize(("kind", "orders"), [("ulysses", [[0, 1, 2, 3], [4, 5, 6, 7]]), ("ring", [[0, 1, 6, 7], [2, 3, 4, 5]])])  # fmt: skip
 def test_each_rank_has_its_part_of_a_sequence(kind: str, orders: list[list[int]]) -> None:
-    """Ulysses takes one piece after the other; a ring one from the front and one from the back, as torch's does."""
+    """Ulysses uses consecutive pieces; a ring uses one piece from the front and one from the back, as in torch."""
     layout = Layout(dp_replicate=2, cp=2, cp_kind=kind)
     whole = torch.arange(8).expand(3, 8)
     for rank in range(4):
@@ -161,9 +161,9 @@ def test_each_rank_has_its_part_of_a_sequence(kind: str, orders: list[list[int]]
     assert sequence.shard(Layout(dp_replicate=2), 1, whole)[0].equal(whole)
 
 
-def test_a_length_that_does_not_divide_is_refused() -> None:
-    """The refusal names the nearest lengths, and how padding is kept out of the loss."""
+def test_an_indivisible_length_is_refused() -> None:
+    """The error names the nearest lengths, and how to exclude padding from the loss."""
     with pytest.raises(
-        RequestError, match=r"a sequence of 31 cannot .* 2 equal pieces .* 30 or 32, .* \(wrapped.mean\)"
+        RequestError, match=r"a sequence of length 31 cannot .* 2 equal pieces .* 30 or 32, .* \(wrapped.mean\)"
     ):
         sequence.shard(Layout(dp_replicate=1, cp=2), 0, torch.zeros(1, 31))

@@ -1,4 +1,4 @@
-"""run.wrap with DeepSpeed's engine on 2 real ranks: where the engine alone would do something else than the others."""
+"""run.wrap with DeepSpeed's engine on 2 real ranks: corrections of the engine's own behavior."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from tests.runtime.test_wrap import on_two_ranks
 
 
-def test_zero_0_begins_as_the_other_stages(tmp_path: Path) -> None:
-    """In bf16 and with AdamW, whose first steps tell how many were made before, ZeRO 0 has the losses of ZeRO 1; with
-    DeepSpeed's own step before the first it is off by over 1 %."""
+def test_zero_0_starts_like_the_other_stages(tmp_path: Path) -> None:
+    """In bf16 with AdamW, whose first steps depend on the step count, ZeRO 0 has the losses of ZeRO 1; with DeepSpeed's
+    extra step before the first one they differ by over 1 %."""
     lines = on_two_ranks(
         """
 from hpcinit.runtime.wrap import deepspeed_engine
@@ -42,12 +42,12 @@ def off(losses: list[float], expected: list[float]) -> float:
     return max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
 
 
-def test_a_model_that_autotp_does_not_know(tmp_path: Path) -> None:
-    """A model without a policy for AutoTP is refused with the way out, where DeepSpeed has a bare assertion; an
-    assertion of DeepSpeed's that is about something else stays what it is."""
+def test_a_model_that_autotp_cannot_divide(tmp_path: Path) -> None:
+    """For a model without an AutoTP policy the error names the key to change, where DeepSpeed has a bare assertion; other
+    assertions of DeepSpeed are unchanged."""
     lines = on_two_ranks(
         """
-training, said = Training("deepspeed", Precision("bf16"), deepspeed={"zero_stage": 1}), []
+training, message = Training("deepspeed", Precision("bf16"), deepspeed={"zero_stage": 1}), []
 class Plain(nn.Module):
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ for model in (layers(), Plain(), PlainModel()):
     try:
         wrapped(model, tp, training)
     except hpcinit.HpcinitError as error:
-        said.append(str(error))
+        message.append(str(error))
 from deepspeed.runtime import engine
 def assertion(self):
     assert False, "another"
@@ -66,15 +66,15 @@ engine.DeepSpeedEngine._configure_distributed_model = lambda self, model: assert
 try:
     wrapped(layers(), training=training)
 except AssertionError as error:
-    said.append(str(error))
-print(json.dumps(said))
+    message.append(str(error))
+print(json.dumps(message))
 """,
         tmp_path,
         deepspeed=True,
     )
     for *refusals, other in map(json.loads, lines):
         for name, refusal in zip(("Sequential", "Plain", "PlainModel"), refusals, strict=True):
-            assert f"DeepSpeed's AutoTP does not know how to divide {name} (" in refusal, refusal
-            assert refusal.startswith("parallel.tp is 2 with deepspeed.autotp, and ")
-            assert "parallel.wrap=fsdp and a tp_plan for run.wrap, parallel.tp=1, or " in refusal
+            assert refusal.startswith(f"DeepSpeed's AutoTP cannot divide {name} ("), refusal
+            assert "but parallel.tp is 2 with deepspeed.autotp" in refusal
+            assert "parallel.wrap=fsdp and pass run.wrap a tp_plan, use parallel.tp=1, or" in refusal
         assert other == "another"

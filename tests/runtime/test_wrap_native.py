@@ -1,4 +1,4 @@
-"""run.wrap with torch's own wrappers on real ranks: what is compiled, and where gradients lie."""
+"""run.wrap with torch's wrappers on real ranks: compiled blocks, and the memory of gradients."""
 
 from __future__ import annotations
 
@@ -36,13 +36,21 @@ with hpcinit.session() as run:
 """
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Compiling takes most of a test's time, so the tests share a cache."""
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("inductor")),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+
+
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_compiled_blocks_train_as_others(tmp_path: Path, checkpointing: str) -> None:
-    """compile=true compiles the blocks (torch's inductor, gcc), which have the losses of blocks that are not; with
-    activation_checkpointing=full too."""
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+def test_compiled_blocks_have_the_same_losses(tmp_path: Path, compiled: dict[str, str], checkpointing: str) -> None:
+    """compile=true compiles the blocks (with torch's inductor and gcc), whose losses equal those of uncompiled blocks;
+    also with activation_checkpointing=full."""
     code = COMPILED.replace("CHECKPOINTING", repr(checkpointing))
-    with ranks(BEGIN + code, 1, tmp_path, **environment, fresh=True) as (rank,):
+    with ranks(BEGIN + code, 1, tmp_path, **compiled, fresh=True) as (rank,):
         status, output = rank.end()
     assert status == 0, output
     (*plain, first, second), graphs, ok = json.loads(output.splitlines()[-1])
@@ -69,8 +77,8 @@ with hpcinit.session() as run:
 """
 
 
-def test_blocks_that_are_torchs_own_are_compiled(tmp_path: Path) -> None:
-    """nn.TransformerEncoderLayer as it is, of which its compile() compiles nothing, is compiled and trains as before."""
+def test_torchs_own_modules_are_compiled(tmp_path: Path) -> None:
+    """A bare nn.TransformerEncoderLayer, whose compile() compiles nothing, is compiled and trains as before."""
     code = "import torch._dynamo\ntorch.compile = __import__('functools').partial(torch.compile, backend='eager')\n"
     with ranks(code + BEGIN + BARE, 1, tmp_path, fresh=True) as (rank,):
         status, output = rank.end()
@@ -80,22 +88,22 @@ def test_blocks_that_are_torchs_own_are_compiled(tmp_path: Path) -> None:
     assert [first, second] == plain, "the eager backend does the same sums"
 
 
-def test_ddp_gradients_lie_in_its_buckets(tmp_path: Path) -> None:
-    """From the first step on, in each pass of an accumulation, DDP's gradients are the buckets that are sent and take
-    4 bytes a parameter together."""
+def test_ddp_gradients_are_in_its_buckets(tmp_path: Path) -> None:
+    """From the first step on, in each pass of an accumulation, DDP's gradients are views of its buckets and use 4 bytes
+    per parameter in total."""
     lines = on_two_ranks(
         """
 made, seen = wrapped(accumulation=2), []
 for _ in range(6):
     made.backward(made(x).square().mean())
     grads = [p.grad for p in made.model.parameters()]
-    held = {grad.untyped_storage().data_ptr(): grad.untyped_storage().nbytes() for grad in grads}
-    seen.append([len(held), sum(held.values()) - 4 * sum(grad.numel() for grad in grads)])
+    allocated = {grad.untyped_storage().data_ptr(): grad.untyped_storage().nbytes() for grad in grads}
+    seen.append([len(allocated), sum(allocated.values()) - 4 * sum(grad.numel() for grad in grads)])
     made.step()
 print(json.dumps(seen))
 """,
         tmp_path,
     )
     for seen in map(json.loads, lines):
-        # The first pass is before DDP has sent anything: a gradient for itself each. One bucket holds this model.
+        # Before DDP's first reduction each gradient has separate memory. One bucket contains this model.
         assert seen == [[6, 0]] + [[1, 0]] * 5

@@ -1,11 +1,11 @@
 """Start ranks by fork from a process that has imported torch: an import takes 2 s of processor time, a fork 0.05 s.
 
-`fork()` asks that process, which starts at the first call of a session, for a rank. The rank gets its code, environment,
+`fork()` requests a rank from that process, which starts at the first call of a session. The rank gets its code, environment,
 working folder and log as `python -u -c CODE` would, and has the same exit status. It is a child of the caller: the process
 in between exits at once while the caller is a subreaper (PR_SET_CHILD_SUBREAPER), so `wait`, `poll` and `kill` are
 subprocess's own.
 
-What differs from a fresh process: torch is in `sys.modules` before the code runs, and /proc/PID/cmdline and
+Differences from a fresh process: torch is in `sys.modules` before the code runs, and /proc/PID/cmdline and
 /proc/PID/environ are those of the process that was forked. A test of imports or of those files uses a fresh process.
 """
 

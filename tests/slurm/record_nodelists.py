@@ -1,9 +1,9 @@
-"""Ask scontrol what nodelists mean and keep its answers for test_nodelist.py.
+"""Record how scontrol expands nodelists, for test_nodelist.py.
 
     python tests/slurm/record_nodelists.py [--scontrol PATH] [--conf slurm.conf]
 
-writes tests/data/nodelists-<version>.json. Needs Slurm's client, no controller. The cases come from a fixed
-seed: the same scontrol gives the same file.
+Writes tests/data/nodelists-<version>.json. Needs Slurm's client, but no controller. The cases are made from a fixed seed,
+so the same scontrol gives the same file.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ COMPRESSIONS = 500
 MOST_HOSTS = 40  # in one case, so that the file stays small
 SUFFIX_SINCE = (23, 11)  # n[1-2]-ib: "Invalid hostlist" before
 
-# scontrol reads any slurm.conf with these names; it asks no controller for `show hostnames`.
+# scontrol needs a slurm.conf with these names, but no controller for `show hostnames`.
 MINIMAL_CONF = "ClusterName=none\nSlurmctldHost=localhost\nNodeName=localhost\nPartitionName=p Nodes=localhost\n"
 
 LITERALS = ["n", "n", "gpu", "a-b", "x_", "n1", "10.0.", "node-0", "", "0", "r0.", "b9-", "N-a_b.c-"]
 
-# Written by hand, because no generator of valid text makes them. The answers are scontrol's.
+# Malformed texts are listed here, because no generator of valid text makes them. The results are scontrol's.
 MALFORMED = [
     *(
         "n[",
@@ -92,7 +92,7 @@ def name(rnd: random.Random, *, suffix: bool) -> str:
 
 
 def hosts(rnd: random.Random) -> list[str]:
-    """Neighbours, so that something folds: n08 n09 n10 n10 n3 m."""
+    """Return hosts with adjacent numbers, so that some can be joined: n08 n09 n10 n10 n3 m."""
     found: list[str] = []
     for _ in range(rnd.choice([1, 2, 3, 5])):
         literal, start = rnd.choice(LITERALS), number(rnd)
@@ -105,10 +105,10 @@ def hosts(rnd: random.Random) -> list[str]:
 class Scontrol:
     def __init__(self, path: str, conf: str) -> None:
         self.path, self.env = path, {**os.environ, "SLURM_CONF": conf}
-        said = subprocess.run([path, "--version"], env=self.env, capture_output=True, text=True, check=True)
-        found = re.search(r"(\d+)\.(\d+)\.\d+", said.stdout)
+        version = subprocess.run([path, "--version"], env=self.env, capture_output=True, text=True, check=True)
+        found = re.search(r"(\d+)\.(\d+)\.\d+", version.stdout)
         if not found:
-            raise SystemExit(f"{path} --version said {said.stdout!r}, expected a version")
+            raise SystemExit(f"{path} --version printed {version.stdout!r}, expected a version")
         self.version = found[0]
         self.suffixes = (int(found[1]), int(found[2])) >= SUFFIX_SINCE
 

@@ -1,4 +1,4 @@
-"""The client of Slurm's commands, with stand-ins on PATH: the real commands do not hang or print bytes on demand."""
+"""The client of Slurm's commands, with stand-ins on PATH, because the real commands do not hang on demand."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def stand_in(folder: Path, name: str, shell: str) -> None:
 
 
 def test_every_command_has_one_timeout() -> None:
-    """The entry with the most matching words applies, and a command without an entry is an error of ours."""
+    """The longest matching entry applies, and a command without an entry is a bug in hpcinit."""
     assert slurm_client.timeout(["scontrol", "show", "config"]) == timedelta(seconds=30)
     assert slurm_client.timeout(["scontrol", "--all", "show", "node", "n1"]) == timedelta(seconds=60)
     assert slurm_client.timeout(["sbatch", "--parsable", "job.sh"]) == timedelta(seconds=180)
     assert slurm_client.timeout(["sbatch", "--test-only", "job.sh"]) == timedelta(seconds=30)
-    with pytest.raises(KeyError, match=r"client\.TIMEOUTS has no entry for sprio"):
+    with pytest.raises(KeyError, match=r"slurm_client\.TIMEOUTS has no entry for sprio"):
         slurm_client.timeout(["sprio"])
 
 
@@ -60,13 +60,13 @@ def test_bytes_that_are_not_text(here: Path) -> None:
 
 
 def test_a_command_that_hangs_is_killed_with_its_children(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the timeout nothing of it runs, not the child of a site's wrapper either, which holds the pipe."""
+    """After the timeout nothing of it runs, not even the child of a site's wrapper, which has the pipe open."""
     stand_in(here, "squeue", f"sleep 600 & echo $! > {here}/child; wait")
     monkeypatch.setitem(slurm_client.TIMEOUTS, "squeue", timedelta(seconds=1))
-    began = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(slurm_client.TimedOut, match=r"^`squeue` did not answer in 1 s$"):
         slurm_client.run(["squeue", "--me"])
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - started < 10
     child = int((here / "child").read_text())
     deadline = time.monotonic() + 10
     while _runs(child):
@@ -82,14 +82,14 @@ def _runs(pid: int) -> bool:
 
 
 def test_a_caller_may_wait_for_less(here: Path) -> None:
-    """A caller with a deadline of its own shortens the timeout, and cannot make it longer."""
+    """A caller with a deadline can shorten the timeout, but not extend it."""
     stand_in(here, "squeue", "exec sleep 600")
     with pytest.raises(slurm_client.TimedOut, match=r"in 0\.2 s"):
         slurm_client.run(["squeue"], at_most=timedelta(seconds=0.2))
 
 
 def test_a_command_that_cannot_be_started(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says whether the command is missing or cannot be run."""
+    """The error states whether the command is missing or cannot be run."""
     stand_in(here, "sinfo", "true")
     (here / "sinfo").write_text("no program")
     monkeypatch.setenv("PATH", str(here))

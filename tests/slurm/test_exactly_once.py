@@ -1,6 +1,6 @@
-"""Many submissions while the controller is killed again and again: as many jobs, none twice, none lost.
+"""Each of many submissions makes exactly one job while the controller is killed repeatedly.
 
-`make test-exactly-once` makes 200 submissions under 50 kills; without HPCINIT_EXACTLY_ONCE there are fewer.
+`make test-exactly-once` makes 200 submissions with 50 kills; without HPCINIT_EXACTLY_ONCE there are fewer.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tests.minislurm.plugin import require_slurm
 from tests.submitting import folder_of, submit
 from tests.waiting import until
 
-SUBMISSIONS, KILLS = (int(word) for word in os.environ.get("HPCINIT_EXACTLY_ONCE", "40,10").split(","))
-BY_COMMAND_LINE = 10  # every so many-th one is a whole `hpcinit submit`
+SUBMISSIONS, KILLS = (int(number) for number in os.environ.get("HPCINIT_EXACTLY_ONCE", "40,10").split(","))
+BY_COMMAND_LINE = 10  # one in this many submissions is a whole `hpcinit submit`
 AT_ONCE = 16
 PATIENCE_S = 900
 STOPPED = "2 attempts may each have made a job, and Slurm shows none of them"
@@ -45,14 +45,14 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[MiniSlurm]:
 @pytest.mark.slurm
 @pytest.mark.timeout(1800)
 def test_as_many_jobs_as_submissions(cluster: MiniSlurm, hpcinit: Run, tmp_path: Path) -> None:
-    """slurmctld gets SIGKILL over and over while jobs are submitted: each has one job, the one that was named."""
+    """While slurmctld gets SIGKILL repeatedly, each submission makes one job, and its id is the returned one."""
     began = time.monotonic()
     started, named, stopped = 0, {}, []
 
     def by_command_line(number: int) -> None:
-        words = ["+cluster.sbatch.begin=now+2hours", "cluster.submit_confirm=true", f"seed={number}"]
+        options = ["+cluster.sbatch.begin=now+2hours", "cluster.submit_confirm=true", f"seed={number}"]
         patience = f"cluster.submit_patience_s={PATIENCE_S}"
-        done = submit(hpcinit, cluster, *words, patience, "--", "true", timeout=PATIENCE_S)
+        done = submit(hpcinit, cluster, *options, patience, "--", "true", timeout=PATIENCE_S)
         if STOPPED in done.stderr:
             raise MaybeSubmitted(done.stderr)
         record = json.loads((folder_of(done) / "submission.json").read_text())
@@ -66,7 +66,7 @@ def test_as_many_jobs_as_submissions(cluster: MiniSlurm, hpcinit: Run, tmp_path:
         named[token], _ = exactly_once.submit(folder / "job.sh", os.environ, token, patience_s=PATIENCE_S, confirm=True)
 
     def one(number: int) -> None:
-        """After two attempts that the controller forgot hpcinit stops: the person who looks then is this loop."""
+        """Submit; if hpcinit stops after two lost attempts, check as the user would, and submit again."""
         nonlocal started
         started += 1
         while True:
@@ -76,7 +76,7 @@ def test_as_many_jobs_as_submissions(cluster: MiniSlurm, hpcinit: Run, tmp_path:
                 assert STOPPED in str(error)
                 [token] = re.findall(r"grep -F hpcinit=(\S+)", str(error))
                 stopped.append(token)
-                assert token not in [found for *_, found in once_it_answers(cluster)]
+                assert token not in [found for *_, found in reply_of(cluster)]
 
     def kill_again_and_again() -> None:
         chance = random.Random(5)
@@ -104,20 +104,21 @@ def test_as_many_jobs_as_submissions(cluster: MiniSlurm, hpcinit: Run, tmp_path:
     assert len(named) == SUBMISSIONS
 
 
-def once_it_answers(cluster: MiniSlurm) -> list[tuple[str, str, str]]:
+def reply_of(cluster: MiniSlurm) -> list[tuple[str, str, str]]:
+    """Query the jobs until the controller replies."""
     answers: list[list[tuple[str, str, str]]] = []
 
-    def ask() -> bool:
-        with suppress(MiniSlurmError):  # killed once more
+    def query() -> bool:
+        with suppress(MiniSlurmError):  # the controller was killed again
             answers.append(queued(cluster))
         return bool(answers)
 
-    until(ask, 60)
+    until(query, 60)
     return answers[0]
 
 
 def queued(cluster: MiniSlurm) -> list[tuple[str, str, str]]:
-    """(id, state, token) of every job."""
+    """Return (id, state, token) of every job."""
     lines = cluster.run("squeue", "--noheader", "--states=all", "--format=%i|%T|%k").splitlines()
     return [
         (job_id, state, comment.partition("hpcinit=")[2]) for job_id, state, comment in (x.split("|") for x in lines)

@@ -1,4 +1,4 @@
-"""Nodelists mean what scontrol says; what it would repair in silence is refused with its column."""
+"""Nodelists expand as scontrol expands them; text that it would repair silently is refused with the column."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def refusal(text: str, read: Callable[[str], object] = expand) -> str:
 
 
 def test_there_are_recordings_from_before_and_after_suffixes() -> None:
-    """Slurm 22.05, which refuses n[1-2]-ib, and 26.05, which expands it, are both on record."""
+    """The data were recorded with Slurm 22.05, which refuses n[1-2]-ib, and with 26.05, which expands it."""
     assert [record["scontrol"] for record in RECORDED] == ["22.05.8", "26.05.3"]
     suffixed = [any(text.endswith("]-ib") for text, _ in record["expansions"]) for record in RECORDED]
     assert suffixed == [False, True]
@@ -59,7 +59,7 @@ def test_compress_equals_scontrol(record: dict[str, Any]) -> None:
 
 @recorded
 def test_malformed_text_is_refused_where_scontrol_exits_zero(record: dict[str, Any]) -> None:
-    """Every recorded malformed text is refused here, whatever scontrol made of it."""
+    """Every recorded malformed text is refused, although scontrol repaired some."""
     assert len(record["malformed"]) >= 70
     # '-n1' is an option to scontrol.
     assert [text for text, status, _ in record["malformed"] if status != 0] == ["-n1"]
@@ -68,7 +68,7 @@ def test_malformed_text_is_refused_where_scontrol_exits_zero(record: dict[str, A
 
 
 def test_the_table_in_the_docstring_is_what_scontrol_did() -> None:
-    """The repairs that the module's docstring shows are those on record for 22.05."""
+    """The repairs in the module's docstring are those recorded with 22.05."""
     answers = {text: " ".join(lines) for text, _, lines in RECORDED[0]["malformed"]}
     rows = re.findall(r"^ {4}(\S.*?) {3,}(\S.*?) {3,}error$", nodelist.__doc__ or "", re.MULTILINE)
     assert len(rows) == 7
@@ -161,7 +161,7 @@ def test_expand_undoes_compress(hosts: list[str]) -> None:
 @unhurried
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=30))
 def test_expand_counts_undoes_the_folding(counts: list[int]) -> None:
-    """Counts written one by one, or folded as Slurm folds, read the same."""
+    """Counts written one by one, or folded as Slurm folds them, give the same numbers."""
     folded, index = [], 0
     while index < len(counts):
         run = next((i for i, c in enumerate(counts[index:]) if c != counts[index]), len(counts) - index)
@@ -173,7 +173,7 @@ def test_expand_counts_undoes_the_folding(counts: list[int]) -> None:
 @settings(max_examples=500, deadline=None)
 @given(st.one_of(st.text(max_size=100), st.text("n1-0[],x ()\n", max_size=60)))
 def test_any_text_is_read_or_refused_with_a_column_inside_it(text: str) -> None:
-    """Any text gives clean host names, or a NodelistError whose caret stands in the text."""
+    """Any text gives clean host names, or a NodelistError whose caret points into the text."""
     try:
         hosts = expand(text)
     except NodelistError as error:
@@ -196,7 +196,7 @@ def assert_points_into(text: str, message: str) -> None:
     assert under == (character if " " <= character <= "~" else "?")
 
 
-# --- What an error says -------------------------------------------------------------------------------------
+# --- Error messages ----------------------------------------------------------------------------------------
 
 REFUSED = {
     "n[1-3],m[7-x]": "bad range '7-x' at column 10",
@@ -219,10 +219,10 @@ REFUSED = {
     "n[1-2]]": "']' without '[' at column 7",
     "n[[1]]": "'[' inside '[' at column 3",
     "n[1-2,m[3]": "'[' inside '[' at column 8",
-    ",n1": "no name beside the comma at column 1",
-    "n1,,n2": "no name beside the comma at column 4",
-    "n[1-2],": "no name beside the comma at column 7",
-    ",": "no name beside the comma at column 1",
+    ",n1": "no name next to the comma at column 1",
+    "n1,,n2": "no name next to the comma at column 4",
+    "n[1-2],": "no name next to the comma at column 7",
+    ",": "no name next to the comma at column 1",
     "n1 n2": "unexpected character ' ' at column 3",
     " n1": "unexpected character ' ' at column 1",
     "n1\n": "unexpected character '\\n' at column 3",

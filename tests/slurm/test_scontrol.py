@@ -1,4 +1,4 @@
-"""What `scontrol show` prints, as values."""
+"""Parse the output of `scontrol show`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def recorded(path: Path, command: str) -> str:
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
-def test_a_reason_ends_with_its_line_and_claims_nothing(path: Path) -> None:
-    """A node's Reason that reads like keys is one value, and hides none of the real ones."""
+def test_a_reason_ends_with_its_line(path: Path) -> None:
+    """A node's Reason that looks like keys is one value, and hides no real key."""
     nodes = scontrol.records(recorded(path, NODES), "NodeName")
     big = next(node for node in nodes if node["NodeName"] == "big1")
     assert big["Reason"].startswith("disk 3: CPUTot=999 RealMemory=9 is bad")
@@ -34,7 +34,7 @@ def test_a_reason_ends_with_its_line_and_claims_nothing(path: Path) -> None:
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 @pytest.mark.parametrize(("command", "kind"), [(NODES, "NodeName"), (PARTITIONS, "PartitionName")])
 def test_every_key_of_every_record_is_found(path: Path, command: str, kind: str) -> None:
-    """As many records as lines that begin with their name, and of each every `key=` that a plain search finds."""
+    """There is one record per line that starts with the name, with every `key=` that a plain search finds."""
     text = recorded(path, command)
     found = scontrol.records(text, kind)
     blocks = [block for block in re.split(rf"(?m)^(?={kind}=)", text) if block.startswith(kind)]
@@ -46,15 +46,15 @@ def test_every_key_of_every_record_is_found(path: Path, command: str, kind: str)
 
 @given(st.text(st.characters(blacklist_categories=["Cs", "Cc", "Zl", "Zp"]), max_size=60))
 def test_no_free_text_changes_another_value(reason: str) -> None:
-    """Whatever an operator writes as a Reason, the CPUs and the next node are what they were."""
+    """No text in a Reason changes the CPUs or the next node."""
     text = f"NodeName=a CPUTot=4 \n   State=DOWN ThreadsPerCore=2\n   Reason={reason}\n\nNodeName=b CPUTot=8\n"
     a, b = scontrol.records(text, "NodeName")
     assert (a["CPUTot"], a["State"], a["ThreadsPerCore"], a["Reason"]) == ("4", "DOWN", "2", reason.strip())
     assert b == {"NodeName": "b", "CPUTot": "8"}
 
 
-def test_what_is_no_record_is_none() -> None:
-    """'No nodes in the system' is no node, and neither is a line before the first one."""
+def test_lines_that_are_not_records() -> None:
+    """'No nodes in the system' and lines before the first record are ignored."""
     assert scontrol.records("No nodes in the system\n   CPUTot=4\n", "NodeName") == []
 
 

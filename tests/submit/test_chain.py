@@ -1,4 +1,4 @@
-"""Jobs that wait for others, and a run of several jobs one after the other, on the real Slurm."""
+"""Job dependencies and chains of jobs, on the real Slurm."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from hpcinit.base.errors import ConfigError
 from hpcinit.config import checks
 from hpcinit.config.compose import compose
-from hpcinit.config.overrides import with_ids_as_text
+from hpcinit.config.overrides import with_quoted_lists
 from hpcinit.submit import shell_blocks
 from tests.conftest import Run
-from tests.leaving_out import installed
 from tests.minislurm import MiniSlurm
+from tests.skip_or_fail import installed
 from tests.submitting import folder_of, printed, submit
 from tests.waiting import until
 
@@ -34,10 +35,10 @@ def jobs(folder: Path) -> list[str]:
 def states(slurm: MiniSlurm, ids: list[str]) -> list[str]:
     lines = slurm.run("squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}", "--format=%i %T").splitlines()
     known = dict(line.split() for line in lines)
-    return [known.get(job, "forgotten") for job in ids]  # Slurm forgets a job that ended MinJobAge ago, 5 minutes
+    return [known.get(job, "forgotten") for job in ids]  # Slurm purges a job MinJobAge (5 minutes) after its end
 
 
-# --- what is refused without asking Slurm
+# --- refused without querying Slurm
 
 
 @pytest.mark.parametrize(
@@ -45,21 +46,31 @@ def states(slurm: MiniSlurm, ids: list[str]) -> list[str]:
     [
         (["cluster=mini", "chain=0"], "chain is 0, expected 1 or more"),
         (["cluster=mini", "chain=101"], "chain is 101, expected at most 100"),
-        (["cluster=mini", "after=[4242,'']"], "after names '', expected a job id or a run"),
-        (["cluster=mini", "after_ok={a: 1}"], "after_ok is {'a': 1}, expected a job id or a run, or a list"),
-        (["cluster=mini", "after=true"], "after is True, expected a job id or a run"),
-        (["after=1"], "after is given, but cluster local has no queue (engine: local): a job starts at once"),
-        (["chain=2", "singleton=true"], "singleton, chain are given, but cluster local has no queue"),
+        (["cluster=mini", "dependency=train-0001"], "dependency has 'train-0001', expected Slurm's form: afterok:JOB"),
+        (["cluster=mini", "dependency='train-0001'"], "; did you mean afterok:train-0001?"),
+        (["cluster=mini", "dependency='aftr:4242'"], "; the types are after, afterany, afterburstbuffer, aftercorr"),
         (
-            ["cluster=mini", "+cluster.sbatch.dependency=singleton"],
-            "dependency: use after, after_ok or singleton instead",
+            ["cluster=mini", "dependency='afterok:4242:'"],
+            "dependency has 'afterok:4242:' without a job, expected as in",
         ),
+        (["cluster=mini", "dependency='afterok:1,singleton:2'"], "dependency has 'singleton:2', expected Slurm's form"),
+        (
+            ["cluster=mini", "dependency='afterok:1,afterany:2?after:3'"],
+            "Slurm does not combine ',' (all) and '?' (any)",
+        ),
+        (["cluster=mini", "dependency='afterok:3+5'"], "only the type after has a delay; use afterok:3"),
+        (
+            ["dependency='afterok:1'"],
+            "dependency is set, but cluster local has no queue (engine: local), so jobs start",
+        ),
+        (["chain=2", "dependency=singleton"], "dependency, chain are set, but cluster local has no queue"),
+        (["cluster=mini", "+cluster.sbatch.dependency=singleton"], "dependency: use dependency instead"),
         (["cluster=mini", "snapshot=rsync"], "snapshot is 'rsync', expected one of: none, git"),
         (["cluster=mini", "snapshot_max_mb=0"], "snapshot_max_mb is 0, expected more than 0"),
     ],
 )
-def test_what_cannot_be_is_refused(overrides: list[str], message: str) -> None:
-    """Each message names the key, the value and what is expected."""
+def test_invalid_values_are_refused(overrides: list[str], message: str) -> None:
+    """Each message names the key, the value and the expected value."""
     problems = checks.problems(compose(overrides))
     assert len(problems) == 1 and message in problems[0]
 
@@ -67,20 +78,36 @@ def test_what_cannot_be_is_refused(overrides: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("written", "read"),
     [
-        ("after=4242_7", "after='4242_7'"),
-        ("after_ok=[4242_7,4243,x-4_2]", "after_ok=['4242_7',4243,x-4_2]"),
-        ("after='4242_7'", "after='4242_7'"),
-        ("after=runs/x-0001", "after=runs/x-0001"),
+        ("dependency=afterany:4242_7", "dependency='afterany:4242_7'"),
+        ("dependency=afterok:4242_7:x-0001,singleton", "dependency='afterok:4242_7:x-0001,singleton'"),
+        ("dependency='afterok:4242_7'", "dependency='afterok:4242_7'"),
+        ("dependency=after:1+5?afterok:runs/x-0001", "dependency='after:1+5?afterok:runs/x-0001'"),
+        ("dependency=null", "dependency=null"),
         ("name=4242_7", "name=4242_7"),
     ],
 )
-def test_a_task_of_an_array_is_no_number(written: str, read: str) -> None:
-    """Hydra reads 4242_7 as the number 42427, and the wrong job would be waited for."""
-    assert with_ids_as_text([written]) == [read]
+def test_slurms_text_is_not_read_by_hydra(written: str, read: str) -> None:
+    """The value is text for Hydra, which would sweep over the commas and read 4242_7 as the number 42427."""
+    assert with_quoted_lists([written]) == [read]
 
 
-def test_a_plain_script_knows_nothing_of_chains(hpcinit: Run) -> None:
-    """Without these keys the script has no line about them."""
+@pytest.mark.parametrize(
+    ("key", "advice"),
+    [
+        ("after=4242", "did you mean dependency=afterany:JOB?"),
+        ("after_ok=train-0001", "did you mean dependency=afterok:JOB?"),
+        ("singleton=true", "did you mean dependency=singleton?"),
+        ("test_only=false", "did you mean validate=...?"),
+    ],
+)
+def test_old_keys_are_refused(key: str, advice: str) -> None:
+    """A key of an earlier version is an error that names the new one."""
+    with pytest.raises(ConfigError, match=re.escape(f"{key}: no such key '{key.partition('=')[0]}'; {advice}")):
+        compose(["cluster=mini", key])
+
+
+def test_a_plain_script_has_no_chain_lines(hpcinit: Run) -> None:
+    """Without these keys the script has no lines about chains or dependencies."""
     text = hpcinit("submit", "cluster=mini", "dry_run=true").stdout
     assert "dependency" not in text and "hpcinit_check_chain" not in text and "hpcinit_preempted" not in text
 
@@ -95,18 +122,18 @@ LOST = "srun: error: Node failure on n2\n"
         ("job 15\nfrom 0\n", "", "", None, ""),  # killed
         ("job 16\nfrom 0\nstatus 7\n", "", "", None, ""),  # this job, requeued
         ("job 15\nfrom 0\nstatus 143\n", "", "", None, ""),
-        ("job 15\nfrom 0\nstatus 0\n", "", "", 0, "job 15 of this chain has ended well"),
+        ("job 15\nfrom 0\nstatus 0\n", "", "", 0, "job 15 of this chain completed"),
         ("job 15\nfrom 0\nstatus 0\n", "job 15\nreason time_limit\n", "", None, ""),
         ("job 15\nfrom 0\nstatus 0\n", "job 15\nreason not_recorded\n", "", None, "was the disk full?"),
-        ("job 15\nfrom 0\nstatus 7\n", "", "", 7, "job 15 of this chain has failed by itself (7)"),
+        ("job 15\nfrom 0\nstatus 7\n", "", "", 7, "job 15 of this chain failed with exit status 7"),
         ("job 15\nfrom 0\nstatus 7\n", "", LOST, None, ""),
-        ("job 15\nfrom 1\nstatus 7\n", "", LOST, 7, "has failed by itself (7)"),  # a node of an earlier job
+        ("job 15\nfrom 1\nstatus 7\n", "", LOST, 7, "failed with exit status 7, so job"),  # a node of an earlier job
     ],
 )
-def test_the_record_of_the_job_before_decides(
+def test_the_record_of_the_previous_job_decides(
     tmp_path: Path, record: str, stopped: str, log: str, status: int | None, said: str
 ) -> None:
-    """None: the job runs; otherwise it ends with that status, and prints why."""
+    """The job runs (None), or ends with the given status and prints why."""
     for name, text in (("chain", record), ("stopped", stopped), ("log", log)):
         if text or name == "log":
             (tmp_path / name).write_text(text)
@@ -115,25 +142,25 @@ def test_the_record_of_the_job_before_decides(
     script = "\n".join(["SLURM_JOB_ID=16", *variables, *blocks, "exit 99"])
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (99 if status is None else status, "")
-    assert said in done.stdout and ("job 16 of a chain begins" in done.stdout) == (status is None)
+    assert said in done.stdout and ("job 16 of a chain starts" in done.stdout) == (status is None)
     assert (tmp_path / "chain").exists() == (status is not None), "the next job reads the record of this one"
 
 
-# --- after, after_ok, singleton
+# --- dependency
 
 
 @pytest.mark.slurm
-def test_after_waits_for_jobs_and_runs(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
-    """after=[ID,RUN] and after_ok=RUN become one --dependency with the jobs' ids, and Slurm waits for them."""
+def test_a_job_waits_for_jobs_and_runs(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
+    """Runs in dependency=... become job ids, and Slurm waits for them."""
     slurm = idle_slurm
     first = folder_of(submit(hpcinit, slurm, "ranks_per_node=1", "name=first", "--", "sleep", "300"))
     chain = folder_of(submit(hpcinit, slurm, "ranks_per_node=1", "name=links", "chain=2", "--", "sleep", "300"))
     array = slurm.run("sbatch", "--parsable", "--hold", "--array=0-7", "--wrap=true").strip()
     one = json.loads((first / "submission.json").read_text())["job_id"]
-    words = [f"after=[{array}_7,first-0001]", f"after_ok={chain}", "singleton=true", "ranks_per_node=1", "--", "true"]
-    done = submit(hpcinit, slurm, *words)
-    expected = f"afterany:{array}_7:{one},afterok:{jobs(chain)[-1]},singleton"
-    assert "Slurm expects" not in done.stdout  # --test-only does not look at what a job waits for
+    asked = f"dependency=afterany:{array}_7:first-0001,afterok:{chain},after:links-0001+1,singleton"
+    done = submit(hpcinit, slurm, asked, "ranks_per_node=1", "--", "true")
+    expected = f"afterany:{array}_7:{one},afterok:{jobs(chain)[-1]},after:{jobs(chain)[0]}+1,singleton"
+    assert "Slurm expects" not in done.stdout  # --test-only ignores dependencies
     assert f"#SBATCH --dependency={expected}\n" in (folder_of(done) / "job.sh").read_text()
     now = status(hpcinit, slurm, folder_of(done))
     assert (now["name"], now["reason"]) == ("PENDING", "Dependency")
@@ -143,22 +170,32 @@ def test_after_waits_for_jobs_and_runs(hpcinit: Run, idle_slurm: MiniSlurm) -> N
 
 
 @pytest.mark.slurm
-def test_after_what_has_ended(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
-    """What has ended as asked is waited for no more; a failed run after which only success counts is refused."""
+def test_jobs_that_have_ended(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
+    """A job that already ended as required is not waited for. One whose end rules out the start is refused, unless
+    another condition is enough."""
     slurm = idle_slurm
     good = submit(hpcinit, slurm, "ranks_per_node=1", "name=good", "wait=true", "--", "true")
     bad = submit(hpcinit, slurm, "ranks_per_node=1", "name=bad", "wait=true", "--", "false")
     assert (good.returncode, bad.returncode) == (0, 1)
-    done = submit(hpcinit, slurm, "after=[good-0001,bad-0001]", "after_ok=good-0001", "dry_run=true", "--", "true")
-    assert done.returncode == 0 and "dependency" not in done.stdout, done.stderr
-    done = submit(hpcinit, slurm, "after_ok=bad-0001", "--", "true")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "after_ok=bad-0001: job " in done.stderr and "ended as FAILED, and this one would never start" in done.stderr
+    for asked in (
+        "afterany:good-0001:bad-0001,afterok:good-0001,afternotok:bad-0001,after:good-0001",
+        "afterok:bad-0001?afterok:good-0001",
+    ):
+        done = submit(hpcinit, slurm, f"dependency={asked}", "dry_run=true", "--", "true")
+        assert done.returncode == 0 and "#SBATCH --dependency" not in done.stdout, done.stderr
+    for asked, name, end in (
+        ("afterok:bad-0001", "bad-0001", "FAILED"),
+        ("afternotok:good-0001", "good-0001", "COMPLETED"),
+        ("afternotok:good-0001?afterok:bad-0001", "good-0001", "COMPLETED"),
+    ):
+        done = submit(hpcinit, slurm, f"dependency={asked}", "--", "true")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"{name}: job " in done.stderr and f"ended as {end}, so this job would never start" in done.stderr
 
 
 @pytest.mark.slurm
 def test_after_a_sweep(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
-    """A sweep stands for all its arrays, an array for its tasks: they are waited for, and one that failed is no success."""
+    """A sweep means all its arrays, an array all its tasks. One failed task means that the sweep failed."""
     small = ["ranks_per_node=1", "cluster.gpus_per_node=0", "cluster.gpu_flag=null", "cpus_per_rank=1"]
     submit(hpcinit, idle_slurm, "-m", "nodes=1,2", "seed=0,1", "name=going", *small, "--", "sleep", "300")
     fails = "exit $(grep -c '^seed: 1' $HPCINIT_RUN/config.yaml)"
@@ -167,47 +204,52 @@ def test_after_a_sweep(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
     first, second = (job["job_id"] for job in json.loads(Path("runs/going-0001/submission.json").read_text())["sweep"])
     half = json.loads(Path("runs/half-0001/submission.json").read_text())["job_id"]
 
-    def asked(*waits: str) -> str:
-        done = submit(hpcinit, idle_slurm, *waits, *small, "dry_run=true", "--", "true")
+    def asked(waits: str) -> str:
+        done = submit(hpcinit, idle_slurm, f"dependency={waits}", *small, "dry_run=true", "--", "true")
         return done.stderr if done.returncode else "".join(re.findall("#SBATCH --dependency=(.*)", done.stdout))
 
-    assert asked("after=going-0001") == f"afterany:{first}:{second}"
-    assert asked(f"after_ok={first}") == f"afterok:{first}"
-    assert asked("after=[half-0001]", f"after_ok={half}_0") == "" and asked(f"after={half}") == ""
-    for word in ("half-0001", half):
-        assert f"after_ok={word}: job {half}_1 ended as FAILED, and this one would never start" in asked(
-            f"after_ok={word}"
-        )
+    assert asked("afterany:going-0001") == f"afterany:{first}:{second}"
+    assert asked(f"afterok:{first}") == f"afterok:{first}"
+    assert asked(f"afterany:half-0001,afterok:{half}_0") == "" and asked(f"afterany:{half}") == ""
+    for name in ("half-0001", half):
+        said = asked(f"afterok:{name}")
+        assert f"dependency=afterok:{name}: job {half}_1 ended as FAILED, so this job would never start" in said
 
 
 @pytest.mark.slurm
-def test_after_nothing(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
-    """A job that Slurm does not know, a run that there is not, and one of this machine are refused in one go.
+def test_unknown_jobs(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """An unknown job, an unknown run and a local run are all reported in one pass.
 
-    Slurm 22.05 takes any id, and starts the job at once.
+    Slurm 22.05 accepts any id, and starts the job at once.
     """
     assert submit(hpcinit, slurm, "cluster=local", "name=here", "wait=true", "--", "true").returncode == 0
-    done = submit(hpcinit, slurm, "after=[987654,nope-0001]", "after_ok=here-0001", "name=x", "--", "true")
+    asked = "dependency=afterany:987654:nope-0001,afterok:here-0001"
+    done = submit(hpcinit, slurm, asked, "name=x", "--", "true")
     assert (done.returncode, done.stdout) == (2, "")
     lines = done.stderr.splitlines()
     assert lines[0].startswith(
-        "hpcinit: error: after=987654: Slurm knows no job 987654, and would start this one at once"
+        "hpcinit: error: dependency=afterany:987654: Slurm has no record of job 987654 and would start this job at once"
     )
-    assert lines[1].startswith("hpcinit: error: after=nope-0001: no run 'nope-0001': neither a run folder nor a job id")
-    assert "after_ok=here-0001: runs/here-0001 runs without Slurm (engine: local)" in lines[2] and len(lines) == 3
+    assert lines[1].startswith(
+        "hpcinit: error: dependency=afterany:nope-0001: no run 'nope-0001': no run folder or job has this name"
+    )
+    assert (
+        "dependency=afterok:here-0001: runs/here-0001 runs without Slurm (engine: local)" in lines[2]
+        and len(lines) == 3
+    )
     assert not (tmp_path / "runs/x-0001").exists()
 
 
-def test_a_dry_run_elsewhere_takes_ids_for_granted(hpcinit: Run) -> None:
-    """Without Slurm on PATH nobody can be asked for a job, and the script is rendered all the same."""
+def test_a_dry_run_without_slurm_accepts_any_id(hpcinit: Run) -> None:
+    """Without Slurm on PATH, job ids cannot be checked, and the script is rendered anyway."""
     path = {"PATH": f"{Path(sys.executable).parent}:/nowhere"}
-    done = hpcinit("submit", "cluster=mini", "after_ok=4242_7", "dry_run=true", env=path)
+    done = hpcinit("submit", "cluster=mini", "dependency=afterok:4242_7", "dry_run=true", env=path)
     assert (done.returncode, done.stderr) == (0, "") and "#SBATCH --dependency=afterok:4242_7\n" in done.stdout
 
 
 # --- chains
 
-# Ends with the exit statuses of its arguments, one an attempt.
+# Exit with the n-th argument in attempt n.
 ATTEMPTS = """
 import os, pathlib, sys, time
 count = pathlib.Path(os.environ["HPCINIT_RUN"], "attempts")
@@ -227,14 +269,14 @@ def attempts(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slurm
-def test_a_chain_goes_on_until_it_is_done(hpcinit: Run, idle_slurm: MiniSlurm, attempts: Path) -> None:
-    """Attempts that were told to end (143) are followed by the next; after the one that ends well, nothing runs."""
+def test_a_chain_continues_until_the_program_is_done(hpcinit: Run, idle_slurm: MiniSlurm, attempts: Path) -> None:
+    """The next job starts after an attempt that was terminated (143). After the first success, nothing runs."""
     slurm = idle_slurm
     words = ["chain=4", "ranks_per_node=1", "wait=true", "--", "attempts.py", "143", "143", "0", "0"]
     done = submit(hpcinit, slurm, *words)
     folder = folder_of(done)
     ids = jobs(folder)
-    assert done.returncode == 0 and f"chain: jobs {', '.join(ids)}, each after the one before" in done.stdout
+    assert done.returncode == 0 and f"chain: jobs {', '.join(ids)}, each starts after the previous one" in done.stdout
     assert printed(folder, 0) == "attempt 1\nattempt 2\nattempt 3\n"
     until(lambda: states(slurm, ids)[-1] == "COMPLETED")
     assert states(slurm, ids) == ["FAILED", "FAILED", "COMPLETED", "COMPLETED"]
@@ -242,13 +284,13 @@ def test_a_chain_goes_on_until_it_is_done(hpcinit: Run, idle_slurm: MiniSlurm, a
     assert (now["name"], now["exit_status"], now["job_id"]) == ("COMPLETED", 0, ids[2])
     assert now["link"] == "job 3 of a chain of 4"
     assert (
-        f"job {ids[2]} of this chain has ended well: nothing is left to do for job {ids[3]}"
+        f"job {ids[2]} of this chain completed, so job {ids[3]} has nothing to do"
         in (folder / "logs/job.log").read_text()
     )
     assert hpcinit("status", ids[3], env=slurm.env).stdout.startswith(folder.name)
 
 
-# In the first attempt rank 1 ends as the argument says while rank 0 sleeps, whom srun ends; the second ends well.
+# In the first attempt rank 1 ends with the given status, and srun terminates rank 0, which sleeps. The second succeeds.
 OF_TWO = """
 import os, pathlib, sys, time
 folder = pathlib.Path(os.environ["HPCINIT_RUN"])
@@ -268,10 +310,10 @@ else:
 
 @pytest.mark.slurm
 @pytest.mark.parametrize("status", [7, 143])
-def test_a_rank_that_fails_and_one_that_srun_ends(
+def test_a_rank_that_fails_and_one_that_srun_terminates(
     hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path, status: int
 ) -> None:
-    """srun's status is then 143, as if the job had been told to end: that of the rank that failed first counts."""
+    """srun returns 143, as if Slurm had ended the job, but the status of the rank that failed first counts."""
     (tmp_path / "two.py").write_text(OF_TWO)
     words = ["chain=2", "nodes=2", "ranks_per_node=1", "wait=true", "--", "two.py", str(status)]
     done = submit(hpcinit, idle_slurm, *words)
@@ -279,31 +321,30 @@ def test_a_rank_that_fails_and_one_that_srun_ends(
     until(lambda: states(idle_slurm, jobs(folder))[-1] in ("COMPLETED", "FAILED"))
     assert done.returncode == (7 if status == 7 else 0), done.stdout
     assert printed(folder, 1) == ("" if status == 7 else "again\n")
-    assert ("has failed by itself (7)" in (folder / "logs/job.log").read_text()) == (status == 7)
+    assert ("failed with exit status 7, so job" in (folder / "logs/job.log").read_text()) == (status == 7)
 
 
 @pytest.mark.slurm
-def test_a_chain_ends_with_a_failure_of_its_own(hpcinit: Run, idle_slurm: MiniSlurm, attempts: Path) -> None:
-    """An attempt that fails by itself is the last, the jobs behind it fail at once, and what waits for success of the
-    run never starts."""
+def test_a_chain_ends_when_the_program_fails(hpcinit: Run, idle_slurm: MiniSlurm, attempts: Path) -> None:
+    """After a failed attempt, the later jobs of the chain fail at once, and a job with afterok never starts."""
     slurm = idle_slurm
     Path("wait").touch()
     words = ["chain=3", "ranks_per_node=1", "name=x", "--", "attempts.py", "143", "7", "0"]
     folder = folder_of(submit(hpcinit, slurm, *words))
-    after = folder_of(submit(hpcinit, slurm, "after_ok=x-0001", "ranks_per_node=1", "--", "true"))
-    Path("wait").unlink()  # had an attempt failed before, after_ok would have been refused
+    after = folder_of(submit(hpcinit, slurm, "dependency=afterok:x-0001", "ranks_per_node=1", "--", "true"))
+    Path("wait").unlink()  # afterok is refused once an attempt failed
     assert hpcinit("logs", "-f", "x-0001", env=slurm.env).returncode == 0
     until(lambda: states(slurm, jobs(folder)) == ["FAILED"] * 3)
     assert printed(folder, 0) == "attempt 1\nattempt 2\n"
     now = status(hpcinit, slurm, folder)
     assert (now["name"], now["exit_status"], now["link"]) == ("FAILED", 7, "job 2 of a chain of 3")
-    assert "has failed by itself (7): job" in (folder / "logs/job.log").read_text()
+    assert "failed with exit status 7, so job" in (folder / "logs/job.log").read_text()
     until(lambda: status(hpcinit, slurm, after)["reason"] == "DependencyNeverSatisfied")
 
 
 @pytest.mark.slurm
 def test_cancel_ends_the_whole_chain(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
-    """cancel takes the jobs that wait with the one that runs, and none of them begins; status names the one that runs."""
+    """hpcinit cancel cancels the running job and the waiting ones. The status names the running job."""
     slurm = idle_slurm
     folder = folder_of(submit(hpcinit, slurm, "chain=3", "ranks_per_node=1", "--", "sh", "-c", "echo up; sleep 300"))
     until(lambda: (folder / "logs/rank-0.log").exists() and "up" in printed(folder, 0))
@@ -314,12 +355,12 @@ def test_cancel_ends_the_whole_chain(hpcinit: Run, idle_slurm: MiniSlurm) -> Non
     )
     until(lambda: states(slurm, ids) == ["CANCELLED"] * 3)
     assert printed(folder, 0).count("up\n") == 1
-    assert hpcinit("cancel", folder.name, env=slurm.env).stdout == f"{folder.name}: was over already, CANCELLED\n"
+    assert hpcinit("cancel", folder.name, env=slurm.env).stdout == f"{folder.name}: was over already: CANCELLED\n"
 
 
 @pytest.mark.slurm
-def test_a_job_that_was_killed_or_told_to_end_is_followed_by_the_next(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
-    """scancel of one job, and SIGKILL to the batch script, which leaves no record of its end, each begin the next job."""
+def test_the_next_job_starts_after_a_kill_or_scancel(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
+    """The next job of a chain starts after scancel, and after SIGKILL to the batch script, which leaves no record."""
     slurm = idle_slurm
     folder = folder_of(
         submit(hpcinit, slurm, "chain=3", "ranks_per_node=1", "--", "sh", "-c", "echo up; exec sleep 300")
@@ -335,9 +376,9 @@ def test_a_job_that_was_killed_or_told_to_end_is_followed_by_the_next(hpcinit: R
 @pytest.mark.slurm
 @pytest.mark.timeout(600)
 def test_a_lost_node_does_not_end_a_chain(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Where a node dies the ranks on the others fail too; the next job begins all the same, as srun says what it was."""
+    """If a node dies, the ranks on other nodes fail too, but the next job starts because srun reported the lost node."""
     slurm = idle_slurm
-    # Only the ranks of the first job fail: the next may begin at once.
+    # Only the ranks of the first job fail, because the next job may start at once.
     (tmp_path / "job.py").write_text(
         "import os, pathlib, time\nfirst, job = pathlib.Path('first'), os.environ['SLURM_JOB_ID']\n"
         "first.exists() or first.write_text(job)\n"
@@ -363,14 +404,13 @@ def test_a_lost_node_does_not_end_a_chain(hpcinit: Run, idle_slurm: MiniSlurm, t
 
 @pytest.mark.slurm
 @pytest.mark.timeout(700)
-def test_a_training_longer_than_the_time_limit(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
-    """A real training that the time limit of a minute ends goes on in the next job from its checkpoint, and comes out
-    with the very loss of one that ran through."""
+def test_a_training_run_longer_than_the_time_limit(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
+    """A training run that hits the time limit resumes in the next job and ends with the same loss as without a limit."""
     slurm = idle_slurm
     args = "job.args=[--steps,24,--micro-batch,4,--context,32,--width,32,--heads,2,--layers,1,--save-every,4]"
     common = ["nodes=2", "ranks_per_node=1", "job=train_gpt", args]
     through = folder_of(submit(hpcinit, slurm, *common, "wait=true", timeout=200))
-    # In the first job every step takes long, so that the limit comes before the end; in the second none does.
+    # In the first job every step is slow, so that the time limit is first. In the second job no step is slow.
     slow = (
         'import os, time; import torch.nn.functional as F; f = F.cross_entropy\nif os.path.exists("slow"):\n'
         "    F.cross_entropy = lambda *a: (time.sleep(3), f(*a))[1]\n"
@@ -388,7 +428,7 @@ def test_a_training_longer_than_the_time_limit(hpcinit: Run, idle_slurm: MiniSlu
     last = [(run / "logs/rank-0.log").read_text().splitlines()[-1] for run in (through, folder)]
     assert last[0] == last[1] and "in 24 steps" in last[0]
     begun = re.findall(r"^step +(\d+) ", (folder / "logs/rank-0.log").read_text(), re.MULTILINE)
-    assert begun.count("1") == 1 and begun[-1] == "24", "the second job did not begin anew"
+    assert begun.count("1") == 1 and begun[-1] == "24", "the second job resumed"
 
 
 STOPPING = """
@@ -405,14 +445,15 @@ with hpcinit.session() as run:
 
 @pytest.mark.slurm
 @pytest.mark.parametrize("asked", ["signal", "user"])
-def test_what_stops_in_time_goes_on_in_the_next_job(
+def test_a_program_that_stops_before_the_limit_resumes(
     hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path, asked: str
 ) -> None:
-    """A program that ends well because run.should_stop() told it of the time limit is followed by the next job; one
-    that the user asked to end is not."""
+    """The next job continues after run.should_stop() reported the time limit, but not after the user requested the
+    stop.
+    """
     slurm = idle_slurm
     (tmp_path / "stop.py").write_text(STOPPING)
-    # Of so short a job the signal means that the limit is near.
+    # In such a short job the signal means that the limit is near.
     limit = f"time_min={1 if asked == 'signal' else 10}"
     words = ["chain=2", limit, "nodes=2", "ranks_per_node=1", "stop.signal=USR1", "--", "stop.py"]
     folder = folder_of(submit(hpcinit, slurm, *words))
@@ -428,11 +469,11 @@ def test_what_stops_in_time_goes_on_in_the_next_job(
     (tmp_path / "finish").touch()
     until(lambda: states(slurm, ids)[1] == "COMPLETED")
     said = [line for line in printed(folder, 0).splitlines() if not line.startswith("[W")]  # torch, of host names
-    assert said == (["up", "time limit", "up"] if asked == "signal" else ["up", "asked by the user"])
+    assert said == (["up", "time limit", "up"] if asked == "signal" else ["up", "requested by the user"])
     assert status(hpcinit, slurm, folder)["job_id"] == (ids[1] if asked == "signal" else ids[0])
 
 
-# sbatch as a site's limit on jobs in the queue would have it; accounting, which keeps such limits, is not there.
+# A stand-in for sbatch with a site's limit on queued jobs, because this cluster has no accounting.
 LIMIT = """#!/bin/sh
 case "$*" in *--dependency*) n=$(cat "{count}" 2>/dev/null || echo 0); echo $((n + 1)) > "{count}"
 if [ "$n" -ge 1 ]; then echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2
@@ -442,8 +483,8 @@ exec {sbatch} "$@"
 
 
 @pytest.mark.slurm
-def test_a_chain_that_is_cut_short_is_told(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """A third job that sbatch refuses is reported in its words; the two before it stay, and the exit status is 1."""
+def test_an_incomplete_chain_is_reported(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
+    """If sbatch refuses the third job, its message is shown, the first two stay, and the exit status is 1."""
     slurm = idle_slurm
     (tmp_path / "bin").mkdir()
     fake = tmp_path / "bin/sbatch"
@@ -453,15 +494,19 @@ def test_a_chain_that_is_cut_short_is_told(hpcinit: Run, idle_slurm: MiniSlurm, 
     done = hpcinit("submit", "cluster=mini", "chain=4", "ranks_per_node=1", "--", "sleep", "300", env=env)
     assert done.returncode == 1
     ids = jobs(folder_of(done))
-    assert len(ids) == 2 and f"chain: jobs {', '.join(ids)}, each after the one before\n" in done.stdout
-    assert done.stderr.startswith("hpcinit: error: job 3 of a chain of 4: sbatch: error: QOSMaxSubmitJobPerUserLimit\n")
-    assert f"those before it stay in the queue ({', '.join(ids)})" in done.stderr and "nothing was" not in done.stderr
+    assert len(ids) == 2 and f"chain: jobs {', '.join(ids)}, each starts after the previous one\n" in done.stdout
+    assert done.stderr.startswith(
+        "hpcinit: error: job 3 of a chain of 4 was not submitted: sbatch: error: QOSMaxSubmitJobPerUserLimit\n"
+    )
+    assert (
+        f"the jobs before it stay in the queue ({', '.join(ids)})" in done.stderr and "nothing was" not in done.stderr
+    )
     assert states(slurm, ids)[1] == "PENDING"
 
 
 def test_the_script_is_valid_bash(hpcinit: Run, tmp_path: Path) -> None:
-    """bash and shellcheck read the lines of a chain."""
+    """bash and shellcheck accept the lines of a chain."""
     text = hpcinit("submit", "cluster=mini", "chain=2", "dry_run=true", "--", "true").stdout
     (tmp_path / "job.sh").write_text(text)
     subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
-    subprocess.run([installed("shellcheck"), "--severity=warning", tmp_path / "job.sh"], check=True)
+    subprocess.run([installed("shellcheck"), "--severity=warning", "--exclude=SC1090", tmp_path / "job.sh"], check=True)

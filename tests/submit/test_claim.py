@@ -1,4 +1,4 @@
-"""The same request submitted by many processes in the same second becomes one job."""
+"""The same request, submitted by many processes in the same second, becomes one job."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ run.mkdir()
 while time.time() < float(sys.argv[2]): pass
 try:
     with folder.claim_held(run, "0123456789ab", 600):
-        print("held", flush=True)
+        print("claimed", flush=True)
         sys.stdin.read()
 except RequestError as error:
     print(error)
@@ -49,26 +49,26 @@ def processes(command: list[str], amount: int, env: dict[str, str]) -> list[subp
 @pytest.mark.slurm
 @pytest.mark.parametrize("words", [[], ["--multirun", "seed=1,2"]], ids=["run", "sweep"])
 def test_many_at_once(hpcinit: Run, idle_slurm: MiniSlurm, words: list[str]) -> None:
-    """Of several `hpcinit submit` at the same time one submits, and the others name it."""
+    """Of several simultaneous `hpcinit submit`, one submits, and the others report it."""
     line = ["submit", "cluster=mini", "+cluster.sbatch.begin=now+1hour", *words, "--", "true"]
     started = processes([sys.executable, "-m", "hpcinit", *line], AT_ONCE, idle_slurm.env)
     ended = [(*process.communicate(timeout=120), process.returncode) for process in started]
     assert len(idle_slurm.run("squeue", "--noheader", "--format=%F").split()) == 1
     assert sorted(status for *_, status in ended) == [0] + [2] * (AT_ONCE - 1), ended
     for _, err, status in ended:
-        assert status == 0 or "already queued as " in err or "the same request is being submitted by process" in err
+        assert status == 0 or "already queued as job " in err or "has been submitting the same request" in err
     assert len(list(Path("runs").iterdir())) == 1
     assert hpcinit(*line[:1], "again=true", *line[1:], env=idle_slurm.env).returncode == 0
 
 
 @pytest.mark.parametrize("left", ["nothing", "a stale claim", "half a claim"])
-def test_one_of_many_processes_holds_it(tmp_path: Path, left: str) -> None:
-    """One process holds the claim, also where it has to replace one of a process that is gone."""
+def test_one_of_many_processes_gets_the_claim(tmp_path: Path, left: str) -> None:
+    """Exactly one process gets the claim, even if it must replace the claim of a process that is gone."""
     path = tmp_path / f".submitting-{os.getuid()}-{REQUEST}"
     if left == "a stale claim":
         with folder.claim_held(tmp_path / "run", REQUEST, 600):
             text = path.read_text()
-        path.write_text(text.replace(f'"pid": {os.getpid()}', '"pid": 4194305'))  # above the highest pid there is
+        path.write_text(text.replace(f'"pid": {os.getpid()}', '"pid": 4194305'))  # above the highest possible pid
     elif left == "half a claim":
         path.write_text('{"host": ')
         os.utime(path, (1, 1))
@@ -76,28 +76,28 @@ def test_one_of_many_processes_holds_it(tmp_path: Path, left: str) -> None:
     started = processes(command, 2 * AT_ONCE, {})
     lines = [process.stdout.readline() for process in started if process.stdout]
     for process in started:
-        process.communicate(timeout=60)
-    assert lines.count("held\n") == 1, lines
-    assert all("the same request is being submitted by" in line for line in lines if line != "held\n"), lines
+        process.communicate(timeout=150)
+    assert lines.count("claimed\n") == 1, lines
+    assert all("submitting the same request" in line for line in lines if line != "claimed\n"), lines
     assert not path.exists()
 
 
 def foreign(run: Path, **other: object) -> Path:
-    """A claim as another login node makes it."""
+    """Return a claim as written on another login node."""
     run.mkdir()
     path = run.parent / f".submitting-{os.getuid()}-{REQUEST}"
-    fields = {"host": "login2", "place": "login2 pid:[1]", "pid": 7, "began": "1", "run": "/runs/x-0001"}
+    fields = {"host": "login2", "place": "login2 pid:[1]", "pid": 7, "started": "1", "run": "/runs/x-0001"}
     path.write_text(json.dumps({**fields, "since": 0.0, "expires_s": 600.0, **other}))
     return path
 
 
 def test_a_claim_of_another_host(tmp_path: Path) -> None:
-    """It counts until it expires, by the file server's clock; the message names host, process and run folder."""
+    """It counts until it expires, by the file server's clock. The message names host, process and run folder."""
     run = tmp_path / "run"
     path = foreign(run)
     with pytest.raises(RequestError) as raised, folder.claim_held(run, REQUEST, 600):
         pass
-    assert "is being submitted by process 7 on login2 since " in str(raised.value)
+    assert "process 7 on login2 has been submitting the same request since " in str(raised.value)
     assert "run folder /runs/x-0001;" in str(raised.value) and "again=true" in str(raised.value)
     os.utime(path, (time.time() - 601, time.time() - 601))
     with folder.claim_held(run, REQUEST, 600):
@@ -105,8 +105,8 @@ def test_a_claim_of_another_host(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A claim that could not be written whole does not stay (a stand-in for a full disk)."""
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim that could not be written completely is removed (a stand-in for a full disk)."""
     run = tmp_path / "run"
     run.mkdir()
     monkeypatch.setattr(folder, "asdict", fail)
@@ -120,7 +120,7 @@ def fail(_: object) -> None:
 
 
 def test_a_claim_that_was_replaced_stays(tmp_path: Path) -> None:
-    """Who was too slow does not remove the claim of the process that came after."""
+    """A process that was too slow does not remove the claim of a later process."""
     run = tmp_path / "run"
     run.mkdir()
     with folder.claim_held(run, REQUEST, 600):
@@ -130,7 +130,7 @@ def test_a_claim_that_was_replaced_stays(tmp_path: Path) -> None:
 
 
 def test_a_stale_claim_that_another_process_has_replaced(tmp_path: Path) -> None:
-    """A claim that was taken between our look and our removal is put back."""
+    """A claim that was taken between reading and removing the stale one is restored."""
     path = foreign(tmp_path / "run")
     folder._remove(path, "the text that was read before")
     assert json.loads(path.read_text())["host"] == "login2"
@@ -138,8 +138,8 @@ def test_a_stale_claim_that_another_process_has_replaced(tmp_path: Path) -> None
     assert not path.exists()
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    """The folder is named, and that nothing was submitted."""
+def test_an_unwritable_folder(tmp_path: Path) -> None:
+    """The message names the folder and reports that nothing was submitted."""
     refused = pytest.raises(SubmitError, match=r"cannot write the run folder .*; nothing was submitted")
     with refused, folder.claim_held(tmp_path / "absent" / "run", REQUEST, 600):
         pass

@@ -1,4 +1,4 @@
-"""launch=torchrun as a job: an agent per node, its ranks as under srun, restarts inside the job, signals."""
+"""launch=torchrun as a job: one agent per node, restarts inside the job, signals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.submit.test_restart import finish, log
 from tests.submitting import folder_of, job_id_of, printed, submit
 from tests.waiting import until
 
-# No torch in the ranks: cheap. First start: rank 3 raises. Second: rank 2 crashes, as soon as all are there.
+# The ranks are cheap because they do not import torch. First rank 3 raises; after the restart rank 2 crashes.
 FAILS = """
 import os, signal, time
 from pathlib import Path
@@ -38,40 +38,42 @@ time.sleep(300)
 
 
 def test_restarts_inside_a_job_and_its_end(hpcinit: Run, tmp_path: Path) -> None:
-    """One rank raises: all are begun again, once. Then one crashes: the job ends by its signal, and why tells of that
-    failure and not of the one before."""
+    """After one rank raises, all ranks restart once.
+
+    After a crash the job ends with that signal, and why reports the crash.
+    """
     (tmp_path / "fails.py").write_text(FAILS)
     words = ["cluster=local", "nodes=2", "ranks_per_node=2", "launch=torchrun", "launch.max_restarts=1", "wait=true"]
     done = hpcinit("submit", *words, "--", "fails.py", timeout=240)
     folder = folder_of(done)
-    # The step's status is the highest of its tasks', and the other agent is told to end: 143, if it has the time.
+    # The step's status is the highest of its tasks. The other agent is terminated with 143, if there is enough time.
     assert done.returncode in (128 + signal.SIGSEGV, 128 + signal.SIGTERM), log(folder)
     for rank in range(4):
         node = f"127.0.0.{rank // 2 + 1}"
-        again = f"hpcinit: elastic restart 1 of at most 1 of job {job_id_of(done)} begins on 127.0.0.[1-2]: rank 3 on 127.0.0.2: Exited with exit code 1 (ValueError: boom)"
+        again = f"hpcinit: new attempt: elastic restart 1 of at most 1 of job {job_id_of(done)} starts on 127.0.0.[1-2]: rank 3 on 127.0.0.2: Exited with exit code 1 (ValueError: boom)"
         said = (folder / f"logs/rank-{rank}.log").read_text()
         first, second = f"0 {rank} {rank % 2} {node} 0.0 ()", f"1 {rank} {rank % 2} {node} 0e1.0 ()"
         assert re.search(f"(?ms)^{re.escape(first)}$.*^{re.escape(again)}$.*^{re.escape(second)}$", said), said
     (restart,) = elastic_restarts.read(folder)
     assert (restart.rank, restart.host, restart.number) == (3, "127.0.0.2", 1)
     assert [path.name for path in (folder / "errors").glob("**/*.json")] == ["rank-3.json"]
-    assert "127.0.0.2: rank 2: Segmentation fault" in log(folder), "said by the agent, of its rank"
-    assert "127.0.0.2: task 1: Segmentation fault" in log(folder), "said by srun, of the agent"
+    assert "127.0.0.2: rank 2: Segmentation fault" in log(folder), "printed by the agent about its rank"
+    assert "127.0.0.2: task 1: Segmentation fault" in log(folder), "printed by srun about the agent"
     assert "1 restart inside the job" in hpcinit("status", folder.name).stdout
     first, again = timeline.read(folder)
-    began = ["allocated", "started", "spawned", "interpreter"]  # started: the agent, once
-    for attempt, wanted in ((first, began), (again, [began[0], *began[2:]])):
+    first_events = ["allocated", "started", "spawned", "interpreter"]  # started: the agent, once
+    for attempt, wanted in ((first, first_events), (again, [first_events[0], *first_events[2:]])):
         assert [list(rank.events)[: len(wanted)] for rank in attempt.ranks] == [wanted] * 4
         assert all(sorted(rank.events.values()) == list(rank.events.values()) for rank in attempt.ranks)
     assert {rank.events["allocated"] for rank in again.ranks} == {round(restart.time, 6)}
     assert first.ranks[2].events["started"] == first.ranks[3].events["started"]
     why = hpcinit("why", folder.name).stdout
     assert "\n  1 restart inside the job: rank 3 on 127.0.0.2: Exited with exit code 1 (ValueError: boom)\n" in why
-    assert why.startswith("rank 2 on 127.0.0.2 was ended by a signal (Segmentation fault) first"), why
+    assert why.startswith("rank 2 on 127.0.0.2 was killed by a signal (Segmentation fault) first"), why
 
 
 def test_an_agent_that_is_killed(hpcinit: Run, tmp_path: Path) -> None:
-    """kill -9 of an agent ends the job, and none of its ranks goes on."""
+    """kill -9 of an agent ends the job and all of its ranks."""
     (tmp_path / "waits.py").write_text("import time; print('up', flush=True); time.sleep(300)")
     words = ["cluster=local", "nodes=2", "ranks_per_node=1", "launch=torchrun", "launch.max_restarts=3"]
     folder = folder_of(hpcinit("submit", *words, "--", "waits.py"))
@@ -90,17 +92,17 @@ def is_agent(process: psutil.Process, folder: Path) -> bool:
     return process.info["cmdline"] == [sys.executable, "-u", "-m", "hpcinit.elastic", f"{folder}/spec.json"]
 
 
-# Tells each signal that comes, however often; ends after SIGTERM with a status of its own.
+# Print each signal, and exit with status 5 after SIGTERM.
 LISTENS = """
 import os, signal, sys, time
 from hpcinit.world import launchers
 world = launchers.read(os.environ)
-def told(number, frame):
+def handle(number, frame):
     print(signal.Signals(number).name, flush=True)
     if number == signal.SIGTERM:
         sys.exit(5)
 for number in (signal.SIGUSR1, signal.SIGTERM):
-    signal.signal(number, told)
+    signal.signal(number, handle)
 print(world.rank, world.world_size, world.hosts, world.warnings, os.environ["GROUP_RANK"], flush=True)
 while True:
     time.sleep(0.1)
@@ -110,8 +112,10 @@ while True:
 @pytest.mark.slurm
 @pytest.mark.timeout(300)
 def test_ranks_and_signals_under_slurm(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """On two nodes ranks and hosts are the step's; each rank hears a signal of Slurm's once, a signal to an agent alone
-    too, and what ends after SIGTERM is not begun again."""
+    """Ranks and hosts on two nodes are those of the step, and each rank gets each signal of Slurm once.
+
+    A signal to one agent reaches its ranks, and ranks that end after SIGTERM are not restarted.
+    """
     slurm = idle_slurm
     (tmp_path / "listens.py").write_text(LISTENS)
     words = ["nodes=2", "ranks_per_node=2", "launch=torchrun", "launch.max_restarts=3", "stop.signal=USR1"]

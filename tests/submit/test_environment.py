@@ -1,4 +1,4 @@
-"""What of the submitting environment does not reach the job."""
+"""Variables of the submitting environment that do not reach the job."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ import pytest
 
 from hpcinit.submit.job_environment import DEVICES, KEPT, DroppedVariables, clean_environment, job_environment
 from tests.conftest import Run
-from tests.leaving_out import leave_out
 from tests.minislurm import MiniSlurm
+from tests.skip_or_fail import skip_or_fail
 from tests.submitting import folder_of, printed
 
 
 def test_another_jobs_variables_are_dropped_and_named() -> None:
-    """Variables of a surrounding job and of rank launchers are dropped; what finds Slurm and what tunes stays."""
+    """Variables of another job and of rank launchers are dropped.
+
+    Variables that locate Slurm or tune libraries stay.
+    """
     foreign = {
         "SBATCH_PARTITION": "x",
         "SLURM_CPU_BIND": "x",
@@ -41,8 +44,8 @@ def test_another_jobs_variables_are_dropped_and_named() -> None:
     assert clean_environment({**foreign, **own}) == (own, sorted(foreign))
 
 
-def test_numbers_of_gpus_stay_on_this_machine() -> None:
-    """Which GPUs of this machine are visible means nothing on the nodes of a cluster, and all on this machine."""
+def test_gpu_numbers_are_not_passed_to_a_cluster() -> None:
+    """The visible GPUs of this machine are dropped for a cluster and kept for cluster=local."""
     env = dict.fromkeys(DEVICES, "3")
     assert job_environment(env, {}, [], devices=True) == ({}, DroppedVariables(sorted(DEVICES), [], []))
     assert job_environment(env, {}, [], devices=False) == (env, DroppedVariables([], [], []))
@@ -50,10 +53,10 @@ def test_numbers_of_gpus_stay_on_this_machine() -> None:
 
 @pytest.mark.parametrize("page", ["sbatch", "srun"])
 def test_every_input_variable_of_slurms_man_pages(page: str) -> None:
-    """Each variable that sbatch(1) and srun(1) read in the place of an option is dropped, but for those that find Slurm."""
+    """Each variable that sbatch(1) and srun(1) read instead of an option is dropped, except those that locate Slurm."""
     path = Path(f"/usr/share/man/man1/{page}.1.gz")
     if not path.exists():
-        leave_out(f"the manual page {path} is not installed")
+        skip_or_fail(f"the manual page {path} is not installed")
     text = gzip.decompress(path.read_bytes()).decode()
     text = text[text.index('.SH "INPUT ENVIRONMENT VARIABLES"') : text.index('.SH "OUTPUT ENVIRONMENT VARIABLES"')]
     names = set(re.findall(r"(?:\\fB|\b)((?:SLURM|SBATCH|SRUN|SLURMD|PMI)_[A-Z_0-9]+)\b", text)) - KEPT
@@ -61,10 +64,10 @@ def test_every_input_variable_of_slurms_man_pages(page: str) -> None:
     assert set(clean_environment(dict.fromkeys(names, "x"))[1]) == names
 
 
-def test_what_was_meant_is_said_as_keys() -> None:
-    """An account that a profile sets for sbatch is dropped, and the line says how to give it."""
+def test_dropped_variables_are_shown_as_keys() -> None:
+    """An account that a profile sets for sbatch is dropped, and the message shows the equivalent key."""
     _, dropped = job_environment({"SBATCH_ACCOUNT": "proj", "SBATCH_DEBUG": "1"}, {}, [], devices=True)
-    assert str(dropped) == "SBATCH_ACCOUNT, SBATCH_DEBUG; meant for this job? account=proj"
+    assert str(dropped) == "SBATCH_ACCOUNT, SBATCH_DEBUG; if they are meant for this job, use account=proj"
     assert str(DroppedVariables()) == ""
 
 
@@ -100,7 +103,7 @@ print(json.dumps({key: os.environ.get(key) for key in keys} | {"cpu_bind": os.en
 
 @pytest.mark.slurm
 def test_a_job_from_within_a_job(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Submitted by a rank of another allocation, with hostile variables in its shell, a job is as it was asked for."""
+    """A job submitted by a rank of another allocation, with hostile variables in its shell, runs as requested."""
     (tmp_path / "report.py").write_text(REPORT)
     words = [
         "submit",

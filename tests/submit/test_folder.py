@@ -1,4 +1,4 @@
-"""Run folders: claimed once, private, and gone if they never became a job."""
+"""Run folders are claimed once, private, and removed if they never became a job."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 
 from hpcinit.base.errors import SubmitError
 from hpcinit.submit import folder
-from tests.leaving_out import leave_out
+from tests.skip_or_fail import skip_or_fail
 
 
 def test_numbers_go_up_and_are_private(tmp_path: Path) -> None:
-    """Folders of one name are numbered from 0001, mode 0700, and a number is not used again."""
+    """Folders with one name are numbered from 0001 and have mode 0700. A number is not used again."""
     first, second = folder.claim(tmp_path / "runs", "x"), folder.claim(tmp_path / "runs", "x")
     assert [first.name, second.name] == ["x-0001", "x-0002"]
     assert first.stat().st_mode & 0o777 == 0o700
@@ -25,14 +25,14 @@ def test_numbers_go_up_and_are_private(tmp_path: Path) -> None:
 
 
 def test_other_names_do_not_count(tmp_path: Path) -> None:
-    """x-2 and x-y-0007 are other runs than x."""
+    """x-2 and x-y-0007 are not runs with the name x."""
     for name in ("x-y-0007", "x-2", "xx-0005", "x-0041"):
         (tmp_path / name).mkdir()
     assert folder.next_path(tmp_path, "x").name == "x-0042"
 
 
 def test_many_at_once_get_one_each(tmp_path: Path) -> None:
-    """Twenty submissions at the same moment claim twenty different folders."""
+    """Twenty simultaneous submissions claim twenty different folders."""
     claimed: list[Path] = []
     threads = [threading.Thread(target=lambda: claimed.append(folder.claim(tmp_path, "x"))) for _ in range(20)]
     for thread in threads:
@@ -44,9 +44,9 @@ def test_many_at_once_get_one_each(tmp_path: Path) -> None:
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system that is full: a tmpfs of 64 KB; needs root, as the Slurm tests do."""
+    """Return a full file system: a real tmpfs of 64 KB. It needs root, as the Slurm tests do."""
     if os.geteuid() != 0:
-        leave_out("needs a real Slurm, and this machine lacks: root")
+        skip_or_fail("needs a real Slurm, and this machine lacks: root")
     place = tmp_path / "full"
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", place], check=True)
@@ -62,7 +62,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slurm
 def test_full_disk_leaves_nothing(full_disk: Path) -> None:
-    """On a full file system the message says so, and no folder stays behind."""
+    """On a full file system the message reports it, and no folder remains."""
     with pytest.raises(SubmitError, match=r"No space left on device; .*choose another runs_dir.*nothing was submitted"):
         folder.fill(folder.claim(full_disk / "runs", "x"), {"job.sh": "x" * 8192})
     assert list((full_disk / "runs").iterdir()) == []
@@ -70,21 +70,21 @@ def test_full_disk_leaves_nothing(full_disk: Path) -> None:
 
 @pytest.mark.slurm
 def test_read_only_place_is_named(full_disk: Path) -> None:
-    """On a read-only file system the message says so and what to do."""
+    """On a read-only file system the message reports it and what to do."""
     subprocess.run(["mount", "-o", "remount,ro", full_disk], check=True)
     with pytest.raises(SubmitError, match="the file system is read-only; choose another runs_dir"):
         folder.claim(full_disk / "runs", "x")
 
 
 def test_runs_dir_that_is_a_file(tmp_path: Path) -> None:
-    """A file where runs_dir should be is named as what it is."""
+    """A file instead of runs_dir is reported."""
     (tmp_path / "runs").write_text("")
     with pytest.raises(SubmitError, match="which is not a folder"):
         folder.claim(tmp_path / "runs", "x")
 
 
 def test_a_submitted_folder_is_never_discarded(tmp_path: Path) -> None:
-    """discard leaves a folder alone once its job exists."""
+    """discard() keeps a folder once its job exists."""
     path = folder.claim(tmp_path, "x")
     folder.mark_submitted(path, {"job_id": "1"})
     folder.discard(path)

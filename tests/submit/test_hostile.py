@@ -1,4 +1,4 @@
-"""Whatever text a key is given, nothing of it is ever executed: it arrives as it is, or it is refused."""
+"""Text in a key's value is never executed: it arrives unchanged, or it is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpcinit.config.schema import Config
 from hpcinit.submit import script
 from tests.minislurm import MiniSlurm
 
-# Shell by design, or a choice of few words that checks hold; what stays is every key that takes any text.
+# These keys are shell code, or checks restrict them to a few values. All other keys accept any text.
 BY_DESIGN = {"cluster.setup"}
 CANARY = "canary"
 HOSTILE = [
@@ -36,7 +36,7 @@ TEXTS = st.one_of(
 
 
 def keys(kind: Any = Config, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(key, how it holds text: text, list or dict) of the schema, so that a key of tomorrow is in too."""
+    """Return every key of the schema that accepts text, and its kind: text, list or dict. New keys are included."""
     hints = get_type_hints(kind)
     for item in fields(kind):
         name, hint = f"{prefix}{item.name}", hints[item.name]
@@ -73,12 +73,12 @@ def with_text(key: str, how: str, text: str) -> Config:
 
 
 def rendered(config: Config, folder: Path) -> str | None:
-    """The script, or None where the request is refused. It is the path of `hpcinit submit`."""
+    """Return the script, or None if the request is refused, on the same path as `hpcinit submit`."""
     return None if checks.problems(config) else script.render(config, folder, folder)
 
 
 def test_every_text_of_the_schema_is_tried() -> None:
-    """The keys come from the schema; those that reach the script are among them."""
+    """The keys are those of the schema and include those that reach the script."""
     names = {key for key, _ in KEYS}
     assert {"partition", "comment", "cluster.sbatch", "cluster.env", "cluster.modules", "secrets", "job.env"} <= names
     assert len(names) > 50
@@ -87,8 +87,8 @@ def test_every_text_of_the_schema_is_tried() -> None:
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(KEYS), TEXTS)
 @example(("comment", "text"), "a\\b")
-def test_bash_runs_nothing_of_it(tmp_path_factory: pytest.TempPathFactory, key: tuple[str, str], text: str) -> None:
-    """bash itself runs the script, with stand-ins for what starts the ranks: no text makes it do anything else."""
+def test_bash_does_not_run_the_text(tmp_path_factory: pytest.TempPathFactory, key: tuple[str, str], text: str) -> None:
+    """bash runs the script, with stand-ins for the launchers, and no text makes it do anything else."""
     folder = tmp_path_factory.mktemp("hostile")
     if (made := rendered(with_text(*key, text), folder)) is None:
         return
@@ -110,8 +110,8 @@ PLAIN = ["comment", "account", "qos"]
 
 
 @pytest.mark.slurm
-def test_slurm_stores_it_as_it_is(idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """On the real Slurm a directive's value is the text that was given, to the letter, and the job touches nothing."""
+def test_slurm_stores_the_text_unchanged(idle_slurm: MiniSlurm, tmp_path: Path) -> None:
+    """On the real Slurm, a directive's value is exactly the given text, and the job changes no file."""
     env, stored = {**os.environ, **idle_slurm.env}, []
     texts = [*HOSTILE, "a\\b", "x\\", "\\\\", "it is 5% # \\' é"]
     for number, text in enumerate(texts):

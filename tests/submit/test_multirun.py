@@ -1,4 +1,4 @@
-"""A sweep: all of it is checked before the first job, and each combination is told from the others."""
+"""All combinations of a sweep are checked before the first job, and each has its own description."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcinit.submit import folder
 from tests.conftest import Run
 
 NO_SLURM = {"PATH": f"{Path(sys.executable).parent}:/nowhere"}
-# Stands for an sbatch that takes two jobs and refuses the third, as at a limit on submitted jobs.
+# A stand-in for sbatch that accepts two jobs and refuses the third, as a limit on submitted jobs does.
 REFUSES_THE_THIRD = """#!/bin/sh
 case "$*" in *--test-only*) exit 0 ;; esac
 echo x >> calls
@@ -31,7 +31,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_combination_becomes_a_job(hpcinit: Run, tmp_path: Path) -> None:
-    """One line for each: what makes it this one, its job id, its folder; wait=true tells which of them failed."""
+    """One line per combination shows its values, job id and folder. With wait=true the failed ones are reported."""
     words = ["-m", "seed=0,3", "wait=true", "--", "sh", "-c", "exit $(grep -c '^seed: 3' $HPCINIT_RUN/config.yaml)"]
     done = hpcinit("submit", *words)
     assert (done.returncode, done.stderr) == (1, "")
@@ -48,7 +48,7 @@ def test_each_combination_becomes_a_job(hpcinit: Run, tmp_path: Path) -> None:
 
 
 def test_swept_arguments_come_before_those_of_the_command_line(hpcinit: Run, tmp_path: Path) -> None:
-    """`'job.args=[--lr,"${lr}"]' -- train.py more` of docs/sweeps.md; what follows -- replaces a job's own program whole."""
+    """Swept job.args precede the arguments after --, which replace a job's own program completely."""
     (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:])")
     words = ["-m", "+lr=1,2", "job.args=[--lr,'${lr}']", "wait=true", "--", "train.py", "more"]
     assert hpcinit("submit", *words).returncode == 0
@@ -59,14 +59,15 @@ def test_swept_arguments_come_before_those_of_the_command_line(hpcinit: Run, tmp
 
 
 def test_dry_run_prints_the_scripts_that_would_be_written(hpcinit: Run, tmp_path: Path) -> None:
-    """The scripts of a dry run, put together, are byte for byte those that the submissions write; it leaves nothing."""
+    """The scripts of a dry run are byte for byte those of the submissions, and it leaves no files."""
     words = ["submit", "-m", "seed=1,2", "name=a,b"]
     dry = hpcinit(*words, "dry_run=true", "--", "true")
     assert dry.stderr == "# seed=1 name=a\n# seed=1 name=b\n# seed=2 name=a\n# seed=2 name=b\n"
     assert list(tmp_path.iterdir()) == []
     assert hpcinit(*words, "wait=true", "--", "true").returncode == 0
     names = ["a-0001", "b-0001", "a-0002", "b-0002"]
-    assert dry.stdout == "".join((tmp_path / "runs" / name / "job.sh").read_text() for name in names)
+    scripts = "".join((tmp_path / "runs" / name / "job.sh").read_text() for name in names)
+    assert dry.stdout == scripts.replace(" wait=true -- true\n", " -- true\n")  # in the header: the command
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_a_refused_sweep_submits_and_leaves_nothing(
     status: int,
     messages: list[str],
 ) -> None:
-    """One wrong combination refuses them all: one line for each problem, no job, no folder."""
+    """One invalid combination refuses the sweep: one line per problem, no job, no folder."""
     monkeypatch.setenv("PATH", NO_SLURM["PATH"])
     assert main(["submit", "-m", *words]) == status
     out, err = capfd.readouterr()
@@ -104,8 +105,8 @@ def test_a_refused_sweep_submits_and_leaves_nothing(
         ("Socket timed out on send/recv operation", "runs_dir=d"),
     ],
 )
-def test_a_sweep_that_sbatch_ends_half_way(tmp_path: Path, hpcinit: Run, why: str, left: str) -> None:
-    """Where sbatch refuses the third, the first two are told, the third is named, and so is what was not tried."""
+def test_a_sweep_that_sbatch_refuses_halfway(tmp_path: Path, hpcinit: Run, why: str, left: str) -> None:
+    """If sbatch refuses the third job, the first two are shown, and the third and the remaining ones are named."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/sbatch").write_text(REFUSES_THE_THIRD.format(why=why))
     (tmp_path / "bin/sbatch").chmod(0o755)
@@ -126,9 +127,9 @@ def test_a_sweep_that_sbatch_ends_half_way(tmp_path: Path, hpcinit: Run, why: st
     assert done.stderr.endswith(f"\nnot submitted: {left}\n") and "nothing was submitted" not in done.stderr
 
 
-@pytest.mark.slurm  # a mount needs root, as they do
+@pytest.mark.slurm  # a mount needs root
 def test_read_only_runs_dir(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A sweep into a read-only file system is one message that says so."""
+    """A sweep on a read-only file system ends with one message."""
     (tmp_path / "ro").mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=64k", "tmpfs", tmp_path / "ro"], check=True)
     try:
@@ -140,8 +141,8 @@ def test_read_only_runs_dir(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert "the file system is read-only; choose another runs_dir=...; none of the 2 combinations was submitted" in err
 
 
-def test_next_path_counts_what_it_has_promised(tmp_path: Path) -> None:
-    """Each call shows the next folder of that name, without making one; claim() starts at the first all the same."""
+def test_next_path_counts_up(tmp_path: Path) -> None:
+    """Each call returns the next folder without creating it. claim() starts at the first one nevertheless."""
     shown = [folder.next_path(tmp_path, name).name for name in ("x", "x", "y", "x")]
     assert shown == ["x-0001", "x-0002", "y-0001", "x-0003"] and list(tmp_path.iterdir()) == []
     assert folder.claim(tmp_path, "x").name == "x-0001"

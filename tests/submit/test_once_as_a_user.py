@@ -1,4 +1,4 @@
-"""One request, one job, for users who are not root: in partitions that Slurm shows, hides, or keeps for a group."""
+"""One request is one job for users who are not root, in partitions that are visible, hidden or for a group only."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def partition(request: pytest.FixtureRequest) -> str:
 
 
 def hand_over(cluster: MiniSlurm, user: User, partition: str, token: str, confirm: str = "") -> str:
-    """The job's id, as exactly_once.submit() returns it to this user."""
+    """Return the job's id, as exactly_once.submit() returns it to this user."""
     script = user.home / f"{token}.sh"
     script.write_text(SCRIPT.format(partition=partition))
     done = user.run(sys.executable, "-c", HAND_OVER, str(script), token, confirm, env=cluster.env)
@@ -65,20 +65,20 @@ def hand_over(cluster: MiniSlurm, user: User, partition: str, token: str, confir
 
 
 def jobs_with(cluster: MiniSlurm, token: str) -> list[str]:
-    """Every job of the token, cancelled ones too: root sees all of them."""
+    """Return every job with the token, including canceled ones. Only root sees all of them."""
     lines = cluster.run("squeue", "--all", "--noheader", "--states=all", "--format=%i|%k").splitlines()
     return [line.split("|")[0] for line in lines if token in line]
 
 
 def test_a_job_that_is_confirmed(cluster: MiniSlurm, user: User, partition: str) -> None:
-    """With cluster.submit_confirm=true and no fault at all sbatch makes one job."""
+    """With cluster.submit_confirm=true and without faults, there is one job."""
     token = f"confirmed-in-{partition}"
     job_id = hand_over(cluster, user, partition, token, confirm="yes")
     assert jobs_with(cluster, token) == [job_id]
 
 
 def test_a_controller_that_accepts_late(cluster: MiniSlurm, user: User, partition: str) -> None:
-    """sbatch times out, and the controller takes the job afterwards: there is one job, and its id is returned."""
+    """If sbatch times out and the controller accepts the job later, there is one job, and its id is returned."""
     token = f"late-in-{partition}"
     cluster.pause_controller()
     threading.Timer(6, cluster.resume_controller).start()
@@ -87,7 +87,7 @@ def test_a_controller_that_accepts_late(cluster: MiniSlurm, user: User, partitio
 
 
 def test_the_same_request_is_refused(cluster: MiniSlurm, user: User, partition: str) -> None:
-    """A request that waits in the queue is not submitted again, whether Slurm's clients show the partition or not."""
+    """A queued request is not submitted again, whether Slurm's clients show the partition or not."""
     words = ["cluster=mini", f"partition={partition}", "nodes=2", "+cluster.sbatch.begin=now+1hour"]
     cluster_file(user, partition)
     first = submit(cluster, user, *words)
@@ -98,12 +98,12 @@ def test_the_same_request_is_refused(cluster: MiniSlurm, user: User, partition: 
 
 
 def test_a_node_of_hidden_partitions_only(cluster: MiniSlurm, user: User) -> None:
-    """It is a node that Slurm knows, and the batch script finds it when it is down."""
+    """A node in hidden partitions only is accepted, and the batch script finds it when it is down."""
     others = ("main", "high", "team")
     for name in others:
         cluster.run("scontrol", "update", f"PartitionName={name}", "Nodes=n1")
     try:
-        code = "from hpcinit.submit import excluded_nodes; print(excluded_nodes._strange(['n2', 'n7']))"
+        code = "from hpcinit.submit import excluded_nodes; print(excluded_nodes._unknown_nodes(['n2', 'n7']))"
         assert user.run(sys.executable, "-c", code, env=cluster.env).stdout == "{'n7'}\n"
         cluster.give_up("n2")
         reason = "\n".join(shell_blocks.block("reason", {"hpcinit_hung": 76, "hpcinit_on": ""}))
@@ -120,7 +120,7 @@ def submit(cluster: MiniSlurm, user: User, *words: str) -> subprocess.CompletedP
 
 
 def cluster_file(user: User, partition: str) -> Path:
-    """A description of the test cluster that has this partition."""
+    """Write a description of the test cluster with this partition."""
     folder = user.home / "conf/cluster"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "mini.yaml"

@@ -1,4 +1,4 @@
-"""Variables with which users change what Slurm's clients print, or which cluster they ask."""
+"""Variables with which users change the output of Slurm's clients, or the cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.minislurm import MiniSlurm
 from tests.slurm_lines import squeue_line
 from tests.submitting import folder_of, job_id_of
 
-# What people put into a profile, and what confuses a program that reads the answer.
+# Variables that people put into a profile, and that change the output of Slurm's clients.
 PREFERENCES = {
     "SQUEUE_FORMAT": "%P",
     "SQUEUE_PARTITION": "high",
@@ -28,14 +28,14 @@ PREFERENCES = {
 
 @pytest.mark.slurm
 def test_with_preferences_and_the_clusters_own_name(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
-    """Submission, status, discovery, the doctor and cancellation work as without these variables."""
+    """Submission, status, discover, doctor and cancel work as without these variables."""
     env = {**idle_slurm.env, **PREFERENCES, "SLURM_CLUSTERS": idle_slurm.name}
     words = ("submit", "cluster=mini", "+cluster.sbatch.begin=now+1hour", "--", "true")
     done = hpcinit(*words, env=env)
     assert done.returncode == 0, done.stderr
     assert "SLURM_CLUSTERS" in done.stderr and "SQUEUE_FORMAT" not in done.stderr
     again = hpcinit(*words, env=env)
-    assert again.returncode == 2 and f"already queued as {job_id_of(done)}" in again.stderr
+    assert again.returncode == 2 and f"already queued as job {job_id_of(done)}" in again.stderr
     shown = hpcinit("status", folder_of(done).name, env=env).stdout
     assert "PENDING" in shown and job_id_of(done) in shown
     plain = hpcinit("discover", "--print", env=idle_slurm.env).stdout
@@ -49,17 +49,20 @@ def test_with_preferences_and_the_clusters_own_name(hpcinit: Run, idle_slurm: Mi
 
 @pytest.mark.slurm
 def test_another_cluster(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
-    """A job on another cluster would never be found again: it is refused, and nothing is left behind."""
+    """A job on another cluster is refused, because hpcinit could not find it again. No files remain."""
     env = {**idle_slurm.env, "SLURM_CLUSTERS": "elsewhere"}
     for words in ([], ["--multirun", "seed=1,2"]):
         done = hpcinit("submit", "cluster=mini", *words, "--", "true", env=env)
         assert done.returncode == 2, done.stderr
-        assert f"SLURM_CLUSTERS is 'elsewhere', expected '{idle_slurm.name}' or nothing" in done.stderr
+        assert f"SLURM_CLUSTERS is 'elsewhere', expected '{idle_slurm.name}' or unset" in done.stderr
     assert not Path("runs").exists() or not list(Path("runs").iterdir())
 
 
 def test_a_heading_above_the_answer_of_sinfo(tmp_path: Path) -> None:
-    """A line 'CLUSTER: name' is no partition. A stand-in for sinfo: the real one needs several clusters to print it."""
+    """The line 'CLUSTER: name' is not a partition.
+
+    A stand-in prints it, because sinfo prints it only with several clusters.
+    """
     (tmp_path / "sinfo").write_text("#!/bin/sh\necho 'CLUSTER: a'\necho '2 down* main*'\necho '2 idle main*'\n")
     (tmp_path / "sinfo").chmod(0o755)
     said = validate._missing_nodes("#SBATCH --nodes=4", {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
@@ -67,7 +70,10 @@ def test_a_heading_above_the_answer_of_sinfo(tmp_path: Path) -> None:
 
 
 def test_a_heading_above_the_answer_of_squeue(tmp_path: Path) -> None:
-    """A line 'CLUSTER: name' is no job. A stand-in for squeue: the real one needs several clusters to print it."""
+    """The line 'CLUSTER: name' is not a job.
+
+    A stand-in prints it, because squeue prints it only with several clusters.
+    """
     (tmp_path / "squeue").write_text(f"#!/bin/sh\necho 'CLUSTER: a'\necho '{squeue_line('7', 'RUNNING')}'\n")
     (tmp_path / "squeue").chmod(0o755)
     found = QueueQuery("--me", ended=True, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}).jobs()
@@ -75,7 +81,7 @@ def test_a_heading_above_the_answer_of_squeue(tmp_path: Path) -> None:
 
 
 def test_preferences_do_not_reach_the_job() -> None:
-    """The batch script asks squeue and sinfo as well; what a user likes to see is dropped without a line about it."""
+    """Output formats for squeue and sinfo are dropped without a note, because the batch script calls both."""
     kept, named = job_environment.clean_environment(
         {**PREFERENCES, "SLURM_CLUSTERS": "a", "SLURM_CONF": "/etc/x", "HOME": "/home/me"}
     )

@@ -1,4 +1,4 @@
-"""Another user of the machine cannot make hpcinit run their program as you. Two real users try; needs root."""
+"""Another user of the machine cannot make hpcinit run their program as you. Two real users try. It needs root."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from hpcinit.base.errors import SpecError
 from hpcinit.records.spec import load
 from hpcinit.submit import folder, shell_blocks
 from tests.conftest import Run
-from tests.leaving_out import installed, leave_out
 from tests.minislurm import MiniSlurm
+from tests.skip_or_fail import installed, skip_or_fail
 from tests.submitting import folder_of, job_id_of, submit
 from tests.waiting import until
 
-# Every Debian has these accounts. Each has a group of its own name, without further members.
+# Every Debian has these accounts. Each has a private group with the same name.
 MALLORY, ALICE = "games", "backup"
-PROJECT = 100  # the group 'users'. In these tests both are in it
+PROJECT = 100  # the group 'users', of which both are members here
 
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder that every user can enter, unlike pytest's own, and the working folder."""
+    """Return a folder that every user can enter, unlike pytest's own, as the working folder."""
     if os.geteuid() != 0:
-        leave_out("only root can act as two other users")
+        skip_or_fail("only root can act as two other users")
     path = Path(tempfile.mkdtemp(prefix="hpcinit-owners-"))
     path.chmod(0o755)
     monkeypatch.chdir(path)
@@ -41,7 +41,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-# Python may be installed below /root, where other users find nothing: they may read all files, and write their own only.
+# Python may be below /root, which other users cannot read: here they may read all files, and write only their own.
 READ_ALL = "-all,+dac_read_search"
 
 
@@ -66,7 +66,7 @@ def own(name: str, *paths: Path, group: int | None = None, mode: int | None = No
 
 
 def swap(run: Path, program: str, name: str = MALLORY) -> subprocess.CompletedProcess[str]:
-    """The attack: a user who may rename in runs_dir puts a run folder of their own in place of `run`."""
+    """Attack: a user who may rename in runs_dir replaces `run` with another run folder."""
     spec = {**json.loads((run / "spec.json").read_text()), "workdir": str(run.parent.parent)}
     spec["program"] = {"kind": "command", "target": "sh", "args": ["-c", program]}
     code = (
@@ -83,7 +83,7 @@ def swap(run: Path, program: str, name: str = MALLORY) -> subprocess.CompletedPr
 
 
 def test_a_program_in_a_swapped_run_folder_does_not_run(place: Path) -> None:
-    """Alice's run folder is in a folder that her group can write. Mallory swaps it: Alice's rank refuses his spec."""
+    """Alice's group can write the parent of her run folder, and Mallory swaps it. Alice's rank refuses his spec."""
     runs = place / "runs"
     runs.mkdir()
     own(ALICE, runs, group=PROJECT, mode=0o700)
@@ -116,7 +116,7 @@ def test_a_runs_dir_that_others_can_write_is_refused_before_the_queue(place: Pat
     done = as_user(ALICE, words, place)
     assert done.returncode == 2 and not list(runs.iterdir())
     assert (
-        f"runs_dir: {runs} belongs to {ALICE} (mode 0770) and group users can write it: whoever can could run any "
+        f"runs_dir: {runs} belongs to {ALICE} (mode 0770) and group users can write it, and so could run any "
         f"program as you; chmod g-w {runs}, or chmod +t {runs} if others need to create files there" in done.stderr
     )
     for repair in ("chmod +t", "chmod g-w,-t"):
@@ -125,7 +125,7 @@ def test_a_runs_dir_that_others_can_write_is_refused_before_the_queue(place: Pat
         assert done.returncode == 0, done.stderr
     own(MALLORY, runs, mode=0o777)
     done = as_user(ALICE, words, place)
-    assert done.returncode == 2 and f"choose a folder of your own: runs_dir={runs}/{ALICE}" in done.stderr
+    assert done.returncode == 2 and f"choose your own folder: runs_dir={runs}/{ALICE}" in done.stderr
 
 
 def test_the_sticky_bit_keeps_a_shared_runs_dir_safe(place: Path) -> None:
@@ -147,8 +147,8 @@ def swap_only_rename(run: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_umask_002_with_a_group_of_ones_own_is_no_obstacle(place: Path) -> None:
-    """Files and folders of mode 0664 and 0775 are fine if their group has this user's name and no other members."""
+def test_umask_002_with_a_private_group_is_allowed(place: Path) -> None:
+    """Modes 0664 and 0775 are accepted if the group has this user's name and no other members."""
     (place / "conf/cluster").mkdir(parents=True)
     (place / "conf/cluster/here.yaml").write_text("defaults: [local]\nname: here\n")
     (place / "runs").mkdir()
@@ -161,7 +161,7 @@ def test_umask_002_with_a_group_of_ones_own_is_no_obstacle(place: Path) -> None:
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
 def test_what_a_submission_creates_is_private(hpcinit: Run, tmp_path: Path, umask: int) -> None:
-    """runs_dir is never writable by others, whatever the umask, and nobody else can read the submission's files."""
+    """Other users can never write runs_dir, whatever the umask, and cannot read the submission's files."""
     before = os.umask(umask)
     try:
         done = hpcinit("submit", "ranks_per_node=1", "runs_dir=deep/runs", "wait=true", "--", "true")
@@ -175,8 +175,10 @@ def test_what_a_submission_creates_is_private(hpcinit: Run, tmp_path: Path, umas
 
 @pytest.mark.slurm
 def test_a_swapped_run_folder_on_slurm(idle_slurm: MiniSlurm, hpcinit: Run, place: Path) -> None:
-    """Root's job waits in the queue, its runs_dir becomes writable, and Mallory swaps the run folder: the ranks of the
-    job refuse his spec, and the job says why."""
+    """Mallory swaps the folder of root's queued job after its runs_dir became writable.
+
+    The ranks refuse it and the job reports why.
+    """
     words = ["ranks_per_node=1", "+cluster.sbatch.hold=true", f"runs_dir={place}/runs", "--", "true"]
     done = submit(hpcinit, idle_slurm, *words)
     run, job = folder_of(done), job_id_of(done)
@@ -190,7 +192,7 @@ def test_a_swapped_run_folder_on_slurm(idle_slurm: MiniSlurm, hpcinit: Run, plac
 
 @pytest.mark.slurm
 def test_the_variables_of_a_swapped_task_are_not_sourced(idle_slurm: MiniSlurm, hpcinit: Run, place: Path) -> None:
-    """A task of a sweep reads its environment variables from env.sh: not from Mallory's."""
+    """A task of a sweep does not read Mallory's env.sh."""
     words = ["-m", "+job.env.GREETING=a,b", "ranks_per_node=1", "+cluster.sbatch.hold=true", f"runs_dir={place}/runs"]
     done = submit(hpcinit, idle_slurm, *words, "cluster.gpus_per_node=0", "cluster.gpu_flag=null", "--", "true")
     assert done.returncode == 0, done.stderr
@@ -205,7 +207,7 @@ def test_the_variables_of_a_swapped_task_are_not_sourced(idle_slurm: MiniSlurm, 
     )
     assert not (place / "ran").exists(), (place / "ran").read_text()
     log = (sweep / "0/logs/job.log").read_text()
-    assert "env.sh can be written by another user (owner games, mode 664)" in log, log
+    assert "another user can write" in log and "(owner games, mode 664)" in log, log
     assert (sweep / "1/logs/rank-0.log").exists(), "the other task ran"
 
 
@@ -229,14 +231,14 @@ def write_conf(place: Path) -> tuple[Path, Path]:
     [
         (MALLORY, 0o644, "belongs to games (mode 0644), expected backup or root: its owner could run any program as you; "
             "if you trust them: HPCINIT_CONF="),
-        (ALICE, 0o664, "belongs to backup (mode 0664) and group users can write it: whoever can could run any program as "
+        (ALICE, 0o664, "belongs to backup (mode 0664) and group users can write it, and so could run any program as "
             "you; chmod g-w "),
-        (ALICE, 0o666, "belongs to backup (mode 0666) and every user can write it: whoever can could run any program as "
+        (ALICE, 0o666, "belongs to backup (mode 0666) and every user can write it, and so could run any program as "
             "you; chmod go-w "),
     ],
 )  # fmt: skip
 def test_config_that_another_user_can_write_is_refused(place: Path, owner: str, mode: int, said: str) -> None:
-    """cluster.setup in ./conf is shell that runs as whoever submits there: nothing is read that others could write."""
+    """cluster.setup in ./conf is shell code, so config that others could write is not read."""
     conf, file = write_conf(place)
     own(ALICE, place, conf, conf / "cluster")
     own(owner, file, group=PROJECT, mode=mode)
@@ -247,7 +249,7 @@ def test_config_that_another_user_can_write_is_refused(place: Path, owner: str, 
 
 
 def test_a_folder_that_is_named_is_trusted_with_its_owner_and_group(place: Path) -> None:
-    """HPCINIT_CONF=DIR takes the config of the account that installs a site's software; every user's never."""
+    """HPCINIT_CONF=DIR may belong to the account that installs a site's software, but not to any user."""
     conf, file = write_conf(place)
     own(ALICE, place)
     own(MALLORY, conf, conf / "cluster", group=PROJECT, mode=0o775)
@@ -263,8 +265,11 @@ def test_a_folder_that_is_named_is_trusted_with_its_owner_and_group(place: Path)
 # --- one file
 
 
-def test_what_counts_as_ones_own(place: Path) -> None:
-    """Root's and one's own files are trusted; others' and those of a shared group are not; an ACL counts as a group."""
+def test_which_files_are_trusted(place: Path) -> None:
+    """Root's files and your own are trusted.
+
+    Those of others and of a shared group are not. An ACL counts as a group.
+    """
     file = place / "spec.json"
     file.write_text("{}")
 
@@ -298,8 +303,8 @@ done
 """
 
 
-def test_python_and_the_batch_script_have_one_rule(place: Path) -> None:
-    """Both trust the same files, except one that the user's private group can write, which the script refuses."""
+def test_python_and_the_batch_script_use_one_rule(place: Path) -> None:
+    """Both trust the same files. The one exception is a private group's file, which the script refuses."""
     me, other = pwd.getpwnam(ALICE), pwd.getpwnam(MALLORY)
     files = {  # owner, group, mode, whether it is trusted
         "mine": (me.pw_uid, me.pw_gid, 0o600, "yes"),
@@ -332,18 +337,18 @@ def test_python_and_the_batch_script_have_one_rule(place: Path) -> None:
 
 
 def test_a_rank_refuses_a_spec_and_a_reader_shows_it(place: Path) -> None:
-    """Who looks at a colleague's run may read it; who would run it may not."""
+    """You may read a colleague's run, but not execute it."""
     run = folder.claim(place / "runs", "x")
     (run / "spec.json").write_text("{}")
     own(MALLORY, run / "spec.json", mode=0o644)
     with pytest.raises(SpecError, match="belongs to games"):
         load(run / "spec.json")
-    with pytest.raises(SpecError, match="is not of format 1"):
+    with pytest.raises(SpecError, match="does not have format 1"):
         load(run / "spec.json", to_run=False)
 
 
 def test_a_folder_of_another_user_is_not_run(hpcinit: Run, place: Path) -> None:
-    """A rank, the local engine and resubmit refuse a run folder or a script of another user, and say whose it is."""
+    """A rank, the local engine and resubmit refuse another user's run folder or script and name the owner."""
     done = hpcinit("submit", "ranks_per_node=1", f"runs_dir={place}/runs", "wait=true", "--", "true")
     run = folder_of(done)
 

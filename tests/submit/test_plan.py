@@ -1,4 +1,4 @@
-"""`hpcinit plan`, from words to table, verdict and exit status."""
+"""`hpcinit plan`: table, verdict and exit status."""
 
 from __future__ import annotations
 
@@ -21,38 +21,41 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
     return status, out, err
 
 
-def test_the_table_says_what_a_rank_holds(capsys: pytest.CaptureFixture[str]) -> None:
-    """Both equations stand on top, then a line for each part with its formula, their sum, and the verdict."""
+def test_the_table_shows_the_memory_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two equations are first, then a line for each part with its formula, the sum, and the verdict."""
     status, out, _ = plan(capsys, *SEVEN, "parallel=zero1", GPU80, "batch.micro=2")
     lines = out.splitlines()
     assert lines[0] == "nodes 8 x ranks per node 4 = 32 ranks = dp_shard 32"
-    assert lines[1] == "micro 2 x accumulation 1 x data parallel 32 = 64 samples a step"
+    assert lines[1] == "micro 2 x accumulation 1 x data parallel 32 = 64 samples per step"
     cells = [re.split(r"\s{2,}", line) for line in lines if line.startswith("GPU, per rank  ")]
     rows = {cell[1]: cell[-1] for cell in cells}
     assert rows["parameters"] == "14.00" and rows["optimizer states"] == "1.75" and rows["gradients"] == "14.00"
-    assert status == 0 and "fits as far as it is counted: GPU, per rank needs 31.6 GB of 74.0 GB (80 GB - 6.0" in out
-    assert "not counted: activations: give model.layers, model.hidden, model.sequence" in out
+    assert status == 0 and "fits (counted parts only): GPU, per rank needs 31.6 GB of 74.0 GB (80 GB - 6.0" in out
+    assert "not counted: activations: set model.layers, model.hidden, model.sequence" in out
 
 
-def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    """7e9 parameters under DDP do not fit 80 GB: exit status 1, and each way that is named fits when it is taken."""
+def test_advice_for_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """7e9 parameters with DDP do not fit in 80 GB: the exit status is 1, and each proposed change fits."""
     status, out, _ = plan(capsys, *SEVEN, "parallel=ddp", GPU80)
     assert status == 1 and "does not fit: GPU, per rank needs 140.0 GB of 74.0 GB" in out
-    ways = [line.strip().rpartition(": GPU")[0] for line in out.split("one change at a time:\n")[1].splitlines()]
+    ways = [
+        line.strip().rpartition(": GPU")[0]
+        for line in out.split("each of these changes makes it fit:\n")[1].splitlines()
+    ]
     assert "parallel.wrap=fsdp parallel.dp_replicate=1 parallel.dp_shard=-1" in ways and "nodes=16" not in ways
     for way in ways:
         assert plan(capsys, *SEVEN, "parallel=ddp", GPU80, *way.split())[0] == 0, way
 
 
-def test_more_nodes_help_where_states_are_sharded() -> None:
-    """With ZeRO 3 the fewest nodes, doubled, that fit are named."""
+def test_more_nodes_help_with_sharded_states() -> None:
+    """With ZeRO 3 the smallest doubled number of nodes that fits is shown."""
     words = ["cluster=example", "nodes=1", "model.params=70e9", "parallel=zero3", "precision.param=bf16", GPU80]
     ways = plan_command.remedies(compose.compose(words))
     assert [way.partition(":")[0] for way in ways if "nodes" in way] == ["nodes=8"]
 
 
 def test_offload_moves_to_the_nodes_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    """What is offloaded is counted on the node, for all of its ranks, and held against its memory."""
+    """Offloaded memory counts for all ranks of a node and is compared with the node's memory."""
     words = [*SEVEN, "nodes=1", "parallel=zero3_offload", GPU80, "mem_gb=100", "--json"]
     status, out, _ = plan(capsys, *words)
     found = json.loads(out)
@@ -60,11 +63,11 @@ def test_offload_moves_to_the_nodes_memory(capsys: pytest.CaptureFixture[str]) -
     assert status == 1 and found["verdict"] == "does not fit"
     words[words.index("mem_gb=100")] = "mem_gb=null"
     status, out, _ = plan(capsys, *words)
-    assert status == 0 and "whether the node's memory holds it: give mem_gb" in json.loads(out)["unknown"]
+    assert status == 0 and "whether the node's memory is enough: set mem_gb" in json.loads(out)["unknown"]
 
 
 def test_checkpointing_and_flash_attention(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the model's shape activations are counted, and with full checkpointing they are a fraction."""
+    """With the model's shape activations are counted, and full checkpointing reduces them."""
     shape = ["model.layers=32", "model.hidden=4096", "model.sequence=4096", "batch.micro=1", "parallel=fsdp", "--json"]
     sizes = []
     for how in ("none", "full"):
@@ -75,7 +78,7 @@ def test_checkpointing_and_flash_attention(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_cluster_of_unknown_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without the GPUs' memory the table is shown and nothing claimed: exit status 2."""
+    """Without the GPUs' memory there is a table but no verdict, and the exit status is 2."""
     status, out, _ = plan(capsys, *SEVEN, "cluster.gpu_mem_gb=null")
     assert status == 2 and "unknown: cluster.gpu_mem_gb is not set" in out and "28.00" in out
 
@@ -86,24 +89,24 @@ def test_a_cluster_of_unknown_gpus(capsys: pytest.CaptureFixture[str]) -> None:
         (["cluster=example"], "model.params is not set, expected the number of parameters, as in model.params=7e9"),
         ([*SEVEN, "parallel.tp=3"], "tp 3"),
         ([*SEVEN, "batch.global=33"], "batch.global"),
-        ([*SEVEN, "--", "train.py"], "plan runs none, leave it out"),
+        ([*SEVEN, "--", "train.py"], "it runs none: remove them"),
     ],
 )
 def test_wrong_requests(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
-    """What submit would refuse is refused here too, with exit status 2 and nothing on stdout."""
+    """Requests that submit refuses are refused here too, with exit status 2 and nothing on stdout."""
     status, out, err = plan(capsys, *words)
     assert (status, out) == (2, "") and said in err
 
 
-def test_nothing_is_asked_that_only_a_job_needs(capsys: pytest.CaptureFixture[str]) -> None:
-    """A site that wants an account, a module or an image tells its memory to those who have none yet."""
+def test_keys_that_only_a_job_needs_are_not_required(capsys: pytest.CaptureFixture[str]) -> None:
+    """plan works for a site that requires an account, a module or an image before the user has them."""
     site = ["cluster=juwels_booster", "nodes=8", "parallel=zero3", "model.params=7e9", "job.script=not_written_yet.py"]
     status, out, err = plan(capsys, *site)
     assert (status, err) == (0, "") and "GPU, per rank needs 10.6 GB of 36.0 GB" in out
 
 
 def test_a_sweep_is_a_table_each(capsys: pytest.CaptureFixture[str]) -> None:
-    """With --multirun every combination is planned, and the exit status is the worst."""
+    """With --multirun there is a table for each combination, and the exit status is the worst one."""
     status, out, _ = plan(capsys, "-m", *SEVEN, GPU80, "parallel=ddp,fsdp", "--json")
     found = [json.loads(line) for line in out.splitlines()]
     assert [one["combination"] for one in found] == ["parallel=ddp", "parallel=fsdp"]

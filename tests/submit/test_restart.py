@@ -1,4 +1,4 @@
-"""Requeue and continue, on the real Slurm: which ends are answered with another attempt, and how many of them."""
+"""Requeue and resume on the real Slurm: which ends lead to another attempt, and how often."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hpcinit.config import checks
 from hpcinit.config.compose import compose
 from hpcinit.submit import shell_blocks
 from tests.conftest import Run
-from tests.leaving_out import installed
 from tests.minislurm import MiniSlurm
+from tests.skip_or_fail import installed
 from tests.submitting import folder_of, job_id_of, printed, submit
 from tests.waiting import until
 
@@ -28,14 +28,14 @@ def log(folder: Path) -> str:
 
 
 def restarts(folder: Path) -> list[tuple[int, str, int | None, int]]:
-    """Number, reason, furthest step and how many without progress, of each restart."""
+    """Return number, reason, furthest step and the count without progress, for each restart."""
     path = folder / "restarts.jsonl"
     lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
     return [(line["restart"], line["reason"], line["step"], line["without_progress"]) for line in lines]
 
 
 def finish(slurm: MiniSlurm, job: str, timeout_s: float = 90) -> str:
-    """The job's last state."""
+    """Wait until the job is over and return its last state."""
     deadline = time.monotonic() + timeout_s
     while (now := state(slurm, job)) not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED"):
         assert time.monotonic() < deadline, now
@@ -46,7 +46,10 @@ def finish(slurm: MiniSlurm, job: str, timeout_s: float = 90) -> str:
 
 
 def begin_now(slurm: MiniSlurm, job: str) -> None:
-    """Slurm begins a requeued job two minutes later. In the very second it would be refused: 'Job credential revoked'."""
+    """Start a requeued job now, because Slurm waits two minutes.
+
+    In the same second it would fail: 'Job credential revoked'.
+    """
     ask = ["squeue", "--noheader", f"--jobs={job}", "--Format=Restarts,Reason"]
     before = slurm.run(*ask)
     time.sleep(2)
@@ -54,7 +57,7 @@ def begin_now(slurm: MiniSlurm, job: str) -> None:
         slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
 
 
-# --- what is refused, and what is rendered
+# --- refused and rendered requests
 
 
 @pytest.mark.parametrize(
@@ -66,27 +69,27 @@ def begin_now(slurm: MiniSlurm, job: str) -> None:
             ["cluster=mini", "restart.on=[hang,oom]"],
             "restart.on has 'oom', expected some of: preempted, node_fail, hang,",
         ),
-        (["spare_nodes=1"], "spare_nodes is 1, but the nodes of cluster local are all this machine"),
+        (["spare_nodes=1"], "spare_nodes is 1, but all nodes of cluster local are this machine"),
         (["cluster=mini", "spare_nodes=-1"], "spare_nodes is -1, expected 0 or more"),
         (["restart.max_restarts=2"], "restart.max_restarts is 2, but cluster local has no queue (engine: local)"),
         (
             ["cluster=mini", "restart.max_restarts=2", "+cluster.sbatch.no-requeue=true"],
-            "cluster.sbatch.no-requeue and restart.max_restarts=2: give one of them",
+            "cluster.sbatch.no-requeue and restart.max_restarts=2 are both set; remove one",
         ),
         (
             ["cluster=mini", "restart.max_restarts=2", "restart.on=[time_limit]", "chain=2"],
-            "restart.on has time_limit, and so has chain=2, whose next job goes on: give one of them",
+            "restart.on contains time_limit and chain is 2: both continue the run after a time limit; remove one",
         ),
     ],
 )
-def test_what_cannot_be_is_refused(overrides: list[str], message: str) -> None:
-    """Each message names the key, the value and what is expected."""
+def test_invalid_values_are_refused(overrides: list[str], message: str) -> None:
+    """Each message names the key, the value and the expected value."""
     problems = checks.problems(compose(overrides))
     assert len(problems) == 1 and message in problems[0]
 
 
-def test_who_asks_for_nothing_gets_no_line_of_it(hpcinit: Run) -> None:
-    """By default the site's own way holds; 0 forbids Slurm to requeue, and a budget allows it."""
+def test_restart_lines_only_if_requested(hpcinit: Run) -> None:
+    """By default the site decides about requeues. max_restarts=0 forbids them, and a positive budget allows them."""
     texts = [
         hpcinit("submit", "cluster=mini", *words, "dry_run=true").stdout
         for words in ([], ["restart.max_restarts=0"], ["restart.max_restarts=1"])
@@ -100,12 +103,12 @@ def test_who_asks_for_nothing_gets_no_line_of_it(hpcinit: Run) -> None:
     "words", [[], ["chain=3"], ["restart.on=[failure]", "restart.without_progress=null"], ["spare_nodes=1"]]
 )
 def test_the_script_is_valid_bash(hpcinit: Run, tmp_path: Path, words: list[str]) -> None:
-    """bash and shellcheck have nothing to say about a script with restarts."""
+    """bash and shellcheck accept a script with restarts."""
     done = hpcinit("submit", "cluster=mini", "restart.max_restarts=2", *words, "dry_run=true", "--", "true")
     (tmp_path / "job.sh").write_text(done.stdout)
     assert "hpcinit_requeue" in done.stdout
     subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
-    subprocess.run([installed("shellcheck"), tmp_path / "job.sh"], check=True)
+    subprocess.run([installed("shellcheck"), "--exclude=SC1090", tmp_path / "job.sh"], check=True)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +125,11 @@ def test_the_script_is_valid_bash(hpcinit: Run, tmp_path: Path, words: list[str]
         ("", False),
     ],
 )
-def test_the_preemption_of_an_attempt_before_does_not_count(times: str, preempted: bool) -> None:
-    """Slurm keeps its time over the requeue: it counts from the start of this attempt on. (Words of scontrol stand in for
-    it here; test_restart_training.py has the real one.)"""
+def test_the_preemption_of_an_earlier_attempt_does_not_count(times: str, preempted: bool) -> None:
+    """Slurm keeps the preemption time over a requeue, so only a time after the start of this attempt counts.
+
+    A stand-in prints scontrol's text. test_restart_training.py uses the real one.
+    """
     said = f"scontrol() {{ echo 'JobId=7 JobState=RUNNING {times} SuspendTime=None'; }}"
     script = "\n".join(["hpcinit_job=7", said, *shell_blocks.block("preempted"), "hpcinit_preempted"])
     assert (subprocess.run(["bash", "-uc", script], check=False).returncode == 0) is preempted
@@ -132,7 +137,7 @@ def test_the_preemption_of_an_attempt_before_does_not_count(times: str, preempte
 
 # --- on the cluster
 
-# Ends with the exit statuses of its arguments, one an attempt, after it has told a step: '7@40' is status 7 at step 40.
+# Exit with the n-th argument in attempt n, after reporting a step: '7@40' is status 7 at step 40.
 ATTEMPTS = """
 import json, os, pathlib, sys
 folder = pathlib.Path(os.environ["HPCINIT_RUN"])
@@ -153,7 +158,7 @@ def attempts(tmp_path: Path) -> Path:
 @pytest.mark.slurm
 @pytest.mark.timeout(300)
 def test_a_hang_is_requeued_and_a_failure_is_not(hpcinit: Run, idle_slurm: MiniSlurm, attempts: Path) -> None:
-    """The agreed exit status of a hang brings the job back; the program's own error ends it, with its status."""
+    """The exit status of a hang requeues the job. An error of the program ends it, with that status."""
     slurm = idle_slurm
     words = ["ranks_per_node=1", "restart.max_restarts=3", "--", "attempts.py", "76@10", "76@20", "7@30", "0"]
     done = submit(hpcinit, slurm, *words)
@@ -163,7 +168,7 @@ def test_a_hang_is_requeued_and_a_failure_is_not(hpcinit: Run, idle_slurm: MiniS
     assert restarts(folder) == [(1, "hang", 10, 0), (2, "hang", 20, 0)]
     assert json.loads((folder / "exit.json").read_text())["exit_status"] == 7
     assert f"hpcinit: job {job} is requeued (hang): restart 1 of at most 3\n" in log(folder)
-    assert f"hpcinit: restart 2 of at most 3 of job {job} begins on n" in log(folder)
+    assert f"hpcinit: new attempt: restart 2 of job {job} starts on n" in log(folder)
 
 
 @pytest.mark.slurm
@@ -173,14 +178,14 @@ def test_a_hang_is_requeued_and_a_failure_is_not(hpcinit: Run, idle_slurm: MiniS
     [
         (
             ["restart.max_restarts=2"], ["9@10", "9@20", "9@30", "0"], 9,
-            "hpcinit: restart 3 (failure) is not begun: restart.max_restarts is 2; furthest step: 30\n",
+            "hpcinit: no restart 3 (failure): restart.max_restarts is 2; furthest step: 30\n",
         ),
         (
             ["restart.max_restarts=9"], ["9@10", "9@7", "9@10", "0"], 9,
-            "hpcinit: restart 3 (failure) is not begun: 2 in a row have come no further than step 10 "
+            "hpcinit: no restart 3 (failure): 2 restarts in a row made no progress beyond step 10 "
             "(restart.without_progress)\n",
         ),
-        (["restart.max_restarts=9"], ["9", "9", "2", "0"], 2, "hpcinit: restart 2 of at most 9"),
+        (["restart.max_restarts=9"], ["9", "9", "2", "0"], 2, "hpcinit: new attempt: restart 2 of job "),
     ],
     ids=["budget", "progress", "wrong request"],
 )  # fmt: skip
@@ -193,7 +198,7 @@ def test_restarts_end(
     status: int,
     message: str,
 ) -> None:
-    """The budget, attempts that come no further, and a status that says that the request is wrong end a job, in words."""
+    """A used-up budget, attempts without progress, and a usage error end the job with a message."""
     slurm = idle_slurm
     done = submit(hpcinit, slurm, "ranks_per_node=1", "restart.on=[failure]", *words, "--", "attempts.py", *statuses)
     folder, job = folder_of(done), job_id_of(done)
@@ -206,7 +211,7 @@ def test_restarts_end(
 @pytest.mark.slurm
 @pytest.mark.timeout(300)
 def test_each_task_of_a_sweep_has_its_own_budget(hpcinit: Run, idle_slurm: MiniSlurm, attempts: Path) -> None:
-    """A task is requeued alone, also the one whose number of its own is the array's; records, status and why are its."""
+    """A task is requeued alone, even the task whose job id is the array's. Records, status and why are separate."""
     slurm, more = idle_slurm, ["ranks_per_node=1", "cluster.gpu_flag=null", "restart.max_restarts=1"]
     lists = "job.args=[wait],[76@10,0],[76@10,76@20,0]"
     (attempts.parent / "task.py").write_text(
@@ -223,10 +228,10 @@ def test_each_task_of_a_sweep_has_its_own_budget(hpcinit: Run, idle_slurm: MiniS
     assert finish(slurm, jobs[0]) == "COMPLETED"
     assert [restarts(run / f"{task}") for task in range(3)] == [[], [(1, "hang", 10, 0)], [(1, "hang", 10, 0)]]
     assert [printed(run / f"{task}", 0) for task in range(3)] == ["attempt 0\n"] + ["attempt 0\nattempt 1\n"] * 2
-    assert f"hpcinit: restart 1 of at most 1 of job {jobs[1]} begins on n" in log(run / "1")
-    assert "restart 2 (hang) is not begun: restart.max_restarts is 1; furthest step: 20" in log(run / "2")
-    told = hpcinit("status", "task-0001", "--json", env=slurm.env).stdout.splitlines()
-    assert [json.loads(line)["restarts"]["count"] for line in told] == [0, 1, 1]
+    assert f"hpcinit: new attempt: restart 1 of job {jobs[1]} starts on n" in log(run / "1")
+    assert "no restart 2 (hang): restart.max_restarts is 1; furthest step: 20" in log(run / "2")
+    lines = hpcinit("status", "task-0001", "--json", env=slurm.env).stdout.splitlines()
+    assert [json.loads(line)["restarts"]["count"] for line in lines] == [0, 1, 1]
     why = hpcinit("why", "task-0001/2", env=slurm.env).stdout
     assert hpcinit("report", "task-0001/2").stdout.count("\n  queue ") == 2
     assert "SystemExit: 76" in why and "1 restart, 0 left: 1 hung (step 10)" in why, why
@@ -235,7 +240,7 @@ def test_each_task_of_a_sweep_has_its_own_budget(hpcinit: Run, idle_slurm: MiniS
 @pytest.mark.slurm
 @pytest.mark.timeout(300)
 def test_requeued_without_a_budget(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Slurm's requeue, or one by hand, has its line in the job's log as well: of two attempts `why` tells the last."""
+    """A requeue by Slurm or scontrol is logged as well, and `why` reports the last of two attempts."""
     slurm, begins = idle_slurm, tmp_path / "begins"
     program = 'echo up >> begins; test -z "$SLURM_RESTART_COUNT" || { echo bad sample >&2; exit 5; }; exec sleep 300'
     done = submit(hpcinit, slurm, "ranks_per_node=1", "--", "bash", "-c", program)
@@ -244,8 +249,8 @@ def test_requeued_without_a_budget(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path
     slurm.run("scontrol", "requeue", job)
     until(lambda: state(slurm, job) == "PENDING")
     assert finish(slurm, job) == "FAILED"
-    assert f"\nhpcinit: restart 1 of job {job} begins on n" in log(folder)
+    assert f"\nhpcinit: new attempt: restart 1 of job {job} starts on n" in log(folder)
     why = hpcinit("why", folder.name, env=slurm.env).stdout
-    assert why.startswith("rank 0 on n") and "ended first, exited with exit code 5: bad sample" in why, why
+    assert why.startswith("rank 0 on n") and "failed first: exited with exit code 5: bad sample" in why, why
     assert "1 restart: 1 requeued by Slurm" in why
     assert "1 restart" in hpcinit("status", folder.name, env=slurm.env).stdout

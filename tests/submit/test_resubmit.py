@@ -1,4 +1,4 @@
-"""`hpcinit resubmit` and `hpcinit render`: a run's request once more, and what two runs differ in."""
+"""`hpcinit resubmit` submits a run again, and `hpcinit render` shows differences between runs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def config(folder: Path) -> dict:
 
 
 def test_the_same_request_again(hpcinit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From another folder too: a new run folder beside the old one, the same config, arguments and own keys, and the
-    same working folder."""
+    """From any folder, resubmit makes a new run folder with the same config, arguments, own keys and working folder."""
     words = ["nodes=2", "+mine={a: [1, two]}", "+job.env.A='it is'", "wait=true", "name=x"]
     first = folder_of(hpcinit("submit", *words, "--", "sh", "-c", 'echo "$A" "$1"; pwd', "-", "${c} 'd'"))
     (tmp_path / "elsewhere").mkdir()
@@ -40,7 +39,7 @@ def test_the_same_request_again(hpcinit: Run, tmp_path: Path, monkeypatch: pytes
 
 
 def test_with_other_values(hpcinit: Run) -> None:
-    """Overrides change what they name and nothing else; what is wrong with them is said as for submit."""
+    """Overrides change only the named keys, and errors in them are reported as for submit."""
     first = folder_of(hpcinit("submit", "wait=true", "name=x", "--", "true"))
     second = folder_of(hpcinit("resubmit", "x-0001", "nodes=2", "seed=7", "job.args=[a]"))
     before, after = config(first), config(second)
@@ -49,25 +48,47 @@ def test_with_other_values(hpcinit: Run) -> None:
     assert before == after
 
 
+def test_another_program(hpcinit: Run, tmp_path: Path) -> None:
+    """A program after -- replaces the old one with all its arguments, and nothing else."""
+    first = folder_of(
+        hpcinit("submit", "nodes=2", "wait=true", "name=x", "--", "sh", "-c", "echo $1", "-", "old", "more")
+    )
+    done = hpcinit("resubmit", "x-0001", "seed=7", "--", "sh", "-c", "echo $1 $2", "-", "new", "--lr=1e-3")
+    assert done.returncode == 0, done.stderr
+    second = folder_of(done)
+    assert printed(first, 1) == "old\n" and printed(second, 1) == "new --lr=1e-3\n"
+    before, after = config(first), config(second)
+    assert after["job"].pop("args") == ["-c", "echo $1 $2", "-", "new", "--lr=1e-3"] and after.pop("seed") == 7
+    assert before["job"].pop("args") and before.pop("seed") == 0 and before == after
+    (tmp_path / "train.py").write_text("import sys; print(*sys.argv[1:])\n")
+    third = folder_of(hpcinit("resubmit", "x-0001", "--", "train.py", "--lr", "1e-3"))
+    assert printed(third, 0) == "--lr 1e-3\n" and config(third)["job"]["command"] is None
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nope-0001"], "no run 'nope-0001': neither a run folder nor a job id"),
+        (["x-0001", "--"], "no program after --, expected one: hpcinit resubmit RUN -- train.py"),
+        (["x-0001", "--", "--lr", "3"], "expected the program first: hpcinit resubmit RUN -- train.py --lr 3"),
+        (["nope-0001"], "no run 'nope-0001': no run folder or job has this name"),
         (
             ["x-0001", "cluster=mini"],
-            "cluster=mini: chooses a file, and a run's config is one that has been put together",
+            "cluster=mini selects a config file, but the config of a run is already composed",
         ),
         (["x-0001", "nodes=abc"], "nodes=abc: expected a whole number"),
         (["x-0001", "nodess=2"], "nodess"),
         (["x-0001", "nodes=0"], "nodes is 0, expected 1 or more"),
-        (["torn-0001"], "config.yaml cannot be read: "),
-        (["empty-0001"], "config.yaml holds no config; was it edited?"),
-        (["bare-0001"], "provenance.json cannot be read: "),
-        (["moved-0001"], "cannot enter /nowhere/at/all, where moved-0001 ran: No such file or directory; submit anew"),
+        (["torn-0001"], "torn-0001/config.yaml: "),
+        (["empty-0001"], "config.yaml does not contain a config; was it edited?"),
+        (["bare-0001"], "bare-0001/provenance.json: "),
+        (
+            ["moved-0001"],
+            "cannot enter /nowhere/at/all, where moved-0001 ran: No such file or directory; submit a new run",
+        ),
     ],
 )
 def test_what_cannot_be_submitted_again(hpcinit: Run, tmp_path: Path, words: list[str], message: str) -> None:
-    """Each reason is said with exit status 2, and no folder is made."""
+    """Each reason is reported with exit status 2, and no folder is made."""
     import shutil
 
     first = folder_of(hpcinit("submit", "wait=true", "name=x", "--", "true"))
@@ -88,44 +109,54 @@ def test_what_cannot_be_submitted_again(hpcinit: Run, tmp_path: Path, words: lis
 
 
 def test_the_same_snapshot_or_a_fresh_one(hpcinit: Run, checkout: Path) -> None:
-    """A run from a snapshot is submitted again from the same files, whatever became of the checkout; --fresh-code takes
-    it as it is now; files that the job changed are refused."""
+    """A run from a snapshot is submitted again from the same files, and --fresh-code uses the current checkout.
+
+    Files that the job changed are refused.
+    """
     first = folder_of(hpcinit("submit", "snapshot=git", "wait=true", "name=x", "--", "train.py"))
-    write({"part.py": "SAYS = 'later'\n"}, checkout)
+    write({"part.py": "TEXT = 'later'\n"}, checkout)
     done = hpcinit("resubmit", "x-0001")
     assert done.returncode == 0, done.stderr
     again = folder_of(done)
     fresh = folder_of(hpcinit("resubmit", "--fresh-code", "x-0001"))
     assert [printed(run, 0) for run in (first, again, fresh)] == ["committed\n", "committed\n", "later\n"]
     assert recorded(again / "code") == {**recorded(first / "code"), "from": str(first / "code")}
-    write({"part.py": "SAYS = 'torn'\n"}, first / "code")
+    write({"part.py": "TEXT = 'torn'\n"}, first / "code")
     done = hpcinit("resubmit", "x-0001")
-    assert done.returncode == 1 and "are not those that were submitted (sha256 " in done.stderr
-    assert "--fresh-code takes the checkout as it is now; nothing was submitted" in done.stderr
+    assert done.returncode == 1 and "changed since they were submitted (sha256 " in done.stderr
+    assert "--fresh-code uses the checkout as it is now; nothing was submitted" in done.stderr
     assert sorted(path.name for path in (checkout / "runs").iterdir()) == ["x-0001", "x-0002", "x-0003"]
 
 
 @pytest.mark.slurm
-def test_a_run_that_goes_on_is_not_submitted_twice(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
-    """While it runs, resubmit asks for again=true; its dependencies are left out, with a line."""
+def test_an_unfinished_run_needs_again(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
+    """While a run is pending or running, resubmit requires again=true. Its dependencies are dropped, with a note."""
     slurm = idle_slurm
     before = submit(hpcinit, slurm, "ranks_per_node=1", "name=before", "--", "sleep", "300")
-    submit(hpcinit, slurm, "ranks_per_node=1", "name=x", "after=before-0001", "--", "true")
+    submit(hpcinit, slurm, "ranks_per_node=1", "name=x", "dependency=afterany:before-0001", "--", "true")
     done = hpcinit("resubmit", "x-0001", env=slurm.env)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "x-0001 is PENDING as job " in done.stderr and "again=true submits it a second time" in done.stderr
+    assert (
+        "x-0001 is still PENDING as job " in done.stderr and "to submit it a second time add again=true" in done.stderr
+    )
     done = hpcinit("resubmit", "x-0001", "again=true", env=slurm.env)
-    assert done.returncode == 0 and "hpcinit: after of x-0001 is left out; give it again to wait\n" in done.stderr
+    assert (
+        done.returncode == 0
+        and "hpcinit: dependency=afterany:before-0001 of x-0001 is not used again; give it again to wait for a job\n"
+        in done.stderr
+    )
     assert "dependency" not in (folder_of(done) / "job.sh").read_text() and before.returncode == 0
 
 
-def test_render_shows_the_script_and_what_differs(hpcinit: Run, tmp_path: Path) -> None:
-    """Alone: the script as it would be now, byte for byte what was submitted. With another run or with key=value: a diff
-    of config and script and exit status 1, or nothing and 0."""
+def test_render_shows_the_script_and_differences(hpcinit: Run, tmp_path: Path) -> None:
+    """Without a second run or overrides, render prints the script as submitted, byte for byte.
+
+    Otherwise it prints the differences in config and script with exit status 1, or nothing with 0.
+    """
     first = folder_of(hpcinit("submit", "wait=true", "name=x", "--", "true"))
     done = hpcinit("render", "x-0001")
     assert (done.returncode, done.stdout) == (0, (first / "job.sh").read_text().rstrip("\n") + "\n")
-    assert done.stderr == f"hpcinit: {first}/job.sh: as it was submitted\n"
+    assert done.stderr == f"hpcinit: {first}/job.sh: identical to the submitted script\n"
     hpcinit("resubmit", "x-0001"), hpcinit("resubmit", "x-0001", "nodes=2")
     same, other, now = hpcinit("render", "x-0001", "x-0002"), hpcinit("render", "x-0001", "x-0003"), None
     assert (same.returncode, same.stdout, same.stderr) == (0, "", "")
@@ -136,26 +167,26 @@ def test_render_shows_the_script_and_what_differs(hpcinit: Run, tmp_path: Path) 
     assert "+++ x-0001 with nodes=2/job.sh\n" in now.stdout
     (first / "job.sh").write_text((first / "job.sh").read_text().replace("nodes=1", "nodes=3"))
     edited = hpcinit("render", "x-0001")
-    assert edited.returncode == 1 and "lines differ from what was submitted" in edited.stderr
+    assert edited.returncode == 1 and "lines differ from the submitted script" in edited.stderr
     assert "expected one other run, or key=value for this one" in hpcinit("render", "x-0001", "x-0002", "a=1").stderr
 
 
 def test_render_of_a_snapshot(hpcinit: Run, checkout: Path) -> None:
-    """A run from a snapshot renders to the very script that was submitted."""
+    """A run from a snapshot renders to the submitted script."""
     hpcinit("submit", "snapshot=git", "wait=true", "name=x", "--", "train.py")
     done = hpcinit("render", "x-0001")
-    assert (done.returncode, "as it was submitted" in done.stderr) == (0, True), done.stdout + done.stderr
+    assert (done.returncode, "identical to the submitted script" in done.stderr) == (0, True), done.stdout + done.stderr
 
 
 @pytest.mark.slurm
-def test_of_a_sweep_only_what_failed(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
-    """Of a sweep's tasks those that failed are submitted again, as one sweep; where none has, that is said."""
+def test_only_the_failed_tasks_of_a_sweep(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
+    """The failed tasks of a sweep are submitted again as one sweep. If no task failed, that is an error."""
     slurm = idle_slurm
     words = ["--multirun", "seed=1,2,3", "ranks_per_node=1", "name=x", "wait=true", "--"]
-    program = "grep -q '\"seed\": [23],' $HPCINIT_RUN/spec.json && test ! -e mended && exit 3; exit 0"
+    program = "grep -q '\"seed\": [23],' $HPCINIT_RUN/spec.json && test ! -e fixed && exit 3; exit 0"
     first = submit(hpcinit, slurm, *words, "sh", "-c", program)
     assert first.returncode == 3, first.stdout + first.stderr
-    Path("mended").touch()
+    Path("fixed").touch()
     done = hpcinit("resubmit", "x-0001", env=slurm.env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "seed=2" in done.stdout and "seed=3" in done.stdout and "seed=1" not in done.stdout
@@ -164,4 +195,4 @@ def test_of_a_sweep_only_what_failed(hpcinit: Run, idle_slurm: MiniSlurm) -> Non
     assert recorded_command == ["hpcinit", "resubmit", "x-0001"]
     done = hpcinit("resubmit", "x-0002", env=slurm.env)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "x-0002: no task of this sweep has failed, there is nothing to submit again" in done.stderr
+    assert "no task of the sweep x-0002 has failed, so there is nothing to submit again" in done.stderr

@@ -1,4 +1,4 @@
-"""sbatch's refusals, provoked on a real cluster: its own words, and the lines of the script that they are about."""
+"""sbatch's refusals, provoked on a real cluster: its message, and the lines of the script that cause it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.minislurm import MiniSlurm
 
 ANY_SIZE = "cluster.partitions={}"
 
-# What is asked for, a part of sbatch's own words, and the options of the lines that are shown.
+# The request, a part of sbatch's message, and the options of the lines that are shown.
 REFUSED = [
     (["partition=zzz"], "invalid partition specified: zzz", ["partition"]),
     (["mem_gb=99"], "Memory specification can not be satisfied", ["mem"]),
     (["+cluster.sbatch.mem-per-cpu=99G"], "Memory specification can not be satisfied", ["mem-per-cpu"]),
     (["cluster.gpu_type=h999"], "node configuration is not available",
      ["gpus-per-node", "nodes", "ntasks-per-node", "cpus-per-task"]),
-    (["cluster.gpus_per_node=99", "ranks_per_node=1"], "node configuration is not available",
+    (["cluster.gpus_per_node=99", "gpus_per_node=99", "ranks_per_node=1"], "node configuration is not available",
      ["gpus-per-node", "nodes", "ntasks-per-node", "cpus-per-task"]),
     (["+cluster.sbatch.mincpus=99"], "CPU count per node can not be satisfied",
      ["cpus-per-task", "ntasks-per-node", "mincpus"]),
@@ -53,7 +53,7 @@ def explain(message: str, text: str) -> str:
 
 
 def shown(said: str) -> list[str]:
-    """The options of the lines that are quoted."""
+    """Return the options of the quoted lines."""
     lines = [line for line in said.splitlines() if line.startswith("  #SBATCH --")]
     assert all("  set by " in line for line in lines)
     return [line.split()[1].removeprefix("--").partition("=")[0] for line in lines]
@@ -61,7 +61,7 @@ def shown(said: str) -> list[str]:
 
 @pytest.mark.slurm
 def test_each_refusal_shows_its_lines(slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Whatever sbatch refuses, its own words are there, and the lines that they are about with the keys that set them."""
+    """A refusal shows sbatch's message and the script's lines at fault with their keys."""
     for words, part, options in REFUSED:
         path = tmp_path / "job.sh"
         path.write_text(render(words, tmp_path))
@@ -72,8 +72,8 @@ def test_each_refusal_shows_its_lines(slurm: MiniSlurm, tmp_path: Path) -> None:
 
 
 @pytest.mark.slurm
-def test_more_nodes_named_than_asked_for(idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Slurm 22.05 refuses a nodelist that is longer than --nodes, and both lines are shown; 24.11 takes one of its nodes."""
+def test_more_nodes_named_than_requested(idle_slurm: MiniSlurm, tmp_path: Path) -> None:
+    """Slurm 22.05 refuses a nodelist that is longer than --nodes, and both lines are shown. 24.11 accepts it."""
     path = tmp_path / "job.sh"
     path.write_text(render(["nodes=1", "+cluster.sbatch.nodelist='n1,n2'"], tmp_path))
     env = {**os.environ, **idle_slurm.env}
@@ -106,17 +106,17 @@ RECORDED = [
 
 @pytest.mark.parametrize(("words", "options"), RECORDED)
 def test_refusals_of_a_cluster_with_limits(words: str, options: list[str], tmp_path: Path) -> None:
-    """What a cluster with accounting and enforced limits said is about these lines."""
+    """Messages of a cluster with accounting and enforced limits lead to these lines."""
     text = render(["account=a", "qos=q"], tmp_path)
     assert shown(explain(f"sbatch: error: Batch job submission failed: {words}", text)) == options
 
 
 def test_an_option_that_is_missing(tmp_path: Path) -> None:
-    """Where sbatch wants an account and none was named, the key that names one is said."""
+    """If sbatch requires an account and there is none, the message shows the key."""
     said = explain("sbatch: error: Batch job submission failed: Invalid qos specification", render([], tmp_path))
-    assert said == "no #SBATCH line sets --qos; qos=... does\n"
+    assert said == "no #SBATCH line sets --qos: set it with qos=...\n"
 
 
-def test_words_that_mean_nothing_to_us() -> None:
-    """What cannot be told is not guessed."""
+def test_unknown_messages() -> None:
+    """A message without a known cause leads to no guess."""
     assert explain("sbatch: error: the moon is in the wrong house", "#SBATCH --nodes=1\n") == ""

@@ -1,6 +1,6 @@
-"""The rendered batch script, held whole against golden files.
+"""The rendered batch script, compared completely with golden files.
 
-HPCINIT_WRITE_GOLDEN=1 pytest tests/submit/test_script.py writes them anew; read the diff before you commit.
+HPCINIT_WRITE_GOLDEN=1 pytest tests/submit/test_script.py writes them again; read the diff before you commit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from hpcinit.records import elastic_restarts, hang_report, run_folder, stop_reas
 from hpcinit.records.spec import load
 from hpcinit.submit import array, script, shell_blocks
 from hpcinit.submit.job_environment import make_spec
-from tests.leaving_out import installed
+from hpcinit.submit.run_path import RunPath
+from tests.skip_or_fail import installed
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FOLDER, WORKDIR = Path("/shared/me/runs/x-0001"), Path("/shared/me/project")
@@ -37,7 +38,7 @@ CASES = {
     "array": ["cluster=mini", "nodes=2", "ranks_per_node=2", "+job.env.LR=1", "sweep.at_once=4"],
     "everything": [
         "cluster=example", "nodes=3", "ranks_per_node=2", "cpus_per_rank=7", "time_min=90", "account=proj-1",
-        "qos=long", "mem_gb=0.5", "comment='two words, a # and $HOME'", "cluster.exclusive=true",
+        "qos=long", "mem_gb=0.5", "comment='a blank, a # and $HOME'", "cluster.exclusive=true",
         "cluster.gpu_flag=gres", "cluster.gpu_type=a100", "cluster.interface=ib0", "+job.env.GREETING='hello world'",
         "launch.cpu_bind=cores", "launch.gpu_bind=closest", "launch.wait_s=null", "launch.kill_on_bad_exit=false",
         "stop.signal=USR2", "stop.signal_before_s=120", "+cluster.sbatch.requeue=true", "+cluster.sbatch.mail-user=null",
@@ -57,12 +58,26 @@ def render_case(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_script_is_the_golden_one(name: str) -> None:
-    """The whole script of a typical request is what was reviewed."""
+def test_script_equals_the_golden_file(name: str) -> None:
+    """The complete script of a typical request is the reviewed one."""
     text, path = render_case(name), GOLDEN / f"{name}.sh"
     if os.environ.get("HPCINIT_WRITE_GOLDEN") == "1":
         path.write_text(text)
     assert text == path.read_text()
+
+
+def test_restarts_and_chains_add_few_lines() -> None:
+    """The shell code of restarts, spare nodes and chains is in a file of the run folder, which is the reviewed one."""
+    more = CASES["survives"][3:]
+    config = compose([*CASES["survives"], PYTHON])
+    found, path = script.restart_file(config, RunPath(FOLDER)), GOLDEN / "survives.restart.sh"
+    assert found is not None and f"hpcinit_source {FOLDER}/{found[0]}\n" in render(*CASES["survives"])
+    if os.environ.get("HPCINIT_WRITE_GOLDEN") == "1":
+        path.write_text(found[1])
+    assert found[1] == path.read_text()
+    plain = [case for case in CASES["survives"] if case not in more]
+    assert len(render(*CASES["survives"]).splitlines()) - len(render(*plain).splitlines()) <= 20
+    assert script.restart_file(compose([*plain, PYTHON]), RunPath(FOLDER)) is None
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -72,8 +87,7 @@ def test_script_is_valid_bash(name: str) -> None:
 
 
 def test_local_and_slurm_differ_in_the_launcher_only() -> None:
-    """On cluster=local the script is the same but for the words that start the step; it asks for no sbatch and knows no
-    requeue."""
+    """On cluster=local only the launcher differs, and the script needs neither sbatch nor a requeue."""
     same = ["nodes=2", "ranks_per_node=2", "cluster.gpus_per_node=0", "cluster.gpu_flag=null"]
     slurm = render("cluster=local", *same, "cluster.engine=slurm")
     local = render("cluster=local", *same)
@@ -89,15 +103,17 @@ def test_local_and_slurm_differ_in_the_launcher_only() -> None:
 
 @pytest.mark.parametrize("path", sorted(shell_blocks.LIB.glob("*.sh")), ids=lambda path: path.stem)
 def test_shellcheck_accepts_each_block(path: Path) -> None:
-    """shellcheck finds nothing in a block of the script, and the script uses it."""
+    """shellcheck accepts each block, and the script uses it."""
     subprocess.run([installed("shellcheck"), path], check=True)
     assert f'"{path.stem}"' in "".join(file.read_text() for file in shell_blocks.LIB.parent.glob("*.py"))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_shellcheck_accepts_each_script(name: str, tmp_path: Path) -> None:
-    """shellcheck finds nothing in a script of each kind, and bash has no variable in it that nothing sets."""
+    """shellcheck accepts a script of each kind, and every variable in it is set."""
     text = GOLDEN.joinpath(f"{name}.sh").read_text()
+    if (file := GOLDEN / f"{name}.restart.sh").exists():
+        text = re.sub(r"hpcinit_source .*/restart-\w+\.sh\n", lambda found: file.read_text(), text)
     (tmp_path / "job.sh").write_text(text)
     subprocess.run([installed("shellcheck"), "--exclude=SC2034,SC1090,SC1091,SC2016", tmp_path / "job.sh"], check=True)
     assigned = set(re.findall(r"\b(hpcinit_\w+)(?:=|\+=|:=|\(\))", text)) | set(re.findall(r"\{(hpcinit_\w+):=", text))
@@ -105,7 +121,7 @@ def test_shellcheck_accepts_each_script(name: str, tmp_path: Path) -> None:
 
 
 def test_a_block_needs_exactly_its_variables() -> None:
-    """A value that is missing, and one that the block has no variable for, are errors; text is quoted, Raw is not."""
+    """A missing value and a superfluous one are errors. Text is quoted, Raw is not."""
     with pytest.raises(ValueError, match=r"lib/spare_nodes\.sh needs a value for hpcinit_nodes"):
         shell_blocks.block("spare_nodes")
     with pytest.raises(ValueError, match=r"lib/token\.sh has no variable x"):
@@ -115,7 +131,7 @@ def test_a_block_needs_exactly_its_variables() -> None:
 
 
 def test_names_in_the_blocks_are_those_of_python() -> None:
-    """The words and the file names that both languages use are the same."""
+    """File names and values are the same in the blocks and in Python."""
     text = {path.stem: path.read_text() for path in shell_blocks.LIB.glob("*.sh")}
     reasons = re.findall(r"then echo (\w+)", text["reason"])
     assert sorted(reasons) == sorted(run_folder.REASONS)
@@ -129,7 +145,7 @@ def test_names_in_the_blocks_are_those_of_python() -> None:
 
 
 def test_one_task_per_node_has_the_cores_of_its_ranks() -> None:
-    """launch=fork and launch=torchrun start one task on each node, with the cores of all its ranks where they are known."""
+    """launch=fork and launch=torchrun start one task per node, with the cores of all its ranks if known."""
     words = ("cluster=mini", "nodes=2", "ranks_per_node=4", "launch.kill_on_bad_exit=false")
     for kind, module in (("fork", "fork"), ("torchrun", "elastic")):
         step = render(*words, f"launch={kind}", "cpus_per_rank=3").splitlines()[-1]
@@ -139,18 +155,18 @@ def test_one_task_per_node_has_the_cores_of_its_ranks() -> None:
     assert "--cpus-per-task" not in render(*words, "launch=fork", "cluster.cpus_per_node=null")
 
 
-def test_the_ranks_are_bound_by_their_own_parent() -> None:
-    """A mask for each rank is nothing for the one task of a node: srun binds nothing, and the job is told the masks."""
+def test_the_fork_server_binds_its_ranks() -> None:
+    """With one task per node, srun binds nothing, and the job gets the masks of the ranks."""
     config = compose(
         ["cluster=mini", "launch=fork", "launch.cpu_bind='mask_cpu:3,c'", "launch.gpu_bind='map_gpu:0,1'", PYTHON]
     )
-    text, told = script.render(config, FOLDER, WORKDIR), job_spec.launch(config)
+    text, launch = script.render(config, FOLDER, WORKDIR), job_spec.launch(config)
     assert "--cpu-bind=none" in text and "gpu-bind" not in text
-    assert (told.kind, told.cpu_bind, told.gpu_bind, told.cpus) == ("fork", "mask_cpu:3,c", "map_gpu:0,1", 2)
+    assert (launch.kind, launch.cpu_bind, launch.gpu_bind, launch.cpus) == ("fork", "mask_cpu:3,c", "map_gpu:0,1", 2)
 
 
 def test_what_is_imported_before_the_fork(tmp_path: Path) -> None:
-    """torch, DeepSpeed where it is used, and what launch.preload says."""
+    """The fork server imports torch, DeepSpeed if used, and the modules of launch.preload."""
     assert job_spec.launch(compose(["launch=fork"])).preload == ("torch",)
     words = ["launch=fork", "parallel=zero3", "launch.preload=[torch,transformers]"]
     assert job_spec.launch(compose(words)).preload == ("torch", "transformers", "deepspeed")
@@ -160,7 +176,7 @@ def test_what_is_imported_before_the_fork(tmp_path: Path) -> None:
 
 
 def test_directives_come_before_any_command() -> None:
-    """sbatch ignores a directive after the first command, in silence: there is none."""
+    """No directive follows a command, because sbatch would ignore it silently."""
     lines = render(*CASES["everything"]).splitlines()
     directives = [i for i, line in enumerate(lines) if line.startswith("#SBATCH")]
     commands = [i for i, line in enumerate(lines) if line and not line.startswith("#")]
@@ -168,20 +184,20 @@ def test_directives_come_before_any_command() -> None:
 
 
 def test_none_and_false_drop_an_option() -> None:
-    """null and false leave an option out; submitit itself would render =None and =False."""
+    """null and false omit an option. submitit itself would render =None and =False."""
     text = render("+cluster.sbatch.reservation=null", "+cluster.sbatch.requeue=false", "+cluster.sbatch.hold=true")
     assert "reservation" not in text and "requeue" not in text
     assert "#SBATCH --hold\n" in text
 
 
-def test_no_wckey_and_no_signal_unless_asked_for() -> None:
-    """submitit's --wckey=submitit breaks sites without wckeys, and its --signal kills what does not handle it."""
+def test_no_wckey_and_no_signal_by_default() -> None:
+    """submitit's --wckey=submitit fails on sites without wckeys, and its --signal kills programs that do not handle it."""
     assert "wckey" not in render() and "signal" not in render()
     assert "#SBATCH --wckey=mine\n" in render("+cluster.sbatch.wckey=mine")
 
 
 def test_percent_signs_in_paths_are_not_patterns() -> None:
-    """A % in the run folder's path is doubled where Slurm would take it for a file name pattern."""
+    """A % in the run folder's path is doubled because Slurm would read it as a file name pattern."""
     text = render(folder=Path("/shared/50%_done/x-0001"))
     assert "--output=/shared/50%%_done/x-0001/logs/job.log" in text
     assert "--output=/shared/50%%_done/x-0001/logs/rank-%t.log" in text
@@ -189,7 +205,7 @@ def test_percent_signs_in_paths_are_not_patterns() -> None:
 
 
 def test_memory_has_slurms_spellings() -> None:
-    """0 GB means all memory of the node, whole gigabytes are G and fractions megabytes."""
+    """0 GB means all memory of the node, whole gigabytes end in G and fractions in M."""
     for gb, flag in (("0", "--mem=0\n"), ("3", "--mem=3G\n"), ("1.5", "--mem=1536M\n")):
         assert flag in render(f"mem_gb={gb}")
     assert "--mem" not in render()
@@ -197,7 +213,7 @@ def test_memory_has_slurms_spellings() -> None:
 
 @pytest.mark.parametrize(("numbers", "size"), [([3, 4], 1000), ([2017, 2018], 1000), ([17], 10)])
 def test_a_task_has_its_own_paths(tmp_path: Path, numbers: list[int], size: int) -> None:
-    """sbatch gets a pattern of its own, and bash the number of the task, whatever the folder's name contains."""
+    """sbatch gets a pattern and bash the number of the task, whatever characters the folder's name contains."""
     sweep, index = tmp_path / 'it\'s 50% "$HOME" `x`', numbers[-1] % size
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/srun").write_text('#!/bin/sh\nprintf "%s\\n" "$HPCINIT_RUN" "$@"\n')

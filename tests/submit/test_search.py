@@ -1,4 +1,4 @@
-"""Hydra's Optuna sweeper waits for results and gets them, from this machine and from Slurm."""
+"""Hydra's Optuna sweeper waits for the results of runs on this machine and on Slurm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from hpcinit.base.errors import Failure
-from hpcinit.config.compose import Request
+from hpcinit.config.request import Request
 from hpcinit.config.schema import Config
 from hpcinit.submit import search_command
 from tests.conftest import Run
@@ -22,7 +22,7 @@ from tests.minislurm import MiniSlurm
 from tests.submitting import submit
 from tests.waiting import until
 
-# Its minimum is 0 at x = 1; the trial with number $FAILS fails, and that with number $SILENT says nothing.
+# Its minimum is 0 at x = 1; the trial with number $FAILS fails, and trial $SILENT has no result.
 PROGRAM = """
 import json, os, sys
 x, number = float(sys.argv[1]), sys.argv[2]
@@ -53,7 +53,7 @@ def trials(tmp_path: Path) -> list[dict]:  # type: ignore[type-arg]
 
 
 def check_search(done: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
-    """The best of six trials was told, and is the one that Optuna has kept."""
+    """Assert that the printed best of six trials is the one that Optuna recorded."""
     assert done.returncode == 0, done.stdout + done.stderr
     found = trials(tmp_path)
     assert [trial["trial"] for trial in found] == list(range(6))
@@ -72,7 +72,7 @@ def check_search(done: subprocess.CompletedProcess[str], tmp_path: Path) -> None
 
 
 def test_a_first_batch_that_is_refused_leaves_no_folder(hpcinit: Run, tmp_path: Path) -> None:
-    """Where sbatch refuses the first trials, neither their folder nor the search's own stays."""
+    """If sbatch refuses the first trials, neither their folder nor the search's folder remains."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/sbatch").write_text("#!/bin/sh\necho 'sbatch: error: no more' >&2; exit 1\n")
     (tmp_path / "bin/sbatch").chmod(0o755)
@@ -83,7 +83,10 @@ def test_a_first_batch_that_is_refused_leaves_no_folder(hpcinit: Run, tmp_path: 
 
 
 def test_on_this_machine(hpcinit: Run, tmp_path: Path) -> None:
-    """Two batches of three trials run one after the other; the command ends with the best, and Hydra makes no folder."""
+    """Two batches of three trials run one after the other.
+
+    The command ends with the best one, and Hydra makes no folder.
+    """
     check_search(hpcinit("submit", *OPTUNA, *TRIAL, ARGS), tmp_path)
 
 
@@ -100,12 +103,12 @@ def test_on_slurm(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        ({"FAILS": "1"}, "failed with exit status 3:  hpcinit logs "),
-        ({"SILENT": "1"}, "ended well and left no result: expected run.result(value) in the program, or "),
+        ({"FAILS": "1"}, "failed with exit status 3. Read its logs:  hpcinit logs "),
+        ({"SILENT": "1"}, "completed without a result: expected run.result(value) in the program, or "),
     ],
 )
 def test_a_trial_without_a_result(hpcinit: Run, tmp_path: Path, env: dict[str, str], said: str) -> None:
-    """It ends the search with its name, or is one of those that max_failure_rate allows."""
+    """It ends the search and is named, or it counts for max_failure_rate."""
     done = hpcinit("submit", *OPTUNA, *TRIAL, ARGS, env=env)
     assert done.returncode == 1 and "best:" not in done.stdout
     last = done.stderr.splitlines()[-1]
@@ -119,7 +122,7 @@ def test_a_trial_without_a_result(hpcinit: Run, tmp_path: Path, env: dict[str, s
 
 
 def test_a_batch_is_checked_as_a_whole(hpcinit: Run, tmp_path: Path) -> None:
-    """One trial of a batch that cannot run refuses the batch before any of it is submitted."""
+    """One invalid trial refuses its batch before any job is submitted."""
     words = (*OPTUNA, "name=q", "hydra.sweeper.n_jobs=6", "cluster=local", "nodes=choice(1,0)")
     done = hpcinit("submit", *words, "--", "true")
     assert (done.returncode, done.stdout) == (2, "") and "nodes is 0, expected" in done.stderr
@@ -127,15 +130,15 @@ def test_a_batch_is_checked_as_a_whole(hpcinit: Run, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_shows_the_first_batch(hpcinit: Run, tmp_path: Path) -> None:
-    """What comes after it depends on its results, and the command says so."""
+    """Later batches depend on its results, and a note explains it."""
     done = hpcinit("submit", *OPTUNA, *TRIAL, ARGS, "dry_run=true")
     assert done.returncode == 0 and done.stdout.count("#!/bin/bash") == 3, done.stderr
-    assert done.stderr.endswith("# the batches after this one depend on its results\n")
+    assert done.stderr.endswith("# later batches depend on the results of this one\n")
     assert [path.name for path in tmp_path.iterdir()] == ["q.py"]
 
 
 def test_several_objectives(hpcinit: Run, tmp_path: Path) -> None:
-    """A result of several numbers is one for each direction."""
+    """A result of several numbers has one for each objective."""
     code = 'echo "{\\"value\\": [$1, -$1]}" > $HPCINIT_RUN/result.json'
     few = (
         "hydra/sweeper/sampler=random",
@@ -147,43 +150,46 @@ def test_several_objectives(hpcinit: Run, tmp_path: Path) -> None:
     )
     done = hpcinit("submit", *OPTUNA, *few, f"job.args=[-c,'{code}',sh,\"${{x}}\"]", "hydra.sweeper.n_trials=2")
     assert done.returncode == 0, done.stderr
-    assert "best: " in done.stdout and "solutions, none of which is better than another" in done.stdout
+    assert "Pareto-optimal solutions" in done.stdout
 
 
 def test_ctrl_c_in_a_batch(tmp_path: Path) -> None:
-    """The search ends with 130, says that the run goes on, and after how many trials it ended."""
+    """The search ends with 130 and reports that the run continues and how many trials are done."""
     line = [sys.executable, "-m", "hpcinit", "submit", *OPTUNA, "+x=interval(0.0,1.0)", "name=q", "--", "sleep", "60"]
     process = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until((tmp_path / "runs/q-0001/exit.json").exists)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=150)
     subprocess.run([sys.executable, "-m", "hpcinit", "cancel", "q-0001"], cwd=tmp_path, check=True, capture_output=True)
-    assert process.returncode == 130 and "no longer waiting; the job goes on" in out
-    assert err.splitlines()[-1] == "the search ends here, after 0 trials"
+    assert process.returncode == 130 and "stopped waiting; the job is still running" in out
+    assert err.splitlines()[-1] == "the search stopped after 0 trials"
     assert list((tmp_path / "runs/q-search-0001").iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("exit_record", "result", "said"),
     [
-        ({}, None, "trial 4 (+x=1) was ended from outside, it left no exit record:  hpcinit logs "),
-        ({"exit_status": 0}, '{"value": NaN}', "which is not a number to compare: did it diverge?"),
-        ({"exit_status": 1}, '{"value": 1}', "trial 4 (+x=1) failed with exit status 1:  hpcinit logs "),
+        ({}, None, "trial 4 (+x=1) was ended from outside: it has no exit record. Read its logs:  hpcinit logs "),
+        ({"exit_status": 0}, '{"value": NaN}', "expected a number: did training diverge?"),
+        ({"exit_status": 1}, '{"value": 1}', "trial 4 (+x=1) failed with exit status 1. Read its logs:  hpcinit logs "),
     ],
 )
-def test_a_run_that_came_to_nothing(tmp_path: Path, exit_record: dict[str, int], result: str | None, said: str) -> None:
-    """What a run left behind says why it has no result; one of a run that failed does not count."""
+def test_a_run_without_a_result(tmp_path: Path, exit_record: dict[str, int], result: str | None, said: str) -> None:
+    """The error explains why a run has no result. The result of a failed run does not count."""
     (tmp_path / "exit.json").write_text(json.dumps(exit_record))
     if result:
         (tmp_path / "result.json").write_text(result)
-    came = search_command._came(Request(Config(), {}, "+x=1", (), 4), tmp_path, time.monotonic())
+    came = search_command._outcome(Request(Config(), {}, "+x=1", (), 4), tmp_path, time.monotonic())
     assert isinstance(came, Failure) and said in str(came)
 
 
 def test_a_search_of_no_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A sweeper that asks for nothing is an error; Ctrl-C before its first batch says that nothing runs."""
+    """A sweeper without trials is an error.
+
+    After Ctrl-C before the first batch, the message reports that nothing is running.
+    """
     nothing = search_command.Trials(lambda requests, runs: 0)
-    with pytest.raises(Failure, match="the sweeper asked for no trial at all"):
+    with pytest.raises(Failure, match="the sweeper requested no trials"):
         nothing.end(tmp_path)
     assert nothing.interrupted() == 130
-    assert capsys.readouterr().err == "hpcinit: interrupted, nothing of it runs now; after 0 trials\n"
+    assert capsys.readouterr().err == "hpcinit: interrupted after 0 trials; no trial is running now\n"

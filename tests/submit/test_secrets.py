@@ -1,7 +1,8 @@
-"""Secrets reach the program, and nothing that is written."""
+"""Secrets reach the program, but no file."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from pathlib import Path
@@ -9,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Run
-from tests.leaving_out import leave_out
 from tests.minislurm import MiniSlurm
+from tests.skip_or_fail import skip_or_fail
 from tests.submitting import folder_of, printed
 
 SECRET = "s3cr3t-of-this-test"
@@ -33,7 +34,10 @@ def given(path: Path) -> str:
 
 
 def test_a_job_reads_its_secret_from_the_file(hpcinit: Run, tmp_path: Path) -> None:
-    """The program has the secret in its environment; no file of the run has it, though the script traces itself."""
+    """The program has the secret in its environment.
+
+    No file of the run contains it, although the script traces itself.
+    """
     path = keep(tmp_path)
     setup = "cluster.setup=['set -x']"
     done = hpcinit("submit", given(path), setup, "wait=true", *SHOW, env={"SHELLOPTS": "xtrace"})
@@ -45,26 +49,36 @@ def test_a_job_reads_its_secret_from_the_file(hpcinit: Run, tmp_path: Path) -> N
 
 
 @pytest.mark.slurm
-def test_on_slurm_neither(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
-    """On the cluster too, and Slurm's own state has not got it either: not the file's and not the shell's."""
+def test_no_secret_in_slurms_state(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """On the cluster, Slurm's own state contains neither the secret of the file nor that of the shell."""
     path = keep(tmp_path)
     env = {"WANDB_API_KEY": SECRET, "MY_LOGIN": SECRET, **slurm.env}
     words = ["cluster=mini", "cluster.gpu_flag=null", "ranks_per_node=1", given(path), "secret_names=[MY_*]"]
     program = ["--", "sh", "-c", "echo ${#HF_TOKEN} ${WANDB_API_KEY:-none} ${MY_LOGIN:-none}"]
     held = hpcinit("submit", *words, "+cluster.sbatch.hold=true", *program, env=env)
     assert "not passed on to the job: MY_LOGIN, WANDB_API_KEY; MY_LOGIN looks like a secret" in held.stderr
-    assert "name it: '+secrets.MY_LOGIN=FILE'; if it is none: 'secret_names=[-MY_LOGIN]'" in held.stderr
-    state = [path for path in (slurm.directory / "state").rglob("*") if path.is_file()]
+    assert "pass '+secrets.MY_LOGIN=FILE'; if it is not a secret: 'secret_names=[-MY_LOGIN]'" in held.stderr
+    state = {}
+    for path in (slurm.directory / "state").rglob("*"):
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # the controller replaces its files
+            state[path] = path.read_bytes()
     assert any(path.name.startswith("environment") for path in state)
-    assert not any(SECRET.encode() in path.read_bytes() for path in state)
+    assert not any(SECRET.encode() in content for content in state.values())
     slurm.cancel_all()
     done = hpcinit("submit", *words, "wait=true", *program, env=env)
     assert printed(folder_of(done), 0) == f"{len(SECRET)} none none\n"
     assert SECRET not in everything_written(folder_of(done)) + done.stdout + done.stderr
 
 
+def test_quiet_output_names_secrets_that_are_not_passed_on(hpcinit: Run) -> None:
+    """With -q the line is printed as well, without the variables of a surrounding job."""
+    done = hpcinit("submit", "-q", "wait=true", *SHOW, env={"HF_TOKEN": SECRET, "SLURM_CPU_BIND": "none"})
+    assert done.stderr.startswith("not passed on to the job: HF_TOKEN; HF_TOKEN looks like a secret"), done.stderr
+    assert "pass '+secrets.HF_TOKEN=FILE'" in done.stderr and "CPU_BIND" not in done.stderr
+
+
 def test_a_name_that_is_no_secret_is_passed_on(hpcinit: Run) -> None:
-    """secret_names with a minus lets a variable through; a secret that the job reads itself is not told of."""
+    """secret_names with a minus passes a variable on. There is no note about a secret that the job reads itself."""
     done = hpcinit("submit", "secret_names=[-HF_TOKEN]", "wait=true", *SHOW, env={"HF_TOKEN": "public"})
     assert printed(folder_of(done), 0) == "6 public\n"
     assert "not passed on" not in done.stderr
@@ -84,19 +98,17 @@ def test_a_name_that_is_no_secret_is_passed_on(hpcinit: Run) -> None:
     ],
 )
 def test_a_secret_in_the_request(hpcinit: Run, tmp_path: Path, words: list[str], key: str) -> None:
-    """A secret in the config or among the arguments is refused, unprinted, with the way to do it; nothing is written."""
+    """A secret in the config or in the arguments is refused without printing it, with advice. No file is written."""
     at = words.index("--") if "--" in words else len(words)
     for dry in ("dry_run=true", "dry_run=false"):
         done = hpcinit("submit", *words[:at], dry, *words[at:])
         assert done.returncode == 2 and f"{key}" in done.stderr and "looks like a secret" in done.stderr
-        assert (
-            'and the job reads it from there with "+secrets.' in done.stderr and SECRET not in done.stderr + done.stdout
-        )
+        assert 'and pass it with "+secrets.' in done.stderr and SECRET not in done.stderr + done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
-def test_overrides_that_were_taken_back_are_masked(hpcinit: Run) -> None:
-    """A secret on the command line that counts for nothing is not on record either."""
+def test_replaced_overrides_are_masked(hpcinit: Run) -> None:
+    """A secret in an override that a later one replaces is not recorded either."""
     words = ["+job.env.HF_TOKEN=s3cr3t-of-this-test", "job.env.HF_TOKEN=''"]
     done = hpcinit("submit", *words, "--", "true")
     assert done.returncode == 0, done.stderr
@@ -107,44 +119,47 @@ def test_overrides_that_were_taken_back_are_masked(hpcinit: Run) -> None:
 FILES = [
     (lambda folder: folder / "nowhere", "nowhere', expected a file that you can read: No such file"),
     (lambda folder: folder, "expected a file that you can read: Is a directory"),
-    (lambda folder: keep(folder, 0o640), "with mode 0640: others can read it, expected 0600; chmod 600 '"),
+    (lambda folder: keep(folder, 0o640), "with mode 0640, expected 0600: other users can read it; chmod 600 '"),
     (lambda folder: keep(folder, text=""), "which is empty"),
     (lambda folder: Path("/dev/zero"), "expected a plain file"),
 ]
 
 
 @pytest.mark.parametrize(("make", "said"), FILES)
-def test_a_file_that_cannot_hold_a_secret(hpcinit: Run, tmp_path: Path, make, said: str) -> None:
-    """A file that is missing, open to others, empty or none is refused with what to do."""
+def test_an_unsuitable_secret_file(hpcinit: Run, tmp_path: Path, make, said: str) -> None:
+    """A file that is missing, readable by others, empty or not a file is refused with advice."""
     done = hpcinit("submit", given(make(tmp_path)), "--", "true")
     assert done.returncode == 2 and "secrets.HF_TOKEN is '" in done.stderr and said in done.stderr
 
 
-def test_somebody_elses_file(hpcinit: Run, tmp_path: Path) -> None:
-    """A file of another user's is refused."""
+def test_another_users_file(hpcinit: Run, tmp_path: Path) -> None:
+    """A file of another user is refused."""
     if os.geteuid() != 0:
-        leave_out("only root can give a file away")
+        skip_or_fail("only root can give a file away")
     path = keep(tmp_path)
     os.chown(path, 1234, 1234)
     done = hpcinit("submit", given(path), "--", "true")
-    assert done.returncode == 2 and "which belongs to user 1234, expected one of your own" in done.stderr
+    assert done.returncode == 2 and "which belongs to user 1234, expected your own file" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["+secrets.A-B=/x"], "secrets has 'A-B', expected a name of letters"),
-        (["+secrets.A=/etc/hostname", "+job.env.A=1"], "secrets.A and job.env.A (or cluster.env) both set A: keep one"),
+        (
+            ["+secrets.A=/etc/hostname", "+job.env.A=1"],
+            "secrets.A and job.env.A (or cluster.env) both set A: remove one",
+        ),
     ],
 )
 def test_names_of_secrets(hpcinit: Run, words: list[str], said: str) -> None:
-    """A name that no variable can have, or that is set twice, is refused."""
+    """An invalid variable name, or one that is set twice, is refused."""
     done = hpcinit("submit", *words, "--", "true")
     assert done.returncode == 2 and said in done.stderr
 
 
 def test_a_file_that_is_gone_when_the_job_starts(hpcinit: Run, tmp_path: Path) -> None:
-    """The job ends at once and says which secret it cannot read."""
+    """The job ends at once and names the secret that it cannot read."""
     path = keep(tmp_path)
     done = hpcinit("submit", given(path), "--", "true")
     path.unlink()

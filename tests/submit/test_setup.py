@@ -1,4 +1,4 @@
-"""What a job does before its ranks start: modules, an environment, folders, a container."""
+"""The setup of a job before its ranks start: modules, an environment, folders, a container."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ import pytest
 import yaml
 
 from tests.conftest import Run
-from tests.leaving_out import leave_out
 from tests.minislurm import MiniSlurm
+from tests.skip_or_fail import skip_or_fail
 from tests.submit.test_script import render
 from tests.submitting import folder_of, printed, submit
 
 TELL = "import json, os, sys; print(json.dumps([sys.prefix, dict(os.environ)]))"
-# A module as sites have them: it sets a variable, and needs another one to be loaded first.
+# A typical module: it sets a variable, and requires another module.
 COMPILER = "#%Module\nsetenv COMPILER gcc-13\n"
 CUDA = "#%Module\nprereq gcc\nsetenv CUDA_HOME /sw/cuda\n"
-# Stands for conda, which cannot be had here: it answers what the script asks it, and knows one environment.
+# A stand-in for conda, which cannot be installed here. It has one environment.
 CONDA = """#!/bin/sh
 [ "$*" = "shell.bash hook" ] || exit 9
 echo 'conda() { [ "$*" = "activate mine" ] && export CONDA_DEFAULT_ENV=mine PATH="{bin}:$PATH"; }'
 """
-# Stands for a container runtime, of which none works where these tests run: it shows how it was called and runs the
+# A stand-in for a container runtime, because none works here. It prints its arguments and runs the
 # command outside of any container.
 APPTAINER = """#!/bin/sh
-for word in "$@"; do echo "called with $word" >&2; done
+for argument in "$@"; do echo "called with $argument" >&2; done
 while [ "$1" != train.sif ]; do shift; done; shift; exec "$@"
 """
 
 
-def tell(
+def show_environment(
     hpcinit: Run, *words: str, python: str = sys.executable, **options: dict[str, str]
 ) -> tuple[str, dict[str, str]]:
-    """(sys.prefix, environment) of the one rank of such a job on cluster=local."""
+    """Return (sys.prefix, environment) of the only rank of such a job on cluster=local."""
     done = hpcinit("submit", "wait=true", *words, "--", python, "-c", TELL, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     prefix, env = json.loads(printed(folder_of(done), 0).splitlines()[-1])
@@ -54,9 +54,9 @@ def program(path: Path, text: str) -> Path:
 
 @pytest.fixture
 def modules(tmp_path: Path) -> Path:
-    """A folder with the modules gcc and cuda."""
+    """Return a folder with the modules gcc and cuda."""
     if not Path("/etc/profile.d/modules.sh").exists():
-        leave_out("no environment modules here: Debian's package environment-modules")
+        skip_or_fail("no environment modules here: Debian's package environment-modules")
     for name, text in (("gcc", COMPILER), ("cuda", CUDA)):
         program(tmp_path / f"modules/{name}/1.0", text)
     return tmp_path / "modules"
@@ -64,12 +64,12 @@ def modules(tmp_path: Path) -> Path:
 
 def test_modules_are_loaded_in_their_order(hpcinit: Run, modules: Path) -> None:
     """A real `module load` of two modules, the second of which needs the first."""
-    _, env = tell(hpcinit, f"cluster.module_paths=[{modules}]", "cluster.modules=[gcc,cuda]")
+    _, env = show_environment(hpcinit, f"cluster.module_paths=[{modules}]", "cluster.modules=[gcc,cuda]")
     assert (env["COMPILER"], env["CUDA_HOME"]) == ("gcc-13", "/sw/cuda")
 
 
 def test_a_module_that_cannot_be_loaded_ends_the_job_before_any_rank(hpcinit: Run, modules: Path) -> None:
-    """The job's log has the module system's own words, the key and the host; no rank has started."""
+    """The job's log shows the module system's message, the key and the host, and no rank has started."""
     words = [f"cluster.module_paths=[{modules}]", "cluster.modules=[gcc,nothing]"]
     done = hpcinit("submit", "wait=true", *words, "--", sys.executable, "-c", TELL)
     assert done.returncode == 1
@@ -79,23 +79,23 @@ def test_a_module_that_cannot_be_loaded_ends_the_job_before_any_rank(hpcinit: Ru
 
 
 def test_a_virtual_environments_python_runs_the_ranks(hpcinit: Run, tmp_path: Path) -> None:
-    """It is activated too: what it has in bin/ is found first."""
+    """The environment is activated: programs in its bin/ are found first."""
     venv = tmp_path / "my venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     (packages,) = venv.glob("lib/python*/site-packages")
     (packages / "here.pth").write_text("\n".join(place for place in sys.path if place))
     done = hpcinit("submit", "wait=true", f"cluster.venv='{venv}'", "--", "-m", "hpcinit.jobs.smoke")
     assert done.returncode == 0, done.stdout + (folder_of(done) / "logs/rank-0.log").read_text()
-    prefix, env = tell(hpcinit, f"cluster.venv='{venv}'", python="python")
+    prefix, env = show_environment(hpcinit, f"cluster.venv='{venv}'", python="python")
     assert (prefix, env["VIRTUAL_ENV"]) == (str(venv), str(venv))
 
 
 def test_a_conda_environment_is_activated(hpcinit: Run, tmp_path: Path) -> None:
-    """By conda's own hook, with a stand-in for conda; an environment that it does not know ends the job."""
+    """conda's own hook activates it (a stand-in for conda), and an unknown environment ends the job."""
     conda = program(tmp_path / "bin/conda", CONDA.replace("{bin}", str(Path(sys.executable).parent)))
     env = {"PATH": f"{conda.parent}:{os.environ['PATH']}"}
-    assert tell(hpcinit, "cluster.conda=mine", env=env)[1]["CONDA_DEFAULT_ENV"] == "mine"
-    # The local engine's own Python is the activated one too, hence the script and not a submission.
+    assert show_environment(hpcinit, "cluster.conda=mine", env=env)[1]["CONDA_DEFAULT_ENV"] == "mine"
+    # The local engine uses the activated Python as well, so the test runs the script directly.
     script = tmp_path / "job.sh"
     (tmp_path / "run").mkdir()
     script.write_text(render("cluster=local", "cluster.conda=other", folder=tmp_path / "run"))
@@ -104,16 +104,16 @@ def test_a_conda_environment_is_activated(hpcinit: Run, tmp_path: Path) -> None:
 
 
 def test_folders_of_the_site_reach_the_job(hpcinit: Run, tmp_path: Path) -> None:
-    """SCRATCH, HF_HOME and TORCH_HOME where the user has not set them; caches of the job on the node's own disk."""
+    """SCRATCH, HF_HOME and TORCH_HOME are set unless the user sets them. Caches of the job are on the node's disk."""
     (tmp_path / "disk").mkdir()
     words = ["cluster.scratch=/scratch/me", "cluster.cache='/work space'", f"cluster.local_disk={tmp_path / 'disk'}"]
-    _, env = tell(hpcinit, *words, env={"TORCH_HOME": "/mine"})
+    _, env = show_environment(hpcinit, *words, env={"TORCH_HOME": "/mine"})
     assert (env["SCRATCH"], env["HF_HOME"], env["TORCH_HOME"]) == ("/scratch/me", "/work space/huggingface", "/mine")
     assert env["TRITON_CACHE_DIR"].startswith(f"{tmp_path / 'disk'}/hpcinit-{os.geteuid()}/")
 
 
 def test_apptainer_runs_each_rank_in_the_image(hpcinit: Run, tmp_path: Path) -> None:
-    """A stand-in shows the words: GPUs, the working and the run folder, the site's and the user's mounts, the image."""
+    """A stand-in shows the arguments: GPUs, working and run folder, mounts of site and user, the image."""
     program(tmp_path / "bin/apptainer", APPTAINER)
     (tmp_path / "train.sif").touch()
     words = [
@@ -135,16 +135,16 @@ def test_apptainer_runs_each_rank_in_the_image(hpcinit: Run, tmp_path: Path) -> 
     assert called == ["exec", "--nv", f"--pwd={tmp_path}", f"--bind={mounts}", "--no-home", "train.sif", *own]
 
 
-def test_rocm_takes_the_place_of_nv() -> None:
-    """--nv on a node with AMD's GPUs only warns; where the site says rocm it is left out."""
+def test_rocm_replaces_nv() -> None:
+    """--nv only warns on a node with AMD GPUs. If the site sets rocm, it is omitted."""
     words = ["cluster.gpus_per_node=8", "cluster.container.runtime=singularity", "container.image=x.sif"]
     assert " singularity exec --nv " in render(*words)
     text = render(*words, "+cluster.container.options.rocm=true")
     assert "--nv" not in text and "--rocm x.sif python -u -m hpcinit.run" in text
 
 
-def test_pyxis_is_a_matter_of_sruns_options() -> None:
-    """Image, mounts and the variables that win over the image's own; the image's Python, which is not ours to find."""
+def test_pyxis_needs_only_srun_options() -> None:
+    """srun gets the image, the mounts and the variables that override the image's own. Python is the image's."""
     words = [
         "cluster=mini", "cluster.container.runtime=pyxis", "cluster.interface=hsn0", "container.image='nvcr.io#nvidia/pytorch:25.01-py3'", "container.python=python3",
         "+cluster.env.NCCL_DEBUG=WARN", "+job.env.A=b", "+container.options.writable=true",
@@ -162,8 +162,8 @@ def test_pyxis_is_a_matter_of_sruns_options() -> None:
 
 
 @pytest.mark.slurm
-def test_on_real_slurm_too(hpcinit: Run, slurm: MiniSlurm, modules: Path) -> None:
-    """Two nodes: every rank has the modules' variables."""
+def test_modules_on_the_real_slurm(hpcinit: Run, slurm: MiniSlurm, modules: Path) -> None:
+    """On two nodes every rank has the modules' variables."""
     words = ["nodes=2", "ranks_per_node=1", f"cluster.module_paths=[{modules}]", "cluster.modules=[gcc,cuda]"]
     done = submit(hpcinit, slurm, "wait=true", *words, "--", sys.executable, "-c", TELL)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -173,7 +173,7 @@ def test_on_real_slurm_too(hpcinit: Run, slurm: MiniSlurm, modules: Path) -> Non
 
 @pytest.mark.slurm
 def test_the_recipe_that_copies_the_environment(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """The lines in docs/performance.md start the ranks from a copy of the environment on the node's own disk."""
+    """The lines in docs/reference/environment-copy.md start the ranks from a copy of the environment on the node's disk."""
     venv = tmp_path / "venv"
     site = venv / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
     site.mkdir(parents=True)
@@ -182,7 +182,7 @@ def test_the_recipe_that_copies_the_environment(hpcinit: Run, idle_slurm: MiniSl
     (venv / "bin/python").symlink_to(Path(sys.executable).resolve())
     (venv / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
     subprocess.run(["tar", "-C", venv, "-cf", tmp_path / "venv.tar", "."], check=True)
-    page = (Path(__file__).parent.parent.parent / "docs/performance.md").read_text()
+    page = (Path(__file__).parent.parent.parent / "docs/reference/environment-copy.md").read_text()
     block = page.partition("# conf/cluster/NAME.yaml\n")[2].partition("```")[0]
     recipe = yaml.safe_load(block.replace("/shared/me", str(tmp_path)).replace("/tmp/venv", f"{tmp_path}/copy"))
     assert recipe["python"] == "python" and len(recipe["setup"]) == 4

@@ -1,6 +1,6 @@
-"""The script for each public cluster in conf/cluster/, held whole against a golden file.
+"""The script for each public cluster in conf/cluster/, compared completely with a golden file.
 
-HPCINIT_WRITE_GOLDEN=1 pytest tests/submit/test_sites.py writes them anew; read the diff before you commit.
+HPCINIT_WRITE_GOLDEN=1 pytest tests/submit/test_sites.py writes them again; read the diff before you commit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GOLDEN = Path(__file__).parent.parent / "golden/sites"
 FOLDER, WORKDIR = Path("/shared/me/runs/x-0001"), Path("/shared/me/project")
 REQUEST = [*sites.ASKED, "job=train_gpt", "time_min=30", "parallel=hsdp", "cluster.python=/shared/me/venv/bin/python"]
 REQUEST += ["check_paths=false"]  # they are paths of the site
-# What the images are called there, where containers are the usual way.
+# The names of the images, at sites where containers are usual.
 IMAGES = {
     "dgx_superpod_h100": ["container.image='nvcr.io#nvidia/pytorch:25.01-py3'", "cluster.python=null"],
     "aws_p5_efa": ["container.image=/fsx/images/pytorch.sqsh", "cluster.python=null"],
@@ -37,13 +37,13 @@ def render(name: str) -> str:
 
 @pytest.fixture(autouse=True)
 def user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders of a site have the user's name in them."""
+    """Set the user's name, which is part of a site's folders."""
     monkeypatch.setenv("USER", "me")
 
 
 @pytest.mark.parametrize("name", sites.NAMES)
-def test_script_is_the_golden_one(name: str) -> None:
-    """The whole script of two nodes of training at each site is what was reviewed."""
+def test_script_equals_the_golden_file(name: str) -> None:
+    """The complete script of a training run on two nodes of each site is the reviewed one."""
     text, path = render(name), GOLDEN / f"{name}.sh"
     if os.environ.get("HPCINIT_WRITE_GOLDEN") == "1":
         path.write_text(text)
@@ -51,7 +51,7 @@ def test_script_is_the_golden_one(name: str) -> None:
 
 
 def test_no_golden_script_is_left_over() -> None:
-    """Each golden file belongs to a cluster that is there."""
+    """Each golden file belongs to an existing cluster."""
     assert sorted(path.stem for path in GOLDEN.glob("*.sh")) == sites.NAMES
 
 
@@ -64,9 +64,9 @@ def test_script_is_valid_bash(name: str) -> None:
 @pytest.mark.slurm
 @pytest.mark.parametrize("name", sites.NAMES)
 def test_sbatch_reads_every_option(slurm: MiniSlurm, tmp_path: Path, name: str) -> None:
-    """A real sbatch understands each #SBATCH line: it is the controller that does not know the site's partitions."""
+    """A real sbatch accepts each #SBATCH line. Only the controller does not have the site's partitions."""
     path = tmp_path / "script.sh"
     shutil.copy(GOLDEN / f"{name}.sh", path)
     done = subprocess.run(["sbatch", "--test-only", path], env=slurm.env, capture_output=True, text=True, check=False)
-    # What sbatch itself refuses ("unrecognized option", "Invalid --hint") never gets to the controller.
+    # A request that sbatch itself refuses ("unrecognized option", "Invalid --hint") does not reach the controller.
     assert "allocation failure: " in done.stderr or "to start at " in done.stderr, done.stderr

@@ -1,4 +1,4 @@
-"""snapshot=git: what a checkout looks like in the run folder, and that the job runs from there."""
+"""snapshot=git copies the checkout into the run folder, and the job runs from the copy."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def write(files: dict[str, str], at: Path) -> None:
 
 @pytest.fixture
 def checkout(hpcinit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with one commit: a program, and what it imports."""
+    """Make a repository with one commit: a program and a module that it imports."""
     top = tmp_path / "project"
     top.mkdir()
     monkeypatch.chdir(top)
     write(
         {
-            "train.py": "import part\nprint(part.SAYS)\n",
-            "part.py": "SAYS = 'committed'\n",
+            "train.py": "import part\nprint(part.TEXT)\n",
+            "part.py": "TEXT = 'committed'\n",
             ".gitignore": "runs/\n*.o\n",
         },
         top,
@@ -52,7 +52,7 @@ def checkout(hpcinit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def take(hpcinit: Run, *words: str) -> Path:
-    """The code folder of a run on this machine."""
+    """Return the code folder of a run on this machine."""
     program = [] if "--" in words else ["--", "train.py"]
     done = hpcinit("submit", "snapshot=git", "wait=true", *words, *program)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -67,13 +67,15 @@ def recorded(code: Path) -> dict:
     return json.loads((code.parent / "provenance.json").read_text())["snapshot"]
 
 
-def test_committed_edited_and_untracked_work_is_there(hpcinit: Run, checkout: Path) -> None:
-    """Tracked files as they lie on the disk, and untracked ones, but neither ignored nor deleted ones; commit, diff and
-    a hash are recorded."""
+def test_edited_and_untracked_files_are_copied(hpcinit: Run, checkout: Path) -> None:
+    """Tracked files with their edits and untracked files are copied, ignored and deleted ones are not.
+
+    The commit, the diff and a hash are recorded.
+    """
     write({"gone.py": "", "kept.py": ""}, checkout)
     git("add", "."), git("commit", "-qm", "y")
     (checkout / "gone.py").unlink()
-    write({"part.py": "SAYS = 'edited'\n", "new/deep.py": "", "junk.o": "x"}, checkout)
+    write({"part.py": "TEXT = 'edited'\n", "new/deep.py": "", "junk.o": "x"}, checkout)
     code = take(hpcinit)
     assert tree(code) - {f"__pycache__/{p.name}" for p in code.glob("__pycache__/*")} == {
         ".gitignore", "kept.py", "new/deep.py", "part.py", "train.py",
@@ -82,16 +84,16 @@ def test_committed_edited_and_untracked_work_is_there(hpcinit: Run, checkout: Pa
     said = recorded(code)
     assert (said["commit"], said["untracked"]) == (git("rev-parse", "HEAD"), ["new/deep.py"])
     assert (said["root"], said["workdir"], said["files"]) == (str(checkout), ".", 5)
-    assert "-SAYS = 'committed'\n+SAYS = 'edited'\n" in (code.parent / "code.diff").read_text()
+    assert "-TEXT = 'committed'\n+TEXT = 'edited'\n" in (code.parent / "code.diff").read_text()
     assert code.stat().st_mode & 0o777 == 0o700
 
 
 def test_the_hash_is_of_the_content(hpcinit: Run, checkout: Path) -> None:
-    """Two snapshots of the same files have the same hash; an edit, a name or an execute bit makes another."""
+    """Two snapshots of the same files have the same hash. An edit, a new name or an execute bit changes it."""
     hashes = [recorded(take(hpcinit))["sha256"] for _ in range(2)]
     (checkout / "part.py").chmod(0o755)
     hashes.append(recorded(take(hpcinit))["sha256"])
-    write({"part.py": "SAYS = 1\n"}, checkout)
+    write({"part.py": "TEXT = 1\n"}, checkout)
     hashes.append(recorded(take(hpcinit))["sha256"])
     (checkout / "x.txt").write_text("")
     hashes.append(recorded(take(hpcinit))["sha256"])
@@ -99,8 +101,10 @@ def test_the_hash_is_of_the_content(hpcinit: Run, checkout: Path) -> None:
 
 
 def test_names_modes_and_links(hpcinit: Run, checkout: Path, tmp_path: Path) -> None:
-    """Blanks, newlines and bytes that are no text in names; execute bits; links inside lead into the snapshot, and all
-    others to where they led."""
+    """Names with blanks, newlines and other bytes, execute bits and links are copied.
+
+    Links inside point into the snapshot, and all others to their old target.
+    """
     odd = ["two words.py", "line\nbreak", "ümlaut", os.fsdecode(b"\xff\xfe"), "-dash", "a'b\"c"]
     write(dict.fromkeys(odd, "") | {"bin/run": "#!/bin/sh\necho ran\n", "data.o": "ignored"}, checkout)
     (checkout / "bin/run").chmod(0o755)
@@ -123,8 +127,10 @@ def test_names_modes_and_links(hpcinit: Run, checkout: Path, tmp_path: Path) -> 
 
 
 def test_submodules_and_repositories_inside(hpcinit: Run, checkout: Path, tmp_path: Path) -> None:
-    """A submodule's files are there, edited and untracked ones too, and those of a repository inside that is none; one
-    that is not checked out is nothing."""
+    """Files of submodules and nested repositories are copied, edited and untracked ones too.
+
+    A submodule that is not checked out is empty.
+    """
     other = tmp_path / "other"
     other.mkdir()
     write({"lib.py": "", ".gitignore": "*.log\n"}, other)
@@ -143,7 +149,7 @@ def test_submodules_and_repositories_inside(hpcinit: Run, checkout: Path, tmp_pa
 
 
 def test_before_the_first_commit(hpcinit: Run, tmp_path: Path) -> None:
-    """A repository without commits has a snapshot too; its commit is null."""
+    """A repository without commits can be copied, and its commit is null."""
     git("init", "-q")
     write({"train.py": "print('here')\n", ".gitignore": "home/\n"}, tmp_path)
     code = take(hpcinit)
@@ -164,8 +170,9 @@ def test_from_a_folder_inside_and_a_worktree(hpcinit: Run, checkout: Path, monke
 
 @pytest.mark.parametrize("kind", ["path", "finder"])
 def test_the_snapshots_packages_win(hpcinit: Run, checkout: Path, tmp_path: Path, kind: str) -> None:
-    """A package of the checkout that is installed as editable, by a .pth file or by setuptools' finder, comes from the
-    snapshot in the job; and so does one on a PYTHONPATH of the user's."""
+    """A package of the checkout is imported from the snapshot, if it is installed as editable (.pth file or finder) or
+    on PYTHONPATH.
+    """
     write({"python/lib/pkg/__init__.py": "", "tools/mod.py": ""}, checkout)
     write({"train.py": "import pkg, mod\nprint(pkg.__file__, mod.__file__)\n"}, checkout)
     git("add", ".")
@@ -187,7 +194,7 @@ def test_the_snapshots_packages_win(hpcinit: Run, checkout: Path, tmp_path: Path
     assert printed(code.parent, 0) == f"{code}/python/lib/pkg/__init__.py {code}/tools/mod.py\n"
 
 
-# As setuptools 64 and later write it for `pip install -e`: packages are found by a table, not on the path.
+# setuptools 64 and later write this for `pip install -e`: packages are found by a table, not on the path.
 FINDER = """
 import sys
 from importlib.util import spec_from_file_location
@@ -204,7 +211,7 @@ def install():
 
 
 def test_excludes_and_the_size_limit(hpcinit: Run, checkout: Path) -> None:
-    """More than snapshot_max_mb is refused with the largest files; snapshot_exclude leaves out tracked ones too."""
+    """A snapshot above snapshot_max_mb is refused with the largest files. snapshot_exclude also excludes tracked files."""
     for name, size in (("data/a.bin", 3), ("data/b.bin", 2), ("deep/data/c.txt", 1), ("x/keep.bin", 1)):
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         (checkout / name).write_bytes(b"x" * size * 10**6)
@@ -216,7 +223,7 @@ def test_excludes_and_the_size_limit(hpcinit: Run, checkout: Path) -> None:
         "       3.0 MB  'data/a.bin'",
         "       2.0 MB  'data/b.bin'",
     ]
-    assert "put what is data into .gitignore or into snapshot_exclude=[...], or raise" in done.stderr
+    assert "add data files to .gitignore or to snapshot_exclude=[...], or raise" in done.stderr
     cases = {
         "data": {"x/keep.bin"}, "/data": {"x/keep.bin", "deep/data/c.txt"}, "*.bin": {"deep/data/c.txt"},
         "data/*.bin": {"x/keep.bin", "deep/data/c.txt"}, "deep/data/": {"data/a.bin", "data/b.bin", "x/keep.bin"},
@@ -226,8 +233,8 @@ def test_excludes_and_the_size_limit(hpcinit: Run, checkout: Path) -> None:
         assert {name for name in tree(code) if "/" in name and "__pycache__" not in name} == left, pattern
 
 
-def test_run_folders_are_left_out(hpcinit: Run, checkout: Path) -> None:
-    """Runs that git does not ignore, wherever they lie in the checkout, are no part of a later snapshot."""
+def test_run_folders_are_not_copied(hpcinit: Run, checkout: Path) -> None:
+    """Runs in the checkout that git does not ignore are not part of a snapshot."""
     for place in ("mine", "."):
         take(hpcinit, f"runs_dir={place}")
         code = take(hpcinit, f"runs_dir={place}")
@@ -240,20 +247,20 @@ def test_run_folders_are_left_out(hpcinit: Run, checkout: Path) -> None:
         (
             "rm -rf .git",
             [],
-            "snapshot=git: {here} is in no git repository; git init makes one, snapshot=none runs from",
+            "snapshot=git: {here} is not in a git repository; create one with git init, or run from",
         ),
         (
             "echo x.py > .gitignore; touch x.py",
             ["--", "x.py"],
-            "job runs 'x.py', which the snapshot would not have: git ignores",
+            "the snapshot would not contain the program 'x.py': git or snapshot_exclude ignores",
         ),
-        ("true", ["snapshot_exclude=[train.py]"], "job runs 'train.py', which the snapshot would not have"),
+        ("true", ["snapshot_exclude=[train.py]"], "the snapshot would not contain the program 'train.py'"),
         ("rm .git/HEAD; mkdir .git/HEAD", [], "snapshot=git: "),
-        ("echo junk > .git/index", [], "snapshot=git: git ls-files in {here}: "),
+        ("echo junk > .git/index", [], "snapshot=git: git ls-files failed in {here}: "),
     ],
 )
-def test_no_snapshot_can_be_made(hpcinit: Run, checkout: Path, make: str, words: list[str], message: str) -> None:
-    """Each reason is said, with exit status 2, and leaves nothing."""
+def test_impossible_snapshots(hpcinit: Run, checkout: Path, make: str, words: list[str], message: str) -> None:
+    """Each reason is reported with exit status 2, and no files remain."""
     subprocess.run(["sh", "-c", make], check=True)
     words = words if "--" in words else [*words, "--", "train.py"]
     done = hpcinit("submit", "snapshot=git", *words)
@@ -262,15 +269,15 @@ def test_no_snapshot_can_be_made(hpcinit: Run, checkout: Path, make: str, words:
 
 
 def test_without_git(hpcinit: Run, checkout: Path) -> None:
-    """Where there is no git the message says so, and what goes without."""
+    """Without git, the message reports it and names the alternative."""
     done = hpcinit("submit", "snapshot=git", "--", "train.py", env={"PATH": "/nowhere"})
     assert (done.returncode, done.stdout) == (2, "")
-    assert "snapshot=git: git is not on PATH; load its module, or say snapshot=none" in done.stderr
+    assert "snapshot=git: git is not on PATH; load its module, or use snapshot=none" in done.stderr
 
 
 def test_a_failed_submission_leaves_nothing(hpcinit: Run, checkout: Path, tmp_path: Path) -> None:
-    """A file that cannot be copied, and a refusal of sbatch's, leave no run folder."""
-    if os.geteuid() == 0:  # root reads anything: a file that grows out of a full disk is what fails instead
+    """After a file that cannot be copied, or a refusal by sbatch, no run folder remains."""
+    if os.geteuid() == 0:  # root can read every file, so a file that does not fit on the disk fails instead
         place = tmp_path / "small"
         place.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", place], check=True)
@@ -291,19 +298,20 @@ def test_a_failed_submission_leaves_nothing(hpcinit: Run, checkout: Path, tmp_pa
     assert (done.returncode, list((checkout / "runs").iterdir())) == (1, [])
 
 
-def test_pointers_of_git_lfs_are_told(hpcinit: Run, checkout: Path) -> None:
-    """A file that git-lfs has not fetched is copied as the pointer that it is, with a warning."""
+def test_a_warning_about_git_lfs_pointers(hpcinit: Run, checkout: Path) -> None:
+    """A file that git-lfs has not downloaded is copied as a pointer, with a warning."""
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 12345\n"
     write({"model.bin": pointer}, checkout)
     done = hpcinit("submit", "snapshot=git", "wait=true", "--", "train.py")
     assert (
-        "warning: snapshot=git: 1 file is a pointer of Git LFS, as in the checkout; git lfs pull brings" in done.stderr
+        "warning: snapshot=git: 1 file is a pointer of Git LFS, as in the checkout; git lfs pull downloads"
+        in done.stderr
     )
     assert (folder_of(done) / "code/model.bin").read_text() == pointer
 
 
 def test_from_a_hook_of_another_repository(hpcinit: Run, checkout: Path, tmp_path: Path) -> None:
-    """GIT_DIR and GIT_INDEX_FILE of a hook that runs hpcinit do not make it another repository's snapshot."""
+    """GIT_DIR and GIT_INDEX_FILE of a hook do not change which repository is copied."""
     (tmp_path / "other").mkdir()
     git("init", "-q", at=tmp_path / "other")
     env = {"GIT_DIR": str(tmp_path / "other/.git"), "GIT_INDEX_FILE": "nope"}
@@ -312,7 +320,7 @@ def test_from_a_hook_of_another_repository(hpcinit: Run, checkout: Path, tmp_pat
 
 
 def test_a_dry_run_prints_the_script_that_is_written(hpcinit: Run, checkout: Path) -> None:
-    """With a snapshot too, dry_run is byte for byte what is submitted, and copies nothing."""
+    """With a snapshot, the dry run prints the submitted script byte for byte, and copies nothing."""
     words = ["submit", "snapshot=git", "--", "train.py"]
     text = hpcinit(*words[:2], "dry_run=true", *words[2:]).stdout
     assert not (checkout / "runs").exists()
@@ -323,13 +331,16 @@ def test_a_dry_run_prints_the_script_that_is_written(hpcinit: Run, checkout: Pat
 def test_editing_the_checkout_while_the_job_waits_changes_nothing(
     hpcinit: Run, idle_slurm: MiniSlurm, checkout: Path
 ) -> None:
-    """Held in the queue, the checkout edited and then taken away, released: every rank runs what was submitted."""
+    """While Slurm delays the job, the checkout is edited and removed.
+
+    After the release every rank runs the submitted code.
+    """
     slurm = idle_slurm
-    write({"part.py": "SAYS = 'as submitted'\n"}, checkout)
+    write({"part.py": "TEXT = 'as submitted'\n"}, checkout)
     done = submit(hpcinit, slurm, "nodes=2", "ranks_per_node=1", "snapshot=git", "+cluster.sbatch.hold=true",
                   f"runs_dir={checkout.parent}/out", "--", "train.py")  # fmt: skip
     folder = folder_of(done)
-    write({"part.py": "SAYS = 'edited'\n", "train.py": "print('other')\n"}, checkout)
+    write({"part.py": "TEXT = 'edited'\n", "train.py": "print('other')\n"}, checkout)
     os.chdir(checkout.parent)
     shutil.rmtree(checkout)
     slurm.run("scontrol", "release", json.loads((folder / "submission.json").read_text())["job_id"])
@@ -342,10 +353,10 @@ def test_editing_the_checkout_while_the_job_waits_changes_nothing(
 
 @pytest.mark.slurm
 def test_the_same_request_of_other_code_is_another(hpcinit: Run, idle_slurm: MiniSlurm, checkout: Path) -> None:
-    """Submitted twice it is queued already, and no longer once a file has been edited: the copy's hash is in the request's."""
+    """A second submission is refused until a file was edited, because the hash of the code is part of the request."""
     words = ["snapshot=git", "+cluster.sbatch.hold=true", "--", "train.py"]
     submit(hpcinit, idle_slurm, *words)
     again = submit(hpcinit, idle_slurm, *words)
     assert again.returncode == 2 and "already queued as" in again.stderr
-    write({"part.py": "SAYS = 'edited'\n"}, checkout)
+    write({"part.py": "TEXT = 'edited'\n"}, checkout)
     assert submit(hpcinit, idle_slurm, *words).returncode == 0

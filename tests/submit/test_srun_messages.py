@@ -1,4 +1,4 @@
-"""What the batch script reads in srun's and Slurm's own messages. The texts are those of Slurm 22.05."""
+"""The batch script reads messages of srun and Slurm. The texts are those of Slurm 22.05."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ TERMINATED = "srun: error: n3: tasks 4-5: Terminated"
 STEP = "slurmstepd: error: *** STEP 15.0 ON n1 CANCELLED AT 2026-11-22T10:00:00 ***"
 JOB = "slurmstepd: error: *** JOB 15 ON n1 CANCELLED AT 2026-11-22T10:00:00 DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***"
 ABORT = "srun: Job step aborted: Waiting up to 32 seconds for job step to finish."
-OTHER = ["attempt 1", "hpcinit: job 15 of a chain begins", "slurmstepd: error: x", "a task: Killed"]
+OTHER = ["attempt 1", "hpcinit: new attempt: job 15 of a chain starts", "slurmstepd: error: x", "a task: Killed"]
 
 
 def bash(folder: Path, *commands: str) -> str:
-    """What the commands print after the blocks."""
+    """Return the output of the commands after the blocks."""
     values = {"hpcinit_nodes": 2}
     blocks = [*shell_blocks.block("srun_messages"), *shell_blocks.block("spare_nodes", values)]
     script = "\n".join([f'hpcinit_log="{folder}/job.log"', "hpcinit_from=1", *blocks, *commands])
@@ -41,14 +41,14 @@ def bash(folder: Path, *commands: str) -> str:
     ],
 )
 def test_failures_since_the_ranks_started(tmp_path: Path, lines: list[str], failures: list[str], node: str) -> None:
-    """Each message is an exit status, a signal or a termination; the node at fault is the first one with a signal."""
+    """Each message is an exit status, a signal or a termination. The node at fault is the first one with a signal."""
     (tmp_path / "job.log").write_text("".join(f"{line}\n" for line in [KILLED.replace("n2", "n9"), *lines]))
     assert bash(tmp_path, "hpcinit_failures 1").splitlines() == failures
     assert bash(tmp_path, "hpcinit_failed_node").strip() == node
 
 
 def test_a_lost_node(tmp_path: Path) -> None:
-    """Slurm's message counts in the lines after the given one only."""
+    """Only messages after the given line count."""
     for line in (JOB, "srun: error: Node failure on n2"):
         (tmp_path / "job.log").write_text(f"one\n{line}\ntwo\n")
         assert bash(tmp_path, "hpcinit_node_failed 1 && echo yes") == "yes\n"

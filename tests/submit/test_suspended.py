@@ -1,4 +1,4 @@
-"""A job that Slurm suspends and resumes goes on as if nothing had happened."""
+"""A job continues after Slurm suspended and resumed it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ with hpcinit.session() as run:
     while not pathlib.Path("finish").exists() or step < 100:
         before = time.monotonic()
         time.sleep(0.1)
-        if time.monotonic() - before > 10: time.sleep(3.5)  # slow after it was resumed
+        if time.monotonic() - before > 10: time.sleep(3.5)  # slow after the resume
         dist.all_reduce(torch.ones(1))
         step += 1
         run.progress(step, 10000)
         if step == 30: print("up", flush=True)
         if stop := run.should_stop(): print(stop, flush=True)
         if stop: break
-    time.sleep(3)  # the last look of the monitoring threads
+    time.sleep(3)  # the last check of the monitoring threads
     print("done", flush=True)
 """
 
@@ -37,7 +37,7 @@ with hpcinit.session() as run:
 @pytest.mark.slurm
 @pytest.mark.timeout(300)
 def test_a_suspended_job_does_not_hang(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """scontrol suspend for five times hang.after_s: with hang.action=end the ranks go on and end well."""
+    """scontrol suspend for five times hang.after_s is not a hang: with hang.action=end the ranks continue and complete."""
     slurm = idle_slurm
     (tmp_path / "train.py").write_text(TRAIN)
     asked = ["nodes=2", "ranks_per_node=2", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null"]

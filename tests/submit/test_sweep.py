@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpcinit.cli.main import main
-from hpcinit.config import combinations, compose
+from hpcinit.config import combinations, hydra_compose
 from hpcinit.submit import array, sweep
 from tests import waiting
 from tests.conftest import Run
@@ -26,12 +26,12 @@ TASK = 'echo "$HPCINIT_RUN $LR $(grep ^seed: $HPCINIT_RUN/config.yaml)"; exit $(
 
 
 def requests(*words: str) -> list:  # type: ignore[type-arg]
-    compose._register(None)
-    return combinations.requests(words, compose._composer("hpcinit"), lambda request: None)
+    hydra_compose._register(None)
+    return combinations.requests(words, hydra_compose._composer("hpcinit"), lambda request: None)
 
 
 def fake_sbatch(tmp_path: Path, script: str) -> dict[str, str]:
-    """Stands for an sbatch that answers as `script` says."""
+    """Create an sbatch that runs `script`."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/sbatch").write_text(f"#!/bin/sh\n[ $1 != --test-only ] || exit 0\n{script}\n")
     (tmp_path / "bin/sbatch").chmod(0o755)
@@ -45,13 +45,13 @@ def cancelled(hpcinit: Run, slurm: MiniSlurm) -> list[int]:
 
 @pytest.mark.slurm
 def test_one_array_runs_every_combination(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: Path) -> None:
-    """Each task has its own folder, config, variables and exit record; status, logs and the array's id lead to it."""
+    """Each task has its own folder, config, variables and exit record. Status, logs and the array's id lead to them."""
     words = ("-m", "seed=1,2,3", "+job.env.LR='it is ${seed} $HOME'", "wait=true", *SMALL, "--", "sh", "-c", TASK)
     done = submit(hpcinit, idle_slurm, *words)
     run = tmp_path / "runs/sh-0001"
     assert done.returncode == 1, done.stderr
     [job] = json.loads((run / "submission.json").read_text())["sweep"]
-    assert job["tasks"] == "0-2" and f"3 tasks on mini as job {job['job_id']}" in done.stdout
+    assert job["tasks"] == "0-2" and f"3 tasks on mini as job {job['job_id']}\nrequest of each task: " in done.stdout
     assert f"{job['job_id']}_1     1  seed=2" in done.stdout and "task 2  seed=3: FAILED" in done.stdout
     for number in range(3):
         record = json.loads((run / f"{number}/exit.json").read_text())
@@ -64,7 +64,7 @@ def test_one_array_runs_every_combination(idle_slurm: MiniSlurm, hpcinit: Run, t
     assert "3 tasks: 2 COMPLETED, 1 FAILED" in shown and re.search(r"2 +\d+_2 +FAILED +seed=3 .*exit status 1", shown)
     assert hpcinit("status", f"{job['job_id']}_1", env=env).stdout.split()[1:3] == [f"{job['job_id']}_1", "COMPLETED"]
     assert "seed: 2" in hpcinit("logs", "sh-0001/1", env=env).stdout
-    assert "is a sweep of the tasks 0-2" in hpcinit("logs", "sh-0001", env=env).stderr
+    assert "is a sweep with the tasks 0-2" in hpcinit("logs", "sh-0001", env=env).stderr
     assert (
         "sh-0001" in hpcinit("status", env=env).stdout
         and len(hpcinit("status", "--json", env=env).stdout.splitlines()) == 3
@@ -72,10 +72,10 @@ def test_one_array_runs_every_combination(idle_slurm: MiniSlurm, hpcinit: Run, t
 
 
 @pytest.mark.slurm
-def test_a_sweep_answers_for_programs(idle_slurm: MiniSlurm, hpcinit: Run) -> None:
-    """--json has an object for each task, with the folder that its job runs in; -q the array's id, all on stdout alone."""
-    told = submit(hpcinit, idle_slurm, "-m", "seed=4,5", "--json", *SMALL, "--", "true")
-    tasks = [json.loads(line) for line in told.stdout.splitlines()]
+def test_a_sweep_as_json(idle_slurm: MiniSlurm, hpcinit: Run) -> None:
+    """--json prints an object for each task with its run folder, and -q the array's id, on stdout only."""
+    done = submit(hpcinit, idle_slurm, "-m", "seed=4,5", "--json", *SMALL, "--", "true")
+    tasks = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(task["task"], task["combination"]) for task in tasks] == [(0, "seed=4"), (1, "seed=5")]
     for task in tasks:
         assert json.loads((Path(task["run"]) / "submission.json").read_text())["job_id"] == task["job_id"]
@@ -87,7 +87,10 @@ def test_a_sweep_answers_for_programs(idle_slurm: MiniSlurm, hpcinit: Run) -> No
 
 @pytest.mark.slurm
 def test_blocks_of_a_larger_sweep(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: Path) -> None:
-    """Past MaxArraySize the next array begins, and a task that is left over is a plain job; every task ran in its folder."""
+    """Above MaxArraySize a second array follows, and a single remaining task is a plain job.
+
+    Every task runs in its folder.
+    """
     words = ("-m", "seed=range(0,21)", "cluster.max_array_size=11", "sweep.at_once=8", "wait=true", *SMALL)
     done = submit(hpcinit, idle_slurm, *words, "--", "sh", "-c", TASK.replace("exit", "echo"), timeout=280)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
@@ -106,7 +109,7 @@ def test_blocks_of_a_larger_sweep(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path:
 
 @pytest.mark.slurm
 def test_cancel_ends_all_of_it(idle_slurm: MiniSlurm, hpcinit: Run) -> None:
-    """`hpcinit cancel` of a task ends that one, of the sweep every job of it; each array's estimate was said."""
+    """`hpcinit cancel` of a task cancels this task, of a sweep all its jobs. The estimate of each array was shown."""
     done = submit(hpcinit, idle_slurm, "-m", "seed=1,2,3", "nodes=1,2", *SMALL, "--", "sleep", "600")
     assert re.search(r"^tasks 0,2,4: Slurm expects a start .* on n\d$", done.stdout, re.M), done.stdout + done.stderr
     assert re.search(r"^tasks 1,3,5: Slurm expects a start .* on n\S+$", done.stdout, re.M)
@@ -114,11 +117,11 @@ def test_cancel_ends_all_of_it(idle_slurm: MiniSlurm, hpcinit: Run) -> None:
     until(lambda: cancelled(hpcinit, idle_slurm) == [2])
     assert re.search(r"jobs \d+, \d+ are being cancelled", hpcinit("cancel", "sleep-0001", env=idle_slurm.env).stdout)
     until(lambda: cancelled(hpcinit, idle_slurm) == [0, 1, 2, 3, 4, 5])
-    assert "sleep-0001: was over already, " in hpcinit("cancel", "sleep-0001", env=idle_slurm.env).stdout
+    assert "sleep-0001: was over already: " in hpcinit("cancel", "sleep-0001", env=idle_slurm.env).stdout
 
 
 def test_a_dry_run_prints_what_is_submitted(tmp_path: Path, hpcinit: Run) -> None:
-    """The scripts of a dry run are byte for byte those that sbatch gets, in its order; it leaves nothing."""
+    """The scripts of a dry run are byte for byte those of sbatch, in the same order, and it leaves no files."""
     env = fake_sbatch(tmp_path, 'for last; do :; done; cat "$last" >> seen; echo 7')
     words = [
         "submit",
@@ -139,9 +142,9 @@ def test_a_dry_run_prints_what_is_submitted(tmp_path: Path, hpcinit: Run) -> Non
     assert (tmp_path / "a $HOME runs/x-0001/2/env.sh").read_text() == "export A=2\n"
 
 
-@pytest.mark.parametrize("name", ["plain", "it's", "a b", 'say "x"', "$HOME", "100%t", "`true`"])
+@pytest.mark.parametrize("name", ["plain", "it's", "a b", 'a "x"', "$HOME", "100%t", "`true`"])
 def test_a_task_finds_its_folder_below_any_name(tmp_path: Path, name: str) -> None:
-    """bash makes the task's own folder of the script's text, whatever stands in the path."""
+    """bash computes the task's folder for any characters in the path."""
     made = requests("cluster=mini", "seed=1,2")
     folder = tmp_path / name
     text = array.render([request.config for request in made], [2017, 2018], folder, tmp_path, 1000)
@@ -154,10 +157,10 @@ def test_a_task_finds_its_folder_below_any_name(tmp_path: Path, name: str) -> No
 
 
 def test_what_goes_into_one_array() -> None:
-    """Combinations that ask Slurm for the same share an array, whatever variables they set; others do not."""
+    """Combinations with the same resources share an array, whatever variables they set."""
 
     def jobs(*words: str) -> list[list[int]]:
-        return [job.numbers for job in sweep.sweep_jobs(requests("cluster=mini", *words), Path("/runs/x-0001"))]
+        return [job.numbers for job in sweep.sweep_jobs(requests("cluster=mini", *words), Path("/runs/x-0001"), [])]
 
     assert jobs("seed=range(0,5)") == [[0, 1, 2, 3, 4]]
     assert jobs("+job.env.A=1,2,3") == [[0, 1, 2]]
@@ -177,7 +180,7 @@ def test_what_goes_into_one_array() -> None:
 
 
 def test_a_refused_sweep_leaves_nothing(tmp_path: Path, hpcinit: Run) -> None:
-    """Where sbatch refuses the first array, its words are told and no folder stays."""
+    """If sbatch refuses the first array, its message is shown and no folder remains."""
     env = fake_sbatch(
         tmp_path, "echo 'sbatch: error: Batch job submission failed: Job violates accounting/QOS policy' >&2; exit 1"
     )
@@ -186,8 +189,10 @@ def test_a_refused_sweep_leaves_nothing(tmp_path: Path, hpcinit: Run) -> None:
     assert "nothing was submitted" in done.stderr and list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_sweep_that_sbatch_ends_half_way(tmp_path: Path, hpcinit: Run) -> None:
-    """Where it refuses the second array, the first is told, the combinations of the second are named and leave nothing."""
+def test_a_sweep_that_sbatch_refuses_halfway(tmp_path: Path, hpcinit: Run) -> None:
+    """If sbatch refuses the second array, the first is reported, and the combinations of the second are named and
+    removed.
+    """
     env = fake_sbatch(tmp_path, "[ -e once ] && { echo 'sbatch: error: no more' >&2; exit 1; }; touch once; echo 7")
     done = hpcinit("submit", "-m", "cluster=mini", "seed=1,2", "nodes=1,2", "--", "true", env=env)
     assert done.returncode == 1 and "7_0     0  seed=1 nodes=1" in done.stdout
@@ -198,7 +203,7 @@ def test_a_sweep_that_sbatch_ends_half_way(tmp_path: Path, hpcinit: Run) -> None
 
 
 def test_a_task_cannot_be_written(tmp_path: Path, hpcinit: Run) -> None:
-    """A place that takes no folders is one message, before anything is submitted."""
+    """A place without permission leads to one message, before anything is submitted."""
     words = ["submit", "-m", "cluster=mini", "seed=1,2", "runs_dir=/proc/x", "--", "true"]
     done = hpcinit(*words, env=fake_sbatch(tmp_path, "touch submitted; echo 7"))
     assert done.returncode == 1 and "cannot write the run folder /proc/x/true-0001" in done.stderr
@@ -214,10 +219,10 @@ def test_a_task_cannot_be_written(tmp_path: Path, hpcinit: Run) -> None:
     ids=["the second array", "the first array"],
 )
 def test_a_sweep_of_which_an_array_may_exist(tmp_path: Path, hpcinit: Run, shell: str, kept: list[str]) -> None:
-    """Folders stay for tasks that were or may have been submitted; those of later arrays are removed."""
+    """The folders of tasks that were or may have been submitted stay. Those of later arrays are removed."""
     env = fake_sbatch(tmp_path, shell)
     words = ["submit", "-m", "cluster=mini", "seed=1,2", "nodes=1,2,3", "cluster.submit_patience_s=1", "--", "true"]
     done = hpcinit(*words, env=env)
-    assert done.returncode == 1 and "the job may exist all the same" in done.stderr
+    assert done.returncode == 1 and "the job may exist anyway" in done.stderr
     run = tmp_path / "runs/true-0001"
     assert sorted(path.name for path in run.iterdir() if path.is_dir()) == kept

@@ -1,4 +1,4 @@
-"""cluster.setup is shell: bash is asked about it on the login node, and not in the job."""
+"""cluster.setup is shell code, and bash checks it on the login node."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def with_setup(*lines: str) -> Config:
         (["cat <<END", "all that follows"], "here-document at line"),
     ],
 )
-def test_what_bash_cannot_read_is_refused(lines: list[str], said: str) -> None:
-    """Submission and dry run are refused in bash's own words, and the lines are shown with their numbers in the script."""
+def test_invalid_shell_is_refused(lines: list[str], said: str) -> None:
+    """Submission and dry run print bash's error and the lines with their numbers in the script."""
     config = with_setup(*lines)
     with pytest.raises(ConfigError) as caught:
         transaction.check(config)
     (problem,) = caught.value.problems
-    assert problem.startswith("cluster.setup is no shell that bash can read") and said in problem
+    assert problem.startswith("bash cannot parse cluster.setup") and said in problem
     number, _, first = problem.partition("lines of the script:\n")[2].partition("\n")[0].strip().partition(": ")
     whole = script.render(config, Path("/shared/runs/x"), Path("/shared")).splitlines()
     assert whole[int(number) - 1] == first == lines[0]
@@ -54,26 +54,26 @@ def test_what_bash_cannot_read_is_refused(lines: list[str], said: str) -> None:
         ["echo ünï # it's a comment"],
     ],
 )
-def test_what_bash_can_read_passes(lines: list[str], tmp_path: Path) -> None:
-    """Lines that belong together, comments and extended patterns pass."""
-    text = transaction.dry_run(with_setup(*lines))
+def test_valid_shell_passes(lines: list[str], tmp_path: Path) -> None:
+    """Commands over several lines, comments and extended patterns pass."""
+    text = transaction.dry_run(with_setup(*lines), [])
     assert "\n".join(lines) in text
 
 
-def test_bash_is_asked_only_about_setup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without lines of the user's own no process is started; with some, one that does not see the user's environment."""
-    (tmp_path / "asked").write_text("#!/bin/bash\nprintf '%s|' ${!HPCINIT_*} x >> said\n")
-    (tmp_path / "asked").chmod(0o755)
+def test_bash_runs_only_for_setup_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without setup lines no bash starts. With some, it does not get the user's environment."""
+    (tmp_path / "bash").write_text("#!/bin/bash\nprintf '%s|' ${!HPCINIT_*} x >> env\n")
+    (tmp_path / "bash").chmod(0o755)
     monkeypatch.setenv("HPCINIT_SEEN", "1")
-    monkeypatch.setattr(shell_syntax, "COMMAND", (str(tmp_path / "asked"),))
+    monkeypatch.setattr(shell_syntax, "COMMAND", (str(tmp_path / "bash"),))
     transaction.check(with_setup())
-    assert not (tmp_path / "said").exists()
+    assert not (tmp_path / "env").exists()
     transaction.check(with_setup("true"))
-    assert (tmp_path / "said").read_text() == "x|"
+    assert (tmp_path / "env").read_text() == "x|"
 
 
-def test_without_bash_the_job_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no bash, or one that does not answer, nothing is refused."""
+def test_without_bash_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without bash, or if it does not end, nothing is refused."""
     monkeypatch.setattr(shell_syntax, "COMMAND", ("no-such-bash",))
     transaction.check(with_setup("echo 'open"))
     monkeypatch.setattr(shell_syntax, "COMMAND", ("sleep", "60"))

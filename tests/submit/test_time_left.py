@@ -1,4 +1,4 @@
-"""A training knows how much of its job's time is left, also if the limit is not the one it was submitted with."""
+"""A training run knows how much of its job's time is seconds_left, even if the limit was changed."""
 
 from __future__ import annotations
 
@@ -21,32 +21,34 @@ stopping.ASK_EVERY_S = 2
 with hpcinit.session() as run:
     for step in range(10000):
         time.sleep(0.1)
-        if step % 10 == 9: print("left", round(run.time_left().total_seconds()), flush=True)
+        if step % 10 == 9: print("seconds_left", round(run.time_left().total_seconds()), flush=True)
         if stop := run.should_stop():
             print("stopped:", stop, flush=True)
             break
 """
 
 
-def left(folder: Path, rank: int) -> int:
-    """Seconds, as the rank printed them last."""
+def seconds_left(folder: Path, rank: int) -> int:
+    """Return the seconds that the rank printed last."""
     log = folder / f"logs/rank-{rank}.log"
-    found = re.findall(r"^left (\d+)$", log.read_text() if log.exists() else "", re.MULTILINE)
+    found = re.findall(r"^seconds_left (\d+)$", log.read_text() if log.exists() else "", re.MULTILINE)
     return int(found[-1]) if found else 0
 
 
 @pytest.mark.slurm
 @pytest.mark.timeout(400)
-def test_a_limit_that_is_changed_is_known(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """scontrol shortens the limit of a running job from 30 to 2 and then 1 minutes: all ranks know it within seconds,
-    and stop in time. Nothing in the job's environment tells of it."""
+def test_a_changed_limit_is_noticed(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
+    """scontrol shortens the limit of a running job, and all ranks notice it within seconds and stop in time.
+
+    The job's environment does not contain the new limit.
+    """
     slurm = idle_slurm
     (tmp_path / "train.py").write_text(TRAIN)
     done = submit(hpcinit, slurm, "nodes=2", "ranks_per_node=1", "time_min=30", "--", "train.py")
     folder, job = folder_of(done), job_id_of(done)
-    until(lambda: min(left(folder, 0), left(folder, 1)) > 1000)
+    until(lambda: min(seconds_left(folder, 0), seconds_left(folder, 1)) > 1000)
     slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=2")
-    until(lambda: 0 < max(left(folder, 0), left(folder, 1)) <= 120, 30)
+    until(lambda: 0 < max(seconds_left(folder, 0), seconds_left(folder, 1)) <= 120, 30)
     slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=1")
     until(lambda: state(slurm, job) != "RUNNING", 120)
     assert state(slurm, job) == "COMPLETED"
@@ -66,7 +68,7 @@ def test_the_time_that_slurm_gave_counts(hpcinit: Run, idle_slurm: MiniSlurm, tm
         asked = ["nodes=1", "ranks_per_node=1", "time_min=30", "+cluster.sbatch.time-min=5"]
         done = submit(hpcinit, slurm, *asked, "--", "train.py")
         folder = folder_of(done)
-        until(lambda: 0 < left(folder, 0) <= 12 * 60, 60)
+        until(lambda: 0 < seconds_left(folder, 0) <= 12 * 60, 60)
     finally:
         slurm.run("scancel", "--user=root")
         slurm.run("scontrol", "delete", "ReservationName=soon")

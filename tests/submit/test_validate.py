@@ -1,4 +1,4 @@
-"""`sbatch --test-only` on a real cluster: what would never run is refused, and when the rest would start is said."""
+"""`sbatch --test-only` on a real cluster refuses impossible jobs and estimates when the others start."""
 
 from __future__ import annotations
 
@@ -29,34 +29,37 @@ def write(path: Path, *words: str) -> Path:
 
 
 @pytest.mark.slurm
-def test_the_start_is_said(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """An idle cluster starts at once, a full one at the end of its job; one line says so, and a switch leaves it out."""
+def test_the_start_is_estimated(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
+    """A job starts at once on an idle cluster and after the running job on a full one. A switch disables the line."""
     done = submit(
         hpcinit, idle_slurm, "nodes=2", "+cluster.sbatch.nodelist='n[1-2]'", "+cluster.sbatch.hold=true", *TRUE
     )
-    assert done.stdout.splitlines()[2:] == ["Slurm expects a start at once on n[1-2]"], done.stderr
+    assert done.stdout.splitlines()[3:] == ["Slurm expects a start at once on n[1-2]"], done.stderr
     idle_slurm.cancel_all()
     busy = ["sbatch", "--nodes=4", "--exclusive", "--time=20", "--output=/dev/null", "--wrap=sleep 600"]
     subprocess.run(busy, env={**os.environ, **idle_slurm.env}, check=True, capture_output=True)
     done = submit(hpcinit, idle_slurm, *TRUE)
-    (line,) = done.stdout.splitlines()[2:]
+    (line,) = done.stdout.splitlines()[3:]
     assert line.startswith("Slurm expects a start at about ") and "(in 20 min) on n" in line
-    assert len(submit(hpcinit, idle_slurm, "test_only=false", "again=true", *TRUE).stdout.splitlines()) == 2
+    assert len(submit(hpcinit, idle_slurm, "validate=false", "again=true", *TRUE).stdout.splitlines()) == 3
 
 
 @pytest.mark.slurm
-def test_what_would_wait_for_ever_is_refused(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """More nodes than there are, which this sbatch itself takes: refused with the lines at fault, and no folder stays."""
+def test_a_job_that_would_wait_forever_is_refused(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
+    """More nodes than the cluster has, which sbatch itself accepts, are refused with the lines at fault.
+
+    No folder remains.
+    """
     words = ["cluster.partitions.main.nodes=null", "nodes=9"]
     done = submit(hpcinit, idle_slurm, *words, *TRUE)
     assert (done.returncode, done.stdout) == (1, "")
     assert "sbatch --test-only: Requested node configuration is not available" in done.stderr
     assert "#SBATCH --nodes=9  " in done.stderr and "set by nodes" in done.stderr
-    assert done.stderr.endswith("if Slurm would take it all the same: test_only=false; nothing was submitted\n")
+    assert done.stderr.endswith("to submit without this check: validate=false; nothing was submitted\n")
     assert list((tmp_path / "runs").iterdir()) == []
     if tuple(map(int, idle_slurm.version().split(".")[:2])) >= (24, 11):
-        return  # its sbatch refuses it itself
-    taken = submit(hpcinit, idle_slurm, *words, "test_only=false", "again=true", *TRUE)
+        return  # its sbatch refuses the request itself
+    taken = submit(hpcinit, idle_slurm, *words, "validate=false", "again=true", *TRUE)
     assert taken.returncode == 0 and idle_slurm.run("squeue", "--noheader", "--format=%r").strip() in {
         "PartitionNodeLimit",
         "PartitionConfig",
@@ -66,8 +69,8 @@ def test_what_would_wait_for_ever_is_refused(hpcinit: Run, idle_slurm: MiniSlurm
 
 
 @pytest.mark.slurm
-def test_what_sbatch_refuses_is_refused_before(slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Whatever sbatch itself refuses, --test-only refuses too, and explains: nothing comes to sbatch that need not."""
+def test_test_only_refuses_what_sbatch_refuses(slurm: MiniSlurm, tmp_path: Path) -> None:
+    """Requests that sbatch refuses are refused by --test-only before, with an explanation."""
     env = {**os.environ, **slurm.env}
     for words, _, options in REFUSED:
         path = write(tmp_path, *words)
@@ -81,9 +84,9 @@ def test_what_sbatch_refuses_is_refused_before(slurm: MiniSlurm, tmp_path: Path)
 
 @pytest.mark.slurm
 @pytest.mark.parametrize("state", ["drain", "down"])
-def test_nodes_that_are_away_for_now(hpcinit: Run, idle_slurm: MiniSlurm, state: str) -> None:
-    """A job that only waits for drained or dead nodes is submitted, with a warning: --test-only refuses it, sbatch does not."""
-    if state == "down":  # really: one that is only set down is idle again when it reports next
+def test_nodes_that_are_down_for_now(hpcinit: Run, idle_slurm: MiniSlurm, state: str) -> None:
+    """A job that waits for drained or dead nodes is submitted with a warning, because sbatch accepts it."""
+    if state == "down":  # a node that is only set down becomes idle when it reports next
         idle_slurm.kill_node("n4")
         end = time.monotonic() + 120
         while idle_slurm.node_states()["n4"] != "down*":
@@ -94,22 +97,22 @@ def test_nodes_that_are_away_for_now(hpcinit: Run, idle_slurm: MiniSlurm, state:
     try:
         done = submit(hpcinit, idle_slurm, "nodes=4", *TRUE)
         assert done.returncode == 0, done.stderr
-        assert "warning: Slurm could not start it now: Requested node configuration is not available" in done.stderr
+        assert "warning: Slurm cannot start the job now: Requested node configuration is not available" in done.stderr
         assert (
-            "1 of 4 nodes of partition main are down, drained or reserved, so the job is submitted to wait"
+            "1 of 4 nodes of partition main are down, drained or reserved, so the job will wait in the queue"
             in done.stderr
         )
         assert submit(hpcinit, idle_slurm, "cluster.partitions.main.nodes=null", "nodes=5", *TRUE).returncode == 1
     finally:
         if state == "down":
             idle_slurm.start_node("n4")
-        else:  # before its jobs are cancelled: that waits for idle nodes
+        else:  # before canceling its jobs, which waits for idle nodes
             idle_slurm.run("scontrol", "update", "nodename=n4", "state=resume")
 
 
 @pytest.mark.slurm
-def test_a_controller_that_is_away(slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Without an answer there is nothing to say: what comes next is sbatch, which has its own way with it."""
+def test_a_controller_that_is_down(slurm: MiniSlurm, tmp_path: Path) -> None:
+    """Without an answer nothing is printed. The sbatch call that follows handles the controller."""
     away = tmp_path / "slurm.conf"
     text = (Path(slurm.env["SLURM_CONF"])).read_text()
     away.write_text(
@@ -136,7 +139,7 @@ def test_a_controller_that_is_away(slurm: MiniSlurm, tmp_path: Path) -> None:
     ],
 )
 def test_no_answer(tmp_path: Path, answer: str, status: int) -> None:
-    """What is no answer to the question is no refusal. A stand-in for sbatch: no controller fails so on demand."""
+    """An error that is not an answer is not a refusal. A stand-in for sbatch fails on demand."""
     (tmp_path / "sbatch").write_text(f'#!/bin/sh\necho "{answer}" >&2\nexit {status}\n')
     (tmp_path / "sbatch").chmod(0o755)
     assert validate.sbatch_test_only(write(tmp_path), {"PATH": f"{tmp_path}:{os.environ['PATH']}"}) == ""
@@ -152,12 +155,12 @@ def test_no_answer(tmp_path: Path, answer: str, status: int) -> None:
         ("2026-11-25T10:00:00", "Slurm expects a start at about Wed 25 Nov 10:00 (in 5 days) on n[1-2]"),
     ],
 )
-def test_words_for_a_time(start: str, said: str) -> None:
-    """The time that Slurm names is said as one would say it, with how long it is until then."""
+def test_the_sentence_for_a_start_time(start: str, said: str) -> None:
+    """Slurm's start time is shown as a person would write it, with the time until then."""
     assert validate.start_expectation(start, "n[1-2]", datetime(2026, 11, 20, 10, 0, 0)) == said
 
 
-def test_long_lists_of_nodes_are_left_out() -> None:
+def test_long_lists_of_nodes_are_not_shown() -> None:
     """A list of nodes that would fill the line is not shown."""
     assert (
         validate.start_expectation("2026-11-20T10:00:00", "n1," * 50, datetime(2026, 11, 20, 10))

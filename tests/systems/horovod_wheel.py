@@ -16,12 +16,12 @@ from pathlib import Path
 from hpcinit.base.versions import installed
 
 VERSION = "0.28.1"
-# Its build asks for C++14 (CMakeLists.txt), and the headers of torch 2.1 and later need C++17.
+# Its build sets C++14 (CMakeLists.txt), but the headers of torch 2.1 and later need C++17.
 CXX = """#!/bin/sh
-for word do
+for option do
   shift
-  case $word in -std=c++14 | -std=gnu++14) word=-std=gnu++17 ;; esac
-  set -- "$@" "$word"
+  case $option in -std=c++14 | -std=gnu++14) option=-std=gnu++17 ;; esac
+  set -- "$@" "$option"
 done
 exec g++ "$@"
 """
@@ -37,14 +37,14 @@ SETTINGS = {
 
 
 def cached() -> Path:
-    """The folder for the wheel of this Python and torch."""
+    """Return the folder for the wheel of this Python and torch."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     made_of = f"{VERSION}-torch{installed('torch')}-{sys.implementation.cache_tag}"
     return base / "hpcinit" / "horovod" / made_of
 
 
 def build(folder: Path) -> Path:
-    """Raises SystemExit with the end of the build's output."""
+    """Build the wheel. Raise SystemExit with the end of the build's output if that fails."""
     if missing := [tool for tool in ("cmake", "g++") if not shutil.which(tool)]:
         raise SystemExit(f"Horovod is built by {' and '.join(missing)}, not found on PATH: apt-get install cmake g++")
     began = time.monotonic()
@@ -53,7 +53,7 @@ def build(folder: Path) -> Path:
         compiler, made = Path(temporary, "cxx17"), Path(temporary, "wheel")
         compiler.write_text(CXX)
         compiler.chmod(0o755)
-        # cmake asks the python that it finds on PATH for torch's compiler flags.
+        # cmake gets torch's compiler flags from the python on PATH.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         pip = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
         done = subprocess.run(
@@ -62,7 +62,7 @@ def build(folder: Path) -> Path:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
         if done.returncode:
-            raise SystemExit(f"{done.stdout[-4000:]}\nHorovod {VERSION} could not be built, see above")
+            raise SystemExit(f"{done.stdout[-4000:]}\nHorovod {VERSION} : the build failed, see above")
         (wheel,) = made.glob("*.whl")
         folder.mkdir(parents=True, exist_ok=True)
         part = shutil.copy(wheel, folder / "part")

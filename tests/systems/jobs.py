@@ -1,4 +1,4 @@
-"""Jobs of the systems' programs: as submitted, and by one launcher after the other, with what their ranks found."""
+"""Run the programs of this folder: as a submission, or with several launchers, and collect their ranks' results."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ TOLERANCE = 1e-5  # of float32 sums in another order
 
 
 def said(folder: Path, number: int) -> list[dict[str, Any]]:
-    """What each rank found."""
+    """Return the result of each rank."""
     return [json.loads((folder / f"said-{rank}.json").read_text()) for rank in range(number)]
 
 
 def submitted(
     hpcinit: Run, slurm: MiniSlurm, program: str, number: int, folder: Path, *words: str, args: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
-    """The program as submitted on nodes x 2 ranks, and what each rank found."""
+    """Submit the program to nodes x 2 ranks; return the result of each rank."""
     words = (f"nodes={number // 2}", "ranks_per_node=2", "wait=true", *words)
     done = submit(hpcinit, slurm, *words, "--", str(PROGRAMS / program), str(folder), *args, timeout=280)
     assert done.returncode == 0, (folder_of(done) / "logs/rank-0.log").read_text()[-4000:] + done.stderr
@@ -44,7 +44,7 @@ def alike(found: list[dict[str, Any]], *names: str) -> None:
         assert [rank[name] for rank in found] == [found[0][name]] * len(found), name
 
 
-# --- launchers, on 2 nodes x 2 ranks
+# Launchers, on 2 nodes x 2 ranks.
 
 PYTHON = sys.executable
 TORCHRUN = "-m torch.distributed.run --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d"
@@ -60,7 +60,7 @@ def with_torchrun(program: str) -> str:
 
 
 def with_horovod(program: str) -> str:
-    """Horovod is not installed: what stands in for its launcher sets the variables that a real one was seen to set."""
+    """Return the command for a fake of Horovod's launcher, which sets the variables that the real one sets."""
     return f"{SRUN} {PYTHON} {PROGRAMS / 'as_horovodrun.py'} $SLURMD_NODENAME 29472 {PYTHON} {program}"
 
 
@@ -71,13 +71,13 @@ def with_mpirun(program: str) -> str:
 def launched(
     slurm: MiniSlurm, folder: Path, name: str, ways: dict[str, Callable[[str], str]]
 ) -> dict[str, list[dict[str, Any]]]:
-    """In one allocation, one launch after the other: by launcher, what each of the 4 ranks found."""
+    """Run each launcher in turn in one allocation; return the results of the 4 ranks per launcher."""
     lines = ["#!/bin/sh", "set -e", "export OMP_NUM_THREADS=1", *(f"export {k}={v}" for k, v in AS_ROOT.items())]
     for launcher, line in ways.items():
         (folder / launcher).mkdir()
-        # Not the program alone: Python's own exit may abort a rank that has ended well (hpcinit/runtime/program.py: end).
+        # hpcinit.run, because Python's exit may abort a successful rank (hpcinit/runtime/interpreter_exit.py).
         lines.append(line(f"-m hpcinit.run {PROGRAMS / name} {folder / launcher}"))
-    # Not sbatch --wait, which looks at the job ever more rarely.
+    # Not sbatch --wait, which polls the job at growing intervals.
     lines.insert(1, "trap 'echo $? > ended.tmp; mv ended.tmp ended' EXIT")
     (folder / "job").write_text("\n".join(lines) + "\n")
     (folder / "out").touch()

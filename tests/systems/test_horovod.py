@@ -12,7 +12,7 @@ from hpcinit.base.versions import installed
 from tests.systems.horovod_wheel import VERSION
 from tests.systems.jobs import PROGRAMS, TOLERANCE, off, said
 
-# Not the script `horovodrun`: its first line names the Python that pip ran with, which has no Horovod.
+# Not the script `horovodrun`, whose first line names pip's Python, which has no Horovod.
 HOROVODRUN = ("-c", "from horovod.runner.launch import run_commandline; run_commandline()", "--gloo", "-np", "2")
 RECORDED = Path(__file__).parents[1] / "data/launchers.json"
 
@@ -25,7 +25,7 @@ def horovodrun(
 
 
 def test_openflamingo_trains(tmp_path: Path) -> None:
-    """The ranks of a real horovodrun are two of one world, and train to the same weights with DDP and FSDP."""
+    """The ranks of a real horovodrun form one world of two, and train to the same weights with DDP and FSDP."""
     done = horovodrun("flamingo.py", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     found = said(tmp_path, 2)
@@ -42,9 +42,9 @@ def test_openflamingo_trains(tmp_path: Path) -> None:
     assert sum(rank["fsdp"]["held"] for rank in found) == len(found[0]["fsdp"]["weights"])
 
 
-def test_horovod_itself_goes_on_beside(tmp_path: Path) -> None:
-    """hvd.init() and hpcinit agree on rank and size, and each reduces over its own group; its variables are the ones
-    that the other tests have recorded."""
+def test_horovod_works_together_with_hpcinit(tmp_path: Path) -> None:
+    """hvd.init() and hpcinit agree on rank and size, and each reduces over its own group; Horovod's variables equal those
+    recorded for the other tests."""
     assert installed("horovod") == VERSION
     done = horovodrun("with_horovod.py", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -57,11 +57,11 @@ def test_horovod_itself_goes_on_beside(tmp_path: Path) -> None:
         assert {name for name in expected if each["told"][name] != expected[name]} <= changing
 
 
-def test_a_rank_that_is_another_one_for_horovod_is_refused(tmp_path: Path) -> None:
-    """The real Horovod is asked who it is, and told apart from what the environment says."""
+def test_a_rank_mismatch_with_horovod_is_refused(tmp_path: Path) -> None:
+    """The rank of the real Horovod is compared with the environment's, and a difference is an error."""
     done = horovodrun("with_horovod.py", str(tmp_path), "another", by=())  # hpcinit.run reads the environment before
     for rank in range(2):
         assert (
-            f"Horovod is initialised as rank {rank} of 2, and horovod started this process as rank {1 - rank} of 2"
+            f"Horovod is initialized as rank {rank} of 2, and horovod started this process as rank {1 - rank} of 2"
             in done.stdout
         ), done.stderr

@@ -1,4 +1,4 @@
-"""OpenFlamingo's and ColossalAI's: one program, whatever launched it, on 2 nodes x 2 ranks of the real Slurm."""
+"""Like OpenFlamingo and ColossalAI: one program with several launchers, on 2 nodes x 2 ranks of the real Slurm."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_openflamingo_launches(slurm: MiniSlurm, tmp_path: Path) -> None:
 @pytest.mark.slurm
 @pytest.mark.timeout(300)
 def test_colossalai_launches(slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Device, backend and seeds are the same from torchrun, srun and a real mpirun, and are set up exactly once."""
+    """Device, backend and seeds are the same under torchrun, srun and a real mpirun, and are set up exactly once."""
     ways = {"slurm": with_srun, "torchrun": with_torchrun, "openmpi": with_mpirun}
     found = launched(slurm, tmp_path, "colossal.py", ways)
     expected = found["slurm"][0]["draws"]
@@ -51,7 +51,8 @@ def test_colossalai_launches(slurm: MiniSlurm, tmp_path: Path) -> None:
             assert each["made"] == [each["rank"]], "one process group, by one call"
             assert each["same object"] and each["not seeded again"] and each["anew"]
             assert (
-                "init was called before with another request: seed was 1024 and is 1025 now" in each["another request"]
+                "init was called twice with different arguments: seed was 1024 and is 1025 now"
+                in each["another request"]
             )
             assert "backend was not given and is nccl now" in each["another backend"]
             assert "backend nccl needs a GPU" in each["nccl on a CPU"]

@@ -1,4 +1,4 @@
-"""open-instruct's weight transfer: a second group beside a job that trains with DeepSpeed, on the real Slurm."""
+"""open-instruct's weight transfer: a second group besides that of a job with DeepSpeed, on the real Slurm."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.systems.jobs import (
 @pytest.mark.slurm
 @pytest.mark.timeout(300)
 def test_open_instruct_weight_transfer(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """ZeRO 3's weights reach two engines of another job bit by bit, by a group beside the job's own, which trains on.
+    """ZeRO 3's weights reach two engines of another job bit by bit through a second group, and the job's training continues.
 
-    On CPUs: that no group is bound to a device is looked at, that NCCL would not split it is not seen here.
+    On CPUs the test checks that no group is bound to a device; it cannot check that NCCL would not split it.
     """
     trainer, engines, port = tmp_path / "trainer", tmp_path / "engines", "29473"
     trainer.mkdir(), engines.mkdir()

@@ -1,6 +1,6 @@
 """OpenRLHF's set-up and its DeepSpeed environment, done with hpcinit on the real Slurm: CPUs and gloo.
 
-The programs in this folder are our own, in the shape of the projects that they are named after.
+The programs in this folder are written for these tests, in the style of the projects that they are named after.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.systems.jobs import (
 @pytest.mark.slurm
 @pytest.mark.timeout(300)
 def test_openrlhf_set_up(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Equal seeds, DeepSpeed with the timeout asked for, (dp, sp, tp) in rank order, accumulation exact, a right step."""
+    """Seeds are equal, DeepSpeed has the requested timeout, (dp, sp, tp) are in rank order, the step is correct."""
     words = (
         "parallel=fsdp",
         "parallel.cp=2",
@@ -55,7 +55,7 @@ def test_openrlhf_set_up(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None
     assert first["timeouts"] == [240.0, 77.0] and first["batch"] == [1, 4, 2]
     indivisible, none = first["floored"]
     assert (
-        "batch.global 16 is not a multiple of micro 3 x data parallel 2 = 6; nearest that work: batch.global=12 or 18"
+        "batch.global 16 is not a multiple of micro 3 x data parallel 2 = 6; nearest values that work: batch.global=12 or 18"
         in indivisible
     )
     assert "batch.global 8 is not a multiple of micro 16 x data parallel 2 = 32" in none
@@ -65,7 +65,7 @@ def test_openrlhf_set_up(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None
 @pytest.mark.slurm
 @pytest.mark.timeout(300)
 def test_openrlhf_deepspeed_environment(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
-    """ZeRO 0 to 3, with offload and a named optimizer, train alike; AutoTP halves a model; a reference model stays."""
+    """ZeRO 0 to 3, with offload and a named optimizer, have equal losses; AutoTP halves a model; a reference model is unchanged."""
     stages = ("1", "3") if versions.key(versions.installed("deepspeed")) >= versions.key("0.19.4") else ("1",)
     found = submitted(hpcinit, slurm, "zero_ways.py", 4, tmp_path, args=stages)
     for each in found:
@@ -91,7 +91,7 @@ def test_openrlhf_deepspeed_environment(hpcinit: Run, slurm: MiniSlurm, tmp_path
 
 @pytest.mark.deepspeed
 def test_openrlhf_version_guards() -> None:
-    """Versions are compared as versions; what this DeepSpeed cannot is named, and what an optimizer compiles is known."""
+    """Versions are compared as versions; errors name what this DeepSpeed lacks, and each optimizer's ops are listed."""
     installed = {name: versions.installed(name) for name in ("deepspeed", "torch")}
     layout, bf16 = Layout(dp_replicate=2, tp=2), Precision("bf16", "bf16")
 
@@ -106,7 +106,7 @@ def test_openrlhf_version_guards() -> None:
     compiles = {"zero_stage": 3, "deepcompile": True}
     assert against("0.18.5") == against("0.18.10", zero_stage=3) == against("0.19.4", **compiles) == ""
     assert "DeepSpeed 0.18.10 is installed, expected DeepSpeed 0.19.0" in against("0.18.10", **compiles)
-    assert "bf16.enabled is not true, AutoTP needs it" in against("0.19.8", precision=Precision())
+    assert "bf16.enabled is not true, but AutoTP needs it" in against("0.19.8", precision=Precision())
     alone = Layout(dp_replicate=4)
     assert deepspeed_versions.check(config(layout=alone, zero_stage=3), **installed) == []
     ops = {(name, offload): deepspeed_ops.needed(config(layout=alone, zero_stage=2, optimizer=name, offload_optimizer=offload), "cuda")

@@ -1,4 +1,4 @@
-"""Programs that know nothing of hpcinit, started by it on a real Slurm: 2 nodes x 2 ranks, each on its own.
+"""Programs without any use of hpcinit, started by it on a real Slurm: 2 nodes x 2 ranks.
 
 Models are made from a config and data from torch: nothing is downloaded.
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Run
-from tests.leaving_out import leave_out
 from tests.minislurm import MiniSlurm
+from tests.skip_or_fail import skip_or_fail
 from tests.submitting import folder_of, submit
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -25,12 +25,12 @@ PROGRAMS = Path(__file__).parent / "programs"
 def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("lightning", "accelerate", "transformers"):
         if not importlib.util.find_spec(package):
-            leave_out(f"{package} is not installed: pip install 'hpcinit[test]'")
+            skip_or_fail(f"{package} is not installed: pip install 'hpcinit[test]'")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 def reports(texts: Iterable[str]) -> list[dict]:
-    """What the ranks printed as JSON, in the order of ranks."""
+    """Return what the ranks printed as JSON, in rank order."""
     lines = [line for text in texts for line in text.splitlines() if line.startswith('{"')]
     return sorted((json.loads(line) for line in lines), key=lambda report: report["rank"])
 
@@ -40,7 +40,7 @@ def logs(folder: Path) -> list[str]:
 
 
 def assert_one_world_of_4(found: list[dict], samples: Iterable[int]) -> None:
-    """Each sample was seen by one rank alone, and yet all ranks have the same gradients and weights."""
+    """Assert that each sample was used by one rank only, and that all ranks have equal gradients and weights."""
     assert [(r["rank"], r["local_rank"], r["world"]) for r in found] == [(0, 0, 4), (1, 1, 4), (2, 0, 4), (3, 1, 4)]
     assert [r["sum"] for r in found] == [0 + 1 + 2 + 3] * 4
     assert sorted(sample for r in found for sample in r["seen"]) == list(samples)
@@ -56,12 +56,12 @@ def assert_one_world_of_4(found: list[dict], samples: Iterable[int]) -> None:
     ("name", "setting"),
     [
         ("lightning_fit.py", []),
-        ("accelerate_loop.py", ['+cluster.env.ACCELERATE_USE_CPU="true"']),  # as `accelerate launch --cpu` sets it
+        ("accelerate_loop.py", ['+cluster.env.ACCELERATE_USE_CPU="true"']),  # like `accelerate launch --cpu`
         ("hf_trainer.py", []),
     ],
 )
 def test_trains_as_one_world(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, name: str, setting: list[str]) -> None:
-    """The library's own training loop, as submitted, shares its data and averages its gradients over all 4 ranks."""
+    """The library's training loop, as submitted, divides its data and averages its gradients over all 4 ranks."""
     words = ["nodes=2", "ranks_per_node=2", "wait=true", *setting, "--", str(PROGRAMS / name)]
     done = submit(hpcinit, slurm, *words)
     folder = folder_of(done)
@@ -71,10 +71,10 @@ def test_trains_as_one_world(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, nam
 
 @pytest.mark.slurm
 def test_accelerate_alone_makes_worlds_of_one_on_cpu(slurm: MiniSlurm, tmp_path: Path) -> None:
-    """`Accelerator()` takes no notice of the ranks where there is no GPU, unless told cpu=True or ACCELERATE_USE_CPU.
+    """`Accelerator()` ignores the ranks if there is no GPU, unless cpu=True or ACCELERATE_USE_CPU is set.
 
-    accelerate's own doing (the same under torchrun); here so that we hear of it when it changes, since
-    docs/faults.md says so. Also the way without a submitter: `srun python -m hpcinit.run`.
+    This is accelerate's behavior (the same under torchrun). The test shows when it changes, because
+    docs/reference/compatibility.md describes it. It also covers the use without a submitter: `srun python -m hpcinit.run`.
     """
     step = ["srun", "-N1", "-n2", f"--chdir={tmp_path}", sys.executable, "-m", "hpcinit.run"]
     printed = slurm.run(*step, str(PROGRAMS / "accelerate_loop.py"))
@@ -82,7 +82,7 @@ def test_accelerate_alone_makes_worlds_of_one_on_cpu(slurm: MiniSlurm, tmp_path:
 
 
 def test_lightning_names_a_wrong_number_of_devices(hpcinit: Run, tmp_path: Path) -> None:
-    """Lightning reads the step's variables: devices that do not match the ranks of a node end every rank, by name."""
+    """Lightning reads the step's variables: if devices do not match the ranks of a node, every rank exits with an error that names them."""
     words = ["cluster=local", "nodes=1", "ranks_per_node=2", "wait=true", "launch.kill_on_bad_exit=false"]
     done = hpcinit("submit", *words, "--", str(PROGRAMS / "lightning_fit.py"), env={"DEVICES": "4"})
     assert done.returncode != 0
@@ -93,12 +93,12 @@ def test_lightning_names_a_wrong_number_of_devices(hpcinit: Run, tmp_path: Path)
 
 @pytest.mark.slurm
 def test_torchruns_elastic_restart(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
-    """torchrun's agents, a task per node, meet at the address that hpcinit.run exports and restart all after a failure.
+    """torchrun's agents, a task per node, connect at the address that hpcinit.run exports, and restart all after a failure.
 
-    The second attempt begins where the first one's state ended. Its workers run under hpcinit.run, too, since
-    Python's own exit may abort a rank that has ended well (hpcinit/runtime/program.py: end). Without
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE a restarted gloo finds the addresses of the dead ranks in the agents'
-    store (https://github.com/pytorch/pytorch/issues/135712), with torch alone just the same.
+    The second attempt starts where the first one's state ended. Its workers run under hpcinit.run too, because Python's
+    exit may abort a successful rank (hpcinit/runtime/interpreter_exit.py). Without TORCH_DISABLE_SHARE_RDZV_TCP_STORE a
+    restarted gloo finds the addresses of the dead ranks in the agents' store
+    (https://github.com/pytorch/pytorch/issues/135712), also with torch alone.
     """
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--max-restarts=1",
              "--rdzv-backend=c10d", "--rdzv-id=test", '--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"']  # fmt: skip

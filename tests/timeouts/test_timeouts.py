@@ -22,7 +22,7 @@ OWN = "# my cluster\nname: x\npartition: main  # the only one\ntime_min: 60\n"
 
 
 def run_of(runs: Path, name: str, nodes: int, *waited_s: float, cluster: str = "x", whole: bool = True) -> Path:
-    """A run folder whose attempts' ranks waited so long, as ranks write it. whole: all ranks came to the end."""
+    """Create a run folder with one attempt per value of `waited_s`. whole: all ranks completed start-up."""
     folder = runs / name
     (folder / "timeline").mkdir(parents=True)
     made = Spec(name, cluster, nodes, 1, Program("command", "true"), "/", "n")
@@ -43,7 +43,7 @@ def run_of(runs: Path, name: str, nodes: int, *waited_s: float, cluster: str = "
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """Twelve starts that took 10 + 2 x nodes seconds and less, on 1, 2 and 4 nodes."""
+    """Twelve starts on 1, 2 and 4 nodes, which took at most 10 + 2 x nodes seconds."""
     for nodes in (1, 2, 4):
         run_of(tmp_path / "runs", f"train-{nodes:04}", nodes, 10 + 2 * nodes, 9.0, 8.0 + nodes, 7.0)
     return tmp_path / "runs"
@@ -51,15 +51,15 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """The user's own description of the cluster."""
+    """The user's own cluster file."""
     path = tmp_path / "conf/cluster/x.yaml"
     path.parent.mkdir(parents=True)
     path.write_text(OWN)
     return path
 
 
-def test_the_law_in_force(hpcinit: Run, own: Path) -> None:
-    """Without words it is the defaults' formula for 1 to 16384 nodes; with a cluster that has its own, that, and whose it is."""
+def test_the_timeout_in_force(hpcinit: Run, own: Path) -> None:
+    """The command prints the default formula, or that of the cluster with the source of each value."""
     done = hpcinit("timeouts")
     assert done.returncode == 0 and "min(3600, 300 + 3.5 x 1 node) = 304 s" in done.stdout, done.stderr
     assert done.stdout.splitlines()[-15].split() == ["1", "304"] and done.stdout.splitlines()[-1].split() == [
@@ -67,25 +67,25 @@ def test_the_law_in_force(hpcinit: Run, own: Path) -> None:
         "3600",
     ]
     own.write_text(OWN + "timeout_base_s: 90\ntimeout_per_node_s: 0.5\n")
-    told = json.loads(hpcinit("timeouts", "cluster=x", "comm.timeout_max_s=900", "--json").stdout)
-    assert told["formula"] == {
+    document = json.loads(hpcinit("timeouts", "cluster=x", "comm.timeout_max_s=900", "--json").stdout)
+    assert document["formula"] == {
         "base_s": {"value": 90, "from": "cluster.timeout_base_s"},
         "per_node_s": {"value": 0.5, "from": "cluster.timeout_per_node_s"},
         "max_s": {"value": 900, "from": "comm.timeout_max_s"},
     }
-    assert told["start_up_s"]["256"] == 90 + 128 and told["start_up_s"]["16384"] == 900
+    assert document["start_up_s"]["256"] == 90 + 128 and document["start_up_s"]["16384"] == 900
 
 
-def test_a_request_is_under_its_clusters_law(hpcinit: Run, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the ranks get is the request's own coefficient, else the cluster's, else the default."""
+def test_a_request_uses_the_timeout_of_its_cluster(hpcinit: Run, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each coefficient is that of the request, else of the cluster, else the default."""
     own.write_text(OWN + "timeout_base_s: 90\ntimeout_per_node_s: 0.5\n")
     monkeypatch.chdir(own.parents[2])
     config = compose.compose(["cluster=x", "comm.timeout_per_node_s=7"])
     assert job_spec.startup_timeout(config) == StartupTimeout(90, 7, 3600)
 
 
-def test_an_option_that_is_none(hpcinit: Run) -> None:
-    """An unknown option is refused, in words."""
+def test_an_unknown_option(hpcinit: Run) -> None:
+    """An unknown option is refused with a message."""
     done = hpcinit("timeouts", "--nodes")
     assert done.returncode == 2 and "--nodes: no such option" in done.stderr
 
@@ -100,9 +100,9 @@ def test_a_timeout_is_proposed_from_timelines(hpcinit: Run, runs: Path) -> None:
     assert "# for cluster=x: 2 x the longest start, and 60 s or more" in done.stdout
     assert ["#", "2", "4", "9.5", "14.0", "60"] in [line.split() for line in done.stdout.splitlines()]
     assert not (runs.parent / "conf").exists()
-    told = json.loads(hpcinit("timeouts", "fit", "--json", "--factor", "10", "train-0001", "train-0004").stdout)
-    assert told["proposed"] == {"timeout_base_s": 120, "timeout_per_node_s": 15}  # 180 s for 4 nodes
-    assert told["factor"] == 10 and len(told["starts"]) == 8
+    document = json.loads(hpcinit("timeouts", "fit", "--json", "--factor", "10", "train-0001", "train-0004").stdout)
+    assert document["proposed"] == {"timeout_base_s": 120, "timeout_per_node_s": 15}  # 180 s for 4 nodes
+    assert document["factor"] == 10 and len(document["starts"]) == 8
 
 
 STARTS = st.dictionaries(
@@ -126,7 +126,7 @@ def test_one_number_of_nodes_leaves_the_default_per_node() -> None:
 
 def test_it_is_written_into_the_users_file(hpcinit: Run, runs: Path, own: Path) -> None:
     """--write replaces its own part of the file; the user's lines stay, and jobs get the new timeout."""
-    assert "conf/cluster/x.yaml: written" in hpcinit("timeouts", "fit", "--write", "--factor=9").stderr
+    assert "wrote " in hpcinit("timeouts", "fit", "--write", "--factor=9").stderr
     first = own.read_text()
     assert first.startswith(OWN) and yaml.safe_load(first)["timeout_base_s"] == 108
     assert "12 starts on 1, 2, 4 nodes until " in first and ": 9 x the longest" in first
@@ -137,12 +137,12 @@ def test_it_is_written_into_the_users_file(hpcinit: Run, runs: Path, own: Path) 
     assert "min(3600, 120 + 15 x 4 nodes) = 180 s" in hpcinit("timeouts", "cluster=x", "nodes=4").stdout
 
 
-def test_a_value_of_the_users_stays(hpcinit: Run, runs: Path, own: Path) -> None:
-    """A coefficient that the user wrote by hand wins; the file says beside it what the runs say."""
+def test_a_value_of_the_user_is_kept(hpcinit: Run, runs: Path, own: Path) -> None:
+    """A coefficient of the user is kept; a comment in the file contains the proposed value."""
     own.write_text(OWN + "timeout_base_s: 500\n")
     done = hpcinit("timeouts", "fit", "--write")
-    assert "written; yours stays: timeout_base_s" in done.stderr
-    assert "# timeout_base_s: yours wins; the runs say 60.0\n" in own.read_text()
+    assert "conf/cluster/x.yaml; kept your own timeout_base_s" in done.stderr
+    assert "# timeout_base_s: your value is used; the runs give 60.0\n" in own.read_text()
     assert yaml.safe_load(own.read_text())["timeout_base_s"] == 500
 
 
@@ -163,10 +163,10 @@ def test_unusable_histories_are_refused(hpcinit: Run, tmp_path: Path) -> None:
 
 
 def test_a_cluster_that_is_not_the_users(hpcinit: Run, tmp_path: Path) -> None:
-    """hpcinit's own descriptions are not changed, nor one made up that is not there: what to do is said."""
-    for cluster, said in (("mini", "is hpcinit's own"), ("nowhere", "`hpcinit discover` makes one")):
+    """Cluster files that ship with hpcinit are not changed, and missing ones are not created; the error has advice."""
+    for cluster, text in (("mini", "ships with hpcinit"), ("nowhere", "create one with `hpcinit discover`")):
         runs = tmp_path / cluster
         for nodes in (1, 2):
             run_of(runs, f"train-{nodes:04}", nodes, *[10.0 * nodes] * 5, cluster=cluster)
         done = hpcinit("timeouts", "fit", "--write", "--runs-dir", str(runs))
-        assert done.returncode == 2 and said in done.stderr
+        assert done.returncode == 2 and text in done.stderr

@@ -1,7 +1,7 @@
-"""Simulated trainings that hang, and the dumps that torch's flight recorder would leave of them.
+"""Simulated training runs that hang, and the dumps that torch's flight recorder would write for them.
 
-The form of a dump is that of torch 2.13 (tests/data/flight has recorded ones). The simulation knows nothing of the code
-under test: ranks call operations in one global order, devices execute them, and one or two ranks stop at a random point.
+The form of a dump is that of torch 2.13 (tests/data/flight has recorded ones). The simulation shares no code with the
+code under test: ranks call operations in one global order, devices execute them, and one or two ranks stop at a random point.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 NOT_CALLED, DEVICE_STUCK, NO_DUMP = "not-called", "device-stuck", "no-dump"
+MISMATCH, PEER_LOST = "mismatch", "peer-lost"
+SILENT = (NO_DUMP, PEER_LOST)
+CREATED_NS = 1795338319044102866
 SYMMETRIC = ("all_reduce", "_all_gather_base", "_reduce_scatter_base", "all_to_all", "all_reduce_barrier")
 
 
@@ -22,16 +25,19 @@ class Op:
 
     group: int
     kind: str
-    members: tuple[int, ...]  # global ranks; the root of a broadcast comes first
+    members: tuple[int, ...]  # global ranks; the root of a broadcast is the first
     size: int
     eager: bool  # a sender or root finishes without its peers
+    early: bool = (
+        False  # a send that its rank makes earlier than the others' programs would show, and does not wait for
+    )
 
 
 @dataclass
 class Fault:
     rank: int
     kind: str
-    at: int  # place in the rank's own program
+    at: int  # index in the rank's program
     in_the_middle: bool = False  # the device has started the call and never finishes it
 
 
@@ -58,8 +64,8 @@ class Training:
         return [at for at in range(self.called[rank]) if self.state[rank, at] != "completed"]
 
     def run(self) -> None:
-        """To the end, or until nobody can go on."""
-        self.called = dict.fromkeys(self.programs, 0)
+        """Run to the end, or until no rank can continue."""
+        self.called, self.state = dict.fromkeys(self.programs, 0), {}
         self.index = {rank: {id(op): at for at, op in enumerate(ops)} for rank, ops in self.programs.items()}
         ranks = list(self.programs)
         moved = True
@@ -67,11 +73,22 @@ class Training:
             self.rng.shuffle(ranks)
             moved = sum(self._call(rank) + self._execute(rank) for rank in ranks) > 0
 
+    def waits_for_a_send(self, fault: Fault) -> bool:
+        """Return whether a stuck device also has an older unfinished send. The dumps do not show which one it waits for."""
+        return fault.kind == DEVICE_STUCK and any(at < fault.at for at in self.pending(fault.rank))
+
+    def ends(self) -> bool:
+        """Return whether the training run ends without a fault."""
+        self.run()
+        return all(self.called[rank] == len(self.programs[rank]) and not self.pending(rank) for rank in self.programs)
+
     def _call(self, rank: int) -> bool:
         at, fault = self.called[rank], self.fault(rank)
-        if at == len(self.programs[rank]) or len(self.pending(rank)) >= self.lead:
+        program = self.programs[rank]
+        unfinished = [one for one in self.pending(rank) if not (program[one].early and program[one].members[0] == rank)]
+        if at == len(program) or len(unfinished) >= self.lead:
             return False
-        if fault and fault.kind != DEVICE_STUCK and fault.at == at:
+        if fault and fault.kind in (NOT_CALLED, *SILENT) and fault.at == at:
             return False
         self.state[rank, at] = "scheduled"
         self.called[rank] += 1
@@ -82,7 +99,9 @@ class Training:
         stuck = fault if fault and fault.kind == DEVICE_STUCK else None
         for at in self.pending(rank):
             op = self.programs[rank][at]
-            stream = op.group if self.streams else 0
+            stream: object = op.group if self.streams else 0
+            if self.streams and op.kind == "send":  # each pair has its own communicator
+                stream = (op.group, op.members)
             if stream in busy:
                 continue
             busy.add(stream)
@@ -100,6 +119,8 @@ class Training:
         def reached(other: int) -> bool:
             return self.state.get((other, self.place(other, op))) in ("started", "completed")
 
+        if any(fault.kind == MISMATCH and self.programs[fault.rank][fault.at] is op for fault in self.faults):
+            return False
         first = op.members[0]
         if op.kind in ("send", "broadcast"):
             return (op.eager or all(map(reached, op.members))) if rank == first else reached(first)
@@ -121,16 +142,24 @@ def training(
         world = found.groups[0][1]
         found.programs = {rank: [] for rank in world}
         for _ in range(rng.randint(20, 80)):
-            op = _op(rng, found.groups, calls)
+            op = _op(rng, found.groups, calls, early=found.streams)
             for rank in op.members:
                 found.programs[rank].append(op)
+                if op.early and rank == op.members[0]:
+                    _move_forward(rng, found.programs[rank])
+        if not found.ends():
+            continue
         ranks = rng.sample([rank for rank in world if found.programs[rank]], faults)
         found.faults = [
             Fault(rank, rng.choice(kinds), rng.randrange(len(found.programs[rank])), rng.random() < 0.5)
             for rank in ranks
         ]
+        if any(
+            fault.kind == MISMATCH and not _can_differ(found.programs[fault.rank][fault.at]) for fault in found.faults
+        ):
+            continue
         found.run()
-        if any(found.pending(rank) for rank in world):
+        if any(found.pending(rank) for rank in world) and not any(map(found.waits_for_a_send, found.faults)):
             return found
 
 
@@ -147,6 +176,10 @@ def _groups(rng: random.Random) -> Iterator[tuple[str, tuple[int, ...]]]:
         for members in lines.values():
             if len(members) > 1:
                 yield name, tuple(members)
+            if len(members) > 1 and rng.random() < 0.2:  # a second group of the same ranks, in another order
+                yield f"{name}_again", tuple(rng.sample(members, len(members)))
+    if rng.random() < 0.3:
+        yield "alone", (rng.randrange(len(grid)),)
     if dp * tp > 2:  # experts: halves of a stage
         for stage in range(pp):
             ranks = [rank for place, rank in grid.items() if place[0] == stage]
@@ -154,20 +187,36 @@ def _groups(rng: random.Random) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield "ep", tuple(ranks[1::2])
 
 
-def _op(rng: random.Random, groups: Sequence[tuple[str, tuple[int, ...]]], calls: Sequence[str]) -> Op:
+def _move_forward(rng: random.Random, program: list[Op]) -> None:
+    """Let the sender call its last send before some of its other calls, but after its other messages."""
+    op = program.pop()
+    at = len(program)
+    while at and rng.random() < 0.7 and program[at - 1].kind not in ("send", "exchange"):
+        at -= 1
+    program.insert(at, op)
+
+
+def _can_differ(op: Op) -> bool:
+    return op.kind in SYMMETRIC and len(op.members) > 2
+
+
+def _op(
+    rng: random.Random, groups: Sequence[tuple[str, tuple[int, ...]]], calls: Sequence[str], *, early: bool = False
+) -> Op:
     group = rng.randrange(len(groups))
     members, kind = groups[group][1], rng.choice(calls)
     if len(members) < 2:
-        return _op(rng, groups, calls)
+        return _op(rng, groups, calls, early=early)
     if kind in ("send", "exchange"):
         members = tuple(rng.sample(members, 2))
     elif kind == "broadcast":
         members = tuple(rng.sample(members, len(members)))
-    return Op(group, kind, members, rng.randint(1, 1000), eager=rng.random() < 0.5)
+    early = early and kind == "send" and rng.random() < 0.5
+    return Op(group, kind, members, rng.randint(1, 1000), eager=rng.random() < 0.5, early=early)
 
 
 def expected(found: Training, *, timed: bool) -> set[tuple[int, str]]:
-    """The faults that a reader of the dumps can tell for certain: (rank, kind)."""
+    """Return the faults that the dumps prove: (rank, kind)."""
     certain = set()
     for fault in found.faults:
         rank, at = fault.rank, fault.at
@@ -179,12 +228,14 @@ def expected(found: Training, *, timed: bool) -> set[tuple[int, str]]:
             others = [found.state.get((one, found.place(one, ops[at]))) for one in ops[at].members if one != rank]
             seen = ("started", "completed") if timed and not fault.in_the_middle else ("completed",)
             one_way = ops[at].kind in ("send", "broadcast")
-            if any(state in seen for state in others) and not (one_way and (None in others or not timed)):
+            # A rank that has started a broadcast may wait for another one that should pass the data on.
+            waits = fault.in_the_middle and any(state != "completed" for state in others)
+            if any(state in seen for state in others) and not (one_way and (None in others or not timed or waits)):
                 certain.add((rank, fault.kind))
         else:
             missing = ops[found.called[rank] :]
             if _shows(found, rank, missing if fault.kind == NOT_CALLED else ops) and (
-                fault.kind == NO_DUMP or (found.called[rank] == at and not found.pending(rank))
+                fault.kind in SILENT or (found.called[rank] == at and not found.pending(rank))
             ):
                 certain.add((rank, fault.kind))
     return certain
@@ -192,7 +243,7 @@ def expected(found: Training, *, timed: bool) -> set[tuple[int, str]]:
 
 def _shows(found: Training, rank: int, missing: list[Op]) -> bool:
     """Whether another rank with a dump waits in one of `missing`, as the oldest of its calls in that group."""
-    silent = {fault.rank for fault in found.faults if fault.kind == NO_DUMP}
+    silent = {fault.rank for fault in found.faults if fault.kind in SILENT}
     for other in found.programs.keys() - silent:
         seen: set[tuple[Any, ...]] = set()
         for at in found.pending(other):
@@ -209,7 +260,7 @@ def dumps(found: Training, *, timed: bool = True, size: int = 2000, gloo: bool =
 
     gloo: as gloo's recorder does it, without states, sends, receives and members of groups.
     """
-    silent = {fault.rank for fault in found.faults if fault.kind == NO_DUMP}
+    silent = {fault.rank for fault in found.faults if fault.kind in SILENT}
     return {rank: _dump(found, rank, timed, size, gloo) for rank in found.programs if rank not in silent}
 
 
@@ -225,7 +276,9 @@ def _dump(found: Training, rank: int, timed: bool, size: int, gloo: bool) -> dic
         numbers[op.group, p2p] = numbers.get((op.group, p2p), 0) + 1
         true = found.state[rank, at]
         state = "scheduled" if gloo or (true == "started" and not timed) else true
-        for name in _names(found, rank, op):
+        lost = any(fault.kind == PEER_LOST and fault.rank in op.members for fault in found.faults)
+        differs = any(fault == Fault(rank, MISMATCH, at, fault.in_the_middle) for fault in found.faults)
+        for name in ["reduce"] if differs else _names(found, rank, op):
             part = op.kind == "exchange" and name != "coalesced"  # only the end of a batch changes its state
             entries.append(
                 {
@@ -235,29 +288,37 @@ def _dump(found: Training, rank: int, timed: bool, size: int, gloo: bool) -> dic
                     "collective_seq_id": numbers.get((op.group, False), 0),
                     "p2p_seq_id": numbers.get((op.group, True), 0),
                     "profiling_name": f"{'gloo' if gloo else 'nccl'}:{name}",
-                    "time_created_ns": 1795338319044102866 + 1000 * at,
+                    "time_created_ns": CREATED_NS + 1000 * at,
+                    "timeout_ms": 600_000,
                     "input_sizes": [[found.rng.randint(1, 9) if op.kind == "all_to_all" else op.size]],
                     "output_sizes": [[op.size]],
                     "input_dtypes": ["Float"],
                     "output_dtypes": ["Float"],
                     "state": "scheduled" if part else state,
                     "time_discovered_started_ns": 1 if timed and state != "scheduled" and not part else None,
-                    "retired": true == "completed" and not part,
+                    "retired": (true == "completed" or lost) and not part,
                     "is_p2p": p2p,
                 }
             )
+    used = {group for group, _ in numbers}  # NCCL lists a group at its first call
     config = {
-        str(group): {"name": str(group), "desc": found.groups[group][0], "ranks": str(sorted(found.groups[group][1]))}
+        str(group): {"name": str(group), "desc": found.groups[group][0], "ranks": str(list(found.groups[group][1]))}
         for group in mine
+        if group in used
     }
-    status = {str(at): {"last_enqueued_collective": numbers.get((group, False), -1)} for at, group in enumerate(mine)}
+    status = {
+        str(at): {"last_enqueued_collective": numbers.get((group, False), -1)}
+        for at, group in enumerate(mine)
+        if group in used
+    }
     listed = {"": {"name": "", "desc": "", "ranks": "[]"}} if gloo else config
-    return {"version": "2.10", "pg_config": listed, "pg_status": status, "entries": entries[-size:]}
+    document = {"version": "2.10", "pg_config": listed, "pg_status": status, "entries": entries[-size:]}
+    return {**document, "written_ns": CREATED_NS + 60 * 10**9}
 
 
 def _names(found: Training, rank: int, op: Op) -> list[str]:
     """The entries of one call; a send names ranks of the group."""
-    members = sorted(found.groups[op.group][1])
+    members = found.groups[op.group][1]
     first, second = (members.index(one) for one in op.members[:2])
     if op.kind == "send":
         return [f"send {first}->{second}" if rank == op.members[0] else f"recv {second}<-{first}"]

@@ -1,4 +1,4 @@
-"""An import hook that replaces the sentences in hpcinit's functions by random words, to show that nothing reads them."""
+"""An import hook that replaces the sentences in hpcinit's functions by random text, to show that no code reads them."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from typing import Any
 import hpcinit
 
 PACKAGE = Path(hpcinit.__file__).parent
-# Two words in a row, in lower case: a sentence, and no option, path, pattern or Slurm's 'TIME LIMIT'.
+# Two lower-case terms in a row: a sentence, not an option, path, pattern or Slurm's 'TIME LIMIT'.
 SENTENCE = re.compile(r"\b[a-z]{2,} [a-z]{2,}\b")
 WORD = re.compile(r"[A-Za-z]{2,}")
-# Slurm's own sentences, which hpcinit writes in the same form where it starts ranks in srun's place.
-OF_OTHERS = {"records/job_log.py"}
+# Sentences of Slurm, which hpcinit prints in the same form when it starts ranks instead of srun.
+OF_SLURM = {"records/job_log.py"}
 
 
 def install(seed: int) -> None:
-    """Rewrite every module of hpcinit that is imported from now on. Equal seeds give equal words."""
+    """Rewrite every module of hpcinit that is imported from now on. Equal seeds give equal text."""
     # Compiled files of the plain sources are not read, and those of rewritten sources are not written.
     sys.pycache_prefix, sys.dont_write_bytecode = os.devnull, True
     for name in [name for name in sys.modules if name.partition(".")[0] == "hpcinit"]:
         del sys.modules[name]
-    assert all((PACKAGE / name).exists() for name in OF_OTHERS)
+    assert all((PACKAGE / name).exists() for name in OF_SLURM)
     compiled = importlib.machinery.SourceFileLoader.source_to_code
 
     def source_to_code(self: Any, data: Any, path: Any, **options: Any) -> CodeType:
         place = Path(str(path))
-        if PACKAGE not in place.parents or place.relative_to(PACKAGE).as_posix() in OF_OTHERS:
+        if PACKAGE not in place.parents or place.relative_to(PACKAGE).as_posix() in OF_SLURM:
             return compiled(self, data, path, **options)
         tree = Rewriter(random.Random(f"{seed} {place.name}")).visit(ast.parse(data))
         code: CodeType = compile(ast.fix_missing_locations(tree), str(path), "exec", dont_inherit=True)
@@ -44,8 +44,8 @@ def install(seed: int) -> None:
 
 
 class Rewriter(ast.NodeTransformer):
-    """Replaces each word of each sentence below a function. Keys of dictionaries, docstrings and constants of modules
-    stay: they are names, documentation, and patterns of other programs' output."""
+    """Replaces each sentence in a function. Keys of dictionaries, docstrings and constants of modules do not change: they
+    are names, documentation, and patterns of other programs' output."""
 
     def __init__(self, words: random.Random) -> None:
         self._words = words

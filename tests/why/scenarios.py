@@ -1,7 +1,7 @@
-"""Run folders of failed runs, made by hpcinit's own writers, and what hpcinit's readers decide about each of them.
+"""Run folders of failed runs, written by hpcinit's code, and what hpcinit decides about each of them.
 
-Run as a program, in a fresh interpreter: `build FOLDER SEED` or `decide FOLDER SEED`. With a SEED other than 0 every
-sentence in hpcinit's functions is first replaced by random words (tests/why/rewriting.py).
+It runs as a program in a new interpreter: `build FOLDER SEED` or `decide FOLDER SEED`. With a SEED other than 0 every
+sentence in hpcinit's functions is first replaced by random text (tests/why/rewriting.py).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Thread 0x00007f6b1f0a8740 (most recent call first):
 
 
 def begin(run: Path, log: str = "") -> None:
-    """Write what a submission and its batch script leave in `run`."""
+    """Write the files of a submission and its batch script to `run`."""
     for name in ("errors", "logs"):
         (run / name).mkdir(parents=True)
     (run / "logs/job.log").write_text(log)
@@ -59,12 +59,12 @@ def world(rank: int, size: int = 4) -> Any:
 
 def free_ports(count: int) -> tuple[int, ...]:
     with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(socket.create_server((HERE, 0))) for _ in range(count)]
-        return tuple(server.getsockname()[1] for server in held)
+        servers = [stack.enter_context(socket.create_server((HERE, 0))) for _ in range(count)]
+        return tuple(server.getsockname()[1] for server in servers)
 
 
 def fails(rank: int, error: BaseException) -> None:
-    """Let rank `rank` record `error`, as the end of its program does."""
+    """Write the error record of a rank, as the end of its program does."""
     from hpcinit.runtime import program
 
     program.record(error, world(rank))
@@ -121,7 +121,7 @@ def missing_rank(run: Path) -> None:
 
 
 def missing_node(run: Path) -> None:
-    """No rank of n2 starts, and rank 1 times out first: it asks rank 0 who is missing."""
+    """No rank of n2 starts, and rank 1 times out first: it queries rank 0 for the missing ranks."""
     begin(run)
     with rendezvous(range(2)) as (first, second):
         for rank, member, within_s in ((1, second, 0.2), (0, first, 0.2)):
@@ -129,7 +129,7 @@ def missing_node(run: Path) -> None:
 
 
 def peer_lost(run: Path) -> None:
-    """Rank 2 fails in the start-up. The others hear of it, and their records are older than its own."""
+    """Rank 2 fails during start-up. The records of the others, which it informed, are older than its own."""
     begin(run)
     with rendezvous(range(3)) as (first, second, third):
         third.fail("ModuleNotFoundError: No module named 'flash_attn'")
@@ -139,7 +139,7 @@ def peer_lost(run: Path) -> None:
 
 
 def only_peers_of_a_lost_rank(run: Path) -> None:
-    """Rank 2 is gone without a record."""
+    """Rank 2 exited without a record."""
     begin(run)
     with rendezvous(range(3)) as (first, second, third):
         third.fail("killed")
@@ -155,19 +155,17 @@ def ports_taken(run: Path) -> None:
 
     begin(run)
     with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(socket.create_server((HERE, 0))) for _ in range(3)]
-        ports = tuple(server.getsockname()[1] for server in held)
+        servers = [stack.enter_context(socket.create_server((HERE, 0))) for _ in range(3)]
+        ports = tuple(server.getsockname()[1] for server in servers)
         try:
-            with mock.patch.object(
-                server_module, "look_for_another_rank_0"
-            ):  # which would wait for each of these servers
+            with mock.patch.object(server_module, "look_for_another_rank_0"):  # it would wait for each of these servers
                 server_module.listen(HERE, ports, JoinRequest(0, "k", "j", {}))
         except BringUpError as error:
             fails(0, error)
 
 
 def no_memory_for_a_command(run: Path) -> None:
-    """The kernel refuses to start the user's command, and hpcinit's message contains the kernel's words."""
+    """The kernel refuses to start the user's command, and hpcinit's message contains the kernel's message."""
     from hpcinit.base.errors import RequestError
     from hpcinit.records.spec import Program
     from hpcinit.runtime import program
@@ -180,40 +178,40 @@ def no_memory_for_a_command(run: Path) -> None:
             fails(1, error)
 
 
-def hang(run: Path, beats: dict[str, Any], action: str = "report") -> None:
+def hang(run: Path, heartbeats: dict[str, Any], action: str = "report") -> None:
     """The ranks 0 and 1 wait in a collective; rank 0 reports the hang."""
     from hpcinit.records.heartbeats import NodeHeartbeats, RankHeartbeat
     from hpcinit.runtime.lifecycle import heartbeat
 
     begin(run)
-    for folder in ("beats", "hang"):
+    for folder in ("heartbeats", "hang"):
         (run / folder / JOB).mkdir(parents=True)
     for rank in (0, 1):
         (run / f"hang/{JOB}/rank-{rank}.txt").write_text(STACK)
-    for host, (age_s, found) in beats.items():
+    for host, (age_s, found) in heartbeats.items():
         node = NodeHeartbeats(host, time.time() - age_s, tuple(RankHeartbeat(*one) for one in found))
-        (run / f"beats/{JOB}/{host}.json").write_text(node.to_json())
+        (run / f"heartbeats/{JOB}/{host}.json").write_text(node.to_json())
     one = heartbeat.Heartbeat.__new__(heartbeat.Heartbeat)
     one.__dict__ |= {"_world": world(0), "_asked": SimpleNamespace(after_s=2, action=action), "_period": 0.5}
-    one.__dict__ |= {"_beats": run / "beats" / JOB, "_hang": run / "hang" / JOB, "_reported": False}
+    one.__dict__ |= {"_heartbeats": run / "heartbeats" / JOB, "_hang": run / "hang" / JOB, "_reported": False}
     with mock.patch.object(os, "_exit", lambda status: None):
         one._report(90.0)
 
 
-NEIGHBOURS = (0.0, [(0, 70, 41, 90.0), (1, 71, 41, 90.0)])
+HEALTHY_NODE = (0.0, [(0, 70, 41, 90.0), (1, 71, 41, 90.0)])
 
 
 def stuck_rank(run: Path) -> None:
-    hang(run, {"n1": NEIGHBOURS, "n2": (0.0, [(2, 72, 41, 90.0, "stopped"), (3, 73, 41, 90.0, "mute")])})
+    hang(run, {"n1": HEALTHY_NODE, "n2": (0.0, [(2, 72, 41, 90.0, "stopped"), (3, 73, 41, 90.0, "mute")])})
 
 
 def stuck_rank_of_which_only_a_record_is_left(run: Path) -> None:
-    hang(run, {"n1": NEIGHBOURS, "n2": (0.0, [(2, 72, 41, 90.0, "gone"), (3, 73, 41, 90.0, "mute")])}, "end")
+    hang(run, {"n1": HEALTHY_NODE, "n2": (0.0, [(2, 72, 41, 90.0, "gone"), (3, 73, 41, 90.0, "mute")])}, "end")
     shutil.rmtree(run / "hang")
 
 
 def silent_node(run: Path) -> None:
-    hang(run, {"n1": NEIGHBOURS, "n2": (500.0, [(2, 72, 41, 90.0), (3, 73, 41, 90.0)])}, "end")
+    hang(run, {"n1": HEALTHY_NODE, "n2": (500.0, [(2, 72, 41, 90.0), (3, 73, 41, 90.0)])}, "end")
 
 
 def lost_node(run: Path) -> None:
@@ -240,7 +238,7 @@ BUILT: dict[str, Callable[[Path], None]] = {
 
 
 def of_folder(run: Path) -> dict[str, Any]:
-    """What hpcinit decides about the run in `run`, and what it advises."""
+    """Return what hpcinit decides about the run, and its advice."""
     from hpcinit.config.schema import Config
     from hpcinit.observe.state import State
     from hpcinit.records import node_records
@@ -248,10 +246,10 @@ def of_folder(run: Path) -> dict[str, Any]:
     from hpcinit.why import diagnosis, gather_evidence, why_command
     from hpcinit.why import node_exclusion as observed
 
-    failed = State("FAILED", "5", "slurm", away=True)  # so that no question is put to Slurm
+    failed = State("FAILED", "5", "slurm", away=True)  # so that Slurm is not queried
     found = gather_evidence.gather(run, failed)
     verdict = diagnosis.diagnose(found)
-    # Requeued, and Slurm's answer about the nodes of the attempt before is known.
+    # Requeued after Slurm reported a failed node of the previous attempt.
     again = why_command._again(run, replace(failed, name="PENDING"), replace(found, state="NODE_FAIL"))
     faults = list(observed._failures(run, {"engine": "slurm"}, found))
     table = node_records.node_states(faults, time.time(), 24)
@@ -265,7 +263,7 @@ def of_folder(run: Path) -> dict[str, Any]:
         "waits_for_a_cause": diagnosis.has_only_secondary_errors(found),
         "secondary": [re.sub(r"[^0-9].*", "", line) for line in verdict.secondary],  # how many ranks
         "when_requeued": again.kind,
-        "nothing_to_do_when_requeued": again.do == why_command.BY_ITSELF,
+        "nothing_to_do_when_requeued": again.do == why_command.RESTARTS_ALONE,
         "counted": sorted((one.host, one.kind) for one in faults),
         "excluded": submission.decide(config, table).hosts,
         "replaced": replaced(run),
@@ -283,9 +281,9 @@ def replaced(run: Path) -> str:
 
 
 def refused_submissions(_: Path) -> dict[str, Any]:
-    """Whether what a refusal says of its outcome is taken out where more follows: 'nothing was submitted' is then wrong."""
+    """Return whether 'nothing was submitted' is still in a message about several jobs, where it would be wrong."""
     from hpcinit.base.errors import SubmitError
-    from hpcinit.config.compose import Request
+    from hpcinit.config.request import Request
     from hpcinit.config.schema import Config
     from hpcinit.submit import restart, submit_command, validate
 

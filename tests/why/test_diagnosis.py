@@ -1,4 +1,4 @@
-"""The first failure of a run, from recorded evidence: what hpcinit why says first."""
+"""The first failure of a run, from recorded evidence: the headline of hpcinit why."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CLOSED = (
 T = 1795267388.0
 
 
-def told(rank: int, error: str, at: float = 0.0, step: int = 41, host: str = "", phase: str = "training") -> Found:
+def error_of(rank: int, error: str, at: float = 0.0, step: int = 41, host: str = "", phase: str = "training") -> Found:
     record = ErrorRecord(T + at, rank, host or f"n{rank // 2 + 1}", error, "", phase, step, "5.0.0")
     return Found(record, T + at)
 
@@ -39,38 +39,46 @@ def first(*found: Found, state: str = "FAILED", log: str = "", **more: object) -
     return diagnose(Evidence(state, found=found, log=job_log.read(log), **more)).headline  # type: ignore[arg-type]
 
 
-def test_the_cause_and_not_the_first_in_time_among_echoes() -> None:
-    """An echo may be written before its cause; which is which is told by its words."""
-    found = (told(0, CLOSED, -0.1), told(3, "ValueError: bad sample 17"), told(1, CLOSED, 0.8), told(2, CLOSED, 0.2))
+def test_the_cause_and_not_an_earlier_secondary_error() -> None:
+    """A secondary error may be written before its cause; its message shows that it is secondary."""
+    found = (
+        error_of(0, CLOSED, -0.1),
+        error_of(3, "ValueError: bad sample 17"),
+        error_of(1, CLOSED, 0.8),
+        error_of(2, CLOSED, 0.2),
+    )
     verdict = diagnose(Evidence("FAILED", found=found))
     clock = time.strftime("%H:%M:%S", time.localtime(T))
     assert verdict.headline == f"rank 3 on n2 failed first, {clock} (step 41): ValueError: bad sample 17"
     assert verdict.secondary == ("3 other ranks: Connection closed by peer, up to 0.8 s later",)
 
 
-def test_the_phase_is_told_where_it_is_not_the_training() -> None:
-    assert "(saving, step 41): OSError" in first(told(0, "OSError: [Errno 28] No space left on device", phase="saving"))
-    assert "(start-up): ImportError" in first(told(0, "ImportError: x", step=-1, phase="start-up"))
+def test_the_phase_is_shown_unless_it_is_training() -> None:
+    """The headline shows a phase other than training, and a step if one was reported."""
+    assert "(saving, step 41): OSError" in first(
+        error_of(0, "OSError: [Errno 28] No space left on device", phase="saving")
+    )
+    assert "(start-up): ImportError" in first(error_of(0, "ImportError: x", step=-1, phase="start-up"))
 
 
-def test_a_rank_that_a_signal_ended_leaves_no_record() -> None:
-    """srun names it first; the records of others are echoes."""
-    assert first(told(0, CLOSED), told(2, CLOSED), log=KILLED, step=41) == (
-        "rank 1 on n1 was ended by a signal (Killed) first (step 41)"
+def test_a_killed_rank_without_a_record() -> None:
+    """srun reports the killed rank first, and the records of the other ranks are secondary."""
+    assert first(error_of(0, CLOSED), error_of(2, CLOSED), log=KILLED, step=41) == (
+        "rank 1 on n1 was killed by a signal (Killed) first (step 41)"
     )
 
 
 def test_ranks_whose_parent_was_killed() -> None:
-    """The one task of a node is all that srun speaks of, and all of its ranks are meant."""
+    """srun reports the only task of a node, and the verdict names all of its ranks."""
     log = job_log.read("srun: error: n2: task 1: Killed\n", 2)
     verdict = diagnose(Evidence("FAILED", log=log))
-    assert verdict.headline == "ranks 2-3 on n2 were ended by a signal (Killed) first"
+    assert verdict.headline == "ranks 2-3 on n2 were killed by a signal (Killed) first"
 
 
-def test_a_rank_is_counted_once_among_those_that_came_after() -> None:
-    """Who has said that a peer is gone, and was ended later, has said it; the others were ended."""
+def test_a_rank_is_counted_once_as_secondary() -> None:
+    """A rank with a secondary error that Slurm ended later counts only for its error."""
     log = job_log.read(KILLED.replace("Killed", "Exited with exit code 1"))
-    verdict = diagnose(Evidence("FAILED", found=(told(1, "ValueError: x"), told(0, CLOSED)), log=log))
+    verdict = diagnose(Evidence("FAILED", found=(error_of(1, "ValueError: x"), error_of(0, CLOSED)), log=log))
     assert verdict.secondary == (
         "1 other rank: Connection closed by peer, up to 0.0 s later",
         "2 ranks ended by Slurm afterwards (ranks 2-3)",
@@ -78,43 +86,49 @@ def test_a_rank_is_counted_once_among_those_that_came_after() -> None:
 
 
 def test_a_signal_after_an_error_is_no_cause() -> None:
-    """A rank raised, and another one that waited for it was killed later."""
+    """If a rank raised, a rank that was killed later is not the cause."""
     log = "srun: error: n2: task 3: Exited with exit code 1\n" + KILLED
-    assert "rank 3 on n2 failed first" in first(told(3, "ValueError: x"), log=log)
-    assert "rank 3 on n2 failed first" in first(told(3, "ValueError: x"), log="srun: error: n1: task 1: Aborted\n")
+    assert "rank 3 on n2 failed first" in first(error_of(3, "ValueError: x"), log=log)
+    assert "rank 3 on n2 failed first" in first(error_of(3, "ValueError: x"), log="srun: error: n1: task 1: Aborted\n")
 
 
 def test_the_time_limit_and_who_raised_because_of_it() -> None:
-    """What a rank raises on its way out is an echo; what it raised long before is the cause."""
+    """An error after the time limit is secondary; an error long before it is the cause."""
     at = job_log.read(LIMIT).cancelled
     assert at is not None and at.at is not None
-    late = told(1, "RuntimeError: interrupted", at.at - T + 1)
+    late = error_of(1, "RuntimeError: interrupted", at.at - T + 1)
     assert first(late, state="TIMEOUT", log=LIMIT, time_min=10).startswith("the time limit of 10 min ended the job, ")
-    assert "rank 1 on n1 failed first" in first(told(1, "ValueError: x", at.at - T - 900), state="TIMEOUT", log=LIMIT)
+    assert "rank 1 on n1 failed first" in first(
+        error_of(1, "ValueError: x", at.at - T - 900), state="TIMEOUT", log=LIMIT
+    )
 
 
 def test_a_lost_node_and_its_reason() -> None:
-    verdict = diagnose(Evidence("NODE_FAIL", found=(told(0, CLOSED),), log=job_log.read(LOST), nodes={"n2": "Xid 79"}))
-    assert verdict.headline == "node n2 was lost: Slurm says node failure"
+    """The verdict has Slurm's reason for the node, and advises to exclude it."""
+    verdict = diagnose(
+        Evidence("NODE_FAIL", found=(error_of(0, CLOSED),), log=job_log.read(LOST), nodes={"n2": "Xid 79"})
+    )
+    assert verdict.headline == "node n2 was lost: Slurm reports a node failure"
     assert verdict.evidence == ("n2: Xid 79",) and "exclude=n2" in verdict.do
 
 
 def test_the_hosts_memory() -> None:
-    """Recorded words: no node of the test cluster confines memory."""
+    """Slurm's recorded messages are used because no node of the test cluster limits memory."""
     log = f"{OOM}\n{KILLED}"
     verdict = diagnose(Evidence("OUT_OF_MEMORY", log=job_log.read(log)))
-    assert "rank 1 on n1 was killed by the kernel: the node's memory for this job is used up" in verdict.headline
+    assert "rank 1 on n1 was killed by the kernel (the node ran out of the memory of this job)" in verdict.headline
     assert verdict.kind == "host-memory" and "mem_gb" in verdict.do
     assert diagnose(Evidence("OUT_OF_MEMORY")).kind == "host-memory"
 
 
 def test_cancelled_and_preempted() -> None:
-    assert first(state="CANCELLED", who="alice").startswith("the job was cancelled by alice: scancel")
+    """The headline shows who canceled a job, and at which step a preemption ended it."""
+    assert first(state="CANCELLED", who="alice").startswith("the job was canceled by alice (scancel")
     assert first(state="PREEMPTED", step=3) == "a job of higher priority took the nodes (step 3)"
 
 
-def test_a_hang_that_somebody_ended() -> None:
-    """The report names the rank that the others wait for; the end that Slurm tells of is not the cause."""
+def test_a_hang_that_was_ended_later() -> None:
+    """The cause is the rank that the others wait for, not the time limit that ended the job."""
     report = HangReport(
         rank=1,
         host="n1",
@@ -125,25 +139,26 @@ def test_a_hang_that_somebody_ended() -> None:
         stuck=(StuckRank(1, "n1", 9, STOPPED),),
     )
     verdict = diagnose(Evidence("TIMEOUT", log=job_log.read(LIMIT), hang=report))
-    assert verdict.headline.startswith("the training hung: rank 1 on n1 cannot be asked: process 9 is stopped")
+    assert verdict.headline.startswith("the training hung: rank 1 on n1 does not respond: process 9 is stopped")
     assert (verdict.rank, verdict.host, verdict.kind) == (1, "n1", "hang")
-    assert verdict.evidence == report.lines()[:2] and "somebody stopped that process" in verdict.do
-    record = replace(told(0, "the training hangs").record, kind="hang", hang=json.loads(report.to_json()))
+    assert verdict.evidence == report.lines()[:2] and "another process stopped it" in verdict.do
+    record = replace(error_of(0, "the training hangs").record, kind="hang", hang=json.loads(report.to_json()))
     alone = diagnose(Evidence("FAILED", found=(Found(record, T),)))
     assert (alone.headline, alone.rank, alone.do) == (verdict.headline, 1, verdict.do)
 
 
 def test_an_exit_status_without_a_record() -> None:
+    """Among exit statuses, the rank without an error record is the cause."""
     log = "srun: error: n2: tasks 2-3: Exited with exit code 1\nsrun: error: n1: task 1: Exited with exit code 7\n"
-    assert first(told(2, CLOSED), told(3, CLOSED), log=log, tails={1: "segments lost"}) == (
-        "rank 1 on n1 ended first, exited with exit code 7: segments lost"
+    assert first(error_of(2, CLOSED), error_of(3, CLOSED), log=log, tails={1: "segments lost"}) == (
+        "rank 1 on n1 failed first: exited with exit code 7: segments lost"
     )
 
 
-def test_only_echoes_and_nothing_at_all() -> None:
-    """Nothing is made up."""
-    assert first(told(0, CLOSED)).startswith("a rank or its node went away without a word")
-    assert first(state="UNKNOWN", reason="no answer") == "nothing says why: Slurm's state is UNKNOWN (no answer)"
+def test_only_secondary_errors_and_no_evidence() -> None:
+    """Without evidence of a cause, the headline reports that it is unknown."""
+    assert first(error_of(0, CLOSED)).startswith("a rank or its node disappeared without an error")
+    assert first(state="UNKNOWN", reason="no answer") == "the cause is unknown: Slurm's state is UNKNOWN (no answer)"
     verdict = diagnose(
         Evidence("FAILED", exit_status=127, log=job_log.read("job.sh: line 9: module: command not found\n"))
     )
@@ -154,10 +169,10 @@ def test_only_echoes_and_nothing_at_all() -> None:
 
 
 def test_clocks_of_nodes_that_differ() -> None:
-    """n2 is 2 s ahead: its error, which came first, has the later time."""
+    """The clock of n2 is 2 s ahead, so its error is the first although its time is later."""
     found = (
-        replace(told(2, "ValueError: first", 2.0, host="n2"), written=T),
-        told(0, "KeyError: 'second'", 1.0, host="n1"),
+        replace(error_of(2, "ValueError: first", 2.0, host="n2"), written=T),
+        error_of(0, "KeyError: 'second'", 1.0, host="n1"),
     )
     offsets = clocks((one.record.host, one.written - one.record.time) for one in found)
     assert offsets == {"n2": -2.0, "n1": 0.0}
@@ -165,26 +180,29 @@ def test_clocks_of_nodes_that_differ() -> None:
     assert "rank 2 on n2 failed first" in verdict.headline
     assert verdict.evidence == ("rank 0 on n1 1.0 s later: KeyError: 'second'",)
     assert "clocks of the nodes differ by 2.0 s (n2 is ahead)" in verdict.secondary[-1]
-    assert clocks([("n1", 0.01), ("n2", 0.2), ("n2", 3.0)]) == {}  # a file that came late is no clock
+    assert clocks([("n1", 0.01), ("n2", 0.2), ("n2", 3.0)]) == {}  # a delayed write does not change the clock
 
 
 def test_two_at_about_the_same_time() -> None:
-    """What cannot be told apart is said so; the same error of many ranks is one line."""
+    """Two errors at about the same time are marked as such, and the same error of several ranks is one line."""
     verdict = diagnose(
-        Evidence("FAILED", found=(told(0, "KeyError: 'a'"), told(2, "ValueError: b", 0.2), told(3, "KeyError: 'a'", 1)))
+        Evidence(
+            "FAILED",
+            found=(error_of(0, "KeyError: 'a'"), error_of(2, "ValueError: b", 0.2), error_of(3, "KeyError: 'a'", 1)),
+        )
     )
     assert verdict.evidence == (
         "the same error on rank 3",
-        "rank 2 on n2 0.2 s later, which may as well have come first: ValueError: b",
+        "rank 2 on n2 0.2 s later, which may have failed first: ValueError: b",
     )
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "word"),
+    ("error", "kind", "advice"),
     [
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "cuda-memory", "fsdp"),
         ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.", "host-memory", "mem_gb"),
-        ("OSError: [Errno 28] No space left on device", "disk", "make room"),
+        ("OSError: [Errno 28] No space left on device", "disk", "free space"),
         ("RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598", "disk", "df -h"),
         ("RuntimeError: basic_ios::clear: iostream error", "disk", "df -h"),
         ("ModuleNotFoundError: No module named 'flash_attn'", "import", "cluster.venv"),
@@ -197,9 +215,10 @@ def test_two_at_about_the_same_time() -> None:
         ("SystemExit: 3", "program", "sys.exit"),
     ],
 )  # fmt: skip
-def test_what_to_do(error: str, kind: str, word: str) -> None:
+def test_the_advice_for_an_error(error: str, kind: str, advice: str) -> None:
+    """Messages of other programs lead to a kind and to advice, and are not secondary."""
     found = causes.kind(error)
-    assert found[0] == kind and word in found[1] and not causes.is_secondary_text(error)
+    assert found[0] == kind and advice in found[1] and not causes.is_secondary_text(error)
 
 
 @pytest.mark.parametrize(
@@ -213,12 +232,13 @@ def test_what_to_do(error: str, kind: str, word: str) -> None:
         "SystemExit: 143",
     ],
 )
-def test_an_echo_is_known(error: str) -> None:
+def test_a_secondary_error_is_recognized(error: str) -> None:
+    """Messages that another rank's failure causes count as secondary."""
     assert causes.is_secondary_text(error)
 
 
-def test_records_of_an_earlier_attempt_are_left_out(tmp_path: Path) -> None:
-    """A requeued job has the same id and another restart; a chain other ids. Half a file is none."""
+def test_records_of_an_earlier_attempt_are_ignored(tmp_path: Path) -> None:
+    """Records of another restart or another job of the chain are ignored, and so are incomplete files."""
     for rank, job in enumerate(("7.0.0", "8.0.0", "8.0.1", "torchrun-x")):
         record = ErrorRecord(T, rank, "n1", "KeyError: 1", "", job=job)
         (tmp_path / record.name).write_text(record.to_json())
@@ -232,6 +252,7 @@ def test_records_of_an_earlier_attempt_are_left_out(tmp_path: Path) -> None:
 
 
 def test_an_error_is_one_line() -> None:
+    """brief() returns the first line without the module, of limited length."""
     assert brief("\nhpcinit.base.errors.Failure: no\nmore") == "Failure: no"
     assert len(brief("x" * 999)) < 300
     try:
@@ -241,24 +262,24 @@ def test_an_error_is_one_line() -> None:
 
 
 def test_a_node_on_which_srun_starts_nothing() -> None:
-    """srun's words, recorded with Slurm 22.05.8: what it ends elsewhere because of it comes after."""
+    """The node where srun could not start a task is the cause, not the ranks that srun ended because of it."""
     log = (
         "srun: error: Task launch for StepId=10.0 failed on node n2: Communication connection failure\n"
         "srun: error: Application launch failed: Communication connection failure\n"
         "srun: Job step aborted: Waiting up to 5 seconds for job step to finish.\nsrun: error: n1: task 0: Killed\n"
     )
     verdict = diagnose(Evidence("FAILED", log=job_log.read(log)))
-    assert verdict.headline == "srun could not start the ranks on n2: its slurmd gave no answer"
+    assert verdict.headline == "srun could not start the ranks on n2: its slurmd did not answer"
     assert (verdict.kind, verdict.host) == ("node", "n2") and verdict.do.endswith("cluster.sbatch.exclude=n2")
 
 
 def test_a_collective_that_timed_out_has_the_flight_recorders_culprit() -> None:
-    """All ranks end at NCCL's timeout, as echoes; the rank they waited for is in torch's own dumps."""
+    """All errors at NCCL's timeout are secondary; torch's dumps show the rank that the others waited for."""
     timed_out = "RuntimeError: [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=42)"
     line = "rank 1 has not called all_reduce number 42 of the default group, in which ranks 0,2-3 wait"
     culprit = Culprit(1, "n1", "not-called", "0", "default_pg", "all_reduce", 42, (0, 2, 3), line)
     found = HangVerdict((culprit,), (0, 2, 3))
-    verdict = diagnose(Evidence("FAILED", found=(told(0, timed_out), told(2, timed_out)), flight=found))
+    verdict = diagnose(Evidence("FAILED", found=(error_of(0, timed_out), error_of(2, timed_out)), flight=found))
     assert (verdict.headline, verdict.rank, verdict.host) == (f"a collective hung: {line}", 1, "n1")
     assert verdict.kind == "hang" and verdict.flight == found and "torchfrtrace" in verdict.do
     hang = diagnose(
@@ -267,19 +288,19 @@ def test_a_collective_that_timed_out_has_the_flight_recorders_culprit() -> None:
         )
     )
     assert hang.headline.startswith("the training hung: rank 1")
-    assert hang.evidence == ("no rank has told a step yet", f"flight recorder: {line}")
+    assert hang.evidence == ("no rank has reported a step yet", f"flight recorder: {line}")
 
 
 def test_a_bus_error_is_a_disk() -> None:
-    """It comes of any full disk with mapped files: /tmp as well as /dev/shm, and not of data loaders alone."""
+    """The advice names every disk that can have mapped files, /tmp as well as /dev/shm."""
     verdict = diagnose(Evidence("FAILED", log=job_log.read("srun: error: n2: task 1: Bus error\n")))
-    assert verdict.headline == "rank 1 on n2 was ended by a signal (Bus error) first"
-    assert "look at /tmp, TMPDIR and /dev/shm on that node (df -h" in verdict.do and "data loader" not in verdict.do
+    assert verdict.headline == "rank 1 on n2 was killed by a signal (Bus error) first"
+    assert "check /tmp, TMPDIR and /dev/shm on that node (df -h" in verdict.do and "data loader" not in verdict.do
 
 
-def test_errors_of_hpcinit_are_known_by_their_fields() -> None:
-    """A consequence of another rank's failure by its kind; a cause by what the message quotes, or else by its kind."""
-    lost = replace(told(0, "words").record, kind="peer-lost", rank_at_fault=2)
+def test_errors_of_hpcinit_are_recognized_by_their_fields() -> None:
+    """Its kind shows that an error is secondary; the quoted text, or else its kind, shows the cause."""
+    lost = replace(error_of(0, "text").record, kind="peer-lost", rank_at_fault=2)
     assert causes.is_secondary(lost) and causes.secondary_name(lost) == "died during start-up"
     late = replace(lost, kind="start-up")
     assert not causes.is_secondary(late) and causes.of_record(late)[0] == "start-up"
@@ -303,9 +324,9 @@ def test_errors_of_hpcinit_are_known_by_their_fields() -> None:
         {"host": []},
     ],
 )
-def test_a_record_with_values_of_other_types_is_left_out(tmp_path: Path, change: dict[str, object]) -> None:
-    """Whoever wrote it, no reader gets a value that it does not expect; keys of later versions do no harm."""
-    document = json.loads(told(3, "ValueError: x").record.to_json())
+def test_a_record_with_values_of_other_types_is_ignored(tmp_path: Path, change: dict[str, object]) -> None:
+    """A record with a value of a wrong type is skipped; keys of later versions are ignored."""
+    document = json.loads(error_of(3, "ValueError: x").record.to_json())
     (tmp_path / "rank-3.json").write_text(json.dumps({**document, "of_a_later_version": 1}))
     assert [one.record.rank for one in error_records.read(tmp_path)] == [3]
     (tmp_path / "rank-3.json").write_text(json.dumps({**document, **change}))
@@ -326,6 +347,7 @@ WHOLE = HangReport(
 
 
 def test_the_report_of_a_hang_is_read_back_as_it_was_written() -> None:
+    """A hang report survives a round trip through JSON, and keys of later versions are ignored."""
     assert hang_report.from_document(json.loads(WHOLE.to_json())) == WHOLE
     assert hang_report.from_document({"rank": 1, "of_a_later_version": {}}) == HangReport(rank=1)
 
@@ -350,8 +372,8 @@ def test_the_report_of_a_hang_is_read_back_as_it_was_written() -> None:
         "[" * 100_000,
     ],
 )
-def test_a_torn_report_of_a_hang_costs_its_fields_only(tmp_path: Path, text: str) -> None:
-    """Its text is shown, as that of a version that wrote no fields; where that is missing too there is no report."""
+def test_an_unreadable_hang_report_loses_its_fields_only(tmp_path: Path, text: str) -> None:
+    """If report.json cannot be read, report.txt is shown; without both there is no report."""
     folder = tmp_path / "hang/5.0.0"
     folder.mkdir(parents=True)
     (folder / hang_report.RECORD).write_text(text)

@@ -1,9 +1,9 @@
-"""The flight recorder's dumps: what is read from them, and that nothing in such a file is ever called.
+"""Reading the flight recorder's dumps, and that no function named in such a file is called.
 
-tests/data/flight has what torch 2.13 itself wrote with gloo (torch._C._distributed_c10d._dump_fr_trace, without stacks):
+tests/data/flight has dumps that torch 2.13 wrote with gloo (torch._C._distributed_c10d._dump_fr_trace, without stacks):
 of two ranks, of which the first is in a third collective; and of four ranks with groups, as pickles and as JSON, of which
 rank 3 never makes its second call in group tp1. NCCL's recorder writes the same form and needs GPUs. The other dumps are
-made by hand in that form.
+written for the tests in that form.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ def recorded(rank: int) -> bytes:
 
 
 def test_dumps_of_an_attempt(tmp_path: Path) -> None:
-    """The dumps of one attempt are read; those of another job or attempt and a torn file are not."""
-    assert sorted(written(tmp_path, recorded(0), recorded(1), recorded(1)[:40])) == [0, 1]
+    """The dumps of one attempt are read; those of another job or attempt are not. A torn file is reported as such."""
+    dumps = written(tmp_path, recorded(0), recorded(1), recorded(1)[:40])
+    assert sorted(dumps) == [0, 1, 2] and "5.0.0.rank_2: not a flight" in dumps[2][flight_recorder.UNREADABLE]
+    assert sorted(flight_recorder.recordings(dumps)) == [0, 1]
     assert written(tmp_path / "a", recorded(0), job="4.0.0") == written(tmp_path / "b", recorded(0), job="5.0.1") == {}
 
 
@@ -78,14 +80,14 @@ class Calls:
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_nothing_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int) -> None:
-    """A file that somebody put there, whose pickle would make a folder, is refused and makes none."""
+    """A pickle of another user that would create a folder is refused and creates none."""
     monkeypatch.chdir(tmp_path)
     evil = pickle.dumps({"version": "2.10", "entries": [Calls()]}, protocol)
     with pytest.raises(ValueError, match=r"it names \w+\.mkdir, and a flight recorder's dump names nothing"):
         flight_recorder.load(evil)
     assert not (tmp_path / "called").exists()
     pickle.loads(evil)
-    assert (tmp_path / "called").exists(), "the test's file does what it is for"
+    assert (tmp_path / "called").exists(), "the test's file creates the folder if it is loaded"
 
 
 @pytest.mark.parametrize(
@@ -94,3 +96,35 @@ def test_nothing_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prot
 def test_what_is_no_dump(data: bytes) -> None:
     with pytest.raises(ValueError, match="not a flight recorder's dump"):
         flight_recorder.load(data)
+
+
+def test_an_empty_dump_in_json() -> None:
+    """torch's JSON has no entries for a rank that has called nothing, and texts for the numbers in pg_status."""
+    empty = b'{"comm_lib_version":"","nccl_comm_state":{},"pg_config":{},"pg_status":{},"version":"2.10"}'
+    dumps = {
+        0: flight_recorder.load(empty),
+        1: flight_recorder.load((RECORDED / "gloo-2.13-groups-json_1").read_bytes()),
+    }
+    ranks = flight_recorder.recordings(dumps)
+    assert not ranks[0].pending and not ranks[0].last and ranks[1].pending
+    called = {**flight_recorder.load(empty), "pg_config": {"4": {"ranks": "[0, 1]"}}}
+    called["pg_status"] = {"0": {"last_enqueued_collective": "41"}}
+    assert {group.name: number for group, number in flight_recorder.recordings({0: called})[0].last.items()} == {
+        "4": 41
+    }
+
+
+def test_a_folder_as_people_collect_them(tmp_path: Path) -> None:
+    """A folder for each node, other files beside the dumps, a name with more after the rank, and a truncated dump."""
+    names = ("n1/trace_0", "n1/trace_12", "n2/trace_3.json", "n2/dump_rank7_of_16.pkl")
+    for at, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(recorded(at % 2))
+    (tmp_path / "n2/trace_4").write_bytes(recorded(0)[:100])
+    (tmp_path / "n2/trace_5").write_bytes(b"")
+    (tmp_path / "n1/config_1.json").write_text('{"rank": 1}')
+    (tmp_path / "n1/log_2").write_text("a log\n")
+    (tmp_path / "notes 9").mkdir()
+    found = flight_recorder.read_folder(tmp_path)
+    unreadable = {rank for rank, dump in found.items() if flight_recorder.UNREADABLE in dump}
+    assert sorted(found) == [0, 3, 4, 5, 7, 12] and unreadable == {4, 5}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from pathlib import Path
@@ -9,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from hpcinit.why import flight_recorder, hang_verdict
+from hpcinit.why import flight_recorder, hang_verdict, why_command
 from hpcinit.why.hang_verdict import HangVerdict
-from tests.why import hang_dumps
-from tests.why.hang_dumps import DEVICE_STUCK, NO_DUMP, NOT_CALLED, SYMMETRIC
+from tests.why import hang_dumps, hang_scenarios
+from tests.why.hang_dumps import DEVICE_STUCK, MISMATCH, NO_DUMP, NOT_CALLED, PEER_LOST, SYMMETRIC
 
-# `HPCINIT_HANGS=10000 pytest tests/why/test_hang_verdict.py` tries as many trainings of each kind.
+# `HPCINIT_HANGS=10000 pytest tests/why/test_hang_verdict.py` tries that many training runs of each kind.
 CASES = int(os.environ.get("HPCINIT_HANGS", "150"))
 RECORDED = Path(__file__).parents[1] / "data/flight"
 
@@ -23,9 +24,9 @@ def named(found: HangVerdict) -> set[tuple[int, str]]:
     return {(one.rank, one.kind) for one in found.culprits}
 
 
-@pytest.mark.parametrize("kind", [NOT_CALLED, DEVICE_STUCK, NO_DUMP])
+@pytest.mark.parametrize("kind", [NOT_CALLED, DEVICE_STUCK, MISMATCH, NO_DUMP, PEER_LOST])
 def test_one_rank_causes_the_hang(kind: str) -> None:
-    """In random trainings with data, tensor, pipeline and expert groups, the verdict is the injected rank and kind."""
+    """In random training runs with data, tensor, pipeline and expert groups, the verdict is the injected rank and kind."""
     for seed in range(CASES):
         training = hang_dumps.training(seed, kinds=[kind])
         [fault] = training.faults
@@ -90,7 +91,7 @@ def of(*ranks: list[dict[str, Any]]) -> HangVerdict:
 
 
 @pytest.mark.parametrize(
-    ("usual", "odd", "said"),
+    ("usual", "odd", "sentence"),
     [
         (call(1, "all_reduce"), call(1, "broadcast"), "broadcast of [4] Float where ranks 0-1,3 called all_reduce"),
         (
@@ -110,10 +111,10 @@ def of(*ranks: list[dict[str, Any]]) -> HangVerdict:
         ),
     ],
 )
-def test_a_rank_calls_something_else(usual: dict[str, Any], odd: dict[str, Any], said: str) -> None:
+def test_a_rank_calls_something_else(usual: dict[str, Any], odd: dict[str, Any], sentence: str) -> None:
     """Another collective, size or type than the others' is a mismatch of the rank that differs from the most."""
     found = of([usual], [usual], [odd], [usual])
-    assert named(found) == {(2, "mismatch")} and found.lines()[0].startswith(f"rank 2 called {said}")
+    assert named(found) == {(2, "mismatch")} and found.lines()[0].startswith(f"rank 2 called {sentence}")
 
 
 @pytest.mark.parametrize(
@@ -158,8 +159,8 @@ def test_a_message_of_another_size() -> None:
     assert found.lines()[0].startswith("rank 0 called send of [4] Float where rank 1 called recv of [5] Float")
 
 
-def test_the_oldest_wait_comes_first() -> None:
-    """Independent causes are in the order in which ranks began to wait, over all groups."""
+def test_the_oldest_wait_is_first() -> None:
+    """Independent causes are sorted by the time at which ranks started to wait, over all groups."""
     config = {name: {"desc": name, "ranks": ranks} for name, ranks in (("x", "[0, 1]"), ("y", "[2, 3]"))}
 
     def dump(*entries: dict[str, Any]) -> dict[str, Any]:
@@ -208,3 +209,56 @@ def test_a_dump_with_strange_fields(key: str, value: object) -> None:
         }
     )
     assert (2, NOT_CALLED) in named(found)
+
+
+def test_a_rank_whose_dump_cannot_be_read() -> None:
+    """Such a rank is blamed only if nothing else explains why the others wait for it."""
+    config = {name: {"desc": name, "ranks": ranks} for name, ranks in (("x", "[0, 1]"), ("y", "[2, 3]"))}
+    waits = {**call(1, "all_reduce"), "process_group": ("x", "x")}
+    dumps: dict[int, dict[str, Any]] = {0: {"pg_config": config, "entries": [waits]}, 1: {"unreadable": "d_1: torn"}}
+    alone = hang_verdict.verdict(dumps)
+    assert named(alone) == {(1, NO_DUMP)} and alone.lines()[0] == "rank 1 left a dump that cannot be read: d_1: torn"
+    other = {**call(1, "all_reduce"), "process_group": ("y", "y")}
+    found = hang_verdict.verdict({**dumps, 2: {"pg_config": config, "entries": [other]}, 3: {"entries": []}})
+    assert named(found) == {(3, NOT_CALLED)} and "rank 1 has called: its dump cannot be read" in " ".join(found.unknown)
+
+
+def test_a_lost_peer() -> None:
+    """torch gave up a call before its timeout: the connection to the rank without a dump broke."""
+    config = {"0": {"desc": "default_pg", "ranks": "[0, 1, 2]"}}
+    waits = call(1, "all_reduce", retired=True, time_created_ns=10**18, timeout_ms=600_000)
+    for seconds, kind in ((9, hang_verdict.PEER_LOST), (601, NO_DUMP)):
+        dump = {"pg_config": config, "entries": [waits], "written_ns": 10**18 + seconds * 10**9}
+        assert named(hang_verdict.verdict({0: dump, 1: dump})) == {(2, kind)}
+
+
+def test_messages_name_ranks_of_the_group() -> None:
+    """new_group([3, 1, 0], sort_ranks=False): rank 1 of the group is rank 1, and rank 2 of the group is rank 0."""
+    config = {"5": {"desc": "pp", "ranks": "[3, 1, 0]"}}
+    done = [call(1, "send 0->1", state="completed", is_p2p=True), call(2, "send 0->2", is_p2p=True)]
+    received = [call(1, "recv 1<-0", state="completed", is_p2p=True)]
+    dumps = {3: done, 1: received, 0: []}
+    found = hang_verdict.verdict(
+        {
+            rank: {"pg_config": config, "entries": [{**entry, "process_group": ["5", "pp"]} for entry in entries]}
+            for rank, entries in dumps.items()
+        }
+    )
+    assert named(found) == {(0, NOT_CALLED)}
+
+
+@pytest.mark.parametrize("form", ["pickle", "json"])
+def test_scenarios(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
+    """`hpcinit why FOLDER --json` on the files of each scenario gives the verdict that a person would."""
+    for scenario in hang_scenarios.SCENARIOS:
+        job, expected = scenario()
+        folder = tmp_path / scenario.__name__
+        folder.mkdir()
+        for name, data in job.files(as_json=form == "json").items():
+            (folder / name).write_bytes(data)
+        assert why_command.main([str(folder), "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert {(one["rank"], one["kind"]) for one in document["culprits"]} == expected, scenario.__name__
+        keys = ["rank", "host", "kind", "group", "description", "collective", "number", "waiting_ranks", "evidence"]
+        assert all(list(one) == keys for one in document["culprits"])
+        assert {"verdict", "secondary", "unknown"} <= document.keys()

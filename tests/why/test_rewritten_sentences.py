@@ -1,4 +1,4 @@
-"""hpcinit decides by the fields of its records, never by the words of its messages."""
+"""hpcinit decides by the fields of its records, never by the text of its messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return decided(folder)
 
 
-def test_the_scenarios_are_what_they_are_called(plain: dict[str, dict[str, Any]]) -> None:
+def test_the_scenarios_have_different_verdicts(plain: dict[str, dict[str, Any]]) -> None:
     """The run folders of the other tests lead to different verdicts, blame and exclusions."""
     verdicts = {name: (one["kind"], one["rank"]) for name, one in plain.items() if "kind" in one}
     assert verdicts == {
@@ -49,10 +49,10 @@ def test_the_scenarios_are_what_they_are_called(plain: dict[str, dict[str, Any]]
         "silent_node": ("hang", None),
         "lost_node": ("node", None),
     }
-    assert plain["silent_node"]["counted"] == [["n2", "no beats"]] and plain["silent_node"]["excluded"] == "n2"
+    assert plain["silent_node"]["counted"] == [["n2", "no heartbeats"]] and plain["silent_node"]["excluded"] == "n2"
     assert plain["lost_node"]["excluded"] == "n2" and plain["lost_node"]["nothing_to_do_when_requeued"]
     assert plain["stuck_rank"]["replaced"] == plain["silent_node"]["replaced"] == "n2"
-    assert "stopped that process" in plain["stuck_rank"]["do"]
+    assert "another process stopped it" in plain["stuck_rank"]["do"]
     assert plain["only_peers_of_a_lost_rank"]["waits_for_a_cause"] and not plain["missing_rank"]["waits_for_a_cause"]
     assert plain["missing_rank"]["at_fault"] == [["start-up", 3, ""]] * 3
     assert plain["missing_node"]["at_fault"] == [["start-up", None, "n2"]] * 2
@@ -62,14 +62,14 @@ def test_the_scenarios_are_what_they_are_called(plain: dict[str, dict[str, Any]]
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_records_whose_sentences_are_random_words(plain: dict[str, dict[str, Any]], tmp_path: Path, seed: int) -> None:
-    """Ranks whose every message is random words leave records that lead to the same decisions and the same advice."""
+def test_records_with_random_sentences(plain: dict[str, dict[str, Any]], tmp_path: Path, seed: int) -> None:
+    """Ranks whose messages are random text write records that lead to the same decisions and advice."""
     run("build", tmp_path, seed)
     assert decided(tmp_path) == plain
 
 
-def test_a_reader_whose_sentences_are_random_words(plain: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    """Rewriting the messages of the login node as well, in other words than the ranks', changes no decision."""
+def test_a_reader_with_random_sentences(plain: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    """Other random messages on the login node change no decision."""
     run("build", tmp_path, 3)
 
     def decisions(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -79,7 +79,7 @@ def test_a_reader_whose_sentences_are_random_words(plain: dict[str, dict[str, An
 
 
 def test_sentences_are_rewritten(tmp_path: Path) -> None:
-    """The hook changes what is written: otherwise the tests above could not fail."""
+    """The hook changes the written sentences; otherwise the tests above could not fail."""
     run("build", tmp_path, 1)
     record = json.loads((tmp_path / "missing_rank/errors/rank-0.json").read_text())
     assert "missing" not in record["error"] and "arrived" not in record["error"]

@@ -1,8 +1,8 @@
-"""Records further shapes beside those of tests.record_slurm_environments: leaks, MPI, odd steps.
+"""Record further shapes beside those of tests.record_slurm_environments: leaks, MPI, odd steps.
 
-Run by hand as root, on a machine with Slurm: python -m tests.world.record_worlds --out tests/data/worlds
-The files have the same form. These are the shapes that decide whether a task is told from something that
-looks like one, and where rank 0 is hard to find.
+Run it manually as root, on a machine with Slurm: python -m tests.world.record_worlds --out tests/data/worlds
+The files have the same form. These shapes show whether a task can be distinguished from something that looks like
+one, and where rank 0's host is hard to find.
 """
 
 import argparse
@@ -16,7 +16,7 @@ HOSTS = (("hosts", "n3\nn1\nn3\nn2\n"),)
 PROBE_ONLY = (("nested", "#!/bin/sh\n./probe\n"),)
 INSIDE = "srun --overlap sh -c '[ $SLURM_PROCID != 1 ] || "
 SHAPES = {
-    # Nobody's rank, although it looks like one.
+    # These look like a rank but are none.
     "batch_script_one_task": Shape("sbatch -N1 -n1", "./probe", tasks=1),
     "batch_script_nodes_only": Shape("sbatch -N2", "./probe", tasks=1),
     "batch_script_exclusive": Shape("sbatch -N1 --exclusive", "./probe", tasks=1),
@@ -30,7 +30,7 @@ SHAPES = {
     "nested_salloc": Shape("sbatch -N2 -n2", f"{INSIDE}salloc -N1 -n2 ./probe > job-nested.out'", 1),
     "nested_salloc_same_shape": Shape("sbatch -N2 -n2", f"{INSIDE}salloc -N2 -n2 ./probe > job-nested.out'", 1),
     "interactive_step": Shape("salloc -N2 -n4 srun --interactive --preserve-env ./probe", tasks=1),
-    # Real ranks in steps that are odd.
+    # Real ranks in unusual steps.
     "preserve_env": Shape("sbatch -N2 -n4", "srun --preserve-env -N1 -n2 --label ./probe", tasks=2),
     "nodelist_backwards": Shape("sbatch -N4 --ntasks-per-node=2", "srun -w n4,n2 -N2 -n4 --label ./probe"),
     "arbitrary_file_as_nodelist": Shape(
@@ -50,7 +50,7 @@ SHAPES = {
         "srun --label -w n3 -N1 -n2 ./probe : -w n1,n2 -N2 -n3 ./probe",
         tasks=5,
     ),
-    # Slurm speaks MPI's dialects too.
+    # Slurm's support for MPI's process managers.
     "mpi_pmi2": Shape("sbatch -N2 -n4", "srun --mpi=pmi2 --label ./probe"),
     "mpi_pmix": Shape("sbatch -N1 -n2", "srun --mpi=pmix --label ./probe", tasks=2),
 }
@@ -67,7 +67,7 @@ def main() -> None:
         for name in options.only:
             try:
                 found = record(slurm, SHAPES[name])
-            except SystemExit as error:  # a shape that this Slurm refuses is a finding too
+            except SystemExit as error:  # a refusal of this Slurm version is a result too
                 print(f"{name}: not recorded: {error}", flush=True)
                 continue
             (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Names of nodes, and the addresses behind them."""
+"""Names of nodes and their addresses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HERE = socket.gethostname()
 
 
 def resolver(table: Mapping[str, Sequence[str]]) -> hosts.Resolver:
-    """A DNS of its own."""
+    """Return a resolver for this table instead of DNS."""
 
     def resolve(host: str) -> Sequence[str]:
         if host not in table:
@@ -39,28 +39,28 @@ def resolver(table: Mapping[str, Sequence[str]]) -> hosts.Resolver:
     ],
 )
 def test_rename(host: str, template: str, name: str) -> None:
-    """A template puts the host in its place, a plain suffix goes to the first label."""
+    """A template replaces {host}, and a plain suffix is added to the first label."""
     assert hosts.rename(host, template) == name
 
 
 @pytest.mark.parametrize("template", ["{host}{host}", "{node}i", "{host", "host}", "{host}{}", "{0}"])
 def test_a_template_with_other_braces(template: str) -> None:
-    """Anything in braces but one {host} is an error that shows the template and how it should be."""
+    """Any other placeholder than one {host} is an error that shows the template and the correct form."""
     with pytest.raises(ConfigError) as caught:
         hosts.rename("n1", template)
     assert str(caught.value) == (
-        f"the host template {template!r} is not understood, expected {{host}} once and no other braces, as in "
+        f"the host template {template!r} cannot be read, expected {{host}} once and no other braces, as in "
         "'{host}-ib0', or a plain suffix"
     )
 
 
 @pytest.mark.parametrize("template", ["{host} i", "-{host}", "{host}.", "$(x)", "{host}-", "{host}..ib", "i" * 255])
 def test_a_template_that_makes_no_name(template: str) -> None:
-    """What comes out must be a host name; a trailing dot is one."""
+    """The result must be a host name; a trailing dot is allowed."""
     if template == "{host}.":
         assert hosts.rename("n1", template) == "n1."
         return
-    with pytest.raises(WorldError, match="of the node 'n1', which is no host name: expected letters, digits"):
+    with pytest.raises(WorldError, match="of the node 'n1', which is not a host name: expected letters, digits"):
         hosts.rename("n1", template)
 
 
@@ -81,7 +81,7 @@ def test_a_template_that_makes_no_name(template: str) -> None:
     ],
 )
 def test_pick(addresses: list[str], nodes: int, own: list[str], chosen: str) -> None:
-    """No loopback among several nodes, IPv4 before IPv6, an address of this machine before both."""
+    """With several nodes no loopback is used, IPv4 is preferred to IPv6, and an address of this machine to both."""
     assert hosts.pick("n1", addresses, nodes, own) == chosen
 
 
@@ -94,34 +94,34 @@ def test_an_address_that_no_other_node_reaches(addresses: list[str]) -> None:
         hosts.pick("n1", addresses, 4)
     assert str(caught.value) == (
         f"n1 is {', '.join(addresses) or 'no address'} on {HERE}, expected an address that the other 3 nodes can connect "
-        f"to: a line of /etc/hosts on {HERE} maps the name to the machine itself; take the name off that line"
+        f"to: a line of /etc/hosts on {HERE} maps the name to the machine itself; remove the name from that line"
     )
 
 
 def test_a_name_that_resolves_needs_no_slurm() -> None:
-    """Slurm is not asked where the name resolves."""
+    """Slurm is not queried if the name resolves."""
     assert hosts.find("n1", 2, resolver({"n1": ["10.0.0.1"]}), node_addr=lambda _: pytest.fail()) == ("10.0.0.1", "")
 
 
 def test_an_address_needs_no_dns() -> None:
-    """A host that is an address already stays it, the local engine's loopback nodes too."""
+    """A host that is an address is used unchanged, including the local engine's loopback nodes."""
     assert hosts.find("10.0.0.1", 2, resolver({})).address == "10.0.0.1"
     assert hosts.find("127.0.0.2", 2, resolver({})).address == "127.0.0.2"
 
 
 @pytest.mark.parametrize(("addr", "address"), [("10.0.0.9", "10.0.0.9"), ("other", "10.0.0.8")])
-def test_a_name_that_does_not_resolve_falls_back_to_slurm_and_says_so(addr: str, address: str) -> None:
-    """Slurm's address for the node, itself a name or not, is used with a note."""
+def test_a_name_that_does_not_resolve_falls_back_to_slurm(addr: str, address: str) -> None:
+    """Slurm's address of the node, a name or an address, is used with a note."""
     found = hosts.find("n1", 2, resolver({"other": ["10.0.0.8"]}), node_addr=lambda host: {"n1": addr}[host])
     assert found.address == address
     assert found.note == (
-        f"n1 does not resolve on {HERE}: Name or service not known; Slurm's address for it is used, {addr}"
+        f"n1 does not resolve on {HERE}: Name or service not known; using Slurm's address for it, {addr}"
     )
 
 
 @pytest.mark.parametrize("addr", [None, "", "n1"])
-def test_a_name_that_nobody_knows(addr: str | None) -> None:
-    """Without an address from Slurm either, the message names the host, where it was asked and what to do."""
+def test_a_name_without_any_address(addr: str | None) -> None:
+    """If Slurm has no address either, the message names the host, the node that looked it up and the fix."""
     with pytest.raises(WorldError) as caught:
         hosts.find("n1", 2, resolver({}), node_addr=lambda _: addr)
     assert str(caught.value) == (
@@ -139,26 +139,26 @@ def with_template(table: Mapping[str, Sequence[str]], addr: str | None) -> hosts
 
 
 def test_a_template_that_holds() -> None:
-    """The node's name on the fast network is used, without a word."""
+    """The node's name on the fast network is used without a note."""
     assert with_template({"n1": ["10.0.0.1"], "n1-ib0": ["10.1.0.1"]}, None) == ("10.1.0.1", "")
 
 
 def test_a_template_whose_names_do_not_resolve() -> None:
-    """The node's own name is used, then Slurm's address for it, with the template and its name in one line."""
+    """The node's plain name is used, then Slurm's address, with a one-line note about the template."""
     found = with_template({"n1": ["10.0.0.1"]}, "10.0.0.9")
-    assert found == ("10.0.0.1", f"{OFF}; n1 is used as it is: mend the template, or leave it out")
+    assert found == ("10.0.0.1", f"{OFF}; n1 is used unchanged: fix cluster.host_template, or remove it")
     plain = f"n1 does not resolve on {HERE}: Name or service not known"
-    assert with_template({}, "10.0.0.9") == ("10.0.0.9", f"{OFF}; {plain}; Slurm's address for it is used, 10.0.0.9")
+    assert with_template({}, "10.0.0.9") == ("10.0.0.9", f"{OFF}; {plain}; using Slurm's address for it, 10.0.0.9")
     with pytest.raises(WorldError) as caught:
         with_template({}, None)
     assert str(caught.value) == (
         f"{OFF}; {plain}, and Slurm has no other address for it; expected a name that every node can look up: have the "
-        "node added to DNS or /etc/hosts, mend cluster.host_template, or leave it out"
+        "node added to DNS or /etc/hosts, fix cluster.host_template, or remove it"
     )
 
 
 def test_a_template_on_nodes_that_are_addresses() -> None:
-    """The local engine's nodes have addresses for names, which stay what they are."""
+    """The local engine's node names are addresses, which a template does not change."""
     found = hosts.find("127.0.0.2", 2, resolver({}), template="{host}-ib0")
     assert found.address == "127.0.0.2" and "127.0.0.2-ib0 (which cluster.host_template" in found.note
 
@@ -170,7 +170,7 @@ def test_slurms_name_for_it_does_not_resolve_either() -> None:
 
 
 def test_an_error_without_text() -> None:
-    """An OSError that has a number only is shown by it."""
+    """An OSError without a text is shown by its number."""
 
     def broken(host: str) -> Sequence[str]:
         raise OSError(errno.EIO)
@@ -180,14 +180,14 @@ def test_an_error_without_text() -> None:
 
 
 def test_the_systems_own_resolver() -> None:
-    """localhost is a loopback address, each only once."""
+    """localhost resolves to loopback addresses, without duplicates."""
     found = hosts.resolve("localhost")
     assert set(found) <= {"127.0.0.1", "::1"} and len(found) == len(set(found)) > 0
     assert hosts.find("localhost", 1).address in found
 
 
 def test_in_url() -> None:
-    """IPv6 gets its brackets."""
+    """An IPv6 address gets brackets."""
     assert hosts.in_url("n1", 20000) == "n1:20000"
     assert hosts.in_url("10.0.0.1", 20000) == "10.0.0.1:20000"
     assert hosts.in_url("fd00::1", 20000) == "[fd00::1]:20000"
@@ -204,7 +204,7 @@ def test_in_url() -> None:
     ],
 )
 def test_node_aliases(text: str, addresses: dict[str, str]) -> None:
-    """NODE:ADDRESS:HOSTNAME,... with IPv6 in brackets; '(null)' is what Slurm writes for nothing."""
+    """NODE:ADDRESS:HOSTNAME,... is read, with IPv6 in brackets; Slurm writes '(null)' for an empty list."""
     assert hosts.node_aliases(text) == addresses
 
 
@@ -212,7 +212,7 @@ def test_node_aliases(text: str, addresses: dict[str, str]) -> None:
     ("text", "column"), [("ec0", 1), ("ec0:1.2.3.4", 1), ("a:1:h,", 7), ("a:1:h,b:[1:h", 7), ("a:1:h:x", 1)]
 )
 def test_node_aliases_that_slurm_did_not_write(text: str, column: int) -> None:
-    """Other text is an error that shows where."""
+    """Other text is an error that shows the column."""
     with pytest.raises(WorldError) as caught:
         hosts.node_aliases(text)
     assert str(caught.value) == (
@@ -224,12 +224,12 @@ def test_node_aliases_that_slurm_did_not_write(text: str, column: int) -> None:
 
 
 def test_which_interface_has_an_address() -> None:
-    """The kernel's loopback has its two addresses, and an address of nobody is on no interface."""
+    """The loopback interface has its two addresses, and an unused address has no interface."""
     assert [network.holding(ip) for ip in ("127.0.0.1", "::1", "192.0.2.254", "2001:db8::1")] == ["lo", "lo", "", ""]
 
 
 def test_the_address_on_the_way_to_another() -> None:
-    """The kernel's choice of a source, without a packet; '' where there is no route."""
+    """The kernel's source address is returned without sending a packet; '' without a route."""
     assert (network.towards("127.0.0.9"), network.towards("::1")) == ("127.0.0.1", "::1")
     assert network.towards("255.255.255.255") == ""
 
@@ -244,12 +244,12 @@ def test_the_address_on_the_way_to_another() -> None:
     ],
 )
 def test_a_node_that_does_not_know_itself(table: dict[str, list[str]], said: str) -> None:
-    """The first of the own name's addresses that can be bound counts, as for gloo."""
+    """The first of the node's own addresses that can be bound decides, as in gloo."""
     assert network.blind_spot("n1", resolver(table)) == said
 
 
 def test_a_node_that_knows_itself() -> None:
-    """A name with an address of this machine that is no loopback is fine; needs such an address."""
+    """A name with an address of this machine that is not loopback is valid (needs such an address)."""
     own = [str(address) for _, address in network._ipv4() if not address.is_loopback]
     if not own:
         pytest.skip("this machine has no IPv4 address but loopback")
@@ -273,7 +273,7 @@ THERE = ("eth0", "ib0", "ib0:1", "ib1", "lo")
     ],
 )
 def test_interfaces_for_gloo(value: str, missing: list[str]) -> None:
-    """Every name of the list must be there, in full; torch takes a single character for none."""
+    """Every name of the list must exist, in full; torch ignores a value of a single character."""
     assert network.unmatched_by_gloo(value, THERE) == missing
 
 
@@ -295,12 +295,12 @@ def test_interfaces_for_gloo(value: str, missing: list[str]) -> None:
     ],
 )
 def test_interfaces_for_nccl(value: str, fits: bool) -> None:
-    """One interface must be left: by prefix, by '=' in full, by '^' none of those."""
+    """At least one interface must match: by prefix, with '=' in full, with '^' any other one."""
     assert network.unmatched_by_nccl(value, THERE) == ([] if fits else [value])
 
 
 def test_the_names_of_interfaces() -> None:
-    """The kernel's own, loopback among them."""
+    """The kernel's interfaces are listed, with loopback among them."""
     assert "lo" in network.interface_names() and {name for _, name in socket.if_nameindex()} <= set(
         network.interface_names()
     )

@@ -1,4 +1,4 @@
-"""One launcher is chosen, every value comes from it, and what contradicts it is said."""
+"""One launcher is chosen, every value is read from it, and contradicting variables are reported."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from types import SimpleNamespace
 import pytest
 
 from hpcinit.base.errors import WorldError
-from hpcinit.world import World, exports, launchers
+from hpcinit.world import ENV_WORLD, World, exports, launchers
 from hpcinit.world.launchers import mpich
 from hpcinit.world.parent_step import Process
-from tests.leaving_out import leave_out
 from tests.records.recordings import shapes
+from tests.skip_or_fail import skip_or_fail
 
 # Two ranks each of `mpirun -np 2`, `mpiexec.hydra -np 2` (Debian 12's openmpi-bin and mpich) and
-# `horovodrun -np 2 --gloo`: what env printed. The order of the lists is that of the ranks that they reported.
+# `horovodrun -np 2 --gloo`: what env printed. The lists are in the order of the reported ranks.
 RECORDED = json.loads((Path(__file__).parents[1] / "data/launchers.json").read_text())
 OPENMPI, HYDRA, HOROVOD = (RECORDED[name] for name in ("openmpi 4.1.4", "hydra 4.0.2", "horovodrun 0.28.1"))
 
@@ -38,9 +38,9 @@ def step(shape: str = "block", rank: int = 2) -> dict[str, str]:
     return dict(next(s for s in shapes() if str(s) == f"22.05.8-{shape}").tasks[rank].env)
 
 
-def refusal(env: dict[str, str], launcher: str | None = None) -> str:
+def refusal(env: dict[str, str], started_by: str | None = None) -> str:
     with pytest.raises(WorldError) as caught:
-        launchers.read(env, launcher)
+        launchers.read(env, started_by)
     return str(caught.value)
 
 
@@ -50,7 +50,7 @@ def refusal(env: dict[str, str], launcher: str | None = None) -> str:
     ids=["openmpi", "hydra", "horovod"],
 )
 def test_recorded_launchers(name: str, recorded: list[dict[str, str]]) -> None:
-    """Two ranks on one machine are ranks 0 and 1 of 2, meet on loopback, and agree on job and ports."""
+    """Two ranks on one machine are ranks 0 and 1 of 2, use loopback, and agree on job and ports."""
     worlds = [launchers.read(env) for env in recorded]
     assert [(w.launcher, w.rank, w.local_rank) for w in worlds] == [(name, 0, 0), (name, 1, 1)]
     for world in worlds:
@@ -60,13 +60,13 @@ def test_recorded_launchers(name: str, recorded: list[dict[str, str]]) -> None:
 
 
 def test_torchrun() -> None:
-    """Everything is torchrun's, its restart is in the job's name, and the nodes are counted."""
+    """All values are torchrun's, the job's name includes its restart count, and the nodes are counted."""
     world = launchers.read(TORCHRUN)
     assert world == World("torchrun", 3, 4, 1, 2, 1, (), "n1", (29400,), "abc.1", node_count=2)
 
 
 def test_two_torchruns_without_an_id() -> None:
-    """torchrun calls every run 'none' unless told otherwise: the address and port of its store tell them apart."""
+    """torchrun calls every run without --rdzv-id 'none': the address and port of its store distinguish two runs."""
     nameless = TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}
     assert launchers.read(nameless).job == "none-n1-29400.1"
     assert launchers.read(nameless | {"MASTER_PORT": "29401"}).job == "none-n1-29401.1"
@@ -74,154 +74,171 @@ def test_two_torchruns_without_an_id() -> None:
 
 
 def test_single() -> None:
-    """Nothing at all is one process on its own."""
+    """An environment without any launcher's variables is a single process."""
     world = launchers.read({})
     assert (world.launcher, world.rank, world.world_size, world.master_addr) == ("single", 0, 1, "127.0.0.1")
     assert world.warnings == ()
 
 
-# --- what contradicts
+# --- contradictions
 
 
 def test_a_stale_rank_in_a_slurm_step() -> None:
-    """Variables left over in a reused shell are named with both values, and Slurm's are used."""
+    """Stale variables of a reused shell are reported with both values, and Slurm's values are used."""
     world = launchers.read(step() | STALE)
     assert (world.rank, world.world_size, world.master_addr) == (2, 4, "n1")
     assert world.warnings == (
-        "left aside from env: RANK is 7, SLURM_PROCID is 2; WORLD_SIZE is 8, SLURM_NTASKS is 4; LOCAL_RANK is 3, "
-        "SLURM_LOCALID is 0. In use is what slurm says",
-        "left aside from torch: MASTER_ADDR is old, rank 0's host is n1; MASTER_PORT is 29500, the port is "
-        f"{world.master_ports[0]}. In use is what slurm says",
+        "ignored variables of env: RANK is 7, SLURM_PROCID is 2; WORLD_SIZE is 8, SLURM_NTASKS is 4; LOCAL_RANK is 3, "
+        "SLURM_LOCALID is 0. hpcinit uses the values of slurm",
+        "ignored variables of torch: MASTER_ADDR is old, rank 0's host is n1; MASTER_PORT is 29500, the port is "
+        f"{world.master_ports[0]}. hpcinit uses the values of slurm",
     )
 
 
-def test_what_hpcinit_exported_is_no_contradiction() -> None:
-    """A second look, after hpcinit.run exported the first, warns of nothing; not even if the meeting point moved."""
+def test_exports_of_hpcinit_are_not_contradictions() -> None:
+    """Reading the environment again after hpcinit.run's exports gives no warning, even if rank 0's address changed."""
     for env in (step(), OPENMPI[1], HYDRA[1], HOROVOD[1], TORCHRUN, {}):
         world = launchers.read(env)
         moved = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"} if world.launcher == "slurm" else {}
         assert launchers.read(env | exports(world) | moved).warnings == ()
 
 
-def test_another_job_s_exports_are_contradictions() -> None:
-    """What hpcinit exported in one step and another step inherited is left aside, and said."""
+def test_exports_of_another_job_are_contradictions() -> None:
+    """Variables that hpcinit exported in one step and another step inherited are ignored with a warning."""
     world = launchers.read(step("single_node", 3) | exports(launchers.read(step())))
     assert world.rank == 3 and [text.partition(":")[0] for text in world.warnings] == [
-        "left aside from env", "left aside from torch"
+        "ignored variables of env", "ignored variables of torch"
     ]  # fmt: skip
 
 
 def test_torchrun_inside_srun() -> None:
-    """The step's tasks are torchrun's agents; its values are used and Slurm's named."""
+    """The step's tasks are torchrun's agents: torchrun's values are used and Slurm's are reported."""
     world = launchers.read(step() | TORCHRUN)
     assert (world.launcher, world.rank) == ("torchrun", 3)
     assert world.warnings == (
-        "left aside from slurm: SLURM_PROCID is 2, RANK is 3; SLURM_LOCALID is 0, LOCAL_RANK is 1. In use is what "
-        "torchrun says",
+        "ignored variables of slurm: SLURM_PROCID is 2, RANK is 3; SLURM_LOCALID is 0, LOCAL_RANK is 1. hpcinit uses "
+        "the values of torchrun",
     )
 
 
 def test_srun_inside_torchrun() -> None:
-    """If Slurm started this very process, torchrun's variables can only be inherited."""
+    """If Slurm itself started this process, torchrun's variables can only be inherited."""
     env = step() | TORCHRUN
     world = launchers.read(env, process=Process(int(env["SLURM_TASK_PID"]), ""))
     assert (world.launcher, world.rank) == ("slurm", 2)
-    assert world.warnings[0].startswith("left aside from env: RANK is 3, SLURM_PROCID is 2")
+    assert world.warnings[0].startswith("ignored variables of env: RANK is 3, SLURM_PROCID is 2")
 
 
 def test_mpirun_inside_an_allocation() -> None:
-    """In a batch script of 8 tasks mpirun's ranks are MPI's, and the script's own rank 0 is named."""
+    """In a batch script of 8 tasks, mpirun's values are used and the script's rank 0 is reported."""
     world = launchers.read(step("batch_script", 0) | OPENMPI[1])
     assert (world.launcher, world.rank) == ("openmpi", 1)
     assert world.warnings == (
-        "left aside from slurm: SLURM_PROCID is 0, OMPI_COMM_WORLD_RANK is 1; SLURM_NTASKS is 8, OMPI_COMM_WORLD_SIZE is 2; "
-        "SLURM_LOCALID is 0, OMPI_COMM_WORLD_LOCAL_RANK is 1. In use is what openmpi says",
+        "ignored variables of slurm: SLURM_PROCID is 0, OMPI_COMM_WORLD_RANK is 1; SLURM_NTASKS is 8, OMPI_COMM_WORLD_SIZE is 2; "
+        "SLURM_LOCALID is 0, OMPI_COMM_WORLD_LOCAL_RANK is 1. hpcinit uses the values of openmpi",
     )
 
 
 def test_stale_mpi_variables_in_a_slurm_step() -> None:
-    """PMI_RANK without Hydra's local rank is srun's or left over: Slurm's rank is used, the difference named."""
+    """PMI_RANK without Hydra's local rank is srun's or stale: Slurm's rank is used and the difference reported."""
     world = launchers.read(step() | {"PMI_RANK": "0", "PMI_SIZE": "9", "PMIX_RANK": "5"})
     assert (world.launcher, world.rank) == ("slurm", 2)
     assert world.warnings == (
-        "left aside from mpich: PMI_RANK is 0, SLURM_PROCID is 2; PMI_SIZE is 9, SLURM_NTASKS is 4. In use is what slurm says",
-        "left aside from PMIx: PMIX_RANK is 5, SLURM_PROCID is 2. In use is what slurm says",
+        "ignored variables of mpich: PMI_RANK is 0, SLURM_PROCID is 2; PMI_SIZE is 9, SLURM_NTASKS is 4. hpcinit uses the values of slurm",
+        "ignored variables of PMIx: PMIX_RANK is 5, SLURM_PROCID is 2. hpcinit uses the values of slurm",
     )
 
 
 def test_half_of_torchs_variables() -> None:
-    """A RANK without a WORLD_SIZE and a master describes no world: one process, and RANK is named."""
+    """A RANK without WORLD_SIZE and MASTER_ADDR is a single process, and RANK is reported."""
     assert launchers.read({"RANK": "7"}).warnings == (
-        "left aside from env: RANK is 7, rank is 0. In use is what single says",
+        "ignored variables of env: RANK is 7, rank is 0. hpcinit uses the values of single",
     )
 
 
 def test_empty_values() -> None:
     """An empty variable is shown as ''."""
     assert launchers.read({"RANK": ""}).warnings == (
-        "left aside from env: RANK is '', rank is 0. In use is what single says",
+        "ignored variables of env: RANK is '', rank is 0. hpcinit uses the values of single",
     )
     (warning,) = launchers.read(step() | {"MASTER_ADDR": "", "MASTER_PORT": ""}).warnings
     assert "MASTER_ADDR is '', rank 0's host is n1; MASTER_PORT is ''," in warning
-    assert "mpich rank '' of 2 (" in refusal(OPENMPI[0] | HYDRA[1] | {"PMI_RANK": ""})
+    assert "mpich started rank '' of 2 (" in refusal(OPENMPI[0] | HYDRA[1] | {"PMI_RANK": ""})
 
 
-@pytest.mark.parametrize(("env", "name"), [({}, "single"), (step("one_task", 0), "slurm")])
-def test_ranks_that_nothing_started(env: dict[str, str], name: str) -> None:
-    """A complete set of torch's variables with no launcher in sight may be stale or meant: it is refused."""
+def test_complete_variables_without_a_launcher() -> None:
+    """torch's variables are used if they are complete and no launcher is visible; a child of a rank of hpcinit, which
+    inherits them, is a single process."""
+    world = launchers.read(STALE)
+    assert (world.launcher, world.rank, world.world_size, world.local_rank, world.warnings) == ("env", 7, 8, 3, ())
+    assert launchers.read(STALE | {"HPCINIT_STARTED_BY": "single"}).world_size == 1
+    assert launchers.read(STALE | {ENV_WORLD: "old"}).world_size == 1
+    assert launchers.read(STALE | {"WORLD_SIZE": "1", "RANK": "0"}).launcher == "single"
+    without = {name: value for name, value in STALE.items() if name != "LOCAL_RANK"}
+    assert refusal(without) == (
+        "RANK is 7 and WORLD_SIZE is 8, but LOCAL_RANK is not set, expected this rank's number among those that share "
+        "the node's devices (0 if the rank sees only its own device)"
+    )
+    assert refusal(STALE | {"RANK": "8"}) == "rank is 8, expected 0 to 7 (world_size is 8)"
+
+
+@pytest.mark.parametrize(("env", "name"), [(step("one_task", 0), "slurm")])
+def test_ranks_without_a_launcher(env: dict[str, str], name: str) -> None:
+    """Inside a Slurm step with one task, a complete set of torch's variables may be stale or intended: it is refused."""
     assert refusal(env | STALE) == (
-        f"RANK is 7 and WORLD_SIZE is 8, but nothing is to be seen that started so many ranks ({name} says 1): if they are "
-        f"left over, unset them or say HPCINIT_LAUNCHER={name}; if a launcher of yours has set them, say HPCINIT_LAUNCHER=env"
+        f"RANK is 7 and WORLD_SIZE is 8, but hpcinit finds no launcher that started these ranks ({name} started 1): if "
+        f"the variables are stale, unset them or set HPCINIT_STARTED_BY={name}; if your own launcher has set them, set "
+        "HPCINIT_STARTED_BY=env"
     )
     assert launchers.read(env | STALE, "env").rank == 7
     assert launchers.read(env | STALE, name).world_size == 1
 
 
 def test_srun_of_one_task_inside_a_rank() -> None:
-    """A step of its own, started from a rank of a larger world, is a world of one: the other's variables are stale."""
+    """A one-task step that a rank of a larger world started is a world of one rank: the larger world's variables are stale."""
     env = step("one_task", 0) | STALE
     assert launchers.read(env, process=Process(int(env["SLURM_TASK_PID"]))).world_size == 1
     assert launchers.read(env | {"HPCINIT_WORLD": "1.0.0"}).world_size == 1
 
 
 def test_two_mpis() -> None:
-    """Open MPI and Hydra in one environment with different ranks: nobody can tell which is inside which."""
+    """Open MPI and Hydra in one environment with different ranks are refused: neither is certainly the inner one."""
     assert refusal(OPENMPI[0] | HYDRA[1]) == (
-        "openmpi started rank 0 of 2, and mpich rank 1 of 2 (PMI_RANK, PMI_SIZE): it cannot be told which of them is "
-        "inside the other; say HPCINIT_LAUNCHER=openmpi or HPCINIT_LAUNCHER=mpich"
+        "openmpi started rank 0 of 2, and mpich started rank 1 of 2 (PMI_RANK, PMI_SIZE): hpcinit cannot detect which "
+        "launcher started the other; set HPCINIT_STARTED_BY=openmpi or HPCINIT_STARTED_BY=mpich"
     )
     assert launchers.read(OPENMPI[1] | HYDRA[1]).rank == 1
-    daemon = step() | {"PMI_RANK": "1", "PMI_SIZE": "2"}  # srun's, around mpirun's daemon
+    daemon = step() | {"PMI_RANK": "1", "PMI_SIZE": "2"}  # set by srun for mpirun's daemon
     assert launchers.read(daemon | OPENMPI[0]).rank == 0
     assert (
         launchers.read(OPENMPI[0] | HYDRA[1], "mpich")
         .warnings[0]
-        .startswith("left aside from openmpi: OMPI_COMM_WORLD_RANK is 0, PMI_RANK is 1")
+        .startswith("ignored variables of openmpi: OMPI_COMM_WORLD_RANK is 0, PMI_RANK is 1")
     )
 
 
-# --- the override
+# --- HPCINIT_STARTED_BY and started_by=
 
 
-def test_an_override_picks() -> None:
-    """The argument beats the variable, the variable beats what is found, and the rest is still reported."""
+def test_the_argument_overrides_the_variable() -> None:
+    """The argument overrides the variable, the variable overrides detection, and contradictions are still reported."""
     env = step() | TORCHRUN
-    assert launchers.read(env | {"HPCINIT_LAUNCHER": "slurm"}).rank == 2
-    assert launchers.read(env | {"HPCINIT_LAUNCHER": "slurm"}, "torchrun").rank == 3
+    assert launchers.read(env | {"HPCINIT_STARTED_BY": "slurm"}).rank == 2
+    assert launchers.read(env | {"HPCINIT_STARTED_BY": "slurm"}, "torchrun").rank == 3
     alone = launchers.read(env, "single")
     assert alone.world_size == 1 and "SLURM_PROCID is 2, rank is 0" in alone.warnings[0]
 
 
-def test_a_batch_script_may_be_told_to_be_alone() -> None:
-    """What the error about a missing srun offers works."""
-    assert launchers.read(step("batch_script", 0) | {"HPCINIT_LAUNCHER": "single"}).world_size == 1
+def test_a_batch_script_can_be_a_single_process() -> None:
+    """The advice of the error about a missing srun works."""
+    assert launchers.read(step("batch_script", 0) | {"HPCINIT_STARTED_BY": "single"}).world_size == 1
 
 
 def test_an_unknown_launcher() -> None:
-    """The message lists the names and where this one came from."""
+    """The message lists the names and where the unknown one can be set."""
     assert refusal({}, "mpi") == (
-        "launcher 'mpi' is not known, expected one of: torchrun, horovod, openmpi, mpich, slurm, env, single (from "
-        "launcher= or HPCINIT_LAUNCHER)"
+        "launcher 'mpi' is unknown, expected one of: torchrun, horovod, openmpi, mpich, slurm, env, single (from "
+        "started_by= or HPCINIT_STARTED_BY)"
     )
 
 
@@ -234,7 +251,7 @@ def test_an_unknown_launcher() -> None:
         ),
         (
             "env",
-            "MASTER_ADDR is not set, expected rank 0's host: with the launcher 'env', RANK, WORLD_SIZE, LOCAL_RANK, ",
+            "MASTER_ADDR is not set, expected rank 0's host: with the launcher 'env' you must set RANK, WORLD_SIZE, LOCAL_RANK",
         ),
         (
             "openmpi",
@@ -247,26 +264,26 @@ def test_an_unknown_launcher() -> None:
         ("horovod", "HOROVOD_RANK is not set, expected a number: horovodrun sets it for every rank; start the ranks"),
         (
             "slurm",
-            "SLURM_JOB_ID is not set, expected a job's number: Slurm sets it for every task, sbatch and salloc alone set "
-            "no rank, start the ranks with srun (or leave out the launcher 'slurm')",
+            "SLURM_JOB_ID is not set, expected a job id: Slurm sets it for every task, sbatch and salloc alone set "
+            "no rank, start the ranks with srun (or do not set HPCINIT_STARTED_BY=slurm)",
         ),
     ],
 )
-def test_a_launcher_that_is_not_there(launcher: str, message: str) -> None:
-    """Picking one whose variables are absent is an error that names the first."""
+def test_a_named_launcher_that_is_absent(launcher: str, message: str) -> None:
+    """Naming a launcher whose variables are absent is an error that names the first one."""
     assert refusal({}, launcher).startswith(message)
 
 
-# --- where MPI and Horovod meet
+# --- rank 0's host with MPI and Horovod
 
 
 def two_nodes(env: dict[str, str], size: str, rank: str) -> dict[str, str]:
-    """The same launcher with four ranks, two of them here."""
+    """Return the variables of the same launcher with four ranks, two of them here."""
     return env | {size: "4", rank: "2"} | ({"PMIX_RANK": "2"} if "PMIX_RANK" in env else {})
 
 
-def test_mpi_on_two_nodes_guesses_and_says_so() -> None:
-    """mpirun's own address is the guess; rank 0 knows its own name; both say that it is not certain."""
+def test_mpi_on_two_nodes_guesses_rank_0s_host() -> None:
+    """mpirun's own address is the guess, rank 0 uses its own name, and master_known is False for both."""
     env = two_nodes(OPENMPI[0], "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
     world = launchers.read(env)
     address = env["OMPI_MCA_orte_hnp_uri"].partition("tcp://")[2].partition(",")[0]
@@ -277,7 +294,7 @@ def test_mpi_on_two_nodes_guesses_and_says_so() -> None:
 
 
 def test_a_given_master_is_known() -> None:
-    """MASTER_ADDR and MASTER_PORT are taken where the launcher has none; hpcinit's own export of a guess stays one."""
+    """MASTER_ADDR and MASTER_PORT are used if the launcher has none; hpcinit's own export of a guess remains a guess."""
     env = two_nodes(OPENMPI[0], "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
     world = launchers.read(env | {"MASTER_ADDR": "m9", "MASTER_PORT": "21000"})
     assert (world.master_addr, world.master_ports, world.master_known, world.warnings) == ("m9", (21000,), True, ())
@@ -290,63 +307,64 @@ def test_a_given_master_is_known() -> None:
     [
         (
             two_nodes(OPENMPI[0], "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK") | {"OMPI_MCA_orte_hnp_uri": ""},
-            "mpirun started 4 ranks, 2 of them on this node, and does not say where rank 0 is: give its host to all of "
-            "them (mpirun -x MASTER_ADDR=...), or start them with srun",
+            "mpirun started 4 ranks, 2 of them on this node, but does not set rank 0's host: set it for all of them "
+            "(mpirun -x MASTER_ADDR=...), or start them with srun",
         ),
         (
             two_nodes(HYDRA[0], "PMI_SIZE", "PMI_RANK"),
-            "mpiexec started 4 ranks, 2 of them on this node, and does not say where rank 0 is: give its host to all of "
-            "them (mpiexec -genv MASTER_ADDR ...), or start them with srun",
+            "mpiexec started 4 ranks, 2 of them on this node, but does not set rank 0's host: set it for all of them "
+            "(mpiexec -genv MASTER_ADDR ...), or start them with srun",
         ),
         (
             two_nodes(HOROVOD[0], "HOROVOD_SIZE", "HOROVOD_RANK") | {"HOROVOD_GLOO_RENDEZVOUS_ADDR": ""},
-            "horovodrun started 4 ranks, 2 of them on this node, and HOROVOD_GLOO_RENDEZVOUS_ADDR is not set: give rank "
-            "0's host to all of them (MASTER_ADDR)",
+            "horovodrun started 4 ranks, 2 of them on this node, but HOROVOD_GLOO_RENDEZVOUS_ADDR is not set: set "
+            "MASTER_ADDR to rank 0's host for all of them",
         ),
         (
             {"PMIX_RANK": "1"},
-            "PMIX_RANK is '1' and nothing tells the number of ranks: PMIx keeps it out of the environment; start the "
-            "ranks with srun, with Open MPI's mpirun or with torchrun (or say HPCINIT_LAUNCHER=single, for a process alone)",
+            "PMIX_RANK is '1', but the number of ranks is unknown, because PMIx does not put it into the environment: "
+            "start the ranks with srun, with Open MPI's mpirun or with torchrun (or set HPCINIT_STARTED_BY=single, for one "
+            "process)",
         ),
     ],
 )  # fmt: skip
-def test_nowhere_to_meet(env: dict[str, str], message: str) -> None:
-    """Where nothing tells rank 0's host, the message says how to give it."""
+def test_rank_0s_host_is_unknown(env: dict[str, str], message: str) -> None:
+    """If rank 0's host is unknown, the message shows how to set it."""
     assert refusal(env) == message
 
 
 def test_horovod_without_a_rendezvous() -> None:
-    """Half an address names no run: then there is no job, and the meeting finds another name."""
+    """An incomplete address does not identify a run: the job's name is empty."""
     for lost in ("ADDR", "PORT"):
         env = {name: text for name, text in HOROVOD[0].items() if name != f"HOROVOD_GLOO_RENDEZVOUS_{lost}"}
         assert launchers.read(env).job == ""
 
 
 def test_crays_names_of_the_local_rank() -> None:
-    """PMI_LOCAL_RANK and PMI_LOCAL_SIZE stand in for Hydra's."""
+    """PMI_LOCAL_RANK and PMI_LOCAL_SIZE are used like Hydra's variables."""
     world = launchers.read({"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"})
     assert (world.launcher, world.local_rank, world.local_world_size) == ("mpich", 1, 2)
 
 
 def test_two_mpiexecs_of_hydra(tmp_path: Path) -> None:
-    """Ranks below different proxies of one mpiexec agree on job and ports; those of another mpiexec have others."""
+    """Ranks of different proxies of one mpiexec agree on job and ports; another mpiexec has different ones."""
     if not shutil.which("mpiexec.hydra"):
-        leave_out("needs mpiexec.hydra: apt-get install mpich")
+        skip_or_fail("needs mpiexec.hydra: apt-get install mpich")
     world = f"{sys.executable} -m hpcinit.world > $0-$PMI_RANK"
     # Two proxies, as on two nodes, and a shell in between, so that the ranks share no parent.
     one = ["mpiexec.hydra", "-launcher", "fork", "-hosts", f"{socket.gethostname()},localhost", "-ppn", "2", "-np", "4"]
     env = os.environ | {"MASTER_ADDR": "m1"}
     paths = [tmp_path / "first", tmp_path / "second"]
-    begun = [subprocess.Popen([*one, "sh", "-c", f"{world}; true", str(path)], env=env) for path in paths]
-    assert [process.wait(60) for process in begun] == [0, 0]
-    said = [[json.loads(Path(f"{path}-{rank}").read_text()) for rank in range(4)] for path in paths]
-    assert all((w["rank"], w["local_world_size"]) == (rank, 2) for job in said for rank, w in enumerate(job))
-    named = [{(w["job"], *w["master_ports"]) for w in job} for job in said]
+    processes = [subprocess.Popen([*one, "sh", "-c", f"{world}; true", str(path)], env=env) for path in paths]
+    assert [process.wait(150) for process in processes] == [0, 0]
+    worlds = [[json.loads(Path(f"{path}-{rank}").read_text()) for rank in range(4)] for path in paths]
+    assert all((w["rank"], w["local_world_size"]) == (rank, 2) for job in worlds for rank, w in enumerate(job))
+    named = [{(w["job"], *w["master_ports"]) for w in job} for job in worlds]
     assert [len(names) for names in named] == [1, 1] and not named[0] & named[1]
 
 
-def test_no_proxy_to_be_seen(tmp_path: Path) -> None:
-    """Where no proxy of Hydra's is above a process, or /proc cannot be read, there is no name, and no error."""
+def test_no_visible_proxy(tmp_path: Path) -> None:
+    """Without a proxy of Hydra above a process, or without /proc, the name is empty and nothing is raised."""
     assert mpich.control_port(os.getpid()) == "" and mpich.control_port(os.getpid(), tmp_path) == ""
 
 
@@ -358,19 +376,19 @@ def horovod(monkeypatch: pytest.MonkeyPatch, rank: int, size: int, up: bool = Tr
     monkeypatch.setitem(sys.modules, "horovod.torch", fake)
 
 
-def test_horovod_that_runs_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """hvd.rank() and hvd.size() are compared where Horovod is initialised in this process, whatever the launcher."""
+def test_initialized_horovod_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """hvd.rank() and hvd.size() are compared if Horovod is initialized in this process, with any launcher."""
     horovod(monkeypatch, 1, 2)
     assert launchers.read(HOROVOD[1]).rank == 1
     assert refusal(HOROVOD[0]) == (
-        "Horovod is initialised as rank 1 of 2, and horovod started this process as rank 0 of 2: start the ranks with "
+        "Horovod is initialized as rank 1 of 2, and horovod started this process as rank 0 of 2: start the ranks with "
         "one of them only"
     )
-    assert "Horovod is initialised as rank 1 of 2, and slurm started this process as rank 2 of 4" in refusal(step())
+    assert "Horovod is initialized as rank 1 of 2, and slurm started this process as rank 2 of 4" in refusal(step())
 
 
-def test_horovod_that_does_not_run_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Imported and not initialised, it has no rank; not imported, it stays so."""
+def test_horovod_that_is_not_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Horovod without initialization is not queried, and it is never imported."""
     horovod(monkeypatch, 9, 9, up=False)
     assert launchers.read(HOROVOD[0]).rank == 0
     monkeypatch.delitem(sys.modules, "horovod.torch")

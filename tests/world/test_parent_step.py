@@ -1,4 +1,4 @@
-"""Which step made this process, from a /proc of our own."""
+"""Which Slurm step started this process, from files instead of the real /proc."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpcinit.world.parent_step import Process, slurm_step_of_this_process
 
 
 def proc(folder: Path, cgroup: str = "0::/\n", title: str = "bash\0-l\0", grandparent: str = "1") -> Path:
-    """This process, its parent 4242 (a shell) and 4241, which has `title`."""
+    """Write this process, its parent 4242 (a shell) and its grandparent 4241 with `title`."""
     for pid, parent, line in (
         (str(os.getpid()), "4242", "python\0"),
         ("4242", "4241", "sh\0"),
@@ -37,7 +37,7 @@ def proc(folder: Path, cgroup: str = "0::/\n", title: str = "bash\0-l\0", grandp
     ],
 )
 def test_the_title_of_slurmstepd(title: str, step: str, tmp_path: Path) -> None:
-    """The first slurmstepd among the parents names job and step; anything else names none."""
+    """The first slurmstepd among the parents names job and step; other titles do not count."""
     assert slurm_step_of_this_process(proc(tmp_path, title=title)) == Process(os.getpid(), step)
 
 
@@ -50,12 +50,12 @@ def test_the_title_of_slurmstepd(title: str, step: str, tmp_path: Path) -> None:
     ],
 )
 def test_the_cgroup_is_asked_first(cgroup: str, step: str, tmp_path: Path) -> None:
-    """Slurm's cgroups, of either version, name job and step; without them the parents do."""
+    """Slurm's cgroups, of either version, name job and step; otherwise the parents do."""
     assert slurm_step_of_this_process(proc(tmp_path, cgroup, "slurmstepd: [44.0]")).step == step
 
 
 def test_nothing_to_read_is_nothing_known(tmp_path: Path) -> None:
-    """Without /proc, and with parents in a circle, the step is unknown and nothing is raised."""
+    """Without /proc, and with a cycle of parents, the step is unknown and nothing is raised."""
     assert slurm_step_of_this_process(tmp_path / "absent").step == ""
     assert slurm_step_of_this_process(proc(tmp_path, grandparent="4242")).step == ""
 

@@ -1,4 +1,4 @@
-"""Every recorded Slurm environment, read and held against what was measured."""
+"""Every recorded Slurm environment is read and compared with measured values."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tests.records.recordings import Shape, Task, shapes
 SHAPES = shapes()
 RANKS = [shape for shape in SHAPES if shape.tasks[0].rank is not None]
 NO_RANKS = {f"{shape.version}-{shape.name}": shape.tasks[0] for shape in SHAPES if shape.tasks[0].rank is None}
-# Where the environment does not tell who hosts rank 0: nothing in it names the hosts in their order.
+# Shapes whose environment does not show rank 0's host: no variable has the hosts in order.
 UNKNOWN_MASTER = {
     "arbitrary_alone",
     "arbitrary_nodelist",
     "arbitrary_file_as_nodelist",
     "het_step_in_plain_job_reversed",
 }
-# Where it fits a leak as well: only the process itself can tell.
+# Shapes whose environment also fits a leak: only the process's parents decide.
 UNCLEAR = {"preserve_env"}
 
 
 def environment(shape: Shape, task: Task, folder: Path) -> dict[str, str]:
-    """The recorded variables, with the host file where they say that it is."""
+    """Return the recorded variables, after writing the host file to the recorded place."""
     if "SLURM_HOSTFILE" not in task.env:
         return task.env
     (folder / "hosts").write_text(shape.hostfile)
@@ -35,12 +35,12 @@ def environment(shape: Shape, task: Task, folder: Path) -> dict[str, str]:
 
 
 def of_step(task: Task) -> Process:
-    """What the kernel would say of a real task."""
+    """Return the process of a real task, as the kernel shows it."""
     return Process(0, f"{task.env['SLURM_JOB_ID']}.{task.env['SLURM_STEP_ID']}")
 
 
 def test_the_recordings_are_there() -> None:
-    """At least 80 shapes of two Slurm versions are held against the truth, and every exception is one of them."""
+    """At least 80 shapes of two Slurm versions are compared, and every exception is one of them."""
     assert len(RANKS) >= 80 and {shape.version for shape in RANKS} >= {"22.05.8", "24.11.5"}
     assert {shape.name for shape in RANKS} >= UNKNOWN_MASTER | UNCLEAR
 
@@ -51,7 +51,7 @@ def test_the_recordings_are_there() -> None:
     ids=str,
 )
 def test_every_rank_is_read_right(shape: Shape, seen: bool, tmp_path: Path) -> None:
-    """Rank, sizes, local rank and own host are what was measured, from the environment alone and with the process."""
+    """Rank, sizes, local rank and own host match the measurement, from the environment alone and with the process."""
     for task in shape.tasks:
         world = launchers.read(environment(shape, task, tmp_path), process=of_step(task) if seen else Process())
         assert (world.launcher, world.warnings) == ("slurm", ())
@@ -63,7 +63,7 @@ def test_every_rank_is_read_right(shape: Shape, seen: bool, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("shape", RANKS, ids=str)
 def test_master_is_the_host_of_rank_0(shape: Shape, tmp_path: Path) -> None:
-    """master_addr is rank 0's host wherever master_known says so, and always on rank 0 itself."""
+    """master_addr is rank 0's host if master_known is True, and always on rank 0 itself."""
     for task in shape.tasks:
         world = launchers.read(environment(shape, task, tmp_path), process=of_step(task))
         assert world.master_known == (shape.name not in UNKNOWN_MASTER)
@@ -73,7 +73,7 @@ def test_master_is_the_host_of_rank_0(shape: Shape, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", RANKS, ids=str)
 def test_all_ranks_agree(shape: Shape, tmp_path: Path) -> None:
-    """All ranks of a launch compute the same job and ports, and where the master is known the same hosts."""
+    """All ranks of a launch compute the same job and ports, and the same hosts if master_known is True."""
     worlds = [launchers.read(environment(shape, t, tmp_path), process=of_step(t)) for t in shape.tasks]
     jobs = {task.env["SLURM_JOB_ID"] for task in shape.tasks}  # an array has several
     assert len({world.job for world in worlds}) == len({world.master_ports for world in worlds}) == len(jobs)
@@ -98,30 +98,30 @@ ONLY_THE_PROCESS_TELLS = {"nested_salloc_same_shape"}
 
 
 def test_every_recording_without_a_rank_is_expected() -> None:
-    """Each recorded process that is nobody's rank is in exactly one of the tables here."""
+    """Each recorded process that is not a rank is in exactly one of these tables."""
     names = {task.shape for task in NO_RANKS.values()}
     assert names == {*REFUSED, *ALONE, *ONLY_THE_PROCESS_TELLS}
 
 
 @pytest.mark.parametrize("name", [name for name, task in NO_RANKS.items() if task.shape in REFUSED])
 def test_no_rank_is_no_hang(name: str) -> None:
-    """Batch scripts and salloc shells, nested ones too, are told to use srun from their environment alone."""
+    """Batch scripts and salloc shells, nested ones too, get the advice to use srun, from their environment alone."""
     with pytest.raises(WorldError) as caught:
         launchers.read(NO_RANKS[name].env)
     assert REFUSED[NO_RANKS[name].shape] in str(caught.value)
-    assert "start the ranks with srun (or say HPCINIT_LAUNCHER=single" in str(caught.value)
+    assert "start the ranks with srun (or set HPCINIT_STARTED_BY=single" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", [name for name, task in NO_RANKS.items() if task.shape in ALONE])
 def test_a_job_of_one_task_needs_no_srun(name: str) -> None:
-    """In a batch script of one task, or of a node without a number of tasks, the process is a world of its own."""
+    """In a batch script with one task, or one node without a number of tasks, the process is a world of one rank."""
     world = launchers.read(NO_RANKS[name].env)
     assert (world.rank, world.world_size, world.hosts, world.master_addr) == (0, 1, ("n1",), "127.0.0.1")
     assert world.job.endswith(".batch.0")
 
 
 def test_a_shell_of_the_same_shape_is_seen_by_its_process() -> None:
-    """salloc inside a step leaves an environment without a flaw; the slurmstepd above it belongs to the other job."""
+    """salloc inside a step leaves a consistent environment, but the slurmstepd above it belongs to the other job."""
     env = NO_RANKS["22.05.8-nested_salloc_same_shape"].env
     with pytest.raises(
         WorldError, match=r"Slurm started this process in step 12\.0 not in 13\.0\. The job has 2 tasks"
@@ -131,7 +131,7 @@ def test_a_shell_of_the_same_shape_is_seen_by_its_process() -> None:
 
 @pytest.mark.parametrize("name", [name for name, task in NO_RANKS.items() if "SLURM_STEP_ID" in task.env])
 def test_the_process_beats_inherited_variables(name: str) -> None:
-    """With slurmstepd in sight no leaked step is believed, whatever else it looks like."""
+    """If slurmstepd is visible, every leaked step is detected."""
     env = NO_RANKS[name].env | {"SLURM_UMASK": "0022", "SLURM_NTASKS": "2"}
     with pytest.raises(
         WorldError, match=r"is inherited: Slurm started this process in step \d+\.batch, a batch script,|429"
@@ -140,19 +140,19 @@ def test_the_process_beats_inherited_variables(name: str) -> None:
 
 
 def test_two_sizes_are_refused() -> None:
-    """SLURM_STEP_NUM_TASKS beside another SLURM_NTASKS is a leak or --preserve-env: both are named."""
+    """SLURM_STEP_NUM_TASKS beside another SLURM_NTASKS is a leak or --preserve-env: the message names both."""
     env = next(shape for shape in RANKS if shape.name == "preserve_env").tasks[0].env
     with pytest.raises(WorldError) as caught:
         launchers.read(env)
     assert str(caught.value) == (
         "SLURM_STEP_NUM_TASKS is 2 and SLURM_NTASKS is 4, expected the same number: either the step's variables are "
-        "inherited from the job that submitted this one (then start the ranks with srun), or srun was told to "
-        "--preserve-env (then leave that out)"
+        "inherited from the job that submitted this one (then start the ranks with srun), or srun was called "
+        "with --preserve-env (then remove that option)"
     )
 
 
 def block() -> dict[str, str]:
-    """The variables of rank 2 of 4 on two nodes."""
+    """Return the variables of rank 2 of 4 on two nodes."""
     return dict(next(shape for shape in RANKS if str(shape) == "22.05.8-block").tasks[2].env)
 
 
@@ -172,14 +172,14 @@ def block() -> dict[str, str]:
     ],
 )  # fmt: skip
 def test_variables_of_different_steps(changes: dict[str, str], message: str) -> None:
-    """A step whose variables do not fit together is an error that names what was seen."""
+    """Contradicting variables of a step are an error that shows their values."""
     with pytest.raises((WorldError, ValueError)) as caught:
         launchers.read(block() | changes)
     assert message in str(caught.value)
 
 
 def test_a_restart_is_another_job() -> None:
-    """A requeued job keeps its id; the restart count makes its identity and its ports new."""
+    """A requeued job keeps its id; the restart count changes its name and its ports."""
     env = block()
     assert slurm_step.identity(env) == "6.0.0"
     again = env | {"SLURM_RESTART_COUNT": "1"}
@@ -188,7 +188,7 @@ def test_a_restart_is_another_job() -> None:
 
 
 def test_components_of_a_heterogeneous_job_differ() -> None:
-    """Two components share job and step numbers in their variables, and still have identities of their own."""
+    """Two components with the same job and step ids have different names."""
     jobs = {
         shape.name: launchers.read(shape.tasks[0].env).job for shape in RANKS if shape.name.startswith("het_component")
     }
@@ -196,7 +196,7 @@ def test_components_of_a_heterogeneous_job_differ() -> None:
 
 
 def test_components_of_another_job_do_not_count() -> None:
-    """A heterogeneous job's variables that a nested job inherits do not order its hosts."""
+    """A nested job's hosts are not ordered by inherited variables of a heterogeneous job."""
     task = next(shape for shape in RANKS if shape.name == "het_both_reversed_hosts").tasks[2]
     env = task.env | {"SLURM_JOB_ID": "99", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_GTIDS": "0"}
     assert launchers.read(env).hosts == ("n1", "n2", "n4")
@@ -222,7 +222,7 @@ def arbitrary(rank: int, **changes: str) -> World:
     ],
 )
 def test_the_host_file_must_be_the_one_that_placed_the_step(text: str, known: bool, tmp_path: Path) -> None:
-    """A host file that cannot be read, or does not put this rank where it is, leaves the master unknown."""
+    """A host file that cannot be read, or that contradicts the place of this rank, leaves master_known False."""
     (tmp_path / "hosts").write_bytes(text.encode("latin-1"))
     world = arbitrary(1, SLURM_HOSTFILE=str(tmp_path / "hosts"))
     assert world.master_known is known
@@ -230,7 +230,7 @@ def test_the_host_file_must_be_the_one_that_placed_the_step(text: str, known: bo
 
 
 def test_without_a_host_file_rank_0_still_knows_itself() -> None:
-    """Under --distribution=arbitrary rank 0's host is its own; the others guess a host, but never their own."""
+    """With --distribution=arbitrary rank 0 uses its own host; the others guess another host than their own."""
     worlds = [arbitrary(rank, SLURM_HOSTFILE="/nowhere") for rank in range(4)]
     assert [(world.master_addr, world.master_known) for world in worlds] == [
         ("n3", False), ("n2", False), ("n3", False), ("n1", False)
@@ -238,14 +238,14 @@ def test_without_a_host_file_rank_0_still_knows_itself() -> None:
 
 
 def test_of_two_hosts_the_other_is_the_master() -> None:
-    """With two hosts no file is needed: rank 0 is here or it is there."""
+    """With two hosts no host file is needed: rank 0 is on this one or on the other one."""
     env = block() | {"SLURM_DISTRIBUTION": "arbitrary"}
     world = launchers.read(env)
     assert (world.master_addr, world.master_known) == ("n1", True)
 
 
 def test_rank_0_on_a_later_node() -> None:
-    """If SLURM_GTIDS puts rank 0 on another node than the first, the order is not what it seems: rank 0 says where."""
+    """If SLURM_GTIDS has rank 0 on another node than the first, the order is unknown and rank 0 publishes its host."""
     env = block() | {
         "SLURM_STEP_NODELIST": "n[1-3]",
         "SLURM_JOB_NODELIST": "n[1-3]",
@@ -256,7 +256,7 @@ def test_rank_0_on_a_later_node() -> None:
 
 
 def test_mpi_variables_of_srun_are_slurms() -> None:
-    """--mpi=pmi2 and --mpi=pmix set PMI_* and PMIX_* in a Slurm step, which stays Slurm's without a warning."""
+    """--mpi=pmi2 and --mpi=pmix set PMI_* and PMIX_* in a Slurm step, and Slurm's values are used without a warning."""
     for name, variable in (("mpi_pmi2", "PMI_RANK"), ("mpi_pmix", "PMIX_RANK")):
         env = next(shape for shape in RANKS if shape.name == name).tasks[1].env
         assert env[variable] == "1"
@@ -265,7 +265,7 @@ def test_mpi_variables_of_srun_are_slurms() -> None:
 
 
 def test_the_local_engine_is_read_as_slurm() -> None:
-    """What hpcinit's own engine sets passes for a step: four ranks on two loopback nodes."""
+    """The variables of hpcinit's local engine are read as a step: four ranks on two loopback nodes."""
     from hpcinit.local import environment_variables as local
 
     job = local.batch(7, "x", 2, 2, "/tmp")

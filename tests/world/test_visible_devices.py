@@ -1,7 +1,7 @@
-"""Which devices a process sees and which is its own: documented cases, and real Slurm environments.
+"""Which devices a process sees and which one it uses: documented cases, and real Slurm environments.
 
-No GPU is needed or used. What real drivers make of a variable is quoted from their documents and from torch's own
-reading of it (tests/runtime/test_devices.py holds the two against each other).
+No GPU is needed or used. How real drivers read a variable is quoted from their documents and from torch
+(tests/runtime/test_devices.py compares the two).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CUDA = "https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/enviro
 TORCH = "torch 2.13, torch/cuda/__init__.py: _parse_visible_devices"
 UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
 
-CUDA_LISTS = [  # value, what is visible, who says so
+CUDA_LISTS = [  # value, visible devices, source
     (None, None, CUDA),  # "If the variable is not set, all GPU devices are visible."
     ("", (), CUDA),  # "If the variable is set to an empty string, no GPU devices are visible."
     ("2,1", ("2", "1"), CUDA),  # "enumerates device 2 before device 1"
@@ -46,7 +46,7 @@ CUDA_LISTS = [  # value, what is visible, who says so
 
 @pytest.mark.parametrize(("value", "names", "source"), CUDA_LISTS)
 def test_cuda(value: str | None, names: tuple[str, ...] | None, source: str) -> None:
-    """CUDA_VISIBLE_DEVICES is read as its document and torch read it."""
+    """CUDA_VISIBLE_DEVICES is read as its documentation and torch specify."""
     assert visible_devices.cuda({} if value is None else {"CUDA_VISIBLE_DEVICES": value}) == names, source
 
 
@@ -57,18 +57,24 @@ AMD = "https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html"
     ("rocr", "hip", "cuda", "names", "source"),
     [
         (None, None, None, None, AMD),
-        ("0,GPU-4b2c1a9f", None, None, ("0", "GPU-4b2c1a9f"), AMD),  # its own example: both kinds in one list
+        (
+            "0,GPU-4b2c1a9f",
+            None,
+            None,
+            ("0", "GPU-4b2c1a9f"),
+            AMD,
+        ),  # the documentation's example: both kinds in one list
         (None, "0,2", None, ("0", "2"), AMD),
         (None, None, "0,2", ("0", "2"), AMD),  # "CUDA_VISIBLE_DEVICES has the same effect as HIP_VISIBLE_DEVICES"
         (None, "1", "0,2", ("1",), TORCH),
         ("4,5,6", "2,0", None, ("6", "4"), TORCH),  # "ROCR env var is processed first which then reduces the number"
         ("4,5", "1,2", None, ("5",), TORCH),  # there is no third one
-        ("2,3", None, "2,3", (), AMD),  # the trap in which both count from the node's first device
+        ("2,3", None, "2,3", (), AMD),  # a common mistake: both count from the node's first device
         ("0", "", None, (), TORCH),
     ],
 )
 def test_rocm(rocr: str | None, hip: str | None, cuda: str | None, names: tuple[str, ...] | None, source: str) -> None:
-    """HIP's list counts within ROCr's, and CUDA's stands in for HIP's."""
+    """HIP's list counts within ROCr's, and CUDA's replaces HIP's if that is not set."""
     given = {"ROCR_VISIBLE_DEVICES": rocr, "HIP_VISIBLE_DEVICES": hip, "CUDA_VISIBLE_DEVICES": cuda}
     assert visible_devices.rocm({name: value for name, value in given.items() if value is not None}) == names, source
 
@@ -90,12 +96,12 @@ ZE = "https://oneapi-src.github.io/level-zero-spec/level-zero/latest/core/PROG.h
     ],
 )
 def test_xpu(mask: str | None, hierarchy: str, names: tuple[str, ...] | None) -> None:
-    """ZE_AFFINITY_MASK is a set of devices, of whose tiles COMPOSITE makes one device again."""
+    """ZE_AFFINITY_MASK is a set of devices; with COMPOSITE, tiles count as their card."""
     env = {"ZE_FLAT_DEVICE_HIERARCHY": hierarchy} | ({} if mask is None else {"ZE_AFFINITY_MASK": mask})
     assert visible_devices.xpu(env) == names, ZE
 
 
-# --- which one is mine
+# --- the device of a rank
 
 
 def world(local_rank: int, local_world_size: int, launcher: str = "slurm") -> World:
@@ -114,23 +120,23 @@ GTIDS = {"SLURM_GTIDS": "0,1,2,3"}
         ({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c,GPU-d"}, "torchrun", 4, [0, 1, 2, 3]),
         ({"CUDA_VISIBLE_DEVICES": "MIG-a"}, "slurm", 1, [0, 0, 0, 0]),
         ({"CUDA_VISIBLE_DEVICES": "3"}, "openmpi", 1, [0, 0, 0, 0]),  # a wrapper script around each rank
-        # Of --gpus-per-task=2 each rank sees its two; so does whoever the control group hides the others from.
+        # With --gpus-per-task=2 each rank sees its two devices; also if only a control group hides the others.
         ({"CUDA_VISIBLE_DEVICES": "0,1", "SLURMD_TRES_BIND": "gres/gpu:per_task:2"}, "slurm", 2, [0, 0, 0, 0]),
         ({"SLURMD_TRES_BIND": "gpu:per_task:2"}, "slurm", 2, [0, 0, 0, 0]),
         ({"SLURM_GPUS_ON_NODE": "4"}, "slurm", 1, [0, 0, 0, 0]),
-        # One task with all devices, in which torchrun starts the ranks: the task's devices are not each rank's own.
+        # One task with all devices, in which torchrun starts the ranks: they share the task's devices.
         (
             {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURMD_TRES_BIND": "gres/gpu:per_task:4", "SLURM_GPUS_ON_NODE": "4"},
             "torchrun", 4, [0, 1, 2, 3],
         ),
-        # The list was set by hand after Slurm bound the task: it is not what the binding speaks of.
+        # The list was set after Slurm bound the task, so the binding does not describe it.
         ({"CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURMD_TRES_BIND": "gpu:per_task:1"}, "slurm", 4, [0, 1, 2, 3]),
-        # Two ranks on a device on purpose.
+        # Two ranks share a device on purpose.
         ({"CUDA_VISIBLE_DEVICES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_NTASKS_PER_GPU": "2"}, "slurm", 1, [0] * 4),
     ],
 )  # fmt: skip
 def test_index(env: dict[str, str], launcher: str, count: int, indices: list[int]) -> None:
-    """Shared lists are indexed by local rank, a rank's own by 0."""
+    """A shared list is indexed by local rank, a private one by 0."""
     assert [
         visible_devices.index_of(GTIDS | env, "cuda", count, world(rank, 4, launcher)) for rank in range(4)
     ] == indices
@@ -141,43 +147,43 @@ def test_index(env: dict[str, str], launcher: str, count: int, indices: list[int
     [
         (
             {"CUDA_VISIBLE_DEVICES": "4,5"}, "slurm", 2,
-            "local rank 1 on n1 has no device of its own: 4 ranks are on the node (SLURM_GTIDS=0,1,2,3), and 2 of its "
-            "devices can be seen (CUDA_VISIBLE_DEVICES=4,5); start at most 2 per node, or give each its own (srun "
+            "local rank 1 on n1 has no device for itself: 4 ranks are on the node (SLURM_GTIDS=0,1,2,3), but only 2 "
+            "devices are visible (CUDA_VISIBLE_DEVICES=4,5); start at most 2 per node, or give each rank its own (srun "
             "--gpus-per-task=1)",
         ),
         (
             {"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_ON_NODE": "1"}, "slurm", 1,
-            "4 ranks are on the node (SLURM_GTIDS=0,1,2,3), and 1 of its devices can be seen (CUDA_VISIBLE_DEVICES=0, "
+            "4 ranks are on the node (SLURM_GTIDS=0,1,2,3), but only 1 devices are visible (CUDA_VISIBLE_DEVICES=0, "
             "SLURM_GPUS_ON_NODE=1)",
         ),
         (
             {"LOCAL_WORLD_SIZE": "4"}, "torchrun", 1,
-            "4 ranks are on the node (LOCAL_WORLD_SIZE=4), and 1 of its devices can be seen (nothing restricts them); "
-            "start at most 1 per node, or give each its own (srun --gpus-per-task=1); to let them share it, say so: "
+            "4 ranks are on the node (LOCAL_WORLD_SIZE=4), but only 1 devices are visible (nothing restricts them); "
+            "start at most 1 per node, or give each rank its own (srun --gpus-per-task=1); to let the ranks share it, set "
             "CUDA_VISIBLE_DEVICES=0",
         ),
         (
             {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b,MIG-c,MIG-d"}, "slurm", 1,
             "CUDA shows one MIG instance to a process, so give each rank its own (srun --gpus-per-task=1)",
         ),
-        # Ranks see lists that only some of them share: no rank can tell which place in it is its own.
+        # Ranks see lists that only some of them share: no rank can determine its index.
         (
             {"CUDA_VISIBLE_DEVICES": "0,1", "SLURMD_TRES_BIND": "gpu:closest", "SLURM_GPUS_ON_NODE": "4"}, "slurm", 2,
             "(CUDA_VISIBLE_DEVICES=0,1, SLURMD_TRES_BIND=gpu:closest, SLURM_GPUS_ON_NODE=4)",
         ),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "openmpi", 3, "(OMPI_COMM_WORLD_LOCAL_SIZE=4), and 3 of"),
-        ({}, "mpich", 3, "(as mpich says), and 3 of"),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "openmpi", 3, "(OMPI_COMM_WORLD_LOCAL_SIZE=4), but only 3 "),
+        ({}, "mpich", 3, "(according to mpich), but only 3 "),
     ],
 )  # fmt: skip
 def test_more_ranks_than_devices(env: dict[str, str], launcher: str, count: int, words: str) -> None:
-    """The error names both numbers, what set each of them, and what to do; every rank of the node has it."""
+    """Every rank of the node gets an error with both numbers, the variables that set them, and the fix."""
     for rank in range(4):
         with pytest.raises(BringUpError) as caught:
             visible_devices.index_of(GTIDS | env, "cuda", count, world(rank, 4, launcher))
         assert words in str(caught.value).replace(f"local rank {rank} ", "local rank 1 ")
 
 
-# --- as Slurm really sets it
+# --- real Slurm environments
 
 
 GPU_SHAPES = [s for s in shapes() if "gpu" in s.name and any("SLURM_JOB_GPUS" in t.env for t in s.tasks)]
@@ -185,7 +191,7 @@ GPU_SHAPES = [s for s in shapes() if "gpu" in s.name and any("SLURM_JOB_GPUS" in
 
 @pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
 def test_ranks_of_a_node_never_share(shape: Shape) -> None:
-    """In every recorded launch with GPUs, the ranks of a node get different devices out of those of the job."""
+    """In every recorded launch with GPUs, the ranks of a node get different devices of the job."""
     taken: dict[tuple[str, str], list[str]] = defaultdict(list)
     for task in shape.tasks:
         found = slurm_launcher.read(task.env)
@@ -198,7 +204,7 @@ def test_ranks_of_a_node_never_share(shape: Shape) -> None:
 
 
 def test_the_recordings_with_gpus_are_there() -> None:
-    """Both ways to bind, none at all, and a job that does not begin at device 0 are among them."""
+    """The recordings include both kinds of binding, no binding, and a job without device 0."""
     names = {"gpus_per_task", "gpus_per_node", "gpu_bind_none", "gpus_second_job_on_the_node", "ntasks_per_gpu"}
     assert {shape.name for shape in GPU_SHAPES} >= names
 
@@ -215,9 +221,9 @@ print(json.dumps([world.local_rank, seen.names, seen.private, index]))
 
 @pytest.mark.slurm
 def test_several_gpus_per_task(slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Under a real `srun -n4 --gpus-per-task=2` each rank has two devices that no other has, and takes the first.
+    """Under a real `srun -n4 --gpus-per-task=2` each rank has two private devices and uses the first.
 
-    The cluster's GPUs are stand-ins: Slurm gives them out for real, no driver knows them.
+    The cluster's GPUs are fakes: Slurm allocates them, but there is no driver.
     """
     (tmp_path / "probe.py").write_text(PROBE)
     words = ("srun", "-N1", "-n4", "--gpus-per-task=2", sys.executable, str(tmp_path / "probe.py"))
@@ -227,7 +233,7 @@ def test_several_gpus_per_task(slurm: MiniSlurm, tmp_path: Path) -> None:
     assert len({name for _, names, _, _ in found for name in names}) == 8
 
 
-# --- given, and not seen
+# --- allocated devices
 
 
 @pytest.mark.parametrize(
@@ -246,11 +252,11 @@ def test_several_gpus_per_task(slurm: MiniSlurm, tmp_path: Path) -> None:
     ],
 )
 def test_given(env: dict[str, str], found: tuple[str, ...]) -> None:
-    """Devices count as given by Slurm's variables or the vendors', unless one of these says none."""
+    """Devices count as given by Slurm's or the vendors' variables, unless one of these gives none."""
     assert visible_devices.given(env) == found
 
 
 def test_an_unknown_kind_of_device() -> None:
-    """Of a kind that no variable is known for, nothing is said: the local rank is the index."""
+    """For a kind of device without a variable, nothing is restricted: the local rank is the index."""
     assert visible_devices.read({"CUDA_VISIBLE_DEVICES": "1"}, "mtia").names is None
     assert visible_devices.index_of({}, "mtia", 4, replace(world(2, 4), launcher="torchrun")) == 2

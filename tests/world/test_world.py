@@ -1,4 +1,4 @@
-"""A World that exists is consistent, and what it exports."""
+"""The values of a World are consistent; its exports."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ SMALL = World("slurm", 2, 4, 0, 2, 1, ("n1", "n2"), "n1", (20000, 20001), "6.0.0
         ({"local_rank": 2}, "local_rank is 2, expected 0 to 1 (local_world_size is 2)"),
         ({"local_world_size": 5}, "local_world_size 5 is more than world_size 4, as read from slurm"),
         ({"node_rank": 2}, "node_rank is 2, expected 0 to 1 (number of hosts is 2)"),
-        ({"master_ports": ()}, "no port to meet at: master_ports is empty"),
+        (
+            {"master_ports": ()},
+            "no port for the rendezvous: master_ports is empty, expected at least one",
+        ),
     ],
 )
 def test_a_world_that_contradicts_itself(changes: dict[str, Any], message: str) -> None:
-    """Values that cannot be true together make no World, and the message has both."""
+    """Contradicting values are refused, and the message has both."""
     with pytest.raises(WorldError) as caught:
         replace(SMALL, **changes)
     assert str(caught.value) == message
 
 
 def test_nodes_and_host() -> None:
-    """Nodes are named, or counted by the launcher, or follow from the sizes; a host without a name is ''."""
+    """The number of nodes is that of the hosts, else the launcher's count, else from the sizes; an unnamed host is ''."""
     assert (SMALL.nodes, SMALL.host) == (2, "n2")
     nameless = replace(SMALL, hosts=())
     assert (nameless.nodes, nameless.host) == (2, "")
@@ -40,7 +43,7 @@ def test_nodes_and_host() -> None:
 
 
 def test_exports() -> None:
-    """torch's names, and the one by which hpcinit knows them again."""
+    """The exports are torch's variables, and one that marks them as hpcinit's."""
     assert exports(SMALL) == {
         "RANK": "2",
         "WORLD_SIZE": "4",
@@ -54,7 +57,7 @@ def test_exports() -> None:
 
 
 def test_number() -> None:
-    """A variable that is no number is an error that says what to do."""
+    """A variable that is not a number is an error with advice."""
     assert number({"A": "7"}, "A", "x") == 7
     with pytest.raises(WorldError, match=r"^A is not set, expected a number: start it with srun$"):
         number({}, "A", "start it with srun")

@@ -1,6 +1,6 @@
 """torch's elastic agent with ranks that hpcinit starts. The loop and the rule for restarts are torch's.
 
-The methods with an underscore are those that torch asks whoever extends SimpleElasticAgent to write:
+The methods with an underscore are those that an extension of SimpleElasticAgent must implement:
 https://docs.pytorch.org/docs/stable/elastic/agent.html#extending-the-agent
 """
 
@@ -32,7 +32,7 @@ from hpcinit.records.elastic_restarts import Restart
 
 @dataclass(frozen=True)
 class Start:
-    """What a rank is started with. env: in place of this process's. cpus: that it may use; None: as this process."""
+    """What a rank is started with. env: instead of this process's. cpus: for the rank; None: as this process."""
 
     env: Mapping[str, str]
     log: Path
@@ -40,7 +40,7 @@ class Start:
 
 
 class Workers(Supervisor):
-    """Started together. Numbers are local ranks. torch's agent asks for those that have ended, and stops all."""
+    """The ranks of a node, started together, by local rank. torch's agent polls for ended ones, and stops all."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Workers(Supervisor):
         starts: Sequence[Start],
         around: Callable[[Callable[[], Child]], Child],
     ) -> None:
-        """around: calls what it is given, which starts a process. Raises OSError; none is left running then."""
+        """around: calls its argument, which starts a process. Raise OSError, after stopping those already started."""
         super().__init__()
         try:
             for number, start in enumerate(starts):
@@ -61,7 +61,7 @@ class Workers(Supervisor):
         return {number: child.pid for number, child in self.children.items()}
 
     def stop(self, grace_s: float, reap_s: float | None = None) -> None:
-        """One that is in the kernel, for a disk or a driver, is left to Slurm."""
+        """Stop the ranks. One that is stuck in the kernel, for a disk or a driver, is left to Slurm."""
         super().stop(grace_s, max(grace_s, 1.0) if reap_s is None else reap_s)
 
     def _start(self, number: int, command: Sequence[str], start: Start) -> Child:
@@ -69,20 +69,20 @@ class Workers(Supervisor):
         with rank_log.opened(start.log) as log:
             try:
                 if start.cpus:
-                    os.sched_setaffinity(0, start.cpus)  # of this thread, and of what it starts
+                    os.sched_setaffinity(0, start.cpus)  # for this thread, and for what it starts
                 return self.start(number, command, start.env, output=log)
             finally:
                 if start.cpus:
                     os.sched_setaffinity(0, before)
 
 
-GRACE_S = 3.0  # from SIGTERM to SIGKILL for ranks that are of no use without the one that has failed
-WRONG_REQUEST = 2  # exit status of a rank that a restart does not help
+GRACE_S = 3.0  # from SIGTERM to SIGKILL, for ranks that cannot continue without the failed one
+WRONG_REQUEST = 2  # exit status of a rank that would fail again after a restart
 
 
 class Agent(SimpleElasticAgent):
-    """Of one node. start: starts its ranks. tell: what is known of the ranks' failures, by their exit statuses (-9 for
-    SIGKILL), the cause first."""
+    """The agent of one node. start: starts its ranks. report: prints the ranks' failures, from their exit statuses
+    (-9 for SIGKILL), and which ranks had succeeded before; it returns the cause first."""
 
     def __init__(
         self,
@@ -90,48 +90,48 @@ class Agent(SimpleElasticAgent):
         rendezvous: AgentRendezvous,
         came: Signals,
         start: Callable[[], Workers],
-        tell: Callable[[dict[int, int]], Sequence[Restart]],
+        report: Callable[[dict[int, int], Sequence[int]], Sequence[Restart]],
     ) -> None:
         super().__init__(spec)
-        self._agent_rendezvous, self._came, self._start, self._tell = rendezvous, came, start, tell
+        self._agent_rendezvous, self._came, self._start, self._report = rendezvous, came, start, report
         self._ranks: Workers | None = None
-        self._told_to_end = False
-        self.status = 0  # of the rank that failed first in the last start
+        self._stop_received = False
+        self.status = 0  # of the rank that failed first in the last round
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._ranks, self.status = self._start(), 0
-        self._came.begin()
+        self._came.collect()
         return self._ranks.pids()
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: object, **__: object) -> None:
         self._shutdown()
 
     def _shutdown(self, *_: object, **__: object) -> None:
-        """torch 2.13 gives a signal and a time, 2.7 is_restart."""
-        self._came.end()
+        """Stop the ranks. torch 2.13 passes a signal and a time, 2.7 is_restart."""
+        self._came.stop_collecting()
         if self._ranks is not None:
             self._ranks.stop(GRACE_S)
             self._ranks = None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        assert self._ranks is not None  # torch starts before it looks
+        assert self._ranks is not None  # torch starts them before it monitors them
         self._pass_on(self._ranks)
         ended = self._ranks.ended()
         if failures := {rank: status for rank, status in ended.items() if status != 0}:
-            return self._of_failures(worker_group, failures)
+            return self._of_failures(worker_group, failures, [rank for rank, status in ended.items() if status == 0])
         if len(ended) == worker_group.spec.local_world_size and self._agent_rendezvous.all_done():
             done = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(WorkerState.SUCCEEDED, return_values=done)
         return RunResult(WorkerState.HEALTHY)
 
-    def _of_failures(self, worker_group: WorkerGroup, failures: dict[int, int]) -> RunResult:
+    def _of_failures(self, worker_group: WorkerGroup, failures: dict[int, int], succeeded: Sequence[int]) -> RunResult:
         self._shutdown()
-        first = self._tell(failures)[0]
+        first = self._report(failures, succeeded)[0]
         self.status = failures[first.rank % worker_group.spec.local_world_size]
         again = worker_group.spec.max_restarts - self._agent_rendezvous.start
-        if self._told_to_end or self.status == WRONG_REQUEST:
+        if self._stop_received or self.status == WRONG_REQUEST:
             again = 0
-        # torch counts the restarts that this agent has asked for; the limit is for those of all.
+        # torch counts the restarts that this agent has requested, but the limit is for the restarts of all agents.
         self._remaining_restarts = max(0, again)
         if again > 0:
             self._agent_rendezvous.call_for_restart(first)
@@ -140,11 +140,11 @@ class Agent(SimpleElasticAgent):
         return RunResult(WorkerState.FAILED)
 
     def _exit_barrier(self) -> None:
-        """Not torch's, in which an agent is deaf while others restart: here all are done."""
+        """Leave the store. torch's own barrier would ignore the restarts of other agents; here all ranks are done."""
         self._agent_rendezvous.leave()
 
     def _pass_on(self, ranks: Workers) -> None:
-        for number, pass_on in self._came.take():
-            self._told_to_end |= number in ENDING
-            if pass_on:
+        for number, forward in self._came.take():
+            self._stop_received |= number in ENDING
+            if forward:
                 ranks.signal(number)

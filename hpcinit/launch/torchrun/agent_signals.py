@@ -1,8 +1,8 @@
-"""Signals to an agent: passed on to its ranks, and to those only that have not had them already.
+"""Signals to an agent, which it forwards to its ranks unless they have received them already.
 
-slurmstepd signals every process of a step (Slurm 22.05: those in other sessions too), so what comes from it has reached
-the ranks. hpcinit's local engine signals a task's own process group, and a person one process. Who sent a signal is
-told to sigwaitinfo(2) and not to a handler: hence blocked signals and a thread that waits for them.
+slurmstepd signals every process of a step (Slurm 22.05: those in other sessions too), so its signals have reached the
+ranks. hpcinit's local engine signals a task's own process group, and a person signals one process. Only sigwaitinfo(2)
+reports the sender of a signal, a handler does not: hence the signals are blocked and a thread waits for them.
 """
 
 from __future__ import annotations
@@ -16,50 +16,51 @@ from typing import NamedTuple, TypeVar
 from hpcinit.base import signals
 
 ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
-# CONT is left out: Slurm sends it before every other signal, and by itself it ends nothing.
+# SIGCONT is not handled: Slurm sends it before every other signal, and alone it ends nothing.
 HANDLED = ENDING | {signal.SIGUSR1, signal.SIGUSR2}
 T = TypeVar("T")
 
 
 class Came(NamedTuple):
-    """pass_on: the ranks have not had it."""
+    """A signal. forward: the ranks have not received it."""
 
     number: signal.Signals
-    pass_on: bool
+    forward: bool
 
 
 class Signals:
-    """From now on a signal waits for take(); while nobody takes any, one that asks for the end ends this process.
+    """Collects signals for take(). Outside of collect() and stop_collecting(), a signal that asks to end terminates
+    this process.
 
-    Make it in the main thread, before other threads are started.
+    Create it in the main thread, before other threads are started.
     """
 
     def __init__(self, under_slurm: bool | None = None) -> None:
-        # slurmstepd has made this very process: SLURM_TASK_PID is inherited by those below, too.
+        # slurmstepd has created this process itself: SLURM_TASK_PID is inherited by processes below it, too.
         here = os.environ.get("SLURM_TASK_PID") == str(os.getpid())
         self._of_step = os.getppid() if (here if under_slurm is None else under_slurm) else 0
         self._came: queue.SimpleQueue[Came] = queue.SimpleQueue()
         self._waited_for = False
         signals.block(HANDLED)
-        # For the moments in which unblocked() lets them in.
+        # For the moments in which unblocked() lets signals in.
         signals.Handlers(HANDLED, lambda number, frame: self._came.put(Came(signal.Signals(number), True)))
         signals.Listener(HANDLED, self._heard)
 
-    def begin(self) -> None:
-        """There are ranks: from now on somebody takes what comes."""
+    def collect(self) -> None:
+        """Collect signals from now on: there are ranks to forward them to."""
         self._waited_for = True
 
-    def end(self) -> None:
-        """There are none any more."""
+    def stop_collecting(self) -> None:
+        """Stop collecting: there are no ranks any more."""
         self._waited_for = False
 
     def take(self) -> Iterator[Came]:
-        """What has come since the last time."""
+        """Yield the signals that have arrived since the last call."""
         while not self._came.empty():
             yield self._came.get()
 
     def unblocked(self, start: Callable[[], T]) -> T:
-        """start() a process: it inherits what the thread that starts it blocks."""
+        """Call start(), which starts a process, with signals unblocked: it inherits the blocked ones of the thread."""
         with signals.unblocked(HANDLED):
             return start()
 

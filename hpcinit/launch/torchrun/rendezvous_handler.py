@@ -1,12 +1,13 @@
-"""How the agents of all nodes meet, and hear of each other's failures: a rendezvous handler for torch's agent.
+"""The rendezvous handler for torch's agent: how the agents of all nodes find each other and report failures.
 
-In place of torch's 'static' (no agent hears that another one's rank has failed) and 'c10d' (each agent counts restarts
-for itself, and nodes are sorted by name). The agents meet at hpcinit's rendezvous and keep torch's store. A *start* is
+It replaces torch's 'static' (no agent learns that another one's rank has failed) and 'c10d' (each agent counts restarts
+for itself, and nodes are sorted by name). The agents use hpcinit's rendezvous and keep torch's store. A *start* is
 one start of all ranks, from 0.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,29 +26,29 @@ from hpcinit.records.elastic_restarts import Restart
 from hpcinit.records.spec import Spec
 from hpcinit.rendezvous import join
 from hpcinit.rendezvous.store import open_store
-from hpcinit.world import World, network
+from hpcinit.world import World, ports
 
-LEAVE_S = 10.0  # the first agent has the store, and waits so long for the others to have read their last
+LEAVE_S = 10.0  # the first agent has the store, and waits this long for the others to read their last value
 
 
 class AgentRendezvous(RendezvousHandler):
-    """Of one agent. start: which start of the ranks this is. why: what failed before it, None for the first.
+    """The handler of one agent. start: the number of the current start. why: what failed before it, None at first.
 
-    Raises BringUpError, as next_rendezvous() does, where agents are missing or the first one is gone.
+    Raise BringUpError, as next_rendezvous() does, if agents are missing or the first one is gone.
     """
 
     def __init__(
-        self, agents: World, spec: Spec, timeout: Callable[[], timedelta], begin: Callable[[Restart], None]
+        self, agents: World, spec: Spec, timeout: Callable[[], timedelta], record: Callable[[Restart], None]
     ) -> None:
-        """agents: their world, a rank for each. timeout: from now until all have come. begin: called by the first agent
-        at each restart, when no rank runs any more."""
-        self._agents, self._timeout, self._begin = agents, timeout, begin
+        """agents: their world, one rank each. timeout: returns how long to wait for all agents. record: called by the
+        first agent at each restart, when no rank runs any more."""
+        self._agents, self._timeout, self._record = agents, timeout, record
         self.start = 0
         self.why: Restart | None = None
-        self._store = _meet(agents, spec, timeout())
+        self._store = _join(agents, spec, timeout())
         self._met = self._done = False
 
-    # --- what torch's agent asks
+    # --- called by torch's agent
 
     def get_backend(self) -> str:
         return "hpcinit"
@@ -57,7 +58,7 @@ class AgentRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        return False  # the ranks make their own, as under srun
+        return False  # the ranks create their own store, as under srun
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self._met:
@@ -67,39 +68,39 @@ class AgentRendezvous(RendezvousHandler):
         return RendezvousInfo(self._store, self._agents.rank, self._agents.world_size, here)
 
     def num_nodes_waiting(self) -> int:
-        """More than 0 makes the agent stop its ranks and come to next_rendezvous()."""
+        """Return 1 after a failure: it makes the agent stop its ranks and call next_rendezvous()."""
         return int(self._has(f"failed/{self.start}"))
 
     def is_closed(self) -> bool:
         return False
 
     def set_closed(self) -> None:
-        """There is no other start to come: the step ends."""
+        """Do nothing: there is no further start, because the step ends."""
 
     def shutdown(self) -> bool:
         return True
 
-    # --- what ours asks
+    # --- called by hpcinit's agent
 
     def call_for_restart(self, why: Restart) -> None:
-        """A rank here has failed: all agents are to come to next_rendezvous()."""
+        """Report that a rank here has failed, so that all agents call next_rendezvous()."""
         self._call("set", f"why/{self.start}/{self._agents.rank}", why.to_json())
         self._call("set", f"failed/{self.start}", "")
 
     def end(self) -> None:
-        """A rank here has failed, for the last time."""
+        """Report that a rank here has failed and that there is no further restart."""
         with suppress(BringUpError):
             self._call("set", "over", "")
 
     def all_done(self) -> bool:
-        """This node's ranks have ended well: whether those of all nodes have, or no more is to come of them."""
+        """Report that this node's ranks have succeeded. Return whether all nodes' have, or the run is over anyway."""
         if not self._done:
             self._call("add", f"done/{self.start}", 1)
             self._done = True
         return bool(self._count(f"done/{self.start}") == self._agents.world_size or self._has("over"))
 
     def leave(self) -> None:
-        """After the last question."""
+        """Leave the store. The first agent, which hosts it, waits for the others."""
         with suppress(BringUpError):
             self._call("add", "left", 1)
             deadline = time.monotonic() + LEAVE_S
@@ -120,7 +121,7 @@ class AgentRendezvous(RendezvousHandler):
             while self._count(f"here/{self.start}") < self._agents.world_size:
                 self._wait(deadline, timeout)
             why = elastic_restarts.cause(self._reasons(before) or [self._unknown(before)])
-            self._begin(why)
+            self._record(why)
             self._call("set", f"go/{self.start}", why.to_json())
         while not self._has(f"go/{self.start}"):
             self._wait(deadline + LEAVE_S, timeout)
@@ -128,25 +129,25 @@ class AgentRendezvous(RendezvousHandler):
         self.why = _read(announced)
         if self.why is None:
             raise BringUpError(
-                f"the first agent, on {self._agents.master_addr}, announced restart {self.start} in a way that is not "
-                f"understood: {announced[:60].decode(errors='replace')!r}; do all nodes have the same hpcinit?"
+                f"the first agent, on {self._agents.master_addr}, announced restart {self.start} with data that cannot "
+                f"be read: {announced[:60].decode(errors='replace')!r}; do all nodes have the same hpcinit?"
             )
 
     def _reasons(self, start: int) -> list[Restart]:
-        """What each agent with a failure has said of it, as far as it can be read."""
+        """Return the readable failure reports of the agents."""
         keys = (f"why/{start}/{rank}" for rank in range(self._agents.world_size))
         found = (_read(self._call("get", key)) for key in keys if self._has(key))
         return [restart for restart in found if restart is not None]
 
     def _unknown(self, start: int) -> Restart:
         job = elastic_restarts.round_folder(self._agents.job, start)
-        return Restart(job, start + 1, time.time(), -1, "an unknown node", "failed, and no agent's reason can be read")
+        return Restart(job, start + 1, time.time(), -1, "an unknown node", "failed, and no agent's report can be read")
 
     def _wait(self, deadline: float, timeout: timedelta) -> None:
         if time.monotonic() > deadline:
             raise BringUpError(
-                f"restart {self.start} inside the job is not begun after {timeout.total_seconds():g} s: the agents of "
-                f"{', '.join(self._missing()) or self._agents.master_addr} did not come to it; are their nodes there?"
+                f"restart {self.start} inside the job timed out after {timeout.total_seconds():g} s: no agent "
+                f"connected from {', '.join(self._missing()) or self._agents.master_addr}; are the nodes up?"
             )
         time.sleep(self._pause())
 
@@ -157,7 +158,7 @@ class AgentRendezvous(RendezvousHandler):
         return [self._agents.hosts[rank] if known else f"task {rank}" for rank in absent]
 
     def _pause(self) -> float:
-        return 0.05 + self._agents.world_size / 5000  # s; all ask the first agent's store
+        return 0.05 + self._agents.world_size / 5000  # s; all agents poll the first agent's store
 
     def _has(self, key: str) -> bool:
         return bool(self._call("check", [key]))
@@ -165,29 +166,29 @@ class AgentRendezvous(RendezvousHandler):
     def _count(self, key: str) -> int:
         return int(self._call("add", key, 0))
 
-    def _call(self, name: str, *words: object) -> Any:
+    def _call(self, name: str, *arguments: object) -> Any:
         try:
-            return getattr(self._store, name)(*words)
+            return getattr(self._store, name)(*arguments)
         except (DistError, RuntimeError) as error:
             where = self._agents.master_addr
             raise BringUpError(
-                f"the first agent, on {where}, is gone: {str(error).partition(chr(10))[0]}; its node's words in the "
-                "job's log say why"
+                f"the first agent, on {where}, is gone: {str(error).partition(chr(10))[0]}; see the messages of its "
+                "node in the job's log"
             ) from None
 
 
 def _read(value: bytes) -> Restart | None:
-    """Return the restart that a value of the store describes. Anyone who reaches the store may have written it."""
+    """Return the restart in a value of the store, which any process that reaches the store may have written."""
     try:
         return elastic_restarts.from_json(value.decode(errors="replace"))
     except (ValueError, TypeError, AttributeError):
         return None
 
 
-def _meet(agents: World, spec: Spec, timeout: timedelta) -> Store:
-    """The agents' store, as soon as all of them have come."""
-    job = elastic_restarts.agents_folder(agents.job)  # not the ranks' own, which meet at the same host a moment later
-    of_agents = replace(agents, job=job, master_ports=network.candidate_ports(job))
+def _join(agents: World, spec: Spec, timeout: timedelta) -> Store:
+    """Return the agents' store when all agents have connected."""
+    job = elastic_restarts.agents_folder(agents.job)  # not the ranks' own: they use the same host a moment later
+    of_agents = replace(agents, job=job, master_ports=ports.of_job(os.environ, job))
     deadline = time.monotonic() + timeout.total_seconds()
     try:
         rendezvous = join.join_rendezvous(of_agents, spec, timeout)
@@ -199,5 +200,5 @@ def _meet(agents: World, spec: Spec, timeout: timedelta) -> Store:
         join.leave_rendezvous()
     except BringUpError as error:
         join.leave_rendezvous(str(error))
-        raise BringUpError(f"the agents of the nodes did not meet (a rank here is an agent): {error}") from None
+        raise BringUpError(f"the agents of the nodes did not connect (a rank here is an agent): {error}") from None
     return store

@@ -1,4 +1,4 @@
-"""One agent's part of a run: it meets the others, starts this node's ranks, and says what became of them."""
+"""One agent's part of a run: it joins the other agents, starts this node's ranks, and reports their failures."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from hpcinit.world.launchers.torchrun import ENV_AGENT
 
 
 def run(spec: Spec, path: Path, agents: World, came: Signals) -> int:
-    """Until the ranks of all nodes are done; 0 then. Else what the failed rank has ended with; ended by a signal, this
-    process ends by it too, and does not return. Raises BringUpError where agents are missing."""
+    """Run until the ranks of all nodes are done, and return 0, or the exit status of the failed rank. If a signal ended
+    that rank, end this process by the same signal. Raise BringUpError if agents are missing."""
     node = Node(spec, path, agents, came)
-    asked = WorkerSpec(
+    worker_spec = WorkerSpec(
         role="default",
         local_world_size=spec.ranks_per_node,
         entrypoint=sys.executable,
         rdzv_handler=node.rendezvous,
         max_restarts=spec.launch.max_restarts,
-        monitor_interval=0.1 + spec.nodes / 1000,  # s; at each the agents ask the first one's store
+        monitor_interval=0.1 + spec.nodes / 1000,  # s; each time the agents query the first one's store
     )
-    # Ranks are the same on all nodes: torch need not ask each agent how many it has, nor answer each.
+    # The number of ranks is the same on all nodes, so torch need not exchange it between the agents.
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
-    agent = Agent(asked, node.rendezvous, came, node.start, node.tell)
+    agent = Agent(worker_spec, node.rendezvous, came, node.start, node.report)
     failed = agent.run().is_failed()
     if failed and agent.status < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank's own core is the one to keep
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # keep the rank's own core file
         signals.end_by(-agent.status)
     interpreter_exit.end(agent.status if failed else 0)
     return agent.status if failed else 0
@@ -61,10 +61,10 @@ class Node:
         allowed = os.sched_getaffinity(0)
         self._cpus = rank_binding.cpus(spec.launch, spec.ranks_per_node, allowed, os.environ)
         self._began = startup_events.startup_began()
-        self.rendezvous = AgentRendezvous(agents, spec, self._timeout, self._begin)
+        self.rendezvous = AgentRendezvous(agents, spec, self._timeout, self._record_restart)
 
     def start(self) -> Workers:
-        """The ranks of this node, each with a word in its log of why it is begun again."""
+        """Start the ranks of this node. After a restart, write its reason to the log of each rank."""
         starts = [self._start(local_rank) for local_rank in range(self._spec.ranks_per_node)]
         if why := self.rendezvous.why:
             for start in starts:
@@ -72,12 +72,16 @@ class Node:
                     background_writer.suppressed("the restart's line in the log of a rank"),
                     start.log.open("a") as log,
                 ):
-                    print(f"hpcinit: {self._begins(why)}", file=log)
+                    print(f"hpcinit: {self._restart_message(why)}", file=log)
         command = [sys.executable, "-u", "-m", "hpcinit.run", str(self._path)]
         return Workers(command, starts, self._came.unblocked)
 
-    def tell(self, failures: Mapping[int, int]) -> Sequence[Restart]:
-        """What is known of failures by local rank, the cause first; said in the job's log, before srun speaks of us."""
+    def report(self, failures: Mapping[int, int], succeeded: Sequence[int] = ()) -> Sequence[Restart]:
+        """Return the failures, from exit statuses by local rank, the cause first; print them before srun reports us.
+
+        succeeded: local ranks that ended with status 0 before."""
+        for local_rank in succeeded:
+            say(f"{self._agents.host or os.uname().nodename}: rank {self._rank(local_rank)}: {job_log.SUCCEEDED}")
         found = [self._failure(local_rank, status) for local_rank, status in failures.items()]
         first = elastic_restarts.cause(found)
         found = [first, *(one for one in found if one is not first)]
@@ -103,18 +107,18 @@ class Node:
             secondary=bool(record and causes.is_secondary(record)),
         )
 
-    def _begin(self, why: Restart) -> None:
-        """By the first agent, once no rank of the start before runs any more."""
-        with background_writer.suppressed("the old error records' new place"):
+    def _record_restart(self, why: Restart) -> None:
+        """Record the restart: called in the first agent when no rank of the previous start runs any more."""
+        with background_writer.suppressed("the folder of old error records"):
             elastic_restarts.set_aside(self._folder, why.job)
         with background_writer.suppressed(run_folder.ELASTIC):
             elastic_restarts.record(self._folder, why)
-        say(self._begins(why))
+        say(self._restart_message(why))
 
-    def _begins(self, why: Restart) -> str:
+    def _restart_message(self, why: Restart) -> str:
         number, most, job = self.rendezvous.start, self._spec.launch.max_restarts, self._agents.job.partition(".")[0]
         where = os.environ.get("SLURM_STEP_NODELIST", "")
-        return f"elastic restart {number} of at most {most} of job {job} begins on {where}: {why}"
+        return f"{job_log.NEW_ATTEMPT}elastic restart {number} of at most {most} of job {job} starts on {where}: {why}"
 
     def _job(self) -> str:
         return elastic_restarts.round_folder(self._agents.job, self.rendezvous.start)
@@ -129,9 +133,9 @@ class Node:
         return Start(env, self._folder / log, None if self._cpus is None else self._cpus[local_rank])
 
     def _environment(self, local_rank: int, rank: int) -> dict[str, str]:
-        """torchrun's variables: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+        """Return torchrun's variables: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
 
-        Its error file, for programs that use torch's @record, lies beside our own records.
+        Its error file, for programs that use torch's @record, is in the folder of hpcinit's error records.
         """
         nodes, here = self._spec.nodes, self._spec.ranks_per_node
         return {
@@ -150,7 +154,7 @@ class Node:
         }
 
     def _times(self) -> dict[str, str]:
-        """For the timeline: when this agent began; of ranks that begin again, when those before had failed."""
+        """Return times for the timeline: when this agent started, or after a restart, when the failure occurred."""
         if why := self.rendezvous.why:
             return {timeline.ENV_AGENT_BEGAN: "", timeline.ENV_ALLOCATED: str(why.time)}
         return {timeline.ENV_AGENT_BEGAN: str(self._began or "")}

@@ -1,14 +1,14 @@
-"""Checkpoints in the ecosystem's own formats: a step that is there is whole, and other ranks can go on from it.
+"""Checkpoints in the formats of torch and DeepSpeed: a step is complete or absent, and other world sizes can load it.
 
 FOLDER/.owner.json                     the job that may publish steps here
-       step-00000042/checkpoint.json   what it is, and the size and checksum of every file
+       step-00000042/checkpoint.json   a description, with the size and checksum of every file
                      dcp/              torch.distributed.checkpoint: ddp, fsdp, tensor parallelism
-                     deepspeed/        DeepSpeed's; universal/ beside it once other ranks have loaded it
-                     loader/           place in the data, a file for each share of it
-                     random/           where the random generators stand, a file for each rank
-                     extra.pt          what the program gave
+                     deepspeed/        DeepSpeed's format; universal/ is added for another number of ranks.
+                     loader/           the loader's position, one file per share of the data
+                     random/           states of the random generators, one file per rank
+                     extra.pt          the values that the program passed
 
-Both formats are read with pickle, by torch and by DeepSpeed: load what you wrote.
+torch and DeepSpeed read both formats with pickle: load only checkpoints that you trust.
 """
 
 from __future__ import annotations
@@ -44,11 +44,16 @@ TIMEOUT = timedelta(seconds=CHECKPOINT_S)
 
 @dataclass(frozen=True)
 class Loaded:
-    """step, extra: as they were saved. samples: seen by all ranks together until then.
+    """The result of load().
 
-    loader: whether the loader has its place again. False where none was saved or given, or where the data is divided
-    among another number of ranks: a place belongs to one of so many shares. Skip `samples` of the whole data then.
-    random: whether each rank's generators stand where they stood. False where the layout is another: see randomness.
+    Attributes:
+        step: the saved step.
+        samples: number of samples that all ranks had processed by then.
+        extra: the saved `extra`.
+        loader: whether the loader's position was restored. It is False if none was saved or passed, or if the data is
+            now divided into another number of shares. Skip `samples` samples of the whole data set then.
+        random: whether the states of the random generators were restored. It is False if the layout has changed: they
+            are then seeded again, see random_state.
     """
 
     step: int
@@ -72,23 +77,30 @@ def save(
     timeout: timedelta = TIMEOUT,
     job: str = "",
 ) -> Path:
-    """Called by every rank after `step` steps of the optimizer; the folder that holds it all, once it is whole.
+    """Save a checkpoint after `step` steps of the optimizer, and return its folder. Every rank must call it.
 
-    folder: seen by all nodes. extra: plain values and tensors, such as a schedule's state_dict(); rank 0's is written.
-    samples: seen so far, None for step x global batch. keep: how many to keep, the oldest go, None for all; they are
-    removed in the background. timeout: how long ranks wait for each other. job: World.job, which orders the attempts
-    of a job; only rank 0's is used.
+    Args:
+        wrapped: the model and optimizer, as run.wrap() returned them.
+        folder: a folder that all nodes share.
+        step: number of finished optimizer steps.
+        extra: plain values and tensors, such as a schedule's state_dict(). Rank 0's value is saved.
+        samples: number of samples processed so far; None: step x global batch.
+        keep: number of checkpoints to keep; older ones are removed in the background. None: keep all.
+        timeout: how long ranks wait for each other.
+        job: World.job, which orders the attempts of a job. Only rank 0's value is used.
 
-    Raises RequestError for what cannot be saved, also where another job has taken the folder over, CheckpointError when
-    it cannot be written: what was there is left.
+    Raises RequestError if something cannot be saved or another job has taken the folder over, and CheckpointError if
+    writing fails. Existing checkpoints are then unchanged.
     """
     of_data.check_loader(loader)
     if keep is not None and keep < 1:
-        raise RequestError(f"keep is {keep}, expected 1 or more, or None for all")
+        raise RequestError(f"keep is {keep}, expected 1 or more, or None to keep all")
     wrapped.refuse_offloaded("save()")
     if not wrapped.between_steps:
-        raise RequestError("save() within an accumulation, whose gradients would be lost: after a step() that is True")
-    of_steps.name(step)  # raises for a step below 0
+        raise RequestError(
+            "save() during gradient accumulation would lose gradients; call it after step() returned True"
+        )
+    of_steps.name(step)  # raises RequestError for a negative step
     described = _describe(wrapped, step, wrapped.batch.total * step if samples is None else samples, layout, seed)
     with native_checkpoint.patient(timeout):
         final = _save(wrapped, folder, described, layout, loader, extra, job, timeout)
@@ -126,7 +138,7 @@ def _save(
     except CheckpointError as error:
         winner = owners.taken_by(folder, unfinished.owner) if unfinished else None
         text = _undone(folder, unfinished, step, error)
-        if unfinished and winner:  # it may have removed the unfinished step, so that a restart would not help
+        if unfinished and winner:  # the new owner may have removed the unfinished step; a restart would not help
             lost = owners.lost(folder, unfinished.owner, winner)
             raise RequestError(f"{text}; {lost}", quoted=error.quoted) from error
         raise CheckpointError(text, quoted=error.quoted) from error
@@ -145,15 +157,20 @@ def load(
     timeout: timedelta = TIMEOUT,
     job: str = "",
 ) -> Loaded | None:
-    """The newest whole step, into what run.wrap has just made; None if there is none. Called by every rank.
+    """Load the newest complete step into a model that run.wrap() returned. Return None if there is none.
 
-    All files are read and compared with their checksums first, each by one rank; a damaged step is skipped with a line.
-    The number of ranks and the layout may be others than those that wrote it; the kind of wrapping may differ between
-    ddp and fsdp. Random numbers go on as if nobody had stopped, unless a DataLoader draws from torch's own generator
-    as it begins: give it one, as run.loader_options() does. seed_by: 'same', 'rank' or 'data', for another layout.
-    timeout, job: as save() has them.
+    Every rank must call it. First the ranks read all files and compare their checksums; each file is read by one rank.
+    A damaged step is skipped with a message. The number of ranks and the layout may differ from those that saved it;
+    the wrapper may differ only between ddp and fsdp. Random numbers continue as without an interruption, unless a
+    DataLoader draws from torch's default generator at its start: pass it run.loader_options().
 
-    Raises RequestError for what does not fit, CheckpointError for what cannot be read.
+    Args:
+        wrapped: the model and optimizer, as run.wrap() returned them.
+        folder: the folder that was passed to save().
+        seed_by: 'same', 'rank' or 'data': how generators are seeded if the layout has changed.
+        timeout, job: as in save().
+
+    Raises RequestError if the checkpoint does not match the model, and CheckpointError if it cannot be read.
     """
     of_data.check_loader(loader)
     wrapped.refuse_offloaded("load()")
@@ -169,16 +186,18 @@ def load(
 
 
 def _newest(folder: Path, job: str, timeout: timedelta) -> tuple[Path, Description] | None:
-    """The newest step whose files have the content that was written. The same on every rank."""
+    """Return the newest step whose files are undamaged, the same on every rank."""
     say_once = cache(say)
 
     def newest() -> tuple[Path, Description] | None:
         return of_steps.newest(folder, say_once)
 
     def first() -> tuple[Path, Description] | None:
-        checkpoint_folder.wait_for_removals(timeout.total_seconds() / 2)  # what is being removed is not to be found
+        checkpoint_folder.wait_for_removals(
+            timeout.total_seconds() / 2
+        )  # a folder that is being removed must not be found
         owner = owners.of_this_process(job, timeout.total_seconds())
-        with suppress(OSError):  # a folder that this job may only read
+        with suppress(OSError):  # the folder may be read-only for this job
             if owners.claim_after_restart(folder, owner):
                 of_steps.sweep(folder, owner)
         return newest()
@@ -190,7 +209,7 @@ def _newest(folder: Path, job: str, timeout: timedelta) -> tuple[Path, Descripti
         if wrong is None:
             break
         of_steps.remember_damage(*found, wrong)
-        found = native_checkpoint.on_rank_0(newest)  # says that it skips what was just found
+        found = native_checkpoint.on_rank_0(newest)  # prints that it skips the damaged step
     return found
 
 
@@ -201,7 +220,9 @@ def _of_program(
     if wrapped.scaler is not None and own["scaler"]:
         wrapped.scaler.load_state_dict(own["scaler"])
     placed = _place(loader, layout, path, saved)
-    drawn = random_state.load_random_state(path, saved, layout, seed_by)  # last: what comes before may draw
+    drawn = random_state.load_random_state(
+        path, saved, layout, seed_by
+    )  # last, because the calls above may draw random numbers
     return Loaded(saved.step, saved.samples, own["extra"], placed, drawn)
 
 
@@ -225,7 +246,7 @@ def _describe(wrapped: Wrapped, step: int, samples: int, layout: Layout, seed: i
 def _write(
     wrapped: Wrapped, folder: Path, layout: Layout, loader: of_data.Stateful | None, extra: Any
 ) -> dict[str, File]:
-    """All ranks' files. The program's own first: they are small, and may be what cannot be saved."""
+    """Write this rank's files. Write the program's own values first: they are small, and most likely to fail."""
     rank = dist.get_rank()
 
     def of_program() -> list[str]:
@@ -245,16 +266,16 @@ def _undone(folder: Path, unfinished: Unfinished | None, step: int, error: Check
     before = of_steps.newest(folder, lambda _: None)
     _clear(unfinished)
     try:
-        free = f"; {shutil.disk_usage(folder).free / 1e9:.1f} GB are free there"
+        free = f"; {shutil.disk_usage(folder).free / 1e9:.1f} GB of disk space are free"
     except OSError:
         free = ""
-    left = f"{before[0].name} is the newest" if before else "there is no other"
-    return f"step {step} was not saved in {folder}: {error}{free}; {left}"
+    left = f"{before[0].name} is the newest checkpoint" if before else "there is no older checkpoint"
+    return f"cannot save step {step} in {folder}: {error}{free}; {left}"
 
 
 def _clear(unfinished: Unfinished | None) -> None:
     if unfinished is not None:
-        native_checkpoint.gather_answers(None, None)  # no rank writes any more
+        native_checkpoint.gather_answers(None, None)  # wait until no rank is writing
         if dist.get_rank() == 0:
             of_steps.discard(unfinished.path)
 
@@ -263,24 +284,24 @@ def _check(wrapped: Wrapped, path: Path, saved: Description) -> None:
     if saved.wrap != wrapped.checkpoint_format:
         wrote, here = wrappers.of_format(saved.wrap), wrappers.of_format(wrapped.checkpoint_format)
         raise RequestError(
-            f"{path} was written with parallel.wrap={wrote}, and this is {here}: their formats differ; "
-            f"parallel.wrap={wrote}, or another folder"
+            f"{path} was saved with parallel.wrap={wrote}, but this run has {here}, whose format differs. "
+            f"Use parallel.wrap={wrote}, or another folder"
         )
 
 
 def _place(loader: of_data.Stateful | None, layout: Layout, path: Path, saved: Description) -> bool:
-    """Whether the loader now has its place; one line by rank 0 where it was expected to and has not."""
+    """Restore the loader's position and return whether that worked. Otherwise rank 0 prints the reason."""
     there = of_data.is_in(saved.files)
     if loader is not None and there and saved.data_parallel == layout.data_parallel:
         of_data.load_loader_state(loader, layout, dist.get_rank(), path)
         return True
     if dist.get_rank() == 0 and (loader is not None or there):
         if loader is None:
-            why = "has the loader's place, and load() was given no loader"
+            why = "contains the loader's position, but load() was called without a loader"
         elif not there:
-            why = "was saved without a loader, which begins anew"
+            why = "was saved without a loader, so the loader starts at the first sample"
         else:
-            why = f"has the places of {saved.data_parallel} shares of the data, and there are {layout.data_parallel}"
-            why += ": the loader begins anew"
-        say(f"{path.name} {why}; {saved.samples} samples have been seen")
+            why = f"has loader positions for {saved.data_parallel} data shares, but this run has {layout.data_parallel}"
+            why += ", so the loader starts at the first sample"
+        say(f"{path.name} {why}; {saved.samples} samples were processed before")
     return False

@@ -1,9 +1,9 @@
-"""A folder of checkpoints: FOLDER/step-00000042 is there whole, or it is not loaded.
+"""A folder of checkpoints: FOLDER/step-00000042 is complete, or it is not loaded.
 
-A step is written into FOLDER/.step-00000042.JOB.SAVE.tmp, where SAVE is random, and renamed when every file has reached
-the disk. checkpoint.json is written last and lists all files with their sizes and checksums: it shows a copy that was
-cut short, files that a purge took, a damaged file and a file of another save. owner.py has the rules for several jobs
-in one folder.
+A step is written into FOLDER/.step-00000042.JOB.SAVE.tmp, where SAVE is random, and renamed when every file is on the
+disk. checkpoint.json is written last and lists all files with their sizes and checksums. It reveals a truncated copy,
+files that a purge deleted, a damaged file and a file of another save. owner.py has the rules for several jobs in one
+folder.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from hpcinit.rendezvous.process_state import state
 from hpcinit.runtime.checkpoint import owner as owners
 from hpcinit.runtime.checkpoint.owner import Owner
 
-# Checksums of files: they show a file that is damaged at its full size, and a file of another save.
+# Checksums of files: they detect a damaged file of the right size, and a file of another save.
 #
-# CRC32 of each SEGMENT, and the CRC32 of those numbers: segments of one file are read by several threads at a time.
+# The checksum is the CRC32 of the CRC32s of each SEGMENT, so that several threads can read one file.
 
 SEGMENT = 64 << 20
 BUFFER = 4 << 20
-THREADS = 8  # at most
+THREADS = 8  # maximum
 
 
 def checksums(folder: Path, names: Iterable[str]) -> dict[str, int]:
@@ -62,14 +62,14 @@ def _crc32(path: Path, begin: int) -> int:
     return found
 
 
-# Removal of folders in the background: no rank waits for it, and a failure is a line on stderr, not an error.
+# Folders are removed in the background: no rank waits for it, and a failure is only a warning.
 
 SUFFIX = ".gone"
-AT_EXIT_S = 10.0  # less than the 30 s after which Slurm kills (KillWait); a later save removes what is left
+AT_EXIT_S = 10.0  # less than Slurm's KillWait of 30 s; a later save removes the rest
 
 
 def remove_later(work: Callable[[], None]) -> None:
-    """Run `work` in a thread, after all that was given before. Print a line if it raises OSError."""
+    """Run `work` in a thread, after all earlier removals. Print a warning if it raises OSError."""
     if state.removal is None:
         atexit.register(wait_for_removals, AT_EXIT_S)
     before = state.removal
@@ -80,14 +80,14 @@ def remove_later(work: Callable[[], None]) -> None:
         try:
             work()
         except OSError as error:
-            say(f"warning: an old checkpoint could not be removed: {error}")
+            say(f"warning: cannot remove an old checkpoint: {error}")
 
     state.removal = threading.Thread(target=run, name="hpcinit-removal", daemon=True)
     state.removal.start()
 
 
 def wait_for_removals(seconds: float) -> bool:
-    """Wait until all removals are done, at most so long; return whether they are."""
+    """Wait at most `seconds` until all removals are finished; return whether they are."""
     last = state.removal
     if last is None:
         return True
@@ -96,30 +96,30 @@ def wait_for_removals(seconds: float) -> bool:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename the folder, so that half of it never has the name of the whole. Return the new name. Raise OSError."""
+    """Rename the folder before its removal, so that a partial one has another name. Return the name. Raise OSError."""
     aside = path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(4)}{SUFFIX}")
     path.rename(aside)
     return aside
 
 
 def remove_folder(path: Path) -> None:
-    """Raise OSError, but not if another process removes it at the same time."""
+    """Remove the folder. Raise OSError, but not if another process removes it at the same time."""
     with suppress(FileNotFoundError):
         shutil.rmtree(path if path.name.endswith(SUFFIX) else set_aside(path))
 
 
 METADATA = "checkpoint.json"
 FORMAT = 2
-OWNER = "owner.json"  # in an unfinished step: whose it is
-SHORT_S = 5.0  # for earlier removals, where the disk has room without them
-VISIBLE_S = 60.0  # NFS keeps what it knows of a folder for up to a minute (acdirmax)
+OWNER = "owner.json"  # names the owner of an unfinished step
+SHORT_S = 5.0  # wait for earlier removals, if the disk has enough space anyway
+VISIBLE_S = 60.0  # NFS caches a folder's content for up to a minute (acdirmax)
 _STEP = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"\.step-\d{8,}\..+\.tmp")
 
 
 @dataclass(frozen=True)
 class File:
-    """What a rank wrote. checksum: checksums()."""
+    """A file that a rank wrote. checksum: see checksums()."""
 
     bytes: int
     checksum: int
@@ -128,10 +128,11 @@ class File:
 
 @dataclass(frozen=True)
 class Description:
-    """What checkpoint.json says. samples: seen by all ranks together. zero_stage: None without DeepSpeed.
+    """The content of checkpoint.json.
 
-    data_parallel: shares of the data, each with its own place in it. save: random, of this one save. owner: the job
-    that wrote it. files: relative path -> File.
+    samples: processed by all ranks together. zero_stage: None without DeepSpeed. data_parallel: number of shares of the
+    data, each with its own loader position. save: a random id of this save. owner: the job that wrote it. files: maps
+    each relative path to a File.
     """
 
     step: int
@@ -150,7 +151,7 @@ class Description:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A step that is being written: the folder, which save it is, and whose."""
+    """A step that is being written: its folder, the id of the save, and the owner."""
 
     path: Path
     save: str
@@ -158,14 +159,14 @@ class Unfinished:
 
 
 def name(step: int) -> str:
-    """Raises RequestError for a step below 0."""
+    """Return the folder name of a step. Raise RequestError for a negative step."""
     if step < 0:
-        raise RequestError(f"a checkpoint of step {step}, expected 0 or more")
+        raise RequestError(f"the step of a checkpoint is {step}, expected 0 or more")
     return f"step-{step:08d}"
 
 
 def _has_room(folder: Path) -> bool:
-    """Whether twice the newest step fits on the disk; False where that is not known."""
+    """Return whether twice the newest step fits on the disk; False if unknown."""
     try:
         found = newest(folder, lambda _: None)
         return found is not None and shutil.disk_usage(folder).free > 2 * sum(
@@ -176,22 +177,22 @@ def _has_room(folder: Path) -> bool:
 
 
 def begin(folder: Path, step: int, owner: Owner, removals_s: float = 0.0) -> Unfinished:
-    """Make `owner` the owner of the folder, and a new folder in it to write the step into.
+    """Make `owner` the owner of the folder, and create a new folder in it to write the step into.
 
-    Removal of what dead jobs left there begins in the background. removals_s: how long to wait for earlier removals,
-    which free space on the disk; less where the disk has room without them. Raise RequestError if the step is there
-    already or the folder belongs to another job, OSError.
+    The remains of dead jobs are removed in the background. removals_s: how long to wait for earlier removals, which
+    free disk space; shorter if the disk has enough space already. Raise RequestError if the step exists or the folder
+    belongs to another job, OSError if writing fails.
     """
     final = folder / name(step)
     patience_s = min(removals_s, SHORT_S) if _has_room(folder) else removals_s
     if not wait_for_removals(patience_s):
-        say(f"warning: older checkpoints in {folder} are still being removed after {patience_s:g} s: saving anyway")
+        say(f"warning: older checkpoints in {folder} are still being removed after {patience_s:g} s; saving anyway")
     if final.exists() and problem(final) is None:
-        raise RequestError(_there_already(final))
+        raise RequestError(_exists_already(final))
     folder.mkdir(parents=True, exist_ok=True)
     before = owners.claim(folder, owner)
     if before is not None and not owners.is_dead(before, owner, untouched_s=0.0):
-        say(f"{owner} takes over {folder} from {before}: if that one still runs, its next save will fail")
+        say(f"{owner} takes over {folder} from {before}; if that job still runs, its next save will fail")
     sweep(folder, owner)
     save = secrets.token_hex(8)
     label = re.sub(r"[^\w.+-]", "_", owner.job) or "job"
@@ -202,10 +203,10 @@ def begin(folder: Path, step: int, owner: Owner, removals_s: float = 0.0) -> Unf
 
 
 def publish(unfinished: Unfinished, description: Description) -> Path:
-    """Give the written folder its name.
+    """Rename the written folder to its final name.
 
-    Raise CheckpointError if a file of another node is not seen here, RequestError if another job has taken the folder
-    over or has published this step, OSError.
+    Raise CheckpointError if a file of another node is not visible here, RequestError if another job has taken the
+    folder over or has published this step, OSError if writing fails.
     """
     temporary = unfinished.path
     owners.claim(temporary.parent, unfinished.owner)  # a later owner may have removed the files
@@ -220,19 +221,19 @@ def publish(unfinished: Unfinished, description: Description) -> Path:
     if final.exists() and problem(final) is not None:
         discard(set_aside(final))
     try:
-        temporary.rename(final)  # fails if `final` is a folder with anything in it
+        temporary.rename(final)  # fails if `final` is a folder that is not empty
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-            raise RequestError(_there_already(final)) from error
+            raise RequestError(_exists_already(final)) from error
         raise
     sync(final.parent)
     return final
 
 
 def sweep(folder: Path, owner: Owner) -> None:
-    """Remove, in the background, what was set aside and the unfinished steps of dead jobs. Raise OSError.
+    """Remove, in the background, renamed folders and the unfinished steps of dead jobs. Raise OSError.
 
-    This job must not be writing a step.
+    Do not call it while this job writes a step.
     """
     names = [path.name for path in folder.iterdir()]
     leftovers = [folder / each for each in names if _UNFINISHED.fullmatch(each)]
@@ -248,24 +249,24 @@ def discard(path: Path) -> None:
     remove_later(partial(remove_folder, path))
 
 
-def _there_already(final: Path) -> str:
+def _exists_already(final: Path) -> str:
     by = ""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         if (owner := describe(final).owner) is not None:
             at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(final.stat().st_mtime))
             by = f", written by {owner} at {at}"
-    return f"{final} is there already{by}: load it and go on from there, or save into another folder (or remove it)"
+    return f"{final} already exists{by}: load it and continue from there, save into another folder, or remove it"
 
 
 def _remove_if_dead(path: Path, mine: Owner) -> None:
     owner = owners.read(path / OWNER)
-    untouched_s = time.time() - _last_change(path)
+    untouched_s = time.time() - last_change(path)
     if owners.is_dead(owner, mine, untouched_s) if owner else untouched_s > mine.timeout_s:
         remove_folder(path)
 
 
-def _last_change(folder: Path) -> float:
-    """Return when a file or folder in it last changed, in seconds since 1970."""
+def last_change(folder: Path) -> float:
+    """Return the time of the last change in the folder, in seconds since 1970."""
     times = [0.0]
     for inner, _, names in os.walk(folder):
         for each in (".", *names):
@@ -275,7 +276,7 @@ def _last_change(folder: Path) -> float:
 
 
 def newest(folder: Path, say: Callable[[str], None]) -> tuple[Path, Description] | None:
-    """The latest step that is whole; one line for each later one that is not."""
+    """Return the latest complete step; print a line for each later one that is skipped."""
     for path in _steps(folder):
         wrong = problem(path)
         if wrong is None:
@@ -285,7 +286,7 @@ def newest(folder: Path, say: Callable[[str], None]) -> tuple[Path, Description]
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the `keep` newest whole ones, and what is older than those. Raise OSError."""
+    """Remove all steps that are older than the `keep` newest complete ones. Raise OSError."""
     whole = [path for path in _steps(folder) if problem(path) is None]
     if len(whole) > keep:
         last = whole[keep - 1].name
@@ -295,11 +296,11 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def problem(path: Path) -> str | None:
-    """Why the checkpoint in `path` cannot be used, None if it is whole as far as names and sizes show."""
+    """Return why the checkpoint cannot be used; None if it is complete, judged by file names and sizes."""
     try:
         description = describe(path)
     except FileNotFoundError:
-        return f"it has no {METADATA}, which is written last"
+        return f"it has no {METADATA}, which is written last, so the save did not finish"
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return f"its {METADATA} cannot be read ({error})"
     for relative, file in description.files.items():
@@ -308,14 +309,14 @@ def problem(path: Path) -> str | None:
         except OSError as error:
             return f"{relative} cannot be read ({error.strerror})"
         if found != file.bytes:
-            return f"{relative} has {found} bytes, and {file.bytes} were written"
+            return f"{relative} has {found} bytes, expected {file.bytes}"
     return state.damaged.get((path, description.save))
 
 
 def damage(path: Path, description: Description, rank: int, ranks: int) -> str | None:
-    """Read this rank's share of the files; return which one has another content than was written, None for none.
+    """Check the content of this rank's share of the files. Return what is damaged, or None.
 
-    A rank reads the files of the rank that wrote them under its number, which it will mostly load itself.
+    A rank checks the files that the rank of the same number wrote, because it mostly loads those files itself.
     """
     mine = {name: file for name, file in description.files.items() if file.rank % ranks == rank}
     try:
@@ -326,32 +327,32 @@ def damage(path: Path, description: Description, rank: int, ranks: int) -> str |
     if not wrong:
         return None
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    return f"{wrong[0]}{more} does not have the content that was written: it is damaged, or from another save"
+    return f"{wrong[0]}{more} has a wrong checksum: it is damaged, or from another save"
 
 
 def remember_damage(path: Path, description: Description, wrong: str) -> None:
-    """From now on problem() reports it in this process, so that the step is saved again and does not count as whole."""
+    """Make problem() report the damage in this process, so that the step does not count as complete."""
     state.damaged[path, description.save] = wrong
 
 
 def describe(path: Path) -> Description:
-    """Raises OSError, ValueError, TypeError, KeyError or AttributeError for what is no description."""
+    """Return the description. Raise OSError, ValueError, TypeError, KeyError or AttributeError if it is invalid."""
     document: dict[str, Any] = json.loads((path / METADATA).read_text())
     if (made := document.pop("format")) != FORMAT:
-        raise ValueError(f"format {made}, and this version of hpcinit reads format {FORMAT}")
+        raise ValueError(f"it has format {made}, but this version of hpcinit reads format {FORMAT}")
     files = {name: File(**file) for name, file in document.pop("files").items()}
     owner = document.pop("owner")
     return Description(**document, files=files, owner=Owner(**owner) if owner else None)
 
 
 def files_of(folder: Path, names: Iterable[str], rank: int) -> dict[str, File]:
-    """Return what is recorded of the files that this rank has written. Raise OSError."""
+    """Return size, rank and checksum of the files that this rank has written. Raise OSError."""
     found = checksums(folder, names)
     return {name: File((folder / name).stat().st_size, checksum, rank) for name, checksum in found.items()}
 
 
 def write(path: Path, content: bytes) -> None:
-    """Raises OSError. On the disk when it returns."""
+    """Write the file and sync it to the disk. Raise OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as stream:
         stream.write(content)
@@ -360,7 +361,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """What was written to a file, or the names in a folder, on the disk."""
+    """Sync a file's content, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -379,8 +380,8 @@ def _see(folder: Path, files: Mapping[str, File]) -> None:
     while missing := [each for each, file in files.items() if not _has(folder / each, file.bytes)]:
         if time.monotonic() > limit:
             raise CheckpointError(
-                f"{len(missing)} of {len(files)} files, as {missing[0]}, were written and are not seen in {folder} by "
-                "rank 0: checkpoints need a folder that all nodes share"
+                f"rank 0 does not see {len(missing)} of {len(files)} written files in {folder}, such as {missing[0]}: "
+                "the checkpoint folder must be on a file system that all nodes share"
             )
         time.sleep(0.5)
 
@@ -393,7 +394,7 @@ def _has(path: Path, size: int) -> bool:
 
 
 def _steps(folder: Path) -> list[Path]:
-    """Newest first."""
+    """Return the folders of all steps, newest first."""
     found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name)]
     return sorted(found, key=_number, reverse=True)
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoints; with other ranks than those that wrote one, through its universal format."""
+"""DeepSpeed's checkpoints; another number of ranks loads them through DeepSpeed's universal format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ POLL_S = 0.5
 
 
 def save(engine: Any, folder: Path) -> list[str]:
-    """The files that this rank wrote into `folder`. Raises CheckpointError, on every rank if it does so on one."""
+    """Save into `folder` and return this rank's files. Raise CheckpointError on every rank if one fails."""
     with _noted(engine) as noted:
         engine.save_checkpoint(str(folder), tag=NATIVE, save_latest=False)
     native_checkpoint.gather_answers(None, noted.error)
@@ -34,38 +34,38 @@ def save(engine: Any, folder: Path) -> list[str]:
 
 
 def load(engine: Any, path: Path, saved: Description, tp: int) -> None:
-    """Into a fresh engine. Raises RequestError for ZeRO stages that do not go together, CheckpointError."""
+    """Load into a new engine. Raise RequestError if the ZeRO stages are incompatible, else CheckpointError."""
     stage = int(engine.zero_optimization_stage())
     tag = UNIVERSAL if _must_convert(saved, stage, dist.get_world_size(), tp) else NATIVE
     if tag == UNIVERSAL and not native_checkpoint.on_rank_0((path / UNIVERSAL).is_dir):
         _convert(path, saved)
     config, before = engine._config, engine._config.load_universal_checkpoint
-    config.load_universal_checkpoint = tag == UNIVERSAL  # what {"checkpoint": {"load_universal": true}} sets
+    config.load_universal_checkpoint = tag == UNIVERSAL  # set by {"checkpoint": {"load_universal": true}}
     try:
         found, _ = engine.load_checkpoint(str(path), tag=tag)
     finally:
         config.load_universal_checkpoint = before
     if found is None:
-        raise CheckpointError(f"DeepSpeed found no checkpoint in {path / tag}, and said why above")
+        raise CheckpointError(f"DeepSpeed found no checkpoint in {path / tag}; its message is above")
 
 
 def _must_convert(saved: Description, stage: int, world_size: int, tp: int) -> bool:
-    """Whether the ranks hold other parts than those that wrote it. Raises RequestError."""
+    """Return whether the state is divided differently than in the checkpoint. Raise RequestError."""
     was = saved.zero_stage or 0
     if was != stage and (min(was, stage) == 0 or max(was, stage) == 3):
         raise RequestError(
-            f"the checkpoint of step {saved.step} was written with deepspeed.zero_stage {was}, and it is {stage}: "
-            f"DeepSpeed goes from 1 to 2 and back only; deepspeed.zero_stage={was}"
+            f"the checkpoint of step {saved.step} has deepspeed.zero_stage {was}, but this run has {stage}. DeepSpeed "
+            f"can only convert between stages 1 and 2; use deepspeed.zero_stage={was}"
         )
     if (saved.world_size, saved.layout["tp"], was) == (world_size, tp, stage):
         return False
-    return bool(stage) or saved.layout["tp"] != tp  # in stage 0 every rank has everything
+    return bool(stage) or saved.layout["tp"] != tp  # in stage 0 every rank has the whole state
 
 
 class _Noted:
-    """In the place of DeepSpeed's checkpoint engine: each file on the disk, and an error kept instead of raised.
+    """A replacement of DeepSpeed's checkpoint engine that syncs each file and stores errors instead of raising them.
 
-    A rank that raised within save_checkpoint would leave the others waiting for it in DeepSpeed's barrier.
+    A rank that raised within save_checkpoint would leave the other ranks waiting in DeepSpeed's barrier.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -97,10 +97,10 @@ def _noted(engine: Any) -> Iterator[_Noted]:
     inner, noted = engine.checkpoint_engine, _Noted(engine.checkpoint_engine)
     if inner.is_decoupled():
         raise RequestError(
-            "deepspeed.ds_config asks for a checkpoint writer that goes on in the background, and a checkpoint is "
-            "named when all of it is on the disk: take 'checkpoint': {'writer': ...} out"
+            "deepspeed.ds_config has a checkpoint writer that works in the background, but a checkpoint is complete "
+            "only when all files are on the disk: remove 'checkpoint': {'writer': ...}"
         )
-    copy = engine._copy_recovery_script  # zero_to_fp32.py, by rank 0
+    copy = engine._copy_recovery_script  # rank 0 copies zero_to_fp32.py
     engine.checkpoint_engine = noted
     engine._copy_recovery_script = lambda path: noted.keep(lambda: copy(path))
     try:
@@ -111,9 +111,10 @@ def _noted(engine: Any) -> Iterator[_Noted]:
 
 
 def _convert(path: Path, saved: Description) -> None:
-    """DeepSpeed's ds_to_universal, by rank 0, in a process of its own: it forks, and takes memory. Kept for the next.
+    """Let rank 0 run DeepSpeed's ds_to_universal in a separate process, because it forks and uses much memory.
 
-    The others ask every moment, so that no collective waits for as long as it takes. Raises CheckpointError.
+    The result is kept for later loads. The other ranks poll, so that no collective waits for the whole conversion.
+    Raise CheckpointError if the conversion fails.
     """
     state = torch.zeros(1, dtype=torch.int32)
     problem = ""
@@ -124,7 +125,7 @@ def _convert(path: Path, saved: Description) -> None:
                 state[0] = 1 if next(running) else 0
             except Exception as error:
                 state[0], problem = 2, native_checkpoint.exception_text(error)
-        if dist.get_world_size() > 1:  # else the group is the default one, and NCCL's takes no tensor of the CPU
+        if dist.get_world_size() > 1:  # else the group is the default one, and NCCL takes no CPU tensors
             dist.broadcast(state, src=0, group=native_checkpoint.agreement_group())
         if state[0]:
             break
@@ -132,8 +133,8 @@ def _convert(path: Path, saved: Description) -> None:
 
 
 def _converter(path: Path, saved: Description) -> Iterator[bool]:
-    """False while it runs, then True. Raises OSError, CheckpointError with the last lines of what it printed."""
-    say(f"{path.name} was written by {saved.world_size} ranks: made universal for {dist.get_world_size()}, once")
+    """Yield False while it runs, then True. Raise OSError, or CheckpointError with the last lines of its output."""
+    say(f"{path.name} was saved by {saved.world_size} ranks: converting it once, to load it on {dist.get_world_size()}")
     with tempfile.TemporaryDirectory(prefix=".universal-", dir=path) as temporary:
         log, made = Path(temporary, "log"), Path(temporary, UNIVERSAL)
         words = ["--input_folder", str(path / NATIVE), "--output_folder", str(made), "--inject_missing_state"]
@@ -154,7 +155,9 @@ def _converter(path: Path, saved: Description) -> Iterator[bool]:
             process.wait()
         if process.returncode:
             last = "\n  ".join(log.read_text(errors="replace").splitlines()[-4:])
-            raise CheckpointError(f"ds_to_universal ended with {process.returncode} for {path}:\n  {last}", quoted=last)
+            raise CheckpointError(
+                f"ds_to_universal failed with exit status {process.returncode} for {path}:\n  {last}", quoted=last
+            )
         for inner, _, names in os.walk(made):
             for name in [".", *names]:
                 of_steps.sync(Path(inner, name))

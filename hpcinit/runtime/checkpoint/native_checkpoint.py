@@ -1,4 +1,4 @@
-"""Checkpoints of DDP, FSDP, HSDP and tensor parallelism by torch.distributed.checkpoint, and agreements of ranks."""
+"""Checkpoints of DDP, FSDP, HSDP and tensor parallelism with torch.distributed.checkpoint; agreement between ranks."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from hpcinit.rendezvous.process_state import state
 from hpcinit.runtime import process_group
 from hpcinit.runtime.checkpoint import checkpoint_folder as of_steps
 
-# All ranks go on, or all of them raise: a rank that went on alone would wait for the others.
+# Either all ranks continue, or all of them raise: a rank that continued alone would wait for the others.
 
 T = TypeVar("T")
 
 
 @contextmanager
 def patient(timeout: timedelta) -> Iterator[None]:
-    """Let ranks wait for each other for `timeout`, while one of them writes or reads. Called by every rank.
+    """Let ranks wait for each other for `timeout` while one of them writes or reads. Every rank must call it.
 
-    All groups get it, and what they had again at the end: DeepSpeed waits in the default group.
+    All groups get this timeout until the end of the block, because DeepSpeed waits in the default group.
     """
     with process_group.timeouts_of_at_least(timeout):
         if dist.get_world_size() == 1:
             state.checkpoint_group = None
         elif (known := state.checkpoint_group) is None or known not in c10d._world.pg_map:
-            # There is none yet, or it was destroyed with the default group that it was made for.
+            # There is no group yet, or it was destroyed with the default group.
             state.checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
         else:
             process_group.set_timeout(timeout, known)
@@ -47,17 +47,17 @@ def patient(timeout: timedelta) -> Iterator[None]:
 
 
 def agreement_group() -> ProcessGroup | None:
-    """Return the group in which ranks agree within patient(), None for the default one.
+    """Return the group in which ranks agree within patient(), or None for the default group.
 
-    It is gloo's, on the CPU: NCCL would guess a device for a barrier.
+    It uses gloo on the CPU, because NCCL would have to guess a device for a barrier.
     """
     return state.checkpoint_group
 
 
 def everywhere(work: Callable[[], T]) -> list[T]:
-    """What `work`, which talks to no other rank, gave on each of them.
+    """Call `work`, which must not communicate, and return the results of all ranks.
 
-    Raises RequestError if that is what all failing ranks raised, CheckpointError otherwise, with the first one's words.
+    Raise RequestError if every failing rank raised one, else CheckpointError, with the first failing rank's message.
     """
     mine: tuple[T | None, BaseException | None] = (None, None)
     try:
@@ -68,12 +68,12 @@ def everywhere(work: Callable[[], T]) -> list[T]:
 
 
 def on_rank_0(work: Callable[[], T]) -> T:
-    """What `work` gave on rank 0, everywhere. Raises as everywhere() does."""
+    """Call `work` on rank 0 and return its result on every rank. Raise the same errors as everywhere()."""
     return everywhere(lambda: work() if dist.get_rank() == 0 else None)[0]  # type: ignore[return-value]
 
 
 def gather_answers(value: T | None, error: BaseException | None) -> list[T]:
-    """The values of all ranks. Raises as everywhere() does."""
+    """Return the values of all ranks. Raise the same errors as everywhere()."""
     said = (
         None
         if error is None
@@ -93,24 +93,24 @@ def gather_answers(value: T | None, error: BaseException | None) -> list[T]:
 
 
 def exception_text(error: BaseException) -> str:
-    """One line: torch's own errors go on with a stack of C++ frames."""
+    """Return the error in one line, without torch's stack of C++ frames."""
     if isinstance(error, HpcinitError):
         return str(error)
     return f"{type(error).__name__}: {quoted(error)}"
 
 
 def quoted(error: BaseException) -> str:
-    """What words() has of another program's message."""
+    """Return the part of exception_text() that is another program's message."""
     return error.quoted if isinstance(error, HpcinitError) else str(error).strip().partition(chr(10))[0]
 
 
 FOLDER = "dcp"
-# Settings of each parameter by its name, not by the group that it was in: with another mesh there are other groups.
+# Settings are stored per parameter name, not per parameter group, because another mesh has other groups.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def save_native(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> list[str]:
-    """The files that this rank wrote into `folder`. Raises CheckpointError, on every rank if it does so on one."""
+    """Save into `folder` and return this rank's files. Raise CheckpointError on every rank if one fails."""
     try:
         state_dict_saver.save(
             _state(model, optimizer),
@@ -124,13 +124,13 @@ def save_native(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> 
 
 
 def load_native(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
-    """Into both, in place. Raises CheckpointError for a model or an optimizer that is not the one that was saved."""
+    """Load into both, in place. Raise CheckpointError if they do not match the saved model and optimizer."""
     state = _state(model, optimizer)
     try:
         state_dict_loader.load(state, storage_reader=FileSystemReader(folder / FOLDER), process_group=agreement_group())
     except CheckpointException as error:
         told = _told(error)
-        message = f"{folder} does not fit this model and optimizer: {told}"
+        message = f"{folder} does not match this model and optimizer: {told}"
         raise CheckpointError(message, quoted=told.quoted) from error
     set_state_dict(
         model,
@@ -147,7 +147,7 @@ def _state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
 
 
 def _told(error: CheckpointException) -> CheckpointError:
-    """The first failed rank's own words, without the stacks of all of them."""
+    """Return an error with the message of the first failed rank, without the stacks of all ranks."""
     rank, (cause, _) = min(error.failures.items())
     first = str(cause).strip().partition(chr(10))[0]
     return CheckpointError(f"rank {rank}: {type(cause).__name__}: {first}", quoted=first)

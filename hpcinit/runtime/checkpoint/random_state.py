@@ -1,7 +1,7 @@
-"""The program's own state in a checkpoint: the place in its data, random numbers, and what else it passes.
+"""The program's own state in a checkpoint: the loader's position, random generators, and the values that it passes.
 
-Written with torch.save and read with weights_only: plain values and tensors. Whether they can be read back is tried
-before they are written, not when a later job needs them.
+It is written with torch.save and read with weights_only, so it may only contain plain values and tensors. Each file is
+read back once before it is saved, so that an error appears now and not when a later job loads it.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ EXTRA = "extra.pt"
 
 @runtime_checkable
 class Stateful(Protocol):
-    """torchdata's StatefulDataLoader, or anything else that can tell and take its place."""
+    """A loader that can save and restore its position, such as torchdata's StatefulDataLoader."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 def check_loader(loader: object) -> None:
-    """Raises RequestError for one that cannot tell its place."""
+    """Raise RequestError for a loader that cannot save its position."""
     if loader is not None and not isinstance(loader, Stateful):
         raise RequestError(
-            f"loader is a {type(loader).__name__}, which cannot tell its place (no state_dict and load_state_dict): "
-            "torchdata.stateful_dataloader.StatefulDataLoader takes the same arguments and can"
+            f"loader is a {type(loader).__name__}, which cannot save its position (no state_dict and load_state_dict). "
+            "Use torchdata.stateful_dataloader.StatefulDataLoader, which takes the same arguments"
         )
 
 
 def save_loader_state(loader: Stateful | None, layout: Layout, rank: int, folder: Path) -> list[str]:
-    """One file for each share of the data, by the first rank of those that work on it. Raises RequestError, OSError."""
+    """Write one file per share of the data, by the first rank of that share. Raise RequestError or OSError."""
     place = layout.coordinate(rank)
     if loader is None or place["pp"] or place["cp"] or place["tp"]:
         return []
@@ -59,7 +59,7 @@ def is_in(files: Container[str]) -> bool:
 
 
 def save_plain(value: Any, relative: str, folder: Path, called: str) -> list[str]:
-    """Write one file and return its relative path. Raises RequestError for what could not be read back, OSError."""
+    """Write one file and return its relative path. Raise RequestError if it could not be read back, and OSError."""
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
@@ -68,10 +68,10 @@ def save_plain(value: Any, relative: str, folder: Path, called: str) -> list[str
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         why = next(
             (line for line in lines if "Unsupported" in line), lines[0] if lines else ""
-        )  # torch advises at length
+        )  # only the first line of torch's long message
         raise RequestError(
-            f"{called} holds more than numbers, text, lists, dicts and tensors: it could be written and not be read "
-            f"back without running what the file says ({type(error).__name__}: {why})"
+            f"{called} contains more than numbers, text, lists, dicts and tensors: loading it would need pickle, which "
+            f"can run code from the file ({type(error).__name__}: {why})"
         ) from error
     of_steps.write(folder / relative, stream.getvalue())
     return [relative]
@@ -85,21 +85,21 @@ def _loader_file(data_rank: int) -> str:
     return f"loader/data-{data_rank:05d}.pt"
 
 
-# Where each rank's generators of random numbers stand: Python's, NumPy's global one, torch's on CPU and device.
+# The states of each rank's random generators: Python's, NumPy's global one, and torch's on the CPU and the device.
 #
-# A state belongs to one rank of one layout. Where that is another one, the generators are seeded from the run's seed,
-# the step and the rank: not the numbers that would have come, but the same ones each time, and none that came before.
+# A state belongs to one rank of one layout. If the layout has changed, the generators are seeded from the run's seed,
+# the step and the rank. The numbers then differ from an uninterrupted run, but are reproducible and not repeated.
 
 
 def save_random_state(rank: int, folder: Path) -> list[str]:
-    """The files that this rank wrote into `folder`. Raises OSError."""
+    """Save the states of this rank's generators and return the files. Raise OSError."""
     return save_plain(states(), _random_state_file(rank), folder, "a generator's state")
 
 
 def load_random_state(path: Path, saved: Description, layout: Layout, by: str) -> bool:
-    """Whether this rank's generators stand where they stood; if not they are seeded, and rank 0 says so in a line.
+    """Restore the states of this rank's generators and return True; else seed them, print a message, return False.
 
-    by: whose seeds are alike (seeds.of). Raises OSError, RuntimeError for a file that is not whole.
+    by: see seeds.of. Raise OSError, or RuntimeError for a truncated file.
     """
     rank = dist.get_rank()
     there = _random_state_file(rank) in saved.files
@@ -109,8 +109,8 @@ def load_random_state(path: Path, saved: Description, layout: Layout, by: str) -
     seeds.seed_all(seeds.of(seeds.at_step(saved.seed, saved.step), by, rank, layout.data_rank(rank)))
     if rank == 0:
         was, now = _degrees(saved.layout), _degrees(layout.degrees())
-        why = f"states of random generators for {was}, and this is {now}" if there else "no states of random generators"
-        say(f"{path.name} has {why}: they are seeded anew, from seed {saved.seed}, step {saved.step} and seed_by={by}")
+        why = f"random generator states for {was}, not for {now}" if there else "no random generator states"
+        say(f"{path.name} has {why}: seeding the generators from seed {saved.seed}, step {saved.step} and seed_by={by}")
     return False
 
 
@@ -119,18 +119,18 @@ def _degrees(layout: Mapping[str, int]) -> str:
 
 
 def states() -> dict[str, Any]:
-    """Plain values and tensors, as save_plain wants them."""
+    """Return the generators' states as plain values and tensors."""
     found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (numpy := _numpy()) is not None:
         name, keys, *rest = numpy.random.get_state()
         found["numpy"] = [name, keys.tolist(), *rest]
     if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
-        found[device.type] = torch.get_device_module(device).get_rng_state()  # of the current index
+        found[device.type] = torch.get_device_module(device).get_rng_state()  # of the current device
     return found
 
 
 def restore(found: dict[str, Any]) -> None:
-    """What states() gave. A generator that it does not tell of, as on another kind of device, is left."""
+    """Restore states(). A generator without a state, such as on another kind of device, is unchanged."""
     random.setstate(found["python"])
     torch.set_rng_state(found["torch"])
     if (numpy := _numpy()) is not None and "numpy" in found:

@@ -1,1 +1,1 @@
-"""What a training meets between its start and its end: signals, a time limit, others who ask it to stop."""
+"""Signals, time limits, stop requests and hang detection while a training runs."""

@@ -1,12 +1,12 @@
-"""DataLoader workers survive the signal that asks their rank to save and stop.
+"""Protect DataLoader workers against the signal that makes their rank save and stop.
 
-Slurm signals every process of a step, workers too. A worker that dies of it takes its rank with it: torch raises
-'DataLoader worker (pid N) is killed by signal' in the middle of a step, and nothing is saved. So in a worker a signal
-has an effect only if it would end the rank as well.
+Slurm signals every process of a step, including workers. If a worker dies, torch raises 'DataLoader worker (pid N) is
+killed by signal' in the middle of a step, the rank fails, and nothing is saved. So in a worker such a signal only has
+an effect if it would also end the rank.
 
 All private names of torch and multiprocessing that this needs are used in this file: `_worker_loop` of torch and
 torchdata, `_set_worker_signal_handlers`, `_error_if_any_worker_fails`, `BaseProcess._target`, `_popen` and
-`_start_method`. Where a version lacks one, workers end by the signal as they do without hpcinit.
+`_start_method`. If a version lacks one, a signal ends the workers as it does without hpcinit.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from multiprocessing import get_start_method, popen_fork, resource_tracker
@@ -27,47 +28,48 @@ from typing import Any
 from hpcinit.base import signals
 from hpcinit.rendezvous.process_state import state
 
-# Targets of the processes that are protected. A manager is where data sets keep what their workers share.
+# Targets of protected processes. Data sets keep the data that their workers share in a manager.
 PROTECTED = {
     ("torch.utils.data._utils.worker", "_worker_loop"),
     ("torchdata.stateful_dataloader.worker", "_worker_loop"),
     ("multiprocessing.managers", "_run_server"),
 }
 TORCH_SIGNALS = "torch.utils.data._utils.signal_handling"
-FIELDS = re.compile(r"^Sig(?:Cgt|Ign|Blk):\s*([0-9a-f]+)$", re.MULTILINE)  # of /proc/PID/status, proc(5)
+FIELDS = re.compile(r"^Sig(?:Cgt|Ign|Blk):\s*([0-9a-f]+)$", re.MULTILINE)  # in /proc/PID/status, proc(5)
+LOOKS, LOOK_S = 20, 0.05  # how often and how long to look for a dead worker after a lost connection
 PID = re.compile(r"\(pid (\d+)\)")
 
 
 def install(numbers: Collection[int]) -> None:
     """Protect the workers that this process, a rank, starts from now on against these signals.
 
-    numbers: those that ask a rank to save and stop. Calling it again replaces them.
+    numbers: the signals that make a rank save and stop. A second call replaces them.
     """
     mine = state.loader_workers
     first, mine.rank_pid, mine.numbers = mine.rank_pid is None, os.getpid(), frozenset(numbers)
-    if not first:  # also in a rank that was forked from one
+    if not first:  # installed before, possibly in the process that forked this rank
         return
     _replace(BaseProcess, "start", _start)
     _replace(popen_fork.Popen, "terminate", _terminate)
-    with suppress(ImportError):  # a later torch
+    with suppress(ImportError):  # a later torch may lack it
         _replace(importlib.import_module(TORCH_SIGNALS), "_error_if_any_worker_fails", _check_workers)
 
 
 def _replace(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """owner.name(...) becomes wrapper(original, ...)."""
+    """Replace owner.name, so that owner.name(...) calls wrapper(original, ...)."""
     original = getattr(owner, name, None)
     if original is not None:
         setattr(owner, name, lambda *args: wrapper(original, *args))
 
 
-# --- in the rank
+# The rank's side.
 
 
 def _start(original: Callable[[BaseProcess], None], process: BaseProcess) -> None:
-    """Process.start(): until a protected process has its own handler, the signals are blocked in it.
+    """Replace Process.start(): block the signals in a protected process until it has its own handler.
 
-    A process inherits blocked signals from the one that starts it. So multiprocessing's fork server, whose death would
-    end its workers too, has them blocked for good, and its other children unblock them when they are unpickled.
+    A process inherits blocked signals from the process that starts it. In multiprocessing's fork server, whose death
+    would end its workers too, the signals stay blocked. Its other children unblock them when they are unpickled.
     """
     mine = state.loader_workers
     protected = _is_protected(getattr(process, "_target", None))
@@ -79,7 +81,7 @@ def _start(original: Callable[[BaseProcess], None], process: BaseProcess) -> Non
     else:
         process._hpcinit_unblock = _Unblock(mine.numbers)  # type: ignore[attr-defined]
     if method != "fork":
-        resource_tracker.ensure_running()  # it would unblock SIGTERM in this thread when it is started
+        resource_tracker.ensure_running()  # its start unblocks SIGTERM in this thread
     with signals.blocked(mine.numbers):
         original(process)
     process._popen.hpcinit_protected = protected  # type: ignore[attr-defined]
@@ -91,7 +93,7 @@ def _is_protected(target: object) -> bool:
 
 
 def _terminate(original: Callable[[popen_fork.Popen], None], popen: popen_fork.Popen) -> None:
-    """Process.terminate(): SIGTERM would do nothing to a protected process."""
+    """Replace Process.terminate(), because SIGTERM has no effect on a protected process."""
     if not getattr(popen, "hpcinit_protected", False):
         return original(popen)
     state.loader_workers.terminated.add(popen.pid)
@@ -100,7 +102,7 @@ def _terminate(original: Callable[[popen_fork.Popen], None], popen: popen_fork.P
 
 
 def _check_workers(original: Callable[[], None]) -> None:
-    """torch's handler of SIGCHLD calls this: it raises for a worker that has failed."""
+    """Replace the function that torch's handler of SIGCHLD calls, and that raises for a failed worker."""
     try:
         original()
     except RuntimeError as error:
@@ -112,18 +114,38 @@ def _check_workers(original: Callable[[], None]) -> None:
             raise
 
 
-# --- in the worker
+def behind(error: BaseException) -> BaseException:
+    """Return torch's error about a DataLoader worker that died, if it caused `error`; else `error`.
+
+    The death of a worker breaks the connection to it as well, which the rank may notice first. torch's handler of
+    SIGCHLD must have been removed."""
+    torch_signals = sys.modules.get(TORCH_SIGNALS)
+    if torch_signals is None:
+        return error
+    cause = error.__cause__  # torch raises 'exited unexpectedly' from the error with the signal
+    if isinstance(cause, RuntimeError) and PID.search(str(cause)):
+        return cause.with_traceback(error.__traceback__)
+    for _ in range(LOOKS if isinstance(error, (ConnectionError, EOFError)) else 0):
+        try:
+            torch_signals._error_if_any_worker_fails()
+        except RuntimeError as death:
+            return death.with_traceback(error.__traceback__)
+        time.sleep(LOOK_S)  # the kernel closes the connections of a process before it can be reaped
+    return error
+
+
+# The worker's side.
 
 
 class _Protected:
-    """The target of a protected process; pickled to one that is spawned."""
+    """The target of a protected process. It is pickled for a process that is spawned."""
 
     def __init__(self, target: Callable[..., object], numbers: Collection[int], rank: int) -> None:
         self._target, self._numbers, self._rank = target, numbers, rank
 
     def __call__(self, *args: object, **kwargs: object) -> None:
         self._protect()
-        if torch_signals := sys.modules.get(TORCH_SIGNALS):  # it sets a handler of its own, in C, for SIGTERM
+        if torch_signals := sys.modules.get(TORCH_SIGNALS):  # torch sets its own handler for SIGTERM, in C
             _replace(torch_signals, "_set_worker_signal_handlers", self._after_torch)
         self._target(*args, **kwargs)
 
@@ -142,17 +164,17 @@ class _Protected:
 
 
 class _Unblock:
-    """Unblocks signals in the process that unpickles it."""
+    """An object that unblocks signals in the process that unpickles it."""
 
     def __init__(self, numbers: Collection[int]) -> None:
         self._numbers = numbers
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[int, Collection[int]]]:
-        return signal.pthread_sigmask, (int(signal.SIG_UNBLOCK), self._numbers)  # needs no import of hpcinit there
+        return signal.pthread_sigmask, (int(signal.SIG_UNBLOCK), self._numbers)  # works without importing hpcinit there
 
 
 def _survives(pid: int, number: int) -> bool:
-    """Whether the process has a handler for the signal, ignores or blocks it; False if it is gone."""
+    """Return whether the process handles, ignores or blocks the signal; False if the process is gone."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:

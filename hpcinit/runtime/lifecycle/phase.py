@@ -1,4 +1,4 @@
-"""What this rank is doing, for the record of an error, and when silence is expected: one process, one place."""
+"""The current phase of this rank, for error records, and whether silence is expected in it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from datetime import timedelta
 from hpcinit.rendezvous.process_state import START, DeclaredPhase, state
 
 TRAINING = "training"
-LONG = 10  # times hang.after_s: how long a save, a declared phase, or the first step, which may compile, may take
+LONG = 10  # a save, a declared phase, or the first step may take this many times hang.after_s
 
 
 def now() -> tuple[str, int]:
-    """The phase and the last step that was told, -1 before the first. '' where a group is up, whoever made it, and no
-    step was told: then the start-up is over, and more is not known."""
+    """Return the phase and the last reported step, -1 before the first.
+
+    The phase is '' if a process group exists and no step was reported.
+    """
     distributed = sys.modules.get("torch.distributed")
     up = distributed is not None and distributed.is_available() and distributed.is_initialized()
     mine = state.phase
     return "" if up and mine.name == START else mine.name, mine.step
 
 
-def told(step: int) -> None:
-    """A step of the training has ended."""
+def step_done(step: int) -> None:
+    """Record that a training step has finished."""
     enter(TRAINING, step)
 
 
@@ -36,10 +38,9 @@ def enter(phase: str, step: int | None = None) -> None:
 
 @contextlib.contextmanager
 def during(phase: str, limit: timedelta | None = None) -> Iterator[None]:
-    """'saving', 'loading', or what the program calls it. While the block runs, silence is not a hang.
+    """Declare a phase: 'saving', 'loading', or the program's own name. While the block runs, silence is not a hang.
 
-    limit: how long at most; None for the caller of is_expected() to decide. An error that leaves the block finds the
-    phase still so.
+    limit: the longest time; None: the caller of silence_is_expected() decides. After an error the phase remains set.
     """
     mine = state.phase
     before = mine.name
@@ -55,17 +56,17 @@ def during(phase: str, limit: timedelta | None = None) -> Iterator[None]:
 
 
 def silence_is_expected(default_s: float) -> bool:
-    """Whether a declared phase is active, and not for longer than its limit, or `default_s` seconds without one."""
+    """Return whether a declared phase is active and within its limit (`default_s` seconds if it has none)."""
     now_s, active = time.monotonic(), state.phase.declared[:]
     return any(now_s - each.began_s < (default_s if each.limit_s is None else each.limit_s) for each in active)
 
 
 def not_counted(seconds: float) -> None:
-    """The process was stopped for so long (SIGSTOP, scontrol suspend): no active phase took that time."""
+    """Exclude a suspension of the process (SIGSTOP, scontrol suspend) from the time of active phases."""
     for each in state.phase.declared[:]:
         each.began_s += seconds
 
 
 def last_end() -> float:
-    """When the last declared phase ended, by time.monotonic(); 0 before the first."""
+    """Return when the last declared phase ended, by time.monotonic(); 0 before the first."""
     return state.phase.ended_s

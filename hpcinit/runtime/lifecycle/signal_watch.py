@@ -1,7 +1,7 @@
-"""Signals to a rank are noted the moment they come, by a thread, whatever the main thread is in.
+"""A thread notices signals to a rank at once, whatever the main thread does.
 
-A Python handler runs between two bytecodes of the main thread: in a collective that waits for a dead peer it never
-runs. The byte that the C handler writes is read by a thread of our own (base/signals.py, Wakeup).
+A Python handler runs between two bytecodes of the main thread, so it never runs while a collective waits for a dead
+peer. The C handler writes a byte, which this thread reads (base/signals.py, Wakeup).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from hpcinit.rendezvous.process_state import state
 
 
 def note(number: int, frame: FrameType | None) -> None:
-    """The handler: Python needs one, or the signal would end the process. What is to be done is done by a Watch."""
+    """Do nothing. Without a Python handler the signal would end the process; a Watch does the work."""
     state.early_signals.add(number)
 
 
 def hold(number: int) -> None:
-    """From now on this signal, which would end the process, waits for a Watch. From the main thread."""
+    """Keep this signal from ending the process until a Watch handles it. Call it in the main thread."""
     signals.Handlers([number], note, only_free=True)
 
 
 class Watch:
-    """Calls `noted(number)` in a thread for each of `numbers` that comes. Make it in the main thread.
+    """Calls `noted(number)` in a thread for each received signal of `numbers`. Create it in the main thread.
 
-    A handler that the program has set stays and is called too; where there is none, the signal does nothing else.
+    A handler that the program has set is called too. Without one, the signal has no other effect.
     """
 
     def __init__(self, numbers: Iterable[int], noted: Callable[[int], None]) -> None:
@@ -40,7 +40,7 @@ class Watch:
             noted(number)
 
     def close(self) -> None:
-        """Put things back as they were. From the main thread, or in a forked child."""
+        """Restore the handlers. Call it in the main thread, or in a forked child."""
         state.watches.discard(self)
         self._wakeup.close()
         self._handlers.restore()
@@ -50,8 +50,8 @@ class Watch:
             self._noted(number)
 
 
-# What a forked child inherits of a Watch: its handlers, and the pipe, by which a signal to the child would reach the
-# parent. Signals wait until the child is rid of both: Python drops those that arrive while it forks.
+# A forked child inherits a Watch's handlers and its pipe, through which a signal to the child would reach the parent.
+# Signals stay blocked until the child has removed both: Python drops those that arrive while it forks.
 
 
 def _before_fork() -> None:
@@ -62,5 +62,5 @@ def _after_fork() -> None:
     signals.set_blocked(state.masks.pop(threading.get_ident()))
 
 
-# In the child process_state closes the watches first: it is imported before, so its hook is called before this one.
+# In the child, process_state closes the watches first: it is imported earlier, so its hook runs earlier.
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

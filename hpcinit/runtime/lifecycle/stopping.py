@@ -1,4 +1,4 @@
-"""`run.should_stop()`: all ranks agree, at one and the same step, that it is time to save and end."""
+"""`run.should_stop()`: all ranks agree, at the same step, that it is time to save and exit."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ from hpcinit.runtime.lifecycle.signal_watch import Watch
 from hpcinit.slurm import queue, slurm_client
 from hpcinit.world import World
 
-# `stopped.txt`: exists while a training that can stop early runs, and stays behind if it stops before its end.
+# `stopped.txt` exists while a training run that can stop early is active, and remains if it stops before its end.
 #
 # Rank 0 writes it at the first `run.should_stop()`, replaces it when the ranks agree to stop, and removes it at the end
-# of a program that did not stop. If the ranks stop and the file cannot be replaced, because the disk is full for
-# example, the first file still exists, and the next job of a chain runs. Why:
-# docs/decisions/0030-stopped-until-proven-done.md.
+# of a program that did not stop. If the file cannot be replaced, for example on a full disk, the first file remains,
+# and the next job of a chain runs. Reasons: docs/decisions/0030-stopped-until-finished.md.
 
 
 class StopRecord:
-    """The record of one attempt. job: Slurm's id, '' without Slurm."""
+    """The stop record of one attempt. job: Slurm's job id, '' without Slurm."""
 
     def __init__(self, folder: Path, job: str) -> None:
         self._path, self._job, self._pid = folder / run_folder.STOPPED, job, os.getpid()
@@ -45,11 +44,13 @@ class StopRecord:
         try:
             self._write(NOT_RECORDED)
         except OSError as error:
-            say(f"warning: cannot write {self._path}: {error.strerror}; free some space before this training stops")
+            say(
+                f"warning: cannot write {self._path}: {error.strerror}. Free some disk space before this training stops"
+            )
         atexit.register(self._remove)
 
     def stop(self, reason: Reason) -> None:
-        """All ranks agreed to stop for `reason`. A program that the user asked to stop is done."""
+        """Record that all ranks agreed to stop for `reason`. After a user's request there is nothing to continue."""
         if reason is Reason.USER:
             self._remove()
             return
@@ -57,11 +58,11 @@ class StopRecord:
         try:
             self._write(reason.token)
         except OSError as error:
-            state.stop_not_recorded = not self._exists  # the exit status must say so then
+            state.stop_not_recorded = not self._exists  # the exit status must then report it
             instead = (
                 f"this rank exits with status {run_folder.ENDED_EARLY} instead of 0: the next job of a chain runs"
                 if state.stop_not_recorded
-                else f"{self._path} still says that the training did not finish, without the reason"
+                else f"{self._path} still records that the training did not finish, without the reason"
             )
             say(f"error: cannot record that the training stops ({reason}): {error.strerror}; {instead}")
 
@@ -70,30 +71,30 @@ class StopRecord:
         self._exists = True
 
     def _remove(self) -> None:
-        """At the program's end. A forked child that exits is not the program."""
+        """Remove the record at the program's end, but not at the exit of a forked child."""
         if not state.stopped_early and os.getpid() == self._pid:
             with suppress(OSError):
                 self._path.unlink()
 
 
-SHARE = 0.005  # of the time of a step that agreeing may cost
-MOST_STEPS, MOST_S = 1000, 10.0  # between two agreements
-TIMED = 5  # so many agreements and steps are timed
-LOOK_S = 2.0  # between two looks for a user's request
-ASK_EVERY_S = 600.0  # how much time is left; one rank of each job asks Slurm
-ASK_PATIENTLY_S = 10.0  # for an answer that no rank waits for
+SHARE = 0.005  # the largest share of the training time that agreement may cost
+MOST_STEPS, MOST_S = 1000, 10.0  # the longest interval between two agreements
+TIMED = 5  # the number of agreements and steps that are timed
+LOOK_S = 2.0  # interval of checks for a user's request
+ASK_EVERY_S = 600.0  # interval of queries for the remaining time; only rank 0 queries Slurm
+ASK_PATIENTLY_S = 10.0  # timeout of a query that no rank waits for
 MILLISECOND = timedelta(milliseconds=1)
-STUCK_S = 10.0  # after SIGTERM and beyond the longest step so far, a rank that comes to no step's end is stuck
-FIRST_STEP_S = 600.0  # the longest first step that SIGTERM waits for
-TURN_S = 0.25  # between two looks for that
-LONGEST_PHASE_S = 3600.0  # a save that takes longer is stuck; the grace time of most clusters ends before
+STUCK_S = 10.0  # time after SIGTERM, plus the longest step so far, after which a rank counts as stuck
+FIRST_STEP_S = 600.0  # the same limit during the first step, which may compile
+TURN_S = 0.25  # interval of checks for a stuck rank
+LONGEST_PHASE_S = 3600.0  # a longer save is stuck; most clusters' grace time is shorter
 ASK_S = 2.0
 RANKS = 1 << 32
-KILLED_BY_SIGTERM = "is killed by signal: Terminated"  # torch's words for a worker, torch/csrc/DataLoader.cpp
+KILLED_BY_SIGTERM = "is killed by signal: Terminated"  # end of torch's message for a worker, torch/csrc/DataLoader.cpp
 
 
 class Stopper:
-    """Of one rank. Everything that is collective happens in ask(), which all ranks call after each step."""
+    """The stop logic of one rank. All collectives happen in ask(), which every rank calls after each step."""
 
     def __init__(
         self, world: World, asked: Stopping, timeout: timedelta, folder: Path | None, env: Mapping[str, str]
@@ -101,15 +102,15 @@ class Stopper:
         self._world, self._asked, self._folder, self._env = world, asked, folder, env
         self._made = time.monotonic()
         self._had: timedelta | None = None
-        self._ends: float | None = None  # when the job does, by time.monotonic()
+        self._ends: float | None = None  # end of the job, by time.monotonic()
         self._job = _job(env)
         self._file_seen = False
         self._set_left(left_of_job(env, time.time()))
         self._seen: Reason | None = None
         self._stop: Stop | None = None
-        self._lock = threading.RLock()  # torch's handler of SIGCHLD runs in the main thread, wherever that is
+        self._lock = threading.RLock()  # torch's handler of SIGCHLD can interrupt the main thread anywhere
         self._lost_workers: list[str] = []
-        self._watch: Watch | None = None  # a signal may come while it is made
+        self._watch: Watch | None = None  # a signal may arrive while it is created
         self._closed = threading.Event()
         self._group = dist.new_group(backend="gloo", timeout=timeout) if world.world_size > 1 else None
         self._every, self._calls = asked.every_steps or 1, 0
@@ -125,13 +126,13 @@ class Stopper:
             threading.Thread(target=self._look, name="hpcinit-stop", daemon=True).start()
 
     def ask(self) -> Stop | None:
-        """What all ranks agreed on by now. Once it is a Stop it stays one."""
+        """Return what all ranks have agreed on. A Stop is final."""
         took = time.monotonic() - self._before
         while self._lost_workers:
-            say(f"the rank goes on to its save without a worker: {self._lost_workers.pop(0)}")
+            say(f"warning: continuing until the save without a DataLoader worker: {self._lost_workers.pop(0)}")
         self._calls += 1
         self._longest = max(self._longest, took)
-        if self._calls > 1 and len(self._steps) < TIMED:  # the first is no step: it begins where this one is made
+        if self._calls > 1 and len(self._steps) < TIMED:  # the first is no whole step: it started with this object
             self._steps.append(took)
         if self._stop is None and self._calls % self._every == 0:
             self._agree()
@@ -139,7 +140,7 @@ class Stopper:
         return self._stop
 
     def left(self) -> timedelta | None:
-        """Until the job's time limit; None if it is not known."""
+        """Return the time until the job's time limit, or None if unknown."""
         return None if self._ends is None else timedelta(seconds=self._ends - time.monotonic())
 
     def close(self) -> None:
@@ -161,7 +162,7 @@ class Stopper:
             self._set_left(left_ms * MILLISECOND)
         if self._asked.every_steps is None and len(self._costs) < TIMED:
             self._costs.append(time.monotonic() - began)
-            if len(self._costs) == TIMED:  # the quickest of each: slow ones have waited for others
+            if len(self._costs) == TIMED:  # use the fastest of each, because slow ones waited for other ranks
                 mine = (min(self._costs), min(self._steps), -self._apart())
                 cost, step, apart = (value / 1e6 for value in self._largest(*(int(1e6 * value) for value in mine)))
                 self._every = every(cost, step, -apart)
@@ -172,12 +173,12 @@ class Stopper:
             self._record(self._stop)
 
     def _record(self, stop: Stop) -> None:
-        """For the next job of a chain: what ends well now is not done, unless the user asked for the end."""
+        """Record for the next job of a chain that the training is not finished, unless the user stopped it."""
         if self._stop_record is not None:
             self._stop_record.stop(stop.reason)
 
     def _apart(self) -> float:
-        """Seconds between two agreements, at most: a short job's margin must not pass between them."""
+        """Return the longest interval between two agreements in seconds; it is shorter than a short job's margin."""
         margin = 4 * MOST_S if self._had is None else self._asked.margin(self._had, self.longest_save).total_seconds()
         return max(0.0, min(MOST_S, margin / 4))
 
@@ -192,8 +193,8 @@ class Stopper:
         with self._lock:
             if self._seen is not None:
                 return self._seen
-        if self._world.rank == 0 and self._ends_soon():  # rank 0 asks Slurm, for all ranks
-            self._ask_left(ASK_S)  # the end may be later by now: scontrol resume and scontrol update move it
+        if self._world.rank == 0 and self._ends_soon():  # rank 0 queries Slurm for all ranks
+            self._ask_left(ASK_S)  # scontrol resume and scontrol update may have moved the end
             return Reason.TIME_LIMIT if self._ends_soon() else None
         return None
 
@@ -207,19 +208,21 @@ class Stopper:
             self._ends, self._had = now + left.total_seconds(), left + timedelta(seconds=now - self._made)
 
     def _ask_left(self, timeout_s: float) -> None:
-        """Ask Slurm how much is left: the limit may be shorter or longer than requested, and may change meanwhile.
+        """Query Slurm for the remaining time: the limit may differ from the request, and may change.
 
-        Without an answer, what is known stays.
+        Without a reply, the last value is kept.
         """
         if self._job:
             said = _output(["squeue", "--noheader", f"--jobs={self._job}", "--format=%L"], timeout_s)
-            left_s = queue.seconds(said.partition("\n")[0].strip())  # a heterogeneous job has a line for each part
+            left_s = queue.seconds(said.partition("\n")[0].strip())  # a heterogeneous job has one line per component
             self._set_left(None if left_s is None else timedelta(seconds=left_s))
 
     def _who_told(self, reason: Reason) -> Reason:
-        """SIGTERM does not say from whom. Slurm does, where it can be asked: a job that is being preempted has a time
-        for it."""
-        if reason is Reason.USER and not self._file_seen:  # the program's own signal, by what that rank knew was left
+        """Return the reason with its sender, which SIGTERM does not contain.
+
+        Slurm reports a preemption time for a job that is being preempted.
+        """
+        if reason is Reason.USER and not self._file_seen:  # judged by that rank's remaining time
             self._ask_left(ASK_S)
             return self._of_own_signal()
         if reason is not Reason.ENDED:
@@ -236,23 +239,23 @@ class Stopper:
         return reason
 
     def _listen(self) -> Watch | None:
-        """None where this is no main thread, which alone may listen for signals."""
+        """Return a Watch, or None outside the main thread, where Python cannot set handlers."""
         if threading.current_thread() is not threading.main_thread():
             return None
         state.loader_workers.on_death = self._worker_died
         return Watch(self._asked.numbers, self._noted)
 
     def _worker_died(self, error: str) -> bool:
-        """Whether the rank goes on without this DataLoader worker: only if it was asked to stop.
+        """Return whether the rank continues without this DataLoader worker: only if it was requested to stop.
 
-        SIGTERM that ended the worker counts as SIGTERM to the rank. This is called in a signal handler, so it prints
+        A SIGTERM that ended the worker counts as SIGTERM to the rank. This runs in a signal handler, so it prints
         nothing. The rank saves if the ranks agree to stop before it needs a batch of this worker. Otherwise torch
-        raises where that batch is read.
+        raises when that batch is read.
         """
         if self._seen is None and self._stop is None:
             if not error.rstrip(" .").endswith(KILLED_BY_SIGTERM):
                 return False
-            os.kill(os.getpid(), signal.SIGTERM)  # what ended the worker was meant for the whole step
+            os.kill(os.getpid(), signal.SIGTERM)  # the signal that ended the worker was meant for the whole job step
         self._lost_workers.append(error)
         return True
 
@@ -264,18 +267,19 @@ class Stopper:
             threading.Thread(target=self._end_if_stuck, name="hpcinit-stuck", daemon=True).start()
 
     def _of_own_signal(self) -> Reason:
-        """--signal comes before the time limit, and by PreemptParameters=send_user_signal before a preemption."""
+        """Return the reason of --signal: the time limit, or with PreemptParameters=send_user_signal a preemption."""
         left = self.left()
         near = left is None or self._had is None or left < max(SIGNAL_EARLY, 0.5 * self._had)
         return Reason.TIME_LIMIT if near else Reason.USER
 
     def _end_if_stuck(self) -> None:
-        """A peer is dead and its collective waits: end as SIGTERM asks, and do not make Slurm wait for SIGKILL.
+        """Exit on SIGTERM if a peer is dead and its collective waits, so that Slurm need not wait to send SIGKILL.
 
-        A save, or another declared phase, is not stuck. Turns are counted, not time: a stopped process takes none.
+        A save, or another declared phase, is not stuck. Checks are counted, not time, because a suspended process
+        makes no checks.
         """
         calls, turns = self._calls, 0
-        longest = self._longest if calls > 1 else FIRST_STEP_S  # which may compile
+        longest = self._longest if calls > 1 else FIRST_STEP_S  # the first step may compile
         while turns * TURN_S < STUCK_S + longest:
             time.sleep(TURN_S)
             if self._calls != calls or self._stop is not None or self._closed.is_set():
@@ -285,10 +289,10 @@ class Stopper:
             signals.end_by(signal.SIGTERM)
 
     def _look(self) -> None:
-        """A thread of rank 0: a user's request in the run folder, and what is left of the job's time."""
+        """Check, in a thread of rank 0, for a user's request in the run folder and for the remaining time."""
         ask_at = time.monotonic()
         while self._stop is None and not self._closed.is_set():
-            # Not Path.exists(), which raises where a file server has trouble (ESTALE, EIO).
+            # Not Path.exists(), which raises if a file server fails (ESTALE, EIO).
             if self._folder is not None and os.path.exists(self._folder / run_folder.STOP):  # noqa: PTH110
                 with self._lock:
                     self._file_seen, self._seen = True, max(Reason.USER, self._seen or Reason.USER)
@@ -302,10 +306,10 @@ class Stopper:
 
 
 def _job(env: Mapping[str, str]) -> str:
-    """What squeue and scontrol call this job; '' if it is not Slurm's."""
+    """Return this job's id for squeue and scontrol, or '' without Slurm."""
     if "HPCINIT_ENGINE" in env:  # cluster=local, whose job ids are process ids
         return ""
-    if task := env.get("SLURM_ARRAY_TASK_ID"):  # the SLURM_JOB_ID of one task is the array's: it stands for all tasks
+    if task := env.get("SLURM_ARRAY_TASK_ID"):  # SLURM_JOB_ID of one task can be the array's id, which means all tasks
         return f"{env.get('SLURM_ARRAY_JOB_ID')}_{task}"
     return env.get("SLURM_JOB_ID", "")
 
@@ -319,7 +323,7 @@ def _output(command: Sequence[str], timeout_s: float) -> str:
 
 
 def every(cost_s: float, step_s: float, most_s: float = MOST_S) -> int:
-    """Steps from one agreement to the next, so that it costs SHARE of them, and never more than most_s apart."""
+    """Return the steps between two agreements, which cost SHARE of the time and are at most most_s seconds apart."""
     if step_s <= 0:
         return 1
     wanted = cost_s / (SHARE * step_s)

@@ -1,4 +1,4 @@
-"""A model made trainable on all ranks, as `parallel.wrap` and its neighbours say.
+"""run.wrap(): make a model trainable on all ranks, as configured under `parallel`.
 
 model, optimizer -> tensor parallel -> activation checkpointing -> compile -> ddp | fsdp -> Wrapped
                  -> activation checkpointing -> compile -> DeepSpeed's engine -> Wrapped
@@ -24,7 +24,7 @@ from hpcinit.runtime.wrap.wrapped import MakeOptimizer, Wrapped
 
 __all__ = ["STRATEGIES", "Wrapped", "wrap"]
 
-# The torch part of each wrapper in records/wrappers.py, which describes how to add one.
+# The torch part of each wrapper. records/wrappers.py describes how to add one.
 STRATEGIES: dict[str, Strategy] = {
     "ddp": native.DDP(),
     "fsdp": native.FSDP(),
@@ -46,16 +46,20 @@ def wrap(
     blocks: Sequence[nn.Module] | None = None,
     mpu: Any = None,
 ) -> Wrapped:
-    """The model, trainable on all ranks; every rank calls it with the same.
+    """Return the model wrapped for training on all ranks. Every rank must call it with the same arguments.
 
-    model: whole, on any device, and it is changed in place. mesh, layout: of the run, every degree known. optimizer:
-    makes one of the parameters, such as `lambda p: torch.optim.AdamW(p, lr=1e-3)`; None for a model that is only
-    evaluated, or with an optimizer of DeepSpeed's own. tp_plan: module name, in which * stands for one part of it, to
-    torch's ParallelStyle. blocks: the parts that are sharded, checkpointed and compiled one by one; None takes the
-    children of each outermost ModuleList or Sequential whose children are all of one class. mpu: DeepSpeed's
-    word for an object that knows the groups, where the program divides the model itself.
+    Args:
+        model: the whole model, on any device; it is changed in place.
+        mesh, layout: of the run, with every degree computed.
+        optimizer: a function that creates an optimizer of the parameters, such as
+            `lambda p: torch.optim.AdamW(p, lr=1e-3)`. None for a model that is only evaluated, or with an optimizer of
+            DeepSpeed.
+        tp_plan: maps module names, in which * matches one part, to torch's ParallelStyle.
+        blocks: the parts of the model that are sharded, checkpointed and compiled one by one. None: the children of
+            each outermost ModuleList or Sequential whose children are all of one class.
+        mpu: an object that provides DeepSpeed with the groups, if the program divides the model itself.
 
-    Raises RequestError for what cannot be done together.
+    Raises RequestError for settings that cannot be combined.
     """
     _refuse(layout)
     strategy = STRATEGIES[training.wrap]
@@ -68,6 +72,6 @@ def _refuse(layout: Layout) -> None:
     if layout.pp > 1 or layout.ep > 1:
         name = "pp" if layout.pp > 1 else "ep"
         raise RequestError(
-            f"parallel.{name} is {getattr(layout, name)}, and run.wrap does no pipeline or expert parallelism: "
-            f"run.mesh has the groups for what the program does itself, or parallel.{name}=1"
+            f"parallel.{name} is {getattr(layout, name)}, but run.wrap supports no pipeline or expert parallelism. "
+            f"Implement it in the program with the groups of run.mesh, or use parallel.{name}=1"
         )

@@ -1,4 +1,4 @@
-"""The repeated parts of a model, which are sharded, checkpointed and compiled one by one."""
+"""Blocks: the repeated parts of a model, which are sharded, checkpointed and compiled one by one."""
 
 from __future__ import annotations
 
@@ -18,34 +18,37 @@ from hpcinit.runtime.wrap.sequence import Context
 def prepare(
     model: nn.Module, chosen: Sequence[nn.Module] | None, training: Training, again: Context
 ) -> list[nn.Module]:
-    """The blocks, as they now stand in the model: checkpointed and compiled if so asked.
+    """Return the model's blocks, checkpointed and compiled if configured.
 
-    again: stands around a checkpointed block that runs again. Raises RequestError.
+    again: a context manager around a checkpointed block that runs again. Raise RequestError.
     """
     names = _names(model, chosen) if chosen is not None else found(model)
     if not names and (training.activation_checkpointing == "full" or training.compile):
         key = "compile" if training.compile else "activation_checkpointing"
         raise RequestError(
-            f"{key} is set, and {type(model).__name__} shows no repeated blocks: name them, blocks=[...]"
+            f"{key} needs repeated blocks, but {type(model).__name__} has none; name them with run.wrap(blocks=[...])"
         )
     made = []
     for name in names:
         block = model.get_submodule(name)
         if training.activation_checkpointing == "full":
-            # torch.compile accepts no such context_fn. Only context parallelism needs one, and it is never compiled.
+            # torch.compile does not accept this context_fn. Only context parallelism needs one, without compiling.
             contexts: dict[str, Any] = {} if again is nullcontext else {"context_fn": lambda: (nullcontext(), again())}
             block = checkpoint_wrapper(block, **contexts)
             parent, _, last = name.rpartition(".")
             model.get_submodule(parent).register_module(last, block)
         if training.compile:
-            _compile(block)  # an error of the compiler comes up in the first step
+            _compile(block)  # a compiler error appears in the first step
         made.append(block)
     return made
 
 
 def _compile(block: nn.Module) -> None:
-    """block.compile() passes over the code of torch's own modules, and says nothing: of a block that is nothing else,
-    as a bare nn.TransformerEncoderLayer, it compiles nothing. Its forward named by itself is compiled."""
+    """Compile the block's forward function.
+
+    block.compile() silently skips the code of torch's own modules. It would compile nothing of a block that consists
+    only of those, such as a bare nn.TransformerEncoderLayer.
+    """
     if all(type(module).forward.__module__.startswith("torch.nn.") for module in block.modules()):
         block.forward = torch.compile(block.forward)
     else:
@@ -53,7 +56,7 @@ def _compile(block: nn.Module) -> None:
 
 
 def found(model: nn.Module) -> list[str]:
-    """Names of the children of each outermost ModuleList or Sequential whose children are all of one class."""
+    """Return the names of the children of each outermost ModuleList or Sequential with children of one class."""
     names: list[str] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{block}.") or name == block for block in names)
@@ -69,5 +72,5 @@ def _names(model: nn.Module, chosen: Sequence[nn.Module]) -> list[str]:
     by_module = {module: name for name, module in model.named_modules() if name}
     for block in chosen:
         if block not in by_module:
-            raise RequestError(f"blocks has a {type(block).__name__} that is no part of {type(model).__name__}")
+            raise RequestError(f"blocks contains a {type(block).__name__} that is not part of {type(model).__name__}")
     return [by_module[block] for block in chosen]

@@ -1,9 +1,9 @@
-"""A model in DeepSpeed's engine: its first step, its states and their offload."""
+"""Wrap a model in DeepSpeed's engine, correct its first step, and offload its states."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -27,22 +27,22 @@ from hpcinit.runtime.wrap import blocks as repeated
 from hpcinit.runtime.wrap.sequence import Attention
 from hpcinit.runtime.wrap.states import State
 from hpcinit.runtime.wrap.strategy import Inputs, Strategy
-from hpcinit.runtime.wrap.wrapped import Wrapped
+from hpcinit.runtime.wrap.wrapped import Wrapped, modules_with
 
 if TYPE_CHECKING:
     from hpcinit.runtime.checkpoint.checkpoint_folder import Description
 
-# ZeRO 0 in 16 bits makes a step before the first one, so that all memory is taken at the start.
+# ZeRO 0 in 16 bits makes an optimizer step before the first one, to allocate all memory at the start.
 
 
 @torch.no_grad()
 def undo_first_step(engine: Any) -> None:
-    """Leave the engine's optimizer as one that has made no step; nothing to do in other stages and in fp32.
+    """Reset the engine's optimizer to a state without any step. Other stages and fp32 need nothing.
 
     DeepSpeed (0.18.5 and 0.19.8, runtime/fp16/unfused_optimizer.py and fused_optimizer.py, initialize_optimizer_states)
-    has the optimizer step with gradients of zero. Adam then counts from 2: it corrects its averages, empty as they are,
-    for a step too many, so that the first steps are a quarter shorter; AdamW's weight decay comes once more. States are
-    made at the first step, as in stages 1 to 3.
+    makes a step with zero gradients. Adam then starts its count at 2: its bias correction is wrong, the first steps are
+    a quarter shorter, and AdamW applies weight decay one time too many. After the reset, states are created at the
+    first step, as in stages 1 to 3.
     """
     wrapper = engine.optimizer
     if type(wrapper).__name__ not in {"FP16_Optimizer", "FP16_UnfusedOptimizer"}:
@@ -58,38 +58,36 @@ def undo_first_step(engine: Any) -> None:
     wrapper.optimizer.state.clear()
 
 
-# What DeepSpeed moves of an engine's states, and why it would not: it says so by assertions, or not at all.
+# DeepSpeed reports states that it cannot move by assertions, or not at all, so they are checked here.
 
 _OF_OPTIMIZER: frozenset[State] = frozenset({"optim_states", "hp_params"})
 
 
-def check_zero_states(engine: Any, version: str, named: frozenset[State]) -> None:
-    """named: what the user asked for by name; the rest may stay where it is. Raises RequestError."""
+def check_zero_states(engine: Any, named: frozenset[State]) -> None:
+    """Raise RequestError if a state cannot be moved. named: the states that the user named; others are optional."""
     stage = int(engine.zero_optimization_stage())
-    if not deepspeed_versions.states_can_move(stage, version):
-        needed = deepspeed_versions.STATES_MOVE_SINCE.get(stage)
-        way = f"DeepSpeed {version} is installed, it needs {needed} or later" if needed else "stages 1 to 3 can"
-        raise RequestError(f"offload_states() with deepspeed.zero_stage {stage}: {way}")
+    if stage == 0:
+        raise RequestError("offload_states() does not work with deepspeed.zero_stage 0: use stage 1, 2 or 3")
     if _device(engine.zero_offload_param()) != "none":
         raise RequestError(
-            "offload_states() with deepspeed.offload_param: DeepSpeed moves no states of parameters that are offloaded "
-            "already; deepspeed.offload_param=none, or leave it to that"
+            "offload_states() does not work with deepspeed.offload_param, which already keeps them off the device. "
+            "Use deepspeed.offload_param=none, or do not call offload_states()"
         )
-    if not hasattr(engine.optimizer, "offload_states"):  # BF16_Optimizer: stage 1 with data_types.grad_accum_dtype
+    if not hasattr(engine.optimizer, "offload_states"):  # BF16_Optimizer: of stage 1 with data_types.grad_accum_dtype
         raise RequestError(
-            f"offload_states(): DeepSpeed's {type(engine.optimizer).__name__} cannot; deepspeed.zero_stage=2, or take "
-            "data_types out of deepspeed.ds_config"
+            f"offload_states() does not work with DeepSpeed's {type(engine.optimizer).__name__}. Use "
+            "deepspeed.zero_stage=2, or remove data_types from deepspeed.ds_config"
         )
     if gone := sorted(named & _elsewhere(engine)):
         raise RequestError(
-            f"offload_states() has {', '.join(gone)}, which deepspeed.offload_optimizer keeps off the device already: "
-            "leave them out, or deepspeed.offload_optimizer=none"
+            f"offload_states() cannot move {', '.join(gone)}, which deepspeed.offload_optimizer already keeps off the "
+            "device. Do not name them, or use deepspeed.offload_optimizer=none"
         )
-    asked = (named or _OF_OPTIMIZER) & _OF_OPTIMIZER - _elsewhere(engine)  # nothing named is all that is there
+    asked = (named or _OF_OPTIMIZER) & _OF_OPTIMIZER - _elsewhere(engine)  # without names, all existing states
     if stage == 3 and asked and not _fused(engine):
         raise RequestError(
-            "offload_states() of optim_states and hp_params with deepspeed.zero_stage 3 and "
-            f"{type(engine.optimizer.optimizer).__name__}: there DeepSpeed moves its FusedAdam's only; "
+            "offload_states() cannot move optim_states and hp_params with deepspeed.zero_stage 3 and "
+            f"{type(engine.optimizer.optimizer).__name__}: DeepSpeed moves only those of its FusedAdam. Use "
             "deepspeed.optimizer=adamw, or name the others: include=['lp_params', 'lp_grads', 'contiguous_grad_buffer']"
         )
 
@@ -97,8 +95,8 @@ def check_zero_states(engine: Any, version: str, named: frozenset[State]) -> Non
 def offload_zero_states(
     engine: Any, chosen: frozenset[State], pin_memory: bool, non_blocking: bool
 ) -> frozenset[State]:
-    """What went; a state that this engine has none of stays out."""
-    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum  # noqa: PLC0415 - a second to import
+    """Move the states and return their names, without those that this engine does not have."""
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum  # noqa: PLC0415 - takes a second to import
 
     wanted = [OffloadStateTypeEnum(name) for name in sorted(chosen)]
     engine.offload_states(include=wanted, pin_memory=pin_memory, non_blocking=non_blocking)
@@ -106,7 +104,7 @@ def offload_zero_states(
 
 
 def _elsewhere(engine: Any) -> frozenset[State]:
-    """What DeepSpeed leaves out in silence (engine.py, _refine_include_states)."""
+    """Return the states that DeepSpeed silently skips (engine.py, _refine_include_states)."""
     if not engine.zero_use_cpu_optimizer():
         return frozenset()
     return _OF_OPTIMIZER | ({"lp_grads"} if engine.zero_optimization_partition_weights() else set())
@@ -128,7 +126,7 @@ class DeepSpeed(Strategy):
     def check(self, inputs: Inputs) -> None:
         if inputs.tp_plan is not None:
             raise RequestError(
-                "a tp_plan is for parallel.wrap=ddp or fsdp: with deepspeed, AutoTP divides the model by itself"
+                "tp_plan needs parallel.wrap=ddp or fsdp; with deepspeed, AutoTP divides the model automatically"
             )
 
     def wrap(self, inputs: Inputs, attention: Attention) -> Wrapped:
@@ -137,12 +135,12 @@ class DeepSpeed(Strategy):
 
 
 def _initialize(inputs: Inputs, attention: Attention) -> Engine:
-    """Return DeepSpeed's engine, and start DeepSpeed if nothing has. Raise RequestError or BringUpError."""
+    """Return DeepSpeed's engine. Initialize DeepSpeed if needed. Raise RequestError or BringUpError."""
     model, layout, device, training = inputs.model, inputs.layout, inputs.device, inputs.training
     make, mpu = inputs.optimizer, inputs.mpu
     timeout = process_group.timeout_of(device) or timedelta(minutes=30)
-    starting.start_deepspeed(dist.get_backend(), timeout, device)
-    import deepspeed  # noqa: PLC0415 - over a second to import
+    starting.start_deepspeed(process_group.backend_on(device.type), timeout, device)
+    import deepspeed  # noqa: PLC0415 - takes over a second to import
     from deepspeed.utils import groups  # noqa: PLC0415
 
     options = deepspeed_config.options(training.deepspeed)
@@ -152,12 +150,12 @@ def _initialize(inputs: Inputs, attention: Attention) -> Engine:
         mpu = SequenceGroups(inputs.mesh["cp"].get_group())
     if mpu is not None:
         options = replace(options, mpu=True)
-    groups.mpu = mpu  # or those of an engine before it
+    groups.mpu = mpu  # else the groups of an earlier engine remain
     trains = make is not None or options.optimizer != "none" or "optimizer" in options.ds_config
     build = deepspeed_config.build if trains else deepspeed_config.build_eval
     config, notes = build(options, inputs.batch, layout, training.precision)
     if against := deepspeed_versions.check(config, starting.deepspeed_version(), torch.__version__):
-        raise RequestError("; ".join(against))  # the login node may have seen another DeepSpeed, or none
+        raise RequestError("; ".join(against))  # the login node may have another DeepSpeed, or none
     config, warned = deepspeed_versions.waiting(config, starting.deepspeed_version(), device.type)
     if dist.get_rank() == 0:
         for note in notes + warned:
@@ -165,7 +163,7 @@ def _initialize(inputs: Inputs, attention: Attention) -> Engine:
     ops.prepare(config, device.type)
     with _autotp_in_words(model, layout):
         if (size := deepspeed_versions.tp_to_divide(config, starting.deepspeed_version())) > 1:
-            deepspeed.tp_model_init(model, tp_size=size, dtype=torch.bfloat16)  # it takes no other
+            deepspeed.tp_model_init(model, tp_size=size, dtype=torch.bfloat16)  # no other type works
         parameters = [p for p in model.parameters() if p.requires_grad]
         engine, optimizer, _, _ = deepspeed.initialize(
             model=model,
@@ -176,14 +174,15 @@ def _initialize(inputs: Inputs, attention: Attention) -> Engine:
             dist_init_required=False,
         )
     undo_first_step(engine)
-    return Engine(engine, optimizer if trains else None, inputs.batch, attention)
+    return Engine(engine, optimizer if trains else None, inputs.batch, attention, _divided_by(inputs.mpu))
 
 
 @contextmanager
 def _autotp_in_words(model: nn.Module, layout: Layout) -> Iterator[None]:
-    """AutoTP finds the layers to divide by the model's class and printed form, and ends in an assertion if it cannot.
+    """Turn AutoTP's assertion into a RequestError.
 
-    module_inject/auto_tp.py, supported() and tp_parser(). Raises RequestError.
+    AutoTP finds the layers to divide by the model's class and printed form, and fails with an assertion if it finds
+    none. See supported() and tp_parser() in module_inject/auto_tp.py.
     """
     try:
         yield
@@ -193,17 +192,17 @@ def _autotp_in_words(model: nn.Module, layout: Layout) -> Iterator[None]:
         ):
             raise
         raise RequestError(
-            f"parallel.tp is {layout.tp} with deepspeed.autotp, and DeepSpeed's AutoTP does not know how to divide "
-            f"{type(model).__name__} ({error}); parallel.wrap=fsdp and a tp_plan for run.wrap, parallel.tp=1, or name "
-            "its layers in deepspeed.ds_config: tensor_parallel.partition_config"
+            f"DeepSpeed's AutoTP cannot divide {type(model).__name__} ({error}), but parallel.tp is {layout.tp} with "
+            "deepspeed.autotp. Use parallel.wrap=fsdp and pass run.wrap a tp_plan, use parallel.tp=1, or name the "
+            "layers in deepspeed.ds_config: tensor_parallel.partition_config"
         ) from error
 
 
 class SequenceGroups:
-    """Which ranks share a sequence, as DeepSpeed asks an `mpu` (its own: runtime/sequence_parallel/parallel_state_sp).
+    """The ranks that share a sequence, as an `mpu` for DeepSpeed (like runtime/sequence_parallel/parallel_state_sp).
 
-    Not by sequence_parallel_size in the ds_config: with it DeepSpeed 0.19.8 averages gradients over the ranks of one
-    part of the sequences only, and the copies of the model drift apart.
+    sequence_parallel_size in the ds_config is not used: with it DeepSpeed 0.19.8 averages gradients only over the ranks
+    of one part of the sequences, and the copies of the model diverge.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -211,7 +210,7 @@ class SequenceGroups:
         self._all = dist.group.WORLD
 
     def initialize_sequence_parallel(self, size: int) -> None:
-        """By its name DeepSpeed tells that this is not about tensor parallelism."""
+        """Do nothing. DeepSpeed recognizes by this method's name that the mpu is not for tensor parallelism."""
 
     def get_sequence_parallel_group(self) -> ProcessGroup:
         return self._group
@@ -237,13 +236,17 @@ class SequenceGroups:
 
 
 class Engine(Wrapped):
-    """engine: DeepSpeed's own, for what only it can do. grad_norm is None in ZeRO 0, for which it keeps none."""
+    """A model in DeepSpeed's engine.
+
+    engine: DeepSpeed's object. grad_norm: None in ZeRO 0, which computes none. divided: number of ranks among which the
+    program itself has divided the model.
+    """
 
     checkpoint_format = wrappers.DEEPSPEED_FORMAT
 
-    def __init__(self, engine: Any, optimizer: Any, batch: Batch, attention: Attention) -> None:
+    def __init__(self, engine: Any, optimizer: Any, batch: Batch, attention: Attention, divided: int) -> None:
         super().__init__(engine.module, optimizer, batch, attention)
-        self.engine = engine
+        self.engine, self._divided = engine, divided
         self.zero_stage = int(engine.zero_optimization_stage())
         self._summed = _summed(engine)
 
@@ -260,15 +263,44 @@ class Engine(Wrapped):
             self.grad_norm = None if norm is None else float(norm)
 
     def _offload(self, chosen: frozenset[State], named: bool, pin_memory: bool, non_blocking: bool) -> frozenset[State]:
-        check_zero_states(self.engine, starting.deepspeed_version(), chosen if named else frozenset())
+        check_zero_states(self.engine, chosen if named else frozenset())
         return offload_zero_states(self.engine, chosen, pin_memory, non_blocking)
 
     def _reload(self, non_blocking: bool) -> None:
         if self.offloaded:
             self.engine.reload_states(non_blocking=non_blocking)
 
+    def check_export(self) -> None:
+        if self._divided > 1:
+            raise RequestError(
+                f"export() cannot join the model's parts: the program's mpu divides it among {self._divided} ranks, in "
+                "a way that only the program knows. Collect the weights in the program and save them there"
+            )
+        if getattr(self.engine, "_has_autoep_layers", bool)():
+            raise RequestError(
+                "export() does not support DeepSpeed's AutoEP layers, whose experts are divided among the ranks: "
+                "convert a checkpoint of run.save() with python -m deepspeed.checkpoint.ds_to_universal"
+            )
+
+    def whole_weights(self, wanted: Collection[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        from deepspeed.module_inject.layers import GatherReplacedLayerParams  # noqa: PLC0415 - as above
+        from deepspeed.runtime.zero import GatheredParameters  # noqa: PLC0415
+
+        optimizer, divided = self.engine.optimizer, self.engine.autotp_size() > 1
+        before, after = (getattr(optimizer, f"checkpoint_event_{name}", None) for name in ("prologue", "epilogue"))
+        if before:  # stage 3: small parameters stay whole on every rank during training; partition them as well
+            before()
+        for module, tensors in modules_with(self.model, wanted):
+            mine = list(module.parameters(recurse=False))
+            with GatheredParameters(mine, enabled=self.zero_stage == 3):  # noqa: SIM117 - the second needs the first
+                with GatherReplacedLayerParams(mine, module, enabled=divided):
+                    for tensor in tensors:
+                        yield tensor, tensor.detach()
+        if after:
+            after()
+
     def save_files(self, folder: Path) -> list[str]:
-        from hpcinit.runtime.checkpoint import deepspeed_checkpoint  # noqa: PLC0415 - a second to import, for those who save
+        from hpcinit.runtime.checkpoint import deepspeed_checkpoint  # noqa: PLC0415 - takes a second to import, only for a save
 
         return deepspeed_checkpoint.save(self.engine, folder)
 
@@ -278,19 +310,27 @@ class Engine(Wrapped):
         deepspeed_checkpoint.load(self.engine, path, saved, layout.tp)
 
 
-def _summed(engine: Any) -> int:
-    """Over how many ranks of a sequence DeepSpeed sums gradients where it averages them over all others.
+def _divided_by(mpu: Any) -> int:
+    """Return among how many ranks the program's mpu divides the model; 1 without an mpu."""
+    for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
+        if mpu is not None and hasattr(mpu, name):
+            return int(getattr(mpu, name)())
+    return 1
 
-    All of them in stages 0 to 2 (stage_1_and_2.py: world size / sequence_parallel_size); none in stage 3, whose
-    reduce_scatter_coalesced divides by the world size (the same in 0.18.5 and 0.19.8). Raises RequestError where stage
-    3 does the one for some parameters and the other for others.
+
+def _summed(engine: Any) -> int:
+    """Return the number of ranks of a sequence over which DeepSpeed sums gradients instead of averaging them.
+
+    Stages 0 to 2 sum over all of them (stage_1_and_2.py: world size / sequence_parallel_size). Stage 3 sums over none,
+    because reduce_scatter_coalesced divides by the world size (the same in 0.18.5 and 0.19.8). Raise RequestError if
+    stage 3 treats parameters differently.
     """
     size: int = engine.sequence_parallel_size
     if engine.zero_optimization_stage() < 3 or size == 1:
         return size
     if not engine.zero_reduce_scatter():
         raise RequestError(
-            "ZeRO 3 with parallel.cp > 1 and zero_optimization.reduce_scatter false: DeepSpeed scales gradients by "
-            "the size of a parameter; leave reduce_scatter at true (Muon sets it to false)"
+            "ZeRO 3 with parallel.cp > 1 needs zero_optimization.reduce_scatter=true: without it DeepSpeed scales "
+            "gradients by the size of a parameter (Muon sets it to false)"
         )
     return 1

@@ -1,9 +1,9 @@
-"""DDP, FSDP2, tensor parallelism and a model alone: torch's own wrappers, with torch's optimizers and clipping."""
+"""DDP, FSDP2, tensor parallelism and no wrapper: torch's wrappers, with torch's optimizers and clipping."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,17 +28,17 @@ from hpcinit.runtime.wrap import blocks as repeated
 from hpcinit.runtime.wrap import states
 from hpcinit.runtime.wrap.sequence import Attention
 from hpcinit.runtime.wrap.strategy import Inputs, Strategy
-from hpcinit.runtime.wrap.wrapped import Wrapped
+from hpcinit.runtime.wrap.wrapped import Wrapped, modules_with
 
 if TYPE_CHECKING:
     from hpcinit.records.layout import Layout
     from hpcinit.runtime.checkpoint.checkpoint_folder import Description
 
-# The norm of all gradients, over parameters that are divided in different ways.
+# The norm of all gradients combines parameters on different meshes.
 
 
 def parameters_by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Those that lie on the same mesh together, those on none too: torch's foreach kernels refuse a mixture."""
+    """Return the parameters grouped by mesh (or none), because torch's foreach kernels reject a mixture."""
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
@@ -48,7 +48,7 @@ def parameters_by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Param
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> float:
-    """Scale the gradients so that their 2-norm is at most `most`; the norm that they had, the same on every rank."""
+    """Scale the gradients so that their 2-norm is at most `most`. Return the norm before, the same on every rank."""
     groups = [[p for p in group if p.grad is not None] for group in parameters_by_mesh(parameters)]
     norms = [
         _whole(nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])) for group in groups if group
@@ -61,20 +61,20 @@ def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> float:
     return float(total)
 
 
-def _whole(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-# DistributedDataParallel: the whole model on every rank, gradients averaged while the backward pass runs.
+# DistributedDataParallel: every rank has the whole model; gradients are averaged during the backward pass.
 
 
 def wrap_ddp(
     model: nn.Module, device: torch.device, reduce: torch.dtype
 ) -> tuple[Callable[..., Any], Callable[[bool], None]]:
-    """The forward, and what says before it whether its gradients are averaged over the ranks.
+    """Return the forward function, and a function that switches the averaging of its gradients on or off.
 
-    Parameters and gradients stay in float32, gradients in the buckets that are sent: to be zeroed in place, as those of
-    a first pass of an accumulation would else get memory of their own beside them. reduce: what gradients are sent in.
+    Parameters and gradients stay in float32. Gradients are views of DDP's buckets and must be zeroed in place, or a
+    first pass of an accumulation would allocate a second copy. reduce: the type in which gradients are sent.
     """
     replica = DistributedDataParallel(
         model, device_ids=None if device.type == "cpu" else [device], gradient_as_bucket_view=True
@@ -82,22 +82,22 @@ def wrap_ddp(
     if reduce == torch.bfloat16:
         replica.register_comm_hook(None, bf16_compress_hook)
 
-    def synchronise(on: bool) -> None:
-        replica.require_backward_grad_sync = on  # all that no_sync() does, which would have to be held open
+    def synchronize(on: bool) -> None:
+        replica.require_backward_grad_sync = on  # the same as no_sync(), but not a context manager
 
-    return replica, synchronise
+    return replica, synchronize
 
 
-# FSDP2: fully_shard over the ranks of a mesh, and copies of that over the others (HSDP).
+# FSDP2: fully_shard over the ranks of a mesh, with replicas over the other ranks (HSDP).
 
 
 def fsdp_meshes(
     mesh: DeviceMesh, layout: Layout, device: torch.device, sharded: bool
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Over which ranks parameters are copied and sharded, and the tensor parallel ranks; they have one parent.
+    """Return the mesh over which parameters are replicated and sharded, and the tensor parallel mesh, of one parent.
 
-    Parts of a sequence count as data. Not sharded, each rank of the data has them whole: fully_shard then takes a mesh
-    whose last dimension is 1. (DDP itself takes no DTensors but by turning them into others in each forward.)
+    Parts of a sequence count as data. Without sharding each data parallel rank has whole parameters: fully_shard then
+    gets a mesh whose last dimension is 1. (DDP itself would convert DTensors in each forward pass.)
     """
     found = mesh_of_run.mesh_part(mesh, "dp_replicate", "fsdp") if sharded else None
     if found is not None:
@@ -110,34 +110,34 @@ def fsdp_meshes(
 def wrap_fsdp(
     model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, param: torch.dtype, reduce: torch.dtype
 ) -> tuple[Callable[..., Any], Callable[[bool], None]]:
-    """The forward, and what says before it whether its gradients are averaged over the ranks.
+    """Return the forward function, and a function that switches the averaging of its gradients on or off.
 
-    Block by block, so that one block's parameters at a time are whole; what is left is sharded with the model itself.
-    Between steps parameters are in float32. param: what they are gathered and computed in.
+    Blocks are sharded one by one, so that only one block's parameters are gathered at a time; the rest is sharded with
+    the model itself. Between steps parameters are in float32. param: the type of gathered parameters.
     """
     policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     if not isinstance(model, FSDPModule):
-        raise TypeError(f"fully_shard made no FSDPModule of {type(model).__name__}")
+        raise TypeError(f"fully_shard did not turn {type(model).__name__} into an FSDPModule")
     return model, model.set_requires_gradient_sync
 
 
-# Equal weights to begin with.
+# All ranks start with equal weights.
 
 
 @torch.no_grad()
 def start_same_on_all_ranks(model: nn.Module, device: torch.device) -> None:
-    """Rank 0's parameters and buffers, on every rank.
+    """Broadcast rank 0's parameters and buffers to every rank.
 
-    DDP does so by itself. fully_shard keeps of each rank's parameters its own shard: with other seeds on other ranks it
-    would put together a model that nobody has made. Raises RequestError for a model without data.
+    DDP does this automatically. With fully_shard each rank keeps its own shard, so different seeds would give a mixture
+    of models. Raise RequestError for a model on the meta device.
     """
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
             raise RequestError(
-                f"{name} is on the meta device and has no data: build the model on run.device or the CPU"
+                f"{name} is on the meta device and has no data: create the model on run.device or the CPU"
             )
         if dist.get_world_size() > 1:
             sent = tensor.detach().to(device).contiguous()
@@ -145,24 +145,24 @@ def start_same_on_all_ranks(model: nn.Module, device: torch.device) -> None:
             tensor.detach().copy_(sent)
 
 
-# Tensor parallelism: layers divided by a plan, through torch's own API.
+# Tensor parallelism: torch's API divides layers by a plan.
 
 
 def divide_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
-    """In place. mesh: the tensor parallel one. Raises RequestError for a name that no module has.
+    """Divide the model in place. mesh: the tensor parallel one. Raise RequestError for a name without a module.
 
-    torch only warns of one, and trains the layer whole.
+    torch only prints a warning for such a name, and trains the layer undivided.
     """
     names = [name for name, _ in model.named_modules() if name]
     for pattern in plan:
         if not any(_matches(name, pattern) for name in names):
             near = ", ".join(sorted(name for name in names if name.count(".") == pattern.count("."))[:6])
-            raise RequestError(f"tp_plan has {pattern!r}, and no module is called so; there are {near or names[:6]}")
+            raise RequestError(f"tp_plan names {pattern!r}, but no module matches; modules here: {near or names[:6]}")
     parallelize_module(model, mesh, dict(plan))
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """As parallelize_module does it: part by part, so that * does not reach over a dot."""
+    """Match part by part like parallelize_module, so that * does not match a dot."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
@@ -171,15 +171,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class DDP(Strategy):
-    """DDP; together with tensor parallelism fully_shard, in which each data parallel rank keeps whole parameters."""
+    """DDP. With tensor parallelism it uses fully_shard without sharding over the data parallel ranks."""
 
-    shards_data = False  # among the data parallel ranks
+    shards_data = False  # whether parameters are divided among the data parallel ranks
 
     def check(self, inputs: Inputs) -> None:
         if inputs.layout.tp > 1 and not inputs.tp_plan:
             raise RequestError(
-                f"parallel.tp is {inputs.layout.tp} and run.wrap was given no tp_plan: which layers are divided, and "
-                "how? tp_plan={'blocks.*.up': ColwiseParallel(), ...}, or parallel.tp=1"
+                f"run.wrap needs a tp_plan, because parallel.tp is {inputs.layout.tp}: which layers are divided, and "
+                "how? Pass tp_plan={'blocks.*.up': ColwiseParallel(), ...}, or use parallel.tp=1"
             )
 
     def wrap(self, inputs: Inputs, attention: Attention) -> Wrapped:
@@ -189,26 +189,26 @@ class DDP(Strategy):
         param, reduce = DTYPES[training.precision.param], DTYPES[training.precision.reduce]
         start_same_on_all_ranks(model, device)
         forward: Callable[..., Any] = model
-        synchronise: Callable[[bool], None] = _ignore
+        synchronize: Callable[[bool], None] = _ignore
         if sharded:
             data, divided = fsdp_meshes(inputs.mesh, inputs.layout, device, self.shards_data)
             if divided is not None and inputs.tp_plan:
                 divide_tensors(model, divided, inputs.tp_plan)
             parts = repeated.prepare(model, inputs.blocks, training, attention.again)
-            forward, synchronise = wrap_fsdp(model, parts, data, param, reduce)
-            param = torch.float32  # fully_shard casts by itself
+            forward, synchronize = wrap_fsdp(model, parts, data, param, reduce)
+            param = torch.float32  # fully_shard casts automatically
         else:
             repeated.prepare(model.to(device), inputs.blocks, training, attention.again)
             if dist.get_world_size() > 1:
-                forward, synchronise = wrap_ddp(model, device, reduce)
+                forward, synchronize = wrap_ddp(model, device, reduce)
         optimizer = inputs.optimizer(_groups(model)) if inputs.optimizer else None
         return Native(
-            model, optimizer, inputs.batch, attention, forward, synchronise, device, param, training.gradient_clip
+            model, optimizer, inputs.batch, attention, forward, synchronize, device, param, training.gradient_clip
         )
 
 
 class FSDP(DDP):
-    """fully_shard over the data parallel ranks."""
+    """FSDP2: fully_shard over the data parallel ranks."""
 
     shards_data = True
 
@@ -219,23 +219,23 @@ class FSDP(DDP):
 
 
 class Unwrapped(DDP):
-    """One rank, which has nothing to combine."""
+    """A single rank without a wrapper."""
 
     def check(self, inputs: Inputs) -> None:
         if dist.get_world_size() > 1:
             raise RequestError(
-                f"parallel.wrap is none with {dist.get_world_size()} ranks: nothing would keep them together; "
-                "wrap the model yourself, or parallel.wrap=ddp, fsdp or deepspeed"
+                f"parallel.wrap is none with {dist.get_world_size()} ranks: their gradients would not be combined. "
+                "Wrap the model yourself, or use parallel.wrap=ddp, fsdp or deepspeed"
             )
         super().check(inputs)
 
 
-def _ignore(synchronise: bool) -> None:
-    """One rank has nothing to average."""
+def _ignore(synchronize: bool) -> None:
+    """Do nothing, because a single rank has nothing to average."""
 
 
 def _groups(model: nn.Module) -> list[Any]:
-    """Parameters, in groups where they lie on different meshes."""
+    """Return the parameters, in groups if they are on different meshes."""
     groups = parameters_by_mesh(p for p in model.parameters() if p.requires_grad)
     return groups[0] if len(groups) == 1 else [{"params": group} for group in groups]
 
@@ -243,19 +243,19 @@ def _groups(model: nn.Module) -> list[Any]:
 def _check_precision(training: Training, device: torch.device, sharded: bool) -> None:
     if training.precision.reduce == "bf16" and device.type == "cpu" and not sharded:
         raise RequestError(
-            "precision.reduce is bf16 with parallel.wrap=ddp on a CPU, where torch's DDP cannot: precision.reduce=fp32"
+            "precision.reduce=bf16 does not work with parallel.wrap=ddp on a CPU; use precision.reduce=fp32"
         )
     if training.precision.param != "fp16":
         return
     if device.type == "cpu" or sharded:
         where = "on a CPU" if device.type == "cpu" else "with parallel.wrap=fsdp or tensor parallelism"
         raise RequestError(
-            f"precision.param is fp16 {where}, where gradients are not scaled against its small range: bf16"
+            f"precision.param=fp16 does not work {where}, where gradients are not scaled for its small range; use bf16"
         )
 
 
 class Native(Wrapped):
-    """scaler: of gradients in fp16; it does nothing in other precisions."""
+    """A model with torch's wrappers. scaler: scales gradients in fp16, and does nothing in other precisions."""
 
     scaler: torch.amp.GradScaler
 
@@ -266,20 +266,20 @@ class Native(Wrapped):
         batch: Batch,
         attention: Attention,
         forward: Callable[..., Any],
-        synchronise: Callable[[bool], None],
+        synchronize: Callable[[bool], None],
         device: torch.device,
         dtype: torch.dtype,
         gradient_clip: float,
     ) -> None:
         super().__init__(model, optimizer, batch, attention)
-        self._run, self._synchronise = forward, synchronise
+        self._run, self._synchronize = forward, synchronize
         self._device, self._dtype, self._clip = device, dtype, gradient_clip
         self._moved: states.Moved = []
         self._in_buckets = isinstance(forward, DistributedDataParallel)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
     def _forward(self, boundary: bool, *args: Any, **kwargs: Any) -> Any:
-        self._synchronise(boundary)
+        self._synchronize(boundary)
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
             return self._run(*args, **kwargs)
 
@@ -301,8 +301,8 @@ class Native(Wrapped):
     ) -> frozenset[states.State]:
         if others := chosen - {"optim_states"} if named else ():
             raise RequestError(
-                f"offload_states() has {', '.join(sorted(others))} with parallel.wrap=ddp or fsdp, whose optim_states "
-                "alone can go; the others with parallel.wrap=deepspeed"
+                f"offload_states() cannot move {', '.join(sorted(others))} with parallel.wrap=ddp or fsdp, only "
+                "optim_states. Use parallel.wrap=deepspeed for the others"
             )
         if "optim_states" in chosen and self.optimizer is not None:
             self._moved += states.to_cpu(self.optimizer, pin_memory, non_blocking)
@@ -312,8 +312,13 @@ class Native(Wrapped):
         states.back(self._moved, non_blocking)
         self._moved = []
 
+    def whole_weights(self, wanted: Collection[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        for _, tensors in modules_with(self.model, wanted):
+            for tensor in tensors:
+                yield tensor, _whole(tensor.detach())
+
     def save_files(self, folder: Path) -> list[str]:
-        from hpcinit.runtime.checkpoint import native_checkpoint  # noqa: PLC0415 - a second to import, for those who save
+        from hpcinit.runtime.checkpoint import native_checkpoint  # noqa: PLC0415 - takes a second to import, only for a save
 
         return native_checkpoint.save_native(self.model, self.optimizer, folder)
 

@@ -1,4 +1,4 @@
-"""Sequence (context) parallelism: each rank of a group has a part of every sequence, and attention sees it whole."""
+"""Context parallelism: each rank of a group has a part of every sequence; attention works on whole sequences."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from hpcinit.base.errors import RequestError
 from hpcinit.records.layout import Layout
 
 Context = Callable[[], AbstractContextManager[Any]]
-_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # those that have a position
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # the positional arguments
 
 
 def shard(layout: Layout, rank: int, *tensors: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
-    """This rank's part of each tensor along `dim`: tokens, targets, and positions, which the model has to be given.
+    """Return this rank's part of each tensor along `dim`: tokens, targets, and the positions for the model.
 
-    All ranks of a group begin with the same tensors. Raises RequestError unless the length is a multiple of cp, or of
-    2 x cp for a ring, where a rank has a piece from the front and one from the back: equal work under a causal mask.
+    All ranks of a group must pass equal tensors. Raise RequestError unless the length is a multiple of cp, or of 2 x cp
+    for ring attention. In a ring each rank gets one piece from the front and one from the back, which balances the work
+    under a causal mask.
     """
     pieces = layout.cp * (2 if layout.cp_kind == "ring" and layout.cp > 1 else 1)
     place = layout.coordinate(rank)["cp"]
@@ -36,8 +37,8 @@ def shard(layout: Layout, rank: int, *tensors: Tensor, dim: int = 1) -> tuple[Te
         if length := tensor.shape[dim] % pieces:
             near = f"{tensor.shape[dim] - length} or {tensor.shape[dim] - length + pieces}"
             raise RequestError(
-                f"a sequence of {tensor.shape[dim]} cannot be divided into {pieces} equal pieces (parallel.cp is "
-                f"{layout.cp}): pad or cut it to {near}, and count only real tokens in the loss (wrapped.mean)"
+                f"a sequence of length {tensor.shape[dim]} cannot be divided into {pieces} equal pieces (parallel.cp "
+                f"is {layout.cp}): pad or cut it to {near}, and count only real tokens in the loss (wrapped.mean)"
             )
         cut = tensor.chunk(pieces, dim)
         found.append(torch.cat([cut[each] for each in mine], dim) if len(mine) > 1 else cut[place])
@@ -46,9 +47,9 @@ def shard(layout: Layout, rank: int, *tensors: Tensor, dim: int = 1) -> tuple[Te
 
 @dataclass(frozen=True)
 class Attention:
-    """What stands around a forward pass, a backward pass, and a checkpointed block that runs again in the latter.
+    """Context managers around a forward pass, a backward pass, and the recomputation of a checkpointed block.
 
-    With it F.scaled_dot_product_attention works on whole sequences, given queries, keys and values of a part.
+    They make F.scaled_dot_product_attention work on whole sequences, given queries, keys and values of one part.
     """
 
     forward: Context = nullcontext
@@ -57,27 +58,27 @@ class Attention:
 
 
 def attention(mesh: DeviceMesh, layout: Layout, device: torch.device, compiled: bool) -> Attention:
-    """mesh: of the run. Raises RequestError for what does not work here."""
+    """Return the context managers for this layout. mesh: of the run. Raise RequestError if a setting is unsupported."""
     if layout.cp == 1:
         return Attention()
     if compiled:
         raise RequestError(
-            "compile is true with parallel.cp > 1, whose attention torch.compile does not see: one of them"
+            "compile=true does not work with parallel.cp > 1: torch.compile cannot see its attention. Use one of them"
         )
     if layout.cp_kind == "ulysses":
         whole = partial(Ulysses, mesh["cp"])
-        return Attention(forward=whole, again=whole)  # backward() pops a TorchFunctionMode that stands around it
+        return Attention(forward=whole, again=whole)  # backward() would pop an outer TorchFunctionMode
     if device.type == "cpu":
-        raise RequestError("parallel.cp_kind is ring on a CPU, for which torch has none: parallel.cp_kind=ulysses")
+        raise RequestError("parallel.cp_kind=ring does not work on a CPU; use parallel.cp_kind=ulysses")
     ring = partial(_ring, mesh["cp"], device)
     return Attention(forward=ring, backward=ring)
 
 
 @contextmanager
 def _ring(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
-    from torch.distributed.tensor.experimental import context_parallel  # noqa: PLC0415 - prototype, may move
+    from torch.distributed.tensor.experimental import context_parallel  # noqa: PLC0415 - a prototype API, may move
 
-    # It insists on a tensor to divide, and divides for equal work as shard() does.
+    # context_parallel requires a tensor to divide; it divides in the same order as shard().
     length = torch.arange(2 * mesh.size(), device=device)
     with context_parallel(mesh, buffers=[length], buffer_seq_dims=[0], no_restore_buffers={length}):
         yield
@@ -86,7 +87,7 @@ def _ring(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
 class Ulysses(TorchFunctionMode):
     """All-to-all around attention: from all heads of a part to some heads of the whole (DeepSpeed-Ulysses, 2309.14509).
 
-    Sees calls of F.scaled_dot_product_attention alone.
+    Only affects calls of F.scaled_dot_product_attention.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -106,19 +107,17 @@ class Ulysses(TorchFunctionMode):
         self.calls += 1
         given = dict(zip(_ARGUMENTS, args, strict=False)) | dict(kwargs or {})
         if given.get("attn_mask") is not None:
-            raise RequestError(
-                "attention with a mask under parallel.cp > 1: a part of the mask does not tell the whole"
-            )
+            raise RequestError("attn_mask does not work with parallel.cp > 1: each rank has only a part of the mask")
         parts = [given.pop(name) for name in ("query", "key", "value")]
         return self._back(func(*map(self._whole, parts), **given))
 
     def _whole(self, x: Tensor) -> Tensor:
-        """(..., heads, part, width) to (..., heads / cp, whole, width)."""
+        """Exchange (..., heads, part, width) for (..., heads / cp, whole, width)."""
         ranks = self._mesh.size()
         if x.shape[-3] % ranks:
             raise RequestError(
-                f"{x.shape[-3]} attention heads on a rank cannot be divided among parallel.cp {ranks} ranks (Ulysses): "
-                "choose a divisor, or parallel.cp_kind=ring"
+                f"{x.shape[-3]} attention heads per rank cannot be divided among {ranks} ranks (parallel.cp, Ulysses): "
+                "use a divisor of the heads, or parallel.cp_kind=ring"
             )
         pieces = self._exchange(torch.stack(x.chunk(ranks, -3)))
         return torch.cat(pieces.unbind(), -2)
@@ -128,5 +127,5 @@ class Ulysses(TorchFunctionMode):
         return torch.cat(pieces.unbind(), -3)
 
     def _exchange(self, x: Tensor) -> Tensor:
-        """x[i] goes to rank i of the group; result[i] came from it."""
+        """Send x[i] to rank i of the group; result[i] is received from it."""
         return all_to_all_single_autograd(x.contiguous(), None, None, self._mesh.get_group())

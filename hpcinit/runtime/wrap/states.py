@@ -1,4 +1,4 @@
-"""States that leave the device for a while, such as while another model generates on it."""
+"""Offload states from the device temporarily, for example while another model generates on it."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ from torch.optim import Optimizer
 
 from hpcinit.base.errors import RequestError
 
-# DeepSpeed's own names (runtime/zero/offload_config.py): of the optimizer, the master copy in fp32, the parameters that
-# the model computes with, their gradients, and the buffer in which gradients are reduced (stage 3).
+# DeepSpeed's names (runtime/zero/offload_config.py): the optimizer's state, the fp32 master copy, the parameters that
+# the model computes with, their gradients, and the buffer for reducing gradients (stage 3).
 State = Literal["optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer"]
 STATES: tuple[State, ...] = get_args(State)
-Moved = list[tuple[Tensor, Tensor]]  # where it was, whose storage is empty meanwhile, and its copy
+Moved = list[tuple[Tensor, Tensor]]  # the original tensor, whose storage is empty, and its copy
 
 
 def checked(include: Collection[State] | None, device: str) -> frozenset[State]:
-    """None is all. Raises RequestError for what is no state, and for another device than the CPU."""
+    """Return the named states; None means all. Raise RequestError for an unknown state or another device than cpu."""
     if device != "cpu":
-        raise RequestError(f"offload_states(device={device!r}), expected 'cpu': DeepSpeed moves states nowhere else")
+        raise RequestError(f"offload_states() got device={device!r}, expected 'cpu': DeepSpeed supports no other")
     chosen = STATES if include is None else include
     for name in chosen:
         if name not in STATES:
-            raise RequestError(f"offload_states() has {name!r}, expected some of: {', '.join(STATES)}")
+            raise RequestError(
+                f"offload_states() got the unknown state {name!r}, expected some of: {', '.join(STATES)}"
+            )
     return frozenset(chosen)
 
 
 @torch.no_grad()
 def to_cpu(optimizer: Optimizer, pin_memory: bool, non_blocking: bool) -> Moved:
-    """Copies of the optimizer's states, which keep their place but give their memory back, shards of DTensors too.
+    """Copy the optimizer's states to the CPU and free their memory on the device, also of DTensor shards.
 
-    A tensor that shares its memory with others stays, as does a single number (the count of steps).
+    A tensor that shares its memory with others stays on the device, as does a single number (the count of steps).
     """
     moved: Moved = []
     for state in optimizer.state.values():
@@ -46,7 +48,7 @@ def to_cpu(optimizer: Optimizer, pin_memory: bool, non_blocking: bool) -> Moved:
                 copy = torch.empty_like(tensor, device="cpu", pin_memory=pin_memory and tensor.is_cuda)
                 moved.append((tensor, copy.copy_(tensor, non_blocking=non_blocking)))
     for tensor, _ in moved:
-        tensor.untyped_storage().resize_(0)  # in the order of the stream: after the copy
+        tensor.untyped_storage().resize_(0)  # in stream order, after the copy
     if any(tensor.is_cuda for tensor, _ in moved):
         torch.cuda.empty_cache()
     return moved
@@ -54,7 +56,7 @@ def to_cpu(optimizer: Optimizer, pin_memory: bool, non_blocking: bool) -> Moved:
 
 @torch.no_grad()
 def back(moved: Moved, non_blocking: bool) -> None:
-    """What to_cpu() has moved, where it was."""
+    """Move the states back that to_cpu() has moved."""
     for tensor, copy in moved:
         tensor.untyped_storage().resize_(tensor.nbytes)
         tensor.copy_(copy, non_blocking=non_blocking)

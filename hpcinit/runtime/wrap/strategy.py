@@ -21,7 +21,7 @@ from hpcinit.runtime.wrap.wrapped import MakeOptimizer, Wrapped
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of run.wrap, and what it knows of the run."""
+    """The arguments of run.wrap, and the settings of the run."""
 
     model: nn.Module
     mesh: DeviceMesh
@@ -36,7 +36,7 @@ class Inputs:
 
 
 class Strategy(abc.ABC):
-    """How one wrapper makes a trainable model. It has no state: there is one object for all models."""
+    """How one wrapper creates a trainable model. It has no state; one object serves all models."""
 
     @abc.abstractmethod
     def check(self, inputs: Inputs) -> None:

@@ -1,4 +1,4 @@
-"""What run.wrap returns: one training loop for every strategy.
+"""Wrapped, which run.wrap() returns: one training loop for every wrapper.
 
 for x, y in loader:
     loss = F.cross_entropy(wrapped(x), y)
@@ -10,7 +10,7 @@ for x, y in loader:
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -30,18 +30,23 @@ if TYPE_CHECKING:
     from hpcinit.records.layout import Layout
     from hpcinit.runtime.checkpoint.checkpoint_folder import Description
 
-# Of parameters, or of groups of them as torch's optimizers take them.
+# A function of parameters, or of parameter groups, as torch's optimizers take them.
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 
 
 class Wrapped(abc.ABC):
     """A model that trains on all ranks, and its optimizer.
 
-    model: the model itself, for its parameters and its state; with FSDP and tensor parallelism each rank holds its
-    shards of them. optimizer: None if there is none. grad_norm: of all gradients of the last step before they were
-    clipped; None before the first, and without gradient_clip. offloaded: states that are not on the device now.
-    checkpoint_format: as facts' Wrapper has it. zero_stage: of DeepSpeed's ZeRO, None without DeepSpeed.
-    scaler: of gradients in fp16, None where DeepSpeed scales them.
+    Attributes:
+        model: the model itself, for its parameters and its state. With FSDP and tensor parallelism each rank has its
+            shards.
+        optimizer: the optimizer, or None.
+        grad_norm: 2-norm of all gradients of the last step before clipping. None before the first step, and without
+            gradient_clip.
+        offloaded: names of the states that are not on the device now.
+        checkpoint_format: see records/wrappers.py.
+        zero_stage: stage of DeepSpeed's ZeRO, None without DeepSpeed.
+        scaler: scaler of gradients in fp16, None if DeepSpeed scales them.
     """
 
     checkpoint_format: ClassVar[str] = wrappers.TORCH_FORMAT
@@ -53,46 +58,55 @@ class Wrapped(abc.ABC):
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, batch: Batch, attention: Attention) -> None:
         self.model, self.optimizer, self.batch = model, optimizer, batch
         self._attention = attention
-        self._behind = 0  # passes since the optimizer's last step
+        self._behind = 0  # backward passes since the optimizer's last step
         self._to_step = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; tensors of 16 bits that it returns come as float32."""
+        """Call the model's forward function. Convert tensors of 16 bits that it returns to float32.
+
+        Raise RequestError while lp_params are offloaded, or if context parallelism is on but the model does not use
+        F.scaled_dot_product_attention.
+        """
         if "lp_params" in self.offloaded:
-            self.refuse_offloaded("a forward pass")
+            self.refuse_offloaded("the model")
         with self._attention.forward() as mode:
             found = self._forward(self._at_boundary(), *args, **kwargs)
         if isinstance(mode, Ulysses) and not mode.calls:
             raise RequestError(
-                f"parallel.cp > 1, and {type(self.model).__name__} made no call of F.scaled_dot_product_attention: its "
-                "attention would see parts of sequences; have it use that (Hugging Face: attn_implementation='sdpa')"
+                f"{type(self.model).__name__} did not call F.scaled_dot_product_attention, but parallel.cp > 1: its "
+                "attention would see only parts of sequences. Use it (Hugging Face: attn_implementation='sdpa')"
             )
         return tree_map_only(Tensor, _in_float32, found)
 
     def backward(self, loss: Tensor) -> None:
-        """loss: the mean over this rank's samples; averaged over the ranks and over the step's accumulation.
+        """Compute gradients, averaged over the ranks and over the accumulation.
 
-        Raises RequestError unless step() was called after the one before.
+        Raise RequestError if step() was not called after the last backward().
+
+        Args:
+            loss: the mean over this rank's samples, a scalar tensor.
         """
         self.refuse_offloaded("backward()")
         if self._to_step:
             raise RequestError(
-                "backward() a second time without step(): call step() after each, it knows when it is due"
+                "backward() was called twice without step(): call step() after each backward(), which it counts"
             )
         with self._attention.backward():
             self._backward(loss)
         self._to_step = True
 
     def step(self) -> bool:
-        """True if the accumulation was complete and the optimizer made its step; gradients are then zero.
+        """Make an optimizer step if the accumulation is complete. Return True if it did; gradients are then zero.
 
-        Raises RequestError without a backward() before it, or without an optimizer.
+        Raise RequestError without a backward() since the last call, or without an optimizer.
         """
         if self.optimizer is None:
-            raise RequestError("step() without an optimizer: give run.wrap one, optimizer=lambda p: AdamW(p, lr=1e-3)")
+            raise RequestError("step() needs an optimizer: call run.wrap(model, optimizer=lambda p: AdamW(p, lr=1e-3))")
         self.refuse_offloaded("step()")
         if not self._to_step:
-            raise RequestError("step() without a backward() since the last: it counts the passes of the accumulation")
+            raise RequestError(
+                "step() was called without a backward() since the last step(), which counts the accumulation"
+            )
         complete = self._at_boundary()
         self._step(complete)
         self._to_step = False
@@ -101,7 +115,7 @@ class Wrapped(abc.ABC):
 
     @property
     def between_steps(self) -> bool:
-        """Nothing of an accumulation is under way, whose gradients a checkpoint would lose."""
+        """Whether no accumulation is in progress, so that a checkpoint loses no gradients."""
         return not (self._behind or self._to_step)
 
     def offload_states(
@@ -112,43 +126,60 @@ class Wrapped(abc.ABC):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Between two steps: states go to the CPU's memory until reload_states(). Every rank calls it with the same.
+        """Move states to the CPU's memory until reload_states(). Call it between two steps, on every rank.
 
-        include: which, by DeepSpeed's names (states.STATES), None for all that can go. Of DDP and FSDP these are
-        optim_states; of ZeRO all, stage 3 with deepspeed.optimizer=adamw only, or without optim_states and hp_params.
-        Meanwhile nothing is trained, saved or loaded; with lp_params away there is no forward pass either.
+        While states are offloaded, the model cannot be trained, saved or loaded; without lp_params there is no forward
+        pass either. Raise RequestError for a state that cannot be moved.
 
-        Raises RequestError for what cannot go.
+        Args:
+            include: DeepSpeed's names of the states (states.STATES). None: all that can be moved. With DDP and FSDP
+                only optim_states can. With ZeRO all can; stage 3 needs deepspeed.optimizer=adamw for optim_states and
+                hp_params.
+            device: 'cpu' is the only choice.
+            pin_memory: move to pinned memory, which is faster to copy.
+            non_blocking: return before the copies are done.
         """
         chosen = states.checked(include, device)
         if self.optimizer is None:
             raise RequestError(
-                "offload_states() without an optimizer, of which DeepSpeed and torch have the states: give run.wrap "
-                "one, or deepspeed.offload_param=cpu for a model that is only evaluated in ZeRO 3"
+                "offload_states() needs an optimizer, because DeepSpeed and torch move the optimizer's states: pass "
+                "run.wrap one, or use deepspeed.offload_param=cpu for a model that is only evaluated in ZeRO 3"
             )
         if not self.between_steps:
-            raise RequestError("offload_states() within an accumulation: after a step() that is True")
+            raise RequestError(
+                "offload_states() was called during gradient accumulation; call it after step() returned True"
+            )
         self.offloaded |= self._offload(chosen, include is not None, pin_memory, non_blocking)
 
     def reload_states(self, *, non_blocking: bool = False) -> None:
-        """All that offload_states() has moved, back where it was."""
+        """Move all offloaded states back to the device.
+
+        Args:
+            non_blocking: return before the copies are done.
+        """
         self._reload(non_blocking)
         self.offloaded = frozenset()
 
     def refuse_offloaded(self, what: str) -> None:
-        """Raises RequestError while states are not on the device."""
+        """Raise RequestError while states are offloaded. what: the operation, for the message."""
         if self.offloaded:
-            raise RequestError(f"{what} while {', '.join(sorted(self.offloaded))} are offloaded: reload_states() first")
+            raise RequestError(
+                f"cannot call {what} while {', '.join(sorted(self.offloaded))} are offloaded; "
+                "call reload_states() first"
+            )
 
     def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
-        """For backward(): the mean over the tokens of all ranks, where ranks do not have equally many.
+        """Return a loss for backward(): the mean over the tokens of all ranks, which may have different numbers.
 
-        total: the sum of this rank's losses. count: of how many tokens. A mean of each rank's own would give a token
-        more weight where there are few. Averaged over the ranks, the result is the mean over all tokens of this
-        forward pass; the passes of an accumulation weigh the same. Called by every rank.
+        Let T be the sum of all counts and n the number of ranks: the result is total * n / T, whose average over the
+        ranks is the mean over all tokens. The passes of an accumulation have equal weights. Every rank must call it.
+
+        Args:
+            total: the sum of this rank's token losses.
+            count: this rank's number of tokens.
         """
         counts = torch.as_tensor(count, device=total.device, dtype=torch.int64).clone()
-        dist.all_reduce(counts)  # tensor parallel ranks have the same ones: they count in both numbers
+        dist.all_reduce(counts)  # tensor parallel ranks have equal counts, which appear in both numbers
         return total * (dist.get_world_size() / counts.clamp(min=1))
 
     def _at_boundary(self) -> bool:
@@ -167,10 +198,23 @@ class Wrapped(abc.ABC):
     def _offload(
         self, chosen: frozenset[states.State], named: bool, pin_memory: bool, non_blocking: bool
     ) -> frozenset[states.State]:
-        """What it moved. named: `chosen` is what the user said, each of which has to move."""
+        """Return the states that were moved. named: the user named `chosen`, so each of them must be moved."""
 
     @abc.abstractmethod
     def _reload(self, non_blocking: bool) -> None: ...
+
+    def check_export(self) -> None:  # noqa: B027 - torch's wrappers have nothing to refuse
+        """Raise RequestError if the whole weights cannot be collected."""
+
+    @abc.abstractmethod
+    def whole_weights(self, wanted: Collection[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parameters and buffers and the whole tensor of each, which is valid until the next one.
+
+        Every rank must iterate to the end, because the ranks communicate.
+
+        Args:
+            wanted: ids of the parameters and buffers to yield; others in the same module may be yielded as well.
+        """
 
     @abc.abstractmethod
     def save_files(self, folder: Path) -> list[str]:
@@ -182,6 +226,14 @@ class Wrapped(abc.ABC):
     @abc.abstractmethod
     def load_files(self, path: Path, saved: Description, layout: Layout) -> None:
         """Read what save_files() wrote below `path`, in place. Raise CheckpointError or RequestError."""
+
+
+def modules_with(model: nn.Module, wanted: Collection[int]) -> Iterator[tuple[nn.Module, list[Tensor]]]:
+    """Yield each module that directly contains a wanted parameter or buffer, with all that it directly contains."""
+    for module in model.modules():
+        mine = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if any(id(tensor) in wanted for tensor in mine):
+            yield module, mine
 
 
 def _in_float32(tensor: Tensor) -> Tensor:

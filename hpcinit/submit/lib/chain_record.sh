@@ -8,9 +8,9 @@ hpcinit_end_link() { # this job ends with status $1
   hpcinit_record ended "$1"
   hpcinit_record_link "$1"
 }
-hpcinit_own_status() { # the ranks ended with status $1; return that of the first one that failed
+hpcinit_own_status() { # the ranks ended with status $1; return the status of the first one that failed
   # srun returns the highest status of all ranks. After a failure it terminates the others: 143, as if Slurm had ended
-  # the job. In the grace time of a preemption the ranks get SIGTERM, and this script does not.
+  # the job. During the grace time of a preemption, only the ranks get SIGTERM.
   local how=''
   [ "$1" -eq 143 ] && ! hpcinit_preempted || return "$1"
   read -r how _ < <(hpcinit_failures "$hpcinit_from")

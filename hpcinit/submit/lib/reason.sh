@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2154,SC2034 # variables of other blocks
-# Find out why the ranks ended: from their record of a stop, from Slurm, from a report of a hang, from the exit status.
+# Find out why the ranks ended: from their record of a stop, from Slurm, from a hang report, or from the exit status.
 hpcinit_hung='' # exit status of a rank that ended because it hung
 hpcinit_on='' # restart.on
 
@@ -13,7 +13,7 @@ hpcinit_reason() { # print why the ranks ended with status $1, as restart.on nam
   elif [ -n "$(hpcinit_lost_nodes)" ]; then echo node_fail
   # srun returns the highest status of all ranks, and killed ranks have a higher one than those that hung.
   elif [ "$1" -eq "$hpcinit_hung" ] || [ -n "$(hpcinit_hang_reports)" ]; then echo hang
-  elif [ "$1" -ne 2 ]; then echo failure # 2: the request is wrong
+  elif [ "$1" -ne 2 ]; then echo failure # 2: a usage error, which a restart cannot fix
   fi
 }
 hpcinit_lost_nodes() { # print the nodes of the job that are down or do not respond, which sinfo marks with '*'
@@ -24,10 +24,10 @@ hpcinit_lost_nodes() { # print the nodes of the job that are down or do not resp
       case ",${hpcinit_excluded:-},:$state" in *",$node,"*) ;; *:down* | *:fail* | *[*]) echo "$node" ;; esac
     done
 }
-hpcinit_hang_reports() { # print the reports of hangs since the ranks started
+hpcinit_hang_reports() { # print the hang reports since the ranks started
   find "$hpcinit_hang" -path "*/$SLURM_JOB_ID.*/report.txt" -newer "$hpcinit_exit" 2>/dev/null
 }
-hpcinit_still_runs() { # whether the job goes on after its ranks: Slurm may be ending it
-  sleep 1 # a SIGTERM for the job may reach this script after the ranks
+hpcinit_still_runs() { # whether Slurm is not ending the job
+  sleep 1 # a SIGTERM for the job may reach this script later than the ranks
   [ "$(squeue --noheader --jobs="$hpcinit_job" --format=%T 2>/dev/null)" = RUNNING ]
 }

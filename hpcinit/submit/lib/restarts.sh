@@ -17,7 +17,7 @@ hpcinit_furthest() { # set hpcinit_step, the furthest step so far, and hpcinit_i
     hpcinit_idle=$((hpcinit_idle + 1))
   fi
 }
-hpcinit_record_restart() { # number $1, for the reason $2, with the furthest step so far
+hpcinit_record_restart() { # record restart $1, for the reason $2, with the furthest step so far
   printf '%s\n' "job $hpcinit_job" "restart $1" "step $hpcinit_step" "without_progress $hpcinit_idle" \
     > "$hpcinit_restart.tmp" && mv "$hpcinit_restart.tmp" "$hpcinit_restart" &&
     { [ ! -e "$hpcinit_restarts" ] || cat "$hpcinit_restarts"; } > "$hpcinit_restarts.tmp" &&
@@ -29,22 +29,22 @@ hpcinit_record_restart() { # number $1, for the reason $2, with the furthest ste
 hpcinit_count_restart() { # count restart $1, for the reason $2; return 1 if it is one too many
   hpcinit_furthest
   if [ "$1" -gt "$hpcinit_max_restarts" ]; then
-    echo "hpcinit: restart $1 ($2) is not begun: restart.max_restarts is $hpcinit_max_restarts; furthest step: $hpcinit_step"
+    echo "hpcinit: no restart $1 ($2): restart.max_restarts is $hpcinit_max_restarts; furthest step: $hpcinit_step"
     return 1
   elif [ "$hpcinit_idle" -ge "$hpcinit_without_progress" ]; then
-    echo "hpcinit: restart $1 ($2) is not begun: $hpcinit_idle in a row have come no further than step $hpcinit_step" \
+    echo "hpcinit: no restart $1 ($2): $hpcinit_idle restarts in a row made no progress beyond step $hpcinit_step" \
       "(restart.without_progress)"
     return 1
   fi
   # A full disk must not end the job: the budget counts SLURM_RESTART_COUNT, and not these records.
   hpcinit_record_restart "$1" "$2" ||
-    echo "hpcinit: warning: restart $1 ($2) is not in $hpcinit_restarts, which cannot be written" >&2
+    echo "hpcinit: warning: cannot record restart $1 ($2) in $hpcinit_restarts" >&2
   return 0
 }
 hpcinit_attempt=${SLURM_RESTART_COUNT:-0}
 if [ "$hpcinit_attempt" -gt 0 ]; then
+  echo "hpcinit: new attempt: restart $hpcinit_attempt of job $hpcinit_job starts on $SLURM_JOB_NODELIST"
   [ "$(hpcinit_fact "$hpcinit_restart" job):$(hpcinit_fact "$hpcinit_restart" restart)" = "$hpcinit_job:$hpcinit_attempt" ] ||
     hpcinit_count_restart "$hpcinit_attempt" slurm || exit 1
-  echo "hpcinit: restart $hpcinit_attempt of at most $hpcinit_max_restarts of job $hpcinit_job begins on $SLURM_JOB_NODELIST"
 fi
 rm -f "$hpcinit_stopped"

@@ -1,10 +1,10 @@
 # shellcheck shell=bash disable=SC2154 # variables of other blocks
-# Spare nodes: restart the ranks in this job on the other nodes, if a node is at fault.
-hpcinit_nodes='' # that the ranks need
+# Spare nodes: if a node is at fault, restart the ranks in this job on the other nodes.
+hpcinit_nodes='' # number of nodes that the ranks need
 hpcinit_excluded="" # nodes that the ranks no longer use: n2,n3
 
 hpcinit_failed_node() { # print the node of the first rank that a signal ended, or else of the first that failed
-  # A rank that a signal ended comes first: the others fail because it is gone. 'n[1-2]' names no single node.
+  # A rank that a signal ended is the cause: the others fail because it is gone. 'n[1-2]' names no single node.
   local how node first=''
   while read -r how node; do
     case $node in - | *'['*) continue ;; esac
@@ -24,7 +24,7 @@ hpcinit_exclude_node() { # the ranks ended with status $1; exclude the node at f
   hpcinit_still_runs || return 1
   bad=$(hpcinit_lost_nodes)
   [ -n "$bad" ] || bad=$(hpcinit_hang_node)
-  # In a hang the ranks that wait for others end first, so srun's messages name the wrong node.
+  # In a hang, the ranks that wait for others end first, so srun's messages name the wrong node.
   [ -n "$bad" ] || [ "$reason" = hang ] || bad=$(hpcinit_failed_node)
   [ -n "$bad" ] || return 1
   for node in $bad; do hpcinit_excluded+="${hpcinit_excluded:+,}$node"; done
@@ -33,8 +33,8 @@ hpcinit_exclude_node() { # the ranks ended with status $1; exclude the node at f
     echo "hpcinit: $reason on $bad, and no spare node is left"
     return 1
   fi
-  echo "hpcinit: $reason on $bad: the ranks begin again in the same job, without $hpcinit_excluded"
-  for folder in "$hpcinit_errors" "$hpcinit_hang"; do # the next ranks did not cause what is in them
+  echo "hpcinit: new attempt: $reason on $bad: restarting the ranks in the same job, without $hpcinit_excluded"
+  for folder in "$hpcinit_errors" "$hpcinit_hang"; do # these records are not from the restarted ranks
     mkdir -p "$folder/before-$SLURM_JOB_ID"
     mv "$folder"/rank-*.json "$folder/$SLURM_JOB_ID."* "$folder/before-$SLURM_JOB_ID" 2>/dev/null
   done
@@ -44,7 +44,7 @@ hpcinit_run_with_spare_nodes() { # start the ranks until they end for another re
   local status
   while :; do
     hpcinit_from=$(hpcinit_log_lines)
-    hpcinit_record began # reports of hangs count if they are newer
+    hpcinit_record began # hang reports count if they are newer
     hpcinit_ranks
     status=$?
     hpcinit_exclude_node "$status" || return "$status"

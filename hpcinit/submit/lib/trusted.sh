@@ -1,14 +1,13 @@
 # shellcheck shell=bash
-# This task's own variables are in a file, which is not read if another user could have written it. The rule is that of
-# hpcinit/base/safe_files.py, without its exception for a private group. The open file is checked and then read, so that
-# no other file can take its place in between.
+# Files in the run folder are not read if another user could have written them, with the rule of
+# hpcinit/base/safe_files.py without private groups. The open file is checked, so it cannot be replaced in between.
 hpcinit_source() { # read the file $1 into this shell, or end the job
   local fd
   exec {fd}< "$1" || { echo "hpcinit: error: $1 cannot be read on $(hostname)" >&2; exit 1; }
   # '1000:600' is the owner and the mode in octal. 2, 3, 6 and 7 for the group or others include the right to write.
   [[ $(stat -Lc %u:%a "/dev/fd/$fd") =~ ^($EUID|0):[0-7]*[0145][0145]$ ]] || {
-    echo "hpcinit: error: $1 can be written by another user ($(stat -c 'owner %U, mode %a' "$1"))," \
-      "expected yours alone: submit again" >&2
+    echo "hpcinit: error: another user can write $1 ($(stat -c 'owner %U, mode %a' "$1"))," \
+      "expected only you: submit again" >&2
     exit 1
   }
   # shellcheck source=/dev/null

@@ -1,8 +1,8 @@
-"""What started the ranks. Each module answers the same questions about one launcher:
+"""Who started the ranks. Each module answers the same questions about one launcher:
 
-NAME                           what messages call it, and HPCINIT_LAUNCHER
-VARIABLES                      which variable holds the rank, the size, ...
-present(env) -> bool           did it start this process
+NAME                           its name in messages and in HPCINIT_STARTED_BY
+VARIABLES                      which variable contains the rank, the size, ...
+present(env) -> bool           whether it started this process
 read(env, process) -> World    everything, from its variables alone
 """
 
@@ -14,20 +14,21 @@ from dataclasses import replace
 from typing import Protocol
 
 from hpcinit.base.errors import WorldError
-from hpcinit.world import ENV_WORLD, World
+from hpcinit.records import run_folder
+from hpcinit.world import ENV_WORLD, World, ports
 from hpcinit.world import parent_step as processes
 from hpcinit.world.launchers import horovod, mpich, openmpi, single, slurm_step, torch_env, torchrun
 from hpcinit.world.parent_step import UNKNOWN, Process
 
-# What other launchers left in the environment that contradicts the chosen one.
+# Variables of other launchers in the environment that contradict the chosen one.
 
 
 def find_contradictions(
     env: Mapping[str, str], world: World, chosen: Mapping[str, str], others: Iterable[tuple[str, Mapping[str, str]]]
 ) -> tuple[str, ...]:
-    """One sentence per foreign launcher, with every value that differs beside the one in use.
+    """Return one sentence per other launcher, with each value that differs beside the value in use.
 
-    chosen, others: the names of the variables by what they hold ({"rank": "RANK"}); others with whom they belong to.
+    chosen, others: the names of the variables by what they contain ({"rank": "RANK"}); others with their launcher.
     """
     sentences = [
         _sentence(owner, found, world)
@@ -40,7 +41,7 @@ def find_contradictions(
 
 
 def _sentence(owner: str, found: list[str], world: World) -> str:
-    return f"left aside from {owner}: {'; '.join(found)}. In use is what {world.launcher} says"
+    return f"ignored variables of {owner}: {'; '.join(found)}. hpcinit uses the values of {world.launcher}"
 
 
 def _differing(
@@ -58,15 +59,15 @@ def _differing(
 
 
 def _rendezvous(env: Mapping[str, str], world: World, chosen: Mapping[str, str]) -> list[str]:
-    """MASTER_ADDR and MASTER_PORT, unless they are of no use, are the launcher's own or hpcinit's."""
+    """Return the differences of MASTER_ADDR and MASTER_PORT, unless they are unused, the launcher's or hpcinit's."""
     if world.world_size == 1 or "RANK" in chosen.values() or env.get(ENV_WORLD) == world.job:
         return []
     found = []
     if env.get("MASTER_ADDR", world.master_addr) != world.master_addr:
         found.append(f"MASTER_ADDR is {_shown(env['MASTER_ADDR'])}, rank 0's host is {world.master_addr}")
-    ports = [str(port) for port in world.master_ports]
-    if env.get("MASTER_PORT", ports[0]) not in ports:
-        found.append(f"MASTER_PORT is {_shown(env['MASTER_PORT'])}, the port is {ports[0]}")
+    own = [str(port) for port in world.master_ports]
+    if env.get("MASTER_PORT", own[0]) not in own:
+        found.append(f"MASTER_PORT is {_shown(env['MASTER_PORT'])}, the port is {own[0]}")
     return found
 
 
@@ -74,7 +75,9 @@ def _shown(text: str) -> str:
     return text or "''"
 
 
-ENV_LAUNCHER = "HPCINIT_LAUNCHER"
+# It names the launcher that started the ranks of this process. The config group `launch=` is the opposite direction:
+# how hpcinit starts the ranks of a job.
+ENV_STARTED_BY = "HPCINIT_STARTED_BY"
 
 
 class Launcher(Protocol):
@@ -87,35 +90,39 @@ class Launcher(Protocol):
     def read(self, env: Mapping[str, str], process: Process = UNKNOWN) -> World: ...
 
 
-# In this order: torchrun inside a Slurm step is torchrun's world (the step's tasks are its agents), and mpirun
-# inside an allocation is MPI's. `srun` is what is left. The last is never absent, and the one before it never
-# present: it is there to be named.
+# The order of detection. torchrun inside a Slurm step is torchrun's world (the step's tasks are its agents), and mpirun
+# inside an allocation is MPI's. The last entry is always present.
 LAUNCHERS: tuple[Launcher, ...] = (torchrun, horovod, openmpi, mpich, slurm_step, torch_env, single)
 
 
-def read(env: Mapping[str, str], launcher: str | None = None, process: Process | None = None) -> World:
-    """The world as the launcher that started this process describes it, and warnings of what contradicts it.
+def read(env: Mapping[str, str], started_by: str | None = None, process: Process | None = None) -> World:
+    """Return the world that the launcher of this process describes, with warnings about contradicting variables.
 
-    env: usually os.environ; then this process's parents are looked at too. launcher: a name from LAUNCHERS, to
-    choose by hand; HPCINIT_LAUNCHER does the same from outside. process: for tests.
+    env: usually os.environ; then this process's parents are checked too. started_by: a name from LAUNCHERS, instead of
+    detecting it; HPCINIT_STARTED_BY does the same from outside. process: for tests.
 
-    Raises WorldError if the chosen launcher's variables are absent or contradict each other, or if it cannot be
-    told which launcher is right.
+    Raise WorldError if the chosen launcher's variables are absent or contradict each other, or if several launchers are
+    possible.
     """
     if process is None:
         process = processes.slurm_step_of_this_process() if env is os.environ else UNKNOWN
-    by_hand = launcher or env.get(ENV_LAUNCHER)
-    chosen = _named(by_hand) if by_hand else _present(env, process)
-    world = chosen.read(env, process)
-    if not by_hand:
+    named = started_by or env.get(ENV_STARTED_BY)
+    chosen = _named(named) if named else _present(env, process)
+    world = ports.fixed(env, chosen.read(env, process))
+    if not named:
         _refuse_two_launchers(env, world, chosen)
         _refuse_ranks_of_nobody(env, world, chosen, process)
     horovod.check(world)
-    # torchrun and torch_env share their variables, and single has none. Slurm's are of the agent above a rank of ours.
-    left_out = (chosen, torchrun, slurm_step if torchrun.by_our_agent(env) else chosen)
-    others = [(m.NAME, m.VARIABLES) for m in LAUNCHERS if m not in left_out]
+    # torchrun and torch_env share their variables, and single has none. Under our agent, Slurm's are the agent's.
+    not_others = (chosen, torchrun, slurm_step if torchrun.by_our_agent(env) else chosen)
+    others = [(m.NAME, m.VARIABLES) for m in LAUNCHERS if m not in not_others]
     others.append(("PMIx", {"rank": "PMIX_RANK"}))
     return replace(world, warnings=find_contradictions(env, world, chosen.VARIABLES, others))
+
+
+def display_name(world: World, env: Mapping[str, str]) -> str:
+    """Return the launcher's name for people: cluster=local sets Slurm's variables, but there is no Slurm."""
+    return "local" if world.launcher == slurm_step.NAME and run_folder.ENV_ENGINE in env else world.launcher
 
 
 def _named(name: str) -> Launcher:
@@ -123,42 +130,47 @@ def _named(name: str) -> Launcher:
         if name == module.NAME:
             return module
     names = ", ".join(module.NAME for module in LAUNCHERS)
-    raise WorldError(f"launcher {name!r} is not known, expected one of: {names} (from launcher= or {ENV_LAUNCHER})")
+    raise WorldError(f"launcher {name!r} is unknown, expected one of: {names} (from started_by= or {ENV_STARTED_BY})")
 
 
 def _present(env: Mapping[str, str], process: Process) -> Launcher:
     if slurm_step.present(env) and slurm_step.starts_this_very_process(env, process):
-        return slurm_step  # the others were inherited, however fresh they look
+        return slurm_step  # the other variables were inherited, even if they look new
     return next(module for module in LAUNCHERS if module.present(env))
 
 
 def _refuse_two_launchers(env: Mapping[str, str], world: World, chosen: Launcher) -> None:
-    """MPI's launchers and Horovod's do not nest in a known order."""
+    """Raise WorldError if two of MPI's launchers and Horovod claim this process: they do not nest in a known order."""
     if chosen not in (horovod, openmpi, mpich):
         return
     for other in (openmpi, mpich):
         names = other.VARIABLES["rank"], other.VARIABLES["world_size"]
-        said = tuple(env.get(name) for name in names)
-        # Under MpiDefault=pmi2 srun gives PMI_RANK to mpirun's daemons, which is not Hydra's and no reason to refuse.
-        present = other is not chosen and other.present(env) and None not in said
-        if not present or said == (str(world.rank), str(world.world_size)):
+        values = tuple(env.get(name) for name in names)
+        # Under MpiDefault=pmi2 srun sets PMI_RANK for mpirun's daemons. It is not Hydra's, so no reason to refuse.
+        present = other is not chosen and other.present(env) and None not in values
+        if not present or values == (str(world.rank), str(world.world_size)):
             continue
-        theirs = [text or "''" for text in said]
+        theirs = [text or "''" for text in values]
         raise WorldError(
-            f"{chosen.NAME} started rank {world.rank} of {world.world_size}, and {other.NAME} rank {theirs[0]} of "
-            f"{theirs[1]} ({', '.join(names)}): it cannot be told which of them is inside the other; say "
-            f"{ENV_LAUNCHER}={chosen.NAME} or {ENV_LAUNCHER}={other.NAME}"
+            f"{chosen.NAME} started rank {world.rank} of {world.world_size}, and {other.NAME} started rank {theirs[0]} "
+            f"of {theirs[1]} ({', '.join(names)}): hpcinit cannot detect which launcher started the other; set "
+            f"{ENV_STARTED_BY}={chosen.NAME} or {ENV_STARTED_BY}={other.NAME}"
         )
 
 
 def _refuse_ranks_of_nobody(env: Mapping[str, str], world: World, chosen: Launcher, process: Process) -> None:
-    """Ranks that torch's variables speak of although nothing is to be seen that started them."""
+    """Raise WorldError if torch's variables describe several ranks, but not all of them are set, or Slurm has one."""
     if world.world_size > 1 or chosen not in (single, slurm_step) or not torch_env.many(env):
         return
     if ENV_WORLD in env or slurm_step.starts_this_very_process(env, process):
-        return  # inherited from a rank of hpcinit's, or from before srun
+        return  # inherited from a rank of hpcinit, or set before srun
+    if chosen is single:
+        raise WorldError(
+            f"RANK is {env['RANK']} and WORLD_SIZE is {env['WORLD_SIZE']}, but LOCAL_RANK is not set, expected this "
+            "rank's number among those that share the node's devices (0 if the rank sees only its own device)"
+        )
     raise WorldError(
-        f"RANK is {env['RANK']} and WORLD_SIZE is {env['WORLD_SIZE']}, but nothing is to be seen that started "
-        f"so many ranks ({chosen.NAME} says 1): if they are left over, unset them or say {ENV_LAUNCHER}={chosen.NAME}; "
-        f"if a launcher of yours has set them, say {ENV_LAUNCHER}=env"
+        f"RANK is {env['RANK']} and WORLD_SIZE is {env['WORLD_SIZE']}, but hpcinit finds no launcher that started "
+        f"these ranks ({chosen.NAME} started 1): if the variables are stale, unset them or set "
+        f"{ENV_STARTED_BY}={chosen.NAME}; if your own launcher has set them, set {ENV_STARTED_BY}=env"
     )

@@ -1,7 +1,7 @@
 """Ranks started by Open MPI's mpirun.
 
 Variables: https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html
-Recorded from Open MPI 4.1.4 (Debian 12), with OMPI_MCA_orte_* that its documentation leaves out.
+Recorded from Open MPI 4.1.4 (Debian 12), with the undocumented OMPI_MCA_orte_*.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ VARIABLES = {
 }
 DO = "mpirun sets it for every rank; start the ranks with mpirun"
 LOST = (
-    "mpirun started {size} ranks, {here} of them on this node, and does not say where rank 0 is: give its host to all "
+    "mpirun started {size} ranks, {here} of them on this node, but does not set rank 0's host: set it for all "
     "of them (mpirun -x MASTER_ADDR=...), or start them with srun"
 )
-# OMPI_MCA_orte_hnp_uri "1522139136.0;tcp://192.0.2.2,198.19.44.1:46631;tcp6://[fd00::2]:45453": of mpirun itself,
-# which runs on the first host if it runs in an allocation.
+# OMPI_MCA_orte_hnp_uri "1522139136.0;tcp://192.0.2.2,198.19.44.1:46631;tcp6://[fd00::2]:45453": the addresses of
+# mpirun, which runs on the first host if it runs in an allocation.
 _MPIRUN = re.compile(r"tcp://([0-9.]+)")
 
 
@@ -35,20 +35,20 @@ def present(env: Mapping[str, str]) -> bool:
 
 
 def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
-    """Every value from Open MPI's variables; the master is known on one node, or where MASTER_ADDR was given.
+    """Return the world from Open MPI's variables; rank 0's host is certain on one node, or if MASTER_ADDR is set.
 
-    Raises WorldError if a value is absent, or if nothing tells where to meet.
+    Raise WorldError if a value is absent, or if there is no address for the rendezvous.
     """
     mpirun = _MPIRUN.search(env.get("OMPI_MCA_orte_hnp_uri", ""))
     nodes = env.get("OMPI_MCA_orte_num_nodes", "0")
-    told = rank0_address.Rank0Address(
+    source = rank0_address.Rank0Address(
         NAME,
         job=env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE", ""),
         own=env.get("PMIX_HOSTNAME", ""),
         guess=mpirun[1] if mpirun else "",
         lost=LOST,
-        # Open MPI does not number the nodes (OMPI_COMM_WORLD_NODE_RANK is a rank within the node); by slot, its
+        # Open MPI does not number the nodes (OMPI_COMM_WORLD_NODE_RANK is a rank within the node). By slot, its
         # default, it fills them in order.
         node_count=int(nodes) if nodes.isdigit() else 0,
     )
-    return rank0_address.world_of(env, VARIABLES, DO, told)
+    return rank0_address.world_of(env, VARIABLES, DO, source)

@@ -1,4 +1,4 @@
-"""Worlds of launchers that do not say where rank 0 is: the MPI launchers and Horovod."""
+"""Worlds of launchers that do not name rank 0's host: the MPI launchers and Horovod."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hpcinit.world import World, network, number
 
 
 class Rank0Address(NamedTuple):
-    """What such a launcher tells of itself.
+    """What such a launcher sets.
 
-    job: names this start. own: this node's name. guess: an address that it mentions, which may be rank 0's. lost: what
-    to do where there is none; {size} and {here} are filled in. node_rank: the variable that holds it; without one the
-    nodes are filled in order. node_count: 0 where it does not tell.
+    job: the name of this start. own: this node's name. guess: an address that may be rank 0's. lost: the error if there
+    is none; {size} and {here} are filled in. node_rank: the variable with the node's number; '' if nodes are filled in
+    order. node_count: 0 if unknown.
     """
 
     launcher: str
@@ -27,39 +27,41 @@ class Rank0Address(NamedTuple):
     node_count: int = 0
 
 
-def world_of(env: Mapping[str, str], names: Mapping[str, str], do: str, told: Rank0Address) -> World:
-    """Every value from the variables `names`, by what they hold.
+def world_of(env: Mapping[str, str], names: Mapping[str, str], advice: str, source: Rank0Address) -> World:
+    """Return the world from the variables `names`, by what they contain.
 
-    Raises WorldError, which says `do`, if a value is absent; and one if nothing tells where to meet.
+    Raise WorldError, with `advice`, if a value is absent, or if there is no address for the rendezvous.
     """
     rank, size, local_rank, here = (
-        number(env, names[name], do) for name in ("rank", "world_size", "local_rank", "local_world_size")
+        number(env, names[name], advice) for name in ("rank", "world_size", "local_rank", "local_world_size")
     )
-    address, known = _place(env, told, one_node=here == size, rank=rank)
+    address, known = _place(env, source, one_node=here == size, rank=rank)
     if not address:
-        raise WorldError(told.lost.format(size=size, here=here))
+        raise WorldError(source.lost.format(size=size, here=here))
     return World(
-        launcher=told.launcher,
+        launcher=source.launcher,
         rank=rank,
         world_size=size,
         local_rank=local_rank,
         local_world_size=here,
-        node_rank=number(env, told.node_rank, do) if told.node_rank else rank // max(here, 1),
+        node_rank=number(env, source.node_rank, advice) if source.node_rank else rank // max(here, 1),
         hosts=(),
         master_addr=address,
-        master_ports=(number(env, "MASTER_PORT", do),) if env.get("MASTER_PORT") else network.candidate_ports(told.job),
-        job=told.job,
+        master_ports=(number(env, "MASTER_PORT", advice),)
+        if env.get("MASTER_PORT")
+        else network.candidate_ports(source.job),
+        job=source.job,
         master_known=known,
-        node_count=told.node_count,
+        node_count=source.node_count,
     )
 
 
-def _place(env: Mapping[str, str], told: Rank0Address, *, one_node: bool, rank: int) -> tuple[str, bool]:
-    """MASTER_ADDR if it was given; this machine if it is the only one; else a guess, which rank 0 must correct."""
+def _place(env: Mapping[str, str], source: Rank0Address, *, one_node: bool, rank: int) -> tuple[str, bool]:
+    """Return (address, is it certain): MASTER_ADDR, or this machine if it is the only one, or a guess."""
     job_list = env.get("SLURM_JOB_NODELIST")
-    guess = (told.own if rank == 0 else "") or (nodelist.first(job_list) if job_list else "") or told.guess
+    guess = (source.own if rank == 0 else "") or (nodelist.first(job_list) if job_list else "") or source.guess
     given = env.get("MASTER_ADDR")
-    # hpcinit.run exports the guess too; seen again, it is still one.
+    # hpcinit.run exports the guess too, so the same value again is still a guess.
     if given and (given != guess or one_node):
         return given, True
     return ("127.0.0.1", True) if one_node else (guess, False)

@@ -1,7 +1,7 @@
 """Ranks started by srun: one Slurm task per rank. hpcinit's local engine sets the same variables.
 
-What was right in every recorded launch (tests/data): SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, the length of
-SLURM_GTIDS, SLURM_STEP_NUM_TASKS. What was not: SLURM_NTASKS (srun --preserve-env), SLURM_NTASKS_PER_NODE,
+These were right in every recorded launch (tests/data): SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, the length of
+SLURM_GTIDS, SLURM_STEP_NUM_TASKS. These were not: SLURM_NTASKS (srun --preserve-env), SLURM_NTASKS_PER_NODE,
 ntasks // nodes, the first host of any list (place_of_rank).
 """
 
@@ -16,32 +16,34 @@ from hpcinit.slurm import nodelist
 from hpcinit.world import World, network, number
 from hpcinit.world.parent_step import UNKNOWN, Process
 
-# The hosts of a Slurm step in the order of SLURM_NODEID, and the one of rank 0.
+# The hosts of a Slurm step in the order of SLURM_NODEID, and rank 0's host.
 #
-# Slurm sorts SLURM_STEP_NODELIST. SLURM_NODEID counts along it, but in a heterogeneous step, where it counts along
-# the components; rank 0 is on its first host, but under --distribution=arbitrary. In 22.05.8 and 24.11.5:
+# Slurm sorts SLURM_STEP_NODELIST. SLURM_NODEID is the index in it, except in a heterogeneous step, where it counts
+# along the components. Rank 0 is on the first host, except with --distribution=arbitrary. In 22.05.8 and 24.11.5:
 #
 #     srun --het-group=0,1 of n4 and n[1-2]     list n[1-2,4]   SLURM_NODEID n4 n1 n2   rank 0 n4
 #     srun -m arbitrary, hosts n3 n1 n3 n2      list n[1-3]     SLURM_NODEID n1 n2 n3   rank 0 n3
-#     srun -w n3 : -w n1,n2 in a plain job      list n[1-3]     SLURM_NODEID n3 n1 n2   rank 0 n3, told nowhere
+#     srun -w n3 : -w n1,n2 in a plain job      list n[1-3]     SLURM_NODEID n3 n1 n2   rank 0 n3, in no variable
 
 
 @dataclass(frozen=True)
 class Placement:
-    """hosts: by SLURM_NODEID. master: rank 0's host. known: whether that is certain, and with it the order."""
+    """hosts: by SLURM_NODEID. master: rank 0's host. known: whether master and the order are certain."""
 
     hosts: tuple[str, ...]
     master: str
     known: bool = True
 
 
-def place_of_rank(env: Mapping[str, str], node_rank: int, ranks_here: Sequence[int], do: str) -> Placement:
-    """From the step's nodelist, its components and the host file. Raises WorldError, which says `do`."""
-    listed = nodelist.expand(_step_list(env, do))
+def place_of_rank(env: Mapping[str, str], node_rank: int, ranks_here: Sequence[int], advice: str) -> Placement:
+    """Return the placement from the step's nodelist, components and host file. Raise WorldError with `advice`."""
+    listed = nodelist.expand(_step_list(env, advice))
     hosts = by_component(env, listed)
     own = env.get("SLURMD_NODENAME", "")
     if not node_rank < len(hosts):
-        raise WorldError(f"SLURM_NODEID is {node_rank}, but the step has {len(hosts)} hosts ({','.join(hosts)}): {do}")
+        raise WorldError(
+            f"SLURM_NODEID is {node_rank}, but the step has {len(hosts)} hosts ({','.join(hosts)}): {advice}"
+        )
     if env.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
         master = _of_hostfile(env, hosts, own, ranks_here)
         return Placement(hosts, master) if master else _without_order(hosts, own or hosts[node_rank], ranks_here)
@@ -53,15 +55,15 @@ def place_of_rank(env: Mapping[str, str], node_rank: int, ranks_here: Sequence[i
 
 
 def by_component(env: Mapping[str, str], listed: Sequence[str]) -> tuple[str, ...]:
-    """The hosts in the order of the heterogeneous job's components, where there are such."""
+    """Return the hosts in the order of the heterogeneous job's components, if it has any."""
     ordered = [host for group in components(env) for host in group if host in set(listed)]
     return tuple(ordered if len(ordered) == len(listed) else listed)
 
 
 def components(env: Mapping[str, str]) -> list[list[str]]:
-    """The hosts of each component; none for a plain job. PACK is the name from before Slurm 20.02."""
+    """Return the hosts of each component; [] for a plain job. PACK is the name from before Slurm 20.02."""
     for kind in ("HET", "PACK"):
-        # Variables of another job can be inherited: the first component's id is the job's own.
+        # Variables of another job can be inherited: the first component's id is the job's own id.
         if env.get(f"SLURM_JOB_ID_{kind}_GROUP_0") != env.get("SLURM_JOB_ID") or "SLURM_JOB_ID" not in env:
             continue
         size = env.get(f"SLURM_{kind}_SIZE", "0")
@@ -71,42 +73,42 @@ def components(env: Mapping[str, str]) -> list[list[str]]:
     return []
 
 
-def _step_list(env: Mapping[str, str], do: str) -> str:
+def _step_list(env: Mapping[str, str], advice: str) -> str:
     # SLURM_JOB_NODELIST stays the job's list in a step on a part of the allocation; the step's own is
     # SLURM_STEP_NODELIST (Slurm, env.c: env_array_for_step).
     text = env.get("SLURM_STEP_NODELIST")
     if not text:
-        raise WorldError(f"SLURM_STEP_NODELIST is not set, expected the step's host names: {do}")
+        raise WorldError(f"SLURM_STEP_NODELIST is not set, expected the step's host names: {advice}")
     return text
 
 
 def _of_hostfile(env: Mapping[str, str], hosts: Sequence[str], own: str, ranks_here: Sequence[int]) -> str:
-    """The first host of SLURM_HOSTFILE, if the file is there and is the one that placed this step; else ''."""
+    """Return the first host of SLURM_HOSTFILE if the file exists and is the one that placed this step; else ''."""
     try:
         lines = Path(env["SLURM_HOSTFILE"]).read_text(encoding="utf-8").splitlines()
         names = [name for line in lines for word in line.partition("#")[0].split() for name in _repeated(word)]
     except (KeyError, OSError, UnicodeDecodeError, NodelistError):
         return ""
     if set(names) != set(hosts) or max(ranks_here) >= len(names):
-        return ""  # srun -w HOSTS beats the file, and the file may have changed since
+        return ""  # srun -w HOSTS overrides the file, and the file may have changed since
     return names[0] if all(names[rank] == own for rank in ranks_here) else ""
 
 
 def _repeated(word: str) -> list[str]:
-    """'n[1-2]' is n1 n2, and 'n1*3' is n1 n1 n1."""
+    """Return [n1, n2] for 'n[1-2]', and [n1, n1, n1] for 'n1*3'."""
     names, _, times = word.partition("*")
     return nodelist.expand(names) * (int(times) if times.isdigit() and len(times) < 6 else 1)
 
 
 def _without_order(hosts: tuple[str, ...], own: str, ranks_here: Sequence[int]) -> Placement:
-    """What this rank can tell without knowing the order: whether rank 0 is here, and with two hosts, where else."""
+    """Return what is certain without the order: whether rank 0 is here, and with two hosts, on which one it is."""
     others = [host for host in hosts if host != own]
     master = own if 0 in ranks_here else (others or hosts)[0]
     return Placement(hosts, master, known=len(hosts) <= 2)
 
 
 def _moved(hosts: tuple[str, ...], own: str, to: int) -> tuple[str, ...]:
-    """This rank's host where SLURM_NODEID puts it, so that at least its own place is right."""
+    """Return the hosts with this rank's host at the place of SLURM_NODEID, so that at least that one is right."""
     swapped = list(hosts)
     at = swapped.index(own)
     swapped[at], swapped[to] = swapped[to], swapped[at]
@@ -116,19 +118,23 @@ def _moved(hosts: tuple[str, ...], own: str, to: int) -> tuple[str, ...]:
 # Is this process really a task of the step that its environment describes?
 #
 # A batch script has SLURM_PROCID=0 and looks like rank 0 of all its tasks, and a job that was submitted from inside
-# a step inherits the step's variables. Measured on Slurm 22.05.8 and 24.11.5 (tests/data/slurm, tests/data/worlds):
+# a step inherits the step's variables. Measured on Slurm 22.05.8,
+# 24.11.5 (tests/data/slurm, tests/data/worlds) and 26.05.5:
 #
-#     what a batch script shows                           sees through
+#     evidence                                            detects
 #     no SLURM_STEP_ID                                    sbatch and salloc from a login node
 #     SLURM_STEP_ID 4294967290                            salloc's interactive shell
-#     no SLURM_UMASK: srun sets it for every task, and    every batch script, nested ones too
-#     slurmstepd takes it out of a batch script's
+#     no SLURM_UMASK (srun sets it, slurmstepd            every batch script, nested ones too
+#     removes it from a batch script's environment)
 #     step hosts that are not the job's, or not this      jobs that were nested with another shape
 #     node; another number of tasks here than the step's
-#     another slurmstepd above this process               all of them, where /proc can be read
+#     another slurmstepd above this process               all of them, if /proc can be read
 
-# slurm.h: SLURM_INTERACTIVE_STEP, SLURM_BATCH_SCRIPT, SLURM_EXTERN_CONT
+# slurm.h: SLURM_INTERACTIVE_STEP, SLURM_BATCH_SCRIPT, SLURM_EXTERN_CONT. Slurm 26.05 writes them as signed numbers.
 NO_RANKS = {
+    "-6": "an interactive shell of salloc",
+    "-5": "a batch script",
+    "-4": "a login to the node",
     "4294967290": "an interactive shell of salloc",
     "4294967291": "a batch script",
     "4294967292": "a login to the node",
@@ -139,9 +145,9 @@ NO_RANKS = {
 
 
 def doubt_about_step(env: Mapping[str, str], process: Process) -> str:
-    """Why this process is no task of a step, as a clause for a message; '' if it is one.
+    """Return why this process is not a task of a step, as a clause for a message; '' if it is one.
 
-    Raises WorldError where the environment fits a task as well as a leak, and the process cannot be seen.
+    Raise WorldError if the environment fits a task as well as a leak, and the process's parents are not visible.
     """
     step = env.get("SLURM_STEP_ID")
     if step is None:
@@ -158,7 +164,7 @@ def doubt_about_step(env: Mapping[str, str], process: Process) -> str:
 
 
 def job_ids(env: Mapping[str, str]) -> set[str]:
-    """Of the job; of a heterogeneous one, of all its components, each of which is a job to slurmstepd."""
+    """Return the id of the job, and of all components of a heterogeneous job: each is a job to slurmstepd."""
     names = ("SLURM_JOB_ID", "SLURM_JOBID")
     return {env[k] for k in env if k in names or k.startswith(("SLURM_JOB_ID_HET_GROUP_", "SLURM_JOB_ID_PACK_GROUP_"))}
 
@@ -198,7 +204,7 @@ def _doubt_from_counts(env: Mapping[str, str]) -> str:
     step, per_node, gtids = (env.get(f"SLURM_{k}") for k in ("STEP_NODELIST", "STEP_TASKS_PER_NODE", "GTIDS"))
     if not (step and per_node and gtids):
         return ""
-    # Both lists are in the nodelist's order, which need not be that of SLURM_NODEID.
+    # Both lists are in the nodelist's order, which may differ from the order of SLURM_NODEID.
     counts = dict(zip(nodelist.expand(step), nodelist.expand_counts(per_node), strict=False))
     count, here = counts.get(env.get("SLURMD_NODENAME", "")), len(gtids.split(","))
     if count is None or count == here:
@@ -215,7 +221,7 @@ def _refuse_two_sizes(env: Mapping[str, str]) -> None:
         raise WorldError(
             f"SLURM_STEP_NUM_TASKS is {step} and SLURM_NTASKS is {job}, expected the same number: either the step's "
             "variables are inherited from the job that submitted this one (then start the ranks with srun), or srun "
-            "was told to --preserve-env (then leave that out)"
+            "was called with --preserve-env (then remove that option)"
         )
 
 
@@ -229,16 +235,16 @@ USE_SRUN = "sbatch and salloc alone set no rank, start the ranks with srun"
 
 
 def present(env: Mapping[str, str]) -> bool:
-    """True in a Slurm task, and in a batch script or salloc shell, where read() says what is missing."""
+    """Return True in a Slurm task, and in a batch script or salloc shell, where read() reports what is missing."""
     return "SLURM_JOB_ID" in env or "SLURM_JOBID" in env
 
 
 def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
-    """The world of a Slurm step, or of a job with one task. Raises WorldError outside of one."""
+    """Return the world of a Slurm step, or of a job with one task. Raise WorldError outside of one."""
     if not (env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")):
         raise WorldError(
-            f"SLURM_JOB_ID is not set, expected a job's number: Slurm sets it for every task, {USE_SRUN} (or leave out "
-            "the launcher 'slurm')"
+            f"SLURM_JOB_ID is not set, expected a job id: Slurm sets it for every task, {USE_SRUN} (or do not set "
+            "HPCINIT_STARTED_BY=slurm)"
         )
     doubt = doubt_about_step(env, process)
     if doubt:
@@ -252,7 +258,7 @@ def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
     return World(
         launcher=NAME,
         rank=rank,
-        # SLURM_NTASKS stays the job's under srun --preserve-env.
+        # SLURM_NTASKS keeps the job's value under srun --preserve-env.
         world_size=number(env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS", USE_SRUN),
         local_rank=local_rank,
         local_world_size=len(ranks_here),
@@ -266,7 +272,7 @@ def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
 
 
 def identity(env: Mapping[str, str]) -> str:
-    """'JOB.STEP.RESTART', or 'JOB+COMPONENT.STEP.RESTART' for a step without a heterogeneous job's first component.
+    """Return 'JOB.STEP.RESTART', or 'JOB+COMPONENT.STEP.RESTART' for a step without a het job's first component.
 
     A requeued job keeps its id, so the restart count belongs to the name; each component counts its own steps.
     """
@@ -278,30 +284,30 @@ def identity(env: Mapping[str, str]) -> str:
 
 
 def starts_this_very_process(env: Mapping[str, str], process: Process) -> bool:
-    """True if slurmstepd made this process itself, so that nothing that sets ranks can stand between."""
+    """Return whether slurmstepd created this process itself, so that no other launcher is in between."""
     return process.pid != 0 and env.get("SLURM_TASK_PID") == str(process.pid) and not doubt_about_step(env, process)
 
 
 def _ranks_here(env: Mapping[str, str], rank: int, local_rank: int) -> list[int]:
-    """SLURM_GTIDS "4,5,6": the ranks on this node. Uneven nodes are ordinary: srun -N4 -n8 gives 5, 1, 1, 1."""
+    """Return this node's ranks, from SLURM_GTIDS "4,5,6". Nodes are often uneven: srun -N4 -n8 gives 5, 1, 1, 1."""
     text = env.get("SLURM_GTIDS", "")
     words = text.split(",")
     found = words[local_rank] if 0 <= local_rank < len(words) else "absent"
     if found != str(rank) or not all(word.isdigit() for word in words):
         raise WorldError(
             f"SLURM_GTIDS is {text!r}, so local rank {local_rank} should be rank {found}, but SLURM_PROCID is {rank}: "
-            "these variables come from different steps; start the ranks with srun from the batch script"
+            "these variables are from different steps; start the ranks with srun from the batch script"
         )
     return [int(word) for word in words]
 
 
 def _without_step(env: Mapping[str, str], doubt: str) -> World:
-    """A batch script or an salloc shell: fine for one rank, a hang for more, so refused."""
+    """Return the world of a batch script or salloc shell with one task. Refuse more: that rank would hang."""
     tasks = _tasks_of_job(env)
     if tasks != "1 tasks":
         raise WorldError(
-            f"{doubt}. The job has {tasks} and this process is none of them: as a rank it would wait for the others "
-            f"for ever; {USE_SRUN} (or say HPCINIT_LAUNCHER=single, for one process on its own)"
+            f"{doubt}. The job has {tasks} and this process is none of them: as a rank it would wait forever for the "
+            f"others; {USE_SRUN} (or set HPCINIT_STARTED_BY=single, for a single process)"
         )
     job = f"{env.get('SLURM_JOB_ID') or env.get('SLURM_JOBID')}.batch.{env.get('SLURM_RESTART_COUNT', '0')}"
     host = env.get("SLURMD_NODENAME", "")
@@ -309,7 +315,7 @@ def _without_step(env: Mapping[str, str], doubt: str) -> World:
 
 
 def _tasks_of_job(env: Mapping[str, str]) -> str:
-    """'8 tasks'; of all components; '2 nodes' where only nodes were asked for (SLURM_NTASKS is then not set)."""
+    """Return '8 tasks', of all components, or '2 nodes' if only nodes were requested: SLURM_NTASKS is then not set."""
     for kind in ("HET", "PACK"):
         counts = [env.get(f"SLURM_NTASKS_{kind}_GROUP_{i}", "1") for i in range(len(components(env)))]
         if counts and all(count.isdigit() for count in counts):

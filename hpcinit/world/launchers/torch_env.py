@@ -1,6 +1,7 @@
-"""Ranks whose torch variables somebody set by hand, or a launcher that leaves no name (DeepSpeed's, Kubernetes').
+"""Ranks whose torch variables the program has set (Ray), or a launcher without variables (DeepSpeed, Kubernetes).
 
-Never chosen by itself: RANK and the others may as well be left over in a shell. HPCINIT_LAUNCHER=env says they hold.
+Chosen if all of them are set and no other launcher is visible. Inside a Slurm step they may be stale, and
+HPCINIT_STARTED_BY=env or init(started_by='env') confirms that they are valid.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpcinit.base.errors import WorldError
-from hpcinit.world import World, number
+from hpcinit.world import ENV_WORLD, World, number
 from hpcinit.world.parent_step import UNKNOWN, Process
 
 NAME = "env"
@@ -18,15 +19,16 @@ VARIABLES = {
     "local_rank": "LOCAL_RANK",
     "local_world_size": "LOCAL_WORLD_SIZE",
 }
-DO = "with the launcher 'env', RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are yours to set"
+DO = "with the launcher 'env' you must set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
 
 
 def present(env: Mapping[str, str]) -> bool:
-    return False
+    """Return True if the variables are complete and not inherited from a rank of hpcinit that started this process."""
+    return many(env) and bool(env.get("LOCAL_RANK")) and ENV_WORLD not in env
 
 
 def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
-    """From torch's five variables, and LOCAL_WORLD_SIZE (without it: all ranks are on this node)."""
+    """Return the world from torch's five variables and LOCAL_WORLD_SIZE (without it: all ranks are on this node)."""
     address = env.get("MASTER_ADDR")
     if not address:
         raise WorldError(f"MASTER_ADDR is not set, expected rank 0's host: {DO}")
@@ -48,6 +50,6 @@ def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
 
 
 def many(env: Mapping[str, str]) -> bool:
-    """True if torch's variables are complete and describe more than one rank."""
+    """Return True if torch's variables are complete and describe more than one rank."""
     complete = all(env.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
     return complete and env["WORLD_SIZE"] != "1"

@@ -1,7 +1,7 @@
-"""Ranks started by torchrun (`python -m torch.distributed.run`), and by what is built on it, such as accelerate.
+"""Ranks started by torchrun (`python -m torch.distributed.run`), or by programs built on it, such as accelerate.
 
 Variables: https://docs.pytorch.org/docs/stable/elastic/run.html. With launch=torchrun the agents are tasks of a Slurm
-step, one per node, and say so (HPCINIT_AGENT): the step's variables then name the hosts.
+step, one per node, and set HPCINIT_AGENT: the step's variables then name the hosts.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ VARIABLES = {
     "local_world_size": "LOCAL_WORLD_SIZE",
 }
 DO = "torchrun sets it for every worker; start the ranks with torchrun"
-ENV_AGENT = "HPCINIT_AGENT"  # of a rank that hpcinit.elastic has started: World.job of the agents
+ENV_AGENT = "HPCINIT_AGENT"  # set for ranks that hpcinit.elastic has started: World.job of the agents
 
 
 def present(env: Mapping[str, str]) -> bool:
-    """A stale RANK alone does not look like torchrun, which always sets TORCHELASTIC_RUN_ID."""
+    """Return whether torchrun started this process. A stale RANK is not enough: it always sets TORCHELASTIC_RUN_ID."""
     return "TORCHELASTIC_RUN_ID" in env
 
 
 def by_our_agent(env: Mapping[str, str]) -> bool:
-    """True for a rank that hpcinit.elastic started; False for one of a torchrun that such a rank has started."""
+    """Return True for a rank of hpcinit.elastic, False for a rank of a torchrun that such a rank has started."""
     return present(env) and env.get(ENV_AGENT) == env["TORCHELASTIC_RUN_ID"]
 
 
 def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
-    """Every value from torchrun's own variables. It does not name the hosts, but counts them."""
+    """Return the world from torchrun's own variables. It does not name the hosts, but counts them."""
     if by_our_agent(env):
         return _of_our_agents(env, process)
     address = env.get("MASTER_ADDR")
@@ -58,7 +58,7 @@ def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
 
 
 def _of_our_agents(env: Mapping[str, str], process: Process) -> World:
-    """The agents' world is the step's, and it says where rank 0 is; each start of the ranks has ports of its own."""
+    """Return the world of a rank. The agents' step names rank 0's host; each restart round has its own ports."""
     agents = slurm_step.read(env, process)
     job = elastic_restarts.round_folder(agents.job, number(env, "TORCHELASTIC_RESTART_COUNT", DO))
     return World(
@@ -77,9 +77,9 @@ def _of_our_agents(env: Mapping[str, str], process: Process) -> World:
 
 
 def _job(env: Mapping[str, str], address: str) -> str:
-    """'RUN.RESTART'; without --rdzv-id, where every run is called 'none', with the address and port of its store.
+    """Return 'RUN.RESTART'. Without --rdzv-id every run is called 'none'; then use the address and port of its store.
 
-    The agents agree on both, and give them to all workers; two torchruns on a node have different ports.
+    The agents agree on both and pass them to all workers. Two torchruns on a node have different ports.
     """
     run = env.get("TORCHELASTIC_RUN_ID", "")
     if run in {"", "none"}:

@@ -1,6 +1,5 @@
 #!/bin/bash
-
-# Parameters
+# train_gpt: -m hpcinit.jobs.train_gpt --steps 60, 2 nodes x 4 ranks
 #SBATCH --account=proj01
 #SBATCH --chdir=/shared/me/project
 #SBATCH --cpus-per-task=72
@@ -11,11 +10,10 @@
 #SBATCH --output=/shared/me/runs/x-0001/logs/job.log
 #SBATCH --partition=normal
 #SBATCH --qos=normal
-#SBATCH --time=30
+#SBATCH --time=00:30:00
 
-# setup
 # Stop unless sbatch started this script: outside of a job, srun requests one without the options above.
-[ -n "${SLURM_JOB_ID:-}" ] || { echo "$0 is not in a job; start it with: sbatch $(printf %q "$0")" >&2; exit 2; }
+[ -n "${SLURM_JOB_ID:-}" ] || { echo "not in a Slurm job; start the script with: sbatch $(printf %q "$0")" >&2; exit 2; }
 # sbatch passes this token to the job, where every rank could read it, and srun would use it instead of munge.
 unset SLURM_JWT
 
@@ -41,15 +39,15 @@ trap 'exit 143' TERM
 trap 'hpcinit_record ended $?' EXIT
 HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}"
 
-# Slurm, or scontrol requeue, started this job again: record it, and mark in the log where this attempt begins.
+# Slurm, or scontrol requeue, started this job again: record it, and mark the start of this attempt in the log.
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
   printf '{"job": "%s", "restart": %d, "time": %d, "reason": "slurm"}\n' \
     "$hpcinit_job" "$SLURM_RESTART_COUNT" "$(date +%s)" >> "$hpcinit_restarts"
-  echo "hpcinit: restart $SLURM_RESTART_COUNT of job $hpcinit_job begins on $SLURM_JOB_NODELIST"
+  echo "hpcinit: new attempt: restart $SLURM_RESTART_COUNT of job $hpcinit_job starts on $SLURM_JOB_NODELIST"
   rm -f "$hpcinit_stopped"
 fi
 
-# When the job ends: no start-up waits longer.
+# When the job ends. No start-up waits longer.
 export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 30))}" HPCINIT_JOB_LIMIT_S=1800
 
 # The network interface and the folders of the cluster.
@@ -67,9 +65,8 @@ export FI_CXI_RX_MATCH_MODE=software
 export FI_MR_CACHE_MONITOR=userfaultfd
 export MPICH_GPU_SUPPORT_ENABLED=0
 
-# cluster.setup, shell by design.
+# Shell lines of cluster.setup.
 ulimit -c 0
 
-# command
-export SUBMITIT_EXECUTOR=slurm
+# Start the ranks. Each one runs: -m hpcinit.jobs.train_gpt --steps 60
 srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=72 --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

@@ -1,7 +1,7 @@
 """`srun python as_horovodrun.py HOST PORT command...`: a rank as horovodrun would start it.
 
-Stands in for Horovod's launcher, which is not installed. Each task of the step gets the variables that a real
-horovodrun 0.28.1 was seen to set (tests/data/launchers.json), and none of Slurm's: horovodrun starts its ranks by ssh.
+A fake of Horovod's launcher, which is not installed. Each task of the step gets the variables that a real
+horovodrun 0.28.1 set (tests/data/launchers.json), and none of Slurm's: horovodrun starts its ranks by ssh.
 """
 
 from __future__ import annotations

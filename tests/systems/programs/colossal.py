@@ -1,4 +1,4 @@
-"""ColossalAI's: device and backend found, seeds set, and all of it once, from any launcher. `colossal.py FOLDER`."""
+"""Like ColossalAI: find device and backend and set seeds, exactly once, from any launcher. `colossal.py FOLDER`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenFlamingo's: one program for every launcher, which trains with DDP and with FSDP. `flamingo.py FOLDER`."""
+"""Like OpenFlamingo: one program for every launcher, which trains with DDP and FSDP. `flamingo.py FOLDER`."""
 
 from __future__ import annotations
 

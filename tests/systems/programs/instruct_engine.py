@@ -1,4 +1,4 @@
-"""open-instruct's inference engines: a job of their own with a group of their own. `instruct_engine.py FOLDER HOST PORT`."""
+"""Like open-instruct's inference engines: a separate job with its own group. `instruct_engine.py FOLDER HOST PORT`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main() -> None:
                 dist.broadcast(parameter.data, src=0, group=group)
             got.append(bits(mine.parameters()))
         total = torch.ones(1)
-        dist.all_reduce(total)  # in their own group
+        dist.all_reduce(total)  # in the engines' group
         dist.destroy_process_group(group)
         say(folder, run, got=got, own=total.item())
 

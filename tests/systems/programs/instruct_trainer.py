@@ -1,4 +1,4 @@
-"""open-instruct's trainer: torch before DeepSpeed, ZeRO 3 on top, weights by a second group. `... FOLDER PORT`."""
+"""Like open-instruct's trainer: torch, then DeepSpeed with ZeRO 3, and weights sent in a second group. `... FOLDER PORT`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcinit import Samples, Training
 from hpcinit.runtime import process_group
 from hpcinit.runtime.wrap import Wrapped
 
-ROUNDS, SENT_TO = 2, 2  # times that weights are sent, and engines that they are sent to
+ROUNDS, SENT_TO = 2, 2  # number of transfers of the weights, and number of engines
 
 
 def model() -> nn.Sequential:
@@ -32,7 +32,7 @@ def step(run: hpcinit.Runtime, wrapped: Wrapped) -> float:
 
 
 def send(wrapped: Wrapped, group: dist.ProcessGroup | None) -> str:
-    """One parameter after the other, whole for as long as it takes."""
+    """Send the parameters one after the other; each is gathered during its transfer."""
     sent = []
     for parameter in wrapped.model.parameters():
         with deepspeed.zero.GatheredParameters([parameter]):

@@ -1,4 +1,4 @@
-"""OpenRLHF's set-up: equal seeds, DeepSpeed with a timeout, a mesh of (dp, sp, tp), accumulation, a step of training.
+"""Like OpenRLHF's set-up: equal seeds, DeepSpeed with a timeout, a mesh of (dp, sp, tp), accumulation, a step of training.
 
 python -m hpcinit.run rlhf_setup.py FOLDER, on 4 nodes x 2 ranks, with parallel.cp=2 parallel.tp=2 parallel.wrap=fsdp.
 """
@@ -34,7 +34,7 @@ def samples(total: int) -> Tensor:
 
 
 def step(run: hpcinit.Runtime) -> dict[str, Any]:
-    """One step of the global batch, each rank with its share of it."""
+    """Do one step of the global batch, each rank with its share."""
     made = model()
     wrapped = run.wrap(
         made,
@@ -52,7 +52,7 @@ def step(run: hpcinit.Runtime) -> dict[str, Any]:
 
 
 def alone(total: int) -> list[float]:
-    """The same step on one rank with plain torch."""
+    """Do the same step on one rank with plain torch."""
     gpt, batch = model(), samples(total)
     loss = F.cross_entropy(gpt(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
     loss.backward()
@@ -61,7 +61,7 @@ def alone(total: int) -> list[float]:
 
 
 def around(run: hpcinit.Runtime) -> dict[str, list[int]]:
-    """Which ranks share each dimension with this one."""
+    """Return the ranks that share each dimension with this one."""
     groups = {name: mesh.mesh_group(run.mesh, name) for name in ("dp", "cp", "tp")}
     return {name: dist.get_process_group_ranks(group) if group else [run.rank] for name, group in groups.items()}
 
@@ -74,7 +74,7 @@ def main() -> None:
         found["batch"] = [run.batch.micro, run.batch.accumulation, run.batch.data_parallel]
         found |= {"fsdp": step(run), "alone": alone(run.batch.total)}
     found["floored"] = [refusal(hpcinit.init, batch=Samples(*each)) for each in ((3, None, 16), (16, None, 8))]
-    # DeepSpeed itself with sequence parallelism: its AutoTP does not go with it (deepspeed/deepspeed_config.py).
+    # DeepSpeed with sequence parallelism only: it does not support AutoTP with it (deepspeed/deepspeed_config.py).
     zero = Training("deepspeed", deepspeed={"zero_stage": 2})
     with hpcinit.session(training=zero, layout=Layout(cp=2), batch=Samples(1, None, 8)) as run:
         found["zero"] = step(run)

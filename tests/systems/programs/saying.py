@@ -1,4 +1,4 @@
-"""What the programs of this folder tell the test: a line of JSON from each rank."""
+"""The results of this folder's programs for the test: a line of JSON from each rank."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from torch.distributed.tensor import DTensor
 
 import hpcinit
 
-warnings.simplefilter("ignore")  # DeepSpeed's of deprecated calls, one at each collective
+warnings.simplefilter("ignore")  # DeepSpeed warns of deprecated calls at each collective
 
 
 def say(folder: str | Path, run: hpcinit.Runtime, **found: Any) -> None:
-    """In a file of this rank's own, since launchers differ in what they do to output."""
+    """Write the result into a file per rank, because launchers treat output differently."""
     place = {"rank": run.rank, "local_rank": run.local_rank, "world": run.world_size, "launcher": run.world.launcher}
     (Path(folder) / f"said-{run.rank}.json").write_text(json.dumps({**place, **found}))
 
 
 def refusal(call: Any, *args: Any, **options: Any) -> str:
-    """The message of hpcinit's error; '' if there was none."""
+    """Return the message of hpcinit's error, or ''."""
     try:
         call(*args, **options)
     except hpcinit.HpcinitError as error:
@@ -36,17 +36,17 @@ def refusal(call: Any, *args: Any, **options: Any) -> str:
 
 
 def draws() -> list[float]:
-    """One number of each generator that is seeded."""
+    """Return one number of each seeded generator."""
     return [random.random(), float(np.random.random()), float(torch.rand(()))]
 
 
 def bits(tensors: Iterable[Tensor]) -> str:
-    """A checksum of whole tensors; rounding cannot hide a difference."""
+    """Return a checksum of whole tensors, without rounding."""
     whole = (each.full_tensor() if isinstance(each, DTensor) else each for each in tensors)
     return hashlib.sha256(b"".join(each.detach().cpu().float().numpy().tobytes() for each in whole)).hexdigest()[:16]
 
 
 def numbers(model: nn.Module) -> list[float]:
-    """All parameters, whole, as one list."""
+    """Return all parameters, gathered, as one list."""
     whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
     return torch.cat([p.detach().float().flatten() for p in whole]).tolist()

@@ -17,7 +17,7 @@ def main() -> None:
     folder, *another = sys.argv[1:]
     told = {name: text for name, text in os.environ.items() if name.startswith("HOROVOD_")}
     hvd.init()
-    if another:  # Horovod is told to be the other rank after it has started
+    if another:  # the variables name another rank after Horovod has started
         os.environ["HOROVOD_RANK"] = str(1 - hvd.rank())
         print(refusal(hpcinit.init), flush=True)
         hvd.shutdown()

@@ -1,5 +1,6 @@
-"""OpenRLHF's DeepSpeed environment on 2 nodes x 2 ranks: `zero_ways.py FOLDER STAGE...`, with
-AutoTP in these stages. Nothing in it is compiled."""
+"""OpenRLHF's DeepSpeed environment on 2 nodes x 2 ranks, with AutoTP in the given stages: `zero_ways.py FOLDER STAGE...`.
+
+Nothing in it is compiled."""
 
 from __future__ import annotations
 
@@ -45,17 +46,17 @@ def data(total: int) -> Tensor:
 
 
 def optimizer(parameters: Any) -> torch.optim.Optimizer:
-    """Not Adam, which is blind to gradients that are all wrong by the same factor."""
+    """Return SGD, because Adam hides gradients that are wrong by a constant factor."""
     return torch.optim.SGD(parameters, lr=LR, momentum=0.9)
 
 
 def planned(run: hpcinit.Runtime, **changes: Any) -> hpcinit.Runtime:
-    """Return `run` as if init had decided otherwise."""
+    """Return `run` with changed settings."""
     return replace(run, plan=replace(run.plan, **changes))
 
 
 def train(run: hpcinit.Runtime, options: dict[str, Any]) -> tuple[Any, list[float]]:
-    """The engine, and all weights after the steps."""
+    """Return the engine, and all weights after the steps."""
     with_deepspeed = planned(run, training=Training("deepspeed", deepspeed=options))
     wrapped = with_deepspeed.wrap(model(), optimizer=None if "optimizer" in options else optimizer)
     for _ in range(STEPS):
@@ -67,7 +68,7 @@ def train(run: hpcinit.Runtime, options: dict[str, Any]) -> tuple[Any, list[floa
 
 
 def alone(total: int, by_name: bool) -> list[float]:
-    """The same on one rank with plain torch."""
+    """Do the same on one rank with plain torch."""
     made = model()
     plain = torch.optim.AdamW(made.parameters(), lr=LR) if by_name else optimizer(made.parameters())
     for _ in range(STEPS):
@@ -79,7 +80,7 @@ def alone(total: int, by_name: bool) -> list[float]:
 
 @torch.no_grad()
 def evaluation(run: hpcinit.Runtime, stage: int) -> dict[str, Any]:
-    """A reference model without an optimizer, before and after another is trained beside it."""
+    """Evaluate a reference model without an optimizer before and after another model is trained."""
     asked = Training("deepspeed", deepspeed={"zero_stage": stage, **CPU}, gradient_clip=1.0)
     reference = planned(run, training=asked).wrap(model())
     before = reference(data(4))
@@ -98,7 +99,7 @@ def llama() -> LlamaForCausalLM:
 
 
 def divided(run: hpcinit.Runtime, stage: int) -> dict[str, Any]:
-    """AutoTP, tp 2 x dp 2 in bf16: one step of SGD, its output and its update beside those of the whole model."""
+    """Compare one SGD step of AutoTP (tp 2 x dp 2, bf16) with the whole model: output and update."""
     layout = Layout(dp_replicate=2, tp=2)
     training = Training("deepspeed", Precision("bf16", "fp32"), deepspeed={"zero_stage": stage})
     there = planned(run, training=training, layout=layout, batch=Samples(2).over(2))
@@ -125,7 +126,7 @@ def divided(run: hpcinit.Runtime, stage: int) -> dict[str, Any]:
 
 
 def part(tensor: Tensor, like: Tensor, place: int) -> Tensor:
-    """The half of `tensor` that a tensor parallel rank has, along the dimension in which `like` is smaller."""
+    """Return this rank's half of `tensor`, along the dimension in which `like` is smaller."""
     for dim, size in enumerate(like.shape):
         if size < tensor.shape[dim]:
             return tensor.chunk(2, dim)[place]

@@ -1,4 +1,4 @@
-"""accelerate's training loop as its documentation has it: `Accelerator()`, prepare, backward."""
+"""accelerate's training loop as in its documentation: `Accelerator()`, prepare, backward."""
 
 import json
 

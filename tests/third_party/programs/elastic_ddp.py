@@ -1,4 +1,4 @@
-"""A worker for torch's elastic launcher: DistributedDataParallel on a toy model, with a state that outlives a restart."""
+"""A worker for torch's elastic launcher: DistributedDataParallel on a toy model, with a state that survives a restart."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def main() -> None:
         if rank == 0:
             torch.save({"layer": layer.state_dict(), "step": step}, STATE)
         dist.barrier()
-        if "--fail-once" in sys.argv and step == 1 and rank == 3:  # the next attempt begins with step 1 done
+        if "--fail-once" in sys.argv and step == 1 and rank == 3:  # the next attempt starts after step 1
             raise RuntimeError("a bad day for this rank")
 
     total = torch.tensor(float(rank))
@@ -49,7 +49,7 @@ def main() -> None:
         "gradient": [p.grad.flatten().tolist() for p in model.parameters()],
         "weights": [p.flatten().tolist() for p in model.parameters()],
     }
-    print(json.dumps(report), flush=True)
+    os.write(1, f"{json.dumps(report)}\n".encode())  # one write: the workers of an agent share its stdout
     dist.destroy_process_group()
 
 

@@ -23,7 +23,7 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
 
 
 class Gradients(TrainerCallback):
-    """Keeps them: the Trainer lets go of them after each step."""
+    """Keep the gradients, which the Trainer clears after each step."""
 
     def on_pre_optimizer_step(self, *_: object, model: torch.nn.Module, **__: object) -> None:
         self.last = [p.grad.double().sum().item() for p in model.parameters() if p.grad is not None]

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with DDP: nothing about Slurm or hpcinit in it."""
+"""Lightning's Trainer with DDP, without any code for Slurm or hpcinit."""
 
 import json
 import os

@@ -1,0 +1,248 @@
+"""Submit and follow runs from Python: pipelines, notebooks, tests.
+
+    from hpcinit import api
+
+    run = api.submit("cluster=x", nodes=8, program=["train.py", "--lr", "3e-4"])
+    if run.wait() != "COMPLETED":
+        print(run.why()["verdict"])
+    print(run.result())
+
+`submit` and `sweep` run the command `hpcinit submit` in a process. The checks and the run folder are therefore the same
+as at the terminal, and several threads may submit at once. Nothing is printed and nothing is pickled.
+From asyncio, call the blocking functions in a thread: `await asyncio.to_thread(run.wait)`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcinit.base import errors
+from hpcinit.base.errors import INTERRUPTED, Failure, HpcinitError, RequestError, SubmitError
+from hpcinit.observe import find_runs, logs, poll, progress, state
+from hpcinit.records import results
+
+__all__ = ["Run", "find", "runs", "submit", "sweep"]
+
+LOOK_S = 0.2  # between two looks at the run folder; Slurm is queried less often: observe/poll.py
+_PLAIN = re.compile(r"[A-Za-z_/][\w./+:-]*")  # a value that Hydra reads as this text without quotes
+_OTHER_TYPES = {"true", "false", "null", "nan", "inf"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that was submitted, by its run folder.
+
+    path: the run folder, absolute. notes: the warnings and notes of the submission, one line each. combination: the
+    overrides of this task of a sweep, or ''.
+    """
+
+    path: Path
+    notes: Sequence[str] = field(default=(), compare=False)
+    combination: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the run folder, 'train-0001'."""
+        return self.path.name
+
+    @property
+    def job_id(self) -> str:
+        """The id of the run's job; of a chain, of its first job."""
+        return str(state.submission(self.path)["job_id"])
+
+    @property
+    def state(self) -> str:
+        """Slurm's name of the state now: PENDING, RUNNING, COMPLETED, FAILED, ... or UNKNOWN."""
+        return state.read(self.path).name
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """What `run.progress()` reported last: {step, total, values, time}. Empty before the first step."""
+        return progress.read(self.path)
+
+    def status(self) -> dict[str, Any]:
+        """Return the document of `hpcinit status --json`: state, times, progress, restarts, hang."""
+        return _documents("status", str(self.path))[0]
+
+    def wait(self, timeout_s: float | None = None) -> str:
+        """Wait until the run has ended and return its final state.
+
+        Raise TimeoutError after `timeout_s` seconds; the run continues. A run that Slurm no longer knows counts as
+        ended after a minute, with the state UNKNOWN.
+        """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        watched = poll.Poll(self.path)
+        while not watched.ask():
+            if end is not None and time.monotonic() > end:
+                raise TimeoutError(f"{self.name} is {watched.now.name} after {timeout_s:g} s; it continues")
+            time.sleep(LOOK_S)
+        return watched.now.name
+
+    def logs(self, rank: int = 0) -> str:
+        """Return what `rank` printed so far, '' before it has started. Raise RequestError if there is no such rank."""
+        known = logs.ranks(self.path)
+        if known and rank not in known:
+            raise RequestError(f"{self.name} has no log of rank {rank}, expected one of: {', '.join(map(str, known))}")
+        return logs.of_rank(self.path, rank).read_text(errors="replace") if known else ""
+
+    def why(self) -> dict[str, Any]:
+        """Return the document of `hpcinit why --json`: verdict, kind, rank, host, advice, ..."""
+        return _documents("why", str(self.path))[0]
+
+    def report(self) -> dict[str, Any]:
+        """Return the document of `hpcinit report --json`: the phases of each start-up, and the slow ranks."""
+        return _documents("report", str(self.path))[0]
+
+    def cancel(self, save: bool = False) -> None:
+        """Cancel the run. save: ask the program to save and exit instead, through `run.should_stop()`."""
+        _documents("cancel", *["--save"] * save, str(self.path))
+
+    def result(self) -> results.Value | None:
+        """Return what the program passed to `run.result()`: a number, a tuple of numbers, or None if nothing yet.
+
+        Raise RequestError if result.json cannot be read or contains a NaN.
+        """
+        return results.read(self.path)
+
+
+def submit(*overrides: str, program: Sequence[str | os.PathLike[str]] = (), **keys: Any) -> Run:
+    """Submit one run and return it.
+
+    overrides: as on the command line, "cluster=x" or "cluster.partition=gpu". program: the script with its arguments,
+    ["train.py", "--lr", "3e-4"], or ["-m", "package.train"], or a command. keys: top-level config keys and groups,
+    nodes=8, cluster="x"; a value may be None, a bool, a number, a string, a list or a dict.
+
+    Raise ConfigError with all problems of the config, RequestError if the same request is in the queue,
+    SubmitError if there is no job, and MaybeSubmitted if there may be one. KeyboardInterrupt is raised only after the
+    submission has ended; its argument names the run if there is one.
+    """
+    submitted = _submit(overrides, program, keys, multirun=False)
+    if len(submitted) != 1:
+        raise RequestError(f"the overrides made {len(submitted)} jobs, expected 1: use api.sweep for several")
+    return submitted[0]
+
+
+def sweep(*overrides: str, program: Sequence[str | os.PathLike[str]] = (), **keys: Any) -> list[Run]:
+    """Submit each combination of the overrides ("lr=1e-3,3e-4") and return a run for each, in their order.
+
+    The arguments and errors are those of `submit`. If Slurm accepts only some of the jobs, raise SubmitError, which
+    names the runs that were submitted.
+    """
+    return _submit(overrides, program, keys, multirun=True)
+
+
+def find(run: str | os.PathLike[str], runs_dir: str | os.PathLike[str] = "runs") -> Run:
+    """Return a run by its folder, by its name in `runs_dir`, or by its job id. Raise RequestError if there is none."""
+    return Run(find_runs.find_run(os.fspath(run), Path(runs_dir)).absolute())
+
+
+def runs(runs_dir: str | os.PathLike[str] = "runs") -> list[Run]:
+    """Return all submitted runs in `runs_dir`, the latest last; of a sweep, each task."""
+    found: list[Run] = []
+    for path in find_runs.all_runs(Path(runs_dir)):
+        if find_runs.is_sweep(path):
+            tasks = find_runs.combinations(path)
+            found += [Run((path / str(number)).absolute(), (), about) for number, about in tasks.items()]
+        else:
+            found.append(Run(path.absolute()))
+    return found
+
+
+def _submit(
+    overrides: Sequence[str], program: Sequence[str | os.PathLike[str]], keys: Mapping[str, Any], multirun: bool
+) -> list[Run]:
+    if isinstance(program, str):
+        raise RequestError(f"program is the string {program!r}, expected a list: program=[{program!r}, '--lr', '1e-3']")
+    words = [*overrides, *(f"{key}={override_value(value)}" for key, value in keys.items())]
+    for key in ("wait", "dry_run"):
+        if f"{key}=true" in [word.lower() for word in words]:
+            raise RequestError(f"{key}=true is for the terminal: {'use Run.wait()' if key == 'wait' else 'drop it'}")
+    given = ["--", *(os.fspath(word) for word in program)] if program else []
+    documents, notes = _run(["submit", "--json", *["--multirun"] * multirun, *words, *given])
+    return [Run(Path(one["run"]).absolute(), notes, one.get("combination", "")) for one in documents]
+
+
+def _documents(*words: str) -> list[dict[str, Any]]:
+    return _run([words[0], "--json", *words[1:]])[0]
+
+
+def _run(words: Sequence[str]) -> tuple[list[dict[str, Any]], Sequence[str]]:
+    """Run `hpcinit WORDS`; return its JSON documents and the lines on stderr. Raise the error that it reports.
+
+    The command runs in its own session: Ctrl-C reaches this process first, which passes it on and waits, since a
+    submission that is killed halfway may leave a job behind.
+    """
+    command = [sys.executable, "-m", "hpcinit", *words]
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, start_new_session=True, text=True, errors="replace", **streams) as process:
+        try:
+            out, err = process.communicate()
+        except BaseException as interrupt:
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate()
+            if isinstance(interrupt, KeyboardInterrupt):
+                raise _interrupted(_read(out)) from None
+            raise
+    documents = _read(out)
+    notes = tuple(line.removeprefix("hpcinit: ") for line in err.splitlines() if line.strip())
+    if process.returncode == 0:
+        return documents, notes
+    found = next((one for one in documents if "type" in one), None)
+    if process.returncode == INTERRUPTED:
+        raise _interrupted(documents)
+    made = _made(documents)
+    if found is not None and not made:
+        raise _error(found)
+    text = "\n".join(notes) or f"`{' '.join(command)}` exited with status {process.returncode}"
+    if words[0] == "submit":
+        raise SubmitError(text, f"these runs were submitted: {made}" if made else "nothing was submitted")
+    raise Failure(text)
+
+
+def _interrupted(documents: Sequence[Mapping[str, Any]]) -> KeyboardInterrupt:
+    made = _made(documents)
+    return KeyboardInterrupt(f"submitted before the interruption: {made}" if made else "nothing was submitted")
+
+
+def _made(documents: Sequence[Mapping[str, Any]]) -> str:
+    """Return the folders of the runs among the documents, '' if there are none."""
+    return ", ".join(one["run"] for one in documents if "run" in one and "type" not in one)
+
+
+def _read(out: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+
+
+def _error(document: Mapping[str, Any]) -> HpcinitError:
+    """Return the error of base/errors.py that `hpcinit ... --json` printed."""
+    kind = getattr(errors, document["type"], Failure)
+    error: HpcinitError = kind(*document.get("problems", [document["error"]]))
+    for name in errors.FIELDS:
+        setattr(error, name, document[name])
+    return error
+
+
+def override_value(value: object) -> str:
+    """Return `value` as Hydra's grammar of overrides spells it."""
+    if value is None or isinstance(value, int | float):  # null, true, 3, 0.5
+        return json.dumps(value)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {override_value(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(override_value, value))}]"
+    text = os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+    if _PLAIN.fullmatch(text) and text.lower() not in _OTHER_TYPES:
+        return text
+    # In quotes, a backslash counts only before a quote: https://hydra.cc/docs/advanced/override_grammar/basic/
+    quoted = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + (found[2] and r"\'"), text)
+    return f"'{quoted}'"

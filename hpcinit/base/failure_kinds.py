@@ -1,0 +1,44 @@
+"""Kinds of failures: the values of `kind` in hpcinit's errors, in error records and in verdicts of `hpcinit why`.
+
+hpcinit decides by these values, never by the text of a message: which failure was first, what caused it, what to do.
+"""
+
+from __future__ import annotations
+
+# Set where hpcinit itself raises an error, and written to the record of the rank.
+PROGRAM = "program"  # any other error, of the program or of hpcinit
+HANG = "hang"  # no rank finished a step for too long
+START_UP = "start-up"  # a rank did not finish the rendezvous in time
+PEER_LOST = "peer-lost"  # another rank failed during the rendezvous, and this rank was informed
+
+# Recognized in the output of other programs, by records/causes.py.
+CUDA_MEMORY = "cuda-memory"
+HOST_MEMORY = "host-memory"
+SHARED_MEMORY = "shared-memory"
+DISK = "disk"
+IMPORT = "import"
+NO_GPU = "no-gpu"
+GPU = "gpu"
+PORT = "port"
+NOT_A_NUMBER = "not-a-number"
+FILE = "file"
+NETWORK = "network"
+
+# Used where no rank recorded a cause: from Slurm, an exit status, or the user.
+SIGNAL = "signal"
+EARLY_END = "early-end"  # a rank ended with exit status 0 before the others
+MISMATCH = "mismatch"  # the ranks called different collectives
+NODE = "node"
+TIME_LIMIT = "time-limit"
+REQUEUED = "requeued"
+PREEMPTED = "preempted"
+CANCELLED = "cancelled"
+SCRIPT = "script"  # the batch script failed before any rank did
+UNKNOWN = "unknown"
+
+# Nothing failed.
+NONE = "none"
+STOPPED = "stopped"  # on request
+
+# A consequence of another rank's failure, with the text that `hpcinit why` prints for it.
+SECONDARY = {PEER_LOST: "died during start-up"}

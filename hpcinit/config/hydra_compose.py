@@ -1,0 +1,226 @@
+"""Composes a Config from overrides with Hydra, where plain_config.py cannot; also sweeps, --cfg, --help, completion."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+
+import hydra
+import yaml
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from hpcinit.base.errors import ConfigError
+from hpcinit.config import default_cluster, explain, spellings
+from hpcinit.config import overrides as command_line
+from hpcinit.config.folders import folder, user_folders
+from hpcinit.config.request import NAME, Composer, Prepare, Request, Search, Task
+from hpcinit.config.schema import Config
+
+UNUSABLE = (
+    HydraException,
+    OmegaConfBaseException,
+    yaml.YAMLError,
+    ValueError,
+    AttributeError,
+    RecursionError,
+)  # what an invalid request raises
+SHOW = ("cfg", "help", "hydra_help", "info", "shell_completion", "experimental_rerun")  # flags that print and exit
+
+
+def main(line: Sequence[str], prepare: Prepare, task: Task, search: Callable[[], Search] | None = None) -> int:
+    """Do what compose.main does."""
+    line, every_key = _without_all(spellings.translate(line, flags()))
+    args = command_line.parse(get_args_parser(), line)
+    _register(args.config_dir)
+    name = args.config_name or NAME
+    multirun = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
+    if any(getattr(args, flag) for flag in SHOW) or (any("hydra." in o for o in args.overrides) and not multirun):
+        # Hydra's own parser requires the flags together: `nodes=1,2 -m name=x` fails there.
+        return _run_hydra([w for w in line if w not in args.overrides], args.overrides, name, prepare, task, every_key)
+    if not multirun:
+        composed = _compose(args.overrides, name)
+        if composed.hydra.mode in (None, RunMode.RUN):
+            request = _request(composed, args.overrides)
+            prepare(request)
+            return task([request])
+    from hpcinit.config import combinations  # noqa: PLC0415 - for sweeps only
+
+    with suppress(combinations.Searches):
+        return task(combinations.requests(args.overrides, _composer(name), prepare))
+    if search is None:
+        raise ConfigError("hydra/sweeper: a search cannot be resubmitted, expected a single run or a plain sweep")
+    from hpcinit.config import search_space as searching  # noqa: PLC0415 - for searches only
+
+    return searching.run(args.overrides, _composer(name), prepare, search())
+
+
+def _composer(name: str) -> Composer:
+    return Composer(name, lambda overrides: _compose(overrides, name), _request, UNUSABLE)
+
+
+def flags() -> list[str]:
+    """Return Hydra's own flags: --multirun, -m, --cfg and so on."""
+    return [word for action in get_args_parser()._actions for word in action.option_strings]
+
+
+def compose(overrides: Sequence[str]) -> Config:
+    """Return the Config for these overrides. Raise ConfigError with every problem at once."""
+    _register(None)
+    return _request(_compose(overrides, NAME), overrides).config
+
+
+def _compose(overrides: Sequence[str], name: str) -> DictConfig:
+    if found := list(command_line.removals(overrides)):
+        raise ConfigError(*found)
+    try:
+        return _compose_once(overrides, name)
+    except UNUSABLE as error:
+        problems = list(_every_problem(overrides, name))
+        raise ConfigError(*(problems or [explain.sentence(error)])) from None
+
+
+def _compose_once(overrides: Sequence[str], name: str) -> DictConfig:
+    with hydra.initialize_config_dir(config_dir=str(folder()), version_base="1.3", job_name=NAME):
+        config = hydra.compose(name, list(overrides), return_hydra_config=True)
+    if OmegaConf.get_type(config) is not Config:
+        raise ConfigError(explain.not_ours(name))
+    HydraConfig.instance().set_config(config)  # for ${hydra:...} interpolations
+    return config
+
+
+def _every_problem(overrides: Sequence[str], name: str) -> Iterator[str]:
+    """Yield every problem. Hydra stops at the first one, so add the overrides one by one and report each that fails."""
+    # Choices first, because whether cluster.x exists depends on the cluster; and then a wrong default does not matter.
+    ordered = sorted(overrides, key=lambda text: (not text.startswith("cluster="), "." in text.partition("=")[0]))
+    try:
+        _compose_once([f"cluster={default_cluster.LOCAL}"] if ordered[:1] and "cluster=" in ordered[0] else [], name)
+    except UNUSABLE as error:
+        yield explain.sentence(error)
+        return
+    good: list[str] = []
+    for override in ordered:
+        try:
+            _compose_once([*good, override], name)
+            good.append(override)
+        except UNUSABLE as error:
+            yield explain.sentence(error, override)
+
+
+def _request(config: DictConfig, overrides: Sequence[str], combination: str = "") -> Request:
+    choices = {str(k): str(v) for k, v in config.hydra.runtime.choices.items()}
+    with open_dict(config):
+        del config["hydra"]
+    added = [override for override in overrides if override.startswith("+")]
+    unread = dict(command_line.unused(added, OmegaConf.to_container(config), choices)) if added else {}
+    try:
+        OmegaConf.resolve(config)
+        value = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        raise ConfigError(*_unresolved(config, error, choices)) from None
+    document = {str(k): v for k, v in OmegaConf.to_container(config).items()}  # type: ignore[union-attr]
+    warnings = [*command_line.repeated(overrides)]
+    return Request(value, document, combination, warnings, unread=unread)  # type: ignore[arg-type]
+
+
+def _unresolved(config: DictConfig, error: Exception, choices: dict[str, str]) -> list[str]:
+    """Return messages for missing mandatory values, or else for interpolations that cannot be resolved."""
+    document = OmegaConf.to_container(config)
+    if missing := [key for key, raw in command_line.texts(document) if raw == MISSING]:
+        # name is ${job.name} and missing only because that is
+        return explain.unset([key for key in missing if "." in key] or missing, choices)
+    found: dict[str, str] = {}  # by Hydra's message, because further keys may refer to the first wrong one
+    for key, raw in command_line.references(document):
+        try:
+            OmegaConf.select(config, key)
+        except OmegaConfBaseException as wrong:
+            found.setdefault(str(wrong).partition("\n")[0], explain.reference(key, raw, wrong))
+    return list(found.values()) or [explain.sentence(error)]
+
+
+def _without_all(line: Sequence[str]) -> tuple[list[str], bool]:
+    """Return the command line without the `all` of `--help all`, and whether it was there."""
+    found = list(line)
+    for at, (flag, word) in enumerate(pairwise(line)):
+        if flag in ("--help", "-h") and word == "all":
+            del found[at + 1]
+            return found, True
+    return found, False
+
+
+def _run_hydra(flags: list[str], overrides: list[str], name: str, prepare: Prepare, task: Task, every_key: bool) -> int:
+    """Let Hydra's own main run: for --cfg, --help, completion, and hydra.run, hydra.job and so on in one submission.
+
+    every_key: --help lists all keys.
+    """
+    from hpcinit.config import keys  # noqa: PLC0415 - for --help only
+
+    statuses: list[int | Exception] = [0]
+
+    def job(config: DictConfig) -> None:
+        try:
+            with open_dict(config):
+                config["hydra"] = HydraConfig.get()
+            request = _request(config, overrides)
+            prepare(request)
+            statuses.append(task([request]))
+        except Exception as error:  # kept, because Hydra prints its own line about an exception that reaches it
+            statuses.append(error)
+
+    job.__module__ = "hpcinit.submit"  # the name that Hydra shows for the program
+    # Hydra uses the help's text as a string.Template, in which $$ is a dollar sign.
+    OmegaConf.register_new_resolver("hpcinit_keys", lambda: keys.help_text(every_key).replace("$", "$$"), replace=True)
+    try:
+        with _hydra_command_line([*flags, *overrides]):
+            hydra.main(config_path=str(folder()), config_name=NAME, version_base="1.3")(job)()
+    except UNUSABLE as error:
+        raise ConfigError(*(list(_every_problem(overrides, name)) or [explain.sentence(error)])) from None
+    if isinstance(statuses[-1], Exception):
+        raise statuses[-1]
+    return statuses[-1]
+
+
+@contextmanager
+def _hydra_command_line(line: list[str]) -> Iterator[None]:
+    """Set the command line that Hydra reads, and HYDRA_FULL_ERROR=1, with which Hydra raises instead of exiting."""
+    argv, flag = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = [argv[0], *line], "1"
+    try:
+        yield
+    finally:
+        sys.argv, os.environ["HYDRA_FULL_ERROR"] = argv, flag or ""
+        if flag is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+
+
+class _Folders(SearchPathPlugin):
+    """Adds the folders in which Hydra looks for YAML, first match wins: the user's, the package's, --config-dir."""
+
+    last: Path | None = None
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for place in reversed([p for p in user_folders() if p != folder().absolute()]):
+            search_path.prepend("user", f"file://{place}")
+        if self.last is not None:
+            search_path.append("command-line", f"file://{self.last}")
+
+
+def _register(config_dir: str | None) -> None:
+    _Folders.last = Path(config_dir).absolute() if config_dir else None
+    Plugins.instance().register(_Folders)
+    ConfigStore.instance().store(name="hpcinit_schema", node=Config)
+    name, _ = default_cluster.choose()
+    default_cluster.Choice.used = False
+    OmegaConf.register_new_resolver("hpcinit_default_cluster", lambda: default_cluster.Choice.use(name), replace=True)

@@ -1,0 +1,193 @@
+"""Check before the job is queued that the ranks' Python exists and has hpcinit and torch, from files alone."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from hpcinit.base.text import expanded, home
+from hpcinit.config.schema import Cluster, Config
+
+SITE_PACKAGES = (
+    "lib/python3*/site-packages",
+    "lib64/python3*/site-packages",
+    "lib/python3*/dist-packages",  # Debian's
+    "local/lib/python3*/dist-packages",
+)
+# Files that make a package importable: the package or module itself, or the record of an editable install.
+INSTALLED = ("{0}/__init__.py", "{0}.py", "{0}-*.dist-info", "{0}-*.egg-info", "{0}.egg-link")
+NEEDS_TORCH = re.compile(
+    r"^\s*(?:import|from)\s+(?:torch|hpcinit|deepspeed|lightning|pytorch_lightning)\b", re.MULTILINE
+)
+CHECKOUT = Path(__file__).parents[2]
+
+
+def problems(config: Config, env: Mapping[str, str]) -> Iterator[str]:
+    """Yield a message if the environment or Python does not exist, or lacks hpcinit or torch. Nothing is imported."""
+    cluster = config.cluster
+    if config.container.image:
+        return
+    if found := list(_missing(cluster, env)):
+        yield from found
+        return
+    if cluster.python and "/" in cluster.python:
+        yield from _packages(config, env, f"cluster.python is {cluster.python!r}", _prefix(Path(cluster.python)))
+    elif cluster.venv:
+        yield from _packages(config, env, f"cluster.venv is {cluster.venv!r}", expanded(cluster.venv))
+    elif cluster.conda and (prefix := conda_prefix(cluster.conda, env)):
+        yield from _packages(config, env, f"cluster.conda is {cluster.conda!r}", prefix)
+
+
+def is_folder(environment: str) -> bool:
+    """Return whether cluster.conda is the folder of an environment and not its name."""
+    return "/" in environment
+
+
+def conda_prefix(environment: str, env: Mapping[str, str]) -> Path | None:
+    """Return the folder of a conda environment; None for a name whose folder is unknown."""
+    if is_folder(environment):
+        return expanded(environment)
+    try:  # conda and mamba write the folder of each new environment there
+        known = (home() / ".conda/environments.txt").read_text(errors="replace").splitlines()
+    except OSError:
+        known = []
+    root = [Path(env["CONDA_EXE"]).parents[1]] if env.get("CONDA_EXE") else []
+    likely = [*(one / "envs" / environment for one in (*root, home() / ".conda")), *map(Path, known)]
+    if environment == "base":
+        likely = root
+    return next((one for one in likely if environment in (one.name, "base") and (one / "bin/python").exists()), None)
+
+
+def conda_setup(environment: str) -> str:
+    """Return the lines of cluster.setup that activate an environment where there is no command conda."""
+    return f'\'cluster.setup=[". ~/miniconda3/etc/profile.d/conda.sh", "conda activate {environment}"]\''
+
+
+def _missing(cluster: Cluster, env: Mapping[str, str]) -> Iterator[str]:
+    """Yield a message for an environment, a conda command or a Python that does not exist."""
+    loads = bool(cluster.modules or cluster.setup)  # modules may add commands, and setup may change PATH
+    places = []
+    if cluster.venv:
+        yield from _no_python("cluster.venv", cluster.venv, "a virtual environment")
+        places = [expanded(cluster.venv) / "bin"]
+    elif cluster.conda and is_folder(cluster.conda):
+        yield from _no_python("cluster.conda", cluster.conda, "the folder of a conda environment")
+        places = [expanded(cluster.conda) / "bin"]
+    elif cluster.conda and not cluster.modules and not shutil.which("conda", path=env.get("PATH")):
+        prefix = conda_prefix(cluster.conda, env) or f"/path/of/{cluster.conda}"
+        yield (
+            f"cluster.conda is {cluster.conda!r}, but there is no command conda on PATH: give the environment's "
+            f"folder, cluster.conda={prefix}, or load conda's module with cluster.modules, or instead of "
+            f"cluster.conda set {conda_setup(cluster.conda)}"
+        )
+        return
+    name = cluster.python
+    if not name:
+        return
+    if "/" in name:
+        if not (Path(name).is_file() and os.access(name, os.X_OK)):
+            yield f"cluster.python is {name!r}, expected a program that you can execute{_elsewhere(Path(name))}"
+    elif not loads and not (cluster.conda and not places):
+        path = os.pathsep.join([*map(str, places), env.get("PATH", "")])
+        if not shutil.which(name, path=path):
+            yield f"cluster.python is {name!r}, which is not on PATH{_similar(name, path)}{_elsewhere(Path(name))}"
+
+
+def _no_python(key: str, folder: str, expected: str) -> Iterator[str]:
+    python = expanded(folder) / "bin/python"
+    if not os.access(python, os.X_OK):
+        yield f"{key} is {folder!r}, expected {expected}: no {python}{_elsewhere(python)}"
+
+
+def _elsewhere(path: Path) -> str:
+    return f"; if {path} exists only on the compute nodes: check_paths=false"
+
+
+def _similar(name: str, path: str) -> str:
+    names = {one.name for folder in path.split(os.pathsep) if folder for one in Path(folder).glob("python3*")}
+    near = difflib.get_close_matches(name, [one for one in names if re.fullmatch(r"python3[\d.]*", one)], n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _packages(config: Config, env: Mapping[str, str], what: str, prefix: Path) -> Iterator[str]:
+    """Yield a message if hpcinit, or torch for a program that needs it, is not installed in `prefix`."""
+    cluster = config.cluster
+    folders = search_path(prefix, env)
+    if not folders:  # not the layout of an environment: a wrapper script, for example
+        return
+    variables = {**cluster.env, **config.job.env}
+    for value in (variables.get("PYTHONPATH", ""), env.get("PYTHONPATH", "")):
+        folders += [Path(one) for one in str(value).split(os.pathsep) if one]
+    folders.append(expanded(config.job.workdir or "."))  # `python -m` imports from it too
+    missing = []
+    if not cluster.setup:  # which may change PYTHONPATH
+        missing += ["hpcinit"] * (not installed("hpcinit", folders))
+        # Modules of a site may contain torch.
+        missing += ["torch"] * (not cluster.modules and _needs_torch(config) and not installed("torch", folders))
+    if missing:
+        names = " and ".join(missing)
+        checkout = CHECKOUT if (CHECKOUT / "pyproject.toml").is_file() else "/path/of/hpcinit"
+        packages = " ".join(str(checkout) if name == "hpcinit" else name for name in missing)
+        are, them = ("is", "it") if len(missing) == 1 else ("are", "them")
+        yield (
+            f"{what}, but {names} {are} not installed there: {prefix}/bin/python -m pip install {packages}; "
+            f"if the job gets {them} in another way: check_paths=false"
+        )
+
+
+def _needs_torch(config: Config) -> bool:
+    """Return whether the program certainly imports torch: a script with such a line, or a program of hpcinit."""
+    job = config.job
+    if (job.module or "").startswith("hpcinit.jobs."):
+        return True
+    try:
+        text = (expanded(job.workdir or ".") / job.script).read_text(errors="replace") if job.script else ""
+    except OSError:
+        return False
+    return NEEDS_TORCH.search(text) is not None
+
+
+def search_path(prefix: Path, env: Mapping[str, str]) -> list[Path]:
+    """Return the folders that the Python of `prefix` imports from, as its files show them; [] if it has none."""
+    found = _site_packages(prefix)
+    if not found:
+        return []
+    settings = prefix / "pyvenv.cfg"
+    virtual = (
+        dict(re.findall(r"^(\S+)\s*=\s*(.*?)\s*$", settings.read_text(), re.MULTILINE)) if settings.is_file() else {}
+    )
+    if virtual.get("include-system-site-packages", "true") == "true":
+        found += _site_packages(Path(env.get("PYTHONUSERBASE") or home() / ".local"))
+        if virtual.get("home"):
+            found += _site_packages(Path(virtual["home"]).parent)
+    return [*found, *(folder for one in found for folder in _path_files(one))]
+
+
+def _site_packages(prefix: Path) -> list[Path]:
+    return [folder for pattern in SITE_PACKAGES for folder in prefix.glob(pattern)]
+
+
+def _path_files(folder: Path) -> Iterator[Path]:
+    """Yield the folders that *.pth files add."""
+    for file in folder.glob("*.pth"):
+        try:
+            lines = file.read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        yield from (folder / line.strip() for line in lines if line.strip() and not line.startswith(("#", "import")))
+
+
+def installed(package: str, folders: Sequence[Path]) -> bool:
+    """Return whether files of the package are in one of the folders."""
+    return any(next(folder.glob(form.format(package)), None) for folder in folders for form in INSTALLED)
+
+
+def _prefix(python: Path) -> Path:
+    """Return the folder of the environment or installation that a Python belongs to."""
+    if (python.parent.parent / "pyvenv.cfg").is_file():
+        return python.parent.parent
+    return python.resolve().parent.parent

@@ -1,0 +1,71 @@
+"""A request: a Config and its origin; and what happens to it after it is composed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hpcinit.base.errors import HpcinitError
+from hpcinit.config.schema import Config
+
+if TYPE_CHECKING:
+    from hpcinit.records.results import Value
+
+NAME = "hpcinit"  # of the primary config: conf/hpcinit.yaml
+
+
+@dataclass(frozen=True)
+class Request:
+    """A Config and its origin.
+
+    document: the config as plain containers. combination: in a sweep, the overrides that differ, else ''.
+    warnings: one sentence each. number: its position in the sweep, from 0.
+    """
+
+    config: Config
+    document: dict[str, Any]
+    combination: str
+    warnings: Sequence[str]
+    number: int = 0
+    unread: dict[str, str] = field(default_factory=dict)  # keys that nothing reads so far, and a warning for each
+
+
+@dataclass(frozen=True)
+class Composer:
+    """Composes a primary config with overrides, many times.
+
+    compose: returns Hydra's config for overrides. request: makes a Request from a config, its overrides and its
+    combination. unusable: the errors that an invalid override raises.
+    """
+
+    name: str
+    compose: Callable[[Sequence[str]], Any]
+    request: Callable[[Any, Sequence[str], str], Request]
+    unusable: tuple[type[Exception], ...]
+
+
+Prepare = Callable[[Request], None]  # changes a request, or raises HpcinitError
+Task = Callable[[Sequence[Request]], int]  # -> exit status
+
+
+class Search(Protocol):
+    """Submits the batches that a sweeper requests, and returns the results to it."""
+
+    def batch(self, requests: Sequence[Request]) -> Sequence[Value | HpcinitError]:
+        """Submit a batch, wait, and return each result or why there is none. Raise Ended to end the search."""
+
+    def end(self, written: Path) -> int:
+        """Finish a search whose sweeper left files in the folder `written`. Return the exit status."""
+
+    def interrupted(self) -> int:
+        """Handle Ctrl-C between two batches. Return the exit status."""
+
+
+class Ended(Exception):
+    """Ends a search early. The reason is already printed."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status

@@ -1,0 +1,113 @@
+"""Computes what a job requests per node: GPUs, cores and memory follow the number of ranks, unless nodes are whole.
+
+hpcinit submit cluster=x ranks_per_node=2     on nodes of 8 GPUs: 2 GPUs, a quarter of the cores and of the memory
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hpcinit.config.schema import Config, Partition
+
+
+def ranks_per_node(config: Config) -> int:
+    """Return the ranks per node: as set, else one per requested GPU, else one per GPU of a node, else 1."""
+    if config.ranks_per_node is not None:
+        return config.ranks_per_node
+    requested = requested_gpus(config)
+    return (config.cluster.gpus_per_node if requested is None else requested) or 1
+
+
+def requested_gpus(config: Config) -> int | None:
+    """Return the GPUs per node that gpus_per_node or gpus sets; None if neither is set."""
+    if config.gpus_per_node is not None or config.gpus is None:
+        return config.gpus_per_node
+    return -(-config.gpus // max(1, config.nodes))
+
+
+def partition(config: Config) -> Partition:
+    """Return the limits of the job's partition. Where the partition has no value, the cluster's own is used."""
+    cluster = config.cluster
+    found = cluster.partitions.get(config.partition or cluster.partition or "") or Partition()
+    gpus = cluster.gpus_per_node or None
+    return replace(
+        found,
+        gpus_per_node=gpus if found.gpus_per_node is None else found.gpus_per_node,
+        cpus_per_node=found.cpus_per_node or cluster.cpus_per_node,
+        whole_nodes=cluster.whole_nodes if found.whole_nodes is None else found.whole_nodes,
+    )
+
+
+def whole_nodes(config: Config) -> bool:
+    """Return whether the job gets whole nodes, however many ranks it has.
+
+    That is so if it requests them (--exclusive), if the partition allocates only whole nodes, and if the site has no
+    option that requests GPUs.
+    """
+    cluster = config.cluster
+    no_option = bool(cluster.gpus_per_node) and cluster.gpu_flag is None
+    return cluster.exclusive or bool(partition(config).whole_nodes) or no_option
+
+
+def gpus_per_node(config: Config) -> int:
+    """Return the GPUs that the job requests per node."""
+    there, requested = config.cluster.gpus_per_node, requested_gpus(config)
+    if requested is not None:
+        return requested
+    return there if whole_nodes(config) else min(there, ranks_per_node(config))
+
+
+def _share(config: Config) -> tuple[int, int]:
+    """Return the share of a node that the job requests, as numerator and denominator. Ranks without GPUs count too."""
+    there = config.cluster.gpus_per_node
+    used = max(gpus_per_node(config), ranks_per_node(config))
+    return (1, 1) if not there or whole_nodes(config) or used >= there else (used, there)
+
+
+def cpus_per_rank(config: Config) -> int | None:
+    """Return the cores per rank: as set, or a part of the job's share; None if cluster.cpus_per_node is not set."""
+    if config.cpus_per_rank is not None or config.cluster.cpus_per_node is None:
+        return config.cpus_per_rank
+    requested, there = _share(config)
+    return max(1, config.cluster.cpus_per_node * requested // there // ranks_per_node(config))
+
+
+def mem_gb(config: Config) -> float | None:
+    """Return the memory per node: as set, or the job's share of cluster.mem_gb; 0: all of it; None: no option."""
+    memory = config.cluster.mem_gb
+    if config.mem_gb is not None or memory is None:
+        return config.mem_gb
+    requested, there = _share(config)
+    if not memory and requested < there:  # all of it: the partition may have the size
+        memory = partition(config).mem_gb or 0
+    return memory * requested / there
+
+
+@dataclass(frozen=True)
+class Resources:
+    """The request per node, for the submission summary. cores: None if hpcinit requests none explicitly."""
+
+    gpus: int
+    cores: int | None
+    mem_gb: float | None
+    whole_nodes: bool
+
+    def described(self) -> str:
+        """Return '2 GPUs, 8 cores and 52 GB per node'; '' if the job requests nothing explicitly."""
+        found = [f"{self.gpus} GPU{'s' * (self.gpus != 1)}"] if self.gpus else []
+        found += [f"{self.cores} core{'s' * (self.cores != 1)}"] if self.cores else []
+        if self.mem_gb is not None:
+            found.append(f"{self.mem_gb:g} GB" if self.mem_gb else "all memory")
+        text = " and ".join(", ".join(found).rsplit(", ", 1))
+        return f"{text} per node{' (whole nodes)' * self.whole_nodes}" if text else ""
+
+
+def of(config: Config) -> Resources:
+    """Return the resources that the job requests."""
+    cores, local = cpus_per_rank(config), config.cluster.engine == "local"
+    return Resources(
+        gpus=0 if local else gpus_per_node(config),
+        cores=None if cores is None or local else cores * ranks_per_node(config),
+        mem_gb=None if local else mem_gb(config),
+        whole_nodes=whole_nodes(config),
+    )

@@ -1,0 +1,190 @@
+"""`hpcinit clean [RUN ...]`: list finished runs with state, age and size, and remove them after a confirmation."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcinit.base import console
+from hpcinit.base.console import plain
+from hpcinit.base.errors import Failure, RequestError
+from hpcinit.observe import find_runs, overview, state
+from hpcinit.records import heartbeats, run_folder
+
+DAY_S = 86_400.0
+ALIVE_S = 120.0  # a rank that wrote a heartbeat within this time is treated as running
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that is over. age_s: since its end."""
+
+    run: overview.Run
+    age_s: float
+    size: int
+
+    @property
+    def state(self) -> str:
+        return self.run.now.name if self.run.now else find_runs.count_states(self.run.tasks)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hpcinit clean", description="List finished runs and remove their folders after a confirmation."
+    )
+    parser.add_argument("run", nargs="*", help="run folder, its name, a job id, or all (the default)")
+    find_runs.add_runs_dir(parser)
+    parser.add_argument(
+        "--older-than", type=float, default=0.0, metavar="DAYS", help="only runs that ended before this"
+    )
+    parser.add_argument("--state", default="", help="only runs in this state; several: FAILED,CANCELLED")
+    parser.add_argument("--yes", "-y", action="store_true", help="remove without a confirmation")
+    return console.add_verbosity_options(parser, "one JSON object per line, for each finished run")
+
+
+def main(argv: Sequence[str]) -> int:
+    options = console.parse_arguments(parser(), list(argv))
+    paths = find_runs.matching_runs(options.run, options.runs_dir)
+    named = not find_runs.means_all_runs(options.run)
+    found = list(_finished(paths, options, named))
+    if not found:
+        console.note(f"no finished runs to remove in {options.runs_dir.absolute()}")
+        return 0
+    for one in found if not options.json else ():
+        if options.quiet:
+            print(plain(one.run.path.name))
+        else:
+            print(plain(f"{one.run.path.name:24} {one.state:10} {_age(one.age_s):>7}  {_size(one.size):>9}"))
+    if options.yes or (not options.json and _confirmed(found)):
+        removed = _remove(found)
+    else:
+        removed = set()
+        console.note("nothing was removed; to remove without a confirmation: hpcinit clean --yes")
+    for one in found if options.json else ():
+        document = {"run": str(one.run.path), "state": one.state, "age_s": one.age_s, "bytes": one.size}
+        print(json.dumps({**document, "removed": one.run.path in removed}))
+    if removed and not options.json:
+        freed = sum(one.size for one in found if one.run.path in removed)
+        console.note(f"removed {_count(len(removed))}, {_size(freed)}")
+    if options.yes and len(removed) < len(found):
+        raise Failure(f"{_count(len(found) - len(removed))} could not be removed; see the messages above")
+    return 0
+
+
+def _finished(paths: Sequence[Path], options: argparse.Namespace, named: bool) -> Iterator[Finished]:
+    """Yield the runs to remove. Raise RequestError for a named run that is not finished."""
+    wanted = {name.strip().upper() for name in options.state.split(",") if name.strip()}
+    for run in overview.read(paths):
+        if problem := _problem(run):
+            if named:
+                raise RequestError(problem)
+            continue
+        names = {now.name for _, now in run.parts}
+        age_s = max(0.0, time.time() - _end(run))
+        if names and (not wanted or names <= wanted) and age_s >= options.older_than * DAY_S:
+            yield Finished(run, age_s, _used(run.path))
+
+
+def _problem(run: overview.Run) -> str:
+    """Return why the run must not be removed, or ''."""
+    if run.error:
+        return str(run.error)
+    name = run.path.name
+    if find_runs.is_sweep(run.path.absolute().parent):
+        return f"{run.path} is one task of a sweep: remove the whole sweep, hpcinit clean {run.path.absolute().parent}"
+    for path, now in run.parts:
+        if now.name == "UNKNOWN":
+            return (
+                f"the state of {name} is UNKNOWN ({now.reason}), so it may still run. If it does not, remove the "
+                f"folder yourself: rm -r {run.path}"
+            )
+        if not now.over or now.others or _is_alive(path):
+            about = "has jobs in the queue" if now.over and now.others else f"is {now.name}" if not now.over else ""
+            about = about or "still writes heartbeats"
+            return f"{name} {about}: only finished runs are removed. Cancel it first: hpcinit cancel {name}"
+    return ""
+
+
+def _is_alive(path: Path) -> bool:
+    """Whether a rank wrote a heartbeat recently although its job is over, as on a node that Slurm cannot reach."""
+    if state.exit_status(path) is not None:
+        return False
+    beats = (file.stat().st_mtime for file in (path / heartbeats.FOLDER).glob("*/*.json"))
+    return time.time() - max(beats, default=0.0) < ALIVE_S
+
+
+def _end(run: overview.Run) -> float:
+    """Return when the last part of the run ended: the time of its last record."""
+    times = [0.0]
+    for path, _ in run.parts:
+        for name in (run_folder.EXIT, run_folder.CANCELLED, run_folder.SUBMISSION):
+            with contextlib.suppress(OSError):
+                times.append((path / name).stat().st_mtime)
+    return max(times)
+
+
+def _used(folder: Path) -> int:
+    """Return the disk usage of a folder in bytes."""
+    total = 0
+    for place, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += 512 * os.lstat(f"{place}/{name}").st_blocks
+    return total
+
+
+def _confirmed(found: Sequence[Finished]) -> bool:
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return False
+    size = _size(sum(one.size for one in found))
+    question = f"remove {_count(len(found))} ({size}) with their logs and checkpoints? [y/N] "
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+def _remove(found: Sequence[Finished]) -> set[Path]:
+    """Remove the folders, after a second look at their states, and return those that were removed."""
+    removed = set()
+    for run in overview.read([one.run.path for one in found]):
+        if problem := _problem(run):
+            console.warning(f"not removed: {problem}")
+            continue
+        # Renamed first: an interrupted removal leaves no folder that looks like a complete run.
+        path = run.path.absolute()
+        hidden = path.with_name(f".{path.name}.removed-{os.getpid()}")
+        try:
+            path.rename(hidden)
+            shutil.rmtree(hidden)
+            removed.add(run.path)
+        except OSError as error:
+            left = hidden if hidden.exists() else path
+            console.warning(f"cannot remove {left}: {error.strerror} ({error.filename}); remove it with rm -r")
+    return removed
+
+
+def _count(number: int) -> str:
+    return f"{number} run{'s' * (number != 1)}"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", DAY_S), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _size(size: int) -> str:
+    for unit, length in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if size >= length:
+            return f"{size / length:.1f} {unit}"
+    return f"{size / 1e3:.0f} kB"

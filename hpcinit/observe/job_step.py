@@ -1,0 +1,129 @@
+"""Start a command beside the ranks of a running run: `srun --overlap` on Slurm, a child process with cluster=local."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcinit.base.errors import Failure, RequestError
+from hpcinit.observe import find_runs, stack_collector, state
+from hpcinit.records import run_folder, spec, timeline
+from hpcinit.records.spec import Spec
+from hpcinit.slurm import nodelist, queue
+from hpcinit.slurm.slurm_client import Unreachable
+
+PY_SPY = "HPCINIT_PY_SPY"  # environment variable: the path of py-spy; empty: do not use it
+# In sh, because the nodes may have another Python. The last arguments are candidates.
+START = """code=$1 query=$2; shift 2
+for python do
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 9))' 2> /dev/null || continue
+  exec "$python" -I -S -c "$code" "$query"
+done
+echo "hpcinit: error: no Python 3.9 on $(hostname): tried $*" >&2
+exit 127"""
+
+
+@dataclass(frozen=True)
+class RunningJob:
+    """A run whose ranks can be reached. job_id: as srun takes it. nodes: of the job, in Slurm's order."""
+
+    path: Path
+    spec: Spec
+    engine: str
+    job_id: str
+    nodes: tuple[str, ...]
+
+    @property
+    def slurm(self) -> bool:
+        return self.engine == "slurm"
+
+    def host(self, rank: int) -> str:
+        """Return the node of a rank: as its last start recorded it, else by block distribution."""
+        size = self.spec.world_size
+        if not 0 <= rank < size:
+            raise RequestError(f"rank {rank} does not exist: the run has the ranks 0 to {size - 1}")
+        if not self.slurm:
+            return self.nodes[0]
+        for attempt in reversed(timeline.read(self.path)):
+            for one in attempt.ranks:
+                if one.rank == rank and one.host in self.nodes:
+                    return one.host
+        return self.nodes[min(rank // self.spec.ranks_per_node, len(self.nodes) - 1)]
+
+
+def running(word: str, runs_dir: Path) -> RunningJob:
+    """Return the job of a run, found by its name or job id. Raise RequestError or Failure if it does not run."""
+    path = find_runs.find_run(word, runs_dir)
+    if find_runs.is_sweep(path):
+        tasks = ", ".join(f"{path.name}/{number}" for number in list(find_runs.combinations(path))[:3])
+        raise RequestError(f"{path.name} is a sweep: name one of its tasks: {tasks}, ...")
+    path, now = path.absolute(), state.read(path)
+    if now.name == "UNKNOWN" and now.source == state.NO_REPLY:
+        raise Failure(f"Slurm does not reply ({now.reason}), so the nodes of {path.name} are unknown; try again later")
+    if now.over:
+        raise RequestError(
+            f"{path.name} has ended ({now.name}), so no rank runs; to see what happened: hpcinit why {path.name}"
+        )
+    if now.name not in ("RUNNING", "COMPLETING", "STOPPED", "SUSPENDED"):
+        waits = f", because of {now.reason}" if now.reason else ""
+        raise RequestError(
+            f"{path.name} has not started: job {now.job_id} is {now.name}{waits}; follow it with: "
+            f"hpcinit watch {path.name}"
+        )
+    plan = spec.load(path / run_folder.SPEC, to_run=False)
+    if now.engine != "slurm":
+        return RunningJob(path, plan, "local", now.job_id, (os.uname().nodename,))
+    try:
+        found = queue.allocation(now.job_id)
+    except Unreachable as error:
+        raise Failure(f"{error}, so the nodes of {path.name} are unknown; try again later") from None
+    if found is None:
+        raise Failure(f"Slurm lists no nodes for job {now.job_id} of {path.name}: has it just ended? hpcinit status")
+    return RunningJob(path, plan, "slurm", found.job_id, tuple(nodelist.expand(found.nodelist)))
+
+
+def environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return `env` for a step beside the ranks: marked, and without the variables of a job that this shell is in."""
+    kept = {name: value for name, value in env.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
+    kept.pop(run_folder.ENV_FOLDER, None)
+    return {**kept, stack_collector.MARK: "1"}
+
+
+def srun(job: RunningJob, nodes: Sequence[str], options: Sequence[str] = ()) -> list[str]:
+    """Return the srun that starts one task on each of these nodes, beside the ranks; [] without Slurm."""
+    if not job.slurm:
+        return []
+    count = len(nodes)
+    return [
+        "srun",
+        "--overlap",  # shares CPUs, memory and GPUs with the ranks' step
+        f"--jobid={job.job_id}",
+        f"--nodes={count}",
+        f"--ntasks={count}",
+        "--ntasks-per-node=1",
+        f"--nodelist={nodelist.compress(nodes)}",
+        "--cpu-bind=none",
+        "--mpi=none",
+        "--export=ALL",
+        *options,
+    ]
+
+
+def collector(asked: Mapping[str, Any]) -> list[str]:
+    """Return the command that runs stack_collector.py on a node, whatever is installed there."""
+    code = Path(stack_collector.__file__).read_text()
+    return ["sh", "-c", START, "sh", code, json.dumps(asked), sys.executable, "python3", "python"]
+
+
+def py_spies() -> list[str]:
+    """Return the paths to look for py-spy on a node: beside this Python, then on PATH."""
+    if (given := os.environ.get(PY_SPY)) is not None:
+        return [given] if given else []
+    beside = str(Path(sys.executable).parent / "py-spy")
+    return [beside, *([found] if (found := shutil.which("py-spy")) else []), "py-spy"]

@@ -1,0 +1,421 @@
+"""Sample the ranks of one run on one node: their Python stacks, the states of their processes and their CPU time.
+
+`hpcinit stacks` and `hpcinit exec` send this file to the nodes as text. It needs only Python and /proc: neither hpcinit
+nor the run's environment may exist outside a container.
+
+The handler that runtime/lifecycle/stack_signal.py installs writes the stacks; its own thread gets the signal. A process
+without that handler never gets the signal, which would end it. py-spy reads such a process, and a stopped one. Neither
+interrupts the program.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PROC = Path("/proc")
+RUN, MARK = "HPCINIT_RUN", "HPCINIT_EXEC"  # environment variables: the run folder; this process is none of the run's
+# Name of the file in memory to which a rank's handler writes, as in runtime/lifecycle/stack_signal.py.
+LABEL = re.compile(r"/memfd:hpcinit-stacks (\d+) (\d+) (\d+) (0x[0-9a-f]+) (\d+) (\d+)\b")
+# Variables that give a process its place in a process group or in a Slurm step.
+OF_A_RANK = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_|CROSS_)?(RANK|WORLD_SIZE|NAME)$|MASTER_(ADDR|PORT)$|(TORCHELASTIC|HPCINIT|SLURM|PMI|PMIX)_"
+)
+CHUNK = 800  # characters; Slurm mixes the output of tasks only between lines below 1 KiB
+PREFIX = "hpcinit-stacks"
+PY_SPY_S = 5.0  # py-spy needs 0.1 s on an idle core
+SETTLED_S, HANDLER_S = 0.03, 1.0  # a handler's output is complete if it does not grow for so long
+FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.+)')
+TGKILL = {"x86_64": 234, "aarch64": 131, "ppc64le": 250}
+GIL_S = 0.5  # Python code gives the GIL to another thread within 5 ms
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+
+
+class Label(NamedTuple):
+    """main: the main thread, as faulthandler writes it. thread: the one that takes the signal. path: /proc/PID/fd/N."""
+
+    rank: int
+    signal: int
+    main: str
+    thread: int
+    pipe: str
+    path: Path
+
+
+class Process(NamedTuple):
+    """level: how sure it is that this process is a rank. A process that starts ranks has a lower level than they."""
+
+    pid: int
+    parent: int
+    rank: int
+    level: int
+    label: Any  # a Label or None
+    title: str
+    python: bool
+
+
+def main(argv: list[str]) -> int:
+    """Print the samples of the ranks of this node, or run a command beside one. argv: one JSON object."""
+    asked = json.loads(argv[0])
+    if "command" in asked:
+        return beside(asked)
+    found = ranks(asked)
+    if asked["ranks"]:
+        found = [one for one in found if one.rank in asked["ranks"]]
+    results: list[Any] = [None] * len(found)
+    py_spy = _py_spy(asked["py_spy"])
+
+    def sample(at: int) -> None:
+        results[at] = _sampled(found[at], asked["samples"], asked["apart_s"], py_spy)
+
+    threads = [threading.Thread(target=sample, args=(at,)) for at in range(len(found))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    host = os.environ.get("SLURMD_NODENAME", "") if asked["slurm"] else ""
+    document = {"host": host or os.uname().nodename, "ranks": [one for one in results if one]}
+    for line in encoded(document):
+        print(line)
+    return 0
+
+
+def beside(asked: dict[str, Any]) -> int:
+    """Replace this process with a command that has the environment and the folder of a rank. Return only if it fails.
+
+    The rank's place in its process group is removed: a program that joins it would disturb the run.
+    """
+    found = [one for one in ranks(asked) if asked["rank"] in (None, one.rank)]
+    own = os.environ
+    env, folder = dict(own), asked["workdir"]
+    host = own.get("SLURMD_NODENAME") or os.uname().nodename
+    if found:
+        rank = found[0]
+        with contextlib.suppress(OSError):
+            folder = str((PROC / str(rank.pid) / "cwd").readlink())
+        with contextlib.suppress(OSError):
+            env = {name: value for name, value in _environ(rank.pid).items() if not OF_A_RANK.match(name)}
+            env.update({name: own[name] for name in own if name == "TERM" or name.startswith("SLURM")})
+        env["HPCINIT_RANK_PID"] = str(rank.pid)
+        note = f"on {host}, beside rank {rank.rank} (process {rank.pid}, in $HPCINIT_RANK_PID)"
+    else:
+        which = "no rank" if asked["rank"] is None else f"no process of rank {asked['rank']}"
+        note = f"{which} on {host}: the command has this shell's environment, not the run's"
+    env[MARK] = asked["run"]
+    if asked["started"]:  # a line that exec_command.py removes: from here on, errors are the command's
+        print(asked["started"], file=sys.stderr)
+    if not found or asked["verbose"]:
+        print(f"hpcinit: {note}", file=sys.stderr)
+    sys.stderr.flush()
+    command = asked["container"] + asked["command"]
+    path = own.get("PATH") if asked["container"] else env.get("PATH")
+    try:
+        os.chdir(folder)
+        os.execve(shutil.which(command[0], path=path) or command[0], command, env)
+    except OSError as error:
+        what = folder if error.filename == folder else command[0]
+        print(f"hpcinit: error: cannot run {what!r} on {host}: {error.strerror}", file=sys.stderr)
+        return 127 if isinstance(error, FileNotFoundError) else 126
+
+
+def encoded(document: dict[str, Any]) -> list[str]:
+    """Return the document as lines that stacks.decoded() puts together again, whatever is printed between them."""
+    data = base64.b64encode(zlib.compress(json.dumps(document).encode())).decode(errors="replace")
+    parts = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
+    return [f"{PREFIX} {document['host']} {at} {len(parts)} {part}" for at, part in enumerate(parts)]
+
+
+def ranks(asked: dict[str, Any], proc: Path = PROC) -> list[Process]:
+    """Return the processes of this node that are ranks of the run, by rank."""
+    found = {one.pid: one for one in _processes(asked, proc)}
+    for one in list(found.values()):  # a process below which there are surer ones only starts them
+        above = one.parent
+        while above in found:
+            if found[above].level < one.level:
+                found[above] = found[above]._replace(rank=-1)
+            above = found[above].parent
+    own = {pid: one for pid, one in found.items() if one.rank >= 0}
+    # The children of a rank have its environment too: DataLoader workers, and the Python that a shell script starts.
+    top = [one for one in own.values() if not _same_rank_above(one, own)]
+    return sorted((_python_below(one, own) for one in top), key=lambda one: (one.rank, one.pid))
+
+
+def _same_rank_above(one: Process, own: dict[int, Process]) -> bool:
+    return one.parent in own and own[one.parent].rank == one.rank
+
+
+def _python_below(one: Process, own: dict[int, Process]) -> Process:
+    while not one.python:
+        below = [child for child in own.values() if child.parent == one.pid and child.rank == one.rank]
+        if not below:
+            break
+        one = next((child for child in below if child.python), below[0])
+    return one
+
+
+def _processes(asked: dict[str, Any], proc: Path) -> list[Process]:
+    wanted = os.path.realpath(asked["run"])
+    own = os.environ if asked["slurm"] else {}
+    same = {name: own[name] for name in ("SLURM_JOB_ID", "SLURMD_NODENAME") if name in own}
+    found = []
+    for place in proc.iterdir():
+        if not place.name.isdecimal():
+            continue
+        try:
+            raw = (place / "environ").read_bytes()
+            if RUN.encode() not in raw:
+                continue
+            env = _environ(int(place.name), raw)
+            if MARK in env or os.path.realpath(env.get(RUN, "/")) != wanted:
+                continue
+            if any(env.get(name) != value for name, value in same.items()):
+                continue
+            title = (place / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
+            if title.startswith("hpcinit: "):  # the fork server, the monitor of the world size
+                continue
+            parent = int((place / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+            python = (place / "exe").readlink().name.startswith("python")
+            label = _label(place)
+        except (OSError, ValueError, IndexError):  # it has ended, or belongs to another user
+            continue
+        rank, level = _rank(env, label, bool(asked["tasks"]))
+        found.append(Process(int(place.name), parent, rank, level, label, title, python))
+    return found
+
+
+def _environ(pid: int, raw: bytes = b"") -> dict[str, str]:
+    raw = raw or (PROC / str(pid) / "environ").read_bytes()
+    return dict(os.fsdecode(entry).partition("=")[::2] for entry in raw.split(b"\0") if b"=" in entry)
+
+
+def _rank(env: dict[str, str], label: Any, tasks: bool) -> tuple[int, int]:
+    """Return rank and level of a process; -1 if it is none. tasks: each Slurm task is a rank."""
+    given = env.get("RANK", "")
+    if label:
+        return label.rank, 2 if TORCHRUN in env else 1
+    if given.isdecimal():
+        return int(given), 2 if TORCHRUN in env else 1
+    task = env.get("SLURM_PROCID", "")
+    if tasks and task.isdecimal() and env.get("SLURM_STEP_ID", "").isdecimal():  # the batch script has no step id
+        return int(task), 0
+    return -1, 0
+
+
+def _label(place: Path) -> Any:
+    """Return the label of a process that has installed the handler itself; a forked child inherits the file."""
+    for file in (place / "fd").iterdir():
+        with contextlib.suppress(OSError):
+            match = LABEL.match(str(file.readlink()))
+            if match and int(match[2]) == _own_pid(place):
+                return Label(int(match[1]), int(match[3]), match[4], int(match[5]), f"pipe:[{match[6]}]", file)
+    return None
+
+
+def _own_pid(place: Path) -> int:
+    """Return the id of a process or thread as it sees it, which differs inside a container."""
+    for line in (place / "status").read_text(errors="replace").splitlines():
+        if line.startswith("NSpid:"):
+            return int(line.split()[-1])
+    return int(place.name)
+
+
+def _py_spy(candidates: list[str]) -> str:
+    return next((path for path in map(shutil.which, candidates) if path), "")
+
+
+def _sampled(one: Process, samples: int, apart_s: float, py_spy: str) -> dict[str, Any]:
+    start, first, pipe = time.monotonic(), _cpu_s(one.pid), -1
+    if _state(one.pid) not in ("T", "t", "Z"):
+        with contextlib.suppress(OSError):
+            pipe = _probe_gil(one)
+    found: list[dict[str, Any]] = []
+    errors: list[str] = []
+    for at in range(samples):
+        time.sleep(max(0.0, start + at * apart_s - time.monotonic()))
+        state = _state(one.pid)
+        sample = {"state": state, "wchan": _read(one.pid, "wchan").strip("0\n")}
+        if state in ("", "Z", "X"):
+            break
+        sample.update(_stack(one, state, py_spy, errors))
+        found.append(sample)
+    last, elapsed = _cpu_s(one.pid), time.monotonic() - start
+    kept = None
+    if pipe >= 0:
+        with contextlib.suppress(OSError):
+            kept = _gil_is_kept(pipe)
+        os.close(pipe)
+    return {
+        "rank": one.rank,
+        "pid": one.pid,
+        "title": one.title[:200],
+        "python": one.python,
+        "state": _state(one.pid),
+        "elapsed_s": elapsed,
+        "gil_kept": kept,
+        "cpu_s": None if first is None or last is None else last - first,
+        "samples": found,
+        "error": errors[-1] if errors else "",
+    }
+
+
+def _stack(one: Process, state: str, py_spy: str, errors: list[str]) -> dict[str, Any]:
+    """Return {"frames": [[file, line, function], ...]} of the main thread, the innermost first, and who has the GIL."""
+    if not one.python:
+        return {}
+    if one.label and state not in ("T", "t"):
+        frames = _by_handler(one)
+        if frames:
+            return {"frames": frames}
+    if not py_spy:
+        errors.append("py-spy is not installed: pip install py-spy")
+    elif not any(error.startswith("py-spy: ") for error in errors):  # one refusal is enough
+        return _by_py_spy(one.pid, py_spy, errors)
+    return {}
+
+
+def _by_py_spy(pid: int, py_spy: str, errors: list[str]) -> dict[str, Any]:
+    command = [py_spy, "dump", "--json", "--nonblocking", "--pid", str(pid)]
+    said = ""
+    for _ in range(3):  # of a process that runs, a reading can be inconsistent
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=PY_SPY_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            said = str(error)
+            break
+        said = done.stderr.decode(errors="replace").strip()
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            threads = json.loads(done.stdout.decode(errors="replace"))
+            found = _threads(pid, threads)
+            if found.get("frames"):
+                return found
+        if "ermission" in said:
+            break
+    errors.append("py-spy: " + (said.splitlines() or ["no stack"])[0].replace("Error: ", ""))
+    return {}
+
+
+def _threads(pid: int, threads: list[dict[str, Any]]) -> dict[str, Any]:
+    main = [one for one in threads if one.get("os_thread_id") == pid or one.get("thread_name") == "MainThread"]
+    found: dict[str, Any] = {}
+    if main:
+        found["frames"] = [_frame(frame) for frame in main[0]["frames"]]
+    for one in threads:
+        if one.get("owns_gil"):
+            found["gil"] = "MainThread" if one in main else one.get("thread_name") or "a thread"
+            found["gil_frames"] = [] if one in main else [_frame(frame) for frame in one["frames"]]
+    return found
+
+
+def _frame(frame: dict[str, Any]) -> list[Any]:
+    return [frame["filename"], frame["line"], frame["name"].rpartition(".")[2]]
+
+
+def _by_handler(one: Process) -> list[list[Any]]:
+    """Return the frames that the rank's own C handler writes, which needs no GIL."""
+    with contextlib.suppress(OSError):
+        if not _catches(one.pid, one.label.signal):
+            return []
+        os.truncate(one.label.path, 0)
+        if not _signal_thread(one):
+            return []
+        end, size, since = time.monotonic() + HANDLER_S, 0, time.monotonic()
+        while time.monotonic() < end and (size == 0 or time.monotonic() - since < SETTLED_S):
+            time.sleep(0.005)
+            now = one.label.path.stat().st_size
+            if now != size:
+                size, since = now, time.monotonic()
+        return main_frames(one.label.path.read_text(errors="replace"), one.label.main)
+    return []
+
+
+def _signal_thread(one: Process) -> bool:
+    """Send the signal to the thread that waits for it. In any other, it could interrupt a system call."""
+    import ctypes  # noqa: PLC0415 - some builds of Python lack it
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    for place in (PROC / str(one.pid) / "task").iterdir():
+        if _own_pid(place) == one.label.thread:
+            words = (one.pid, int(place.name), one.label.signal)
+            if hasattr(libc, "tgkill"):
+                return bool(libc.tgkill(*words) == 0)
+            number = TGKILL.get(os.uname().machine)  # glibc before 2.30
+            return number is not None and libc.syscall(number, *words) == 0
+    return False
+
+
+def _probe_gil(one: Process) -> int:
+    """Ask the rank's thread to read two bytes, and return the pipe; -1 if there is none."""
+    if one.label:
+        for file in (PROC / str(one.pid) / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                if str(file.readlink()) == one.label.pipe:
+                    pipe = os.open(file, os.O_WRONLY | os.O_NONBLOCK)
+                    os.write(pipe, b"..")
+                    return pipe
+    return -1
+
+
+def _gil_is_kept(pipe: int) -> bool:
+    """Return whether the thread still cannot read the second byte, because C code keeps the GIL."""
+    end = time.monotonic() + GIL_S
+    while True:
+        left = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4))[0]
+        if left == 0 or time.monotonic() > end:
+            return bool(left)
+        time.sleep(0.01)
+
+
+def main_frames(text: str, thread: str) -> list[list[Any]]:
+    """Return the frames of one thread in the output of faulthandler."""
+    frames, inside = [], False
+    for line in text.splitlines():
+        match = FRAME.match(line)
+        if match and inside:
+            frames.append([match["file"], int(match["line"]) if match["line"].isdecimal() else 0, match["name"]])
+        elif not match:
+            words = line.replace("Current thread", "Thread").split()
+            inside = words[:1] == ["Thread"] and words[1:2] == [thread]
+    return frames
+
+
+def _catches(pid: int, number: int) -> bool:
+    for line in _read(pid, "status").splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def _state(pid: int) -> str:
+    words = _read(pid, "stat").rpartition(")")[2].split()
+    return words[0] if words else ""
+
+
+def _cpu_s(pid: int) -> Any:
+    """Return the CPU time of all threads of a process, in seconds."""
+    words = _read(pid, "stat").rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK") if len(words) > 12 else None
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return (PROC / str(pid) / name).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

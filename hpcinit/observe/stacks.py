@@ -1,0 +1,357 @@
+"""`hpcinit stacks RUN`: where every rank is now. Equal stacks are listed once, the odd ones first."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import re
+import subprocess
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any
+
+from hpcinit.base import console
+from hpcinit.base.errors import Failure
+from hpcinit.base.text import ranges
+from hpcinit.observe import find_runs, job_step, logs, stack_collector
+from hpcinit.records import hang_report
+from hpcinit.slurm import nodelist, slurm_client
+from hpcinit.slurm.slurm_client import NotStarted
+
+SAMPLES, APART_S = 3, 0.4
+TIMEOUT_S = 20.0  # for the first node
+LATE_S = 4.0  # for each other node after the one before
+MOST_FRAMES = 8
+STOPPED, IN_KERNEL, GIL = "stopped", "in the kernel", "holds the GIL"  # values of RankStack.state
+NO_STACK, STUCK, MOVING = "no stack", "same", "moving"
+ORDER = (STOPPED, IN_KERNEL, GIL)  # these groups are first
+
+STARTED_BY = re.compile(r"/hpcinit/(?:launch/|runtime/program\.py|(?:cli/main|run|fork)\.py$)|^<frozen|/runpy\.py$")
+Frame = tuple[str, int, str]  # file, line (0: differs between the samples), function
+
+
+@dataclass(frozen=True)
+class RankStack:
+    """One rank. state: one of the constants above. frames: of the main thread, or of the thread that holds the GIL.
+
+    wchan: the kernel function in which the main thread waits, '' if unknown. same: samples with the same stack as the
+    last. note: why there is no stack. thread: the name of another thread that holds the GIL, else ''.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    state: str
+    frames: tuple[Frame, ...] = ()
+    wchan: str = ""
+    same: int = 0
+    samples: int = 0
+    cpu_s: float = 0.0
+    of_s: float = 0.0
+    note: str = ""
+    thread: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks with equal stacks and states. place: where they wait, in the program's own code."""
+
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    pids: tuple[int, ...]
+    first: RankStack
+    place: hang_report.Place
+    cpu_s: tuple[float, float]
+
+    def headline(self) -> str:
+        one = self.first
+        who = f"rank{'s' * (len(self.ranks) > 1)} {ranges(self.ranks)} on {nodelist.compress(self.hosts)}"
+        return f"{who}: {', '.join(part for part in self._what() if part)}" + self._advice(one)
+
+    def _what(self) -> list[str]:
+        one, where = self.first, self.place
+        if one.state == STOPPED:
+            return ["stopped (SIGSTOP, or a debugger)"]
+        waits = f"wait{'s' * (len(self.ranks) == 1)} in {where.waits_in}" if where.waits_in else ""
+        at = f"{'called ' if waits else ''}at {where.at}" if where.at else ""
+        place = " ".join(part for part in (waits, at) if part)
+        low, high = (f"{seconds:.1f}" for seconds in self.cpu_s)
+        used = f"used {low}{f' to {high}' * (low != high)} s of CPU"
+        same = f"the same line in {one.same} of {one.samples} samples"
+        if one.state == IN_KERNEL:
+            inside = f" in {one.wchan}" if one.wchan else ""
+            return [f"waits in the kernel{inside} (state D: a disk, a file server or a driver)", place, used]
+        if one.state == GIL:
+            who = f"its thread {one.thread!r} holds the GIL" if one.thread else "holds the GIL"
+            return [f"{who} in {one.samples} of {one.samples} samples", place, same, used]
+        if one.state == NO_STACK:
+            inside = f"waits in the kernel function {one.wchan}" if one.wchan else ""
+            return [f"no Python stack ({one.note})" if one.note else "no Python stack", inside, used]
+        if one.state == MOVING:
+            return ["moving", place, used]
+        return [place, same, used]
+
+    def _advice(self, one: RankStack) -> str:
+        if one.state != STOPPED:
+            return ""
+        return f"; to continue: kill -CONT {' '.join(map(str, self.pids))}"
+
+    def document(self) -> dict[str, Any]:
+        one = self.first
+        return {
+            "ranks": list(self.ranks),
+            "hosts": list(self.hosts),
+            "pids": list(self.pids),
+            "state": one.state,
+            "waits_in": self.place.waits_in,
+            "at": self.place.at,
+            "thread": one.thread,
+            "wchan": one.wchan,
+            "same": one.same,
+            "samples": one.samples,
+            "cpu_s": [round(seconds, 2) for seconds in self.cpu_s],
+            "note": one.note,
+            "frames": [{"file": file, "line": line or None, "function": name} for file, line, name in one.frames],
+        }
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hpcinit stacks",
+        description="Show where every rank of a running run is now: its Python stack, the state of its process and its "
+        "CPU time, from three samples. Equal stacks are listed once, the odd ones first. The run is not interrupted.",
+    )
+    parser.add_argument("run", help="run folder, its name, or a job id")
+    find_runs.add_runs_dir(parser)
+    parser.add_argument("--rank", default="", metavar="RANKS", help="only these ranks, with all frames: 3, or 0,4-7")
+    parser.add_argument("--full", action="store_true", help=f"all frames of each stack, not only {MOST_FRAMES}")
+    return console.add_verbosity_options(parser, "one JSON object: groups of ranks, missing ranks, silent nodes")
+
+
+def main(argv: Sequence[str]) -> int:
+    options = console.parse_arguments(parser(), list(argv))
+    wanted = logs.parse_ranks(options.rank) if options.rank else []
+    job = job_step.running(options.run, options.runs_dir)
+    nodes = list(dict.fromkeys(job.host(rank) for rank in wanted)) or list(job.nodes)
+    reports, error = _ask(job, nodes, wanted)
+    silent = [] if not job.slurm else [node for node in nodes if node not in {one["host"] for one in reports}]
+    if silent and not reports:
+        raise Failure(
+            f"no node of job {job.job_id} answered: {error or 'the step printed nothing'}. The run continues. "
+            "hpcinit stacks needs a step beside the ranks: srun --overlap"
+        )
+    ranks = [rank_stack(one, report["host"]) for report in reports for one in report["ranks"]]
+    groups = fold(ranks)
+    expected = set(wanted) if wanted else set(range(job.spec.world_size))
+    missing = sorted(expected - {one.rank for one in ranks})
+    if options.json:
+        document = {
+            "run": str(job.path),
+            "job": job.job_id,
+            "samples": SAMPLES,
+            "groups": [group.document() for group in groups],
+            "missing": missing,
+            "silent_nodes": silent,
+            "error": error if silent else "",
+        }
+        print(json.dumps(document))
+        return 0
+    most = 0 if options.quiet else None if options.full or wanted else MOST_FRAMES
+    for line in lines(groups, missing, silent, most):
+        print(line)
+    if silent and error:
+        console.message(f"Slurm: {error}")
+    return 0
+
+
+def _ask(job: job_step.RunningJob, nodes: Sequence[str], wanted: Sequence[int]) -> tuple[list[dict[str, Any]], str]:
+    """Return the reports of the nodes that answered, and what Slurm printed."""
+    asked = {
+        "run": str(job.path),
+        "slurm": job.slurm,
+        "tasks": job.spec.launch.kind == "srun",
+        "ranks": list(wanted),
+        "samples": SAMPLES,
+        "apart_s": APART_S,
+        "py_spy": job_step.py_spies(),
+    }
+    command = job_step.collector(asked)
+    env = job_step.environment(slurm_client.environment())
+    if not job.slurm:
+        done = subprocess.run(
+            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
+        )
+        if done.returncode:
+            raise Failure(f"cannot look at the processes of this machine: {done.stderr.strip()}")
+        return decoded(done.stdout.splitlines()), ""
+    step = job_step.srun(job, nodes, ("--input=none", "--wait=0", "--kill-on-bad-exit=0"))
+    try:
+        call = slurm_client.start([*step, *command], env)
+    except NotStarted as error:
+        raise Failure(f"{error}: run this on the machine where the job was submitted") from None
+    begin = last = time.monotonic()
+    found: list[dict[str, Any]] = []
+    while not call.ends_within(0.1):
+        before, found = len(found), decoded(call.printed.splitlines())
+        now = time.monotonic()
+        last = now if len(found) > before else last
+        if (found and now - last > LATE_S) or now - begin > TIMEOUT_S:
+            call.drop()
+            return found, ""
+    answer = call.output()
+    return decoded(answer.stdout.splitlines()), answer.stderr.strip() if answer.status else ""
+
+
+def decoded(printed: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the documents of stack_collector.encoded() that are complete, by host."""
+    parts: dict[str, dict[int, str]] = {}
+    counts: dict[str, int] = {}
+    for line in printed:
+        words = line.split()
+        if len(words) == 5 and words[0] == stack_collector.PREFIX:
+            parts.setdefault(words[1], {})[int(words[2])] = words[4]
+            counts[words[1]] = int(words[3])
+    found = []
+    for host, chunks in sorted(parts.items()):
+        if len(chunks) == counts[host]:
+            data = "".join(chunks[at] for at in range(len(chunks)))
+            found.append(json.loads(zlib.decompress(base64.b64decode(data))))
+    return found
+
+
+def rank_stack(sampled: Mapping[str, Any], host: str) -> RankStack:
+    """Return the verdict about one rank from its samples."""
+    samples = sampled["samples"]
+    stacks = [_frames(one.get("frames", ())) for one in samples]
+    last = stacks[-1] if stacks else ()
+    same = sum(stack == last for stack in stacks)
+    states = {one["state"] for one in samples}
+    holder = _gil_holder(samples, sampled["gil_kept"])
+    frames, thread = last, ""
+    if states and states <= {"T", "t"}:
+        state = STOPPED
+    elif states == {"D"}:
+        state = IN_KERNEL
+    elif not all(stacks) or not stacks:
+        state = NO_STACK
+    elif holder and holder != "MainThread":
+        state, thread = GIL, holder
+        frames = _frames(samples[-1].get("gil_frames", ()))
+    elif same < len(stacks):
+        state, frames = MOVING, common(stacks)
+    else:
+        state = GIL if holder else STUCK
+    wchan = {one.get("wchan", "") for one in samples}
+    return RankStack(
+        sampled["rank"],
+        host,
+        sampled["pid"],
+        state,
+        frames,
+        wchan.pop() if len(wchan) == 1 else "",
+        same,
+        len(samples),
+        sampled["cpu_s"] or 0.0,
+        sampled["elapsed_s"],
+        sampled["error"] or ("" if sampled["python"] else f"it is no Python process: {sampled['title']}"),
+        thread,
+    )
+
+
+def _gil_holder(samples: Sequence[Mapping[str, Any]], kept: bool | None) -> str:
+    """Return the name of the thread that keeps the GIL in all samples, or ''.
+
+    kept: whether the rank's own thread waited for the GIL for a second; None if it has no such thread. Without that,
+    Python code that runs in each of the samples looks like C code that keeps it.
+    """
+    holders = {one.get("gil", "") for one in samples if "gil" in one or "frames" in one}
+    if kept is False or len(holders) > 1:
+        return ""
+    seen = holders.pop() if holders else ""
+    return seen or ("MainThread" if kept else "")
+
+
+def _frames(found: Iterable[Sequence[Any]]) -> tuple[Frame, ...]:
+    """Return the frames without those of hpcinit that started the program, unless there are no others."""
+    frames = tuple((str(file), int(line), str(name)) for file, line, name in found)
+    end = len(frames)
+    while end and STARTED_BY.search(frames[end - 1][0]):
+        end -= 1
+    return frames[: end or None]
+
+
+def common(stacks: Sequence[tuple[Frame, ...]]) -> tuple[Frame, ...]:
+    """Return the frames that all samples share, from the outermost; line 0: only the line differs."""
+    shared: list[Frame] = []
+    for frames in zip(*(reversed(stack) for stack in stacks), strict=False):
+        if len(set(frames)) > 1:
+            if len({(file, name) for file, _, name in frames}) == 1:
+                shared.append((frames[0][0], 0, frames[0][2]))
+            break
+        shared.append(frames[0])
+    return tuple(reversed(shared))
+
+
+def fold(ranks: Iterable[RankStack]) -> list[Group]:
+    """Return the ranks in groups with equal stacks: those with a bad state first, then the smallest group first."""
+    together: dict[tuple[object, ...], list[RankStack]] = {}
+    for one in sorted(ranks, key=lambda one: (one.rank, one.pid)):
+        wchan = one.wchan if one.state in (IN_KERNEL, NO_STACK) else ""
+        key = (one.state, one.frames, wchan, one.note if one.state == NO_STACK else "", one.thread)
+        together.setdefault(key, []).append(one)
+    groups = [_group(members) for members in together.values()]
+
+    def oddness(group: Group) -> tuple[int, int, tuple[int, ...]]:
+        bad = ORDER.index(group.first.state) if group.first.state in ORDER else len(ORDER)
+        return bad, len(group.ranks), group.ranks
+
+    return sorted(groups, key=oddness)
+
+
+def _group(members: Sequence[RankStack]) -> Group:
+    used = [one.cpu_s for one in members]
+    place = hang_report.place(_as_text(members[0].frames))
+    return Group(
+        tuple(one.rank for one in members),
+        tuple(dict.fromkeys(one.host for one in members)),
+        tuple(one.pid for one in members),
+        members[0],
+        replace(place, at=place.at.replace(":0 in ", " in ")),
+        (min(used), max(used)),
+    )
+
+
+def _as_text(frames: Iterable[Frame]) -> str:
+    """Return the frames as hang_report.place() reads them."""
+    shown = "\n".join(f'  File "{file}", line {line} in {name}' for file, line, name in frames)
+    return f"main thread 0x1\n\nThread 0x1 (most recent call first):\n{shown}\n"
+
+
+def lines(
+    groups: Sequence[Group], missing: Sequence[int], silent: Sequence[str], most: int | None = MOST_FRAMES
+) -> Iterable[str]:
+    """Yield the text. missing: ranks without a process. silent: nodes that did not answer. most: frames, None: all."""
+    if silent:
+        yield f"no answer from {nodelist.compress(silent)}: is it down? The others answered"
+    if missing:
+        where = " on the nodes that answered" if silent else ""
+        yield f"no process of rank{'s' * (len(missing) > 1)} {ranges(missing)}{where}: exited, or not started yet"
+    for group in groups:
+        yield group.headline()
+        frames = group.first.frames
+        for file, line, name in frames[:most]:
+            yield f"    {name} ({_short(file)}{f':{line}' if line else ''})"
+        if most and len(frames) > most:
+            yield f"    and {len(frames) - most} more frames (--full)"
+
+
+def _short(file: str) -> str:
+    """Return a path without the folder of the packages, or the name of a file of the program."""
+    for folder in ("/site-packages/", "/dist-packages/"):
+        if folder in file:
+            return file.rpartition(folder)[2]
+    return PurePath(file).name

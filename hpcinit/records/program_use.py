@@ -1,0 +1,121 @@
+"""How much of hpcinit the program of a run uses, and which options of the run have no effect because of that.
+
+Rank 0 writes program_use.json before the program starts, again in hpcinit.init() and in run.wrap(). So the record is
+also right if the program is killed or replaces its process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from hpcinit.base import safe_files
+from hpcinit.records import run_folder
+from hpcinit.records.layout import Layout
+from hpcinit.records.spec import Comm, Hang, Samples, Spec, Training
+from hpcinit.records.stop_reasons import Stopping
+
+# The steps of a program, in their order.
+STEPS = NOTHING, INIT, WRAP = "nothing", "init", "wrap"
+_MISSING = {NOTHING: "the program did not use hpcinit", INIT: "the program did not call run.wrap"}
+_ADVICE = {
+    NOTHING: "call hpcinit.init() and run.wrap() in the program, or omit these options",
+    INIT: "call run.wrap() in the program, or omit these options",
+}
+
+
+@dataclass(frozen=True)
+class ProgramUse:
+    """The content of program_use.json. uses: NOTHING, INIT or WRAP. no_effect: options that were set in vain."""
+
+    uses: str
+    no_effect: tuple[str, ...] = ()
+
+    @property
+    def note(self) -> str:
+        """Which options had no effect and why, or ''."""
+        return f"{_MISSING[self.uses]}: {', '.join(self.no_effect)} had no effect" if self.no_effect else ""
+
+    @property
+    def advice(self) -> str:
+        """What to change, or ''."""
+        return _ADVICE[self.uses] if self.no_effect else ""
+
+
+def of_spec(spec: Spec, uses: str) -> ProgramUse:
+    """Return the record for a program that has reached this step. An option was set if it differs from its default."""
+    found = {NOTHING: _of_init, INIT: _of_wrap}.get(uses)
+    return ProgramUse(uses, tuple(found(spec)) if found else ())
+
+
+def start(folder: Path, spec: Spec) -> None:
+    """Write the record of a program that starts now."""
+    _write(folder, of_spec(spec, NOTHING))
+
+
+def advance(folder: Path, use: ProgramUse) -> None:
+    """Replace the record of the same program, unless the program has already reached a later step."""
+    found = read(folder)
+    if found and STEPS.index(found.uses) < STEPS.index(use.uses):
+        _write(folder, use)
+
+
+def _write(folder: Path, use: ProgramUse) -> None:
+    """If writing fails, remove the earlier record, which is wrong now. Never raises OSError."""
+    path = folder / run_folder.PROGRAM_USE
+    try:
+        safe_files.write_atomically(path, json.dumps(asdict(use)) + "\n")
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def read(folder: Path) -> ProgramUse | None:
+    """Return the record, or None if it is missing or invalid."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        found = run_folder.from_known_fields(ProgramUse, json.loads((folder / run_folder.PROGRAM_USE).read_text()))
+        if found.uses in STEPS:
+            return ProgramUse(found.uses, tuple(map(str, found.no_effect)))
+    return None
+
+
+def _of_init(spec: Spec) -> Iterator[str]:
+    """Yield the options that only work with hpcinit.init()."""
+    usual = Layout().over(spec.world_size, spec.ranks_per_node)
+    if spec.layout != usual or spec.training.wrap != Training.wrap:
+        yield "parallel"
+    if spec.batch != Samples():
+        yield "batch"
+    yield from _of_training(spec)
+    for name in ("seed", "seed_by", "deterministic"):
+        if getattr(spec, name) != getattr(Spec, name):
+            yield name
+    own = ("backend", "collective_timeout_s", "device_id", "checkpoint_timeout_s")
+    yield from _changed("comm", spec.comm, Comm(), own)
+    if spec.comm.deepspeed and not spec.training.wrapper.needs_deepspeed:
+        yield "comm.deepspeed"
+    yield from _changed("stop", spec.stop, Stopping(), ("margin_s", "every_steps"))
+    yield from _changed("hang", spec.hang, Hang(), tuple(each.name for each in fields(Hang)))
+
+
+def _of_wrap(spec: Spec) -> Iterator[str]:
+    """Yield the options that only work with run.wrap(). With DeepSpeed, init() itself has used parallel.wrap."""
+    if spec.training.wrap != Training.wrap and not spec.training.wrapper.needs_deepspeed:
+        yield "parallel.wrap"
+    yield from _of_training(spec)
+
+
+def _of_training(spec: Spec) -> Iterator[str]:
+    usual = Training()
+    for name in ("compile", "gradient_clip", "precision", "activation_checkpointing"):
+        if getattr(spec.training, name) != getattr(usual, name):
+            yield name
+
+
+def _changed(group: str, value: object, usual: object, names: tuple[str, ...]) -> Iterator[str]:
+    for name in names:
+        if getattr(value, name) != getattr(usual, name):
+            yield f"{group}.{name}"

@@ -1,0 +1,32 @@
+"""What hpcinit set at each start of the ranks: variables, timeouts, devices, layout.
+
+Rank 0 appends it to a file in the run folder, so that the log has only short lines. A process without a run folder has
+no other place than the log, and prints everything there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcinit.base import background_writer
+from hpcinit.base.console import plain, say
+from hpcinit.records import run_folder
+
+
+def record(folder: Path | None, job: str, lines: Sequence[str]) -> None:
+    """Append `lines` to the file in `folder`, or print them if there is no folder. job: World.job, for the heading."""
+    if folder is None:
+        for line in lines:
+            say(line)
+        return
+    path = folder / run_folder.STARTUP
+    heading = f"# job {job}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    text = plain("\n".join([heading, *lines, ""]))
+
+    def append() -> None:
+        with path.open("a", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+
+    background_writer.later(f"{run_folder.STARTUP} ({lines[0].partition(':')[0]})", append)

@@ -1,0 +1,84 @@
+"""A process group whose world size differs from the job's: world-size.json in the run folder.
+
+A program that starts ranks itself, inside ranks that hpcinit has started, makes several small process groups. Each of
+them trains alone, often on the same checkpoint, and the job still ends COMPLETED.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hpcinit.records import run_folder
+from hpcinit.records.spec import Spec
+
+
+@dataclass(frozen=True)
+class WrongWorldSize:
+    """launcher: what started the group. world_size: of the group. groups: how many such groups run on `host`.
+
+    pid: of one of the group's processes on `host`. nodes, ranks_per_node: of the submission.
+    """
+
+    launcher: str
+    world_size: int
+    groups: int
+    host: str
+    pid: int
+    nodes: int
+    ranks_per_node: int
+
+    def __str__(self) -> str:
+        nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
+        return (
+            f"{self.summary()} ({nodes} x {self.ranks_per_node}): each such group is a separate training run. "
+            f"Started by {self.launcher} (pid {self.pid} on {self.host}). hpcinit already starts one process per rank: "
+            "submit the program itself (-- train.py), or set ranks_per_node=1 to start one launcher per node"
+        )
+
+    def summary(self) -> str:
+        """Return 'a process group of 2 ranks in a job of 4 ranks'."""
+        what = "a process group" if self.groups == 1 else f"{self.groups} process groups"
+        return f"{what} of {_ranks(self.world_size)} in a job of {_ranks(self.nodes * self.ranks_per_node)}"
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def differs(spec: Spec, size: int, nodes: int) -> bool:
+    """Return whether a group of `size` ranks on `nodes` nodes is not the one that the submission describes.
+
+    With one rank per node, the rank may be a launcher that adds ranks on its node, if the group spans all nodes.
+    """
+    if nodes == spec.nodes and spec.ranks_per_node == 1:
+        return False
+    return (size, nodes) != (spec.world_size, spec.nodes)
+
+
+def record(folder: Path, found: WrongWorldSize) -> bool:
+    """Write the first finding of a run. Return whether this was the first. Raise OSError."""
+    path = folder / run_folder.WORLD_SIZE
+    new = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
+    try:
+        new.write_text(json.dumps(asdict(found)) + "\n")
+        os.link(new, path)
+    except FileExistsError:
+        return False
+    finally:
+        new.unlink(missing_ok=True)
+    return True
+
+
+def read(folder: Path) -> WrongWorldSize | None:
+    """Return the finding of the run, or None if there is none or if it cannot be read."""
+    try:
+        document: Mapping[str, object] = json.loads((folder / run_folder.WORLD_SIZE).read_text())
+        found = run_folder.from_known_fields(WrongWorldSize, document)
+        str(found)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return None
+    return found

@@ -1,0 +1,223 @@
+"""Export whole weights as safetensors, for Transformers, PEFT and inference engines. A folder is complete or absent.
+
+FOLDER/hpcinit_export.json       the files of the export and their sizes, written last
+       model.safetensors         or several files with an index, and config.json: a model of Transformers
+       adapter_model.safetensors and adapter_config.json: the adapters of a PEFT model, without its base model
+
+It is written into .FOLDER.RANDOM.tmp beside it, and renamed when every file is on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hpcinit.base.errors import CheckpointError, RequestError
+from hpcinit.base.versions import installed
+from hpcinit.runtime.checkpoint import checkpoint_folder as of_steps
+from hpcinit.runtime.checkpoint import native_checkpoint
+from hpcinit.runtime.wrap.wrapped import Wrapped
+
+MARKER = "hpcinit_export.json"
+WEIGHTS = "model.safetensors"
+
+
+class Saves(Protocol):
+    """A tokenizer or processor of Transformers."""
+
+    def save_pretrained(self, save_directory: str) -> object: ...
+
+
+def export(wrapped: Wrapped, folder: Path, *, dtype: torch.dtype, tokenizer: Saves | None, timeout: timedelta) -> Path:
+    """Write the whole weights into `folder` and return it. Every rank must call it; rank 0 writes.
+
+    Rank 0 needs memory on the CPU for the whole model in `dtype`. Raise RequestError on every rank for a model or a
+    folder that cannot be exported, and CheckpointError if writing fails. An older export is then unchanged.
+    """
+    if not isinstance(wrapped, Wrapped):
+        raise RequestError(
+            f"export() got a {type(wrapped).__name__}, expected what run.wrap() returned: "
+            "wrapped = run.wrap(model); run.export(wrapped, folder)"
+        )
+    if not dtype.is_floating_point:
+        raise RequestError(f"export() got dtype {dtype}, expected a floating-point type such as torch.bfloat16")
+    if not installed("safetensors"):
+        raise RequestError("export() needs the package safetensors, which is not installed: pip install safetensors")
+    wrapped.refuse_offloaded("export()")
+    wrapped.check_export()
+    folder = Path(os.path.abspath(folder))  # noqa: PTH100 - Path.resolve() would follow a link to an older export
+    temporary: Path | None = None
+    with native_checkpoint.patient(timeout):
+        try:
+            temporary = native_checkpoint.on_rank_0(partial(_begin, folder, timeout))
+            weights = _collect(wrapped, dtype)
+            native_checkpoint.on_rank_0(partial(_write, wrapped.model, weights, dtype, tokenizer, temporary, folder))
+        except CheckpointError as error:
+            raise CheckpointError(f"cannot export to {folder}: {error}{_free(folder)}", quoted=error.quoted) from error
+        finally:
+            if temporary is not None and dist.get_rank() == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def _begin(folder: Path, timeout: timedelta) -> Path:
+    """Create and return a temporary folder; remove those of killed exports. Raise RequestError for a foreign folder."""
+    _refuse_foreign(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for path in folder.parent.glob(f".{folder.name}.*.tmp"):
+        if time.time() - of_steps.last_change(path) > timeout.total_seconds():
+            shutil.rmtree(path, ignore_errors=True)
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")
+    temporary.mkdir()
+    return temporary
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"; {shutil.disk_usage(folder.parent).free / 1e9:.1f} GB of disk space are free"
+    except OSError:
+        return ""
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Raise RequestError if `folder` contains anything that an export did not write."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise RequestError(f"cannot export to {folder}: it is not a folder")
+    try:
+        ours = {MARKER, *json.loads((folder / MARKER).read_text())["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        ours = set()
+    found = sorted(set(_files(folder)) - ours)
+    if found:
+        others = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise RequestError(
+            f"cannot export to {folder}: it contains files that no export wrote ({', '.join(found[:3])}{others}). "
+            "Export into a new folder, or move them away"
+        )
+
+
+def _files(folder: Path) -> dict[str, int]:
+    """Return relative path -> size of all files below `folder`."""
+    found = (Path(inner, each) for inner, _, names in os.walk(folder) for each in names)
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
+
+
+def _collect(wrapped: Wrapped, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the whole weights on rank 0 (other ranks: nothing). Tensors that the model shares stay shared.
+
+    Every rank takes part for each module, whatever goes wrong on rank 0, so that no rank waits for another.
+    """
+    model = wrapped.model
+    # state_dict() first: it lets FSDP put its shards back into the modules. Its tensors are the parameters themselves.
+    named = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    wanted = _of_adapters(model, named) if _is_peft(model) else set(map(id, named.values()))
+    first, copies, error = dist.get_rank() == 0, dict[int, Tensor](), None
+    for original, whole in wrapped.whole_weights(wanted):
+        if first and error is None:
+            try:
+                copies[id(original)] = _on_cpu(whole, dtype)
+            except Exception as raised:
+                error = raised
+    native_checkpoint.gather_answers(None, error)
+    return {name: copies[id(value)] for name, value in named.items() if id(value) in copies}
+
+
+def _on_cpu(whole: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy on the CPU. Integers, and formats of 8 bits, keep their type."""
+    convert = whole.is_floating_point() and whole.element_size() > 1
+    return torch.empty(whole.shape, dtype=dtype if convert else whole.dtype).copy_(whole.detach())
+
+
+def _is_a(model: nn.Module, module: str, name: str) -> bool:
+    """Return whether the model is of that class. If the program has not imported the module, it is not."""
+    there = sys.modules.get(module)
+    return there is not None and isinstance(model, getattr(there, name))
+
+
+def _is_peft(model: nn.Module) -> bool:
+    return _is_a(model, "peft.peft_model", "PeftModel")
+
+
+def _of_adapters(model: Any, named: Mapping[str, Tensor]) -> set[int]:
+    """Return the ids of the tensors that PEFT saves, so that the base model is not gathered. It may rename them."""
+    from peft import get_peft_model_state_dict  # noqa: PLC0415 - the program has imported it
+
+    found = {id(value) for value in named.values() if value.requires_grad}
+    for adapter in model.peft_config:
+        found |= set(map(id, get_peft_model_state_dict(model, state_dict=dict(named), adapter_name=adapter).values()))
+    return found
+
+
+def _write(
+    model: Any, weights: dict[str, Tensor], dtype: torch.dtype, tokenizer: Saves | None, temporary: Path, folder: Path
+) -> None:
+    """Write and publish the export. Raise RequestError if `folder` was filled in the meantime."""
+    if _is_peft(model) or _is_a(model, "transformers.modeling_utils", "PreTrainedModel"):
+        model.save_pretrained(str(temporary), state_dict=weights)
+        _name_dtype(temporary / "config.json", dtype)
+    else:
+        _save_plain(weights, temporary / WEIGHTS)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(temporary))
+    versions = {name: found for name in ("torch", "transformers", "peft") if (found := installed(name))}
+    document = {"dtype": _name(dtype), "versions": versions, "files": _files(temporary)}
+    (temporary / MARKER).write_text(json.dumps(document, indent=1) + "\n")
+    for inner, _, names in os.walk(temporary):
+        for each in [*names, "."]:
+            of_steps.sync(Path(inner, each))
+    _publish(temporary, folder)
+
+
+def _save_plain(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Write a model that is not Transformers' own, as safetensors.torch.save_model does: shared tensors only once."""
+    from safetensors.torch import save_file  # noqa: PLC0415 - not every program exports
+
+    names: dict[int, str] = {}
+    metadata = {"format": "pt"}
+    for name, tensor in weights.items():
+        if names.setdefault(id(tensor), name) != name:
+            metadata[name] = names[id(tensor)]
+    save_file({name: weights[name] for name in names.values()}, str(path), metadata)
+
+
+def _name_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Correct the type in Transformers' config.json, which is the one in training (version 4: torch_dtype)."""
+    with suppress(FileNotFoundError):  # adapters have none
+        document = json.loads(path.read_text())
+        document |= {key: _name(dtype) for key in ("dtype", "torch_dtype") if key in document}
+        path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _publish(temporary: Path, folder: Path) -> None:
+    """Rename the written folder to its final name, instead of an older export."""
+    _refuse_foreign(folder)
+    older = of_steps.set_aside(folder) if folder.exists() else None
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if older is not None:
+            older.rename(folder)
+        raise
+    of_steps.sync(folder.parent)
+    if older is not None:
+        of_steps.discard(older)

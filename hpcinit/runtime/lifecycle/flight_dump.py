@@ -1,0 +1,83 @@
+"""Write what torch's flight recorder knows, as soon as hpcinit detects a hang: long before a collective times out.
+
+gloo never writes its recorder to a file, so this rank does, with the members of its groups, which gloo does not record.
+NCCL writes the same file itself when a byte arrives in its pipe; a thread in C++ reads it, which needs no Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hpcinit.base import safe_files
+from hpcinit.records import scratch
+from hpcinit.records.safeguards import FLIGHT
+from hpcinit.world import World
+
+PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+
+
+def path(world: World, folder: Path) -> Path:
+    """Return the file of this rank's dump, which NCCL writes too (records/safeguards.py)."""
+    return folder / FLIGHT / f"{scratch.folder_name(world.job)}.rank_{world.rank}"
+
+
+def write(world: World, folder: Path) -> None:
+    """Write this rank's dump, or let NCCL write it. Do nothing without a process group. Raise OSError."""
+    loaded: Any = sys.modules.get("torch")
+    if loaded is None:
+        return
+    dist = loaded.distributed
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    if _ask_nccl(world.rank):
+        return
+    import torch._C._distributed_c10d as compiled  # noqa: PLC0415 - torch is loaded already
+
+    recorder = getattr(compiled, "_dump_fr_trace_json", None)
+    if recorder is None:
+        return
+    try:
+        document = json.loads(recorder())
+        document["pg_config"] = _groups(dist.distributed_c10d)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return  # parts of torch that another version may change: the report of the hang does not depend on them
+    document["written_ns"] = time.time_ns()
+    target = path(world, folder)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    safe_files.write_atomically(target, json.dumps(document))
+
+
+def remove(world: World, folder: Path) -> None:
+    """Remove the dump: the rank continues."""
+    with contextlib.suppress(OSError):
+        path(world, folder).unlink(missing_ok=True)
+
+
+def _ask_nccl(rank: int) -> bool:
+    """Request a dump of NCCL through its pipe, and return whether the pipe exists."""
+    prefix = os.environ.get(PIPE)
+    if not prefix:
+        return False
+    try:
+        pipe = os.open(f"{prefix}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    with contextlib.suppress(OSError), os.fdopen(pipe, "wb", buffering=0) as file:
+        file.write(b"1")
+    return True
+
+
+def _groups(c10d: Any) -> dict[str, dict[str, str]]:
+    """Return this rank's groups as NCCL's recorder lists them: the name, the description, the ranks in their order."""
+    found = {}
+    for group, name in list(c10d._world.pg_names.items()):
+        numbers = c10d._world.pg_group_ranks.get(group, {})
+        order = sorted(numbers, key=lambda rank: numbers[rank])
+        found[name] = {"name": name, "desc": getattr(group, "group_desc", ""), "ranks": str(order)}
+    return found

@@ -1,0 +1,139 @@
+"""Notice that no rank prints anything, and write the stack of every rank: for programs that report no steps.
+
+Rank 0 looks at the logs of all ranks and marks a silence with a file. The other ranks look for that file. It is only
+evidence for `hpcinit why`: a silence never ends a rank, and nothing is printed, which would end the silence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from hpcinit.base import background_writer
+from hpcinit.records import hang_report, plain_files, run_folder, scratch
+from hpcinit.rendezvous.process_state import state
+from hpcinit.runtime.lifecycle import flight_dump
+from hpcinit.world import World
+
+PERIOD_S = 30.0
+PERIODS = 8  # looks at the logs before a silence counts
+
+
+def write_stacks(path: Path, note: str = "") -> None:
+    """Write the stacks of all threads of this process, as hang_report.place() reads them. Raise OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        print(hang_report.MAIN.format(ident=threading.main_thread().ident), file=file)
+        print(note, file=file, flush=True)
+        faulthandler.dump_traceback(file=file, all_threads=True)
+
+
+class OutputWatch:
+    """A thread of one rank, until stop(). after_s: how long no rank may print before the stacks are written."""
+
+    def __init__(self, world: World, after_s: float, folder: Path) -> None:
+        self._world, self._folder = world, folder
+        self._rank, self._after_s, self._logs = world.rank, after_s, folder / run_folder.LOGS
+        self._errors = folder / run_folder.ERRORS
+        self._hang = folder / hang_report.FOLDER / scratch.folder_name(world.job)
+        self._marker = self._hang / hang_report.SILENT
+        self._stack = self._hang / hang_report.STACK.format(rank=world.rank)
+        self._period = min(PERIOD_S, after_s / PERIODS)
+        self._newest = 0.0  # time of the last change of any log, by the clock of the file system
+        self._printed = self._same_since = time.monotonic()
+        self._place: tuple[object, ...] = ()  # of the main thread at the last look
+        self._cpu = (time.monotonic(), time.process_time())
+        self._silent = self._spoke = False
+        self._failed = False  # set by stop(): the stacks show what a rank did before the failure
+        self._stopped = threading.Event()
+        threading.Thread(target=self._run, name="hpcinit-output-watch", daemon=True).start()
+
+    def stop(self, failed: bool = False) -> None:
+        self._failed = failed
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._period):
+            with background_writer.suppressed("the stacks of a silent rank"):
+                self._look()
+        if self._silent and not self._failed:
+            self._remove()
+
+    def _look(self) -> None:
+        now, cpu = time.monotonic(), time.process_time()
+        note = f"cpu_s {cpu - self._cpu[1]:.2f} of_s {now - self._cpu[0]:.2f}"
+        if now - self._cpu[0] > 2 * self._period:  # the process was stopped (SIGSTOP, scontrol suspend)
+            self._printed += now - self._cpu[0]
+        self._cpu = (now, cpu)
+        place = _main_place()
+        if place != self._place:
+            self._place, self._same_since = place, now
+        if self._is_silent(now):
+            first, self._silent, self._spoke = not self._silent, True, False
+            write_stacks(self._stack, f"{note} same_s {now - self._same_since:.0f}")
+            if first:
+                flight_dump.write(self._world, self._folder)
+        elif self._silent and not self._spoke:
+            self._spoke = True  # it may be the traceback of a rank whose collective has timed out
+        elif self._silent and not any(self._errors.glob("rank-*.json")):
+            self._silent = False
+            self._remove()
+
+    def _is_silent(self, now: float) -> bool:
+        if self._rank:
+            return self._marker.exists()
+        newest = _newest_change(self._logs, self._newest)
+        if newest != self._newest:
+            self._newest, self._printed = newest, now
+        if now - self._printed < self._after_s:
+            return False
+        self._hang.mkdir(parents=True, exist_ok=True)
+        plain_files.write(self._marker, {"silent_s": round(now - self._printed)})
+        return True
+
+    def _remove(self) -> None:
+        """Remove what this rank wrote: there is output again, or the rank reports steps."""
+        for path in (self._stack, *([] if self._rank else [self._marker])):
+            path.unlink(missing_ok=True)
+        flight_dump.remove(self._world, self._folder)
+
+
+def _newest_change(logs: Path, known: float) -> float:
+    """Return the time of the last change of any log; of rank 0's alone if it changed, which is the usual case."""
+    with contextlib.suppress(OSError):
+        own = (logs / "rank-0.log").stat().st_mtime
+        if own > known:
+            return own
+    times = []
+    for entry in os.scandir(logs):
+        with contextlib.suppress(OSError):
+            times.append(entry.stat().st_mtime)
+    return max(times, default=0.0)
+
+
+def _main_place() -> tuple[object, ...]:
+    """Return the file and the line of each frame of the main thread."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    found: list[object] = []
+    while frame is not None:
+        found.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def start(world: World, after_s: float, folder: Path) -> None:
+    """Watch the output of this run. Never raise: the program runs without it."""
+    stop()
+    with contextlib.suppress(RuntimeError):  # this user may have no more threads
+        state.output_watch = OutputWatch(world, after_s, folder)
+
+
+def stop(failed: bool = False) -> None:
+    """End the watch: the program reports steps, which show more, or it has ended. failed: keep the stacks."""
+    if state.output_watch is not None:
+        state.output_watch.stop(failed)

@@ -1,0 +1,172 @@
+"""`hpcinit export RUN > job.sbatch`: print a plain batch script that runs the same program without hpcinit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hpcinit.base import console, quoting, versions
+from hpcinit.base.errors import RequestError
+from hpcinit.base.quoting import option_flags
+from hpcinit.config import compose, default_cluster, environment_checks
+from hpcinit.config.request import Request
+from hpcinit.config.resources import ranks_per_node
+from hpcinit.config.schema import Config
+from hpcinit.observe import find_runs
+from hpcinit.records import run_folder
+from hpcinit.submit import (
+    code_snapshot,
+    job_environment,
+    program_arguments,
+    provenance,
+    script,
+    slurm_executor,
+    srun_step,
+    submit_command,
+    transaction,
+)
+from hpcinit.submit.code_snapshot import SnapshotPlan
+from hpcinit.submit.run_path import RunPath
+from hpcinit.world import hosts
+
+FIRST_HOST = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+PORT = "$((20000 + SLURM_JOB_ID % 10000))"  # below the ephemeral ports of Linux, 32768-60999
+# Slurm gives each rank its numbers; the program expects torch's names.
+RANK = 'export RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID"; exec "$@"'
+# Options of srun that only make sense with hpcinit's run folder.
+OF_THE_RUN_FOLDER = ("output", "open-mode")
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hpcinit export",
+        usage="hpcinit export [options] RUN\n       hpcinit export [options] key=value ... [-- PROGRAM ARGUMENTS ...]",
+        description="Print a plain batch script that runs the same program with srun and without hpcinit: of a run, or "
+        "of a request as for hpcinit submit.",
+    )
+    parser.add_argument("request", nargs="*", metavar="RUN | key=value", help="a run, or the keys of a request")
+    find_runs.add_runs_dir(parser)
+    return console.add_verbosity_options(parser)
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments, program = submit_command.split_program(argv, "hpcinit export cluster=x nodes=2")
+    options = console.parse_arguments(parser(), arguments, intermixed=True)
+    runs = [argument for argument in options.request if "=" not in argument]
+    if runs and (program or len(options.request) > 1):
+        raise RequestError(
+            f"{' '.join(options.request)}: expected one RUN, or the request of a new job: key=value ... -- train.py"
+        )
+
+    def show(config: Config, workdir: Path, code: SnapshotPlan | None = None, folder: Path | None = None) -> int:
+        text = plain_script(config, workdir, code, folder)
+        sys.stdout.write(json.dumps({"script": text}) + "\n" if options.json else text)
+        return 0
+
+    if runs:
+        run = find_runs.find_run(runs[0], options.runs_dir).absolute()
+        if find_runs.is_sweep(run):
+            raise RequestError(f"{run} is a sweep, expected one task, as in: hpcinit export {runs[0]}/0")
+
+        def of_run(requests: Sequence[Request]) -> int:
+            config = replace(requests[0].config, dependency=None)  # what it waited for is over
+            workdir, code = _code(run, config)
+            return show(config, workdir, code, run)
+
+        return provenance.recorded_request(provenance.read_recorded(run), [], lambda request: None, of_run)
+
+    def prepare(request: Request) -> None:
+        if program:
+            submit_command.set_program(program, request, program_arguments.given_keys(options.request))
+        default_cluster.require()
+        transaction.check(request.config, request.document)
+
+    def of_request(requests: Sequence[Request]) -> int:
+        if len(requests) > 1:
+            raise RequestError(f"{len(requests)} combinations, expected one: export prints one script")
+        return show(requests[0].config, job_environment.workdir_of(requests[0].config))
+
+    line = [*options.request, *(["job=program"] if program else [])]
+    return compose.main(line, prepare, of_request)
+
+
+def _code(run: Path, config: Config) -> tuple[Path, SnapshotPlan | None]:
+    """Return the folder in which the program of a run starts, and its snapshot if it has one."""
+    recorded = provenance.recorded_provenance(run)
+    if config.snapshot != "git":
+        return Path(recorded["workdir"]), None
+    workdir = run / run_folder.CODE / (recorded.get("snapshot") or {"workdir": "."})["workdir"]
+    return workdir, code_snapshot.plan_snapshot(config, workdir)
+
+
+def plain_script(config: Config, workdir: Path, code: SnapshotPlan | None = None, run: Path | None = None) -> str:
+    """Return the script. code, run: the snapshot of a run, and its folder. Raise RequestError for cluster=local."""
+    if config.cluster.engine != "slurm":
+        raise RequestError(
+            f"cluster {config.cluster.name} has no Slurm (engine: {config.cluster.engine}), so a batch script cannot "
+            "run there; export the request for another cluster: hpcinit export cluster=x nodes=2 -- train.py"
+        )
+    plain = replace(
+        config,
+        chain=1,
+        spare_nodes=0,
+        restart=replace(config.restart, max_restarts=None),
+        launch=replace(config.launch, kind="srun", max_restarts=0),
+    )
+    path = RunPath(workdir)  # in place of the run folder, which the script does not use
+    parameters = script.parameters(plain, path, workdir)
+    setup = [*script.setup_lines(plain, path), *(script.code_lines(RunPath(run), code) if run else [])]
+    parameters["setup"] = setup[1:]  # without the first empty line
+    parameters["additional_parameters"]["output"] = quoting.pattern(f"{config.name}-") + "%j.out"
+    return slurm_executor.render(workdir, _ranks(plain, path, workdir), parameters, _header(config))
+
+
+def _header(config: Config) -> list[str]:
+    """Return the comments at the top of the script, with what it lacks."""
+    kept = Config()
+    lacks = {
+        f"chain={config.chain}": config.chain > 1,
+        f"spare_nodes={config.spare_nodes}": config.spare_nodes > 0,
+        f"restart.max_restarts={config.restart.max_restarts}": bool(config.restart.max_restarts),
+        f"launch={config.launch.kind}": config.launch.kind != kept.launch.kind,
+    }
+    version = versions.by_folder(tuple(sys.path)).get("hpcinit", "")
+    lines = [
+        f"# {config.name}: {script.program_of(config)}",
+        f"# Exported by hpcinit {version} on {time.strftime('%Y-%m-%d')}. It runs without hpcinit: sbatch THIS_FILE",
+    ]
+    if missing := [text for text, lacking in lacks.items() if lacking]:
+        lines.append(f"# Not in this script, because hpcinit does it: {', '.join(missing)}")
+    return [script.comment(line) for line in lines]
+
+
+def _ranks(config: Config, path: RunPath, workdir: Path) -> str:
+    """Return the lines that export torch's variables and start the ranks."""
+    host = hosts.rename("HOST", config.cluster.host_template).replace("HOST", FIRST_HOST)
+    python, job = environment_checks.python(config), config.job
+    target = ["-m", job.module] if job.module else [job.script] if job.script else None
+    program = [python, "-u", *target] if target else [job.command or ""]
+    options = {
+        **srun_step.options(config, path),
+        **script.container_options(config, path, workdir),
+        **config.cluster.srun,
+    }
+    flags = option_flags({name: value for name, value in options.items() if name not in OF_THE_RUN_FOLDER})
+    prefix = script.container_prefix(config, path, workdir)
+    lines = [["srun", *flags], ["sh", "-c", RANK, "sh"], [*prefix, *program, *job.args]]
+    return "\n".join(
+        [
+            "# torch's variables that are equal in all ranks. Rank 0 runs on the first node.",
+            f'export MASTER_ADDR="{host}"',
+            f'export MASTER_PORT="{PORT}"',
+            f"export WORLD_SIZE={config.nodes * ranks_per_node(config)}",
+            "",
+            "# Start the ranks. Each one exports its own RANK and LOCAL_RANK.",
+            " \\\n  ".join(" ".join(quoting.shell(argument) for argument in line) for line in lines),
+        ]
+    )

@@ -1,0 +1,91 @@
+"""The program's arguments after --: references to config keys, and checks for a sweep over them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from hpcinit.base import console
+from hpcinit.base.errors import RequestError
+from hpcinit.config import keys
+from hpcinit.config.request import Request
+
+# ${lr}, ${model.width}, ${hydra:job.num}; \\${lr} is not replaced
+REFERENCE = re.compile(r"(?P<escape>\\?)\$\{(?P<key>[\w.]+|hydra:job\.num)\}")
+NUMBER = "hydra:job.num"
+# --lr=1,2 or 1e-1,1e-2: what Hydra would sweep
+LIST = re.compile(r"(?P<option>--?[\w-]+=)?(?P<values>[^\s,=\[\](){}'\"$]+(?:,[^\s,=\[\](){}'\"$]+)+)")
+
+
+def given_keys(arguments: Sequence[str]) -> set[str]:
+    """Return the keys that the command line sets."""
+    return {argument.partition("=")[0].lstrip("+") for argument in arguments if "=" in argument}
+
+
+def interpolated(program: Sequence[str], request: Request, given: Collection[str]) -> list[str]:
+    """Return the program with the values of the keys `given` instead of ${key}.
+
+    Any other ${...} stays, because it may be for a shell. Raise RequestError for a key that is not a single value.
+    """
+
+    def value(found: re.Match[str]) -> str:
+        key = found["key"]
+        if key not in given and key != NUMBER:
+            return found[0]
+        request.unread.pop(key, None)
+        if found["escape"]:
+            return found[0][1:]
+        found_value = request.number if key == NUMBER else _get(request.document, key)
+        if isinstance(found_value, (dict, list)):
+            raise RequestError(f"${{{key}}} after -- is {found_value}, expected a single value")
+        return str(found_value)
+
+    return [REFERENCE.sub(value, argument) for argument in program]
+
+
+def _get(document: Mapping[str, Any], key: str) -> Any:
+    found: Any = document
+    for part in key.split("."):
+        found = found[part]
+    return found
+
+
+def check_distinct(requests: Sequence[Request], program: Sequence[str]) -> None:
+    """Raise RequestError if two combinations of a sweep are the same job, unless again=true."""
+    seen: dict[str, Request] = {}
+    for request in requests:
+        first = seen.setdefault(repr(request.config), request)
+        if first is request or request.config.again:
+            continue
+        names = " and ".join(one.combination or f"combination {one.number}" for one in (first, request))
+        key = next((key for key in request.unread if key in request.combination), None)
+        reason, advice = "", "give each value once"
+        if key:
+            command = shlex.join(program) if program else "train.py"
+            reason, advice = (
+                f", because nothing reads {key}",
+                f"pass it to the program, as in: -- {command} '${{{key}}}'",
+            )
+        raise RequestError(f"{names} are the same job{reason}; {advice}; to submit both anyway: again=true")
+
+
+def check_lists(program: Sequence[str], arguments: Sequence[str], combinations: int) -> None:
+    """Raise RequestError for a list such as 1e-1,1e-2 after -- that is not swept; warn if other keys are swept."""
+    for at, argument in enumerate(program[1:], 1):
+        if not (found := LIST.fullmatch(argument)):
+            continue
+        option = found["option"] or (program[at - 1] if program[at - 1].startswith("-") else "")
+        shown = argument if found["option"] else f"{option} {argument}".strip()
+        if combinations > 1:
+            console.warning(f"{shown} after -- is not swept: every task gets the whole list")
+            continue
+        key = re.sub(r"\W", "_", option.strip("-=")) or "x"
+        plus = "" if keys.kind(key) is not None else "+"
+        swept = [*program[:at], f"{found['option'] or ''}${{{key}}}", *program[at + 1 :]]
+        before = shlex.join([one for one in arguments if one != "job=program"])
+        raise RequestError(
+            f"{shown} after -- is not swept, because hpcinit sweeps only keys before --; to sweep it: hpcinit submit "
+            f"{before} {plus}{key}={found['values']} -- {shlex.join(swept)}; to pass the list unchanged, remove -m"
+        )

@@ -1,0 +1,232 @@
+"""Evidence from the logs of a job that hpcinit did not start: of srun, torchrun, accelerate, DeepSpeed, Lightning.
+
+The lines of a rank are recognized by their prefix ('3: ' of `srun -l`, '[rank3]:' of torch, '[default3]:' of torchrun,
+'[rank: 3]' of Lightning) or by the name of their file. torchrun's table of failures has rank, host and exit status.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpcinit.records import causes, job_log
+from hpcinit.records.error_records import ErrorRecord, Found
+from hpcinit.records.job_log import End, JobLog
+from hpcinit.why import flight_recorder, hang_verdict
+from hpcinit.why.evidence import Evidence
+
+NAMES = ("*.out", "*.err", "*.log", "*.txt", "log*", "*stderr*", "*stdout*")
+MOST_FILES, MOST_BYTES = 1024, 50_000_000  # of one folder, and of the end of each file
+NO_RANK = -1
+_SRUN = re.compile(r"^ *(\d+): ?")  # srun -l
+_RANK = re.compile(r"^\[(?:rank|default)(\d+)\]: ?|^\[rank: (\d+)\] ?")
+_FILE = re.compile(r"(?:^|[^0-9a-z])(?:rank|task|proc)[_-]?(\d+)(?!\d)|^\d+[_-](\d+)\.(?:out|err|log)$", re.IGNORECASE)
+_FOLDER = re.compile(r"attempt_\d+/(\d+)/std(?:err|out)\.log$")  # torchrun --log-dir, by local rank
+_BEGIN = "Traceback (most recent call last):"
+_ERROR = re.compile(r"^[A-Za-z_][\w.]*(?::|$)")
+_WATCHDOG = re.compile(r"\[Rank (\d+)\].*(Watchdog caught collective operation timeout.*)")
+_XID = re.compile(r"(NVRM: Xid .*)")
+_SIZE = re.compile(r"\bworld[_ ]size\b['\"]?\s*[:=]?\s*(\d+)", re.IGNORECASE)
+# The table of torchrun's ChildFailedError.
+_FIELD = re.compile(r"^\s*(host|rank|exitcode)\s*: (\S+)(?:.*\(pid: (\d+)\))?")
+_FORCED = re.compile(r"Unable to shutdown process (\d+) via \S+, forcefully exiting")  # by the agent, after SIGTERM
+_ROOT = "Root Cause (first observed failure):"
+# Errors of launchers, which only report that a rank failed.
+_LAUNCHER = re.compile(r"ChildFailedError|CalledProcessError|SignalException|RendezvousClosedError|DistStoreError")
+# ERROR: [launch.py:325:sigkill_handler] ['python', '-u', 'train.py', '--local_rank=3'] exits with return code = -9
+_DEEPSPEED = re.compile(r"--local_rank=(\d+).*exits with return code = (-?\d+)")
+WORKER_KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal")
+
+
+@dataclass(frozen=True)
+class Log:
+    """text: of a file. rank: whose file it is, None if several ranks write to it. written: its modification time."""
+
+    text: str
+    rank: int | None = None
+    written: float = 0.0
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """evidence: what the logs show. unknown: what they do not show, with the line that would have shown it."""
+
+    evidence: Evidence
+    unknown: tuple[str, ...] = ()
+
+
+def files(place: Path) -> list[Path]:
+    """Return the log files at `place`, a file or a folder."""
+    if place.is_file():
+        return [place]
+    found = {path for name in NAMES for path in place.rglob(name) if path.is_file()}
+    return sorted(found)[:MOST_FILES]
+
+
+def read(paths: Sequence[Path]) -> list[Log]:
+    """Return the logs, the oldest first. Skip files that cannot be read."""
+    found = []
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - MOST_BYTES))
+                text = file.read().decode(errors="replace")
+            found.append(Log(text, _rank_of(path), path.stat().st_mtime))
+        except OSError:
+            continue
+    return sorted(found, key=lambda log: log.written)
+
+
+def _rank_of(path: Path) -> int | None:
+    match = _FOLDER.search(str(path)) or _FILE.search(path.name)
+    return int(next(group for group in match.groups() if group)) if match else None
+
+
+def gather(logs: Sequence[Log], state: str = "", dumps: Mapping[int, Mapping[str, object]] | None = None) -> Foreign:
+    """Return the evidence in the logs. state: of Slurm's job, '' if unknown. dumps: of torch's flight recorder."""
+    errors: list[tuple[int, str, str]] = []  # rank, error, traceback
+    ends: list[End] = []
+    seen: set[int] = set()
+    size, job_lines = 0, []
+    for log in logs:
+        lines = list(_lines(log))
+        seen |= {rank for rank, _ in lines if rank != NO_RANK}
+        errors += _errors(lines)
+        ends += _table([line for _, line in lines])
+        job_lines += [line for _, line in lines]
+        size = max([size, *(int(found[1]) for found in _SIZE.finditer(log.text))])
+    slurm = job_log.read("\n".join(job_lines))
+    of_ranks = not ends  # srun's tasks are the agents of torchrun otherwise
+    every_end = of_ranks and bool(slurm.ends)
+    slurm = replace(slurm, ends=tuple([*slurm.ends] if of_ranks else ends), output=())
+    errors = _assigned(errors, slurm)
+    hosts = {rank: end.host for end in slurm.ends for rank in end.ranks}
+    ranks = {*seen, *hosts, *(rank for rank, _, _ in errors if rank != NO_RANK)}
+    found = tuple(
+        Found(ErrorRecord(float(number), rank, hosts.get(rank, ""), error, traceback), 0.0)
+        for number, (rank, error, traceback) in enumerate(_first_of_each(errors))
+    )
+    evidence = Evidence(
+        state or ("FAILED" if found or slurm.ends else "UNKNOWN"),
+        found=found,
+        log=slurm,
+        size=max([size, *(rank + 1 for rank in ranks)]),
+        hosts=hosts,
+        tails=_tails(logs),
+        flight=hang_verdict.verdict(dumps or {}, hosts),
+        every_end_is_logged=every_end or bool(ends),
+        has_clock=False,
+        lists_failed_ranks=bool(ends) and not size,
+    )
+    return Foreign(evidence, tuple(_unknown(evidence, size)))
+
+
+def _lines(log: Log) -> Iterator[tuple[int, str]]:
+    """Yield (rank, line without its prefix)."""
+    lines = log.text.splitlines()
+    labelled = sum(1 for line in lines if _SRUN.match(line)) * 2 > len(lines)
+    for line in lines:
+        rank, rest = NO_RANK if log.rank is None else log.rank, line
+        if labelled and (found := _SRUN.match(rest)):
+            rank, rest = int(found[1]), rest[found.end() :]
+        if found := _RANK.match(rest):
+            rank, rest = int(found[1] or found[2]), rest[found.end() :]
+        yield rank, rest
+
+
+def _errors(lines: Sequence[tuple[int, str]]) -> list[tuple[int, str, str]]:
+    """Return (rank, error, traceback) of each traceback, of NCCL's watchdog and of the driver, in their order."""
+    found: list[tuple[int, str, str]] = []
+    open_tracebacks: dict[int, list[str]] = {}
+    for rank, line in lines:
+        if line.startswith(_BEGIN):
+            open_tracebacks[rank] = [line]
+        elif rank in open_tracebacks:
+            open_tracebacks[rank].append(line)
+            if _ERROR.match(line):
+                traceback = "\n".join(open_tracebacks.pop(rank))
+                if not _LAUNCHER.search(line):
+                    found.append((rank, line, traceback))
+        elif watchdog := _WATCHDOG.search(line):
+            found.append((int(watchdog[1]), f"RuntimeError: [Rank {watchdog[1]}] {watchdog[2]}", ""))
+        elif xid := _XID.search(line):
+            found.append((rank, xid[1], ""))
+    return found
+
+
+def _table(lines: Sequence[str]) -> list[End]:
+    """Return the ends of ranks in torchrun's table, the first observed failure first, or in DeepSpeed's messages."""
+    ends: list[End] = []
+    fields: dict[str, str] = {}
+    root = False
+    forced = {found[1] for line in lines if (found := _FORCED.search(line))}
+    for line in lines:
+        root = root or line.startswith(_ROOT)
+        if found := _FIELD.match(line):
+            fields[found[1]] = found[2]
+            if found[1] == "exitcode" and {"host", "rank"} <= fields.keys():
+                how = job_log.how(int(fields["exitcode"]))
+                by_agent = not root and (how == "Terminated" or found[3] in forced)
+                end = End(fields["host"], (int(fields["rank"]),), how, by_agent)
+                ends = [end, *ends] if root else [*ends, end]
+                fields = {}
+        elif line.startswith("====="):
+            root = False
+        elif found := _DEEPSPEED.search(line):
+            ends.append(End("", (int(found[1]),), job_log.how(int(found[2])), bool(ends)))
+    return ends
+
+
+def _assigned(errors: Sequence[tuple[int, str, str]], slurm: JobLog) -> list[tuple[int, str, str]]:
+    """Return the errors, with the rank of one that was printed without it if only one rank is left that failed."""
+    with_rank = {rank for rank, _, _ in errors}
+    nameless = [error for error in errors if error[0] == NO_RANK and not causes.is_secondary_text(error[1])]
+    failed = {rank for end in slurm.ends if not end.after_abort and not end.succeeded for rank in end.ranks} - with_rank
+    if len({error for _, error, _ in nameless}) == 1 and len(failed) == 1:
+        return [(next(iter(failed)) if one in nameless else one[0], *one[1:]) for one in errors]
+    return list(errors)
+
+
+def _first_of_each(errors: Sequence[tuple[int, str, str]]) -> Iterator[tuple[int, str, str]]:
+    """Yield one error of each rank: its first that is not secondary, or else its first."""
+    by_rank: dict[int, list[tuple[int, str, str]]] = {}
+    for error in errors:
+        by_rank.setdefault(error[0], []).append(error)
+    chosen = set()
+    for found in by_rank.values():
+        worker = [one for one in found if WORKER_KILLED.search(one[1])]
+        cause = [one for one in found if not causes.is_secondary_text(one[1])]
+        chosen.add((worker or cause or found)[0])
+    yield from dict.fromkeys(error for error in errors if error in chosen)
+
+
+def _tails(logs: Sequence[Log]) -> dict[int, str]:
+    tails: dict[int, str] = {}
+    for log in logs:
+        for rank, line in _lines(log):
+            if rank != NO_RANK and line.strip() and not job_log.is_from_slurm(line):
+                tails[rank] = line.strip()
+    return tails
+
+
+def _unknown(evidence: Evidence, size: int) -> Iterator[str]:
+    if any(one.record.rank == NO_RANK for one in evidence.found):
+        yield "which rank printed the error: the lines have no rank; srun -l, or torchrun --tee 3, shows it"
+    if evidence.found and not evidence.log.ends:
+        yield "how each rank ended: the messages of srun or torchrun's table show it"
+    if evidence.lists_failed_ranks:
+        yield "whether there were more ranks: torchrun lists only those that failed; print WORLD_SIZE at the start"
+    if not any(evidence.hosts.values()) and evidence.found:
+        yield "the nodes of the ranks: srun's messages or torchrun's table show them"
+    if all(causes.is_secondary(one.record) for one in evidence.found) and not evidence.flight:
+        yield (
+            "where each rank was: dumps of torch's flight recorder show it (TORCH_FR_BUFFER_SIZE=2000 "
+            "TORCH_NCCL_DUMP_ON_TIMEOUT=1), or hpcinit's stacks"
+        )
+
+
+def dumps_in(place: Path) -> Mapping[int, Mapping[str, object]]:
+    """Return the flight-recorder dumps beside the logs."""
+    return flight_recorder.read_folder(place) if place.is_dir() else {}

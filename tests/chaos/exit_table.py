@@ -1,0 +1,33 @@
+"""Write the verdicts on each kind of exit to docs/exits.json and to the table in docs/why.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.chaos.outcomes import DOCS, replaced
+
+JSON, PAGE = "exits.json", "why.md"
+LAUNCHES = ("srun", "fork", "torchrun")
+HEAD = "| what rank 3 does | first line of `hpcinit why` | `kind` | s until the job ends |\n|---|---|---|--:|"
+
+
+def keep(fault: str, kind: str, launch: str, outcome: Mapping[str, object], docs: Path = DOCS) -> None:
+    """Replace the outcome of this fault under this launch. kind: 'init' or 'plain'."""
+    path = docs / JSON
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known.setdefault(fault, {})[f"{kind} {launch}"] = dict(outcome)
+    path.write_text(json.dumps(known, indent=1) + "\n")
+    (docs / PAGE).write_text(replaced((docs / PAGE).read_text(), table(known), PAGE))
+
+
+def table(known: Mapping[str, Mapping[str, Mapping[str, object]]]) -> str:
+    """Return the table: a row for each fault, with the line under launch=srun and the times under all launches."""
+    rows = [HEAD]
+    for fault, outcomes in known.items():
+        first = outcomes.get("init srun") or next(iter(outcomes.values()))
+        seconds = [float(str(outcome["seconds"])) for outcome in outcomes.values() if outcome["seconds"] is not None]
+        spread = f"{min(seconds):.0f}-{max(seconds):.0f}" if seconds else ""
+        rows.append(f"| {fault} | `{str(first['line']).replace('|', '/')}` | `{first['kind']}` | {spread} |")
+    return "\n".join(rows)

@@ -1,0 +1,94 @@
+"""Options without effect are reported for programs that do not use hpcinit, or only a part of it. The real Slurm."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcinit.records import program_use
+from tests.conftest import Run
+from tests.minislurm import MiniSlurm
+from tests.submitting import folder_of, submit
+
+OPTIONS = ("parallel=zero3", "batch.micro=8", "compile=true", "gradient_clip=1", "seed=7")
+WITHOUT_INIT = "the program did not use hpcinit: parallel, batch, compile, gradient_clip, seed had no effect"
+WITHOUT_WRAP = "the program did not call run.wrap: compile, gradient_clip had no effect"
+NO_INIT = "import os\nprint('rank', os.environ['RANK'])\n"
+NO_WRAP = "import hpcinit\nwith hpcinit.session(backend='gloo', deepspeed=False) as run:\n    print('rank', run.rank)\n"
+OUT_OF_MEMORY = "raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')\n"
+
+
+def run(hpcinit: Run, slurm: MiniSlurm, code: str, *words: str, fails: bool = False) -> tuple[Path, str, str]:
+    """Submit the program to 2 nodes x 2 ranks; return the run folder, the output of `status` and of `why`."""
+    Path("train.py").write_text(code)
+    program = () if "--" in words else ("--", "train.py")
+    common = ("nodes=2", "ranks_per_node=2", "wait=true")
+    done = submit(hpcinit, slurm, *common, *words, *program, timeout=240)
+    assert bool(done.returncode) == fails, done.stdout + done.stderr
+    folder = folder_of(done)
+    shown, why = (hpcinit(command, str(folder), env=slurm.env).stdout for command in ("status", "why"))
+    return folder, shown, why
+
+
+def logs(folder: Path) -> list[str]:
+    return [(folder / f"logs/rank-{rank}.log").read_text() for rank in range(4)]
+
+
+@pytest.mark.parametrize("launch", ["srun", "fork", "torchrun"])
+def test_a_program_without_init(hpcinit: Run, idle_slurm: MiniSlurm, launch: str) -> None:
+    """Rank 0's log, status and why name each option that was set, once, with every launcher."""
+    folder, shown, why = run(hpcinit, idle_slurm, NO_INIT, *OPTIONS, f"launch={launch}")
+    assert [log.count(WITHOUT_INIT) for log in logs(folder)] == [1, 0, 0, 0], logs(folder)[0]
+    assert WITHOUT_INIT in shown, shown
+    assert WITHOUT_INIT in why and "call hpcinit.init() and run.wrap() in the program" in why, why
+
+
+def test_a_program_without_wrap(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
+    """After init without run.wrap only the options of run.wrap are named; a program that reads them itself uses them."""
+    options = ("compile=true", "gradient_clip=1", "seed=7", "batch.micro=8")
+    folder, shown, why = run(hpcinit, idle_slurm, NO_WRAP, *options)
+    assert [log.count(WITHOUT_WRAP) for log in logs(folder)] == [1, 0, 0, 0], logs(folder)[0]
+    assert WITHOUT_WRAP in shown and WITHOUT_WRAP in why
+    folder, shown, why = run(hpcinit, idle_slurm, NO_WRAP + "    run.training.gradient_clip\n", *options, "again=true")
+    assert "had no effect" not in shown + why + "".join(logs(folder))
+
+
+def test_a_command_is_reported_too(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
+    """A command replaces the rank's process: status and why report it, and not if a Python below it calls init."""
+    _, shown, why = run(hpcinit, idle_slurm, NO_INIT, *OPTIONS, "--", "bash", "-c", "true")
+    assert WITHOUT_INIT in shown and WITHOUT_INIT in why, why
+    inner = ("--", "bash", "-c", f"{sys.executable} train.py")
+    _, shown, why = run(hpcinit, idle_slurm, NO_WRAP, "seed=7", *inner)
+    assert "had no effect" not in shown + why, why
+
+
+def test_nothing_to_report(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
+    """A program without hpcinit and without such options gets no note; neither does one that fails."""
+    folder, shown, why = run(hpcinit, idle_slurm, NO_INIT)
+    assert "had no effect" not in shown + why + "".join(logs(folder))
+    folder, shown, why = run(hpcinit, idle_slurm, "raise ValueError('bad sample')\n", *OPTIONS, fails=True)
+    assert "had no effect" not in shown + why + "".join(logs(folder))
+
+
+def test_advice_on_memory_names_no_option_without_effect(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
+    """For CUDA out of memory (a fake error) the advice names hpcinit's options only to programs that use them."""
+    _, _, why = run(hpcinit, idle_slurm, OUT_OF_MEMORY, fails=True)
+    assert "lower the program's own batch size" in why, why
+    assert not any(option in why for option in ("batch.micro", "activation_checkpointing=", "parallel="))
+    wraps = NO_WRAP + "    import torch\n    run.wrap(torch.nn.Linear(1, 1))\n    " + OUT_OF_MEMORY
+    _, _, why = run(hpcinit, idle_slurm, wraps, fails=True)
+    assert "batch.micro" in why, why
+
+
+def test_records_of_other_versions(tmp_path: Path) -> None:
+    """A missing or invalid record is None, and unknown fields are ignored."""
+    path = tmp_path / "program_use.json"
+    assert program_use.read(tmp_path) is None
+    for text in ("", "[]", '{"uses": "all"}', '{"no_effect": []}', '{"uses": "init", "no_effect": 3}'):
+        path.write_text(text)
+        assert program_use.read(tmp_path) is None, text
+    path.write_text(json.dumps({"uses": "nothing", "no_effect": ["seed"], "more": 1}))
+    assert program_use.read(tmp_path) == program_use.ProgramUse("nothing", ("seed",))

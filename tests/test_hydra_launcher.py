@@ -1,0 +1,148 @@
+"""The Hydra launcher: jobs of a multirun become ranks of Slurm jobs, with results for sweepers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.test_utils.launcher_common_tests import IntegrationTestSuite, LauncherTestSuite
+
+from hpcinit import api
+from tests import waiting
+from tests.minislurm import MiniSlurm
+
+until = partial(waiting.until, timeout_s=200)
+LOCAL = ["hydra/launcher=hpcinit", "hydra.launcher.cluster=local", "hydra.launcher.ranks_per_node=1"]
+MINI = [
+    *("hydra/launcher=hpcinit", "hydra.launcher.cluster=mini", "hydra.launcher.ranks_per_node=1"),
+    "hydra.launcher.overrides=['cluster.gpu_flag=null']",
+]
+TRAIN = """
+    import os, sys, time
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+
+    @hydra.main(version_base=None, config_path=None)
+    def train(config):
+        now = HydraConfig.get()
+        print("job", now.job.num, "rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], now.runtime.output_dir)
+        if config.lr == 4:
+            raise ValueError("lr is 4")
+        time.sleep(config.get("sleep", 0))
+        return (config.lr - 2) ** 2
+
+    train()
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Each test works in its own folder, with a Hydra program that does not use hpcinit."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "train.py").write_text(textwrap.dedent(TRAIN))
+    return tmp_path
+
+
+def train(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run `python train.py --multirun ...`."""
+    command = [sys.executable, "train.py", "--multirun", *words]
+    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=400, check=False)
+
+
+@pytest.mark.slurm
+def test_a_sweep_of_six_two_at_a_time(mini: MiniSlurm, folder: Path) -> None:
+    """Six jobs of two nodes become one array; the failing one fails the multirun, and the others keep their results."""
+    words = ["hydra.launcher.nodes=2", "hydra.launcher.at_once=2", "hydra.sweep.dir=out", "+lr=1,2,3,4,5,6"]
+    done = train(*MINI, *words)
+    runs = api.runs()
+    assert done.returncode == 1 and len(runs) == 6, done.stderr
+    assert len({run.job_id.partition("_")[0] for run in runs}) == 1
+    assert [run.state for run in runs] == ["COMPLETED"] * 3 + ["FAILED"] + ["COMPLETED"] * 2
+    assert [run.result() for run in runs] == [1, 0, 1, None, 9, 16]
+    assert "ValueError: lr is 4" in done.stderr and str(runs[3].path) in done.stderr
+    assert f"job 5 rank 1 of 2 {folder}/out/5" in runs[5].logs(1)
+
+
+@pytest.mark.slurm
+def test_without_waiting(mini: MiniSlurm) -> None:
+    """With wait=false the program returns when its jobs are submitted, and prints them."""
+    done = train(*MINI, "hydra.launcher.wait=false", "+lr=1,2", "+sleep=600")
+    runs = api.runs()
+    assert done.returncode == 0 and {run.state for run in runs} <= {"PENDING", "RUNNING"}, done.stderr
+    assert all(f"job {run.job_id}" in done.stdout for run in runs)
+
+
+@pytest.mark.slurm
+def test_ctrl_c_cancels_the_jobs(mini: MiniSlurm) -> None:
+    """Ctrl-C while the program waits: no job of it runs any more."""
+    command = [sys.executable, "train.py", "-m", *MINI, "+lr=1,2", "+sleep=600"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until(lambda: any(run.state == "RUNNING" for run in api.runs()))
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=150) != 0
+    until(lambda: {run.state for run in api.runs()} == {"CANCELLED"})
+
+
+def test_optunas_sweeper_gets_the_results(folder: Path) -> None:
+    """Optuna minimizes what the function returns on rank 0."""
+    optuna = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=1", "hydra.sweep.dir=out"]
+    done = train(*LOCAL, *optuna, "+lr=range(1,4)", "hydra.sweeper.sampler.seed=1")
+    assert done.returncode == 0, done.stderr
+    found = (folder / "out/optimization_results.yaml").read_text()
+    results = [run.result() for run in api.runs()]
+    assert len(results) == 4 and f"best_value: {min(results)}" in found  # type: ignore[type-var]
+
+
+def test_errors_are_one_line(folder: Path) -> None:
+    """A wrong key of the launcher and a wrong config of hpcinit give a message, and no job."""
+    done = train(*LOCAL, "hydra.launcher.nodes=0", "+lr=1")
+    assert done.returncode == 1 and "nodes" in done.stderr and "Traceback" not in done.stderr
+    done = train(*LOCAL, "hydra.launcher.node=2", "+lr=1")
+    assert done.returncode == 1 and "Key 'node' not in 'HpcinitLauncherConf'" in done.stderr
+    assert not list(folder.glob("runs/*"))
+
+
+def test_a_module_and_its_flags(folder: Path) -> None:
+    """`python -m package.train --config-dir ... --config-name ...` runs as that module with these flags."""
+    (folder / "package").mkdir()
+    (folder / "train.py").rename(folder / "package/train.py")
+    (folder / "settings").mkdir()
+    (folder / "settings/mine.yaml").write_text("lr: 7\n")
+    flags = ["--config-dir", "settings", "--config-name", "mine"]
+    command = [sys.executable, "-m", "package.train", "-m", *flags, *LOCAL]
+    subprocess.run(command, capture_output=True, check=True)
+    [run] = api.runs()
+    assert run.result() == 25.0
+    program = json.loads((run.path / "spec.json").read_text())["program"]
+    assert (program["kind"], program["target"]) == ("module", "package.train")
+
+
+def test_the_plugin_is_cheap() -> None:
+    """Hydra imports the plugin in every program: it imports neither hpcinit nor torch."""
+    code = "from hydra.core.plugins import Plugins; Plugins.instance(); import sys; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not [name for name in loaded if re.match(r"(hpcinit|torch)(\.|$)", name)]
+
+
+@pytest.mark.parametrize("task_launcher_cfg, extra_flags", [({}, ["-m", *LOCAL])])
+class TestHydrasIntegrationSuite(IntegrationTestSuite):
+    """Hydra's own tests of launchers that run a program."""
+
+
+# Of LauncherTestSuite, the other tests pass a Python function instead of a program. This launcher runs programs.
+@pytest.mark.parametrize("launcher_name, overrides", [("hpcinit", [])])
+class TestHydrasLauncherSuite:
+    """Hydra's own tests of launchers that need no function."""
+
+    test_not_sweeping_hydra_overrides: Any = LauncherTestSuite.test_not_sweeping_hydra_overrides
+    test_sweep_1_job_strict_and_bad_key: Any = LauncherTestSuite.test_sweep_1_job_strict_and_bad_key

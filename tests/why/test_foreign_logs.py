@@ -1,0 +1,130 @@
+"""Logs of jobs that hpcinit did not start, recorded by tests/why/record_foreign_logs.py: each fault under each launcher."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hpcinit.why import diagnosis, foreign_job, foreign_logs, why_command
+from hpcinit.why.evidence import Verdict
+from tests.chaos.exit_faults import FAULTS
+
+LOGS = Path(__file__).parents[1] / "data/foreign"
+LAUNCHERS = sorted({path.stem.partition("-")[0] for path in LOGS.glob("*.log")})
+KINDS = {
+    **dict.fromkeys(("sigkill", "sigterm", "sigint", "sigsegv", "abort"), "signal"),
+    **dict.fromkeys(("os-exit", "sys-exit", "return", "skip"), "early-end"),
+    **dict.fromkeys(("loop", "held-gil", "sigstop"), "hang"),
+    **dict.fromkeys(("broadcast", "size"), "mismatch"),
+    **dict.fromkeys(("memory", "loader"), "host-memory"),
+    **dict.fromkeys(("exception", "thread"), "program"),
+    "disk": "disk",
+}
+# torchrun and accelerate list only the ranks that failed, and a thread's exception is printed without a rank.
+WITHOUT_RANK = {"os-exit", "sys-exit", "return", "skip", "thread"}
+
+
+def verdict(text: str, rank: int | None = None) -> tuple[Verdict, tuple[str, ...]]:
+    found = foreign_logs.gather([foreign_logs.Log(text, rank)])
+    return diagnosis.diagnose(found.evidence), found.unknown
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_each_fault_in_the_logs_of_another_launcher(launcher: str) -> None:
+    """The kind, and the rank if the log shows it. Every fault has a log of this launcher."""
+    wrong = []
+    for fault in FAULTS:
+        found, unknown = verdict((LOGS / f"{launcher}-{fault}.log").read_text())
+        rank = None if fault in WITHOUT_RANK and launcher != "srun" else 3
+        if (found.rank, found.kind) != (rank, KINDS[fault]) or (rank is None and not unknown):
+            wrong.append(f"{launcher}-{fault}: {found.rank} {found.kind} {found.headline} {unknown}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_why_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The JSON has the verdict, the culprits, secondary errors and what is unknown; the text shows the same."""
+    log = tmp_path / "train.out"
+    shutil.copy(LOGS / "torchrun-exception.log", log)
+    assert why_command.main([str(log), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"] == "rank 3 on n3 failed first: ValueError: bad sample 17"
+    (culprit,) = found["culprits"]
+    assert (culprit["rank"], culprit["host"], culprit["kind"]) == (3, "n3", "program")
+    assert culprit.keys() >= {"group", "collective", "number", "waiting_ranks", "evidence"}
+    assert any("Connection closed by peer" in line for line in found["secondary"])
+    assert any("sacct" in line for line in found["unknown"])
+    assert why_command.main([str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        lines[0] == found["verdict"] and f"read: {log}" in lines and any(line.startswith("unknown: ") for line in lines)
+    )
+
+
+def test_one_file_for_each_rank(tmp_path: Path) -> None:
+    """The rank is in the name of the file, of srun's %t or of torchrun's --log-dir."""
+    for rank in range(4):
+        error = "ValueError: bad sample 17" if rank == 3 else "RuntimeError: Connection closed by peer"
+        text = f'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n{error}\n'
+        (tmp_path / f"slurm-7_rank{rank}.out").write_text(text)
+        below = tmp_path / "torchrun" / "attempt_0" / str(rank)
+        below.mkdir(parents=True)
+        (below / "stderr.log").write_text(text)
+    for place in (tmp_path / "torchrun", tmp_path):
+        found = foreign_job.find(str(place))
+        assert found is not None
+        assert diagnosis.diagnose(found.logs.evidence).headline == "rank 3 failed first: ValueError: bad sample 17"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "rank"),
+    [
+        # NCCL's watchdog, as torch 2.x prints it on every rank; the rank without it did not call.
+        (
+            "".join(
+                f"[rank{rank}]:[E1122 20:00:00.1 ProcessGroupNCCL.cpp:629] [Rank {rank}] Watchdog caught collective "
+                "operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=4, Timeout(ms)=600000) ran for 600010 "
+                "milliseconds before timing out.\n"
+                for rank in (0, 1, 3)
+            )
+            + "world_size: 4\n",
+            "hang",
+            2,
+        ),
+        # The driver's message of a lost GPU.
+        ("[rank1]: NVRM: Xid (PCI:0000:3b:00): 79, pid=4242, GPU has fallen off the bus.\n", "gpu", 1),
+        # DeepSpeed's launcher.
+        (
+            "[2026-11-22 20:00:00,000] [ERROR] [launch.py:325:sigkill_handler] ['/usr/bin/python', '-u', 'train.py', "
+            "'--local_rank=3'] exits with return code = -9\n",
+            "signal",
+            3,
+        ),
+        # Lightning's prefix.
+        (
+            '[rank: 2] Traceback (most recent call last):\n[rank: 2]   File "train.py", line 9, in <module>\n'
+            "[rank: 2] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n",
+            "cuda-memory",
+            2,
+        ),
+        # Slurm's time limit.
+        (
+            "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-22T20:00:00 DUE TO TIME LIMIT ***\n",
+            "time-limit",
+            None,
+        ),
+    ],
+)
+def test_messages_of_other_programs(text: str, kind: str, rank: int | None) -> None:
+    """Messages typed after those of NCCL, the driver, DeepSpeed, Lightning and Slurm: no GPU is here."""
+    found, _ = verdict(text)
+    assert (found.kind, found.rank) == (kind, rank), found.headline
+
+
+def test_a_run_folder_and_a_folder_without_logs_are_not_foreign(tmp_path: Path) -> None:
+    assert foreign_job.find(str(tmp_path)) is None and foreign_job.find("") is None
+    (tmp_path / "spec.json").write_text("{}")
+    (tmp_path / "a.log").write_text("x")
+    assert foreign_job.find(str(tmp_path)) is None
