@@ -68,7 +68,7 @@ demo: $(VENV)/job
 	@echo "  hpcinit submit cluster=mycluster nodes=2 -- your_script.py"
 
 test: $(VENV)/dev slurm lint
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(PYTEST)
+	$(BIN)/python -m tests.second_try -n $(PYTEST_WORKERS) $(PYTEST)
 	$(MAKE) --no-print-directory test-deepspeed-0.18
 
 # The quick check during development. It skips tests that start a cluster, ranks or jobs.
@@ -77,7 +77,7 @@ check: $(VENV)/dev lint
 
 # The tests of DeepSpeed, again with the oldest supported version. Only files with such tests are collected.
 test-deepspeed-0.18: $(DS18)/made slurm
-	$(DS18)/bin/python -m pytest -n $(PYTEST_WORKERS) -m deepspeed --deepspeed $(DS18_VERSION) \
+	$(DS18)/bin/python -m tests.second_try -n $(PYTEST_WORKERS) -m deepspeed --deepspeed $(DS18_VERSION) \
 		$$(grep -rl --include='test_*.py' 'mark\.deepspeed' tests) $(PYTEST)
 
 # The tests of hpcinit's use of torch, with the oldest and the newest supported version.

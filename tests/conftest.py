@@ -17,7 +17,6 @@ from hpcinit.submit import job_environment
 
 pytest_plugins = [
     "tests.minislurm.plugin",
-    "tests.second_try",
     "tests.workers",
     "tests.left_behind",
     "tests.unmeasured",

@@ -1,56 +1,43 @@
-"""Run a failed test on real daemons or several processes again if CI=true, and report that clearly.
+"""Run pytest; with CI=true, run the tests that failed again at the end, one by one: `python -m tests.second_try ARGUMENTS`.
 
-docs/decisions/0021-tests-rerun-in-ci.md. It applies to tests with the marker `slurm` or `chaos`, with the fixture `slurm` or
-in PROCESSES, and to at most AT_MOST tests of a session, because more failures are not chance.
+docs/decisions/0021-tests-rerun-in-ci.md. The second run has the machine to itself, so a test whose timing suffered from the
+other workers passes then. A test that always fails does not, and more than AT_MOST failures are not chance.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-import pytest
-
-MARKERS = ("slurm", "chaos")
-PROCESSES = ("tests/local/", "tests/runtime/", "tests/systems/", "tests/third_party/")  # ranks that wait for each other
-AT_MOST = 5  # second tries of a session, all of its workers together
+FAILED = Path(".pytest_cache/v/cache/lastfailed")  # pytest's own record, in the folder of its configuration
+AT_MOST = 5
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    if not asked():
-        return
-    if not config.pluginmanager.hasplugin("rerunfailures"):
-        raise pytest.UsageError("CI=true needs pytest-rerunfailures, for second tries: pip install '.[test]'")
-    config.option.max_suite_reruns = AT_MOST
+def main(arguments: Sequence[str]) -> int:
+    again = os.environ.get("CI") == "true"
+    if again:
+        FAILED.unlink(missing_ok=True)  # it keeps failures of earlier runs
+    command = [sys.executable, "-m", "pytest", *arguments]
+    status = subprocess.run(command, check=False).returncode
+    failed = json.loads(FAILED.read_text()) if again and status == 1 else {}
+    if not 0 < len(failed) <= AT_MOST:
+        return status
+    _section("SECOND TRIES, ONE BY ONE", failed)
+    status = subprocess.run(
+        [*command, "-n", "0", "--last-failed", "--last-failed-no-failures=none"], check=False
+    ).returncode
+    if status == 0:
+        _section("PASSED THE SECOND TIME: each is a defect, of the test or of what it tests", failed)
+    return status
 
 
-def asked() -> bool:
-    return os.environ.get("CI") == "true"
+def _section(title: str, lines: Sequence[str]) -> None:
+    print(f"\n!!! {title}", *lines, sep="\n  ", flush=True)
 
 
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    for item in items if asked() else ():
-        marked = any(map(item.get_closest_marker, MARKERS))
-        if marked or "slurm" in getattr(item, "fixturenames", ()) or item.nodeid.startswith(PROCESSES):
-            item.add_marker(pytest.mark.flaky(reruns=1))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    first_tries = terminalreporter.stats.get("rerun", [])
-    if not first_tries:
-        return
-    ends = [*terminalreporter.stats.get("failed", []), *terminalreporter.stats.get("error", [])]
-    failed = {report.nodeid for report in ends}
-    terminalreporter.section("SECOND TRIES", sep="!", yellow=True, bold=True)
-    for report in first_tries:
-        end = "failed again" if report.nodeid in failed else "passed the second time"
-        terminalreporter.line(f"{report.nodeid} failed in its {report.when}, and {end}. The first time:", yellow=True)
-        terminalreporter.line(f"  {why(report)}")
-    count = f"{len(first_tries)} tests needed" if len(first_tries) > 1 else "1 test needed"
-    terminalreporter.line(f"{count} a second try: each is a defect, of the test or of what it tests.", yellow=True)
-
-
-def why(report: pytest.TestReport) -> str:
-    """Return where the test failed and its error; the whole report if pytest has no such place."""
-    crash = getattr(report.longrepr, "reprcrash", None)
-    return f"{crash.path}:{crash.lineno}: {crash.message}" if crash else str(report.longrepr)
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

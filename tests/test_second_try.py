@@ -1,8 +1,7 @@
-"""A failed test on real daemons runs again in CI, and the report shows that clearly."""
+"""In CI, tests that failed run again at the end, one by one, and the output shows that clearly."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -11,73 +10,63 @@ from pathlib import Path
 
 import pytest
 
-from tests.skip_or_fail import skip_or_fail
-
-RERUNS, WORKERS = ("-p", "rerunfailures"), ("-p", "xdist", "-n", "2")
 TESTS = """
-import pathlib, pytest
+import os, pathlib, pytest
 
-def fails_once(name):
-    tried = pathlib.Path(name)
+def test_under_load():
+    tried = pathlib.Path("tried")
     if not tried.exists():
         tried.touch()
         raise AssertionError("the controller took its time")
+    assert "PYTEST_XDIST_WORKER" not in os.environ  # the second time no other test runs beside it
 
-@pytest.mark.slurm
-def test_on_a_cluster(): fails_once("a")
-
-@pytest.mark.chaos(short=True)
-def test_always_wrong(): assert "what is" == "wrong"
-
-def test_on_no_daemon(): fails_once("c")
+def test_sound(): pathlib.Path("sound").open("a").write("ran ")
 """
+WRONG = "\ndef test_always_wrong(): assert 'what is' == 'wrong'\n"
 
 
-def pytest_run(folder: Path, *words: str, ci: str = "") -> subprocess.CompletedProcess[str]:
-    for name in ("pytest_rerunfailures", "xdist"):
-        if not importlib.util.find_spec(name):
-            skip_or_fail(f"{name} is not installed: pip install '.[test]'")
-    (folder / "test_tries.py").write_text(TESTS)
-    markers = ["-o", "markers=slurm: a marker\nchaos: another"]
+def run(folder: Path, tests: str, ci: str = "true") -> subprocess.CompletedProcess[str]:
+    (folder / "test_tries.py").write_text(tests)
+    (folder / "pytest.ini").write_text("[pytest]\n")
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # of xdist's workers
     own["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the others take a second each time
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "tests.second_try", *markers, *words],
+        [sys.executable, "-m", "tests.second_try", "-p", "xdist", "-n", "2", "test_tries.py"],
         cwd=folder, env={**own, "CI": ci, "PYTHONPATH": str(Path(__file__).parent.parent)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 
-def test_a_second_try_is_reported(tmp_path: Path) -> None:
-    """With CI=true a failed test on daemons runs again, a section names it and the reason, and other tests run once."""
-    done = pytest_run(tmp_path, *RERUNS, *WORKERS, ci="true")
+def test_a_second_try_at_the_end(tmp_path: Path) -> None:
+    """With CI=true a failed test runs again without the others, and a section at the end names it."""
+    done = run(tmp_path, TESTS)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"^=+ 1 failed, 1 passed in", done.stdout, re.M), done.stdout
+    assert re.search(r"^=+ 1 passed, 1 deselected in", done.stdout, re.M), done.stdout
+    assert "the controller took its time" in done.stdout
+    assert "!!! SECOND TRIES, ONE BY ONE\n  test_tries.py::test_under_load\n" in done.stdout
+    assert done.stdout.endswith(
+        "!!! PASSED THE SECOND TIME: each is a defect, of the test or of what it tests\n  test_tries.py::test_under_load\n"
+    )
+    assert (tmp_path / "sound").read_text() == "ran "
+
+
+def test_a_broken_test_fails_again(tmp_path: Path) -> None:
+    """A test that always fails ends the run with status 1, although another one passed the second time."""
+    done = run(tmp_path, TESTS + WRONG)
     assert done.returncode == 1
-    assert re.search(r"^=+ 2 failed, 1 passed,.* 2 rerun in", done.stdout, re.M), done.stdout
-    section = done.stdout.partition("SECOND TRIES")[2]
-    passed = r"test_tries.py::test_on_a_cluster failed in its call, and passed the second time. The first time:\n  "
-    assert re.search(passed + r".*test_tries.py:8: AssertionError: the controller took its time\n", section), section
-    failed = r"test_tries.py::test_always_wrong failed in its call, and failed again. The first time:\n  "
-    assert re.search(failed + r".*test_tries.py:14: AssertionError: assert 'what is' == 'wrong'\n", section), section
-    assert "2 tests needed a second try: each is a defect, of the test or of what it tests.\n" in section
+    assert re.search(r"^=+ 1 failed, 1 passed, 1 deselected in", done.stdout, re.M), done.stdout
+    assert "PASSED THE SECOND TIME" not in done.stdout
 
 
-def test_nothing_is_run_twice_elsewhere(tmp_path: Path) -> None:
-    """Without CI=true a failure is a failure, and no section mentions second tries."""
-    done = pytest_run(tmp_path)
-    assert re.search(r"^=+ 3 failed in", done.stdout, re.M), done.stdout
-    assert "SECOND TRIES" not in done.stdout
-
-
-def test_what_is_broken_is_not_run_twice_throughout(tmp_path: Path) -> None:
-    """A session has at most five second tries, because more failures are not chance."""
-    many = "import pytest\n@pytest.mark.slurm\n@pytest.mark.parametrize('n', range(8))\ndef test_broken(n): assert not n + 1\n"
-    (tmp_path / "test_many.py").write_text(many)
-    done = pytest_run(tmp_path, *RERUNS, "test_many.py", ci="true")
-    assert re.search(r"^=+ 8 failed,.* 5 rerun in", done.stdout, re.M), done.stdout
-
-
-def test_ci_without_the_plugin(tmp_path: Path) -> None:
-    """If second tries are impossible, the session ends with an error at the start."""
-    done = pytest_run(tmp_path, ci="true")
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "ERROR: CI=true needs pytest-rerunfailures, for second tries: pip install '.[test]'\n" in done.stderr
+@pytest.mark.parametrize(
+    ("tests", "ci"),
+    [(TESTS + WRONG, ""), ("import pytest\n@pytest.mark.parametrize('n', range(6))\ndef test_broken(n): assert not n + 1\n", "true")],
+    ids=["not in CI", "more than chance"],
+)  # fmt: skip
+def test_no_second_try(tmp_path: Path, tests: str, ci: str) -> None:
+    """Without CI=true, and with more failures than chance makes, no test runs twice."""
+    done = run(tmp_path, tests, ci)
+    assert done.returncode == 1
+    assert "SECOND" not in done.stdout
+    assert len(re.findall(r"^=+ .* in [\d.]+s", done.stdout, re.M)) == 1, done.stdout
