@@ -57,26 +57,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _submit(slurm: MiniSlurm, place: Path, jobs: int) -> None:
     """Submit an array and the same number of jobs, with the run folders that hpcinit writes."""
     slurm.run("scontrol", "update", "PartitionName=main", "State=DOWN")
-    program = Program("script", "train.py", ("--lr", "1e-3"))
-    spec = Spec("one", "mini", 1, 1, program, str(place), nonce="0" * 32).to_json()
     script = place / "job.sh"
     script.write_text("#!/bin/sh\n")
     sbatch = ["sbatch", "--parsable", "--chdir=/", "--output=/dev/null"]
     array = slurm.run(*sbatch, f"--array=0-{jobs - 1}", str(script)).strip()
     sweep = place / "array/sweep-0001"
-    for number in range(jobs):
+    plans = [
+        Spec("one", "mini", 1, 1, Program("script", "train.py", ("--lr", f"{number}e-3")), str(place), nonce="0" * 32)
+        for number in range(jobs)
+    ]
+    about = {"engine": "slurm", "submitted": time.time(), "command": sbatch}
+    for number, plan in enumerate(plans):
         (sweep / str(number)).mkdir(parents=True)
-        record = {"job_id": f"{array}_{number}", "engine": "slurm"}
+        record = {"job_id": f"{array}_{number}", **about, **plan.summary()}
         (sweep / f"{number}/submission.json").write_text(json.dumps(record))
-        (sweep / f"{number}/spec.json").write_text(spec)
+        (sweep / f"{number}/spec.json").write_text(plan.to_json())
     (sweep / "sweep.json").write_text(json.dumps({"tasks": {str(n): f"seed={n}" for n in range(jobs)}}))
     record = {"job_id": array, "engine": "slurm", "sweep": [{"job_id": array, "tasks": f"0-{jobs - 1}"}]}
     (sweep / "submission.json").write_text(json.dumps(record))
-    for _ in range(jobs):
+    for plan in plans:
         job_id = slurm.run(*sbatch, str(script)).strip()
         run = folder.claim(place / "jobs", "one")
-        (run / "spec.json").write_text(spec)
-        folder.mark_submitted(run, {"job_id": job_id, "engine": "slurm"})
+        (run / "spec.json").write_text(plan.to_json())
+        folder.mark_submitted(run, {"job_id": job_id, **about, **plan.summary()})
     local = folder.claim(place / "local", "one")
     folder.mark_submitted(local, {"job_id": "1", "engine": "local"})
     (local / "local.json").write_text(json.dumps({"state": "COMPLETED", "exit_status": 0}))

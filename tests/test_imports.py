@@ -75,6 +75,16 @@ def test_a_whole_submission_never_imports_torch(tmp_path: Path) -> None:
     assert not modules_after(code) & set(HEAVY)
 
 
+def test_a_submission_imports_only_the_renderer_of_submitit(tmp_path: Path) -> None:
+    """Rendering imports neither submitit's helpers nor its executors, and a later `import submitit` is complete."""
+    submit = "from hpcinit.cli.main import main; main(['submit', 'cluster=mini', 'dry_run=true'])"
+    code = f"import os; os.chdir({str(tmp_path)!r}); {submit}"
+    names = modules_after(code)
+    assert "tarfile" in names  # of the renderer's own imports
+    assert not {name for name in names if name.startswith("submitit")} | names & {"email", "importlib.metadata"}
+    assert "submitit.auto.auto" in modules_after(f"{code}; import submitit; submitit.AutoExecutor")
+
+
 def test_the_check_for_torch_can_fail() -> None:
     """The check above finds torch where it is imported: at the first use of hpcinit.init."""
     assert "torch" in modules_after("import hpcinit; hpcinit.init")

@@ -56,10 +56,10 @@ class Child:
                     if self._process is None:  # forked, and not yet in its own session
                         os.kill(self.pid, number)
 
-    def reap(self, timeout_s: float | None = None) -> None:
-        """Wait for the child to exit. Raise TimeoutExpired. A forked child must have exited already."""
+    def reap(self) -> None:
+        """Release the process id of a child that has exited."""
         if self._process is not None:
-            self.code = self._process.wait(timeout_s)
+            self.code = self._process.wait()
         elif self.code is None:
             self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
@@ -136,13 +136,10 @@ class Supervisor:
     def supervise(self, next_signal: Callable[[float], int | None]) -> None:
         """Call the hooks until all children have exited. next_signal(timeout_s): returns a signal, None after it."""
         while self.left() and not self.is_over():
-            if (deadline := self.deadline()) is not None and time.monotonic() >= deadline:
-                if self._kill_at is None:
-                    self.on_stuck(self.running())
-                    return
-                self.signal(signal.SIGKILL)
-                self._kill_at, self._leave_at = None, time.monotonic() + self.stuck_s
-                continue
+            if self._kill_if_due():
+                self.on_stuck(self.running())
+                return
+            deadline = self.deadline()
             number = next_signal(1.0 if deadline is None else max(0.0, deadline - time.monotonic()))
             if number is not None and number != signal.SIGCHLD and self.on_signal(number):
                 return
@@ -153,8 +150,33 @@ class Supervisor:
                         return
 
     def kill_in(self, seconds: float) -> None:
-        """Have supervise() send SIGKILL to the children that still run after `seconds`."""
+        """Have supervise() or stop() send SIGKILL to the children that still run after `seconds`."""
         self._kill_at = time.monotonic() + seconds
+
+    def terminate(self, grace_s: float) -> None:
+        """Send SIGTERM, and have supervise() or stop() send SIGKILL to the children that still run after `grace_s`."""
+        self.signal(signal.SIGTERM)
+        self.kill_in(grace_s)
+
+    def stop(self, grace_s: float) -> None:
+        """Terminate the children, wait for them without calling hooks, and kill what remains of their groups."""
+        self.terminate(grace_s)
+        while self.running() and not self._kill_if_due():
+            time.sleep(LOOK_S)
+        for child in self.children.values():
+            child.signal(signal.SIGKILL)
+            if child.ended() is not None:  # else the kernel does not end it
+                child.reap()
+
+    def _kill_if_due(self) -> bool:
+        """Send SIGKILL at the time of kill_in(). Return True if children still run `stuck_s` after it."""
+        if (deadline := self.deadline()) is None or time.monotonic() < deadline:
+            return False
+        if self._kill_at is None:
+            return True
+        self.signal(signal.SIGKILL)
+        self._kill_at, self._leave_at = None, time.monotonic() + self.stuck_s
+        return False
 
     def deadline(self) -> float | None:
         """Return the time.monotonic() of supervise()'s next action; None if it only waits."""
@@ -177,19 +199,3 @@ class Supervisor:
         """Signal the running children and their child processes."""
         for child in self.running():
             child.signal(number)
-
-    def stop(self, grace_s: float, reap_s: float | None = None) -> None:
-        """Send SIGTERM, after the grace time SIGKILL to what remains of every child's group, then reap all.
-
-        reap_s: how long to wait for a child that the kernel does not end; None: forever.
-        """
-        if self.running():
-            self.signal(signal.SIGTERM)
-            deadline = time.monotonic() + grace_s
-            while time.monotonic() < deadline and self.running():
-                time.sleep(LOOK_S)
-        for child in self.children.values():
-            child.signal(signal.SIGKILL)
-        for child in self.children.values():
-            with suppress(subprocess.TimeoutExpired):
-                child.reap(reap_s)

@@ -114,8 +114,7 @@ class ForkSupervisor(Supervisor):
         names = ranges(child.number for child in others)
         who, does = ("ranks", "end") if len(others) > 1 else ("rank", "ends")
         say(f"{who} {names} on {self._here.host} {does} too")
-        self.signal(signal.SIGTERM)
-        self.kill_in(GRACE_S)
+        self.terminate(GRACE_S)
 
     def _quote(self, rank: int) -> str:
         """Return the rank's own error, or the last line of its log."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from hpcinit.base.errors import RequestError
@@ -97,20 +99,18 @@ def each_task(runs: Sequence[Run]) -> list[Run]:
 def without_folder(runs_dir: Path, queue: QueueQuery) -> list[Run]:
     """Return the runs of `runs_dir` that have a job in the queue but no folder: it was deleted manually."""
     try:
-        jobs = [job for job in queue.jobs() if not job.over and job.command]
+        jobs = queue.jobs()
     except Unreachable:  # the states of the other runs show it
         return []
-    found: dict[Path, Run] = {}
-    place = runs_dir.resolve()
+    found: dict[str, Run] = {}
+    there = set(os.listdir(runs_dir)) if runs_dir.is_dir() else set()  # noqa: PTH208 - names of a thousand folders
+    resolve = cache(os.path.realpath)
     for job in jobs:
-        script = Path(job.command.split(" ", 1)[0])
-        path = script.parent
-        if (
-            script.name.startswith("job")
-            and script.suffix == ".sh"
-            and path.parent.resolve() == place
-            and not script.exists()
-        ):
+        folder, script = os.path.split(job.command.split(" ", 1)[0])
+        above, name = os.path.split(folder)
+        if name in there or name in found or job.over or not script.startswith("job") or not script.endswith(".sh"):
+            continue
+        if resolve(above) == resolve(str(runs_dir)):
             now = replace(job_state.of_slurm(job), job_id=job.base_id, folder_deleted=True)
-            found.setdefault(path, Run(runs_dir / path.name, now))
+            found[name] = Run(runs_dir / name, now)
     return list(found.values())

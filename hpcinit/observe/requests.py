@@ -5,47 +5,38 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpcinit.base.errors import RequestError
 from hpcinit.observe import state
-from hpcinit.records import run_folder
+from hpcinit.records import run_folder, spec
 
-SKIPPED = {"format", "name", "nonce", "program"}  # keys of the spec that differ between all runs, or are shown anyway
 MOST_CHARACTERS = 100
 
 
 @dataclass(frozen=True)
 class Submission:
-    """submitted: seconds since 1970, or None."""
+    """submitted: seconds since 1970, or None. settings: a hash of those in the folder's spec.json."""
 
     submitted: float | None = None
     program: str = ""
     arguments: tuple[str, ...] = ()
-    spec: Mapping[str, Any] = field(default_factory=dict)
-
-    def texts(self, keys: Collection[str]) -> list[str]:
-        """Return 'key=value' of each setting below these keys of the spec, and the arguments: an option and its value
-        are one text."""
-        settings = _flat({key: value for key, value in self.spec.items() if key in keys})
-        return [*(f"{key}={value}" for key, value in settings), *_options(self.arguments)]
+    settings: str = ""
+    folder: Path = Path()
 
 
-@cache  # a submission does not change, and `status` needs it several times
 def read(path: Path) -> Submission:
-    """Read the submission of the run or task in `path`; fields that are not readable stay empty."""
+    """Return the submission of the run or task in `path`; without a usable submission.json, an empty one."""
     try:
-        at = state.submission(path).get("submitted")
-        with open(f"{path}/{run_folder.SPEC}", "rb", buffering=0) as file:  # noqa: PTH123 - many runs
-            spec = json.loads(file.read())
-        program = spec["program"]
-        arguments = tuple(map(str, program.get("args", ())))
-        return Submission(at if isinstance(at, int | float) else None, str(program["target"]), arguments, spec)
-    except (RequestError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        record = state.last_submission(path)
+        at, program = record.get("submitted"), record["program"]
+        return Submission(
+            at if isinstance(at, int | float) else None, program[0], tuple(program[1:]), record["settings"], path
+        )
+    except (RequestError, KeyError, TypeError, IndexError):
         return Submission()
 
 
@@ -63,18 +54,39 @@ def distinguish(submissions: Sequence[Submission]) -> list[str]:
             [number] = numbers
             found[number] = _shortened(shlex.join([program, *submissions[number].arguments]) if program else "")
             continue
-        keys = _different([submissions[number].spec for number in numbers])
-        texts = {number: dict.fromkeys(submissions[number].texts(keys)) for number in numbers}
-        counts = Counter(text for own in texts.values() for text in own)
-        for number, own in texts.items():
-            found[number] = _shortened(" ".join(text for text in own if counts[text] < len(numbers)))
+        settings = _different({submissions[number].settings: submissions[number].folder for number in numbers})
+        same = defaultdict[tuple[str, tuple[str, ...]], list[int]](list)  # runs that differ in nothing
+        for number in numbers:
+            same[submissions[number].settings, submissions[number].arguments].append(number)
+        texts = {key: dict.fromkeys([*settings[key[0]], *_options(key[1])]) for key in same}
+        counts = Counter(text for key, own in texts.items() for text in own for _ in same[key])
+        for key, own in texts.items():
+            shown = _shortened(" ".join(text for text in own if counts[text] < len(numbers)))
+            for number in same[key]:
+                found[number] = shown
     return found
 
 
-def _different(specs: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Return the keys whose value is not the same in all specs. Flattening all values of 1,000 specs is slow."""
-    keys = {key for one in specs for key in one} - SKIPPED
-    return {key for key in keys if any(one.get(key) != specs[0].get(key) for one in specs)}
+def _different(folders: Mapping[str, Path]) -> dict[str, list[str]]:
+    """Return 'key=value' for each setting that differs, by the hash of the settings. folders: one for each hash."""
+    if len(folders) == 1:
+        return {settings: [] for settings in folders}
+    specs = {settings: _spec(folder) for settings, folder in folders.items()}
+    first = next(iter(specs.values()))
+    keys = {key for one in specs.values() for key in one} - spec.OF_ONE_RUN
+    keys = {key for key in keys if any(one.get(key) != first.get(key) for one in specs.values())}
+    return {
+        settings: [f"{key}={value}" for key, value in _flat({key: one[key] for key in one if key in keys})]
+        for settings, one in specs.items()
+    }
+
+
+def _spec(folder: Path) -> dict[str, Any]:
+    try:
+        document = json.loads((folder / run_folder.SPEC).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
 
 
 def _options(arguments: Sequence[str]) -> Iterator[str]:

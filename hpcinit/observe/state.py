@@ -17,6 +17,7 @@ from hpcinit.slurm.queue import JobQuery, SlurmReply
 
 __all__ = ["NO_REPLY", "State"]  # of observe/job_state.py
 FEW = 20  # for more runs, squeue starts before their folders are read
+_submissions: dict[str, dict[str, Any]] = {}  # submission.json as last read, which `status` needs again
 
 
 def read(path: Path) -> State:
@@ -193,7 +194,13 @@ def submission(path: Path) -> dict[str, Any]:
         raise RequestError(f"{path / run_folder.SUBMISSION} cannot be read: {error}") from None
     if not isinstance(document, dict) or not {"job_id", "engine"} <= set(document):
         raise RequestError(f"{path / run_folder.SUBMISSION} has no job_id and engine: was it edited?")
+    _submissions[str(path)] = document
     return document
+
+
+def last_submission(path: Path) -> dict[str, Any]:
+    """Return submission.json as this process last read it, or read it. Raise RequestError."""
+    return _submissions.get(str(path)) or submission(path)
 
 
 def _unsubmitted(path: Path) -> str:

@@ -89,8 +89,14 @@ FORMAT = 1
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
-def fill_sweep_folder(path: Path, requests: Sequence[Request], jobs: Sequence[Job], provenance: Provenance) -> None:
-    """Write all files except submission.json, which means that the jobs exist. Raise SubmitError."""
+def fill_sweep_folder(
+    path: Path, requests: Sequence[Request], jobs: Sequence[Job], provenance: Provenance
+) -> dict[int, dict[str, Any]]:
+    """Write all files except submission.json, which means that the jobs exist. Raise SubmitError.
+
+    Return the summary of each task's spec, for its submission.json.
+    """
+    summaries: dict[int, dict[str, Any]] = {}
     names = {request.number: job.env_names for job in jobs for request in job.requests}
     sections: dict[tuple[str, str], str] = {}
     tasks = {str(request.number): request.combination for request in requests}
@@ -98,10 +104,9 @@ def fill_sweep_folder(path: Path, requests: Sequence[Request], jobs: Sequence[Jo
         for request in requests:
             task = f"{path}/{request.number}"
             folder.make(task)
-            folder.write(
-                f"{task}/{run_folder.SPEC}",
-                job_environment.make_spec(request.config, job_environment.workdir_of(request.config)).to_json(),
-            )
+            spec = job_environment.make_spec(request.config, job_environment.workdir_of(request.config))
+            summaries[request.number] = spec.summary()
+            folder.write(f"{task}/{run_folder.SPEC}", spec.to_json())
             folder.write(f"{task}/{run_folder.CONFIG}", _yaml(request.document, sections))
             if names[request.number]:
                 folder.write(f"{task}/{run_folder.ENV}", array.env_file(request.config, names[request.number]))
@@ -113,6 +118,7 @@ def fill_sweep_folder(path: Path, requests: Sequence[Request], jobs: Sequence[Jo
         folder.write(f"{path}/{run_folder.PROVENANCE}", provenance.to_json())
     except OSError as error:
         raise folder.cannot_write(path, error) from None
+    return summaries
 
 
 def mark_sweep(task: Path, record: Mapping[str, Any]) -> None:
@@ -194,13 +200,13 @@ def submit_all(requests: Sequence[Request], argv: Sequence[str]) -> Submitted:
             jobs = sweep_jobs(requests, path, one.provenance.argv)
             one.refuse_duplicates(request, len(jobs))
             one.parts = [path / str(request.number) for request in requests]
-            fill_sweep_folder(path, requests, jobs, one.provenance)
+            summaries = fill_sweep_folder(path, requests, jobs, one.provenance)
             one.check_duplicates()
             if config.validate:  # all of them before the first is submitted
                 expected = _expected(jobs, [validate.sbatch_test_only(path / job.file, one.env) for job in jobs])
             for job in jobs:
                 one.check_interrupted()
-                _hand_over(one, job, records, ids)
+                _hand_over(one, job, summaries, records, ids)
     except (SubmitError, KeyboardInterrupt) as error:
         if not ids:
             raise
@@ -226,7 +232,13 @@ def _expected(jobs: Sequence[Job], estimates: Sequence[str]) -> list[str]:
     return [f"tasks {ranges(sorted(numbers))}: {estimate}" for estimate, numbers in tasks.items()]
 
 
-def _hand_over(one: Transaction, job: Job, records: list[dict[str, Any]], ids: dict[int, str]) -> None:
+def _hand_over(
+    one: Transaction,
+    job: Job,
+    summaries: Mapping[int, Mapping[str, Any]],
+    records: list[dict[str, Any]],
+    ids: dict[int, str],
+) -> None:
     """Submit one job, mark its tasks, and add it to `records` (one per job) and `ids` (the job id of each task)."""
     config = job.requests[0].config
     # With sweep.at_once, each array starts after the previous one, because the limit is for the whole sweep.
@@ -238,5 +250,5 @@ def _hand_over(one: Transaction, job: Job, records: list[dict[str, Any]], ids: d
     transaction.mark(one.path, {**record, "job_id": records[0]["job_id"], "sweep": records})
     for number in job.numbers:
         task_id = job.id_of(number, job_id)
-        mark_sweep(one.path / str(number), {**record, "job_id": task_id})
+        mark_sweep(one.path / str(number), {**record, **summaries[number], "job_id": task_id})
     ids |= {number: job.id_of(number, job_id) for number in job.numbers}

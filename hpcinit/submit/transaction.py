@@ -321,9 +321,10 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
         request = duplicates.request_hash(document, workdir, runs_dir_of(config), taken["sha256"] if taken else "")
         one.refuse_duplicates(request, config.chain)
         text = script.render(config, path, workdir, code, script.origin(config, one.provenance.argv, path))
+        spec = make_spec(config, workdir, code, path)
         files = {
             run_folder.SCRIPT: text,
-            run_folder.SPEC: make_spec(config, workdir, code, path).to_json(),
+            run_folder.SPEC: spec.to_json(),
             run_folder.CONFIG: yaml.safe_dump(dict(document), sort_keys=False),
             run_folder.PROVENANCE: one.provenance.to_json(taken),
             **dict(filter(None, [script.restart_file(config, RunPath(path))])),
@@ -342,5 +343,5 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
             return job_id, command
 
         links = restart.hand_over(hand_over, config)
-        mark(path, records[0] | ({"jobs": list(links.jobs)} if config.chain > 1 else {}))
+        mark(path, records[0] | spec.summary() | ({"jobs": list(links.jobs)} if config.chain > 1 else {}))
     return Submitted(links.jobs[0], path, one.dropped, one.interrupted, links.jobs, links.missing, expected)

@@ -48,6 +48,12 @@ def test_status_shows_what_differs_between_runs(hpcinit: Run, tmp_path: Path) ->
     refused = hpcinit("status", "--sort", "los")
     assert refused.returncode == 2
     assert "--sort is 'los', but no run has this value; values of these runs: loss, step" in refused.stderr
+    (tmp_path / "runs/train-0001/spec.json").unlink()
+    (tmp_path / "runs/train-0002/spec.json").unlink()
+    same = hpcinit("status", "train-0001", "train-0002").stdout.splitlines()
+    assert [line.endswith(f"  --lr {lr}") for line, lr in zip(same, ("0.3", "0.1"), strict=True)] == [True, True], same
+    [document] = [json.loads(line) for line in hpcinit("status", "--json", "train-0001").stdout.splitlines()]
+    assert document["arguments"] == ["--data", "/x", "--lr", "0.3"]
 
 
 @pytest.mark.slurm
@@ -61,7 +67,9 @@ def test_the_best_run_of_a_sweep(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: 
     shown = hpcinit("status", "many-0001", "--sort", "loss", "--top", "1", env=idle_slurm.env).stdout.splitlines()
     assert len(shown) == 1 and shown[0].startswith("many-0001/1 ") and "lr=0.1" in shown[0], shown
     assert "loss 1  result 2" in shown[0]
+    (tmp_path / "runs/many-0001/1/spec.json").unlink()  # submission.json of each task has its arguments
     [best] = statuses(hpcinit, idle_slurm, "many-0001", "--sort=loss", "--top=1")
+    assert best["arguments"] == ["--lr", "0.1"]
     assert (best["task"], best["progress"]["values"]["loss"], best["result"]) == (1, 1.0, 2.0)
 
 

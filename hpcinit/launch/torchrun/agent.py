@@ -42,6 +42,8 @@ class Start:
 class Workers(Supervisor):
     """The ranks of a node, started together, by local rank. torch's agent polls for ended ones, and stops all."""
 
+    stuck_s = 3.0  # a rank that the kernel does not end, for a disk or a driver, is left to Slurm
+
     def __init__(
         self,
         command: Sequence[str],
@@ -59,10 +61,6 @@ class Workers(Supervisor):
 
     def pids(self) -> dict[int, int]:
         return {number: child.pid for number, child in self.children.items()}
-
-    def stop(self, grace_s: float, reap_s: float | None = None) -> None:
-        """Stop the ranks. One that is stuck in the kernel, for a disk or a driver, is left to Slurm."""
-        super().stop(grace_s, max(grace_s, 1.0) if reap_s is None else reap_s)
 
     def _start(self, number: int, command: Sequence[str], start: Start) -> Child:
         before = os.sched_getaffinity(0)
