@@ -107,7 +107,8 @@ def _of_sigterm(evidence: Evidence) -> Verdict | None:
     """Return the verdict on ranks that SIGTERM ended before Slurm ended the step."""
     recorded = {one.record.rank for one in evidence.found}
     for end in evidence.log.ends:
-        if not end.after_abort and end.how.startswith("Terminated") and not recorded.issuperset(end.ranks):
+        known = bool(end.ranks) and recorded.issuperset(end.ranks)
+        if not end.after_abort and end.how.startswith("Terminated") and not known:
             return _of_signal(end, evidence)
     return None
 
@@ -131,7 +132,7 @@ def _of_interrupt(evidence: Evidence) -> Verdict | None:
 def _of_exit_status(evidence: Evidence) -> Verdict | None:
     """Return the verdict on the first rank that exited with another status than 0 and without an error record."""
     recorded = {one.record.rank for one in evidence.found}
-    ends = [(end, rank) for end in evidence.log.ends for rank in end.ranks if rank not in recorded]
+    ends = [(end, rank) for end in evidence.log.ends for rank in end.ranks or (-1,) if rank not in recorded]
     bad = [(end, rank) for end, rank in ends if end.how.startswith("Exited with") and not end.succeeded]
     first = [(end, rank) for end, rank in bad if not causes.is_secondary_text(evidence.tails.get(rank, ""))]
     if not first and (evidence.found or _ended_early(evidence)):
@@ -344,10 +345,11 @@ def _of_silent_end(report: HangReport, head: str, found: Evidence) -> Verdict:
 def _of_exit(end: End, rank: int, found: Evidence) -> Verdict:
     tail = found.tails.get(rank, "")
     kind, do = causes.kind(tail)
-    head = f"rank {rank} on {end.host} failed first{found.at_step}: {end.how.lower()}"
+    who = _on_host([rank], replace(found, hosts={rank: end.host})) if rank >= 0 else "a rank"
+    head = f"{who} failed first{found.at_step}: {end.how.lower()}"
     head += f": {brief(tail)}" if tail else ""
     do = do if kind != failure_kinds.PROGRAM else "its log has its last output"
-    return _verdict(found, head, kind, do, rank=rank, host=end.host)
+    return _verdict(found, head, kind, do, rank=rank if rank >= 0 else None, host=end.host)
 
 
 def _of_status(status: int | None) -> str:
@@ -417,7 +419,7 @@ def _signalled(log: JobLog, first: Found | None) -> End | None:
 def _of_signal(end: End, evidence: Evidence) -> Verdict:
     name = next((name for name in causes.SIGNALS if end.how.startswith(name)), "")
     kind, do = failure_kinds.SIGNAL, causes.SIGNALS.get(name, "read the end of that rank's log")
-    rank, oom = end.ranks[0], evidence.oom
+    rank, oom = (end.ranks[0] if end.ranks else None), evidence.oom
     was, plural = ("were", "s") if len(end.ranks) > 1 else ("was", "")
     how = f"{was} killed by a signal ({end.how})"
     if oom or end.how.startswith("Out Of Memory"):
@@ -426,10 +428,11 @@ def _of_signal(end: End, evidence: Evidence) -> Verdict:
             causes.HOST_MEMORY,
             f"{was} killed by the kernel (the node ran out of the memory of this job)",
         )
-    lines = [f"srun's first report: task{plural} {ranges(end.ranks)}: {end.how}", oom]
-    if tail := evidence.tails.get(rank):
+    lines = [f"srun's first report: task{plural} {ranges(end.ranks)}: {end.how}" if end.host else "", oom]
+    if rank is not None and (tail := evidence.tails.get(rank)):
         lines.append(f"its last output: {tail}")
-    head = f"rank{plural} {ranges(end.ranks)} on {end.host} {how} first{evidence.at_step}"
+    who = _on_host(end.ranks, replace(evidence, hosts=dict.fromkeys(end.ranks, end.host))) if end.ranks else "a rank"
+    head = f"{who} {how} first{evidence.at_step}"
     kept = tuple(line for line in lines if line)
     return Verdict(head, kind, do, rank, end.host, step=evidence.step, evidence=kept)
 

@@ -2,6 +2,7 @@
 
 The lines of a rank are recognized by their prefix ('3: ' of `srun -l`, '[rank3]:' of torch, '[default3]:' of torchrun,
 '[rank: 3]' of Lightning) or by the name of their file. torchrun's table of failures has rank, host and exit status.
+A task of srun can be a torchrun agent, and '[default1]:' is a local rank; both then name no rank.
 """
 
 from __future__ import annotations
@@ -21,22 +22,33 @@ NAMES = ("*.out", "*.err", "*.log", "*.txt", "log*", "*stderr*", "*stdout*")
 MOST_FILES, MOST_BYTES = 1024, 50_000_000  # of one folder, and of the end of each file
 NO_RANK = -1
 _SRUN = re.compile(r"^ *(\d+): ?")  # srun -l
-_RANK = re.compile(r"^\[(?:rank|default)(\d+)\]: ?|^\[rank: (\d+)\] ?")
+_RANK = re.compile(r"^\[rank(\d+)\]: ?|^\[rank: (\d+)\] ?")
+_LOCAL = re.compile(r"^\[default(\d+)\]:")  # torchrun --tee
+_TEE = re.compile(r"^(?: *\d+: ?)?\[default\d+\]:", re.MULTILINE)
 _FILE = re.compile(r"(?:^|[^0-9a-z])(?:rank|task|proc)[_-]?(\d+)(?!\d)|^\d+[_-](\d+)\.(?:out|err|log)$", re.IGNORECASE)
 _FOLDER = re.compile(r"attempt_\d+/(\d+)/std(?:err|out)\.log$")  # torchrun --log-dir, by local rank
 _BEGIN = "Traceback (most recent call last):"
 _ERROR = re.compile(r"^[A-Za-z_][\w.]*(?::|$)")
 _WATCHDOG = re.compile(r"\[Rank (\d+)\].*(Watchdog caught collective operation timeout.*)")
 _XID = re.compile(r"(NVRM: Xid .*)")
-_SIZE = re.compile(r"\bworld[_ ]size\b['\"]?\s*[:=]?\s*(\d+)", re.IGNORECASE)
+_SIZE = re.compile(r"\b(?:dist_)?world[_ ]size\b['\"]?\s*[:=]?\s*(\d+)", re.IGNORECASE)
 # The table of torchrun's ChildFailedError.
-_FIELD = re.compile(r"^\s*(host|rank|exitcode)\s*: (\S+)(?:.*\(pid: (\d+)\))?")
+_FIELD = re.compile(r"^\s*(time|host|rank|exitcode)\s*: (\S+)(?: \(local_rank: (\d+)\))?(?:.*\(pid: (\d+)\))?")
 _FORCED = re.compile(r"Unable to shutdown process (\d+) via \S+, forcefully exiting")  # by the agent, after SIGTERM
 _ROOT = "Root Cause (first observed failure):"
-# Errors of launchers, which only report that a rank failed.
-_LAUNCHER = re.compile(r"ChildFailedError|CalledProcessError|SignalException|RendezvousClosedError|DistStoreError")
-# ERROR: [launch.py:325:sigkill_handler] ['python', '-u', 'train.py', '--local_rank=3'] exits with return code = -9
-_DEEPSPEED = re.compile(r"--local_rank=(\d+).*exits with return code = (-?\d+)")
+_AGENT = "torch/distributed/elastic/"  # in the agent's messages and tracebacks
+# Errors of launchers, which report that a rank failed, or that the launcher on another node ended.
+_LAUNCHER = re.compile(
+    r"ChildFailedError|CalledProcessError|'NoneType' object has no attribute 'is_failed'|RendezvousClosedError"
+)
+_OF_LAUNCHER = re.compile(
+    r'File "[^"]*(?:bin/(?:torchrun|accelerate|accelerate-launch|deepspeed)|accelerate/commands/launch\.py'
+    r'|deepspeed/launcher/\w+\.py|torch/distributed/(?:run\.py|launch\.py|launcher/|elastic/(?:agent|rendezvous)/))'
+)
+# DeepSpeed's launcher. Its error has the command of its last rank, whichever rank failed.
+_SPAWNED = re.compile(r"process (\d+) spawned with command: .*'--local_rank=(\d+)'")
+_SUCCEEDED = re.compile(r"Process (\d+) exits successfully\.")
+_RETURNED = re.compile(r"\[launch\.py:.*exits with return code = (-?\d+)")
 WORKER_KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal")
 
 
@@ -87,21 +99,28 @@ def _rank_of(path: Path) -> int | None:
 def gather(logs: Sequence[Log], state: str = "", dumps: Mapping[int, Mapping[str, object]] | None = None) -> Foreign:
     """Return the evidence in the logs. state: of Slurm's job, '' if unknown. dumps: of torch's flight recorder."""
     errors: list[tuple[int, str, str]] = []  # rank, error, traceback
-    ends: list[End] = []
+    table: list[tuple[str, bool, End]] = []
     seen: set[int] = set()
     size, job_lines = 0, []
+    labels = _labels(logs)
     for log in logs:
-        lines = list(_lines(log))
+        lines = list(_lines(log, labels))
         seen |= {rank for rank, _ in lines if rank != NO_RANK}
         errors += _errors(lines)
-        ends += _table([line for _, line in lines])
+        table += _table([line for _, line in lines])
         job_lines += [line for _, line in lines]
         size = max([size, *(int(found[1]) for found in _SIZE.finditer(log.text))])
     slurm = job_log.read("\n".join(job_lines))
-    of_ranks = not ends  # srun's tasks are the agents of torchrun otherwise
+    ends = [end for _, _, end in sorted(table, key=lambda one: one[:2])]
+    of_ranks = labels.task and not ends  # srun's tasks are the agents of torchrun otherwise
     every_end = of_ranks and bool(slurm.ends)
     slurm = replace(slurm, ends=tuple([*slurm.ends] if of_ranks else ends), output=())
-    errors = _assigned(errors, slurm)
+    of_launcher = [one for one in errors if _LAUNCHER.search(one[1]) or _OF_LAUNCHER.search(one[2])]
+    errors = _assigned([one for one in errors if one not in of_launcher], slurm)
+    by_deepspeed = _of_deepspeed(job_lines, {rank for rank, _, _ in errors if rank != NO_RANK})
+    slurm = replace(slurm, ends=(*by_deepspeed, *slurm.ends))
+    if not errors and not slurm.ends:  # the launcher's own errors are secondary unless nothing else exists
+        errors = sorted(of_launcher, key=lambda one: bool(_LAUNCHER.search(one[1])))
     hosts = {rank: end.host for end in slurm.ends for rank in end.ranks}
     ranks = {*seen, *hosts, *(rank for rank, _, _ in errors if rank != NO_RANK)}
     found = tuple(
@@ -114,7 +133,7 @@ def gather(logs: Sequence[Log], state: str = "", dumps: Mapping[int, Mapping[str
         log=slurm,
         size=max([size, *(rank + 1 for rank in ranks)]),
         hosts=hosts,
-        tails=_tails(logs),
+        tails=_tails(logs, labels),
         flight=hang_verdict.verdict(dumps or {}, hosts),
         every_end_is_logged=every_end or bool(ends),
         has_clock=False,
@@ -123,14 +142,34 @@ def gather(logs: Sequence[Log], state: str = "", dumps: Mapping[int, Mapping[str
     return Foreign(evidence, tuple(_unknown(evidence, size)))
 
 
-def _lines(log: Log) -> Iterator[tuple[int, str]]:
-    """Yield (rank, line without its prefix)."""
+@dataclass(frozen=True)
+class Labels:
+    """Whether a task of srun, and a local rank of torchrun, is a rank."""
+
+    task: bool
+    local: bool
+
+
+def _labels(logs: Sequence[Log]) -> Labels:
+    agents = any(_AGENT in log.text or _TEE.search(log.text) for log in logs)
+    fields = (found for log in logs for line in log.text.splitlines() if (found := _FIELD.match(_unlabelled(line))))
+    return Labels(not agents, all(found[2] == found[3] for found in fields if found[1] == "rank"))
+
+
+def _unlabelled(line: str) -> str:
+    return _SRUN.sub("", line, count=1)
+
+
+def _lines(log: Log, labels: Labels) -> Iterator[tuple[int, str]]:
+    """Yield (rank, line without its prefixes)."""
     lines = log.text.splitlines()
     labelled = sum(1 for line in lines if _SRUN.match(line)) * 2 > len(lines)
     for line in lines:
         rank, rest = NO_RANK if log.rank is None else log.rank, line
         if labelled and (found := _SRUN.match(rest)):
-            rank, rest = int(found[1]), rest[found.end() :]
+            rank, rest = int(found[1]) if labels.task else rank, rest[found.end() :]
+        if found := _LOCAL.match(rest):
+            rank, rest = int(found[1]) if labels.local else rank, rest[found.end() :]
         if found := _RANK.match(rest):
             rank, rest = int(found[1] or found[2]), rest[found.end() :]
         yield rank, rest
@@ -146,9 +185,7 @@ def _errors(lines: Sequence[tuple[int, str]]) -> list[tuple[int, str, str]]:
         elif rank in open_tracebacks:
             open_tracebacks[rank].append(line)
             if _ERROR.match(line):
-                traceback = "\n".join(open_tracebacks.pop(rank))
-                if not _LAUNCHER.search(line):
-                    found.append((rank, line, traceback))
+                found.append((rank, line, "\n".join(open_tracebacks.pop(rank))))
         elif watchdog := _WATCHDOG.search(line):
             found.append((int(watchdog[1]), f"RuntimeError: [Rank {watchdog[1]}] {watchdog[2]}", ""))
         elif xid := _XID.search(line):
@@ -156,9 +193,10 @@ def _errors(lines: Sequence[tuple[int, str]]) -> list[tuple[int, str, str]]:
     return found
 
 
-def _table(lines: Sequence[str]) -> list[End]:
-    """Return the ends of ranks in torchrun's table, the first observed failure first, or in DeepSpeed's messages."""
-    ends: list[End] = []
+def _table(lines: Sequence[str]) -> list[tuple[str, bool, End]]:
+    """Return (time, whether it is not the first observed failure, end) of ranks in torchrun's tables, of which every
+    node prints one."""
+    ends: list[tuple[str, bool, End]] = []
     fields: dict[str, str] = {}
     root = False
     forced = {found[1] for line in lines if (found := _FORCED.search(line))}
@@ -168,14 +206,24 @@ def _table(lines: Sequence[str]) -> list[End]:
             fields[found[1]] = found[2]
             if found[1] == "exitcode" and {"host", "rank"} <= fields.keys():
                 how = job_log.how(int(fields["exitcode"]))
-                by_agent = not root and (how == "Terminated" or found[3] in forced)
-                end = End(fields["host"], (int(fields["rank"]),), how, by_agent)
-                ends = [end, *ends] if root else [*ends, end]
+                by_agent = not root and (how == "Terminated" or found[4] in forced)
+                ends.append((fields.get("time", ""), not root, End(fields["host"], (int(fields["rank"]),), how, by_agent)))
                 fields = {}
         elif line.startswith("====="):
             root = False
-        elif found := _DEEPSPEED.search(line):
-            ends.append(End("", (int(found[1]),), job_log.how(int(found[2])), bool(ends)))
+    return ends
+
+
+def _of_deepspeed(lines: Sequence[str], with_error: set[int]) -> list[End]:
+    """Return the ends in the messages of DeepSpeed's launcher on one node. The rank that failed is known if it is the
+    only one without an error; otherwise the end has no rank."""
+    spawned = {found[1]: int(found[2]) for line in lines if (found := _SPAWNED.search(line))}
+    done = {spawned[found[1]] for line in lines if (found := _SUCCEEDED.search(line)) and found[1] in spawned}
+    ends = [End("", (rank,), job_log.SUCCEEDED, False) for rank in sorted(done)]
+    code = next((int(found[1]) for line in lines if (found := _RETURNED.search(line))), 0)
+    if code < 0 or (code > 0 and not with_error):
+        left = set(spawned.values()) - done - with_error
+        ends.append(End("", tuple(left) if len(left) == 1 else (), job_log.how(code), False))
     return ends
 
 
@@ -202,10 +250,10 @@ def _first_of_each(errors: Sequence[tuple[int, str, str]]) -> Iterator[tuple[int
     yield from dict.fromkeys(error for error in errors if error in chosen)
 
 
-def _tails(logs: Sequence[Log]) -> dict[int, str]:
+def _tails(logs: Sequence[Log], labels: Labels) -> dict[int, str]:
     tails: dict[int, str] = {}
     for log in logs:
-        for rank, line in _lines(log):
+        for rank, line in _lines(log, labels):
             if rank != NO_RANK and line.strip() and not job_log.is_from_slurm(line):
                 tails[rank] = line.strip()
     return tails
@@ -216,6 +264,8 @@ def _unknown(evidence: Evidence, size: int) -> Iterator[str]:
         yield "which rank printed the error: the lines have no rank; srun -l, or torchrun --tee 3, shows it"
     if evidence.found and not evidence.log.ends:
         yield "how each rank ended: the messages of srun or torchrun's table show it"
+    if any(not end.ranks for end in evidence.log.ends):
+        yield "which rank it was: DeepSpeed's launcher does not print it; deepspeed --enable_each_rank_log=FOLDER does"
     if evidence.lists_failed_ranks:
         yield "whether there were more ranks: torchrun lists only those that failed; print WORLD_SIZE at the start"
     if not any(evidence.hosts.values()) and evidence.found:

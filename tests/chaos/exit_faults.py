@@ -1,6 +1,7 @@
-"""`python exit_faults.py FAULT [plain]`: a loop of collectives in which rank 3 does something wrong at step 3.
+"""`python exit_faults.py FAULT [KIND]`: a loop of collectives in which rank 3 does something wrong at step 3.
 
-With `plain` the program uses torch alone, otherwise hpcinit.init().
+KIND: `plain` uses torch alone, `megatron` also prints its steps as Megatron-LM does, `lightning` uses Lightning's
+Trainer. Without KIND the program uses hpcinit.init().
 """
 
 import ctypes
@@ -113,16 +114,53 @@ def train(fault: str, rank: int, report: Callable[[int, int], object]) -> None:
         time.sleep(0.05)
 
 
-def main() -> None:
-    fault, *kind = sys.argv[1:]
-    if kind:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
-        train(fault, dist.get_rank(), lambda step, total: print("step", step, flush=True))
-        return
-    import hpcinit
+def as_megatron(step: int, total: int) -> None:
+    """Print a step as Megatron-LM's last rank does."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+        print(f" [{now}] iteration {step:8}/{total:8} | consumed samples: {step * 64:12} | lm loss: 1.0E+01 |", flush=True)
 
-    run = hpcinit.init()
-    train(fault, run.rank, run.progress)
+
+def fit(fault: str) -> None:
+    import lightning
+
+    class Model(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+            if self.global_rank == CULPRIT and number == AT_STEP:
+                FAULTS[fault]()
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    nodes = int(os.environ.get("SLURM_NNODES", "1"))
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    ddp = lightning.pytorch.strategies.DDPStrategy(process_group_backend="gloo", timeout=timeout)
+    shape = {"accelerator": "cpu", "devices": 4 // nodes, "num_nodes": nodes, "max_epochs": 1}
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    samples = torch.utils.data.DataLoader(torch.ones(4 * STEPS, 1))
+    lightning.Trainer(strategy=ddp, **shape, **quiet).fit(Model(), samples)
+
+
+def main() -> None:
+    fault, *kind = (argument for argument in sys.argv[1:] if not argument.startswith("--local_rank="))  # DeepSpeed's
+    if kind == ["lightning"]:
+        fit(fault)
+    elif kind:
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
+        if kind == ["megatron"] and dist.get_rank() == 0:
+            print(f"using world size: {dist.get_world_size()}, data-parallel size: {dist.get_world_size()}", flush=True)
+        plain = as_megatron if kind == ["megatron"] else lambda step, total: print("step", step, flush=True)
+        train(fault, dist.get_rank(), plain)
+    else:
+        import hpcinit
+
+        run = hpcinit.init()
+        train(fault, run.rank, run.progress)
 
 
 if __name__ == "__main__":

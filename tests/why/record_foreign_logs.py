@@ -1,6 +1,6 @@
 """`python -m tests.why.record_foreign_logs FOLDER [LAUNCHER ...]`: record logs of jobs that hpcinit does not start.
 
-Runs tests/chaos/exit_faults.py with torch alone, four ranks and each fault, on a real Slurm of this machine (root):
+Runs tests/chaos/exit_faults.py with torch alone, four ranks, on a real Slurm of this machine (root):
 FOLDER/LAUNCHER-FAULT.log is what a user has in slurm-123.out. tests/data/foreign has the recorded logs, in which
 the paths of the recording machine are replaced.
 """
@@ -25,25 +25,33 @@ RANK = (
     "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR=n1 MASTER_PORT=$((20000 + SLURM_JOB_ID)); "
     'exec "$0" "$@"'
 )
+SRUN = "srun -l --kill-on-bad-exit=1"
+NODES = ("-w", "n1,n2", "-N2")
+PORT = "$((20000 + SLURM_JOB_ID))"
+AGENTS = f"torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=n1:{PORT}"
 LAUNCHERS = {
-    "srun": ("-w", "n1,n2", "-N2", "--ntasks-per-node=2", "srun -l --kill-on-bad-exit=1 bash -c '" + RANK + "' python"),
+    "srun": (*NODES, "--ntasks-per-node=2", f"{SRUN} bash -c '{RANK}' python"),
     "torchrun": ("-N1", "-n1", "torchrun --standalone --nproc-per-node=4"),
-    "torchrun-2-nodes": (
-        *("-w", "n1,n2", "-N2", "--ntasks-per-node=1"),
-        "srun torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=n1:$((21000 + SLURM_JOB_ID))",
-    ),
+    "nodes": (*NODES, "--ntasks-per-node=1", f"srun {AGENTS}"),
+    "megatron": (*NODES, "--ntasks-per-node=1", f"srun {AGENTS} --tee 3"),
     "accelerate": (
         *("-N1", "-n1"),
-        "accelerate launch --multi_gpu --num_processes=4 --num_machines=1 --main_process_port=$((22000 + SLURM_JOB_ID))",
+        f"accelerate launch --multi_gpu --num_processes=4 --num_machines=1 --main_process_port={PORT}",
     ),
-}  # fmt: skip
+    "deepspeed": ("-N1", "-n1", f"deepspeed --num_gpus=4 --master_port={PORT}"),
+    "lightning": (*NODES, "--ntasks-per-node=2", f"{SRUN} python"),
+}
+KINDS = {"megatron": "megatron", "lightning": "lightning"}  # else 'plain'
+SOME = ("exception", "sigkill", "sigterm", "os-exit", "loop", "broadcast")  # of launchers other than the first two
+FAULTS = {launcher: tuple(exit_faults.FAULTS) if launcher in ("srun", "torchrun") else SOME for launcher in LAUNCHERS}
 PATHS = re.compile(r"(?:/[\w.+-]+)+/(?=lib/python3|bin/|exit_faults)")
 
 
 def record(slurm: MiniSlurm, folder: Path, launcher: str, fault: str) -> None:
     *options, line = LAUNCHERS[launcher]
     script = folder / f"{launcher}-{fault}.sh"
-    script.write_text(f'#!/bin/bash\nexport PATH={BIN}:"$PATH" OMP_NUM_THREADS=1\n{line} {PROGRAM} {fault} plain\n')
+    environment = f'export PATH={BIN}:"$PATH" OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu'
+    script.write_text(f"#!/bin/bash\n{environment}\n{line} {PROGRAM} {fault} {KINDS.get(launcher, 'plain')}\n")
     log = folder / f"{launcher}-{fault}.log"
     command = ["sbatch", "--wait", "-t5", *options, f"--output={log}", f"--chdir={folder}", str(script)]
     subprocess.run(command, env={**os.environ, **slurm.env}, capture_output=True, timeout=900, check=False)
@@ -57,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
     os.environ["HOME"] = str(folder)
     with MiniSlurm(nodes=4, gpus=8, name=f"record-{os.getpid()}") as slurm, ThreadPoolExecutor(3) as pool:
         for launcher in argv[1:] or LAUNCHERS:
-            list(pool.map(partial(record, slurm, folder, launcher), exit_faults.FAULTS))
+            list(pool.map(partial(record, slurm, folder, launcher), FAULTS[launcher]))
 
 
 if __name__ == "__main__":

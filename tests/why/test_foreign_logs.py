@@ -95,12 +95,12 @@ def test_one_file_for_each_rank(tmp_path: Path) -> None:
         ),
         # The driver's message of a lost GPU.
         ("[rank1]: NVRM: Xid (PCI:0000:3b:00): 79, pid=4242, GPU has fallen off the bus.\n", "gpu", 1),
-        # DeepSpeed's launcher.
+        # DeepSpeed's launcher, which prints the command of its last rank, whichever rank failed.
         (
             "[2026-11-22 20:00:00,000] [ERROR] [launch.py:325:sigkill_handler] ['/usr/bin/python', '-u', 'train.py', "
             "'--local_rank=3'] exits with return code = -9\n",
             "signal",
-            3,
+            None,
         ),
         # Lightning's prefix.
         (

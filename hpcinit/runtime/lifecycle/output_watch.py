@@ -70,7 +70,7 @@ class OutputWatch:
         if now - self._cpu[0] > 2 * self._period:  # the process was stopped (SIGSTOP, scontrol suspend)
             self._printed += now - self._cpu[0]
         self._cpu = (now, cpu)
-        place = _main_place()
+        place = main_place()
         if place != self._place:
             self._place, self._same_since = place, now
         if self._is_silent(now):
@@ -116,10 +116,10 @@ def _newest_change(logs: Path, known: float) -> float:
     return max(times, default=0.0)
 
 
-def _main_place() -> tuple[object, ...]:
+def main_place() -> tuple[tuple[str, int], ...]:
     """Return the file and the line of each frame of the main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    found: list[object] = []
+    found: list[tuple[str, int]] = []
     while frame is not None:
         found.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back

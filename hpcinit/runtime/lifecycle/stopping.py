@@ -23,7 +23,7 @@ from hpcinit.records import plain_files, run_folder
 from hpcinit.records.startup_timeout import left_of_job
 from hpcinit.records.stop_reasons import NOT_RECORDED, SIGNAL_EARLY, Reason, Stop, Stopping
 from hpcinit.rendezvous.process_state import state
-from hpcinit.runtime.lifecycle import phase
+from hpcinit.runtime.lifecycle import output_watch, phase
 from hpcinit.runtime.lifecycle.signal_watch import Watch
 from hpcinit.slurm import queue, slurm_client
 from hpcinit.world import World
@@ -87,6 +87,8 @@ MILLISECOND = timedelta(milliseconds=1)
 STUCK_S = 10.0  # time after SIGTERM, plus the longest step so far, after which a rank counts as stuck
 FIRST_STEP_S = 600.0  # the same limit during the first step, which may compile
 TURN_S = 0.25  # interval of checks for a stuck rank
+# Where the main thread waits for a process or a thread of its own rank, such as torch.compile's C++ compiler.
+OWN_WORK = ("/subprocess.py", "/concurrent/futures/_base.py")
 LONGEST_PHASE_S = 3600.0  # a longer save is stuck; most clusters' grace time is shorter
 ASK_S = 2.0
 RANKS = 1 << 32
@@ -275,16 +277,22 @@ class Stopper:
     def _end_if_stuck(self) -> None:
         """Exit on SIGTERM if a peer is dead and its collective waits, so that Slurm need not wait to send SIGKILL.
 
-        A save, or another declared phase, is not stuck. Checks are counted, not time, because a suspended process
-        makes no checks.
+        A save, or another declared phase, is not stuck, and neither is a main thread that works, as in an evaluation,
+        or that waits for a compiler. Checks are counted, not time, because a suspended process makes no checks.
         """
-        calls, turns = self._calls, 0
+        calls, turns, working, before = self._calls, 0, 0, None
         longest = self._longest if calls > 1 else FIRST_STEP_S  # the first step may compile
-        while turns * TURN_S < STUCK_S + longest:
+        while turns * TURN_S < STUCK_S + longest and working * TURN_S < FIRST_STEP_S:
             time.sleep(TURN_S)
             if self._calls != calls or self._stop is not None or self._closed.is_set():
                 return
-            turns = 0 if phase.silence_is_expected(LONGEST_PHASE_S) else turns + 1
+            place, _ = now = _main_thread()
+            if phase.silence_is_expected(LONGEST_PHASE_S):
+                turns = 0
+            elif now != before or any(file.endswith(OWN_WORK) for file, _ in place):
+                turns, working, before = 0, working + 1, now
+            else:
+                turns += 1
         if self._watch is not None:
             signals.end_by(signal.SIGTERM)
 
@@ -303,6 +311,15 @@ class Stopper:
                 self._ask_left(ASK_PATIENTLY_S)
                 ask_at = time.monotonic() + ASK_EVERY_S
             time.sleep(LOOK_S)
+
+
+def _main_thread() -> tuple[Sequence[tuple[str, int]], str]:
+    """Return where the main thread is and how often it has waited. Both stay the same while it waits for a dead peer."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:  # the kernel restricts /proc
+        status = ""
+    return output_watch.main_place(), status.partition("\nvoluntary_ctxt_switches:")[2].partition("\n")[0]
 
 
 def _job(env: Mapping[str, str]) -> str:
