@@ -46,7 +46,7 @@ class OutputWatch:
         self._period = min(PERIOD_S, after_s / PERIODS)
         self._newest = 0.0  # time of the last change of any log, by the clock of the file system
         self._printed = self._same_since = time.monotonic()
-        self._place: tuple[object, ...] = ()  # of the main thread at the last look
+        self._place: tuple[object, ...] = ()  # of the main thread at the last look, see _main_place()
         self._cpu = (time.monotonic(), time.process_time())
         self._silent = self._spoke = False
         self._failed = False  # set by stop(): the stacks show what a rank did before the failure
@@ -117,13 +117,17 @@ def _newest_change(logs: Path, known: float) -> float:
 
 
 def _main_place() -> tuple[object, ...]:
-    """Return the file and the line of each frame of the main thread."""
+    """Return the position of the main thread, which stays equal in a loop over several lines of one function, and
+    changes with each collective."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     found: list[object] = []
     while frame is not None:
-        found.append((frame.f_code.co_filename, frame.f_lineno))
+        file = frame.f_code.co_filename
+        if not hang_report.STANDARD_LIBRARY.search(file):
+            # The innermost function counts as a whole. The lines of its callers show whether the program continues.
+            found.append((file, frame.f_code.co_name, frame.f_lineno if found else 0))
         frame = frame.f_back
-    return tuple(found)
+    return (*found, flight_dump.collectives())
 
 
 def start(world: World, after_s: float, folder: Path) -> None:
