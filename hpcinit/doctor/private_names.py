@@ -49,7 +49,7 @@ def _torch() -> Iterator[PrivateName]:
     for owner, names in (
         ("torch._C._distributed_c10d", "HashStore PrefixStore Store TCPStore _dump_fr_trace_json"),
         ("torch._C._distributed_c10d:Backend.Options", "_timeout"),
-        ("torch._C._distributed_c10d:ProcessGroup", "_device_types _get_backend"),
+        ("torch._C._distributed_c10d:ProcessGroup", "_device_types _get_backend _get_sequence_number_for_group"),
         ("torch._C._distributed_c10d:ProcessGroupGloo", "_set_default_timeout"),
         ("torch.cuda", "_is_in_bad_fork"),
         ("torch.distributed._functional_collectives", "all_to_all_single_autograd"),

@@ -28,7 +28,7 @@ ELSEWHERE = "elsewhere"  # state of a rank whose stack shows no collective
 MAIN = "main thread {ident:#018x}"  # as faulthandler writes a thread's number
 DEAD_S = 60.0  # clocks of two nodes may differ by seconds, and a file may appear late over NFS
 MOST_STUCK = 8  # ranks without a collective that a report lists
-SAME_SHARE = 0.5  # of a silence: a rank at one place for so long is taken as stuck there
+SAME_SHARE = 0.5  # of a silence: a rank in one function for so long is taken as stuck there
 HUNG = 76  # exit status of a rank that hpcinit ended because the job hung
 FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.+)')
 SAMPLED = re.compile(r"cpu_s ([\d.]+) of_s ([\d.]+) same_s ([\d.]+)")  # below MAIN, by output_watch
@@ -39,6 +39,7 @@ BACKWARD = ("torch/autograd/graph.py", "_engine_run_backward")  # DDP and FSDP r
 NOT_USER_CODE = re.compile(
     r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<frozen|/hpcinit/(?:runtime/|(?:cli|run|fork)\.py$)"
 )
+STANDARD_LIBRARY = re.compile(r"/lib/python3\.\d+/(?!(?:site|dist)-packages/)|^<frozen")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Place:
     waits_in: str
     at: str
     cpu: float | None = None  # share of a core that the process used in the last seconds
-    same_s: float = 0.0  # for how many seconds the main thread was seen at the same place
+    same_s: float = 0.0  # for how many seconds the main thread was seen in the same function, without a new collective
 
 
 def place(text: str) -> Place:
@@ -176,7 +177,8 @@ class HangReport:
     last). unheard: ranks without heartbeat and stack. text: the lines of a report whose fields cannot be read.
 
     Of a program that reports no steps: output_silent_s: since any rank printed something. cpu: (percent of a core,
-    ranks). certain: each rank was seen at the same place all the time, and not all at one place.
+    ranks). certain: each rank was seen in one function for half of the silence, and made no collective; some wait in a
+    collective, and others do not.
     """
 
     rank: int | None = None

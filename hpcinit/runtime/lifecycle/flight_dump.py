@@ -27,13 +27,27 @@ def path(world: World, folder: Path) -> Path:
     return folder / FLIGHT / f"{scratch.folder_name(world.job)}.rank_{world.rank}"
 
 
+def _distributed() -> Any:
+    """Return torch.distributed if the program has a process group, else None. Never import torch."""
+    dist = getattr(sys.modules.get("torch"), "distributed", None)  # missing while the program imports torch
+    return dist if dist and dist.is_available() and dist.is_initialized() else None
+
+
+def collectives() -> tuple[int, ...]:
+    """Return how many collectives this rank has called in each of its groups; () if there are none. Never raise."""
+    found: list[int] = []
+    with contextlib.suppress(AttributeError):  # the program imports torch at the moment
+        dist = _distributed()
+        for group in list(dist.distributed_c10d._world.pg_map) if dist else ():
+            with contextlib.suppress(RuntimeError):  # the backend does not count them
+                found.append(group._get_sequence_number_for_group())
+    return tuple(found)
+
+
 def write(world: World, folder: Path) -> None:
     """Write this rank's dump, or let NCCL write it. Do nothing without a process group. Raise OSError."""
-    loaded: Any = sys.modules.get("torch")
-    if loaded is None:
-        return
-    dist = loaded.distributed
-    if not dist.is_available() or not dist.is_initialized():
+    dist = _distributed()
+    if dist is None:
         return
     if _ask_nccl(world.rank):
         return

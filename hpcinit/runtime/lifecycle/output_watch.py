@@ -46,7 +46,7 @@ class OutputWatch:
         self._period = min(PERIOD_S, after_s / PERIODS)
         self._newest = 0.0  # time of the last change of any log, by the clock of the file system
         self._printed = self._same_since = time.monotonic()
-        self._place: tuple[object, ...] = ()  # of the main thread at the last look
+        self._place: tuple[object, ...] = ()  # of the main thread at the last look, see _main_place()
         self._cpu = (time.monotonic(), time.process_time())
         self._silent = self._spoke = False
         self._failed = False  # set by stop(): the stacks show what a rank did before the failure
@@ -70,7 +70,7 @@ class OutputWatch:
         if now - self._cpu[0] > 2 * self._period:  # the process was stopped (SIGSTOP, scontrol suspend)
             self._printed += now - self._cpu[0]
         self._cpu = (now, cpu)
-        place = main_place()
+        place = _main_place()
         if place != self._place:
             self._place, self._same_since = place, now
         if self._is_silent(now):
@@ -116,14 +116,22 @@ def _newest_change(logs: Path, known: float) -> float:
     return max(times, default=0.0)
 
 
-def main_place() -> tuple[tuple[str, int], ...]:
-    """Return the file and the line of each frame of the main thread."""
+def main_frames() -> tuple[tuple[str, str, int], ...]:
+    """Return the file, the function and the line of each frame of the main thread, the innermost first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    found: list[tuple[str, int]] = []
+    found = []
     while frame is not None:
-        found.append((frame.f_code.co_filename, frame.f_lineno))
+        found.append((frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno))
         frame = frame.f_back
     return tuple(found)
+
+
+def _main_place() -> tuple[object, ...]:
+    """Return the position of the main thread, which stays equal in a loop over several lines of one function, and
+    changes with each collective."""
+    inner, *callers = [one for one in main_frames() if not hang_report.STANDARD_LIBRARY.search(one[0])] or [()]
+    # The innermost function counts as a whole. The lines of its callers show whether the program continues.
+    return (inner[:2], *callers, flight_dump.collectives())
 
 
 def start(world: World, after_s: float, folder: Path) -> None:

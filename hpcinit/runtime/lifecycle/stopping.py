@@ -289,7 +289,7 @@ class Stopper:
             place, _ = now = _main_thread()
             if phase.silence_is_expected(LONGEST_PHASE_S):
                 turns = 0
-            elif now != before or any(file.endswith(OWN_WORK) for file, _ in place):
+            elif now != before or any(file.endswith(OWN_WORK) for file, *_ in place):
                 turns, working, before = 0, working + 1, now
             else:
                 turns += 1
@@ -313,13 +313,13 @@ class Stopper:
             time.sleep(LOOK_S)
 
 
-def _main_thread() -> tuple[Sequence[tuple[str, int]], str]:
+def _main_thread() -> tuple[Sequence[tuple[str, str, int]], str]:
     """Return where the main thread is and how often it has waited. Both stay the same while it waits for a dead peer."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:  # the kernel restricts /proc
         status = ""
-    return output_watch.main_place(), status.partition("\nvoluntary_ctxt_switches:")[2].partition("\n")[0]
+    return output_watch.main_frames(), status.partition("\nvoluntary_ctxt_switches:")[2].partition("\n")[0]
 
 
 def _job(env: Mapping[str, str]) -> str:
