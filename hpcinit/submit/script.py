@@ -321,6 +321,14 @@ def restart_file(config: Config, run: RunPath) -> tuple[str, str] | None:
     return f"restart-{hashlib.sha256(text.encode()).hexdigest()[:8]}.sh", text
 
 
+def with_restart_file(text: str, file: tuple[str, str] | None) -> str:
+    """Return the script of a dry run, followed by the file that it reads, so that a reader sees both."""
+    if file is None:
+        return text
+    name, lines = file[0], file[1].partition("\n")[2]  # shellcheck's directive must be in the first line of a script
+    return f"{text}\n# ---- End of the script. It reads {name} from the run folder: ----\n{lines}"
+
+
 def _run_folder(run: RunPath, body: str) -> tuple[list[str], list[str]]:
     """Return the lines that name the run folder, and those that name the files that `body` uses."""
     names = {

@@ -70,4 +70,8 @@ hpcinit_source() { # read the file $1 into this shell, or end the job
 hpcinit_source "$HPCINIT_RUN/env.sh"
 
 # Start the ranks. Each one runs: -m hpcinit.jobs.smoke
-srun --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=2 --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/"$((1000 + SLURM_ARRAY_TASK_ID))"/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/"$((1000 + SLURM_ARRAY_TASK_ID))"/spec.json
+srun --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=2 --export=ALL --mpi=none \
+    --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append \
+    --output=/shared/me/runs/x-0001/"$((1000 + SLURM_ARRAY_TASK_ID))"/logs/rank-%t.log \
+    /shared/me/venv/bin/python -u -m hpcinit.run \
+    /shared/me/runs/x-0001/"$((1000 + SLURM_ARRAY_TASK_ID))"/spec.json

@@ -74,4 +74,7 @@ export GREETING='hello world'
 ulimit -c 0
 
 # Start the ranks. Each one runs: -m hpcinit.jobs.smoke
-srun --nodes=3 --ntasks=6 --ntasks-per-node=2 --cpus-per-task=7 --export=ALL --mpi=none --kill-on-bad-exit=0 --cpu-bind=cores --gpu-bind=closest --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
+srun --nodes=3 --ntasks=6 --ntasks-per-node=2 --cpus-per-task=7 --export=ALL --mpi=none \
+    --kill-on-bad-exit=0 --cpu-bind=cores --gpu-bind=closest --unbuffered --open-mode=append \
+    --output=/shared/me/runs/x-0001/logs/rank-%t.log \
+    /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

@@ -62,4 +62,7 @@ export NCCL_DEBUG=WARN
 ulimit -c 0
 
 # Start the ranks. Each one runs: -m hpcinit.jobs.smoke
-srun --nodes=8 --ntasks=32 --ntasks-per-node=4 --cpus-per-task=16 --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
+srun --nodes=8 --ntasks=32 --ntasks-per-node=4 --cpus-per-task=16 --export=ALL --mpi=none \
+    --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append \
+    --output=/shared/me/runs/x-0001/logs/rank-%t.log \
+    /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

@@ -53,4 +53,6 @@ export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 10))}" 
 export OMP_NUM_THREADS=1
 
 # Start the ranks. Each one runs: -m hpcinit.jobs.smoke
-srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=8 --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --cpu-bind=none --unbuffered --open-mode=append /shared/me/venv/bin/python -u -m hpcinit.fork /shared/me/runs/x-0001/spec.json
+srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=8 --export=ALL --mpi=none \
+    --kill-on-bad-exit=1 --wait=0 --cpu-bind=none --unbuffered --open-mode=append \
+    /shared/me/venv/bin/python -u -m hpcinit.fork /shared/me/runs/x-0001/spec.json

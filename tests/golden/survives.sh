@@ -45,7 +45,10 @@ export OMP_NUM_THREADS=1
 
 # Start the ranks. Each one runs: -m hpcinit.jobs.smoke
 hpcinit_ranks() {
-  srun ${hpcinit_excluded:+--overlap --exclude="$hpcinit_excluded"} --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=2 --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
+  srun ${hpcinit_excluded:+--overlap --exclude="$hpcinit_excluded"} --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=2 --export=ALL --mpi=none \
+    --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append \
+    --output=/shared/me/runs/x-0001/logs/rank-%t.log \
+    /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
   hpcinit_own_status $?
 }
 hpcinit_run_with_spare_nodes

@@ -98,7 +98,13 @@ def test_local_and_slurm_differ_in_the_launcher_only() -> None:
         text = "".join(f"{line}\n" for line in lines)
         assert text in slurm and text not in local
         slurm = slurm.replace(text, "")
-    assert local.replace(ours, "srun --") == slurm and ours in local
+    ours_at = local.index(ours)
+    assert joined(local[:ours_at]) + joined(local[ours_at:]).replace(ours, "srun --") == joined(slurm) and ours in local
+
+
+def joined(text: str) -> str:
+    """Return the text with the lines of a command joined."""
+    return re.sub(r" \\\n +", " ", text)
 
 
 @pytest.mark.parametrize("path", sorted(shell_blocks.LIB.glob("*.sh")), ids=lambda path: path.stem)
@@ -148,7 +154,8 @@ def test_one_task_per_node_has_the_cores_of_its_ranks() -> None:
     """launch=fork and launch=torchrun start one task per node, with the cores of all its ranks if known."""
     words = ("cluster=mini", "nodes=2", "ranks_per_node=4", "launch.kill_on_bad_exit=false")
     for kind, module in (("fork", "fork"), ("torchrun", "elastic")):
-        step = render(*words, f"launch={kind}", "cpus_per_rank=3").splitlines()[-1]
+        step = render(*words, f"launch={kind}", "cpus_per_rank=3").partition("\nsrun ")[2]
+        step = joined(step).rstrip()
         assert "--ntasks=2 --ntasks-per-node=1 --cpus-per-task=12 --export=ALL" in step
         assert "--kill-on-bad-exit=0" in step
         assert step.endswith(f"-m hpcinit.{module} {FOLDER}/spec.json") and "--output" not in step

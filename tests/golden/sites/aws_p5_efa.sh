@@ -59,4 +59,9 @@ export NCCL_SOCKET_IFNAME=en
 export FI_EFA_USE_HUGE_PAGE=0
 
 # Start the ranks. Each one runs: -m hpcinit.jobs.train_gpt --steps 60
-srun --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=24 --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log --container-image=/fsx/images/pytorch.sqsh --container-mounts=/shared/me/project:/shared/me/project,/shared/me/runs/x-0001:/shared/me/runs/x-0001,/fsx:/fsx --container-env=FI_EFA_USE_HUGE_PAGE,NCCL_NET,NCCL_SOCKET_IFNAME python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
+srun --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=24 --export=ALL --mpi=none \
+    --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append \
+    --output=/shared/me/runs/x-0001/logs/rank-%t.log --container-image=/fsx/images/pytorch.sqsh \
+    --container-mounts=/shared/me/project:/shared/me/project,/shared/me/runs/x-0001:/shared/me/runs/x-0001,/fsx:/fsx \
+    --container-env=FI_EFA_USE_HUGE_PAGE,NCCL_NET,NCCL_SOCKET_IFNAME \
+    python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

@@ -69,4 +69,7 @@ export MPICH_GPU_SUPPORT_ENABLED=0
 ulimit -c 0
 
 # Start the ranks. Each one runs: -m hpcinit.jobs.train_gpt --steps 60
-srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=72 --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
+srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=72 --export=ALL --mpi=none \
+    --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append \
+    --output=/shared/me/runs/x-0001/logs/rank-%t.log \
+    /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

@@ -68,4 +68,8 @@ export MIOPEN_CUSTOM_CACHE_DIR=/tmp/me-miopen
 export LD_LIBRARY_PATH="$CRAY_LD_LIBRARY_PATH:$LD_LIBRARY_PATH"
 
 # Start the ranks. Each one runs: -m hpcinit.jobs.train_gpt --steps 60
-srun --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=7 --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --cpu-bind=mask_cpu:fe000000000000,fe00000000000000,fe0000,fe000000,fe,fe00,fe00000000,fe0000000000 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
+srun --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=7 --export=ALL --mpi=none \
+    --kill-on-bad-exit=1 --wait=0 \
+    --cpu-bind=mask_cpu:fe000000000000,fe00000000000000,fe0000,fe000000,fe,fe00,fe00000000,fe0000000000 \
+    --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log \
+    /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

@@ -55,4 +55,7 @@ export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 30))}" 
 export NCCL_NET='AWS Libfabric'
 
 # Start the ranks. Each one runs: -m hpcinit.jobs.train_gpt --steps 60
-srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=32 --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
+srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=32 --export=ALL --mpi=none \
+    --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append \
+    --output=/shared/me/runs/x-0001/logs/rank-%t.log \
+    /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
