@@ -213,7 +213,8 @@ def render_at(
     nodes, per_node = config.nodes, ranks_per_node(config)
     ranks = f"{nodes} node{'s' * (nodes > 1)} x {per_node} rank{'s' * (per_node > 1)}"
     about = [comment(f"# {config.name}: {program}, {ranks}")] if program else []
-    start = [comment(f"# Start the ranks. Each one runs: {program}")] if program else []
+    runs = f"# Start the ranks. hpcinit prepares each one as in spec.json, and runs: {program}"
+    start = [comment(runs)] if program else []
     command = "\n".join([*start, *_command(config, srun_step.srun_step_line(config, run, workdir))])
     return slurm_executor.render(run.path, command, parameters(config, run, workdir, code), [*about, *origin])
 
@@ -353,7 +354,7 @@ def _end_time(config: Config) -> list[str]:
     """Return the lines that export when the job ends. Slurm 24.11 has a variable for it, and 22.05 has none."""
     end = f"$(($(date +%s) + 60 * {config.time_min}))"
     return [
-        "# When the job ends. No start-up waits longer.",
+        "# When the job reaches its time limit. No rank waits longer for the others at the start.",
         f'export HPCINIT_JOB_END_TIME="${{SLURM_JOB_END_TIME:-{end}}}" {ENV_LIMIT_S}={60 * config.time_min}',
     ]
 
@@ -376,7 +377,7 @@ def _command(config: Config, step: str) -> list[str]:
     launcher, _, rest = step.partition(" ")
     # Slurm 22.05 never releases the cores of a step on a lost node ('unable to update job's core use information due to
     # job resizing'), hence --overlap.
-    ranks = f'{launcher} ${{hpcinit_excluded:+--overlap --exclude="$hpcinit_excluded"}} {rest}'
+    ranks = f'{launcher} ${{hpcinit_excluded:+--overlap --exclude="$hpcinit_excluded"}} \\\n    {rest}'
     body = [f"  {line}" for line in (ranks, *own)]
     return ["hpcinit_ranks() {", *body, "}", "hpcinit_run_with_spare_nodes", *requeue]
 

@@ -19,7 +19,7 @@ from hpcinit.config import job_spec
 from hpcinit.config.compose import compose
 from hpcinit.records import elastic_restarts, hang_report, run_folder, stop_reasons
 from hpcinit.records.spec import load
-from hpcinit.submit import array, script, shell_blocks
+from hpcinit.submit import array, script, shell_blocks, transaction
 from hpcinit.submit.job_environment import make_spec
 from hpcinit.submit.run_path import RunPath
 from tests.skip_or_fail import installed
@@ -78,6 +78,16 @@ def test_restarts_and_chains_add_few_lines() -> None:
     plain = [case for case in CASES["survives"] if case not in more]
     assert len(render(*CASES["survives"]).splitlines()) - len(render(*plain).splitlines()) <= 20
     assert script.restart_file(compose([*plain, PYTHON]), RunPath(FOLDER)) is None
+
+
+def test_a_dry_run_shows_the_file_that_the_script_reads(tmp_path: Path) -> None:
+    """The file with the code of restarts follows the script; a script without restarts is shown alone."""
+    at = f"runs_dir={tmp_path}"
+    config = compose([*CASES["survives"], PYTHON, at])
+    shown, _, file = transaction.dry_run(config, []).partition("# ---- End of the script. It reads restart-")
+    assert "hpcinit_source " in shown and "hpcinit_requeue() {" not in shown
+    assert "hpcinit_requeue() {" in file and "hpcinit_check_chain() {" in file
+    assert "# ----" not in transaction.dry_run(compose([*CASES["fork"], PYTHON, at]), [])
 
 
 @pytest.mark.parametrize("name", CASES)
