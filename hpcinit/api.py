@@ -166,7 +166,7 @@ def _submit(
     words = [*overrides, *(f"{key}={override_value(value)}" for key, value in keys.items())]
     for key in ("wait", "dry_run"):
         if f"{key}=true" in [word.lower() for word in words]:
-            raise RequestError(f"{key}=true is for the terminal: {'use Run.wait()' if key == 'wait' else 'drop it'}")
+            raise RequestError(f"{key}=true is for the terminal: {'use Run.wait()' if key == 'wait' else 'remove it'}")
     given = ["--", *(os.fspath(word) for word in program)] if program else []
     documents, notes = _run(["submit", "--json", *["--multirun"] * multirun, *words, *given])
     return [Run(Path(one["run"]).absolute(), notes, one.get("combination", "")) for one in documents]

@@ -124,7 +124,9 @@ def enter(name: str) -> Spec:
         os.chdir(spec.workdir)
     except OSError as error:
         raise RequestError(
-            f"cannot enter the working folder {spec.workdir}: {error.strerror}", quoted=error.strerror or ""
+            f"cannot enter the working folder {spec.workdir} on {os.uname().nodename}: {error.strerror}. Is it on a "
+            "file system that this node shares?",
+            quoted=error.strerror or "",
         ) from None
     return spec
 

@@ -1,4 +1,4 @@
-"""Run the commands of docs/first-hour.md on a real Slurm and compare the output with the page."""
+"""Run the commands of docs/first-hour.md and the pages that continue it on a real Slurm, and compare the output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import pytest
 from tests.minislurm import MiniSlurm
 from tests.waiting import until
 
-PAGE = (Path(__file__).parent.parent / "docs/first-hour.md").read_text()
+PAGES = ("first-hour", "first-mistakes", "first-failures", "faulty-node")  # in this order, in one folder
+PAGE = "".join((Path(__file__).parent.parent / f"docs/{name}.md").read_text() for name in PAGES)
 CONSOLE = "".join(re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL))
 COMMANDS = [
     (command, shown.splitlines())
@@ -104,7 +105,7 @@ def faulty(slurm: MiniSlurm) -> Iterator[None]:
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("_opened_again", "_full")
 def test_the_first_hour(idle_slurm: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each command of the page prints what the page shows, in order, in one folder."""
+    """Each command of the pages prints what the page shows, in order, in one folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HPCINIT_CLUSTER")
     env = {**os.environ, **idle_slurm.env, "HOME": str(tmp_path)}

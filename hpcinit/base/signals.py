@@ -161,7 +161,7 @@ class Descriptor:
         libc = ctypes.CDLL(None, use_errno=True)
         self._fd = libc.signalfd(-1, mask, SFD_CLOEXEC)
         if self._fd < 0:
-            raise OSError(ctypes.get_errno(), f"signalfd: {os.strerror(ctypes.get_errno())}")
+            raise OSError(ctypes.get_errno(), f"cannot create a signalfd: {os.strerror(ctypes.get_errno())}")
 
     def wait(self, timeout_s: float) -> int | None:
         """Return the next signal; None after the timeout."""

@@ -22,7 +22,10 @@ def main() -> None:
             flush=True,
         )
         if total.item() != expected:
-            raise SystemExit(f"the sum of all ranks is {total.item():g}, expected {expected:g}")
+            raise SystemExit(
+                f"all_reduce gave {total.item():g}, expected {expected:g}, the sum of all ranks: check the nodes with "
+                "hpcinit doctor nodes=N"
+            )
 
 
 if __name__ == "__main__":

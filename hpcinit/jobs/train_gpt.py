@@ -228,7 +228,10 @@ def warm_up_and_cosine(steps: int) -> Callable[[int], float]:
 def finish(run: hpcinit.Runtime, gpt: GPT, losses: list[float], unseen: float) -> None:
     """Check the result, and print it as the last line of rank 0."""
     if not same_on_all_ranks(checksum(gpt)):
-        raise SystemExit("the parameters differ between the ranks after training")
+        raise SystemExit(
+            "the parameters differ between the ranks after training, expected the same on all: check the nodes with "
+            "hpcinit doctor nodes=N"
+        )
     # If each rank has only a part of the model, all ranks must take part in generating text.
     alone = run.training.wrapper.whole_model and run.layout.tp == 1
     written = "" if alone and run.rank else sample(run, gpt, "def ", 200)
@@ -236,7 +239,7 @@ def finish(run: hpcinit.Runtime, gpt: GPT, losses: list[float], unseen: float) -
     if run.rank == 0:
         print(f"--- it writes:\n{written}\n---\n{result}", flush=True)
     if losses[-1] >= losses[0]:
-        raise SystemExit(f"the loss did not go down: {result}")
+        raise SystemExit(f"the loss did not go down: {result}; try a smaller --lr or more --steps")
 
 
 def arguments() -> argparse.Namespace:

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         if every:
             paths = [run.path for run in overview.read(paths) if not run.error and not run.over]
             if not paths:
-                console_module.note(f"all runs in {options.runs_dir.absolute()} are over")
+                console_module.note(f"all runs in {options.runs_dir.absolute()} have ended")
                 return 0
         return _watch(Polls(paths), options.json)
     except KeyboardInterrupt:

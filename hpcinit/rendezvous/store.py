@@ -65,7 +65,9 @@ def _torchruns(world: World, timeout: timedelta) -> Store:
         where = f"{world.master_addr}:{world.master_ports[0]}"
         first = str(error).partition("\n")[0]
         raise BringUpError(
-            f"rank {world.rank} could not reach torchrun's store at {where}: {first}", quoted=first
+            f"rank {world.rank} could not reach torchrun's store at {where}: {first}. Does torchrun on the first node "
+            "still run? Its message is in the job's log",
+            quoted=first,
         ) from error
     return PrefixStore(f"hpcinit/{world.job}/{state.agent_store_rounds}", store)
 

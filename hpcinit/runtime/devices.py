@@ -53,7 +53,10 @@ def backend(device: torch.device, asked: str = "auto") -> str:
             f"backend nccl needs a GPU, and torch {torch.__version__} finds none here; use comm.backend=auto or gloo"
         )
     if not torch.distributed.is_backend_available(name):
-        raise BringUpError(f"backend {name!r} is not in this build of torch {torch.__version__}")
+        here = ", ".join(each for each in ("gloo", "nccl", "mpi") if torch.distributed.is_backend_available(each))
+        raise BringUpError(
+            f"backend {name!r} is not in this build of torch {torch.__version__}, expected auto or one of: {here}"
+        )
     return name
 
 

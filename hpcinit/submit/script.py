@@ -213,7 +213,8 @@ def render_at(
     nodes, per_node = config.nodes, ranks_per_node(config)
     ranks = f"{nodes} node{'s' * (nodes > 1)} x {per_node} rank{'s' * (per_node > 1)}"
     about = [comment(f"# {config.name}: {program}, {ranks}")] if program else []
-    start = [comment(f"# Start the ranks. Each one runs: {program}")] if program else []
+    runs = f"# Start the ranks. hpcinit prepares each one as in spec.json, and runs: {program}"
+    start = [comment(runs)] if program else []
     command = "\n".join([*start, *_command(config, srun_step.srun_step_line(config, run, workdir))])
     return slurm_executor.render(run.path, command, parameters(config, run, workdir, code), [*about, *origin])
 
@@ -321,6 +322,14 @@ def restart_file(config: Config, run: RunPath) -> tuple[str, str] | None:
     return f"restart-{hashlib.sha256(text.encode()).hexdigest()[:8]}.sh", text
 
 
+def with_restart_file(text: str, file: tuple[str, str] | None) -> str:
+    """Return the script of a dry run, followed by the file that it reads, so that a reader sees both."""
+    if file is None:
+        return text
+    name, lines = file[0], file[1].partition("\n")[2]  # shellcheck's directive must be in the first line of a script
+    return f"{text}\n# ---- End of the script. It reads {name} from the run folder: ----\n{lines}"
+
+
 def _run_folder(run: RunPath, body: str) -> tuple[list[str], list[str]]:
     """Return the lines that name the run folder, and those that name the files that `body` uses."""
     names = {
@@ -345,7 +354,7 @@ def _end_time(config: Config) -> list[str]:
     """Return the lines that export when the job ends. Slurm 24.11 has a variable for it, and 22.05 has none."""
     end = f"$(($(date +%s) + 60 * {config.time_min}))"
     return [
-        "# When the job ends. No start-up waits longer.",
+        "# When the job reaches its time limit. No rank waits longer for the others at the start.",
         f'export HPCINIT_JOB_END_TIME="${{SLURM_JOB_END_TIME:-{end}}}" {ENV_LIMIT_S}={60 * config.time_min}',
     ]
 
@@ -368,7 +377,7 @@ def _command(config: Config, step: str) -> list[str]:
     launcher, _, rest = step.partition(" ")
     # Slurm 22.05 never releases the cores of a step on a lost node ('unable to update job's core use information due to
     # job resizing'), hence --overlap.
-    ranks = f'{launcher} ${{hpcinit_excluded:+--overlap --exclude="$hpcinit_excluded"}} {rest}'
+    ranks = f'{launcher} ${{hpcinit_excluded:+--overlap --exclude="$hpcinit_excluded"}} \\\n    {rest}'
     body = [f"  {line}" for line in (ranks, *own)]
     return ["hpcinit_ranks() {", *body, "}", "hpcinit_run_with_spare_nodes", *requeue]
 

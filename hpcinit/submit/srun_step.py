@@ -1,4 +1,4 @@
-"""Render the srun line of the batch script: srun, its options, and the command of each task.
+"""Render the srun command of the batch script: srun, its options, and the command of each task.
 
 - launch=srun: a task per rank, `python -m hpcinit.run SPEC`
 - launch=fork: a task per node, the fork server `python -m hpcinit.fork SPEC`
@@ -10,6 +10,7 @@ With cluster=local, `python -m hpcinit.local.step` replaces srun and takes the s
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,28 @@ from hpcinit.submit import script
 from hpcinit.submit.run_path import RunPath
 
 ENTRIES = {"srun": "hpcinit.run", "fork": "hpcinit.fork", "torchrun": "hpcinit.elastic"}
+WIDTH = 100  # of a line of the command, in characters
 
 
 def srun_step_line(config: Config, run: RunPath, workdir: Path) -> str:
-    """Return the line that starts the ranks."""
+    """Return the command that starts the ranks, in several lines: the options of srun, then what each task runs."""
     python = environment_checks.python(config)
     here = sys.executable if config.container.image else python
     launcher = ["srun"] if config.cluster.engine == "slurm" else [here, "-m", "hpcinit.local.step"]
     flags = {**options(config, run), **script.container_options(config, run, workdir), **config.cluster.srun}
     program = [python, "-u", "-m", ENTRIES[config.launch.kind], run.in_shell(run_folder.SPEC)]
-    arguments = [*launcher, *option_flags(flags), *script.container_prefix(config, run, workdir), *program]
-    return " ".join(quoting.shell(argument) for argument in arguments)
+    before = [*launcher, *option_flags(flags)]
+    return " \\\n    ".join([*_wrapped(before), *_wrapped([*script.container_prefix(config, run, workdir), *program])])
+
+
+def _wrapped(arguments: Sequence[str]) -> list[str]:
+    """Return the quoted arguments in lines of at most WIDTH characters. No argument is divided."""
+    lines = [""]
+    for argument in map(quoting.shell, arguments):
+        if lines[-1] and len(lines[-1]) + len(argument) >= WIDTH:
+            lines.append("")
+        lines[-1] += f" {argument}" if lines[-1] else argument
+    return lines
 
 
 def options(config: Config, run: RunPath) -> dict[str, Any]:

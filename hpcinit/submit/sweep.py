@@ -175,7 +175,7 @@ def dry_run(requests: Sequence[Request], argv: Sequence[str]) -> Iterator[tuple[
     config = requests[0].config
     path = folder.next_path(job_environment.runs_dir_of(config), config.name)
     for job in sweep_jobs(requests, path, secret_names.masked(argv, config.secret_names)):
-        yield job.about, job.text
+        yield job.about, script.with_restart_file(job.text, job.restart)
 
 
 def submit_all(requests: Sequence[Request], argv: Sequence[str]) -> Submitted:

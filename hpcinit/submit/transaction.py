@@ -299,10 +299,11 @@ def check(config: Config, document: Mapping[str, Any] | None = None) -> None:
 
 
 def dry_run(config: Config, argv: Sequence[str]) -> str:
-    """Return the script that submit() would write and submit now. The config passed check()."""
+    """Return the script that submit() would submit now, and the file that it reads. The config passed check()."""
     path, workdir = folder.next_path(runs_dir_of(config), config.name), workdir_of(config)
     origin = script.origin(config, secret_names.masked(argv, config.secret_names), path)
-    return script.render(config, path, workdir, code_snapshot.plan_snapshot(config, workdir), origin)
+    text = script.render(config, path, workdir, code_snapshot.plan_snapshot(config, workdir), origin)
+    return script.with_restart_file(text, script.restart_file(config, RunPath(path)))
 
 
 def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> Submitted:

@@ -141,7 +141,7 @@ CASES = [
     ("--dry-run", "--dry-run: no such option, expected key=value: dry_run=true"),
     ("-n 4", "-n 4: no such option, expected key=value: ranks_per_node=..."),
     ("--export=NONE", "--export=NONE: no such option, expected key=value; the job needs its whole environment; set a variable with job.env"),
-    ("-p high", "-p high: is an option of --cfg and needs it; to choose a partition: partition=high"),
+    ("-p high", "-p high: expected together with --cfg; to choose a partition: partition=high"),
     ("--cfg", "argument --cfg/-c: expected one argument"),
     ("--cfg x", "invalid choice: 'x' (choose from"),
     ("-- -m", "no module after -- -m, expected one"),

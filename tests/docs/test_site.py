@@ -20,6 +20,7 @@ from hpcinit.config.compose import compose
 from hpcinit.config.overrides import with_quoted_lists
 from hpcinit.records import causes
 from tests.skip_or_fail import skip_or_fail
+from tests.test_first_hour import PAGES
 
 ROOT = Path(__file__).parents[2]
 COMMAND = re.compile(r"^(?: {4}|\$ | {4}\$ )(hpcinit submit [^$\n]*)$", re.MULTILINE)
@@ -128,9 +129,11 @@ def test_every_message_is_on_its_page() -> None:
     assert [each for each in those if each[1].replace("`", "'") not in page.replace("&lt;", "<")] == []
 
 
-# tests/test_first_hour.py runs the commands of first-hour.md, which contain mistakes.
+# tests/test_first_hour.py runs the commands of these pages, which contain mistakes.
 @pytest.mark.parametrize(
-    "page", sorted({*(ROOT / "docs").glob("*.md")} - {ROOT / "docs/first-hour.md"}), ids=lambda page: page.stem
+    "page",
+    sorted({*(ROOT / "docs").glob("*.md")} - {ROOT / f"docs/{name}.md" for name in PAGES}),
+    ids=lambda page: page.stem,
 )
 def test_submissions_on_a_page_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each `hpcinit submit ...` has keys that exist, and values of the right type."""

@@ -8,14 +8,14 @@
 #SBATCH --output=/shared/me/runs/x-0001/logs/job.log
 #SBATCH --time=01:00:00
 
-# sbatch passes this token to the job, where every rank could read it, and srun would use it instead of munge.
+# A token for Slurm's commands, which sbatch passes to the job. Without it no rank can read it, and srun uses munge.
 unset SLURM_JWT
 
-# The run folder, which the ranks use as well, and its files.
+# The run folder, and the files in it that this script uses. The ranks write into it as well.
 export HPCINIT_RUN=/shared/me/runs/x-0001
 hpcinit_exit="$HPCINIT_RUN/exit.json" # start and end of this attempt
 
-# Record the start of this attempt, and replace the record at the end, whatever ended the script except SIGKILL.
+# Record the start and the end of this attempt, before the modules, so that a failure there is recorded too.
 # bash runs the EXIT trap with status 0 if SIGTERM ended it, hence the trap for TERM.
 hpcinit_job="${SLURM_JOB_ID:-$$}" # as squeue names it; without Slurm: the process ID of this script
 
@@ -29,14 +29,17 @@ rm -f "$hpcinit_exit"
 hpcinit_record began
 trap 'exit 143' TERM
 trap 'hpcinit_record ended $?' EXIT
-HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}"
+HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}" # for hpcinit report
 
-# When the job ends. No start-up waits longer.
+# When the job reaches its time limit. No rank waits longer for the others at the start.
 export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 60))}" HPCINIT_JOB_LIMIT_S=3600
 
 # Variables of cluster.env and job.env.
 export GLOO_SOCKET_IFNAME=lo
 export OMP_NUM_THREADS=1
 
-# Start the ranks. Each one runs: -m hpcinit.jobs.smoke
-/shared/me/venv/bin/python -m hpcinit.local.step --nodes=2 --ntasks=4 --ntasks-per-node=2 --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
+# Start the ranks. hpcinit prepares each one as in spec.json, and runs: -m hpcinit.jobs.smoke
+/shared/me/venv/bin/python -m hpcinit.local.step --nodes=2 --ntasks=4 --ntasks-per-node=2 \
+    --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append \
+    --output=/shared/me/runs/x-0001/logs/rank-%t.log \
+    /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

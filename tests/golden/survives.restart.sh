@@ -77,7 +77,7 @@ hpcinit_check_chain
 rm -f "$hpcinit_chain"
 echo "hpcinit: new attempt: job $SLURM_JOB_ID of a chain starts"
 
-# Record the start of this attempt, and replace the record at the end, whatever ended the script except SIGKILL.
+# Record the start and the end of this attempt, before the modules, so that a failure there is recorded too.
 # bash runs the EXIT trap with status 0 if SIGTERM ended it, hence the trap for TERM.
 hpcinit_job="${SLURM_JOB_ID:-$$}" # as squeue names it; without Slurm: the process ID of this script
 
@@ -91,7 +91,7 @@ rm -f "$hpcinit_exit"
 hpcinit_record began
 trap 'exit 143' TERM
 trap 'hpcinit_record ended $?' EXIT
-HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}"
+HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}" # for hpcinit report
 
 # Slurm stores when it decided to preempt a job, and keeps that over a requeue: it counts if it is not before the start.
 hpcinit_preempted() { # whether Slurm preempts this attempt

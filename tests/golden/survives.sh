@@ -13,16 +13,16 @@
 #SBATCH --requeue
 #SBATCH --time=00:10:00
 
-# Stop unless sbatch started this script: outside of a job, srun requests one without the options above.
+# Stop unless sbatch started this script: outside of a job, srun would request one without the options above.
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "not in a Slurm job; start the script with: sbatch $(printf %q "$0")" >&2; exit 2; }
-# sbatch passes this token to the job, where every rank could read it, and srun would use it instead of munge.
+# A token for Slurm's commands, which sbatch passes to the job. Without it no rank can read it, and srun uses munge.
 unset SLURM_JWT
 
-# The run folder, which the ranks use as well, and its files.
+# The run folder, and the files in it that this script uses. The ranks write into it as well.
 export HPCINIT_RUN=/shared/me/runs/x-0001
 
-# Files in the run folder are not read if another user could have written them, with the rule of
-# hpcinit/base/safe_files.py without private groups. The open file is checked, so it cannot be replaced in between.
+# Read files of the run folder only if no other user could have written them. The open file is checked, so it cannot be
+# replaced in between. The rule is that of hpcinit/base/safe_files.py, but a private group counts as other users.
 hpcinit_source() { # read the file $1 into this shell, or end the job
   local fd
   exec {fd}< "$1" || { echo "hpcinit: error: $1 cannot be read on $(hostname)" >&2; exit 1; }
@@ -35,17 +35,21 @@ hpcinit_source() { # read the file $1 into this shell, or end the job
   . "/dev/fd/$fd"
   exec {fd}<&-
 }
-hpcinit_source /shared/me/runs/x-0001/restart-368d4fab.sh
+hpcinit_source /shared/me/runs/x-0001/restart-780bddd7.sh
 
-# When the job ends. No start-up waits longer.
+# When the job reaches its time limit. No rank waits longer for the others at the start.
 export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 10))}" HPCINIT_JOB_LIMIT_S=600
 
 # Variables of cluster.env and job.env.
 export OMP_NUM_THREADS=1
 
-# Start the ranks. Each one runs: -m hpcinit.jobs.smoke
+# Start the ranks. hpcinit prepares each one as in spec.json, and runs: -m hpcinit.jobs.smoke
 hpcinit_ranks() {
-  srun ${hpcinit_excluded:+--overlap --exclude="$hpcinit_excluded"} --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=2 --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
+  srun ${hpcinit_excluded:+--overlap --exclude="$hpcinit_excluded"} \
+    --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=2 --export=ALL --mpi=none \
+    --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append \
+    --output=/shared/me/runs/x-0001/logs/rank-%t.log \
+    /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
   hpcinit_own_status $?
 }
 hpcinit_run_with_spare_nodes

@@ -47,7 +47,7 @@ def test_until_all_are_over(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: Path)
     seen = [(c["run"], c["name"], c["reason"], c["exit_status"], str(c["progress"])) for c in changes]
     assert len(seen) == len(set(seen))
     done = hpcinit("watch", env=idle_slurm.env)
-    assert done.returncode == 0 and "are over" in done.stderr
+    assert done.returncode == 0 and "have ended" in done.stderr
 
 
 @pytest.mark.slurm

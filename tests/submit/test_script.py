@@ -19,7 +19,7 @@ from hpcinit.config import job_spec
 from hpcinit.config.compose import compose
 from hpcinit.records import elastic_restarts, hang_report, run_folder, stop_reasons
 from hpcinit.records.spec import load
-from hpcinit.submit import array, script, shell_blocks
+from hpcinit.submit import array, script, shell_blocks, transaction
 from hpcinit.submit.job_environment import make_spec
 from hpcinit.submit.run_path import RunPath
 from tests.skip_or_fail import installed
@@ -80,6 +80,16 @@ def test_restarts_and_chains_add_few_lines() -> None:
     assert script.restart_file(compose([*plain, PYTHON]), RunPath(FOLDER)) is None
 
 
+def test_a_dry_run_shows_the_file_that_the_script_reads(tmp_path: Path) -> None:
+    """The file with the code of restarts follows the script; a script without restarts is shown alone."""
+    at = f"runs_dir={tmp_path}"
+    config = compose([*CASES["survives"], PYTHON, at])
+    shown, _, file = transaction.dry_run(config, []).partition("# ---- End of the script. It reads restart-")
+    assert "hpcinit_source " in shown and "hpcinit_requeue() {" not in shown
+    assert "hpcinit_requeue() {" in file and "hpcinit_check_chain() {" in file
+    assert "# ----" not in transaction.dry_run(compose([*CASES["fork"], PYTHON, at]), [])
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_script_is_valid_bash(name: str) -> None:
     """bash parses every golden script."""
@@ -98,7 +108,13 @@ def test_local_and_slurm_differ_in_the_launcher_only() -> None:
         text = "".join(f"{line}\n" for line in lines)
         assert text in slurm and text not in local
         slurm = slurm.replace(text, "")
-    assert local.replace(ours, "srun --") == slurm and ours in local
+    ours_at = local.index(ours)
+    assert joined(local[:ours_at]) + joined(local[ours_at:]).replace(ours, "srun --") == joined(slurm) and ours in local
+
+
+def joined(text: str) -> str:
+    """Return the text with the lines of a command joined."""
+    return re.sub(r" \\\n +", " ", text)
 
 
 @pytest.mark.parametrize("path", sorted(shell_blocks.LIB.glob("*.sh")), ids=lambda path: path.stem)
@@ -148,7 +164,8 @@ def test_one_task_per_node_has_the_cores_of_its_ranks() -> None:
     """launch=fork and launch=torchrun start one task per node, with the cores of all its ranks if known."""
     words = ("cluster=mini", "nodes=2", "ranks_per_node=4", "launch.kill_on_bad_exit=false")
     for kind, module in (("fork", "fork"), ("torchrun", "elastic")):
-        step = render(*words, f"launch={kind}", "cpus_per_rank=3").splitlines()[-1]
+        step = render(*words, f"launch={kind}", "cpus_per_rank=3").partition("\nsrun ")[2]
+        step = joined(step).rstrip()
         assert "--ntasks=2 --ntasks-per-node=1 --cpus-per-task=12 --export=ALL" in step
         assert "--kill-on-bad-exit=0" in step
         assert step.endswith(f"-m hpcinit.{module} {FOLDER}/spec.json") and "--output" not in step

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2154 # variables of run_folder.sh
-# Record the start of this attempt, and replace the record at the end, whatever ended the script except SIGKILL.
+# Record the start and the end of this attempt, before the modules, so that a failure there is recorded too.
 # bash runs the EXIT trap with status 0 if SIGTERM ended it, hence the trap for TERM.
 hpcinit_job='' # as squeue names it; without Slurm: the process ID of this script
 
@@ -13,4 +13,4 @@ rm -f "$hpcinit_exit"
 hpcinit_record began
 trap 'exit 143' TERM
 trap 'hpcinit_record ended $?' EXIT
-HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}"
+HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}" # for hpcinit report

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034 # other blocks use them
-# The run folder, which the ranks use as well, and its files.
+# The run folder, and the files in it that this script uses. The ranks write into it as well.
 export HPCINIT_RUN=''
 hpcinit_exit=''     # start and end of this attempt
 hpcinit_log=''      # what this script and srun print

@@ -1,3 +1,3 @@
 # shellcheck shell=bash
-# sbatch passes this token to the job, where every rank could read it, and srun would use it instead of munge.
+# A token for Slurm's commands, which sbatch passes to the job. Without it no rank can read it, and srun uses munge.
 unset SLURM_JWT

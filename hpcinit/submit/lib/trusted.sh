@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Files in the run folder are not read if another user could have written them, with the rule of
-# hpcinit/base/safe_files.py without private groups. The open file is checked, so it cannot be replaced in between.
+# Read files of the run folder only if no other user could have written them. The open file is checked, so it cannot be
+# replaced in between. The rule is that of hpcinit/base/safe_files.py, but a private group counts as other users.
 hpcinit_source() { # read the file $1 into this shell, or end the job
   local fd
   exec {fd}< "$1" || { echo "hpcinit: error: $1 cannot be read on $(hostname)" >&2; exit 1; }

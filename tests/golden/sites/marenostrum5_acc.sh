@@ -13,18 +13,18 @@
 #SBATCH --qos=normal
 #SBATCH --time=00:30:00
 
-# Stop unless sbatch started this script: outside of a job, srun requests one without the options above.
+# Stop unless sbatch started this script: outside of a job, srun would request one without the options above.
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "not in a Slurm job; start the script with: sbatch $(printf %q "$0")" >&2; exit 2; }
-# sbatch passes this token to the job, where every rank could read it, and srun would use it instead of munge.
+# A token for Slurm's commands, which sbatch passes to the job. Without it no rank can read it, and srun uses munge.
 unset SLURM_JWT
 
-# The run folder, which the ranks use as well, and its files.
+# The run folder, and the files in it that this script uses. The ranks write into it as well.
 export HPCINIT_RUN=/shared/me/runs/x-0001
 hpcinit_exit="$HPCINIT_RUN/exit.json" # start and end of this attempt
 hpcinit_stopped="$HPCINIT_RUN/stopped.txt" # why the ranks stopped early: job and reason
 hpcinit_restarts="$HPCINIT_RUN/restarts.jsonl" # a line for each restart
 
-# Record the start of this attempt, and replace the record at the end, whatever ended the script except SIGKILL.
+# Record the start and the end of this attempt, before the modules, so that a failure there is recorded too.
 # bash runs the EXIT trap with status 0 if SIGTERM ended it, hence the trap for TERM.
 hpcinit_job="${SLURM_JOB_ID:-$$}" # as squeue names it; without Slurm: the process ID of this script
 
@@ -38,7 +38,7 @@ rm -f "$hpcinit_exit"
 hpcinit_record began
 trap 'exit 143' TERM
 trap 'hpcinit_record ended $?' EXIT
-HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}"
+HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}" # for hpcinit report
 
 # Slurm, or scontrol requeue, started this job again: record it, and mark the start of this attempt in the log.
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
@@ -48,8 +48,11 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
   rm -f "$hpcinit_stopped"
 fi
 
-# When the job ends. No start-up waits longer.
+# When the job reaches its time limit. No rank waits longer for the others at the start.
 export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 30))}" HPCINIT_JOB_LIMIT_S=1800
 
-# Start the ranks. Each one runs: -m hpcinit.jobs.train_gpt --steps 60
-srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=20 --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output=/shared/me/runs/x-0001/logs/rank-%t.log /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
+# Start the ranks. hpcinit prepares each one as in spec.json, and runs: -m hpcinit.jobs.train_gpt --steps 60
+srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=20 --export=ALL --mpi=none \
+    --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append \
+    --output=/shared/me/runs/x-0001/logs/rank-%t.log \
+    /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
