@@ -199,25 +199,23 @@ def _one_total(config: dict[str, Any]) -> dict[str, Any]:
 def _counted(chosen: Options, batch: Batch, layout: Layout) -> tuple[int, list[str]]:
     """Return the ranks that DeepSpeed counts as data parallel, and a note if that differs from the real number.
 
-    DeepSpeed's runtime/config.py uses the world size, or the mpu's answer if there is one, as run.wrap's for context
-    parallelism. It never subtracts AutoTP's ranks.
+    DeepSpeed's runtime/config.py uses the world size, or the answer of the program's mpu. It subtracts neither AutoTP's
+    ranks nor those of context parallelism, whose groups only run.wrap's attention knows.
     """
-    if layout.tp == 1 or chosen.mpu:
+    if chosen.mpu or layout.tp == layout.cp == 1:
         return batch.data_parallel, []
-    if not chosen.autotp:
+    if layout.tp > 1 and not chosen.autotp:
         raise RequestError(
             f"parallel.tp is {layout.tp} with deepspeed.autotp false: DeepSpeed would average gradients over tensor "
             "parallel ranks; set deepspeed.autotp=true, or deepspeed.mpu=true and pass your mpu to run.wrap"
         )
-    if layout.cp > 1:
-        raise RequestError(
-            f"parallel.tp {layout.tp} x parallel.cp {layout.cp}: DeepSpeed's AutoTP counts all other ranks as data "
-            "parallel ranks; use one of the two, or parallel.wrap=fsdp"
-        )
-    counted = batch.data_parallel * layout.tp
+    counted = batch.data_parallel * layout.tp * layout.cp
+    which = [("AutoTP's", "tp", layout.tp), ("context parallel", "cp", layout.cp)]
+    who = " and ".join(what for what, _, degree in which if degree > 1)
+    product = "".join(f" x {name} {degree}" for _, name, degree in which if degree > 1)
     return counted, [
-        "DeepSpeed counts AutoTP's ranks as data parallel ranks: train_batch_size "
-        f"{batch.micro * batch.accumulation * counted} = global batch {batch.total} x tp {layout.tp}"
+        f"DeepSpeed counts {who} ranks as data parallel ranks: train_batch_size "
+        f"{batch.micro * batch.accumulation * counted} = global batch {batch.total}{product}"
     ]
 
 
@@ -280,8 +278,7 @@ def _optimizer(chosen: Options) -> dict[str, Any]:
 def _parallel(chosen: Options, layout: Layout) -> dict[str, Any]:
     if layout.tp > 1 and chosen.autotp and not chosen.mpu:
         return {"tensor_parallel": {"autotp_size": layout.tp}}
-    # Nothing for context parallelism: with sequence_parallel_size, the copies of the model diverge in DeepSpeed 0.19.8,
-    # so run.wrap passes an mpu instead (runtime/wrap/deepspeed_engine.py).
+    # Nothing for context parallelism: with sequence_parallel_size, the copies of the model diverge in DeepSpeed 0.19.8.
     return {}
 
 

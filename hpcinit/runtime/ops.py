@@ -215,7 +215,7 @@ def _write(fd: int, text: str) -> None:
     os.pwrite(fd, text.encode(), 0)
 
 
-__all__ = ["build", "check", "environment", "ops_needed", "prepare", "shared_cache", "start_uncompiled"]
+__all__ = ["build", "check", "environment", "is_built", "ops_needed", "prepare", "shared_cache", "start_uncompiled"]
 
 BUILT = ".hpcinit-built"  # this file in an op's folder marks it as compiled and loaded
 SHARED_MEMORY = "deepspeed_shm_comm"
@@ -258,6 +258,12 @@ def shared_cache(env: Mapping[str, str]) -> Path:
         return Path(env[VARIABLE])
     base = Path(env.get("XDG_CACHE_HOME") or home() / ".cache")
     return base / "hpcinit" / "ops" / environment()
+
+
+def is_built(name: str, env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether prepare() would find the op compiled: in this job's cache, in build-ops's, or in DeepSpeed."""
+    places = {shared_cache(env), Path(env.get(VARIABLE) or shared_cache(env))}
+    return any((place / name / BUILT).exists() for place in places) or _comes_compiled(name)
 
 
 def prepare(

@@ -66,21 +66,14 @@ def unread(config: Read, at: str = "") -> set[str]:
     return found
 
 
-class Sequences:
-    """A fake of run.wrap's mpu: returns how many ranks share a sequence."""
-
-    def __init__(self, cp: int) -> None:
-        self.get_sequence_parallel_world_size = lambda: cp
-
-
-def parse(config: dict[str, Any], world_size: int, cp: int = 1) -> Any:
+def parse(config: dict[str, Any], world_size: int) -> Any:
     """Run DeepSpeed's own parser in a world of `world_size`. Only its queries of the process group are faked."""
     from deepspeed.runtime import config as parser
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parser.dist, "get_rank", lambda *_, **__: 0)
         patch.setattr(parser.dist, "get_world_size", lambda *_, **__: world_size)
-        return parser.DeepSpeedConfig(config, mpu=Sequences(cp) if cp > 1 else None)
+        return parser.DeepSpeedConfig(config)
 
 
 def triple(parsed: Any) -> tuple[int, int, int]:
@@ -94,7 +87,7 @@ def cases(draw: st.DrawFn) -> tuple[Options, Batch, Layout, Precision]:
     offload = draw(st.sampled_from(["none", "cpu", "nvme"][: 1 + (stage > 0) + (stage == 3)]))
     offload_param = draw(st.sampled_from(["none", "cpu", "nvme"] if stage == 3 else ["none"]))
     optimizer = draw(st.sampled_from(["none", "adamw", "torch_adamw", "muon"]))
-    tp, cp = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (1, 4)]))
+    tp, cp = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (1, 4), (2, 2)]))
     batch = Batch(draw(st.integers(1, 5)), draw(st.integers(1, 5)), draw(st.integers(1, 5)))
     chosen = Options(
         zero_stage=stage,
@@ -121,14 +114,14 @@ def test_deepspeed_reads_every_key_and_derives_our_batch(case: tuple[Options, Ba
     for builder, accumulation in ((build, batch.accumulation), (build_eval, 1)):
         config, notes = builder(chosen, batch, layout, precision)
         read = Read(config)
-        parsed = parse(read, batch.data_parallel * layout.tp * layout.cp, layout.cp)
+        parsed = parse(read, batch.data_parallel * layout.tp * layout.cp)
         assert unread(read) == set()
         assert triple(parsed) == (
             batch.micro,
             accumulation,
-            batch.micro * accumulation * batch.data_parallel * layout.tp,
+            batch.micro * accumulation * batch.data_parallel * layout.tp * layout.cp,
         )
-        assert len(notes) == (layout.tp > 1)
+        assert len(notes) == (layout.tp * layout.cp > 1)
         assert parsed.gradient_clipping == chosen.gradient_clipping or builder is build_eval
         assert parsed.zero_config.stage == (chosen.zero_stage if builder is build else chosen.zero_stage // 3 * 3)
         assert parsed.bfloat16_config.enabled == (precision.param == "bf16")
@@ -143,7 +136,7 @@ def test_the_check_for_unread_keys_can_fail(case: tuple[Options, Batch, Layout, 
     config, _ = build(chosen, batch, layout, precision)
     config |= {"no_such_key": 1, "checkpoint": {"load_universal": True, "no_such_key": 1}}
     read = Read(config)
-    parse(read, batch.data_parallel * layout.tp * layout.cp, layout.cp)
+    parse(read, batch.data_parallel * layout.tp * layout.cp)
     assert unread(read) == {"no_such_key", "checkpoint.no_such_key"} and name in read.seen
 
 
@@ -170,9 +163,11 @@ def test_a_whole_config() -> None:
         optimizer_params={"lr": 3e-4},
     )
     config, notes = build(chosen, BATCH, Layout(dp_replicate=4, cp=2), Precision("bf16", "fp32"))
-    assert notes == []
+    assert notes == [
+        "DeepSpeed counts context parallel ranks as data parallel ranks: train_batch_size 48 = global batch 24 x cp 2"
+    ]
     assert config == {
-        "train_batch_size": 24,
+        "train_batch_size": 48,
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 3,
         "bf16": {"enabled": True},
@@ -200,7 +195,13 @@ def test_an_evaluation_config_trains_nothing() -> None:
         offload_optimizer="cpu",
         deepcompile=True,
         optimizer="adamw",
-        ds_config={"optimizer": {"type": "Lion"}, "train_batch_size": 24, "zero_optimization": {"stage": 2}, "x": 1},
+        ds_config={
+            "optimizer": {"type": "Lion"},
+            "train_batch_size": 24,
+            "zero_optimization": {"stage": 2},
+            "x": 1,
+            "compile": {"deepcompile": True},
+        },
     )
     config, notes = build_eval(chosen, BATCH, DP4, BF16)
     zero = {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}}
@@ -255,12 +256,14 @@ def test_options_that_deepspeed_would_ignore(given_: dict[str, Any], part: str) 
 
 
 def test_layouts_that_deepspeed_cannot_count() -> None:
-    """Tensor parallel ranks unknown to DeepSpeed, or combined with sequence parallel ranks, are an error."""
+    """Tensor parallel ranks unknown to DeepSpeed are an error; for ranks that it counts twice there is a note."""
     tp = Layout(dp_replicate=4, tp=2)
     with pytest.raises(RequestError, match=r"average gradients over tensor parallel ranks; set deepspeed.autotp=true"):
         build(Options(autotp=False), BATCH, tp, BF16)
-    with pytest.raises(RequestError, match=r"parallel.tp 2 x parallel.cp 2: .*use one of the two"):
-        build(Options(), BATCH, Layout(dp_replicate=4, tp=2, cp=2), BF16)
+    config, notes = build(Options(), BATCH, Layout(dp_replicate=4, tp=2, cp=2), BF16)
+    assert config["tensor_parallel"] == {"autotp_size": 2}
+    assert notes[0].startswith("DeepSpeed counts AutoTP's and context parallel ranks as data parallel ranks: train_")
+    assert notes[0].endswith("batch_size 96 = global batch 24 x tp 2 x cp 2")
     config, notes = build(Options(mpu=True, autotp=False), BATCH, tp, BF16)
     assert config["train_batch_size"] == 24 and "tensor_parallel" not in config and notes == []
     config, notes = build(Options(), BATCH, tp, BF16)

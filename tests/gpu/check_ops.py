@@ -19,13 +19,14 @@ from tests.gpu.findings import MISSING, NOT_SHOWN, Findings
 from tests.gpu.starting import Job, training
 
 BUILD_S = 170.0
+SAVED = 5  # the step of the checkpoint
 
 
 def main(found: Findings, folder: Path) -> None:
     op, optimizer = ("cpu_adam", "with offload") if found.cpu else ("fused_adam", "on the device")
     if not installed("deepspeed"):
         return found.add(f"{op}: built, used, killed, locked", MISSING, "deepspeed is not installed in this Python")
-    if lacking := [name for name in ("g++", "ninja", *(() if found.cpu else ("nvcc",))) if not _there(name)]:
+    if lacking := [name for name in ("g++", "ninja", *(() if found.cpu else ("nvcc",))) if not there(name)]:
         why = f"{', '.join(lacking)} not found: an op for {'a CPU' if found.cpu else 'CUDA'} cannot be compiled here"
         return found.add(f"{op}: built, used, killed, locked", NOT_SHOWN, why)
     folder.mkdir()
@@ -37,7 +38,7 @@ def main(found: Findings, folder: Path) -> None:
     return None
 
 
-def _there(name: str) -> bool:
+def there(name: str) -> bool:
     """Return the programs missing on PATH; nvcc is also searched where torch does."""
     places = (os.environ.get("CUDA_HOME", ""), "/usr/local/cuda")
     return bool(shutil.which(name)) or (name == "nvcc" and any(Path(one, "bin/nvcc").exists() for one in places if one))
@@ -93,7 +94,7 @@ def _used(found: Findings, folder: Path, cache: Path, op: str, optimizer: str) -
     offload = {"offload_optimizer": "cpu"} if found.cpu else {}
     how = training("deepspeed", "bf16", deepspeed={"zero_stage": 2, "optimizer": "adamw", **offload})
     job = Job(
-        "tests.gpu.check_ops:train", training=how, layout=Layout(dp_replicate=1, dp_shard=-1),
+        "tests.gpu.check_ops:train", args={"checkpoints": str(folder / "checkpoints")}, training=how, layout=Layout(dp_replicate=1, dp_shard=-1),
         env={"TORCH_EXTENSIONS_DIR": str(cache)},
     )  # fmt: skip
     done = starting.run(job, folder / "use")
@@ -102,6 +103,15 @@ def _used(found: Findings, folder: Path, cache: Path, op: str, optimizer: str) -
         return
     falls = done.first["losses"][-1] < done.first["losses"][0]
     found.claim(f"{name}: the loss falls", falls, f"{done.first['optimizer']}, {done.first['losses']}")
+    same = done.first["resumed"] == done.first["losses"][SAVED:]
+    found.claim(f"{op}: a checkpoint of its states resumes with the same losses", same, str(done.first["resumed"]))
+    same = done.first["reloaded"] == done.first["losses"][SAVED:]
+    found.claim("after offload_states() and reload_states() the losses are the same", same, str(done.first["reloaded"]))
+    freed, model = (done.first[name] / 2**20 for name in ("freed", "model"))
+    detail = (
+        f"{freed:.1f} MiB; the parameters have {model:.1f} MiB in fp32; moved: {', '.join(done.first['offloaded'])}"
+    )
+    found.claim("offload_states() frees memory of the device", freed > model, detail, device=True)
     compiled = "(takes minutes); `hpcinit build-ops`" in done.output
     found.claim(f"{op}: the job compiles nothing", not compiled, f"first step after {done.first['seconds']:.1f} s")
 
@@ -135,23 +145,52 @@ def _locked(found: Findings, cache: Path, op: str) -> None:
 # In the rank:
 
 
-def train() -> dict[str, Any]:
-    """Run some steps with DeepSpeed's AdamW."""
+def train(checkpoints: str) -> dict[str, Any]:
+    """Run some steps with DeepSpeed's AdamW, the last ones again from a checkpoint, and again after an offload."""
     import torch
     from torch import nn
 
     import hpcinit
 
     began = time.monotonic()
+    seconds = 0.0
     with hpcinit.session() as run:
-        wrapped = run.wrap(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)))
-        x = torch.randn(32, 64, device=run.device, dtype=torch.bfloat16)
-        losses, seconds = [], 0.0
-        for _ in range(10):
-            loss = (wrapped(x) - 1).square().mean()
-            wrapped.backward(loss)
-            wrapped.step()
-            losses.append(round(loss.item(), 4))
-            seconds = seconds or time.monotonic() - began
-        name = type(getattr(wrapped.optimizer, "optimizer", wrapped.optimizer)).__name__
-    return {"losses": losses, "seconds": seconds, "optimizer": name}
+        x = torch.randn(32, 256, device=run.device, dtype=torch.bfloat16)
+
+        def wrapped() -> Any:
+            torch.manual_seed(3)
+            return run.wrap(nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 1)))
+
+        def steps(model: Any, number: int) -> list[float]:
+            nonlocal seconds
+            losses = []
+            for _ in range(number):
+                loss = (model(x) - 1).square().mean()
+                model.backward(loss)
+                model.step()
+                losses.append(round(loss.item(), 4))
+                seconds = seconds or time.monotonic() - began
+            return losses
+
+        def used() -> int:
+            return torch.cuda.memory_allocated() if run.device.type == "cuda" else 0
+
+        first = wrapped()
+        losses = steps(first, SAVED)
+        run.save(first, checkpoints, SAVED)
+        losses += steps(first, SAVED)
+        name = type(getattr(first.optimizer, "optimizer", first.optimizer)).__name__
+        second, third = wrapped(), wrapped()
+        run.load(second, checkpoints)
+        resumed = steps(second, SAVED)
+        run.load(third, checkpoints)
+        before = used()
+        third.offload_states()
+        freed, offloaded = before - used(), sorted(third.offloaded)
+        third.reload_states()
+        reloaded = steps(third, SAVED)
+        model = 4 * sum(parameter.numel() for parameter in third.model.parameters())
+    return {
+        "losses": losses, "seconds": seconds, "optimizer": name, "resumed": resumed, "reloaded": reloaded,
+        "freed": freed, "offloaded": offloaded, "model": model,
+    }  # fmt: skip

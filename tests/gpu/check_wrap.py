@@ -14,7 +14,8 @@ from hpcinit.base.versions import installed
 from hpcinit.records.layout import Layout
 from hpcinit.records.spec import Comm, Training
 from tests.gpu import starting
-from tests.gpu.findings import MISSING, NOT_SHOWN, Findings
+from tests.gpu.check_ops import there
+from tests.gpu.findings import MISSING, NEEDS_GPU, NOT_SHOWN, Findings
 from tests.gpu.starting import Job, Started, training
 
 STEPS = 20
@@ -26,13 +27,13 @@ AT_ONCE = 4  # configurations that share the GPU; memory is counted per process
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration. fused: torch's fused AdamW. needs: a package, or 'compiler'."""
+    """One configuration. fused: torch's fused AdamW. needs: some of 'deepspeed', 'compiler', 'nvcc' and 'gpu'."""
 
     name: str
     training: Training
     ranks: int = 1
     fused: bool = False
-    needs: str = ""
+    needs: tuple[str, ...] = ()
     layout: Layout = field(default_factory=lambda: Layout(dp_replicate=1))
 
 
@@ -48,16 +49,18 @@ ROWS = (
     Row("one rank bf16", training(param="bf16")),
     Row("fused AdamW fp32", training(), fused=True),
     Row("activation checkpointing fp32", training(activation_checkpointing="full")),
-    Row("torch.compile fp32", training(compile=True), needs="compiler"),
+    Row("torch.compile fp32", training(compile=True), needs=("compiler",)),
     Row("FSDP2 fp32", training("fsdp"), layout=SHARDED),
     Row("FSDP2 bf16", training("fsdp", "bf16"), layout=SHARDED),
-    Row("FSDP2 bf16, checkpointing, torch.compile, fused AdamW", training("fsdp", "bf16", activation_checkpointing="full", compile=True), fused=True, needs="compiler", layout=SHARDED),
-    *(Row(f"ZeRO {stage} fp32", zero(stage), needs="deepspeed", layout=SHARDED) for stage in range(4)),
-    Row("ZeRO 0 bf16", zero(0, "bf16"), needs="deepspeed", layout=SHARDED),
-    Row("ZeRO 2 bf16", zero(2, "bf16"), needs="deepspeed", layout=SHARDED),
-    Row("ZeRO 3 bf16", zero(3, "bf16"), needs="deepspeed", layout=SHARDED),
-    Row("ZeRO 2 bf16, optimizer offloaded", zero(2, "bf16", **OFFLOAD), needs="deepspeed", layout=SHARDED),
-    Row("ZeRO 3 bf16, all offloaded", zero(3, "bf16", offload_param="cpu", **OFFLOAD), needs="deepspeed", layout=SHARDED),
+    Row("FSDP2 bf16, checkpointing, torch.compile, fused AdamW", training("fsdp", "bf16", activation_checkpointing="full", compile=True), fused=True, needs=("compiler",), layout=SHARDED),
+    *(Row(f"ZeRO {stage} fp32", zero(stage), needs=("deepspeed",), layout=SHARDED) for stage in range(4)),
+    Row("ZeRO 0 bf16", zero(0, "bf16"), needs=("deepspeed",), layout=SHARDED),
+    Row("ZeRO 2 bf16", zero(2, "bf16"), needs=("deepspeed",), layout=SHARDED),
+    Row("ZeRO 3 bf16", zero(3, "bf16"), needs=("deepspeed",), layout=SHARDED),
+    Row("ZeRO 2 bf16, optimizer offloaded", zero(2, "bf16", **OFFLOAD), needs=("deepspeed",), layout=SHARDED),
+    *(Row(f"ZeRO {stage} bf16, DeepCompile", zero(stage, "bf16", deepcompile=True), needs=("gpu", "deepspeed", "compiler", "nvcc"), layout=SHARDED) for stage in (1, 3)),
+    *(Row(f"ring attention {param}, 2 ranks over gloo", training(param=param), ranks=2, needs=("gpu",), layout=Layout(dp_replicate=1, cp=2, cp_kind="ring")) for param in ("fp32", "bf16")),
+    Row("ZeRO 3 bf16, all offloaded", zero(3, "bf16", offload_param="cpu", **OFFLOAD), needs=("deepspeed",), layout=SHARDED),
 )  # fmt: skip
 
 
@@ -74,17 +77,23 @@ def main(found: Findings, folder: Path) -> None:
     possible = [row for row in ROWS if _possible(found, row)]
     with ThreadPoolExecutor(1 if found.cpu else AT_ONCE) as pool:
         for row, done in pool.map(partial(_start, folder), possible):
-            judge(found, row, done, references[row.ranks].first["losses"])
+            judge(found, row, done, references[row.ranks // row.layout.cp].first["losses"])
 
 
 def _possible(found: Findings, row: Row) -> bool:
-    if row.needs == "deepspeed" and not installed("deepspeed"):
-        found.add(row.name, MISSING, "deepspeed is not installed in this Python")
-        return False
-    if row.needs == "compiler" and not (shutil.which("g++") or shutil.which("gcc")):
-        found.add(row.name, NOT_SHOWN, "torch.compile needs a C compiler, and neither g++ nor gcc is on PATH")
-        return False
-    if row.needs == "compiler" and not found.cpu and not installed("triton"):
+    compiler = shutil.which("g++") or shutil.which("gcc")
+    reasons = {
+        "gpu": (found.cpu, NEEDS_GPU, "torch and DeepSpeed do this on a GPU only"),
+        "deepspeed": (not installed("deepspeed"), MISSING, "deepspeed is not installed in this Python"),
+        "compiler": (not compiler, NOT_SHOWN, "torch.compile needs a C compiler, and neither g++ nor gcc is on PATH"),
+        "nvcc": (not there("nvcc"), NOT_SHOWN, "DeepSpeed compiles an op for it, and nvcc was not found"),
+    }
+    for name in row.needs:
+        lacking, status, reason = reasons[name]
+        if lacking:
+            found.add(row.name, status, reason)
+            return False
+    if "compiler" in row.needs and not found.cpu and not installed("triton"):
         found.add(row.name, MISSING, "torch.compile needs triton for a GPU, and it is not installed")
         return False
     return True

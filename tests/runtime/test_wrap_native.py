@@ -107,3 +107,50 @@ print(json.dumps(seen))
     for seen in map(json.loads, lines):
         # Before DDP's first reduction each gradient has separate memory. One bucket contains this model.
         assert seen == [[6, 0]] + [[1, 0]] * 5
+
+
+def test_a_broken_tie_is_refused(tmp_path: Path) -> None:
+    """If fully_shard or a tp_plan would separate a parameter that two modules share, the error names both. A tie within
+    a block, or outside all blocks, trains as one parameter."""
+    lines = on_two_ranks(
+        """
+class Tied(nn.Module):
+    def __init__(self, where):
+        super().__init__()
+        self.embed, self.head = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.blocks = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+        one, other = {"rest": (self.embed, self.head), "block": self.blocks[0], "block and rest": (self.blocks[1][0], self.head),
+                      "two blocks": (self.blocks[0][0], self.blocks[1][0])}[where]
+        other.weight = one.weight
+    def forward(self, x):
+        return self.head(self.blocks(self.embed(x)))
+
+sharded, message = Layout(dp_replicate=1, dp_shard=2), {}
+for where in ("rest", "block", "block and rest", "two blocks"):
+    try:
+        made = wrapped(Tied(where), sharded, Training("fsdp"))
+        made.backward(made(x).square().mean())
+        made.step()
+        weights = [p.full_tensor() for p in made.model.parameters()]
+        state = made.model.state_dict()
+        same = {"rest": ("embed.weight", "head.weight"), "block": ("blocks.0.0.weight", "blocks.0.1.weight")}[where]
+        message[where] = [len(weights), torch.equal(*(state[name].full_tensor() for name in same))]
+    except hpcinit.HpcinitError as error:
+        message[where] = str(error)
+try:
+    wrapped(Tied("rest"), tp, Training(), tp_plan={"head": ColwiseParallel(output_layouts=Replicate())})
+except hpcinit.HpcinitError as error:
+    message["tp_plan"] = str(error)
+print(json.dumps(message))
+""",
+        tmp_path,
+    )
+    for found in map(json.loads, lines):
+        assert found["rest"] == found["block"] == [9, True], found
+        for where, names in (
+            ("block and rest", "head.weight and blocks.1.0.weight"),
+            ("two blocks", "blocks.0.0.weight and blocks.1.0.weight"),
+            ("tp_plan", "embed.weight and head.weight"),
+        ):
+            assert found[where].startswith(f"{names} are one parameter, but parallel.wrap or the tp_plan"), found
+            assert "Choose blocks so that all are in one block or none" in found[where]

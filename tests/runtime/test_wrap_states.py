@@ -31,7 +31,7 @@ def train(training, layout, include, move, **options):
             before = addresses(made)
             made.offload_states(include, **options)
             now = [sorted(made.offloaded), [now != then for now, then in zip(addresses(made), before)]]
-            for wrong in (lambda: made.backward(x.sum()), made.step, lambda: made(mine)):
+            for wrong in (lambda: made.backward(x.sum()), made.step, lambda: made(mine)) if made.offloaded else ():
                 try:
                     wrong()
                 except hpcinit.HpcinitError as error:
@@ -60,7 +60,9 @@ for name, training, layout, include in (
     ("zero 1", zero(1), copied, None),
     ("zero 2", zero(2), copied, None),
     ("zero 2, some", zero(2), copied, ["hp_params", "optim_states"]),
-    ("zero 2, optimizer offloaded", zero(2, offload_optimizer="cpu"), copied, ["lp_params"]),
+    ("zero 2, optimizer offloaded", zero(2, offload_optimizer="cpu"), copied, ["lp_params", "hp_params"]),
+    ("zero 1, optimizer offloaded", zero(1, offload_optimizer="cpu"), copied, ["optim_states"]),
+    ("zero 3, optimizer offloaded", zero(3, offload_optimizer="cpu"), copied, None),
     ("zero 3", zero(3), copied, {IN_3}),
 ):
     still, _ = train(training, layout, include, move=False)
@@ -81,15 +83,21 @@ print(json.dumps(found))
         "zero 2": everything,
         "zero 2, some": ["hp_params", "optim_states"],
         "zero 2, optimizer offloaded": ["lp_params"],
+        "zero 1, optimizer offloaded": [],
+        "zero 3, optimizer offloaded": ["contiguous_grad_buffer", "lp_params"],
         "zero 3": sorted(IN_3),
     }
     assert set(first) == set(away)
     for name, (same, offloaded, elsewhere, *refused, at_last) in first.items():
         assert (same, offloaded, at_last) == (True, away[name], []), (name, first[name])
         assert all(elsewhere) or "optimizer offloaded" in name, (name, elsewhere)
-        expected = ["backward()", "step()"] + ["the model"] * ("lp_params" in offloaded)
+        expected = ["backward()", "step()"] * bool(offloaded) + ["the model"] * ("lp_params" in offloaded)
         words = f"while {', '.join(offloaded)} are offloaded; call reload_states() first"
         assert refused == [f"cannot call {what} {words}" for what in expected], name
+    said = [(tmp_path / f"rank-{rank}.log").read_text() for rank in (0, 1)]
+    for skipped, times in (("hp_params", 2), ("optim_states", 2), ("hp_params, lp_grads, optim_states", 2)):
+        line = f"offload_states() skips {skipped}: deepspeed.offload_optimizer keeps them off the device\n"
+        assert [text.count(line) for text in said] == [times, 0]
 
 
 REFUSALS = {
@@ -99,7 +107,6 @@ REFUSALS = {
     "offloaded(zero(3))": "deepspeed.zero_stage 3 and SGD: DeepSpeed moves only those of its FusedAdam. Use deepspeed.optim",
     "offloaded(zero(3), ['hp_params'])": "name the others: include=['lp_params', 'lp_grads', 'contiguous_grad_buffer']",
     "offloaded(zero(3, offload_optimizer='cpu', offload_param='cpu'))": "offload_states() does not work with deepspeed.offload_param, ",
-    "offloaded(zero(1, offload_optimizer='cpu'), ['hp_params'])": "hp_params, which deepspeed.offload_optimizer already keeps",
     "offloaded(zero(1, ds_config=IN_FP32))": "DeepSpeed's BF16_Optimizer. Use deepspeed.zero_stage=2, or remove data",
     "offloaded(zero(3), optimizer=None)": "offload_states() needs an optimizer, because DeepSpeed and torch move",
     "offloaded(Training(), ['lp_params'])": "lp_params with parallel.wrap=ddp or fsdp, only optim_states",

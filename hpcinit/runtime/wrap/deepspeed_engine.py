@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from hpcinit.base.console import say
 from hpcinit.base.errors import RequestError
@@ -24,6 +23,7 @@ from hpcinit.records.layout import Layout
 from hpcinit.runtime import deepspeed_setup as starting
 from hpcinit.runtime import ops, process_group
 from hpcinit.runtime.wrap import blocks as repeated
+from hpcinit.runtime.wrap import cpu_adam, tied
 from hpcinit.runtime.wrap.sequence import Attention
 from hpcinit.runtime.wrap.states import State
 from hpcinit.runtime.wrap.strategy import Inputs, Strategy
@@ -63,8 +63,8 @@ def undo_first_step(engine: Any) -> None:
 _OF_OPTIMIZER: frozenset[State] = frozenset({"optim_states", "hp_params"})
 
 
-def check_zero_states(engine: Any, named: frozenset[State]) -> None:
-    """Raise RequestError if a state cannot be moved. named: the states that the user named; others are optional."""
+def movable(engine: Any, chosen: frozenset[State]) -> frozenset[State]:
+    """Return the chosen states that are on the device. Raise RequestError if one of them cannot be moved."""
     stage = int(engine.zero_optimization_stage())
     if stage == 0:
         raise RequestError("offload_states() does not work with deepspeed.zero_stage 0: use stage 1, 2 or 3")
@@ -78,18 +78,14 @@ def check_zero_states(engine: Any, named: frozenset[State]) -> None:
             f"offload_states() does not work with DeepSpeed's {type(engine.optimizer).__name__}. Use "
             "deepspeed.zero_stage=2, or remove data_types from deepspeed.ds_config"
         )
-    if gone := sorted(named & _elsewhere(engine)):
-        raise RequestError(
-            f"offload_states() cannot move {', '.join(gone)}, which deepspeed.offload_optimizer already keeps off the "
-            "device. Do not name them, or use deepspeed.offload_optimizer=none"
-        )
-    asked = (named or _OF_OPTIMIZER) & _OF_OPTIMIZER - _elsewhere(engine)  # without names, all existing states
-    if stage == 3 and asked and not _fused(engine):
+    here = chosen - _elsewhere(engine)
+    if stage == 3 and here & _OF_OPTIMIZER and not _fused(engine):
         raise RequestError(
             "offload_states() cannot move optim_states and hp_params with deepspeed.zero_stage 3 and "
             f"{type(engine.optimizer.optimizer).__name__}: DeepSpeed moves only those of its FusedAdam. Use "
             "deepspeed.optimizer=adamw, or name the others: include=['lp_params', 'lp_grads', 'contiguous_grad_buffer']"
         )
+    return here
 
 
 def offload_zero_states(
@@ -130,6 +126,12 @@ class DeepSpeed(Strategy):
             )
 
     def wrap(self, inputs: Inputs, attention: Attention) -> Wrapped:
+        options = deepspeed_config.options(inputs.training.deepspeed)
+        named = deepspeed_versions.at(
+            options.ds_config, "tensor_parallel.partition_config"
+        )  # the user chose the layers
+        if inputs.layout.tp > 1 and options.autotp and inputs.mpu is None and not named:
+            tied.refuse_for_autotp(inputs.model, inputs.layout.tp)
         repeated.prepare(inputs.model, inputs.blocks, inputs.training, attention.again)
         return _initialize(inputs, attention)
 
@@ -146,8 +148,6 @@ def _initialize(inputs: Inputs, attention: Attention) -> Engine:
     options = deepspeed_config.options(training.deepspeed)
     if not options.gradient_clipping:
         options = replace(options, gradient_clipping=training.gradient_clip)
-    if mpu is None and layout.cp > 1:
-        mpu = SequenceGroups(inputs.mesh["cp"].get_group())
     if mpu is not None:
         options = replace(options, mpu=True)
     groups.mpu = mpu  # else the groups of an earlier engine remain
@@ -165,16 +165,29 @@ def _initialize(inputs: Inputs, attention: Attention) -> Engine:
         if (size := deepspeed_versions.tp_to_divide(config, starting.deepspeed_version())) > 1:
             deepspeed.tp_model_init(model, tp_size=size, dtype=torch.bfloat16)  # no other type works
         parameters = [p for p in model.parameters() if p.requires_grad]
+        made = cpu_adam.where_built(make(parameters), config, options.ds_config, device) if make else None
         engine, optimizer, _, _ = deepspeed.initialize(
             model=model,
-            model_parameters=parameters if trains and make is None else None,
-            optimizer=make(parameters) if make else None,
+            model_parameters=parameters if trains and made is None else None,
+            optimizer=made,
             config=config,
             mpu=mpu,
             dist_init_required=False,
         )
     undo_first_step(engine)
+    if deepspeed_versions.at(config, "compile.deepcompile"):
+        _deepcompile(engine)
     return Engine(engine, optimizer if trains else None, inputs.batch, attention, _divided_by(inputs.mpu))
+
+
+def _deepcompile(engine: Any) -> None:
+    """Compile the engine; without this call DeepSpeed's key has no effect. DeepCompile's op exists for GPUs only."""
+    from deepspeed.compile import util  # noqa: PLC0415 - as above
+
+    if util.is_deepcompile_supported():
+        engine.compile()
+    elif dist.get_rank() == 0:
+        say("deepspeed.deepcompile has no effect here: DeepCompile needs a GPU")
 
 
 @contextmanager
@@ -196,43 +209,6 @@ def _autotp_in_words(model: nn.Module, layout: Layout) -> Iterator[None]:
             "deepspeed.autotp. Use parallel.wrap=fsdp and pass run.wrap a tp_plan, use parallel.tp=1, or name the "
             "layers in deepspeed.ds_config: tensor_parallel.partition_config"
         ) from error
-
-
-class SequenceGroups:
-    """The ranks that share a sequence, as an `mpu` for DeepSpeed (like runtime/sequence_parallel/parallel_state_sp).
-
-    sequence_parallel_size in the ds_config is not used: with it DeepSpeed 0.19.8 averages gradients only over the ranks
-    of one part of the sequences, and the copies of the model diverge.
-    """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self._all = dist.group.WORLD
-
-    def initialize_sequence_parallel(self, size: int) -> None:
-        """Do nothing. DeepSpeed recognizes by this method's name that the mpu is not for tensor parallelism."""
-
-    def get_sequence_parallel_group(self) -> ProcessGroup:
-        return self._group
-
-    def get_sequence_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._group)
-
-    def get_sequence_parallel_rank(self) -> int:
-        return dist.get_rank(self._group)
-
-    def get_sequence_data_parallel_group(self) -> ProcessGroup | None:
-        return self._all
-
-    def get_sequence_data_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._all)
-
-    def get_sequence_data_parallel_rank(self) -> int:
-        return dist.get_rank(self._all)
-
-    get_model_parallel_group = get_sequence_parallel_group
-    get_model_parallel_world_size = get_sequence_parallel_world_size
-    get_model_parallel_rank = get_sequence_parallel_rank
 
 
 class Engine(Wrapped):
@@ -263,8 +239,10 @@ class Engine(Wrapped):
             self.grad_norm = None if norm is None else float(norm)
 
     def _offload(self, chosen: frozenset[State], named: bool, pin_memory: bool, non_blocking: bool) -> frozenset[State]:
-        check_zero_states(self.engine, chosen if named else frozenset())
-        return offload_zero_states(self.engine, chosen, pin_memory, non_blocking)
+        here = movable(self.engine, chosen)
+        if (skipped := sorted(chosen - here)) and dist.get_rank() == 0:
+            say(f"offload_states() skips {', '.join(skipped)}: deepspeed.offload_optimizer keeps them off the device")
+        return offload_zero_states(self.engine, here, pin_memory, non_blocking) if here else here
 
     def _reload(self, non_blocking: bool) -> None:
         if self.offloaded:

@@ -25,7 +25,7 @@ from hpcinit.records.layout import Layout
 from hpcinit.records.spec import Training
 from hpcinit.runtime import mesh as mesh_of_run
 from hpcinit.runtime.wrap import blocks as repeated
-from hpcinit.runtime.wrap import states
+from hpcinit.runtime.wrap import states, tied
 from hpcinit.runtime.wrap.sequence import Attention
 from hpcinit.runtime.wrap.strategy import Inputs, Strategy
 from hpcinit.runtime.wrap.wrapped import Wrapped, modules_with
@@ -191,11 +191,13 @@ class DDP(Strategy):
         forward: Callable[..., Any] = model
         synchronize: Callable[[bool], None] = _ignore
         if sharded:
+            before = tied.ties(model)
             data, divided = fsdp_meshes(inputs.mesh, inputs.layout, device, self.shards_data)
             if divided is not None and inputs.tp_plan:
                 divide_tensors(model, divided, inputs.tp_plan)
             parts = repeated.prepare(model, inputs.blocks, training, attention.again)
             forward, synchronize = wrap_fsdp(model, parts, data, param, reduce)
+            tied.refuse_broken(before)
             param = torch.float32  # fully_shard casts automatically
         else:
             repeated.prepare(model.to(device), inputs.blocks, training, attention.again)

@@ -69,7 +69,10 @@ def attention(mesh: DeviceMesh, layout: Layout, device: torch.device, compiled: 
         whole = partial(Ulysses, mesh["cp"])
         return Attention(forward=whole, again=whole)  # backward() would pop an outer TorchFunctionMode
     if device.type == "cpu":
-        raise RequestError("parallel.cp_kind=ring does not work on a CPU; use parallel.cp_kind=ulysses")
+        raise RequestError(
+            "parallel.cp_kind=ring does not work on a CPU, whose attention torch's context_parallel does not support; "
+            "use parallel.cp_kind=ulysses"
+        )
     ring = partial(_ring, mesh["cp"], device)
     return Attention(forward=ring, backward=ring)
 

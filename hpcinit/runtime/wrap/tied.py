@@ -1,0 +1,58 @@
+"""Tied parameters, which several modules of a model share, such as an embedding and the output head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from hpcinit.base.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model uses a parameter. name: the full name, such as 'head.weight'; attribute: its last part."""
+
+    module: nn.Module
+    attribute: str
+    name: str
+
+
+def ties(model: nn.Module) -> list[list[Place]]:
+    """Return the places of each parameter that is used in more than one."""
+    found: dict[int, list[Place]] = {}
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            place = Place(module, attribute, f"{prefix}.{attribute}".lstrip("."))
+            found.setdefault(id(parameter), []).append(place)
+    return [places for places in found.values() if len(places) > 1]
+
+
+def refuse_broken(before: list[list[Place]]) -> None:
+    """Raise RequestError if fully_shard or a tp_plan has replaced a tied parameter in some of its places only.
+
+    torch gives no message then: each place trains its own copy. before: ties() of the model before it was wrapped.
+    """
+    for places in before:
+        if len({id(getattr(place.module, place.attribute)) for place in places}) > 1:
+            raise RequestError(
+                f"{' and '.join(place.name for place in places)} are one parameter, but parallel.wrap or the tp_plan "
+                "would give each its own copy. Choose blocks so that all are in one block or none is in any "
+                "(run.wrap(blocks=[...])), keep them out of the tp_plan, untie them, or use parallel.wrap=ddp"
+            )
+
+
+def refuse_for_autotp(model: nn.Module, tp: int) -> None:
+    """Raise RequestError if a linear layer shares its weight, as a tied output head does.
+
+    AutoTP (DeepSpeed 0.18.5 to 0.19.8) divides that layer's output and does not join the parts: the logits are wrong.
+    """
+    for places in ties(model):
+        for place in places:
+            if isinstance(place.module, nn.Linear):
+                others = " and ".join(other.name for other in places if other is not place)
+                raise RequestError(
+                    f"{place.name} is tied to {others}, but parallel.tp is {tp} with deepspeed.autotp, which would "
+                    "compute wrong logits. Untie them (Hugging Face: tie_word_embeddings=False), use parallel.tp=1, "
+                    "or use parallel.wrap=fsdp and pass run.wrap a tp_plan"
+                )
