@@ -21,10 +21,12 @@ from hpcinit.base.errors import BringUpError, RequestError
 from hpcinit.rendezvous import protocol
 from hpcinit.rendezvous.store import serve
 from hpcinit.runtime.process_group import SIDE
+from hpcinit.world.hosts import in_url
 
 LOOK_S = 0.1  # interval of checks for missing ranks
 LINGER_S = 1.0  # several intervals of LOOK_S
 NAMED = 8  # maximum number of ranks listed in a message
+PEERS = ("hpcinit", "torch", "vllm")
 
 
 def side_group(
@@ -36,6 +38,7 @@ def side_group(
     port: int,
     backend: str,
     timeout: timedelta = timedelta(minutes=5),
+    peers: str = "hpcinit",
 ) -> ProcessGroup:
     """Return a process group of `world_size` processes, which may belong to different jobs.
 
@@ -52,37 +55,61 @@ def side_group(
         port: a free port on that node, 1 to 65535.
         backend: torch's name of the backend, such as nccl or gloo.
         timeout: time limit until all processes have connected, and of each of the group's collectives.
+        peers: what the other processes call: hpcinit, for this function; vllm, for vLLM's
+            `stateless_init_torch_distributed_process_group` with the same address and port as here; torch, for
+            `_new_process_group_helper` with the store prefix and the group name `name`, as OpenRLHF, TRL and others
+            do. With vllm and torch a missing process is an error after `timeout`, but its rank is not named.
 
     Raises RequestError if an argument is invalid, and BringUpError that names the processes that did not connect or
     passed different arguments.
     """
-    _check(name, rank, world_size, port)
+    own_name = f"{SIDE}{name}"
+    label: Any = name if peers == "torch" else own_name  # newer torch has a type GroupName for it
+    _check(name, rank, world_size, port, peers, {label, own_name})
     deadline = time.monotonic() + timeout.total_seconds()
     where = f"side group {name!r} at {address}:{port}"
-    store = PrefixStore(f"hpcinit/side/{name}", _open(rank, address, port, world_size, deadline, where))
+    prefix = {"hpcinit": f"hpcinit/side/{name}", "torch": name, "vllm": f"tcp://{in_url(address, port)}"}[peers]
+    store = PrefixStore(prefix, _open(rank, address, port, world_size, deadline, where, counted=peers != "hpcinit"))
     store.set_timeout(timeout)
-    _gather(store, rank, world_size, backend, deadline, where)
-    with _no_split():
-        group: ProcessGroup
-        label: Any = f"{SIDE}{name}"  # newer torch has a type GroupName for it
-        group, _ = c10d._new_process_group_helper(world_size, rank, [], backend, store, label, timeout=timeout)
+    if peers == "hpcinit":
+        _gather(store, rank, world_size, backend, deadline, where)
+    group: ProcessGroup
+    try:
+        with _no_split(), _unprefixed(store if peers == "vllm" else None):
+            group, _ = c10d._new_process_group_helper(world_size, rank, [], backend, store, label, timeout=timeout)
+    except RuntimeError as error:
+        if peers == "hpcinit":  # all have connected
+            raise
+        reason = str(error).partition("\n")[0]
+        raise BringUpError(
+            f"{where}: no group of {world_size} in {timeout.total_seconds():g} s: {reason}. Do all other ranks use "
+            f"{peers}'s functions with this address, port and number of processes?",
+            quoted=reason,
+        ) from error
+    names: Any = c10d._world.pg_names
+    names[group] = own_name  # hpcinit's timeouts and reports of the job's groups skip it
     c10d._world.pg_group_ranks[group] = {number: number for number in range(world_size)}
     return group
 
 
-def _check(name: str, rank: int, world_size: int, port: int) -> None:
+def _check(name: str, rank: int, world_size: int, port: int, peers: str, labels: set[str]) -> None:
+    if peers not in PEERS:
+        raise RequestError(f"side group {name!r}: peers is {peers!r}, expected {', '.join(PEERS[:-1])} or {PEERS[-1]}")
     if not 0 <= rank < world_size:
         raise RequestError(f"side group {name!r}: rank is {rank}, expected 0 to {world_size - 1}")
     if not 0 < port < 65_536:
         raise RequestError(f"side group {name!r}: port is {port}, expected 1 to 65535, free on rank 0's node")
-    if f"{SIDE}{name}" in c10d._world.pg_names.values():
+    if labels & set(c10d._world.pg_names.values()):
         raise RequestError(
             f"side group {name!r} already exists in this process: destroy it first, or choose another name"
         )
 
 
-def _open(rank: int, address: str, port: int, world_size: int, deadline: float, where: str) -> Store:
-    """Return the store, opened in a thread, because torch's client waits forever for a silent server."""
+def _open(rank: int, address: str, port: int, world_size: int, deadline: float, where: str, counted: bool) -> Store:
+    """Return the store, opened in a thread, because torch's client waits forever for a silent server.
+
+    counted: this client counts as connected for a rank 0 that waits for all clients, as torch's own does.
+    """
     opened: list[Store] = []
     failed: list[Exception] = []
 
@@ -91,7 +118,7 @@ def _open(rank: int, address: str, port: int, world_size: int, deadline: float, 
             opened.append(
                 _serve(address, port, world_size, deadline)
                 if rank == 0
-                else _reach(address, port, world_size, deadline)
+                else _reach(address, port, world_size, deadline, counted)
             )
         except (OSError, RuntimeError) as error:  # torch's DistError is a RuntimeError
             failed.append(error)
@@ -120,9 +147,9 @@ def _serve(address: str, port: int, world_size: int, deadline: float) -> Store:
     return serve(address, server, world_size, timedelta(seconds=_left(deadline)))
 
 
-def _reach(address: str, port: int, world_size: int, deadline: float) -> Store:
+def _reach(address: str, port: int, world_size: int, deadline: float, counted: bool) -> Store:
     left = timedelta(seconds=_left(deadline))
-    return TCPStore(address, port, world_size, False, left, wait_for_workers=False)
+    return TCPStore(address, port, world_size, False, left, wait_for_workers=counted)
 
 
 def _resolved(address: str) -> str:
@@ -197,3 +224,21 @@ def _no_split() -> Iterator[None]:
         yield
     finally:
         default.bound_device_id = bound
+
+
+@contextlib.contextmanager
+def _unprefixed(store: Store | None) -> Iterator[None]:
+    """Make torch use this store's keys without the names of group and device, which vLLM's function does not add.
+
+    Groups that other threads make meanwhile are not affected.
+    """
+    if store is None:
+        yield
+        return
+    torchs: Any = c10d
+    prefixed = torchs.PrefixStore
+    torchs.PrefixStore = lambda prefix, inner: inner if inner is store else prefixed(prefix, inner)
+    try:
+        yield
+    finally:
+        torchs.PrefixStore = prefixed

@@ -1,6 +1,6 @@
 """python -m tests.minislurm.newer_debian [--suite NAME] COMMAND...: run the command on a newer Debian. Needs root.
 
-Slurm is 24.11 in trixie and 26.05 in forky. Debian is in a folder that debootstrap makes once. The command sees it as /, with this machine's Python, checkout
+Slurm is 24.11 in trixie and 26.05 in forky and sid, which also has Apptainer. Debian is in a folder that debootstrap makes once. The command sees it as /, with this machine's Python, checkout
 and /tmp at their usual paths. Other files that it writes are in memory, so the folder does not change, and several
 commands can use it at a time. Mounts, network and processes are in separate namespaces, which end with the command.
 """
@@ -23,7 +23,7 @@ from tests.minislurm.errors import MiniSlurmError
 from tests.minislurm.packages import fetch
 from tests.minislurm.shell import PATH, run
 
-SUITES = ("trixie", "forky")
+SUITES = ("trixie", "forky", "sid")
 # debootstrap 1.0.128 has no script for forky. Every suite since etch uses that of sid.
 SCRIPT = "/usr/share/debootstrap/scripts/sid"
 PACKAGES = (
@@ -32,6 +32,7 @@ PACKAGES = (
     "git",  # of snapshot=git
     "libbz2-1.0", "libexpat1", "libffi8", "libsqlite3-0", "libssl3t64",  # what this machine's Python links to
 )  # fmt: skip
+MORE_PACKAGES = {"sid": ("apptainer", "squashfuse", "fuse-overlayfs")}
 
 # In $1, `tree` is Debian and `mnt` an empty folder; $2 is /etc/hosts and $3 the working folder. Then follow the folders
 # and files to show, up to '--', and the command. The shell stays as the first process of its namespace, and becomes the
@@ -96,7 +97,11 @@ def made(suite: str, cache: Path, mirror: str | None = None) -> Path:
 
 def folder_in(cache: Path, suite: str) -> Path:
     """Return the folder, whose name depends on the list of packages."""
-    return cache / f"{suite}-{zlib.crc32(' '.join(PACKAGES).encode()):08x}"
+    return cache / f"{suite}-{zlib.crc32(' '.join(packages(suite)).encode()):08x}"
+
+
+def packages(suite: str) -> tuple[str, ...]:
+    return (*PACKAGES, *MORE_PACKAGES.get(suite, ()))
 
 
 def _make(suite: str, folder: Path, mirror: str | None) -> None:
@@ -123,7 +128,7 @@ def _debootstrap(suite: str, tree: Path, mirror: str) -> None:
     command = ["unshare", "--mount", "debootstrap", "--force-check-gpg", "--variant=minbase"]
     with log.open("wb") as out:
         done = subprocess.run(
-            [*command, f"--include={','.join(PACKAGES)}", suite, str(tree), mirror, SCRIPT],
+            [*command, f"--include={','.join(packages(suite))}", suite, str(tree), mirror, SCRIPT],
             stdin=subprocess.DEVNULL, stdout=out, stderr=out, check=False, close_fds=False,
             env={**os.environ, **_apts_proxies(), "PATH": PATH, "DEBIAN_FRONTEND": "noninteractive"},
         )  # fmt: skip

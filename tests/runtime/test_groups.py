@@ -78,12 +78,21 @@ def test_weights_reach_a_process_outside_the_job(tmp_path: Path) -> None:
     assert last[2][-1] == last[0][-2].replace("sent", "got") and last[2][-1] != "got 0.0"
 
 
-def _join(rank: int, port: int, world_size: int = 3, *, seconds: float = 2.0, backend: str = "gloo") -> object:
+def _join(
+    rank: int, port: int, world_size: int = 3, *, seconds: float = 2.0, backend: str = "gloo", peers: str = "hpcinit"
+) -> object:
     """Return the group, or the exception."""
     patience = timedelta(seconds=seconds)
     try:
         return side_group(
-            "s", rank=rank, world_size=world_size, address="127.0.0.1", port=port, backend=backend, timeout=patience
+            "s",
+            rank=rank,
+            world_size=world_size,
+            address="127.0.0.1",
+            port=port,
+            backend=backend,
+            timeout=patience,
+            peers=peers,
         )
     except HpcinitError as error:
         return str(error)
@@ -167,12 +176,54 @@ def test_a_silent_server_times_out() -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
-    [({"rank": 2}, "rank is 2, expected 0 to 1"), ({"port": 0}, "port is 0, expected 1 to 65535")],
+    [
+        ({"rank": 2}, "rank is 2, expected 0 to 1"),
+        ({"port": 0}, "port is 0, expected 1 to 65535"),
+        ({"peers": "sglang"}, "peers is 'sglang', expected hpcinit, torch or vllm"),
+    ],
 )
-def test_invalid_requests(wrong: dict[str, int], said: str) -> None:
-    """An invalid rank or port is refused before any waiting."""
-    asked = {"rank": 0, "port": 29_400, **wrong}
-    assert said in str(_join(asked["rank"], asked["port"], 2))
+def test_invalid_requests(wrong: dict[str, Any], said: str) -> None:
+    """An invalid argument is refused before any waiting."""
+    assert said in str(_join(**{"rank": 0, "port": 29_400, "world_size": 2, **wrong}))
+
+
+OTHERS = """
+    import sys, torch, torch.distributed as dist
+    sys.path.insert(0, {programs!r})
+    from vllm_engine import join_by_torch
+    from vllm_stand_in import join
+    group = {function}("127.0.0.1", {port}, 0, 2)
+    dist.broadcast(torch.full((2,), 7.0), group_src=0, group=group)
+    group.barrier().wait()
+"""
+
+
+@pytest.mark.parametrize(("peers", "function"), [("torch", "join_by_torch"), ("vllm", "join")])
+def test_rank_0_of_another_project(peers: str, function: str, tmp_path: Path) -> None:
+    """A process joins a group whose rank 0 uses a stand-in for vLLM's functions, or torch's, and not hpcinit."""
+    port, programs = free_port(), str(Path(__file__).parents[1] / "systems/programs")
+    other = Rank(OTHERS.format(programs=programs, function=function, port=port), tmp_path / "other.log", {})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = side_group("weights", rank=1, world_size=2, address="127.0.0.1", port=port, backend="gloo", peers=peers)
+        weight = torch.zeros(2)
+        dist.broadcast(weight, src=0, group=found)
+        dist.barrier(group=found)
+        dist.destroy_process_group(found)
+        assert weight.tolist() == [7.0, 7.0] and other.end()[0] == 0
+    finally:
+        other.process.kill()
+        other.process.wait()
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("peers", ["torch", "vllm"])
+def test_a_missing_process_of_another_project(peers: str) -> None:
+    """Without a process that uses vLLM's or torch's functions, rank 0's error names address, time and cause."""
+    port = free_port()
+    said = str(_join(0, port, 2, peers=peers))
+    assert f"side group 's' at 127.0.0.1:{port}: no group of 2 in 2 s: " in said
+    assert f"Do all other ranks use {peers}'s functions with this address, port and number of processes?" in said
 
 
 def test_a_default_group_that_is_bound_to_a_device_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
