@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.runtime import warm
 from tests.unmeasured import VARIABLE
+from tests.warm import RANKS, Files
 
 # Code to run first in ranks that use DeepSpeed: its shared memory kernel takes a minute to compile.
 DEEPSPEED = "import deepspeed\ndeepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n"
@@ -38,7 +38,8 @@ class Rank:
         code, env = textwrap.dedent(code), {**os.environ, **env}
         with log.open("wb") as stream:
             if not fresh and VARIABLE not in env:  # coverage.py only counts a process whose start it has seen
-                self.process: subprocess.Popen[bytes] = warm.fork(code, env, stream)
+                with Path(os.devnull).open() as nothing:
+                    self.process: subprocess.Popen[bytes] = RANKS.start(code, env, Files(nothing, stream, stream))
                 return
             self.process = subprocess.Popen(
                 [sys.executable, "-u", "-c", code],
@@ -58,7 +59,7 @@ class Rank:
 def ranks(code: str, number: int, folder: Path, *, fresh: bool = False, **env: str) -> Iterator[list[Rank]]:
     """Start `number` ranks of one job on this machine, and kill the remaining ones at the end.
 
-    They are forked from a process that has imported torch (tests/runtime/warm.py). `fresh=True` starts a new Python for each.
+    They are forked from a process that has imported torch (tests/warm.py). `fresh=True` starts a new Python for each.
     """
     where = {"HPCINIT_STARTED_BY": "env", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     found: list[Rank] = []

@@ -1,13 +1,16 @@
-"""Ranks that are forked from a process with torch behave as a Python that was started for them."""
+"""Ranks and commands that are forked from a process with their modules behave as a Python that was started for them."""
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import Run
 from tests.runtime.spawned import Rank
+from tests.submitting import printed
 
 CODE = "import os, sys; print(os.environ['X'], os.getcwd(), __name__, sys.argv, sys.path[0] == '', 'torch' in sys.modules); sys.exit(7)"
 
@@ -30,3 +33,17 @@ def test_a_forked_rank_is_a_child_that_can_be_killed(tmp_path: Path, monkeypatch
     assert rank.process.poll() is None
     rank.process.send_signal(signal.SIGKILL)
     assert rank.end() == (-signal.SIGKILL, "")
+
+
+@pytest.mark.parametrize("new", [{}, {"PYTHONHASHSEED": "1"}])
+def test_a_forked_command_and_a_new_one_do_the_same(hpcinit: Run, tmp_path: Path, new: dict[str, str]) -> None:
+    """Both print to two streams, use the folder, environment and umask of the test, and return the exit status."""
+    done = hpcinit(
+        "submit", "nodes=2", "name=x", "wait=true", "--", "sh", "-c", "umask; pwd; echo $X", env={"X": "5", **new}
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    os.umask(umask := os.umask(0o077))
+    assert printed(tmp_path / "runs/x-0001", 1) == f"{umask:04o}\n{tmp_path}\n5\n"
+    done = hpcinit("submit", "nodess=2", env=new)
+    assert (done.returncode, done.stdout) == (2, "") and "nodess" in done.stderr
+    assert done.args[1:] == ["-m", "hpcinit", "submit", "nodess=2"]

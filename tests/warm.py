@@ -1,0 +1,198 @@
+"""Start Pythons by fork from a process that has imported what they need: torch takes 2 s of processor time, a fork 0.05 s.
+
+RANKS and COMMANDS are such processes; each starts at its first request in a session. `start()` requests a Python, which
+gets its code, arguments, environment, working folder, umask and files as `python -u -c CODE` would, and has the same exit
+status. It is a child of the caller: the process in between exits at once while the caller is a subreaper
+(PR_SET_CHILD_SUBREAPER), so `wait`, `poll` and `kill` are subprocess's own.
+
+Differences from a fresh process: the modules are in `sys.modules` before the code runs, and /proc/PID/cmdline and
+/proc/PID/environ are those of the process that was forked. A test of imports or of those files uses a fresh process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+PR_SET_CHILD_SUBREAPER = 36
+ROOT = Path(__file__).parents[1]
+TORCH = (
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.parallel",
+)
+LOGIN = (
+    "base",
+    "slurm",
+    "records",
+    "config",
+    "local",
+    "observe",
+    "why",
+    "submit",
+    "discover",
+    "cli",
+)  # packages of hpcinit
+AT_START = ("PYTHON", "LC_", "LANG")  # variables that a Python reads when it starts
+COMMAND = "import runpy; runpy.run_module('hpcinit', run_name='__main__', alter_sys=True)"
+
+
+class Forked(subprocess.Popen[bytes]):
+    """A child that was not started by subprocess, with all that Popen can do with a process."""
+
+    def __init__(self, pid: int, args: Sequence[str]) -> None:
+        self.args, self.pid, self.returncode = args, pid, None
+        self.stdin = self.stdout = self.stderr = None
+        self.text_mode = self.encoding = self.errors = None
+        self._child_created, self._communication_started, self._input = True, False, None
+        self._waitpid_lock, self._sigint_wait_secs = threading.Lock(), 0.25
+
+
+class Files(NamedTuple):
+    """stdin, stdout and stderr of the process, open files of the caller."""
+
+    stdin: IO[Any]
+    stdout: IO[Any]
+    stderr: IO[Any]
+
+
+class Warm:
+    """A process with modules, and the processes forked from it."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._server: socket.socket | None = None
+
+    def start(self, code: str, env: Mapping[str, str], files: Files, arguments: Sequence[str] = ()) -> Forked:
+        """Start a Python that runs `code`. The caller must wait for it."""
+        if self._server is None:
+            self._start()
+        assert self._server is not None
+        os.umask(umask := os.umask(0o077))
+        start = {
+            "code": code,
+            "env": dict(env),
+            "arguments": list(arguments),
+            "folder": str(Path.cwd()),
+            "umask": umask,
+        }
+        request = json.dumps(start).encode()
+        libc = ctypes.CDLL(None)
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        try:
+            socket.send_fds(self._server, [struct.pack("!Q", len(request))], [file.fileno() for file in files])
+            self._server.sendall(request)
+            answer = self._server.recv(8, socket.MSG_WAITALL)
+        finally:
+            libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        if len(answer) != 8:
+            raise RuntimeError(f"tests.warm: the process that forks {self.kind} has exited")
+        return Forked(struct.unpack("!Q", answer)[0], [sys.executable, "-u", "-c", code, *arguments])
+
+    def _start(self) -> None:
+        self._server, theirs = socket.socketpair()
+        env = {name: value for name, value in os.environ.items() if not name.startswith((*AT_START, "COVERAGE"))}
+        with theirs:
+            subprocess.Popen(
+                [sys.executable, "-u", "-m", "tests.warm", self.kind, str(theirs.fileno())],
+                env={**env, **OF_SESSION}, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True, cwd=ROOT,
+            )  # fmt: skip
+
+
+def at_start(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name.startswith(AT_START)}
+
+
+def needs_a_new_python(env: Mapping[str, str]) -> bool:
+    """Return whether `env` has other variables for the start of a Python than this session, or measures coverage."""
+    return at_start(env) != OF_SESSION or any(name.startswith("COVERAGE") for name in env)
+
+
+OF_SESSION = at_start(os.environ)
+RANKS, COMMANDS = Warm("ranks"), Warm("commands")
+
+
+def serve(caller: socket.socket) -> dict[str, Any] | None:
+    """Fork a process for each request. Return the request in that process, None in the server once the caller has exited."""
+    while True:
+        header, files, *_ = socket.recv_fds(caller, 8, 3)
+        if len(header) != 8:
+            return None
+        content = b""
+        while len(content) < struct.unpack("!Q", header)[0]:
+            content += caller.recv(1 << 20)
+        request: dict[str, Any] = json.loads(content)
+        read, write = os.pipe()
+        between = os.fork()
+        if between == 0:
+            pid = os.fork()
+            if pid == 0:
+                os.close(read)
+                os.close(write)
+                caller.close()
+                _become(request, files)
+                return request
+            os.write(write, struct.pack("!Q", pid))
+            os._exit(0)
+        os.waitpid(between, 0)  # its child has the caller as its parent from now on
+        caller.sendall(os.read(read, 8))
+        for descriptor in (read, write, *files):
+            os.close(descriptor)
+
+
+def _become(request: Mapping[str, Any], files: Sequence[int]) -> None:
+    for number, descriptor in enumerate(files):
+        os.dup2(descriptor, number)
+    for descriptor in files:
+        os.close(descriptor)
+    os.umask(request["umask"])
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = ["", *given, *sys.path[1:]]
+
+
+def _import(kind: str) -> None:
+    gc.disable()
+    if kind == "ranks":
+        for name in TORCH:
+            importlib.import_module(name)
+    else:
+        importlib.import_module("hydra._internal.hydra")
+        for package in LOGIN:
+            path = importlib.import_module(f"hpcinit.{package}").__path__
+            for module in pkgutil.walk_packages(path, f"hpcinit.{package}."):
+                importlib.import_module(module.name)
+        assert "torch" not in sys.modules
+    gc.enable()
+    gc.freeze()  # a collection in a forked process would copy all pages
+
+
+def main() -> None:
+    _import(sys.argv[1])
+    request = serve(socket.socket(fileno=int(sys.argv[2])))
+    if request is not None:
+        sys.argv = ["-c", *request["arguments"]]
+        program = types.ModuleType("__main__")
+        sys.modules["__main__"] = program
+        exec(compile(request["code"], "<string>", "exec"), program.__dict__)
+
+
+if __name__ == "__main__":
+    main()
