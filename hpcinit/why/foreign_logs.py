@@ -43,7 +43,7 @@ _LAUNCHER = re.compile(
 )
 _OF_LAUNCHER = re.compile(
     r'File "[^"]*(?:bin/(?:torchrun|accelerate|accelerate-launch|deepspeed)|accelerate/commands/launch\.py'
-    r'|deepspeed/launcher/\w+\.py|torch/distributed/(?:run\.py|launch\.py|launcher/|elastic/(?:agent|rendezvous)/))'
+    r"|deepspeed/launcher/\w+\.py|torch/distributed/(?:run\.py|launch\.py|launcher/|elastic/(?:agent|rendezvous)/))"
 )
 # DeepSpeed's launcher. Its error has the command of its last rank, whichever rank failed.
 _SPAWNED = re.compile(r"process (\d+) spawned with command: .*'--local_rank=(\d+)'")
@@ -207,7 +207,9 @@ def _table(lines: Sequence[str]) -> list[tuple[str, bool, End]]:
             if found[1] == "exitcode" and {"host", "rank"} <= fields.keys():
                 how = job_log.how(int(fields["exitcode"]))
                 by_agent = not root and (how == "Terminated" or found[4] in forced)
-                ends.append((fields.get("time", ""), not root, End(fields["host"], (int(fields["rank"]),), how, by_agent)))
+                ends.append(
+                    (fields.get("time", ""), not root, End(fields["host"], (int(fields["rank"]),), how, by_agent))
+                )
                 fields = {}
         elif line.startswith("====="):
             root = False
