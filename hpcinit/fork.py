@@ -19,7 +19,7 @@ from hpcinit.base.console import say
 from hpcinit.base.errors import HpcinitError, RequestError
 from hpcinit.cli.main import guarded
 from hpcinit.jobs import node_check
-from hpcinit.launch import fork_child, fork_server, preload, rank_binding
+from hpcinit.launch import fork_server, preload, rank_binding
 from hpcinit.launch.fork_server import ForkSupervisor, end_as
 from hpcinit.launch.signal_monitor import SignalMonitor
 from hpcinit.records import run_folder, safeguards
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         fork_server.fail_prefork(here, spec, folder, error)
         raise
     supervisor = ForkSupervisor(here, spec.launch, folder, monitor)
-    rank = supervisor.fork(lambda local, parent: fork_child.become_child(here, spec, folder, local, parent, cpus))
+    rank = supervisor.fork(lambda local, parent: fork_server.become_child(here, spec, folder, local, parent, cpus))
     if rank is None:
         return end_as(supervisor.wait())
     return run.become_rank(argv, spec, protected, imported)

@@ -35,11 +35,12 @@ def line(path: Path) -> str:
     return summary(read(path))
 
 
-def summary(document: Mapping[str, Any]) -> str:
-    """Return the same for a document of read(), with a note on values that are not finite."""
+def summary(document: Mapping[str, Any], step: bool = True) -> str:
+    """Return the same for a document of read(), with a note on values that are not finite. step: whether to show it."""
     if not document:
         return ""
-    parts = [f"step {document['step']}/{document['total']}", *values(document), not_finite_note(document)]
+    first = [f"step {document['step']}/{document['total']}"] if step else []
+    parts = [*first, *values(document), not_finite_note(document)]
     return "  ".join(part for part in parts if part)
 
 

@@ -115,28 +115,29 @@ def job_of(run: Run) -> str:
     return next((now.job_id.partition("_")[0] for _, now in run.parts), "-")
 
 
-def details(path: Path, now: State) -> str:
-    """Return the details of a job: why and until when it waits, its progress, how it ended."""
-    status = "" if now.exit_status is None else f"exit status {now.exit_status}"
+def details(path: Path, now: State, table: bool = False) -> str:
+    """Return the details of a job: why and until when it waits, its progress, how it ended.
+
+    table: without what the table has in columns, the times and the step.
+    """
     started = now.name not in ("PENDING", find_runs.NOT_SUBMITTED)
-    before = restarts.summary(restarts.read(path)) if now.restart is not None else ""
-    again = restarts.summary_inside(restarts.read_inside(path)) if now.restart is not None else ""
-    deleted = f"its run folder was deleted; cancel it: scancel {now.job_id}" if now.folder_deleted else ""
+    again = now.restart is not None
     parts = [
-        deleted,
+        f"its run folder was deleted; cancel it: scancel {now.job_id}" if now.folder_deleted else "",
         "started manually" if now.by_hand else "",
         now.link,
         now.reason,
-        times(now),
-        before,
-        again,
-        status,
+        "" if table else times(now),
+        restarts.summary(restarts.read(path)) if again else "",
+        restarts.summary_inside(restarts.read_inside(path)) if again else "",
+        "" if now.exit_status is None or (table and now.exit_status == 0) else f"exit status {now.exit_status}",
     ]
-    document = progress.read(path) if started else {}
     if started:
+        document = progress.read(path)
         result = result_text(path) if now.over else ""
-        parts += [progress.summary(document), age(path, now), result, progress.notes(path, now, document)]
-    if (started or now.restart is not None) and (found := world_size.read(path)):
+        text = progress.summary(document, step=not table)
+        parts += [text, age(path, now), result, progress.notes(path, now, document)]
+    if (started or again) and (found := world_size.read(path)):
         parts.append(f"warning: {found.summary()}")
     return "  ".join(part for part in parts if part)
 

@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcinit.base.console import plain
-from hpcinit.observe import find_runs, progress, restarts
+from hpcinit.observe import find_runs, progress
 from hpcinit.observe.overview import Run
 from hpcinit.observe.state import State
-from hpcinit.observe.status import age, job_of, result_text, submitted, times_alone
+from hpcinit.observe.status import details, job_of, submitted, times_alone
 from hpcinit.slurm import reasons
 
 STYLES = {"COMPLETED": "green", "RUNNING": "cyan", "PENDING": "yellow", "COMPLETING": "cyan", "UNKNOWN": "magenta"}
@@ -59,31 +59,7 @@ def _rows(run: Run, each_task: bool, in_order: bool, about: str) -> Iterator[Row
 
 
 def _row(name: str, path: Path, now: State, about: str) -> Row:
-    started = now.name not in ("PENDING", find_runs.NOT_SUBMITTED)
-    document = progress.read(path) if started else {}
-    status = f"exit status {now.exit_status}" if now.exit_status else ""
-    by_hand = "started manually" if now.by_hand else ""
-    values = "  ".join(progress.values(document))
-    old = age(path, now)
-    before = restarts.summary(restarts.read(path)) if now.restart is not None else ""
-    again = restarts.summary_inside(restarts.read_inside(path)) if now.restart is not None else ""
-    note = progress.notes(path, now, document) if started else ""
-    deleted = f"its run folder was deleted; cancel it: scancel {now.job_id}" if now.folder_deleted else ""
-    parts = (
-        deleted,
-        by_hand,
-        now.link,
-        now.reason,
-        before,
-        again,
-        status,
-        values,
-        old,
-        note,
-        progress.not_finite_note(document),
-        result_text(path) if now.over else "",
-        about,
-    )
+    document = progress.read(path) if now.name not in ("PENDING", find_runs.NOT_SUBMITTED) else {}
     return [
         Text(plain(name)),
         Text(plain(now.job_id)),
@@ -92,7 +68,7 @@ def _row(name: str, path: Path, now: State, about: str) -> Row:
         f"{document['step']}/{document['total']}" if document else "",
         times_alone(now),
         submitted(path).removeprefix("submitted "),
-        Text(plain("  ".join(part for part in parts if part))),
+        Text(plain("  ".join(filter(None, (details(path, now, table=True), about))))),
     ]
 
 

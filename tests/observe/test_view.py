@@ -16,9 +16,10 @@ from rich.console import Console
 from hpcinit.observe import find_runs, overview, progress, status_table
 from hpcinit.observe import status as status_module
 from hpcinit.observe.state import State
-from hpcinit.records import hang_report
+from hpcinit.records import hang_report, world_size
 from hpcinit.records.hang_report import HangReport
 from hpcinit.records.heartbeats import NodeHeartbeats, RankHeartbeat
+from hpcinit.records.world_size import WrongWorldSize
 
 RUNNING = State("RUNNING", "77", "slurm", start="2026-11-21T14:00:00", elapsed_s=3723, left_s=60)
 
@@ -156,7 +157,9 @@ def test_the_table(tmp_path: Path) -> None:
     assert shown(None) == ["train-0001", "sweep-0001", "0", "1", "2", "3"]
     assert shown(50) == ["train-0001", "sweep-0001", "3", "1", "0", "2"]
     assert shown(4) == ["train-0001", "sweep-0001", "3", "and"]
+    world_size.record(tmp_path, WrongWorldSize("torchrun", 2, 1, "n1", 7, 1, 4))
     with console.capture() as capture:
         console.print(status_table.status_table([overview.Run(tmp_path, RUNNING)], each_task=True))
-    row = capture.get().splitlines()[1]
+    row = " ".join(capture.get().split())
+    assert "warning: a process group of 2 ranks in a job of 4 ranks" in row and "step" not in row
     assert "RUNNING" in row and "20/60" in row and "1:02:03, 1:00 left" in row and "loss 2.312" in row and "━" in row
