@@ -118,7 +118,9 @@ def as_megatron(step: int, total: int) -> None:
     """Print a step as Megatron-LM's last rank does."""
     if dist.get_rank() == dist.get_world_size() - 1:
         now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
-        print(f" [{now}] iteration {step:8}/{total:8} | consumed samples: {step * 64:12} | lm loss: 1.0E+01 |", flush=True)
+        print(
+            f" [{now}] iteration {step:8}/{total:8} | consumed samples: {step * 64:12} | lm loss: 1.0E+01 |", flush=True
+        )
 
 
 def fit(fault: str) -> None:

@@ -64,7 +64,8 @@ for step in range(1, 2000):
 
 
 @pytest.mark.parametrize(
-    ("busy", "step"), [("first_step", 1), ("evaluation", 3), ("declared_evaluation", 3), ("compilation", 3), ("save", 3)]
+    ("busy", "step"),
+    [("first_step", 1), ("evaluation", 3), ("declared_evaluation", 3), ("compilation", 3), ("save", 3)],
 )
 def test_it_is_honored_at_the_next_step(tmp_path: Path, busy: str, step: int) -> None:
     code = TRAIN.replace("BUSY(", f"{busy}(").replace("FOLDER", str(tmp_path / "checkpoints"))

@@ -314,7 +314,7 @@ class Stopper:
 
 
 def _main_thread() -> tuple[Sequence[tuple[str, int]], str]:
-    """Return where the main thread is and how often it has waited. Both stay the same while it waits for a dead peer."""
+    """Return where the main thread is and how often it has waited. Neither changes while it waits for a dead peer."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:  # the kernel restricts /proc
