@@ -24,7 +24,7 @@ MOST_FILES, MOST_BYTES = 1024, 50_000_000  # of one folder, and of the end of ea
 _SRUN = re.compile(r"^ *(\d+): ?")  # srun -l
 _RANK = re.compile(r"^\[rank(\d+)\]: ?")
 _LIGHTNING = re.compile(r"^\[rank: (\d+)\] ?")  # the local rank under srun
-_RECEIVED = "Received SIGTERM: 15"  # Lightning's handler, which then waits in a collective of its own
+_RECEIVED = "Received SIGTERM: 15"  # printed by Lightning's handler, which then waits in a collective
 _HANDLER = "trainer/connectors/signal_connector.py"
 _LOCAL = re.compile(r"^\[default(\d+)\]:")  # torchrun --tee
 _TEE = re.compile(r"^(?: *\d+: ?)?\[default\d+\]:", re.MULTILINE)
@@ -244,8 +244,8 @@ def _table(lines: Sequence[str]) -> list[tuple[str, bool, End]]:
 
 
 def _of_deepspeed(lines: Sequence[str], with_error: set[int]) -> list[End]:
-    """Return the ends in the messages of DeepSpeed's launcher on one node. The rank that failed is known if it is the
-    only one without an error; otherwise the end has no rank."""
+    """Return the ends in the messages of DeepSpeed's launcher on one node. The rank that failed is the only one
+    without an error; if there are several, the end has no rank."""
     spawned = {found[1]: int(found[2]) for line in lines if (found := _SPAWNED.search(line))}
     done = {spawned[found[1]] for line in lines if (found := _SUCCEEDED.search(line)) and found[1] in spawned}
     ends = [End("", (rank,), job_log.SUCCEEDED, False) for rank in sorted(done)]
