@@ -50,6 +50,7 @@ _OF_LAUNCHER = re.compile(
 )
 # DeepSpeed's launcher. Its error has the command of its last rank, whichever rank failed.
 _SPAWNED = re.compile(r"process (\d+) spawned with command: .*'--local_rank=(\d+)'")
+_NODES = re.compile(r"\[launch\.py:.*\bnnodes=(?!1\b)\d+")
 _SUCCEEDED = re.compile(r"Process (\d+) exits successfully\.")
 _RETURNED = re.compile(r"\[launch\.py:.*exits with return code = (-?\d+)")
 WORKER_KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal")
@@ -246,7 +247,8 @@ def _table(lines: Sequence[str]) -> list[tuple[str, bool, End]]:
 def _of_deepspeed(lines: Sequence[str], with_error: set[int]) -> list[End]:
     """Return the ends in the messages of DeepSpeed's launcher on one node. The rank that failed is the only one
     without an error; if there are several, the end has no rank."""
-    spawned = {found[1]: int(found[2]) for line in lines if (found := _SPAWNED.search(line))}
+    several = any(_NODES.search(line) for line in lines)  # local ranks are then no ranks
+    spawned = {found[1]: int(found[2]) for line in lines if not several and (found := _SPAWNED.search(line))}
     done = {spawned[found[1]] for line in lines if (found := _SUCCEEDED.search(line)) and found[1] in spawned}
     ends = [End("", (rank,), job_log.SUCCEEDED, False) for rank in sorted(done)]
     code = next((int(found[1]) for line in lines if (found := _RETURNED.search(line))), 0)
