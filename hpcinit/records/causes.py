@@ -22,14 +22,17 @@ SECONDARY = re.compile(
             r"NCCL communicator was aborted",
             r"Watchdog caught collective operation timeout",  # a peer did not join: that one failed or hangs
             r"Timed out waiting \d+ms for (send|recv) operation",  # gloo
-            r"failed to recv, got 0 bytes",  # TCPStore: the process of its server ended
+            r"[Ff]ailed to recv, got 0 bytes",  # TCPStore: the process of its server ended
             r"DataLoader worker .* killed by signal: Terminated",
             r"^SystemExit: 143$",
+            r"SignalException: Process \d+ got signal: 15",  # torchrun's agent
         )
     )
 )
 TIMEOUT = re.compile(r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for (send|recv) operation")
-STOPPED_BY_SIGTERM = re.compile(r"DataLoader worker .* killed by signal: Terminated|^SystemExit: 143$")
+STOPPED_BY_SIGTERM = re.compile(
+    r"DataLoader worker .* killed by signal: Terminated|^SystemExit: 143$|SignalException: .* signal: 15"
+)
 _CUDA = "lower batch.micro, set activation_checkpointing=full, or shard more: parallel=fsdp or zero3 (hpcinit plan)"
 CUDA_MEMORY_OF_PROGRAM = (
     "lower the program's own batch size, or use activation checkpointing or sharding (FSDP, ZeRO) in the program; "
@@ -73,6 +76,9 @@ KINDS = (
      "checkpoint"),
     (failure_kinds.FILE, r"^(FileNotFoundError|PermissionError|IsADirectoryError)|error: execve\(\): ",
      "check that the path exists on the compute nodes and is readable there"),
+    (failure_kinds.NETWORK, r"DistNetworkError|DistStoreError|Rendezvous\w+Error|has no attribute 'is_failed'",
+     "a process did not reach the store of the rendezvous, or lost it: read the log of its node (the host of "
+     "--rdzv-endpoint or MASTER_ADDR) first"),
     (failure_kinds.NETWORK, r"ncclSystemError|ncclInternalError|NCCL error|No route to host|Network is unreachable",
      "run it again with NCCL_DEBUG=INFO; if the same node fails again, exclude it (+cluster.sbatch.exclude=NODE)"),
 )  # fmt: skip

@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 # srun: error: n2: tasks 2-3: Exited with exit code 1; the local engine prints the same with 'hpcinit: error: ...'. A
 # task that starts the ranks of its node prints 'hpcinit: error: n2: rank 3: Killed', and 'hpcinit: n2: rank 3: Exited
 # with exit code 0' for a rank that ended before another one failed.
 _TASKS = re.compile(r"^(?:srun: error|hpcinit: error|hpcinit): (\S+): (task|rank)s? ([\d,\[\]-]+): (.+)$")
-_ABORTED = re.compile(r"Terminating StepId=|Job step aborted|forcing job termination|CANCELLED AT")
+ABORTED = re.compile(r"Terminating StepId=|Job step aborted|forcing job termination|CANCELLED AT")
 _END_OF_ABORTED = re.compile(r"Terminated|Killed")  # SIGTERM, and SIGKILL after KillWait
 _LOST = re.compile(r"^srun: error: Node failure on (\S+)")
 # srun: error: Task launch for StepId=5.0 failed on node n2: Communication connection failure
@@ -88,7 +88,7 @@ def read(text: str, ranks_per_task: int = 1) -> JobLog:
     ends, lost, unreachable, aborted, cancelled = [], [], [], False, None
     named: set[str] = set()  # hosts whose task printed how its ranks ended
     for line in lines:
-        aborted = aborted or bool(_ABORTED.search(line))
+        aborted = aborted or bool(ABORTED.search(line))
         if found := _TASKS.match(line):
             how, numbers = found[4], _ranks(found[3])
             if found[2] == "rank":
@@ -106,6 +106,12 @@ def read(text: str, ranks_per_task: int = 1) -> JobLog:
     output = [line for line in lines if line.strip() and not _OURS.match(line) and not _TASKS.match(line)]
     away = tuple(dict.fromkeys(unreachable))
     return JobLog(tuple(ends), tuple(dict.fromkeys(lost)), cancelled, oom(lines), tuple(output[-5:]), away)
+
+
+def with_preemption(log: JobLog, at: str) -> JobLog:
+    """Return the log with the preemption that scontrol reports, at '2026-11-21T14:02:00' or '', unless the log has the
+    end of the job. With a grace time, ranks die of SIGTERM before Slurm prints that."""
+    return replace(log, cancelled=Cancelled("PREEMPTION", "", _time(at))) if at and not log.cancelled else log
 
 
 def is_from_slurm(line: str) -> bool:

@@ -7,6 +7,7 @@ the default form it ends with its line. It does not use --json, because not ever
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 NOTHING = {"", "(null)", "N/A", "n/a", "NONE"}
@@ -68,6 +69,13 @@ def config(text: str) -> dict[str, str]:
 def value_or_none(value: str | None) -> str | None:
     """Return the value; None if it is missing or one of Slurm's spellings of 'none'."""
     return None if value is None or value in NOTHING else value
+
+
+def preempted_at(job: Mapping[str, str]) -> str:
+    """Return the time of a preemption since the start of the job, such as '2026-11-21T14:02:00'; '' without one. Slurm
+    keeps an earlier one over a requeue."""
+    at = value_or_none(job.get("PreemptTime")) or ""
+    return at if at and at != "None" and at >= job.get("StartTime", "") else ""
 
 
 def names(value: str | None) -> frozenset[str] | None:

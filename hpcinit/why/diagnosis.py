@@ -12,7 +12,7 @@ from hpcinit.records import causes, hang_report, heartbeats, program_use
 from hpcinit.records.error_records import ErrorRecord, Found
 from hpcinit.records.hang_report import HangReport, Waiting
 from hpcinit.records.job_log import Cancelled, End, JobLog
-from hpcinit.why.evidence import AGREE_S, Evidence, Verdict
+from hpcinit.why.evidence import AGREE_S, LAUNCHER, Evidence, Verdict
 
 MORE_TIME = (
     "request more time (time_min=...), or several jobs in a row that resume from the last checkpoint (chain=3); "
@@ -431,10 +431,11 @@ def _of_signal(end: End, evidence: Evidence) -> Verdict:
     lines = [f"srun's first report: task{plural} {ranges(end.ranks)}: {end.how}" if end.host else "", oom]
     if rank is not None and (tail := evidence.tails.get(rank)):
         lines.append(f"its last output: {tail}")
-    who = _on_host(end.ranks, replace(evidence, hosts=dict.fromkeys(end.ranks, end.host))) if end.ranks else "a rank"
+    host = end.host or evidence.hosts.get(-1 if rank is None else rank, "")
+    who = _on_host(end.ranks, replace(evidence, hosts=dict.fromkeys(end.ranks, host))) if end.ranks else "a rank"
     head = f"{who} {how} first{evidence.at_step}"
     kept = tuple(line for line in lines if line)
-    return Verdict(head, kind, do, rank, end.host, step=evidence.step, evidence=kept)
+    return Verdict(head, kind, do, rank, host, step=evidence.step, evidence=kept)
 
 
 def _of_record(first: Found, ordered: Sequence[Found], evidence: Evidence) -> Verdict:
@@ -455,7 +456,7 @@ def _of_record(first: Found, ordered: Sequence[Found], evidence: Evidence) -> Ve
 
 def _who(record: ErrorRecord) -> str:
     """Return 'rank 3 on n2'. A log that hpcinit did not write may show neither."""
-    who = f"rank {record.rank}" if record.rank >= 0 else "a rank"
+    who = f"rank {record.rank}" if record.rank >= 0 else "the launcher" if record.rank == LAUNCHER else "a rank"
     return f"{who} on {record.host}" if record.host else who
 
 

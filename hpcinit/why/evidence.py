@@ -11,6 +11,7 @@ from hpcinit.records.hang_report import HangReport
 from hpcinit.records.job_log import JobLog
 from hpcinit.why.hang_verdict import HangVerdict
 
+NO_RANK, LAUNCHER = -1, -2  # instead of the rank of an error: unknown, or none, because it is the launcher's
 AGREE_S = 0.5  # clocks that differ by less count as equal: writing a file may take that long
 
 

@@ -45,7 +45,8 @@ def find(name: str) -> ForeignJob | None:
     if not files:
         return None
     job = next((found[1] for path in files if (found := _OF_JOB.search(path.name)) and "slurm" in path.name), "")
-    return _job(files, _accounted(job) if job else {}, place)
+    shown = _shown(job) if job else {}
+    return _job(files, (_accounted(job) or _renamed(shown)) if job else {}, place, scontrol.preempted_at(shown))
 
 
 def _ours(place: Path) -> list[Path]:
@@ -57,7 +58,7 @@ def of_slurm(job_id: str) -> ForeignJob | None:
     """Return the job with this id from Slurm; None if Slurm does not know it, or if it has neither a log nor failed."""
     if not re.fullmatch(r"\d+(_\d+)?", job_id):
         return None
-    shown = next(iter(scontrol.records(_output("scontrol", "--all", "show", "job", job_id), "JobId")), {})
+    shown = _shown(job_id)
     known = _accounted(job_id) or _renamed(shown)
     if not known:
         return None
@@ -65,13 +66,17 @@ def of_slurm(job_id: str) -> ForeignJob | None:
     files = sorted(path for name in names if name and (path := Path(name)).is_file())
     if not files and _state(known) not in OVER:
         return None
-    return _job(files, known, None)
+    return _job(files, known, None, scontrol.preempted_at(shown))
 
 
-def _job(files: list[Path], slurm: Mapping[str, str], place: Path | None) -> ForeignJob:
+def _shown(job_id: str) -> dict[str, str]:
+    return next(iter(scontrol.records(_output("scontrol", "--all", "show", "job", job_id), "JobId")), {})
+
+
+def _job(files: list[Path], slurm: Mapping[str, str], place: Path | None, preempted_at: str) -> ForeignJob:
     state = _state(slurm)
     dumps = foreign_logs.dumps_in(place) if place else {}
-    logs = foreign_logs.gather(foreign_logs.read(files), state if state in OVER else "", dumps)
+    logs = foreign_logs.gather(foreign_logs.read(files), state if state in OVER else "", dumps, preempted_at)
     return ForeignJob(tuple(files), logs, slurm)
 
 

@@ -8,6 +8,7 @@ A task of srun can be a torchrun agent, and '[default1]:' is a local rank; both 
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +17,15 @@ from hpcinit.records import causes, job_log
 from hpcinit.records.error_records import ErrorRecord, Found
 from hpcinit.records.job_log import End, JobLog
 from hpcinit.why import flight_recorder, hang_verdict
-from hpcinit.why.evidence import Evidence
+from hpcinit.why.evidence import LAUNCHER, NO_RANK, Evidence
 
 NAMES = ("*.out", "*.err", "*.log", "*.txt", "log*", "*stderr*", "*stdout*")
 MOST_FILES, MOST_BYTES = 1024, 50_000_000  # of one folder, and of the end of each file
-NO_RANK = -1
 _SRUN = re.compile(r"^ *(\d+): ?")  # srun -l
-_RANK = re.compile(r"^\[rank(\d+)\]: ?|^\[rank: (\d+)\] ?")
+_RANK = re.compile(r"^\[rank(\d+)\]: ?")
+_LIGHTNING = re.compile(r"^\[rank: (\d+)\] ?")  # the local rank under srun
+_RECEIVED = "Received SIGTERM: 15"  # printed by Lightning's handler, which then waits in a collective
+_HANDLER = "trainer/connectors/signal_connector.py"
 _LOCAL = re.compile(r"^\[default(\d+)\]:")  # torchrun --tee
 _TEE = re.compile(r"^(?: *\d+: ?)?\[default\d+\]:", re.MULTILINE)
 _FILE = re.compile(r"(?:^|[^0-9a-z])(?:rank|task|proc)[_-]?(\d+)(?!\d)|^\d+[_-](\d+)\.(?:out|err|log)$", re.IGNORECASE)
@@ -47,6 +50,7 @@ _OF_LAUNCHER = re.compile(
 )
 # DeepSpeed's launcher. Its error has the command of its last rank, whichever rank failed.
 _SPAWNED = re.compile(r"process (\d+) spawned with command: .*'--local_rank=(\d+)'")
+_NODES = re.compile(r"\[launch\.py:.*\bnnodes=(?!1\b)\d+")
 _SUCCEEDED = re.compile(r"Process (\d+) exits successfully\.")
 _RETURNED = re.compile(r"\[launch\.py:.*exits with return code = (-?\d+)")
 WORKER_KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal")
@@ -96,10 +100,17 @@ def _rank_of(path: Path) -> int | None:
     return int(next(group for group in match.groups() if group)) if match else None
 
 
-def gather(logs: Sequence[Log], state: str = "", dumps: Mapping[int, Mapping[str, object]] | None = None) -> Foreign:
-    """Return the evidence in the logs. state: of Slurm's job, '' if unknown. dumps: of torch's flight recorder."""
+def gather(
+    logs: Sequence[Log],
+    state: str = "",
+    dumps: Mapping[int, Mapping[str, object]] | None = None,
+    preempted_at: str = "",
+) -> Foreign:
+    """Return the evidence in the logs. state: of Slurm's job, '' if unknown. dumps: of torch's flight recorder.
+    preempted_at: when Slurm preempted the job, '' if it did not."""
     errors: list[tuple[int, str, str]] = []  # rank, error, traceback
     table: list[tuple[str, bool, End]] = []
+    received: list[End] = []
     seen: set[int] = set()
     size, job_lines = 0, []
     labels = _labels(logs)
@@ -107,6 +118,7 @@ def gather(logs: Sequence[Log], state: str = "", dumps: Mapping[int, Mapping[str
         lines = list(_lines(log, labels))
         seen |= {rank for rank, _ in lines if rank != NO_RANK}
         errors += _errors(lines)
+        received += _received_sigterm(lines)
         table += _table([line for _, line in lines])
         job_lines += [line for _, line in lines]
         size = max([size, *(int(found[1]) for found in _SIZE.finditer(log.text))])
@@ -118,11 +130,11 @@ def gather(logs: Sequence[Log], state: str = "", dumps: Mapping[int, Mapping[str
     of_launcher = [one for one in errors if _LAUNCHER.search(one[1]) or _OF_LAUNCHER.search(one[2])]
     errors = _assigned([one for one in errors if one not in of_launcher], slurm)
     by_deepspeed = _of_deepspeed(job_lines, {rank for rank, _, _ in errors if rank != NO_RANK})
-    slurm = replace(slurm, ends=(*by_deepspeed, *slurm.ends))
+    slurm = replace(slurm, ends=(*received, *by_deepspeed, *slurm.ends))
     if not errors and not slurm.ends:  # the launcher's own errors are secondary unless nothing else exists
-        errors = sorted(of_launcher, key=lambda one: bool(_LAUNCHER.search(one[1])))
-    hosts = {rank: end.host for end in slurm.ends for rank in end.ranks}
-    ranks = {*seen, *hosts, *(rank for rank, _, _ in errors if rank != NO_RANK)}
+        errors = [(LAUNCHER, *one[1:]) for one in sorted(of_launcher, key=lambda one: bool(_LAUNCHER.search(one[1])))]
+    hosts = {rank: end.host for end in slurm.ends for rank in end.ranks if end.host}
+    ranks = {*seen, *hosts, *(rank for rank, _, _ in errors if rank >= 0)}
     found = tuple(
         Found(ErrorRecord(float(number), rank, hosts.get(rank, ""), error, traceback), 0.0)
         for number, (rank, error, traceback) in enumerate(_first_of_each(errors))
@@ -130,7 +142,7 @@ def gather(logs: Sequence[Log], state: str = "", dumps: Mapping[int, Mapping[str
     evidence = Evidence(
         state or ("FAILED" if found or slurm.ends else "UNKNOWN"),
         found=found,
-        log=slurm,
+        log=job_log.with_preemption(slurm, preempted_at),
         size=max([size, *(rank + 1 for rank in ranks)]),
         hosts=hosts,
         tails=_tails(logs, labels),
@@ -138,6 +150,7 @@ def gather(logs: Sequence[Log], state: str = "", dumps: Mapping[int, Mapping[str
         every_end_is_logged=every_end or bool(ends),
         has_clock=False,
         lists_failed_ranks=bool(ends) and not size,
+        preempted=bool(preempted_at),
     )
     return Foreign(evidence, tuple(_unknown(evidence, size)))
 
@@ -171,7 +184,9 @@ def _lines(log: Log, labels: Labels) -> Iterator[tuple[int, str]]:
         if found := _LOCAL.match(rest):
             rank, rest = int(found[1]) if labels.local else rank, rest[found.end() :]
         if found := _RANK.match(rest):
-            rank, rest = int(found[1] or found[2]), rest[found.end() :]
+            rank, rest = int(found[1]), rest[found.end() :]
+        elif found := _LIGHTNING.match(rest):
+            rank, rest = int(found[1]) if rank == NO_RANK else rank, rest[found.end() :]
         yield rank, rest
 
 
@@ -185,12 +200,25 @@ def _errors(lines: Sequence[tuple[int, str]]) -> list[tuple[int, str, str]]:
         elif rank in open_tracebacks:
             open_tracebacks[rank].append(line)
             if _ERROR.match(line):
-                found.append((rank, line, "\n".join(open_tracebacks.pop(rank))))
+                traceback = "\n".join(open_tracebacks.pop(rank))
+                if _HANDLER not in traceback:
+                    found.append((rank, line, traceback))
         elif watchdog := _WATCHDOG.search(line):
             found.append((int(watchdog[1]), f"RuntimeError: [Rank {watchdog[1]}] {watchdog[2]}", ""))
         elif xid := _XID.search(line):
             found.append((rank, xid[1], ""))
     return found
+
+
+def _received_sigterm(lines: Sequence[tuple[int, str]]) -> list[End]:
+    """Return the ranks for which Lightning reports a SIGTERM before Slurm ended the step."""
+    ranks: dict[int, None] = {}
+    for rank, line in lines:
+        if job_log.ABORTED.search(line):
+            break
+        if line.startswith(_RECEIVED) and rank != NO_RANK:
+            ranks[rank] = None
+    return [End("", (rank,), job_log.how(-signal.SIGTERM), False) for rank in ranks]
 
 
 def _table(lines: Sequence[str]) -> list[tuple[str, bool, End]]:
@@ -217,9 +245,10 @@ def _table(lines: Sequence[str]) -> list[tuple[str, bool, End]]:
 
 
 def _of_deepspeed(lines: Sequence[str], with_error: set[int]) -> list[End]:
-    """Return the ends in the messages of DeepSpeed's launcher on one node. The rank that failed is known if it is the
-    only one without an error; otherwise the end has no rank."""
-    spawned = {found[1]: int(found[2]) for line in lines if (found := _SPAWNED.search(line))}
+    """Return the ends in the messages of DeepSpeed's launcher on one node. The rank that failed is the only one
+    without an error; if there are several, the end has no rank."""
+    several = any(_NODES.search(line) for line in lines)  # local ranks are then no ranks
+    spawned = {found[1]: int(found[2]) for line in lines if not several and (found := _SPAWNED.search(line))}
     done = {spawned[found[1]] for line in lines if (found := _SUCCEEDED.search(line)) and found[1] in spawned}
     ends = [End("", (rank,), job_log.SUCCEEDED, False) for rank in sorted(done)]
     code = next((int(found[1]) for line in lines if (found := _RETURNED.search(line))), 0)
@@ -264,6 +293,8 @@ def _tails(logs: Sequence[Log], labels: Labels) -> dict[int, str]:
 def _unknown(evidence: Evidence, size: int) -> Iterator[str]:
     if any(one.record.rank == NO_RANK for one in evidence.found):
         yield "which rank printed the error: the lines have no rank; srun -l, or torchrun --tee 3, shows it"
+    if any(one.record.rank == LAUNCHER for one in evidence.found):
+        yield "why the ranks ended: only errors of the launcher are here; the logs of the other nodes show it"
     if evidence.found and not evidence.log.ends:
         yield "how each rank ended: the messages of srun or torchrun's table show it"
     if any(not end.ranks for end in evidence.log.ends):

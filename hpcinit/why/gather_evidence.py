@@ -59,6 +59,7 @@ def gather(path: Path, now: state.State) -> Evidence:
     nodes = _nodes(log.lost) if slurm and log.lost else {}
     if slurm and (gone or silent) and not log.lost:  # the batch script's own node failed, so the log does not name it
         nodes = _down(",".join(_hosts(path, job_id, restart)) if now.requeued else job.get("NodeList", ""))
+    preempted_at = scontrol.preempted_at(job)
     reported = progress.read(path)
     silence = _silence(path, now, job_id, restart) if not reported else None
     planned = _spec(path)
@@ -70,7 +71,7 @@ def gather(path: Path, now: state.State) -> Evidence:
         exit_status=now.exit_status if now.exit_status is not None else state.exit_status(path),
         who=now.reason.partition("by ")[2] if now.name == "CANCELLED" else "",
         found=found,
-        log=log,
+        log=job_log.with_preemption(log, preempted_at),
         clocks=clocks(_differences(path, found)),
         nodes=nodes,
         hang=hang_report.left(path, job_id, restart) or _unreported_hang(path, job_id, restart, found),
@@ -80,7 +81,7 @@ def gather(path: Path, now: state.State) -> Evidence:
         step=max([int(reported.get("step", -1)), *(one.record.step for one in found)]),
         time_min=scontrol.minutes(job.get("TimeLimit")),
         uses=(program_use.read(path) or program_use.ProgramUse(program_use.WRAP)).uses,
-        preempted=_was_preempted(job),
+        preempted=bool(preempted_at),
         size=planned.world_size if planned else 0,
         hosts=hosts,
         returned=frozenset(rank.rank for rank in started if rank.returned is not None),
@@ -101,12 +102,6 @@ def _flight(
     if now.name == "RUNNING" and not reported and time.time() - max(times, default=0) / 1e9 < flight_recorder.SETTLE_S:
         return hang_verdict.HangVerdict()
     return hang_verdict.verdict(dumps, hosts)
-
-
-def _was_preempted(job: Mapping[str, str]) -> bool:
-    """Return whether scontrol shows a preemption since the job started: a requeued job keeps an earlier one."""
-    at = scontrol.value_or_none(job.get("PreemptTime"))
-    return at is not None and at >= job.get("StartTime", "")
 
 
 def _spec(path: Path) -> spec.Spec | None:

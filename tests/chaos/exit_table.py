@@ -10,7 +10,10 @@ from tests.chaos.outcomes import DOCS, replaced
 
 JSON, PAGE = "exits.json", "why.md"
 LAUNCHES = ("srun", "fork", "torchrun")
-HEAD = "| what rank 3 does | first line of `hpcinit why` | `kind` | s until the job ends |\n|---|---|---|--:|"
+HEAD = (
+    "| what rank 3 does | first line of `hpcinit why` | `kind` | right, of the tried | s until the job ends |\n"
+    "|---|---|---|--:|--:|"
+)
 
 
 def keep(fault: str, kind: str, launch: str, outcome: Mapping[str, object], docs: Path = DOCS) -> None:
@@ -23,11 +26,13 @@ def keep(fault: str, kind: str, launch: str, outcome: Mapping[str, object], docs
 
 
 def table(known: Mapping[str, Mapping[str, Mapping[str, object]]]) -> str:
-    """Return the table: a row for each fault, with the line under launch=srun and the times under all launches."""
+    """Return the table: a row for each fault, with the line under launch=srun, and in how many of the tried
+    combinations rank and kind were right."""
     rows = [HEAD]
     for fault, outcomes in known.items():
         first = outcomes.get("init srun") or next(iter(outcomes.values()))
         seconds = [float(str(outcome["seconds"])) for outcome in outcomes.values() if outcome["seconds"] is not None]
         spread = f"{min(seconds):.0f}-{max(seconds):.0f}" if seconds else ""
-        rows.append(f"| {fault} | `{str(first['line']).replace('|', '/')}` | `{first['kind']}` | {spread} |")
+        right = f"{sum(bool(outcome['right']) for outcome in outcomes.values())} of {len(outcomes)}"
+        rows.append(f"| {fault} | `{str(first['line']).replace('|', '/')}` | `{first['kind']}` | {right} | {spread} |")
     return "\n".join(rows)

@@ -110,11 +110,17 @@ def _try(hpcinit: Run, slurm: MiniSlurm, wanted: Sequence[tuple[str, str, str]])
         until(lambda run=run: state(slurm, run.job) in {"FAILED", "COMPLETED", "CANCELLED", "TIMEOUT"}, 600)
         found = json.loads(hpcinit("why", str(case.folder), "--json", env=slurm.env).stdout)
         kind, first = EXPECTED[case.fault]
-        if not re.match(first, found["headline"]) or (found["rank"], found["kind"]) != (3, kind):
+        right = bool(re.match(first, found["headline"])) and (found["rank"], found["kind"]) == (3, kind)
+        if not right:
             wrong.append(f"{case}: rank {found['rank']}, {found['kind']}: {found['headline']}")
         until(lambda run=run: not run.processes(), 60)
         if os.environ.get(ALL) == "1":
-            outcome = {"line": found["headline"], "kind": found["kind"], "seconds": _seconds(slurm, run)}
+            outcome = {
+                "line": found["headline"],
+                "kind": found["kind"],
+                "right": right,
+                "seconds": _seconds(slurm, run),
+            }
             exit_table.keep(case.fault, case.kind, case.launch, outcome)
     assert not wrong, "\n".join(wrong)
 

@@ -10,7 +10,7 @@ import pytest
 
 from hpcinit.why import diagnosis, foreign_job, foreign_logs, why_command
 from hpcinit.why.evidence import Verdict
-from tests.chaos.exit_faults import FAULTS
+from tests.why import record_foreign_logs
 
 LOGS = Path(__file__).parents[1] / "data/foreign"
 LAUNCHERS = sorted({path.stem.partition("-")[0] for path in LOGS.glob("*.log")})
@@ -23,8 +23,13 @@ KINDS = {
     **dict.fromkeys(("exception", "thread"), "program"),
     "disk": "disk",
 }
-# torchrun and accelerate list only the ranks that failed, and a thread's exception is printed without a rank.
-WITHOUT_RANK = {"os-exit", "sys-exit", "return", "skip", "thread"}
+# torchrun and accelerate list only the ranks that failed, and a thread's exception is printed without a rank. Megatron-LM
+# prints the number of ranks. DeepSpeed's launcher does not print which rank a signal killed.
+NOT_LISTED = ("os-exit", "sys-exit", "return", "skip", "thread")
+WITHOUT_RANK = {
+    **dict.fromkeys(("torchrun", "nodes", "accelerate"), NOT_LISTED),
+    "deepspeed": ("sigkill", "sigterm"),
+}
 
 
 def verdict(text: str, rank: int | None = None) -> tuple[Verdict, tuple[str, ...]]:
@@ -36,12 +41,37 @@ def verdict(text: str, rank: int | None = None) -> tuple[Verdict, tuple[str, ...
 def test_each_fault_in_the_logs_of_another_launcher(launcher: str) -> None:
     """The kind, and the rank if the log shows it. Every fault has a log of this launcher."""
     wrong = []
-    for fault in FAULTS:
+    for fault in record_foreign_logs.FAULTS[launcher]:
         found, unknown = verdict((LOGS / f"{launcher}-{fault}.log").read_text())
-        rank = None if fault in WITHOUT_RANK and launcher != "srun" else 3
+        rank = None if fault in WITHOUT_RANK.get(launcher, ()) else 3
         if (found.rank, found.kind) != (rank, KINDS[fault]) or (rank is None and not unknown):
             wrong.append(f"{launcher}-{fault}: {found.rank} {found.kind} {found.headline} {unknown}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_errors_of_torchruns_agents_are_secondary() -> None:
+    """Two agents without Slurm, recorded: rank 0 raises, then the other agent loses the store and prints three
+    tracebacks. Its log alone shows only that."""
+    logs = [foreign_logs.Log((LOGS / f"agents/agent-{number}.log").read_text()) for number in (0, 1)]
+    both = foreign_logs.gather([logs[1], logs[0]])
+    found = diagnosis.diagnose(both.evidence)
+    assert (found.headline, found.rank) == ("rank 0 on localhost failed first: ValueError: bad sample 17", 0)
+    alone = foreign_logs.gather(logs[1:])
+    found = diagnosis.diagnose(alone.evidence)
+    assert found.headline.startswith("the launcher failed first: ") and "RendezvousConnectionError" in found.headline
+    assert (found.rank, found.kind) == (None, "network") and any("other nodes" in line for line in alone.unknown)
+
+
+@pytest.mark.parametrize(
+    "error", ["AttributeError: 'NoneType' object has no attribute 'is_failed'", "RendezvousClosedError"]
+)
+def test_later_errors_of_an_agent_are_not_the_first_cause(error: str) -> None:
+    """Typed after torch's messages: an agent prints them after it lost another one."""
+    frame = '  File "/lib/torch/distributed/elastic/agent/server/api.py", line 745, in run'
+    agent = f"Traceback (most recent call last):\n{frame}\n{error}\n"
+    rank = 'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\nValueError: bad sample 17\n'
+    assert verdict(agent + rank)[0].headline == "a rank failed first: ValueError: bad sample 17"
+    assert verdict(agent)[0].headline == f"the launcher failed first: {error}"
 
 
 def test_why_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

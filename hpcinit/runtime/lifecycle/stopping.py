@@ -87,7 +87,7 @@ MILLISECOND = timedelta(milliseconds=1)
 STUCK_S = 10.0  # time after SIGTERM, plus the longest step so far, after which a rank counts as stuck
 FIRST_STEP_S = 600.0  # the same limit during the first step, which may compile
 TURN_S = 0.25  # interval of checks for a stuck rank
-# Where the main thread waits for a process or a thread of its own rank, such as torch.compile's C++ compiler.
+# Where the main thread waits for another process or thread of this rank, such as torch.compile's C++ compiler.
 OWN_WORK = ("/subprocess.py", "/concurrent/futures/_base.py")
 LONGEST_PHASE_S = 3600.0  # a longer save is stuck; most clusters' grace time is shorter
 ASK_S = 2.0
