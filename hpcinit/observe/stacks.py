@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import json
 import re
 import subprocess
@@ -11,11 +12,11 @@ import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from hpcinit.base import console
-from hpcinit.base.errors import Failure
+from hpcinit.base.errors import Failure, RequestError
 from hpcinit.base.text import ranges
 from hpcinit.observe import find_runs, job_step, logs, stack_collector
 from hpcinit.records import hang_report
@@ -168,6 +169,16 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def headlines(run: Path) -> list[str]:
+    """Return one line for each group of ranks of a running run, the odd ones first; [] if no node answers."""
+    with contextlib.suppress(Failure, RequestError, OSError):
+        job = job_step.running(str(run), run.parent)
+        reports, _ = _ask(job, job.nodes, [])
+        ranks = [rank_stack(one, report["host"]) for report in reports for one in report["ranks"]]
+        return [group.headline() for group in fold(ranks)]
+    return []
+
+
 def _ask(job: job_step.RunningJob, nodes: Sequence[str], wanted: Sequence[int]) -> tuple[list[dict[str, Any]], str]:
     """Return the reports of the nodes that answered, and what Slurm printed."""
     asked = {
@@ -297,7 +308,8 @@ def common(stacks: Sequence[tuple[Frame, ...]]) -> tuple[Frame, ...]:
 
 
 def fold(ranks: Iterable[RankStack]) -> list[Group]:
-    """Return the ranks in groups with equal stacks: those with a bad state first, then the smallest group first."""
+    """Return the ranks in groups with equal stacks: those with a bad state first, then the smallest group first. Of
+    groups of one size, those that wait in a collective are last."""
     together: dict[tuple[object, ...], list[RankStack]] = {}
     for one in sorted(ranks, key=lambda one: (one.rank, one.pid)):
         wchan = one.wchan if one.state in (IN_KERNEL, NO_STACK) else ""
@@ -305,9 +317,9 @@ def fold(ranks: Iterable[RankStack]) -> list[Group]:
         together.setdefault(key, []).append(one)
     groups = [_group(members) for members in together.values()]
 
-    def oddness(group: Group) -> tuple[int, int, tuple[int, ...]]:
+    def oddness(group: Group) -> tuple[int, int, bool, tuple[int, ...]]:
         bad = ORDER.index(group.first.state) if group.first.state in ORDER else len(ORDER)
-        return bad, len(group.ranks), group.ranks
+        return bad, len(group.ranks), bool(group.place.waits_in), group.ranks
 
     return sorted(groups, key=oddness)
 

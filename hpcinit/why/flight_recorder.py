@@ -42,6 +42,7 @@ WRITTEN_NS = "written_ns"  # key added to a document: when its file was written,
 # The entry that ends a coalesced batch; only its state is updated, that of the parts is not. Since torch 2.7 also
 # 'ALLGATHER_coalesced'.
 COALESCED = "coalesced"
+FEW = 64  # after so many finished calls, a recorder that has overwritten entries has hardly lost an unfinished one
 SETTLE_S = 10.0  # ranks write their dumps within this time of each other
 SCHEDULED, STARTED, DONE = "scheduled", "started", "completed"
 FORGOTTEN = "forgotten"  # called so long ago that the recorder has overwritten it
@@ -96,6 +97,7 @@ class Call:
     output_sizes: tuple[Any, ...] = ()
     input_dtypes: tuple[Any, ...] = ()
     output_dtypes: tuple[Any, ...] = ()
+    cut: bool = False
 
     @property
     def name(self) -> str:
@@ -128,8 +130,9 @@ class Recording:
 
     def call(self, operation: Operation) -> Call | None:
         """Return the rank's call of an operation; None if the recorder has none."""
-        if operation not in self._calls and operation in self._batches:
-            self._calls[operation] = _call(self._batches[operation])
+        if operation not in self._calls and (batch := self._batches.get(operation)):
+            cut = not self.complete and not batch[0][0] and _is_end(batch[-1][1])
+            self._calls[operation] = replace(_call(batch), cut=cut)
         return self._calls.get(operation)
 
     def collectives(self) -> list[tuple[int, Group]]:
@@ -138,8 +141,9 @@ class Recording:
 
     @property
     def may_have_forgotten(self) -> bool:
-        """Whether an unfinished call may be older than all calls that the recorder kept."""
-        return bool(not self.complete and self.pending and self.pending[0] == next(iter(self._batches), None))
+        """Whether an unfinished call may be older than all calls that the recorder kept. Calls on other streams of the
+        device may have finished since."""
+        return bool(not self.complete and self.pending and self._batches[self.pending[0]][0][0] < FEW)
 
 
 class _Plain(pickle.Unpickler):

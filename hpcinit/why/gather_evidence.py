@@ -64,6 +64,7 @@ def gather(path: Path, now: state.State) -> Evidence:
     silence = _silence(path, now, job_id, restart) if not reported else None
     planned = _spec(path)
     started = _started(path, job_id, restart)
+    returned = frozenset(rank.rank for rank in started if rank.returned is not None)
     hosts = {rank.rank: rank.host for rank in started} | _hosts_by_rank(path, job_id, restart)
     return Evidence(
         state="NODE_FAIL" if silent and nodes else now.name,
@@ -76,7 +77,7 @@ def gather(path: Path, now: state.State) -> Evidence:
         nodes=nodes,
         hang=hang_report.left(path, job_id, restart) or _unreported_hang(path, job_id, restart, found),
         silence=silence,
-        flight=_flight(path, now, job_id, restart, silence, hosts),
+        flight=_flight(path, now, job_id, restart, silence, hosts, returned),
         tails=tails,
         step=max([int(reported.get("step", -1)), *(one.record.step for one in found)]),
         time_min=scontrol.minutes(job.get("TimeLimit")),
@@ -84,14 +85,15 @@ def gather(path: Path, now: state.State) -> Evidence:
         preempted=bool(preempted_at),
         size=planned.world_size if planned else 0,
         hosts=hosts,
-        returned=frozenset(rank.rank for rank in started if rank.returned is not None),
+        returned=returned,
         every_end_is_logged=planned is not None and planned.launch.kind == "srun",
     )
 
 
 def _flight(
-    path: Path, now: state.State, job_id: str, restart: object, silence: HangReport | None, hosts: Mapping[int, str]
-) -> hang_verdict.HangVerdict:
+    path: Path, now: state.State, job_id: str, restart: object, silence: HangReport | None, hosts: Mapping[int, str],
+    returned: frozenset[int],
+) -> hang_verdict.HangVerdict:  # fmt: skip
     """Return the verdict on the dumps of the flight recorder. There is none while ranks may still write theirs, and for
     a program that only prints nothing."""
     if silence and not silence.certain:
@@ -101,7 +103,7 @@ def _flight(
     reported = hang_report.left(path, job_id, restart)
     if now.name == "RUNNING" and not reported and time.time() - max(times, default=0) / 1e9 < flight_recorder.SETTLE_S:
         return hang_verdict.HangVerdict()
-    return hang_verdict.verdict(dumps, hosts)
+    return hang_verdict.verdict(dumps, hosts, returned)
 
 
 def _spec(path: Path) -> spec.Spec | None:

@@ -34,6 +34,7 @@ from hpcinit.why.flight_recorder import (
 
 NOT_CALLED, DEVICE_STUCK, MISMATCH = "not-called", "device-stuck", "mismatch"
 NO_DUMP, PEER_LOST = "no-dump", "peer-lost"
+CLOCKS_NS = 10 * 10**9  # clocks of two nodes may differ by seconds
 DEFAULT = "default_pg"  # torch's description of the group of all ranks
 
 # What must be equal on all ranks of a collective. The others may differ: only rank `root` has the input of a scatter
@@ -107,12 +108,15 @@ class HangVerdict:
         return {"culprits": culprits, "secondary": secondary, "unknown": list(self.unknown)}
 
 
-def verdict(dumps: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str] | None = None) -> HangVerdict:
-    """Return the root causes of a hang. dumps: by rank, as flight_recorder.load() returns them. hosts: by rank."""
+def verdict(
+    dumps: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str] | None = None, ended: Collection[int] = ()
+) -> HangVerdict:
+    """Return the root causes of a hang. dumps: by rank, as flight_recorder.load() returns them. hosts: by rank. ended:
+    ranks whose program has ended with status 0."""
     if not dumps:
         return HangVerdict()
     unreadable = {rank: str(dump[UNREADABLE]) for rank, dump in dumps.items() if UNREADABLE in dump}
-    found = _Search(flight_recorder.recordings(dumps), unreadable).verdict()
+    found = _Search(flight_recorder.recordings(dumps), unreadable, ended).verdict()
     hosts = hosts or {}
     culprits = tuple(replace(one, host=hosts.get(one.rank, "")) for one in found.culprits)
     return replace(found, culprits=culprits)
@@ -121,8 +125,10 @@ def verdict(dumps: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str] | N
 class _Search:
     """The wait-for graph of one hang."""
 
-    def __init__(self, ranks: Mapping[int, Recording], unreadable: Mapping[int, str]) -> None:
-        self.ranks, self.unreadable = ranks, unreadable
+    def __init__(
+        self, ranks: Mapping[int, Recording], unreadable: Mapping[int, str], ended: Collection[int] = ()
+    ) -> None:
+        self.ranks, self.unreadable, self.ended = ranks, unreadable, ended
         self.pending = {rank: one.pending for rank, one in ranks.items()}
         self.members = self._all_members()
         self.orders = {group: self._order(group) for group in self.members}
@@ -249,7 +255,12 @@ class _Search:
         if isinstance(operation[1], Message) and not all(self.ranks[rank].complete for rank in states):
             done = []  # messages are counted from the oldest pending one: an older one proves nothing
         for rank in sorted(concerned - self.ranks.keys() - self.unreadable.keys()):
-            if waiting and all(self._lost_its_peer(other, operation) for other in waiting):
+            if rank in self.ended:
+                text = "{has} not called {what}, in which {others} {wait}: {its} program has ended with exit status 0"
+                wait = _plural(waiting, "wait")
+                clause = _clause(text, what=self._called(operation), others=_ranks(waiting), wait=wait)
+                self._blame(rank, NOT_CALLED, operation, waiting, clause)
+            elif waiting and all(self._lost_its_peer(other, operation) for other in waiting):
                 clause = _clause(
                     "left no dump, and {what} of {others} failed before its timeout: "
                     "the connection to {its} process broke",
@@ -260,8 +271,15 @@ class _Search:
             else:
                 clause = _clause("left no dump: {its} process is dead or unresponsive")
                 self._blame(rank, NO_DUMP, operation, waiting, clause)
-        for rank in absent:
-            if not self.pending[rank]:
+        # Where messages are counted from the oldest pending one, a receive that waits for its own device has no number.
+        guessed = isinstance(operation[1], Message) and not all(self.ranks[rank].complete for rank in states)
+        guessed = guessed and not any(self._is_first(rank, operation) for rank in waiting)
+        for rank in absent if not guessed else ():
+            if self._is_older(rank, operation, waiting):
+                self.unknown.append(
+                    f"whether rank {rank} called {self._called(operation)}: its dump is older than that call"
+                )
+            elif not self.pending[rank]:
                 self._blame(rank, NOT_CALLED, operation, waiting, self._not_called(rank, operation))
         if self._differs(operation, [*waiting, *done]):
             return  # no device can finish it
@@ -292,6 +310,8 @@ class _Search:
             return list(first)
         if late and (started or self.timed or (done and everybody and self._any_timed())):
             return late
+        if reached := [rank for rank in late if self.ranks[rank].timed]:  # its own recorder shows when a call starts
+            return reached
         if not done or not everybody or len(first) < len(waiting):
             return []
         # Where data flows in one direction only, a waiting rank may wait for one that should pass the data on.
@@ -321,10 +341,15 @@ class _Search:
     def _differs(self, operation: Operation, ranks: Sequence[int]) -> bool:
         """Return whether the ranks called different things; if so, blame the ranks that differ from the majority."""
         calls = {rank: call for rank in ranks if (call := self.ranks[rank].call(operation))}
+        calls = {rank: call for rank, call in calls.items() if not call.cut}
+        # A recorder that lists no sizes or types of its tensors agrees with any.
+        sized = not any(None in (*call.input_sizes, *call.output_sizes) for call in calls.values())
+        typed = not any(None in (*call.input_dtypes, *call.output_dtypes) for call in calls.values())
         if isinstance(operation[1], Message):
-            keys = {rank: _of_message(call) for rank, call in calls.items() if self.ranks[rank].complete}
+            known = sized and typed
+            keys = {rank: _of_message(call) for rank, call in calls.items() if self.ranks[rank].complete and known}
         else:
-            keys = {rank: _must_agree(call) for rank, call in calls.items()}
+            keys = {rank: _must_agree(call, sized=sized, typed=typed) for rank, call in calls.items()}
         counts = Counter(keys.values()).most_common()
         if len(counts) < 2:
             return False
@@ -345,6 +370,18 @@ class _Search:
         if tie:
             self.unknown.append(f"which of {_ranks(odd)} called the wrong thing: as many ranks did one as the other")
         return True
+
+    def _is_older(self, rank: int, operation: Operation, waiting: Sequence[int]) -> bool:
+        """Return whether a rank's dump was written before its peers called. Clocks that differ, and files whose time is
+        not that of the dump, must not hide a rank: then the peers' own dumps contradict their calls."""
+        calls = [
+            (self.ranks[other].written_ns, call.created_ns)
+            for other in waiting
+            if (call := self.ranks[other].call(operation))
+        ]
+        written = self.ranks[rank].written_ns
+        plausible = all(created <= at for at, created in calls)
+        return bool(calls and written and plausible and written + CLOCKS_NS < min(created for _, created in calls))
 
     def _lost_its_peer(self, rank: int, operation: Operation) -> bool:
         """Return whether torch gave up the call of a rank before its timeout: a connection broke."""
@@ -418,6 +455,8 @@ class _Search:
         waits_for: dict[int, set[int]] = {rank: set() for rank in self.ranks}
         for rank, operations in self.pending.items():
             for operation in operations:
+                if self._is_send(rank, operation) and operation != operations[-1]:
+                    continue  # the program has continued after it
                 peers = self._concerned(operation) & self.ranks.keys() if self._is_listed(operation[0]) else set()
                 waits_for[rank] |= {other for other in peers if self._state(other, operation) is None}
         in_cycle = sorted(rank for rank in waits_for if rank in _reached(rank, waits_for))
@@ -516,16 +555,17 @@ def _clause(text: str, **values: str) -> Clause:
     return Clause(text.format(**values, **ONE), text.format(**values, **SEVERAL))
 
 
-def _must_agree(call: Call) -> tuple[Any, ...]:
-    """Return the values that must be equal on every rank of a collective."""
+def _must_agree(call: Call, *, sized: bool, typed: bool) -> tuple[Any, ...]:
+    """Return the values that must be equal on every rank of a collective. sized, typed: whether all ranks list them."""
     found: list[Any] = []
     for place, kind in enumerate(call.kinds):
         if kind.startswith(UNEVEN) or "_v" in kind[-9:]:
             found.append((kind,))
             continue
-        sizes = None if kind in NO_INPUT else _nth(call.input_sizes, place)
-        results = None if kind in NO_OUTPUT else _nth(call.output_sizes, place)
-        types = None if kind in ANY_TYPE else (_types(call.input_dtypes, place), _types(call.output_dtypes, place))
+        sizes = None if kind in NO_INPUT or not sized else _nth(call.input_sizes, place)
+        results = None if kind in NO_OUTPUT or not sized else _nth(call.output_sizes, place)
+        types = (_types(call.input_dtypes, place), _types(call.output_dtypes, place))
+        types = None if kind in ANY_TYPE or not typed else types
         found.append((kind, sizes, results, types))
     return tuple(found)
 
@@ -549,7 +589,7 @@ def _of_message(call: Call) -> tuple[Any, ...]:
 def _described(call: Call) -> str:
     """'all_reduce of [1024, 8]'."""
     sizes = _nth(call.input_sizes, 0) or _nth(call.output_sizes, 0)
-    shape = f" of {list(sizes[0])}" if isinstance(sizes, tuple) and isinstance(sizes[0], tuple) else ""
+    shape = f" of {list(sizes[0])}" if isinstance(sizes, tuple) and sizes and isinstance(sizes[0], tuple) else ""
     types = _nth(call.input_dtypes, 0)
     return f"{call.name}{shape}" + (f" {types[0]}" if isinstance(types, tuple) and types and shape else "")
 

@@ -15,7 +15,7 @@ from hpcinit.base import console, failure_kinds
 from hpcinit.base.console import plain
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import ranges
-from hpcinit.observe import find_runs, progress, restarts, state
+from hpcinit.observe import find_runs, progress, restarts, stacks, state
 from hpcinit.records import job_log, run_folder, world_size
 from hpcinit.slurm import memory_use, reasons
 from hpcinit.why import diagnosis, flight_recorder, foreign_job, gather_evidence, hang_verdict, node_exclusion
@@ -35,6 +35,7 @@ NOT_FINITE = (
 )
 RESTARTS_ALONE = "it restarts automatically, from its last checkpoint if the program saved one"
 UNREACHABLE = "Slurm's controller does not answer"
+MOST_NOW = 4  # groups of ranks with equal stacks in a verdict on a running job
 YOUNG_S, MOMENT_S = 3.0, 1.0  # srun reports a killed rank within a second of its peers
 
 
@@ -64,6 +65,10 @@ def main(argv: Sequence[str]) -> int:
         raise RequestError(f"{path} is a sweep (tasks {numbers}), expected one task: hpcinit why {options.run}/0")
     now = state.read(path)
     verdict = explain_run(path, now)
+    silent = verdict.kind == OK and bool(verdict.evidence)
+    if now.name == "RUNNING" and (silent or verdict.kind == failure_kinds.HANG):
+        live = [f"now: {line}" for line in stacks.headlines(path)[:MOST_NOW]]
+        verdict = replace(verdict, evidence=(*live, *verdict.evidence))
     if options.json:
         where = {"run": str(path), "state": now.name, "job_id": now.job_id, "restarts": restarts.document(path)}
         print(json.dumps({**where, **_document(verdict)}))

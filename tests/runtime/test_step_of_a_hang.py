@@ -25,6 +25,7 @@ with hpcinit.session() as run:
 
 
 def test_status_and_why_show_the_same_step(hpcinit: Run, tmp_path: Path) -> None:
+    """`why` also asks the ranks where they are now, and lists the one that does not wait before the others."""
     (tmp_path / "train.py").write_text(PROGRAM)
     done = hpcinit("submit", "cluster=local", "ranks_per_node=2", "launch=fork", "hang.after_s=2", "--", "train.py")
     run = folder_of(done)
@@ -33,6 +34,9 @@ def test_status_and_why_show_the_same_step(hpcinit: Run, tmp_path: Path) -> None
         why = hpcinit("why", str(run)).stdout
         status = json.loads(hpcinit("status", "--json", str(run)).stdout)
         assert re.search(r"last steps: step 25 by ranks 0-1", why), why
+        first, second = (line for line in why.splitlines() if line.startswith("  now: "))
+        assert why.splitlines()[1] == first and re.match(r"  now: rank 1 on \S+: at train.py:8 in <module>", first), why
+        assert re.match(r"  now: rank 0 on \S+: waits in barrier called at train.py:9 in <module>", second), why
         assert status["progress"]["step"] == 25 and "step 25/100" in hpcinit("status", str(run)).stdout, status
         assert json.loads(hpcinit("why", "--json", str(run)).stdout)["step"] == 25
     finally:

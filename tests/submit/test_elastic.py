@@ -135,3 +135,24 @@ def test_ranks_and_signals_under_slurm(hpcinit: Run, idle_slurm: MiniSlurm, tmp_
         assert printed(folder, rank) == f"{rank} 4 ('n1', 'n2') () {rank // 2}\n{usr1}SIGTERM\n"
     assert not list(elastic_restarts.read(folder)) and "elastic restart" not in log(folder)
     assert not any(b"hpcinit" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in slurm.pids("n2"))
+
+
+# Rank 1 ends without a word; the others lose it in the next collective.
+ENDS_EARLY = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 1:
+    os._exit(0)
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_rank_that_is_alone_on_its_node_ends_early(hpcinit: Run, tmp_path: Path) -> None:
+    """Its agent reports that it ended with status 0, once ranks of other nodes have failed, and why names it."""
+    (tmp_path / "early.py").write_text(ENDS_EARLY)
+    words = ["cluster=local", "nodes=3", "ranks_per_node=1", "launch=torchrun", "wait=true"]
+    folder = folder_of(hpcinit("submit", *words, "--", "early.py", timeout=600))
+    assert "hpcinit: 127.0.0.2: rank 1: Exited with exit code 0" in log(folder), log(folder)
+    why = hpcinit("why", folder.name).stdout
+    assert why.startswith("rank 1 on 127.0.0.2 ended first, with exit status 0"), why

@@ -16,7 +16,8 @@ NOT_CALLED, DEVICE_STUCK, NO_DUMP = "not-called", "device-stuck", "no-dump"
 MISMATCH, PEER_LOST = "mismatch", "peer-lost"
 SILENT = (NO_DUMP, PEER_LOST)
 CREATED_NS = 1795338319044102866
-SYMMETRIC = ("all_reduce", "_all_gather_base", "_reduce_scatter_base", "all_to_all", "all_reduce_barrier")
+BATCH = "a batch"  # two collectives in _coalescing_manager: the parts keep their first state, an entry at the end has the true one
+SYMMETRIC = ("all_reduce", "_all_gather_base", "_reduce_scatter_base", "all_to_all", "all_reduce_barrier", BATCH)
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,14 @@ class Training:
             moved = sum(self._call(rank) + self._execute(rank) for rank in ranks) > 0
 
     def waits_for_a_send(self, fault: Fault) -> bool:
-        """Return whether a stuck device also has an older unfinished send. The dumps do not show which one it waits for."""
-        return fault.kind == DEVICE_STUCK and any(at < fault.at for at in self.pending(fault.rank))
+        """Return whether a stuck device has an older unfinished send, or started one that its peer has not called. The
+        dumps do not show whether it is stuck or waits for that peer."""
+        if fault.kind != DEVICE_STUCK:
+            return False
+        op = self.programs[fault.rank][fault.at]
+        alone = op.early and any((one, self.place(one, op)) not in self.state for one in op.members)
+        own = alone and self.state.get((fault.rank, fault.at)) == "started"
+        return own or any(at < fault.at for at in self.pending(fault.rank))
 
     def ends(self) -> bool:
         """Return whether the training run ends without a fault."""
@@ -132,9 +139,12 @@ KINDS: Sequence[str] = (*SYMMETRIC, *SYMMETRIC, "broadcast", "send", "send", "ex
 
 def training(
     seed: int, *, faults: int = 1, kinds: Sequence[str] = (NOT_CALLED, DEVICE_STUCK), calls: Sequence[str] = KINDS,
-    leads: Sequence[int] = (1, 1, 2, 4, 1000),
+    leads: Sequence[int] = (1, 1, 2, 4, 1000), after_a_send: bool = False,
 ) -> Training:  # fmt: skip
-    """A random layout (data, tensor, pipeline and expert groups), program and faults, simulated until it hangs."""
+    """A random layout (data, tensor, pipeline and expert groups), program and faults, simulated until it hangs.
+
+    after_a_send: a stuck device also has an unfinished send.
+    """
     rng = random.Random(seed)
     while True:
         found = Training(rng, lead=rng.choice(leads), streams=rng.random() < 0.3)
@@ -149,7 +159,10 @@ def training(
                     _move_forward(rng, found.programs[rank])
         if not found.ends():
             continue
-        ranks = rng.sample([rank for rank in world if found.programs[rank]], faults)
+        able = [rank for rank in world if found.programs[rank]]
+        if len(able) < faults:
+            continue
+        ranks = rng.sample(able, faults)
         found.faults = [
             Fault(rank, rng.choice(kinds), rng.randrange(len(found.programs[rank])), rng.random() < 0.5)
             for rank in ranks
@@ -159,7 +172,8 @@ def training(
         ):
             continue
         found.run()
-        if any(found.pending(rank) for rank in world) and not any(map(found.waits_for_a_send, found.faults)):
+        hangs = any(found.pending(rank) for rank in world)
+        if hangs and any(map(found.waits_for_a_send, found.faults)) == after_a_send:
             return found
 
 
@@ -205,7 +219,7 @@ def _op(
 ) -> Op:
     group = rng.randrange(len(groups))
     members, kind = groups[group][1], rng.choice(calls)
-    if len(members) < 2:
+    if len(members) < 2 and kind not in SYMMETRIC:
         return _op(rng, groups, calls, early=early)
     if kind in ("send", "exchange"):
         members = tuple(rng.sample(members, 2))
@@ -278,8 +292,12 @@ def _dump(found: Training, rank: int, timed: bool, size: int, gloo: bool) -> dic
         state = "scheduled" if gloo or (true == "started" and not timed) else true
         lost = any(fault.kind == PEER_LOST and fault.rank in op.members for fault in found.faults)
         differs = any(fault == Fault(rank, MISMATCH, at, fault.in_the_middle) for fault in found.faults)
-        for name in ["reduce"] if differs else _names(found, rank, op):
-            part = op.kind == "exchange" and name != "coalesced"  # only the end of a batch changes its state
+        names = (
+            ["reduce"] if differs else ["allreduce_coalesced"] if gloo and op.kind == BATCH else _names(found, rank, op)
+        )
+        for name in names:
+            part = len(names) > 1 and name != names[-1]  # only the end of a batch changes its state
+            sizes = [[op.size]] if part or len(names) == 1 else []
             entries.append(
                 {
                     "record_id": len(entries),
@@ -290,10 +308,10 @@ def _dump(found: Training, rank: int, timed: bool, size: int, gloo: bool) -> dic
                     "profiling_name": f"{'gloo' if gloo else 'nccl'}:{name}",
                     "time_created_ns": CREATED_NS + 1000 * at,
                     "timeout_ms": 600_000,
-                    "input_sizes": [[found.rng.randint(1, 9) if op.kind == "all_to_all" else op.size]],
-                    "output_sizes": [[op.size]],
-                    "input_dtypes": ["Float"],
-                    "output_dtypes": ["Float"],
+                    "input_sizes": [[found.rng.randint(1, 9)]] if op.kind == "all_to_all" else sizes,
+                    "output_sizes": sizes,
+                    "input_dtypes": ["Float"] * len(sizes),
+                    "output_dtypes": ["Float"] * len(sizes),
                     "state": "scheduled" if part else state,
                     "time_discovered_started_ns": 1 if timed and state != "scheduled" and not part else None,
                     "retired": (true == "completed" or lost) and not part,
@@ -318,11 +336,13 @@ def _dump(found: Training, rank: int, timed: bool, size: int, gloo: bool) -> dic
 
 def _names(found: Training, rank: int, op: Op) -> list[str]:
     """The entries of one call; a send names ranks of the group."""
+    if op.kind == BATCH:
+        return ["_all_gather_base", "_all_gather_base", "ALLGATHER_coalesced"]
+    if op.kind not in ("send", "exchange"):
+        return [op.kind]
     members = found.groups[op.group][1]
     first, second = (members.index(one) for one in op.members[:2])
     if op.kind == "send":
         return [f"send {first}->{second}" if rank == op.members[0] else f"recv {second}<-{first}"]
-    if op.kind == "exchange":
-        own, other = (first, second) if rank == op.members[0] else (second, first)
-        return [f"send {own}->{other}", f"recv {own}<-{other}", "coalesced"]
-    return [op.kind]
+    own, other = (first, second) if rank == op.members[0] else (second, first)
+    return [f"send {own}->{other}", f"recv {own}<-{other}", "coalesced"]

@@ -55,6 +55,68 @@ def test_without_recorded_starts() -> None:
         assert found.culprits or found.unknown, seed
 
 
+SIZES = ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
+
+
+def test_recorders_without_sizes() -> None:
+    """Ranks whose entries have no sizes and types make no mismatch with the others."""
+    for seed in range(CASES):
+        training = hang_dumps.training(seed, kinds=[NOT_CALLED, DEVICE_STUCK])
+        found = hang_dumps.dumps(training)
+        for rank in list(found)[::2]:
+            found[rank]["entries"] = [{k: v for k, v in e.items() if k not in SIZES} for e in found[rank]["entries"]]
+        assert named(hang_verdict.verdict(found)) == {(one.rank, one.kind) for one in training.faults}, seed
+
+
+def test_recorders_that_have_overwritten_calls() -> None:
+    """A recorder of 3 to 20 calls may have lost the unfinished one, or a part of a batch: no healthy rank is named."""
+    for seed in range(CASES):
+        training = hang_dumps.training(seed, kinds=[NOT_CALLED, DEVICE_STUCK, NO_DUMP])
+        found = hang_verdict.verdict(hang_dumps.dumps(training, size=(3, 5, 10, 20)[seed % 4]))
+        assert named(found) <= {(one.rank, one.kind) for one in training.faults}, seed
+        assert found.culprits or found.unknown, seed
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("timed", [True, False], ids=["starts recorded", "starts not recorded"])
+def test_a_stuck_device_with_an_unfinished_send(timed: bool) -> None:
+    """The dumps do not show whether it is stuck or waits for the receiver. No healthy rank is named."""
+    for seed in range(max(5, CASES // 20)):
+        training = hang_dumps.training(seed, kinds=[DEVICE_STUCK], after_a_send=True)
+        found = hang_verdict.verdict(hang_dumps.dumps(training, timed=timed))
+        assert named(found) <= {(one.rank, one.kind) for one in training.faults}, seed
+        assert found.culprits or found.unknown, seed
+
+
+def test_three_ranks_without_a_dump() -> None:
+    for seed in range(CASES):
+        training = hang_dumps.training(seed, faults=3, kinds=[NO_DUMP])
+        found = named(hang_verdict.verdict(hang_dumps.dumps(training)))
+        injected = {(one.rank, one.kind) for one in training.faults}
+        assert hang_dumps.expected(training, timed=True) <= found <= injected, seed
+
+
+def test_ranks_that_have_ended() -> None:
+    """A rank whose program ended with status 0 writes no dump. It has not called, and is not dead."""
+    for seed in range(CASES):
+        training = hang_dumps.training(seed, kinds=[NO_DUMP])
+        [fault] = training.faults
+        found = hang_verdict.verdict(hang_dumps.dumps(training), ended=[fault.rank])
+        assert named(found) == {(fault.rank, NOT_CALLED)}, seed
+        assert found.lines()[0].endswith("its program has ended with exit status 0"), seed
+
+
+def test_a_dump_that_is_older_than_the_call() -> None:
+    """It does not show whether its rank called later."""
+    config = {"0": {"desc": "default_pg", "ranks": "[0, 1, 2]"}}
+    waits = call(1, "all_reduce", time_created_ns=100 * 10**9)
+    for at_s, expected in ((20, set()), (95, {(2, NOT_CALLED)}), (200, {(2, NOT_CALLED)})):
+        dumps = {rank: {"pg_config": config, "entries": [waits], "written_ns": 150 * 10**9} for rank in (0, 1)}
+        found = hang_verdict.verdict({**dumps, 2: {"pg_config": config, "entries": [], "written_ns": at_s * 10**9}})
+        assert named(found) == expected
+        assert any("its dump is older than that call" in line for line in found.unknown) == (not expected)
+
+
 def test_gloo_lists_no_members() -> None:
     """gloo's recorder has neither members nor states: a rank is named only if it is the one, else those in question."""
     exact = 0

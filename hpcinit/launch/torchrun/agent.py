@@ -118,6 +118,8 @@ class Agent(SimpleElasticAgent):
         if failures := {rank: status for rank, status in ended.items() if status != 0}:
             return self._of_failures(worker_group, failures, [rank for rank, status in ended.items() if status == 0])
         if len(ended) == worker_group.spec.local_world_size and self._agent_rendezvous.all_done():
+            if self._agent_rendezvous.is_over():  # a rank of another node failed, perhaps because these ended early
+                self._report({}, list(ended))
             done = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(WorkerState.SUCCEEDED, return_values=done)
         return RunResult(WorkerState.HEALTHY)

@@ -99,6 +99,10 @@ class AgentRendezvous(RendezvousHandler):
             self._done = True
         return bool(self._count(f"done/{self.start}") == self._agents.world_size or self._has("over"))
 
+    def is_over(self) -> bool:
+        """Return whether a rank has failed and there is no further restart."""
+        return bool(self._has("over"))
+
     def leave(self) -> None:
         """Leave the store. The first agent, which hosts it, waits for the others."""
         with suppress(BringUpError):

@@ -82,6 +82,8 @@ class Node:
         succeeded: local ranks that ended with status 0 before."""
         for local_rank in succeeded:
             say(f"{self._agents.host or os.uname().nodename}: rank {self._rank(local_rank)}: {job_log.SUCCEEDED}")
+        if not failures:
+            return ()
         found = [self._failure(local_rank, status) for local_rank, status in failures.items()]
         first = elastic_restarts.cause(found)
         found = [first, *(one for one in found if one is not first)]
