@@ -97,7 +97,7 @@ config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hi
 tokens = torch.arange(24).view(2, 12)
 try:
     wrapped(LlamaForCausalLM(config), tp, training)
-except hpcinit.RequestError as error:
+except hpcinit.HpcinitError as error:
     message.append(str(error))
 config.tie_word_embeddings = False
 torch.manual_seed(3)
