@@ -45,6 +45,7 @@ help:
 	@echo "make test-cuda-build  torch's CUDA build without a GPU: imports before a fork, variables, formats (5.5 GB, once)"
 	@echo "make test-slurm24  the Slurm tests again on Slurm 24.11 (root; makes a folder with Debian trixie, once)"
 	@echo "make test-slurm26  the same on Slurm 26.05, from Debian forky"
+	@echo "make test-apptainer  a real Apptainer runs the ranks of a job on the real Slurm (root; Debian sid, once)"
 	@echo "make test-lowest   the tests of the login node with the oldest supported versions of its packages"
 	@echo "make test-horovod  a real horovodrun; builds Horovod first, once (cmake, g++, 5 minutes)"
 	@echo "make test-ray      four Ray actors train with DeepSpeed; installs Ray first, once"
@@ -114,6 +115,12 @@ test-slurm26: SUITE := forky
 test-slurm24 test-slurm26: $(VENV)/dev
 	$(BIN)/python -m tests.minislurm.newer_debian --suite $(SUITE) $(if $(MIRROR),--mirror $(MIRROR)) \
 		$(BIN)/python -m pytest -m slurm $(PYTEST)
+
+# A real Apptainer runs the ranks of a Slurm job, in a folder with Debian sid, which has both (root).
+.PHONY: test-apptainer
+test-apptainer: $(VENV)/dev
+	$(BIN)/python -m tests.minislurm.newer_debian --suite sid $(if $(MIRROR),--mirror $(MIRROR)) \
+		$(BIN)/python -m pytest tests/systems/test_apptainer.py $(PYTEST)
 
 # Tests with a real Horovod, not part of make test: it is built from source, into a wheel in ~/.cache/hpcinit.
 .PHONY: test-horovod

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,8 @@ pytest_plugins = [
 ]
 # `make test-horovod` has an environment with it; in the daily run its build would take as long as all the tests.
 collect_ignore = [] if importlib.util.find_spec("horovod") else ["systems/test_horovod.py"]
+if shutil.which("apptainer") is None:  # `make test-apptainer`
+    collect_ignore.append("systems/test_apptainer.py")
 collect_ignore.append("gpu")  # `make gpu`: a separate suite, for Pythons without pytest
 if "HPCINIT_SCALE" not in os.environ:  # `make scale`
     collect_ignore.append("test_many_nodes.py")

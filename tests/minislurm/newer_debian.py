@@ -56,7 +56,11 @@ shift
 printf '%s\n' "$hosts" > mnt/root/etc/hosts
 mkdir -p "mnt/root$HOME"
 ip link set lo up
-exec chroot mnt/root sh -c 'cd "$0"; "$@"; exit $?' "$cwd" "$@"
+cd mnt/root
+mkdir -p old
+pivot_root . old  # not chroot, in which the kernel permits no user namespaces, which Apptainer uses
+umount -l old
+exec sh -c 'cd "$0"; "$@"; exit $?' "$cwd" "$@"
 """
 
 

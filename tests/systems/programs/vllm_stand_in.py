@@ -37,12 +37,13 @@ class Stateless:
 
     def __init__(self, host: str, port: int, rank: int, world_size: int) -> None:
         self.rank, self.sent = rank, 0
-        self.socket = None
+        descriptor = None
         if rank == 0:
-            self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self.socket.bind((host, port))
-            self.socket.listen()
+            listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen()
+            descriptor = listener.detach()  # the store closes it, as in vLLM's create_tcp_store
         self.store = TCPStore(
             host_name=host,
             port=port,
@@ -50,7 +51,7 @@ class Stateless:
             is_master=rank == 0,
             timeout=timedelta(seconds=300),
             use_libuv=False,
-            master_listen_fd=self.socket.fileno() if self.socket else None,
+            master_listen_fd=descriptor,
         )
 
     def broadcast_obj(self, obj: object, src: int) -> object:
