@@ -10,6 +10,8 @@ import pytest
 
 SMALL = ["--steps=8", "--micro-batch=4", "--context=32", "--width=32", "--heads=2", "--layers=1"]
 ONES = ["--steps=3", "--micro-batch=4", "--context=32", "--width=32", "--heads=4", "--layers=1", "--eval-every=1"]
+# One import per node of torch, of what its optimizers and DeepSpeed import later, and of DeepSpeed where it is used.
+FORK = ("launch=fork", "launch.preload=[torch,torch._inductor.compile_fx]")
 RESULT = re.compile(r"loss (\S+) -> (\S+) in (\d+) steps, held-out (\S+)")
 
 
@@ -51,7 +53,7 @@ def test_the_loss_goes_down_on_two_nodes(tmp_path: Path) -> None:
 )
 def test_the_config_alone_makes_another_parallelism_of_it(tmp_path: Path, words: list[str]) -> None:
     """Sequence x tensor parallelism with FSDP, and ZeRO 3, learn without a change to the program."""
-    done = submit(tmp_path, "nodes=1", "job=train_gpt", f"job.args={[*SMALL, '--heads=4']}", *words)
+    done = submit(tmp_path, "nodes=1", *FORK, "job=train_gpt", f"job.args={[*SMALL, '--heads=4']}", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     first, last, steps, _ = RESULT.findall(done.stdout)[-1]
     assert steps == "8" and float(last) < float(first) - 0.1
@@ -83,7 +85,7 @@ def test_the_same_command_gives_the_same_losses(tmp_path: Path) -> None:
     args = f"job.args={[*SMALL, '--eval-every', '1']}"
     logs = []
     for number in (1, 2):
-        done = submit(tmp_path, "nodes=1", "ranks_per_node=2", "job=train_gpt", args)
+        done = submit(tmp_path, "nodes=1", "ranks_per_node=2", *FORK, "job=train_gpt", args)
         assert done.returncode == 0, done.stdout + done.stderr
         log = (tmp_path / f"runs/train_gpt-000{number}/logs/rank-0.log").read_text()
         logs.append(re.sub(r"\S+ tokens/s|hpcinit: .*", "", log))

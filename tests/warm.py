@@ -1,8 +1,8 @@
 """Start Pythons by fork from a process that has imported what they need: torch takes 2 s of processor time, a fork 0.05 s.
 
-RANKS and COMMANDS are such processes; each starts at its first request in a session. `start()` requests a Python, which
-gets its code, arguments, environment, working folder, umask and files as `python -u -c CODE` would, and has the same exit
-status. It is a child of the caller: the process in between exits at once while the caller is a subreaper
+RANKS, DEEPSPEED_RANKS and COMMANDS are such processes. Each starts at its first request in a session. `start()` requests
+a Python, which gets its code, arguments, environment, working folder, umask and files as `python -u -c CODE` would, and has
+the same exit status. It is a child of the caller: the process in between exits at once while the caller is a subreaper
 (PR_SET_CHILD_SUBREAPER), so `wait`, `poll` and `kill` are subprocess's own.
 
 Differences from a fresh process: the modules are in `sys.modules` before the code runs, and /proc/PID/cmdline and
@@ -35,7 +35,9 @@ TORCH = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
+    "torch._dynamo",  # which the first optimizer of a process imports
 )
+DEEPSPEED = ("deepspeed", "torch._inductor.compile_fx")  # the second is imported by deepspeed.initialize()
 LOGIN = (
     "base",
     "slurm",
@@ -124,7 +126,7 @@ def needs_a_new_python(env: Mapping[str, str]) -> bool:
 
 
 OF_SESSION = at_start(os.environ)
-RANKS, COMMANDS = Warm("ranks"), Warm("commands")
+RANKS, DEEPSPEED_RANKS, COMMANDS = Warm("ranks"), Warm("ranks with DeepSpeed"), Warm("commands")
 
 
 def serve(caller: socket.socket) -> dict[str, Any] | None:
@@ -170,8 +172,8 @@ def _become(request: Mapping[str, Any], files: Sequence[int]) -> None:
 
 def _import(kind: str) -> None:
     gc.disable()
-    if kind == "ranks":
-        for name in TORCH:
+    if kind != COMMANDS.kind:
+        for name in (*TORCH, *(DEEPSPEED if kind == DEEPSPEED_RANKS.kind else ())):
             importlib.import_module(name)
     else:
         importlib.import_module("hydra._internal.hydra")

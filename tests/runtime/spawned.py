@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.unmeasured import VARIABLE
-from tests.warm import RANKS, Files
+from tests.warm import DEEPSPEED_RANKS, RANKS, Files
 
 # Code to run first in ranks that use DeepSpeed: its shared memory kernel takes a minute to compile.
 DEEPSPEED = "import deepspeed\ndeepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n"
@@ -38,8 +38,9 @@ class Rank:
         code, env = textwrap.dedent(code), {**os.environ, **env}
         with log.open("wb") as stream:
             if not fresh and VARIABLE not in env:  # coverage.py only counts a process whose start it has seen
+                kind = DEEPSPEED_RANKS if code.startswith(DEEPSPEED) or "deepspeed=True" in code else RANKS
                 with Path(os.devnull).open() as nothing:
-                    self.process: subprocess.Popen[bytes] = RANKS.start(code, env, Files(nothing, stream, stream))
+                    self.process: subprocess.Popen[bytes] = kind.start(code, env, Files(nothing, stream, stream))
                 return
             self.process = subprocess.Popen(
                 [sys.executable, "-u", "-c", code],

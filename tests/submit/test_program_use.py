@@ -18,6 +18,7 @@ WITHOUT_INIT = "the program did not use hpcinit: parallel, batch, compile, gradi
 WITHOUT_WRAP = "the program did not call run.wrap: compile, gradient_clip had no effect"
 NO_INIT = "import os\nprint('rank', os.environ['RANK'])\n"
 NO_WRAP = "import hpcinit\nwith hpcinit.session(backend='gloo', deepspeed=False) as run:\n    print('rank', run.rank)\n"
+FORK = "launch=fork"  # imports torch once per node
 OUT_OF_MEMORY = "raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')\n"
 
 
@@ -49,10 +50,12 @@ def test_a_program_without_init(hpcinit: Run, idle_slurm: MiniSlurm, launch: str
 def test_a_program_without_wrap(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
     """After init without run.wrap only the options of run.wrap are named; a program that reads them itself uses them."""
     options = ("compile=true", "gradient_clip=1", "seed=7", "batch.micro=8")
-    folder, shown, why = run(hpcinit, idle_slurm, NO_WRAP, *options)
+    folder, shown, why = run(hpcinit, idle_slurm, NO_WRAP, *options, FORK)
     assert [log.count(WITHOUT_WRAP) for log in logs(folder)] == [1, 0, 0, 0], logs(folder)[0]
     assert WITHOUT_WRAP in shown and WITHOUT_WRAP in why
-    folder, shown, why = run(hpcinit, idle_slurm, NO_WRAP + "    run.training.gradient_clip\n", *options, "again=true")
+    folder, shown, why = run(
+        hpcinit, idle_slurm, NO_WRAP + "    run.training.gradient_clip\n", *options, FORK, "again=true"
+    )
     assert "had no effect" not in shown + why + "".join(logs(folder))
 
 
@@ -79,7 +82,7 @@ def test_advice_on_memory_names_no_option_without_effect(hpcinit: Run, idle_slur
     assert "lower the program's own batch size" in why, why
     assert not any(option in why for option in ("batch.micro", "activation_checkpointing=", "parallel="))
     wraps = NO_WRAP + "    import torch\n    run.wrap(torch.nn.Linear(1, 1))\n    " + OUT_OF_MEMORY
-    _, _, why = run(hpcinit, idle_slurm, wraps, fails=True)
+    _, _, why = run(hpcinit, idle_slurm, wraps, FORK, fails=True)
     assert "batch.micro" in why, why
 
 
