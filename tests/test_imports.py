@@ -85,6 +85,12 @@ def test_a_submission_imports_only_the_renderer_of_submitit(tmp_path: Path) -> N
     assert "submitit.auto.auto" in modules_after(f"{code}; import submitit; submitit.AutoExecutor")
 
 
+def test_status_imports_neither_the_spec_nor_hang_reports() -> None:
+    """`hpcinit status` imports these only for runs that need them: they take a fifth of its start."""
+    rare = {"hpcinit.records.spec", "hpcinit.records.hang_report", "rich", "psutil"}
+    assert not modules_after("from hpcinit.observe import status") & rare
+
+
 def test_the_check_for_torch_can_fail() -> None:
     """The check above finds torch where it is imported: at the first use of hpcinit.init."""
     assert "torch" in modules_after("import hpcinit; hpcinit.init")

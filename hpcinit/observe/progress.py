@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcinit.observe.state import State
-from hpcinit.records import heartbeats, plain_files, program_use, run_folder
-from hpcinit.records.program_use import ProgramUse
+from hpcinit.records import heartbeats, plain_files, run_folder
 from hpcinit.records.stop_reasons import sentence
 
 if TYPE_CHECKING:
     from hpcinit.records.hang_report import HangReport
+    from hpcinit.records.program_use import ProgramUse
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -134,11 +134,14 @@ def notes(path: Path, now: State, document: Mapping[str, Any]) -> str:
     if now.name == "RUNNING" and not document and (silence := silence_note(path, now)):
         return silence
     why = stop_note(path, now, document)
-    parts = [f"stopped before its end: {why}" if why else "", ineffective_options(path, now).note]
+    unused = ineffective_options(path, now).note if now.name == "COMPLETED" else ""
+    parts = [f"stopped before its end: {why}" if why else "", unused]
     return "; ".join(part for part in parts if part)
 
 
 def ineffective_options(path: Path, now: State) -> ProgramUse:
     """Return the options of a successful run that had no effect. A failed one may have ended before it used them."""
-    used = ProgramUse(program_use.WRAP)
+    from hpcinit.records import program_use  # noqa: PLC0415 - imports the spec, which a waiting run does not need
+
+    used = program_use.ProgramUse(program_use.WRAP)
     return (program_use.read(path) or used) if now.name == "COMPLETED" else used

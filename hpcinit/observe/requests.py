@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcinit.base.errors import RequestError
 from hpcinit.observe import state
-from hpcinit.records import run_folder, spec
+from hpcinit.records import run_folder
 
 MOST_CHARACTERS = 100
 
@@ -71,9 +71,11 @@ def _different(folders: Mapping[str, Path]) -> dict[str, list[str]]:
     """Return 'key=value' for each setting that differs, by the hash of the settings. folders: one for each hash."""
     if len(folders) == 1:
         return {settings: [] for settings in folders}
+    from hpcinit.records.spec import OF_ONE_RUN  # noqa: PLC0415 - only for runs whose settings differ
+
     specs = {settings: _spec(folder) for settings, folder in folders.items()}
     first = next(iter(specs.values()))
-    keys = {key for one in specs.values() for key in one} - spec.OF_ONE_RUN
+    keys = {key for one in specs.values() for key in one} - OF_ONE_RUN
     keys = {key for key in keys if any(one.get(key) != first.get(key) for one in specs.values())}
     return {
         settings: [f"{key}={value}" for key, value in _flat({key: one[key] for key in one if key in keys})]

@@ -61,7 +61,7 @@ def _json(path: Path, now: State) -> dict[str, Any]:
         "step_age_s": progress.age_s(path, time.time()) if now.name == "RUNNING" else None,
         "hang": list(report.lines()) if (report := progress.hang_note(path, now)) else [],
         "stopped": progress.stop_note(path, now, document),
-        "no_effect": list(progress.ineffective_options(path, now).no_effect),
+        "no_effect": list(progress.ineffective_options(path, now).no_effect) if now.name == "COMPLETED" else [],
         "warnings": [str(found)] if ran and (found := world_size.read(path)) else [],
     }
 

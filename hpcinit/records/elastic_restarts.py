@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpcinit.records import error_records, hang_report, run_folder, scratch
+from hpcinit.records import run_folder, scratch
 
 LATEST = 1e11  # seconds since 1970: the year 5138
 ASIDE = "before-"  # errors/before-43.0.0/, hang/before-43.0.0/
@@ -109,6 +109,8 @@ def record(folder: Path, restart: Restart) -> None:
 
 def set_aside(folder: Path, job: str) -> None:
     """Move the error records and hang reports of the start `job` to folders `before-JOB`. Raise OSError."""
+    from hpcinit.records import error_records, hang_report  # noqa: PLC0415 - `status` of many runs does not need them
+
     below = folder / run_folder.ERRORS
     aside = below / f"{ASIDE}{scratch.folder_name(job)}"
     for found in error_records.read(below):

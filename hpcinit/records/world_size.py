@@ -11,9 +11,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpcinit.records import run_folder
-from hpcinit.records.spec import Spec
+
+if TYPE_CHECKING:
+    from hpcinit.records.spec import Spec
 
 
 @dataclass(frozen=True)

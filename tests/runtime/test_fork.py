@@ -16,6 +16,7 @@ import pytest
 
 from hpcinit.base import process_title, versions
 from hpcinit.base.errors import RequestError
+from hpcinit.base.supervisor import Supervisor
 from hpcinit.launch import fork_server, preload, rank_binding
 from hpcinit.records.spec import Launch
 from hpcinit.world.forked import Node as Place
@@ -409,6 +410,20 @@ def test_a_rank_that_sigkill_does_not_end(tmp_path: Path, frozen: Path) -> None:
     assert said in (tmp_path / "err").read_text() and process_title.state(stuck) == "D"
     subprocess.run(["fsfreeze", "--unfreeze", frozen], check=True)
     wait_for(lambda: process_title.state(stuck) in ("", "Z"))
+
+
+def test_stop_leaves_a_child_that_sigkill_does_not_end(frozen: Path) -> None:
+    """stop() reaps the children that have exited, and leaves one that is stuck in the kernel."""
+    them = Supervisor()
+    them.stuck_s = 0.3
+    stuck = them.start(0, ["bash", "-c", f"echo never > {frozen}/file"], os.environ)
+    other = them.start(1, ["sleep", "300"], os.environ)
+    wait_for(lambda: process_title.state(stuck.pid) == "D")
+    them.stop(0.1)
+    assert (stuck.code, other.code) == (None, -signal.SIGTERM) and them.running() == [stuck]
+    subprocess.run(["fsfreeze", "--unfreeze", frozen], check=True)
+    wait_for(lambda: them.ended().get(0) == -signal.SIGTERM)
+    stuck.reap()
 
 
 def test_a_step_of_another_shape() -> None:
