@@ -117,6 +117,17 @@ def test_a_dump_that_is_older_than_the_call() -> None:
         assert any("its dump is older than that call" in line for line in found.unknown) == (not expected)
 
 
+def test_gloo_counts_messages_in_its_status() -> None:
+    """Rank 1 has sent 9 messages, which gloo's recorder only counts, and has not called the second all_reduce."""
+    config = {"0": {"desc": "default_pg", "ranks": "[0, 1]"}}
+    first = call(1, "all_reduce", profiling_name="gloo:all_reduce", retired=True, pg_id=0)
+    second = call(2, "all_reduce", profiling_name="gloo:all_reduce", retired=False, pg_id=0)
+    status = {"0": {"last_enqueued_collective": "10"}}
+    waits = {"pg_config": config, "pg_status": status, "entries": [first, second]}
+    found = hang_verdict.verdict({0: waits, 1: {"pg_config": config, "pg_status": status, "entries": [first]}})
+    assert named(found) == {(1, NOT_CALLED)}
+
+
 def test_gloo_lists_no_members() -> None:
     """gloo's recorder has neither members nor states: a rank is named only if it is the one, else those in question."""
     exact = 0
