@@ -55,6 +55,7 @@ def test_without_recorded_starts() -> None:
         assert found.culprits or found.unknown, seed
 
 
+CALLS_AND_SENDS = ("send", "send", "send", "send", *SYMMETRIC)
 SIZES = ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
 
 
@@ -82,7 +83,7 @@ def test_recorders_that_have_overwritten_calls() -> None:
 def test_a_stuck_device_with_an_unfinished_send(timed: bool) -> None:
     """The dumps do not show whether it is stuck or waits for the receiver. No healthy rank is named."""
     for seed in range(max(5, CASES // 20)):
-        training = hang_dumps.training(seed, kinds=[DEVICE_STUCK], after_a_send=True)
+        training = hang_dumps.training(seed, kinds=[DEVICE_STUCK], calls=CALLS_AND_SENDS, after_a_send=True)
         found = hang_verdict.verdict(hang_dumps.dumps(training, timed=timed))
         assert named(found) <= {(one.rank, one.kind) for one in training.faults}, seed
         assert found.culprits or found.unknown, seed
