@@ -12,7 +12,8 @@ Fields read from a dump, as written by torch 2.4 to 2.13 (torch/csrc/distributed
                  JSON has no 'entries' for a rank that has called nothing.
     pg_config    group name -> {desc, ranks: '[0, 1]'} in the group's order, only of groups that the rank has used;
                  gloo leaves it empty
-    pg_status    pg_id -> last_enqueued_collective, in JSON as text
+    pg_status    pg_id -> last_enqueued_collective, in JSON as text; it counts sends and receives too, which gloo does
+                 not list
 """
 
 from __future__ import annotations
@@ -247,9 +248,10 @@ def _recording(rank: int, dump: Mapping[str, Any], config: Mapping[str, Group], 
         # Where the recorder has forgotten the first calls, the oldest pending one is taken for its peer's oldest.
         first = 0 if complete else -sum(_state(batch) == DONE for batch in sent)
         batches |= {(group, Message(src, dst, number)): batch for number, batch in enumerate(sent, first)}
+    backends = frozenset(str(entry.get("profiling_name", "")).partition(":")[0] for entry in entries)
     unused = {group for name, group in config.items() if name not in {group.name for group in groups.values()}}
     for group, number in _last_by_status(dump, ids, unused).items():
-        if group not in with_messages:  # torch counts messages in the same field
+        if group not in with_messages and backends != {"gloo"}:  # torch counts messages too, and gloo lists none
             last[group] = max(number, last.get(group, number))
     return Recording(
         rank,
@@ -258,7 +260,7 @@ def _recording(rank: int, dump: Mapping[str, Any], config: Mapping[str, Group], 
         _pending(batches),
         timed=any(entry.get("state") == STARTED or entry.get("time_discovered_started_ns") for entry in entries),
         complete=complete,
-        backends=frozenset(str(entry.get("profiling_name", "")).partition(":")[0] for entry in entries),
+        backends=backends,
         places=places,
         written_ns=_integer(dump.get(WRITTEN_NS)),
         _batches=batches,

@@ -565,8 +565,7 @@ def _must_agree(call: Call, *, sized: bool, typed: bool) -> tuple[Any, ...]:
         sizes = None if kind in NO_INPUT or not sized else _nth(call.input_sizes, place)
         results = None if kind in NO_OUTPUT or not sized else _nth(call.output_sizes, place)
         types = (_types(call.input_dtypes, place), _types(call.output_dtypes, place))
-        types = None if kind in ANY_TYPE or not typed else types
-        found.append((kind, sizes, results, types))
+        found.append((kind, sizes, results, None if kind in ANY_TYPE or not typed else types))
     return tuple(found)
 
 

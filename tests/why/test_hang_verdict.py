@@ -55,6 +55,7 @@ def test_without_recorded_starts() -> None:
         assert found.culprits or found.unknown, seed
 
 
+CALLS_AND_SENDS = ("send", "send", "send", "send", *SYMMETRIC)
 SIZES = ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
 
 
@@ -82,7 +83,7 @@ def test_recorders_that_have_overwritten_calls() -> None:
 def test_a_stuck_device_with_an_unfinished_send(timed: bool) -> None:
     """The dumps do not show whether it is stuck or waits for the receiver. No healthy rank is named."""
     for seed in range(max(5, CASES // 20)):
-        training = hang_dumps.training(seed, kinds=[DEVICE_STUCK], after_a_send=True)
+        training = hang_dumps.training(seed, kinds=[DEVICE_STUCK], calls=CALLS_AND_SENDS, after_a_send=True)
         found = hang_verdict.verdict(hang_dumps.dumps(training, timed=timed))
         assert named(found) <= {(one.rank, one.kind) for one in training.faults}, seed
         assert found.culprits or found.unknown, seed
@@ -115,6 +116,17 @@ def test_a_dump_that_is_older_than_the_call() -> None:
         found = hang_verdict.verdict({**dumps, 2: {"pg_config": config, "entries": [], "written_ns": at_s * 10**9}})
         assert named(found) == expected
         assert any("its dump is older than that call" in line for line in found.unknown) == (not expected)
+
+
+def test_gloo_counts_messages_in_its_status() -> None:
+    """Rank 1 has sent 9 messages, which gloo's recorder only counts, and has not called the second all_reduce."""
+    config = {"0": {"desc": "default_pg", "ranks": "[0, 1]"}}
+    first = call(1, "all_reduce", profiling_name="gloo:all_reduce", retired=True, pg_id=0)
+    second = call(2, "all_reduce", profiling_name="gloo:all_reduce", retired=False, pg_id=0)
+    status = {"0": {"last_enqueued_collective": "10"}}
+    waits = {"pg_config": config, "pg_status": status, "entries": [first, second]}
+    found = hang_verdict.verdict({0: waits, 1: {"pg_config": config, "pg_status": status, "entries": [first]}})
+    assert named(found) == {(1, NOT_CALLED)}
 
 
 def test_gloo_lists_no_members() -> None:
