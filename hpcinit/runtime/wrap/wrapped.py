@@ -134,7 +134,8 @@ class Wrapped(abc.ABC):
         Args:
             include: DeepSpeed's names of the states (states.STATES). None: all that can be moved. With DDP and FSDP
                 only optim_states can. With ZeRO all can; stage 3 needs deepspeed.optimizer=adamw for optim_states and
-                hp_params.
+                hp_params. States that deepspeed.offload_optimizer keeps off the device are skipped, and a line
+                reports it.
             device: 'cpu' is the only choice.
             pin_memory: move to pinned memory, which is faster to copy.
             non_blocking: return before the copies are done.
