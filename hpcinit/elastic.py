@@ -41,7 +41,6 @@ def main(argv: Sequence[str]) -> int:
     agents = launchers.read(os.environ)
     _refuse_another_size(spec, agents, path)
     from hpcinit.launch.torchrun import torchrun_job  # noqa: PLC0415 - imports torch
-
     from hpcinit.runtime import program  # noqa: PLC0415 - with the imports of torchrun_job
 
     try:
