@@ -328,11 +328,11 @@ def restart_file(config: Config, run: RunPath) -> tuple[str, str] | None:
 
 
 def with_restart_file(text: str, file: tuple[str, str] | None) -> str:
-    """Return the script of a dry run, followed by the file that it reads, so that a reader sees both."""
+    """Return the script of a dry run, followed by the file that it reads, in comments. It remains a valid script."""
     if file is None:
         return text
-    name, lines = file[0], file[1].partition("\n")[2]  # shellcheck's directive must be in the first line of a script
-    return f"{text}\n# ---- End of the script. It reads {name} from the run folder: ----\n{lines}"
+    lines = "".join(f"# | {line}".rstrip() + "\n" for line in file[1].splitlines())
+    return f"{text}\n# End of the script. It reads {file[0]} from the run folder:\n{lines}"
 
 
 def _run_folder(run: RunPath, body: str) -> tuple[list[str], list[str]]:

@@ -84,10 +84,10 @@ def test_a_dry_run_shows_the_file_that_the_script_reads(tmp_path: Path) -> None:
     """The file with the code of restarts follows the script; a script without restarts is shown alone."""
     at = f"runs_dir={tmp_path}"
     config = compose([*CASES["survives"], PYTHON, at])
-    shown, _, file = transaction.dry_run(config, []).partition("# ---- End of the script. It reads restart-")
+    shown, _, file = transaction.dry_run(config, []).partition("# End of the script. It reads restart-")
     assert "hpcinit_source " in shown and "hpcinit_requeue() {" not in shown
     assert "hpcinit_requeue() {" in file and "hpcinit_check_chain() {" in file
-    assert "# ----" not in transaction.dry_run(compose([*CASES["fork"], PYTHON, at]), [])
+    assert "# End of" not in transaction.dry_run(compose([*CASES["fork"], PYTHON, at]), [])
 
 
 @pytest.mark.parametrize("name", CASES)
