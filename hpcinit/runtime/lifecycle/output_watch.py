@@ -129,7 +129,7 @@ def main_frames() -> tuple[tuple[str, str, int], ...]:
 def _main_place() -> tuple[object, ...]:
     """Return the position of the main thread, which stays equal in a loop over several lines of one function, and
     changes with each collective."""
-    inner, *callers = [one for one in main_frames() if not hang_report.STANDARD_LIBRARY.search(one[0])] or [()]
+    inner, *callers = [one for one in main_frames() if not hang_report.STANDARD_LIBRARY.search(one[0])] or [("", "", 0)]
     # The innermost function counts as a whole. The lines of its callers show whether the program continues.
     return (inner[:2], *callers, flight_dump.collectives())
 
