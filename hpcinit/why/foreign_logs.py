@@ -53,6 +53,8 @@ _SPAWNED = re.compile(r"process (\d+) spawned with command: .*'--local_rank=(\d+
 _NODES = re.compile(r"\[launch\.py:.*\bnnodes=(?!1\b)\d+")
 _SUCCEEDED = re.compile(r"Process (\d+) exits successfully\.")
 _RETURNED = re.compile(r"\[launch\.py:.*exits with return code = (-?\d+)")
+WORKER_GONE = re.compile(r"DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly")
+ENDED_BY_SLURM = {"CANCELLED", "TIMEOUT", "PREEMPTED", "DEADLINE"}
 WORKER_KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal")
 
 
@@ -127,6 +129,8 @@ def gather(
     of_ranks = labels.task and not ends  # srun's tasks are the agents of torchrun otherwise
     every_end = of_ranks and bool(slurm.ends)
     slurm = replace(slurm, ends=tuple([*slurm.ends] if of_ranks else ends), output=())
+    if slurm.cancelled or preempted_at or state in ENDED_BY_SLURM:  # a worker that died of its SIGTERM
+        errors = [one for one in errors if not WORKER_GONE.search(one[1])]
     of_launcher = [one for one in errors if _LAUNCHER.search(one[1]) or _OF_LAUNCHER.search(one[2])]
     errors = _assigned([one for one in errors if one not in of_launcher], slurm)
     by_deepspeed = _of_deepspeed(job_lines, {rank for rank, _, _ in errors if rank != NO_RANK})

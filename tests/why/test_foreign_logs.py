@@ -74,6 +74,14 @@ def test_later_errors_of_an_agent_are_not_the_first_cause(error: str) -> None:
     assert verdict(agent)[0].headline == f"the launcher failed first: {error}"
 
 
+def test_a_worker_that_is_gone_when_slurm_ends_the_job() -> None:
+    """torch's message about a worker that died of the job's SIGTERM; without an end by Slurm it is the cause."""
+    error = "Traceback (most recent call last):\nRuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly\n"
+    for state, kind in (("CANCELLED", "cancelled"), ("TIMEOUT", "time-limit"), ("FAILED", "host-memory")):
+        found = foreign_logs.gather([foreign_logs.Log(error)], state)
+        assert diagnosis.diagnose(found.evidence).kind == kind
+
+
 def test_why_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The JSON has the verdict, the culprits, secondary errors and what is unknown; the text shows the same."""
     log = tmp_path / "train.out"

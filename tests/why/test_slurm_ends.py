@@ -20,15 +20,15 @@ from tests.waiting import until
 # In 'worker' the rank ignores SIGTERM, and fails because its DataLoader worker dies of it.
 PROGRAM = """
 import signal, sys, time
-import torch
 
-class Slow(torch.utils.data.Dataset):
+class Slow:
     def __len__(self): return 10000
     def __getitem__(self, index):
         time.sleep(0.1)
         return index
 
 if sys.argv[1] == "worker":
+    import torch
     batches = iter(torch.utils.data.DataLoader(Slow(), num_workers=1))
     signal.signal(signal.SIGTERM, lambda *_: None)
     for batch in batches: print("up", flush=True)
@@ -38,7 +38,7 @@ time.sleep(600)
 ENDS = {  # the end: (what ends the job, kind, first line)
     "preemption": ("sbatch -N2 --exclusive --partition=high --output=/dev/null --wrap=true", "preempted",
                    "a job of higher priority took the nodes"),
-    "scancel": ("scancel", "cancelled", "the job was canceled by "),
+    "scancel": ("scancel", "cancelled", "the job was canceled"),
     "time limit": ("", "time-limit", "the time limit"),
 }  # fmt: skip
 OVER = {"FAILED", "COMPLETED", "CANCELLED", "TIMEOUT", "PREEMPTED"}
@@ -64,16 +64,16 @@ def test_the_end_is_the_first_cause(hpcinit: Run, slurm: MiniSlurm, tmp_path: Pa
     for dies in ("rank", "worker"):
         shape = [
             "nodes=1",
-            "ranks_per_node=2",
+            "ranks_per_node=1",
             "cluster.gpus_per_node=0",
             "cluster.cpus_per_node=4",
             f"time_min={minutes}",
         ]
         done = submit(hpcinit, slurm, *shape, f"name={dies}", "--", "train.py", dies)
         folder = folder_of(done)
-        jobs[dies] = (job_id_of(done), str(folder), folder / "logs/rank-1.log")
+        jobs[dies] = (job_id_of(done), str(folder), folder / "logs/rank-0.log")
         line = f"srun -l --kill-on-bad-exit=1 {sys.executable} train.py {dies}"
-        options = ["-N1", "-n2", "-c2", f"-t{minutes}", "--no-requeue", "--parsable"]
+        options = ["-N1", "-n1", "-c4", f"-t{minutes}", "--no-requeue", "--parsable"]
         job = slurm.run("sbatch", *options, f"--wrap={line}").strip()
         jobs[f"{dies} without hpcinit"] = (job, job, tmp_path / f"slurm-{job}.out")
     for _, _, log in jobs.values():
