@@ -43,7 +43,7 @@ WRITTEN_NS = "written_ns"  # key added to a document: when its file was written,
 # The entry that ends a coalesced batch; only its state is updated, that of the parts is not. Since torch 2.7 also
 # 'ALLGATHER_coalesced'.
 COALESCED = "coalesced"
-FEW = 64  # after so many finished calls, a recorder that has overwritten entries has hardly lost an unfinished one
+FEW = 64  # finished calls after which a recorder that overwrites entries has hardly lost an unfinished one
 SETTLE_S = 10.0  # ranks write their dumps within this time of each other
 SCHEDULED, STARTED, DONE = "scheduled", "started", "completed"
 FORGOTTEN = "forgotten"  # called so long ago that the recorder has overwritten it

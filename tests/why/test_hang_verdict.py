@@ -82,7 +82,7 @@ def test_recorders_that_have_overwritten_calls() -> None:
 @pytest.mark.parametrize("timed", [True, False], ids=["starts recorded", "starts not recorded"])
 def test_a_stuck_device_with_an_unfinished_send(timed: bool) -> None:
     """The dumps do not show whether it is stuck or waits for the receiver. No healthy rank is named."""
-    for seed in range(max(5, CASES // 20)):
+    for seed in range(max(3, CASES // 50)):
         training = hang_dumps.training(seed, kinds=[DEVICE_STUCK], calls=CALLS_AND_SENDS, after_a_send=True)
         found = hang_verdict.verdict(hang_dumps.dumps(training, timed=timed))
         assert named(found) <= {(one.rank, one.kind) for one in training.faults}, seed
