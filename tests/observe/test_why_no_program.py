@@ -8,7 +8,7 @@ from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, submit
 
-LINE = "slurmstepd-n1: error: execve(): python3.99: No such file or directory"  # no -n1 where a host has one slurmd
+LINE = "error: execve(): python3.99: No such file or directory"  # after slurmstepd-n1, or in Slurm 26.05 after the time
 
 
 @pytest.mark.slurm
@@ -16,6 +16,7 @@ def test_the_only_line_of_a_log_is_quoted(hpcinit: Run, slurm: MiniSlurm) -> Non
     """The Python of the ranks is missing on the nodes: `why` quotes the only line of the log, and what to check."""
     done = submit(hpcinit, slurm, "ranks_per_node=1", "cluster.python=python3.99", "check_paths=false", "wait=true")
     run = folder_of(done)
-    assert done.returncode == 2 and (run / "logs/rank-0.log").read_text().splitlines() == [LINE], done.stdout
+    line = (run / "logs/rank-0.log").read_text().rstrip("\n")
+    assert done.returncode == 2 and line.endswith(LINE) and "\n" not in line, done.stdout
     said = hpcinit("why", str(run), env=slurm.env).stdout
-    assert LINE in said.splitlines()[0] and "exists on the compute nodes" in said, said
+    assert line in said.splitlines()[0] and "exists on the compute nodes" in said, said

@@ -190,27 +190,36 @@ def test_invalid_requests(wrong: dict[str, Any], said: str) -> None:
 OTHERS = """
     import sys, torch, torch.distributed as dist
     sys.path.insert(0, {programs!r})
-    from vllm_engine import join_by_torch
-    from vllm_stand_in import join
-    group = {function}("127.0.0.1", {port}, 0, 2)
-    dist.broadcast(torch.full((2,), 7.0), group_src=0, group=group)
+    from vllm_stand_in import join, join_by_torch
+    group = {function}("127.0.0.1", {port}, {rank}, 2)
+    weight = torch.full((2,), 7.0) if {rank} == 0 else torch.zeros(2)
+    dist.broadcast(weight, group_src=0, group=group)
     group.barrier().wait()
+    print(weight.tolist())
 """
 
 
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("peers", "function"), [("torch", "join_by_torch"), ("vllm", "join")])
-def test_rank_0_of_another_project(peers: str, function: str, tmp_path: Path) -> None:
-    """A process joins a group whose rank 0 uses a stand-in for vLLM's functions, or torch's, and not hpcinit."""
+def test_a_process_of_another_project(peers: str, function: str, rank: int, tmp_path: Path) -> None:
+    """Beside its own group a process shares weights with one that uses a stand-in for vLLM's function, or torch's.
+
+    Each of the two is rank 0 once, which listens and sends.
+    """
     port, programs = free_port(), str(Path(__file__).parents[1] / "systems/programs")
-    other = Rank(OTHERS.format(programs=programs, function=function, port=port), tmp_path / "other.log", {})
+    code = OTHERS.format(programs=programs, function=function, port=port, rank=1 - rank)
+    other = Rank(code, tmp_path / "other.log", {})
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        found = side_group("weights", rank=1, world_size=2, address="127.0.0.1", port=port, backend="gloo", peers=peers)
-        weight = torch.zeros(2)
+        found = side_group(
+            "weights", rank=rank, world_size=2, address="127.0.0.1", port=port, backend="gloo", peers=peers
+        )
+        weight = torch.full((2,), 7.0) if rank == 0 else torch.zeros(2)
         dist.broadcast(weight, src=0, group=found)
         dist.barrier(group=found)
+        status, said = other.end()
+        assert status == 0 and weight.tolist() == [7.0, 7.0] and said.splitlines()[-1] == "[7.0, 7.0]", said
         dist.destroy_process_group(found)
-        assert weight.tolist() == [7.0, 7.0] and other.end()[0] == 0
     finally:
         other.process.kill()
         other.process.wait()

@@ -1,4 +1,4 @@
-"""Like open-instruct's trainer: torch, then DeepSpeed with ZeRO 3, and weights sent in a second group. `... FOLDER PORT [PEERS]`."""
+"""Like open-instruct's trainer: torch, then DeepSpeed with ZeRO 3, and weights sent in a second group. `... FOLDER PORT`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from saying import bits, say
 from torch import nn
-from vllm_stand_in import Stateless
 
 import hpcinit
 from hpcinit import Samples, Training
@@ -45,7 +44,6 @@ def send(wrapped: Wrapped, group: dist.ProcessGroup | None) -> str:
 
 def main() -> None:
     made = []
-    port, peers = int(sys.argv[2]), (*sys.argv[3:], "hpcinit")[0]
     original = dist.init_process_group
 
     def watched(*args: object, **options: object) -> None:
@@ -59,13 +57,7 @@ def main() -> None:
         group = None
         if run.rank == 0:
             group = hpcinit.side_group(
-                "weights",
-                rank=0,
-                world_size=1 + SENT_TO,
-                address=run.hosts[0],
-                port=port,
-                backend="gloo",
-                peers=peers,
+                "weights", rank=0, world_size=1 + SENT_TO, address=run.hosts[0], port=int(sys.argv[2]), backend="gloo"
             )
         losses, sent = [], []
         for _ in range(ROUNDS):
@@ -73,10 +65,6 @@ def main() -> None:
             sent.append(send(wrapped, group))
         if group is not None:
             dist.destroy_process_group(group)
-            if peers == "vllm":  # vLLM's other function, of which both ends are vLLM's, beside hpcinit's group
-                other = Stateless(run.hosts[0], port + 2, 0, 1 + SENT_TO)
-                other.broadcast_obj("as NCCL's unique id", 0)
-                other.store.wait([f"read/{engine}" for engine in range(SENT_TO)])
         losses.append(step(run, wrapped))
         say(sys.argv[1], run, **found, losses=losses, sent=sent, last=send(wrapped, None))
 

@@ -1,19 +1,16 @@
 """A stand-in for vLLM's functions that join a process group, because vLLM cannot be installed beside this torch.
 
 It makes the same calls of torch, in the same order and with the same arguments, as vLLM's `vllm/distributed/utils.py`,
-and is written for these tests: `stateless_init_torch_distributed_process_group` with gloo, and the part of
-`StatelessProcessGroup` that exchanges objects before NCCL is started.
+and is written for these tests: `stateless_init_torch_distributed_process_group` with gloo.
 """
 
 from __future__ import annotations
 
-import pickle
-import socket
 from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroup, TCPStore
-from torch.distributed.distributed_c10d import ProcessGroupGloo, _get_default_timeout
+from torch.distributed import PrefixStore, ProcessGroup
+from torch.distributed.distributed_c10d import ProcessGroupGloo, _get_default_timeout, _new_process_group_helper
 from torch.distributed.rendezvous import rendezvous
 
 
@@ -32,32 +29,10 @@ def join(host: str, port: int, rank: int, world_size: int) -> ProcessGroup:
     return group
 
 
-class Stateless:
-    """Do what `StatelessProcessGroup.create` and `broadcast_obj` do: rank 0 listens, and objects are keys of its store."""
-
-    def __init__(self, host: str, port: int, rank: int, world_size: int) -> None:
-        self.rank, self.sent = rank, 0
-        descriptor = None
-        if rank == 0:
-            listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port))
-            listener.listen()
-            descriptor = listener.detach()  # the store closes it, as in vLLM's create_tcp_store
-        self.store = TCPStore(
-            host_name=host,
-            port=port,
-            world_size=world_size,
-            is_master=rank == 0,
-            timeout=timedelta(seconds=300),
-            use_libuv=False,
-            master_listen_fd=descriptor,
-        )
-
-    def broadcast_obj(self, obj: object, src: int) -> object:
-        key = f"broadcast_from/{src}/{self.sent}"
-        self.sent += 1
-        if self.rank == src:
-            self.store.set(key, pickle.dumps(obj))
-            return obj
-        return pickle.loads(self.store.get(key))
+def join_by_torch(host: str, port: int, rank: int, world_size: int) -> ProcessGroup:
+    """Join by torch's own functions, as OpenRLHF's and TRL's copies of init_process_group do."""
+    timeout = timedelta(minutes=5)
+    store, rank, world_size = next(rendezvous(f"tcp://{host}:{port}", rank, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    store = PrefixStore("weights", store)
+    return _new_process_group_helper(world_size, rank, [], "gloo", store, group_name="weights", timeout=timeout)[0]
