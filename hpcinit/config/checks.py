@@ -11,7 +11,6 @@ from hpcinit.base import quoting
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import expanded, unknown_user
 from hpcinit.config import (
-    components,
     dependency,
     environment_checks,
     job_spec,
@@ -46,7 +45,6 @@ def problems(config: Config, *, to_submit: bool = True) -> list[str]:
     found: list[str] = []
     for check in (*values, *(here if to_submit else ()), partition.problems, _launch):
         found.extend(check(config))
-    found.extend(components.problems(config, partition.problems))
     if not found:  # arithmetic on invalid numbers would only add noise
         found.extend(_arithmetic(config))
     return found
@@ -206,10 +204,9 @@ def _arithmetic(config: Config) -> Iterator[str]:
             check()
         except RequestError as error:
             yield str(error)
-    for world in [config] if components.one_world(config) else components.of(config):
-        yield from training.problems(world)
+    yield from training.problems(config, ranks_per_node(config))
 
 
 def warnings(config: Config) -> list[str]:
     """Return warnings about a config that has no problems."""
-    return [*partition.warnings(config), *training.warnings(config)]
+    return [*partition.warnings(config), *training.warnings(config, ranks_per_node(config))]

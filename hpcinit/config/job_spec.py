@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
-from hpcinit.config import components
 from hpcinit.config.resources import cpus_per_rank, gpus_per_node, ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.records.layout import Layout
@@ -33,13 +32,11 @@ def make(config: Config, workdir: str, target: str) -> Spec:
         Spec,
         config,
         cluster=config.cluster.name,
-        nodes=components.nodes(config),
         ranks_per_node=per_node,
-        ranks=components.ranks(config),
         program=Program(program_kind(config), target, tuple(config.job.args)),
         workdir=workdir,
         nonce=secrets.token_hex(16),
-        layout=layout(config).over(components.ranks(config), components.ranks_in_a_row(config)),
+        layout=layout(config).over(config.nodes * per_node, per_node),
         comm=_copied(
             Comm,
             config.comm,

@@ -462,14 +462,6 @@ class Config:
     cpus_per_rank: Optional[int] = key(
         "cores per rank; null: a share of the node's cores, by GPUs", least=1, sbatch="cpus-per-task"
     )
-    components: list[dict[str, Any]] = key(
-        "further components of a heterogeneous job, with their own nodes, ranks_per_node, gpus_per_node, "
-        "cpus_per_rank, mem_gb, partition: [{nodes: 1, partition: cpu}]",
-        [],
-    )
-    worlds: str = key(
-        "one: the ranks of all components form one world; each: one world per component", "one", choices=("one", "each")
-    )
     partition: Optional[str] = key("partition", "${cluster.partition}", filled=VALUE, sbatch="partition")
     account: Optional[str] = key("account", "${cluster.account}", filled=VALUE, sbatch="account")
     qos: Optional[str] = key("quality of service", "${cluster.qos}", filled=VALUE, sbatch="qos")

@@ -8,17 +8,17 @@ from dataclasses import fields
 from typing import Any
 
 from hpcinit.base.errors import RequestError
-from hpcinit.config import components, job_spec
+from hpcinit.config import job_spec
 from hpcinit.config.schema import Config, DeepSpeed
 from hpcinit.deepspeed.deepspeed_config import options
 from hpcinit.records import wrappers
 from hpcinit.records.layout import Layout, divisors_around
 
 
-def problems(config: Config) -> Iterator[str]:
+def problems(config: Config, ranks_per_node: int) -> Iterator[str]:
     """Yield one message per problem."""
     try:
-        layout = _layout(config)
+        layout = _layout(config, ranks_per_node)
     except RequestError as error:
         yield str(error)
         return
@@ -31,9 +31,9 @@ def problems(config: Config) -> Iterator[str]:
         yield from _deepspeed(config, layout)[0]
 
 
-def warnings(config: Config) -> Iterator[str]:
+def warnings(config: Config, ranks_per_node: int) -> Iterator[str]:
     """Yield warnings about a config that has no problems."""
-    layout, wrapper = _layout(config), wrappers.get(config.parallel.wrap)
+    layout, wrapper = _layout(config, ranks_per_node), wrappers.get(config.parallel.wrap)
     if wrapper.for_many_ranks and layout.pp * layout.ep > 1:
         name = "pp" if layout.pp > 1 else "ep"
         yield (
@@ -51,8 +51,8 @@ def warnings(config: Config) -> Iterator[str]:
         )
 
 
-def _layout(config: Config) -> Layout:
-    return job_spec.layout(config).over(components.ranks(config), components.ranks_in_a_row(config))
+def _layout(config: Config, ranks_per_node: int) -> Layout:
+    return job_spec.layout(config).over(config.nodes * ranks_per_node, ranks_per_node)
 
 
 def _error(check: Callable[[], object]) -> Iterator[str]:

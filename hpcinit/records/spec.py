@@ -196,8 +196,7 @@ class Spec:
     """What the job needs to know about a submission.
 
     nonce: random, the same on every rank, and secret from other jobs. workdir: where the user's code runs. seed_by:
-    'same' on all ranks, different for each 'rank', or different for ranks with different 'data'. ranks: of all nodes,
-    which have different numbers of them in a heterogeneous job; ranks_per_node is that of the first component.
+    'same' on all ranks, different for each 'rank', or different for ranks with different 'data'.
     """
 
     name: str
@@ -217,7 +216,6 @@ class Spec:
     stop: Stopping = field(default_factory=Stopping)
     hang: Hang = field(default_factory=Hang)
     node_check: NodeCheck = field(default_factory=NodeCheck)
-    ranks: int = 0
     launch: Launch = field(default_factory=Launch)
 
     def __post_init__(self) -> None:
@@ -225,7 +223,7 @@ class Spec:
 
     @property
     def world_size(self) -> int:
-        return self.ranks or self.nodes * self.ranks_per_node
+        return self.nodes * self.ranks_per_node
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from hpcinit.base import console
-from hpcinit.config import checks, components, resources
+from hpcinit.config import checks, resources
 from hpcinit.config.request import Request
 from hpcinit.submit.job_environment import DroppedVariables
 from hpcinit.submit.sweep import Submitted as Sweep
@@ -71,10 +71,11 @@ def announce_job(request: Request, done: Submitted, as_json: bool) -> None:
 
 
 def _summary(request: Request, done: Submitted) -> list[str]:
-    config = request.config
+    config, per_node = request.config, checks.ranks_per_node(request.config)
+    shape = f"{config.nodes} node{'s' * (config.nodes != 1)} x {per_node} rank{'s' * (per_node != 1)}"
     chain = [f"chain: jobs {', '.join(done.jobs)}, each starts after the previous one"] if config.chain > 1 else []
     expected = [done.expected] if done.expected else []
-    job = f"job {done.job_id} on {config.cluster.name}: {config.name}, {components.shape(config)}"
+    job = f"job {done.job_id} on {config.cluster.name}: {config.name}, {shape}"
     request_line = [f"request: {text}"] if (text := resources.of(config).described()) else []
     return [job, *request_line, *chain, f"run folder: {done.path}", *expected]
 

@@ -9,11 +9,6 @@ from hpcinit.base import quoting
 from hpcinit.base.quoting import Raw
 
 
-def component_folder(number: int) -> str:
-    """Return the name of the folder of a further component with its own world, in the run folder."""
-    return f"component-{number}"
-
-
 @dataclass(frozen=True)
 class RunPath:
     """The folder of one run."""
@@ -23,10 +18,6 @@ class RunPath:
     job_id = Raw('"${SLURM_JOB_ID:-$$}"')
     guard = "in_a_job"  # the block that stops the script unless sbatch started it
     own_env: frozenset[str] = frozenset()  # variables that the job reads from the file env.sh in the run folder
-
-    def component(self, number: int) -> RunPath:
-        """Return the folder of a component of a heterogeneous job that has its own world."""
-        return RunPath(self.path / component_folder(number)) if number else self
 
     def in_directive(self, name: str) -> str:
         """Return the path of the file `name`, as a file name pattern in an #SBATCH line."""

@@ -10,13 +10,13 @@ With cluster=local, `python -m hpcinit.local.step` replaces srun and takes the s
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hpcinit.base import quoting
 from hpcinit.base.quoting import option_flags
-from hpcinit.config import components, environment_checks
+from hpcinit.config import environment_checks
 from hpcinit.config.job_spec import gpu_bind
 from hpcinit.config.resources import cpus_per_rank, ranks_per_node
 from hpcinit.config.schema import Config
@@ -28,35 +28,12 @@ ENTRIES = {"srun": "hpcinit.run", "fork": "hpcinit.fork", "torchrun": "hpcinit.e
 WIDTH = 100  # of a line of the command, in characters
 
 
-def srun_step_lines(config: Config, run: RunPath, workdir: Path) -> list[str]:
-    """Return the commands that start the ranks: one, or one for each world of a heterogeneous job and their end."""
-    if not config.components:
-        return [_step(config, run, workdir)]
-    parts = [
-        _step(each, run.component(at if config.worlds == components.EACH else 0), workdir, {"het-group": at})
-        for at, each in enumerate(components.of(config))
-    ]
-    if config.worlds == components.ONE:
-        return [" \\\n  : ".join([parts[0], *(part.removeprefix("srun ") for part in parts[1:])])]
-    return [
-        *(f"{part} & hpcinit_worlds+=($!)" for part in parts),
-        "hpcinit_status=0",
-        'for hpcinit_world in "${hpcinit_worlds[@]}"; do wait "$hpcinit_world" || hpcinit_status=$?; done',
-        '(exit "$hpcinit_status")',
-    ]
-
-
-def _step(config: Config, run: RunPath, workdir: Path, more: Mapping[str, Any] | None = None) -> str:
-    """Return one command in several lines: the options of srun, then what each task runs."""
+def srun_step_line(config: Config, run: RunPath, workdir: Path) -> str:
+    """Return the command that starts the ranks, in several lines: the options of srun, then what each task runs."""
     python = environment_checks.python(config)
     here = sys.executable if config.container.image else python
     launcher = ["srun"] if config.cluster.engine == "slurm" else [here, "-m", "hpcinit.local.step"]
-    flags = {
-        **options(config, run),
-        **script.container_options(config, run, workdir),
-        **config.cluster.srun,
-        **(more or {}),
-    }
+    flags = {**options(config, run), **script.container_options(config, run, workdir), **config.cluster.srun}
     program = [python, "-u", "-m", ENTRIES[config.launch.kind], run.in_shell(run_folder.SPEC)]
     before = [*launcher, *option_flags(flags)]
     return " \\\n    ".join([*_wrapped(before), *_wrapped([*script.container_prefix(config, run, workdir), *program])])

@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from hpcinit.base.errors import ConfigError, MaybeSubmitted, RequestError, SubmitError
-from hpcinit.config import checks, components, secret_files
+from hpcinit.config import checks, secret_files
 from hpcinit.config.schema import Config
 from hpcinit.records import run_folder, secret_names
 from hpcinit.slurm import exactly_once, scontrol, slurm_client, tokens
@@ -43,7 +43,7 @@ from hpcinit.submit import (
 from hpcinit.submit.duplicates import Waiting
 from hpcinit.submit.job_environment import make_spec, runs_dir_of, workdir_of
 from hpcinit.submit.provenance import Provenance
-from hpcinit.submit.run_path import RunPath, component_folder
+from hpcinit.submit.run_path import RunPath
 from hpcinit.submit.shell_script_checks import shell_script_problems
 
 
@@ -316,11 +316,7 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
     workdir = workdir_of(config)
     code = code_snapshot.plan_snapshot(config, workdir)
     records: list[dict[str, Any]] = []
-    worlds = dict(enumerate(components.of(config))) if config.worlds == components.EACH else {}
-    further = {component_folder(at): each for at, each in worlds.items() if at}
-    usual = (run_folder.LOGS, run_folder.ERRORS)
-    below = [*usual, *(place for one in further for place in (one, *(f"{one}/{name}" for name in usual)))]
-    with begin(config, argv, below) as one:
+    with begin(config, argv) as one:
         path = one.path
         taken = code_snapshot.take_snapshot(code, path) if code else None
         request = duplicates.request_hash(document, workdir, runs_dir_of(config), taken["sha256"] if taken else "")
@@ -332,10 +328,6 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
             run_folder.SPEC: spec.to_json(),
             run_folder.CONFIG: yaml.safe_dump(dict(document), sort_keys=False),
             run_folder.PROVENANCE: one.provenance.to_json(taken),
-            **{
-                f"{at}/{run_folder.SPEC}": make_spec(each, workdir, code, path).to_json()
-                for at, each in further.items()
-            },
             **dict(filter(None, [script.restart_file(config, RunPath(path))])),
         }
         folder.fill(path, files)

@@ -59,8 +59,7 @@ def test_another_mpi_type_can_be_chosen() -> None:
     """cluster.srun.mpi replaces the default, and a program whose backend is MPI gets the site's."""
 
     def step(*words: str) -> str:
-        (line,) = srun_step.srun_step_lines(compose(["cluster=mini", *words]), RunPath(Path("/r")), Path("/w"))
-        return line
+        return srun_step.srun_step_line(compose(["cluster=mini", *words]), RunPath(Path("/r")), Path("/w"))
 
     assert "--mpi=none" in step() and "--export=ALL" in step()
     assert (
