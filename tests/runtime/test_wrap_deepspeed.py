@@ -119,7 +119,7 @@ print(json.dumps(message))
 
 
 def test_deepcompile_compiles_the_trained_model_only(tmp_path: Path) -> None:
-    """deepspeed.deepcompile=true compiles the engine that trains, which DeepSpeed does not do by itself, and not the
+    """deepspeed.deepcompile=true compiles the engine that trains, which DeepSpeed does not do alone, and not the
     engine of a model without an optimizer. (Fake: DeepSpeed's answer that there is a GPU, and its compile(), whose op
     exists for a GPU only.) On a CPU a line reports that it has no effect."""
     lines = on_two_ranks(

@@ -137,7 +137,7 @@ def test_ranks_and_signals_under_slurm(hpcinit: Run, idle_slurm: MiniSlurm, tmp_
     assert not any(b"hpcinit" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in slurm.pids("n2"))
 
 
-# Rank 1 ends without a word; the others lose it in the next collective.
+# Rank 1 ends without a message; the others lose it in the next collective.
 ENDS_EARLY = """
 import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")
