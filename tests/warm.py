@@ -121,7 +121,12 @@ def at_start(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def needs_a_new_python(env: Mapping[str, str]) -> bool:
-    """Return whether `env` has other variables for the start of a Python than this session, or measures coverage."""
+    """Return whether `env` has other variables for the start of a Python than this session or measures coverage, or the
+    current folder was deleted."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return True
     return at_start(env) != OF_SESSION or any(name.startswith("COVERAGE") for name in env)
 
 

@@ -257,7 +257,7 @@ def diagnose_hang(evidence: Evidence, record: ErrorRecord | None = None) -> Verd
     tail = evidence.tails.get(-1 if rank is None else rank)
     rest = (
         *(line for line in report.lines() if line != about),
-        *([f"its last output: {tail}"] if tail else []),
+        *([f"its last output: {tail}"] if tail and tail not in report.lines() else []),
         *flight,
     )
     head = f"the training hung: {about}"

@@ -77,7 +77,7 @@ def check(hpcinit: Run, folder: Path, env: dict[str, str], by_node: bool = True)
         return states(seen[-1]) == EXPECTED
 
     try:
-        until(all_there, timeout_s=120, pause_s=1)
+        until(all_there, timeout_s=300, pause_s=1)
     except AssertionError:
         raise AssertionError(json.dumps(seen[-1], indent=1)) from None
     found = seen[-1]

@@ -18,6 +18,7 @@ from tests.skip_or_fail import skip_or_fail
 from tests.submit.test_script import render
 from tests.submitting import folder_of, printed, submit
 
+LINE_BREAK = " \\\n    "  # in the srun command of a script
 TELL = "import json, os, sys; print(json.dumps([sys.prefix, dict(os.environ)]))"
 # A typical module: it sets a variable, and requires another module.
 COMPILER = "#%Module\nsetenv COMPILER gcc-13\n"
@@ -139,7 +140,7 @@ def test_rocm_replaces_nv() -> None:
     """--nv only warns on a node with AMD GPUs. If the site sets rocm, it is omitted."""
     words = ["cluster.gpus_per_node=8", "cluster.container.runtime=singularity", "container.image=x.sif"]
     assert " singularity exec --nv " in render(*words)
-    text = render(*words, "+cluster.container.options.rocm=true")
+    text = render(*words, "+cluster.container.options.rocm=true").replace(LINE_BREAK, " ")
     assert "--nv" not in text and "--rocm x.sif python -u -m hpcinit.run" in text
 
 
@@ -150,7 +151,7 @@ def test_pyxis_needs_only_srun_options() -> None:
         "+cluster.env.NCCL_DEBUG=WARN", "+job.env.A=b", "+container.options.writable=true",
         "+container.options.no-container-mount-home=true",
     ]  # fmt: skip
-    text = render(*words)
+    text = render(*words).replace(LINE_BREAK, " ")
     for word in (
         "'--container-image=nvcr.io#nvidia/pytorch:25.01-py3'",
         "--container-mounts=/shared/me/project:/shared/me/project,/shared/me/runs/x-0001:/shared/me/runs/x-0001",

@@ -25,12 +25,17 @@ PERIODS = 8  # looks at the logs before a silence counts
 
 
 def write_stacks(path: Path, note: str = "") -> None:
-    """Write the stacks of all threads of this process, as hang_report.place() reads them. Raise OSError."""
+    """Write the stacks of all threads of this process, as hang_report.place() reads them. Raise OSError.
+
+    A reader never sees a part of the file: a main thread in a loop keeps the GIL for long between two lines.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    new = path.with_name(f".{path.name}.new")
+    with new.open("w") as file:
         print(hang_report.MAIN.format(ident=threading.main_thread().ident), file=file)
         print(note, file=file, flush=True)
         faulthandler.dump_traceback(file=file, all_threads=True)
+    new.replace(path)
 
 
 class OutputWatch:
