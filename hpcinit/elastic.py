@@ -15,6 +15,7 @@ from pathlib import Path
 from hpcinit.base.console import say
 from hpcinit.base.errors import RequestError
 from hpcinit.cli.main import guarded
+from hpcinit.jobs import node_check
 from hpcinit.records import run_folder
 from hpcinit.records.spec import Spec
 from hpcinit.records.startup_timeout import check_clock
@@ -34,12 +35,14 @@ def main(argv: Sequence[str]) -> int:
     came = agent_signals.Signals()  # before torch starts threads: they inherit the blocked signals
     path = Path(argv[0]).absolute()
     spec = enter(argv[0])
+    check = node_check.start(spec.node_check, os.environ)
     if doubt := check_clock(os.environ, time.time()):
         say(doubt)
     agents = launchers.read(os.environ)
     _refuse_another_size(spec, agents, path)
     from hpcinit.launch.torchrun import torchrun_job  # noqa: PLC0415 - imports torch
 
+    node_check.finish(check, path.parent)
     return torchrun_job.run(spec, path, agents, came)
 
 

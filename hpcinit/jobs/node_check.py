@@ -1,0 +1,339 @@
+"""Check this node before its ranks start, for what ended jobs have left there.
+
+`python -m hpcinit.jobs.node_check ACTION PARENT` prints a JSON document: the lines to print, and the reason why ranks
+should not start here. It is a process of its own: if it crashes or hangs (a dead file server, a driver that does not
+answer), the ranks start without it. start() and finish() are the rank's side.
+
+Only what provably belongs to an ended job of this user is removed: a task of a step on this node whose job Slurm no
+longer runs here, and a file of torch or NCCL in /dev/shm that is older than this job and that no process uses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcinit.base import failure_kinds, process_limits, safe_files
+from hpcinit.base.console import say
+from hpcinit.base.errors import BringUpError
+from hpcinit.records import plain_files, run_folder
+from hpcinit.records.spec import CLEAN, OFF, REPLACE, NodeCheck
+from hpcinit.records.timeline import ENV_ALLOCATED
+from hpcinit.slurm import slurm_client
+
+if TYPE_CHECKING:
+    from hpcinit.records.rank_report import Gpu
+
+# The variables that prove that a process was a task of a step, and of which job and node. The shell of salloc has no
+# SLURM_PROCID.
+JOB, RESTART, NODE, CLUSTER = "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURMD_NODENAME", "SLURM_CLUSTER_NAME"
+NEEDED = (JOB, NODE, CLUSTER, "SLURM_PROCID")
+DAEMONS = {"slurmd", "slurmstepd"}
+OVER = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
+        "REVOKED", "TIMEOUT"}  # fmt: skip
+SHARED_MEMORY = Path("/dev/shm")
+# torch's (torch_PID_...) and NCCL's segments, which a process keeps mapped. Other programs may close and reopen theirs.
+KNOWN_SEGMENTS = re.compile(r"torch_\d+_\d+_\d+|nccl-\w+")
+LITTLE_GB = 1.0
+GB = 2**30
+OCCUPIED = 0.5  # of a GPU's memory, in use by another process: training would not fit
+SHARING = ("SLURM_SHARDS_ON_NODE", "CUDA_MPS_PIPE_DIRECTORY")  # the site shares GPUs between jobs on purpose
+KILL_S = 1.0  # a killed process that has not ended by then hangs in the kernel
+
+
+@dataclass(frozen=True)
+class Task:
+    """A process with the environment of a step's task on this node."""
+
+    pid: int
+    name: str
+    job: str
+    restart: int
+
+
+# The rank's side.
+
+
+@dataclass(frozen=True)
+class Running:
+    """The check while it runs in `process`. until: when the ranks stop waiting for it, by time.monotonic()."""
+
+    process: subprocess.Popen[str]
+    timeout_s: float
+    until: float
+
+
+def start(check: NodeCheck, env: Mapping[str, str]) -> Running | None:
+    """Start the check of this node; None if it is disabled, or another process of the node starts it."""
+    if check.action == OFF or not all(env.get(name) for name in NEEDED) or env.get("SLURM_LOCALID") != "0":
+        return None
+    command = [sys.executable, "-m", "hpcinit.jobs.node_check", check.action, str(os.getpid())]
+    with suppress(OSError):
+        process = subprocess.Popen(
+            command, env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        return Running(process, check.timeout_s, time.monotonic() + check.timeout_s)
+    return None
+
+
+def finish(check: Running | None, folder: Path) -> None:
+    """Print what the check found. Raise BringUpError if the ranks should not start on this node. folder: of the run."""
+    if check is None:
+        return
+    process, node, off = check.process, os.environ[NODE], "to disable it: node_check.action=off"
+    try:
+        out, error = process.communicate(timeout=max(check.until - time.monotonic(), 0.1))
+        found = json.loads(out)
+    except subprocess.TimeoutExpired:
+        process.kill()  # without a wait: it may hang in the kernel
+        say(
+            f"{node}: the check of the node did not end within {check.timeout_s:g} s; the ranks start without it; {off}"
+        )
+        return
+    except ValueError:
+        last = (error.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+        say(f"{node}: the check of the node failed: {last}; the ranks start without it; {off}")
+        return
+    for line in found["lines"]:
+        say(f"{node}: {line}")
+    if found["unusable"]:
+        job = f"{os.environ[JOB]}.{os.environ.get(RESTART, '0')}"
+        with suppress(OSError):  # the batch script reads it, to replace the node
+            record = folder / run_folder.UNUSABLE / f"{job}.{node}"
+            safe_files.make_folders(record.parent)
+            safe_files.write_atomically(record, plain_files.text({"node": node}))
+        raise BringUpError(
+            f"{node} cannot be used: {found['unusable']}; expected a free GPU. Report it to the site, submit with "
+            f"+cluster.sbatch.exclude={node} or with spare_nodes=1; {off}",
+            kind=failure_kinds.NODE,
+            host_at_fault=node,
+        )
+
+
+# The check's side.
+
+
+def main(argv: Sequence[str]) -> int:
+    process_limits.die_with_parent_process(int(argv[1]))
+    lines, unusable = check(argv[0], os.environ)
+    print(json.dumps({"lines": lines, "unusable": unusable if argv[0] == REPLACE else ""}))
+    return 0
+
+
+def check(action: str, env: Mapping[str, str]) -> tuple[list[str], str]:
+    """Return the lines to print, and why the ranks should not start on this node, or ''."""
+    clean = action in (CLEAN, REPLACE)
+    lines: list[str] = []
+    tasks = list(_tasks(env))
+    files = _segments(float(env.get(ENV_ALLOCATED) or 0))
+    active = _active_jobs(env[NODE]) if tasks or files else set()
+    lines += _leftover_tasks(tasks, active, clean)
+    lines += _leftover_files(files, active, clean, env[JOB])
+    lines += _free_space(env)
+    unusable = ""
+    for line, occupied in _gpu_memory(env):
+        lines.append(line)
+        unusable = unusable or (line if occupied else "")
+    return lines, unusable
+
+
+def _tasks(env: Mapping[str, str]) -> Iterator[Task]:
+    """Yield this user's tasks on this node that are not of this attempt of this job."""
+    own = (env[JOB], int(env.get(RESTART) or 0))
+    for pid in _pids():
+        task = _task(pid, env)
+        if task and (task.job, task.restart) != own and not (task.job == own[0] and task.restart > own[1]):
+            yield task
+
+
+def _pids() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+
+
+def _task(pid: int, env: Mapping[str, str]) -> Task | None:
+    """Return the process if it is a task of this user on this node of this cluster."""
+    place = Path(f"/proc/{pid}")
+    try:
+        if place.stat().st_uid != os.geteuid():
+            return None
+        text = (place / "environ").read_bytes()
+        if b"SLURM_PROCID=" not in text:
+            return None
+        found = dict(line.split("=", 1) for line in text.decode(errors="replace").split("\0") if "=" in line)
+        name = (place / "comm").read_text(errors="replace").strip()
+        cgroup = re.search(r"/job_(\d+)", (place / "cgroup").read_text(errors="replace"))
+    except OSError:  # it has ended, or is not readable
+        return None
+    if name in DAEMONS or any(found.get(key) != env[key] for key in (NODE, CLUSTER)) or not found.get(JOB):
+        return None
+    restart = found.get(RESTART, "")
+    job = cgroup[1] if cgroup else found[JOB]  # the cgroup is Slurm's own record
+    return Task(pid, name, job, int(restart) if restart.isdigit() else 0)
+
+
+def _active_jobs(node: str) -> set[str] | None:
+    """Return this user's jobs that Slurm runs on the node; None if Slurm gives no reply."""
+    command = ["squeue", "--noheader", f"--user={os.geteuid()}", f"--nodelist={node}", "--states=all", "--format=%A %T"]
+    try:
+        answer = slurm_client.run(command)
+    except slurm_client.Unreachable:
+        return None
+    if answer.status != 0:
+        return None
+    rows = [line.split() for line in answer.stdout.splitlines()]
+    return {row[0] for row in rows if len(row) == 2 and row[1] not in OVER}
+
+
+def _leftover_tasks(tasks: Sequence[Task], active: set[str] | None, clean: bool) -> Iterator[str]:
+    own = os.environ[JOB]
+    for task in tasks:
+        what = f"process {task.pid} ({task.name}) of job {task.job}"
+        if active is None:
+            yield f"{what} runs here; Slurm gives no reply about that job, so the process is left alone"
+        elif task.job in active and task.job != own:
+            continue
+        elif not clean:
+            yield f"{what}, which has ended, still runs; to end it: kill -9 {task.pid}"
+        else:
+            yield f"{what}, which has ended, still ran: {_kill(task)}"
+
+
+def _kill(task: Task) -> str:
+    """End the process, if it is still the same one, and return what became of it."""
+    try:
+        descriptor = os.pidfd_open(task.pid)
+    except ProcessLookupError:
+        return "it has ended by itself"
+    except OSError as error:
+        return f"cannot end it ({error.strerror}); to end it: kill -9 {task.pid}"
+    try:
+        # The number can belong to another process by now. The descriptor cannot, so the check comes after it is open.
+        if _task(task.pid, os.environ) != task:
+            return "it has ended by itself"
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return (
+            "killed" if poll.poll(KILL_S * 1000) else "killed, but it hangs in the kernel: report the node to the site"
+        )
+    except OSError as error:
+        return f"cannot end it ({error.strerror})"
+    finally:
+        os.close(descriptor)
+
+
+def _segments(before: float) -> list[Path]:
+    """Return this user's files in /dev/shm that are older than `before` and that torch or NCCL created."""
+    found = []
+    with suppress(OSError):
+        for path in SHARED_MEMORY.iterdir():
+            with suppress(OSError):
+                about = path.lstat()
+                if about.st_uid == os.geteuid() and about.st_mtime < before and KNOWN_SEGMENTS.fullmatch(path.name):
+                    found.append(path)
+    return found
+
+
+def _leftover_files(files: Sequence[Path], active: set[str] | None, clean: bool, own: str) -> Iterator[str]:
+    used = _in_use() if files else set()
+    if used is None:
+        return
+    left = [path for path in files if str(path) not in used]
+    size, removed = 0, 0
+    for path in left:
+        with suppress(OSError):
+            size += path.stat().st_blocks * 512
+            if clean and active is not None and not active - {own}:
+                path.unlink()
+                removed += 1
+    if left:
+        names = f"{left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}, {size / GB:.2f} GB"
+        kept = "another job of yours runs here" if active else "Slurm gives no reply about your jobs here"
+        why = f"removed {removed}" if removed else f"not removed: {kept if clean else 'node_check.action=report'}"
+        yield f"files of an ended job of yours in {SHARED_MEMORY} ({names}): {why}"
+
+
+def _in_use() -> set[str] | None:
+    """Return the files in /dev/shm that a process of this user has open or mapped; None if one cannot be read."""
+    used: set[str] = set()
+    for pid in _pids():
+        place = Path(f"/proc/{pid}")
+        try:
+            if place.stat().st_uid != os.geteuid():
+                continue
+            maps = (place / "maps").read_text(errors="replace")
+            used.update(line[line.index("/dev/shm/") :] for line in maps.splitlines() if "/dev/shm/" in line)
+            for link in (place / "fd").iterdir():
+                with suppress(OSError):
+                    used.add(str(link.readlink()))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        except OSError:
+            return None
+    return used
+
+
+def _free_space(env: Mapping[str, str]) -> Iterator[str]:
+    from hpcinit.jobs import node_probe  # noqa: PLC0415 - only the check's side needs it
+
+    for place in node_probe.folders(env):
+        if place.error:
+            yield f"{place.what} {place.path} is not writable: {place.error}"
+        elif place.free_gb < min(LITTLE_GB, place.total_gb / 2):
+            yield f"{place.what} {place.path} has {place.free_gb:.2f} GB free of {place.total_gb:.2f} GB"
+
+
+def _gpu_memory(env: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
+    """Yield a line for each of the job's GPUs whose memory is in use, and whether training would not fit."""
+    allocated = env.get("SLURM_STEP_GPUS") or env.get("SLURM_JOB_GPUS")
+    if not allocated:
+        return
+    from hpcinit.jobs import node_probe  # noqa: PLC0415
+
+    gpus, wanted = node_probe.query_nvidia_smi(), allocated.split(",")
+    if len(gpus) > len(wanted):  # without ConstrainDevices, nvidia-smi also lists GPUs of other jobs
+        gpus = tuple(gpu for index, gpu in enumerate(gpus) if str(index) in wanted)
+    for gpu in gpus:
+        others = [(one, owner) for one in gpu.processes if (owner := _owner(one.pid)) != env[JOB]]
+        used = sum(one.used_mb or 0 for one, _ in others)
+        total = gpu.total_mb or 0
+        if others:
+            names = ", ".join(f"{one.name} (process {one.pid}, {who})" for one, who in others)
+            line = f"{used / 1024:.1f} of {total / 1024:.1f} GiB of {gpu.uuid} are in use by {names}"
+            yield line, used > OCCUPIED * total > 0 and not any(env.get(name) for name in SHARING)
+        elif not gpu.processes and (gpu.used_mb or 0) > 1024:
+            yield f"{_of(gpu)} are in use, but nvidia-smi lists no process", False
+
+
+def _of(gpu: Gpu) -> str:
+    return f"{(gpu.used_mb or 0) / 1024:.1f} of {(gpu.total_mb or 0) / 1024:.1f} GiB of {gpu.uuid}"
+
+
+def _owner(pid: int) -> str:
+    """Return the job of a process, or its user if the job is not readable."""
+    with suppress(OSError):
+        found = re.search(rb"(?:^|\0)SLURM_JOB_ID=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())
+        if found:
+            return found[1].decode()
+    try:
+        return pwd.getpwuid(Path(f"/proc/{pid}").stat().st_uid).pw_name
+    except OSError:
+        return "user unknown"
+    except KeyError:
+        return "another user"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
