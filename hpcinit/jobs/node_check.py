@@ -248,8 +248,6 @@ def _segments(before: float) -> list[Path]:
 
 def _leftover_files(files: Sequence[Path], active: set[str] | None, clean: bool, own: str) -> Iterator[str]:
     used = _in_use() if files else set()
-    if used is None:
-        return
     left = [path for path in files if str(path) not in used]
     size, removed = 0, 0
     for path in left:
@@ -265,8 +263,8 @@ def _leftover_files(files: Sequence[Path], active: set[str] | None, clean: bool,
         yield f"files of an ended job of yours in {SHARED_MEMORY} ({names}): {why}"
 
 
-def _in_use() -> set[str] | None:
-    """Return the files in /dev/shm that a process of this user has open or mapped; None if one cannot be read."""
+def _in_use() -> set[str]:
+    """Return the files in /dev/shm that a process of this user has open or mapped."""
     used: set[str] = set()
     for pid in _pids():
         place = Path(f"/proc/{pid}")
@@ -278,10 +276,8 @@ def _in_use() -> set[str] | None:
             for link in (place / "fd").iterdir():
                 with suppress(OSError):
                     used.add(str(link.readlink()))
-        except (FileNotFoundError, ProcessLookupError):
+        except OSError:  # it has ended, or it has more privileges than this process, as init has, and no job started it
             continue
-        except OSError:
-            return None
     return used
 
 
