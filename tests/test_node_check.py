@@ -86,7 +86,7 @@ def test_leftovers_of_ended_jobs_are_removed(
     done = submit(hpcinit, idle_slurm, *WORDS, f"launch={launch}", "wait=true", "--", "true", timeout=300)
     folder = folder_of(done)
     assert done.returncode == 0, done.stderr + log(folder)
-    text = log(folder) + (folder / "logs/rank-0.log").read_text()
+    text = log(folder) + printed_lines(folder)
     assert re.search(
         rf"^hpcinit: n1: process {pid} \(\S+\) of job {job}, which has ended, still ran: killed$", text, re.M
     )
@@ -118,7 +118,8 @@ def test_what_is_not_of_an_ended_job_is_left_alone(
 
 
 def printed_lines(folder: Path) -> str:
-    return (folder / "logs/rank-0.log").read_text()
+    path = folder / "logs/rank-0.log"  # with launch=torchrun, only a rank that starts has one
+    return path.read_text() if path.exists() else ""
 
 
 def sleepers(job: str) -> list[int]:
@@ -163,7 +164,7 @@ def test_a_node_whose_gpu_is_occupied(hpcinit: Run, idle_slurm: MiniSlurm, occup
     words = ["nodes=2", *GPU, occupied, f"launch={launch}", "+cluster.sbatch.nodelist=n1,n2", "wait=true"]
     done = submit(hpcinit, idle_slurm, *words, "--", "echo", "started", timeout=300)
     folder = folder_of(done)
-    assert done.returncode != 0 and "started" not in printed(folder, 0)
+    assert done.returncode != 0 and "started" not in printed_lines(folder)
     text = log(folder) + printed_lines(folder)
     assert f"error: n1 cannot be used: {IN_USE}" in text and "expected a free GPU" in text
     why = hpcinit("why", folder.name, env=idle_slurm.env).stdout

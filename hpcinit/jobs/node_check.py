@@ -31,7 +31,7 @@ from hpcinit.base.errors import BringUpError
 from hpcinit.records import plain_files, run_folder
 from hpcinit.records.spec import CLEAN, OFF, REPLACE, NodeCheck
 from hpcinit.records.timeline import ENV_ALLOCATED
-from hpcinit.slurm import slurm_client
+from hpcinit.slurm import queue
 
 if TYPE_CHECKING:
     from hpcinit.records.rank_report import Gpu
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 JOB, RESTART, NODE, CLUSTER = "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURMD_NODENAME", "SLURM_CLUSTER_NAME"
 NEEDED = (JOB, NODE, CLUSTER, "SLURM_PROCID")
 DAEMONS = {"slurmd", "slurmstepd"}
-OVER = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
-        "REVOKED", "TIMEOUT"}  # fmt: skip
 SHARED_MEMORY = Path("/dev/shm")
 # torch's (torch_PID_...) and NCCL's segments, which a process keeps mapped. Other programs may close and reopen theirs.
 KNOWN_SEGMENTS = re.compile(r"torch_\d+_\d+_\d+|nccl-\w+")
@@ -138,7 +136,7 @@ def check(action: str, env: Mapping[str, str]) -> tuple[list[str], str]:
     lines: list[str] = []
     tasks = list(_tasks(env))
     files = _segments(float(env.get(ENV_ALLOCATED) or 0))
-    active = _active_jobs(env[NODE]) if tasks or files else set()
+    active = queue.active_on_node(env[NODE]) if tasks or files else set()
     lines += _leftover_tasks(tasks, active, clean)
     lines += _leftover_files(files, active, clean, env[JOB])
     lines += _free_space(env)
@@ -181,19 +179,6 @@ def _task(pid: int, env: Mapping[str, str]) -> Task | None:
     restart = found.get(RESTART, "")
     job = cgroup[1] if cgroup else found[JOB]  # the cgroup is Slurm's own record
     return Task(pid, name, job, int(restart) if restart.isdigit() else 0)
-
-
-def _active_jobs(node: str) -> set[str] | None:
-    """Return this user's jobs that Slurm runs on the node; None if Slurm gives no reply."""
-    command = ["squeue", "--noheader", f"--user={os.geteuid()}", f"--nodelist={node}", "--states=all", "--format=%A %T"]
-    try:
-        answer = slurm_client.run(command)
-    except slurm_client.Unreachable:
-        return None
-    if answer.status != 0:
-        return None
-    rows = [line.split() for line in answer.stdout.splitlines()]
-    return {row[0] for row in rows if len(row) == 2 and row[1] not in OVER}
 
 
 def _leftover_tasks(tasks: Sequence[Task], active: set[str] | None, clean: bool) -> Iterator[str]:
