@@ -1,11 +1,13 @@
 """Check this node before its ranks start, for what ended jobs have left there.
 
-`python -m hpcinit.jobs.node_check ACTION PARENT` prints a JSON document: the lines to print, and the reason why ranks
-should not start here. It is a process of its own: if it crashes or hangs (a dead file server, a driver that does not
-answer), the ranks start without it. start() and finish() are the rank's side.
+start() forks a process that checks while the rank itself starts. finish() prints its lines and, with action=replace,
+raises an error if ranks should not start here. If the check crashes or hangs (a dead file server, a driver without a
+reply), the ranks start without it.
 
-Only what provably belongs to an ended job of this user is removed: a task of a step on this node whose job Slurm no
-longer runs here, and a file of torch or NCCL in /dev/shm that is older than this job and that no process uses.
+Only what provably belongs to an ended job of this user is removed:
+
+- a task of a step on this node whose job Slurm no longer runs here
+- a file of torch or NCCL in /dev/shm that is older than this job, and that no process uses
 """
 
 from __future__ import annotations
@@ -16,8 +18,6 @@ import pwd
 import re
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -61,52 +61,65 @@ class Task:
     restart: int
 
 
-# The rank's side.
-
-
 @dataclass(frozen=True)
 class Running:
-    """The check while it runs in `process`. until: when the ranks stop waiting for it, by time.monotonic()."""
+    """The check while it runs in process `pid`, which writes to `pipe`. until: its time limit, monotonic."""
 
-    process: subprocess.Popen[str]
+    pid: int
+    pipe: int
+    action: str
     timeout_s: float
     until: float
 
 
-def start(check: NodeCheck, env: Mapping[str, str]) -> Running | None:
-    """Start the check of this node; None if it is disabled, or another process of the node starts it."""
-    if check.action == OFF or not all(env.get(name) for name in NEEDED) or env.get("SLURM_LOCALID") != "0":
+def start(wanted: NodeCheck, env: Mapping[str, str]) -> Running | None:
+    """Start the check of this node; None if it is disabled, or another process of the node starts it.
+
+    Call it while this process has one thread, and before it imports torch: the check is a fork of it.
+    """
+    if wanted.action == OFF or not all(env.get(name) for name in NEEDED) or env.get("SLURM_LOCALID") != "0":
         return None
-    command = [sys.executable, "-m", "hpcinit.jobs.node_check", check.action, str(os.getpid())]
-    with suppress(OSError):
-        process = subprocess.Popen(
-            command, env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        return Running(process, check.timeout_s, time.monotonic() + check.timeout_s)
-    return None
-
-
-def finish(check: Running | None, folder: Path) -> None:
-    """Print what the check found. Raise BringUpError if the ranks should not start on this node. folder: of the run."""
-    if check is None:
-        return
-    process, node, off = check.process, os.environ[NODE], "to disable it: node_check.action=off"
     try:
-        out, error = process.communicate(timeout=max(check.until - time.monotonic(), 0.1))
-        found = json.loads(out)
-    except subprocess.TimeoutExpired:
-        process.kill()  # without a wait: it may hang in the kernel
-        say(
-            f"{node}: the check of the node did not end within {check.timeout_s:g} s; the ranks start without it; {off}"
-        )
+        (ours, theirs), parent = os.pipe(), os.getpid()
+        pid = os.fork()
+    except OSError:  # no process or file is left for this user
+        return None
+    if pid == 0:
+        with suppress(BaseException):
+            process_limits.die_with_parent_process(parent)
+            _answer(theirs, wanted.action, env)
+        os._exit(0)
+    os.close(theirs)
+    return Running(pid, ours, wanted.action, wanted.timeout_s, time.monotonic() + wanted.timeout_s)
+
+
+def _answer(pipe: int, action: str, env: Mapping[str, str]) -> None:
+    try:
+        lines, unusable = check(action, env)
+        answer = {"lines": lines, "unusable": unusable}
+    except Exception as error:
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    with os.fdopen(pipe, "w") as file:
+        json.dump(answer, file)
+
+
+def finish(running: Running | None, folder: Path) -> None:
+    """Print what the check found. Raise BringUpError if the ranks should not start on this node. folder: of the run."""
+    if running is None:
         return
-    except ValueError:
-        last = (error.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-        say(f"{node}: the check of the node failed: {last}; the ranks start without it; {off}")
+    node, off = os.environ[NODE], "to disable it: node_check.action=off"
+    anyway = f"the ranks start without it; {off}"
+    text = _read(running)
+    if text is None:
+        say(f"{node}: the check of the node did not end within {running.timeout_s:g} s; {anyway}")
+        return
+    found = json.loads(text) if text.endswith("}") else {"error": "it ended without an answer"}
+    if "error" in found:
+        say(f"{node}: the check of the node failed: {found['error']}; {anyway}")
         return
     for line in found["lines"]:
         say(f"{node}: {line}")
-    if found["unusable"]:
+    if found["unusable"] and running.action == REPLACE:
         job = f"{os.environ[JOB]}.{os.environ.get(RESTART, '0')}"
         with suppress(OSError):  # the batch script reads it, to replace the node
             record = folder / run_folder.UNUSABLE / f"{job}.{node}"
@@ -120,14 +133,20 @@ def finish(check: Running | None, folder: Path) -> None:
         )
 
 
-# The check's side.
-
-
-def main(argv: Sequence[str]) -> int:
-    process_limits.die_with_parent_process(int(argv[1]))
-    lines, unusable = check(argv[0], os.environ)
-    print(json.dumps({"lines": lines, "unusable": unusable if argv[0] == REPLACE else ""}))
-    return 0
+def _read(running: Running) -> str | None:
+    """Return what the check wrote, after its end; None if the time is over. The process is killed and reaped then."""
+    poll, found, ended = select.poll(), b"", False
+    poll.register(running.pipe, select.POLLIN)
+    while not ended and poll.poll(max(running.until - time.monotonic(), 0) * 1000):
+        part = os.read(running.pipe, 65536)
+        found, ended = found + part, not part
+    os.close(running.pipe)
+    with suppress(ProcessLookupError, ChildProcessError):
+        os.kill(running.pid, signal.SIGKILL)  # it has written all that it will write
+        gone = time.monotonic() + KILL_S
+        while os.waitpid(running.pid, os.WNOHANG) == (0, 0) and time.monotonic() < gone:
+            time.sleep(0.01)  # it may hang in the kernel, which must not stop the rank
+    return found.decode(errors="replace") if ended else None
 
 
 def check(action: str, env: Mapping[str, str]) -> tuple[list[str], str]:
@@ -200,13 +219,13 @@ def _kill(task: Task) -> str:
     try:
         descriptor = os.pidfd_open(task.pid)
     except ProcessLookupError:
-        return "it has ended by itself"
+        return "it has ended"
     except OSError as error:
         return f"cannot end it ({error.strerror}); to end it: kill -9 {task.pid}"
     try:
-        # The number can belong to another process by now. The descriptor cannot, so the check comes after it is open.
+        # The number can belong to another process by now. The descriptor cannot, so it is opened before the check.
         if _task(task.pid, os.environ) != task:
-            return "it has ended by itself"
+            return "it has ended"
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
@@ -243,9 +262,9 @@ def _leftover_files(files: Sequence[Path], active: set[str] | None, clean: bool,
                 removed += 1
     if left:
         names = f"{left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}, {size / GB:.2f} GB"
-        kept = "another job of yours runs here" if active else "Slurm gives no reply about your jobs here"
+        kept = "another of your jobs runs here" if active else "Slurm gives no reply about your jobs here"
         why = f"removed {removed}" if removed else f"not removed: {kept if clean else 'node_check.action=report'}"
-        yield f"files of an ended job of yours in {SHARED_MEMORY} ({names}): {why}"
+        yield f"files of your ended jobs in {SHARED_MEMORY} ({names}): {why}"
 
 
 def _in_use() -> set[str]:
@@ -314,7 +333,3 @@ def _owner(pid: int) -> str:
         return "user unknown"
     except KeyError:
         return "another user"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -161,7 +161,7 @@ class NodeCheck:
     action: 'off', only 'report', also 'clean', also 'replace' the node. timeout_s: the ranks wait no longer.
     """
 
-    action: str = REPLACE
+    action: str = CLEAN
     timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
