@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcinit.observe.state import exit_status
 from tests.chaos.conftest import ALL
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
@@ -118,7 +119,7 @@ def _try(hpcinit: Run, slurm: MiniSlurm, launch: str, ask: str, method: str, per
     until(lambda: all(log.exists() and "step 10\n" in log.read_text() for log in logs))
     how, reason = ASKS[ask]
     how(hpcinit, slurm, folder, job)
-    until((folder / "exit.json").exists)  # Slurm reports a preempted job as ended while its ranks save
+    until(lambda: exit_status(folder) is not None)  # Slurm reports a preempted job as ended while its ranks save
     found = [re.findall(r"^saved step (\d+): (.*)$", log.read_text(), re.MULTILINE) for log in logs]
     if found[0] and found == [found[0]] * len(found) and found[0][0][1] == reason:
         steps = [int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoints/step-*")]
