@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FAILED = Path(".pytest_cache/v/cache/lastfailed")  # pytest's own record, in the folder of its configuration
-AT_MOST = 5
+AT_MOST = 10
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -61,7 +61,7 @@ def test_a_broken_test_fails_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("tests", "ci"),
-    [(TESTS + WRONG, ""), ("import pytest\n@pytest.mark.parametrize('n', range(6))\ndef test_broken(n): assert not n + 1\n", "true")],
+    [(TESTS + WRONG, ""), ("import pytest\n@pytest.mark.parametrize('n', range(11))\ndef test_broken(n): assert not n + 1\n", "true")],
     ids=["not in CI", "more than chance"],
 )  # fmt: skip
 def test_no_second_try(tmp_path: Path, tests: str, ci: str) -> None:
