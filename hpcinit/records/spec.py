@@ -32,7 +32,6 @@ HANG_ACTIONS = ("report", "end")
 CHECKPOINTING = ("none", "full")
 LAUNCHES = ("srun", "fork", "torchrun")
 OF_ONE_RUN = {"format", "name", "nonce", "program"}  # keys of spec.json that are no settings
-OFF, REPORT, CLEAN, REPLACE = NODE_CHECKS = ("off", "report", "clean", "replace")
 
 
 def one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
@@ -155,20 +154,6 @@ class Hang:
 
 
 @dataclass(frozen=True)
-class NodeCheck:
-    """The check of each node before its ranks start.
-
-    action: 'off', only 'report', also 'clean', also 'replace' the node. timeout_s: the ranks wait no longer.
-    """
-
-    action: str = CLEAN
-    timeout_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        one_of("node_check.action", self.action, NODE_CHECKS)
-
-
-@dataclass(frozen=True)
 class Launch:
     """How the ranks are started.
 
@@ -215,7 +200,6 @@ class Spec:
     training: Training = field(default_factory=Training)
     stop: Stopping = field(default_factory=Stopping)
     hang: Hang = field(default_factory=Hang)
-    node_check: NodeCheck = field(default_factory=NodeCheck)
     launch: Launch = field(default_factory=Launch)
 
     def __post_init__(self) -> None:
