@@ -108,7 +108,7 @@ def test_the_programs_handler_is_kept(tmp_path: Path) -> None:
 
 def test_after_shutdown_sigterm_ends_a_process_again(tmp_path: Path) -> None:
     """shutdown restores the handlers, so that SIGTERM ends a program that continues after training."""
-    code = TRAIN.replace("range(2000)", "range(3)") + "hpcinit.shutdown()\nprint('over', flush=True)\ntime.sleep(60)\n"
+    code = TRAIN.replace("range(2000)", "range(3)") + "hpcinit.shutdown()\nprint('over', flush=True)\ntime.sleep(600)\n"
     with ranks(code + END, 1, tmp_path) as (rank,):
         until(tmp_path / "rank-0.log", "over")
         rank.process.send_signal(signal.SIGTERM)
