@@ -9,7 +9,7 @@ from typing import Any
 from hpcinit.records import run_folder
 from hpcinit.slurm.queue import FINAL, KNOWN, Job
 
-NO_REPLY = "nobody"  # the value of State.source when Slurm did not reply
+NO_REPLY = "no reply"  # the value of State.source when Slurm did not reply
 
 
 @dataclass(frozen=True)
