@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import gc
 import importlib
 import json
 import os
@@ -28,6 +29,8 @@ def entry(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     status = 0
+    if words[:1] == ["status"]:
+        gc.disable()
     try:
         status = main(words)
         for stream in (sys.stdout, sys.stderr):
@@ -37,7 +40,7 @@ def entry(argv: Sequence[str] | None = None) -> int:
         return _ignore_closed_pipe(status)
     except OSError:
         return status or 1  # Python reports the error of the stream
-    if words[:1] == ["submit"]:
+    if words[:1] in (["submit"], ["status"]):
         os._exit(status)
     return status
 

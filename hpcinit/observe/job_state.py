@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from hpcinit.records import run_folder
 from hpcinit.slurm.queue import FINAL, KNOWN, Job
@@ -12,8 +12,7 @@ from hpcinit.slurm.queue import FINAL, KNOWN, Job
 NO_REPLY = "no reply"  # the value of State.source when Slurm did not reply
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):  # as queue.Job
     """The state of one job.
 
     name: Slurm's state (PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, ...), or UNKNOWN.
@@ -64,7 +63,7 @@ class State:
         return self.name == "UNKNOWN" and self.source == ""
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self)}
+        return self._asdict()
 
 
 def of_slurm(job: Job) -> State:
@@ -117,7 +116,7 @@ def _ended(known: Known) -> State | None:
     if now is None or not now.over or not record.over:
         return now if now is not None and now.over else None
     again = now.name == "PREEMPTED" and record.restart and not known.ended_early
-    return replace(now, name=record.name if again else now.name, exit_status=record.exit_status)
+    return now._replace(name=record.name if again else now.name, exit_status=record.exit_status)
 
 
 def _in_queue(known: Known) -> State | None:
@@ -130,7 +129,7 @@ def _cancelled(known: Known) -> State | None:
     lost = known.ended_early or not known.record.over
     if (known.unreachable and not known.outlived) or not lost or not known.cancelled():
         return None
-    return replace(known.record, name="CANCELLED", reason="", source=run_folder.CANCELLED)
+    return known.record._replace(name="CANCELLED", reason="", source=run_folder.CANCELLED)
 
 
 def _recorded(known: Known) -> State | None:
@@ -138,7 +137,7 @@ def _recorded(known: Known) -> State | None:
     if not known.record.over or (known.unreachable and known.ended_early and not known.outlived):
         return None
     reason = f"Slurm reports {known.slurm.name}" if known.slurm and known.outlived else known.unreachable
-    return replace(known.record, reason=reason)
+    return known.record._replace(reason=reason)
 
 
 def _accounted(known: Known) -> State | None:
@@ -146,7 +145,7 @@ def _accounted(known: Known) -> State | None:
     if known.slurm is None:
         return None
     if known.unreachable:
-        return replace(known.slurm, reason=f"from sacct; {known.unreachable}")
+        return known.slurm._replace(reason=f"from sacct; {known.unreachable}")
     reason = f"sacct reports {known.slurm.name}, but the controller does not know the job"
     return State("UNKNOWN", known.record.job_id, "slurm", reason)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -106,11 +106,11 @@ def without_folder(runs_dir: Path, queue: QueueQuery) -> list[Run]:
     there = set(os.listdir(runs_dir)) if runs_dir.is_dir() else set()  # noqa: PTH208 - names of a thousand folders
     resolve = cache(os.path.realpath)
     for job in jobs:
-        folder, script = os.path.split(job.command.split(" ", 1)[0])
-        above, name = os.path.split(folder)
+        folder, _, script = job.command.split(" ", 1)[0].rpartition("/")
+        above, _, name = folder.rpartition("/")
         if name in there or name in found or job.over or not script.startswith("job") or not script.endswith(".sh"):
             continue
         if resolve(above) == resolve(str(runs_dir)):
-            now = replace(job_state.of_slurm(job), job_id=job.base_id, folder_deleted=True)
+            now = job_state.of_slurm(job)._replace(job_id=job.base_id, folder_deleted=True)
             found[name] = Run(runs_dir / name, now)
     return list(found.values())

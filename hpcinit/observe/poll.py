@@ -67,7 +67,7 @@ def _later(now: state.State, seconds: int) -> state.State:
     if now.name != "RUNNING" or now.elapsed_s is None:
         return now
     left = None if now.left_s is None else max(0, now.left_s - seconds)
-    return replace(now, elapsed_s=now.elapsed_s + seconds, left_s=left)
+    return now._replace(elapsed_s=now.elapsed_s + seconds, left_s=left)
 
 
 class Poll:

@@ -6,9 +6,8 @@ import json
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcinit.base.errors import RequestError
 from hpcinit.observe import state
@@ -17,8 +16,7 @@ from hpcinit.records import run_folder
 MOST_CHARACTERS = 100
 
 
-@dataclass(frozen=True)
-class Submission:
+class Submission(NamedTuple):
     """submitted: seconds since 1970, or None. settings: a hash of those in the folder's spec.json."""
 
     submitted: float | None = None

@@ -153,7 +153,7 @@ def result_text(path: Path) -> str:
 def submitted(path: Path) -> str:
     """Return 'submitted 14:02', with the date if it is not today, or ''."""
     at = requests.read(path).submitted
-    return f"submitted {when(datetime.fromtimestamp(at).isoformat(), datetime.now())}" if at is not None else ""
+    return f"submitted {_clock(datetime.fromtimestamp(at), datetime.now())}" if at is not None else ""
 
 
 def times(now: State) -> str:
@@ -178,6 +178,10 @@ def when(start: str, now: datetime) -> str:
         at = datetime.fromisoformat(start)
     except ValueError:
         return start
+    return _clock(at, now)
+
+
+def _clock(at: datetime, now: datetime) -> str:
     left = (at - now).total_seconds()
     day = "" if at.date() == now.date() else f"{at:%Y-%m-%d} "
     return f"{day}{at:%H:%M}" + (f" (in {duration(left)})" if left > 0 else "")
@@ -240,9 +244,9 @@ def _print(known: Sequence[Run], options: argparse.Namespace, each_task: bool) -
     elif sys.stdout.isatty():
         _table(known, each_task)
     else:
-        for run, about in zip(known, _arguments(known), strict=True):
-            for line in lines(run, each_task, about):
-                print(plain(line))
+        texts = zip(known, _arguments(known), strict=True)
+        if text := "\n".join(line for run, about in texts for line in lines(run, each_task, about)):
+            print(plain(text))
 
 
 def _all_runs(runs_dir: Path) -> list[Run]:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import time
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -106,7 +105,7 @@ def shown_everywhere(path: Path, now: State) -> tuple[list[str], str, str]:
 def test_a_hang(tmp_path: Path) -> None:
     """A running job shows the hang report of its current attempt; a job that is over shows none."""
     training(tmp_path, 5)
-    running = replace(RUNNING, restart=1)
+    running = RUNNING._replace(restart=1)
     (tmp_path / "hang/77.0.0").mkdir(parents=True)
     (tmp_path / "hang/77.0.0" / hang_report.RECORD).write_text(HangReport(text=("of an attempt before",)).to_json())
     assert shown_everywhere(tmp_path, running) == ([], "", "")
@@ -114,7 +113,7 @@ def test_a_hang(tmp_path: Path) -> None:
     (tmp_path / "hang/77.0.1" / hang_report.RECORD).write_text(REPORT.to_json())
     who = "the training hangs: rank 1 on n2 is not in a collective: it is at train.py:11 in <module>"
     assert shown_everywhere(tmp_path, running) == (list(REPORT.lines()), "", who)
-    assert shown_everywhere(tmp_path, replace(running, name="CANCELLED")) == ([], "", "")
+    assert shown_everywhere(tmp_path, running._replace(name="CANCELLED")) == ([], "", "")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +134,7 @@ def test_a_run_that_stopped_early(tmp_path: Path, record: str, job_id: str, step
     (tmp_path / "stopped.txt").write_text(record)
     now = State("COMPLETED", job_id, "slurm", exit_status=0)
     assert shown_everywhere(tmp_path, now) == ([], why, f"stopped before its end: {why}" if why else "")
-    assert shown_everywhere(tmp_path, replace(now, name="FAILED", exit_status=1)) == ([], "", "")
+    assert shown_everywhere(tmp_path, now._replace(name="FAILED", exit_status=1)) == ([], "", "")
 
 
 def test_the_table(tmp_path: Path) -> None:
