@@ -217,18 +217,27 @@ class Bench:
 
 
 Took = dict[str, list[dict[str, float]]]
+IMPORT = "import torch"  # not a way to start ranks: the least that each of them needs
 
 
 def measure(bench: Bench, shape: Shape, ways: Sequence[str], rounds: int) -> Took:
-    took: Took = {way: [] for way in ways}
+    took: Took = {way: [] for way in (*ways, IMPORT)}
     for number in range(1 if bench.starts else 0, rounds + 1):
         with bench.allocation(shape):
             for way in random.sample(list(ways), len(ways)):
                 one = bench.start(way, shape)
                 if number:  # round 0, of the first shape, fills the caches
                     took[way].append(one)
+            took[IMPORT].append({"seconds": _import_s()})
         print(f"{shape.nodes} x {shape.ranks}: round {number} of {rounds}", file=sys.stderr, flush=True)
     return took
+
+
+def _import_s() -> float:
+    """Return the seconds from the start of a Python to the end of its import of torch, without Slurm."""
+    begin = time.monotonic()
+    program = "import time, torch, torch.distributed; print(time.monotonic())"
+    return float(subprocess.check_output([sys.executable, "-c", program])) - begin
 
 
 # --- the table and the plot
@@ -284,9 +293,12 @@ def report(by_shape: Mapping[Shape, Took], about: str, out: Path) -> str:
     ways = _ways(by_shape)
     base = "launch=fork" if "launch=fork" in ways else ways[0]
     columns = (
-        ("seconds", "s", 1), ("mb", "MB per node", 0), ("shared", "MB per rank, shared", 0),
+        ("seconds", "s", 2), ("mb", "MB per node", 0), ("shared", "MB per rank, shared", 0),
         ("own", "MB per rank, own", 0), ("opens", "opens per node", 0), ("stats", "stats per node", 0),
     )  # fmt: skip
+    imports = [one["seconds"] for took in by_shape.values() for one in took.get(IMPORT, ())]
+    if imports:
+        about += f"; one import of torch: {median(imports):.2f} s ({min(imports):.2f} to {max(imports):.2f})"
     parts = [about, *(table(*column, by_shape, base) for column in columns)]
     text = "\n\n".join(parts) + "\n"
     out.mkdir(parents=True, exist_ok=True)
