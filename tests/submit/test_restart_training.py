@@ -35,7 +35,7 @@ def started_run(hpcinit: Run, slurm: MiniSlurm, result: list[str], *words: str) 
     """Start a slow training run and wait until it has saved: 2 nodes, a checkpoint after every 4 of 24 steps."""
     Path("sitecustomize.py").write_text(SLOW)
     args = f"job.args=[{','.join([*ARGS, '--save-every', '4'])}]"
-    common = ["nodes=2", "ranks_per_node=1", "job=train_gpt", f"+job.env.PYTHONPATH={Path.cwd()}", args]
+    common = ["nodes=2", "ranks_per_node=1", "launch=fork", "job=train_gpt", f"+job.env.PYTHONPATH={Path.cwd()}", args]
     if not result:
         through = folder_of(submit(hpcinit, slurm, *common, "name=through", "wait=true", timeout=200))
         result.append(printed(through, 0).splitlines()[-1])
