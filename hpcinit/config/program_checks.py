@@ -43,7 +43,7 @@ def problems(config: Config) -> Iterator[str]:
         yield f"job.workdir is {str(workdir)!r}, expected a folder that exists"
     elif job.script and not (workdir / job.script).is_file():
         path = (workdir / job.script).absolute()
-        yield f"job.script is {job.script!r}, expected a file: {path} does not exist{_close(path)}"
+        yield f"the program (job.script) is {job.script!r}, expected a file: {path} does not exist{_close(path)}"
     elif job.command:
         yield from _command(job.command, workdir)
         if not config.container.image:  # the file may be in the image

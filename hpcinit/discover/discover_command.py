@@ -165,9 +165,9 @@ def _write(path: Path, text: str, seen: Site) -> int:
     cluster_file.write_cluster_file(path, text)
     refused = [each.name for each in seen.partitions if each.refused]
     also = f"; skipped because {seen.user.name} may not use them: {', '.join(refused)}" if refused else ""
-    print(path if console.quiet() else f"{path}: {len(seen.usable)} partitions of Slurm {seen.slurm}{also}")
+    print(path if console.quiet() else f"wrote {path}: {len(seen.usable)} partitions (Slurm {seen.slurm}){also}")
     if not console.quiet() and Path(folders.find(f"cluster/{path.stem}")).absolute() == path.absolute():
-        print(f"try it with:  hpcinit submit cluster={path.stem} nodes=2 wait=true")
+        print(f"check the file, then run a short test:  hpcinit submit cluster={path.stem} nodes=2 wait=true")
     _gone(cluster_file.parse_document(text), seen)
     return 0
 

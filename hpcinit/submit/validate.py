@@ -90,7 +90,7 @@ def start_expectation(start: str, nodes: str, now: datetime) -> str:
     where = f" on {nodes}" if len(nodes) <= LONGEST_NODES else ""
     wait = at - now
     if wait < timedelta(minutes=1):
-        return f"Slurm expects a start at once{where}"
+        return f"Slurm expects to start the job now{where}"
     day = "" if at.date() == now.date() else f"{at:%a %d %b} "
     return f"Slurm expects a start at about {day}{at:%H:%M} (in {_roughly(wait)}){where}"
 

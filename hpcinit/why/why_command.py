@@ -285,6 +285,6 @@ def lines(path: Path, verdict: Verdict) -> list[str]:
     if verdict.kind in (OK, STOPPED):
         return text
     if verdict.rank is not None:
-        text.append(f"its log:  hpcinit logs --rank {verdict.rank} {run}")
+        text.append(f"log of rank {verdict.rank}:  hpcinit logs --rank {verdict.rank} {run}")
     text.append(f"all logs:  {shlex.quote(str(path / run_folder.LOGS))}    Slurm's output:  hpcinit logs --job {run}")
     return text

@@ -105,7 +105,7 @@ def test_every_shipped_parallelism_is_valid(choice: str) -> None:
         (["+cluster.srun.mpi=none"], "cluster local has no srun"),
         (["job.script=train.py"], "job has script and module, expected exactly one"),
         (["job=program"], "job has none of script, module, command, expected exactly one"),
-        (["job.module=null", "job.script=nope.py"], "job.script is 'nope.py', expected a file"),
+        (["job.module=null", "job.script=nope.py"], "the program (job.script) is 'nope.py', expected a file"),
         (["job.workdir=/nowhere"], "job.workdir is '/nowhere', expected a folder that exists"),
         (["cluster=mini", "nodes=5"], "nodes=5, but partition 'main' of cluster mini allows at most 4"),
         (["cluster=mini", "time_min=61"], "time_min=61, but partition 'main' of cluster mini allows at most 60"),

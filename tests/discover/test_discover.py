@@ -60,8 +60,8 @@ def test_a_job_runs_by_what_was_discovered(hpcinit: Run, cluster: MiniSlurm, tmp
     """A real job runs with the file that discover writes, with and without accounting."""
     done = hpcinit("discover", "--name", "found", env=cluster.env)
     assert done.stdout.splitlines() == [
-        f"conf/cluster/found.yaml: 2 partitions of Slurm {cluster.version()}",
-        "try it with:  hpcinit submit cluster=found nodes=2 wait=true",
+        f"wrote conf/cluster/found.yaml: 2 partitions (Slurm {cluster.version()})",
+        "check the file, then run a short test:  hpcinit submit cluster=found nodes=2 wait=true",
     ]
     text = (tmp_path / "conf/cluster/found.yaml").read_text()
     values = yaml.safe_load(text)

@@ -78,7 +78,7 @@ def test_dry_run_prints_the_scripts_that_would_be_written(hpcinit: Run, tmp_path
         (["cluster=local,mini", "nodes=1,5"], 2, ["with cluster=mini nodes=5: nodes=5, but partition 'main'"]),
         (["nodes=1,2", "cluster=mini"], 1, ["sbatch is not on PATH"]),
         (["nodes=1,2", "runs_dir=/proc/x"], 1, ["with nodes=1: cannot write the run folder /proc/x/smoke-0001"]),
-        (["nodes=1,2", "--", "nope.py"], 2, ["job.script is 'nope.py', expected a file"]),
+        (["nodes=1,2", "--", "nope.py"], 2, ["the program (job.script) is 'nope.py', expected a file"]),
     ],
 )
 def test_a_refused_sweep_submits_and_leaves_nothing(

@@ -34,7 +34,7 @@ def test_the_start_is_estimated(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: P
     done = submit(
         hpcinit, idle_slurm, "nodes=2", "+cluster.sbatch.nodelist='n[1-2]'", "+cluster.sbatch.hold=true", *TRUE
     )
-    assert done.stdout.splitlines()[3:] == ["Slurm expects a start at once on n[1-2]"], done.stderr
+    assert done.stdout.splitlines()[3:] == ["Slurm expects to start the job now on n[1-2]"], done.stderr
     idle_slurm.cancel_all()
     busy = ["sbatch", "--nodes=4", "--exclusive", "--time=20", "--output=/dev/null", "--wrap=sleep 600"]
     subprocess.run(busy, env={**os.environ, **idle_slurm.env}, check=True, capture_output=True)
@@ -148,7 +148,7 @@ def test_no_answer(tmp_path: Path, answer: str, status: int) -> None:
 @pytest.mark.parametrize(
     ("start", "said"),
     [
-        ("2026-11-20T10:00:30", "Slurm expects a start at once on n[1-2]"),
+        ("2026-11-20T10:00:30", "Slurm expects to start the job now on n[1-2]"),
         ("2026-11-20T10:12:00", "Slurm expects a start at about 10:12 (in 12 min) on n[1-2]"),
         ("2026-11-20T14:05:00", "Slurm expects a start at about 14:05 (in 4 h) on n[1-2]"),
         ("2026-11-21T11:00:00", "Slurm expects a start at about Sat 21 Nov 11:00 (in 25 h) on n[1-2]"),
@@ -164,5 +164,5 @@ def test_long_lists_of_nodes_are_not_shown() -> None:
     """A list of nodes that would fill the line is not shown."""
     assert (
         validate.start_expectation("2026-11-20T10:00:00", "n1," * 50, datetime(2026, 11, 20, 10))
-        == "Slurm expects a start at once"
+        == "Slurm expects to start the job now"
     )

@@ -39,7 +39,7 @@ def answered(folder: Path, stderr: str) -> str:
 
 def test_the_start_has_another_wording(tmp_path: Path) -> None:
     """The line has 'a' before 'using'."""
-    assert answered(tmp_path, STARTS) == "Slurm expects a start at once on n[1-2]"
+    assert answered(tmp_path, STARTS) == "Slurm expects to start the job now on n[1-2]"
 
 
 def test_a_refusal_has_status_0(tmp_path: Path) -> None:
