@@ -250,7 +250,7 @@ def of_folder(run: Path) -> dict[str, Any]:
     found = gather_evidence.gather(run, failed)
     verdict = diagnosis.diagnose(found)
     # Requeued after Slurm reported a failed node of the previous attempt.
-    again = why_command._again(run, replace(failed, name="PENDING"), replace(found, state="NODE_FAIL"))
+    again = why_command._again(run, failed._replace(name="PENDING"), replace(found, state="NODE_FAIL"))
     faults = list(observed._failures(run, {"engine": "slurm"}, found))
     table = node_records.node_states(faults, time.time(), 24)
     config = Config()
