@@ -35,7 +35,8 @@ def curves(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
     found = {}
     for nodes, per_node in ((2, 4), (1, 2)) if old else ((2, 4), (1, 4), (1, 2)):
         size = nodes * per_node
-        words = ["-m", "hpcinit.submit", "cluster=local", "launch=fork", "wait=true", f"nodes={nodes}", f"ranks_per_node={per_node}"]
+        request = f"cluster=local launch=fork wait=true nodes={nodes} ranks_per_node={per_node}"
+        words = ["-m", "hpcinit.submit", *request.split()]
         program = ["--", checkpointing.__file__, str(folder / "checkpoints"), str(folder / f"{size}.json"), *names]
         done = python(folder, *words, *program, timeout_s=280)
         assert done.returncode == 0, done.stdout + done.stderr
