@@ -36,7 +36,7 @@ def test_all_wrappers_have_the_losses_of_one_rank(
     """
     ways = FEW if pytestconfig.getoption("--deepspeed") else WAYS
     program = Path(__file__).with_name("equivalence.py")
-    request = "nodes=4 ranks_per_node=2 launch=fork wait=true --".split()
+    request = ["nodes=4", "ranks_per_node=2", "launch=fork", "wait=true", "--"]
     words = (*request, str(program), str(tmp_path / "curves.json"), *ways)
     done = submit(hpcinit, idle_slurm, *words, timeout=580)  # in one job, because imports take most of the time
     assert done.returncode == 0, (folder_of(done) / "logs/rank-0.log").read_text()[-4000:]

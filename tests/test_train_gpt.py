@@ -70,15 +70,8 @@ def test_every_parallelism_of_the_package_trains_alike(tmp_path: Path, ways: tup
     """Each conf/parallel/*.yaml gives the demo the same losses on 2 nodes x 2 ranks."""
     losses = {}
     for way in ways:
-        words = (
-            "nodes=2",
-            "ranks_per_node=2",
-            *FORK,
-            "job=train_gpt",
-            f"job.args={ONES}",
-            f"parallel={way}",
-            f"name={way}",
-        )
+        shape = ("nodes=2", "ranks_per_node=2", *FORK)
+        words = (*shape, "job=train_gpt", f"job.args={ONES}", f"parallel={way}", f"name={way}")
         done = submit(tmp_path, *words)
         assert done.returncode == 0, done.stdout + done.stderr
         log = (tmp_path / f"runs/{way}-0001/logs/rank-0.log").read_text()
