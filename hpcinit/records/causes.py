@@ -97,7 +97,7 @@ SIGNALS = {
 
 ADVICE = {
     failure_kinds.PROGRAM: "the traceback is in that rank's log",
-    failure_kinds.HANG: "hang/ in the run folder has the stacks of all ranks",
+    failure_kinds.HANG: "read the stacks of all ranks in hang/ of the run folder",
     failure_kinds.START_UP: "check the log of the missing rank, and its node",
 }
 

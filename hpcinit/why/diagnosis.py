@@ -21,7 +21,7 @@ MORE_TIME = (
 EXCLUDE = "hpcinit excludes a node that fails again; to exclude it now: +cluster.sbatch.exclude="
 GONE = "a rank or its node disappeared without an error; the other ranks only report that they lost it"
 FLIGHT = "torchfrtrace on flight/ in the run folder shows each rank's collectives, with the lines that called them"
-HANG = "hang/ in the run folder has the stacks of all ranks; hang.action=end ends such a run automatically"
+HANG = "read the stacks of all ranks in hang/ of the run folder; hang.action=end ends such a run automatically"
 
 
 def diagnose_slurm_state(evidence: Evidence) -> Verdict | None:
