@@ -508,7 +508,8 @@ class _Search:
             other for other in self._concerned(operation) & self.ranks.keys() if operation in self.pending[other]
         ]
         last = self.ranks[rank].last.get(group)
-        before = "" if isinstance(what, Message) else "{its} last call in that group is {last}, and "
+        seen = "program made no call in that group" if last is None else f"last call in that group is number {last}"
+        before = "" if isinstance(what, Message) else f"{{its}} {seen}, and "
         return _clause(
             "{has} not called {what}, in which {others} {wait}; "
             + before
@@ -520,7 +521,6 @@ class _Search:
             what=self._called(operation),
             others=_ranks(waiting),
             wait=_plural(waiting, "wait"),
-            last="none" if last is None else f"number {last}",
         )
 
     def _does_not_advance(
