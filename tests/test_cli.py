@@ -77,14 +77,12 @@ def test_help_of_submit_explains_every_key(hpcinit: Run) -> None:
     assert compose([image]).container.image == "nvcr.io#nvidia/pytorch:25.01-py3"
 
 
-def test_help_of_submit_lists_the_keys_of_the_first_month(hpcinit: Run) -> None:
+def test_help_of_submit_lists_the_most_common_settings(hpcinit: Run) -> None:
     """`--help` has the groups and the twelve keys of docs/configuration.md, and how to list all keys."""
     out = hpcinit("submit", "--help").stdout
     shown = re.findall(r"^  ([a-z_.]+)=", out, re.M)
     page = (
-        (Path(__file__).parent.parent / "docs/configuration.md")
-        .read_text()
-        .partition("## The keys of the first month")[2]
+        (Path(__file__).parent.parent / "docs/configuration.md").read_text().partition("## The most common settings")[2]
     )
     first = [key for row in re.findall(r"^\| (`.*?) \|", page, re.M) for key in re.findall(r"`([^`=]+)[^`]*`", row)]
     assert sorted([*shown, "cluster", "parallel"]) == sorted(first) and len(first) == 12

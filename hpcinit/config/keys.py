@@ -127,7 +127,7 @@ def nearest(key: str) -> str:
     return f"{parent}{dot}{close}" if close else ""
 
 
-# The keys of the first month, in this order, besides the groups cluster and parallel: docs/configuration.md.
+# The most common settings, in this order, besides the groups cluster and parallel: docs/configuration.md.
 FIRST = (
     "nodes", "ranks_per_node", "time_min", "partition", "account", "name", "dry_run", "wait",
     "restart.max_restarts", "secrets",

@@ -402,8 +402,8 @@ def _last(heartbeats: Sequence[RankHeartbeat]) -> tuple[float | None, tuple[tupl
 def _silence(silent_s: float | None, last_steps: Sequence[tuple[int, Sequence[int]]]) -> str:
     if silent_s is None:
         return "no rank has reported a step yet"
-    steps = ", ".join(f"step {step} by {_ranks(ranks)}" for step, ranks in last_steps)
-    return f"no step for {silent_s:.0f} s; last steps: {steps}"
+    steps = ", ".join(f"{_ranks(ranks)} last finished step {step}" for step, ranks in last_steps)
+    return f"no step for {silent_s:.0f} s; {steps}"
 
 
 def duration(seconds: float) -> str:

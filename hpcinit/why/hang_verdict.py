@@ -154,7 +154,7 @@ class _Search:
             )
         if any(one.kind == NOT_CALLED for one in self.found.values()) and self._is_gloo():
             self.unknown.append(
-                "gloo does not record sends and receives: only its stack shows whether a rank waits in one"
+                "gloo does not record sends and receives: only the stack of a rank shows whether the rank waits in one"
             )
         if silent := self.open and self.world - self.ranks.keys() - self.found.keys() - self.unreadable.keys():
             self.unknown.append(f"{_ranks(silent)} left no dump, and no other rank waits for {_it(silent)}")
@@ -508,7 +508,8 @@ class _Search:
             other for other in self._concerned(operation) & self.ranks.keys() if operation in self.pending[other]
         ]
         last = self.ranks[rank].last.get(group)
-        before = "" if isinstance(what, Message) else "{its} last call there is {last}, and "
+        seen = "program made no call in that group" if last is None else f"last call in that group is number {last}"
+        before = "" if isinstance(what, Message) else f"{{its}} {seen}, and "
         return _clause(
             "{has} not called {what}, in which {others} {wait}; "
             + before
@@ -516,12 +517,10 @@ class _Search:
                 "{its} other calls are sends, for which a program does not wait"
                 if self.pending[rank]
                 else "{it_waits} in no other group"
-            )
-            + ": {its} program is elsewhere",
+            ),
             what=self._called(operation),
             others=_ranks(waiting),
             wait=_plural(waiting, "wait"),
-            last="none" if last is None else f"number {last}",
         )
 
     def _does_not_advance(

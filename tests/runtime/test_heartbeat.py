@@ -68,7 +68,7 @@ def test_the_rank_outside_the_collective_is_named(folder: Path) -> None:
     assert [status for status, _ in ends] == [0, 0, 0], ends
     assert hang_report.from_document(record).lines() == tuple(text.splitlines())
     assert (record["rank"], record["state"]) == (2, hang_report.ELSEWHERE)
-    assert "no step for " in text and "last steps: step 19 by ranks 0-2" in text
+    assert "no step for " in text and "ranks 0-2 last finished step 19" in text
     assert "ranks 0-1 wait in all_reduce, called at <string>:16 in <module>" in text
     assert "is not in a collective: it is at <string>:12 in read" in text and "rank 2 on " in text
     assert sum("the training hangs" in output for _, output in ends) == 1  # by one rank, not by all
@@ -142,7 +142,7 @@ def test_a_stack_is_parsed() -> None:
 def test_ranks_that_do_not_respond(state: str, words: str) -> None:
     """Each is reported with the process state that its node sees."""
     lines = lines_of([NodeHeartbeats("n1", 100.0, (RankHeartbeat(0, 7, 3, 9.0, state),))], {}, now_s=100.0, size=1)
-    assert lines[0] == "no step for 9 s; last steps: step 3 by rank 0"
+    assert lines[0] == "no step for 9 s; rank 0 last finished step 3"
     assert lines[1].startswith("rank 0 on n1 does not respond: ") and words in lines[1]
 
 
@@ -289,5 +289,5 @@ def test_a_job_that_is_suspended_does_not_hang(folder: Path) -> None:
         statuses = [rank.end()[0] for rank in found]
         took = time.monotonic() - resumed
     assert hang_report.HUNG in statuses and set(statuses) <= {hang_report.HUNG, 1}, statuses
-    (line,) = re.findall(r"last steps: step (\d+) by", report(folder))
+    (line,) = re.findall(r"s; .* last finished step (\d+)", report(folder))
     assert int(line) >= 34 and took < 25, "the hang of the program itself, and no earlier one"

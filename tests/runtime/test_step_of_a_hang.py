@@ -33,7 +33,7 @@ def test_status_and_why_show_the_same_step(hpcinit: Run, tmp_path: Path) -> None
         until(lambda: (run / "hang").is_dir() and "no step for " in hpcinit("why", str(run)).stdout)
         why = hpcinit("why", str(run)).stdout
         status = json.loads(hpcinit("status", "--json", str(run)).stdout)
-        assert re.search(r"last steps: step 25 by ranks 0-1", why), why
+        assert re.search(r"ranks 0-1 last finished step 25", why), why
         first, second = (line for line in why.splitlines() if line.startswith("  now: "))
         assert why.splitlines()[1] == first and re.match(r"  now: rank 1 on \S+: at train.py:8 in <module>", first), why
         assert re.match(r"  now: rank 0 on \S+: waits in barrier called at train.py:9 in <module>", second), why

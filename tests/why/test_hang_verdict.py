@@ -251,7 +251,7 @@ def test_many_ranks_share_a_sentence() -> None:
     found = of([call(1, "all_reduce")], [], [])
     assert found.lines()[0].startswith(
         "ranks 1-2 have not called all_reduce number 1 of the default group, in which rank 0 waits; "
-        "their last call there is none, and they wait in no other group"
+        "their program made no call in that group, and they wait in no other group"
     )
 
 
