@@ -108,7 +108,9 @@ def test_ranks_that_cannot_write_their_stacks(hpcinit: Run, idle_slurm: MiniSlur
             lines[0],
         ), lines
         [stopped] = [line for line in lines if line.startswith("  rank 2 on n3 does not respond: ")]
-        assert re.search(r"process (\d+) is stopped \(SIGSTOP, or a debugger\); to continue it: kill -CONT \1$", stopped)
+        assert re.search(
+            r"process (\d+) is stopped \(SIGSTOP, or a debugger\); to continue it: kill -CONT \1$", stopped
+        )
         assert "  rank 0 waits in all_reduce, called at plain.py:13 in <module>" in lines, lines
     finally:
         hpcinit("cancel", folder.name, env=idle_slurm.env)
