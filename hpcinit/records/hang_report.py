@@ -154,7 +154,7 @@ class StuckRank:
     """A rank that does not wait in a collective.
 
     state: ELSEWHERE for a rank with a stack, whose line is `at`; else the state of its process, as in
-    RankHeartbeat.state. Then `at` is the line that called C code which holds the GIL, if it is known.
+    RankHeartbeat.state. Then `at` is the line that called C code which holds the GIL, or empty.
     """
 
     rank: int = -1

@@ -22,7 +22,7 @@ from hpcinit.world import World
 
 PERIOD_S = 30.0
 PERIODS = 8  # looks at the logs before a silence counts
-LOOKS_FOR_A_STACK = 2  # a rank that has written no stack after so many cannot write one
+LOOKS_FOR_A_STACK = 2  # after this number a rank without a stack cannot write one
 
 
 def write_stacks(path: Path, note: str = "") -> None:
