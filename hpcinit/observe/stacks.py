@@ -19,7 +19,7 @@ from hpcinit.base import console
 from hpcinit.base.errors import Failure, RequestError
 from hpcinit.base.text import ranges
 from hpcinit.observe import find_runs, job_step, logs, stack_collector
-from hpcinit.records import hang_report
+from hpcinit.records import hang_report, heartbeats
 from hpcinit.slurm import nodelist, slurm_client
 from hpcinit.slurm.slurm_client import NotStarted
 
@@ -30,6 +30,7 @@ MOST_FRAMES = 8
 STOPPED, IN_KERNEL, GIL = "stopped", "in the kernel", "holds the GIL"  # values of RankStack.state
 NO_STACK, STUCK, MOVING = "no stack", "same", "moving"
 ORDER = (STOPPED, IN_KERNEL, GIL)  # these groups are first
+HEARTBEAT_STATES = {STOPPED: heartbeats.STOPPED, IN_KERNEL: heartbeats.IN_KERNEL, GIL: heartbeats.MUTE}
 
 STARTED_BY = re.compile(r"/hpcinit/(?:launch/|runtime/program\.py|(?:cli/main|run|fork)\.py$)|^<frozen|/runpy\.py$")
 Frame = tuple[str, int, str]  # file, line (0: differs between the samples), function
@@ -169,14 +170,24 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def headlines(run: Path) -> list[str]:
-    """Return one line for each group of ranks of a running run, the odd ones first; [] if no node answers."""
+def groups_now(run: Path) -> list[Group]:
+    """Return the groups of ranks of a running run, the odd ones first; [] if no node answers."""
     with contextlib.suppress(Failure, RequestError, OSError):
         job = job_step.running(str(run), run.parent)
         reports, _ = _ask(job, job.nodes, [])
-        ranks = [rank_stack(one, report["host"]) for report in reports for one in report["ranks"]]
-        return [group.headline() for group in fold(ranks)]
+        return fold(rank_stack(one, report["host"]) for report in reports for one in report["ranks"])
     return []
+
+
+def blocked_ranks(groups: Iterable[Group]) -> dict[int, tuple[str, str]]:
+    """Return the state of each rank that cannot run Python code, as in hang_report.StuckRank, and the line that called
+    the C code that holds the GIL."""
+    bad = [group for group in groups if group.first.state in HEARTBEAT_STATES]
+    return {
+        rank: (HEARTBEAT_STATES[group.first.state], group.place.at if group.first.state == GIL else "")
+        for group in bad
+        for rank in group.ranks
+    }
 
 
 def _ask(job: job_step.RunningJob, nodes: Sequence[str], wanted: Sequence[int]) -> tuple[list[dict[str, Any]], str]:

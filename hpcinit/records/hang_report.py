@@ -20,7 +20,9 @@ from hpcinit.records.heartbeats import GONE, IN_KERNEL, MUTE, STOPPED, NodeHeart
 
 FOLDER = "hang"
 STACK = "rank-{rank}.txt"
-SILENT = "silent.txt"  # 'silent_s 240': for how long no rank has printed anything, by rank 0
+# 'silent_s 240' and 'complete 1', by rank 0: for how long no rank has printed anything, and whether each rank that can
+# write its stack has had the time for it.
+SILENT = "silent.txt"
 RECORD = "report.json"  # a HangReport
 REPORT = "report.txt"  # the same as text
 NODE = "node.txt"  # 'node n2': the node at fault, for the batch script, which cannot parse JSON
@@ -152,7 +154,7 @@ class StuckRank:
     """A rank that does not wait in a collective.
 
     state: ELSEWHERE for a rank with a stack, whose line is `at`; else the state of its process, as in
-    RankHeartbeat.state.
+    RankHeartbeat.state. Then `at` is the line that called C code which holds the GIL, or empty.
     """
 
     rank: int = -1
@@ -165,7 +167,7 @@ class StuckRank:
         who = f"rank {self.rank} on {self.host}"
         if self.state == ELSEWHERE:
             return f"{who} is not in a collective: it is at {self.at or 'no Python line'}"
-        return f"{who} does not respond: {_state(self.state, self.pid)}"
+        return f"{who} does not respond: {_state(self.state, self.pid, self.at)}"
 
 
 @dataclass(frozen=True)
@@ -321,15 +323,19 @@ def without_output(run: Path, job_id: str, restart: object, now_s: float | None 
     since 1970 while the job runs."""
     for folder in _folders(run, (SILENT,), job_id, restart):
         with contextlib.suppress(OSError, ValueError, KeyError):
-            silent_s, noted = float(plain_files.read(folder / SILENT)["silent_s"]), (folder / SILENT).stat().st_mtime
+            marker, noted = plain_files.read(folder / SILENT), (folder / SILENT).stat().st_mtime
+            silent_s, complete = float(marker["silent_s"]), marker.get("complete") == "1"
             stacks = places(folder, noted - silent_s - 1.0)  # older ones are of an earlier silence; silent_s is rounded
             if now_s is not None:
                 silent_s += max(0.0, now_s - noted)
-            return _without_output(silent_s, stacks, timeline.read_attempt(run / run_folder.TIMELINE / folder.name))
+            attempt = timeline.read_attempt(run / run_folder.TIMELINE / folder.name)
+            return _without_output(silent_s, stacks, attempt, complete)
     return None
 
 
-def _without_output(silent_s: float, stacks: Mapping[int, Place], attempt: timeline.Attempt | None) -> HangReport:
+def _without_output(
+    silent_s: float, stacks: Mapping[int, Place], attempt: timeline.Attempt | None, complete: bool
+) -> HangReport:
     ranks = {one.rank: one for one in attempt.ranks} if attempt else {}
     together: dict[tuple[str, str], list[int]] = {}
     for rank, where in sorted(stacks.items()):
@@ -356,8 +362,21 @@ def _without_output(silent_s: float, stacks: Mapping[int, Place], attempt: timel
         stuck=tuple(stuck),
         output_silent_s=silent_s,
         cpu=tuple((percent, tuple(found)) for percent, found in sorted(used.items(), reverse=True)),
-        certain=bool(waiting and stuck) and all(one.same_s >= SAME_SHARE * silent_s for one in stacks.values()),
+        certain=bool(waiting and stuck)
+        and (complete or stacks.keys() >= ranks.keys())
+        and all(one.same_s >= SAME_SHARE * silent_s for one in stacks.values()),
     )
+
+
+def with_states(report: HangReport, now: Mapping[int, tuple[str, str]]) -> HangReport:
+    """Return the report with the present state of each rank that wrote no stack. now: (state, at) by rank, as in
+    StuckRank."""
+    stuck = []
+    for one in report.stuck:
+        known = one.rank in now and one.state in ("", MUTE)
+        stuck.append(replace(one, state=now[one.rank][0], at=now[one.rank][1]) if known else one)
+    own = next((one.state for one in stuck if one.rank == report.rank), report.state)
+    return replace(report, stuck=tuple(stuck), state=own)
 
 
 def left(run: Path, job_id: str, restart: object) -> HangReport | None:
@@ -411,12 +430,13 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def _state(state: str, pid: int) -> str:
+def _state(state: str, pid: int, at: str) -> str:
+    called = f", called at {at}," if at else ""
     sentences = {
         STOPPED: f"process {pid} is stopped (SIGSTOP, or a debugger); to continue it: kill -CONT {pid}",
         IN_KERNEL: f"process {pid} waits in the kernel, for a disk or a driver",
         GONE: f"process {pid} has exited",
-        MUTE: f"process {pid} runs C code that holds the GIL, so no other thread of it can run",
+        MUTE: f"process {pid} runs C code that holds the GIL{called or ','} so no other thread of it can run",
     }
     return sentences.get(state, f"process {pid} wrote no stack")
 

@@ -39,7 +39,7 @@ from hpcinit.runtime import (
     world_size_monitor,
 )
 from hpcinit.runtime.init_request import Plan, Request, resolve
-from hpcinit.runtime.lifecycle import loader_workers, stack_signal
+from hpcinit.runtime.lifecycle import loader_workers, stack_signal, stopping
 from hpcinit.runtime.runtime import Runtime, Session
 from hpcinit.world import World, launchers
 
@@ -216,7 +216,8 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
         startup_settings.record(folder, world.job, details)
         if warning := devices.unseen(device):
             say(warning)
-    return Runtime(world, plan, made, folder, Session(request, kept, above, collectives))
+    session = Session(request, kept, above, collectives, first_step_watch=stopping.watch_first_step())
+    return Runtime(world, plan, made, folder, session)
 
 
 def _group(world: World, spec: Spec | None, plan: Plan) -> tuple[frozenset[ProcessGroup] | None, str]:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from hpcinit.runtime.checkpoint.export_weights import Saves
     from hpcinit.runtime.checkpoint.random_state import Stateful
     from hpcinit.runtime.lifecycle.heartbeat import Heartbeat
-    from hpcinit.runtime.lifecycle.stopping import Stopper
+    from hpcinit.runtime.lifecycle.stopping import FirstStepWatch, Stopper
     from hpcinit.runtime.wrap import Wrapped
     from hpcinit.runtime.wrap.wrapped import MakeOptimizer
 
@@ -63,6 +63,7 @@ class Session:
     collective_timeout: timedelta
     not_finite: dict[str, int] = field(default_factory=dict)
     stopper: Stopper | None = None
+    first_step_watch: FirstStepWatch | None = None
     longest_save: timedelta = timedelta()
     heartbeat: Heartbeat | None = None
     heartbeat_at: float = float("-inf")
@@ -73,10 +74,10 @@ class Session:
 
     def close(self) -> None:
         """Restore what init changed in this process, and wait for the last reports."""
-        for thing in (self.stopper, self.heartbeat):
+        for thing in (self.stopper, self.first_step_watch, self.heartbeat):
             if thing is not None:
                 thing.close()
-        self.stopper = self.heartbeat = None
+        self.stopper = self.first_step_watch = self.heartbeat = None
         background_writer.flush()
 
 
@@ -394,8 +395,8 @@ class Runtime:
 
         Write `if run.should_stop(): run.save(...); break`. Every rank must call it after every step. All ranks get the
         same result at the same step, whichever rank detected the reason: SIGTERM (preemption, scancel), the job's time
-        limit minus a margin, or `hpcinit cancel --save`. After the first call, SIGTERM no longer terminates a rank,
-        unless the rank is stuck.
+        limit minus a margin, or `hpcinit cancel --save`. If the program's code calls it, SIGTERM after init() no longer
+        terminates a rank, unless the rank is stuck.
         """
         self._session.stop_calls += 1
         session = self._session
@@ -404,8 +405,9 @@ class Runtime:
             from hpcinit.runtime.lifecycle.stopping import Stopper  # noqa: PLC0415 - creates one more group, only if it is used
 
             self._session.stopper = Stopper(
-                self.world, self.stopping, self.collective_timeout, self.folder, dict(os.environ)
-            )
+                self.world, self.stopping, self.collective_timeout, self.folder, dict(os.environ),
+                session.first_step_watch,
+            )  # fmt: skip
         self._session.stopper.longest_save = self._session.longest_save
         return self._session.stopper.ask()
 

@@ -243,13 +243,15 @@ def _it(ranks: Sequence[int]) -> str:
     return "they" if len(ranks) > 1 else "it"
 
 
+STOPPED_BY = "another process stopped it (SIGSTOP, a debugger, a watchdog of the node); "
+
+
 def diagnose_hang(evidence: Evidence, record: ErrorRecord | None = None) -> Verdict:
     """Return the verdict on a hang. record: of the rank that reported it, used if the report itself is lost."""
     report = evidence.hang or hang_report.of_record(record)
     if not report.host and (odd := hang_report.different_call(report.waiting)):
         return _of_odd_call(odd, report.waiting, evidence)
-    stopped = report.state == heartbeats.STOPPED
-    do = "another process stopped it (SIGSTOP, a debugger, a watchdog of the node); " * stopped + HANG
+    do = STOPPED_BY * (report.state == heartbeats.STOPPED) + HANG
     about, rank, host, flight = report.headline, report.rank, report.host, found_in(evidence)
     if not host and evidence.flight.culprits:  # all ranks wait in collectives: only the dumps show which are different
         culprit = evidence.flight.culprits[0]
@@ -276,7 +278,8 @@ def diagnose_silence(evidence: Evidence, report: HangReport, head: str) -> Verdi
     if report.certain:
         about = f"the ranks seem to hang: {report.stuck[0]}; {first}"
         lines = (*(line for line in rest if line != str(report.stuck[0])), *found_in(evidence))
-        return _verdict(evidence, about, failure_kinds.HANG, STUCK, rank=report.rank, host=report.host, evidence=lines)
+        do = STOPPED_BY * (report.state == heartbeats.STOPPED) + STUCK
+        return _verdict(evidence, about, failure_kinds.HANG, do, rank=report.rank, host=report.host, evidence=lines)
     do = "wait if such a pause is normal for the program; else compare the stacks in hang/ with later ones"
     if not rest:
         do = "wait if such a pause is normal for the program; else see where its ranks are now: hpcinit stacks RUN"

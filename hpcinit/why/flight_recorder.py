@@ -21,9 +21,11 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import itertools
 import json
 import pickle
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,6 +45,7 @@ WRITTEN_NS = "written_ns"  # key added to a document: when its file was written,
 # The entry that ends a coalesced batch; only its state is updated, that of the parts is not. Since torch 2.7 also
 # 'ALLGATHER_coalesced'.
 COALESCED = "coalesced"
+SMALLEST = 3  # no recorder keeps fewer calls
 FEW = 64  # finished calls after which a recorder that overwrites entries has hardly lost an unfinished one
 SETTLE_S = 10.0  # ranks write their dumps within this time of each other
 SCHEDULED, STARTED, DONE = "scheduled", "started", "completed"
@@ -111,10 +114,13 @@ class Call:
 class Recording:
     """What one rank's dump contains. last: the number of the newest collective called in each group.
 
-    timed: the recorder has seen a call start on the device (TORCH_NCCL_ENABLE_TIMING). complete: it has kept every
+    timed: the recorder has seen a call start on the device (TORCH_NCCL_ENABLE_TIMING). untimed: it has seen one finish
+    and not start. complete: it has kept every
     call since the start, so that the messages to a peer can be counted. backends: 'nccl', 'gloo'. pending: the oldest
     unfinished call in each group and to each peer, in the order of the calls. places: for each group, the ranks in the
     group that its messages name: (the rank's own, its peer's). written_ns: when the dump was written, 0 if unknown.
+    only_active: finished calls are not listed (TORCH_INCLUDE_ONLY_ACTIVE), and no unfinished one is missing. counted:
+    the newest call of each group by pg_status, which may be a message.
     """
 
     rank: int
@@ -122,17 +128,20 @@ class Recording:
     groups: frozenset[Group]
     pending: Sequence[Operation] = ()
     timed: bool = False
+    untimed: bool = False
     complete: bool = True
     backends: frozenset[str] = field(default_factory=frozenset)
     places: Mapping[Group, set[tuple[int, int]]] = field(default_factory=dict)
     written_ns: int = 0
+    only_active: bool = False
+    counted: Mapping[Group, int] = field(default_factory=dict)
     _batches: Mapping[Operation, Batch] = field(default_factory=dict, repr=False)
     _calls: dict[Operation, Call] = field(default_factory=dict, repr=False)
 
     def call(self, operation: Operation) -> Call | None:
         """Return the rank's call of an operation; None if the recorder has none."""
         if operation not in self._calls and (batch := self._batches.get(operation)):
-            cut = not self.complete and not batch[0][0] and _is_end(batch[-1][1])
+            cut = not self.complete and not self.only_active and not batch[0][0] and _is_end(batch[-1][1])
             self._calls[operation] = replace(_call(batch), cut=cut)
         return self._calls.get(operation)
 
@@ -144,7 +153,8 @@ class Recording:
     def may_have_forgotten(self) -> bool:
         """Whether an unfinished call may be older than all calls that the recorder kept. Calls on other streams of the
         device may have finished since."""
-        return bool(not self.complete and self.pending and self._batches[self.pending[0]][0][0] < FEW)
+        known = self.complete or self.only_active
+        return bool(not known and self.pending and self._batches[self.pending[0]][0][0] < FEW)
 
 
 class _Plain(pickle.Unpickler):
@@ -188,7 +198,33 @@ def recordings(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, Recording]:
         )
         return found or Group(name)
 
-    return {rank: _recording(rank, dump, configs[rank], group_of) for rank, dump in dumps.items()}
+    active = _list_only_active_calls([_entries(dump) for dump in dumps.values()])
+    return {rank: _recording(rank, dump, configs[rank], group_of, active) for rank, dump in dumps.items()}
+
+
+def _entries(dump: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [entry for entry in dump["entries"] if isinstance(entry, dict)]
+
+
+def _list_only_active_calls(dumps: Sequence[Sequence[Mapping[str, Any]]]) -> bool:
+    """Return whether the dumps list no finished calls, although there were some. A recorder that overwrites old calls
+    keeps consecutive ones, as many on each rank as it has room for."""
+    if any(_state([(0, entry)]) == DONE for entries in dumps for entry in entries):
+        return False
+    orders = [[_order(*one) for one in enumerate(entries)] for entries in dumps]
+    sizes = {len(one) for one in orders if one and one[0] > 0}
+    gaps = any(second - first > 1 for one in orders for first, second in itertools.pairwise(one))
+    return (
+        gaps or len(sizes) > 1 or min(sizes, default=SMALLEST) < SMALLEST or any(map(_has_a_batch_without_end, dumps))
+    )
+
+
+def _has_a_batch_without_end(entries: Sequence[Mapping[str, Any]]) -> bool:
+    numbers = ("pg_id", "is_p2p", "collective_seq_id", "p2p_seq_id")
+    calls = [(tuple(str(entry.get(name)) for name in numbers), entry) for entry in entries]
+    ended = {call for call, entry in calls if _is_end(entry)}
+    counts = Counter(call for call, _ in calls if call not in ended)
+    return any(count > 1 for count in counts.values())
 
 
 def _configured(dump: Mapping[str, Any]) -> dict[str, Group]:
@@ -208,9 +244,11 @@ def _configured(dump: Mapping[str, Any]) -> dict[str, Group]:
     return found
 
 
-def _recording(rank: int, dump: Mapping[str, Any], config: Mapping[str, Group], group_of: GroupOf) -> Recording:
+def _recording(
+    rank: int, dump: Mapping[str, Any], config: Mapping[str, Group], group_of: GroupOf, only_active: bool
+) -> Recording:
     """Made for dumps of thousands of calls: a Call is built only of those that the search looks at."""
-    entries = [entry for entry in dump["entries"] if isinstance(entry, dict)]
+    entries = _entries(dump)
     groups: dict[tuple[str, str], Group] = {}
     last: dict[Group, int] = {}
     ids: dict[str, Group] = {}
@@ -237,6 +275,8 @@ def _recording(rank: int, dump: Mapping[str, Any], config: Mapping[str, Group], 
     messages: dict[tuple[Group, int, int], list[Batch]] = {}
     places: dict[Group, set[tuple[int, int]]] = {}
     for (group, p2p, number), batch in found.items():
+        if only_active and len(batch) > 1 and not any(_is_end(entry) for _, entry in batch):
+            continue  # a finished batch: its end is not listed, and its parts never change their state
         if not p2p:
             batches[group, number] = batch
             continue
@@ -250,7 +290,8 @@ def _recording(rank: int, dump: Mapping[str, Any], config: Mapping[str, Group], 
         batches |= {(group, Message(src, dst, number)): batch for number, batch in enumerate(sent, first)}
     backends = frozenset(str(entry.get("profiling_name", "")).partition(":")[0] for entry in entries)
     unused = {group for name, group in config.items() if name not in {group.name for group in groups.values()}}
-    for group, number in _last_by_status(dump, ids, unused).items():
+    counted = _last_by_status(dump, ids, unused)
+    for group, number in counted.items():
         if group not in with_messages and backends != {"gloo"}:  # torch counts messages too, and gloo lists none
             last[group] = max(number, last.get(group, number))
     return Recording(
@@ -259,10 +300,13 @@ def _recording(rank: int, dump: Mapping[str, Any], config: Mapping[str, Group], 
         frozenset({*groups.values(), *unused}),
         _pending(batches),
         timed=any(entry.get("state") == STARTED or entry.get("time_discovered_started_ns") for entry in entries),
+        untimed=any(entry.get("state") == DONE and not entry.get("time_discovered_started_ns") for entry in entries),
         complete=complete,
         backends=backends,
         places=places,
         written_ns=_integer(dump.get(WRITTEN_NS)),
+        only_active=only_active,
+        counted=counted,
         _batches=batches,
     )
 

@@ -11,6 +11,7 @@ that does not advance.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -223,7 +224,8 @@ class _Search:
             return call.state
         group, what = operation
         if not isinstance(what, int) or one.last.get(group, -1) < what:
-            return None
+            counted = isinstance(what, Message) or one.counted.get(group, -1) >= what
+            return FORGOTTEN if one.only_active and counted else None
         return FORGOTTEN if one.may_have_forgotten else DONE
 
     def _is_first(self, rank: int, operation: Operation) -> bool:
@@ -291,12 +293,21 @@ class _Search:
             others = [other for other in waiting if other != rank] or done
             self._blame(rank, DEVICE_STUCK, operation, others, self._does_not_advance(rank, operation, states, done))
         if not stuck and everybody and waiting and len(first) == len(waiting):
-            what = self._called(operation)
-            self.unknown.append(
-                f"{_ranks(concerned)} {_have(concerned)} called {what}, and {_ranks(waiting)} {_have(waiting)} not "
-                "finished it: a device or a link between them does not advance; TORCH_NCCL_ENABLE_TIMING=1 records "
-                "which one"
+            self.unknown.append(self._all_called(operation, concerned, waiting))
+
+    def _all_called(self, operation: Operation, concerned: Collection[int], waiting: Sequence[int]) -> str:
+        """Return what is unknown if all members have called, and no device is later than the others."""
+        called = f"{_ranks(concerned)} {_have(concerned)} called {self._called(operation)}"
+        sent, received = self._elements(operation, concerned)
+        if sent != received:
+            return (
+                f"{called}, and send {sent} elements but expect {received}: the sizes of one of them are wrong, and "
+                "the dumps do not show whose"
             )
+        return (
+            f"{called}, and {_ranks(waiting)} {_have(waiting)} not finished it: a device or a link between them does "
+            "not advance; TORCH_NCCL_ENABLE_TIMING=1 records which one"
+        )
 
     def _stuck(
         self, states: Mapping[int, str | None], first: Sequence[int], waiting: Sequence[int], done: Sequence[int],
@@ -310,12 +321,19 @@ class _Search:
             return list(first)
         if late and (started or self.timed or (done and everybody and self._any_timed())):
             return late
-        if reached := [rank for rank in late if self.ranks[rank].timed]:  # its own recorder shows when a call starts
+        if reached := [rank for rank in late if self._shows_starts(rank)]:
             return reached
         if not done or not everybody or len(first) < len(waiting):
             return []
         # Where data flows in one direction only, a waiting rank may wait for one that should pass the data on.
-        return list(first) if len(first) == 1 or not one_way else []
+        alone = len(first) == 1 and FORGOTTEN not in states.values()
+        return list(first) if alone or not one_way else []
+
+    def _shows_starts(self, rank: int) -> bool:
+        """Return whether the rank's recorder shows when a call starts: it has seen one start, or none finish
+        while those of other ranks show it."""
+        own = self.ranks[rank]
+        return own.timed or (self._any_timed() and not own.untimed)
 
     def _any_timed(self) -> bool:
         return any(one.timed for one in self.ranks.values())
@@ -370,6 +388,17 @@ class _Search:
         if tie:
             self.unknown.append(f"which of {_ranks(odd)} called the wrong thing: as many ranks did one as the other")
         return True
+
+    def _elements(self, operation: Operation, ranks: Collection[int]) -> tuple[int, int]:
+        """Return how many elements the ranks send and receive in an all_to_all, whose sizes may differ between ranks;
+        (0, 0) for other collectives, or if a size is unknown."""
+        calls = [self.ranks[rank].call(operation) for rank in ranks]
+        found = [call for call in calls if call and len(call.kinds) == 1 and call.name.startswith(UNEVEN)]
+        sizes = [(_count(call.input_sizes[0]), _count(call.output_sizes[0])) for call in found]
+        known = [(sent, received) for sent, received in sizes if sent is not None and received is not None]
+        if len(known) < len(calls):
+            return 0, 0
+        return sum(sent for sent, _ in known), sum(received for _, received in known)
 
     def _is_older(self, rank: int, operation: Operation, waiting: Sequence[int]) -> bool:
         """Return whether a rank's dump was written before its peers called. Clocks that differ, and files whose time is
@@ -590,6 +619,13 @@ def _described(call: Call) -> str:
     shape = f" of {list(sizes[0])}" if isinstance(sizes, tuple) and sizes and isinstance(sizes[0], tuple) else ""
     types = _nth(call.input_dtypes, 0)
     return f"{call.name}{shape}" + (f" {types[0]}" if isinstance(types, tuple) and types and shape else "")
+
+
+def _count(shapes: Any) -> int | None:
+    """Return the number of elements of the tensors with these shapes; None if it is unknown."""
+    known = isinstance(shapes, tuple) and shapes and all(isinstance(shape, tuple) for shape in shapes)
+    numbers = [number for shape in shapes for number in shape] if known else [None]
+    return sum(math.prod(shape) for shape in shapes) if all(isinstance(one, int) for one in numbers) else None
 
 
 def _message(operation: Operation) -> str:

@@ -16,7 +16,7 @@ from hpcinit.base.console import plain
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import ranges
 from hpcinit.observe import find_runs, progress, restarts, stacks, state
-from hpcinit.records import job_log, run_folder, world_size
+from hpcinit.records import hang_report, job_log, run_folder, world_size
 from hpcinit.slurm import memory_use, reasons
 from hpcinit.why import diagnosis, flight_recorder, foreign_job, gather_evidence, hang_verdict, node_exclusion
 from hpcinit.why.evidence import Evidence, Verdict
@@ -65,10 +65,6 @@ def main(argv: Sequence[str]) -> int:
         raise RequestError(f"{path} is a sweep (tasks {numbers}), expected one task: hpcinit why {options.run}/0")
     now = state.read(path)
     verdict = explain_run(path, now)
-    silent = verdict.kind == OK and bool(verdict.evidence)
-    if now.name == "RUNNING" and (silent or verdict.kind == failure_kinds.HANG):
-        live = [f"now: {line}" for line in stacks.headlines(path)[:MOST_NOW]]
-        verdict = replace(verdict, evidence=(*live, *verdict.evidence))
     if options.json:
         where = {"run": str(path), "state": now.name, "job_id": now.job_id, "restarts": restarts.document(path)}
         print(json.dumps({**where, **_document(verdict)}))
@@ -259,6 +255,22 @@ def _unheard(path: Path, now: state.State, found: Evidence) -> Verdict:
 
 def _going(path: Path, now: state.State, found: Evidence) -> Verdict:
     """Return the verdict on a job that is still in the queue: its ranks may have failed already, or hang."""
+    live: Sequence[stacks.Group] = ()
+    if now.name == "RUNNING" and (found.hang or found.silence or found.flight) and not found.log.ends:
+        live = stacks.groups_now(path)
+    verdict = _of_unfinished(path, now, _with_states(found, live))
+    shown = live if verdict.kind in (OK, failure_kinds.HANG) else ()
+    return replace(verdict, evidence=(*(f"now: {group.headline()}" for group in shown[:MOST_NOW]), *verdict.evidence))
+
+
+def _with_states(found: Evidence, live: Sequence[stacks.Group]) -> Evidence:
+    """Return the evidence with the present states of ranks that wrote no stack: stopped, or C code holds the GIL."""
+    states = stacks.blocked_ranks(live)
+    hang = found.hang and hang_report.with_states(found.hang, states)
+    return replace(found, hang=hang, silence=found.silence and hang_report.with_states(found.silence, states))
+
+
+def _of_unfinished(path: Path, now: state.State, found: Evidence) -> Verdict:
     ended = now.name == "COMPLETING" and (found.log.cancelled or found.log.lost)
     if found.found or found.hang or (found.flight and not found.silence) or found.log.ends or ended:
         verdict = diagnosis.diagnose(found)

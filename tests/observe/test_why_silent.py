@@ -72,6 +72,50 @@ def test_an_unchanged_script_that_hangs(hpcinit: Run, idle_slurm: MiniSlurm, tmp
     assert (folder / "logs/rank-1.log").read_text().count("done") == 1
 
 
+# Rank 1 is in C code that keeps the GIL, and rank 2 is stopped: their threads write no stack.
+BLOCKED = """
+import ctypes, os, signal
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+print("ready", flush=True)
+def keep_gil():
+    ctypes.PyDLL(None).sleep(6000)
+if dist.get_rank() == 1:
+    keep_gil()
+if dist.get_rank() == 2:
+    os.kill(os.getpid(), signal.SIGSTOP)
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_ranks_that_cannot_write_their_stacks(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
+    """`why` names each with its node and the state of its process, and the line that called C code with the GIL."""
+    (tmp_path / "plain.py").write_text(BLOCKED)
+    folder = folder_of(submit(hpcinit, idle_slurm, "nodes=3", *SHAPE[1:], "--", "plain.py"))
+    reports: list[list[str]] = []
+
+    def hangs() -> bool:
+        reports.append(hpcinit("why", folder.name, env=idle_slurm.env).stdout.splitlines())
+        return "the ranks seem to hang" in "".join(reports[-1][:1])
+
+    try:
+        until(hangs, pause_s=2)
+        lines = reports[-1]
+        assert re.match(
+            r"the ranks seem to hang: rank 1 on n2 does not respond: process \d+ runs C code that holds the GIL, called at "
+            r"plain.py:8 in keep_gil, so no other thread of it can run; no rank has printed anything for",
+            lines[0],
+        ), lines
+        [stopped] = [line for line in lines if line.startswith("  rank 2 on n3 does not respond: ")]
+        assert re.search(
+            r"process (\d+) is stopped \(SIGSTOP, or a debugger\); to continue it: kill -CONT \1$", stopped
+        )
+        assert "  rank 0 waits in all_reduce, called at plain.py:13 in <module>" in lines, lines
+    finally:
+        hpcinit("cancel", folder.name, env=idle_slurm.env)
+
+
 def test_a_silent_command(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
     """For a command that is not Python, `why` reports how long no rank has printed anything."""
     folder = folder_of(submit(hpcinit, idle_slurm, *SHAPE, "--", "sh", "-c", "echo ready; sleep 600"))

@@ -127,6 +127,56 @@ def test_an_early_signal_is_kept(tmp_path: Path) -> None:
         assert last_lines(found) == ["stopped after 0: time limit (rank 0)"]
 
 
+FIRST_STEP = TRAIN.replace(
+    "    dist.all_reduce", "    print('busy', flush=True); step or time.sleep(5)\n    dist.all_reduce"
+)
+
+
+def test_sigterm_in_the_first_step_is_honored_after_it(tmp_path: Path) -> None:
+    with ranks(FIRST_STEP + END, 2, tmp_path) as found:
+        until(tmp_path / "rank-1.log", "busy")
+        found[1].process.send_signal(signal.SIGTERM)
+        lines = last_lines(found)
+    assert set(lines) == {"stopped after 0: terminated by SIGTERM (rank 1)"}
+
+
+def test_sigterm_before_the_first_step_of_a_program_that_never_stops_early(tmp_path: Path) -> None:
+    """A program without should_stop() ends by SIGTERM at once, as if hpcinit had no handler."""
+    code = FIRST_STEP.replace("if stop := run.should_stop():", "if stop := None:")
+    with ranks(code + END, 1, tmp_path) as (rank,):
+        until(tmp_path / "rank-0.log", "busy")
+        assert not int(_field(rank.process.pid, "SigCgt"), 16) >> (signal.SIGTERM - 1) & 1
+        rank.process.send_signal(signal.SIGTERM)
+        assert rank.process.wait(150) == -signal.SIGTERM
+    assert "step 0" not in (tmp_path / "rank-0.log").read_text()
+
+
+def test_a_rank_that_is_stuck_in_the_first_step_ends(tmp_path: Path) -> None:
+    code = FIRST_STEP.replace(
+        "for step in", "from hpcinit.runtime.lifecycle import stopping\nstopping.STUCK_S = 1\nfor step in"
+    )
+    with ranks(code + END, 2, tmp_path) as found:
+        until(tmp_path / "rank-0.log", "busy")
+        found[1].process.send_signal(signal.SIGSTOP)
+        found[0].process.send_signal(signal.SIGTERM)
+        assert found[0].process.wait(150) == -signal.SIGTERM
+    assert "step 0" not in (tmp_path / "rank-0.log").read_text()
+
+
+def test_sigterm_after_shutdown_without_a_step(tmp_path: Path) -> None:
+    """shutdown restores SIGTERM also if should_stop() was never called."""
+    code = TRAIN.replace("range(2000)", "range(0)") + "hpcinit.shutdown()\nprint('over', flush=True)\ntime.sleep(600)\n"
+    with ranks(code + END, 1, tmp_path) as (rank,):
+        until(tmp_path / "rank-0.log", "over")
+        rank.process.send_signal(signal.SIGTERM)
+        assert rank.process.wait(150) == -signal.SIGTERM
+
+
+def _field(pid: int, name: str) -> str:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(line.split()[1] for line in status.splitlines() if line.startswith(f"{name}:"))
+
+
 @pytest.mark.parametrize(
     ("cost_s", "step_s", "steps"),
     [(0.0001, 0.05, 1), (0.0006, 0.05, 3), (0.00501, 0.05, 21), (1.0, 0.05, 200), (0.001, 60.0, 1), (0.1, 0.0, 1)],

@@ -73,9 +73,12 @@ def test_recorders_that_have_overwritten_calls() -> None:
     """A recorder of 3 to 20 calls may have lost the unfinished one, or a part of a batch: no healthy rank is named."""
     for seed in range(CASES):
         training = hang_dumps.training(seed, kinds=[NOT_CALLED, DEVICE_STUCK, NO_DUMP])
-        found = hang_verdict.verdict(hang_dumps.dumps(training, size=(3, 5, 10, 20)[seed % 4]))
+        dumps = hang_dumps.dumps(training, size=(3, 5, 10, 20)[seed % 4])
+        found = hang_verdict.verdict(dumps)
         assert named(found) <= {(one.rank, one.kind) for one in training.faults}, seed
-        assert found.culprits or found.unknown, seed
+        kept = [entry for dump in dumps.values() for entry in dump["entries"]]
+        waits = any(one["state"] == "started" and not one["profiling_name"].endswith("coalesced") for one in kept)
+        assert found.culprits or found.unknown or not waits, seed
 
 
 @pytest.mark.timeout(3000)
@@ -87,6 +90,37 @@ def test_a_stuck_device_with_an_unfinished_send(timed: bool) -> None:
         found = hang_verdict.verdict(hang_dumps.dumps(training, timed=timed))
         assert named(found) <= {(one.rank, one.kind) for one in training.faults}, seed
         assert found.culprits or found.unknown, seed
+
+
+@pytest.mark.parametrize("kind", [NOT_CALLED, DEVICE_STUCK, NO_DUMP])
+def test_dumps_of_unfinished_calls_alone(kind: str) -> None:
+    """With TORCH_INCLUDE_ONLY_ACTIVE a missing call may have finished, and finished batches leave parts. No healthy rank
+    is named, and most verdicts are the injected rank."""
+    right = 0
+    for seed in range(CASES):
+        training = hang_dumps.training(seed, kinds=[kind])
+        dumps = hang_dumps.dumps(training)
+        for dump in dumps.values():
+            dump["entries"] = [entry for entry in dump["entries"] if entry["state"] != "completed"]
+        found = hang_verdict.verdict(dumps)
+        injected = {(one.rank, one.kind) for one in training.faults}
+        assert named(found) <= injected, seed
+        assert found.culprits or found.unknown, seed
+        right += named(found) == injected
+    assert right > 0.8 * CASES
+
+
+def test_an_all_to_all_whose_sizes_do_not_add_up() -> None:
+    """The ranks send 9 elements and expect 8. No dump shows whose size is wrong, so no rank is named."""
+    one = call(1, "all_to_all", input_sizes=[[5]], output_sizes=[[4]])
+    other = call(1, "all_to_all", input_sizes=[[4]], output_sizes=[[4]])
+    found = of([one], [other])
+    assert not found.culprits and found.unknown == (
+        "ranks 0-1 have called all_to_all number 1 of the default group, and send 9 elements but expect 8: the sizes of "
+        "one of them are wrong, and the dumps do not show whose",
+    )
+    usual = of([{**one, "output_sizes": [[5]]}], [other])
+    assert not usual.culprits and "does not advance" in usual.unknown[0]
 
 
 def test_three_ranks_without_a_dump() -> None:

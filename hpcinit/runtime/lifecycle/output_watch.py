@@ -22,6 +22,7 @@ from hpcinit.world import World
 
 PERIOD_S = 30.0
 PERIODS = 8  # looks at the logs before a silence counts
+LOOKS_FOR_A_STACK = 2  # after this number a rank without a stack cannot write one
 
 
 def write_stacks(path: Path, note: str = "") -> None:
@@ -98,7 +99,9 @@ class OutputWatch:
         if now - self._printed < self._after_s:
             return False
         self._hang.mkdir(parents=True, exist_ok=True)
-        plain_files.write(self._marker, {"silent_s": round(now - self._printed)})
+        silent_s = now - self._printed
+        complete = silent_s > self._after_s + LOOKS_FOR_A_STACK * self._period
+        plain_files.write(self._marker, {"silent_s": round(silent_s), "complete": int(complete)})
         return True
 
     def _remove(self) -> None:

@@ -32,10 +32,16 @@ class Watch:
     """
 
     def __init__(self, numbers: Iterable[int], noted: Callable[[int], None]) -> None:
-        self._noted, self.wanted = noted, set(numbers)
+        self._noted, self.wanted = noted, set[int]()
+        self._handlers: list[signals.Handlers] = []
         self._wakeup = signals.Wakeup(self._woken)
-        self._handlers = signals.Handlers(self.wanted, note, only_free=True, restart_calls=True)
         state.watches.add(self)
+        self.listen(numbers, noted)
+
+    def listen(self, numbers: Iterable[int], noted: Callable[[int], None]) -> None:
+        """Call `noted` from now on, for these signals, and for those of them that have arrived before."""
+        before, self._noted, self.wanted = self.wanted, noted, set(numbers)
+        self._handlers.append(signals.Handlers(self.wanted - before, note, only_free=True, restart_calls=True))
         for number in self.wanted & state.early_signals:
             noted(number)
 
@@ -43,7 +49,8 @@ class Watch:
         """Restore the handlers. Call it in the main thread, or in a forked child."""
         state.watches.discard(self)
         self._wakeup.close()
-        self._handlers.restore()
+        for handlers in self._handlers:
+            handlers.restore()
 
     def _woken(self, number: int) -> None:
         if number in self.wanted:

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +23,7 @@ from hpcinit.records import plain_files, run_folder
 from hpcinit.records.startup_timeout import left_of_job
 from hpcinit.records.stop_reasons import NOT_RECORDED, SIGNAL_EARLY, Reason, Stop, Stopping
 from hpcinit.rendezvous.process_state import state
-from hpcinit.runtime.lifecycle import output_watch, phase
+from hpcinit.runtime.lifecycle import loaded_code, output_watch, phase
 from hpcinit.runtime.lifecycle.signal_watch import Watch
 from hpcinit.slurm import queue, slurm_client
 from hpcinit.world import World
@@ -99,9 +99,11 @@ class Stopper:
     """The stop logic of one rank. All collectives happen in ask(), which every rank calls after each step."""
 
     def __init__(
-        self, world: World, asked: Stopping, timeout: timedelta, folder: Path | None, env: Mapping[str, str]
-    ) -> None:
+        self, world: World, asked: Stopping, timeout: timedelta, folder: Path | None, env: Mapping[str, str],
+        early: FirstStepWatch | None = None,
+    ) -> None:  # fmt: skip
         self._world, self._asked, self._folder, self._env = world, asked, folder, env
+        self._early = early
         self._made = time.monotonic()
         self._had: timedelta | None = None
         self._ends: float | None = None  # end of the job, by time.monotonic()
@@ -245,6 +247,8 @@ class Stopper:
         if threading.current_thread() is not threading.main_thread():
             return None
         state.loader_workers.on_death = self._worker_died
+        if self._early is not None:
+            return self._early.hand_over(self._asked.numbers, self._noted)
         return Watch(self._asked.numbers, self._noted)
 
     def _worker_died(self, error: str) -> bool:
@@ -275,26 +279,10 @@ class Stopper:
         return Reason.TIME_LIMIT if near else Reason.USER
 
     def _end_if_stuck(self) -> None:
-        """Exit on SIGTERM if a peer is dead and its collective waits, so that Slurm need not wait to send SIGKILL.
-
-        A save, or another declared phase, is not stuck, and neither is a main thread that works, as in an evaluation,
-        or that waits for a compiler. Checks are counted, not time, because a suspended process makes no checks.
-        """
-        calls, turns, working, before = self._calls, 0, 0, None
+        """Exit on SIGTERM if this rank does not reach another ask()."""
+        calls = self._calls
         longest = self._longest if calls > 1 else FIRST_STEP_S  # the first step may compile
-        while turns * TURN_S < STUCK_S + longest and working * TURN_S < FIRST_STEP_S:
-            time.sleep(TURN_S)
-            if self._calls != calls or self._stop is not None or self._closed.is_set():
-                return
-            place, _ = now = _main_thread()
-            if phase.silence_is_expected(LONGEST_PHASE_S):
-                turns = 0
-            elif now != before or any(file.endswith(OWN_WORK) for file, *_ in place):
-                turns, working, before = 0, working + 1, now
-            else:
-                turns += 1
-        if self._watch is not None:
-            signals.end_by(signal.SIGTERM)
+        end_if_stuck(lambda: self._calls != calls or self._stop is not None or self._closed.is_set(), longest)
 
     def _look(self) -> None:
         """Check, in a thread of rank 0, for a user's request in the run folder and for the remaining time."""
@@ -311,6 +299,59 @@ class Stopper:
                 self._ask_left(ASK_PATIENTLY_S)
                 ask_at = time.monotonic() + ASK_EVERY_S
             time.sleep(LOOK_S)
+
+
+class FirstStepWatch:
+    """Remembers a SIGTERM before the first ask(), so that it does not end the rank. Create it in the main thread."""
+
+    def __init__(self) -> None:
+        self._began, self._over = time.monotonic(), threading.Event()
+        self._watch = Watch({signal.SIGTERM}, self._noted)
+
+    def hand_over(self, numbers: Iterable[int], noted: Callable[[int], None]) -> Watch:
+        """Return the Watch, which calls `noted` from now on, also for a SIGTERM that has arrived before."""
+        self._over.set()
+        self._watch.listen(numbers, noted)
+        return self._watch
+
+    def close(self) -> None:
+        if not self._over.is_set():
+            self._over.set()
+            self._watch.close()
+
+    def _noted(self, number: int) -> None:
+        state.early_signals.add(number)
+        longest = min(FIRST_STEP_S, time.monotonic() - self._began)  # the first step is as long, so far
+        arguments = (self._over.is_set, longest)
+        threading.Thread(target=end_if_stuck, args=arguments, name="hpcinit-stuck", daemon=True).start()
+
+
+def watch_first_step() -> FirstStepWatch | None:
+    """Return a FirstStepWatch if the program calls should_stop(), and can have one. Others end by SIGTERM at once."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        return None
+    return FirstStepWatch() if loaded_code.uses("should_stop") else None
+
+
+def end_if_stuck(is_over: Callable[[], bool], longest_s: float) -> None:
+    """Exit on SIGTERM if a peer is dead and its collective waits, so that Slurm need not wait to send SIGKILL.
+
+    A save, or another declared phase, is not stuck, and neither is a main thread that works, as in an evaluation,
+    or that waits for a compiler. Checks are counted, not time, because a suspended process makes no checks.
+    """
+    turns, working, before = 0, 0, None
+    while turns * TURN_S < STUCK_S + longest_s and working * TURN_S < FIRST_STEP_S:
+        time.sleep(TURN_S)
+        if is_over():
+            return
+        place, _ = now = _main_thread()
+        if phase.silence_is_expected(LONGEST_PHASE_S):
+            turns = 0
+        elif now != before or any(file.endswith(OWN_WORK) for file, *_ in place):
+            turns, working, before = 0, working + 1, now
+        else:
+            turns += 1
+    signals.end_by(signal.SIGTERM)
 
 
 def _main_thread() -> tuple[Sequence[tuple[str, str, int]], str]:
