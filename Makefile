@@ -47,7 +47,7 @@ help:
 	@echo "make test-slurm26  the same on Slurm 26.05, from Debian forky"
 	@echo "make test-apptainer  a real Apptainer runs the ranks of a job on the real Slurm (root; Debian sid, once)"
 	@echo "make test-lowest   the tests of the login node with the oldest supported versions of its packages"
-	@echo "make test-horovod  a real horovodrun; builds Horovod first, once (cmake, g++, 5 minutes)"
+	@echo "make test-horovod  a real Horovod over Gloo and MPI; builds it first, once (cmake, g++, libopenmpi-dev, 5 minutes)"
 	@echo "make test-ray      four Ray actors train with DeepSpeed; installs Ray first, once"
 	@echo "make test-exactly-once   200 submissions while the controller is killed 50 times (root)"
 	@echo "make scale         a real Slurm of 64 nodes on this machine, a rank on each (root; NODES=16 for fewer)"
@@ -106,7 +106,7 @@ slurm: $(VENV)/dev
 .PHONY: test-lowest
 test-lowest: $(LOWEST)/made
 	$(LOWEST)/bin/python -m pytest -m 'not slurm' tests/test_package.py tests/test_cli.py tests/test_every_command.py \
-		tests/config tests/discover tests/submission tests/observe $(PYTEST)
+		tests/config tests/discover tests/submit tests/observe $(PYTEST)
 
 # The Slurm tests on a newer Slurm, in a folder with the Debian that has it, created once (root; 640 MB, two minutes).
 .PHONY: test-slurm24 test-slurm26
