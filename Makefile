@@ -215,12 +215,13 @@ $(VENV)/bench: $(VENV)/dev
 	@touch $@
 
 # More environments: their own packages are first on sys.path, the others are those of the first environment. pip's
-# --target with PYTHONPATH would not work, because hpcinit starts ranks by their Python, not with PYTHONPATH.
+# --target with PYTHONPATH would not work, because hpcinit starts ranks by their Python, not with PYTHONPATH. The .pth file
+# has the folder as a path, which hpcinit's check reads, and as a call, which reads the .pth files in it.
 ALONE := --quiet --disable-pip-version-check --ignore-installed --no-deps
 define beside
 rm -rf $(1)
 $(BIN)/python -m venv --without-pip $(1)
-$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+$(BIN)/python -c 'import sysconfig; print("{0}\nimport site; site.addsitedir({0!r})".format(sysconfig.get_path("purelib")))' \
 	> "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
 endef
 

@@ -119,7 +119,7 @@ def test_what_is_not_of_an_ended_job_is_left_alone(
     idle_slurm.run("scancel", beside)
     report = ["name=report", "check_node.action=report"]
     folder = folder_of(submit(hpcinit, idle_slurm, *WORDS, *report, "wait=true", "--", "true", timeout=300))
-    assert segment.exists() and "left there, as check_node.action=report wants" in printed_lines(folder)
+    assert segment.exists() and "not removed (check_node.action=report)" in printed_lines(folder)
 
 
 def printed_lines(folder: Path) -> str:

@@ -286,7 +286,7 @@ def _leftover_files(files: Sequence[Path], clean: bool) -> Iterator[str]:
                 removed += 1
     if left:
         names = f"{left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}, {size / GB:.2f} GB"
-        done = f"removed {removed}" if clean else "left there, as check_node.action=report wants"
+        done = f"removed {removed}" if clean else "not removed (check_node.action=report)"
         yield f"files of your ended jobs in {SHARED_MEMORY} ({names}): {done}"
 
 
