@@ -117,6 +117,7 @@ def test_what_is_not_of_an_ended_job_is_left_alone(
     folder = folder_of(submit(hpcinit, idle_slurm, *WORDS, "name=beside", "wait=true", "--", "true", timeout=300))
     assert segment.exists() and "/dev/shm" not in printed_lines(folder), "it may belong to the job that runs"
     idle_slurm.run("scancel", beside)
+    assert finish(idle_slurm, beside, 150) == "CANCELLED"
     report = ["name=report", "check_node.action=report"]
     folder = folder_of(submit(hpcinit, idle_slurm, *WORDS, *report, "wait=true", "--", "true", timeout=300))
     assert segment.exists() and "not removed (check_node.action=report)" in printed_lines(folder)
