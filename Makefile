@@ -47,7 +47,7 @@ help:
 	@echo "make test-slurm26  the same on Slurm 26.05, from Debian forky"
 	@echo "make test-apptainer  a real Apptainer runs the ranks of a job on the real Slurm (root; Debian sid, once)"
 	@echo "make test-lowest   the tests of the login node with the oldest supported versions of its packages"
-	@echo "make test-horovod  a real horovodrun; builds Horovod first, once (cmake, g++, 5 minutes)"
+	@echo "make test-horovod  a real Horovod over Gloo and MPI; builds it first, once (cmake, g++, libopenmpi-dev, 5 minutes)"
 	@echo "make test-ray      four Ray actors train with DeepSpeed; installs Ray first, once"
 	@echo "make test-exactly-once   200 submissions while the controller is killed 50 times (root)"
 	@echo "make scale         a real Slurm of 64 nodes on this machine, a rank on each (root; NODES=16 for fewer)"
@@ -106,7 +106,7 @@ slurm: $(VENV)/dev
 .PHONY: test-lowest
 test-lowest: $(LOWEST)/made
 	$(LOWEST)/bin/python -m pytest -m 'not slurm' tests/test_package.py tests/test_cli.py tests/test_every_command.py \
-		tests/config tests/discover tests/submission tests/observe $(PYTEST)
+		tests/config tests/discover tests/submit tests/observe $(PYTEST)
 
 # The Slurm tests on a newer Slurm, in a folder with the Debian that has it, created once (root; 640 MB, two minutes).
 .PHONY: test-slurm24 test-slurm26
@@ -215,12 +215,13 @@ $(VENV)/bench: $(VENV)/dev
 	@touch $@
 
 # More environments: their own packages are first on sys.path, the others are those of the first environment. pip's
-# --target with PYTHONPATH would not work, because hpcinit starts ranks by their Python, not with PYTHONPATH.
+# --target with PYTHONPATH would not work, because hpcinit starts ranks by their Python, not with PYTHONPATH. The .pth file
+# has the folder as a path, which hpcinit's check reads, and as a call, which reads the .pth files in it.
 ALONE := --quiet --disable-pip-version-check --ignore-installed --no-deps
 define beside
 rm -rf $(1)
 $(BIN)/python -m venv --without-pip $(1)
-$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+$(BIN)/python -c 'import sysconfig; print("{0}\nimport site; site.addsitedir({0!r})".format(sysconfig.get_path("purelib")))' \
 	> "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
 endef
 

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcinit.base.console import say
-from hpcinit.base.errors import RequestError
+from hpcinit.base.errors import BringUpError, RequestError
 from hpcinit.cli.main import guarded
+from hpcinit.jobs import node_check
 from hpcinit.records import run_folder
 from hpcinit.records.spec import Spec
 from hpcinit.records.startup_timeout import check_clock
@@ -34,12 +35,19 @@ def main(argv: Sequence[str]) -> int:
     came = agent_signals.Signals()  # before torch starts threads: they inherit the blocked signals
     path = Path(argv[0]).absolute()
     spec = enter(argv[0])
+    check = node_check.start(spec.check_node, os.environ)
     if doubt := check_clock(os.environ, time.time()):
         say(doubt)
     agents = launchers.read(os.environ)
     _refuse_another_size(spec, agents, path)
     from hpcinit.launch.torchrun import torchrun_job  # noqa: PLC0415 - imports torch
+    from hpcinit.runtime import program  # noqa: PLC0415 - with the imports of torchrun_job
 
+    try:
+        node_check.finish(check, path.parent)
+    except BringUpError as error:
+        program.record(error, agents)
+        raise
     return torchrun_job.run(spec, path, agents, came)
 
 

@@ -18,6 +18,7 @@ from hpcinit.base import process_title, signals
 from hpcinit.base.console import say
 from hpcinit.base.errors import HpcinitError, RequestError
 from hpcinit.cli.main import guarded
+from hpcinit.jobs import node_check
 from hpcinit.launch import fork_server, preload, rank_binding
 from hpcinit.launch.fork_server import ForkSupervisor, end_as
 from hpcinit.launch.signal_monitor import SignalMonitor
@@ -40,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
     here, folder = forked.node(os.environ, spec.nodes, spec.ranks_per_node), Path(os.environ[run_folder.ENV_FOLDER])
     if spec.stop.signal:  # keep it pending until there are ranks to receive it
         signals.block([signal.Signals[f"SIG{spec.stop.signal}"]])
+    check = node_check.start(spec.check_node, os.environ)
     monitor = SignalMonitor()
     # As in hpcinit.run, before torch is imported.
     protected = safeguards.apply(os.environ, folder, slurm_step.identity(os.environ))
@@ -51,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
     fork_server.announce_prefork(here, spec, folder)
     try:
         imported = preload.load(spec.launch.preload)
+        node_check.finish(check, folder)
     except HpcinitError as error:
         fork_server.fail_prefork(here, spec, folder, error)
         raise

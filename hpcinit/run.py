@@ -15,8 +15,9 @@ from pathlib import Path
 
 from hpcinit.base import process_limits, process_title, safe_files
 from hpcinit.base.console import say
-from hpcinit.base.errors import RequestError
+from hpcinit.base.errors import BringUpError, RequestError
 from hpcinit.cli.main import guarded
+from hpcinit.jobs import node_check
 from hpcinit.records import rank_log, run_folder, safeguards, startup_settings
 from hpcinit.records.spec import Program, Spec, load, of_this_run
 from hpcinit.records.startup_timeout import check_clock
@@ -47,13 +48,20 @@ def main(argv: Sequence[str]) -> int:
         raise RequestError("the current folder was deleted: start this in a folder that exists") from None
     _refuse_what_cannot_be_run(argv)
     spec = enter(argv[0]) if argv[0].endswith(".json") and len(argv) == 1 else None
-    return become_rank(argv, spec)
+    return become_rank(argv, spec, check=node_check.start(spec.check_node, os.environ) if spec else None)
 
 
-def become_rank(argv: Sequence[str], spec: Spec | None, protected: tuple[str, ...] = (), imported: str = "") -> int:
+def become_rank(
+    argv: Sequence[str],
+    spec: Spec | None,
+    protected: tuple[str, ...] = (),
+    imported: str = "",
+    check: node_check.Running | None = None,
+) -> int:
     """Run the program as the rank that this process's environment describes. Return its exit status.
 
     argv: that of main. protected: the names of safeguards that are already set. imported: what launch=fork imported.
+    check: the check of this node, which this process has started.
     """
     rank_log.protect()
     what = spec.program if spec else _program(list(argv))
@@ -81,6 +89,12 @@ def become_rank(argv: Sequence[str], spec: Spec | None, protected: tuple[str, ..
         say(f"restart {restart} of job {world.job.partition('.')[0]} starts")
     elif world.rank == 0 and protected and folder:
         say(f"set {len(protected)} environment variables, listed in {run_folder.STARTUP} of the run folder")
+    if spec and folder:
+        try:
+            node_check.finish(check, folder)
+        except BringUpError as error:
+            program.record(error, world)
+            raise
     status = program.run(what, world, own)
     interpreter_exit.end(status)
     return status

@@ -82,7 +82,7 @@ PACKAGES = {
         (*JOB, "deepspeed", "rendezvous", "runtime"),
         ("torch",),
     ),
-    "jobs": Package("programs that ship: smoke, measure, doctor, train_gpt", ("base", "records", "world"), ("torch",)),
+    "jobs": Package("programs that ship: smoke, measure, doctor, train_gpt, the check of a node", JOB, ("torch",)),
     "cli": Package(
         "the table of commands, completion, how every command ends", ("base", "config", "observe", "submit")
     ),

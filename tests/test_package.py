@@ -72,6 +72,19 @@ def test_make_test_lowest_installs_the_lower_bounds() -> None:
     assert all(Version(pinned[name]) == Version(bounds[name]) for name in pinned)
 
 
+def test_every_path_in_the_makefile_exists() -> None:
+    """Each folder, file and module of tests and benchmarks that the Makefile names exists."""
+    text = subprocess.run(["make", "-pn", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    named = set(re.findall(r"(?<![\w/])(tests/[\w./-]*\w)", text))
+    modules = set(re.findall(r"-m ((?:tests|benchmarks)[\w.]+)", text))
+    assert {"tests/records", "tests/submit/test_script.py", "tests/config"} <= named and "tests.prose" in modules
+    files = {name: [ROOT / name] for name in named}
+    for name in modules:
+        place = ROOT / name.replace(".", "/")
+        files[name] = [place.with_suffix(".py"), place / "__main__.py"]
+    assert [name for name, places in files.items() if not any(place.exists() for place in places)] == []
+
+
 def test_the_tested_versions_are_the_same_everywhere() -> None:
     """pyproject.toml, the Makefile and the README agree with the table of tested torch and DeepSpeed versions.
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from hpcinit.config.resources import cpus_per_rank, gpus_per_node, ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.records.layout import Layout
-from hpcinit.records.spec import Comm, Hang, Launch, Precision, Program, Samples, Spec, Training
+from hpcinit.records.spec import Comm, Hang, Launch, NodeCheck, Precision, Program, Samples, Spec, Training
 from hpcinit.records.startup_timeout import StartupTimeout
 from hpcinit.records.stop_reasons import Stopping
 from hpcinit.records.wrappers import WRAPPERS
@@ -48,6 +48,7 @@ def make(config: Config, workdir: str, target: str) -> Spec:
         training=training(config),
         stop=_copied(Stopping, config.stop, signal=config.stop.signal or ""),
         hang=_copied(Hang, config.hang),
+        check_node=_copied(NodeCheck, config.check_node),
         launch=launch(config),
     )
 

@@ -393,6 +393,19 @@ class Hang:
 
 
 @dataclass
+class NodeCheck:
+    """The check of each node before its ranks start: leftovers of ended jobs, GPU memory in use, free space."""
+
+    action: str = key(
+        "report; clean: also remove what your ended jobs left; replace: also replace a node whose GPU memory "
+        "others use by a spare node, or exit; off",
+        spec.NodeCheck.action,
+        choices=spec.NODE_CHECKS,
+    )
+    timeout_s: float = key("how long the ranks wait for the check; then they start", spec.NodeCheck.timeout_s, above=0)
+
+
+@dataclass
 class Container:
     """The image in which the ranks run. cluster.container describes how the site runs images."""
 
@@ -432,6 +445,7 @@ class Config:
     hang: Hang = field(default_factory=Hang)
     restart: Restart = field(default_factory=Restart)
     excluded_nodes: ExcludedNodes = field(default_factory=ExcludedNodes)
+    check_node: NodeCheck = field(default_factory=NodeCheck)
     name: str = key("name of the run", "${job.name}", sbatch="job-name")
     nodes: int = key("number of nodes", 1, least=1, sbatch="nodes")
     spare_nodes: int = key("spare nodes, requested in addition; ranks restart on one when a node fails", 0, least=0)

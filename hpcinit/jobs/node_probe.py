@@ -27,7 +27,7 @@ def probe_node(env: Mapping[str, str], names: Sequence[str], own: str) -> Node:
         memory_gb=round(total, 1),
         available_gb=round(available, 1),
         kernel=platform.release(),
-        places=tuple(_places(env)),
+        places=tuple(folders(env)),
         interfaces=(*_ports(), *_interfaces()),
         names=tuple(_name(host) for host in _some(names, own)),
     )
@@ -55,7 +55,8 @@ def _memory() -> tuple[float, float]:
     return int(found.get("MemTotal", 0)) * 1024 / GB, int(found.get("MemAvailable", 0)) * 1024 / GB
 
 
-def _places(env: Mapping[str, str]) -> Iterator[Place]:
+def folders(env: Mapping[str, str]) -> Iterator[Place]:
+    """Yield /dev/shm and the folders for temporary files, with their free space."""
     yield _place(SHARED_MEMORY, "/dev/shm")
     for what, path in (
         ("local disk", env.get(ENV_LOCAL_DISK, "")),

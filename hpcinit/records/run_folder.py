@@ -32,6 +32,7 @@ JOB_LOG = "logs/job.log"  # output of the batch script
 RANK_LOG = "logs/rank-{rank}.log"
 REPORT = "report.html"  # by `hpcinit report`
 TIMELINE = "timeline"  # start-up events of every rank: timeline/JOB/HOST.jsonl, records/timeline.py
+UNUSABLE = "unusable"  # by the check of a node: JOB.RESTART.NODE, with a line 'node n2', for the batch script
 ERRORS = "errors"  # one record per rank that raised: errors/rank-3.json
 ENV_FOLDER = "HPCINIT_RUN"  # environment variable: the run folder, in every process of the job
 ENV_ENGINE = "HPCINIT_ENGINE"  # environment variable of all processes of cluster=local: the id of the engine's process

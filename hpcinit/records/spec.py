@@ -32,6 +32,7 @@ HANG_ACTIONS = ("report", "end")
 CHECKPOINTING = ("none", "full")
 LAUNCHES = ("srun", "fork", "torchrun")
 OF_ONE_RUN = {"format", "name", "nonce", "program"}  # keys of spec.json that are no settings
+OFF, REPORT, CLEAN, REPLACE = NODE_CHECKS = ("off", "report", "clean", "replace")
 
 
 def one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
@@ -154,6 +155,20 @@ class Hang:
 
 
 @dataclass(frozen=True)
+class NodeCheck:
+    """The check of each node before its ranks start.
+
+    action: 'off', only 'report', also 'clean', also 'replace' the node. timeout_s: the ranks wait no longer.
+    """
+
+    action: str = CLEAN
+    timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        one_of("check_node.action", self.action, NODE_CHECKS)
+
+
+@dataclass(frozen=True)
 class Launch:
     """How the ranks are started.
 
@@ -200,6 +215,7 @@ class Spec:
     training: Training = field(default_factory=Training)
     stop: Stopping = field(default_factory=Stopping)
     hang: Hang = field(default_factory=Hang)
+    check_node: NodeCheck = field(default_factory=NodeCheck)
     launch: Launch = field(default_factory=Launch)
 
     def __post_init__(self) -> None:

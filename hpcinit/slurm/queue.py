@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cache
 from typing import NamedTuple
 
@@ -169,6 +171,18 @@ def show(ids: Sequence[str], env: Mapping[str, str] | None = None) -> list[Job]:
     command = ("scontrol", "--all", "show", "job", *(ids if len(ids) == 1 else ()))
     text = "\n".join(_lines(command, _start(command, env)))
     return [_of_scontrol(record) for record in scontrol.records(text, "JobId") if "JobState" in record]
+
+
+def active_on_node(node: str, at_most: timedelta) -> set[str] | None:
+    """Return the ids of this user's jobs that Slurm still runs or ends on the node; None if it gives no reply."""
+    user = f"--user={os.geteuid()}"
+    command = ["squeue", "--noheader", user, f"--nodelist={node}", "--states=all", "--format=%A %T"]
+    try:
+        answer = slurm_client.run(command, at_most=at_most)
+    except Unreachable:
+        return None
+    rows = [line.split() for line in answer.stdout.splitlines()]
+    return {row[0] for row in rows if len(row) == 2 and row[1] not in FINAL} if answer.status == 0 else None
 
 
 def accounting(arguments: Iterable[str], columns: int, env: Mapping[str, str] | None = None) -> list[list[str]]:

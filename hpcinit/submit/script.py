@@ -342,6 +342,7 @@ def _run_folder(run: RunPath, body: str) -> tuple[list[str], list[str]]:
         "restarts": run_folder.RESTARTS,
         "errors": run_folder.ERRORS,
         "hang": hang_report.FOLDER,
+        "unusable": run_folder.UNUSABLE,
     }
     files = {f"hpcinit_{key}": Raw(f'"${run_folder.ENV_FOLDER}/{name}"') for key, name in names.items()}
     lines = shell_blocks.block("run_folder", {run_folder.ENV_FOLDER: run.in_shell(), **files})

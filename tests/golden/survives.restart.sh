@@ -8,6 +8,7 @@ hpcinit_progress="$HPCINIT_RUN/step.txt" # step: the last one that rank 0 report
 hpcinit_restart="$HPCINIT_RUN/restart.txt" # the last restart: job, restart, step, without_progress
 hpcinit_restarts="$HPCINIT_RUN/restarts.jsonl" # a line for each restart
 hpcinit_errors="$HPCINIT_RUN/errors" # error records of the ranks
+hpcinit_unusable="$HPCINIT_RUN/unusable" # JOB.RESTART.NODE for each node that failed its check
 hpcinit_hang="$HPCINIT_RUN/hang" # JOB/report.txt for each hang, and JOB/node.txt with the node at fault
 
 # The ranks and this script exchange plain files with a line 'KEY VALUE' for each fact.
@@ -189,7 +190,7 @@ hpcinit_reason() { # print why the ranks ended with status $1, as restart.on nam
   if [ "$stop" = preempted ] || hpcinit_preempted; then echo preempted
   elif [ "$stop" = time_limit ] || [ "$1:$stop" = 0:not_recorded ]; then echo time_limit
   elif [ "$1" -eq 0 ]; then return 0
-  elif [ -n "$(hpcinit_lost_nodes)" ]; then echo node_fail
+  elif [ -n "$(hpcinit_lost_nodes)$(hpcinit_unusable_nodes)" ]; then echo node_fail
   # srun returns the highest status of all ranks, and killed ranks have a higher one than those that hung.
   elif [ "$1" -eq "$hpcinit_hung" ] || [ -n "$(hpcinit_hang_reports)" ]; then echo hang
   elif [ "$1" -ne 2 ]; then echo failure # 2: a usage error, which a restart cannot fix
@@ -202,6 +203,10 @@ hpcinit_lost_nodes() { # print the nodes of the job that are down or do not resp
     while read -r node state; do
       case ",${hpcinit_excluded:-},:$state" in *",$node,"*) ;; *:down* | *:fail* | *[*]) echo "$node" ;; esac
     done
+}
+hpcinit_unusable_nodes() { # print the nodes on which the check of this attempt refused to start the ranks
+  local file
+  for file in "$hpcinit_unusable/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}."*; do hpcinit_fact "$file" node; done
 }
 hpcinit_hang_reports() { # print the hang reports since the ranks started
   find "$hpcinit_hang" -path "*/$SLURM_JOB_ID.*/report.txt" -newer "$hpcinit_exit" 2>/dev/null
@@ -234,7 +239,7 @@ hpcinit_exclude_node() { # the ranks ended with status $1; exclude the node at f
   reason=$(hpcinit_reason "$1")
   case $reason in node_fail | hang | failure) [[ " $hpcinit_on " == *" $reason "* ]] || return 1 ;; *) return 1 ;; esac
   hpcinit_still_runs || return 1
-  bad=$(hpcinit_lost_nodes)
+  bad=$(hpcinit_lost_nodes; hpcinit_unusable_nodes)
   [ -n "$bad" ] || bad=$(hpcinit_hang_node)
   # In a hang, the ranks that wait for others end first, so srun's messages name the wrong node.
   [ -n "$bad" ] || [ "$reason" = hang ] || bad=$(hpcinit_failed_node)
@@ -246,7 +251,7 @@ hpcinit_exclude_node() { # the ranks ended with status $1; exclude the node at f
     return 1
   fi
   echo "hpcinit: new attempt: $reason on $bad: restarting the ranks in the same job, without $hpcinit_excluded"
-  for folder in "$hpcinit_errors" "$hpcinit_hang"; do # these records are not from the restarted ranks
+  for folder in "$hpcinit_errors" "$hpcinit_hang" "$hpcinit_unusable"; do # these records are not from the restarted ranks
     mkdir -p "$folder/before-$SLURM_JOB_ID"
     mv "$folder"/rank-*.json "$folder/$SLURM_JOB_ID."* "$folder/before-$SLURM_JOB_ID" 2>/dev/null
   done

@@ -22,7 +22,8 @@ raise ValueError("bad \x1b]0;owned\x07\x1b[1A\x1b[2K name")
 def in_a_terminal(folder: Path, *arguments: str) -> str:
     """Return what `hpcinit ARGUMENTS` writes to a terminal."""
     master, slave = pty.openpty()
-    env = {**os.environ, "TERM": "xterm", "COLUMNS": "200", "NO_COLOR": ""}
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "200"}
+    env.pop("NO_COLOR", None)  # rich 13.0 prints no colors even if it is empty
     process = subprocess.Popen(
         [sys.executable, "-m", "hpcinit", *arguments], cwd=folder, env=env, stdin=slave, stdout=slave, stderr=slave
     )

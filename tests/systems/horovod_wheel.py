@@ -1,6 +1,6 @@
-"""python -m tests.systems.horovod_wheel: Horovod built against this torch, with Gloo and without MPI; prints the wheel.
+"""python -m tests.systems.horovod_wheel: Horovod built against this torch, with Gloo and with Open MPI; prints the wheel.
 
-Built once for a Python and a torch, into ~/.cache/hpcinit/horovod. Needs cmake and g++.
+Built once for a Python and a torch, into ~/.cache/hpcinit/horovod. Needs cmake, g++ and Open MPI's headers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ for option do
 done
 exec g++ "$@"
 """
+INSTALL = "apt-get install cmake g++ libopenmpi-dev"
 SETTINGS = {
     "HOROVOD_WITH_GLOO": "1",
-    "HOROVOD_CPU_OPERATIONS": "GLOO",
-    "HOROVOD_WITHOUT_MPI": "1",
+    "HOROVOD_WITH_MPI": "1",
     "HOROVOD_WITH_PYTORCH": "1",
     "HOROVOD_WITHOUT_TENSORFLOW": "1",
     "HOROVOD_WITHOUT_MXNET": "1",
@@ -39,14 +39,14 @@ SETTINGS = {
 def cached() -> Path:
     """Return the folder for the wheel of this Python and torch."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    made_of = f"{VERSION}-torch{installed('torch')}-{sys.implementation.cache_tag}"
+    made_of = f"{VERSION}-mpi-torch{installed('torch')}-{sys.implementation.cache_tag}"
     return base / "hpcinit" / "horovod" / made_of
 
 
 def build(folder: Path) -> Path:
     """Build the wheel. Raise SystemExit with the end of the build's output if that fails."""
     if missing := [tool for tool in ("cmake", "g++") if not shutil.which(tool)]:
-        raise SystemExit(f"Horovod is built by {' and '.join(missing)}, not found on PATH: apt-get install cmake g++")
+        raise SystemExit(f"Horovod is built by {' and '.join(missing)}, not found on PATH: {INSTALL}")
     began = time.monotonic()
     print(f"building Horovod {VERSION}, about 5 minutes on 2 cores", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as temporary:
@@ -62,7 +62,9 @@ def build(folder: Path) -> Path:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
         if done.returncode:
-            raise SystemExit(f"{done.stdout[-4000:]}\nHorovod {VERSION} : the build failed, see above")
+            raise SystemExit(
+                f"{done.stdout[-4000:]}\nHorovod {VERSION} : the build failed, see above. What it needs: {INSTALL}"
+            )
         (wheel,) = made.glob("*.whl")
         folder.mkdir(parents=True, exist_ok=True)
         part = shutil.copy(wheel, folder / "part")

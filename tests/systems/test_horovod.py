@@ -1,4 +1,4 @@
-"""A real horovodrun, with its Gloo launcher, on this machine: `make test-horovod`, which builds Horovod first."""
+"""A real Horovod over Gloo and over MPI, on this machine: `make test-horovod`, which builds Horovod first."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hpcinit.base.versions import installed
 from tests.systems.horovod_wheel import VERSION
 from tests.systems.jobs import PROGRAMS, TOLERANCE, off, said
 
 # Not the script `horovodrun`, whose first line names pip's Python, which has no Horovod.
-HOROVODRUN = ("-c", "from horovod.runner.launch import run_commandline; run_commandline()", "--gloo", "-np", "2")
+HOROVODRUN = (sys.executable, "-c", "from horovod.runner.launch import run_commandline; run_commandline()")
+GLOO, MPI = (*HOROVODRUN, "--gloo"), (*HOROVODRUN, "--mpi")
+MPIRUN = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe")
 RECORDED = Path(__file__).parents[1] / "data/launchers.json"
 
 
 def horovodrun(
-    program: str, *words: str, by: tuple[str, ...] = ("-m", "hpcinit.run")
+    program: str, *words: str, by: tuple[str, ...] = ("-m", "hpcinit.run"), launcher: tuple[str, ...] = GLOO
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *HOROVODRUN, sys.executable, *by, str(PROGRAMS / program), *words]
+    command = [*launcher, "-np", "2", sys.executable, *by, str(PROGRAMS / program), *words]
     return subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=200, check=False)
 
 
@@ -55,13 +59,26 @@ def test_horovod_works_together_with_hpcinit(tmp_path: Path) -> None:
         expected = {name: text for name, text in recorded[rank].items() if name.startswith("HOROVOD_")}
         assert each["told"].keys() == expected.keys()
         assert {name for name in expected if each["told"][name] != expected[name]} <= changing
+        assert each["over"] == {"gloo": True, "mpi": False}
 
 
-def test_a_rank_mismatch_with_horovod_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", [MPI, MPIRUN], ids=["horovodrun", "mpirun"])
+def test_horovod_over_mpi(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    """Over MPI, started by horovodrun or by mpirun, hvd.init() and hpcinit agree on rank and size too."""
+    done = horovodrun("with_horovod.py", str(tmp_path), launcher=launcher)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank, each in enumerate(said(tmp_path, 2)):
+        assert each["over"] == {"gloo": False, "mpi": True} and each["launcher"] == "openmpi"
+        assert each["theirs"] == [rank, 2, rank, 3.0] and each["ours"] == 3.0
+
+
+@pytest.mark.parametrize(("launcher", "name"), [(GLOO, "horovod"), (MPIRUN, "openmpi")])
+def test_a_rank_mismatch_with_horovod_is_refused(tmp_path: Path, launcher: tuple[str, ...], name: str) -> None:
     """The rank of the real Horovod is compared with the environment's, and a difference is an error."""
-    done = horovodrun("with_horovod.py", str(tmp_path), "another", by=())  # hpcinit.run reads the environment before
+    # Without hpcinit.run, which would read the environment before.
+    done = horovodrun("with_horovod.py", str(tmp_path), "another", by=(), launcher=launcher)
     for rank in range(2):
         assert (
-            f"Horovod is initialized as rank {rank} of 2, and horovod started this process as rank {1 - rank} of 2"
+            f"Horovod is initialized as rank {rank} of 2, and {name} started this process as rank {1 - rank} of 2"
             in done.stdout
         ), done.stderr

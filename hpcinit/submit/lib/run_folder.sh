@@ -9,4 +9,5 @@ hpcinit_progress='' # step: the last one that rank 0 reported
 hpcinit_restart=''  # the last restart: job, restart, step, without_progress
 hpcinit_restarts='' # a line for each restart
 hpcinit_errors=''   # error records of the ranks
+hpcinit_unusable='' # JOB.RESTART.NODE for each node that failed its check
 hpcinit_hang=''     # JOB/report.txt for each hang, and JOB/node.txt with the node at fault

@@ -22,7 +22,7 @@ hpcinit_exclude_node() { # the ranks ended with status $1; exclude the node at f
   reason=$(hpcinit_reason "$1")
   case $reason in node_fail | hang | failure) [[ " $hpcinit_on " == *" $reason "* ]] || return 1 ;; *) return 1 ;; esac
   hpcinit_still_runs || return 1
-  bad=$(hpcinit_lost_nodes)
+  bad=$(hpcinit_lost_nodes; hpcinit_unusable_nodes)
   [ -n "$bad" ] || bad=$(hpcinit_hang_node)
   # In a hang, the ranks that wait for others end first, so srun's messages name the wrong node.
   [ -n "$bad" ] || [ "$reason" = hang ] || bad=$(hpcinit_failed_node)
@@ -34,7 +34,7 @@ hpcinit_exclude_node() { # the ranks ended with status $1; exclude the node at f
     return 1
   fi
   echo "hpcinit: new attempt: $reason on $bad: restarting the ranks in the same job, without $hpcinit_excluded"
-  for folder in "$hpcinit_errors" "$hpcinit_hang"; do # these records are not from the restarted ranks
+  for folder in "$hpcinit_errors" "$hpcinit_hang" "$hpcinit_unusable"; do # these records are not from the restarted ranks
     mkdir -p "$folder/before-$SLURM_JOB_ID"
     mv "$folder"/rank-*.json "$folder/$SLURM_JOB_ID."* "$folder/before-$SLURM_JOB_ID" 2>/dev/null
   done

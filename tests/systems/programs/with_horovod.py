@@ -18,7 +18,8 @@ def main() -> None:
     told = {name: text for name, text in os.environ.items() if name.startswith("HOROVOD_")}
     hvd.init()
     if another:  # the variables name another rank after Horovod has started
-        os.environ["HOROVOD_RANK"] = str(1 - hvd.rank())
+        for name in {"HOROVOD_RANK", "OMPI_COMM_WORLD_RANK"} & os.environ.keys():
+            os.environ[name] = str(1 - hvd.rank())
         print(refusal(hpcinit.init), flush=True)
         hvd.shutdown()
         return
@@ -26,7 +27,15 @@ def main() -> None:
         ours = torch.tensor(1.0 + run.rank)
         dist.all_reduce(ours)
         theirs = hvd.allreduce(torch.tensor(1.0 + run.rank), op=hvd.Sum)
-        say(folder, run, theirs=[hvd.rank(), hvd.size(), hvd.local_rank(), float(theirs)], ours=float(ours), told=told)
+        over = {"gloo": hvd.gloo_enabled(), "mpi": hvd.mpi_enabled()}
+        say(
+            folder,
+            run,
+            over=over,
+            theirs=[hvd.rank(), hvd.size(), hvd.local_rank(), float(theirs)],
+            ours=float(ours),
+            told=told,
+        )
     hvd.shutdown()
 
 
