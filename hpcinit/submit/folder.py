@@ -73,9 +73,9 @@ def make(task: str) -> None:
 
 
 def make_component(path: Path, number: int, spec: str) -> None:
-    """Make the folder of a component that is a world of its own. If that fails, remove the run folder and raise
+    """Make the run folder of a component that is a separate world. If that fails, remove the run's folder and raise
     SubmitError."""
-    place = path / run_folder.COMPONENT.format(number=number)
+    place = path / f"{run_folder.COMPONENT}{number}"
     try:
         make(str(place))
         for name in run_folder.SHARED_BY_COMPONENTS:

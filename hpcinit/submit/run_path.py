@@ -21,8 +21,8 @@ class RunPath:
     own_env: frozenset[str] = frozenset()  # variables that the job reads from the file env.sh in the run folder
 
     def component(self, number: int) -> RunPath:
-        """Return the folder of a component that is a world of its own. That of the first one is the run folder."""
-        return RunPath(self.path / run_folder.COMPONENT.format(number=number)) if number else self
+        """Return the folder of a component that is a separate world. That of the first one is the run folder."""
+        return RunPath(self.path / f"{run_folder.COMPONENT}{number}") if number else self
 
     def in_directive(self, name: str) -> str:
         """Return the path of the file `name`, as a file name pattern in an #SBATCH line."""

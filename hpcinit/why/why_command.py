@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _of_worlds(path: Path, now: state.State) -> tuple[Path, Verdict]:
     """Return the verdict on a run and its folder. With worlds=each: of the world with the first failure."""
-    folders = [path, *sorted(path.glob(run_folder.COMPONENT.format(number="*")))]
+    folders = [path, *sorted(path.glob(f"{run_folder.COMPONENT}*"))]
     found = [(folder, explain_run(folder, now)) for folder in folders]
     return min(found, key=lambda one: (one[1].kind in (OK, *WITHOUT_CAUSE), one[1].time or math.inf))
 

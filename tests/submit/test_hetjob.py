@@ -193,7 +193,7 @@ def test_the_stacks_of_all_components_and_cancel(hpcinit: Run, idle_slurm: MiniS
 @pytest.mark.slurm
 @pytest.mark.timeout(500)
 def test_a_world_each(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """With worlds=each the components are worlds of their own. The folder of the second is a run folder to all commands,
+    """With worlds=each the components are separate worlds. The folder of the second is a run folder to all commands,
     and `why` of the run shows the world that failed."""
     (tmp_path / "train.py").write_text(
         WORLD + "dist.barrier()\nif run.world.world_size == 3 and run.world.rank == 2:\n    raise ValueError('no')\n"
