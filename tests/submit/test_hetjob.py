@@ -213,3 +213,23 @@ def test_a_world_each(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> No
         status = json.loads(hpcinit("status", "--json", str(run), env=env).stdout)
         assert (status["name"], status["job_id"]) == ("FAILED", job_id_of(done))
     assert "ValueError: no" in hpcinit("logs", "--rank", "2", f"{folder.name}/component-1", env=env).stdout
+
+
+DEVICES = """
+import os, hpcinit
+run = hpcinit.init()
+print("devices", run.world.rank, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+"""
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(500)
+def test_each_component_has_its_own_devices_and_memory(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
+    """The second component has two GPUs. The first has none, but more memory."""
+    (tmp_path / "train.py").write_text(DEVICES)
+    words = ["ranks_per_node=1", "gpus_per_node=0", "cpus_per_rank=1", "mem_gb=2"]
+    other = "hetjob=[{gpus_per_node: 2, cpus_per_rank: 2, mem_gb: 1}]"
+    done = submit(hpcinit, idle_slurm, *words, other, "wait=true", "--", "train.py", timeout=400)
+    folder = folder_of(done)
+    assert done.returncode == 0, done.stderr + (folder / "logs/job.log").read_text()
+    assert [printed(folder, rank).splitlines()[-1] for rank in range(2)] == ["devices 0 ", "devices 1 0,1"]
