@@ -244,7 +244,7 @@ def parameters(config: Config, run: RunPath, workdir: Path, code: SnapshotPlan |
         "ntasks_per_node": ranks_per_node(config),
         "cpus_per_task": cpus_per_rank(config),
         "time": slurm_time(config.time_min),
-        "mem": None if (memory := mem_gb(config)) is None else _mem(memory),
+        "mem": memory_option(config),
         "exclusive": cluster.exclusive or None,
         "stderr_to_stdout": True,
         "setup": _setup(config, run, code),
@@ -275,6 +275,11 @@ def slurm_time(minutes: int) -> str:
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     return f"{days}-{hours:02}:{minutes:02}:00" if days else f"{hours:02}:{minutes:02}:00"
+
+
+def memory_option(config: Config) -> str | None:
+    """Return --mem, the memory per node; None if the job does not set it."""
+    return None if (memory := mem_gb(config)) is None else _mem(memory)
 
 
 def _mem(gb: float) -> str:

@@ -49,7 +49,7 @@ def _one_world(config: Config, run: RunPath, workdir: Path) -> list[str]:
         first += part.ranks
     own_log = ["sh", "-c", OWN_LOG, run.in_shell(run_folder.LOGS)]
     steps = [
-        srun_step_line(each, run, workdir, {"het-group": at, "output": None}, own_log).removeprefix("srun ")
+        srun_step_line(each, run, workdir, {**_own(at, each), "output": None}, own_log).removeprefix("srun ")
         for at, each in enumerate(hetjob.components(config))
     ]
     return [*lines, "srun " + " \\\n  : ".join(steps)]
@@ -61,7 +61,7 @@ def _worlds(config: Config, run: RunPath, workdir: Path) -> list[str]:
     for at, each in enumerate(hetjob.components(config)):
         world = run.component(at)
         log = f" \\\n    >> {quoting.shell(world.in_shell(run_folder.JOB_LOG))} 2>&1" if at else ""
-        steps += [f"{srun_step_line(each, world, workdir, {'het-group': at})}{log} &", "hpcinit_worlds+=($!)"]
+        steps += [f"{srun_step_line(each, world, workdir, _own(at, each))}{log} &", "hpcinit_worlds+=($!)"]
     return [
         *steps,
         "# Wait for all worlds. The job fails if one of them does.",
@@ -69,6 +69,11 @@ def _worlds(config: Config, run: RunPath, workdir: Path) -> list[str]:
         'for world in "${hpcinit_worlds[@]}"; do wait "$world" || hpcinit_status=$?; done',
         'exit "$hpcinit_status"',
     ]
+
+
+def _own(number: int, config: Config) -> dict[str, Any]:
+    """Return srun's options of a component. Without --mem, it would read that of the first one from the environment."""
+    return {"het-group": number, "mem": script.memory_option(config)}
 
 
 def srun_step_line(

@@ -4,6 +4,7 @@
 #SBATCH --cpus-per-task=2
 #SBATCH --gpus-per-node=2
 #SBATCH --job-name=smoke
+#SBATCH --mem=2G
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --open-mode=append
@@ -14,6 +15,7 @@
 #SBATCH --chdir=/shared/me/project
 #SBATCH --cpus-per-task=1
 #SBATCH --job-name=smoke
+#SBATCH --mem=1G
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=3
 #SBATCH --open-mode=append
@@ -66,12 +68,12 @@ export OMP_NUM_THREADS=1
 echo "hpcinit: component 0, ranks from 0: $SLURM_JOB_NODELIST_HET_GROUP_0"
 echo "hpcinit: component 1, ranks from 2: $SLURM_JOB_NODELIST_HET_GROUP_1"
 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=2 --export=ALL --mpi=none \
-    --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --het-group=0 \
+    --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --het-group=0 --mem=2G \
     sh -c 'log=$0/rank-$SLURM_PROCID.log; true >> "$log" && exec >> "$log" 2>&1; exec "$@"' \
     /shared/me/runs/x-0001/logs /shared/me/venv/bin/python -u -m hpcinit.run \
     /shared/me/runs/x-0001/spec.json \
   : --nodes=1 --ntasks=3 --ntasks-per-node=3 --cpus-per-task=1 --export=ALL --mpi=none \
-    --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --het-group=1 \
+    --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --het-group=1 --mem=1G \
     sh -c 'log=$0/rank-$SLURM_PROCID.log; true >> "$log" && exec >> "$log" 2>&1; exec "$@"' \
     /shared/me/runs/x-0001/logs /shared/me/venv/bin/python -u -m hpcinit.run \
     /shared/me/runs/x-0001/spec.json

@@ -36,8 +36,8 @@ CASES = {
     "torchrun": ["cluster=mini", "nodes=2", "ranks_per_node=4", "launch=torchrun", "launch.gpu_bind='map_gpu:0,1,2,3'"],
     "survives": ["cluster=mini", "nodes=2", "ranks_per_node=2", "spare_nodes=1", "chain=3", "restart.max_restarts=2", "restart.on=[node_fail,hang]"],
     "hetjob": [
-        "cluster=mini", "nodes=2", "ranks_per_node=1", "gpus_per_node=2", "cpus_per_rank=2",
-        "hetjob=[{nodes: 1, ranks_per_node: 3, gpus_per_node: 0, cpus_per_rank: 1, partition: high}]",
+        "cluster=mini", "nodes=2", "ranks_per_node=1", "gpus_per_node=2", "cpus_per_rank=2", "mem_gb=2",
+        "hetjob=[{nodes: 1, ranks_per_node: 3, gpus_per_node: 0, cpus_per_rank: 1, mem_gb: 1, partition: high}]",
     ],
     "worlds": [
         "cluster=mini", "nodes=2", "ranks_per_node=1", "hetjob=[{nodes: 1, partition: high}]", "worlds=each",
