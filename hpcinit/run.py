@@ -19,6 +19,7 @@ from hpcinit.base.errors import BringUpError, RequestError
 from hpcinit.cli.main import guarded
 from hpcinit.jobs import node_check
 from hpcinit.records import rank_log, run_folder, safeguards, startup_settings
+from hpcinit.records.components import shape
 from hpcinit.records.spec import Program, Spec, load, of_this_run
 from hpcinit.records.startup_timeout import check_clock
 from hpcinit.rendezvous import startup_events
@@ -121,8 +122,8 @@ def _of_another_size(spec: Spec | None, world: World, argv: Sequence[str]) -> It
     if spec and world.world_size != spec.world_size:
         script = shlex.quote(str(Path(argv[0]).absolute().parent / run_folder.SCRIPT))
         yield (
-            f"{world.launcher} started {world.world_size} ranks, but {argv[0]} is for {spec.nodes} nodes x "
-            f"{spec.ranks_per_node} ranks = {spec.world_size}: its layout, timeouts and seed are not used; "
+            f"{world.launcher} started {world.world_size} ranks, but {argv[0]} is for "
+            f"{shape(spec.parts)} = {spec.world_size}: its layout, timeouts and seed are not used; "
             f"to start all ranks: {script}"
         )
 

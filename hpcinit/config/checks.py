@@ -13,6 +13,7 @@ from hpcinit.base.text import expanded, unknown_user
 from hpcinit.config import (
     dependency,
     environment_checks,
+    hetjob,
     job_spec,
     keys,
     partition,
@@ -45,6 +46,7 @@ def problems(config: Config, *, to_submit: bool = True) -> list[str]:
     found: list[str] = []
     for check in (*values, *(here if to_submit else ()), partition.problems, _launch):
         found.extend(check(config))
+    found.extend(hetjob.problems(config, partition.problems))
     if not found:  # arithmetic on invalid numbers would only add noise
         found.extend(_arithmetic(config))
     return found
@@ -204,9 +206,10 @@ def _arithmetic(config: Config) -> Iterator[str]:
             check()
         except RequestError as error:
             yield str(error)
-    yield from training.problems(config, ranks_per_node(config))
+    for world in hetjob.worlds(config):
+        yield from training.problems(world)
 
 
 def warnings(config: Config) -> list[str]:
     """Return warnings about a config that has no problems."""
-    return [*partition.warnings(config), *training.warnings(config, ranks_per_node(config))]
+    return [*partition.warnings(config), *training.warnings(config)]

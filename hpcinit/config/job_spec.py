@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
-from hpcinit.config.resources import cpus_per_rank, gpus_per_node, ranks_per_node
+from hpcinit.config import hetjob
+from hpcinit.config.resources import cpus_per_rank, gpus_per_node
 from hpcinit.config.schema import Config
+from hpcinit.records.components import ranks, ranks_in_a_row
 from hpcinit.records.layout import Layout
 from hpcinit.records.spec import Comm, Hang, Launch, NodeCheck, Precision, Program, Samples, Spec, Training
 from hpcinit.records.startup_timeout import StartupTimeout
@@ -27,16 +29,18 @@ def make(config: Config, workdir: str, target: str) -> Spec:
 
     workdir, target: the folder and the program, which differ from the config's in a code snapshot.
     """
-    per_node = ranks_per_node(config)
+    parts = hetjob.parts(config)
     return _copied(
         Spec,
         config,
         cluster=config.cluster.name,
-        ranks_per_node=per_node,
+        nodes=sum(part.nodes for part in parts),
+        ranks_per_node=parts[0].ranks_per_node,
+        components=parts if len(parts) > 1 else (),
         program=Program(program_kind(config), target, tuple(config.job.args)),
         workdir=workdir,
         nonce=secrets.token_hex(16),
-        layout=layout(config).over(config.nodes * per_node, per_node),
+        layout=full_layout(config),
         comm=_copied(
             Comm,
             config.comm,
@@ -67,6 +71,13 @@ def program_kind(config: Config) -> str:
 def layout(config: Config) -> Layout:
     """Return the layout as configured: a degree may be -1. Raise RequestError."""
     return _copied(Layout, config.parallel)
+
+
+def full_layout(config: Config) -> Layout:
+    """Return the layout with every degree, over the ranks of all components. Raise RequestError if none fits."""
+    parts = hetjob.parts(config)
+    alike = parts[0].ranks_per_node if len({part.ranks_per_node for part in parts}) == 1 else None
+    return layout(config).over(ranks(parts), alike).over(ranks(parts), ranks_in_a_row(parts))
 
 
 def samples(config: Config) -> Samples:

@@ -462,6 +462,16 @@ class Config:
     cpus_per_rank: Optional[int] = key(
         "cores per rank; null: a share of the node's cores, by GPUs", least=1, sbatch="cpus-per-task"
     )
+    hetjob: list[dict[str, Any]] = key(
+        "further components of a heterogeneous job, as in [{partition: cpu, nodes: 1}], with their own nodes, "
+        "ranks_per_node, gpus_per_node, cpus_per_rank, mem_gb, partition, account, qos",
+        [],
+    )
+    worlds: str = key(
+        "of a heterogeneous job: one world of the ranks of all components, or each component is a world",
+        "one",
+        choices=("one", "each"),
+    )
     partition: Optional[str] = key("partition", "${cluster.partition}", filled=VALUE, sbatch="partition")
     account: Optional[str] = key("account", "${cluster.account}", filled=VALUE, sbatch="account")
     qos: Optional[str] = key("quality of service", "${cluster.qos}", filled=VALUE, sbatch="qos")

@@ -15,10 +15,10 @@ from hpcinit.records import wrappers
 from hpcinit.records.layout import Layout, divisors_around
 
 
-def problems(config: Config, ranks_per_node: int) -> Iterator[str]:
+def problems(config: Config) -> Iterator[str]:
     """Yield one message per problem."""
     try:
-        layout = _layout(config, ranks_per_node)
+        layout = job_spec.full_layout(config)
     except RequestError as error:
         yield str(error)
         return
@@ -31,9 +31,9 @@ def problems(config: Config, ranks_per_node: int) -> Iterator[str]:
         yield from _deepspeed(config, layout)[0]
 
 
-def warnings(config: Config, ranks_per_node: int) -> Iterator[str]:
+def warnings(config: Config) -> Iterator[str]:
     """Yield warnings about a config that has no problems."""
-    layout, wrapper = _layout(config, ranks_per_node), wrappers.get(config.parallel.wrap)
+    layout, wrapper = job_spec.full_layout(config), wrappers.get(config.parallel.wrap)
     if wrapper.for_many_ranks and layout.pp * layout.ep > 1:
         name = "pp" if layout.pp > 1 else "ep"
         yield (
@@ -49,10 +49,6 @@ def warnings(config: Config, ranks_per_node: int) -> Iterator[str]:
             "the hang is detected, and its error does not name the missing rank; set hang.after_s below "
             f"{limit_s:g}, or a longer comm.collective_timeout_s"
         )
-
-
-def _layout(config: Config, ranks_per_node: int) -> Layout:
-    return job_spec.layout(config).over(config.nodes * ranks_per_node, ranks_per_node)
 
 
 def _error(check: Callable[[], object]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from typing import Any
 from hpcinit.base.errors import Failure, RequestError
 from hpcinit.observe import find_runs, stack_collector, state
 from hpcinit.records import run_folder, spec, timeline
+from hpcinit.records.components import node_of
 from hpcinit.records.spec import Spec
 from hpcinit.slurm import nodelist, queue
 from hpcinit.slurm.slurm_client import Unreachable
@@ -31,13 +32,17 @@ exit 127"""
 
 @dataclass(frozen=True)
 class RunningJob:
-    """A run whose ranks can be reached. job_id: as srun takes it. nodes: of the job, in Slurm's order."""
+    """A run whose ranks can be reached. job_id: as srun takes it. components: the nodes of each, in Slurm's order."""
 
     path: Path
     spec: Spec
     engine: str
     job_id: str
-    nodes: tuple[str, ...]
+    components: tuple[tuple[str, ...], ...]
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(node for component in self.components for node in component)
 
     @property
     def slurm(self) -> bool:
@@ -54,7 +59,7 @@ class RunningJob:
             for one in attempt.ranks:
                 if one.rank == rank and one.host in self.nodes:
                     return one.host
-        return self.nodes[min(rank // self.spec.ranks_per_node, len(self.nodes) - 1)]
+        return self.nodes[min(node_of(self.spec.parts, rank), len(self.nodes) - 1)]
 
 
 def running(word: str, runs_dir: Path) -> RunningJob:
@@ -78,14 +83,15 @@ def running(word: str, runs_dir: Path) -> RunningJob:
         )
     plan = spec.load(path / run_folder.SPEC, to_run=False)
     if now.engine != "slurm":
-        return RunningJob(path, plan, "local", now.job_id, (os.uname().nodename,))
+        return RunningJob(path, plan, "local", now.job_id, ((os.uname().nodename,),))
     try:
         found = queue.allocation(now.job_id)
     except Unreachable as error:
         raise Failure(f"{error}, so the nodes of {path.name} are unknown; try again later") from None
     if found is None:
         raise Failure(f"Slurm lists no nodes for job {now.job_id} of {path.name}: has it just ended? hpcinit status")
-    return RunningJob(path, plan, "slurm", found.job_id, tuple(nodelist.expand(found.nodelist)))
+    components = tuple(tuple(nodelist.expand(text)) for text in found.nodelists)
+    return RunningJob(path, plan, "slurm", found.job_id, components)
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -95,13 +101,21 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
     return {**kept, stack_collector.MARK: "1"}
 
 
-def srun(job: RunningJob, nodes: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-    """Return the srun that starts one task on each of these nodes, beside the ranks; [] without Slurm."""
+def srun(job: RunningJob, nodes: Sequence[str], command: Sequence[str], options: Sequence[str] = ()) -> list[str]:
+    """Return the srun that runs `command` once on each of these nodes, beside the ranks; `command` without Slurm."""
     if not job.slurm:
-        return []
+        return list(command)
+    parts: list[str] = []
+    for group, component in enumerate(job.components):
+        if own := [node for node in nodes if node in component]:
+            which = [f"--het-group={group}"] if len(job.components) > 1 else []
+            parts += [":" if parts else "srun", *_beside(job, own), *which, *options, *command]
+    return parts
+
+
+def _beside(job: RunningJob, nodes: Sequence[str]) -> list[str]:
     count = len(nodes)
     return [
-        "srun",
         "--overlap",  # shares CPUs, memory and GPUs with the ranks' step
         f"--jobid={job.job_id}",
         f"--nodes={count}",
@@ -111,7 +125,6 @@ def srun(job: RunningJob, nodes: Sequence[str], options: Sequence[str] = ()) -> 
         "--cpu-bind=none",
         "--mpi=none",
         "--export=ALL",
-        *options,
     ]
 
 

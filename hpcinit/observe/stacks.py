@@ -210,9 +210,9 @@ def _ask(job: job_step.RunningJob, nodes: Sequence[str], wanted: Sequence[int]) 
         if done.returncode:
             raise Failure(f"cannot look at the processes of this machine: {done.stderr.strip()}")
         return decoded(done.stdout.splitlines()), ""
-    step = job_step.srun(job, nodes, ("--input=none", "--wait=0", "--kill-on-bad-exit=0"))
+    step = job_step.srun(job, nodes, command, ("--input=none", "--wait=0", "--kill-on-bad-exit=0"))
     try:
-        call = slurm_client.start([*step, *command], env)
+        call = slurm_client.start(step, env)
     except NotStarted as error:
         raise Failure(f"{error}: run this on the machine where the job was submitted") from None
     begin = last = time.monotonic()

@@ -6,11 +6,15 @@ log of a node's first rank instead.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
+
+from hpcinit.base.errors import NodelistError
+from hpcinit.slurm import nodelist
 
 # srun: error: n2: tasks 2-3: Exited with exit code 1; the local engine prints the same with 'hpcinit: error: ...'. A
 # task that starts the ranks of its node prints 'hpcinit: error: n2: rank 3: Killed', and 'hpcinit: n2: rank 3: Exited
@@ -18,6 +22,8 @@ from datetime import datetime
 _TASKS = re.compile(r"^(?:srun: error|hpcinit: error|hpcinit): (\S+): (task|rank)s? ([\d,\[\]-]+): (.+)$")
 ABORTED = re.compile(r"Terminating StepId=|Job step aborted|forcing job termination|CANCELLED AT")
 _END_OF_ABORTED = re.compile(r"Terminated|Killed")  # SIGTERM, and SIGKILL after KillWait
+# The script of a heterogeneous job prints this first. srun numbers the tasks of each component from 0.
+_COMPONENT = re.compile(r"^hpcinit: component \d+, ranks from (\d+): (\S+)$")
 _LOST = re.compile(r"^srun: error: Node failure on (\S+)")
 # srun: error: Task launch for StepId=5.0 failed on node n2: Communication connection failure
 # Not 'Invalid job credential' and the like: a node that prints this is reachable.
@@ -87,23 +93,30 @@ def read(text: str, ranks_per_task: int = 1) -> JobLog:
     lines = lines[max(starts, default=0) :]
     ends, lost, unreachable, aborted, cancelled = [], [], [], False, None
     named: set[str] = set()  # hosts whose task printed how its ranks ended
+    firsts: dict[str, int] = {}  # the first rank of the component of a host
     for line in lines:
         aborted = aborted or bool(ABORTED.search(line))
         if found := _TASKS.match(line):
             how, numbers = found[4], _ranks(found[3])
             if found[2] == "rank":
                 named.add(found[1])
+            elif found[1] in firsts:
+                numbers = tuple(firsts[found[1]] + task for task in numbers)
             elif ranks_per_task > 1:
                 numbers = tuple(task * ranks_per_task + each for task in numbers for each in range(ranks_per_task))
             if found[2] == "rank" or found[1] not in named:
                 ends.append(End(found[1], numbers, how, aborted and bool(_END_OF_ABORTED.match(how))))
+        elif found := _COMPONENT.match(line):
+            with contextlib.suppress(NodelistError):  # a program may print such a line too
+                firsts.update(dict.fromkeys(nodelist.expand(found[2]), int(found[1])))
         elif found := _LOST.match(line):
             lost.append(found[1])
         elif found := _UNREACHABLE.match(line):
             unreachable.append(found[1])
         elif (found := _CANCELLED.search(line)) and cancelled is None:
             cancelled = Cancelled((found[4] or "").strip(), found[2], _time(found[3]))
-    output = [line for line in lines if line.strip() and not _OURS.match(line) and not _TASKS.match(line)]
+    known = (_OURS, _TASKS, _COMPONENT)
+    output = [line for line in lines if line.strip() and not any(each.match(line) for each in known)]
     away = tuple(dict.fromkeys(unreachable))
     return JobLog(tuple(ends), tuple(dict.fromkeys(lost)), cancelled, oom(lines), tuple(output[-5:]), away)
 

@@ -84,7 +84,7 @@ def read(folder: Path) -> ProgramUse | None:
 
 def _of_init(spec: Spec) -> Iterator[str]:
     """Yield the options that only work with hpcinit.init()."""
-    usual = Layout().over(spec.world_size, spec.ranks_per_node)
+    usual = Layout().over(spec.world_size, spec.ranks_in_a_row)
     if spec.layout != usual or spec.training.wrap != Training.wrap:
         yield "parallel"
     if spec.batch != Samples():

@@ -40,6 +40,10 @@ ENDED_EARLY = 143  # exit status in EXIT of an attempt that Slurm terminated: 12
 CODE = "code"  # snapshot=git: the copy of the checkout that the job runs
 CODE_FILES = "code.json"  # the names of the files in CODE
 CODE_DIFF = "code.diff"  # its uncommitted changes
+# worlds=each: the folder of a further component, before its number. It has its spec, logs and records, and links to the
+# run's files SHARED_BY_COMPONENTS.
+COMPONENT = "component-"
+SHARED_BY_COMPONENTS = (SUBMISSION, EXIT, CANCELLED, STOP)
 
 
 # Why a job is restarted: values of `restart.on` and of restarts.jsonl.

@@ -11,12 +11,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from hpcinit.base import safe_files
 from hpcinit.base.errors import RequestError, SpecError
 from hpcinit.records import run_folder, wrappers
 from hpcinit.records.batch import Batch, solve
+from hpcinit.records.components import Component, ranks, ranks_in_a_row
 from hpcinit.records.layout import Layout
 from hpcinit.records.startup_timeout import CHECKPOINT_S, StartupTimeout
 from hpcinit.records.stop_reasons import Stopping
@@ -196,7 +197,8 @@ class Spec:
     """What the job needs to know about a submission.
 
     nonce: random, the same on every rank, and secret from other jobs. workdir: where the user's code runs. seed_by:
-    'same' on all ranks, different for each 'rank', or different for ranks with different 'data'.
+    'same' on all ranks, different for each 'rank', or different for ranks with different 'data'. components: of a
+    heterogeneous job with one world, else (). `nodes` are then those of all, and ranks_per_node that of the first.
     """
 
     name: str
@@ -217,13 +219,23 @@ class Spec:
     hang: Hang = field(default_factory=Hang)
     check_node: NodeCheck = field(default_factory=NodeCheck)
     launch: Launch = field(default_factory=Launch)
+    components: tuple[Component, ...] = ()
 
     def __post_init__(self) -> None:
         one_of("seed_by", self.seed_by, SEED_BY)
 
     @property
     def world_size(self) -> int:
-        return self.nodes * self.ranks_per_node
+        return ranks(self.parts)
+
+    @property
+    def parts(self) -> tuple[Component, ...]:
+        """Return the components. An ordinary job is one component."""
+        return self.components or (Component(self.nodes, self.ranks_per_node),)
+
+    @property
+    def ranks_in_a_row(self) -> int:
+        return ranks_in_a_row(self.parts)
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
@@ -293,7 +305,9 @@ def of_this_run(env: Mapping[str, str], world_size: int) -> tuple[Spec, Path] | 
 
 def _value(kind: Any, given: Any) -> Any:
     """Return `given`, plain JSON, as a value of type `kind`: a part of the Spec, or a list as a tuple."""
+    if isinstance(given, list):
+        return tuple(_value(next(iter(get_args(kind)), None), each) for each in given)
     if not is_dataclass(kind):
-        return tuple(given) if isinstance(given, list) else given
+        return given
     hints = get_type_hints(kind)
     return kind(**{name: _value(hints.get(name), value) for name, value in given.items()})  # type: ignore[operator]

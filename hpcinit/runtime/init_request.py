@@ -100,7 +100,7 @@ def resolve(request: Request, world: World, spec: Spec | None, device: torch.dev
     seed_by = _first(request.seed_by, spec and spec.seed_by, "same")
     one_of("seed_by", seed_by, SEED_BY)
     above = deepspeed_setup.deepspeed_version() if comm.deepspeed else None
-    layout = _first(request.layout, spec and spec.layout, Layout()).over(world.world_size, spec and spec.ranks_per_node)
+    layout = _first(request.layout, spec and spec.layout, Layout()).over(world.world_size, spec and spec.ranks_in_a_row)
     return Plan(
         device=device,
         backends=backends,

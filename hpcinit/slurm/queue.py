@@ -31,6 +31,7 @@ KNOWN = FINAL | OPEN | {"UNKNOWN"}
 SEPARATOR = "\x1f"  # unit separator: hpcinit lets no control character into a comment or a path
 # %k (the comment) last: sites may put anything into it.
 FORMAT = SEPARATOR.join(("%i", "%T", "%S", "%M", "%L", "%r", "%o", "%k"))
+LEADER = "+0"  # squeue and sacct write the first component of job 42 as 42+0, and sbatch prints 42
 SACCT = ("sacct", "-X", "--noheader", "--parsable2")
 
 
@@ -74,20 +75,22 @@ class JobQuery:
 
 
 class Allocation(NamedTuple):
-    """The nodes of a job that runs. job_id: as srun takes it; a task of an array has its own, '4243' for '4242_1'."""
+    """The nodes of a job that runs, of each component of a heterogeneous job.
+
+    job_id: as srun takes it; a task of an array has its own, '4243' for '4242_1'.
+    """
 
     job_id: str
-    nodelist: str
+    nodelists: tuple[str, ...]
 
 
 def allocation(job_id: str) -> Allocation | None:
     """Return the nodes of a job; None if it has none. Raise Unreachable."""
-    command = ("squeue", "--noheader", "--all", "--array", f"--jobs={job_id}", f"--format=%A{SEPARATOR}%N")
-    for line in slurm_client.run(command).stdout.splitlines():
-        own, _, nodes = line.strip().partition(SEPARATOR)
-        if nodes:
-            return Allocation(own, nodes)
-    return None
+    form = SEPARATOR.join(("%i", "%A", "%N"))
+    command = ("squeue", "--noheader", "--all", "--array", f"--jobs={job_id}", f"--format={form}")
+    rows = [line.strip().split(SEPARATOR) for line in slurm_client.run(command).stdout.splitlines()]
+    found = sorted((int(own.partition("+")[2] or 0), job, nodes) for own, job, nodes in rows if nodes)
+    return Allocation(found[0][1], tuple(nodes for _, _, nodes in found)) if found else None
 
 
 @dataclass(frozen=True)
@@ -220,6 +223,7 @@ def _of_squeue(line: str) -> Job:
     reason = "" if reason == "None" or state == "CANCELLED" else reason
     start = "" if start in ("N/A", "Unknown") else start
     left_s = None if state in FINAL else seconds(left)
+    job_id = job_id.removesuffix(LEADER)
     return Job(job_id, state, "squeue", reason, None, start, seconds(elapsed), left_s, command, comment)
 
 
@@ -233,6 +237,7 @@ def _accounted(ids: Iterable[str]) -> list[Job]:
             state, *reason = about.split() or ["UNKNOWN"]  # 'CANCELLED by 1000'
             start = "" if start in ("Unknown", "None") else start
             status = _exit_status(state, code)
+            job_id = job_id.removesuffix(LEADER)
             found.append(Job(job_id, state, "sacct", " ".join(reason), status, start, seconds(elapsed)))
     return found
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from hpcinit.base.errors import RequestError
 from hpcinit.base.quoting import shell
 from hpcinit.base.text import ranges
 from hpcinit.config.schema import Config
@@ -43,6 +44,11 @@ def render(
     origin: Sequence[str] = (),
 ) -> str:
     """Return the script of the tasks `numbers` with these configs, all in one block of `size` and of one shape."""
+    if any(config.hetjob for config in configs):
+        raise RequestError(
+            "hetjob is set in a sweep, expected none: Slurm has no arrays of heterogeneous jobs. Submit each "
+            "combination alone"
+        )
     first, base = configs[0], numbers[0] // size * size
     cap = f"%{first.sweep.at_once}" if first.sweep.at_once else ""
     options = {**first.cluster.sbatch, "array": _indices(numbers, base) + cap}

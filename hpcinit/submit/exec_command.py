@@ -100,11 +100,10 @@ def run(options: argparse.Namespace, command: Sequence[str], announced: bool = F
     }
     step = [*job_step.collector(asked), *([container.python] if container.python else [])]
     env = job_step.environment(os.environ)
-    srun = job_step.srun(
-        job, [host], (*container.options, "--quit-on-interrupt", *(["--pty"] if terminal else ["--unbuffered"]))
-    )
+    options_of_srun = (*container.options, "--quit-on-interrupt", *(["--pty"] if terminal else ["--unbuffered"]))
+    srun = job_step.srun(job, [host], step, options_of_srun)
     try:
-        status, errors = slurm_client.attached([*srun, *step], env, "" if terminal else STARTED)
+        status, errors = slurm_client.attached(srun, env, "" if terminal else STARTED)
     except NotStarted as error:
         raise Failure(f"{error}: run this on the machine where the job was submitted") from None
     if errors and (not terminal or status != 0):

@@ -13,7 +13,7 @@ from pathlib import Path
 from hpcinit.base import console, quoting, versions
 from hpcinit.base.errors import RequestError
 from hpcinit.base.quoting import option_flags
-from hpcinit.config import compose, default_cluster, environment_checks
+from hpcinit.config import compose, default_cluster, environment_checks, hetjob
 from hpcinit.config.request import Request
 from hpcinit.config.resources import ranks_per_node
 from hpcinit.config.schema import Config
@@ -106,6 +106,7 @@ def _code(run: Path, config: Config) -> tuple[Path, SnapshotPlan | None]:
 
 def plain_script(config: Config, workdir: Path, code: SnapshotPlan | None = None, run: Path | None = None) -> str:
     """Return the script. code, run: the snapshot of a run, and its folder. Raise RequestError for cluster=local."""
+    hetjob.refuse(config, "hpcinit export")
     if config.cluster.engine != "slurm":
         raise RequestError(
             f"cluster {config.cluster.name} has no Slurm (engine: {config.cluster.engine}), so a batch script cannot "

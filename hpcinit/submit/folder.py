@@ -72,6 +72,20 @@ def make(task: str) -> None:
         os.mkdir(path, PRIVATE)  # noqa: PTH102 - a thousand of them: Path takes three times as long
 
 
+def make_component(path: Path, number: int, spec: str) -> None:
+    """Make the run folder of a component that is a separate world. If that fails, remove the run's folder and raise
+    SubmitError."""
+    place = path / f"{run_folder.COMPONENT}{number}"
+    try:
+        make(str(place))
+        for name in run_folder.SHARED_BY_COMPONENTS:
+            (place / name).symlink_to(f"../{name}")
+        write(f"{place}/{run_folder.SPEC}", spec)
+    except OSError as error:
+        discard(path)
+        raise cannot_write(path, error) from None
+
+
 def _refuse_wrong_owner(path: Path, made: Path) -> None:
     """Raise SubmitError if the new file or folder `made` in the run folder `path` is not this user's alone.
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from hpcinit.base import console
-from hpcinit.config import checks, resources
+from hpcinit.config import checks, hetjob, resources
 from hpcinit.config.request import Request
+from hpcinit.records import components
 from hpcinit.submit.job_environment import DroppedVariables
 from hpcinit.submit.sweep import Submitted as Sweep
 from hpcinit.submit.transaction import Submitted
@@ -71,11 +72,10 @@ def announce_job(request: Request, done: Submitted, as_json: bool) -> None:
 
 
 def _summary(request: Request, done: Submitted) -> list[str]:
-    config, per_node = request.config, checks.ranks_per_node(request.config)
-    shape = f"{config.nodes} node{'s' * (config.nodes != 1)} x {per_node} rank{'s' * (per_node != 1)}"
+    config = request.config
     chain = [f"chain: jobs {', '.join(done.jobs)}, each starts after the previous one"] if config.chain > 1 else []
     expected = [done.expected] if done.expected else []
-    job = f"job {done.job_id} on {config.cluster.name}: {config.name}, {shape}"
+    job = f"job {done.job_id} on {config.cluster.name}: {config.name}, {components.shape(hetjob.parts(config))}"
     request_line = [f"request: {text}"] if (text := resources.of(config).described()) else []
     return [job, *request_line, *chain, f"run folder: {done.path}", *expected]
 

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from hpcinit.base import console
 from hpcinit.base.errors import ConfigError, RequestError
-from hpcinit.config import checks, compose, job_spec, resources
+from hpcinit.config import checks, compose, hetjob, job_spec, resources
 from hpcinit.config.request import Request
 from hpcinit.config.schema import Config
 from hpcinit.records import memory, wrappers
@@ -104,6 +104,7 @@ class Estimate:
 
 def estimate_memory(config: Config) -> Estimate:
     """Return the memory that a config needs. Raise RequestError if it cannot be estimated."""
+    hetjob.refuse(config, "hpcinit plan")
     demand = demand_of(config)
     wrapper, unknown = wrappers.get(demand.wrap), []
     parts = [*wrapper.memory(demand)]

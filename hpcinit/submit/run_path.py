@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hpcinit.base import quoting
 from hpcinit.base.quoting import Raw
+from hpcinit.records import run_folder
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,10 @@ class RunPath:
     job_id = Raw('"${SLURM_JOB_ID:-$$}"')
     guard = "in_a_job"  # the block that stops the script unless sbatch started it
     own_env: frozenset[str] = frozenset()  # variables that the job reads from the file env.sh in the run folder
+
+    def component(self, number: int) -> RunPath:
+        """Return the folder of a component that is a separate world. That of the first one is the run folder."""
+        return RunPath(self.path / f"{run_folder.COMPONENT}{number}") if number else self
 
     def in_directive(self, name: str) -> str:
         """Return the path of the file `name`, as a file name pattern in an #SBATCH line."""

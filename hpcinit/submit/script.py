@@ -17,10 +17,10 @@ from typing import Any
 from hpcinit.base import console, quoting, versions
 from hpcinit.base.quoting import Raw, joined, option_flags, shell
 from hpcinit.base.text import expanded
-from hpcinit.config import job_spec, keys, python_environment
+from hpcinit.config import hetjob, job_spec, keys, python_environment
 from hpcinit.config.resources import cpus_per_rank, gpus_per_node, mem_gb, ranks_per_node
 from hpcinit.config.schema import Cluster, Config
-from hpcinit.records import hang_report, run_folder, scratch
+from hpcinit.records import components, hang_report, run_folder, scratch
 from hpcinit.records.startup_timeout import ENV_LIMIT_S
 from hpcinit.submit import dependencies, restart, shell_blocks, srun_step
 from hpcinit.submit.code_snapshot import SnapshotPlan
@@ -210,13 +210,29 @@ def render_at(
     # Imported here because submitit takes 0.08 s, and only rendering needs it.
     from hpcinit.submit import slurm_executor  # noqa: PLC0415
 
-    nodes, per_node = config.nodes, ranks_per_node(config)
-    ranks = f"{nodes} node{'s' * (nodes > 1)} x {per_node} rank{'s' * (per_node > 1)}"
-    about = [comment(f"# {config.name}: {program}, {ranks}")] if program else []
+    shape = components.shape(hetjob.parts(config))
+    about = [comment(f"# {config.name}: {program}, {shape}")] if program else []
     runs = f"# Start the ranks. hpcinit prepares each one as in spec.json, and runs: {program}"
     start = [comment(runs)] if program else []
-    command = "\n".join([*start, *_command(config, srun_step.srun_step_line(config, run, workdir))])
-    return slurm_executor.render(run.path, command, parameters(config, run, workdir, code), [*about, *origin])
+    command = "\n".join([*start, *_command(config, srun_step.step_lines(config, run, workdir))])
+    text = slurm_executor.render(run.path, command, parameters(config, run, workdir, code), [*about, *origin])
+    return _with_components(text, config, run, workdir)
+
+
+def _with_components(text: str, config: Config, run: RunPath, workdir: Path) -> str:
+    """Return the script with the directives of each further component after a line `#SBATCH hetjob`."""
+    from hpcinit.submit import slurm_executor  # noqa: PLC0415
+
+    lines = text.split("\n")
+    end = next(at for at, line in enumerate(lines) if _directive(lines[at - 1]) and not _directive(line))
+    for each in reversed(hetjob.components(config)[1:]):
+        other = slurm_executor.render(run.path, "", parameters(each, run, workdir))
+        lines[end:end] = ["#SBATCH hetjob", *filter(_directive, other.split("\n"))]
+    return "\n".join(lines)
+
+
+def _directive(line: str) -> bool:
+    return line.startswith("#SBATCH ")
 
 
 def parameters(config: Config, run: RunPath, workdir: Path, code: SnapshotPlan | None = None) -> dict[str, Any]:
@@ -228,7 +244,7 @@ def parameters(config: Config, run: RunPath, workdir: Path, code: SnapshotPlan |
         "ntasks_per_node": ranks_per_node(config),
         "cpus_per_task": cpus_per_rank(config),
         "time": slurm_time(config.time_min),
-        "mem": None if (memory := mem_gb(config)) is None else _mem(memory),
+        "mem": memory_option(config),
         "exclusive": cluster.exclusive or None,
         "stderr_to_stdout": True,
         "setup": _setup(config, run, code),
@@ -259,6 +275,11 @@ def slurm_time(minutes: int) -> str:
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     return f"{days}-{hours:02}:{minutes:02}:00" if days else f"{hours:02}:{minutes:02}:00"
+
+
+def memory_option(config: Config) -> str | None:
+    """Return --mem, the memory per node; None if the job does not set it."""
+    return None if (memory := mem_gb(config)) is None else _mem(memory)
 
 
 def _mem(gb: float) -> str:
@@ -369,13 +390,13 @@ def code_lines(run: RunPath, code: SnapshotPlan | None) -> list[str]:
     return ["", about, f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}}"]
 
 
-def _command(config: Config, step: str) -> list[str]:
-    """Return the lines that run `step`, which starts the ranks, and the lines that decide what to do after it."""
+def _command(config: Config, steps: Sequence[str]) -> list[str]:
+    """Return the lines that run `steps`, which start the ranks, and the lines that decide what to do after it."""
     own = ["hpcinit_own_status $?"] if config.chain > 1 else []
     requeue = ["hpcinit_requeue $?"] if restart.wanted(config) else []
     if not config.spare_nodes:
-        return [step, *own, *requeue]
-    launcher, _, rest = step.partition(" ")
+        return [*steps, *own, *requeue]
+    launcher, _, rest = steps[0].partition(" ")
     # Slurm 22.05 never releases the cores of a step on a lost node ('unable to update job's core use information due to
     # job resizing'), hence --overlap.
     ranks = f'{launcher} ${{hpcinit_excluded:+--overlap --exclude="$hpcinit_excluded"}} \\\n    {rest}'

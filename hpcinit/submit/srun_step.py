@@ -10,13 +10,13 @@ With cluster=local, `python -m hpcinit.local.step` replaces srun and takes the s
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hpcinit.base import quoting
 from hpcinit.base.quoting import option_flags
-from hpcinit.config import environment_checks
+from hpcinit.config import environment_checks, hetjob
 from hpcinit.config.job_spec import gpu_bind
 from hpcinit.config.resources import cpus_per_rank, ranks_per_node
 from hpcinit.config.schema import Config
@@ -26,17 +26,71 @@ from hpcinit.submit.run_path import RunPath
 
 ENTRIES = {"srun": "hpcinit.run", "fork": "hpcinit.fork", "torchrun": "hpcinit.elastic"}
 WIDTH = 100  # of a line of the command, in characters
+# srun's %t is not the rank in a step of several components: Slurm 22.05 writes the file of rank 2 as 3. So each rank
+# opens its own log in the folder $0, or prints to the job's log if it cannot.
+OWN_LOG = 'log=$0/rank-$SLURM_PROCID.log; true >> "$log" && exec >> "$log" 2>&1; exec "$@"'
 
 
-def srun_step_line(config: Config, run: RunPath, workdir: Path) -> str:
-    """Return the command that starts the ranks, in several lines: the options of srun, then what each task runs."""
+def step_lines(config: Config, run: RunPath, workdir: Path) -> list[str]:
+    """Return the lines that start the ranks: one srun, or one for each world of a heterogeneous job."""
+    if not config.hetjob:
+        return [srun_step_line(config, run, workdir)]
+    return (_worlds if config.worlds == hetjob.EACH else _one_world)(config, run, workdir)
+
+
+def _one_world(config: Config, run: RunPath, workdir: Path) -> list[str]:
+    """Return the lines that start the ranks of all components in one step.
+
+    They first print the nodes of each component for records/job_log.py, because srun numbers the tasks of each from 0.
+    """
+    lines, first = [], 0
+    for at, part in enumerate(hetjob.parts(config)):
+        lines.append(f'echo "hpcinit: component {at}, ranks from {first}: $SLURM_JOB_NODELIST_HET_GROUP_{at}"')
+        first += part.ranks
+    own_log = ["sh", "-c", OWN_LOG, run.in_shell(run_folder.LOGS)]
+    steps = [
+        srun_step_line(each, run, workdir, {**_own(at, each), "output": None}, own_log).removeprefix("srun ")
+        for at, each in enumerate(hetjob.components(config))
+    ]
+    return [*lines, "srun " + " \\\n  : ".join(steps)]
+
+
+def _worlds(config: Config, run: RunPath, workdir: Path) -> list[str]:
+    """Return the lines that start a step for each component, wait for all, and fail if one of them did."""
+    steps = []
+    for at, each in enumerate(hetjob.components(config)):
+        world = run.component(at)
+        log = f" \\\n    >> {quoting.shell(world.in_shell(run_folder.JOB_LOG))} 2>&1" if at else ""
+        steps += [f"{srun_step_line(each, world, workdir, _own(at, each))}{log} &", "hpcinit_worlds+=($!)"]
+    return [
+        *steps,
+        "# Wait for all worlds. The job fails if one of them does.",
+        "hpcinit_status=0",
+        'for world in "${hpcinit_worlds[@]}"; do wait "$world" || hpcinit_status=$?; done',
+        'exit "$hpcinit_status"',
+    ]
+
+
+def _own(number: int, config: Config) -> dict[str, Any]:
+    """Return srun's options of a component. Without --mem, it would read that of the first one from the environment."""
+    return {"het-group": number, "mem": script.memory_option(config)}
+
+
+def srun_step_line(
+    config: Config, run: RunPath, workdir: Path, more: Mapping[str, Any] | None = None, before: Sequence[str] = ()
+) -> str:
+    """Return the command that starts the ranks, in several lines: the options of srun, then what each task runs.
+
+    more: further options. before: a command that starts what each task runs.
+    """
     python = environment_checks.python(config)
     here = sys.executable if config.container.image else python
     launcher = ["srun"] if config.cluster.engine == "slurm" else [here, "-m", "hpcinit.local.step"]
-    flags = {**options(config, run), **script.container_options(config, run, workdir), **config.cluster.srun}
+    flags = {**options(config, run), **(more or {}), **script.container_options(config, run, workdir)}
     program = [python, "-u", "-m", ENTRIES[config.launch.kind], run.in_shell(run_folder.SPEC)]
-    before = [*launcher, *option_flags(flags)]
-    return " \\\n    ".join([*_wrapped(before), *_wrapped([*script.container_prefix(config, run, workdir), *program])])
+    task = [*before, *script.container_prefix(config, run, workdir), *program]
+    words = [*launcher, *option_flags({**flags, **config.cluster.srun})]
+    return " \\\n    ".join([*_wrapped(words), *_wrapped(task)])
 
 
 def _wrapped(arguments: Sequence[str]) -> list[str]:

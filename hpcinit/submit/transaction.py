@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from hpcinit.base.errors import ConfigError, MaybeSubmitted, RequestError, SubmitError
-from hpcinit.config import checks, secret_files
+from hpcinit.config import checks, hetjob, secret_files
 from hpcinit.config.schema import Config
 from hpcinit.records import run_folder, secret_names
 from hpcinit.slurm import exactly_once, scontrol, slurm_client, tokens
@@ -322,7 +322,8 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
         request = duplicates.request_hash(document, workdir, runs_dir_of(config), taken["sha256"] if taken else "")
         one.refuse_duplicates(request, config.chain)
         text = script.render(config, path, workdir, code, script.origin(config, one.provenance.argv, path))
-        spec = make_spec(config, workdir, code, path)
+        first, *others = hetjob.worlds(config)
+        spec = make_spec(first, workdir, code, path)
         files = {
             run_folder.SCRIPT: text,
             run_folder.SPEC: spec.to_json(),
@@ -331,6 +332,8 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
             **dict(filter(None, [script.restart_file(config, RunPath(path))])),
         }
         folder.fill(path, files)
+        for number, each in enumerate(others, 1):
+            folder.make_component(path, number, make_spec(each, workdir, code, path).to_json())
         one.check_duplicates()
         asks_slurm = config.validate and config.cluster.engine == "slurm"
         expected = validate.sbatch_test_only(path / run_folder.SCRIPT, one.env) if asks_slurm else ""

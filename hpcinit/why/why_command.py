@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         numbers = ranges(find_runs.combinations(path))
         raise RequestError(f"{path} is a sweep (tasks {numbers}), expected one task: hpcinit why {options.run}/0")
     now = state.read(path)
-    verdict = explain_run(path, now)
+    path, verdict = _of_worlds(path, now)
     if options.json:
         where = {"run": str(path), "state": now.name, "job_id": now.job_id, "restarts": restarts.document(path)}
         print(json.dumps({**where, **_document(verdict)}))
@@ -73,6 +74,13 @@ def main(argv: Sequence[str]) -> int:
     else:
         print(plain("\n".join(lines(path, verdict))))
     return 0
+
+
+def _of_worlds(path: Path, now: state.State) -> tuple[Path, Verdict]:
+    """Return the verdict on a run and its folder. With worlds=each: of the world with the first failure."""
+    folders = [path, *sorted(path.glob(f"{run_folder.COMPONENT}*"))]
+    found = [(folder, explain_run(folder, now)) for folder in folders]
+    return min(found, key=lambda one: (one[1].kind in (OK, *WITHOUT_CAUSE), one[1].time or math.inf))
 
 
 def _only_dumps(folder: Path) -> Mapping[int, Mapping[str, Any]]:

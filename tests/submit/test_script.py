@@ -35,6 +35,13 @@ CASES = {
     "fork": ["cluster=mini", "nodes=2", "ranks_per_node=4", "launch=fork", "launch.cpu_bind=cores"],
     "torchrun": ["cluster=mini", "nodes=2", "ranks_per_node=4", "launch=torchrun", "launch.gpu_bind='map_gpu:0,1,2,3'"],
     "survives": ["cluster=mini", "nodes=2", "ranks_per_node=2", "spare_nodes=1", "chain=3", "restart.max_restarts=2", "restart.on=[node_fail,hang]"],
+    "hetjob": [
+        "cluster=mini", "nodes=2", "ranks_per_node=1", "gpus_per_node=2", "cpus_per_rank=2", "mem_gb=2",
+        "hetjob=[{nodes: 1, ranks_per_node: 3, gpus_per_node: 0, cpus_per_rank: 1, mem_gb: 1, partition: high}]",
+    ],
+    "worlds": [
+        "cluster=mini", "nodes=2", "ranks_per_node=1", "hetjob=[{nodes: 1, partition: high}]", "worlds=each",
+    ],
     "array": ["cluster=mini", "nodes=2", "ranks_per_node=2", "+job.env.LR=1", "sweep.at_once=4"],
     "everything": [
         "cluster=example", "nodes=3", "ranks_per_node=2", "cpus_per_rank=7", "time_min=90", "account=proj-1",

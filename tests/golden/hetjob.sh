@@ -1,0 +1,79 @@
+#!/bin/bash
+# smoke: -m hpcinit.jobs.smoke, 2 nodes x 1 rank + 1 node x 3 ranks
+#SBATCH --chdir=/shared/me/project
+#SBATCH --cpus-per-task=2
+#SBATCH --gpus-per-node=2
+#SBATCH --job-name=smoke
+#SBATCH --mem=2G
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --open-mode=append
+#SBATCH --output=/shared/me/runs/x-0001/logs/job.log
+#SBATCH --partition=main
+#SBATCH --time=00:10:00
+#SBATCH hetjob
+#SBATCH --chdir=/shared/me/project
+#SBATCH --cpus-per-task=1
+#SBATCH --job-name=smoke
+#SBATCH --mem=1G
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=3
+#SBATCH --open-mode=append
+#SBATCH --output=/shared/me/runs/x-0001/logs/job.log
+#SBATCH --partition=high
+#SBATCH --time=00:10:00
+
+# Stop unless sbatch started this script: outside of a job, srun would request one without the options above.
+[ -n "${SLURM_JOB_ID:-}" ] || { echo "not in a Slurm job; start the script with: sbatch $(printf %q "$0")" >&2; exit 2; }
+# A token for Slurm's commands, which sbatch passes to the job. Without it no rank can read it, and srun uses munge.
+unset SLURM_JWT
+
+# The run folder, and the files in it that this script uses. The ranks write into it as well.
+export HPCINIT_RUN=/shared/me/runs/x-0001
+hpcinit_exit="$HPCINIT_RUN/exit.json" # start and end of this attempt
+hpcinit_stopped="$HPCINIT_RUN/stopped.txt" # why the ranks stopped early: job and reason
+hpcinit_restarts="$HPCINIT_RUN/restarts.jsonl" # a line for each restart
+
+# Record the start and the end of this attempt, before the modules, so that a failure there is recorded too.
+# bash runs the EXIT trap with status 0 if SIGTERM ended it, hence the trap for TERM.
+hpcinit_job="${SLURM_JOB_ID:-$$}" # as squeue names it; without Slurm: the process ID of this script
+
+hpcinit_record() { # that this attempt $1 (began or ended), and its exit status $2
+  printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s}\n' \
+    "$hpcinit_job" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:+, \"exit_status\": $2}" \
+    > "$hpcinit_exit.tmp" && mv "$hpcinit_exit.tmp" "$hpcinit_exit"
+  [ "$1" = ended ] || { HPCINIT_ALLOCATED=$(date +%s.%N); export HPCINIT_ALLOCATED; }
+}
+rm -f "$hpcinit_exit"
+hpcinit_record began
+trap 'exit 143' TERM
+trap 'hpcinit_record ended $?' EXIT
+HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}" # for hpcinit report
+
+# Slurm, or scontrol requeue, started this job again: record it, and mark the start of this attempt in the log.
+if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
+  printf '{"job": "%s", "restart": %d, "time": %d, "reason": "slurm"}\n' \
+    "$hpcinit_job" "$SLURM_RESTART_COUNT" "$(date +%s)" >> "$hpcinit_restarts"
+  echo "hpcinit: new attempt: restart $SLURM_RESTART_COUNT of job $hpcinit_job starts on $SLURM_JOB_NODELIST"
+  rm -f "$hpcinit_stopped"
+fi
+
+# When the job reaches its time limit. No rank waits longer for the others at the start.
+export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 10))}" HPCINIT_JOB_LIMIT_S=600
+
+# Variables of cluster.env and job.env.
+export OMP_NUM_THREADS=1
+
+# Start the ranks. hpcinit prepares each one as in spec.json, and runs: -m hpcinit.jobs.smoke
+echo "hpcinit: component 0, ranks from 0: $SLURM_JOB_NODELIST_HET_GROUP_0"
+echo "hpcinit: component 1, ranks from 2: $SLURM_JOB_NODELIST_HET_GROUP_1"
+srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=2 --export=ALL --mpi=none \
+    --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --het-group=0 --mem=2G \
+    sh -c 'log=$0/rank-$SLURM_PROCID.log; true >> "$log" && exec >> "$log" 2>&1; exec "$@"' \
+    /shared/me/runs/x-0001/logs /shared/me/venv/bin/python -u -m hpcinit.run \
+    /shared/me/runs/x-0001/spec.json \
+  : --nodes=1 --ntasks=3 --ntasks-per-node=3 --cpus-per-task=1 --export=ALL --mpi=none \
+    --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --het-group=1 --mem=1G \
+    sh -c 'log=$0/rank-$SLURM_PROCID.log; true >> "$log" && exec >> "$log" 2>&1; exec "$@"' \
+    /shared/me/runs/x-0001/logs /shared/me/venv/bin/python -u -m hpcinit.run \
+    /shared/me/runs/x-0001/spec.json
