@@ -69,9 +69,8 @@ def test_an_error_is_a_message_and_status_2() -> None:
     done = world(env={"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"})
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "hpcinit: error: SLURM_STEP_ID is not set. The job has 8 tasks and this process is none of them: as a rank it "
-        "would wait forever for the others; sbatch and salloc alone set no rank, start the ranks with srun (or set "
-        "HPCINIT_STARTED_BY=single, for a single process)\n"
+        "hpcinit: error: this process has no rank, but the job has 8 tasks: start the ranks with srun, because sbatch "
+        "and salloc alone start none, or set HPCINIT_STARTED_BY=single for a single process (SLURM_STEP_ID is not set)\n"
     )
 
 
@@ -79,7 +78,9 @@ def test_slurm_by_hand_outside_of_slurm() -> None:
     """A missing variable is named, with exit status 2."""
     done = world(env={"HPCINIT_STARTED_BY": "slurm"})
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("hpcinit: error: SLURM_JOB_ID is not set, expected a job id: ")
+    assert done.stderr.startswith(
+        "hpcinit: error: SLURM_JOB_ID is not set, expected a job id, which Slurm sets for every task: "
+    )
 
 
 def test_the_number_of_nodes() -> None:

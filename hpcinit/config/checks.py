@@ -94,7 +94,7 @@ def _texts(config: Config) -> Iterator[str]:
     for key in ("job.args", "cluster.setup"):
         for item in keys.value(config, key):
             if not isinstance(item, str):
-                yield f"{key} has {item!r}, expected a list of texts; quote an item that contains brackets or ': '"
+                yield f"{key} has {item!r}, expected a list of strings; quote an item that contains brackets or ': '"
     for key, text in _leaves("", config, str):
         if key == "name" or key.startswith("deepspeed."):  # a stricter check exists; only in spec.json
             continue
@@ -165,8 +165,8 @@ def _launch(config: Config) -> Iterator[str]:
         yield f"comm.ports {reason}"
     elif launch.kind == "torchrun" and text and "-" not in text:
         yield (
-            f"comm.ports is {text!r}, but launch.kind is torchrun, whose agents have a rendezvous and a store besides "
-            "the ranks': expected a range, as in 20000-20100; or launch=srun"
+            f"comm.ports is {text!r}, expected a range such as 20000-20100: with launch=torchrun, the agents need "
+            "ports too. Set a range, or launch=srun"
         )
     if launch.kind == "srun":
         return
@@ -174,8 +174,8 @@ def _launch(config: Config) -> Iterator[str]:
         if value and not re.fullmatch(rf"(?:(?:quiet|verbose|q|v),)?(?:{known})", value):
             names = ", ".join(word.partition(":")[0] for word in known.split("|"))
             yield (
-                f"launch.{key} is {value!r}, but launch.kind is {launch.kind}, where hpcinit binds the ranks, "
-                f"expected one of: {names}, null; or launch=srun"
+                f"launch.{key} is {value!r}, expected one of: {names}, null. With launch.kind={launch.kind} hpcinit "
+                "binds the ranks; for the other values of srun, set launch=srun"
             )
 
 

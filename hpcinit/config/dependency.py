@@ -9,8 +9,8 @@ from dataclasses import dataclass
 SINGLETON = "singleton"
 TYPES = ("after", "afterany", "afterburstbuffer", "aftercorr", "afternotok", "afterok")  # sbatch(1), --dependency
 EXPECTED = (
-    "expected Slurm's form: afterok:JOB, afterany:JOB, another type, or singleton, joined by ',' (all) or '?' (any); "
-    "a JOB is a job id or a run"
+    "expected Slurm's syntax, such as afterok:JOB, afterany:JOB or singleton, joined by ',' (all) or '?' (any); "
+    "JOB is a job id or the name of a run"
 )
 
 

@@ -39,7 +39,7 @@ def parts(config: Config) -> tuple[Component, ...]:
 def refuse(config: Config, command: str) -> None:
     """Raise RequestError for a command that needs equal nodes."""
     if config.hetjob:
-        raise RequestError(f"hetjob is set, expected none: {command} works for jobs with equal nodes only")
+        raise RequestError(f"{command} does not support heterogeneous jobs (hetjob is set)")
 
 
 def problems(config: Config, of_one: Callable[[Config], Iterator[str]]) -> Iterator[str]:

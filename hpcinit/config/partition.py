@@ -63,8 +63,8 @@ def missing_keys(config: Config) -> Iterator[str]:
         elif getattr(config, name) is None:
             what, command = REQUIRED[name]
             yield (
-                f"{name} is not set, but cluster {cluster.name} requires {what}: add {name}=..., or set it in your own "
-                f"cluster file with `defaults: [{cluster.name}]`; to list yours: {command}"
+                f"{name} is not set, but cluster {cluster.name} requires {what}: add {name}=... ({command} lists the "
+                f"values that you may use), or set it in your own cluster file with `defaults: [{cluster.name}]`"
             )
 
 
@@ -76,9 +76,8 @@ def warnings(config: Config) -> Iterator[str]:
     cluster = config.cluster
     if cluster.untested:
         yield (
-            f"the file of cluster {cluster.name} is made from the site's documentation, and no job has been run with "
-            f"it there: check the script{'' if config.dry_run else ' with dry_run=true'} (cluster.untested=false hides "
-            "this line)"
+            f"the file of cluster {cluster.name} was made from the site's documentation and never tested there: check "
+            f"the script{'' if config.dry_run else ' with dry_run=true'} (cluster.untested=false hides this line)"
         )
     name, described = config.partition, config.cluster.partitions
     if name and described and any(part not in described for part in name.split(",")):
@@ -109,18 +108,18 @@ def _gpus(config: Config, has: Partition) -> Iterator[str]:
         advice = f"cluster.gpus_per_node={there}" if there else "cluster.gpus_per_node=0 cluster.gpu_flag=null"
         yield (
             f"cluster.gpus_per_node={cluster.gpus_per_node}, but a node of {_where(config)} has {there} GPUs "
-            f"({source}): {advice}"
+            f"({source}): set {advice}"
         )
     elif there and cluster.gpus_per_node and ranks > there:
         yield (
             f"ranks_per_node={ranks}, but a node of {_where(config)} has {there} GPUs ({source}), and each "
-            f"rank needs one: ranks_per_node={there} or less"
+            f"rank needs one: set ranks_per_node={there} or less"
         )
     kind = own.gpu_type if own else None
     if kind and config.cluster.gpu_type and kind != config.cluster.gpu_type and config.cluster.gpu_flag:
         yield (
             f"cluster.gpu_type is {config.cluster.gpu_type!r}, but the GPUs of {_where(config)} are of type {kind!r}: "
-            f"cluster.gpu_type={kind}"
+            f"set cluster.gpu_type={kind}"
         )
 
 
@@ -133,22 +132,22 @@ def _requested_gpus(config: Config, requested: int, there: int, source: str) -> 
     elif config.gpus is not None and config.gpus % config.nodes:
         below = config.gpus // config.nodes * config.nodes
         near = " or ".join(f"gpus={number}" for number in (below, below + config.nodes) if number)
-        yield f"gpus={config.gpus} is not a multiple of nodes={config.nodes}: {near}"
+        yield f"gpus={config.gpus} is not a multiple of nodes={config.nodes}: set {near}"
     elif config.cluster.gpu_flag is None and requested != there:
         yield (
             f"{key}, but cluster {config.cluster.name} has no option that requests GPUs (cluster.gpu_flag is null): "
-            f"ranks_per_node={max(1, requested)}"
+            f"set ranks_per_node={max(1, requested)}"
         )
     elif requested > there:
         if config.gpus_per_node is not None or not there:
-            advice = f"gpus_per_node={there} or less" if there else "remove it"
+            advice = f"set gpus_per_node={there} or less" if there else "remove it"
         else:
-            advice = f"nodes={-(-config.gpus // there)}" if config.gpus is not None else ""
+            advice = f"set nodes={-(-config.gpus // there)}" if config.gpus is not None else "request fewer"
         yield f"{key}, but a node of {where} has {there} GPUs ({source}): {advice}"
     elif requested and ranks > requested:
         yield (
             f"ranks_per_node={ranks}, but {key} requests {requested} GPUs per node, and each rank needs one: "
-            f"ranks_per_node={requested} or less"
+            f"set ranks_per_node={requested} or less"
         )
 
 
@@ -159,5 +158,5 @@ def _cores(config: Config, has: Partition) -> Iterator[str]:
         advice = f"cpus_per_rank={most} or less" if most else f"ranks_per_node={has.cpus_per_node} or less"
         yield (
             f"{ranks} ranks x {each} cores = {ranks * each} cores per node, but a node of {_where(config)} has "
-            f"{has.cpus_per_node} (cpus_per_node): {advice}"
+            f"{has.cpus_per_node} (cpus_per_node): set {advice}"
         )

@@ -97,7 +97,7 @@ def _nested_launcher(config: Config) -> Iterator[str]:
         "would wait forever for nodes that the job uses" if starter in OF_SLURM else "would be a separate training run"
     )
     yield (
-        f"{given}, which starts its own ranks, but hpcinit already starts one process per rank ({config.nodes} nodes x "
+        f"{given}: it starts its own ranks, but hpcinit already starts one process per rank ({config.nodes} nodes x "
         f"{ranks}), so every rank {what}. {_alone(args)}{agents}"
     )
 

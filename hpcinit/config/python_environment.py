@@ -134,8 +134,8 @@ def _packages(config: Config, env: Mapping[str, str], what: str, prefix: Path) -
         packages = " ".join(str(checkout) if name == "hpcinit" else name for name in missing)
         are, them = ("is", "it") if len(missing) == 1 else ("are", "them")
         yield (
-            f"{what}, but {names} {are} not installed there: {prefix}/bin/python -m pip install {packages}; "
-            f"if the job gets {them} in another way: check_paths=false"
+            f"{what}, but {names} {are} not installed there: run {prefix}/bin/python -m pip install {packages}, "
+            f"or set check_paths=false if the job gets {them} from another place"
         )
 
 

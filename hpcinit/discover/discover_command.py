@@ -117,7 +117,7 @@ def _render(before: Document, seen: Site) -> str:
 
 def _diff(path: Path, text: str | None, seen: Site) -> int:
     if text is None:
-        raise RequestError("file does not exist; run the command without --diff to create it")
+        raise RequestError("there is no cluster file to compare with; run hpcinit discover without --diff to create it")
     before = cluster_file.parse_document(text)
     lines = cluster_file.document_difference(before, _facts(before, seen))
     _gone(before, seen)

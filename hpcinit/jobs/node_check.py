@@ -138,8 +138,8 @@ def finish(running: Running | None, folder: Path) -> None:
             safe_files.make_folders(record.parent)
             safe_files.write_atomically(record, plain_files.text({"node": node}))
         raise BringUpError(
-            f"{node} cannot be used: {found['unusable']}; expected a free GPU. Report it to the site, submit with "
-            f"+cluster.sbatch.exclude={node} or with spare_nodes=1; {off}",
+            f"{node} cannot be used: {found['unusable']}; expected a free GPU. Submit with "
+            f"+cluster.sbatch.exclude={node} or with spare_nodes=1, and report the node to the site; {off}",
             kind=failure_kinds.NODE,
             host_at_fault=node,
         )

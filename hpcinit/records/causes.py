@@ -47,8 +47,8 @@ KINDS = (
     (failure_kinds.HOST_MEMORY, r"DataLoader worker .* killed by signal: Killed|^MemoryError|Cannot allocate memory",
      HOST_MEMORY),
     (failure_kinds.HOST_MEMORY, r"DataLoader worker .* exited unexpectedly",
-     "a worker of the DataLoader died: out of memory (mem_gb=..., fewer workers), or a crash in the data set's code; "
-     "num_workers=0 shows it in the rank itself"),
+     "a DataLoader worker exited: its memory ran out (raise mem_gb, or use fewer workers), or the code of the data set "
+     "crashed; with num_workers=0 the rank's log shows the traceback"),
     (failure_kinds.SHARED_MEMORY, r"unable to allocate shared memory|DataLoader worker .* Bus error",
      "the node's /dev/shm is full: fewer data loader workers, "
      "or torch.multiprocessing.set_sharing_strategy('file_system')"),
@@ -59,7 +59,7 @@ KINDS = (
      "torch could not finish writing a file, usually because the disk is full: check df -h and quota where the program "
      "saves"),
     (failure_kinds.PROGRAM, r"^SystemExit: \d+$",
-     "the program exited with that status (sys.exit): the log of that rank shows what it printed before"),
+     "the program called sys.exit with this status; read in the rank's log what it printed before"),
     (failure_kinds.IMPORT, r"^(ModuleNotFoundError|ImportError)",
      "the ranks' Python lacks this module: check cluster.venv, cluster.conda, cluster.modules or container.image"),
     (failure_kinds.NO_GPU, r"Torch not compiled with CUDA enabled|has no attribute '_cuda_setDevice'"
@@ -67,30 +67,34 @@ KINDS = (
      "the ranks' torch has no CUDA support, or their node has no GPU: check cluster.venv, cluster.conda or "
      "container.image; hpcinit doctor cluster=... nodes=1 shows torch and the GPUs of a node"),
     (failure_kinds.GPU, r"Xid|ECC error|device-side assert|CUDA error|no CUDA-capable device|GPU is lost",
-     "if the same node fails again, exclude it (+cluster.sbatch.exclude=NODE) and report it to the site; "
-     "a device-side assert is a bug of the program: CUDA_LAUNCH_BLOCKING=1 shows the line"),
+     "a device-side assert is a bug in the program, often an index out of range: CUDA_LAUNCH_BLOCKING=1 shows the "
+     "line; for any other error, if the same node fails again, exclude it (+cluster.sbatch.exclude=NODE) and report it "
+     "to the site"),
     (failure_kinds.PORT, r"Address already in use|EADDRINUSE",
      "another process uses the port: submit again, and hpcinit chooses another one"),
     (failure_kinds.NOT_A_NUMBER, r"\b(nan|NaN|FloatingPointError|loss is (nan|inf))\b",
      "training diverged, the cluster is not the cause: lower the learning rate, clip gradients, resume from an earlier "
      "checkpoint"),
     (failure_kinds.FILE, r"^(FileNotFoundError|PermissionError|IsADirectoryError)|error: execve\(\): ",
-     "check that the path exists on the compute nodes and is readable there"),
+     "check that the path exists on the compute nodes, and that you may read it there, or write to it"),
     (failure_kinds.NETWORK, r"DistNetworkError|DistStoreError|Rendezvous\w+Error|has no attribute 'is_failed'",
-     "a process did not reach the store of the rendezvous, or lost it: read the log of its node (the host of "
-     "--rdzv-endpoint or MASTER_ADDR) first"),
+     "a rank could not connect to torch's TCPStore, or lost the connection; first read the log of the node that has "
+     "the store (--rdzv-endpoint or MASTER_ADDR)"),
     (failure_kinds.NETWORK, r"ncclSystemError|ncclInternalError|NCCL error|No route to host|Network is unreachable",
-     "run it again with NCCL_DEBUG=INFO; if the same node fails again, exclude it (+cluster.sbatch.exclude=NODE)"),
+     "NCCL lost a connection between nodes; run again with +job.env.NCCL_DEBUG=INFO, and if the same node fails again, "
+     "exclude it (+cluster.sbatch.exclude=NODE)"),
 )  # fmt: skip
 SIGNALS = {
-    "Killed": "signal 9 from outside: the kernel's OOM killer (mem_gb=...; dmesg on the node), or a kill -9",
-    "Segmentation fault": "a crash in C code: python -X faulthandler shows where; it can be a torch for another "
-    "version of CUDA",
-    "Bus error": "the disk of a memory-mapped file is full, or the file was truncated: check /tmp, TMPDIR and /dev/shm "
-    "on that node (df -h; files of other users and jobs count too)",
-    "Terminated": "SIGTERM from outside hpcinit and Slurm: a kill of this process, a watchdog of the node, or the "
-    "program itself",
-    "Interrupt": "SIGINT from outside hpcinit and Slurm: a kill -INT of this process, or the program itself",
+    "Killed": "something sent SIGKILL to the rank: probably the kernel, because the node's memory was full (dmesg on "
+    "the node shows it), or a kill -9; request more memory with mem_gb=...",
+    "Segmentation fault": "C code crashed; python -X faulthandler shows where; a common cause is a torch built for "
+    "another version of CUDA",
+    "Bus error": "a memory-mapped file was truncated, or its disk is full: run df -h on that node for /tmp, TMPDIR and "
+    "/dev/shm (files of other users and jobs count too)",
+    "Terminated": "another process, not hpcinit or Slurm, sent SIGTERM to the rank: a kill command, a watchdog of the "
+    "node, or the program itself; ask the site whether the node has a watchdog",
+    "Interrupt": "another process, not hpcinit or Slurm, sent SIGINT to the rank: a kill -INT, or the program itself; "
+    "read the rank's log",
     "Aborted": "C code aborted; its message is at the end of that rank's log",
 }
 

@@ -54,8 +54,8 @@ class StartupTimeout:
         if usable <= 0:
             raise RequestError(
                 f"the job ends in {left.total_seconds():.0f} s (by {' or '.join(JOB_END)}), too soon for a start-up: "
-                f"{RESERVE_S:g} s are kept for its errors. Request more time (time_min). If the job's limit "
-                "was raised after it started, pass a timeout to init, which then ignores the end of the job"
+                f"hpcinit reserves {RESERVE_S:g} s to report its errors. Request more time with time_min. If the job's "
+                "limit was raised after it started, pass a timeout to init()"
             )
         return timedelta(seconds=min(seconds, usable))
 

@@ -246,7 +246,7 @@ def _publish(world: World) -> None:
         if host and host != me["host"]:
             raise BringUpError(
                 f"two processes claim rank 0: pid {pid} on {host}, which was first (see {path}), and pid "
-                f"{me['pid']} on {me['host']}; is a stale RANK or SLURM_PROCID set in one of them?"
+                f"{me['pid']} on {me['host']}; unset RANK and SLURM_PROCID if they are left from an earlier job"
             ) from None
     except OSError:
         if not world.master_known:

@@ -229,8 +229,8 @@ class RendezvousClient(RendezvousEndpoint):
         self._wait(lambda: self._is_store_announced() or self._closed, "imported", deadline, every_s)
         if not self._is_store_announced():
             raise BringUpError(
-                f"rank 0 on {self._world.master_addr} has left the start-up while rank {self._world.rank} is "
-                "in hpcinit.init(): does every rank of the program call hpcinit.init()?"
+                f"rank 0 on {self._world.master_addr} stopped before rank {self._world.rank} finished hpcinit.init(). "
+                "Read the log of rank 0; every rank must call hpcinit.init()"
             )
         return super().wait_for_store(deadline, every_s)
 

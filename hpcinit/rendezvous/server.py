@@ -196,8 +196,8 @@ class RendezvousServer(RendezvousEndpoint):
                 refused.append(f"{port}: {os.strerror(error.errno or 0)}")
         tried = "; ".join(refused)
         raise BringUpError(
-            f"rank 0 found no free port for torch's store at {self.address}, tried {tried} (comm.ports; rank 0 itself "
-            f"uses {self.port}, and {self.program_port} is MASTER_PORT): end what listens there, or give more ports",
+            f"rank 0 found no free port for torch's store at {self.address}, tried {tried} (comm.ports; {self.port} is "
+            f"that of rank 0, and {self.program_port} is MASTER_PORT): stop what listens there, or add ports",
             quoted=tried,
         )
 
@@ -345,7 +345,7 @@ class RendezvousServer(RendezvousEndpoint):
         elif before and (peer.rank == 0 or not before.gone):
             refusal = (
                 f"two processes claim rank {peer.rank}: pid {before.pid} on {before.host}, which was first, and pid "
-                f"{peer.pid} on {peer.host}; is a stale RANK or SLURM_PROCID set in one of them?"
+                f"{peer.pid} on {peer.host}; unset RANK and SLURM_PROCID if they are left from an earlier job"
             )
         else:
             refusal = ""

@@ -71,7 +71,7 @@ def destroy_process_groups(timeout: timedelta, device: torch.device | None = Non
 def refuse_if_stuck() -> None:
     """Raise BringUpError if a process group of this process could not be destroyed."""
     if state.stuck_group:
-        raise BringUpError(f"this process cannot create a second process group: {state.stuck_group}")
+        raise BringUpError(f"cannot create another process group in this process, because {state.stuck_group}")
 
 
 def _destroy_groups(device: torch.device | None, raised: list[BaseException]) -> None:

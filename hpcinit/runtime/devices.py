@@ -74,7 +74,7 @@ def backends(device: torch.device, asked: str = "auto") -> dict[str, str]:
         raise BringUpError(f"backend is {asked!r}, expected one name, or pairs such as cpu:gloo,cuda:nccl") from None
     if device.type not in pairs:
         raise BringUpError(
-            f"backend is {asked!r}, which has none for this rank's device {device}: add {device.type}:"
+            f"backend is {asked!r}, which has no backend for this rank's device {device}: add {device.type}:"
             f"{torch.distributed.get_default_backend_for_device(device)}"
         )
     return {kind: backend(torch.device(kind), name) for kind, name in pairs.items() if kind in {"cpu", device.type}}

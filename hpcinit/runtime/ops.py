@@ -201,8 +201,8 @@ def _wait(fd: int, root: Path, say: Callable[[str], None], wait_s: float) -> Non
         who = read_builder(root) or "an unknown process"
         if now - start > wait_s:
             raise BringUpError(
-                f"timed out after {wait_s:.0f} s waiting for {who}, which has locked {root / OUR_LOCK}. Check whether "
-                "it still compiles; then end it, or set TORCH_EXTENSIONS_DIR to another folder"
+                f"timed out after {wait_s:.0f} s: {who} holds the lock {root / OUR_LOCK} to compile DeepSpeed's ops. "
+                "If it no longer compiles, kill it, or set TORCH_EXTENSIONS_DIR to another folder"
             )
         if now - said > 10:
             said = now

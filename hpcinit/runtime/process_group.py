@@ -78,9 +78,9 @@ def refuse_interfaces(env: Mapping[str, str], backend: str) -> None:
         missing = unmatched(env.get(variable, ""), there) if reader in backend else []
         if missing:
             raise BringUpError(
-                f"{variable}={env[variable]} (set by cluster.interface in the config): {', '.join(missing)} matches "
-                f"no interface of {socket.gethostname()}, which has {', '.join(there)}. Name an interface that every "
-                "node has, or use cluster.interface=null, with which gloo and NCCL choose one automatically"
+                f"{', '.join(missing)} matches no interface of {socket.gethostname()}, which has "
+                f"{', '.join(there)} ({variable}={env[variable]}, from cluster.interface). Set cluster.interface to "
+                "one that every node has, or to null: then gloo and NCCL choose one"
             )
 
 
@@ -216,7 +216,9 @@ def verify(
         if asked != found
     ]
     if differences:
-        raise BringUpError(f"the process group does not match the request: {'; '.join(differences)}")
+        raise BringUpError(
+            f"torch created the process group with other settings than requested: {'; '.join(differences)}"
+        )
 
 
 def _backends_of_all() -> Iterator[object]:

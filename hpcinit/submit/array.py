@@ -46,8 +46,8 @@ def render(
     """Return the script of the tasks `numbers` with these configs, all in one block of `size` and of one shape."""
     if any(config.hetjob for config in configs):
         raise RequestError(
-            "hetjob is set in a sweep, expected none: Slurm has no arrays of heterogeneous jobs. Submit each "
-            "combination alone"
+            "a sweep cannot use hetjob, because Slurm has no arrays of heterogeneous jobs: submit each combination "
+            "alone"
         )
     first, base = configs[0], numbers[0] // size * size
     cap = f"%{first.sweep.at_once}" if first.sweep.at_once else ""

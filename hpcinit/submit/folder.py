@@ -247,10 +247,9 @@ def _refusal(path: Path, owner: Owner | None) -> str:
         return f"another process is submitting the same request ({path}); try again in a minute"
     since, until = (time.strftime("%H:%M", time.localtime(at)) for at in (owner.since, owner.since + owner.expires_s))
     return (
-        f"process {owner.pid} on {owner.host} has been submitting the same request since {since}, run folder "
-        f"{owner.run}; to see its state: hpcinit status {shlex.quote(owner.run)}; to submit a second time add "
-        f"again=true. If that process is gone, remove the claim, which counts until {until}: "
-        f"rm {shlex.quote(str(path))}"
+        f"process {owner.pid} on {owner.host} has been submitting the same request since {since}: check it with "
+        f"hpcinit status {shlex.quote(owner.run)}, or add again=true to submit a second job. If that process no longer "
+        f"exists, remove its lock, which expires at {until}: rm {shlex.quote(str(path))}"
     )
 
 

@@ -68,7 +68,9 @@ def check_distinct(requests: Sequence[Request], program: Sequence[str]) -> None:
                 f", because nothing reads {key}",
                 f"pass it to the program, as in: -- {command} '${{{key}}}'",
             )
-        raise RequestError(f"{names} are the same job{reason}; {advice}; to submit both anyway: again=true")
+        raise RequestError(
+            f"{names} of this sweep would run the same job{reason}: {advice}, or add again=true to submit both"
+        )
 
 
 def check_lists(program: Sequence[str], arguments: Sequence[str], combinations: int) -> None:
@@ -86,6 +88,6 @@ def check_lists(program: Sequence[str], arguments: Sequence[str], combinations: 
         swept = [*program[:at], f"{found['option'] or ''}${{{key}}}", *program[at + 1 :]]
         before = shlex.join([one for one in arguments if one != "job=program"])
         raise RequestError(
-            f"{shown} after -- is not swept, because hpcinit sweeps only keys before --; to sweep it: hpcinit submit "
-            f"{before} {plus}{key}={found['values']} -- {shlex.join(swept)}; to pass the list unchanged, remove -m"
+            f"{shown} is after --, so hpcinit does not sweep it. To sweep it: hpcinit submit "
+            f"{before} {plus}{key}={found['values']} -- {shlex.join(swept)}. To pass the list unchanged, remove -m"
         )

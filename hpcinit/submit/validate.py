@@ -55,7 +55,7 @@ LONGEST_NODES = 40  # longer lists are not shown
 
 
 def sbatch_test_only(script: Path, env: Mapping[str, str], options: Sequence[str] = ()) -> str:
-    """Return 'Slurm expects a start at about 14:05 (in 3 h) on n[1-2]', or '' without an answer from Slurm.
+    """Return 'Slurm expects to start the job at about 14:05 (in 3 h) on n[1-2]', or '' without an answer from Slurm.
 
     options: further arguments of sbatch. Raise SubmitError for a job that Slurm would never run.
     """
@@ -92,7 +92,7 @@ def start_expectation(start: str, nodes: str, now: datetime) -> str:
     if wait < timedelta(minutes=1):
         return f"Slurm expects to start the job now{where}"
     day = "" if at.date() == now.date() else f"{at:%a %d %b} "
-    return f"Slurm expects a start at about {day}{at:%H:%M} (in {_roughly(wait)}){where}"
+    return f"Slurm expects to start the job at about {day}{at:%H:%M} (in {_roughly(wait)}){where}"
 
 
 def _roughly(wait: timedelta) -> str:

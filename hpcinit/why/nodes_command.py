@@ -56,7 +56,9 @@ def _limits(options: argparse.Namespace, configured: Callable[[Sequence[str]], L
     limit = limits.limit if options.limit is None else options.limit
     expiry_h = limits.expiry_h if options.expiry_h is None else options.expiry_h
     if limit < 1 or expiry_h <= 0:
-        raise RequestError(f"--limit is {limit} and --expiry-h {expiry_h:g}, expected 1 or more, and more than 0")
+        raise RequestError(
+            f"--limit is {limit}, expected 1 or more, and --expiry-h is {expiry_h:g}, expected more than 0"
+        )
     return replace(limits, limit=limit, expiry_h=expiry_h)
 
 

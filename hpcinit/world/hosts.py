@@ -111,16 +111,16 @@ def _as_slurm_says(
             else "or give the cluster a host template if its nodes have other names"
         )
         raise WorldError(
-            f"{reason}, and Slurm has no other address for it; expected a name that every node can look up: have the "
-            f"node added to DNS or /etc/hosts, {template}"
+            f"{reason}, and Slurm has no other address for it; expected a name that every node can look up: ask the "
+            f"site to add the node to DNS or /etc/hosts, {template}"
         )
     note = f"{reason}; using Slurm's address for it, {address}"
     try:
         return Found(pick(host, [address] if _is_address(address) else resolver(address), nodes, own), note)
     except OSError as error:
         raise WorldError(
-            f"{reason}, and neither does Slurm's address for it, {address}: {error.strerror or error}; have the node "
-            "added to DNS or /etc/hosts"
+            f"{reason}, and Slurm's address for it, {address}, does not work either: {error.strerror or error}; ask "
+            "the site to add the node to DNS or /etc/hosts"
         ) from None
 
 

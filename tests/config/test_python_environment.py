@@ -43,9 +43,9 @@ def test_a_virtual_environment_without_the_packages(tmp_path: Path) -> None:
     """hpcinit is always needed, torch only by a program that imports it; each missing package is named with pip's line."""
     place = venv(tmp_path / "v")
     [message] = found(f"cluster.venv={tmp_path}/v")
-    assert message.startswith(f"cluster.venv is '{tmp_path}/v', but hpcinit and torch are not installed there: ")
-    assert f"{tmp_path}/v/bin/python -m pip install {python_environment.CHECKOUT} torch; " in message
-    assert message.endswith("if the job gets them in another way: check_paths=false")
+    assert message.startswith(f"cluster.venv is '{tmp_path}/v', but hpcinit and torch are not installed there: run ")
+    assert f"{tmp_path}/v/bin/python -m pip install {python_environment.CHECKOUT} torch, or set " in message
+    assert message.endswith("or set check_paths=false if the job gets them from another place")
     assert found(f"cluster.venv={tmp_path}/v", "check_paths=false") == []
     [message] = found(f"cluster.venv={tmp_path}/v", script="plain.py")
     assert "but hpcinit is not installed there" in message
@@ -122,7 +122,7 @@ def test_a_conda_environment_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found("cluster.conda=train") == []
     next(place.glob("lib/python3*/site-packages/*.pth")).unlink()
     [message] = found("cluster.conda=train")
-    assert message.startswith("cluster.conda is 'train', but hpcinit and torch are not installed there: ")
+    assert message.startswith("cluster.conda is 'train', but hpcinit and torch are not installed there: run ")
 
 
 def test_a_conda_environment_by_folder(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_plain_request_has_no_problem(name: str) -> None:
     config = compose([f"cluster={name}", *sites.ASKED])
     assert checks.problems(config) == []
     [line] = checks.warnings(config)
-    assert line.startswith(f"the file of cluster {name} is made from the site's documentation, and no job has been run")
+    assert line.startswith(f"the file of cluster {name} was made from the site's documentation and never tested there")
     assert checks.warnings(compose([f"cluster={name}", *sites.ASKED, "cluster.untested=false"])) == []
     assert config.cluster.gpus_per_node and config.cluster.gpu_mem_gb and config.cluster.cpus_per_node
 

@@ -161,7 +161,10 @@ def test_diff_without_a_file(hpcinit: Run, slurm: MiniSlurm) -> None:
     """--diff without a file exits with status 2 and names the file."""
     done = hpcinit("discover", "--name", "y", "--diff", env=slurm.env)
     assert done.returncode == 2
-    assert "conf/cluster/y.yaml: file does not exist; run the command without --diff to create it" in done.stderr
+    assert (
+        "conf/cluster/y.yaml: there is no cluster file to compare with; run hpcinit discover without --diff to create it"
+        in done.stderr
+    )
 
 
 def test_a_file_is_not_changed_unasked(hpcinit: Run, slurm: MiniSlurm, described: Path) -> None:

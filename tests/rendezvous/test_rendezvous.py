@@ -162,7 +162,7 @@ def test_two_processes_that_claim_a_rank(world: World) -> None:
     """The second process with the same rank is refused, and the error names both; the first one stays."""
     host, first = open_server(world), open_client(world, 1)
     with pytest.raises(
-        Refused, match=r"two processes claim rank 1: pid \d+ on .*, which was first, and pid \d+ on .*stale RANK"
+        Refused, match=r"two processes claim rank 1: pid \d+ on .*, which was first, and pid \d+ on .*unset RANK"
     ):
         open_client(world, 1)
     assert host.failure == "" and first.failure == ""
@@ -173,7 +173,7 @@ def test_a_second_rank_0(world: World) -> None:
     host = open_server(world)
     begin = time.monotonic()
     with pytest.raises(
-        Refused, match=r"two processes claim rank 0: pid \d+ on .*, which was first, and pid \d+ on .*stale RANK"
+        Refused, match=r"two processes claim rank 0: pid \d+ on .*, which was first, and pid \d+ on .*unset RANK"
     ):
         open_server(world)
     assert time.monotonic() - begin < 2
@@ -437,6 +437,6 @@ def test_rank_0_is_done_while_a_rank_is_in_init(world: World) -> None:
     peer = open_client(world, 1)
     peer.report_phase("imported")
     opened.close()
-    with pytest.raises(BringUpError, match=r"rank 0 on .* has left the start-up .* does every rank"):
+    with pytest.raises(BringUpError, match=r"rank 0 on .* stopped before rank .* must call"):
         peer.wait_for_store(time.monotonic() + 20, 10)
     peer.close()

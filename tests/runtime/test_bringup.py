@@ -310,7 +310,7 @@ def test_settings_are_verified(hpcinit: Run, tmp_path: Path) -> None:
     )
     said = "backend is nccl, requested was gloo; the collective timeout is 0:05:04, requested was 0:30:00"
     printed = without_gloos_line(hpcinit("run", "script.py").stdout)
-    assert printed == f"the process group does not match the request: {said}\nFalse\n"
+    assert printed == f"torch created the process group with other settings than requested: {said}\nFalse\n"
 
 
 def test_the_log_line(hpcinit: Run, tmp_path: Path) -> None:
@@ -411,7 +411,7 @@ def test_backends_by_device_type(hpcinit: Run, tmp_path: Path) -> None:
     in_job, *wrong, on_gpu, one = json.loads(line)
     assert in_job[:2] == ["gloo", {"cpu": "gloo"}] and "cpu:gloo" in in_job[2]
     assert [text.partition(" this build of torch ")[0] for text in wrong] == [
-        "backend is 'cuda:nccl,xpu:xccl', which has none for this rank's device cpu: add cpu:gloo",
+        "backend is 'cuda:nccl,xpu:xccl', which has no backend for this rank's device cpu: add cpu:gloo",
         "backend is 'cpu:gloo,cuda', expected one name, or pairs such as cpu:gloo,cuda:nccl",
         "backend 'mpi' is not in",
     ]

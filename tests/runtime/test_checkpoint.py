@@ -324,7 +324,7 @@ def test_refusals(tmp_path: Path) -> None:
         "twice": "RequestError: {folder}/step-00000001 already exists, written by process ",
         "keep": "RequestError: keep is 0, expected 1 or more",
         "loader": "RequestError: loader is a list, which cannot save its position",
-        "extra": "RequestError: extra contains more than numbers, text, lists, dicts and tensors",
+        "extra": "RequestError: extra contains objects other than numbers, strings, lists, dicts and tensors",
         "one rank": "CheckpointError: cannot save step 2 in {folder}: rank 1 on ",
         "within": "RequestError: save() during gradient accumulation",
         "another model": "CheckpointError: {folder}/step-00000001 does not match this model and optimizer: rank 0: ",

@@ -56,7 +56,7 @@ def test_a_group_that_cannot_be_destroyed() -> None:
     said = "the process group was not destroyed within 0.5 s: a peer is dead or hangs"
     assert done.returncode == 1
     assert without_gloos_line(done.stdout).startswith(
-        f"on it goes\nthis process cannot create a second process group: {said}"
+        f"on it goes\ncannot create another process group in this process, because {said}"
     )
     assert done.stdout.endswith("the program's own exit handler\n")
     assert f"hpcinit: warning: {said}" in done.stderr and f"hpcinit: error: {said}" in done.stderr

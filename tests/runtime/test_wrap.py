@@ -52,7 +52,7 @@ REFUSALS = {
     "wrapped(training=Training('none'))": "parallel.wrap is none with 2 ranks: their gradients would not be combined",
     "wrapped(training=Training('fsdp'))": "parallel.wrap is fsdp with dp_replicate 2 and dp_shard 1",
     "wrapped(training=Training('deepspeed'), tp_plan={})": "with deepspeed, AutoTP divides the model automatically",
-    "wrapped(layout=tp)": "run.wrap needs a tp_plan, because parallel.tp is 2",
+    "wrapped(layout=tp)": "parallel.tp is 2, but run.wrap got no tp_plan",
     "wrapped(layout=tp, tp_plan={'0.*.up': ColwiseParallel()})": "tp_plan names '0.*.up', but no module matches; modules",
     "wrapped(training=Training(precision=Precision('fp16')))": "precision.param=fp16 does not work on a CPU",
     "wrapped(training=Training(precision=Precision(reduce='bf16')))": "precision.reduce=bf16 does not work with parallel.wrap=ddp on a CPU",

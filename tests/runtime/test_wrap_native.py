@@ -152,5 +152,5 @@ print(json.dumps(message))
             ("two blocks", "blocks.0.0.weight and blocks.1.0.weight"),
             ("tp_plan", "embed.weight and head.weight"),
         ):
-            assert found[where].startswith(f"{names} are one parameter, but parallel.wrap or the tp_plan"), found
+            assert found[where].startswith(f"{names} are tied (one parameter), but parallel.wrap or the tp_plan"), found
             assert "Choose blocks so that all are in one block or none" in found[where]

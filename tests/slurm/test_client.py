@@ -15,6 +15,7 @@ import pytest
 
 from hpcinit.base import console
 from hpcinit.slurm import queue, scontrol, slurm_client
+from tests.waiting import until
 
 ENVIRONMENT = {"HOME": "/home/me", "SLURM_CONF": "/etc/x"}
 
@@ -110,7 +111,7 @@ def test_ctrl_c_ends_the_command_too(here: Path) -> None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     process.wait(30)
-    assert not _runs(int((here / "pid").read_text()))
+    until(lambda: not _runs(int((here / "pid").read_text())), 30)
 
 
 def test_verbose_prints_commands_and_durations(here: Path, capfd: pytest.CaptureFixture[str]) -> None:

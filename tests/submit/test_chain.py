@@ -46,14 +46,20 @@ def states(slurm: MiniSlurm, ids: list[str]) -> list[str]:
     [
         (["cluster=mini", "chain=0"], "chain is 0, expected 1 or more"),
         (["cluster=mini", "chain=101"], "chain is 101, expected at most 100"),
-        (["cluster=mini", "dependency=train-0001"], "dependency has 'train-0001', expected Slurm's form: afterok:JOB"),
+        (
+            ["cluster=mini", "dependency=train-0001"],
+            "dependency has 'train-0001', expected Slurm's syntax, such as afterok:JOB",
+        ),
         (["cluster=mini", "dependency='train-0001'"], "; did you mean afterok:train-0001?"),
         (["cluster=mini", "dependency='aftr:4242'"], "; the types are after, afterany, afterburstbuffer, aftercorr"),
         (
             ["cluster=mini", "dependency='afterok:4242:'"],
             "dependency has 'afterok:4242:' without a job, expected as in",
         ),
-        (["cluster=mini", "dependency='afterok:1,singleton:2'"], "dependency has 'singleton:2', expected Slurm's form"),
+        (
+            ["cluster=mini", "dependency='afterok:1,singleton:2'"],
+            "dependency has 'singleton:2', expected Slurm's syntax",
+        ),
         (
             ["cluster=mini", "dependency='afterok:1,afterany:2?after:3'"],
             "Slurm does not combine ',' (all) and '?' (any)",

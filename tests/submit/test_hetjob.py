@@ -56,9 +56,9 @@ def test_a_component_is_checked_like_a_request(words: list[str], message: str) -
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["submit", "--multirun", "seed=1,2", "dry_run=true"], "hetjob is set in a sweep, expected none"),
-        (["plan", "model.params=1e6"], "hetjob is set, expected none: hpcinit plan works for jobs with equal nodes"),
-        (["export"], "hetjob is set, expected none: hpcinit export works for jobs with equal nodes only"),
+        (["submit", "--multirun", "seed=1,2", "dry_run=true"], "a sweep cannot use hetjob"),
+        (["plan", "model.params=1e6"], "hpcinit plan does not support heterogeneous jobs"),
+        (["export"], "hpcinit export does not support heterogeneous jobs (hetjob is set)"),
     ],
 )
 def test_commands_that_need_equal_nodes(hpcinit: Run, words: list[str], message: str) -> None:

@@ -43,15 +43,18 @@ def test_a_sweep_over_an_argument(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path:
     [
         (
             ["+lr=1,2,3"], ["./toy.sh", "fixed"],
-            "+lr=1 and +lr=2 are the same job, because nothing reads lr; pass it to the program, as in: -- ./toy.sh fixed "
-            "'${lr}'; to submit both anyway: again=true",
+            "+lr=1 and +lr=2 of this sweep would run the same job, because nothing reads lr: pass it to the program, as in: "
+            "-- ./toy.sh fixed '${lr}', or add again=true to submit both",
         ),
-        (["seed=1,1"], ["./toy.sh"], "combination 0 and combination 1 are the same job; give each value once"),
-        (["seed=1,2,1"], ["./toy.sh"], "seed=1 and seed=1 are the same job"),
+        (
+            ["seed=1,1"], ["./toy.sh"],
+            "combination 0 and combination 1 of this sweep would run the same job: give each value once",
+        ),
+        (["seed=1,2,1"], ["./toy.sh"], "seed=1 and seed=1 of this sweep would run the same job"),
         (
             [], ["./toy.sh", "--lr", "1e-1,1e-2"],
-            "--lr 1e-1,1e-2 after -- is not swept, because hpcinit sweeps only keys before --; to sweep it: hpcinit "
-            "submit -m +lr=1e-1,1e-2 -- ./toy.sh --lr '${lr}'; to pass the list unchanged, remove -m",
+            "--lr 1e-1,1e-2 is after --, so hpcinit does not sweep it. To sweep it: hpcinit submit -m +lr=1e-1,1e-2 -- "
+            "./toy.sh --lr '${lr}'. To pass the list unchanged, remove -m",
         ),
         ([], ["./toy.sh", "--seed=1,2"], "hpcinit submit -m seed=1,2 -- ./toy.sh '--seed=${seed}'"),
     ],

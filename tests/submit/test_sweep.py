@@ -111,8 +111,10 @@ def test_blocks_of_a_larger_sweep(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path:
 def test_cancel_ends_all_of_it(idle_slurm: MiniSlurm, hpcinit: Run) -> None:
     """`hpcinit cancel` of a task cancels this task, of a sweep all its jobs. The estimate of each array was shown."""
     done = submit(hpcinit, idle_slurm, "-m", "seed=1,2,3", "nodes=1,2", *SMALL, "--", "sleep", "600")
-    assert re.search(r"^tasks 0,2,4: Slurm expects a start .* on n\d$", done.stdout, re.M), done.stdout + done.stderr
-    assert re.search(r"^tasks 1,3,5: Slurm expects a start .* on n\S+$", done.stdout, re.M)
+    assert re.search(r"^tasks 0,2,4: Slurm expects to start the job .* on n\d$", done.stdout, re.M), (
+        done.stdout + done.stderr
+    )
+    assert re.search(r"^tasks 1,3,5: Slurm expects to start the job .* on n\S+$", done.stdout, re.M)
     assert "is being cancelled" in hpcinit("cancel", "sleep-0001/2", env=idle_slurm.env).stdout
     until(lambda: cancelled(hpcinit, idle_slurm) == [2])
     assert re.search(r"jobs \d+, \d+ are being cancelled", hpcinit("cancel", "sleep-0001", env=idle_slurm.env).stdout)

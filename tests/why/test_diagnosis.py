@@ -295,7 +295,7 @@ def test_a_bus_error_is_a_disk() -> None:
     """The advice names every disk that can have mapped files, /tmp as well as /dev/shm."""
     verdict = diagnose(Evidence("FAILED", log=job_log.read("srun: error: n2: task 1: Bus error\n")))
     assert verdict.headline == "rank 1 on n2 was killed by a signal (Bus error) first"
-    assert "check /tmp, TMPDIR and /dev/shm on that node (df -h" in verdict.do and "data loader" not in verdict.do
+    assert "run df -h on that node for /tmp, TMPDIR and /dev/shm" in verdict.do and "data loader" not in verdict.do
 
 
 def test_errors_of_hpcinit_are_recognized_by_their_fields() -> None:

@@ -126,8 +126,8 @@ def test_a_name_without_any_address(addr: str | None) -> None:
         hosts.find("n1", 2, resolver({}), node_addr=lambda _: addr)
     assert str(caught.value) == (
         f"n1 does not resolve on {HERE}: Name or service not known, and Slurm has no other address for it; expected a "
-        "name that every node can look up: have the node added to DNS or /etc/hosts, or give the cluster a host "
-        "template if its nodes have other names"
+        "name that every node can look up: ask the site to add the node to DNS or /etc/hosts, or give the cluster a "
+        "host template if its nodes have other names"
     )
 
 
@@ -152,8 +152,8 @@ def test_a_template_whose_names_do_not_resolve() -> None:
     with pytest.raises(WorldError) as caught:
         with_template({}, None)
     assert str(caught.value) == (
-        f"{OFF}; {plain}, and Slurm has no other address for it; expected a name that every node can look up: have the "
-        "node added to DNS or /etc/hosts, fix cluster.host_template, or remove it"
+        f"{OFF}; {plain}, and Slurm has no other address for it; expected a name that every node can look up: ask the "
+        "site to add the node to DNS or /etc/hosts, fix cluster.host_template, or remove it"
     )
 
 
@@ -165,7 +165,9 @@ def test_a_template_on_nodes_that_are_addresses() -> None:
 
 def test_slurms_name_for_it_does_not_resolve_either() -> None:
     """Both names are in the message."""
-    with pytest.raises(WorldError, match=r"n1 does not .*, and neither does Slurm's address for it, n1x: Name or"):
+    with pytest.raises(
+        WorldError, match=r"n1 does not .*, and Slurm's address for it, n1x, does not work either: Name or"
+    ):
         hosts.find("n1", 2, resolver({}), node_addr=lambda _: "n1x")
 
 

@@ -186,9 +186,8 @@ def test_complete_variables_without_a_launcher() -> None:
 def test_ranks_without_a_launcher(env: dict[str, str], name: str) -> None:
     """Inside a Slurm step with one task, a complete set of torch's variables may be stale or intended: it is refused."""
     assert refusal(env | STALE) == (
-        f"RANK is 7 and WORLD_SIZE is 8, but hpcinit finds no launcher that started these ranks ({name} started 1): if "
-        f"the variables are stale, unset them or set HPCINIT_STARTED_BY={name}; if your own launcher has set them, set "
-        "HPCINIT_STARTED_BY=env"
+        f"RANK is 7 and WORLD_SIZE is 8, but {name} started only 1 rank: if your own launcher set these variables, set "
+        f"HPCINIT_STARTED_BY=env; if not, unset them, or set HPCINIT_STARTED_BY={name}"
     )
     assert launchers.read(env | STALE, "env").rank == 7
     assert launchers.read(env | STALE, name).world_size == 1
@@ -264,8 +263,8 @@ def test_an_unknown_launcher() -> None:
         ("horovod", "HOROVOD_RANK is not set, expected a number: horovodrun sets it for every rank; start the ranks"),
         (
             "slurm",
-            "SLURM_JOB_ID is not set, expected a job id: Slurm sets it for every task, sbatch and salloc alone set "
-            "no rank, start the ranks with srun (or do not set HPCINIT_STARTED_BY=slurm)",
+            "SLURM_JOB_ID is not set, expected a job id, which Slurm sets for every task: start the ranks with srun, "
+            "because sbatch and salloc alone start none (or do not set HPCINIT_STARTED_BY=slurm)",
         ),
     ],
 )

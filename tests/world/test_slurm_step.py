@@ -108,8 +108,12 @@ def test_no_rank_is_no_hang(name: str) -> None:
     """Batch scripts and salloc shells, nested ones too, get the advice to use srun, from their environment alone."""
     with pytest.raises(WorldError) as caught:
         launchers.read(NO_RANKS[name].env)
-    assert REFUSED[NO_RANKS[name].shape] in str(caught.value)
-    assert "start the ranks with srun (or set HPCINIT_STARTED_BY=single" in str(caught.value)
+    doubt, _, tasks = REFUSED[NO_RANKS[name].shape].partition(". The job has ")
+    assert f"but the job has {tasks}: " in str(caught.value) and doubt in str(caught.value)
+    assert (
+        "start the ranks with srun, because sbatch and salloc alone start none, or set HPCINIT_STARTED_BY=single"
+        in str(caught.value)
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, task in NO_RANKS.items() if task.shape in ALONE])
@@ -124,7 +128,7 @@ def test_a_shell_of_the_same_shape_is_seen_by_its_process() -> None:
     """salloc inside a step leaves a consistent environment, but the slurmstepd above it belongs to the other job."""
     env = NO_RANKS["22.05.8-nested_salloc_same_shape"].env
     with pytest.raises(
-        WorldError, match=r"Slurm started this process in step 12\.0 not in 13\.0\. The job has 2 tasks"
+        WorldError, match=r"the job has 2 tasks: .*Slurm started this process in step 12\.0 not in 13\.0"
     ):
         launchers.read(env, process=Process(0, "12.0"))
 
@@ -159,12 +163,12 @@ def block() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"SLURM_PROCID": "1"}, "SLURM_GTIDS is '2,3', so local rank 0 should be rank 2, but SLURM_PROCID is 1: these "),
+        ({"SLURM_PROCID": "1"}, "Slurm's variables are from different steps: SLURM_GTIDS is '2,3', so local rank 0 should be rank 2, but SLURM_PROCID is 1"),
         ({"SLURM_LOCALID": "2"}, "so local rank 2 should be rank absent, but SLURM_PROCID is 2"),
         ({"SLURM_GTIDS": "2,x"}, "SLURM_GTIDS is '2,x'"),
-        ({"SLURM_NODEID": "7"}, "SLURM_NODEID is 7, but the step has 2 hosts (n1,n2): sbatch and salloc alone"),
+        ({"SLURM_NODEID": "7"}, "SLURM_NODEID is 7, but the step has 2 hosts (n1,n2): start the ranks with srun"),
         ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is not set, expected the step's host names"),
-        ({"SLURM_PROCID": "two"}, "SLURM_PROCID is 'two', expected a number: sbatch and salloc alone set no rank"),
+        ({"SLURM_PROCID": "two"}, "SLURM_PROCID is 'two', expected a number: start the ranks with srun, because sbatch and salloc alone"),
         ({"SLURMD_NODENAME": "n9"}, "inherited from another step: SLURM_STEP_NODELIST is n[1-2], SLURMD_NODENAME n9"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2,3"}, "has 3 tasks on n2 (SLURM_STEP_TASKS_PER_NODE 2,3), and SLURM_GTIDS is 2,3"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x"}, "bad count '2(x', expected N or N(xREPEAT)"),
@@ -273,7 +277,7 @@ def test_the_local_engine_is_read_as_slurm() -> None:
     assert [(w.rank, w.local_rank, w.node_rank, w.host) for w in worlds] == [
         (0, 0, 0, "127.0.0.1"), (1, 1, 0, "127.0.0.1"), (2, 0, 1, "127.0.0.2"), (3, 1, 1, "127.0.0.2")
     ]  # fmt: skip
-    with pytest.raises(WorldError, match=r"SLURM_STEP_ID is not set\. The job has 4 tasks"):
+    with pytest.raises(WorldError, match=r"the job has 4 tasks: .*SLURM_STEP_ID is not set"):
         launchers.read(job)
     inside_a_real_step = Process(0, "4711.0")
     assert launchers.read(job | local.task(job, 2, 2, 3), process=inside_a_real_step).rank == 3

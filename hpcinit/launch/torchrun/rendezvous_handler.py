@@ -204,5 +204,7 @@ def _join(agents: World, spec: Spec, timeout: timedelta) -> Store:
         join.leave_rendezvous()
     except BringUpError as error:
         join.leave_rendezvous(str(error))
-        raise BringUpError(f"the agents of the nodes did not connect (a rank here is an agent): {error}") from None
+        raise BringUpError(
+            f"not all agents of torchrun, one per node, connected: {error} ('rank' is here the number of an agent)"
+        ) from None
     return store

@@ -134,8 +134,8 @@ def lost(folder: Path, mine: Owner, winner: Owner) -> str:
     else:
         why = "only one job can save into a folder; cancel one of them, or give it another folder"
     return (
-        f"{winner} has taken over {folder} at {at} from {mine}: {why}. If {winner} has ended and its checkpoints are "
-        f"not needed, remove {folder / CLAIM}"
+        f"{winner} has taken over {folder} at {at} from {mine}, so nothing was saved: {why}. If {winner} has ended and "
+        f"you do not need its checkpoints, remove {folder / CLAIM}"
     )
 
 

@@ -70,8 +70,8 @@ def save_plain(value: Any, relative: str, folder: Path, called: str) -> list[str
             (line for line in lines if "Unsupported" in line), lines[0] if lines else ""
         )  # only the first line of torch's long message
         raise RequestError(
-            f"{called} contains more than numbers, text, lists, dicts and tensors: loading it would need pickle, which "
-            f"can run code from the file ({type(error).__name__}: {why})"
+            f"{called} contains objects other than numbers, strings, lists, dicts and tensors: convert them before "
+            f"saving, because loading them needs pickle, which can run code ({type(error).__name__}: {why})"
         ) from error
     of_steps.write(folder / relative, stream.getvalue())
     return [relative]

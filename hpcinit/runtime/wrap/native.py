@@ -178,8 +178,8 @@ class DDP(Strategy):
     def check(self, inputs: Inputs) -> None:
         if inputs.layout.tp > 1 and not inputs.tp_plan:
             raise RequestError(
-                f"run.wrap needs a tp_plan, because parallel.tp is {inputs.layout.tp}: which layers are divided, and "
-                "how? Pass tp_plan={'blocks.*.up': ColwiseParallel(), ...}, or use parallel.tp=1"
+                f"parallel.tp is {inputs.layout.tp}, but run.wrap got no tp_plan, which lists the layers to divide: "
+                "pass tp_plan={'blocks.*.up': ColwiseParallel(), ...}, or use parallel.tp=1"
             )
 
     def wrap(self, inputs: Inputs, attention: Attention) -> Wrapped:

@@ -36,9 +36,9 @@ def refuse_broken(before: list[list[Place]]) -> None:
     for places in before:
         if len({id(getattr(place.module, place.attribute)) for place in places}) > 1:
             raise RequestError(
-                f"{' and '.join(place.name for place in places)} are one parameter, but parallel.wrap or the tp_plan "
-                "would give each its own copy. Choose blocks so that all are in one block or none is in any "
-                "(run.wrap(blocks=[...])), keep them out of the tp_plan, untie them, or use parallel.wrap=ddp"
+                f"{' and '.join(place.name for place in places)} are tied (one parameter), but parallel.wrap or the "
+                "tp_plan would give each its own copy. Use parallel.wrap=ddp, untie them, keep them out of the "
+                "tp_plan, or put all of them in one block or in none (run.wrap(blocks=[...]))"
             )
 
 

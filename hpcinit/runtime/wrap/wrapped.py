@@ -89,7 +89,8 @@ class Wrapped(abc.ABC):
         self.refuse_offloaded("backward()")
         if self._to_step:
             raise RequestError(
-                "backward() was called twice without step(): call step() after each backward(), which it counts"
+                "backward() was called twice without step(): call step() after every backward(), also during "
+                "accumulation"
             )
         with self._attention.backward():
             self._backward(loss)
@@ -105,7 +106,7 @@ class Wrapped(abc.ABC):
         self.refuse_offloaded("step()")
         if not self._to_step:
             raise RequestError(
-                "step() was called without a backward() since the last step(), which counts the accumulation"
+                "step() was called without a backward() before it: call both in turn, also during accumulation"
             )
         complete = self._at_boundary()
         self._step(complete)

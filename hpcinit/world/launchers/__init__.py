@@ -170,7 +170,7 @@ def _refuse_ranks_of_nobody(env: Mapping[str, str], world: World, chosen: Launch
             "rank's number among those that share the node's devices (0 if the rank sees only its own device)"
         )
     raise WorldError(
-        f"RANK is {env['RANK']} and WORLD_SIZE is {env['WORLD_SIZE']}, but hpcinit finds no launcher that started "
-        f"these ranks ({chosen.NAME} started 1): if the variables are stale, unset them or set "
-        f"{ENV_STARTED_BY}={chosen.NAME}; if your own launcher has set them, set {ENV_STARTED_BY}=env"
+        f"RANK is {env['RANK']} and WORLD_SIZE is {env['WORLD_SIZE']}, but {chosen.NAME} started only 1 rank: if your "
+        f"own launcher set these variables, set {ENV_STARTED_BY}=env; if not, unset them, or set "
+        f"{ENV_STARTED_BY}={chosen.NAME}"
     )

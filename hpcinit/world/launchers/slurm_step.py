@@ -231,7 +231,7 @@ VARIABLES = {
     "world_size": "SLURM_NTASKS",
     "local_rank": "SLURM_LOCALID",
 }
-USE_SRUN = "sbatch and salloc alone set no rank, start the ranks with srun"
+USE_SRUN = "start the ranks with srun, because sbatch and salloc alone start none"
 
 
 def present(env: Mapping[str, str]) -> bool:
@@ -243,7 +243,7 @@ def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
     """Return the world of a Slurm step, or of a job with one task. Raise WorldError outside of one."""
     if not (env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")):
         raise WorldError(
-            f"SLURM_JOB_ID is not set, expected a job id: Slurm sets it for every task, {USE_SRUN} (or do not set "
+            f"SLURM_JOB_ID is not set, expected a job id, which Slurm sets for every task: {USE_SRUN} (or do not set "
             "HPCINIT_STARTED_BY=slurm)"
         )
     doubt = doubt_about_step(env, process)
@@ -295,8 +295,8 @@ def _ranks_here(env: Mapping[str, str], rank: int, local_rank: int) -> list[int]
     found = words[local_rank] if 0 <= local_rank < len(words) else "absent"
     if found != str(rank) or not all(word.isdigit() for word in words):
         raise WorldError(
-            f"SLURM_GTIDS is {text!r}, so local rank {local_rank} should be rank {found}, but SLURM_PROCID is {rank}: "
-            "these variables are from different steps; start the ranks with srun from the batch script"
+            f"Slurm's variables are from different steps: SLURM_GTIDS is {text!r}, so local rank {local_rank} should "
+            f"be rank {found}, but SLURM_PROCID is {rank}; start the ranks with srun from the batch script"
         )
     return [int(word) for word in words]
 
@@ -306,8 +306,8 @@ def _without_step(env: Mapping[str, str], doubt: str) -> World:
     tasks = _tasks_of_job(env)
     if tasks != "1 tasks":
         raise WorldError(
-            f"{doubt}. The job has {tasks} and this process is none of them: as a rank it would wait forever for the "
-            f"others; {USE_SRUN} (or set HPCINIT_STARTED_BY=single, for a single process)"
+            f"this process has no rank, but the job has {tasks}: {USE_SRUN}, or set HPCINIT_STARTED_BY=single for a "
+            f"single process ({doubt})"
         )
     job = f"{env.get('SLURM_JOB_ID') or env.get('SLURM_JOBID')}.batch.{env.get('SLURM_RESTART_COUNT', '0')}"
     host = env.get("SLURMD_NODENAME", "")
