@@ -93,6 +93,11 @@ class Cluster:
     name: str = key("name of the cluster in messages", MISSING, filled="a name")
     untested: bool = key("no job has been run with this file at its site; each submission prints that", False)
     engine: str = key("slurm, or local: run on this machine without Slurm", "slurm", choices=("slurm", "local"))
+    clusters: Optional[str] = key(
+        "another cluster of the same slurmdbd, for sbatch --clusters; null: that of SLURM_CONF",
+        filled="a name, or null",
+        owns="clusters",
+    )
     partition: Optional[str] = key("default partition; null: Slurm's own default")
     partitions: dict[str, Partition] = key("limits and hardware of each partition", {})
     account: Optional[str] = key("default account")

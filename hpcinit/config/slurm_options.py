@@ -31,7 +31,6 @@ REASONS = {
     "export-file": ENVIRONMENT,
     "wrap": "hpcinit writes the script; the program goes after --",
     "test-only": TEST_ONLY,
-    "clusters": "hpcinit finds jobs on this cluster only; submit from a login node of the other cluster",
     **dict.fromkeys(("help", "usage", "version"), ANSWERS),
 }
 WAIT_OF_SBATCH = {"wait": "use wait=true, which waits for the job's end"}  # srun's --wait has another meaning
@@ -120,6 +119,11 @@ def problems(config: Config) -> Iterator[str]:
     """Yield a message for each option that hpcinit sets itself, or that does not exist."""
     if config.cluster.engine == "local" and config.cluster.srun:
         yield f"cluster.srun is {config.cluster.srun}, but cluster {config.cluster.name} has no srun (engine: local)"
+    if name := config.cluster.clusters:
+        if not quoting.PLAIN_NAME.fullmatch(name) or name == "all":
+            yield f"cluster.clusters is {name!r}, expected the name of one cluster: all jobs of a run are on one"
+        if config.cluster.engine == "local":
+            yield f"cluster.clusters is {name!r}, but cluster {config.cluster.name} has no Slurm (engine: local)"
     for table, options in (("sbatch", config.cluster.sbatch), ("srun", config.cluster.srun)):
         key = f"cluster.{table}"
         for option, value in options.items():

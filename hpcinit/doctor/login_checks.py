@@ -234,7 +234,8 @@ def _query(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:
 def login_checks(config: Config, document: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[Check]:
     """Yield all checks, those to fix first at the start."""
     yield from version_checks(config)
-    yield from slurm_checks(config, env)
+    with slurm_client.on_cluster(config.cluster.clusters):
+        yield from slurm_checks(config, env)
     yield from _config(config, document)
     yield from folder_checks(config, env)
     yield from _environment(config, env)

@@ -1,16 +1,16 @@
-"""`hpcinit cancel RUN ...`: cancel runs, on Slurm with one scancel for all."""
+"""`hpcinit cancel RUN ...`: cancel runs, on Slurm with one scancel for each cluster."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpcinit.base import console
 from hpcinit.base.errors import Failure, RequestError
-from hpcinit.observe import find_runs, overview
+from hpcinit.observe import find_runs, overview, state
 from hpcinit.records import run_folder
 from hpcinit.slurm import slurm_client
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         _check(run, options.save)
     open_jobs = {run.path: _jobs(run) for run in runs}
     if not options.save:
-        _cancel(runs, [job for jobs in open_jobs.values() for job in jobs])
+        _cancel(runs, open_jobs)
     for run in runs:
         if options.save and open_jobs[run.path]:
             _request_save(run)
@@ -96,19 +96,23 @@ def _request_save(run: overview.Run) -> None:
             (path / run_folder.STOP).touch()
 
 
-def _cancel(runs: Sequence[overview.Run], jobs: Sequence[str]) -> None:
+def _cancel(runs: Sequence[overview.Run], open_jobs: Mapping[Path, Sequence[str]]) -> None:
     from hpcinit.local import engine  # noqa: PLC0415 - imports psutil, which only runs without Slurm need
 
     local = [run for run in runs if run.now and run.now.engine == "local"]
     for run in local:
         if run.now and not run.now.over:
             engine.cancel(run.path)
-    ids = {run.now.job_id for run in local if run.now}
-    if slurm_jobs := [job for job in jobs if job not in ids]:
-        _scancel(slurm_jobs)
+    clusters: dict[str, list[overview.Run]] = {}
     for run in runs:
-        for path, now in run.parts:
-            if run not in local and (now.others or not now.over):
+        if run not in local:
+            clusters.setdefault(state.clusters(run.path), []).append(run)
+    for name, its_runs in clusters.items():
+        if jobs := [job for run in its_runs for job in open_jobs[run.path]]:
+            with slurm_client.on_cluster(name):
+                _scancel(jobs)
+        for path, now in (part for run in its_runs for part in run.parts):
+            if now.others or not now.over:
                 _record(path, [now.job_id, *now.others])
 
 
@@ -126,4 +130,4 @@ def _scancel(jobs: Sequence[str]) -> None:
     except slurm_client.TimedOut as error:
         raise Failure(f"{error}; try again when `squeue` answers") from None
     if done.status != 0:
-        raise Failure(f"{' '.join(command)}: {done.stderr.strip()}")
+        raise Failure(f"{' '.join(done.command)}: {done.stderr.strip()}")

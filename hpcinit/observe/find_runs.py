@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -132,12 +132,12 @@ def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
         if any((path / name).is_file() for name in (run_folder.SCRIPT, run_folder.SPEC, run_folder.SWEEP)):
             return path
     known = all_runs(runs_dir)
-    for path in known if word else ():
-        with contextlib.suppress(RequestError):
-            if word in (*state.jobs(state.submission(path)), state.last_job(path)):
-                return task_of_job(word, path) or path
-            if task := task_of_job(word, path):
-                return task
+    matches = _of_job(word, known) if word else iter(())
+    if found := next(matches, None):
+        mine = state.clusters(found)
+        if other := next((path for path in matches if state.clusters(path) != mine), None):
+            raise RequestError(f"job {word} is a job of two clusters: name the run, {found.name} or {other.name}")
+        return found
     last = ", ".join(path.name for path in known[-5:]) or "none"
     if word.isdigit() and (job := state.foreign_job(word)):
         raise RequestError(
@@ -147,6 +147,16 @@ def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
         )
     what = f"no run {word!r}: no run folder or job has this name" if word else "no run given: name one, or its job id"
     raise RequestError(f"{what}; the latest in {runs_dir.absolute()}: {last}")
+
+
+def _of_job(word: str, known: Sequence[Path]) -> Iterator[Path]:
+    """Yield the runs, and tasks of sweeps, that have a job with the id `word`."""
+    for path in known:
+        with contextlib.suppress(RequestError):
+            if word in (*state.jobs(state.submission(path)), state.last_job(path)):
+                yield task_of_job(word, path) or path
+            elif task := task_of_job(word, path):
+                yield task
 
 
 def means_all_runs(names: Sequence[str]) -> bool:

@@ -16,7 +16,7 @@ from hpcinit.observe import find_runs, stack_collector, state
 from hpcinit.records import run_folder, spec, timeline
 from hpcinit.records.components import node_of
 from hpcinit.records.spec import Spec
-from hpcinit.slurm import nodelist, queue
+from hpcinit.slurm import nodelist, queue, slurm_client
 from hpcinit.slurm.slurm_client import Unreachable
 
 PY_SPY = "HPCINIT_PY_SPY"  # environment variable: the path of py-spy; empty: do not use it
@@ -85,7 +85,8 @@ def running(word: str, runs_dir: Path) -> RunningJob:
     if now.engine != "slurm":
         return RunningJob(path, plan, "local", now.job_id, ((os.uname().nodename,),))
     try:
-        found = queue.allocation(now.job_id)
+        with slurm_client.on_cluster(state.clusters(path)):
+            found = queue.allocation(now.job_id)
     except Unreachable as error:
         raise Failure(f"{error}, so the nodes of {path.name} are unknown; try again later") from None
     if found is None:
@@ -105,11 +106,13 @@ def srun(job: RunningJob, nodes: Sequence[str], command: Sequence[str], options:
     """Return the srun that runs `command` once on each of these nodes, beside the ranks; `command` without Slurm."""
     if not job.slurm:
         return list(command)
+    name = state.clusters(job.path)
+    first = ["srun", *([f"--clusters={name}"] if name else [])]
     parts: list[str] = []
     for group, component in enumerate(job.components):
         if own := [node for node in nodes if node in component]:
             which = [f"--het-group={group}"] if len(job.components) > 1 else []
-            parts += [":" if parts else "srun", *_beside(job, own), *which, *options, *command]
+            parts += [*([":"] if parts else first), *_beside(job, own), *which, *options, *command]
     return parts
 
 

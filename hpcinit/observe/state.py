@@ -13,7 +13,7 @@ from typing import Any
 from hpcinit.base.errors import RequestError
 from hpcinit.observe.job_state import NO_REPLY, Known, State, of_slurm, state_of
 from hpcinit.records import run_folder
-from hpcinit.slurm import queue
+from hpcinit.slurm import queue, slurm_client
 from hpcinit.slurm.queue import JobQuery, SlurmReply
 
 __all__ = ["NO_REPLY", "State"]  # of observe/job_state.py
@@ -34,15 +34,28 @@ def read_all(paths: Sequence[Path], early: queue.QueueQuery | None = None) -> li
 
     early: squeue for all jobs of the user, already started.
     """
-    started = queue.QueueQuery("--me", ended=True) if early is None and len(paths) > FEW else None  # runs meanwhile
+    with slurm_client.on_cluster(None):
+        started = queue.QueueQuery("--me", ended=True) if early is None and len(paths) > FEW else None  # runs meanwhile
     runs = [_run(path) for path in paths]
-    wanted = [run.wanted for run in runs if isinstance(run, _Run)]
-    if started and not any(wanted):
+    wanted: dict[str, list[JobQuery]] = {"": []}  # by cluster: two clusters may give the same job id
+    for run in runs:
+        if isinstance(run, _Run) and run.wanted:
+            wanted.setdefault(run.clusters, []).append(run.wanted)
+    if started and not wanted[""]:
         started.drop()
-    answer = queue.query([want for want in wanted if want], early or started)
-    away = bool(answer.unreachable)
-    runs = [run if isinstance(run, RequestError) else _refreshed(run, answer) for run in runs]
-    return [run if isinstance(run, RequestError) else _with_attempt(run, _state(run, answer), away) for run in runs]
+    answers = {name: _answer(name, queries, early or started) for name, queries in wanted.items()}
+    return [run if isinstance(run, RequestError) else _now(run, answers[run.clusters]) for run in runs]
+
+
+def _answer(name: str, queries: Sequence[JobQuery], early: queue.QueueQuery | None) -> SlurmReply:
+    """Return the reply of the cluster `name`, '' for that of SLURM_CONF, to which `early` was sent."""
+    with slurm_client.on_cluster(name):
+        return queue.query(queries, None if name else early)
+
+
+def _now(run: _Run, answer: SlurmReply) -> State:
+    run = _refreshed(run, answer)
+    return _with_attempt(run, _state(run, answer), bool(answer.unreachable))
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,7 @@ class _Run:
     jobs: Sequence[str]
     last: str
     left: State
+    clusters: str  # '' for the cluster of SLURM_CONF, and without Slurm
 
     @property
     def is_chain(self) -> bool:
@@ -78,7 +92,8 @@ def _run(path: Path) -> _Run | RequestError:
     ids, attempt = jobs(record), _json(f"{path}/{run_folder.EXIT}")
     last = str(attempt.get("job", ""))
     left = _left(attempt, last or str(record["job_id"]))
-    return _Run(path, record["engine"], str(record["job_id"]), ids, last, left)
+    name = record.get("clusters", "") if record["engine"] == "slurm" else ""
+    return _Run(path, record["engine"], str(record["job_id"]), ids, last, left, name)
 
 
 def _with_attempt(run: _Run, now: State, away: bool) -> State:
@@ -201,6 +216,14 @@ def submission(path: Path) -> dict[str, Any]:
 def last_submission(path: Path) -> dict[str, Any]:
     """Return submission.json as this process last read it, or read it. Raise RequestError."""
     return _submissions.get(str(path)) or submission(path)
+
+
+def clusters(path: Path) -> str:
+    """Return the cluster.clusters of a run: the cluster of its jobs if it is not that of SLURM_CONF, else ''."""
+    try:
+        return str(last_submission(path).get("clusters", ""))
+    except RequestError:
+        return ""
 
 
 def _unsubmitted(path: Path) -> str:

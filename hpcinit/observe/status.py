@@ -51,6 +51,7 @@ def _json(path: Path, now: State) -> dict[str, Any]:
     submission = requests.read(path)
     return {
         **now.to_json(),
+        **({"clusters": name} if (name := state.clusters(path)) else {}),
         "meaning": reasons.explain(now.reason),
         "progress": _finite(document),
         "not_finite": document.get("not_finite", {}),
@@ -125,6 +126,7 @@ def details(path: Path, now: State, table: bool = False) -> str:
     parts = [
         f"its run folder was deleted; cancel it: scancel {now.job_id}" if now.folder_deleted else "",
         "started manually" if now.by_hand else "",
+        f"on {name}" if (name := state.clusters(path)) else "",
         now.link,
         now.reason,
         "" if table else times(now),

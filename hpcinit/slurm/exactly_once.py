@@ -78,9 +78,10 @@ def _check_first(token: str, printed: Sequence[str]) -> str:
     """Return the end of a message: that the job may exist, and how to find out. printed: ids that sbatch printed."""
     printed = list(dict.fromkeys(printed))  # a controller that forgot job 8 gives that id to the next job
     ids = f" (sbatch printed {' and '.join(printed)})" if printed else ""
+    squeue, scontrol = (" ".join(slurm_client.addressed([name])) for name in ("squeue", "scontrol"))
     commands = [
-        f"squeue --all --me --states=all --format '%i %T %k' | grep -F {tokens.MARK}{token}",
-        *(f"scontrol show job {job_id}" for job_id in printed),
+        f"{squeue} --all --me --states=all --format '%i %T %k' | grep -F {tokens.MARK}{token}",
+        *(f"{scontrol} show job {job_id}" for job_id in printed),
     ]
     return (
         f"the job may exist anyway{ids}; the run folder was kept. Before you submit again, check with\n  "

@@ -22,7 +22,9 @@ NOT_SENT = (
     "Slurm backup controller in standby mode",
     "Controller is in standby mode, try a different controller",
     "Rate limit exceeded",
+    "can't be reached now, or it is an invalid entry for --cluster",
 )
+UNKNOWN_CLUSTER = "known by database"  # No cluster 'b' known by database.
 # The controller may have taken the job although sbatch failed (seen with slurmctld stopped by SIGSTOP, and killed).
 LOST_CONTROLLER = (
     "Socket timed out",
@@ -78,6 +80,8 @@ def _job_id(text: str) -> str:
 
 
 def _kind_of(message: str, status: int) -> type[SubmitError]:
+    if UNKNOWN_CLUSTER in message:
+        return SubmitError
     rest = message
     for sign in NOT_SENT:
         rest = rest.replace(sign, "")

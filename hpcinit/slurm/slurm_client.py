@@ -16,16 +16,18 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 from hpcinit.base import console
 
 # Users' preferences that would hide jobs (SQUEUE_PARTITION), change the output format (SCONTROL_ONELINER,
-# SLURM_TIME_FORMAT) or ask for confirmation (SCANCEL_INTERACTIVE). SLURM_CLUSTERS sends the query to another cluster
-# and adds a line 'CLUSTER: name' to the output: docs/decisions/0029-one-cluster.md.
+# SLURM_TIME_FORMAT) or ask for confirmation (SCANCEL_INTERACTIVE). SLURM_CLUSTERS sends the query to another cluster,
+# and sbatch passes it on to the job: docs/decisions/0101-several-slurm-clusters.md.
 PREFERENCES = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SCONTROL_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS")
+# Commands that on_cluster() sends to another cluster. sbatch reads it from the script, and job_step.srun() names it.
+SENT = ("squeue", "sinfo", "sacct", "scancel", "scontrol")
 # How long each command may take. Of the entries whose parts are all in the command, the longest applies. A client gives
 # up on a controller after two MessageTimeouts (10 s each by default), so these limits are for a client that hangs.
 TIMEOUTS: dict[str, timedelta] = {
@@ -77,6 +79,26 @@ class Output:
     def error(self) -> str:
         """What the command printed about its failure, or its exit status."""
         return self.stderr.strip() or self.stdout.strip() or f"exit status {self.status}, and no output"
+
+
+_clusters = ""  # of on_cluster()
+
+
+@contextlib.contextmanager
+def on_cluster(name: str | None) -> Iterator[None]:
+    """Send the commands that start in this block to the cluster `name` of Slurm; None or '': that of SLURM_CONF."""
+    global _clusters  # noqa: PLW0603 - a process works on one cluster at a time
+    before, _clusters = _clusters, name or ""
+    try:
+        yield
+    finally:
+        _clusters = before
+
+
+def addressed(command: Sequence[str]) -> tuple[str, ...]:
+    """Return `command` with --clusters inside on_cluster(): sacct of 22.05 ignores the variable SLURM_CLUSTERS."""
+    option = (f"--clusters={_clusters}",) if _clusters and command[0] in SENT else ()
+    return (command[0], *option, *command[1:])
 
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -138,7 +160,7 @@ class Call:
     """A command that runs. It has its own session, so that Ctrl-C in the terminal reaches the caller only."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None) -> None:
-        self.command = tuple(command)
+        self.command = addressed(command)
         self._timeout = timeout(self.command)
         # sbatch passes its environment on to the job, so its locale stays the user's.
         locale = {} if command[0] == "sbatch" else {"LC_ALL": "C.UTF-8"}

@@ -12,6 +12,7 @@ from hpcinit.base.text import expanded
 from hpcinit.config import dependency
 from hpcinit.config.dependency import SINGLETON, Condition
 from hpcinit.config.schema import Config
+from hpcinit.slurm import slurm_client
 
 if TYPE_CHECKING:
     from hpcinit.observe.state import State
@@ -30,7 +31,7 @@ def dependency_option(config: Config) -> str | None:
         if condition.type == SINGLETON:
             waits[SINGLETON] = []
             continue
-        for job_id, states in _targets(condition, config.runs_dir):
+        for job_id, states in _targets(condition, config):
             if problem := _problem(condition, job_id, states):
                 if not any_is_enough:
                     raise RequestError(problem)
@@ -54,7 +55,7 @@ def dependency_problems(config: Config) -> Iterator[str]:
     found = False
     for condition in dependency.conditions(config.dependency):
         try:
-            for job_id, states in _targets(condition, config.runs_dir) if condition.name else ():
+            for job_id, states in _targets(condition, config) if condition.name else ():
                 problem = _problem(condition, job_id, states)
                 if problem and dependency.separator(config.dependency or "") != "?":
                     found = True
@@ -102,18 +103,21 @@ def _is_fulfilled(condition: Condition, states: list[State]) -> bool:
     return all(now.over or now.name == NOT_SUBMITTED for now in states)
 
 
-def _targets(condition: Condition, runs_dir: str) -> list[tuple[str, list[State]]]:
+def _targets(condition: Condition, config: Config) -> list[tuple[str, list[State]]]:
     """Return the jobs of a condition, each with its state or the states of its array tasks."""
     try:
-        return _jobs_of(condition.name, runs_dir, condition.type == "after")
+        with slurm_client.on_cluster(name := config.cluster.clusters or ""):
+            return _jobs_of(condition.name, config.runs_dir, condition.type == "after", name)
     except RequestError as error:
         raise RequestError(f"dependency={condition}: {error}") from None
 
 
 @cache
-def _jobs_of(name: str, runs_dir: str, first: bool) -> list[tuple[str, list[State]]]:
+def _jobs_of(name: str, runs_dir: str, first: bool, clusters: str) -> list[tuple[str, list[State]]]:
     """Return the jobs that `name` means, with their states: all of a sweep, and the last of a chain, or its first.
-    Queried only once."""
+
+    clusters: cluster.clusters of the job that waits. Queried only once.
+    """
     from hpcinit.observe import find_runs, state  # noqa: PLC0415 - psutil, only for those who wait for a job
 
     if JOB_ID.fullmatch(name):
@@ -122,6 +126,11 @@ def _jobs_of(name: str, runs_dir: str, first: bool) -> list[tuple[str, list[Stat
     record = state.submission(path)
     if record["engine"] != "slurm":
         raise RequestError(f"{path} runs without Slurm (engine: {record['engine']}), so no Slurm job can wait for it")
+    if (other := state.clusters(path)) != clusters:
+        raise RequestError(
+            f"{path} has cluster.clusters={other or 'null'}, expected {clusters or 'null'}: a job can wait only for "
+            "jobs of the same cluster"
+        )
     if find_runs.is_sweep(path):
         arrays: dict[str, list[State]] = {}
         for task in find_runs.read_sweep(path):

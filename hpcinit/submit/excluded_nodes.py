@@ -70,7 +70,8 @@ def _table(config: Config) -> tuple[list[NodeHistory], list[str]]:
         except OSError as error:
             warnings.append(f"hpcinit: warning: cannot record node failures in {path}: {error.strerror}")
     table = node_records.node_states([*known, *new], now, expiry_h)
-    if unknown := _unknown_nodes([one.host for one in table if one.is_bad(config.excluded_nodes.limit)]):
+    bad = [one.host for one in table if one.is_bad(config.excluded_nodes.limit)]
+    if unknown := _unknown_nodes(bad, config.cluster.clusters):
         names = ",".join(sorted(unknown))
         warnings.append(
             f"hpcinit: warning: {names} failed but is not excluded: Slurm has no node of that name; to end this "
@@ -79,10 +80,11 @@ def _table(config: Config) -> tuple[list[NodeHistory], list[str]]:
     return [one for one in table if one.host not in unknown], warnings
 
 
-def _unknown_nodes(hosts: Sequence[str]) -> set[str]:
+def _unknown_nodes(hosts: Sequence[str], clusters: str | None) -> set[str]:
     """Return the hosts that Slurm does not have; with them in --exclude, sbatch would refuse the job.
 
     The node was removed, or torchrun's ranks recorded the kernel's host name. Return an empty set without Slurm.
+    clusters: cluster.clusters.
     """
     if not hosts:
         return set()
@@ -90,7 +92,8 @@ def _unknown_nodes(hosts: Sequence[str]) -> set[str]:
 
     # --all: without it a node that is in hidden partitions only is 'not found'.
     try:
-        done = slurm_client.run(["scontrol", "--all", "show", "node", ",".join(hosts)])
+        with slurm_client.on_cluster(clusters):
+            done = slurm_client.run(["scontrol", "--all", "show", "node", ",".join(hosts)])
     except slurm_client.Unreachable:
         return set()
     return set(hosts) & set(re.findall(r"Node (\S+) not found", done.stdout + done.stderr))

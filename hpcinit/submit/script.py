@@ -250,6 +250,7 @@ def parameters(config: Config, run: RunPath, workdir: Path, code: SnapshotPlan |
         "setup": _setup(config, run, code),
     }
     extra: dict[str, Any] = {
+        "clusters": cluster.clusters,
         "chdir": str(workdir),
         "output": run.in_directive(run_folder.JOB_LOG),
         "dependency": dependencies.dependency_option(config),

@@ -15,6 +15,7 @@ from hpcinit.base.errors import MaybeSubmitted, SubmitError
 from hpcinit.base.text import ranges
 from hpcinit.config.request import Request
 from hpcinit.records import run_folder, secret_names
+from hpcinit.slurm import slurm_client
 from hpcinit.submit import array, duplicates, folder, job_environment, script, transaction, validate
 from hpcinit.submit.provenance import Provenance
 from hpcinit.submit.run_path import RunPath, TaskPath
@@ -126,9 +127,10 @@ def mark_sweep(task: Path, record: Mapping[str, Any]) -> None:
     try:
         folder.write(f"{task}/{run_folder.SUBMISSION}", json.dumps(record, indent=2) + "\n")
     except OSError as error:
+        end = " ".join(slurm_client.addressed(["scancel", str(record["job_id"])]))
         raise MaybeSubmitted(
             f"job {record['job_id']} was submitted, but its record {task / run_folder.SUBMISSION} cannot be written: "
-            f"{error.strerror}; the job will run, to cancel it: scancel {record['job_id']}"
+            f"{error.strerror}; the job will run, to cancel it: {end}"
         ) from None
 
 

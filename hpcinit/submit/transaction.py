@@ -123,6 +123,7 @@ class Transaction:
             "job_id": job_id,
             "engine": self._config.cluster.engine,
             "cluster": self._config.cluster.name,
+            **({"clusters": name} if (name := self._config.cluster.clusters) else {}),
             "token": self._token,
             "submitted": time.time(),
             "command": list(command),
@@ -176,7 +177,11 @@ def begin(
     provenance = Provenance(workdir_of(config), secret_names.masked(argv, config.secret_names))
     slurm = config.cluster.engine == "slurm"
     env, dropped = job_environment.job_environment(os.environ, config.secrets, config.secret_names, devices=slurm)
-    with duplicates.deferred_interrupts() as signals, ExitStack() as claims:
+    with (
+        duplicates.deferred_interrupts() as signals,
+        ExitStack() as claims,
+        slurm_client.on_cluster(config.cluster.clusters),
+    ):
         path = folder.claim(runs_dir_of(config), config.name, below)
         transaction = Transaction(config, path, env, dropped, provenance, signals, claims)
         try:
@@ -193,7 +198,8 @@ def mark(path: Path, record: Mapping[str, Any]) -> None:
     try:
         folder.mark_submitted(path, record)
     except OSError as error:
-        end = f"{'scancel' if record['engine'] == 'slurm' else 'kill'} {record['job_id']}"
+        command = "scancel" if record["engine"] == "slurm" else "kill"
+        end = " ".join(slurm_client.addressed([command, str(record["job_id"])]))
         raise MaybeSubmitted(
             f"job {record['job_id']} was submitted, but its record {path / run_folder.SUBMISSION} cannot be written: "
             f"{error.strerror}; the job will run, to cancel it: {end}"
@@ -204,11 +210,12 @@ def require_sbatch(config: Config) -> None:
     """Raise SubmitError if sbatch is missing, and RequestError if SLURM_CLUSTERS names another cluster."""
     if config.cluster.engine != "slurm":
         return
-    if (other := os.environ.get("SLURM_CLUSTERS")) and (ours := _cluster_name()) and other.lower() != ours.lower():
+    other, named = os.environ.get("SLURM_CLUSTERS"), config.cluster.clusters
+    if other and (ours := named or _cluster_name()) and other.lower() != ours.lower():
+        here = "cluster.clusters names the job's cluster" if named else "hpcinit submits to this machine's cluster"
         raise RequestError(
-            f"SLURM_CLUSTERS is {other!r}, expected {ours!r} or unset: hpcinit submits jobs only to this machine's "
-            "cluster. To submit here: unset SLURM_CLUSTERS. For the other cluster: submit on its login nodes, or set "
-            "SLURM_CONF to its slurm.conf"
+            f"SLURM_CLUSTERS is {other!r}, expected {ours!r} or unset: {here}. To submit to {ours}: unset "
+            f"SLURM_CLUSTERS. For the other cluster: cluster.clusters={other}"
         )
     if shutil.which("sbatch") is None:
         raise SubmitError(

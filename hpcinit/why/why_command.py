@@ -18,7 +18,7 @@ from hpcinit.base.errors import RequestError
 from hpcinit.base.text import ranges
 from hpcinit.observe import find_runs, progress, restarts, stacks, state
 from hpcinit.records import hang_report, job_log, run_folder, world_size
-from hpcinit.slurm import memory_use, reasons
+from hpcinit.slurm import memory_use, reasons, slurm_client
 from hpcinit.why import diagnosis, flight_recorder, foreign_job, gather_evidence, hang_verdict, node_exclusion
 from hpcinit.why.evidence import Evidence, Verdict
 from hpcinit.why.foreign_job import ForeignJob
@@ -148,13 +148,14 @@ def culprits(verdict: Verdict) -> list[dict[str, Any]]:
 
 def explain_run(path: Path, now: state.State) -> Verdict:
     """Return the verdict on a run, with a warning about process groups that differ from the job's."""
-    verdict, found = _explain(path, now), world_size.read(path)
-    if (
-        verdict.kind == failure_kinds.HOST_MEMORY
-        and now.engine == "slurm"
-        and (used := memory_use.describe(now.job_id))
-    ):
-        verdict = replace(verdict, evidence=(*verdict.evidence, used))
+    with slurm_client.on_cluster(state.clusters(path)):
+        verdict, found = _explain(path, now), world_size.read(path)
+        if (
+            verdict.kind == failure_kinds.HOST_MEMORY
+            and now.engine == "slurm"
+            and (used := memory_use.describe(now.job_id))
+        ):
+            verdict = replace(verdict, evidence=(*verdict.evidence, used))
     return replace(verdict, evidence=(f"warning: {found}", *verdict.evidence)) if found else verdict
 
 

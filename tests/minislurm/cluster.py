@@ -25,14 +25,15 @@ class MiniSlurm(RunningCluster):
     """N nodes n1..nN and a controller ctl; partitions main (default) and high, which preempts main (requeue).
 
     `options` are lines of slurm.conf to set or to replace: {"MaxArraySize": "11"}. `partitions` adds partitions of all
-    nodes, each with its own options: {"secret": "Hidden=YES"}. A cluster belongs to the process that started it unless
+    nodes, each with its own options: {"secret": "Hidden=YES"}. `beside` is a running cluster whose slurmdbd, munge key
+    and network the new one shares, so that its clients reach this one with --clusters. A cluster belongs to the process that started it unless
     `owned` is false; `sweep()` stops those whose owner has ended.
     """
 
     def __init__(
         self, nodes: int = 4, gpus: int = 8, accounting: bool = False, name: str = "hpcinit",
         directory: Path | None = None, *, cpus: int = 16, options: Mapping[str, str] | None = None,
-        partitions: Mapping[str, str] | None = None, owned: bool = True,
+        partitions: Mapping[str, str] | None = None, owned: bool = True, beside: RunningCluster | None = None,
     ) -> None:  # fmt: skip
         if not re.fullmatch(r"[a-z][a-z0-9-]{0,31}", name):
             raise MiniSlurmError(f"bad cluster name {name!r}: expected at most 32 of a-z, 0-9 and '-'")
@@ -41,7 +42,9 @@ class MiniSlurm(RunningCluster):
         super().__init__(name, Path(directory).absolute() if directory else BASE / name)
         if len(str(self.directory)) > 80:
             raise MiniSlurmError(f"{self.directory}: too long, the path of a socket ends at 107 characters")
-        self.shape = config.Shape(nodes, gpus, cpus, accounting, dict(options or {}), dict(partitions or {}))
+        dbd = beside.address("ctl") if beside else ""
+        self.shape = config.Shape(nodes, gpus, cpus, accounting, dict(options or {}), dict(partitions or {}), dbd)
+        self._beside = beside
         self._owner = [os.getpid(), start_time(os.getpid())] if owned else None
 
     def __enter__(self) -> "MiniSlurm":
@@ -113,6 +116,8 @@ class MiniSlurm(RunningCluster):
         net = network.Network(self.state["subnet"])
         config.write(self.name, self.version(), self.shape, net, self.directory)
         controller = self._make_nodes(net)
+        if self._beside:
+            self._connect(self._beside, controller)
         self._start_munged(controller)
         if self.shape.accounting:
             accounting_daemons.start(self.name, net, self.directory, controller)
@@ -132,6 +137,14 @@ class MiniSlurm(RunningCluster):
         network.plug(holders["switch"], ["login", *nodes])
         (self.directory / "run/holders.json").write_text(json.dumps(holders))
         return holders["ctl"]
+
+    def _connect(self, other: RunningCluster, controller: int) -> None:
+        """Give the controller an address in the network of `other`, its munge key, and a place in its slurmdbd."""
+        shutil.copy(other.directory / "etc/munge.key", self.directory / "etc/munge.key")
+        net, port = network.Network(other.state["subnet"]), network.link_name(self.name)
+        network.wire(net, "beside", controller, other._holder("switch"), "eth1", port)
+        network.plug(other._holder("switch"), [port])
+        other.run("sacctmgr", "--immediate", "add", "cluster", self.name)
 
     def _start_munged(self, controller: int) -> None:
         """Start munged. It needs --force, because all users may read the folder of its log."""

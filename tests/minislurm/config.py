@@ -20,6 +20,7 @@ class Shape:
     accounting: bool = False
     options: Mapping[str, str] = field(default_factory=dict)  # lines of slurm.conf to set or to replace
     partitions: Mapping[str, str] = field(default_factory=dict)  # further ones: name to options, as in "Hidden=YES"
+    dbd: str = ""  # address of another cluster's slurmdbd
 
     @property
     def node_names(self) -> list[str]:
@@ -56,7 +57,7 @@ def slurm_conf(name: str, shape: Shape, network: Network, directory: Path) -> st
         "GresTypes": "gpu",
         "PreemptType": "preempt/partition_prio",
         "PreemptMode": "REQUEUE",
-        **_accounting(shape.accounting, network, directory),
+        **_accounting(shape.dbd or (network.address("ctl") if shape.accounting else ""), directory),
         **shape.options,
     }
     lines = [f"{key}={value}" for key, value in entries.items()]
@@ -69,15 +70,15 @@ def slurm_conf(name: str, shape: Shape, network: Network, directory: Path) -> st
     return "\n".join(lines) + "\n"
 
 
-def _accounting(on: bool, network: Network, directory: Path) -> dict[str, str]:
-    if not on:
+def _accounting(host: str, directory: Path) -> dict[str, str]:
+    if not host:
         return {
             "AccountingStorageType": "accounting_storage/none",
             "JobAcctGatherType": "jobacct_gather/none",
         }
     return {
         "AccountingStorageType": "accounting_storage/slurmdbd",
-        "AccountingStorageHost": network.address("ctl"),
+        "AccountingStorageHost": host,
         "AccountingStoragePass": f"{directory}/munge.sock",  # for auth/munge this is the socket
         "JobAcctGatherType": "jobacct_gather/linux",
     }

@@ -33,8 +33,8 @@ class Network:
     subnet: str  # "198.18.4.0/22"
 
     def address(self, node: str) -> str:
-        """login, ctl, n1, n2, ..."""
-        offset = {"login": 1, "ctl": 2}.get(node) or FIRST_NODE - 1 + int(node.removeprefix("n"))
+        """login, ctl, n1, n2, ...; beside: the controller of another cluster"""
+        offset = {"login": 1, "ctl": 2, "beside": 3}.get(node) or FIRST_NODE - 1 + int(node.removeprefix("n"))
         return str(ipaddress.ip_network(self.subnet)[offset])
 
     def interface(self, node: str) -> str:
@@ -97,13 +97,13 @@ def make_switch(cluster: str, switch: int) -> None:
     _in_namespace(switch, "link add br0 type bridge\nlink set br0 up\n")
 
 
-def wire(network: Network, node: str, pid: int, switch: int) -> None:
-    """Make the node's eth0 with its address; its other end is in the switch under the node's name."""
+def wire(network: Network, node: str, pid: int, switch: int, device: str = "eth0", port: str = "") -> None:
+    """Make the node's `device` with its address; its other end is in the switch as `port`, or the node's name."""
     _in_namespace(
         pid,
-        f"link add eth0 type veth peer name {node} netns {switch}\n"
-        f"address add {network.interface(node)} dev eth0\n"
-        "link set eth0 up\n",
+        f"link add {device} type veth peer name {port or node} netns {switch}\n"
+        f"address add {network.interface(node)} dev {device}\n"
+        f"link set {device} up\n",
     )
 
 

@@ -1,0 +1,193 @@
+"""Runs on another cluster of the same slurmdbd (cluster.clusters), with two real controllers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcinit.slurm import slurm_client
+from tests.conftest import Run
+from tests.minislurm import MiniSlurm
+from tests.minislurm.plugin import require_slurm
+from tests.submitting import folder_of
+from tests.waiting import until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+SLEEP = ("--", "sleep", "600")
+# sbatch submits the first job, and its reply is lost.
+LOST = """#!/bin/sh
+case "$*" in *--test-only*) exec {sbatch} "$@";; esac
+echo "$@" >> {folder}/calls
+[ -e {folder}/lost ] && exec {sbatch} "$@"
+touch {folder}/lost
+{sbatch} "$@" > {folder}/printed
+echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2
+exit 1
+"""
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[MiniSlurm, MiniSlurm]]:
+    """Start a cluster with slurmdbd, and a second one that uses it: the commands run on the first one's login node."""
+    require_slurm(accounting=True)
+    size = {"nodes": 1, "gpus": 0, "cpus": 4}
+    here = MiniSlurm(**size, accounting=True, name=f"here-{os.getpid()}")
+    with here, MiniSlurm(**size, name=f"there-{os.getpid()}", beside=here) as there:
+        clusters = ("sacctmgr", "--noheader", "--parsable2", "show", "cluster", "format=cluster,controlhost")
+        until(lambda: all(line.split("|")[1] for line in here.run(*clusters).splitlines()))
+        yield here, there
+
+
+@pytest.fixture
+def clusters(pair: tuple[MiniSlurm, MiniSlurm]) -> Iterator[tuple[MiniSlurm, MiniSlurm]]:
+    yield pair
+    for cluster in pair:
+        cluster.start_controller()
+        cluster.cancel_all()
+
+
+def submit(hpcinit: Run, here: MiniSlurm, *words: str, path: str | None = None) -> Path:
+    env = here.env | ({"PATH": path} if path else {})
+    done = hpcinit("submit", "cluster=mini", "gpus_per_node=0", "cpus_per_rank=1", *words, env=env)
+    assert done.returncode == 0, done.stderr
+    return folder_of(done)
+
+
+def jobs_of(cluster: MiniSlurm) -> list[str]:
+    return cluster.run("squeue", "--noheader", "--format=%A").split()
+
+
+def job_of(folder: Path) -> str:
+    record: dict[str, str] = json.loads((folder / "submission.json").read_text())
+    return record["job_id"]
+
+
+def states(hpcinit: Run, here: MiniSlurm, *runs: Path) -> list[dict[str, object]]:
+    done = hpcinit("status", "--json", *(run.name for run in runs), env=here.env)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def with_equal_ids(hpcinit: Run, clusters: tuple[MiniSlurm, MiniSlurm]) -> tuple[Path, Path]:
+    """Return a run on each cluster, both with the same job id."""
+    here, there = clusters
+    mine = submit(hpcinit, here, "name=mine", *SLEEP)
+    other = submit(hpcinit, here, "name=other", f"cluster.clusters={there.name}", *SLEEP)
+    while job_of(mine) != job_of(other):
+        behind, name = (here, "mine") if int(job_of(mine)) < int(job_of(other)) else (there, "other")
+        where = [f"cluster.clusters={there.name}"] if behind is there else []
+        behind.run("scancel", *jobs_of(behind))
+        run = submit(hpcinit, here, f"name={name}", "again=true", *where, *SLEEP)
+        mine, other = (run, other) if behind is here else (mine, run)
+    return mine, other
+
+
+def test_each_run_is_found_and_cancelled_on_its_cluster(hpcinit: Run, clusters: tuple[MiniSlurm, MiniSlurm]) -> None:
+    """With the same job id on both clusters, status, why, stacks and cancel use the right one."""
+    here, there = clusters
+    mine, other = with_equal_ids(hpcinit, clusters)
+    assert f"#SBATCH --clusters={there.name}\n" in (other / "job.sh").read_text()
+    assert "--clusters" not in (mine / "job.sh").read_text()
+    assert "clusters" not in json.loads((mine / "submission.json").read_text())
+    assert jobs_of(here) == jobs_of(there) == [job_of(mine)]
+    until(lambda: [one["name"] for one in states(hpcinit, here, mine, other)] == ["RUNNING", "RUNNING"])
+    assert [one.get("clusters") for one in states(hpcinit, here, mine, other)] == [None, there.name]
+    line = hpcinit("status", other.name, env=here.env).stdout
+    assert f"on {there.name}" in line
+    ambiguous = hpcinit("cancel", job_of(mine), env=here.env)
+    assert ambiguous.returncode == 2 and "is a job of two clusters: name the run" in ambiguous.stderr
+    done = hpcinit("exec", other.name, "--", "cat", "/proc/self/mountinfo", env=here.env)
+    assert f"minislurm.{there.name}.n1" in done.stdout, done.stderr
+    # A variable in the job would make its srun and squeue ask slurmdbd, which a compute node may not reach.
+    done = hpcinit("exec", other.name, "--", "env", env=here.env)
+    assert "SLURM_JOB_ID=" in done.stdout and "SLURM_CLUSTERS=" not in done.stdout
+
+    cancelled = hpcinit("cancel", other.name, env=here.env)
+    assert cancelled.returncode == 0, cancelled.stderr
+    until(lambda: not jobs_of(there))
+    assert jobs_of(here) == [job_of(mine)]
+    assert [one["name"] for one in states(hpcinit, here, mine, other)] == ["RUNNING", "CANCELLED"]
+
+
+def test_a_run_ends_and_the_next_waits_for_it(hpcinit: Run, clusters: tuple[MiniSlurm, MiniSlurm]) -> None:
+    """The program runs on the other cluster, without SLURM_CLUSTERS. A job waits only for jobs of its own cluster."""
+    here, there = clusters
+    there_too = f"cluster.clusters={there.name}"
+    first = submit(hpcinit, here, there_too, "wait=true", "--", "sh", "-c", "env; scontrol ping")
+    log = (first / "logs/rank-0.log").read_text()
+    assert f"SLURM_CLUSTER_NAME={there.name}" in log and "SLURM_CLUSTERS=" not in log
+    assert " is UP" in log
+    assert [one["name"] for one in states(hpcinit, here, first)] == ["COMPLETED"]
+    running = submit(hpcinit, here, there_too, "name=running", *SLEEP)
+    words = ("submit", "cluster=mini", "gpus_per_node=0", "cpus_per_rank=1", f"dependency=afterany:{running.name}")
+    refused = hpcinit(*words, "--", "true", env=here.env)
+    assert refused.returncode == 2 and "a job can wait only for jobs of the same cluster" in refused.stderr
+    waiting = submit(hpcinit, here, there_too, f"dependency=afterany:{running.name}", "--", "true")
+    assert [one["reason"] for one in states(hpcinit, here, waiting)] == ["Dependency"]
+    again = hpcinit(*words[:-1], there_too, "name=running", *SLEEP, env=here.env)
+    assert again.returncode == 2 and f"already queued as job {job_of(running)}" in again.stderr
+
+
+def test_a_lost_reply(hpcinit: Run, clusters: tuple[MiniSlurm, MiniSlurm], tmp_path: Path) -> None:
+    """sbatch makes the job on the other cluster and its reply is lost: the job is found there by its token."""
+    here, there = clusters
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    (bin_ / "sbatch").write_text(LOST.format(sbatch=shutil.which("sbatch"), folder=tmp_path))
+    (bin_ / "sbatch").chmod(0o755)
+    where = f"cluster.clusters={there.name}"
+    folder = submit(hpcinit, here, where, *SLEEP, path=f"{bin_}:{os.environ['PATH']}")
+    assert (tmp_path / "printed").read_text().strip() == f"{job_of(folder)};{there.name}"
+    assert len((tmp_path / "calls").read_text().splitlines()) == 1
+    assert jobs_of(there) == [job_of(folder)] and not jobs_of(here)
+    assert json.loads((folder / "submission.json").read_text())["clusters"] == there.name
+
+
+def test_the_other_controller_is_down(hpcinit: Run, clusters: tuple[MiniSlurm, MiniSlurm]) -> None:
+    """Only the runs of the cluster without a controller lack its reply. A submission to it waits, then makes no job."""
+    here, there = clusters
+    mine, other = with_equal_ids(hpcinit, clusters)
+    until(lambda: [one["name"] for one in states(hpcinit, here, mine, other)] == ["RUNNING", "RUNNING"])
+    there.kill_controller()
+    known, away = states(hpcinit, here, mine, other)
+    assert (known["name"], known["away"], known["source"]) == ("RUNNING", False, "squeue")
+    assert away["away"] and away["source"] != "squeue" and "can't be reached now" in str(away["reason"])
+    failed = hpcinit("cancel", other.name, env=here.env)
+    assert failed.returncode == 1 and f"scancel --clusters={there.name} {job_of(other)}: " in failed.stderr
+    assert jobs_of(here) == [job_of(mine)]
+    words = (
+        "submit",
+        "cluster=mini",
+        "gpus_per_node=0",
+        f"cluster.clusters={there.name}",
+        "cluster.submit_patience_s=3",
+    )
+    refused = hpcinit(*words, "name=late", *SLEEP, env=here.env)
+    assert refused.returncode == 1 and "did not accept the job within 3 s" in refused.stderr, refused.stderr
+    assert not list(Path("runs").glob("late*"))
+
+
+def test_an_unknown_cluster(hpcinit: Run, clusters: tuple[MiniSlurm, MiniSlurm]) -> None:
+    """A wrong name is refused at once, and so is a list of names."""
+    here, _ = clusters
+    words = ("submit", "cluster=mini", "gpus_per_node=0")
+    done = hpcinit(*words, "cluster.clusters=nowhere", "--", "true", env=here.env)
+    assert done.returncode == 1 and "No cluster 'nowhere' known by database" in done.stderr
+    done = hpcinit(*words, "cluster.clusters='a,b'", "--", "true", env=here.env)
+    assert done.returncode == 2 and "cluster.clusters is 'a,b', expected the name of one cluster" in done.stderr
+
+
+def test_only_commands_inside_the_block_name_the_cluster() -> None:
+    """sbatch reads the name from its script, and sacctmgr serves all clusters."""
+    with slurm_client.on_cluster("b"):
+        assert slurm_client.addressed(["squeue", "--me"]) == ("squeue", "--clusters=b", "--me")
+        assert slurm_client.addressed(["sbatch", "job.sh"]) == ("sbatch", "job.sh")
+        assert slurm_client.addressed(["sacctmgr", "show"]) == ("sacctmgr", "show")
+        with slurm_client.on_cluster(None):
+            assert slurm_client.addressed(["squeue"]) == ("squeue",)
+    assert slurm_client.addressed(["squeue"]) == ("squeue",)
