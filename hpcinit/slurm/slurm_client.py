@@ -17,6 +17,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -81,23 +82,23 @@ class Output:
         return self.stderr.strip() or self.stdout.strip() or f"exit status {self.status}, and no output"
 
 
-_clusters = ""  # of on_cluster()
+_clusters: ContextVar[str] = ContextVar("clusters", default="")  # of on_cluster(), in each thread its own
 
 
 @contextlib.contextmanager
 def on_cluster(name: str | None) -> Iterator[None]:
     """Send the commands that start in this block to the cluster `name` of Slurm; None or '': that of SLURM_CONF."""
-    global _clusters  # noqa: PLW0603 - a process works on one cluster at a time
-    before, _clusters = _clusters, name or ""
+    before = _clusters.set(name or "")
     try:
         yield
     finally:
-        _clusters = before
+        _clusters.reset(before)
 
 
 def addressed(command: Sequence[str]) -> tuple[str, ...]:
     """Return `command` with --clusters inside on_cluster(): sacct of 22.05 ignores the variable SLURM_CLUSTERS."""
-    option = (f"--clusters={_clusters}",) if _clusters and command[0] in SENT else ()
+    name = _clusters.get()
+    option = (f"--clusters={name}",) if name and command[0] in SENT else ()
     return (command[0], *option, *command[1:])
 
 

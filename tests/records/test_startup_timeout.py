@@ -28,7 +28,7 @@ def test_the_job_bounds_its_start_up() -> None:
 @pytest.mark.parametrize("left", [30, 0, -100])
 def test_no_time_is_left(left: int) -> None:
     """If no time is left for a start-up and its errors, the error shows what to request."""
-    with pytest.raises(RequestError, match=rf"the job ends in {left} s .* Request more time \(time_min\)"):
+    with pytest.raises(RequestError, match=rf"the job ends in {left} s .* Request more time with time_min"):
         StartupTimeout().start_up(1, timedelta(seconds=left))
 
 

@@ -115,7 +115,7 @@ def test_each_run_is_found_and_cancelled_on_its_cluster(hpcinit: Run, clusters: 
 
 
 def test_a_run_ends_and_the_next_waits_for_it(hpcinit: Run, clusters: tuple[MiniSlurm, MiniSlurm]) -> None:
-    """The program runs on the other cluster, without SLURM_CLUSTERS. A job waits only for jobs of its own cluster."""
+    """The program runs on the other cluster, without SLURM_CLUSTERS. A job waits only for jobs on the same cluster."""
     here, there = clusters
     there_too = f"cluster.clusters={there.name}"
     first = submit(hpcinit, here, there_too, "wait=true", "--", "sh", "-c", "env; scontrol ping")
