@@ -277,4 +277,4 @@ def test_a_second_rank_0_on_another_node(hpcinit: Run, slurm: MiniSlurm, tmp_pat
     status, logs = start(hpcinit, slurm, tmp_path, twice)
     assert status == 0 and all(f"up {rank}" in log for rank, log in enumerate(logs))
     assert "\nhpcinit: error: two processes claim rank 0: pid " in logs[3]
-    assert " on n1, which was first" in logs[3] and " on n4; is a stale RANK" in logs[3] and "\n True\n" in logs[3]
+    assert " on n1, which was first" in logs[3] and " on n4; unset RANK" in logs[3] and "\n True\n" in logs[3]

@@ -223,8 +223,8 @@ def test_slurm_where_rank_0s_host_is_told_nowhere(slurm: MiniSlurm, tmp_path: Pa
 NESTED = "srun --overlap sh -c '[ $SLURM_PROCID != 1 ] || "
 BATCH = ("SLURM_STEP_ID is not set", "SLURM_STEP_ID is -5: a batch script")  # until Slurm 24.11, and in 26.05
 WITHOUT_RANK = {  # allocation, script, output file, and the messages of Slurm's versions, separated by |
-    "batch script": ("-N2 -n4", PRINT_WORLD, "out", f"{BATCH[0]}. The job has 4 tasks|{BATCH[1]}. The job has 4 tasks"),
-    "nodes only": ("-N2", PRINT_WORLD, "out", f"{BATCH[0]}. The job has 2 nodes|{BATCH[1]}. The job has 2 nodes"),
+    "batch script": ("-N2 -n4", PRINT_WORLD, "out", "but the job has 4 tasks: "),
+    "nodes only": ("-N2", PRINT_WORLD, "out", "but the job has 2 nodes: "),
     "interactive": (
         "-N2 -n4",
         f"srun --interactive --preserve-env {PRINT_WORLD}",

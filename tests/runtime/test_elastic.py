@@ -149,7 +149,7 @@ def test_agents_that_do_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(rendezvous_handler.join, "join_rendezvous", fails)
     with pytest.raises(
-        BringUpError, match=r"did not connect \(a rank here is an agent\): 1 of 2 ranks are missing: rank 1"
+        BringUpError, match=r"^not all agents of torchrun, one per node, connected: 1 of 2 ranks are missing: rank 1"
     ):
         AgentRendezvous(agent(0), SPEC, lambda: timedelta(seconds=1), lambda _: None)
 

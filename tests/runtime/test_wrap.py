@@ -64,7 +64,7 @@ REFUSALS = {
     "wrapped(layout=cp)(x)": "Sequential did not call F.scaled_dot_product_attention, but parallel.cp > 1",
     "wrapped(Attention(heads=1), layout=cp)(x)": "1 attention heads per rank cannot be divided among 2",
     "wrapped(Attention(mask=torch.ones(4, 4)), layout=cp)(x)": "attn_mask does not work with parallel.cp > 1",
-    "wrapped().step()": "step() was called without a backward() since the last",
+    "wrapped().step()": "step() was called without a backward() before it",
     "[each.backward(each(x).sum()) for each in [wrapped()] * 2]": "backward() was called twice without step()",
     "wrapped(optimizer=None).step()": "step() needs an optimizer",
 }

@@ -98,7 +98,7 @@ def test_a_claim_of_another_host(tmp_path: Path) -> None:
     with pytest.raises(RequestError) as raised, folder.claim_held(run, REQUEST, 600):
         pass
     assert "process 7 on login2 has been submitting the same request since " in str(raised.value)
-    assert "run folder /runs/x-0001;" in str(raised.value) and "again=true" in str(raised.value)
+    assert "hpcinit status /runs/x-0001," in str(raised.value) and "again=true" in str(raised.value)
     os.utime(path, (time.time() - 601, time.time() - 601))
     with folder.claim_held(run, REQUEST, 600):
         assert json.loads(path.read_text())["pid"] == os.getpid()
