@@ -175,9 +175,8 @@ def test_the_wait_for_a_builder_ends_with_a_message(tmp_path: Path) -> None:
             time.sleep(0.05)
         with pytest.raises(BringUpError) as raised, ops.one_builder(tmp_path, print, wait_s=0.3):
             pass
-        assert (
-            f"timed out after 0 s: process {process.pid} on {os.uname().nodename}, building cpu_adam"
-            in str(raised.value)
+        assert f"timed out after 0 s: process {process.pid} on {os.uname().nodename}, building cpu_adam" in str(
+            raised.value
         )
         assert "set TORCH_EXTENSIONS_DIR to another folder" in str(raised.value)
     finally:
