@@ -153,4 +153,4 @@ print(json.dumps(message))
             ("tp_plan", "embed.weight and head.weight"),
         ):
             assert found[where].startswith(f"{names} are tied (one parameter), but parallel.wrap or the tp_plan"), found
-            assert "Choose blocks so that all are in one block or none" in found[where]
+            assert "put all of them in one block or in none" in found[where]

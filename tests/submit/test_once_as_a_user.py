@@ -103,7 +103,7 @@ def test_a_node_of_hidden_partitions_only(cluster: MiniSlurm, user: User) -> Non
     for name in others:
         cluster.run("scontrol", "update", f"PartitionName={name}", "Nodes=n1")
     try:
-        code = "from hpcinit.submit import excluded_nodes; print(excluded_nodes._unknown_nodes(['n2', 'n7']))"
+        code = "from hpcinit.submit import excluded_nodes; print(excluded_nodes._unknown_nodes(['n2', 'n7'], None))"
         assert user.run(sys.executable, "-c", code, env=cluster.env).stdout == "{'n7'}\n"
         cluster.give_up("n2")
         reason = "\n".join(shell_blocks.block("reason", {"hpcinit_hung": 76, "hpcinit_on": ""}))
