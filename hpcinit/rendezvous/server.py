@@ -71,12 +71,12 @@ def _no_ports(address: str, listener: socket.socket | None, refused: list[str]) 
     tried, here = "; ".join(refused), fingerprint.identity()
     if listener is not None:
         return BringUpError(
-            f"rank 0 found only one free port at {address} and needs two, tried {tried}: end what listens there",
+            f"rank 0 found only one free port at {address} and needs two, tried {tried}: stop what listens there",
             quoted=tried,
         )
     return BringUpError(
-        f"rank 0 (pid {here['pid']} on {here['host']}) cannot listen at {address}, tried ports {tried}: is {address} "
-        "an address of this node, and are all these ports in use?",
+        f"rank 0 (pid {here['pid']} on {here['host']}) cannot listen at {address}, tried ports {tried}: check that "
+        f"{address} is an address of this node, and stop what uses these ports",
         quoted=tried,
     )
 
