@@ -21,7 +21,11 @@ def folder_of(done: subprocess.CompletedProcess[str]) -> Path:
 
 
 def job_id_of(done: subprocess.CompletedProcess[str]) -> str:
-    record: dict[str, str] = json.loads((folder_of(done) / "submission.json").read_text())
+    return job_of(folder_of(done))
+
+
+def job_of(folder: Path) -> str:
+    record: dict[str, str] = json.loads((folder / "submission.json").read_text())
     return record["job_id"]
 
 

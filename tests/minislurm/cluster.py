@@ -26,8 +26,8 @@ class MiniSlurm(RunningCluster):
 
     `options` are lines of slurm.conf to set or to replace: {"MaxArraySize": "11"}. `partitions` adds partitions of all
     nodes, each with its own options: {"secret": "Hidden=YES"}. `beside` is a running cluster whose slurmdbd, munge key
-    and network the new one shares, so that its clients reach this one with --clusters. A cluster belongs to the process that started it unless
-    `owned` is false; `sweep()` stops those whose owner has ended.
+    and network the new one shares, so that its clients reach this one with --clusters. A cluster belongs to the process
+    that started it unless `owned` is false; `sweep()` stops those whose owner has ended.
     """
 
     def __init__(

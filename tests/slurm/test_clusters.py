@@ -14,7 +14,7 @@ from hpcinit.slurm import slurm_client
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.minislurm.plugin import require_slurm
-from tests.submitting import folder_of
+from tests.submitting import folder_of, job_of
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
@@ -62,11 +62,6 @@ def jobs_of(cluster: MiniSlurm) -> list[str]:
     return cluster.run("squeue", "--noheader", "--format=%A").split()
 
 
-def job_of(folder: Path) -> str:
-    record: dict[str, str] = json.loads((folder / "submission.json").read_text())
-    return record["job_id"]
-
-
 def states(hpcinit: Run, here: MiniSlurm, *runs: Path) -> list[dict[str, object]]:
     done = hpcinit("status", "--json", *(run.name for run in runs), env=here.env)
     assert done.returncode == 0, done.stderr
@@ -88,7 +83,7 @@ def with_equal_ids(hpcinit: Run, clusters: tuple[MiniSlurm, MiniSlurm]) -> tuple
 
 
 def test_each_run_is_found_and_cancelled_on_its_cluster(hpcinit: Run, clusters: tuple[MiniSlurm, MiniSlurm]) -> None:
-    """With the same job id on both clusters, status, why, stacks and cancel use the right one."""
+    """With the same job id on both clusters, status, exec and cancel use the right one."""
     here, there = clusters
     mine, other = with_equal_ids(hpcinit, clusters)
     assert f"#SBATCH --clusters={there.name}\n" in (other / "job.sh").read_text()
