@@ -110,7 +110,7 @@ def test_after_shutdown_sigterm_ends_a_process_again(tmp_path: Path) -> None:
     """shutdown restores the handlers, so that SIGTERM ends a program that continues after training."""
     code = TRAIN.replace("range(2000)", "range(3)") + "hpcinit.shutdown()\nprint('over', flush=True)\ntime.sleep(600)\n"
     with ranks(code + END, 1, tmp_path) as (rank,):
-        until(tmp_path / "rank-0.log", "\nover\n")  # a line of its own: "override" is printed before the training
+        until(tmp_path / "rank-0.log", "\nover\n")  # not 'over' alone: "override" is printed earlier
         rank.process.send_signal(signal.SIGTERM)
         assert rank.process.wait(150) == -signal.SIGTERM
 
@@ -167,7 +167,7 @@ def test_sigterm_after_shutdown_without_a_step(tmp_path: Path) -> None:
     """shutdown restores SIGTERM also if should_stop() was never called."""
     code = TRAIN.replace("range(2000)", "range(0)") + "hpcinit.shutdown()\nprint('over', flush=True)\ntime.sleep(600)\n"
     with ranks(code + END, 1, tmp_path) as (rank,):
-        until(tmp_path / "rank-0.log", "\nover\n")  # a line of its own: "override" is printed before the training
+        until(tmp_path / "rank-0.log", "\nover\n")  # not 'over' alone: "override" is printed earlier
         rank.process.send_signal(signal.SIGTERM)
         assert rank.process.wait(150) == -signal.SIGTERM
 
