@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcinit.base.console import say
-from hpcinit.base.errors import BringUpError, RequestError
+from hpcinit.base.errors import RequestError
 from hpcinit.cli.main import guarded
 from hpcinit.jobs import node_check
 from hpcinit.records import run_folder
@@ -43,11 +43,8 @@ def main(argv: Sequence[str]) -> int:
     from hpcinit.launch.torchrun import torchrun_job  # noqa: PLC0415 - imports torch
     from hpcinit.runtime import program  # noqa: PLC0415 - with the imports of torchrun_job
 
-    try:
+    with program.recorded(agents):
         node_check.finish(check, path.parent)
-    except BringUpError as error:
-        program.record(error, agents)
-        raise
     return torchrun_job.run(spec, path, agents, came)
 
 

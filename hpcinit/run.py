@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hpcinit.base import process_limits, process_title, safe_files
 from hpcinit.base.console import say
-from hpcinit.base.errors import BringUpError, RequestError
+from hpcinit.base.errors import RequestError
 from hpcinit.cli.main import guarded
 from hpcinit.jobs import node_check
 from hpcinit.records import rank_log, run_folder, safeguards, startup_settings
@@ -91,11 +91,8 @@ def become_rank(
     elif world.rank == 0 and protected and folder:
         say(f"set {len(protected)} environment variables, listed in {run_folder.STARTUP} of the run folder")
     if spec and folder:
-        try:
+        with program.recorded(world):
             node_check.finish(check, folder)
-        except BringUpError as error:
-            program.record(error, world)
-            raise
     status = program.run(what, world, own)
     interpreter_exit.end(status)
     return status

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -215,6 +215,16 @@ def _fields(error: BaseException) -> dict[str, Any]:
         return {}
     hang = error.report if isinstance(error, TrainingHang) else None
     return {**{name: getattr(error, name) for name in FIELDS}, "hang": hang}
+
+
+@contextlib.contextmanager
+def recorded(world: World) -> Iterator[None]:
+    """Record a BringUpError of the block as this rank's error, and raise it again."""
+    try:
+        yield
+    except BringUpError as error:
+        record(error, world)
+        raise
 
 
 def _forget(world: World) -> None:
