@@ -31,7 +31,7 @@ def values(path: Path) -> dict[str, Any]:
         found.setdefault(STEP, document["step"])
     if (value := result(path)) is not None:
         found.setdefault(RESULT, value)
-    if (submitted := requests.read(path).submitted) is not None:
+    if (submitted := requests.submitted(path)) is not None:
         found.setdefault(SUBMITTED, submitted)
     return found
 

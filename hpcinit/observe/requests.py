@@ -30,12 +30,19 @@ def read(path: Path) -> Submission:
     """Return the submission of the run or task in `path`; without a usable submission.json, an empty one."""
     try:
         record = state.last_submission(path)
-        at, program = record.get("submitted"), record["program"]
-        return Submission(
-            at if isinstance(at, int | float) else None, program[0], tuple(program[1:]), record["settings"], path
-        )
+        program = record["program"]
+        return Submission(submitted(path), program[0], tuple(program[1:]), record["settings"], path)
     except (RequestError, KeyError, TypeError, IndexError):
         return Submission()
+
+
+def submitted(path: Path) -> float | None:
+    """Return when the run or task in `path` was submitted, in seconds since 1970; None without a submission.json."""
+    try:
+        at = state.last_submission(path).get("submitted")
+    except RequestError:
+        return None
+    return at if isinstance(at, int | float) else None
 
 
 def distinguish(submissions: Sequence[Submission]) -> list[str]:

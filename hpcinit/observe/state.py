@@ -17,6 +17,7 @@ from hpcinit.slurm import queue, slurm_client
 from hpcinit.slurm.queue import JobQuery, SlurmReply
 
 __all__ = ["NO_REPLY", "State"]  # of observe/job_state.py
+_PART = 1 << 16  # bytes
 FEW = 20  # for more runs, squeue starts before their folders are read
 _submissions: dict[str, dict[str, Any]] = {}  # submission.json as last read, which `status` needs again
 
@@ -39,8 +40,8 @@ def read_all(paths: Sequence[Path], early: queue.QueueQuery | None = None) -> li
     runs = [_run(path) for path in paths]
     wanted: dict[str, list[JobQuery]] = {"": []}  # by cluster: two clusters may give the same job id
     for run in runs:
-        if isinstance(run, _Run) and run.wanted:
-            wanted.setdefault(run.clusters, []).append(run.wanted)
+        if isinstance(run, _Run) and (query := run.wanted):
+            wanted.setdefault(run.clusters, []).append(query)
     if started and not wanted[""]:
         started.drop()
     answers = {name: _answer(name, queries, early or started) for name, queries in wanted.items()}
@@ -295,6 +296,9 @@ def _read_bytes(path: str | Path) -> bytes:
     """Return the content of a file. A thousand runs are read: open() makes twice as many system calls."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return b"".join(iter(lambda: os.read(descriptor, 1 << 16), b""))
+        content = part = os.read(descriptor, _PART)
+        while len(part) == _PART:  # a shorter part is the end of the file
+            content += (part := os.read(descriptor, _PART))
+        return content
     finally:
         os.close(descriptor)

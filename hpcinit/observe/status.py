@@ -83,15 +83,12 @@ def lines(run: Run, each_task: bool, about: str = "") -> Iterator[str]:
         combination = run.task.combination if run.task else ""
         parts = [details(run.path, now), submitted(run.path), combination, about]
         yield f"{run.name:24} {now.job_id:>9}  {now.name:10} {'  '.join(filter(None, parts))}".rstrip()
-        if meaning := reasons.explain(now.reason):
-            yield f"{'':24} {'':>9}  {meaning}"
     elif run.tasks:
         yield f"{run.path.name:24} {job_of(run):>9}  {len(run.tasks)} tasks: {find_runs.count_states(run.tasks)}"
         if each_task:
             for task in run.tasks:
                 about = f"{task.number:>6}  {task.state.job_id:>12}  {task.state.name:13} {task.combination}"
                 yield f"{about}  {details(task.path, task.state)}".rstrip()
-            yield from meanings(run)
 
 
 def shortest(run: Run) -> Iterator[str]:
@@ -102,9 +99,9 @@ def shortest(run: Run) -> Iterator[str]:
         yield f"{run.path.name}/{task.number} {task.state.name}"
 
 
-def meanings(run: Run) -> Iterator[str]:
-    """Yield the explanation of each of Slurm's reasons in the run, once."""
-    for reason in dict.fromkeys(now.reason for _, now in run.parts):
+def meanings(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield the explanation of each of Slurm's reasons in the runs, once."""
+    for reason in dict.fromkeys(now.reason for run in runs for _, now in run.parts):
         if meaning := reasons.explain(reason):
             yield f"{reason}: {meaning}"
 
@@ -154,7 +151,7 @@ def result_text(path: Path) -> str:
 
 def submitted(path: Path) -> str:
     """Return 'submitted 14:02', with the date if it is not today, or ''."""
-    at = requests.read(path).submitted
+    at = requests.submitted(path)
     return f"submitted {_clock(datetime.fromtimestamp(at), datetime.now())}" if at is not None else ""
 
 
@@ -247,8 +244,10 @@ def _print(known: Sequence[Run], options: argparse.Namespace, each_task: bool) -
         _table(known, each_task)
     else:
         texts = zip(known, _arguments(known), strict=True)
-        if text := "\n".join(line for run, about in texts for line in lines(run, each_task, about)):
-            print(plain(text))
+        shown = [line for run, about in texts for line in lines(run, each_task, about)]
+        shown += meanings([run for run in known if run.now or each_task])
+        if shown:
+            print(plain("\n".join(shown)))
 
 
 def _all_runs(runs_dir: Path) -> list[Run]:
@@ -299,6 +298,5 @@ def _table(runs: Sequence[overview.Run], each_task: bool) -> None:
     from hpcinit.observe.status_table import status_table  # noqa: PLC0415 - rich
 
     Console(highlight=False).print(status_table(runs, each_task, about=_arguments(runs)))
-    for run in runs if each_task else ():
-        for text in meanings(run) if run.tasks else ():
-            print(plain(text))
+    for text in meanings([run for run in runs if run.tasks and each_task]):
+        print(plain(text))

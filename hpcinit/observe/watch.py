@@ -81,9 +81,8 @@ def _live(polls: Polls) -> None:
             )
             if not over:
                 time.sleep(LOOK_S)
-    for run in polls.now:
-        for text in status.meanings(run):
-            console.print(plain(text), markup=False)
+    for text in status.meanings(polls.now):
+        console.print(plain(text), markup=False)
 
 
 def _changes(polls: Polls, as_json: bool) -> None:
