@@ -204,9 +204,11 @@ $(VENV)/job: pyproject.toml constraints.txt
 	@touch $@
 
 # DeepSpeed's source package imports torch to build itself, so build isolation is off. Its ops are not built.
-$(VENV)/dev: $(VENV)/job
+# tests/fast_exit.pth: docs/decisions/0104-fast-exit.md.
+$(VENV)/dev: $(VENV)/job tests/fast_exit.pth
 	$(PIP) --editable '.[job,test]' setuptools wheel ninja
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation 'deepspeed>=0.18.5,<0.20'
+	cp tests/fast_exit.pth "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	@touch $@
 
 # The packages for the benchmarks' plots.
