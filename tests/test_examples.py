@@ -56,7 +56,7 @@ def test_one_program_divided_in_four_ways(idle_slurm: MiniSlurm, tmp_path: Path)
 
     Tensor parallelism reaches different losses, because it has two shares of the data instead of four.
     """
-    folders = submit("train_gpt", tmp_path, idle_slurm)
+    folders = submit("train_gpt", tmp_path, idle_slurm, "launch=fork")
     assert [folder.name for folder in folders] == ["ddp-0001", "fsdp-0001", "zero3-0001", "tp-0001"]
     *same, tensor_parallel = [last_line(folder, idle_slurm) for folder in folders]
     assert len(set(same)) == 1 and tensor_parallel != same[0]

@@ -73,7 +73,7 @@ ASKS: dict[str, tuple[Ask, str]] = {
     "hpcinit cancel": (_hpcinit("cancel"), "terminated by SIGTERM"),
     "hpcinit cancel --save": (_hpcinit("cancel", "--save"), "requested by the user"),
 }
-LAUNCHES = {"srun": 1, "fork": 2, "torchrun": 2}  # ranks per node
+LAUNCHES = {"srun": (2, 1), "fork": (1, 2), "torchrun": (1, 2)}  # nodes and ranks per node: each has two ranks
 FULL = 20  # tries per launch
 
 
@@ -111,11 +111,12 @@ def test_it_saves(hpcinit: Run, patient: MiniSlurm, launch: str) -> None:
 
 def _try(hpcinit: Run, slurm: MiniSlurm, launch: str, ask: str, method: str, persistent: bool) -> str:
     """Return a problem, or '' if the run saved."""
-    shape = ["nodes=2", f"launch={launch}", f"ranks_per_node={LAUNCHES[launch]}", "cluster.gpus_per_node=0"]
+    nodes, per_node = LAUNCHES[launch]
+    shape = [f"nodes={nodes}", f"launch={launch}", f"ranks_per_node={per_node}", "cluster.gpus_per_node=0"]
     shape += ["cluster.cpus_per_node=null", "time_min=20"]
     done = submit(hpcinit, slurm, *shape, "--", "train.py", method, str(persistent))
     folder, job = folder_of(done), job_id_of(done)
-    logs = [folder / f"logs/rank-{rank}.log" for rank in range(2 * LAUNCHES[launch])]
+    logs = [folder / f"logs/rank-{rank}.log" for rank in range(nodes * per_node)]
     until(lambda: all(log.exists() and "step 10\n" in log.read_text() for log in logs))
     how, reason = ASKS[ask]
     how(hpcinit, slurm, folder, job)

@@ -76,7 +76,7 @@ def as_dict(request: Request) -> dict[str, object]:
 
 
 @settings(
-    max_examples=25,
+    max_examples=12,
     deadline=None,
     phases=[Phase.generate],  # shrinking would take minutes with Hydra
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -1,4 +1,4 @@
-"""The ranks of test_checkpoint: train and save with 8 ranks, continue; then continue with fewer ranks.
+"""The ranks of test_checkpoint: train and save with 4 ranks, continue; then continue with 2.
 
     checkpointing.py FOLDER OUT [name ...]
 
@@ -32,7 +32,7 @@ from hpcinit.runtime import wrap as wrapping
 
 STEPS, MORE, CONTEXT, GLOBAL_BATCH = 4, 3, 16, 16
 LR, CLIP = 1e-2, 1.0
-SIZES = (8, 4, 2)
+SIZES = (4, 2)
 
 
 def cases() -> dict[str, dict[int, tuple[Layout, Training]]]:
@@ -42,12 +42,9 @@ def cases() -> dict[str, dict[int, tuple[Layout, Training]]]:
     sharded = Layout(dp_replicate=1, dp_shard=-1)
     found = {
         "ddp": dict.fromkeys(SIZES, (Layout(), ddp)),
-        "fsdp": {8: (sharded, recomputing), 4: (sharded, fsdp), 2: (Layout(), ddp)},
-        "hsdp 2x2 x tp 2": {
-            8: (Layout(dp_replicate=2, dp_shard=2, tp=2), fsdp),
-            4: (Layout(dp_replicate=1, dp_shard=2, tp=2), fsdp),
-            2: (sharded, fsdp),
-        },
+        "fsdp": {4: (sharded, recomputing), 2: (Layout(), ddp)},
+        "hsdp 2x2": {4: (Layout(dp_replicate=2, dp_shard=2), fsdp), 2: (sharded, fsdp)},
+        "fsdp 2 x tp 2": {4: (Layout(dp_replicate=1, dp_shard=2, tp=2), fsdp), 2: (sharded, fsdp)},
     }
     for stage in range(4):
         found[f"zero {stage}"] = dict.fromkeys(SIZES, (Layout(), zero(stage)))

@@ -28,12 +28,12 @@ BY_NAME = [pytest.param(name, marks=pytest.mark.deepspeed if name in DEEPSPEEDS 
 
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> dict[int, Any]:
-    """Number of ranks -> the output of checkpointing.py: 8 ranks on 2 nodes, then 4, then 2."""
+    """Number of ranks -> the output of checkpointing.py: 4 ranks on 2 nodes, then 2 on one."""
     folder = tmp_path_factory.mktemp("resumed")
     old = pytestconfig.getoption("--deepspeed")
     names = DEEPSPEEDS if old else NAMES
     found = {}
-    for nodes, per_node in ((2, 4), (1, 2)) if old else ((2, 4), (1, 4), (1, 2)):
+    for nodes, per_node in ((2, 2), (1, 2)):
         size = nodes * per_node
         request = f"cluster=local launch=fork wait=true nodes={nodes} ranks_per_node={per_node}"
         words = ["-m", "hpcinit.submit", *request.split()]
@@ -50,8 +50,8 @@ def difference(one: list[float], other: list[float]) -> float:
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_continues_with_the_same_losses(curves: dict[int, Any], name: str) -> None:
-    """A checkpoint of 8 ranks continues on 8, 4 and 2 as without a stop, in every format and with other layouts."""
-    written = curves[8][name]
+    """A checkpoint of 4 ranks continues on 4 and on 2 as without a stop, in every format and with other layouts."""
+    written = curves[4][name]
     assert written["before"][0] - written["after"][-1] > 1, "it learns, so that an unloaded model would show"
     for size, found in curves.items():
         assert difference(found[name]["again"], written["after"]) < TOLERANCE, size
@@ -59,14 +59,14 @@ def test_continues_with_the_same_losses(curves: dict[int, Any], name: str) -> No
 
 def test_the_tolerance_is_tight(curves: dict[int, Any]) -> None:
     """Without the optimizer's state the losses exceed the tolerance a thousand times."""
-    assert difference(curves[8]["ddp"]["without the optimizer"], curves[8]["ddp"]["after"]) > 1000 * TOLERANCE
+    assert difference(curves[4]["ddp"]["without the optimizer"], curves[4]["ddp"]["after"]) > 1000 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_loaded_values(curves: dict[int, Any], name: str) -> None:
     """load() restores step, samples and the program's values, and the loader's position for the same number of shares."""
     for size, found in curves.items():
-        assert found[name]["loaded"] == [4, 64, [0, 1, 2], size == 8], size
+        assert found[name]["loaded"] == [4, 64, [0, 1, 2], size == 4], size
 
 
 def begin(folder: Path, step: int, job: str = "") -> of_steps.Unfinished:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -190,7 +191,8 @@ def built_cpu_adam() -> str:
     """Build DeepSpeed's CPUAdam into a folder of this Python environment, which takes minutes the first time only."""
     cache = Path(sys.prefix, "ops", f"deepspeed{installed('deepspeed')}")
     words = [sys.executable, "-m", "hpcinit", "build-ops", "--ops", "cpu_adam", "--into", str(cache)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=3000, check=False)
+    env = os.environ | {"CXX": str(Path(__file__).with_name("quick_c++.sh"))}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=3000, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return str(cache)
 
