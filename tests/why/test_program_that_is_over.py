@@ -81,7 +81,7 @@ PACKAGED = f'{THREAD}  File "/v/site-packages/x/y.py", line 1 in z\n  File "/v/s
 
 
 def test_a_program_that_is_an_installed_package() -> None:
-    """It has no frame of the user; the outermost of its own is shown, not one of hpcinit."""
+    """It has no frame of the user; the outermost one of the package is shown, not one of hpcinit."""
     assert hang_report.place(PACKAGED).at == "__main__.py:7 in run"
 
 
