@@ -6,9 +6,10 @@ hang/JOB/rank-N.txt, one folder for each attempt, is the output of faulthandler 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ RECORD = "report.json"  # a HangReport
 REPORT = "report.txt"  # the same as text
 NODE = "node.txt"  # 'node n2': the node at fault, for the batch script, which cannot parse JSON
 ELSEWHERE = "elsewhere"  # state of a rank whose stack shows no collective
+ENDED = "ended"  # state of a rank whose program has ended, or has not started: hpcinit waits for other ranks
 MAIN = "main thread {ident:#018x}"  # as faulthandler writes a thread's number
 DEAD_S = 60.0  # clocks of two nodes may differ by seconds, and a file may appear late over NFS
 MOST_STUCK = 8  # ranks without a collective that a report lists
@@ -38,21 +40,37 @@ THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 # Where torch waits for other ranks. Its decorators are frames named 'wrapper' in c10d_logger.py.
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
 BACKWARD = ("torch/autograd/graph.py", "_engine_run_backward")  # DDP and FSDP reduce gradients below it, in C++
-NOT_USER_CODE = re.compile(
-    r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<frozen|/hpcinit/(?:runtime/|(?:cli|run|fork)\.py$)"
-)
-STANDARD_LIBRARY = re.compile(r"/lib/python3\.\d+/(?!(?:site|dist)-packages/)|^<frozen")
+INSTALLED = re.compile(r"/(?:site|dist)-packages/")
+STANDARD_LIBRARY = re.compile(r"/lib(?:64)?/python3\.\d+t?/(?!(?:site|dist)-packages/)|^<frozen")
+BELOW_PROGRAMS = re.compile(rf"{STANDARD_LIBRARY.pattern}|-packages/torch/")  # what hpcinit calls at its end, too
+PACKAGE = Path(__file__).parents[1]
+PROGRAMS = re.compile(r"jobs/(?!node_)")  # below PACKAGE: programs that ship; the check of a node is none
 
 
 @dataclass(frozen=True)
 class Place:
     """The position of a main thread. waits_in: 'all_reduce', 'backward' or ''. at: 'train.py:57 in step', '' if
-    unknown."""
+    unknown. outside: the thread is not in the program: hpcinit has not started it yet, or waits for other ranks after
+    it."""
 
     waits_in: str
     at: str
     cpu: float | None = None  # share of a core that the process used in the last seconds
     same_s: float = 0.0  # for how many seconds the main thread was seen in the same function, without a new collective
+    outside: bool = False
+
+
+@functools.cache  # the same files are on the stacks of all ranks
+def is_of_hpcinit(file: str) -> bool:
+    """Return whether a file of a stack is in the package hpcinit, wherever the rank's copy of the package is. Programs
+    that ship with it, such as hpcinit/jobs/smoke.py, are not: they run as a user's program does."""
+    _, found, inside = file.rpartition(f"/{PACKAGE.name}/")
+    return bool(found) and not PROGRAMS.match(inside) and (PACKAGE / inside).is_file()
+
+
+def is_user_code(file: str) -> bool:
+    """Return whether a file of a stack is in no installed package, not in the standard library and not in hpcinit."""
+    return not (INSTALLED.search(file) or STANDARD_LIBRARY.search(file) or is_of_hpcinit(file))
 
 
 def place(text: str) -> Place:
@@ -66,10 +84,11 @@ def place(text: str) -> Place:
 
 def _place_of(frames: Sequence[re.Match[str]]) -> Place:
     """Return the position from the frames, the innermost first."""
-    outermost = frames[-1] if frames else None
-    frame = next((frame for frame in frames if not NOT_USER_CODE.search(frame["file"])), outermost)
+    program = [one for one in frames if not (BELOW_PROGRAMS.search(one["file"]) or is_of_hpcinit(one["file"]))]
+    # A program that is an installed package itself (`-m package`) has no frame of the user.
+    frame = next((one for one in program if is_user_code(one["file"])), program[-1] if program else None)
     at = f"{PurePath(frame['file']).name}:{frame['line']} in {frame['name']}" if frame else ""
-    return Place(_collective(frames), at)
+    return Place(_collective(frames), at, outside=bool(frames) and not program)
 
 
 def _collective(frames: Sequence[re.Match[str]]) -> str:
@@ -124,9 +143,8 @@ class Waiting:
     called_at: str = ""
 
     def __str__(self) -> str:
-        return (
-            f"{_ranks(self.ranks)} wait{'s' * (len(self.ranks) == 1)} in {self.collective}, called at {self.called_at}"
-        )
+        at = f", called at {self.called_at}" if self.called_at else ""
+        return f"{_ranks(self.ranks)} wait{'s' * (len(self.ranks) == 1)} in {self.collective}{at}"
 
 
 def different_call(calls: Sequence[Waiting]) -> Waiting | None:
@@ -153,7 +171,7 @@ class SilentNode:
 class StuckRank:
     """A rank that does not wait in a collective.
 
-    state: ELSEWHERE for a rank with a stack, whose line is `at`; else the state of its process, as in
+    state: ELSEWHERE for a rank with a stack, whose line is `at`; ENDED; else the state of its process, as in
     RankHeartbeat.state. Then `at` is the line that called C code which holds the GIL, or empty.
     """
 
@@ -165,6 +183,8 @@ class StuckRank:
 
     def __str__(self) -> str:
         who = f"rank {self.rank} on {self.host}"
+        if self.state == ENDED:
+            return f"{who} is not in its program: it has ended there, or has not started"
         if self.state == ELSEWHERE:
             return f"{who} is not in a collective: it is at {self.at or 'no Python line'}"
         return f"{who} does not respond: {_state(self.state, self.pid, self.at)}"
@@ -303,7 +323,8 @@ def report(
         if found is None:
             stuck.append(StuckRank(rank, host, heartbeat.pid, heartbeat.state))
         elif not found.waits_in:
-            stuck.append(StuckRank(rank, host, heartbeat.pid, ELSEWHERE, found.at))
+            stuck.append(_elsewhere(rank, host, heartbeat.pid, found))
+    stuck = _to_blame(stuck, groups)
     first = stuck[0] if stuck and not silent else StuckRank(host=silent[0].host if silent else "")
     return HangReport(
         rank=first.rank if first.rank >= 0 else None,
@@ -337,6 +358,8 @@ def _without_output(
     silent_s: float, stacks: Mapping[int, Place], attempt: timeline.Attempt | None, complete: bool
 ) -> HangReport:
     ranks = {one.rank: one for one in attempt.ranks} if attempt else {}
+    ended = {rank for rank, one in ranks.items() if one.returned is not None}
+    stacks = {rank: where for rank, where in stacks.items() if rank not in ended}
     together: dict[tuple[str, str], list[int]] = {}
     for rank, where in sorted(stacks.items()):
         together.setdefault((where.waits_in, where.at), []).append(rank)
@@ -345,10 +368,13 @@ def _without_output(
     stuck = []
     for rank in sorted({*range(attempt.world_size if attempt else 0), *stacks}):
         host, pid = (ranks[rank].host, ranks[rank].pid) if rank in ranks else ("", 0)
-        if rank not in stacks:
+        if rank in ended:
+            stuck.append(StuckRank(rank, host, pid, ENDED))
+        elif rank not in stacks:
             stuck.append(StuckRank(rank, host, pid))
         elif not stacks[rank].waits_in:
-            stuck.append(StuckRank(rank, host, pid, ELSEWHERE, stacks[rank].at))
+            stuck.append(_elsewhere(rank, host, pid, stacks[rank]))
+    stuck = _to_blame(stuck, waiting)
     used: dict[int, list[int]] = {}
     for rank, where in sorted(stacks.items()):
         if where.cpu is not None:
@@ -363,9 +389,20 @@ def _without_output(
         output_silent_s=silent_s,
         cpu=tuple((percent, tuple(found)) for percent, found in sorted(used.items(), reverse=True)),
         certain=bool(waiting and stuck)
-        and (complete or stacks.keys() >= ranks.keys())
+        and (complete or stacks.keys() | ended >= ranks.keys())
         and all(one.same_s >= SAME_SHARE * silent_s for one in stacks.values()),
     )
+
+
+def _elsewhere(rank: int, host: str, pid: int, where: Place) -> StuckRank:
+    return StuckRank(rank, host, pid, ENDED if where.outside else ELSEWHERE, where.at)
+
+
+def _to_blame(stuck: Sequence[StuckRank], waiting: Collection[object]) -> list[StuckRank]:
+    """Return the ranks for which others may wait. A rank whose program has ended waits for others itself, unless these
+    wait in a collective and no other rank is stuck."""
+    inside = [one for one in stuck if one.state != ENDED]
+    return inside or (list(stuck) if waiting else [])
 
 
 def with_states(report: HangReport, now: Mapping[int, tuple[str, str]]) -> HangReport:

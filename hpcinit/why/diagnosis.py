@@ -489,7 +489,7 @@ def _source(traceback: str) -> list[str]:
     """Return the innermost place in the user's program: 'train.py:9 in <module>'."""
     lines = [line.strip() for line in traceback.splitlines() if line.strip().startswith('File "')]
     files = {line: line.partition('"')[2].partition('"')[0] for line in lines}
-    program = [line for line in lines if not hang_report.NOT_USER_CODE.search(files[line])]
+    program = [line for line in lines if hang_report.is_user_code(files[line])]
     return [f"raised at {line.removeprefix('File ')}" for line in program[-1:]]
 
 

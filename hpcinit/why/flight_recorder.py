@@ -120,7 +120,7 @@ class Recording:
     unfinished call in each group and to each peer, in the order of the calls. places: for each group, the ranks in the
     group that its messages name: (the rank's own, its peer's). written_ns: when the dump was written, 0 if unknown.
     only_active: finished calls are not listed (TORCH_INCLUDE_ONLY_ACTIVE), and no unfinished one is missing. counted:
-    the newest call of each group by pg_status, which may be a message.
+    the newest call of each group by pg_status, which may be a message. kept: the number of entries in the dump.
     """
 
     rank: int
@@ -135,6 +135,7 @@ class Recording:
     written_ns: int = 0
     only_active: bool = False
     counted: Mapping[Group, int] = field(default_factory=dict)
+    kept: int = 0
     _batches: Mapping[Operation, Batch] = field(default_factory=dict, repr=False)
     _calls: dict[Operation, Call] = field(default_factory=dict, repr=False)
 
@@ -151,10 +152,10 @@ class Recording:
 
     @property
     def may_have_forgotten(self) -> bool:
-        """Whether an unfinished call may be older than all calls that the recorder kept. Calls on other streams of the
-        device may have finished since."""
-        known = self.complete or self.only_active
-        return bool(not known and self.pending and self._batches[self.pending[0]][0][0] < FEW)
+        """Whether an unfinished call, or the other end of a peer's message, may be older than all calls that the
+        recorder kept. Calls on other streams of the device may have finished since."""
+        older = self._batches[self.pending[0]][0][0] if self.pending else self.kept
+        return not self.complete and not self.only_active and older < FEW
 
 
 class _Plain(pickle.Unpickler):
@@ -307,6 +308,7 @@ def _recording(
         written_ns=_integer(dump.get(WRITTEN_NS)),
         only_active=only_active,
         counted=counted,
+        kept=len(entries),
         _batches=batches,
     )
 

@@ -277,12 +277,7 @@ class _Search:
         guessed = isinstance(operation[1], Message) and not all(self.ranks[rank].complete for rank in states)
         guessed = guessed and not any(self._is_first(rank, operation) for rank in waiting)
         for rank in absent if not guessed else ():
-            if self._is_older(rank, operation, waiting):
-                self.unknown.append(
-                    f"whether rank {rank} called {self._called(operation)}: its dump is older than that call"
-                )
-            elif not self.pending[rank]:
-                self._blame(rank, NOT_CALLED, operation, waiting, self._not_called(rank, operation))
+            self._look_at_absent(rank, operation, waiting)
         if self._differs(operation, [*waiting, *done]):
             return  # no device can finish it
         first = [rank for rank in waiting if self._is_first(rank, operation)]
@@ -294,6 +289,19 @@ class _Search:
             self._blame(rank, DEVICE_STUCK, operation, others, self._does_not_advance(rank, operation, states, done))
         if not stuck and everybody and waiting and len(first) == len(waiting):
             self.unknown.append(self._all_called(operation, concerned, waiting))
+
+    def _look_at_absent(self, rank: int, operation: Operation, waiting: Sequence[int]) -> None:
+        """Blame a rank without a call of the operation, unless it waits itself or its dump does not prove it."""
+        whether = f"whether rank {rank} called {self._called(operation)}"
+        if self._is_older(rank, operation, waiting):
+            self.unknown.append(f"{whether}: its dump is older than that call")
+        elif self.pending[rank]:
+            return
+        elif isinstance(operation[1], Message) and self.ranks[rank].may_have_forgotten:
+            why = "its recorder has overwritten its older calls; TORCH_FR_BUFFER_SIZE=2000 keeps more"
+            self.unknown.append(f"{whether}: {why}")
+        else:
+            self._blame(rank, NOT_CALLED, operation, waiting, self._not_called(rank, operation))
 
     def _all_called(self, operation: Operation, concerned: Collection[int], waiting: Sequence[int]) -> str:
         """Return what is unknown if all members have called, and no device is later than the others."""

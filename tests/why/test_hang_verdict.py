@@ -81,6 +81,33 @@ def test_recorders_that_have_overwritten_calls() -> None:
         assert found.culprits or found.unknown or not waits, seed
 
 
+def test_a_message_whose_other_end_is_overwritten() -> None:
+    """The sender's device is stuck, or the receiver has not called. A receiver that has overwritten calls may have
+    received the message before the calls that it kept: only a long list of later calls makes that implausible."""
+    send = call(1, "send 0->1", is_p2p=True, state="started")
+    kept = [call(number, "all_reduce", state="completed") for number in range(1, 81)]
+    for since, kind in ((0, {(1, NOT_CALLED)}), (1, {(1, NOT_CALLED)}), (17, set()), (77, set())):
+        found = of([send], kept[since:])
+        assert named(found) == kind, since
+        asked = (
+            "whether rank 1 called send/recv 0->1 of the default group: its recorder has overwritten its older calls"
+        )
+        assert any(line.startswith(asked) for line in found.unknown) == (not kind)
+
+
+def test_a_finished_call_may_be_an_overwritten_one() -> None:
+    """pg_status shows that rank 1 called all_reduce number 1 of group 5. Its recorder shows later calls of other groups
+    alone: whether number 1 is finished, so that rank 0's device is stuck, is unknown."""
+    config = {name: {"desc": name, "ranks": "[0, 1]"} for name in ("5", "6")}
+    waits = {**call(1, "all_reduce", state="started"), "process_group": ("5", "5"), "pg_id": 0}
+    later = [call(n, "all_reduce", state="completed", process_group=("6", "6"), pg_id=1) for n in range(1, 81)]
+    status = {"0": {"last_enqueued_collective": 1}, "1": {"last_enqueued_collective": 80}}
+    for since, kind in ((1, {(0, DEVICE_STUCK)}), (77, set())):
+        full = {"pg_config": config, "pg_status": status, "entries": later[since:]}
+        found = hang_verdict.verdict({0: {"pg_config": config, "entries": [waits]}, 1: full})
+        assert named(found) == kind and bool(found.unknown) == (not kind), since
+
+
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("timed", [True, False], ids=["starts recorded", "starts not recorded"])
 def test_a_stuck_device_with_an_unfinished_send(timed: bool) -> None:

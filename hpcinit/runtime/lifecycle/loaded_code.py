@@ -6,19 +6,19 @@ import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 
-from hpcinit.records.hang_report import NOT_USER_CODE
+from hpcinit.records.hang_report import is_user_code
 
 
 def uses(name: str) -> bool:
     """Return whether code of the program uses this name: a caller of this function, or a function of a loaded module.
 
-    Code of packages in site-packages and of the standard library does not count.
+    Code of packages in site-packages, of the standard library and of hpcinit does not count.
     """
     frame, codes = sys._getframe(), []
     while frame.f_back is not None:
         frame = frame.f_back
         codes.append(frame.f_code)
-    if any(_is_in(name, code) for code in codes if not NOT_USER_CODE.search(code.co_filename)):
+    if any(_is_in(name, code) for code in codes if is_user_code(code.co_filename)):
         return True
     own = [module for module in list(sys.modules.values()) if _is_of_the_program(module)]
     return any(_is_in(name, code) for module in own for code in _codes(module))
@@ -26,7 +26,7 @@ def uses(name: str) -> bool:
 
 def _is_of_the_program(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
-    return isinstance(file, str) and not NOT_USER_CODE.search(file)
+    return isinstance(file, str) and is_user_code(file)
 
 
 def _codes(module: ModuleType) -> Iterator[CodeType]:
