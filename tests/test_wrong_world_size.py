@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from hpcinit.records import world_size
+from hpcinit.records.components import Component
 from hpcinit.records.spec import Program, Spec
 from hpcinit.runtime.world_size_monitor import find
 from tests.conftest import Run
@@ -49,7 +51,7 @@ def test_a_torchrun_in_each_rank(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path)
     done = submit(hpcinit, slurm, "nodes=1", "ranks_per_node=2", "wait=true", "--", wrapper)
     folder = folder_of(done)
     said = "2 process groups of 2 ranks in a job of 2 ranks"
-    assert f"hpcinit: warning: {said} (1 node x 2): each such group is a separate training run. " in log(folder)
+    assert f"hpcinit: warning: {said} (1 node x 2 ranks): each such group is a separate training run. " in log(folder)
     status = hpcinit("status", folder.name, env=slurm.env).stdout
     assert "COMPLETED" in status and said in status
     assert f"warning: {said}" in hpcinit("why", folder.name, env=slurm.env).stdout
@@ -64,7 +66,7 @@ def test_init_in_a_smaller_group(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path)
     wrapper = wrapped(tmp_path, "--standalone --nproc-per-node=2 train.py")
     done = submit(hpcinit, slurm, "nodes=2", "ranks_per_node=2", "wait=true", "--", wrapper)
     folder = folder_of(done)
-    said = "a process group of 2 ranks in a job of 4 ranks (2 nodes x 2): each such group is a separate training run. "
+    said = "a process group of 2 ranks in a job of 4 ranks (2 nodes x 2 ranks): each such group is a separate training run. "
     assert f"hpcinit: warning: {said}Started by torchrun (pid " in log(folder)
     # The monitor may have been first, which sees all groups of the node.
     assert "of 2 ranks in a job of 4 ranks" in hpcinit("status", folder.name, env=slurm.env).stdout
@@ -82,7 +84,7 @@ def test_groups_that_span_the_job(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path
 
 def process(proc: Path, pid: int, folder: Path, **env: str) -> None:
     below = proc / str(pid)
-    below.mkdir(parents=True)
+    below.mkdir(parents=True, exist_ok=True)
     values = {"HPCINIT_RUN": str(folder), **env}
     (below / "environ").write_bytes(b"\0".join(f"{name}={value}".encode() for name, value in values.items()) + b"\0")
 
@@ -112,6 +114,20 @@ def test_environments(tmp_path: Path, env: dict[str, str], launcher: str | None)
     process(tmp_path / "proc", 71, tmp_path, **env)
     found = find(tmp_path, spec(), "n1", tmp_path / "proc")
     assert (found and (found.launcher, found.world_size, found.pid)) == (launcher and (launcher, 2, 71))
+
+
+def test_a_heterogeneous_job(tmp_path: Path) -> None:
+    """Its world has the ranks of all components, and one rank per node only if no component has more."""
+    parts = (Component(1, 2), Component(2, 1))
+    whole = replace(spec(3, 2), components=parts)
+    process(tmp_path / "proc", 71, tmp_path, RANK="0", WORLD_SIZE="4", **TORCH)
+    assert find(tmp_path, whole, "n1", tmp_path / "proc") is None
+    process(tmp_path / "proc", 71, tmp_path, RANK="0", WORLD_SIZE="6", **TORCH)
+    found = find(tmp_path, whole, "n1", tmp_path / "proc")
+    said = "a process group of 6 ranks in a job of 4 ranks (1 node x 2 ranks + 2 nodes x 1 rank): "
+    assert str(found).startswith(said)
+    launchers = replace(spec(3, 1), components=(Component(1, 1), Component(2, 1)))
+    assert world_size.differs(whole, 6, 3) and not world_size.differs(launchers, 6, 3)
 
 
 def test_the_first_finding_is_recorded(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class WrongWorldSize:
     """launcher: what started the group. world_size: of the group. groups: how many such groups run on `host`.
 
-    pid: of one of the group's processes on `host`. nodes, ranks_per_node: of the submission.
+    pid: of one of the group's processes on `host`. ranks: of the job. shape: '2 nodes x 4 ranks', or for a
+    heterogeneous job '2 nodes x 4 ranks + 1 node x 1 rank'.
     """
 
     launcher: str
@@ -31,13 +32,12 @@ class WrongWorldSize:
     groups: int
     host: str
     pid: int
-    nodes: int
-    ranks_per_node: int
+    ranks: int
+    shape: str
 
     def __str__(self) -> str:
-        nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
         return (
-            f"{self.summary()} ({nodes} x {self.ranks_per_node}): each such group is a separate training run. "
+            f"{self.summary()} ({self.shape}): each such group is a separate training run. "
             f"Started by {self.launcher} (pid {self.pid} on {self.host}). hpcinit already starts one process per rank: "
             "submit the program itself (-- train.py), or set ranks_per_node=1 to start one launcher per node"
         )
@@ -45,7 +45,7 @@ class WrongWorldSize:
     def summary(self) -> str:
         """Return 'a process group of 2 ranks in a job of 4 ranks'."""
         what = "a process group" if self.groups == 1 else f"{self.groups} process groups"
-        return f"{what} of {_ranks(self.world_size)} in a job of {_ranks(self.nodes * self.ranks_per_node)}"
+        return f"{what} of {_ranks(self.world_size)} in a job of {_ranks(self.ranks)}"
 
 
 def _ranks(count: int) -> str:
@@ -57,7 +57,7 @@ def differs(spec: Spec, size: int, nodes: int) -> bool:
 
     With one rank per node, the rank may be a launcher that adds ranks on its node, if the group spans all nodes.
     """
-    if nodes == spec.nodes and spec.ranks_per_node == 1:
+    if nodes == spec.nodes and all(part.ranks_per_node == 1 for part in spec.parts):
         return False
     return (size, nodes) != (spec.world_size, spec.nodes)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from hpcinit.base import process_title
 from hpcinit.base.console import say
 from hpcinit.base.errors import HpcinitError
-from hpcinit.records import run_folder, world_size
+from hpcinit.records import components, run_folder, world_size
 from hpcinit.records.spec import Spec, load
 from hpcinit.records.world_size import WrongWorldSize
 from hpcinit.world import ENV_WORLD, World, launchers
@@ -97,7 +97,7 @@ def find(folder: Path, spec: Spec, host: str, proc: Path = Path("/proc")) -> Wro
                 group = torch_env.read(env)
                 groups.setdefault(group.job, (group, pid))
     wrong = [found for found in groups.values() if _differs(spec, found[0])]
-    if not wrong and len(groups) > 1 and spec.ranks_per_node > 1:
+    if not wrong and len(groups) > 1 and any(part.ranks_per_node > 1 for part in spec.parts):
         wrong = list(groups.values())
     return _finding(spec, [group for group, _ in wrong], host, wrong[0][1]) if wrong else None
 
@@ -123,4 +123,6 @@ def _finding(spec: Spec, groups: Sequence[World], host: str, pid: int) -> WrongW
     first = groups[0]
     launcher = {"env": "another launcher", "single": "no launcher"}.get(first.launcher, first.launcher)
     host = host or os.uname().nodename
-    return WrongWorldSize(launcher, first.world_size, len(groups), host, pid, spec.nodes, spec.ranks_per_node)
+    return WrongWorldSize(
+        launcher, first.world_size, len(groups), host, pid, spec.world_size, components.shape(spec.parts)
+    )

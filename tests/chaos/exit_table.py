@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.chaos import outcomes
 from tests.chaos.outcomes import DOCS, replaced
 
 JSON, PAGE = "exits.json", "reference/kinds-of-exit.md"
@@ -18,21 +18,19 @@ HEAD = (
 
 def keep(fault: str, kind: str, launch: str, outcome: Mapping[str, object], docs: Path = DOCS) -> None:
     """Replace the outcome of this fault under this launch. kind: 'init' or 'plain'."""
-    path = docs / JSON
-    known = json.loads(path.read_text()) if path.exists() else {}
-    known.setdefault(fault, {})[f"{kind} {launch}"] = dict(outcome)
-    path.write_text(json.dumps(known, indent=1) + "\n")
-    (docs / PAGE).write_text(replaced((docs / PAGE).read_text(), table(known), PAGE))
+    with outcomes.locked(docs / JSON) as known:
+        known.setdefault(fault, {})[f"{kind} {launch}"] = dict(outcome)
+        (docs / PAGE).write_text(replaced((docs / PAGE).read_text(), table(known), PAGE))
 
 
 def table(known: Mapping[str, Mapping[str, Mapping[str, object]]]) -> str:
     """Return the table: a row for each fault, with the line under launch=srun, and in how many of the tried
     combinations rank and kind were right."""
     rows = [HEAD]
-    for fault, outcomes in known.items():
-        first = outcomes.get("init srun") or next(iter(outcomes.values()))
-        seconds = [float(str(outcome["seconds"])) for outcome in outcomes.values() if outcome["seconds"] is not None]
+    for fault, found in known.items():
+        first = found.get("init srun") or next(iter(found.values()))
+        seconds = [float(str(outcome["seconds"])) for outcome in found.values() if outcome["seconds"] is not None]
         spread = f"{min(seconds):.0f}-{max(seconds):.0f}" if seconds else ""
-        right = f"{sum(bool(outcome['right']) for outcome in outcomes.values())} of {len(outcomes)}"
+        right = f"{sum(bool(outcome['right']) for outcome in found.values())} of {len(found)}"
         rows.append(f"| {fault} | `{str(first['line']).replace('|', '/')}` | `{first['kind']}` | {right} | {spread} |")
     return "\n".join(rows)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).parents[2] / "docs"
 JSON, TABLE = "chaos.json", "chaos.md"
@@ -39,17 +43,28 @@ class Outcome:
 
 def keep(outcome: Outcome, docs: Path = DOCS, load: float | None = None) -> None:
     """Replace the earlier outcome of the same fault."""
-    path = docs / JSON
-    known = json.loads(path.read_text()) if path.exists() else {}
     day = datetime.date.today().isoformat()
     seconds = None if outcome.seconds is None else round(outcome.seconds, 1)
     measured = {"seconds": seconds, "day": day}
     measured["load"] = round(os.getloadavg()[0] if load is None else load, 1)
-    known[f"{outcome.fault}, launch={outcome.launch}"] = (
-        asdict(outcome) | measured | {"first": FOLDER.sub("/.../", outcome.first)}
-    )
-    path.write_text(json.dumps(known, indent=1) + "\n")
-    (docs / TABLE).write_text(replaced((docs / TABLE).read_text(), table(known)))
+    with locked(docs / JSON) as known:
+        known[f"{outcome.fault}, launch={outcome.launch}"] = (
+            asdict(outcome) | measured | {"first": FOLDER.sub("/.../", outcome.first)}
+        )
+        (docs / TABLE).write_text(replaced((docs / TABLE).read_text(), table(known)))
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[dict[str, Any]]:
+    """Lock a JSON file, which may not exist yet; yield its content, and write that back. Tests run side by side."""
+    with path.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        known = json.loads(file.read() or "{}")
+        yield known
+        file.seek(0)
+        file.truncate()
+        file.write(json.dumps(known, indent=1) + "\n")
 
 
 def table(known: dict[str, dict]) -> str:

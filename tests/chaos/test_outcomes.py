@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,20 @@ def test_a_page_without_a_place_for_it(tmp_path: Path) -> None:
     (tmp_path / TABLE).write_text("no place\n")
     with pytest.raises(ValueError, match=re.escape("chaos.md has no lines '<!-- written by make chaos -->' and")):
         outcomes.keep(Outcome("kill", "srun", "a", 1, 1, "FAILED"), tmp_path)
+
+
+def test_outcomes_of_tests_that_run_side_by_side(tmp_path: Path) -> None:
+    """Four processes keep ten outcomes each: none is lost."""
+    (tmp_path / TABLE).write_text(f"{BEGIN}\n{END}\n")
+
+    def keep(name: str) -> None:
+        for number in range(10):
+            outcomes.keep(Outcome(f"{name}-{number}", "srun", "a", 1, 1, "FAILED"), tmp_path)
+
+    processes = [get_context("fork").Process(target=keep, args=(name,)) for name in "abcd"]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert len(json.loads((tmp_path / JSON).read_text())) == 40
