@@ -153,7 +153,7 @@ def one_pass(run: hpcinit.Runtime, wrapped: wrapping.Wrapped, layout: Layout, to
 def main() -> None:
     out, *names = sys.argv[1:]
     with hpcinit.session(deepspeed=True) as run:
-        curves = {"alone": alone(), "alone, learning rate 1 % higher": alone(LR * 1.01)}
+        curves = {"alone": alone(), "alone, learning rate 1 % higher": alone(LR * 1.01)} if run.rank == 0 else {}
         for name, (layout, training, accumulation) in layouts().items():
             if names and name not in names:
                 continue

@@ -47,9 +47,17 @@ def test_the_largest_meshes_have_the_losses_of_one_rank(hpcinit: Run, idle_slurm
 
 def compare(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, nodes: int, ways: set[str]) -> None:
     program = Path(__file__).with_name("equivalence.py")
-    request = [f"nodes={nodes}", "ranks_per_node=2", "launch=fork", "wait=true", "--"]
+    # One job, and one import of torch and DeepSpeed per node: imports take most of the time.
+    request = [
+        f"nodes={nodes}",
+        "ranks_per_node=2",
+        "launch=fork",
+        "launch.preload=[torch,deepspeed]",
+        "wait=true",
+        "--",
+    ]
     words = (*request, str(program), str(tmp_path / "curves.json"), *ways)
-    done = submit(hpcinit, slurm, *words, timeout=580)  # in one job, because imports take most of the time
+    done = submit(hpcinit, slurm, *words, timeout=580)
     assert done.returncode == 0, (folder_of(done) / "logs/rank-0.log").read_text()[-4000:]
     curves = json.loads((tmp_path / "curves.json").read_text())
     assert curves.pop("deepspeed") == installed("deepspeed")

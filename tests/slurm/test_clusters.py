@@ -14,6 +14,7 @@ from hpcinit.slurm import slurm_client
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.minislurm.plugin import require_slurm
+from tests.submit.test_restart import begin_now
 from tests.submitting import folder_of, job_of
 from tests.waiting import until
 
@@ -28,6 +29,20 @@ touch {folder}/lost
 {sbatch} "$@" > {folder}/printed
 echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2
 exit 1
+"""
+
+# It fails in the first attempt, and waits in the second one.
+FAILING = """
+import os, sys, time
+from pathlib import Path
+def wait_for_the_end(run):
+    (run / "waits").touch()
+    while not (run / "end").exists():
+        time.sleep(0.1)
+if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    raise ValueError("bad sample 17")
+wait_for_the_end(Path(os.environ["HPCINIT_RUN"]))
+sys.exit(7)
 """
 
 
@@ -126,6 +141,48 @@ def test_a_run_ends_and_the_next_waits_for_it(hpcinit: Run, clusters: tuple[Mini
     assert [one["reason"] for one in states(hpcinit, here, waiting)] == ["Dependency"]
     again = hpcinit(*words[:-1], there_too, "name=running", *SLEEP, env=here.env)
     assert again.returncode == 2 and f"already queued as job {job_of(running)}" in again.stderr
+
+
+def test_a_sweep_and_a_chain(hpcinit: Run, clusters: tuple[MiniSlurm, MiniSlurm]) -> None:
+    """The jobs of a sweep and of a chain are on the other cluster; status, logs and cancel find each of them."""
+    here, there = clusters
+    there_too = f"cluster.clusters={there.name}"
+    sweep = submit(
+        hpcinit, here, there_too, "-m", "seed=1,2", "wait=true", "--", "sh", "-c", "echo task $SLURM_ARRAY_TASK_ID"
+    )
+    assert [(one["task"], one["name"], one["clusters"]) for one in states(hpcinit, here, sweep)] == [
+        (number, "COMPLETED", there.name) for number in (0, 1)
+    ]
+    assert "task 1\n" in hpcinit("logs", f"{sweep.name}/1", env=here.env).stdout
+    chain = submit(hpcinit, here, there_too, "chain=2", *SLEEP)
+    assert len(jobs_of(there)) == 2 and not jobs_of(here)
+    until(lambda: [one["name"] for one in states(hpcinit, here, chain)] == ["RUNNING"])
+    assert hpcinit("cancel", chain.name, env=here.env).returncode == 0
+    until(lambda: not jobs_of(there))
+    assert [one["name"] for one in states(hpcinit, here, chain)] == ["CANCELLED"]
+
+
+def test_a_failure(hpcinit: Run, clusters: tuple[MiniSlurm, MiniSlurm]) -> None:
+    """A job on the other cluster requeues itself there. stacks and why report on it, before and after its end."""
+    here, there = clusters
+    Path("train.py").write_text(FAILING)
+    restart = ("restart.max_restarts=1", "restart.on=[failure]")
+    run = submit(hpcinit, here, f"cluster.clusters={there.name}", *restart, "--", "train.py")
+    until(lambda: [one["name"] for one in states(hpcinit, here, run)] == ["PENDING"], 60)
+    why = hpcinit("why", run.name, env=here.env).stdout
+    assert "ValueError: bad sample 17" in why, why
+    begin_now(there, job_of(run))
+    until((run / "waits").exists, 60)
+    [now] = states(hpcinit, here, run)
+    assert (now["name"], now["restart"], now["clusters"]) == ("RUNNING", 1, there.name)
+    stacks = hpcinit("stacks", run.name, env=here.env)
+    assert "in wait_for_the_end" in stacks.stdout, stacks.stdout + stacks.stderr
+    (run / "end").touch()
+    until(lambda: [one["name"] for one in states(hpcinit, here, run)] == ["FAILED"], 60)
+    why = hpcinit("why", run.name, "--json", env=here.env).stdout
+    assert json.loads(why)["rank"] == 0 and "SystemExit: 7" in json.loads(why)["headline"], why
+    again = hpcinit("resubmit", run.name, env=here.env)
+    assert again.returncode == 0 and len(jobs_of(there)) == 1 and not jobs_of(here), again.stderr
 
 
 def test_a_lost_reply(hpcinit: Run, clusters: tuple[MiniSlurm, MiniSlurm], tmp_path: Path) -> None:
