@@ -36,7 +36,12 @@ def curves(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
     for nodes, per_node in ((2, 2), (1, 2)):
         size = nodes * per_node
         request = f"cluster=local launch=fork wait=true nodes={nodes} ranks_per_node={per_node}"
-        words = ["-m", "hpcinit.submit", *request.split()]
+        words = [
+            "-m",
+            "hpcinit.submit",
+            *request.split(),
+            "launch.preload=[torch,deepspeed,torch._inductor.compile_fx]",
+        ]
         program = ["--", checkpointing.__file__, str(folder / "checkpoints"), str(folder / f"{size}.json"), *names]
         done = python(folder, *words, *program, timeout_s=280)
         assert done.returncode == 0, done.stdout + done.stderr
