@@ -23,7 +23,7 @@ CHECK_WORKERS ?= 2
 CHECKED := $(addprefix tests/,base records world ds_config slurm why config docs discover doctor) \
 	$(addprefix tests/submit/test_,$(addsuffix .py,environment folder plan provenance script syntax)) \
 	$(addprefix tests/test_,$(addsuffix .py,cli completion decoding imports names package readme security_page workers)) \
-	$(addprefix --deselect=tests/records/test_memory.py::test_,the_formulas_are_what_real_ranks_hold the_backward_pass_stays_below_the_estimate)
+	$(addprefix --deselect=tests/records/test_memory.py::test_,the_formulas_match_real_ranks the_backward_pass_stays_below_the_estimate)
 
 # Minimum share of hpcinit's lines that tests must execute, in percent, including their child processes:
 # docs/decisions/0028-coverage.md. There is no minimum without root (no Slurm) or for a part of the tests.

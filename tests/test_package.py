@@ -73,7 +73,7 @@ def test_make_test_lowest_installs_the_lower_bounds() -> None:
 
 
 def test_every_path_in_the_makefile_exists() -> None:
-    """Each folder, file and module of tests and benchmarks that the Makefile names exists."""
+    """Each folder, file and module of tests and benchmarks that the Makefile names exists, and each deselected test."""
     text = subprocess.run(["make", "-pn", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     named = set(re.findall(r"(?<![\w/])(tests/[\w./-]*\w)", text))
     modules = set(re.findall(r"-m ((?:tests|benchmarks)[\w.]+)", text))
@@ -83,6 +83,9 @@ def test_every_path_in_the_makefile_exists() -> None:
         place = ROOT / name.replace(".", "/")
         files[name] = [place.with_suffix(".py"), place / "__main__.py"]
     assert [name for name, places in files.items() if not any(place.exists() for place in places)] == []
+    deselected = set(re.findall(r"--deselect=(\S+)::(\w+)", text))
+    assert len(deselected) == 2
+    assert [test for path, test in deselected if f"def {test}(" not in (ROOT / path).read_text()] == []
 
 
 def test_the_tested_versions_are_the_same_everywhere() -> None:

@@ -34,7 +34,7 @@ for step in range(100000):
     run.progress(step, 100000)
     time.sleep(0.05)
 """
-SHAPE = ["nodes=2", "ranks_per_node=2", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null"]
+SHAPE = ["nodes=2", "ranks_per_node=2", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null", "launch=fork"]
 
 pytestmark = pytest.mark.slurm
 
@@ -90,7 +90,7 @@ def test_clocks_that_differ(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable
 
 def test_kill_9_of_a_rank(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[..., Path]) -> None:
     """A killed rank writes no record; the first message of srun names it."""
-    lines = over(hpcinit, idle_slurm, start("kill"))
+    lines = over(hpcinit, idle_slurm, start("kill", "launch=srun"))
     assert re.fullmatch(r"rank 1 on n1 was killed by a signal \(Killed\) first( \(step \d\))?", lines[0]), lines
     assert any("mem_gb" in line for line in lines)
 
