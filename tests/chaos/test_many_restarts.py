@@ -57,8 +57,8 @@ def preempt(run: Training, drawn: random.Random) -> None:
 @pytest.mark.parametrize(
     ("launch", "faults"),
     [
-        pytest.param("fork", 3, marks=pytest.mark.chaos(short=True)),
-        pytest.param("srun", 6, marks=pytest.mark.chaos),
+        pytest.param("srun", 3, marks=pytest.mark.chaos(short=True)),
+        pytest.param("fork", 6, marks=pytest.mark.chaos),
         pytest.param("srun", 20, marks=pytest.mark.chaos),
     ],
 )
