@@ -17,7 +17,7 @@ SMALL = ["--steps=8", "--micro-batch=4", "--context=32", "--width=32", "--heads=
 ONES = ["--steps=3", "--micro-batch=4", "--context=32", "--width=32", "--heads=4", "--layers=1", "--eval-every=1"]
 # One import per node of torch, of what its optimizers and DeepSpeed import later, and of DeepSpeed.
 FORK = ("launch=fork", "launch.preload=[torch,torch._inductor.compile_fx,deepspeed]")
-TORCH = ("launch=fork", "launch.preload=[torch,torch._inductor.compile_fx]")
+TORCH = ("launch=fork", "launch.preload=[torch,torch._dynamo,torch.distributed.tensor.parallel]")
 RESULT = re.compile(r"loss (\S+) -> (\S+) in (\d+) steps, held-out (\S+)")
 
 
