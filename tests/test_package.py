@@ -130,8 +130,9 @@ def test_the_version_comes_from_git() -> None:
 @pytest.mark.parametrize("python", pythons(), ids=lambda python: Path(python).parts[-3])
 def test_a_wheel_works_with_other_pythons(python: str, wheel: Path, tmp_path: Path) -> None:
     """In an environment without torch, as on a login node, a dry run, a local job and the other commands work."""
-    subprocess.run([python, "-m", "venv", str(tmp_path / "venv")], check=True, capture_output=True)
-    pip = [str(tmp_path / "venv/bin/python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    venv = str(tmp_path / "venv")
+    subprocess.run([python, "-m", "venv", "--without-pip", venv], check=True, capture_output=True)
+    pip = [sys.executable, "-m", "pip", "--python", venv, "install", "--quiet", "--disable-pip-version-check"]
     done = subprocess.run([*pip, str(wheel)], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 

@@ -33,8 +33,8 @@ def said(folder: Path, number: int) -> list[dict[str, Any]]:
 def submitted(
     hpcinit: Run, slurm: MiniSlurm, program: str, number: int, folder: Path, *words: str, args: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
-    """Submit the program to nodes x 2 ranks; return the result of each rank."""
-    words = (f"nodes={number // 2}", "ranks_per_node=2", "wait=true", *FORK, *words)
+    """Submit the program to 2 nodes with `number` ranks; return the result of each rank."""
+    words = ("nodes=2", f"ranks_per_node={number // 2}", "wait=true", *FORK, *words)
     done = submit(hpcinit, slurm, *words, "--", str(PROGRAMS / program), str(folder), *args, timeout=280)
     assert done.returncode == 0, (folder_of(done) / "logs/rank-0.log").read_text()[-4000:] + done.stderr
     return said(folder, number)
