@@ -22,8 +22,7 @@ COVERAGE_WORKERS ?= 3
 CHECK_WORKERS ?= 2
 CHECKED := $(addprefix tests/,base records world ds_config slurm why config docs discover doctor) \
 	$(addprefix tests/submit/test_,$(addsuffix .py,environment folder plan provenance script syntax)) \
-	$(addprefix tests/test_,$(addsuffix .py,cli completion decoding imports names package readme security_page workers)) \
-	$(addprefix --deselect=tests/records/test_memory.py::test_,the_formulas_match_real_ranks the_backward_pass_stays_below_the_estimate)
+	$(addprefix tests/test_,$(addsuffix .py,cli completion decoding imports names package readme security_page workers))
 
 # Minimum share of hpcinit's lines that tests must execute, in percent, including their child processes:
 # docs/decisions/0028-coverage.md. There is no minimum without root (no Slurm) or for a part of the tests.
@@ -74,7 +73,7 @@ test: $(VENV)/dev slurm lint
 
 # The quick check during development. It skips tests that start a cluster, ranks or jobs.
 check: $(VENV)/dev lint
-	$(BIN)/python -m pytest -n $(CHECK_WORKERS) -m 'not slurm and not chaos and not deepspeed' $(CHECKED) $(PYTEST)
+	$(BIN)/python -m pytest -n $(CHECK_WORKERS) -m 'not slurm and not chaos and not deepspeed and not ranks' $(CHECKED) $(PYTEST)
 
 # The tests of DeepSpeed, again with the oldest supported version. Only files with such tests are collected.
 test-deepspeed-0.18: $(DS18)/made slurm

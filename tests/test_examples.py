@@ -20,6 +20,9 @@ from tests.waiting import until
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MOVED = EXAMPLES / "moved"
+# One import per node of torch and of what three or four of the programs import later.
+MODULES = ("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
+FORK = ("launch=fork", f"launch.preload=[{','.join(MODULES)}]")
 # While the file `slow` exists, every step takes long, so that a preemption happens in the middle.
 SLOW = (
     "import os, time; import torch.nn.functional as F; f = F.mse_loss\n"
@@ -56,7 +59,7 @@ def test_one_program_divided_in_four_ways(idle_slurm: MiniSlurm, tmp_path: Path)
 
     Tensor parallelism reaches different losses, because it has two shares of the data instead of four.
     """
-    folders = submit("train_gpt", tmp_path, idle_slurm, "launch=fork")
+    folders = submit("train_gpt", tmp_path, idle_slurm, *FORK)
     assert [folder.name for folder in folders] == ["ddp-0001", "fsdp-0001", "zero3-0001", "tp-0001"]
     *same, tensor_parallel = [last_line(folder, idle_slurm) for folder in folders]
     assert len(set(same)) == 1 and tensor_parallel != same[0]

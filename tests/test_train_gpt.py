@@ -8,10 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from hpcinit.config import job_spec
+from hpcinit.config.compose import compose
+from hpcinit.config.folders import folder as package_folder
+from tests.runtime.spawned import Rank
+
 SMALL = ["--steps=8", "--micro-batch=4", "--context=32", "--width=32", "--heads=2", "--layers=1"]
 ONES = ["--steps=3", "--micro-batch=4", "--context=32", "--width=32", "--heads=4", "--layers=1", "--eval-every=1"]
-# One import per node of torch, of what its optimizers and DeepSpeed import later, and of DeepSpeed where it is used.
-FORK = ("launch=fork", "launch.preload=[torch,torch._inductor.compile_fx]")
+# One import per node of torch, of what its optimizers and DeepSpeed import later, and of DeepSpeed.
+FORK = ("launch=fork", "launch.preload=[torch,torch._inductor.compile_fx,deepspeed]")
+TORCH = ("launch=fork", "launch.preload=[torch,torch._dynamo,torch.distributed.tensor.parallel]")
 RESULT = re.compile(r"loss (\S+) -> (\S+) in (\d+) steps, held-out (\S+)")
 
 
@@ -26,11 +32,7 @@ def python(folder: Path, *words: str, timeout_s: float = 90) -> subprocess.Compl
 
 
 def submit(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return python(folder, "-m", "hpcinit.submit", "cluster=local", "wait=true", *words)
-
-
-def train(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return python(folder, "-m", "hpcinit.jobs.train_gpt", *SMALL, *words)
+    return python(folder, "-m", "hpcinit.submit", "cluster=local", "wait=true", *words, timeout_s=300)
 
 
 def test_the_loss_goes_down_on_two_nodes(tmp_path: Path) -> None:
@@ -43,44 +45,56 @@ def test_the_loss_goes_down_on_two_nodes(tmp_path: Path) -> None:
     assert float(last) < float(first) - 0.1
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["ranks_per_node=4", "parallel=ulysses", "parallel.tp=2", "activation_checkpointing=full"],
-        ["ranks_per_node=2", "parallel=zero3", "batch.accumulation=2", "gradient_clip=1"],
-    ],
-    ids=["sequence and tensor parallel", "deepspeed"],
-)
-def test_the_config_alone_makes_another_parallelism_of_it(tmp_path: Path, words: list[str]) -> None:
-    """Sequence x tensor parallelism with FSDP, and ZeRO 3, learn without a change to the program."""
-    done = submit(tmp_path, "nodes=1", *FORK, "job=train_gpt", f"job.args={[*SMALL, '--heads=4']}", *words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    first, last, steps, _ = RESULT.findall(done.stdout)[-1]
-    assert steps == "8" and float(last) < float(first) - 0.1
-    assert "--- it writes:\ndef " in done.stdout
+# Each file of conf/parallel, and two combinations of keys. The number: how many shares of the data 4 ranks make.
+WAYS = {file.stem: ([f"parallel={file.stem}"], 4) for file in sorted((package_folder() / "parallel").glob("*.yaml"))}
+WAYS |= {"tp": (["parallel=tp"], 2), "ulysses": (["parallel=ulysses"], 2)}
+WAYS["both"] = (["parallel=ulysses", "parallel.tp=2", "activation_checkpointing=full"], 1)
+WAYS["accumulated"] = (["parallel=zero3", "batch.accumulation=2", "gradient_clip=1"], 8)
+# Each rank runs the demo as the job of each run folder, one after the other, and generates 8 characters instead of 200.
+IN_TURN = """
+import os, sys
+from hpcinit.jobs import train_gpt
+sample = train_gpt.sample
+def short(run, model, prompt, length):
+    print(run.training, run.layout)
+    return sample(run, model, prompt, 8)
+train_gpt.sample = short
+folders, sys.argv[1:] = sys.argv[1].split(","), sys.argv[2:]
+for folder in folders:
+    os.environ["HPCINIT_RUN"] = folder
+    print("--- run", folder.rpartition("/")[2])
+    train_gpt.main()
+"""
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "ways",
-    [("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "zero3_offload"), ("ulysses", "tp")],
-    ids=["four shares of the data", "two"],
-)
-def test_every_parallelism_of_the_package_trains_alike(tmp_path: Path, ways: tuple[str, ...]) -> None:
-    """Each conf/parallel/*.yaml gives the demo the same losses on 4 ranks, ddp and hsdp on two nodes."""
-    losses = {}
-    for way in ways:
-        shape = (
-            ("nodes=2", "ranks_per_node=2", *FORK) if way in ("ddp", "hsdp") else ("nodes=1", "ranks_per_node=4", *FORK)
-        )
-        words = (*shape, "job=train_gpt", f"job.args={ONES}", f"parallel={way}", f"name={way}")
-        done = submit(tmp_path, *words)
-        assert done.returncode == 0, done.stdout + done.stderr
-        log = (tmp_path / f"runs/{way}-0001/logs/rank-0.log").read_text()
-        losses[way] = [tuple(map(float, pair)) for pair in re.findall(r"loss (\S+)  held-out (\S+)", log)]
-    assert len(losses[ways[0]]) == 3 and losses[ways[0]][2][0] < losses[ways[0]][0][0] - 0.1, "it learns"
-    for way, found in losses.items():
-        assert found == [pytest.approx(pair, abs=0.0011) for pair in losses[ways[0]]], way  # three digits are printed
+def test_every_parallelism_trains_alike(tmp_path: Path) -> None:
+    """By config alone, 2 nodes x 2 ranks learn with each parallelism, and equal shares of the data give equal losses."""
+    shape = ("nodes=2", "ranks_per_node=2")
+    applied = {}
+    for way, (words, _) in WAYS.items():
+        config = compose(("cluster=local", *shape, "job=train_gpt", *words))
+        (tmp_path / way / "logs").mkdir(parents=True)
+        spec = job_spec.make(config, str(tmp_path), "train_gpt")
+        (tmp_path / way / "spec.json").write_text(spec.to_json())
+        applied[way] = f"{spec.training} {spec.layout}"
+    (tmp_path / "in_turn.py").write_text(IN_TURN)
+    folders = ",".join(str(tmp_path / way) for way in WAYS)
+    done = submit(tmp_path, *shape, *FORK, "name=all", "--", "in_turn.py", folders, *ONES)
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, *logs = (tmp_path / "runs/all-0001/logs/rank-0.log").read_text().split("--- run ")
+    losses: dict[int, dict[str, list[tuple[float, ...]]]] = {1: {}, 2: {}, 4: {}, 8: {}}
+    for (way, (_, shares)), log in zip(WAYS.items(), logs, strict=True):
+        assert applied[way] in log, "the session used this spec"
+        assert log.startswith(f"{way}\n") and "--- it writes:\ndef " in log
+        losses[shares][way] = [tuple(map(float, pair)) for pair in re.findall(r"loss (\S+)  held-out (\S+)", log)]
+    assert [len(alike) for alike in losses.values()] == [1, 2, 7, 1]
+    assert len({tuple(next(iter(alike.values()))) for alike in losses.values()}) == 4, "other shares, other losses"
+    for alike in losses.values():
+        expected = next(iter(alike.values()))
+        assert len(expected) == 3 and expected[2][0] < expected[0][0] - 0.1, "it learns"
+        for way, found in alike.items():
+            assert found == [pytest.approx(pair, abs=0.0011) for pair in expected], way  # three digits are printed
 
 
 def test_the_same_command_gives_the_same_losses(tmp_path: Path) -> None:
@@ -88,7 +102,7 @@ def test_the_same_command_gives_the_same_losses(tmp_path: Path) -> None:
     args = f"job.args={[*SMALL, '--eval-every', '1']}"
     logs = []
     for number in (1, 2):
-        done = submit(tmp_path, "nodes=1", "ranks_per_node=2", *FORK, "job=train_gpt", args)
+        done = submit(tmp_path, "nodes=1", "ranks_per_node=2", *TORCH, "job=train_gpt", args)
         assert done.returncode == 0, done.stdout + done.stderr
         log = (tmp_path / f"runs/train_gpt-000{number}/logs/rank-0.log").read_text()
         logs.append(re.sub(r"\S+ tokens/s|hpcinit: .*", "", log))
@@ -121,7 +135,7 @@ with hpcinit.session() as run:
 
 def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
     """Started without submission it is one rank and learns."""
-    done = train(tmp_path)
+    done = python(tmp_path, "-m", "hpcinit.jobs.train_gpt", *SMALL)
     assert done.returncode == 0, done.stderr
     first, last, _, _ = RESULT.findall(done.stdout.splitlines()[-1])[0]
     assert float(last) < float(first)
@@ -139,9 +153,10 @@ def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
 )
 def test_it_fails_with_a_reason(tmp_path: Path, words: list[str], status: int, message: str) -> None:
     """A run that does not learn exits with 1, a wrong argument with 2, each with a line with the reason."""
-    done = train(tmp_path, *words)
-    assert done.returncode == status, done.stdout
-    assert re.search(message, done.stderr), done.stderr
+    code = f"import sys; sys.argv[1:] = {[*SMALL, *words]}; from hpcinit.jobs import train_gpt; train_gpt.main()"
+    ended, output = Rank(code, tmp_path / "log", {}).end()
+    assert ended == status, output
+    assert re.search(message, output), output
 
 
 def test_the_text_is_the_modules_that_every_machine_has(tmp_path: Path) -> None:

@@ -58,8 +58,9 @@ def compare(line: Sequence[str]) -> None:
     """Assert that both make the same request: values, types and the order of the keys."""
     plain = plain_config.request(line)
     assert plain is not None, line
-    assert json.dumps(plain.document) == json.dumps(by_hydra(line).document), line
-    assert repr(plain) == repr(by_hydra(line)), line
+    hydras = by_hydra(line)
+    assert json.dumps(plain.document) == json.dumps(hydras.document), line
+    assert repr(plain) == repr(hydras), line
 
 
 @pytest.mark.parametrize("group", ["cluster", "job", "parallel", "launch"])

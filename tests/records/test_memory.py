@@ -94,6 +94,7 @@ def temporary_gradients(wanted: Demand) -> float:
     return sum(part.bytes for part in parts_of(wanted) if part.name in fleeting) / P
 
 
+@pytest.mark.ranks
 def test_the_formulas_match_real_ranks(measured: dict[str, dict[str, int]]) -> None:
     """Between steps and at the optimizer's step, four ranks use the memory of the formulas within SPARE."""
     assert set(measured) == set(DEMANDS)
@@ -104,6 +105,7 @@ def test_the_formulas_match_real_ranks(measured: dict[str, dict[str, int]]) -> N
         assert measured[name]["step"] == pytest.approx(always + predicted(wanted, memory.STEP), abs=spare), name
 
 
+@pytest.mark.ranks
 def test_the_backward_pass_stays_below_the_estimate(measured: dict[str, dict[str, int]]) -> None:
     """In the backward pass a rank uses at most the memory of the formulas, and at least that without short-lived parts."""
     for name, wanted in DEMANDS.items():

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,12 @@ from tests.submitting import folder_of, submit
 from tests.test_world_command import AS_ROOT, mpi
 
 PROGRAMS = Path(__file__).parent / "programs"
+Found = dict[str, dict[str, list[dict[str, Any]]]]
 TOLERANCE = 1e-5  # of float32 sums in another order
+
+
+# The launcher is not the subject of these programs: one process per node imports what its ranks need.
+FORK = ("launch=fork", "launch.preload=[torch,torch._inductor.compile_fx,deepspeed]")
 
 
 def said(folder: Path, number: int) -> list[dict[str, Any]]:
@@ -28,8 +33,8 @@ def said(folder: Path, number: int) -> list[dict[str, Any]]:
 def submitted(
     hpcinit: Run, slurm: MiniSlurm, program: str, number: int, folder: Path, *words: str, args: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
-    """Submit the program to nodes x 2 ranks; return the result of each rank."""
-    words = (f"nodes={number // 2}", "ranks_per_node=2", "wait=true", *words)
+    """Submit the program to 2 nodes with `number` ranks; return the result of each rank."""
+    words = ("nodes=2", f"ranks_per_node={number // 2}", "wait=true", *FORK, *words)
     done = submit(hpcinit, slurm, *words, "--", str(PROGRAMS / program), str(folder), *args, timeout=280)
     assert done.returncode == 0, (folder_of(done) / "logs/rank-0.log").read_text()[-4000:] + done.stderr
     return said(folder, number)
@@ -68,15 +73,17 @@ def with_mpirun(program: str) -> str:
     return f"{mpi('mpirun.openmpi')} -np 4 {PYTHON} {program}"
 
 
-def launched(
-    slurm: MiniSlurm, folder: Path, name: str, ways: dict[str, Callable[[str], str]]
-) -> dict[str, list[dict[str, Any]]]:
-    """Run each launcher in turn in one allocation; return the results of the 4 ranks per launcher."""
+def launched(slurm: MiniSlurm, folder: Path, ways: dict[str, Callable[[str], str]], programs: Sequence[str]) -> Found:
+    """Run launches.py with each launcher in turn in one allocation.
+
+    Return the results of the 4 ranks per program and launcher.
+    """
     lines = ["#!/bin/sh", "set -e", "export OMP_NUM_THREADS=1", *(f"export {k}={v}" for k, v in AS_ROOT.items())]
     for launcher, line in ways.items():
-        (folder / launcher).mkdir()
+        for program in programs:
+            (folder / launcher / program).mkdir(parents=True)
         # hpcinit.run, because Python's exit may abort a successful rank (hpcinit/runtime/interpreter_exit.py).
-        lines.append(line(f"-m hpcinit.run {PROGRAMS / name} {folder / launcher}"))
+        lines.append(line(f"-m hpcinit.run {PROGRAMS / 'launches.py'} {folder / launcher}"))
     # Not sbatch --wait, which polls the job at growing intervals.
     lines.insert(1, "trap 'echo $? > ended.tmp; mv ended.tmp ended' EXIT")
     (folder / "job").write_text("\n".join(lines) + "\n")
@@ -89,8 +96,8 @@ def launched(
     while not (folder / "ended").exists() and time.monotonic() < deadline:
         time.sleep(0.2)
     assert (folder / "ended").exists() and (folder / "ended").read_text() == "0\n", (folder / "out").read_text()[-4000:]
-    found = {launcher: said(folder / launcher, 4) for launcher in ways}
-    for launcher, ranks in found.items():
+    found = {program: {way: said(folder / way / program, 4) for way in ways} for program in programs}
+    for launcher, ranks in ((way, ranks) for each in found.values() for way, ranks in each.items()):
         assert [(r["launcher"], r["rank"], r["local_rank"], r["world"]) for r in ranks] == [
             (launcher, rank, rank % 2, 4) for rank in range(4)
         ]

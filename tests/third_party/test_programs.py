@@ -19,6 +19,11 @@ from tests.skip_or_fail import skip_or_fail
 from tests.submitting import folder_of, submit
 
 PROGRAMS = Path(__file__).parent / "programs"
+# One process per node imports the library for its ranks.
+LIGHTNING = ["launch=fork", "launch.preload=[torch,lightning]"]
+ACCELERATE = ["launch=fork", "launch.preload=[torch,accelerate,torch._dynamo]"]
+TRANSFORMERS = ["launch=fork", "launch.preload=[torch,transformers.trainer,torch._dynamo]"]
+CPU = '+cluster.env.ACCELERATE_USE_CPU="true"'  # like `accelerate launch --cpu`
 
 
 @pytest.fixture(autouse=True)
@@ -55,9 +60,9 @@ def assert_one_world_of_4(found: list[dict], samples: Iterable[int]) -> None:
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
-        ("lightning_fit.py", []),
-        ("accelerate_loop.py", ['+cluster.env.ACCELERATE_USE_CPU="true"']),  # like `accelerate launch --cpu`
-        ("hf_trainer.py", []),
+        ("lightning_fit.py", []),  # by srun, because Lightning reads the variables of Slurm's tasks
+        ("accelerate_loop.py", [*ACCELERATE, CPU]),
+        ("hf_trainer.py", TRANSFORMERS),
     ],
 )
 def test_trains_as_one_world(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, name: str, setting: list[str]) -> None:
@@ -83,7 +88,7 @@ def test_accelerate_alone_makes_worlds_of_one_on_cpu(slurm: MiniSlurm, tmp_path:
 
 def test_lightning_names_a_wrong_number_of_devices(hpcinit: Run, tmp_path: Path) -> None:
     """Lightning reads the step's variables: if devices do not match the ranks of a node, every rank exits with an error that names them."""
-    words = ["cluster=local", "nodes=1", "ranks_per_node=2", "wait=true", "launch.kill_on_bad_exit=false"]
+    words = ["cluster=local", "nodes=1", "ranks_per_node=2", "wait=true", "launch.kill_on_bad_exit=false", *LIGHTNING]
     done = hpcinit("submit", *words, "--", str(PROGRAMS / "lightning_fit.py"), env={"DEVICES": "4"})
     assert done.returncode != 0
     for rank in (0, 1):

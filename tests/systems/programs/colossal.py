@@ -1,8 +1,6 @@
-"""Like ColossalAI: find device and backend and set seeds, exactly once, from any launcher. `colossal.py FOLDER`."""
+"""Like ColossalAI: find device and backend and set seeds, exactly once, from any launcher."""
 
 from __future__ import annotations
-
-import sys
 
 import torch
 import torch.distributed as dist
@@ -11,7 +9,7 @@ from saying import draws, refusal, say
 import hpcinit
 
 
-def main() -> None:
+def main(folder: str) -> None:
     made = []
     original = dist.init_process_group
 
@@ -39,8 +37,4 @@ def main() -> None:
     hpcinit.shutdown()
     found["nccl on a CPU"] = refusal(hpcinit.init, seed=1024, backend="nccl")
     with hpcinit.session(seed=1024, seed_by="rank") as later:
-        say(sys.argv[1], later, **found, own=draws(), anew=later is not run)
-
-
-if __name__ == "__main__":
-    main()
+        say(folder, later, **found, own=draws(), anew=later is not run)

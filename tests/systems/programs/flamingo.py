@@ -32,14 +32,14 @@ def train(run: hpcinit.Runtime) -> dict[str, object]:
             "held": held}  # fmt: skip
 
 
-def main() -> None:
+def main(folder: str) -> None:
     found = {}
     for name, layout in (("ddp", Layout()), ("fsdp", Layout(dp_replicate=1, dp_shard=-1))):
         with hpcinit.session(seed=11, layout=layout, batch=Samples(micro=2), training=Training(name)) as run:
             backend = torch.distributed.get_backend()
             found[name] = train(run) | {"backend": backend, "device": str(run.device)}
-    say(sys.argv[1], run, **found)
+    say(folder, run, **found)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

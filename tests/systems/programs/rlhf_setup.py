@@ -1,6 +1,6 @@
 """Like OpenRLHF's set-up: equal seeds, DeepSpeed with a timeout, a mesh of (dp, sp, tp), accumulation, a step of training.
 
-python -m hpcinit.run rlhf_setup.py FOLDER, on 4 nodes x 2 ranks, with parallel.cp=2 parallel.tp=2 parallel.wrap=fsdp.
+python -m hpcinit.run rlhf_setup.py FOLDER, on 2 nodes x 4 ranks, with parallel.cp=2 parallel.tp=2 parallel.wrap=fsdp.
 """
 
 from __future__ import annotations
