@@ -40,12 +40,12 @@ def main(argv: Sequence[str]) -> int:
         say(doubt)
     agents = launchers.read(os.environ)
     _refuse_another_size(spec, agents, path)
-    from hpcinit.launch.torchrun import torchrun_job  # noqa: PLC0415 - imports torch
-    from hpcinit.runtime import program  # noqa: PLC0415 - with the imports of torchrun_job
+    from hpcinit.launch.torchrun import agent  # noqa: PLC0415 - imports torch
+    from hpcinit.runtime import program  # noqa: PLC0415 - with the imports of the agent
 
     with program.recorded(agents):
         node_check.finish(check, path.parent)
-    return torchrun_job.run(spec, path, agents, came)
+    return agent.run(spec, path, agents, came)
 
 
 def _refuse_another_size(spec: Spec, agents: World, path: Path) -> None:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from hpcinit.base import failure_kinds
 from hpcinit.base.console import say
 from hpcinit.base.errors import BringUpError, WorldError
-from hpcinit.rendezvous import fingerprint, protocol, start_failure
+from hpcinit.rendezvous import fingerprint, protocol
+from hpcinit.rendezvous.protocol import StartupFailure
 from hpcinit.rendezvous.roster import RendezvousEndpoint
-from hpcinit.rendezvous.start_failure import StartupFailure
 from hpcinit.world import World
 
 # The peer's half of the handshake: it checks that this is our rank 0, and whether rank 0 accepts it.
@@ -297,7 +297,7 @@ class RendezvousClient(RendezvousEndpoint):
 
     def _take(self, message: dict[str, Any]) -> None:
         if "failed" in message:
-            self._failed(start_failure.of(message, "failed"))
+            self._failed(StartupFailure.from_message(message, "failed"))
         with self._changed:
             self._all_came |= "all" in message
             self._closed |= "closed" in message
@@ -306,7 +306,7 @@ class RendezvousClient(RendezvousEndpoint):
                     self._store_port = protocol.port(message, "store")
                 if "missing" in message:
                     protocol.text(message, "missing")
-                    self._missing = start_failure.of(message, "missing")
+                    self._missing = StartupFailure.from_message(message, "missing")
             except protocol.NotOurs as error:
                 self._ignored(error)
             self._changed.notify_all()

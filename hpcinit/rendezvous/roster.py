@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hpcinit.base.text import ranges
-from hpcinit.rendezvous.start_failure import StartupFailure
+from hpcinit.rendezvous.protocol import StartupFailure
 from hpcinit.slurm import nodelist
 
 # The phases that a rank reports, in this order. 'started': hpcinit.run or init has found rank 0. 'imported': it is in

@@ -19,9 +19,9 @@ from hpcinit.base.console import say
 from hpcinit.base.errors import BringUpError
 from hpcinit.rendezvous import fingerprint, protocol
 from hpcinit.rendezvous.connections import Connection, Connections
+from hpcinit.rendezvous.protocol import StartupFailure
 from hpcinit.rendezvous.rendezvous_client import CONNECT_S, SAME_SECRET, SAME_VERSION, JoinRequest, Refused, connect
 from hpcinit.rendezvous.roster import PHASES, Peer, RendezvousEndpoint, Roster
-from hpcinit.rendezvous.start_failure import StartupFailure
 from hpcinit.world import World, hosts, network, ports
 
 # Rank 0's ports: the first free candidate for the server, the next one for the program's own rendezvous.

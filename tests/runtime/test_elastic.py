@@ -262,14 +262,14 @@ def test_a_rank_whose_log_has_no_room(tmp_path: Path, capfd: pytest.CaptureFixtu
 
 def test_a_restart_that_cannot_be_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The ranks start again on a full disk too; two warnings name what is not recorded."""
-    from hpcinit.launch.torchrun import torchrun_job
+    from hpcinit.launch.torchrun.agent import Node
 
     with small_disk(tmp_path / "run", "nr_inodes=4") as place:  # errors/, its file, and no further folder
         (place / "errors").mkdir()
         record = ErrorRecord(1.0, 0, "n1", "ValueError: x", "", job="43.0.0")
         (place / "errors" / record.name).write_text(record.to_json())
         fill(place)
-        node = object.__new__(torchrun_job.Node)
+        node = object.__new__(Node)
         node._folder, node._restart_message = place, lambda why: "restart message"  # type: ignore[method-assign]
         node._record_restart(Restart("43.0.0", 1, 1.0, 0, "n1", "Killed"))
     err = capsys.readouterr().err
