@@ -52,6 +52,7 @@ def folder_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
 
 
 def _runs_dir(config: Config) -> Iterator[Check]:
+    """Check the folder of runs, and the clock of its file server."""
     path = expanded(config.runs_dir).absolute()
     found = _folder("runs_dir", path, absent=OK)
     kind = _file_system(_existing(path))
@@ -146,10 +147,11 @@ def slurm_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
         advice = "load the slurm module, or log in to a login node; cluster=local needs no Slurm"
         yield Check("Slurm", FAIL, f"{', '.join(missing)} not found on PATH", advice)
         return
-    yield from _controller(config, env)
+    yield from _controller_checks(config, env)
 
 
-def _controller(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
+def _controller_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
+    """Check that the controller answers, its version and clock, and then the partition."""
     before = time.time()
     text, problem = _query(["scontrol", "show", "config"], env)
     after = time.time()
@@ -164,12 +166,12 @@ def _controller(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
     advice = "the controller is overloaded: submit once, and wait" if slow else ""
     yield Check(CONTROLLER, WARNING if slow else OK, detail, advice)
     yield _version(config, version)
-    clock = check_results.controllers(text)
+    clock = check_results.controller_clock(text)
     if clock is not None:
         found = check_results.clock_skew(before, after, clock, clock + 1)
         advice = "ask the site to synchronize the clocks (chronyd): munge refuses credentials that are 300 s old"
         yield Check("controller's clock", found.status, str(found), advice if found.status != OK else "")
-    yield from _nodes(config, env)
+    yield from _partition_checks(config, env)
 
 
 def _version(config: Config, version: str) -> Check:
@@ -180,7 +182,7 @@ def _version(config: Config, version: str) -> Check:
     return Check("Slurm's version", OK, version)
 
 
-def _nodes(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
+def _partition_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
     """Check the states of the partition's nodes."""
     name = config.partition or config.cluster.partition
     about = f"partition {name}" if name else "partitions"
@@ -201,12 +203,15 @@ def _nodes(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
 
 
 def _of_partition(config: Config, about: str, rows: Sequence[Sequence[str]]) -> Check:
+    """Return the check of one partition. rows: name, number of nodes, state and availability from sinfo."""
     states: Counter[str] = Counter()
     for _, amount, state, _ in rows:
         states[state] += int(amount)
     total = sum(states.values())
     detail = f"{total} nodes: {', '.join(f'{amount} {state}' for state, amount in states.most_common())}"
-    usable = sum(amount for state, amount in states.items() if _base(state) in USABLE and not state.endswith("*"))
+    usable = sum(
+        amount for state, amount in states.items() if _without_suffix(state) in USABLE and not state.endswith("*")
+    )
     if any(row[3] != "up" for row in rows):
         advice = "set partition=... to another one, or wait: its jobs do not start"
         return Check(about, FAIL, f"{detail}; the partition is {rows[0][3]}", advice)
@@ -216,7 +221,7 @@ def _of_partition(config: Config, about: str, rows: Sequence[Sequence[str]]) -> 
     return Check(about, OK, detail)
 
 
-def _base(state: str) -> str:
+def _without_suffix(state: str) -> str:
     return state.rstrip("*~#!%$@^-+")
 
 
@@ -236,9 +241,9 @@ def login_checks(config: Config, document: Mapping[str, Any], env: Mapping[str, 
     yield from version_checks(config)
     with slurm_client.on_cluster(config.cluster.clusters):
         yield from slurm_checks(config, env)
-    yield from _config(config, document)
+    yield from _config_check(config, document)
     yield from folder_checks(config, env)
-    yield from _environment(config, env)
+    yield from _environment_checks(config, env)
 
 
 def version_checks(config: Config | None) -> Iterator[Check]:
@@ -248,18 +253,19 @@ def version_checks(config: Config | None) -> Iterator[Check]:
     installed = [f"{name} {versions.installed(name) or 'missing'}" for name in ("submitit", "hydra-core", "omegaconf")]
     yield Check("dependencies", OK, ", ".join(installed))
     other = _other_python(config) if config else ""
-    yield _torch(other)
+    yield _torch_check(other)
     deepspeed = versions.installed("deepspeed")
     needed = config is not None and job_spec.uses_deepspeed(config)
     if needed and not deepspeed and not other:
         yield Check("deepspeed", FAIL, "not installed, but this request needs it", "pip install deepspeed")
     elif deepspeed and not other and (newer := private_names.newer_than_tested("deepspeed", deepspeed)):
-        yield Check("deepspeed", WARNING, newer, _older("deepspeed"))
+        yield Check("deepspeed", WARNING, newer, _advice_on_newer("deepspeed"))
     else:
         yield Check("deepspeed", OK, deepspeed or "not installed here")
 
 
-def _torch(other: str) -> Check:
+def _torch_check(other: str) -> Check:
+    """Check the installed torch. other: the setting that gives the ranks another Python, or ''."""
     found = versions.installed("torch")
     if other:
         return Check("torch", OK, f"not checked: the ranks use {other}; on this machine: {found or 'not installed'}")
@@ -269,11 +275,11 @@ def _torch(other: str) -> Check:
     if versions.key(found) < versions.key(oldest):
         return Check("torch", FAIL, f"{found}, expected {oldest} or newer", f"pip install 'torch>={oldest}'")
     if newer := private_names.newer_than_tested("torch", found):
-        return Check("torch", WARNING, newer, _older("torch"))
+        return Check("torch", WARNING, newer, _advice_on_newer("torch"))
     return Check("torch", OK, f"{found} (installed; not imported here)")
 
 
-def _older(package: str) -> str:
+def _advice_on_newer(package: str) -> str:
     newest = private_names.TESTED[package].newest
     return f"nothing to do if your job works; otherwise: pip install '{package}<={newest}'"
 
@@ -292,7 +298,7 @@ def _other_python(config: Config) -> str:
     return "modules of the cluster" if cluster.modules else ""
 
 
-def _config(config: Config, document: Mapping[str, Any]) -> Iterator[Check]:
+def _config_check(config: Config, document: Mapping[str, Any]) -> Iterator[Check]:
     try:
         submission.check(config, document)
     except HpcinitError as error:
@@ -303,7 +309,7 @@ def _config(config: Config, document: Mapping[str, Any]) -> Iterator[Check]:
     yield Check("config", OK, f"cluster {config.cluster.name}, {config.nodes} x {per_node} ranks: no problem")
 
 
-def _environment(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
+def _environment_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
     """Check the variables of this shell that hpcinit does not pass to jobs."""
     _, dropped = job_environment.job_environment(
         env, config.secrets, config.secret_names, devices=config.cluster.engine == "slurm"

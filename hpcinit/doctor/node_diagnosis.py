@@ -147,6 +147,7 @@ def _presence(reports: Sequence[Report], nodes: int, ranks_per_node: int) -> Ite
 
 
 def _devices(reports: Sequence[Report]) -> Iterator[Check]:
+    """Report devices that ranks share, and ranks that see no GPU although their variables list some."""
     found: dict[tuple[str, str], list[int]] = {}
     for report in reports:
         identity = report.device.get("uuid") or report.device.get("pci", "")
@@ -240,6 +241,7 @@ def _loopback(address: str) -> bool:
 
 
 def _interfaces(reports: Sequence[Report]) -> Iterator[Check]:
+    """Report network interfaces that are down on a node but up on most."""
     reported = {report.host: report.node.interfaces for report in reports if report.node}
     common = Counter(one.name for found in reported.values() for one in found if one.up)
     usual = {name for name, amount in common.items() if amount > len(reported) / 2}
@@ -260,6 +262,7 @@ def _interfaces(reports: Sequence[Report]) -> Iterator[Check]:
 
 
 def _places(reports: Sequence[Report]) -> Iterator[Check]:
+    """Report folders and shared memory that are full or not writable."""
     healthy: dict[str, list[float]] = {}
     for report in reports:
         for place in report.node.places if report.node else ():

@@ -168,6 +168,7 @@ def all_reduce(device: torch.device, size: int, group: ProcessGroup | None, rank
 
 
 def _on_node(run: hpcinit.Runtime, own: Sequence[int], size: int) -> AllReduce | None:
+    """Return the all-reduce among the ranks `own` of this node; None if it would show nothing new."""
     if len(own) == 1 or len(own) == run.world_size:
         return None
     group = dist.new_group(list(own), use_local_synchronization=True)
@@ -192,6 +193,7 @@ def _links(run: hpcinit.Runtime, nodes: Sequence[Sequence[int]], size: int) -> t
 
 
 def _measure_link(pair: Pair, device: torch.device, size: int) -> Link:
+    """Measure round trip, clock difference and bandwidth as the pair's first rank."""
     small, large = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(size // 4, device=device)
     best, ahead = float("inf"), 0.0
     for _ in range(TRIPS):
@@ -205,6 +207,7 @@ def _measure_link(pair: Pair, device: torch.device, size: int) -> Link:
 
 
 def _send_back(pair: Pair, device: torch.device, size: int) -> None:
+    """Do the second rank's part of _measure_link()."""
     small, large = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(size // 4, device=device)
     for _ in range(TRIPS):
         dist.recv(small, pair.a)
@@ -227,6 +230,7 @@ def _barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
 
 
 def _merged(before: Link | None, now: Link) -> Link:
+    """Return both measurements of a link as one, with the more exact clock difference."""
     if before is None:
         return now
     closer = now if now.within_s < before.within_s else before
@@ -234,6 +238,7 @@ def _merged(before: Link | None, now: Link) -> Link:
 
 
 def _timed(act: Callable[[], object], device: torch.device | None = None) -> float:
+    """Return the seconds that `act` takes, including its work on `device`."""
     if device:
         _wait(device)
     started = time.perf_counter()

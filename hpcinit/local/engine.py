@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     _adopt_orphans()  # no process of the job may outlive it, even if a step was killed
     try:
         script = ["bash", str(path / run_folder.SCRIPT)]
-        die_with_this = partial(process_limits.die_with_parent_process, os.getpid())
+        die_with_this = partial(process_limits.die_with_parent, os.getpid())
         job = Supervisor().start(0, script, env, folder=spec.workdir, in_child=die_with_this)
     except OSError as error:
         print(f"hpcinit: error: cannot start the batch script in {spec.workdir}: {error}", flush=True)

@@ -62,6 +62,7 @@ def _bounds(attempt: Attempt, home: str) -> dict[str, tuple[float, float]]:
 
 
 def _of_rendezvous(attempt: Attempt) -> Iterator[tuple[str, float, float]]:
+    """Yield (host, least, most) of the offset from each rank's messages with rank 0."""
     for rank in attempt.ranks:
         if rank.clock is not None:
             offset, within = rank.clock
@@ -168,6 +169,7 @@ class Report:
 
 
 def startup_phases(attempt: Attempt) -> Report:
+    """Return the report on one attempt, with its events by the clock of rank 0's node."""
     clocks = clock_offsets(attempt)
     same = corrected(attempt, clocks)
     took: dict[str, dict[int, float]] = {name: {} for name in EVENTS}
