@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcinit.base import versions
+from hpcinit.base import safe_files, versions
 from hpcinit.base.errors import HpcinitError
 from hpcinit.base.text import expanded, home
 from hpcinit.config import job_spec
@@ -55,7 +55,7 @@ def _runs_dir(config: Config) -> Iterator[Check]:
     """Check the folder of runs, and the clock of its file server."""
     path = expanded(config.runs_dir).absolute()
     found = _folder("runs_dir", path, absent=OK)
-    kind = _file_system(_existing(path))
+    kind = safe_files.file_system(_existing(path))
     if found.status == OK and config.cluster.engine == "slurm" and kind in OF_ONE_MACHINE:
         advice = "set runs_dir=... to a folder on a file system that all nodes share"
         found = Check("runs_dir", WARNING, f"{found.detail}; on {kind}, which other machines cannot see", advice)
@@ -112,20 +112,6 @@ def _write_file(folder: Path) -> tuple[float, float, float]:
         os.unlink(name)  # noqa: PTH108
     # The kernel stamps a file with the time of its last tick, up to 10 ms ago (CONFIG_HZ=100).
     return before - 0.01, at, time.time()
-
-
-def _file_system(path: Path) -> str:
-    """Return the type of the file system of `path`, for example 'nfs4' or 'tmpfs'; '' if unknown."""
-    best, kind = "", ""
-    try:
-        mounts = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    for fields in (line.split() for line in mounts):
-        point = fields[1].replace("\\040", " ")
-        if (path == Path(point) or Path(point) in path.parents) and len(point) >= len(best):
-            best, kind = point, fields[2]
-    return kind
 
 
 # Slurm: its commands, its controller, and the nodes of the partition.

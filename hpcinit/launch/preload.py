@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hpcinit.base.errors import BringUpError, RequestError
+from hpcinit.base.safe_files import read_or_empty
 from hpcinit.base.versions import installed, key
 from hpcinit.deepspeed.deepspeed_versions import IMPORT_LEAVES_CUDA_SINCE
 from hpcinit.rendezvous import fingerprint
@@ -144,7 +145,7 @@ def _threads() -> dict[int, str]:
     for path in TASKS.iterdir():
         thread = int(path.name)
         if thread != os.getpid():
-            found[thread] = known.get(thread) or _read(path / "comm") or str(thread)
+            found[thread] = known.get(thread) or read_or_empty(path / "comm") or str(thread)
     return found
 
 
@@ -186,10 +187,3 @@ def _is_cuda_lost_in_fork() -> bool:
     if child == 0:
         os._exit(int(sys.modules["torch"].cuda._is_in_bad_fork()))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from hpcinit.base import safe_files
 from hpcinit.base.console import say
 from hpcinit.records import scratch
 from hpcinit.records.spec import Spec
@@ -101,20 +102,7 @@ def _remove_old(folder: Path) -> None:
 
 def _is_shared(place: Path, world: World) -> bool:
     """Return whether all ranks may see the same files there. The launcher 'env' names no nodes: assume several."""
-    return (world.nodes == 1 and world.launcher != "env") or file_system(place) not in PRIVATE
-
-
-def file_system(place: Path) -> str:
-    """Return the type of the file system of `place` from /proc/self/mountinfo, or '' if it is not found."""
-    here, found, longest = place.resolve(), "", -1
-    with suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            words = line.split()
-            at = Path(words[4].replace("\\040", " "))
-            # 36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw: the type follows the single dash.
-            if here.is_relative_to(at) and len(at.parts) >= longest:
-                found, longest = words[words.index("-") + 1], len(at.parts)
-    return found
+    return (world.nodes == 1 and world.launcher != "env") or safe_files.file_system(place) not in PRIVATE
 
 
 def _read_secret(path: Path) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hpcinit.base.text import ranges
+from hpcinit.base.text import rank_names
 from hpcinit.rendezvous.protocol import StartupFailure
 from hpcinit.slurm import nodelist
 
@@ -86,7 +86,7 @@ class Roster:
             seen = {peer.host for peer in self.peers.values()}
             empty = [host for host in dict.fromkeys(self.hosts) if host not in seen]
             where = f" (no rank connected from {_cut(nodelist.compress(empty))})" if empty else ""
-            parts.append(f"{_cut(ranks(absent))} never connected{where}")
+            parts.append(f"{_cut(rank_names(absent))} never connected{where}")
         for peer in sorted(late, key=lambda peer: peer.rank)[:16]:
             waited = time.monotonic() - peer.since
             parts.append(
@@ -116,12 +116,6 @@ class Roster:
             + (f": {peer.error}" if peer.error else "; its own log may show the reason")
             for peer in first
         )
-
-
-def ranks(numbers: Iterable[int]) -> str:
-    """Return 'rank 3' or 'ranks 4-6,9'."""
-    text = ranges(numbers)
-    return f"rank{'' if text.isdecimal() else 's'} {text}"
 
 
 def _cut(text: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from hpcinit.base.text import ranges
+from hpcinit.base.text import rank_names
 from hpcinit.records.timeline import EVENTS, Attempt
 
 # Differences between the nodes' clocks, and events by one clock
@@ -146,7 +146,7 @@ class SlowPhase:
     took: float
 
     def __str__(self) -> str:
-        names = f"rank{'s' * (len(self.ranks) > 1)} {ranges(self.ranks)}"
+        names = rank_names(self.ranks)
         return f"{self.host} ({names})" if self.whole and len(self.ranks) > 1 else f"{names} on {self.host}"
 
 
@@ -222,7 +222,7 @@ def missing_ranks(report: Report) -> list[str]:
     lines = []
     if attempt.absent:
         empty = f"; no rank of {_listed(report.silent_hosts)} started" if report.silent_hosts else ""
-        lines.append(f"{_ranks(attempt.absent)} did not start: no timeline entry{empty}")
+        lines.append(f"{rank_names(attempt.absent)} did not start: no timeline entry{empty}")
     by_event: dict[str, list[int]] = {}
     for rank in attempt.ranks:
         by_event.setdefault(rank.furthest, []).append(rank.rank)
@@ -232,7 +232,7 @@ def missing_ranks(report: Report) -> list[str]:
         if event != names[-1]:
             where = _listed(sorted({report.hosts[rank] for rank in ranks}))
             after = f"'{event}' ({EVENTS[event]})" if event else "the start of the process"
-            lines.append(f"{_ranks(ranks)} on {where} stopped after {after}")
+            lines.append(f"{rank_names(ranks)} on {where} stopped after {after}")
     if before_init(report):
         lines.append("a program that calls init_process_group instead of hpcinit.init() records no later events")
     return lines
@@ -247,10 +247,6 @@ def before_init(report: Report) -> bool:
 def _listed(names: Iterable[str], most: int = 8) -> str:
     every = list(names)
     return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
 
 
 def seconds(value: float) -> str:
