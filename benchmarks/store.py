@@ -103,7 +103,7 @@ def _server(way: str, world_size: int) -> None:
     if way == "missing":
         _miss(rank_0)
     elif way in {"busy", "slow"}:
-        while not rank_0._all_came:  # a program that imports and computes
+        while not rank_0._all_connected:  # a program that imports and computes
             sum(range(1000))
         rank_0.offer_store(1)
     rank_0.report_phase("imported")

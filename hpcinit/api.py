@@ -33,7 +33,7 @@ from hpcinit.records import results
 
 __all__ = ["Run", "find", "runs", "submit", "sweep"]
 
-LOOK_S = 0.2  # between two looks at the run folder; Slurm is queried less often: observe/poll.py
+POLL_S = 0.2  # between two reads of the run folder; Slurm is queried less often: observe/poll.py
 _PLAIN = re.compile(r"[A-Za-z_/][\w./+:-]*")  # a value that Hydra reads as this text without quotes
 _OTHER_TYPES = {"true", "false", "null", "nan", "inf"}
 
@@ -85,7 +85,7 @@ class Run:
         while not watched.ask():
             if end is not None and time.monotonic() > end:
                 raise TimeoutError(f"{self.name} is {watched.now.name} after {timeout_s:g} s; it continues")
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         return watched.now.name
 
     def logs(self, rank: int = 0) -> str:
@@ -173,6 +173,7 @@ def _submit(
 
 
 def _documents(*words: str) -> list[dict[str, Any]]:
+    """Return the JSON documents of a command."""
     return _run([words[0], "--json", *words[1:]])[0]
 
 
@@ -191,39 +192,39 @@ def _run(words: Sequence[str]) -> tuple[list[dict[str, Any]], Sequence[str]]:
             process.send_signal(signal.SIGINT)
             out, err = process.communicate()
             if isinstance(interrupt, KeyboardInterrupt):
-                raise _interrupted(_read(out)) from None
+                raise _interruption(_json_lines(out)) from None
             raise
-    documents = _read(out)
+    documents = _json_lines(out)
     notes = tuple(line.removeprefix("hpcinit: ") for line in err.splitlines() if line.strip())
     if process.returncode == 0:
         return documents, notes
     found = next((one for one in documents if "type" in one), None)
     if process.returncode == INTERRUPTED:
-        raise _interrupted(documents)
-    made = _made(documents)
+        raise _interruption(documents)
+    made = _run_folders(documents)
     if found is not None and not made:
-        raise _error(found)
+        raise _reported_error(found)
     text = "\n".join(notes) or f"`{' '.join(command)}` exited with status {process.returncode}"
     if words[0] == "submit":
         raise SubmitError(text, f"these runs were submitted: {made}" if made else "nothing was submitted")
     raise Failure(text)
 
 
-def _interrupted(documents: Sequence[Mapping[str, Any]]) -> KeyboardInterrupt:
-    made = _made(documents)
+def _interruption(documents: Sequence[Mapping[str, Any]]) -> KeyboardInterrupt:
+    made = _run_folders(documents)
     return KeyboardInterrupt(f"submitted before the interruption: {made}" if made else "nothing was submitted")
 
 
-def _made(documents: Sequence[Mapping[str, Any]]) -> str:
+def _run_folders(documents: Sequence[Mapping[str, Any]]) -> str:
     """Return the folders of the runs among the documents, '' if there are none."""
     return ", ".join(one["run"] for one in documents if "run" in one and "type" not in one)
 
 
-def _read(out: str) -> list[dict[str, Any]]:
+def _json_lines(out: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
 
 
-def _error(document: Mapping[str, Any]) -> HpcinitError:
+def _reported_error(document: Mapping[str, Any]) -> HpcinitError:
     """Return the error of base/errors.py that `hpcinit ... --json` printed."""
     kind = getattr(errors, document["type"], Failure)
     error: HpcinitError = kind(*document.get("problems", [document["error"]]))

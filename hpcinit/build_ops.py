@@ -69,6 +69,7 @@ def _device() -> str:
 
 
 def _config(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the ds_config of the run or of the file; {} if the run needs no DeepSpeed."""
     if given.ds_config:
         return _read(given.ds_config)
     from hpcinit.config import compose, job_spec  # noqa: PLC0415 - Hydra, which the other options do not need

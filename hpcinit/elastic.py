@@ -32,23 +32,24 @@ def main(argv: Sequence[str]) -> int:
         raise RequestError(f"launch=torchrun needs torch, and {sys.executable} on {os.uname().nodename} lacks it")
     from hpcinit.launch.torchrun import agent_signals  # noqa: PLC0415 - needs torch, so only after the check
 
-    came = agent_signals.Signals()  # before torch starts threads: they inherit the blocked signals
+    signals = agent_signals.Signals()  # before torch starts threads: they inherit the blocked signals
     path = Path(argv[0]).absolute()
     spec = enter(argv[0])
     check = node_check.start(spec.check_node, os.environ)
     if doubt := check_clock(os.environ, time.time()):
         say(doubt)
     agents = launchers.read(os.environ)
-    _refuse_another_size(spec, agents, path)
-    from hpcinit.launch.torchrun import torchrun_job  # noqa: PLC0415 - imports torch
-    from hpcinit.runtime import program  # noqa: PLC0415 - with the imports of torchrun_job
+    _check_agent_count(spec, agents, path)
+    from hpcinit.launch.torchrun import agent  # noqa: PLC0415 - imports torch
+    from hpcinit.runtime import program  # noqa: PLC0415 - with the imports of the agent
 
     with program.recorded(agents):
         node_check.finish(check, path.parent)
-    return torchrun_job.run(spec, path, agents, came)
+    return agent.run(spec, path, agents, signals)
 
 
-def _refuse_another_size(spec: Spec, agents: World, path: Path) -> None:
+def _check_agent_count(spec: Spec, agents: World, path: Path) -> None:
+    """Raise RequestError unless there is one agent on each node of the spec."""
     if agents.world_size != spec.nodes or agents.local_world_size != 1:
         script = path.parent / run_folder.SCRIPT
         raise RequestError(

@@ -45,10 +45,10 @@ def main(argv: Sequence[str]) -> int:
     monitor = SignalMonitor()
     # As in hpcinit.run, before torch is imported.
     protected = safeguards.apply(os.environ, folder, slurm_step.identity(os.environ))
-    cpus = _shares(spec)
+    cpus = _cpus_of_ranks(spec)
     if cpus is not None:  # OpenMP and BLAS count CPUs at import, and should count those of one rank
         rank_binding.apply(cpus[0])
-    process_title.call_this(f"hpcinit: fork server of {spec.ranks_per_node} ranks, {spec.name}")
+    process_title.set_title(f"hpcinit: fork server of {spec.ranks_per_node} ranks, {spec.name}")
     _set_import_path(spec)
     fork_server.announce_prefork(here, spec, folder)
     try:
@@ -64,7 +64,8 @@ def main(argv: Sequence[str]) -> int:
     return run.become_rank(argv, spec, protected, imported)
 
 
-def _shares(spec: Spec) -> list[set[int]] | None:
+def _cpus_of_ranks(spec: Spec) -> list[set[int]] | None:
+    """Return the CPUs of each local rank; None if they use those of this process."""
     if not hasattr(os, "sched_getaffinity"):
         return None
     return rank_binding.cpus(spec.launch, spec.ranks_per_node, os.sched_getaffinity(0), os.environ)

@@ -39,7 +39,8 @@ NOT_SPECS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    process_limits.die_with_parent()
+    """Run the program of the spec or of the arguments as this rank. Return its exit status; raise RequestError."""
+    process_limits.die_with_agent()
     if not argv or argv[0] in {"-h", "--help"}:
         print(__doc__)
         return 0 if argv else 2
@@ -47,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         Path.cwd()
     except FileNotFoundError:
         raise RequestError("the current folder was deleted: start this in a folder that exists") from None
-    _refuse_what_cannot_be_run(argv)
+    _refuse_invalid_arguments(argv)
     spec = enter(argv[0]) if argv[0].endswith(".json") and len(argv) == 1 else None
     return become_rank(argv, spec, check=node_check.start(spec.check_node, os.environ) if spec else None)
 
@@ -65,22 +66,22 @@ def become_rank(
     check: the check of this node, which this process has started.
     """
     rank_log.protect()
-    what = spec.program if spec else _program(list(argv))
+    what = spec.program if spec else _program_of(list(argv))
     world = launchers.read(os.environ)
     process_limits.raise_open_files_limit(world.world_size)
     if doubt := check_clock(os.environ, time.time()):
         say(doubt)
     if world.rank == 0:
-        for warning in (*world.warnings, *_of_another_size(spec, world, argv)):
+        for warning in (*world.warnings, *_world_size_warnings(spec, world, argv)):
             say(f"warning: {warning}")
-    own, folder = of_this_run(os.environ, world.world_size)
+    run_spec, folder = of_this_run(os.environ, world.world_size)
     startup_events.begin_startup(world, folder, first_line=True)
-    if own and folder:
-        world_size_monitor.start(folder, own, world)
+    if run_spec and folder:
+        world_size_monitor.start(folder, run_spec, world)
     if what.kind != "command":
         stack_signal.install(world.rank)
     if what.kind != "command" and world.launcher != "single":
-        process_title.call_this(f"rank {world.rank}/{world.world_size} {Path(what.target).name}")
+        process_title.set_title(f"rank {world.rank}/{world.world_size} {Path(what.target).name}")
     # Before the program imports torch, which reads some of them only once. A single process is not a job.
     if world.launcher != "single":
         protected = safeguards.apply(os.environ, folder, world.job) or protected
@@ -93,12 +94,12 @@ def become_rank(
     if spec and folder:
         with program.recorded(world):
             node_check.finish(check, folder)
-    status = program.run(what, world, own)
+    status = program.run(what, world, run_spec)
     interpreter_exit.end(status)
     return status
 
 
-def _refuse_what_cannot_be_run(argv: Sequence[str]) -> None:
+def _refuse_invalid_arguments(argv: Sequence[str]) -> None:
     """Raise RequestError for a file of the run folder that is not the spec, and for an unknown option."""
     path = Path(argv[0])
     file = path.suffix in {".yaml", ".yml"} or path.name in NOT_SPECS or (path.suffix == ".json" and len(argv) > 1)
@@ -114,7 +115,7 @@ def _refuse_what_cannot_be_run(argv: Sequence[str]) -> None:
     )
 
 
-def _of_another_size(spec: Spec | None, world: World, argv: Sequence[str]) -> Iterator[str]:
+def _world_size_warnings(spec: Spec | None, world: World, argv: Sequence[str]) -> Iterator[str]:
     """Yield a warning if the world size differs from the spec's. Not an error: a single rank in a debugger is fine."""
     if spec and world.world_size != spec.world_size:
         script = shlex.quote(str(Path(argv[0]).absolute().parent / run_folder.SCRIPT))
@@ -143,7 +144,8 @@ def enter(name: str) -> Spec:
     return spec
 
 
-def _program(words: list[str]) -> Program:
+def _program_of(words: list[str]) -> Program:
+    """Return the program that the arguments name. Raise RequestError."""
     if words[0] == "-m":
         if len(words) == 1:
             raise RequestError("-m without a module, expected: -m package.module args...")

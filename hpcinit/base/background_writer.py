@@ -54,6 +54,7 @@ class _Writer:
         self._started = False
 
     def put(self, what: str, write: Callable[[], object], keep_first: bool, every_s: float) -> None:
+        """Add a report to those that wait; see later()."""
         with self._changed:
             if keep_first and what in self._waiting:
                 return
@@ -93,6 +94,7 @@ class _Writer:
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _run(self) -> None:
+        """Write the reports that are due, one after the other, until the process ends."""
         while True:
             with self._changed:
                 while (what := self._due()) is None:

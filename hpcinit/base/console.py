@@ -14,13 +14,14 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from hpcinit.base.errors import RequestError
 
-if TYPE_CHECKING:
-    import argparse
+QUIET, PLAIN, VERBOSE = -1, 0, 1
+LONGEST = 200  # characters of a command line that -v shows
+_chosen = {"level": PLAIN}
+_began = time.monotonic()
 
 # Text from other programs (ranks, their errors, file names) may contain control sequences. A terminal executes them:
 # they can move the cursor, change the window's title, write to the clipboard, or send input as if the user typed it.
@@ -46,10 +47,7 @@ def _shown(character: str) -> str:
     return f"\\x{code:02x}" if code < 0x20 or 0x7F <= code < 0xA0 else character
 
 
-QUIET, PLAIN, VERBOSE = -1, 0, 1
-LONGEST = 200  # characters of a command line that -v shows
-_chosen = {"level": PLAIN}
-_began = time.monotonic()
+# Notes and warnings of a command.
 
 
 def set_verbosity(level: int) -> None:
@@ -58,6 +56,7 @@ def set_verbosity(level: int) -> None:
 
 
 def quiet() -> bool:
+    """Return whether -q was given."""
     return _chosen["level"] == QUIET
 
 
@@ -69,7 +68,7 @@ def note(text: str) -> None:
 
 def always(text: str) -> None:
     """Print a line to stderr, also with -q: a difference between what was requested and what is submitted."""
-    with suppress(OSError, ValueError):  # stdout is closed; the code that prints the answer handles it
+    with contextlib.suppress(OSError, ValueError):  # stdout is closed; the code that prints the answer handles it
         sys.stdout.flush()
     print(plain(text), file=sys.stderr, flush=True)
 
@@ -80,7 +79,23 @@ def message(text: str) -> None:
 
 
 def warning(text: str) -> None:
+    """Print a note that starts with 'hpcinit: warning:'."""
     message(f"warning: {text}")
+
+
+def say(text: str) -> None:
+    """Print 'hpcinit: text' to stderr in one write(2), also where several processes write to the same log.
+
+    print() writes the text and the end of line separately, so another process's line could be between them. Raise
+    nothing: a full disk under the log must not end a rank.
+    """
+    with contextlib.suppress(OSError, ValueError):  # ValueError: the program has closed it
+        if sys.stderr is not None:
+            sys.stderr.write(f"hpcinit: {plain(text)}\n")
+            sys.stderr.flush()
+
+
+# The options -q and -v, and errors in the arguments of a command.
 
 
 def add_verbosity_options(
@@ -128,38 +143,6 @@ def _set_from_options(found: argparse.Namespace) -> None:
     set_verbosity(QUIET if found.quiet else VERBOSE if found.verbose else PLAIN)
 
 
-def started(command: Sequence[str]) -> float:
-    """With -v, print the command that starts now. Return the time, for ended()."""
-    now = time.monotonic()
-    if _chosen["level"] == VERBOSE:
-        text = " ".join(shlex.join(command).split())
-        _print_verbose(now, text if len(text) <= LONGEST else f"{text[:LONGEST]}...")
-    return now
-
-
-def ended(command: Sequence[str], seconds: float, status: int) -> None:
-    """With -v, print how long a command took, and its exit status."""
-    if _chosen["level"] == VERBOSE:
-        _print_verbose(time.monotonic(), f"{command[0]} took {seconds:.2f} s, exit status {status}")
-
-
-def _print_verbose(now: float, text: str) -> None:
-    with suppress(OSError):
-        print(plain(f"hpcinit: [{now - _began:.2f} s] {text}"), file=sys.stderr, flush=True)
-
-
-def say(text: str) -> None:
-    """Print 'hpcinit: text' to stderr in one write(2), also where several processes write to the same log.
-
-    print() writes the text and the end of line separately, so another process's line could be between them. Raise
-    nothing: a full disk under the log must not end a rank.
-    """
-    with contextlib.suppress(OSError, ValueError):  # ValueError: the program has closed it
-        if sys.stderr is not None:
-            sys.stderr.write(f"hpcinit: {plain(text)}\n")
-            sys.stderr.flush()
-
-
 def error(parser: argparse.ArgumentParser, words: Sequence[str], message: str) -> RequestError:
     """Return argparse's `message` as an error. An option that does not exist is reported first, with a similar one."""
     command = re.sub(r"^(hpcinit |python -m hpcinit\.)", "", parser.prog)
@@ -182,3 +165,26 @@ def error(parser: argparse.ArgumentParser, words: Sequence[str], message: str) -
         needed = [one for one in parser._actions if not one.option_strings and one.nargs not in ("?", "*")]
         message = "expected " + "; ".join(f"{str(one.metavar or one.dest).upper()} ({one.help})" for one in needed)
     return RequestError(f"{command}: {message}; see {parser.prog} --help")
+
+
+# With -v: the commands that hpcinit runs.
+
+
+def started(command: Sequence[str]) -> float:
+    """With -v, print the command that starts now. Return the time, for ended()."""
+    now = time.monotonic()
+    if _chosen["level"] == VERBOSE:
+        text = " ".join(shlex.join(command).split())
+        _print_verbose(now, text if len(text) <= LONGEST else f"{text[:LONGEST]}...")
+    return now
+
+
+def ended(command: Sequence[str], seconds: float, status: int) -> None:
+    """With -v, print how long a command took, and its exit status."""
+    if _chosen["level"] == VERBOSE:
+        _print_verbose(time.monotonic(), f"{command[0]} took {seconds:.2f} s, exit status {status}")
+
+
+def _print_verbose(now: float, text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(plain(f"hpcinit: [{now - _began:.2f} s] {text}"), file=sys.stderr, flush=True)

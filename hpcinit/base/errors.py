@@ -70,6 +70,8 @@ class HpcinitError(Exception):
 
 
 class RequestError(HpcinitError):
+    """The request is wrong, and nothing was started."""
+
     exit_status = 2
 
 
@@ -98,7 +100,7 @@ class ConfigError(RequestError):
 
 
 class Failure(HpcinitError):
-    pass
+    """The request was valid, but failed."""
 
 
 class SubmitError(Failure):
@@ -121,7 +123,7 @@ class MaybeSubmitted(SubmitError):
 
 
 class BringUpError(Failure):
-    pass
+    """The process group could not be initialized."""
 
 
 class TrainingHang(Failure):

@@ -15,12 +15,12 @@ _libc = (
 )  # loaded here, because a preexec_fn should import nothing
 
 
-def end_with_parent_process(parent: int) -> None:
+def terminate_with_parent(parent: int) -> None:
     """Have the kernel send SIGTERM to this process when `parent`, its parent, dies."""
     _signal_at_death_of(parent, signal.SIGTERM)
 
 
-def die_with_parent_process(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Have the kernel send SIGKILL to this process when `parent`, its parent, dies.
 
     SIGTERM is not enough: a shell that traps it waits for its foreground command, and a rank tries to save.
@@ -29,6 +29,7 @@ def die_with_parent_process(parent: int) -> None:
 
 
 def _signal_at_death_of(parent: int, number: int) -> None:
+    """Have the kernel send the signal when the parent dies; exit now if it is dead already."""
     if _libc is not None:
         _libc.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # the parent died before prctl, which then sends nothing
@@ -58,7 +59,7 @@ def raise_open_files_limit(ranks: int) -> None:
 ENV_PARENT = "HPCINIT_PARENT"  # process id of an agent, in the environment of its ranks
 
 
-def die_with_parent() -> None:
+def die_with_agent() -> None:
     """Have the kernel send SIGKILL to this process when the agent in ENV_PARENT dies, however it ends.
 
     Not SIGTERM: with run.should_stop() a rank would try to save, and never finish without its peers. The variable is
@@ -66,4 +67,4 @@ def die_with_parent() -> None:
     """
     parent = os.environ.pop(ENV_PARENT, "")
     if parent.isdigit():
-        die_with_parent_process(int(parent))
+        die_with_parent(int(parent))

@@ -10,7 +10,7 @@ PR_SET_NAME = 15
 SHORT = 15  # bytes of a process's short name, which top and `ps -o comm` show
 
 
-def call_this(title: str) -> None:
+def set_title(title: str) -> None:
     """Show this process as `title` in ps and top: as its short name, and instead of its command line.
 
     The command line is in this process's own memory (proc(5), stat: arg_start, arg_end), where programs have written

@@ -1,10 +1,14 @@
-"""Writes files atomically, and checks who else can write a file or folder that hpcinit executes or trusts."""
+"""Writes files atomically, and checks who else can write a file or folder that hpcinit executes or trusts.
+
+Also reads files that may be missing, and finds the type of a file system.
+"""
 
 from __future__ import annotations
 
 import grp
 import os
 import pwd
+import re
 import stat
 from collections.abc import Container
 from contextlib import suppress
@@ -28,6 +32,28 @@ def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+def read_or_empty(path: Path) -> str:
+    """Return the text of the file without surrounding space, or '' if it cannot be read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def file_system(path: Path) -> str:
+    """Return the type of the file system that contains `path` (ext4, nfs4, lustre, ...), or '' if unknown."""
+    best, kind = -1, ""
+    with suppress(OSError):
+        here = path.resolve()
+        for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+            # "36 35 98:0 /root /mount\040point rw,noatime master:1 - ext3 /dev/root rw"
+            mount, _, rest = line.partition(" - ")
+            point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), mount.split()[4])
+            if here.is_relative_to(point) and len(point) >= best:
+                best, kind = len(point), rest.split()[0]
+    return kind
 
 
 # The reasons for these rules: docs/decisions/0038-file-ownership-checks.md.

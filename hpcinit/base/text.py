@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 LONGEST = 240  # characters of an error in a headline
@@ -18,6 +18,11 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def rank_names(ranks: Collection[int]) -> str:
+    """Return 'rank 3' or 'ranks 4-6,9'."""
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
 
 
 def brief(error: str) -> str:

@@ -11,13 +11,17 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from hpcinit.base import console
 from hpcinit.base.console import say
 from hpcinit.base.errors import INTERRUPTED, ConfigError, HpcinitError
 from hpcinit.cli.commands import COMMANDS
 
+SLOW_S = 1.0
+SLURM = {"sacct", "sbatch", "scontrol", "sinfo", "squeue"}
 HELP, COMPLETION = {"-h", "--help"}, {"-sc", "--shell-completion"}
 
 
@@ -75,9 +79,39 @@ def _waiting_note(name: str) -> contextlib.AbstractContextManager[None]:
     """Print a line in a terminal while Slurm does not answer; not for `run`, whose output is the program's."""
     if name == "run" or sys.stderr is None or not sys.stderr.isatty():
         return contextlib.nullcontext()
-    from hpcinit.cli import waiting_note  # noqa: PLC0415 - for a terminal only
+    return _note_if_slow(name)
 
-    return waiting_note.shown(name)
+
+@contextlib.contextmanager
+def _note_if_slow(name: str) -> Iterator[None]:
+    """Print 'hpcinit status: waiting for squeue', once, if a command of Slurm runs for more than a second."""
+    over = threading.Event()
+    threading.Thread(target=_note_first_slow, args=(name, over), daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _note_first_slow(name: str, over: threading.Event) -> None:
+    before: set[tuple[str, str]] = set()
+    while not over.wait(SLOW_S):
+        running = set(_slurm_commands())
+        if slow := sorted(before & running):
+            console.note(f"hpcinit {name}: waiting for {slow[0][1]}")
+            return
+        before = running
+
+
+def _slurm_commands() -> Iterator[tuple[str, str]]:
+    """Yield (process id, name) for each command of Slurm that this process has started; none without Linux."""
+    for task in Path("/proc/self/task").glob("*/children"):
+        try:
+            for pid in task.read_text().split():
+                if (command := Path(f"/proc/{pid}/comm").read_text().strip()) in SLURM:
+                    yield pid, command
+        except OSError:  # the thread or process has just ended
+            continue
 
 
 def _no_such(words: list[str]) -> str:

@@ -128,6 +128,8 @@ class User:
 
 @dataclass(frozen=True)
 class Site:
+    """What Slurm reports about a cluster. silent: why the user's accounts are unknown, or ''."""
+
     cluster: str
     slurm: str
     user: User
@@ -182,6 +184,7 @@ def read_site(answers: SiteAnswers, user: User) -> Site:
 
 
 def _with_accounts(answers: SiteAnswers, user: User) -> User:
+    """Return `user` with the accounts and QOS that sacctmgr lists, if it answered."""
     if ASSOCIATIONS not in answers.texts:
         return user
     rows = [line.split("|") for line in answers[ASSOCIATIONS].splitlines() if line.count("|") >= 3]

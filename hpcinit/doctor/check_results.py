@@ -76,7 +76,7 @@ def clock_skew(before: float, after: float, earliest: float, latest: float | Non
     return ClockSkew(min(0.0, latest - before))
 
 
-def controllers(text: str) -> float | None:
+def controller_clock(text: str) -> float | None:
     """Return the controller's clock from the output of `scontrol show config`, in whole seconds since 1970."""
     found = _AS_OF.search(text)
     return datetime.fromisoformat(found[1]).timestamp() if found else None

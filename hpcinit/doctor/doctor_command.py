@@ -174,6 +174,7 @@ def _on_nodes(request: Request, argv: Sequence[str], options: argparse.Namespace
 
 
 def _of_run(path: Path, options: argparse.Namespace, before: Sequence[Check] = ()) -> int:
+    """Print the checks of a run of the doctor's job. before: the checks of the login node."""
     found, reports = job_checks.checks(path)
     every = [*before, *found]
     if options.json:
@@ -188,6 +189,7 @@ def _of_run(path: Path, options: argparse.Namespace, before: Sequence[Check] = (
 
 
 def _hint(found: Sequence[Check], path: Path) -> list[str]:
+    """Return a line that shows how to exclude the faulty nodes, if there are any."""
     faulty = sorted({host for check in found if check.status == FAIL for host in check.hosts})
     run = shlex.quote(str(path))
     names = ", ".join(faulty)

@@ -81,6 +81,7 @@ def checks(path: Path) -> tuple[list[Check], list[Report]]:
 
 
 def _end(path: Path, now: state.State) -> Iterator[Check]:
+    """Yield a check of how the job ended, with the verdict of `hpcinit why` if it failed."""
     if now.name == "COMPLETED":
         yield Check("job", OK, f"{now.job_id} completed")
         return

@@ -61,9 +61,9 @@ def check_links(reports: Sequence[Report]) -> Iterator[Check]:
         return
     host = {report.rank: report.host for report in reports}
     on_cpu = any(report.backend == "gloo" for report in reports)
-    yield from _between([link for link in measured if link.between_nodes], host, on_cpu)
-    yield from _inside([link for link in measured if not link.between_nodes], host, on_cpu)
-    yield from _matmul(reports)
+    yield from _links_between_nodes([link for link in measured if link.between_nodes], host, on_cpu)
+    yield from _links_inside_nodes([link for link in measured if not link.between_nodes], host, on_cpu)
+    yield from _device_speeds(reports)
     yield from _clocks([link for link in measured if link.between_nodes], host)
     yield from _all_reduce(reports, on_cpu)
 
@@ -71,16 +71,17 @@ def check_links(reports: Sequence[Report]) -> Iterator[Check]:
 Times = Mapping[Link, Sequence[float]]
 
 
-def _times(links: Sequence[Link]) -> tuple[Times, Times]:
+def _seconds_by_link(links: Sequence[Link]) -> tuple[Times, Times]:
     """Return round trips and seconds per GB: for both, larger is slower."""
     return {one: one.round_trip_s for one in links}, {one: tuple(1 / max(g, 1e-9) for g in one.gb_s) for one in links}
 
 
-def _between(links: Sequence[Link], host: Mapping[int, str], on_cpu: bool) -> Iterator[Check]:
+def _links_between_nodes(links: Sequence[Link], host: Mapping[int, str], on_cpu: bool) -> Iterator[Check]:
+    """Report slow nodes, then slow links between two healthy nodes. host: of each rank."""
     if not links:
         return
     healthy, slow = True, set[str]()
-    for times, rule, unit in zip(_times(links), RULES[on_cpu], ("round trip", "bandwidth"), strict=True):
+    for times, rule, unit in zip(_seconds_by_link(links), RULES[on_cpu], ("round trip", "bandwidth"), strict=True):
         ends: dict[str, list[Sequence[float]]] = {}
         for link in links:
             for rank in (link.a, link.b):
@@ -96,14 +97,14 @@ def _between(links: Sequence[Link], host: Mapping[int, str], on_cpu: bool) -> It
         for link in slow_links(times, rule):
             if not slow & {host.get(link.a, "?"), host.get(link.b, "?")}:
                 healthy = False
-                detail = f"the link {_link(link, host)} is slow: {unit} {_formatted(min(times[link]), unit)}; "
+                detail = f"the link {_ends(link, host)} is slow: {unit} {_formatted(min(times[link]), unit)}; "
                 detail += "both nodes have faster links"
                 yield Check("network", WARNING, detail, "report the cable or switch between them to the site")
     far = [link for link in links if min(link.round_trip_s) > FAR_S and not slow & {host.get(link.a), host.get(link.b)}]
     if far and len(set(host.values())) == 2:
         healthy, link = False, max(far, key=_best_trip)
         detail = (
-            f"the link {_link(link, host)} is slow: round trip {_formatted(min(link.round_trip_s), 'round trip')}, "
+            f"the link {_ends(link, host)} is slow: round trip {_formatted(min(link.round_trip_s), 'round trip')}, "
         )
         detail += f"expected less than {_formatted(FAR_S, 'round trip')}"
         yield Check("network", FAIL, detail, "repeat with nodes=3 to find which of the two nodes is slow")
@@ -115,11 +116,12 @@ def _between(links: Sequence[Link], host: Mapping[int, str], on_cpu: bool) -> It
         yield Check("network", OK, detail)
 
 
-def _inside(links: Sequence[Link], host: Mapping[int, str], on_cpu: bool) -> Iterator[Check]:
+def _links_inside_nodes(links: Sequence[Link], host: Mapping[int, str], on_cpu: bool) -> Iterator[Check]:
+    """Report slow links between the ranks of a node."""
     if not links:
         return
     healthy = True
-    for times, rule, unit in zip(_times(links), RULES[on_cpu], ("round trip", "bandwidth"), strict=True):
+    for times, rule, unit in zip(_seconds_by_link(links), RULES[on_cpu], ("round trip", "bandwidth"), strict=True):
         for link in slow_links(times, rule):
             healthy = False
             name = host.get(link.a, "?")
@@ -138,7 +140,8 @@ def _inside(links: Sequence[Link], host: Mapping[int, str], on_cpu: bool) -> Ite
         yield Check("inside nodes", OK, detail)
 
 
-def _matmul(reports: Sequence[Report]) -> Iterator[Check]:
+def _device_speeds(reports: Sequence[Report]) -> Iterator[Check]:
+    """Report devices whose matrix product is slower than on the fastest device."""
     times = {report.rank: report.matmul_s for report in reports if report.matmul_s}
     host = {report.rank: report.host for report in reports}
     late = slow_links(times, DEVICE)
@@ -186,11 +189,11 @@ def _all_reduce(reports: Sequence[Report], on_cpu: bool) -> Iterator[Check]:
         detail = f"{name}: an all-reduce on the node is slow: {own[name][0] * 1e3:.2f} ms, "
         detail += f"{min(own.values())[0] * 1e3:.2f} ms on the fastest node"
         yield Check("all-reduce inside nodes", FAIL, detail, "compare both nodes with: nvidia-smi topo -m", (name,))
-    largest = max((one for report in reports for one in report.all_reduce), key=_size, default=None)
+    largest = max((one for report in reports for one in report.all_reduce), key=_message_size, default=None)
     if largest is None or largest.ranks < 2:
         return
     detail = f"{largest.size / 2**20:g} MiB over {largest.ranks} ranks at {largest.bus_gb_s:.2f} GB/s bus bandwidth"
-    expected, of_what = (None, "") if on_cpu else _expected(reports)
+    expected, of_what = (None, "") if on_cpu else _hardware_gb_s(reports)
     if expected is None:
         yield Check("all-reduce", OK, detail + (", on the CPUs" if on_cpu else "; the hardware's bandwidth is unknown"))
     elif largest.bus_gb_s < HEALTHY * expected:
@@ -202,11 +205,11 @@ def _all_reduce(reports: Sequence[Report], on_cpu: bool) -> Iterator[Check]:
         yield Check("all-reduce", OK, f"{detail}, at most {expected:g} GB/s ({of_what})")
 
 
-def _size(one: AllReduce) -> int:
+def _message_size(one: AllReduce) -> int:
     return one.size
 
 
-def _expected(reports: Sequence[Report]) -> tuple[float | None, str]:
+def _hardware_gb_s(reports: Sequence[Report]) -> tuple[float | None, str]:
     """Return GB/s of the slowest part of the path, and its name."""
     device = next((report.device.get("name", "") for report in reports if report.device), "")
     parts = []
@@ -222,6 +225,7 @@ def _expected(reports: Sequence[Report]) -> tuple[float | None, str]:
 
 
 def _formatted(seconds: float, unit: str) -> str:
+    """Return '12 us' or '3.4 ms'; for the unit 'bandwidth', `seconds` per GB as GB/s."""
     if unit == "bandwidth":
         return f"{1 / seconds:.3g} GB/s"
     return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
@@ -231,5 +235,5 @@ def _best_trip(link: Link) -> float:
     return min(link.round_trip_s)
 
 
-def _link(link: Link, host: Mapping[int, str]) -> str:
+def _ends(link: Link, host: Mapping[int, str]) -> str:
     return f"{host.get(link.a, '?')} - {host.get(link.b, '?')} (ranks {link.a} and {link.b})"

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcinit.base import versions
+from hpcinit.base import safe_files, versions
 from hpcinit.base.errors import HpcinitError
 from hpcinit.base.text import expanded, home
 from hpcinit.config import job_spec
@@ -52,9 +52,10 @@ def folder_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
 
 
 def _runs_dir(config: Config) -> Iterator[Check]:
+    """Check the folder of runs, and the clock of its file server."""
     path = expanded(config.runs_dir).absolute()
     found = _folder("runs_dir", path, absent=OK)
-    kind = _file_system(_existing(path))
+    kind = safe_files.file_system(_existing(path))
     if found.status == OK and config.cluster.engine == "slurm" and kind in OF_ONE_MACHINE:
         advice = "set runs_dir=... to a folder on a file system that all nodes share"
         found = Check("runs_dir", WARNING, f"{found.detail}; on {kind}, which other machines cannot see", advice)
@@ -113,20 +114,6 @@ def _write_file(folder: Path) -> tuple[float, float, float]:
     return before - 0.01, at, time.time()
 
 
-def _file_system(path: Path) -> str:
-    """Return the type of the file system of `path`, for example 'nfs4' or 'tmpfs'; '' if unknown."""
-    best, kind = "", ""
-    try:
-        mounts = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    for fields in (line.split() for line in mounts):
-        point = fields[1].replace("\\040", " ")
-        if (path == Path(point) or Path(point) in path.parents) and len(point) >= len(best):
-            best, kind = point, fields[2]
-    return kind
-
-
 # Slurm: its commands, its controller, and the nodes of the partition.
 
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
@@ -146,10 +133,11 @@ def slurm_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
         advice = "load the slurm module, or log in to a login node; cluster=local needs no Slurm"
         yield Check("Slurm", FAIL, f"{', '.join(missing)} not found on PATH", advice)
         return
-    yield from _controller(config, env)
+    yield from _controller_checks(config, env)
 
 
-def _controller(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
+def _controller_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
+    """Check that the controller answers, its version and clock, and then the partition."""
     before = time.time()
     text, problem = _query(["scontrol", "show", "config"], env)
     after = time.time()
@@ -164,12 +152,12 @@ def _controller(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
     advice = "the controller is overloaded: submit once, and wait" if slow else ""
     yield Check(CONTROLLER, WARNING if slow else OK, detail, advice)
     yield _version(config, version)
-    clock = check_results.controllers(text)
+    clock = check_results.controller_clock(text)
     if clock is not None:
         found = check_results.clock_skew(before, after, clock, clock + 1)
         advice = "ask the site to synchronize the clocks (chronyd): munge refuses credentials that are 300 s old"
         yield Check("controller's clock", found.status, str(found), advice if found.status != OK else "")
-    yield from _nodes(config, env)
+    yield from _partition_checks(config, env)
 
 
 def _version(config: Config, version: str) -> Check:
@@ -180,7 +168,7 @@ def _version(config: Config, version: str) -> Check:
     return Check("Slurm's version", OK, version)
 
 
-def _nodes(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
+def _partition_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
     """Check the states of the partition's nodes."""
     name = config.partition or config.cluster.partition
     about = f"partition {name}" if name else "partitions"
@@ -201,12 +189,15 @@ def _nodes(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
 
 
 def _of_partition(config: Config, about: str, rows: Sequence[Sequence[str]]) -> Check:
+    """Return the check of one partition. rows: name, number of nodes, state and availability from sinfo."""
     states: Counter[str] = Counter()
     for _, amount, state, _ in rows:
         states[state] += int(amount)
     total = sum(states.values())
     detail = f"{total} nodes: {', '.join(f'{amount} {state}' for state, amount in states.most_common())}"
-    usable = sum(amount for state, amount in states.items() if _base(state) in USABLE and not state.endswith("*"))
+    usable = sum(
+        amount for state, amount in states.items() if _without_suffix(state) in USABLE and not state.endswith("*")
+    )
     if any(row[3] != "up" for row in rows):
         advice = "set partition=... to another one, or wait: its jobs do not start"
         return Check(about, FAIL, f"{detail}; the partition is {rows[0][3]}", advice)
@@ -216,7 +207,7 @@ def _of_partition(config: Config, about: str, rows: Sequence[Sequence[str]]) -> 
     return Check(about, OK, detail)
 
 
-def _base(state: str) -> str:
+def _without_suffix(state: str) -> str:
     return state.rstrip("*~#!%$@^-+")
 
 
@@ -236,9 +227,9 @@ def login_checks(config: Config, document: Mapping[str, Any], env: Mapping[str, 
     yield from version_checks(config)
     with slurm_client.on_cluster(config.cluster.clusters):
         yield from slurm_checks(config, env)
-    yield from _config(config, document)
+    yield from _config_check(config, document)
     yield from folder_checks(config, env)
-    yield from _environment(config, env)
+    yield from _environment_checks(config, env)
 
 
 def version_checks(config: Config | None) -> Iterator[Check]:
@@ -248,18 +239,19 @@ def version_checks(config: Config | None) -> Iterator[Check]:
     installed = [f"{name} {versions.installed(name) or 'missing'}" for name in ("submitit", "hydra-core", "omegaconf")]
     yield Check("dependencies", OK, ", ".join(installed))
     other = _other_python(config) if config else ""
-    yield _torch(other)
+    yield _torch_check(other)
     deepspeed = versions.installed("deepspeed")
     needed = config is not None and job_spec.uses_deepspeed(config)
     if needed and not deepspeed and not other:
         yield Check("deepspeed", FAIL, "not installed, but this request needs it", "pip install deepspeed")
     elif deepspeed and not other and (newer := private_names.newer_than_tested("deepspeed", deepspeed)):
-        yield Check("deepspeed", WARNING, newer, _older("deepspeed"))
+        yield Check("deepspeed", WARNING, newer, _advice_on_newer("deepspeed"))
     else:
         yield Check("deepspeed", OK, deepspeed or "not installed here")
 
 
-def _torch(other: str) -> Check:
+def _torch_check(other: str) -> Check:
+    """Check the installed torch. other: the setting that gives the ranks another Python, or ''."""
     found = versions.installed("torch")
     if other:
         return Check("torch", OK, f"not checked: the ranks use {other}; on this machine: {found or 'not installed'}")
@@ -269,11 +261,11 @@ def _torch(other: str) -> Check:
     if versions.key(found) < versions.key(oldest):
         return Check("torch", FAIL, f"{found}, expected {oldest} or newer", f"pip install 'torch>={oldest}'")
     if newer := private_names.newer_than_tested("torch", found):
-        return Check("torch", WARNING, newer, _older("torch"))
+        return Check("torch", WARNING, newer, _advice_on_newer("torch"))
     return Check("torch", OK, f"{found} (installed; not imported here)")
 
 
-def _older(package: str) -> str:
+def _advice_on_newer(package: str) -> str:
     newest = private_names.TESTED[package].newest
     return f"nothing to do if your job works; otherwise: pip install '{package}<={newest}'"
 
@@ -292,7 +284,7 @@ def _other_python(config: Config) -> str:
     return "modules of the cluster" if cluster.modules else ""
 
 
-def _config(config: Config, document: Mapping[str, Any]) -> Iterator[Check]:
+def _config_check(config: Config, document: Mapping[str, Any]) -> Iterator[Check]:
     try:
         submission.check(config, document)
     except HpcinitError as error:
@@ -303,7 +295,7 @@ def _config(config: Config, document: Mapping[str, Any]) -> Iterator[Check]:
     yield Check("config", OK, f"cluster {config.cluster.name}, {config.nodes} x {per_node} ranks: no problem")
 
 
-def _environment(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
+def _environment_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
     """Check the variables of this shell that hpcinit does not pass to jobs."""
     _, dropped = job_environment.job_environment(
         env, config.secrets, config.secret_names, devices=config.cluster.engine == "slurm"

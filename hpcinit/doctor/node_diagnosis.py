@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 
-from hpcinit.base.text import ranges
+from hpcinit.base.text import rank_names
 from hpcinit.doctor.check_results import FAIL, OK, WARNING, Check
 from hpcinit.records.rank_report import MEASURED, Place, Report
 
@@ -134,19 +134,21 @@ def _presence(reports: Sequence[Report], nodes: int, ranks_per_node: int) -> Ite
         lost = [rank for rank in missing if rank // ranks_per_node == node]
         host = hosts[node] if node < len(hosts) else ""
         whole = len(lost) == ranks_per_node
-        detail = f"{f'{host}: ' if host else ''}{_ranks(lost)} did not start" + (" (no rank of the node did)" * whole)
+        where, all_of_node = f"{host}: " if host else "", " (no rank of the node did)" * whole
+        detail = f"{where}{rank_names(lost)} did not start{all_of_node}"
         # If no rank of any node started, the cause is common to them (a module, an image, the time limit).
         faulty = (host,) if host and whole and here else ()
         yield Check("ranks", FAIL, detail, "see the check 'job' below", faulty)
     stuck = [report for report in reports if report.stage != MEASURED]
     for stage in dict.fromkeys(report.stage for report in stuck):
         ranks = [report.rank for report in stuck if report.stage == stage]
-        yield Check("ranks", FAIL, f"{_ranks(ranks)} stopped at stage {stage!r}", "see the check 'job' below")
+        yield Check("ranks", FAIL, f"{rank_names(ranks)} stopped at stage {stage!r}", "see the check 'job' below")
     if not missing and not stuck:
         yield Check("ranks", OK, f"{total} on {nodes} node{'s' * (nodes != 1)} connected and measured")
 
 
 def _devices(reports: Sequence[Report]) -> Iterator[Check]:
+    """Report devices that ranks share, and ranks that see no GPU although their variables list some."""
     found: dict[tuple[str, str], list[int]] = {}
     for report in reports:
         identity = report.device.get("uuid") or report.device.get("pci", "")
@@ -155,11 +157,11 @@ def _devices(reports: Sequence[Report]) -> Iterator[Check]:
     double = {key: ranks for key, ranks in found.items() if len(ranks) > 1}
     for (host, identity), ranks in double.items():
         advice = "remove launch.gpu_bind or the job's CUDA_VISIBLE_DEVICES, so that hpcinit assigns the GPUs"
-        yield Check("devices", FAIL, f"{host}: {_ranks(ranks)} use the same device, {identity}", advice)
+        yield Check("devices", FAIL, f"{host}: {rank_names(ranks)} use the same device, {identity}", advice)
     unseen = [report for report in reports if report.visible and report.device.get("device") == "cpu"]
     if unseen:
         versions = Counter(report.versions.get("torch", "?") for report in unseen)
-        which, variable = _ranks([report.rank for report in unseen]), unseen[0].visible[0].partition("=")[0]
+        which, variable = rank_names([report.rank for report in unseen]), unseen[0].visible[0].partition("=")[0]
         detail = f"torch {versions.most_common(1)[0][0]} finds no GPU on {which}, although {variable} lists some"
         advice = "install a torch build for these GPUs, and check their driver; or request no GPUs"
         yield Check("devices", WARNING, detail, advice)
@@ -240,6 +242,7 @@ def _loopback(address: str) -> bool:
 
 
 def _interfaces(reports: Sequence[Report]) -> Iterator[Check]:
+    """Report network interfaces that are down on a node but up on most."""
     reported = {report.host: report.node.interfaces for report in reports if report.node}
     common = Counter(one.name for found in reported.values() for one in found if one.up)
     usual = {name for name, amount in common.items() if amount > len(reported) / 2}
@@ -260,6 +263,7 @@ def _interfaces(reports: Sequence[Report]) -> Iterator[Check]:
 
 
 def _places(reports: Sequence[Report]) -> Iterator[Check]:
+    """Report folders and shared memory that are full or not writable."""
     healthy: dict[str, list[float]] = {}
     for report in reports:
         for place in report.node.places if report.node else ():
@@ -304,11 +308,7 @@ def _store(reports: Sequence[Report]) -> Iterator[Check]:
     times = {report.rank: report.store_s for report in reports if report.store_s}
     late = [rank for rank, seconds in times.items() if seconds > SLOW_STORE_S]
     if late:
-        detail = f"rank 0's store is slow: it answers {_ranks(late)} in {max(times.values()):.2f} s"
+        detail = f"rank 0's store is slow: it answers {rank_names(late)} in {max(times.values()):.2f} s"
         yield Check("store", WARNING, detail, "rank 0's node is busy, or the network to it is slow")
     elif times:
         yield Check("store", OK, f"rank 0's store answers each rank within {max(times.values()) * 1e6:.0f} us")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"

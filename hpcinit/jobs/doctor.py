@@ -8,23 +8,27 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, distributed_c10d
 
 import hpcinit
 from hpcinit.base import versions
-from hpcinit.jobs import measure, node_probe
+from hpcinit.jobs import node_probe
 from hpcinit.records import rank_report, run_folder
-from hpcinit.records.rank_report import MEASURED, MET, Report
+from hpcinit.records.rank_report import MEASURED, MET, AllReduce, Copies, Link, Pair, Report
 from hpcinit.world import World, launchers, visible_devices
 
 
 def main() -> None:
     world = launchers.read(os.environ)
     folder = Path(os.environ.get(run_folder.ENV_FOLDER) or ".")
-    report = alone(world)
+    report = report_before_joining(world)
     rank_report.write(folder, report)
     gpus = node_probe.query_nvidia_smi()  # before this process uses a GPU itself
     with hpcinit.session() as run:
@@ -33,12 +37,12 @@ def main() -> None:
         gpu = node_probe.of_device(gpus, device)
         report = replace(report, stage=MET, backend=run.backend, device=device, numa=numa, gpu=gpu)
         rank_report.write(folder, report)
-        report = measure.everything(run, report)
+        report = measure_all(run, report)
         rank_report.write(folder, replace(report, stage=MEASURED))
         print(f"rank {run.rank}: measured", flush=True)
 
 
-def alone(world: World) -> Report:
+def report_before_joining(world: World) -> Report:
     """Return what a rank can report before it connects to the others."""
     host = world.host or socket.gethostname()
     return Report(
@@ -82,6 +86,171 @@ def device_of(device: torch.device) -> dict[str, str]:
             domain, bus, slot = (getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
             found["pci"] = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
     return found
+
+
+# The measurements, in an existing process group. Each is repeated and the best counts, because noise only adds.
+
+ROUNDS = 3  # each round measures all links, so that the rounds of one link are apart in time
+TRIPS, TRANSFERS, TRIES = 20, 3, 5
+# Sizes in bytes. They are small for gloo, which uses the CPUs of the node.
+ON_CPU = ((1 << 10, 1 << 16, 1 << 20, 1 << 22), 1 << 20)
+ON_DEVICE = ((1 << 10, 1 << 20, 1 << 25, 1 << 28), 1 << 26)
+MATRIX = 8192
+COPIED = 1 << 28  # bytes of a copy: larger than the caches of any GPU
+
+
+def measure_all(run: hpcinit.Runtime, report: Report) -> Report:
+    """Return the report with all measurements. Every rank must call this function."""
+    sizes, transfer = ON_CPU if run.device.type == "cpu" else ON_DEVICE
+    nodes = _nodes(run)
+    report = replace(report, store_s=_store(run.rank), matmul_s=_matmul(run.device), copies=_copies(run.device))
+    report = replace(report, links=_links(run, nodes, transfer))
+    own = next(ranks for ranks in nodes if run.rank in ranks)
+    report = replace(report, on_node=_on_node(run, own, sizes[-1]))
+    found = tuple(all_reduce(run.device, size, None, run.world_size) for size in sizes)
+    return replace(report, all_reduce=found if run.rank == 0 else ())
+
+
+def _nodes(run: hpcinit.Runtime) -> list[list[int]]:
+    """Return the ranks of each node, by node_rank."""
+    places: list[int] = [0] * run.world_size
+    dist.all_gather_object(places, run.node_rank)
+    return [[rank for rank, place in enumerate(places) if place == node] for node in sorted(set(places))]
+
+
+def _store(rank: int) -> float:
+    """Return the seconds of a read from torch's store."""
+    store = distributed_c10d._get_default_store()
+    store.set(f"hpcinit-doctor/{rank}", "x")
+    return min(_timed(lambda: store.get(f"hpcinit-doctor/{rank}")) for _ in range(TRIPS))
+
+
+def _matmul(device: torch.device) -> tuple[float, ...]:
+    """Return the seconds of a matrix product in each round, which find a GPU that is hot or capped; () on CPUs."""
+    if device.type == "cpu":
+        return ()
+    matrix = torch.randn(MATRIX, MATRIX, device=device, dtype=torch.bfloat16)
+    best = []
+    for _ in range(ROUNDS):
+        best.append(min(_timed(lambda: matrix @ matrix, device) for _ in range(TRIES)))
+    return tuple(best)
+
+
+def _copies(device: torch.device) -> Copies | None:
+    """Return the best of several copies in each direction; None on a CPU."""
+    if device.type == "cpu":
+        return None
+    host = torch.ones(COPIED, dtype=torch.uint8, pin_memory=True)
+    one, other = (torch.empty(COPIED, dtype=torch.uint8, device=device) for _ in range(2))
+    speeds = []
+    for target, source in ((one, host), (host, one), (other, one)):
+        target.copy_(source, non_blocking=True)  # the first copy warms up
+        best = min(
+            _timed(lambda to=target, of=source: to.copy_(of, non_blocking=True), device)  # type: ignore[misc]
+            for _ in range(TRIES)
+        )
+        speeds.append(COPIED / best / 1e9)
+    return Copies(*speeds)
+
+
+def all_reduce(device: torch.device, size: int, group: ProcessGroup | None, ranks: int) -> AllReduce:
+    """Return the time of an all-reduce of `size` bytes."""
+    value = torch.ones(size // 4, device=device)
+    dist.all_reduce(value, group=group)  # the first one connects
+    times = []
+    for _ in range(TRIES):
+        _barrier(device, group)
+        times.append(_timed(lambda: dist.all_reduce(value, group=group), device))
+        value.fill_(1)
+    slowest = torch.tensor(times, device=device, dtype=torch.float32)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    return AllReduce(size, float(slowest.min()), ranks)
+
+
+def _on_node(run: hpcinit.Runtime, own: Sequence[int], size: int) -> AllReduce | None:
+    """Return the all-reduce among the ranks `own` of this node; None if it would show nothing new."""
+    if len(own) == 1 or len(own) == run.world_size:
+        return None
+    group = dist.new_group(list(own), use_local_synchronization=True)
+    found = all_reduce(run.device, size, group, len(own))
+    dist.destroy_process_group(group)
+    return found if run.rank == own[0] else None
+
+
+def _links(run: hpcinit.Runtime, nodes: Sequence[Sequence[int]], size: int) -> tuple[Link, ...]:
+    """Return the links that this rank measured: those whose pair it is the first rank of."""
+    found: dict[Pair, Link] = {}
+    plan = rank_report.measurement_phases(rank_report.links_of_phase(nodes))
+    for _ in range(ROUNDS):
+        for phase in plan:
+            _barrier(run.device)
+            for pair in phase:
+                if run.rank == pair.a:
+                    found[pair] = _merged(found.get(pair), _measure_link(pair, run.device, size))
+                elif run.rank == pair.b:
+                    _send_back(pair, run.device, size)
+    return tuple(found.values())
+
+
+def _measure_link(pair: Pair, device: torch.device, size: int) -> Link:
+    """Measure round trip, clock difference and bandwidth as the pair's first rank."""
+    small, large = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(size // 4, device=device)
+    best, ahead = float("inf"), 0.0
+    for _ in range(TRIPS):
+        before = time.time()
+        took = _timed(lambda: _there_and_back(small, pair.b), device)
+        if took < best:
+            best, ahead = took, int(small.item()) / 1e6 - (before + took / 2)
+    _there_and_back(large, pair.b)
+    moved = min(_timed(lambda: _there_and_back(large, pair.b), device) for _ in range(TRANSFERS))
+    return Link(pair.a, pair.b, pair.between_nodes, (best,), (2 * size / moved / 1e9,), ahead, best / 2)
+
+
+def _send_back(pair: Pair, device: torch.device, size: int) -> None:
+    """Do the second rank's part of _measure_link()."""
+    small, large = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(size // 4, device=device)
+    for _ in range(TRIPS):
+        dist.recv(small, pair.a)
+        _wait(device)
+        small.fill_(int(time.time() * 1e6))
+        dist.send(small, pair.a)
+    for _ in range(TRANSFERS + 1):
+        dist.recv(large, pair.a)
+        dist.send(large, pair.a)
+
+
+def _there_and_back(value: torch.Tensor, to: int) -> None:
+    dist.send(value, to)
+    dist.recv(value, to)
+
+
+def _barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
+    """Wait for every rank of `group`, on this rank's `device`: without device_ids NCCL may guess another one."""
+    dist.barrier(group=group, device_ids=None if device.type == "cpu" else [device.index])
+
+
+def _merged(before: Link | None, now: Link) -> Link:
+    """Return both measurements of a link as one, with the more exact clock difference."""
+    if before is None:
+        return now
+    closer = now if now.within_s < before.within_s else before
+    return replace(closer, round_trip_s=before.round_trip_s + now.round_trip_s, gb_s=before.gb_s + now.gb_s)
+
+
+def _timed(act: Callable[[], object], device: torch.device | None = None) -> float:
+    """Return the seconds that `act` takes, including its work on `device`."""
+    if device:
+        _wait(device)
+    started = time.perf_counter()
+    act()
+    if device:
+        _wait(device)
+    return time.perf_counter() - started
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 if __name__ == "__main__":

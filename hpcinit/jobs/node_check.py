@@ -96,15 +96,16 @@ def start(wanted: NodeCheck, env: Mapping[str, str]) -> Running | None:
         return None
     if pid == 0:
         with suppress(BaseException):
-            process_limits.die_with_parent_process(parent)
+            process_limits.die_with_parent(parent)
             os.setpgid(0, 0)  # finish() ends this group, with the nvidia-smi in it
-            _answer(theirs, wanted, env)
+            _send_answer(theirs, wanted, env)
         os._exit(0)
     os.close(theirs)
     return Running(pid, ours, wanted.action, wanted.timeout_s, time.monotonic() + wanted.timeout_s)
 
 
-def _answer(pipe: int, wanted: NodeCheck, env: Mapping[str, str]) -> None:
+def _send_answer(pipe: int, wanted: NodeCheck, env: Mapping[str, str]) -> None:
+    """Run the checks in the forked process, and write their result to the pipe as JSON."""
     try:
         lines, unusable = check(wanted, env)
         answer = {"lines": lines, "unusable": unusable}
@@ -120,7 +121,7 @@ def finish(running: Running | None, folder: Path) -> None:
         return
     node, off = os.environ[NODE], "to disable it: check_node.action=off"
     anyway = f"the ranks start without it; {off}"
-    text = _read(running)
+    text = _receive_answer(running)
     if text is None:
         if running.action == REPLACE:  # otherwise a slow node would print a line in every job
             say(f"{node}: the check of the node did not end within {running.timeout_s:g} s; {anyway}")
@@ -145,7 +146,7 @@ def finish(running: Running | None, folder: Path) -> None:
         )
 
 
-def _read(running: Running) -> str | None:
+def _receive_answer(running: Running) -> str | None:
     """Return what the check wrote, after its end; None if the time is over. The process is killed and reaped then."""
     poll, found, ended = select.poll(), b"", False
     poll.register(running.pipe, select.POLLIN)
@@ -175,7 +176,7 @@ def check(wanted: NodeCheck, env: Mapping[str, str]) -> tuple[list[str], str]:
 
 def _leftovers(wanted: NodeCheck, env: Mapping[str, str]) -> Iterator[str]:
     """Remove what ended jobs left, if wanted, and yield a line for each. Slurm's reply is the proof that they ended."""
-    tasks, files = list(_tasks(env)), _segments(float(env.get(ENV_ALLOCATED) or 0))
+    tasks, files = list(_tasks(env)), _old_segments(float(env.get(ENV_ALLOCATED) or 0))
     if not tasks and not files:
         return
     # Half the time, so that squeue ends before this process is killed.
@@ -230,6 +231,7 @@ def _task(pid: int, env: Mapping[str, str]) -> Task | None:
 
 
 def _leftover_task(task: Task, clean: bool, env: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line about a process of an ended job, and kill it if `clean`."""
     what = f"process {task.pid} ({task.name}) of job {task.job}, which has ended"
     if _task(task.pid, env) != task:
         return  # it has ended meanwhile
@@ -262,7 +264,7 @@ def _kill(task: Task, env: Mapping[str, str]) -> str:
         os.close(descriptor)
 
 
-def _segments(before: float) -> list[Path]:
+def _old_segments(before: float) -> list[Path]:
     """Return this user's files in /dev/shm that are older than `before` and that torch or NCCL created."""
     found = []
     with suppress(OSError):
@@ -275,7 +277,8 @@ def _segments(before: float) -> list[Path]:
 
 
 def _leftover_files(files: Sequence[Path], clean: bool) -> Iterator[str]:
-    used = _in_use() if files else set()
+    """Yield a line about files of ended jobs that no process uses, and remove them if `clean`."""
+    used = _shared_memory_in_use() if files else set()
     left = [path for path in files if str(path) not in used]
     size, removed = 0, 0
     for path in left:
@@ -290,7 +293,7 @@ def _leftover_files(files: Sequence[Path], clean: bool) -> Iterator[str]:
         yield f"files of your ended jobs in {SHARED_MEMORY} ({names}): {done}"
 
 
-def _in_use() -> set[str]:
+def _shared_memory_in_use() -> set[str]:
     """Return the files in /dev/shm that a process of this user has open or mapped."""
     used: set[str] = set()
     for pid in _pids():
@@ -309,6 +312,7 @@ def _in_use() -> set[str]:
 
 
 def _free_space(env: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each folder for temporary files that is full or not writable."""
     from hpcinit.jobs import node_probe  # noqa: PLC0415 - only the check's side needs it
 
     for place in node_probe.folders(env):
@@ -331,7 +335,7 @@ def _gpu_memory(env: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
     if len(gpus) > len(wanted):  # without ConstrainDevices, nvidia-smi also lists GPUs of other jobs
         gpus = tuple(gpu for index, gpu in enumerate(gpus) if str(index) in wanted)
     for gpu in gpus:
-        others = [(one, owner) for one in gpu.processes if (owner := _owner(one.pid)) != env[JOB]]
+        others = [(one, owner) for one in gpu.processes if (owner := _job_or_user(one.pid)) != env[JOB]]
         used = sum(one.used_mb or 0 for one, _ in others)
         total = gpu.total_mb or 0
         if used > MUCH_MB:
@@ -339,14 +343,14 @@ def _gpu_memory(env: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
             line = f"{used / 1024:.1f} of {total / 1024:.1f} GiB of {gpu.uuid} are in use by {names}"
             yield line, used > OCCUPIED * total > 0 and not any(env.get(name) for name in SHARING)
         elif not gpu.processes and (gpu.used_mb or 0) > MUCH_MB:
-            yield f"{_of(gpu)} are in use, but nvidia-smi lists no process", False
+            yield f"{_gpu_memory_used(gpu)} are in use, but nvidia-smi lists no process", False
 
 
-def _of(gpu: Gpu) -> str:
+def _gpu_memory_used(gpu: Gpu) -> str:
     return f"{(gpu.used_mb or 0) / 1024:.1f} of {(gpu.total_mb or 0) / 1024:.1f} GiB of {gpu.uuid}"
 
 
-def _owner(pid: int) -> str:
+def _job_or_user(pid: int) -> str:
     """Return the job of a process, or its user if the job is not readable."""
     with suppress(OSError):
         found = re.search(rb"(?:^|\0)SLURM_JOB_ID=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from hpcinit.base.safe_files import read_or_empty
 from hpcinit.records.rank_report import Gpu, GpuProcess, Interface, Name, Node, Place
 from hpcinit.records.scratch import ENV_LOCAL_DISK
 from hpcinit.world import hosts, network
@@ -35,23 +36,23 @@ def probe_node(env: Mapping[str, str], names: Sequence[str], own: str) -> Node:
 
 def driver() -> str:
     """Return the version of the GPUs' kernel driver: 'nvidia 580.65.06', 'amdgpu 6.12.12'; '' without one."""
-    text = _text(Path("/proc/driver/nvidia/version"))
+    text = read_or_empty(Path("/proc/driver/nvidia/version"))
     # NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 ...
     # NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build ...
     if found := re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", text):
         return f"nvidia {found[1]}"
-    version = _text(Path("/sys/module/amdgpu/version"))
+    version = read_or_empty(Path("/sys/module/amdgpu/version"))
     return f"amdgpu {version}" if version else ""
 
 
 def numa_of(pci: str) -> str:
     """Return the NUMA node of a PCI device, for example '0'; '' if it has none (-1) or is not a PCI device."""
-    found = _text(Path(f"/sys/bus/pci/devices/{pci.lower()}/numa_node")) if pci else ""
+    found = read_or_empty(Path(f"/sys/bus/pci/devices/{pci.lower()}/numa_node")) if pci else ""
     return "" if found == "-1" else found
 
 
 def _memory() -> tuple[float, float]:
-    found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _text(Path("/proc/meminfo")), re.MULTILINE))
+    found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", read_or_empty(Path("/proc/meminfo")), re.MULTILINE))
     return int(found.get("MemTotal", 0)) * 1024 / GB, int(found.get("MemAvailable", 0)) * 1024 / GB
 
 
@@ -88,17 +89,17 @@ def _interfaces() -> Iterator[Interface]:
         if name == "lo" or name.startswith(("docker", "veth", "virbr", "br-")) or ":" in name:
             continue
         place = Path("/sys/class/net") / name
-        speed = _text(place / "speed")  # Mbit/s; -1 where the driver does not know
+        speed = read_or_empty(place / "speed")  # Mbit/s; -1 where the driver does not know
         gbit = int(speed) / 1000 if speed.isdigit() else 0.0
         # Some drivers report the state 'unknown'. A network namespace without its own /sys shows another one's states.
-        yield Interface(name, _text(place / "operstate") not in {"down", "lowerlayerdown"}, gbit)
+        yield Interface(name, read_or_empty(place / "operstate") not in {"down", "lowerlayerdown"}, gbit)
 
 
 def _ports(place: Path = Path("/sys/class/infiniband")) -> Iterator[Interface]:
     """Yield the InfiniBand ports; their files contain state '4: ACTIVE' and rate '200 Gb/sec (4X HDR)'."""
     for port in sorted(place.glob("*/ports/*")):
-        rate = re.match(r"([\d.]+) Gb/sec", _text(port / "rate"))
-        up = _text(port / "state").startswith("4:")
+        rate = re.match(r"([\d.]+) Gb/sec", read_or_empty(port / "rate"))
+        up = read_or_empty(port / "state").startswith("4:")
         yield Interface(f"{port.parts[-3]}:{port.name}", up, float(rate[1]) if rate else 0.0, infiniband=True)
 
 
@@ -122,13 +123,6 @@ def _name(host: str) -> Name:
     except OSError:
         back = ""
     return Name(host, addresses, back)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
 
 
 # nvidia-smi: memory, processes, ECC, clocks and the PCIe link of each GPU of this node.

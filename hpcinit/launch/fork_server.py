@@ -27,7 +27,7 @@ from hpcinit.runtime.lifecycle import signal_watch
 from hpcinit.world import World, forked, launchers
 from hpcinit.world.forked import Node
 
-LISTENED = (*FORWARDED, signal.SIGCHLD)
+HANDLED = (*FORWARDED, signal.SIGCHLD)
 GRACE_S = 0.5  # from SIGTERM to SIGKILL, for ranks whose peer has failed
 SAVING_S = 30.0  # to SIGKILL, for ranks that got a stop signal before one of them ended: Slurm's default KillWait
 STUCK_S = 10.0  # after SIGKILL, for a rank that is stuck in the kernel
@@ -41,34 +41,34 @@ class ForkSupervisor(Supervisor):
         super().__init__()
         self.stuck_s = STUCK_S
         self._here, self._launch, self._folder, self._monitor = here, launch, folder, monitor
-        self._first: Child | None = None  # the first rank that failed
+        self._first_failed: Child | None = None  # the first rank that failed
         self._stop_received = False  # a stop signal has arrived
 
     def fork(self, become: Callable[[int, int], None]) -> int | None:
         """Fork the ranks. become(local_rank, parent) makes the child a rank; its signals are blocked until then."""
         parent = os.getpid()
-        signals.block(LISTENED)
+        signals.block(HANDLED)
         sys.stdout.flush()
         sys.stderr.flush()
         for local_rank in range(self._here.ranks_per_node):
             if self.fork_child(self._here.first + local_rank):
                 self._monitor.forget()
                 become(local_rank, parent)
-                signals.unblock(LISTENED)
+                signals.unblock(HANDLED)
                 return local_rank
         return None
 
     def wait(self) -> int:
         """Wait for the last rank. Return the exit status for this process; -9 for SIGKILL."""
-        self.supervise(signals.Descriptor(LISTENED).wait)
+        self.supervise(signals.Descriptor(HANDLED).wait)
         self._monitor.end()
-        return self._status()
+        return self._exit_status()
 
     def on_signal(self, number: int) -> bool:
         if number in (signal.SIGTERM, signal.SIGINT):
             self._say_succeeded()
             self._stop_received = True
-        if not self._monitor.saw(number):
+        if not self._monitor.also_received(number):
             self.signal(number)
         return False
 
@@ -76,7 +76,7 @@ class ForkSupervisor(Supervisor):
         """Report a failed rank, and end the others if kill_on_bad_exit is set."""
         child.signal(signal.SIGKILL)  # processes that it has left running
         child.reap()
-        self._note(child)
+        self._report_exit(child)
         return False
 
     def on_stuck(self, running: Sequence[Child]) -> None:
@@ -88,28 +88,30 @@ class ForkSupervisor(Supervisor):
 
     def _say_succeeded(self) -> None:
         """Print which ranks ended with status 0 before another one failed: `hpcinit why` needs it."""
-        if self._first is None and not self._stop_received and self.left():
+        if self._first_failed is None and not self._stop_received and self.left():
             for child in self.children.values():
                 if child.code == 0:
                     say(f"{self._here.host}: rank {child.number}: {job_log.SUCCEEDED}")
 
-    def _note(self, child: Child) -> None:
+    def _report_exit(self, child: Child) -> None:
+        """Print a failed rank with its error, and end the others if the config requires it."""
         bad = child.code != 0
         if bad:
             self._say_succeeded()
-        if bad and not self._stop_received and (self._first is None or not self._launch.kill_on_bad_exit):
+        if bad and not self._stop_received and (self._first_failed is None or not self._launch.kill_on_bad_exit):
             say(f"error: {self._here.host}: rank {child.number}: {job_log.how(child.code or 0)}")
-            if quoted := self._quote(child.number):
+            if quoted := self._last_error(child.number):
                 say(quoted)
-        ends_others = bad and self._first is None and self._launch.kill_on_bad_exit
-        if bad and self._first is None:
-            self._first = child
+        ends_others = bad and self._first_failed is None and self._launch.kill_on_bad_exit
+        if bad and self._first_failed is None:
+            self._first_failed = child
         if ends_others and (others := self.left()):
-            self._end(others)
+            self._end_others(others)
         elif self._launch.wait_s and self.deadline() is None and self.left():
             self.kill_in(self._launch.wait_s)
 
-    def _end(self, others: Sequence[Child]) -> None:
+    def _end_others(self, others: Sequence[Child]) -> None:
+        """Terminate the remaining ranks; give them time if they may be saving."""
         if self._stop_received:  # the signal has reached them too, and they may be saving
             self.kill_in(SAVING_S)
             return
@@ -118,7 +120,7 @@ class ForkSupervisor(Supervisor):
         say(f"{who} {names} on {self._here.host} {does} too")
         self.terminate(GRACE_S)
 
-    def _quote(self, rank: int) -> str:
+    def _last_error(self, rank: int) -> str:
         """Return the rank's own error, or the last line of its log."""
         found = error_records.read(self._folder / run_folder.ERRORS, f"rank-{rank}.json")
         recent = [one.record.error for one in found if one.record.time > time.time() - 60]
@@ -132,14 +134,14 @@ class ForkSupervisor(Supervisor):
             return ""
         return f"the last line of rank {rank} on {self._here.host}: {lines[-1][:500]}" if lines else ""
 
-    def _status(self) -> int:
+    def _exit_status(self) -> int:
         """Return the status of the first failed rank; with kill_on_bad_exit=false the highest, like srun."""
         if self._launch.kill_on_bad_exit:
-            return (self._first.code if self._first else 0) or 0
-        return max((child.code or 0 for child in self.children.values()), key=_number, default=0)
+            return (self._first_failed.code if self._first_failed else 0) or 0
+        return max((child.code or 0 for child in self.children.values()), key=_shell_status, default=0)
 
 
-def _number(code: int) -> int:
+def _shell_status(code: int) -> int:
     """Return the status as a shell reports it: 128 plus the signal's number."""
     return code if code >= 0 else 128 - code
 
@@ -164,12 +166,12 @@ def announce_prefork(here: Node, spec: Spec, folder: Path) -> None:
     """Write the fork server's events to the timeline for each rank, so that a rank that hangs in an import is
     listed."""
     for local_rank in range(here.ranks_per_node):
-        startup_events.announce(_world(here, spec, local_rank), folder)
+        startup_events.announce(_world_of(here, spec, local_rank), folder)
 
 
 def fail_prefork(here: Node, spec: Spec, folder: Path, error: HpcinitError) -> None:
     """Record the error in the log and the error record of the node's first rank, and report it to running ranks."""
-    world = _world(here, spec, 0)
+    world = _world_of(here, spec, 0)
     with contextlib.suppress(OSError), (folder / run_folder.RANK_LOG.format(rank=world.rank)).open("a") as log:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__, file=log)
@@ -182,7 +184,8 @@ def fail_prefork(here: Node, spec: Spec, folder: Path, error: HpcinitError) -> N
             join.leave_rendezvous(str(error))
 
 
-def _world(here: Node, spec: Spec, local_rank: int) -> World:
+def _world_of(here: Node, spec: Spec, local_rank: int) -> World:
+    """Return the World of a rank that is not forked yet."""
     return launchers.read(forked.environment(os.environ, here, local_rank, os.getpid(), spec.launch.cpus))
 
 
@@ -194,20 +197,20 @@ def become_child(
 ) -> None:
     """Set up local rank `local_rank` of `here`, first thing in the child. cpus: per local rank; None: unchanged."""
     os.setsid()
-    process_limits.die_with_parent_process(parent)
+    process_limits.die_with_parent(parent)
     rank = here.first + local_rank
-    _open_log(folder / run_folder.RANK_LOG.format(rank=rank))
+    _redirect_streams(folder / run_folder.RANK_LOG.format(rank=rank))
     env = forked.environment(os.environ, here, local_rank, os.getpid(), spec.launch.cpus)
-    _exchange_environment({**env, **rank_binding.devices(spec.launch, local_rank, env)})
+    _replace_environment({**env, **rank_binding.devices(spec.launch, local_rank, env)})
     if cpus is not None:
         rank_binding.apply(cpus[local_rank])
-    _own_threads(None if cpus is None else len(cpus[local_rank]))
-    _own_random_numbers()
+    _set_thread_count(None if cpus is None else len(cpus[local_rank]))
+    _reseed_numpy()
     if spec.stop.signal and spec.program.kind != "command":
         signal_watch.hold(signal.Signals[f"SIG{spec.stop.signal}"])
 
 
-def _open_log(path: Path) -> None:
+def _redirect_streams(path: Path) -> None:
     """Append stdout and stderr to `path`, like srun's --open-mode=append, or keep the parent's if that fails. stdin is
     empty."""
     with rank_log.opened(path) as log, open(os.devnull, "rb") as nothing:  # noqa: PTH123 - no path
@@ -217,20 +220,20 @@ def _open_log(path: Path) -> None:
             os.dup2(log.fileno(), 2)
 
 
-def _exchange_environment(env: Mapping[str, str]) -> None:
+def _replace_environment(env: Mapping[str, str]) -> None:
     for name in os.environ.keys() - env.keys():
         del os.environ[name]
     os.environ.update({name: value for name, value in env.items() if os.environ.get(name) != value})
 
 
-def _own_threads(cpus: int | None) -> None:
+def _set_thread_count(cpus: int | None) -> None:
     """Use as many threads as CPUs, unless OMP_NUM_THREADS is set: torch has counted the CPUs of the fork server."""
     torch = sys.modules.get("torch")
     if torch is not None and cpus is not None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cpus)
 
 
-def _own_random_numbers() -> None:
+def _reseed_numpy() -> None:
     """Seed NumPy's global generator, if it is imported: all ranks would get the same numbers from their parent.
 
     Python's generator seeds itself after a fork, and torch's has the same seed in every process anyway.

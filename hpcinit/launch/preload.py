@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hpcinit.base.errors import BringUpError, RequestError
+from hpcinit.base.safe_files import read_or_empty
 from hpcinit.base.versions import installed, key
 from hpcinit.deepspeed.deepspeed_versions import IMPORT_LEAVES_CUDA_SINCE
 from hpcinit.rendezvous import fingerprint
@@ -25,9 +26,9 @@ TASKS = Path("/proc/self/task")
 FILES = Path("/proc/self/fd")
 DEVICES = Path("/dev")
 # Device files that are opened with the first context, and not to count devices only (NVML opens nvidiactl).
-OF_A_CONTEXT = {"nvidia-uvm": "CUDA", "kfd": "ROCm", "dri/renderD": "a GPU"}
+CONTEXT_DEVICES = {"nvidia-uvm": "CUDA", "kfd": "ROCm", "dri/renderD": "a GPU"}
 # These exist if there is a CUDA or ROCm device. Without one, torch's CUDA build cannot start CUDA in any process.
-OF_A_DRIVER = ("nvidiactl", "kfd")
+DRIVER_DEVICES = ("nvidiactl", "kfd")
 # torch.cuda.is_available() then asks NVML instead of starting CUDA: see torch's documentation of that function.
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
@@ -51,7 +52,7 @@ def load(names: Sequence[str], *, devices: Path = DEVICES) -> str:
                 _import(name)
                 _refuse_threads(name, before)
                 _refuse_device(name, devices)
-            _warm()
+            _prepare_bring_up()
     finally:
         # Exclude the present objects from collections: in a rank they would write to shared pages. No gc.collect()
         # before it: it takes 70 ms, and what it frees only leaves holes in these pages.
@@ -76,6 +77,7 @@ def _devices_counted_by_nvml() -> Iterator[None]:
 
 
 def _reason_to_skip(name: str) -> str:
+    """Return why the module must not be imported before the fork, or an empty text."""
     version = installed("deepspeed") if name.partition(".")[0] == "deepspeed" else ""
     if not version or key(version) >= key(IMPORT_LEAVES_CUDA_SINCE):
         return ""
@@ -89,7 +91,7 @@ def _with_version(name: str) -> str:
     return f"{name} {installed(name.partition('.')[0])}".rstrip()
 
 
-def _warm() -> None:
+def _prepare_bring_up() -> None:
     """Import or look up what bring-up otherwise does later in each rank, with the same result for all ranks."""
     if "torch" in sys.modules:
         importlib.import_module("hpcinit.runtime.bringup")
@@ -105,20 +107,21 @@ def _import(name: str) -> None:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise _failed(name, error) from error  # the module exists, but one that it imports does not
+            raise _import_error(name, error) from error  # the module exists, but one that it imports does not
         raise RequestError(
             f"launch.preload lists {name!r}, but there is no module {error.name} on {os.uname().nodename}: looked in "
             f"{sys.path[0]} and in {sys.prefix}; remove it from launch.preload, or install it"
         ) from None
     except Exception as error:
-        raise _failed(name, error) from error
+        raise _import_error(name, error) from error
 
 
-def _failed(name: str, error: Exception) -> BringUpError:
+def _import_error(name: str, error: Exception) -> BringUpError:
     return BringUpError(f"importing {name}, from launch.preload, failed: {type(error).__name__}: {error}")
 
 
 def _refuse_threads(name: str, before: Collection[int]) -> None:
+    """Raise RequestError if a thread has started since `before` and a fork would lose it."""
     started = set(_threads()) - set(before)
     if started:
         # OpenBLAS ends its pool before a fork and recreates it afterwards (pthread_atfork): a trial fork shows this.
@@ -142,18 +145,19 @@ def _threads() -> dict[int, str]:
     for path in TASKS.iterdir():
         thread = int(path.name)
         if thread != os.getpid():
-            found[thread] = known.get(thread) or _read(path / "comm") or str(thread)
+            found[thread] = known.get(thread) or read_or_empty(path / "comm") or str(thread)
     return found
 
 
 def _refuse_device(name: str, devices: Path) -> None:
+    """Raise RequestError if the import of `name` has initialized a device."""
     started = ""
     for file in FILES.iterdir():
         try:
             target = str(file.readlink())
         except OSError:  # the descriptor of the folder itself
             continue
-        for device, what in OF_A_CONTEXT.items():
+        for device, what in CONTEXT_DEVICES.items():
             if target.startswith(f"{devices}/{device}"):
                 started = f"{what} ({target} is open)"
     torch = sys.modules.get("torch")
@@ -164,8 +168,8 @@ def _refuse_device(name: str, devices: Path) -> None:
     if (
         not started
         and torch is not None
-        and any((devices / node).exists() for node in OF_A_DRIVER)
-        and _lost_in_a_fork()
+        and any((devices / node).exists() for node in DRIVER_DEVICES)
+        and _is_cuda_lost_in_fork()
     ):
         started = "CUDA (a trial fork cannot use it)"
     if started:
@@ -176,17 +180,10 @@ def _refuse_device(name: str, devices: Path) -> None:
         )
 
 
-def _lost_in_a_fork() -> bool:
+def _is_cuda_lost_in_fork() -> bool:
     """Return whether CUDA would be unusable in a child that is forked now. torch.cuda.is_initialized() is not enough:
     is_available() starts CUDA too."""
     child = os.fork()
     if child == 0:
         os._exit(int(sys.modules["torch"].cuda._is_in_bad_fork()))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -10,9 +10,9 @@ from hpcinit.records.spec import Launch
 from hpcinit.world import cpus as kernel
 from hpcinit.world import visible_devices
 
-QUIET = ("quiet,", "verbose,", "q,", "v,")
+VERBOSITY_PREFIXES = ("quiet,", "verbose,", "q,", "v,")
 # Slurm lists the node's devices that the step has in each of these variables.
-LISTS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL")
+DEVICE_LISTS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL")
 
 
 def cpus(
@@ -24,12 +24,12 @@ def cpus(
     the CPUs it granted and there are enough. If the job has the whole node and devices, return None: each rank then
     binds itself to the CPUs near its device (runtime/affinity.py).
     """
-    kind, _, value = _plain(launch.cpu_bind).partition(":")
+    kind, _, value = _without_verbosity(launch.cpu_bind).partition(":")
     if kind == "none":
         return None
     if kind in ("mask_cpu", "map_cpu"):
         numbers = [int(word, 16) if kind == "mask_cpu" else int(word, 0) for word in value.split(",")]
-        sets = [_bits(number) if kind == "mask_cpu" else {number} for number in numbers]
+        sets = [_set_bits(number) if kind == "mask_cpu" else {number} for number in numbers]
         return [sets[rank % len(sets)] & allowed or allowed for rank in range(ranks)]
     if not kind:
         granted = env.get("SLURM_CPUS_ON_NODE", "")
@@ -45,11 +45,11 @@ def cpus(
 
 def devices(launch: Launch, local_rank: int, env: Mapping[str, str]) -> dict[str, str]:
     """Return variables that show a rank only its own devices; {} if launch.gpu_bind is not set."""
-    kind, _, value = _plain(launch.gpu_bind).partition(":")
+    kind, _, value = _without_verbosity(launch.gpu_bind).partition(":")
     if kind in ("", "none"):
         return {}
     found = {}
-    for name in LISTS:
+    for name in DEVICE_LISTS:
         listed = [word for word in env.get(name, "").split(",") if word]
         if not listed:
             continue
@@ -63,12 +63,13 @@ def devices(launch: Launch, local_rank: int, env: Mapping[str, str]) -> dict[str
     return found
 
 
-def _plain(option: str | None) -> str:
+def _without_verbosity(option: str | None) -> str:
+    """Return Slurm's option without 'quiet,' or 'verbose,' in front of it; '' for None."""
     text = option or ""
-    return next((text.removeprefix(word) for word in QUIET if text.startswith(word)), text)
+    return next((text.removeprefix(word) for word in VERBOSITY_PREFIXES if text.startswith(word)), text)
 
 
-def _bits(mask: int) -> set[int]:
+def _set_bits(mask: int) -> set[int]:
     return {place for place in range(mask.bit_length()) if mask >> place & 1}
 
 

@@ -34,14 +34,14 @@ class SignalMonitor:
             _listen(write, parent)
         os.close(write)
 
-    def saw(self, number: int) -> bool:
+    def also_received(self, number: int) -> bool:
         """Return whether the signal `number`, which this process has just received, also reached the helper."""
         deadline = time.monotonic() + WITHIN_S
         while (left := deadline - time.monotonic()) > 0 and select.select([self._read], [], [], left)[0]:
-            heard = os.read(self._read, 1)
-            if not heard:  # the helper was killed
+            data = os.read(self._read, 1)
+            if not data:  # the helper was killed
                 return False
-            if heard[0] == number:
+            if data[0] == number:
                 return True
         return False
 
@@ -55,13 +55,14 @@ class SignalMonitor:
 
 
 def _listen(write: int, parent: int) -> None:
+    """Run the helper: report each signal, and continue a stopped parent whose child has exited. Never return."""
     signals.block(FORWARDED)
     os.setsid()
-    process_limits.die_with_parent_process(parent)
-    process_title.call_this("hpcinit: signal monitor")
-    came = signals.Descriptor(FORWARDED)
+    process_limits.die_with_parent(parent)
+    process_title.set_title("hpcinit: signal monitor")
+    received = signals.Descriptor(FORWARDED)
     while True:
-        number = came.wait(LOOK_S)
+        number = received.wait(LOOK_S)
         if number is not None:
             os.write(write, bytes([number]))
         elif process_title.state(parent) == "T" and any(

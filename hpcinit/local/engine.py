@@ -23,7 +23,7 @@ import psutil
 from hpcinit.base import process_limits, safe_files, signals
 from hpcinit.base.errors import NOTHING_SUBMITTED, SpecError, SubmitError
 from hpcinit.base.supervisor import Child, Supervisor
-from hpcinit.local import environment_variables, processes
+from hpcinit.local import environment_variables, orphans
 from hpcinit.records import run_folder
 from hpcinit.records.spec import load
 
@@ -79,16 +79,16 @@ def main(argv: Sequence[str]) -> int:
     env |= environment_variables.batch(os.getpid(), spec.name, spec.nodes, spec.ranks_per_node, spec.workdir)
     env[run_folder.ENV_ENGINE] = str(os.getpid())
     state: dict[str, object] = {"state": "RUNNING", "pid": os.getpid(), "started": time.time()}
-    processes.adopt_orphans()  # no process of the job may outlive it, even if a step was killed
+    orphans.adopt_orphans()  # no process of the job may outlive it, even if a step was killed
     try:
         script = ["bash", str(path / run_folder.SCRIPT)]
-        die_with_this = partial(process_limits.die_with_parent_process, os.getpid())
+        die_with_this = partial(process_limits.die_with_parent, os.getpid())
         job = Supervisor().start(0, script, env, folder=spec.workdir, in_child=die_with_this)
     except OSError as error:
         print(f"hpcinit: error: cannot start the batch script in {spec.workdir}: {error}", flush=True)
         return _ended(path, state, "FAILED", 1)
     end = _watch(job, stop_signals, time.monotonic() + 60 * time_min)
-    processes.kill_descendants()
+    orphans.kill_descendants()
     code = job.ended() or 0
     status = code if code >= 0 else 128 - code
     return _ended(path, state, end or ("COMPLETED" if status == 0 else "FAILED"), status)
@@ -127,7 +127,7 @@ def _end(job: Child) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         job.signal(number)
         deadline = time.monotonic() + KILL_WAIT_S
-        while time.monotonic() < deadline and processes.group_runs(job.pid):
+        while time.monotonic() < deadline and orphans.group_runs(job.pid):
             time.sleep(0.02)
 
 
@@ -169,10 +169,6 @@ def write_state(path: Path, state: Mapping[str, object]) -> None:
     safe_files.write_atomically(path / STATE, json.dumps(state) + "\n")
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
-
 # Checks of the request against this machine
 
 MOST_NODES = 254  # node i is 127.0.0.i
@@ -196,3 +192,7 @@ def problem(nodes: int, world_size: int, mem_gb_per_rank: float) -> Iterator[str
             f"{world_size} ranks on {cores} cores: at most {MOST_RANKS_PER_CORE} ranks per core, "
             f"{MOST_RANKS_PER_CORE * cores} in total, start in reasonable time"
         )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

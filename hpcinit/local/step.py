@@ -65,11 +65,12 @@ class Step(Supervisor):
         env = {**os.environ, **environment_variables.task(os.environ, self.options.nodes, per_node, rank)}
         output = self.options.output
         path = Path(output.replace("%t", str(rank)).replace("%%", "%")) if output else None
-        die_with_this = partial(process_limits.end_with_parent_process, os.getpid())
+        die_with_this = partial(process_limits.terminate_with_parent, os.getpid())
         with rank_log.opened(path) if path else contextlib.nullcontext() as log:
             self.start(rank, self.options.command, env, output=log, in_child=die_with_this)
 
     def _next_signal(self, timeout_s: float) -> int | None:
+        """Return the next signal that has arrived, None after a short wait."""
         if not self.signals:
             time.sleep(min(LOOK_S, timeout_s))
         return self.signals.pop(0) if self.signals else None

@@ -17,7 +17,7 @@ from typing import Any
 
 from hpcinit.base import console
 from hpcinit.base.errors import Failure, RequestError
-from hpcinit.base.text import ranges
+from hpcinit.base.text import rank_names
 from hpcinit.observe import find_runs, job_step, logs, stack_collector
 from hpcinit.records import hang_report, heartbeats
 from hpcinit.slurm import nodelist, slurm_client
@@ -71,7 +71,7 @@ class Group:
 
     def headline(self) -> str:
         one = self.first
-        who = f"rank{'s' * (len(self.ranks) > 1)} {ranges(self.ranks)} on {nodelist.compress(self.hosts)}"
+        who = f"{rank_names(self.ranks)} on {nodelist.compress(self.hosts)}"
         return f"{who}: {', '.join(part for part in self._what() if part)}" + self._advice(one)
 
     def _what(self) -> list[str]:
@@ -362,7 +362,7 @@ def lines(
         yield f"no answer from {nodelist.compress(silent)}: is it down? The others answered"
     if missing:
         where = " on the nodes that answered" if silent else ""
-        yield f"no process of rank{'s' * (len(missing) > 1)} {ranges(missing)}{where}: exited, or not started yet"
+        yield f"no process of {rank_names(missing)}{where}: exited, or not started yet"
     for group in groups:
         yield group.headline()
         frames = group.first.frames

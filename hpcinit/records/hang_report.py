@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
-from hpcinit.base.text import ranges
+from hpcinit.base.text import rank_names
 from hpcinit.records import plain_files, run_folder, scratch, timeline
 from hpcinit.records.error_records import ErrorRecord
 from hpcinit.records.heartbeats import GONE, IN_KERNEL, MUTE, STOPPED, NodeHeartbeats, RankHeartbeat
@@ -144,7 +144,7 @@ class Waiting:
 
     def __str__(self) -> str:
         at = f", called at {self.called_at}" if self.called_at else ""
-        return f"{_ranks(self.ranks)} wait{'s' * (len(self.ranks) == 1)} in {self.collective}{at}"
+        return f"{rank_names(self.ranks)} wait{'s' * (len(self.ranks) == 1)} in {self.collective}{at}"
 
 
 def different_call(calls: Sequence[Waiting]) -> Waiting | None:
@@ -164,7 +164,7 @@ class SilentNode:
     ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"node {self.host} has sent no heartbeat for {self.silent_s:.0f} s; it runs {_ranks(self.ranks)}"
+        return f"node {self.host} has sent no heartbeat for {self.silent_s:.0f} s; it runs {rank_names(self.ranks)}"
 
 
 @dataclass(frozen=True)
@@ -231,8 +231,8 @@ class HangReport:
             silence = f"no rank has printed anything for {duration(self.output_silent_s)}"
         found = [silence, *map(str, self.waiting)]
         if self.unheard:
-            found.append(f"{_ranks(self.unheard)} never reported anything")
-        used = ", ".join(f"{_ranks(ranks)} {percent} %" for percent, ranks in self.cpu)
+            found.append(f"{rank_names(self.unheard)} never reported anything")
+        used = ", ".join(f"{rank_names(ranks)} {percent} %" for percent, ranks in self.cpu)
         return (
             *found,
             *map(str, self.silent_nodes),
@@ -458,7 +458,7 @@ def _last(heartbeats: Sequence[RankHeartbeat]) -> tuple[float | None, tuple[tupl
 def _silence(silent_s: float | None, last_steps: Sequence[tuple[int, Sequence[int]]]) -> str:
     if silent_s is None:
         return "no rank has reported a step yet"
-    steps = ", ".join(f"{_ranks(ranks)} last finished step {step}" for step, ranks in last_steps)
+    steps = ", ".join(f"{rank_names(ranks)} last finished step {step}" for step, ranks in last_steps)
     return f"no step for {silent_s:.0f} s; {steps}"
 
 
@@ -476,7 +476,3 @@ def _state(state: str, pid: int, at: str) -> str:
         MUTE: f"process {pid} runs C code that holds the GIL{called or ','} so no other thread of it can run",
     }
     return sentences.get(state, f"process {pid} wrote no stack")
-
-
-def _ranks(found: Sequence[int]) -> str:
-    return f"rank{'s' * (len(found) > 1)} {ranges(found)}"

@@ -59,7 +59,7 @@ class Connection:
 
     where: our address and port, as this connection sees them. remote: the peer's address. since: when it connected or
     last sent a message, by time.monotonic(). received_at: when its last data was read, in seconds since 1970.
-    peer: the rank, once it is authenticated. left: it sent a goodbye.
+    peer: the rank, once it is authenticated. said_goodbye: it has left on purpose.
     """
 
     socket: socket.socket
@@ -70,7 +70,7 @@ class Connection:
     received_at: float = 0.0
     challenge: str = ""
     peer: Peer | None = None
-    left: bool = False
+    said_goodbye: bool = False
 
     def send(self, message: dict[str, Any]) -> None:
         self.send_line(protocol.encode(message))
@@ -139,16 +139,17 @@ class Connections:
             own.close()
 
     def _run(self) -> None:
+        """Serve all sockets until stop(). The thread of this object runs it."""
         with quick_switching():
             while not self._stopping:
                 ready = self._selector.select(self._patience_s())
-                looked = time.monotonic()
+                read_until = time.monotonic()
                 for key, _ in ready:
                     if key.fileobj is self._listener:
                         self._accept()
                     elif key.data is not None:
                         self._read(key.data)
-                self._close_silent(looked)
+                self._close_silent(read_until)
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]  # all of them are sockets
         self._selector.close()
@@ -161,7 +162,7 @@ class Connections:
                 accepted, remote = self._listener.accept()
             except OSError as error:  # nothing is waiting any more, or the peer has gone again
                 if error.errno in {errno.EMFILE, errno.ENFILE}:
-                    self._out_of_files()
+                    self._handle_too_many_files()
                 return
             with contextlib.suppress(OSError):
                 accepted.setblocking(False)
@@ -170,9 +171,10 @@ class Connections:
             connection = Connection(accepted, accepted.getsockname(), str(remote[0]))
             self._selector.register(accepted, selectors.EVENT_READ, connection)
             self._add(connection)
-            self._limit(connection)
+            self._close_oldest_above_limit(connection)
 
     def _add(self, connection: Connection) -> None:
+        """Add a connection to the unauthenticated ones, as the one that was silent for the shortest time."""
         self._unauthenticated[connection] = None
         self._by_remote.setdefault((connection.remote, bool(connection.challenge)), {})[connection] = None
 
@@ -184,7 +186,7 @@ class Connections:
             if those.pop(connection, self) is None and not those:
                 del self._by_remote[connection.remote, greeted]
 
-    def _limit(self, connection: Connection) -> None:
+    def _close_oldest_above_limit(self, connection: Connection) -> None:
         """Close the oldest unauthenticated connection if `connection`, a new one, makes them too many.
 
         Connections that know the name of the job are counted separately. So other connections cannot push out a rank
@@ -202,6 +204,7 @@ class Connections:
         connection.socket.close()
 
     def _read(self, connection: Connection) -> None:
+        """Pass the messages that have arrived to the callbacks; end the connection on any error."""
         if connection.socket.fileno() < 0:
             return  # closed since select() returned, to make space for newer connections
         try:
@@ -225,21 +228,22 @@ class Connections:
             if connection.peer is None:
                 connection.since = time.monotonic()
                 self._add(connection)
-                self._limit(connection)
+                self._close_oldest_above_limit(connection)
 
     def _patience_s(self) -> float | None:
         """Return the seconds until the next silent connection must be closed, or None if there is none."""
         longest = next(iter(self._unauthenticated), None)
         return max(0.0, longest.since + self._unauthenticated_s - time.monotonic()) if longest else None
 
-    def _close_silent(self, looked: float) -> None:
-        """Close connections that were silent too long. looked: the time up to which all data was read."""
+    def _close_silent(self, read_until: float) -> None:
+        """Close connections that were silent too long. read_until: the time up to which all data was read."""
         while (
             longest := next(iter(self._unauthenticated), None)
-        ) and looked - longest.since >= self._unauthenticated_s:
+        ) and read_until - longest.since >= self._unauthenticated_s:
             self._drop(longest)
 
-    def _out_of_files(self) -> None:
+    def _handle_too_many_files(self) -> None:
+        """Make space by closing the oldest unauthenticated connection, or print a message once."""
         if oldest := next(iter(self._unauthenticated), None):
             self._drop(oldest)
             return

@@ -58,11 +58,11 @@ def commit(folder: Path) -> str:
             continue
         if not head.startswith("ref: "):
             return head
-        return _reference(place / ".git", head.removeprefix("ref: "))
+        return _commit_of_branch(place / ".git", head.removeprefix("ref: "))
     return ""
 
 
-def _reference(git: Path, name: str) -> str:
+def _commit_of_branch(git: Path, name: str) -> str:
     try:
         return (git / name).read_text().strip()
     except OSError:

@@ -50,6 +50,7 @@ def join_rendezvous(world: World, spec: Spec | None, timeout: timedelta) -> Rend
     notes: list[str] = []
 
     def resolve() -> list[str]:
+        """Return rank 0's addresses, the likeliest first. notes: what to print about the likeliest one."""
         best, *others = addresses(world, spec)
         notes[:] = [best.note] if best.note else []
         return [best.address, *(other.address for other in others)]
@@ -57,7 +58,7 @@ def join_rendezvous(world: World, spec: Spec | None, timeout: timedelta) -> Rend
     nat = os.environ.get(ENV_NAT, "") not in {"", "0"}
     if world.rank == 0:
         _check_master_addr(world)
-        _publish(world)
+        _publish_host(world)
         found: Rendezvous = _open_server(
             resolve(), lambda address: RendezvousServer(world, address, key, job, made_of, nat, nonce.remove)
         )
@@ -91,7 +92,7 @@ def _check_master_addr(world: World) -> None:
     if os.environ.get(ports.ENV_PORTS) != ports.FROM_ENV or not os.environ.get("MASTER_ADDR"):
         return
     name = world.master_addr
-    found = _all_of(name)
+    found = _resolve_or_nothing(name)
     if network.of_this_node(found):
         return
     where = f"resolves to {', '.join(found)}" if found else "does not resolve"
@@ -134,7 +135,7 @@ def barrier_and_close(world: World, timeout: timedelta) -> None:
     have started. Raise BringUpError that names the ranks that did not connect.
     """
     if state.rendezvous is not None:
-        state.rendezvous.wait_for_all(time.monotonic() + timeout.total_seconds(), said_every_s(world))
+        state.rendezvous.wait_for_all(time.monotonic() + timeout.total_seconds(), report_interval_s(world))
     leave_rendezvous()
 
 
@@ -170,25 +171,30 @@ def _key(world: World, spec: Spec | None) -> str:
 
 def addresses(world: World, spec: Spec | None) -> list[hosts.Found]:
     """Return rank 0's addresses as this node sees them, the likeliest first. Raise WorldError with what to fix."""
-    published, listening = _published(world)
+    published, listening = _read_published(world)
     host, template = published or world.master_addr, spec.comm.host_template if spec else ""
     try:
-        best = hosts.find(host, world.nodes, node_addr=_node_addr, template=template)
+        best = hosts.find(host, world.nodes, node_addr=_slurm_address, template=template)
     except WorldError as error:
-        own = _towards_the_others(world) if world.node_rank == 0 else ""  # its other ranks see the same /etc/hosts
+        own = _address_towards_others(world) if world.node_rank == 0 else ""  # its other ranks see the same /etc/hosts
         reaches = "which reaches the other nodes"
-        if not own and world.rank == 0 and _publication(world):
+        if not own and world.rank == 0 and _rank_0_file(world):
             own, reaches = network.default_address(), "and the other ranks read that address from the run folder"
         if not (own or listening):
             raise
         note = f"{error}; until that is fixed rank 0 listens at {own}, {reaches}"
         best = hosts.Found(listening or own, note if world.rank == 0 else "")
     # Another node may list the addresses of the same name in another order.
-    others = [text for text in _all_of(hosts.rename(host, template)) or _all_of(host) if text != best.address]
+    others = [
+        text
+        for text in _resolve_or_nothing(hosts.rename(host, template)) or _resolve_or_nothing(host)
+        if text != best.address
+    ]
     return [best, *(hosts.Found(text) for text in others if not ipaddress.ip_address(text.split("%")[0]).is_loopback)]
 
 
-def _all_of(name: str) -> Sequence[str]:
+def _resolve_or_nothing(name: str) -> Sequence[str]:
+    """Return the addresses of `name`, none if it does not resolve."""
     try:
         return hosts.resolve(name)
     except OSError:
@@ -199,7 +205,7 @@ NODE_ADDRESS_LIMIT = timedelta(seconds=20)  # the other ranks wait meanwhile
 
 
 @functools.cache
-def _node_addr(host: str) -> str | None:
+def _slurm_address(host: str) -> str | None:
     """Return Slurm's address of the node, for names that do not resolve, or None if Slurm has none."""
     if alias := hosts.node_aliases(os.environ.get("SLURM_NODE_ALIASES", "")).get(host):
         return alias
@@ -210,7 +216,7 @@ def _node_addr(host: str) -> str | None:
     return next((word.partition("=")[2] for word in done.stdout.split() if word.startswith("NodeAddr=")), None)
 
 
-def _towards_the_others(world: World) -> str:
+def _address_towards_others(world: World) -> str:
     """Return this node's address on the route to another node of the world, or '' if none is found."""
     for host in world.hosts:
         if host != world.host:
@@ -221,18 +227,19 @@ def _towards_the_others(world: World) -> str:
     return ""
 
 
-def _publication(world: World) -> Path | None:
+def _rank_0_file(world: World) -> Path | None:
+    """Return the file in which rank 0 publishes its host and address; None without a run folder."""
     folder = os.environ.get(run_folder.ENV_FOLDER)
     return Path(folder) / f"rank-0-of-{world.job}.txt" if folder else None
 
 
-def _publish(world: World) -> None:
+def _publish_host(world: World) -> None:
     """Write rank 0's host to a file, for ranks that cannot compute it (--distribution=arbitrary without its file).
 
     The file also reveals a second process that claims rank 0 on another node, where it would listen too.
     Raise BringUpError that names both.
     """
-    path, me = _publication(world), fingerprint.identity()
+    path, me = _rank_0_file(world), fingerprint.identity()
     if path is None or world.nodes == 1:
         return
     try:
@@ -255,16 +262,16 @@ def _publish(world: World) -> None:
 
 def _publish_address(world: World, address: str) -> None:
     """Add the address where rank 0 listens to its file, for nodes that cannot resolve its name."""
-    path, me = _publication(world), fingerprint.identity()
+    path, me = _rank_0_file(world), fingerprint.identity()
     if path is not None and world.nodes > 1:
         with contextlib.suppress(OSError):  # only nodes without names need it
             text = f"{world.master_addr}\n{me['host']}\n{me['pid']}\n{address}\n"
             safe_files.write_atomically(path, text, 0o600)
 
 
-def _published(world: World) -> tuple[str, str]:
+def _read_published(world: World) -> tuple[str, str]:
     """Return the host that rank 0 has published, and the address where it listens, each '' if it has not."""
-    path = _publication(world)
+    path = _rank_0_file(world)
     try:
         host, _, _, address, *_ = [*(path.read_text().split("\n") if path is not None else []), *[""] * 4]
     except OSError:
@@ -272,6 +279,6 @@ def _published(world: World) -> tuple[str, str]:
     return host, address
 
 
-def said_every_s(world: World) -> float:
+def report_interval_s(world: World) -> float:
     """Return the seconds between two messages about missing ranks: like torch, 10 and one more per thousand ranks."""
     return 10 + world.world_size / 1000

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from hpcinit.base import safe_files
 from hpcinit.base.console import say
 from hpcinit.records import scratch
 from hpcinit.records.spec import Spec
@@ -44,7 +45,7 @@ def find(world: World, spec: Spec | None) -> str:
     if spec is not None:
         return spec.nonce
     if not os.environ.get(ENV_NONCE):
-        found = _shared(world)
+        found = _from_shared_file(world)
         if found:
             os.environ[ENV_NONCE] = found
         elif world.rank == 0:
@@ -60,26 +61,28 @@ def remove() -> None:
         state.nonce_file = None
 
 
-def _shared(world: World) -> str:
+def _from_shared_file(world: World) -> str:
+    """Return the secret in the file that all ranks see, and create the file if this rank is the first one."""
     name = f".hpcinit-{scratch.folder_name(world.job)}.nonce"
-    places = [place for place in _places() if _is_shared(place, world)]
+    places = [place for place in _candidate_folders() if _is_shared(place, world)]
     until = time.monotonic() + (FIRST_S if world.local_rank else 0.0)
     while True:
         for place in places:
-            if found := _read(place / name):
+            if found := _read_secret(place / name):
                 state.nonce_file = place / name
                 return found
         if time.monotonic() >= until:
             break
         time.sleep(0.02)
     for place in places:
-        if found := _create(place / name):
+        if found := _create_secret(place / name):
             state.nonce_file = place / name
             return found
     return ""
 
 
-def _places() -> Iterator[Path]:
+def _candidate_folders() -> Iterator[Path]:
+    """Yield the folders that may contain the file, the preferred one first."""
     with suppress(OSError):
         yield Path.cwd()
     with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home folder
@@ -99,23 +102,10 @@ def _remove_old(folder: Path) -> None:
 
 def _is_shared(place: Path, world: World) -> bool:
     """Return whether all ranks may see the same files there. The launcher 'env' names no nodes: assume several."""
-    return (world.nodes == 1 and world.launcher != "env") or file_system(place) not in PRIVATE
+    return (world.nodes == 1 and world.launcher != "env") or safe_files.file_system(place) not in PRIVATE
 
 
-def file_system(place: Path) -> str:
-    """Return the type of the file system of `place` from /proc/self/mountinfo, or '' if it is not found."""
-    here, found, longest = place.resolve(), "", -1
-    with suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            words = line.split()
-            at = Path(words[4].replace("\\040", " "))
-            # 36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw: the type follows the single dash.
-            if here.is_relative_to(at) and len(at.parts) >= longest:
-                found, longest = words[words.index("-") + 1], len(at.parts)
-    return found
-
-
-def _read(path: Path) -> str:
+def _read_secret(path: Path) -> str:
     """Return the secret in the file, '' if there is none or if another user could have read or written it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -134,7 +124,7 @@ def _read(path: Path) -> str:
     return match[1] if match else ""
 
 
-def _create(path: Path) -> str:
+def _create_secret(path: Path) -> str:
     """Return the secret of a new file, or of one that another rank created meanwhile. Return '' if neither works.
 
     The link is created only if no such file exists, and makes the whole content visible, on network file systems too.
@@ -149,4 +139,4 @@ def _create(path: Path) -> str:
                 os.link(mine, path)
         finally:
             mine.unlink()
-    return _read(path)
+    return _read_secret(path)

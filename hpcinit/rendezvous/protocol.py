@@ -15,7 +15,11 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from hpcinit.base import failure_kinds
+from hpcinit.base.errors import BringUpError
 
 PROTOCOL = "hpcinit-rendezvous-"
 GREETING = f"{PROTOCOL}2"
@@ -152,6 +156,45 @@ def receive(connection: socket.socket, lines: Lines, deadline: float | None = No
 def family(address: str) -> socket.AddressFamily:
     """Return the address family of a numeric address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+# Why a start-up failed, as rank 0 reports it to all ranks.
+
+KINDS = (failure_kinds.PROGRAM, failure_kinds.START_UP, failure_kinds.PEER_LOST)
+
+
+@dataclass(frozen=True)
+class StartupFailure:
+    """kind: one of KINDS. rank, host: at fault; None and '' if unknown. An empty message makes it false."""
+
+    message: str
+    kind: str = failure_kinds.PROGRAM
+    rank: int | None = None
+    host: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.message)
+
+    def error(self) -> BringUpError:
+        return BringUpError(self.message, kind=self.kind, rank_at_fault=self.rank, host_at_fault=self.host)
+
+    def fields(self, name: str) -> dict[str, Any]:
+        """Return the fields of a message. name: the field for the text."""
+        return {name: self.message, "kind": self.kind, "rank": self.rank, "host": self.host}
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any], name: str) -> StartupFailure:
+        """Return the failure in a message that fields(name) made.
+
+        Unusable fields beside the text count as unknown: another version of hpcinit may have sent them.
+        """
+        kind, rank, host = message.get("kind"), message.get("rank"), message.get("host")
+        return cls(
+            cut(str(message[name]), LONGEST_TEXT),
+            kind if kind in KINDS else failure_kinds.PROGRAM,
+            rank if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < 2**31 else None,
+            cut(host, LONGEST_HOST) if isinstance(host, str) else "",
+        )
 
 
 # Rank 0's clock minus this rank's clock, from messages of the rendezvous that are sent anyway.

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from hpcinit.base import failure_kinds
 from hpcinit.base.console import say
 from hpcinit.base.errors import BringUpError, WorldError
-from hpcinit.rendezvous import fingerprint, protocol, start_failure
+from hpcinit.rendezvous import fingerprint, protocol
+from hpcinit.rendezvous.protocol import StartupFailure
 from hpcinit.rendezvous.roster import RendezvousEndpoint
-from hpcinit.rendezvous.start_failure import StartupFailure
 from hpcinit.world import World
 
 # The peer's half of the handshake: it checks that this is our rank 0, and whether rank 0 accepts it.
@@ -46,7 +46,8 @@ class NotRank0(protocol.NotOurs):
 class JoinRequest:
     """What a process sends to rank 0. key: the secret of this submission. job: the name of this start.
 
-    nat: addresses are translated between the nodes, so proofs contain only the port.
+    made_of: the fingerprint of its environment. nat: addresses are translated between nodes, so proofs contain the port
+    only.
     """
 
     rank: int
@@ -82,7 +83,7 @@ def connect(
         raise protocol.NotOurs((error.strerror or str(error)).lower()) from None
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return _introduce(connection, request, until, max(until, deadline))
+        return _shake_hands(connection, request, until, max(until, deadline))
     except TimeoutError:
         connection.close()
         raise Silent("a process listens there but sends nothing") from None
@@ -97,7 +98,7 @@ def connect(
         raise
 
 
-def _introduce(connection: socket.socket, request: JoinRequest, until: float, deadline: float) -> JoinReply:
+def _shake_hands(connection: socket.socket, request: JoinRequest, until: float, deadline: float) -> JoinReply:
     """Do the handshake. The key itself is never sent."""
     mine, lines, offset = protocol.challenge(), protocol.Lines(), protocol.ClockOffset()
     at = protocol.endpoint(connection.getpeername(), request.nat)
@@ -185,18 +186,19 @@ class RendezvousClient(RendezvousEndpoint):
         self._request = JoinRequest(world.rank, key, job, made_of, nat)
         self._closed = self._reported = False
         self._missing: StartupFailure | None = None
-        self._socket, self._lines, self.program_port, messages, offset = self._find(resolve, deadline)
+        self._socket, self._lines, self.program_port, messages, offset = self._connect_to_rank_0(resolve, deadline)
         if offset.known:
             self.clock_offset_s, self.clock_uncertainty_s = offset.known
         self.address = str(self._socket.getpeername()[0])
         self.own_address = str(self._socket.getsockname()[0])
         for message in messages:
-            self._take(message)
+            self._handle(message)
         self._socket.settimeout(None)
-        self._thread = threading.Thread(target=self._listen, name="hpcinit-rendezvous", daemon=True)
+        self._thread = threading.Thread(target=self._receive_messages, name="hpcinit-rendezvous", daemon=True)
         self._thread.start()
 
-    def _find(self, resolve: Callable[[], list[str]], deadline: float) -> JoinReply:
+    def _connect_to_rank_0(self, resolve: Callable[[], list[str]], deadline: float) -> JoinReply:
+        """Try all addresses and ports, with growing pauses, until rank 0 accepts this rank. Raise BringUpError."""
         seen: dict[str, str] = {}
         listen_s: dict[str, float] = {}
         pause, longest_pause = FIRST_PAUSE_S, LAST_PAUSE_S * max(1.0, self._world.world_size / CONNECTING_RANKS)
@@ -218,7 +220,7 @@ class RendezvousClient(RendezvousEndpoint):
             except WorldError as error:
                 seen[self._world.master_addr] = str(error)
             if time.monotonic() > deadline:
-                raise BringUpError(self._no_server(seen), rank_at_fault=0, host_at_fault=self._world.master_addr)
+                raise BringUpError(self._not_found(seen), rank_at_fault=0, host_at_fault=self._world.master_addr)
             time.sleep(pause * random.uniform(0.5, 1.5))  # thousands of ranks must not connect at the same moment
             pause = min(longest_pause, pause * 1.5)
 
@@ -240,6 +242,7 @@ class RendezvousClient(RendezvousEndpoint):
         return found.message if found else ""
 
     def _ask_who_is_missing(self, phase: str) -> StartupFailure | None:
+        """Ask rank 0 and wait 2 s for its answer. Return None if there is none."""
         self._send({"who": phase})
         with self._changed:
             self._changed.wait_for(lambda: self._missing is not None or bool(self._failure), 2)
@@ -249,15 +252,17 @@ class RendezvousClient(RendezvousEndpoint):
         """Print nothing: rank 0 reports it."""
 
     def _too_late(self, phase: str) -> StartupFailure:
+        """Return rank 0's answer about the missing ranks, or else that rank 0 does not answer."""
         found, here = self._ask_who_is_missing(phase), fingerprint.identity()["host"]
         if found:
             return found
-        return self._of_rank_0(
+        return self._fault_of_rank_0(
             f"does not answer rank {self._world.rank} on {here} any more, so the missing ranks are unknown: has one of "
             "the two nodes lost its network, or is rank 0 frozen?"
         )
 
-    def _of_rank_0(self, what: str) -> StartupFailure:
+    def _fault_of_rank_0(self, what: str) -> StartupFailure:
+        """Return a failure of rank 0 itself; `what` continues the sentence."""
         at = self._world.master_addr
         return StartupFailure(f"rank 0 on {at} {what}", failure_kinds.PROGRAM, 0, at)
 
@@ -282,36 +287,38 @@ class RendezvousClient(RendezvousEndpoint):
         with contextlib.suppress(OSError):  # the listening thread notices it
             self._socket.sendall(protocol.encode(message))
 
-    def _listen(self) -> None:
+    def _receive_messages(self) -> None:
+        """Handle rank 0's messages until the connection ends. The thread of this client runs it."""
         try:
             while True:
                 for message in protocol.receive(self._socket, self._lines):
-                    self._take(message)
+                    self._handle(message)
         except (OSError, EOFError):
             # Expected if all are up or rank 0 announced that it leaves. Otherwise rank 0 is dead.
             if not self._closed and not self._failure:
-                self._failed(self._of_rank_0("ended during start-up; see its log for the reason"))
+                self._on_start_failure(self._fault_of_rank_0("ended during start-up; see its log for the reason"))
         except protocol.NotOurs as error:
             text = f"sent data that is not a message of the rendezvous ({error}): {SAME_VERSION}"
-            self._failed(self._of_rank_0(text))
+            self._on_start_failure(self._fault_of_rank_0(text))
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
+        """Use the fields of one message of rank 0."""
         if "failed" in message:
-            self._failed(start_failure.of(message, "failed"))
+            self._on_start_failure(StartupFailure.from_message(message, "failed"))
         with self._changed:
-            self._all_came |= "all" in message
+            self._all_connected |= "all" in message
             self._closed |= "closed" in message
             try:
                 if "store" in message:
                     self._store_port = protocol.port(message, "store")
                 if "missing" in message:
                     protocol.text(message, "missing")
-                    self._missing = start_failure.of(message, "missing")
+                    self._missing = StartupFailure.from_message(message, "missing")
             except protocol.NotOurs as error:
-                self._ignored(error)
+                self._warn_once(error)
             self._changed.notify_all()
 
-    def _ignored(self, error: protocol.NotOurs) -> None:
+    def _warn_once(self, error: protocol.NotOurs) -> None:
         if not self._reported:
             self._reported = True
             say(
@@ -319,7 +326,8 @@ class RendezvousClient(RendezvousEndpoint):
                 f"{error}; {SAME_VERSION}"
             )
 
-    def _failed(self, reason: StartupFailure) -> None:
+    def _on_start_failure(self, reason: StartupFailure) -> None:
+        """Record the first failure, wake up those that wait, and call the callback of on_failure()."""
         with self._changed:
             self._failure = self._failure or reason
             act = self._on_failure
@@ -327,7 +335,8 @@ class RendezvousClient(RendezvousEndpoint):
         if act:
             act(reason.message)
 
-    def _no_server(self, seen: Mapping[str, str]) -> str:
+    def _not_found(self, seen: Mapping[str, str]) -> str:
+        """Return the message for the deadline. seen: the outcome of the last attempt at each address."""
         me = f"rank {self._world.rank} on {fingerprint.identity()['host']}"
         what = "; ".join(f"{where}: {outcome}" for where, outcome in seen.items())
         return (

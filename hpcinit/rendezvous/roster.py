@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hpcinit.base.text import ranges
-from hpcinit.rendezvous.start_failure import StartupFailure
+from hpcinit.base.text import rank_names
+from hpcinit.rendezvous.protocol import StartupFailure
 from hpcinit.slurm import nodelist
 
 # The phases that a rank reports, in this order. 'started': hpcinit.run or init has found rank 0. 'imported': it is in
@@ -62,6 +62,7 @@ class Roster:
         self._count(phase, 1)
 
     def _count(self, phase: str, change: int) -> None:
+        """Add `change` to the counts of `phase` and of all phases before it."""
         for reached in PHASES[: PHASES.index(phase) + 1]:
             self._reached[reached] += change
 
@@ -70,14 +71,14 @@ class Roster:
 
     def dead(self) -> list[Peer]:
         """Return the ranks that disconnected before they were up, the first to disconnect first."""
-        lost = (g for g in self.peers.values() if g.gone and not g.reached("up"))
+        lost = (peer for peer in self.peers.values() if peer.gone and not peer.reached("up"))
         return sorted(lost, key=lambda peer: peer.since)
 
     def missing(self, phase: str) -> str:
         """Return '4 of 8 ranks are missing: ranks 4-5 never connected (no rank connected from n3), rank 6 ...' or
         ''."""
         absent = [rank for rank in range(self.world_size) if rank not in self.peers]
-        late = [g for g in self.peers.values() if not g.reached(phase)]
+        late = [peer for peer in self.peers.values() if not peer.reached(phase)]
         if not absent and not late:
             return ""
         parts = []
@@ -85,7 +86,7 @@ class Roster:
             seen = {peer.host for peer in self.peers.values()}
             empty = [host for host in dict.fromkeys(self.hosts) if host not in seen]
             where = f" (no rank connected from {_cut(nodelist.compress(empty))})" if empty else ""
-            parts.append(f"{_cut(ranks(absent))} never connected{where}")
+            parts.append(f"{_cut(rank_names(absent))} never connected{where}")
         for peer in sorted(late, key=lambda peer: peer.rank)[:16]:
             waited = time.monotonic() - peer.since
             parts.append(
@@ -111,16 +112,10 @@ class Roster:
         """Return 'rank 3 on n2 (pid 77) died during start-up, after phase 'started': ValueError: boom', or ''."""
         first = self.dead()[:1]
         return "".join(
-            f"rank {g.rank} on {g.host} (pid {g.pid}) died during start-up, after phase '{g.phase}'"
-            + (f": {g.error}" if g.error else "; its own log may show the reason")
-            for g in first
+            f"rank {peer.rank} on {peer.host} (pid {peer.pid}) died during start-up, after phase '{peer.phase}'"
+            + (f": {peer.error}" if peer.error else "; its own log may show the reason")
+            for peer in first
         )
-
-
-def ranks(numbers: Iterable[int]) -> str:
-    """Return 'rank 3' or 'ranks 4-6,9'."""
-    text = ranges(numbers)
-    return f"rank{'' if text.isdecimal() else 's'} {text}"
 
 
 def _cut(text: str) -> str:
@@ -149,7 +144,7 @@ class RendezvousEndpoint(ABC):
         self._failure: StartupFailure | None = None
         self._on_failure: Callable[[str], None] | None = None
         self._changed = threading.Condition()
-        self._all_came = False
+        self._all_connected = False
         self._store_port: int | None = None
 
     @property
@@ -185,7 +180,7 @@ class RendezvousEndpoint(ABC):
 
         deadline: by time.monotonic(). every_s: the time between two reports of rank 0 about the missing ranks.
         """
-        self._wait(lambda: self._all_came, "started", deadline, every_s)
+        self._wait(lambda: self._all_connected, "started", deadline, every_s)
 
     def wait_for_store(self, deadline: float, every_s: float) -> int:
         """Return the port of torch's store when all ranks are in init. Raise BringUpError that names the others."""
@@ -205,6 +200,7 @@ class RendezvousEndpoint(ABC):
         return self._store_port is not None
 
     def _wait(self, done: Callable[[], bool], phase: str, deadline: float, every_s: float) -> None:
+        """Wait until done(). Raise BringUpError after a failure or at the deadline; `phase` is what ranks lack then."""
         reported_at = time.monotonic()
         with self._changed:
             while not (self._failure or done()) and (now := time.monotonic()) <= deadline:

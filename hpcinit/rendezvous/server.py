@@ -19,9 +19,9 @@ from hpcinit.base.console import say
 from hpcinit.base.errors import BringUpError
 from hpcinit.rendezvous import fingerprint, protocol
 from hpcinit.rendezvous.connections import Connection, Connections
+from hpcinit.rendezvous.protocol import StartupFailure
 from hpcinit.rendezvous.rendezvous_client import CONNECT_S, SAME_SECRET, SAME_VERSION, JoinRequest, Refused, connect
 from hpcinit.rendezvous.roster import PHASES, Peer, RendezvousEndpoint, Roster
-from hpcinit.rendezvous.start_failure import StartupFailure
 from hpcinit.world import World, hosts, network, ports
 
 # Rank 0's ports: the first free candidate for the server, the next one for the program's own rendezvous.
@@ -35,7 +35,7 @@ def listen(address: str, candidates: tuple[int, ...], request: JoinRequest) -> t
 
     The last candidate is never the server's, because the program's rendezvous needs a port too.
     """
-    listener, port, refused = _take(address, candidates)
+    listener, port, refused = _bind_candidates(address, candidates)
     try:
         before = candidates.index(listener.getsockname()[1]) if listener else len(candidates)
         look_for_another_rank_0(address, candidates[:before], request)
@@ -48,7 +48,7 @@ def listen(address: str, candidates: tuple[int, ...], request: JoinRequest) -> t
     return listener, port
 
 
-def _take(address: str, candidates: tuple[int, ...]) -> tuple[socket.socket | None, int | None, list[str]]:
+def _bind_candidates(address: str, candidates: tuple[int, ...]) -> tuple[socket.socket | None, int | None, list[str]]:
     """Return the first free candidate as a listener, the next one as a number, and why the others are not free."""
     listener, refused = None, []
     for port in candidates:
@@ -68,6 +68,7 @@ def _take(address: str, candidates: tuple[int, ...]) -> tuple[socket.socket | No
 
 
 def _no_ports(address: str, listener: socket.socket | None, refused: list[str]) -> BringUpError:
+    """Return the error for too few free ports. listener: bound to the only free one, if any."""
     tried, here = "; ".join(refused), fingerprint.identity()
     if listener is not None:
         return BringUpError(
@@ -95,13 +96,13 @@ def look_for_another_rank_0(address: str, ports: Iterable[int], request: JoinReq
             here = fingerprint.identity()
             raise Refused(
                 f"two processes act as rank 0 of this job: pid {here['pid']} on {here['host']}, and a process that "
-                f"listens at {hosts.in_url(address, port)}{_owner(port)}, which accepted this one as a rank. "
+                f"listens at {hosts.in_url(address, port)}{_owner_of_port(port)}, which accepted this one as a rank. "
                 "A real rank 0 never does that. Another user may have found out the secret of this job: "
                 f"{SAME_SECRET}"
             )
 
 
-def _owner(port: int) -> str:
+def _owner_of_port(port: int) -> str:
     """Return ', started by user 1000' for the listener at `port` of this node; '' if the kernel does not show it."""
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -151,10 +152,10 @@ class RendezvousServer(RendezvousEndpoint):
         self.clock_offset_s = self.clock_uncertainty_s = 0.0
         self.roster = Roster(world.world_size, world.hosts)
         self.roster.enter(Peer(0, **fingerprint.identity()))
-        self._inside: dict[Connection, None] = {}  # the authenticated ranks; guarded by _changed
+        self._authenticated: dict[Connection, None] = {}  # the authenticated ranks; guarded by _changed
         self._reported_missing: dict[str, tuple[float, StartupFailure]] = {}  # by phase: when, and who was missing
         self._request = JoinRequest(0, key, job, made_of, nat)
-        self._reported: set[str] = set()  # topics that are printed only once
+        self._reported_topics: set[str] = set()  # topics that are printed only once
         self._store_announced = self._closing = self._waited_long = False
         allow_many_files(world.world_size)
         fixed = bool(os.environ.get(ports.ENV_PORTS))  # the user's own choice is used as it is
@@ -180,7 +181,7 @@ class RendezvousServer(RendezvousEndpoint):
     def report_phase(self, phase: str) -> None:
         with self._changed:
             self.roster.move(self.roster.peers[0], phase)
-            self._react()
+            self._announce_progress()
 
     def listen_for_store(self) -> socket.socket:
         """Return a listener for torch's store: at any port, or with comm.ports at a fixed one. Raise BringUpError."""
@@ -205,7 +206,7 @@ class RendezvousServer(RendezvousEndpoint):
         """Set the port of torch's store; it is announced when all ranks are ready for it."""
         with self._changed:
             self._store_port = port
-            self._react()
+            self._announce_progress()
 
     def missing(self, phase: str) -> str:
         with self._changed:
@@ -220,18 +221,19 @@ class RendezvousServer(RendezvousEndpoint):
             peer = self.roster.peers[0]
             if not peer.reached("up") and not self._failure:
                 peer.error, peer.gone = error[: protocol.LONGEST_ERROR], True
-                self._fail(self._lost())
+                self._fail(self._first_death())
 
     def linger_after_failure(self) -> None:
         deadline = time.monotonic() + LATE_S
         with self._changed:
-            if not self._failure or self._waited_long or self._all_have_been_here():
+            if not self._failure or self._waited_long or self._all_have_connected():
                 return
             say(f"start-up failed; waiting up to {LATE_S:g} s to inform ranks that connect late: {self.failure}")
-            while not self._all_have_been_here() and (left := deadline - time.monotonic()) > 0:
+            while not self._all_have_connected() and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
 
-    def _all_have_been_here(self) -> bool:
+    def _all_have_connected(self) -> bool:
+        """Return whether every rank has connected at some time, including those that failed since."""
         return self.roster.all_reached("started")
 
     def close(self) -> None:
@@ -240,7 +242,7 @@ class RendezvousServer(RendezvousEndpoint):
         self._connections.join(2)
 
     def forget(self) -> None:
-        for connection in self._inside:
+        for connection in self._authenticated:
             connection.socket.close()
         self._connections.forget()
 
@@ -258,10 +260,11 @@ class RendezvousServer(RendezvousEndpoint):
             return self._failure
 
     def _missing(self, phase: str) -> StartupFailure:
+        """Return the failure that names the ranks that have not reached `phase`."""
         rank, host = self.roster.first_missing(phase)
         return StartupFailure(self.missing(phase), failure_kinds.START_UP, rank, host)
 
-    def _lost(self) -> StartupFailure:
+    def _first_death(self) -> StartupFailure:
         """Return the failure of the first rank that died; it is false if none did."""
         first = next(iter(self.roster.dead()), None)
         where = (first.rank, first.host) if first else (None, "")
@@ -270,13 +273,15 @@ class RendezvousServer(RendezvousEndpoint):
     # --- in the thread of the connections
 
     def _on_message(self, connection: Connection, message: dict[str, Any]) -> None:
+        """Handle one message of a connection, then announce what follows from it."""
         with self._changed:
-            self._take(connection, message)
-            self._react()
+            self._handle(connection, message)
+            self._announce_progress()
 
-    def _take(self, connection: Connection, message: dict[str, Any]) -> None:
+    def _handle(self, connection: Connection, message: dict[str, Any]) -> None:
+        """Check the greeting and the proof of a new connection; pass on messages of an authenticated one."""
         if connection.peer is not None:
-            self._from_peer(connection, message)
+            self._handle_from_rank(connection, message)
         elif not connection.challenge:
             if message.get("hello") != protocol.GREETING or message.get("job") != self._request.job:
                 if str(message.get("hello")).startswith(protocol.PROTOCOL):
@@ -313,7 +318,8 @@ class RendezvousServer(RendezvousEndpoint):
         mine = {"proof": proof, "challenge": connection.challenge, "at": at, "key_id": key_id}
         connection.send({"hello": protocol.GREETING, **mine, **protocol.stamp(connection.received_at)})
 
-    def _from_peer(self, connection: Connection, message: dict[str, Any]) -> None:
+    def _handle_from_rank(self, connection: Connection, message: dict[str, Any]) -> None:
+        """Use the fields of a message from an authenticated rank; print a warning about unreadable ones."""
         peer = connection.peer
         assert peer is not None
         try:
@@ -331,14 +337,16 @@ class RendezvousServer(RendezvousEndpoint):
             )
         if "error" in message and not peer.reached("up"):
             self._mark_dead(peer)
-        connection.left |= "bye" in message
+        connection.said_goodbye |= "bye" in message
 
     def _report_once(self, topic: str, text: str) -> None:
-        if topic not in self._reported:
-            self._reported.add(topic)
+        """Print the text, unless one about the same topic was printed before."""
+        if topic not in self._reported_topics:
+            self._reported_topics.add(topic)
             say(text)
 
     def _register(self, connection: Connection, peer: Peer, made_of: dict[str, Any]) -> None:
+        """Accept an authenticated rank, or refuse it and raise NotOurs. A rank that failed may be replaced."""
         before = self.roster.peers.get(peer.rank)
         if not 0 <= peer.rank < self.roster.world_size:
             refusal = f"rank {peer.rank} is not one of the {self.roster.world_size} ranks of this job"
@@ -355,7 +363,7 @@ class RendezvousServer(RendezvousEndpoint):
             raise protocol.NotOurs(refusal)
         connection.peer = peer
         self.roster.enter(peer)
-        self._inside[connection] = None
+        self._authenticated[connection] = None
         connection.send({"reply": self.program_port, **protocol.stamp(connection.received_at)})
         if self._failure:
             connection.send(self._failure.fields("failed"))
@@ -364,10 +372,10 @@ class RendezvousServer(RendezvousEndpoint):
             text = f"rank {peer.rank} on {peer.host} runs a different environment: {listed}"
             self._fail(StartupFailure(text, failure_kinds.PROGRAM, peer.rank, peer.host))
 
-    def _react(self) -> None:
+    def _announce_progress(self) -> None:
         """Announce what follows from a change. Called under the lock."""
-        if not self._all_came and self.roster.all_reached("started"):
-            self._all_came = True
+        if not self._all_connected and self.roster.all_reached("started"):
+            self._all_connected = True
             threading.Thread(target=self._when_all, name="hpcinit-all", daemon=True).start()
             self._send_all({"all": True})
             self._changed.notify_all()
@@ -393,6 +401,7 @@ class RendezvousServer(RendezvousEndpoint):
             )
 
     def _fail(self, reason: StartupFailure) -> None:
+        """Report the first failure to all ranks; later ones are consequences. Called under the lock."""
         if not self._failure:
             self._failure = reason
             self._send_all(reason.fields("failed"))
@@ -401,20 +410,21 @@ class RendezvousServer(RendezvousEndpoint):
                 self._on_failure(reason.message)
 
     def _on_disconnect(self, connection: Connection) -> None:
+        """Close the socket; a rank that had not finished start-up counts as dead."""
         with self._changed:
             connection.socket.close()
             peer = connection.peer
             if peer is None:
                 return
-            del self._inside[connection]
-            if connection.left or peer.reached("up"):
+            del self._authenticated[connection]
+            if connection.said_goodbye or peer.reached("up"):
                 return
             self._mark_dead(peer)
 
     def _mark_dead(self, peer: Peer) -> None:
         peer.gone = True
         if not self._failure:  # otherwise the others leave too, and the first one is already reported
-            self._fail(self._lost())
+            self._fail(self._first_death())
 
     def _recently_missing(self, phase: str) -> StartupFailure:
         """Return who is missing, computed at most once a second: at the deadline every rank asks for it."""
@@ -427,5 +437,5 @@ class RendezvousServer(RendezvousEndpoint):
 
     def _send_all(self, message: dict[str, Any]) -> None:
         line = protocol.encode(message)
-        for connection in self._inside:
+        for connection in self._authenticated:
             connection.send_line(line)

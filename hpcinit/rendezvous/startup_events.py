@@ -37,23 +37,25 @@ def begin_startup(world: World, run: Path | None, first_line: bool = False) -> N
     if run is None or mine.opened:  # a process has one start: init() after a shutdown() is not another one
         return
     mine.opened = True
-    mine.rank, mine.file = world.rank, _file(world, run)
+    mine.rank, mine.file = world.rank, _timeline_file(world, run)
     mine.writer = timeline.Writer(mine.file)
-    mine.writer.write(mine.rank, {**_about(world), **_before(os.environ, first_line)})
+    mine.writer.write(mine.rank, {**_start_fields(world), **_events_before_writing(os.environ, first_line)})
 
 
 def announce(world: World, run: Path) -> None:
     """Write the fork server's own events in the name of a rank that is not forked yet."""
-    writer = timeline.Writer(_file(world, run))
-    writer.write(world.rank, {**_about(world), **_before(os.environ, first_line=True)})
+    writer = timeline.Writer(_timeline_file(world, run))
+    writer.write(world.rank, {**_start_fields(world), **_events_before_writing(os.environ, first_line=True)})
     writer.close()
 
 
-def _file(world: World, run: Path) -> Path:
+def _timeline_file(world: World, run: Path) -> Path:
+    """Return this node's file in the run folder."""
     return timeline.path(run, world.job, world.host or os.environ.get("SLURMD_NODENAME") or os.uname().nodename)
 
 
-def _about(world: World) -> dict[str, Any]:
+def _start_fields(world: World) -> dict[str, Any]:
+    """Return the fields of the first record, which describe the start and this rank."""
     about: dict[str, Any] = {
         "job": world.job,
         "launcher": launchers.display_name(world, os.environ),
@@ -85,31 +87,31 @@ def record_return() -> None:
         writer.close()
 
 
-def _before(env: Mapping[str, str], first_line: bool) -> dict[str, float]:
+def _events_before_writing(env: Mapping[str, str], first_line: bool) -> dict[str, float]:
     """Return the events of this process before it could write."""
     found: dict[str, float | None] = {}
-    found["allocated"] = _number(env.get(timeline.ENV_ALLOCATED, ""))
+    found["allocated"] = _number_or_none(env.get(timeline.ENV_ALLOCATED, ""))
     agent = env.get(timeline.ENV_AGENT_BEGAN)
     if agent is not None:
-        found["started"] = _number(agent)
-    found["started" if agent is None else "spawned"] = _made(_PID)
+        found["started"] = _number_or_none(agent)
+    found["started" if agent is None else "spawned"] = _creation_time(_PID)
     if first_line:
         found["interpreter"] = _WALL
     if os.getpid() != _PID:
-        found["forked"] = _made(os.getpid())
+        found["forked"] = _creation_time(os.getpid())
     return {name: round(event, 6) for name, event in found.items() if event is not None}
 
 
-def _number(text: str) -> float | None:
+def _number_or_none(text: str) -> float | None:
     return float(text) if text.replace(".", "", 1).isdecimal() else None
 
 
 def startup_began() -> float | None:
     """Return when this process was created, in seconds since 1970."""
-    return _made(os.getpid())
+    return _creation_time(os.getpid())
 
 
-def _made(pid: int) -> float | None:
+def _creation_time(pid: int) -> float | None:
     """Return when the kernel created this process, to a hundredth of a second, or None if that cannot be read."""
     try:
         # "4242 (name with ) and blanks) S ...": starttime is the 22nd field, in clock ticks since the boot, proc(5).

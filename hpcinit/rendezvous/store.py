@@ -12,7 +12,7 @@ from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
 from hpcinit.base.errors import BringUpError
-from hpcinit.rendezvous.join import Rendezvous, said_every_s
+from hpcinit.rendezvous.join import Rendezvous, report_interval_s
 from hpcinit.rendezvous.process_state import state
 from hpcinit.rendezvous.rendezvous_client import spread_s
 from hpcinit.rendezvous.server import RendezvousServer
@@ -27,17 +27,19 @@ def open_store(world: World, rendezvous: Rendezvous | None, deadline: float) -> 
     if world.world_size == 1:
         return HashStore()
     if rendezvous is None:
-        return _torchruns(world, _left(deadline))
-    every_s = said_every_s(world)
+        return _store_of_torchrun(world, _time_left(deadline))
+    every_s = report_interval_s(world)
     if isinstance(rendezvous, RendezvousServer):
         server = rendezvous.listen_for_store()
         rendezvous.offer_store(server.getsockname()[1])
         port = rendezvous.wait_for_store(deadline, every_s)
-        store = serve(rendezvous.address, server, world.world_size, _left(deadline))
+        store = serve(rendezvous.address, server, world.world_size, _time_left(deadline))
     else:
         port = rendezvous.wait_for_store(deadline, every_s)
         time.sleep(spread_s(world.world_size))
-        store = TCPStore(rendezvous.address, port, world.world_size, False, _left(deadline), wait_for_workers=False)
+        store = TCPStore(
+            rendezvous.address, port, world.world_size, False, _time_left(deadline), wait_for_workers=False
+        )
     return PrefixStore(f"hpcinit/{world.job}", store)
 
 
@@ -55,7 +57,7 @@ def serve(address: str, listener: socket.socket, world_size: int, timeout: timed
     )
 
 
-def _torchruns(world: World, timeout: timedelta) -> Store:
+def _store_of_torchrun(world: World, timeout: timedelta) -> Store:
     """Return the store of torchrun's agent."""
     state.agent_store_rounds += 1  # the agent's store and its keys outlive a shutdown
     os.environ.update(exports(world))
@@ -72,5 +74,5 @@ def _torchruns(world: World, timeout: timedelta) -> Store:
     return PrefixStore(f"hpcinit/{world.job}/{state.agent_store_rounds}", store)
 
 
-def _left(deadline: float) -> timedelta:
+def _time_left(deadline: float) -> timedelta:
     return timedelta(seconds=max(1.0, deadline - time.monotonic()))

@@ -58,6 +58,7 @@ def notes(report: Report) -> Iterator[str]:
 
 
 def timeout(report: Report) -> str:
+    """Return the formula of the start-up timeout, and how much of it the slowest rank used; or ''."""
     attempt = report.attempt
     if not attempt.formula:
         return ""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from hpcinit.base.text import ranges
+from hpcinit.base.text import rank_names
 from hpcinit.records.timeline import EVENTS, Attempt
 
 # Differences between the nodes' clocks, and events by one clock
@@ -62,6 +62,7 @@ def _bounds(attempt: Attempt, home: str) -> dict[str, tuple[float, float]]:
 
 
 def _of_rendezvous(attempt: Attempt) -> Iterator[tuple[str, float, float]]:
+    """Yield (host, least, most) of the offset from each rank's messages with rank 0."""
     for rank in attempt.ranks:
         if rank.clock is not None:
             offset, within = rank.clock
@@ -145,7 +146,7 @@ class SlowPhase:
     took: float
 
     def __str__(self) -> str:
-        names = f"rank{'s' * (len(self.ranks) > 1)} {ranges(self.ranks)}"
+        names = rank_names(self.ranks)
         return f"{self.host} ({names})" if self.whole and len(self.ranks) > 1 else f"{names} on {self.host}"
 
 
@@ -168,6 +169,7 @@ class Report:
 
 
 def startup_phases(attempt: Attempt) -> Report:
+    """Return the report on one attempt, with its events by the clock of rank 0's node."""
     clocks = clock_offsets(attempt)
     same = corrected(attempt, clocks)
     took: dict[str, dict[int, float]] = {name: {} for name in EVENTS}
@@ -220,7 +222,7 @@ def missing_ranks(report: Report) -> list[str]:
     lines = []
     if attempt.absent:
         empty = f"; no rank of {_listed(report.silent_hosts)} started" if report.silent_hosts else ""
-        lines.append(f"{_ranks(attempt.absent)} did not start: no timeline entry{empty}")
+        lines.append(f"{rank_names(attempt.absent)} did not start: no timeline entry{empty}")
     by_event: dict[str, list[int]] = {}
     for rank in attempt.ranks:
         by_event.setdefault(rank.furthest, []).append(rank.rank)
@@ -230,7 +232,7 @@ def missing_ranks(report: Report) -> list[str]:
         if event != names[-1]:
             where = _listed(sorted({report.hosts[rank] for rank in ranks}))
             after = f"'{event}' ({EVENTS[event]})" if event else "the start of the process"
-            lines.append(f"{_ranks(ranks)} on {where} stopped after {after}")
+            lines.append(f"{rank_names(ranks)} on {where} stopped after {after}")
     if before_init(report):
         lines.append("a program that calls init_process_group instead of hpcinit.init() records no later events")
     return lines
@@ -245,10 +247,6 @@ def before_init(report: Report) -> bool:
 def _listed(names: Iterable[str], most: int = 8) -> str:
     every = list(names)
     return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
 
 
 def seconds(value: float) -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcinit.base import console, versions
+from hpcinit.base import console, safe_files, versions
 from hpcinit.base.errors import BringUpError, RequestError
 from hpcinit.base.text import home
 from hpcinit.base.versions import installed
@@ -92,7 +92,7 @@ def judge_lock(path: Path) -> Judgement:
         return Judgement(path, "stale", f"left by {builder}, which has ended", age)
     if owner != os.geteuid():
         return Judgement(path, "unknown", f"owned by user {owner}, whose processes are not visible", age)
-    kind = file_system(path)
+    kind = safe_files.file_system(path)
     if kind in LOCAL:
         return Judgement(path, "stale", f"no process on {host} has it open, and other nodes cannot ({kind})", age)
     return Judgement(
@@ -119,19 +119,6 @@ def _has_open(wanted: os.stat_result) -> int:
                     if os.path.samestat(entry.stat(), wanted):
                         return int(folder.parent.name)
     return 0
-
-
-def file_system(path: Path) -> str:
-    """Return the type of the file system that contains `path` (ext4, nfs4, lustre, ...), or '' if unknown."""
-    best, kind = -1, ""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
-            # "36 35 98:0 /root /mount\040point rw,noatime master:1 - ext3 /dev/root rw"
-            mount, _, rest = line.partition(" - ")
-            point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), mount.split()[4])
-            if path.resolve().is_relative_to(point) and len(point) >= best:
-                best, kind = len(point), rest.split()[0]
-    return kind
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def start(folder: Path, spec: Spec, world: World) -> None:
 
 def _look(ended: int, folder: Path, spec: Spec, world: World) -> None:
     os.setsid()
-    process_title.call_this("hpcinit: world size monitor")
+    process_title.set_title("hpcinit: world size monitor")
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):  # a reader of the program's output must not wait for this process
         os.dup2(nothing, stream)

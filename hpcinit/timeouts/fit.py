@@ -120,6 +120,7 @@ def fit(seen: History, factor: float) -> StartupTimeout:
 
 
 def _comments(seen: History, formula: StartupTimeout, factor: float) -> list[str]:
+    """Return the table of starts and what was not counted, as comments of YAML."""
     lines = [f"{'nodes':>7} {'starts':>7} {'median s':>9} {'longest s':>10} {'timeout s':>10}"]
     for nodes, waited in seen.starts.items():
         timeout = formula.start_up(nodes).total_seconds()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from hpcinit.base.safe_files import read_or_empty
+
 SYSFS = Path("/sys")
 PROC = Path("/proc")
 
@@ -36,7 +38,7 @@ def cpus(text: str) -> set[int]:
 def everything(sysfs: Path = SYSFS, proc: Path = PROC) -> set[int]:
     """Return the CPUs that an unbound process of this job could use: those online, within its control group."""
     online = cpus((sysfs / "devices/system/cpu/online").read_text())
-    for line in _read(proc / "self/cgroup").splitlines():
+    for line in read_or_empty(proc / "self/cgroup").splitlines():
         # "0::/system.slice/job_7" is version 2, "4:cpuset:/slurm/job_7" version 1.
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -46,7 +48,7 @@ def everything(sysfs: Path = SYSFS, proc: Path = PROC) -> set[int]:
         else:
             continue
         # A container may not see the path that its group has outside of it.
-        text = _read(folder / path.lstrip("/") / name) or _read(folder / name)
+        text = read_or_empty(folder / path.lstrip("/") / name) or read_or_empty(folder / name)
         online &= cpus(text) or online
     return online
 
@@ -55,13 +57,6 @@ def cores(near: set[int], sysfs: Path = SYSFS) -> list[list[int]]:
     """Return the CPUs `near` grouped by core, in the order of the first CPU of each."""
     found: dict[tuple[int, ...], list[int]] = {}
     for cpu in sorted(near):
-        siblings = _read(sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        siblings = read_or_empty(sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         found.setdefault(tuple(sorted(cpus(siblings) or {cpu})), []).append(cpu)
     return list(found.values())
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -130,8 +130,10 @@ def test_clocks() -> None:
     assert (str(ahead), ahead.status) == ("5.0 s ahead", WARNING)
     assert (str(behind), behind.status) == ("79.0 s behind", FAIL)
     now = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(1_800_000_000))
-    assert check_results.controllers(f"Configuration data as of {now}\nAccountingStorageType = x\n") == 1_800_000_000
-    assert check_results.controllers("") is None
+    assert (
+        check_results.controller_clock(f"Configuration data as of {now}\nAccountingStorageType = x\n") == 1_800_000_000
+    )
+    assert check_results.controller_clock("") is None
 
 
 def test_a_slow_or_silent_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcinit.base import safe_files
 from hpcinit.rendezvous import nonce, process_state
 from hpcinit.world import World, network
 from tests.minislurm import MiniSlurm
@@ -125,7 +126,7 @@ def test_no_shared_folder_is_a_warning(
     memory = Path("/dev/shm") / f"hpcinit-test-{os.getpid()}"
     memory.mkdir()
     try:
-        assert nonce.file_system(memory) == "tmpfs"
+        assert safe_files.file_system(memory) == "tmpfs"
         monkeypatch.chdir(memory)
         monkeypatch.setenv("XDG_CACHE_HOME", str(memory))
         assert [nonce.find(world(rank), None) for rank in (0, 1)] == ["", ""]

@@ -12,10 +12,11 @@ from dataclasses import replace
 import pytest
 
 from hpcinit.base.errors import BringUpError, WorldError
+from hpcinit.base.text import rank_names
 from hpcinit.rendezvous import fingerprint, protocol, rendezvous_client
 from hpcinit.rendezvous.connections import Connection
 from hpcinit.rendezvous.rendezvous_client import Refused, RendezvousClient
-from hpcinit.rendezvous.roster import Peer, Roster, ranks
+from hpcinit.rendezvous.roster import Peer, Roster
 from hpcinit.rendezvous.server import RendezvousServer
 from hpcinit.world import World
 
@@ -364,7 +365,7 @@ def test_foreign_connections_do_no_harm(world: World) -> None:
 
 def test_the_roll_in_words() -> None:
     """Consecutive ranks are folded into ranges, and a long list of late ranks is cut."""
-    assert [ranks([3]), ranks([4, 5, 6, 9]), ranks([1, 3])] == ["rank 3", "ranks 4-6,9", "ranks 1,3"]
+    assert [rank_names([3]), rank_names([4, 5, 6, 9]), rank_names([1, 3])] == ["rank 3", "ranks 4-6,9", "ranks 1,3"]
     roster = Roster(40, ["a"])
     roster.peers = {rank: Peer(rank, "a", 1) for rank in range(40)}
     assert "and 24 more" in roster.missing("up") and roster.missing("started") == "" and roster.lost() == ""

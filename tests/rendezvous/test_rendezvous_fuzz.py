@@ -197,7 +197,7 @@ def test_odd_messages_of_rank_0_end_nothing(world: World, monkeypatch: pytest.Mo
     chance = random.Random(15)
     host, one = open_server(world), open_client(world, 1)
     with host._changed:
-        (caller,) = host._inside
+        (caller,) = host._authenticated
     caller.socket.setblocking(True)
     keep = ("failed", "closed", "hello", "job", "refused", "reply")
     for _ in range(MESSAGES):
@@ -214,7 +214,7 @@ def test_what_is_no_message_from_rank_0_ends_the_wait(world: World, raw: bytes) 
     """A rank that cannot read rank 0's data fails immediately, with an error that shows the data."""
     host, one = open_server(world), open_client(world, 1)
     with host._changed:
-        (caller,) = host._inside
+        (caller,) = host._authenticated
     caller.socket.setblocking(True)
     with contextlib.suppress(OSError):
         caller.socket.sendall(raw)

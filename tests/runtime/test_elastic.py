@@ -73,13 +73,13 @@ def test_one_agents_failure_is_all_agents_restart(monkeypatch: pytest.MonkeyPatc
     """An agent with running ranks learns that another's have failed; both do the same restart for the same cause, once."""
     (first, second), begun = two_agents(monkeypatch, HashStore())
     assert first.num_nodes_waiting() == second.num_nodes_waiting() == 0
-    first.call_for_restart(ECHO)
-    second.call_for_restart(WHY)
+    first.request_restart(ECHO)
+    second.request_restart(WHY)
     assert first.num_nodes_waiting() == 1
     thread = in_thread(first.next_rendezvous)
     assert second.next_rendezvous().world_size == 2
     thread.join(20)
-    assert (first.start, second.start, first.why, second.why, begun) == (1, 1, WHY, WHY, [WHY])
+    assert (first.round, second.round, first.why, second.why, begun) == (1, 1, WHY, WHY, [WHY])
     assert first.num_nodes_waiting() == second.num_nodes_waiting() == 0
 
 
@@ -87,12 +87,12 @@ def test_an_agent_that_is_done_still_hears(monkeypatch: pytest.MonkeyPatch) -> N
     """Ranks that have already succeeded restart too when another node's ranks fail."""
     (first, second), _ = two_agents(monkeypatch, HashStore())
     assert not first.all_done() and not first.all_done()
-    second.call_for_restart(WHY)
+    second.request_restart(WHY)
     assert first.num_nodes_waiting() == 1
     thread = in_thread(first.next_rendezvous)
     second.next_rendezvous()
     thread.join(20)
-    assert not first.all_done(), "in the second start"
+    assert not first.all_done(), "in the second round"
     assert second.all_done() and first.all_done()
     thread = in_thread(first.leave)
     second.leave()
@@ -104,7 +104,7 @@ def test_after_the_last_failure_nobody_waits(monkeypatch: pytest.MonkeyPatch) ->
     """An agent that is done leaves if another one has ended without a restart."""
     (first, second), _ = two_agents(monkeypatch, HashStore())
     assert not first.all_done()
-    second.end()
+    second.end_run()
     assert first.all_done()
     first.leave()
 
@@ -112,7 +112,7 @@ def test_after_the_last_failure_nobody_waits(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_agent_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost node delays a restart for the start-up timeout, not longer."""
     (first, _), begun = two_agents(monkeypatch, HashStore(), timeout_s=0.2)
-    first.call_for_restart(WHY)
+    first.request_restart(WHY)
     with pytest.raises(
         BringUpError, match=r"restart 1 inside the job timed out after 0.2 s: no agent connected from n2; are"
     ):
@@ -138,7 +138,7 @@ def test_the_first_agent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         BringUpError, match=r"the first agent, on n1, is gone: .*; see the messages of its node in the job's log"
     ):
         second.num_nodes_waiting()
-    second.end()  # must not raise
+    second.end_run()  # must not raise
 
 
 def test_agents_that_do_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,14 +262,14 @@ def test_a_rank_whose_log_has_no_room(tmp_path: Path, capfd: pytest.CaptureFixtu
 
 def test_a_restart_that_cannot_be_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The ranks start again on a full disk too; two warnings name what is not recorded."""
-    from hpcinit.launch.torchrun import torchrun_job
+    from hpcinit.launch.torchrun.agent import Node
 
     with small_disk(tmp_path / "run", "nr_inodes=4") as place:  # errors/, its file, and no further folder
         (place / "errors").mkdir()
         record = ErrorRecord(1.0, 0, "n1", "ValueError: x", "", job="43.0.0")
         (place / "errors" / record.name).write_text(record.to_json())
         fill(place)
-        node = object.__new__(torchrun_job.Node)
+        node = object.__new__(Node)
         node._folder, node._restart_message = place, lambda why: "restart message"  # type: ignore[method-assign]
         node._record_restart(Restart("43.0.0", 1, 1.0, 0, "n1", "Killed"))
     err = capsys.readouterr().err
@@ -289,7 +289,7 @@ def test_a_rank_has_the_cpus_that_it_is_given(tmp_path: Path) -> None:
 
 def test_no_rank_outlives_its_agent(tmp_path: Path) -> None:
     """An agent that is killed with kill -9 takes its ranks with it, also those that ignore SIGTERM."""
-    rank = "import signal, sys, time; from hpcinit.base import process_limits; signal.signal(15, signal.SIG_IGN)\nprocess_limits.die_with_parent(); print('up', flush=True); time.sleep(300)"
+    rank = "import signal, sys, time; from hpcinit.base import process_limits; signal.signal(15, signal.SIG_IGN)\nprocess_limits.die_with_agent(); print('up', flush=True); time.sleep(300)"
     agent = f"import os, subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}], env={{**os.environ, 'HPCINIT_PARENT': str(os.getpid())}})"
     with subprocess.Popen([sys.executable, "-c", agent], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "up\n"
@@ -299,7 +299,7 @@ def test_no_rank_outlives_its_agent(tmp_path: Path) -> None:
 
 def test_a_rank_whose_agent_is_gone_already() -> None:
     """If the agent died before the rank could register for it, the rank does not start."""
-    code = "from hpcinit.base import process_limits; process_limits.die_with_parent(); print('up')"
+    code = "from hpcinit.base import process_limits; process_limits.die_with_agent(); print('up')"
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "HPCINIT_PARENT": "1"}, capture_output=True, check=False
     )
@@ -356,7 +356,7 @@ def test_messages_of_the_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(
         RequestError, match=r"is for 2 nodes, but slurm started 3 agents on 3 nodes; expected one on each: .*job\.sh"
     ):
-        entry._refuse_another_size(SPEC, agent(0, nodes=3), tmp_path / "spec.json")
+        entry._check_agent_count(SPEC, agent(0, nodes=3), tmp_path / "spec.json")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"launch=torchrun needs torch, and .*python.* lacks it"):
         entry.main(["spec.json"])
@@ -383,7 +383,7 @@ def test_an_invalid_reason_ends_no_agent(monkeypatch: pytest.MonkeyPatch, seed: 
     thread = in_thread(first.next_rendezvous)
     second.next_rendezvous()
     thread.join(20)
-    assert first.start == second.start == 1 and str(second.why) and begun == [first.why] == [second.why]
+    assert first.round == second.round == 1 and str(second.why) and begun == [first.why] == [second.why]
 
 
 def test_a_restart_that_cannot_be_read_is_an_error_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import hpcinit
-from hpcinit.jobs import measure
+from hpcinit.jobs import doctor
 from hpcinit.runtime import devices, process_group
 from hpcinit.world import launchers, visible_devices
 from tests.records.recordings import Shape, Task, shapes
@@ -109,7 +109,7 @@ def test_barriers_of_the_measurements_use_the_device_of_their_rank(monkeypatch: 
     def act(device: torch.device) -> None:
         monkeypatch.setattr(torch, "ones", lambda *words, **names: None)
         monkeypatch.setattr(dist, "all_reduce", lambda *words, **names: None)
-        measure.all_reduce(device, 4, None, 4)
+        doctor.all_reduce(device, 4, None, 4)
 
     passed, device = _device_ids(monkeypatch, task, act)
     assert passed == [device.index]

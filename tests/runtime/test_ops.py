@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from hpcinit import build_ops
+from hpcinit.base import safe_files
 from hpcinit.base.errors import BringUpError, RequestError
 from hpcinit.records import safeguards
 from hpcinit.runtime import ops
@@ -191,7 +192,7 @@ def test_a_lock_of_another_node_is_named_and_kept(tmp_path: Path, monkeypatch: p
 
     The disk type is a fake: there is no NFS here.
     """
-    monkeypatch.setattr(ops, "file_system", lambda path: "nfs4")
+    monkeypatch.setattr(safe_files, "file_system", lambda path: "nfs4")
     monkeypatch.setattr(ops, "files_are_locks", lambda: True)  # as with torch 2.13
     lock = tmp_path / "cpu_adam" / ops.TORCH_LOCK
     lock.parent.mkdir()

@@ -21,7 +21,7 @@ HANDLED = ENDING | {signal.SIGUSR1, signal.SIGUSR2}
 T = TypeVar("T")
 
 
-class Came(NamedTuple):
+class ReceivedSignal(NamedTuple):
     """A signal. forward: the ranks have not received it."""
 
     number: signal.Signals
@@ -37,35 +37,38 @@ class Signals:
 
     def __init__(self, under_slurm: bool | None = None) -> None:
         # slurmstepd has created this process itself: SLURM_TASK_PID is inherited by processes below it, too.
-        here = os.environ.get("SLURM_TASK_PID") == str(os.getpid())
-        self._of_step = os.getppid() if (here if under_slurm is None else under_slurm) else 0
-        self._came: queue.SimpleQueue[Came] = queue.SimpleQueue()
-        self._waited_for = False
+        is_task = os.environ.get("SLURM_TASK_PID") == str(os.getpid())
+        self._step_daemon = os.getppid() if (is_task if under_slurm is None else under_slurm) else 0
+        self._received: queue.SimpleQueue[ReceivedSignal] = queue.SimpleQueue()
+        self._collecting = False
         signals.block(HANDLED)
         # For the moments in which unblocked() lets signals in.
-        signals.Handlers(HANDLED, lambda number, frame: self._came.put(Came(signal.Signals(number), True)))
-        signals.Listener(HANDLED, self._heard)
+        signals.Handlers(
+            HANDLED, lambda number, frame: self._received.put(ReceivedSignal(signal.Signals(number), True))
+        )
+        signals.Listener(HANDLED, self._on_signal)
 
     def collect(self) -> None:
         """Collect signals from now on: there are ranks to forward them to."""
-        self._waited_for = True
+        self._collecting = True
 
     def stop_collecting(self) -> None:
         """Stop collecting: there are no ranks any more."""
-        self._waited_for = False
+        self._collecting = False
 
-    def take(self) -> Iterator[Came]:
+    def take(self) -> Iterator[ReceivedSignal]:
         """Yield the signals that have arrived since the last call."""
-        while not self._came.empty():
-            yield self._came.get()
+        while not self._received.empty():
+            yield self._received.get()
 
     def unblocked(self, start: Callable[[], T]) -> T:
         """Call start(), which starts a process, with signals unblocked: it inherits the blocked ones of the thread."""
         with signals.unblocked(HANDLED):
             return start()
 
-    def _heard(self, number: signal.Signals, sender: int) -> None:
-        if self._waited_for:
-            self._came.put(Came(number, not self._of_step or sender != self._of_step))
+    def _on_signal(self, number: signal.Signals, sender: int) -> None:
+        """Keep a signal for take(). Outside of collect(), end this process if the signal asks for it."""
+        if self._collecting:
+            self._received.put(ReceivedSignal(number, not self._step_daemon or sender != self._step_daemon))
         elif number in ENDING:
             signals.end_by(number)

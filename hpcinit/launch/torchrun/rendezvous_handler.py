@@ -1,8 +1,8 @@
 """The rendezvous handler for torch's agent: how the agents of all nodes find each other and report failures.
 
 It replaces torch's 'static' (no agent learns that another one's rank has failed) and 'c10d' (each agent counts restarts
-for itself, and nodes are sorted by name). The agents use hpcinit's rendezvous and keep torch's store. A *start* is
-one start of all ranks, from 0.
+for itself, and nodes are sorted by name). The agents use hpcinit's rendezvous and keep torch's store. A *round* is
+one start of all ranks; the first is 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEAVE_S = 10.0  # the first agent has the store, and waits this long for the oth
 
 
 class AgentRendezvous(RendezvousHandler):
-    """The handler of one agent. start: the number of the current start. why: what failed before it, None at first.
+    """The handler of one agent. round: the number of the current round. why: what failed before it, None at first.
 
     Raise BringUpError, as next_rendezvous() does, if agents are missing or the first one is gone.
     """
@@ -43,10 +43,10 @@ class AgentRendezvous(RendezvousHandler):
         """agents: their world, one rank each. timeout: returns how long to wait for all agents. record: called by the
         first agent at each restart, when no rank runs any more."""
         self._agents, self._timeout, self._record = agents, timeout, record
-        self.start = 0
+        self.round = 0
         self.why: Restart | None = None
         self._store = _join(agents, spec, timeout())
-        self._met = self._done = False
+        self._has_started = self._done = False
 
     # --- called by torch's agent
 
@@ -61,15 +61,16 @@ class AgentRendezvous(RendezvousHandler):
         return False  # the ranks create their own store, as under srun
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if self._met:
-            self._rendezvous_again()
-        self._met = True
+        """Return the agents' store for torch. After the first call, wait for all agents first: a new round starts."""
+        if self._has_started:
+            self._start_next_round()
+        self._has_started = True
         here = RendezvousStoreInfo(self._agents.master_addr, self._agents.master_ports[0])
         return RendezvousInfo(self._store, self._agents.rank, self._agents.world_size, here)
 
     def num_nodes_waiting(self) -> int:
         """Return 1 after a failure: it makes the agent stop its ranks and call next_rendezvous()."""
-        return int(self._has(f"failed/{self.start}"))
+        return int(self._has(f"failed/{self.round}"))
 
     def is_closed(self) -> bool:
         return False
@@ -82,12 +83,12 @@ class AgentRendezvous(RendezvousHandler):
 
     # --- called by hpcinit's agent
 
-    def call_for_restart(self, why: Restart) -> None:
+    def request_restart(self, why: Restart) -> None:
         """Report that a rank here has failed, so that all agents call next_rendezvous()."""
-        self._call("set", f"why/{self.start}/{self._agents.rank}", why.to_json())
-        self._call("set", f"failed/{self.start}", "")
+        self._call("set", f"why/{self.round}/{self._agents.rank}", why.to_json())
+        self._call("set", f"failed/{self.round}", "")
 
-    def end(self) -> None:
+    def end_run(self) -> None:
         """Report that a rank here has failed and that there is no further restart."""
         with suppress(BringUpError):
             self._call("set", "over", "")
@@ -95,9 +96,9 @@ class AgentRendezvous(RendezvousHandler):
     def all_done(self) -> bool:
         """Report that this node's ranks have succeeded. Return whether all nodes' have, or the run is over anyway."""
         if not self._done:
-            self._call("add", f"done/{self.start}", 1)
+            self._call("add", f"done/{self.round}", 1)
             self._done = True
-        return bool(self._count(f"done/{self.start}") == self._agents.world_size or self._has("over"))
+        return bool(self._count(f"done/{self.round}") == self._agents.world_size or self._has("over"))
 
     def is_over(self) -> bool:
         """Return whether a rank has failed and there is no further restart."""
@@ -111,57 +112,59 @@ class AgentRendezvous(RendezvousHandler):
             while self._agents.rank == 0 and self._count("left") < self._agents.world_size and not self._has("over"):
                 if time.monotonic() > deadline:
                     return
-                time.sleep(self._pause())
+                time.sleep(self._poll_pause_s())
 
     # ---
 
-    def _rendezvous_again(self) -> None:
-        before, self.start, self._done = self.start, self.start + 1, False
+    def _start_next_round(self) -> None:
+        """Wait until all agents are ready for the next round, and learn why it starts. Raise BringUpError."""
+        before, self.round, self._done = self.round, self.round + 1, False
         timeout = self._timeout()
         deadline = time.monotonic() + timeout.total_seconds()
-        self._call("set", f"here/{self.start}/{self._agents.rank}", "")
-        self._call("add", f"here/{self.start}", 1)
+        self._call("set", f"here/{self.round}/{self._agents.rank}", "")
+        self._call("add", f"here/{self.round}", 1)
         if self._agents.rank == 0:
-            while self._count(f"here/{self.start}") < self._agents.world_size:
+            while self._count(f"here/{self.round}") < self._agents.world_size:
                 self._wait(deadline, timeout)
-            why = elastic_restarts.cause(self._reasons(before) or [self._unknown(before)])
+            why = elastic_restarts.cause(self._failure_reports(before) or [self._unreadable_report(before)])
             self._record(why)
-            self._call("set", f"go/{self.start}", why.to_json())
-        while not self._has(f"go/{self.start}"):
+            self._call("set", f"go/{self.round}", why.to_json())
+        while not self._has(f"go/{self.round}"):
             self._wait(deadline + LEAVE_S, timeout)
-        announced = self._call("get", f"go/{self.start}")
-        self.why = _read(announced)
+        announced = self._call("get", f"go/{self.round}")
+        self.why = _read_restart(announced)
         if self.why is None:
             raise BringUpError(
-                f"the first agent, on {self._agents.master_addr}, announced restart {self.start} with data that cannot "
+                f"the first agent, on {self._agents.master_addr}, announced restart {self.round} with data that cannot "
                 f"be read: {announced[:60].decode(errors='replace')!r}; do all nodes have the same hpcinit?"
             )
 
-    def _reasons(self, start: int) -> list[Restart]:
+    def _failure_reports(self, number: int) -> list[Restart]:
         """Return the readable failure reports of the agents."""
-        keys = (f"why/{start}/{rank}" for rank in range(self._agents.world_size))
-        found = (_read(self._call("get", key)) for key in keys if self._has(key))
+        keys = (f"why/{number}/{rank}" for rank in range(self._agents.world_size))
+        found = (_read_restart(self._call("get", key)) for key in keys if self._has(key))
         return [restart for restart in found if restart is not None]
 
-    def _unknown(self, start: int) -> Restart:
-        job = elastic_restarts.round_folder(self._agents.job, start)
-        return Restart(job, start + 1, time.time(), -1, "an unknown node", "failed, and no agent's report can be read")
+    def _unreadable_report(self, number: int) -> Restart:
+        job = elastic_restarts.round_folder(self._agents.job, number)
+        return Restart(job, number + 1, time.time(), -1, "an unknown node", "failed, and no agent's report can be read")
 
     def _wait(self, deadline: float, timeout: timedelta) -> None:
         if time.monotonic() > deadline:
             raise BringUpError(
-                f"restart {self.start} inside the job timed out after {timeout.total_seconds():g} s: no agent "
-                f"connected from {', '.join(self._missing()) or self._agents.master_addr}; are the nodes up?"
+                f"restart {self.round} inside the job timed out after {timeout.total_seconds():g} s: no agent "
+                f"connected from {', '.join(self._missing_agents()) or self._agents.master_addr}; are the nodes up?"
             )
-        time.sleep(self._pause())
+        time.sleep(self._poll_pause_s())
 
-    def _missing(self) -> list[str]:
+    def _missing_agents(self) -> list[str]:
+        """Return the hosts of the agents that are not ready for this round."""
         everybody = range(self._agents.world_size)
-        absent = [rank for rank in everybody if not self._has(f"here/{self.start}/{rank}")]
+        absent = [rank for rank in everybody if not self._has(f"here/{self.round}/{rank}")]
         known = len(self._agents.hosts) == self._agents.world_size
         return [self._agents.hosts[rank] if known else f"task {rank}" for rank in absent]
 
-    def _pause(self) -> float:
+    def _poll_pause_s(self) -> float:
         return 0.05 + self._agents.world_size / 5000  # s; all agents poll the first agent's store
 
     def _has(self, key: str) -> bool:
@@ -171,6 +174,7 @@ class AgentRendezvous(RendezvousHandler):
         return int(self._call("add", key, 0))
 
     def _call(self, name: str, *arguments: object) -> Any:
+        """Call a method of the store. Raise BringUpError if the first agent, which hosts it, is gone."""
         try:
             return getattr(self._store, name)(*arguments)
         except (DistError, RuntimeError) as error:
@@ -181,7 +185,7 @@ class AgentRendezvous(RendezvousHandler):
             ) from None
 
 
-def _read(value: bytes) -> Restart | None:
+def _read_restart(value: bytes) -> Restart | None:
     """Return the restart in a value of the store, which any process that reaches the store may have written."""
     try:
         return elastic_restarts.from_json(value.decode(errors="replace"))

@@ -1,9 +1,9 @@
-"""Wrap a model in DeepSpeed's engine, correct its first step, and offload its states."""
+"""Wrap a model in DeepSpeed's engine, correct its first step, offload its states, and choose the CPU optimizer."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
 
 from hpcinit.base.console import say
 from hpcinit.base.errors import RequestError
@@ -23,7 +24,7 @@ from hpcinit.records.layout import Layout
 from hpcinit.runtime import deepspeed_setup as starting
 from hpcinit.runtime import ops, process_group
 from hpcinit.runtime.wrap import blocks as repeated
-from hpcinit.runtime.wrap import cpu_adam, tied
+from hpcinit.runtime.wrap import tied
 from hpcinit.runtime.wrap.sequence import Attention
 from hpcinit.runtime.wrap.states import State
 from hpcinit.runtime.wrap.strategy import Inputs, Strategy
@@ -116,6 +117,53 @@ def _device(offload: Any) -> str:
     return "none" if offload is None else str(getattr(offload.device, "value", offload.device))
 
 
+# DeepSpeed's CPUAdam for offloaded optimizer states, where its op is built.
+
+FORCE = "zero_force_ds_cpu_optimizer"  # DeepSpeed's key in a ds_config; false keeps the program's optimizer
+_UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
+_OF_TORCH = {*_UNSUPPORTED, "foreach", "fused", "decoupled_weight_decay"}  # keys of a group that CPUAdam lacks
+
+
+def _with_cpu_adam(
+    optimizer: Optimizer, config: Mapping[str, Any], chosen: Mapping[str, Any], device: torch.device
+) -> Optimizer:
+    """Return CPUAdam instead of torch's Adam or AdamW if its states are offloaded and every node has the op built.
+
+    Rank 0 prints one line. Every rank must call it. config: of DeepSpeed's engine. chosen: the user's part of it.
+    """
+    offload = deepspeed_versions.at(config, "zero_optimization.offload_optimizer.device")
+    if offload not in {"cpu", "nvme"} or chosen.get(FORCE) is False or not _replaceable(optimizer):
+        return optimizer
+    name = type(optimizer).__name__
+    built = torch.tensor([int(ops.is_built("cpu_adam"))], device=device)
+    dist.all_reduce(built, op=dist.ReduceOp.MIN)  # ranks of other nodes may have another cache
+    if not built:
+        _say_on_rank_0(
+            f"offloaded optimizer: torch's {name}. For DeepSpeed's CPUAdam: hpcinit build-ops --ops cpu_adam"
+        )
+        return optimizer
+    ops.prepare({**config, "optimizer": {"type": "AdamW"}}, device.type)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: PLC0415 - takes a second to import
+
+    groups = [{key: value for key, value in group.items() if key not in _OF_TORCH} for group in optimizer.param_groups]
+    adam: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=isinstance(optimizer, AdamW))
+    keep = f"deepspeed.ds_config.{FORCE}=false keeps torch's"
+    _say_on_rank_0(f"offloaded optimizer: DeepSpeed's CPUAdam instead of torch's {name} ({keep})")
+    return adam
+
+
+def _replaceable(optimizer: Optimizer) -> bool:
+    return type(optimizer) in {Adam, AdamW} and not any(
+        isinstance(group["lr"], torch.Tensor) or any(group.get(name) for name in _UNSUPPORTED)
+        for group in optimizer.param_groups
+    )
+
+
+def _say_on_rank_0(line: str) -> None:
+    if dist.get_rank() == 0:
+        say(line)
+
+
 class DeepSpeed(Strategy):
     """DeepSpeed's engine around the model."""
 
@@ -165,7 +213,7 @@ def _initialize(inputs: Inputs, attention: Attention) -> Engine:
         if (size := deepspeed_versions.tp_to_divide(config, starting.deepspeed_version())) > 1:
             deepspeed.tp_model_init(model, tp_size=size, dtype=torch.bfloat16)  # no other type works
         parameters = [p for p in model.parameters() if p.requires_grad]
-        made = cpu_adam.where_built(make(parameters), config, options.ds_config, device) if make else None
+        made = _with_cpu_adam(make(parameters), config, options.ds_config, device) if make else None
         engine, optimizer, _, _ = deepspeed.initialize(
             model=model,
             model_parameters=parameters if trains and made is None else None,

@@ -1,4 +1,4 @@
-"""Child processes without orphans."""
+"""Adopts descendants whose parent died, and ends them all: no process of a local job outlives it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def adopt_orphans() -> None:
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def reap() -> None:
+def _reap() -> None:
     """Reap every child that exited. Do not call this while another thread waits for a child."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
@@ -34,7 +34,7 @@ def kill_descendants() -> None:
     One pass is not enough: a process may fork after the list was read.
     """
     for _ in range(100):
-        reap()
+        _reap()
         left = psutil.Process().children(recursive=True)
         if not left:
             return
