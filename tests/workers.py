@@ -47,6 +47,7 @@ DEAR = (
     "tests/test_cli.py",
     "tests/submit/test_validate.py",
     "tests/runtime/test_mesh.py",
+    "tests/test_package.py",
     "tests/test_train_gpt.py",
     "tests/runtime/test_devices.py",
     "tests/test_world_command.py",
