@@ -56,6 +56,10 @@ def diagnose_without_record(evidence: Evidence) -> Verdict:
         missing = _without_error(evidence)
         if not missing:
             return _verdict(evidence, GONE, failure_kinds.UNKNOWN, do)
+        # srun may receive the end of a peer first and abort the step. The peers lost this rank before that.
+        killed = [end for end in evidence.log.ends if [*end.ranks] == [*missing] and end.how.startswith("Killed")]
+        if killed and len(missing) == 1:
+            return _of_signal(killed[0], evidence)
         head, rank = GONE.replace("a rank or its node", _on_host(missing, evidence)), missing[0]
         return _verdict(evidence, head, failure_kinds.UNKNOWN, do, rank=rank, host=evidence.hosts.get(rank, ""))
     output = evidence.log.output
@@ -431,7 +435,8 @@ def _of_signal(end: End, evidence: Evidence) -> Verdict:
             causes.HOST_MEMORY,
             f"{was} killed by the kernel (the node ran out of the memory of this job)",
         )
-    lines = [f"srun's first report: task{plural} {ranges(end.ranks)}: {end.how}" if end.host else "", oom]
+    report = "srun's report" if end.after_abort else "srun's first report"
+    lines = [f"{report}: task{plural} {ranges(end.ranks)}: {end.how}" if end.host else "", oom]
     if rank is not None and (tail := evidence.tails.get(rank)):
         lines.append(f"its last output: {tail}")
     host = end.host or evidence.hosts.get(-1 if rank is None else rank, "")

@@ -71,7 +71,8 @@ def test_the_tolerance_is_tight(curves: dict[int, Any]) -> None:
 def test_loaded_values(curves: dict[int, Any], name: str) -> None:
     """load() restores step, samples and the program's values, and the loader's position for the same number of shares."""
     for size, found in curves.items():
-        assert found[name]["loaded"] == [4, 64, [0, 1, 2], size == 4], size
+        same_shares = size == 4 or name == "fsdp 2 x tp 2"  # 2 shares of the data on 4 ranks
+        assert found[name]["loaded"] == [4, 64, [0, 1, 2], same_shares], size
 
 
 def begin(folder: Path, step: int, job: str = "") -> of_steps.Unfinished:

@@ -71,8 +71,10 @@ if __name__ == "__main__":
 WITH_TORCH = "import sys\nsys.modules['torch'] = sys\n"
 
 
-def test_nothing_is_lost_at_exit_with_torch(hpcinit: Run, tmp_path: Path) -> None:
-    """With torch loaded, threads, exit handlers and every buffered file are finished before the process exits.
+@pytest.mark.parametrize("frozen", [False, True])
+def test_nothing_is_lost_at_exit_with_torch(hpcinit: Run, tmp_path: Path, frozen: bool) -> None:
+    """With torch loaded, threads, exit handlers and every buffered file are finished before the process exits, also if
+    the program called gc.freeze().
 
     torch is a fake, because only its presence is checked.
     """
@@ -93,8 +95,9 @@ threading.Thread(target=late).start()
 atexit.register(print, "handler")
 atexit.register(lambda: 1 / 0)
 ctypes.CDLL(None).printf(b"from C\\n")
-sys.exit(3)
 """
+        + "import gc; gc.freeze()\n" * frozen
+        + "sys.exit(3)\n"
     )
     done = hpcinit("run", "script.py")
     assert done.returncode == 3 and "ZeroDivisionError" in done.stderr

@@ -114,6 +114,22 @@ def test_a_rank_without_a_line_while_the_job_runs() -> None:
     assert diagnose(replace(evidence, size=0)).headline.startswith("a rank or its node disappeared")
 
 
+def test_a_rank_that_was_killed_before_srun_aborted_the_step() -> None:
+    """srun received the end of rank 0 first. If two ranks are missing, Slurm may have killed one of them."""
+    log = """srun: error: n1: task 0: Exited with exit code 1
+srun: launch/slurm: _step_signal: Terminating StepId=12.0
+srun: error: n2: task 3: Killed
+srun: error: n1: task 1: Exited with exit code 1
+"""
+    found = verdict(*OTHERS, log=log)
+    assert (found.headline, found.rank) == ("rank 3 on n2 was killed by a signal (Killed) first", 3)
+    assert found.kind == "signal" and found.evidence[0] == "srun's report: task 3: Killed"
+    two = verdict(
+        *OTHERS[:2], *OTHERS[:1], log=log.replace("n1: task 1: Exited with exit code 1", "n2: task 2: Killed")
+    )
+    assert two.kind == "unknown"
+
+
 def test_a_rank_that_called_something_else() -> None:
     """The tracebacks of timed out collectives show the rank that waits at another line than the majority."""
     three = [error_of(rank, TIMED_OUT) for rank in range(3)]
