@@ -79,9 +79,14 @@ class Warm:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._server: socket.socket | None = None
+        self._one_at_a_time = threading.Lock()  # some tests start commands in several threads
 
     def start(self, code: str, env: Mapping[str, str], files: Files, arguments: Sequence[str] = ()) -> Forked:
         """Start a Python that runs `code`. The caller must wait for it."""
+        with self._one_at_a_time:
+            return self._started(code, env, files, arguments)
+
+    def _started(self, code: str, env: Mapping[str, str], files: Files, arguments: Sequence[str]) -> Forked:
         if self._server is None:
             self._start()
         assert self._server is not None
@@ -103,6 +108,7 @@ class Warm:
         finally:
             libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         if len(answer) != 8:
+            self._server = None  # a test that fails here must not fail all later ones
             raise RuntimeError(f"tests.warm: the process that forks {self.kind} has exited")
         return Forked(struct.unpack("!Q", answer)[0], [sys.executable, "-u", "-c", code, *arguments])
 

@@ -168,7 +168,8 @@ def test_a_failure(hpcinit: Run, clusters: tuple[MiniSlurm, MiniSlurm]) -> None:
     Path("train.py").write_text(FAILING)
     restart = ("restart.max_restarts=1", "restart.on=[failure]")
     run = submit(hpcinit, here, f"cluster.clusters={there.name}", *restart, "--", "train.py")
-    until(lambda: [one["name"] for one in states(hpcinit, here, run)] == ["PENDING"], 60)
+    # It waits before its first attempt too, then without a number of restarts.
+    until(lambda: [(one["name"], one["restart"]) for one in states(hpcinit, here, run)] == [("PENDING", 0)], 60)
     why = hpcinit("why", run.name, env=here.env).stdout
     assert "ValueError: bad sample 17" in why, why
     begin_now(there, job_of(run))

@@ -21,7 +21,6 @@ from tests.submitting import folder_of, submit
 PROGRAMS = Path(__file__).parent / "programs"
 # One process per node imports the library for its ranks.
 LIGHTNING = ["launch=fork", "launch.preload=[torch,lightning]"]
-ACCELERATE = ["launch=fork", "launch.preload=[torch,accelerate,torch._dynamo]"]
 TRANSFORMERS = ["launch=fork", "launch.preload=[torch,transformers.trainer,torch._dynamo]"]
 CPU = '+cluster.env.ACCELERATE_USE_CPU="true"'  # like `accelerate launch --cpu`
 
@@ -61,7 +60,9 @@ def assert_one_world_of_4(found: list[dict], samples: Iterable[int]) -> None:
     ("name", "setting"),
     [
         ("lightning_fit.py", []),  # by srun, because Lightning reads the variables of Slurm's tasks
-        ("accelerate_loop.py", [*ACCELERATE, CPU]),
+        # By srun: with launch=fork the ranks hung at their end. end_training() has destroyed the group; the destructor of
+        # torch's gloo group then waits, with Python's lock, for a thread that waits for this lock.
+        ("accelerate_loop.py", [CPU]),
         ("hf_trainer.py", TRANSFORMERS),
     ],
 )
