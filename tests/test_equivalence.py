@@ -12,8 +12,8 @@ from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, submit
 
-# float32 has a relative precision of 6e-8. Sums in another order differ by a few times that; 20 steps gave a difference
-# of 2.2e-7. An error is much larger: a learning rate 1 % too high gives 1.7e-2.
+# float32 has a relative precision of 6e-8. Sums in another order differ by a few times that; 20 steps on 8 ranks gave a
+# difference of 2.2e-7. An error is much larger: a learning rate 1 % too high gives 1.7e-2.
 TOLERANCE = 5e-6
 
 WAYS = {

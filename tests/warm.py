@@ -79,38 +79,42 @@ class Warm:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._server: socket.socket | None = None
-        self._one_at_a_time = threading.Lock()  # some tests start commands in several threads
+        self._lock = threading.Lock()  # tests submit from several threads; their requests share one socket
 
     def start(self, code: str, env: Mapping[str, str], files: Files, arguments: Sequence[str] = ()) -> Forked:
         """Start a Python that runs `code`. The caller must wait for it."""
-        with self._one_at_a_time:
-            return self._started(code, env, files, arguments)
+        with self._lock:
+            os.umask(umask := os.umask(0o077))
+            start = {
+                "code": code,
+                "env": dict(env),
+                "arguments": list(arguments),
+                "folder": str(Path.cwd()),
+                "umask": umask,
+            }
+            pid = self._fork(json.dumps(start).encode(), files)
+        return Forked(pid, [sys.executable, "-u", "-c", code, *arguments])
 
-    def _started(self, code: str, env: Mapping[str, str], files: Files, arguments: Sequence[str]) -> Forked:
+    def _fork(self, request: bytes, files: Files) -> int:
+        """Return the pid of a new process. If the server has exited, only this request fails: the next starts another."""
         if self._server is None:
             self._start()
         assert self._server is not None
-        os.umask(umask := os.umask(0o077))
-        start = {
-            "code": code,
-            "env": dict(env),
-            "arguments": list(arguments),
-            "folder": str(Path.cwd()),
-            "umask": umask,
-        }
-        request = json.dumps(start).encode()
         libc = ctypes.CDLL(None)
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
             socket.send_fds(self._server, [struct.pack("!Q", len(request))], [file.fileno() for file in files])
             self._server.sendall(request)
             answer = self._server.recv(8, socket.MSG_WAITALL)
+        except OSError:
+            answer = b""
         finally:
             libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         if len(answer) != 8:
-            self._server = None  # a test that fails here must not fail all later ones
+            self._server.close()
+            self._server = None
             raise RuntimeError(f"tests.warm: the process that forks {self.kind} has exited")
-        return Forked(struct.unpack("!Q", answer)[0], [sys.executable, "-u", "-c", code, *arguments])
+        return int(struct.unpack("!Q", answer)[0])
 
     def _start(self) -> None:
         self._server, theirs = socket.socketpair()

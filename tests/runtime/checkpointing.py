@@ -1,4 +1,4 @@
-"""The ranks of test_checkpoint: train and save with 4 ranks, continue; then continue with 2.
+"""The ranks of test_checkpoint: train and save with the most ranks of each case, continue; then continue with fewer.
 
     checkpointing.py FOLDER OUT [name ...]
 
@@ -44,7 +44,10 @@ def cases() -> dict[str, dict[int, tuple[Layout, Training]]]:
         "ddp": dict.fromkeys(SIZES, (Layout(), ddp)),
         "fsdp": {4: (sharded, recomputing), 2: (Layout(), ddp)},
         "hsdp 2x2": {4: (Layout(dp_replicate=2, dp_shard=2), fsdp), 2: (sharded, fsdp)},
-        "fsdp 2 x tp 2": {4: (Layout(dp_replicate=1, dp_shard=2, tp=2), fsdp), 2: (sharded, fsdp)},
+        "hsdp 2x2 x tp 2": {  # a mesh of three dimensions needs 8 ranks
+            8: (Layout(dp_replicate=2, dp_shard=2, tp=2), fsdp),
+            4: (Layout(dp_replicate=1, dp_shard=2, tp=2), fsdp),
+        },
     }
     for stage in range(4):
         found[f"zero {stage}"] = dict.fromkeys(SIZES, (Layout(), zero(stage)))
@@ -165,10 +168,10 @@ def main() -> None:
     with hpcinit.session(deepspeed=True) as run:
         found = {}
         for name, sizes in cases().items():
-            if names and name not in names:
+            if run.world_size not in sizes or (names and name not in names):
                 continue
             began = time.monotonic()
-            work = write if run.world_size == SIZES[0] else go_on
+            work = write if run.world_size == max(sizes) else go_on
             found[name] = work(run, Path(folder, name), *sizes[run.world_size])
             if run.rank == 0:
                 print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)

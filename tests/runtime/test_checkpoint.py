@@ -28,12 +28,12 @@ BY_NAME = [pytest.param(name, marks=pytest.mark.deepspeed if name in DEEPSPEEDS 
 
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> dict[int, Any]:
-    """Number of ranks -> the output of checkpointing.py: 4 ranks on 2 nodes, then 2 on one."""
+    """Number of ranks -> the output of checkpointing.py: 8 ranks on 2 nodes for one case, then 4, then 2 on one node."""
     folder = tmp_path_factory.mktemp("resumed")
     old = pytestconfig.getoption("--deepspeed")
     names = DEEPSPEEDS if old else NAMES
     found = {}
-    for nodes, per_node in ((2, 2), (1, 2)):
+    for nodes, per_node in ((2, 2), (1, 2)) if old else ((2, 4), (2, 2), (1, 2)):
         size = nodes * per_node
         request = f"cluster=local launch=fork wait=true nodes={nodes} ranks_per_node={per_node}"
         words = [
@@ -55,11 +55,12 @@ def difference(one: list[float], other: list[float]) -> float:
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_continues_with_the_same_losses(curves: dict[int, Any], name: str) -> None:
-    """A checkpoint of 4 ranks continues on 4 and on 2 as without a stop, in every format and with other layouts."""
-    written = curves[4][name]
+    """A checkpoint of 4 ranks (8 with a mesh of three dimensions) continues on as many and on half of them as without a
+    stop, in every format and with other layouts."""
+    written = curves[max(checkpointing.cases()[name])][name]
     assert written["before"][0] - written["after"][-1] > 1, "it learns, so that an unloaded model would show"
-    for size, found in curves.items():
-        assert difference(found[name]["again"], written["after"]) < TOLERANCE, size
+    for size in checkpointing.cases()[name]:
+        assert difference(curves[size][name]["again"], written["after"]) < TOLERANCE, size
 
 
 def test_the_tolerance_is_tight(curves: dict[int, Any]) -> None:
@@ -70,9 +71,9 @@ def test_the_tolerance_is_tight(curves: dict[int, Any]) -> None:
 @pytest.mark.parametrize("name", BY_NAME)
 def test_loaded_values(curves: dict[int, Any], name: str) -> None:
     """load() restores step, samples and the program's values, and the loader's position for the same number of shares."""
-    for size, found in curves.items():
-        same_shares = size == 4 or name == "fsdp 2 x tp 2"  # 2 shares of the data on 4 ranks
-        assert found[name]["loaded"] == [4, 64, [0, 1, 2], same_shares], size
+    shares = {size: layout.over(size).data_parallel for size, (layout, _) in checkpointing.cases()[name].items()}
+    for size, number in shares.items():
+        assert curves[size][name]["loaded"] == [4, 64, [0, 1, 2], number == shares[max(shares)]], size
 
 
 def begin(folder: Path, step: int, job: str = "") -> of_steps.Unfinished:
