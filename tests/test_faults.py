@@ -1,6 +1,7 @@
-"""Start-ups that fail, on a real Slurm: which rank is reported as the cause, on which ranks, and after how long.
+"""Start-ups that fail, on a real Slurm: which rank is reported as the cause, and on which ranks.
 
-The assertions show what every rank printed. Their time limits are generous; the measured times are in docs/faults.md.
+The assertions show what every rank printed. The measured times are in docs/faults.md. A test of how a failure is found
+sets what would end the start-up next (LATER) far beyond its own limit (LIMIT_S), so no number of seconds is asserted.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,8 @@ from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, submit
 
-pytestmark = pytest.mark.slurm
+# idle_slurm cancels what a test leaves behind when it fails: it would keep the nodes for minutes.
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("idle_slurm")]
 
 # 20 s for a start-up on four nodes. srun does not end the other ranks, so that each can report what it saw.
 PATIENT = ["nodes=4", "ranks_per_node=1", "wait=true", "comm.timeout_base_s=20", "comm.timeout_per_node_s=0",
@@ -30,13 +31,16 @@ PATIENT = ["nodes=4", "ranks_per_node=1", "wait=true", "comm.timeout_base_s=20",
 # not depend on what started a rank; all were tried this way too (docs/launching.md).
 FORKED = ["launch=fork", "nodes=2", "ranks_per_node=2"]
 
+LIMIT_S = 150  # of a submission with its job
+LATER = "comm.timeout_base_s=600"  # the timeout of the start-up, if nothing else ends it
+
 BRING_UP = "import hpcinit\nwith hpcinit.session() as run:\n    print('up', run.rank)\n"
 
 
 def start(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, before: str, *overrides: str) -> tuple[int, list[str]]:
     """Run `before` and then a start-up on four nodes. Return the exit status and the log of each rank."""
     (tmp_path / "code.py").write_text("import os, signal, time\nrank = int(os.environ['RANK'])\n" + before + BRING_UP)
-    done = submit(hpcinit, slurm, *PATIENT, *overrides, "--", "code.py", timeout=150)
+    done = submit(hpcinit, slurm, *PATIENT, *overrides, "--", "code.py", timeout=LIMIT_S)
     logs = [folder_of(done) / f"logs/rank-{rank}.log" for rank in range(4)]
     return done.returncode, [log.read_text() if log.exists() else "" for log in logs]
 
@@ -51,10 +55,9 @@ def python_that(tmp_path: Path, first: str) -> str:
 
 def test_a_rank_that_never_starts(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
     """All other ranks report a rank whose interpreter does not start, with its host, at the timeout."""
-    stuck = python_that(tmp_path, '[ "$SLURM_PROCID" = 3 ] && exec sleep 60')
-    started = time.monotonic()
+    stuck = python_that(tmp_path, '[ "$SLURM_PROCID" = 3 ] && exec sleep 600')
     status, logs = start(hpcinit, slurm, tmp_path, "", stuck, "launch.wait_s=3")
-    assert status != 0 and time.monotonic() - started < 60
+    assert status != 0
     for log in logs[:3]:
         assert "1 of 4 ranks are missing: rank 3 never connected (no rank connected from n4)" in log
 
@@ -63,12 +66,10 @@ def test_a_rank_that_never_starts(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path
 def test_a_rank_killed_while_importing(
     hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, overrides: list[str], host: str
 ) -> None:
-    """After kill -9 of a rank before init, the others fail within seconds and name it."""
-    started = time.monotonic()
-    status, logs = start(
-        hpcinit, slurm, tmp_path, "if rank == 2:\n    time.sleep(1); os.kill(os.getpid(), 9)\n", *overrides
-    )
-    assert status != 0 and time.monotonic() - started < 18
+    """After kill -9 of a rank before init, the others fail long before the timeout and name it."""
+    killed = "if rank == 2:\n    time.sleep(1); os.kill(os.getpid(), 9)\n"
+    status, logs = start(hpcinit, slurm, tmp_path, killed, LATER, *overrides)
+    assert status != 0
     for rank in (0, 1, 3):
         assert f"rank 2 on {host} (pid " in logs[rank] and "died during start-up, after phase 'started'" in logs[rank]
 
@@ -202,9 +203,8 @@ def test_a_wrong_host_template(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -
 
 def test_a_missing_interface(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
     """Every rank reports the interfaces of its node at once, in one line without a traceback of torch."""
-    started = time.monotonic()
-    status, logs = start(hpcinit, slurm, tmp_path, "", "cluster.interface=eth9")
-    assert status != 0 and time.monotonic() - started < 18
+    status, logs = start(hpcinit, slurm, tmp_path, "", "cluster.interface=eth9", LATER)
+    assert status != 0
     for number, log in enumerate(logs, 1):
         assert "hpcinit: error: eth9 matches no interface" in log
         assert f" of n{number}, which has eth0, lo (GLOO_SOCKET_IFNAME=eth9" in log and "Traceback" not in log, (
@@ -213,7 +213,7 @@ def test_a_missing_interface(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> 
 
 
 def test_rank_0_fails_before_the_others_connect(slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Without --kill-on-bad-exit, a rank that connects after rank 0 failed exits within seconds with rank 0's error."""
+    """Without --kill-on-bad-exit, a rank that connects after rank 0 failed exits long before the timeout with rank 0's error."""
     (tmp_path / "code.py").write_text(BRING_UP)
     late = tmp_path / "late"
     late.write_text(
@@ -221,12 +221,11 @@ def test_rank_0_fails_before_the_others_connect(slurm: MiniSlurm, tmp_path: Path
         f'exec {sys.executable} -m hpcinit.run $code > "output-$SLURM_PROCID" 2>&1\n'
     )
     late.chmod(0o755)
-    started = time.monotonic()
     command = ["srun", "-N2", "-n2", "--kill-on-bad-exit=0", "./late"]
-    env = {**os.environ, **slurm.env}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, timeout=90, check=False)
+    env = {**os.environ, **slurm.env}  # the timeout of the start-up is 300 s by default
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, timeout=LIMIT_S, check=False)
     output = [(tmp_path / f"output-{rank}").read_text() for rank in range(2)]
-    assert done.returncode != 0 and time.monotonic() - started < 20, output
+    assert done.returncode != 0, output
     error = f"cannot read {tmp_path}/nothere.py: No such file or directory"
     late = "hpcinit: start-up failed; waiting up to 15 s to inform ranks that connect late"
     assert f"error: {error}" in output[0] and late in output[0]
@@ -269,12 +268,11 @@ def test_a_second_rank_0_on_another_node(hpcinit: Run, slurm: MiniSlurm, tmp_pat
         "if rank == 3:\n    import subprocess, sys\n"
         f"    env = os.environ | {stray!r}\n"
         + ("" if knows_its_node else "    del env['SLURMD_NODENAME']\n")
-        + "    started = time.monotonic()\n"
-        "    done = subprocess.run([sys.executable, '-m', 'hpcinit.run', 'code2.py'], capture_output=True, text=True, env=env)\n"
-        "    print(done.returncode, done.stderr, time.monotonic() - started < 10)\n"
+        + "    done = subprocess.run([sys.executable, '-m', 'hpcinit.run', 'code2.py'], capture_output=True, text=True, env=env)\n"
+        "    print(done.returncode, done.stderr)\n"
     )
     (tmp_path / "code2.py").write_text(BRING_UP)
-    status, logs = start(hpcinit, slurm, tmp_path, twice)
+    status, logs = start(hpcinit, slurm, tmp_path, twice, LATER)
     assert status == 0 and all(f"up {rank}" in log for rank, log in enumerate(logs))
     assert "\nhpcinit: error: two processes claim rank 0: pid " in logs[3]
-    assert " on n1, which was first" in logs[3] and " on n4; unset RANK" in logs[3] and "\n True\n" in logs[3]
+    assert " on n1, which was first" in logs[3] and " on n4; unset RANK" in logs[3]

@@ -29,6 +29,7 @@ from hpcinit.rendezvous.store import open_store
 from hpcinit.world import World, ports
 
 LEAVE_S = 10.0  # the first agent has the store, and waits this long for the others to read their last value
+OVER_S = 1.0  # the same after a failure: ranks of other agents may still run, and end when the first agent has gone
 
 
 class AgentRendezvous(RendezvousHandler):
@@ -89,9 +90,10 @@ class AgentRendezvous(RendezvousHandler):
         self._call("set", f"failed/{self.round}", "")
 
     def end_run(self) -> None:
-        """Report that a rank here has failed and that there is no further restart."""
+        """Report that a rank here has failed and that there is no further restart, and leave the store."""
         with suppress(BringUpError):
             self._call("set", "over", "")
+            self.leave()
 
     def all_done(self) -> bool:
         """Report that this node's ranks have succeeded. Return whether all nodes' have, or the run is over anyway."""
@@ -105,12 +107,13 @@ class AgentRendezvous(RendezvousHandler):
         return bool(self._has("over"))
 
     def leave(self) -> None:
-        """Leave the store. The first agent, which hosts it, waits for the others."""
+        """Leave the store. The first agent, which hosts it, waits for the others: after a failure OVER_S, in which they
+        can report how their ranks ended."""
         with suppress(BringUpError):
             self._call("add", "left", 1)
-            deadline = time.monotonic() + LEAVE_S
-            while self._agents.rank == 0 and self._count("left") < self._agents.world_size and not self._has("over"):
-                if time.monotonic() > deadline:
+            began = time.monotonic()
+            while self._agents.rank == 0 and self._count("left") < self._agents.world_size:
+                if time.monotonic() - began > (OVER_S if self._has("over") else LEAVE_S):
                     return
                 time.sleep(self._poll_pause_s())
 
