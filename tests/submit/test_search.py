@@ -161,7 +161,7 @@ def test_ctrl_c_in_a_batch(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=150)
     subprocess.run([sys.executable, "-m", "hpcinit", "cancel", "q-0001"], cwd=tmp_path, check=True, capture_output=True)
-    assert process.returncode == 130 and "the job is still running" in out + err  # err: before it began to wait
+    assert process.returncode == 130 and "the job is still running" in out + err  # in err: before it waits
     assert err.splitlines()[-1] == "the search stopped after 0 trials"
     assert list((tmp_path / "runs/q-search-0001").iterdir()) == []
 
