@@ -24,6 +24,16 @@ from hpcinit.records import rank_report, run_folder
 from hpcinit.records.rank_report import MEASURED, MET, AllReduce, Copies, Link, Pair, Report
 from hpcinit.world import World, launchers, visible_devices
 
+# Each measurement is repeated and the best counts, because noise only adds.
+ROUNDS = 3  # each round measures all links, so that the rounds of one link are apart in time
+TRIPS, TRANSFERS = 20, 3  # of a link in each round: messages of 8 bytes, and of the size below
+TRIES = 5  # of an all-reduce, a matrix product and a copy
+# Bytes of the all-reduces, and of a transfer. They are small for gloo, which uses the CPUs of the node.
+ON_CPU = ((1 << 10, 1 << 16, 1 << 20, 1 << 22), 1 << 20)
+ON_DEVICE = ((1 << 10, 1 << 20, 1 << 25, 1 << 28), 1 << 26)
+MATRIX = 8192  # rows and columns
+COPIED = 1 << 28  # bytes of a copy: larger than the caches of any GPU
+
 
 def main() -> None:
     world = launchers.read(os.environ)
@@ -86,17 +96,6 @@ def device_of(device: torch.device) -> dict[str, str]:
             domain, bus, slot = (getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
             found["pci"] = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
     return found
-
-
-# The measurements, in an existing process group. Each is repeated and the best counts, because noise only adds.
-
-ROUNDS = 3  # each round measures all links, so that the rounds of one link are apart in time
-TRIPS, TRANSFERS, TRIES = 20, 3, 5
-# Sizes in bytes. They are small for gloo, which uses the CPUs of the node.
-ON_CPU = ((1 << 10, 1 << 16, 1 << 20, 1 << 22), 1 << 20)
-ON_DEVICE = ((1 << 10, 1 << 20, 1 << 25, 1 << 28), 1 << 26)
-MATRIX = 8192
-COPIED = 1 << 28  # bytes of a copy: larger than the caches of any GPU
 
 
 def measure_all(run: hpcinit.Runtime, report: Report) -> Report:

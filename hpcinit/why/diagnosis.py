@@ -294,6 +294,8 @@ def _of_flight(evidence: Evidence) -> Verdict:
     """Return the verdict on a collective that timed out, from the dumps of torch's flight recorder."""
     first, *rest = evidence.flight.lines()
     culprit = next(iter(evidence.flight.culprits), None)
+    if culprit and culprit.rank in evidence.returned and (early := _of_early_end(evidence)):
+        return replace(early, evidence=(*early.evidence, *found_in(evidence)))
     do = f"{culprit.advice}; {FLIGHT}" if culprit else FLIGHT
     rank, host = (culprit.rank, culprit.host) if culprit else (None, "")
     return _verdict(

@@ -158,7 +158,8 @@ class _Search:
                 "gloo does not record sends and receives: only the stack of a rank shows whether the rank waits in one"
             )
         if silent := self.open and self.world - self.ranks.keys() - self.found.keys() - self.unreadable.keys():
-            self.unknown.append(f"{_ranks(silent)} left no dump, and no other rank waits for {_it(silent)}")
+            why = "" if self.found.keys() & set(self.ended) else f", and no other rank waits for {_it(silent)}"
+            self.unknown.append(f"{_ranks(silent)} left no dump{why}")
         culprits = sorted(self.found.values(), key=lambda one: (one.since_ns or 2**63, one.rank))
         victims = tuple(sorted(rank for rank, waits in self.pending.items() if waits and rank not in self.found))
         return HangVerdict(tuple(culprits), victims, tuple(dict.fromkeys(self.unknown)))
@@ -256,12 +257,15 @@ class _Search:
             return
         if isinstance(operation[1], Message) and not all(self.ranks[rank].complete for rank in states):
             done = []  # messages are counted from the oldest pending one: an older one proves nothing
+        left = {rank for rank in concerned & set(self.ended) if states.get(rank) is None}
         for rank in sorted(concerned - self.ranks.keys() - self.unreadable.keys()):
-            if rank in self.ended:
+            if rank in left:
                 text = "{has} not called {what}, in which {others} {wait}: {its} program has ended with exit status 0"
                 wait = _plural(waiting, "wait")
                 clause = _clause(text, what=self._called(operation), others=_ranks(waiting), wait=wait)
                 self._blame(rank, NOT_CALLED, operation, waiting, clause)
+            elif left:  # the others lose the connection to a rank that has ended, and may fail before they write a dump
+                continue
             elif waiting and all(self._lost_its_peer(other, operation) for other in waiting):
                 clause = _clause(
                     "left no dump, and {what} of {others} failed before its timeout: "

@@ -148,12 +148,21 @@ def fit(fault: str) -> None:
     lightning.Trainer(strategy=ddp, **shape, **quiet).fit(Model(), samples)
 
 
+def join() -> None:
+    """Wait for the start of all ranks, which may take longer than TIMEOUT_S on a busy machine, and form the group."""
+    store, rank, size = next(dist.rendezvous("env://", timeout=datetime.timedelta(minutes=5)))
+    store.set(f"started/{rank}", "")
+    store.wait([f"started/{each}" for each in range(size)])
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+
+
 def main() -> None:
     fault, *kind = (argument for argument in sys.argv[1:] if not argument.startswith("--local_rank="))  # DeepSpeed's
     if kind == ["lightning"]:
         fit(fault)
     elif kind:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
+        join()
         if kind == ["megatron"] and dist.get_rank() == 0:
             print(f"using world size: {dist.get_world_size()}, data-parallel size: {dist.get_world_size()}", flush=True)
         plain = as_megatron if kind == ["megatron"] else lambda step, total: print("step", step, flush=True)

@@ -168,6 +168,16 @@ def test_ranks_that_have_ended() -> None:
         assert found.lines()[0].endswith("its program has ended with exit status 0"), seed
 
 
+def test_ranks_without_a_dump_beside_a_rank_that_has_ended() -> None:
+    """They may have failed when it ended, before they wrote one: only the rank that ended is a cause."""
+    calls = [call(1, "all_reduce", state="completed"), call(2, "all_reduce")]
+    config = {"0": {"desc": "default_pg", "ranks": "[0, 1, 2, 3]"}}
+    waits, has_left = ({"pg_config": config, "entries": entries} for entries in (calls, calls[:1]))
+    for dumps in ({1: waits}, {1: waits, 3: has_left}):
+        found = hang_verdict.verdict(dumps, ended=[3])
+        assert named(found) == {(3, NOT_CALLED)} and "ranks 0,2 left no dump" in found.unknown
+
+
 def test_a_dump_that_is_older_than_the_call() -> None:
     """It does not show whether its rank called later."""
     config = {"0": {"desc": "default_pg", "ranks": "[0, 1, 2]"}}

@@ -11,6 +11,7 @@ from hpcinit.records.error_records import ErrorRecord, Found
 from hpcinit.records.hang_report import HangReport, Place, Waiting
 from hpcinit.why.diagnosis import diagnose
 from hpcinit.why.evidence import Evidence, Verdict
+from hpcinit.why.hang_verdict import Culprit, HangVerdict
 from tests.why.test_diagnosis import CLOSED, T
 
 TIMED_OUT = (
@@ -103,6 +104,18 @@ def test_a_rank_that_ended_with_status_0(log: str, tasks: int, returned: frozens
     assert (found.headline, found.rank, found.host) == ("rank 3 on n2 ended first, with exit status 0", 3, "n2")
     assert found.kind == "early-end" and "an early return, sys.exit(0) or os._exit(0)" in found.do
     assert found.evidence == ("ranks 0-2 wait in all_reduce, called at train.py:9 in step when it ended",)
+
+
+def test_a_rank_that_ended_with_status_0_before_a_dump() -> None:
+    """The others waited long enough to write dumps, which show the same rank. It is no hang: the rank has ended."""
+    culprit = Culprit(
+        3, "", "not-called", "0", "default_pg", "all_reduce", 6, (1,), evidence="rank 3 has not called it"
+    )
+    flight = HangVerdict((culprit,))
+    found = verdict(*OTHERS, returned=frozenset({3}), flight=flight)
+    assert (found.headline, found.kind) == ("rank 3 on n2 ended first, with exit status 0", "early-end")
+    assert "flight recorder: rank 3 has not called it" in found.evidence
+    assert verdict(*OTHERS, flight=flight).kind == "hang"
 
 
 def test_a_rank_without_a_line_while_the_job_runs() -> None:
