@@ -1,8 +1,9 @@
 """python -m tests.minislurm.newer_debian [--suite NAME] COMMAND...: run the command on a newer Debian. Needs root.
 
-Slurm is 24.11 in trixie and 26.05 in forky and sid, which also has Apptainer. Debian is in a folder that debootstrap makes once. The command sees it as /, with this machine's Python, checkout
-and /tmp at their usual paths. Other files that it writes are in memory, so the folder does not change, and several
-commands can use it at a time. Mounts, network and processes are in separate namespaces, which end with the command.
+Slurm is 24.11 in trixie and 26.05 in forky and sid, which also has Apptainer. Debian is in a folder that debootstrap
+makes once. The command sees it as /, with this machine's Python, checkout and /tmp at their usual paths. Other files
+that it writes are in memory, so the folder does not change, and several commands can use it at a time. Mounts, network
+and processes are in separate namespaces, which end with the command.
 """
 
 import argparse
