@@ -52,6 +52,9 @@ export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 10))}" 
 # Variables of cluster.env and job.env.
 export OMP_NUM_THREADS=1
 
+# One task per node gets the cores of all its ranks. Slurm 26.05 warns if that is more than this variable.
+unset SLURM_CPUS_PER_TASK
+
 # Start the ranks. hpcinit prepares each one as in spec.json, and runs: -m hpcinit.jobs.smoke
 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=8 --export=ALL --mpi=none \
     --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append \
