@@ -73,6 +73,20 @@ def test_init_in_a_smaller_group(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path)
 
 
 @pytest.mark.slurm
+def test_a_torchrun_in_each_rank_of_two_components(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+    """The job's ranks are those of both components of a heterogeneous job."""
+    wrapper = wrapped(tmp_path, "--standalone --nproc-per-node=2 --no-python sleep 20")
+    shape = ["nodes=1", "ranks_per_node=1", "hetjob=[{nodes: 1, ranks_per_node: 2, partition: high}]"]
+    done = submit(
+        hpcinit, slurm, *shape, "cluster.gpus_per_node=0", "cluster.cpus_per_node=null", "wait=true", "--", wrapper
+    )
+    found = world_size.read(folder_of(done))
+    assert found and "of 2 ranks in a job of 3 ranks (1 node x 1 rank + 1 node x 2 ranks)" in str(found), log(
+        folder_of(done)
+    )
+
+
+@pytest.mark.slurm
 def test_groups_that_span_the_job(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
     """One torchrun per node for all nodes, with more ranks than tasks, is no finding, and neither is a plain wrapper."""
     spans = "--nnodes=2 --nproc-per-node=2 --node-rank=$SLURM_NODEID --master-addr=n1 --master-port=29577 --no-python sleep 9"
