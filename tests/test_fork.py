@@ -31,7 +31,8 @@ print(json.dumps([len(received), {n: v for n, v in os.environ.items() if n.start
 """
 # Variables of one step or one process, which differ by nature. A binding is the fork server's.
 OWN = {"SLURM_JOB_ID", "SLURM_JOBID", "SLURM_TASK_PID", "SLURM_STEP_LAUNCHER_PORT", "SLURM_SRUN_COMM_PORT",
-       "SLURM_JOB_NAME", "SLURM_STEP_RESV_PORTS", "SLURM_TOPOLOGY_ADDR"}  # fmt: skip
+       "SLURM_JOB_NAME", "SLURM_STEP_RESV_PORTS", "SLURM_TOPOLOGY_ADDR", "SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME",
+       "SLURM_JOB_SLUID"}  # fmt: skip
 
 
 def printed(folder: Path, rank: int) -> Any:

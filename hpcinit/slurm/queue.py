@@ -17,6 +17,7 @@ from hpcinit.slurm import scontrol, slurm_client
 from hpcinit.slurm.slurm_client import Call, NotStarted, Unreachable
 
 MOST = 5_000  # ids in one query: an argument may have 128 KiB
+UNKNOWN_JOB = re.compile(r"Invalid job id|\bJob \S+ not found")
 LATE_S = 2.0  # the user gets a message if squeue takes longer
 # States of a job that will not run again (squeue(1), JOB STATE CODES, 22.05 to 24.11), and of one that may run.
 FINAL = {
@@ -277,8 +278,7 @@ def _lines(command: Sequence[str], call: Call | NotStarted) -> list[str]:
     if output.status == 0:
         return output.stdout.splitlines()
     # Without accounting sacct fails at once with an error; a purged job is 'Invalid job id specified'.
-    # For a task of an array scontrol prints 'Job 18_2 not found', on stdout.
-    unknown = "Invalid job id" in output.stdout + output.stderr
-    if command[0] == "sacct" or unknown or (command[0] == "scontrol" and "not found" in output.stdout):
+    # For a task of an array scontrol prints 'Job 18_2 not found', on stdout, and since Slurm 26.05 on stderr.
+    if command[0] == "sacct" or UNKNOWN_JOB.search(output.stdout + output.stderr):
         return []
     raise Unreachable(f"{command[0]}: {output.stderr.strip().splitlines()[-1] if output.stderr.strip() else 'failed'}")

@@ -214,13 +214,14 @@ def render_at(
     about = [comment(f"# {config.name}: {program}, {shape}")] if program else []
     runs = f"# Start the ranks. hpcinit prepares each one as in spec.json, and runs: {program}"
     start = [comment(runs)] if program else []
-    command = "\n".join([*_cores_of_tasks(config), *start, *_command(config, srun_step.step_lines(config, run, workdir))])
+    steps = _command(config, srun_step.step_lines(config, run, workdir))
+    command = "\n".join([*_cores_of_tasks(config), *start, *steps])
     text = slurm_executor.render(run.path, command, parameters(config, run, workdir, code), [*about, *origin])
     return _with_components(text, config, run, workdir)
 
 
 def _cores_of_tasks(config: Config) -> list[str]:
-    """Return lines for a job in which one task starts all ranks of a node, so that it has more cores than one of them."""
+    """Return lines for a job in which one task starts all ranks of a node, with the cores of them all."""
     if config.launch.kind == "srun" or config.cluster.engine != "slurm" or not cpus_per_rank(config):
         return []
     why = "# One task per node gets the cores of all its ranks. Slurm 26.05 warns if that is more than this variable."

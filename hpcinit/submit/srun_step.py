@@ -26,8 +26,9 @@ from hpcinit.submit.run_path import RunPath
 
 ENTRIES = {"srun": "hpcinit.run", "fork": "hpcinit.fork", "torchrun": "hpcinit.elastic"}
 WIDTH = 100  # of a line of the command, in characters
-# srun's %t is not the rank in a step of several components: Slurm 22.05 writes the file of rank 2 as 3. So each rank
-# opens its own log in the folder $0, or prints to the job's log if it cannot.
+# srun's %t is not the rank in a heterogeneous job: Slurm 22.05 writes the file of rank 2 as 3 in a step of several
+# components, and 26.05 that of rank 0 as 4294967295 in each step. So each rank opens its own log in the folder $0, or
+# prints to the job's log if it cannot.
 OWN_LOG = 'log=$0/rank-$SLURM_PROCID.log; true >> "$log" && exec >> "$log" 2>&1; exec "$@"'
 
 
@@ -47,9 +48,8 @@ def _one_world(config: Config, run: RunPath, workdir: Path) -> list[str]:
     for at, part in enumerate(hetjob.parts(config)):
         lines.append(f'echo "hpcinit: component {at}, ranks from {first}: $SLURM_JOB_NODELIST_HET_GROUP_{at}"')
         first += part.ranks
-    own_log = ["sh", "-c", OWN_LOG, run.in_shell(run_folder.LOGS)]
     steps = [
-        srun_step_line(each, run, workdir, {**_own(at, each), "output": None}, own_log).removeprefix("srun ")
+        srun_step_line(each, run, workdir, _own(at, each), _own_log(run)).removeprefix("srun ")
         for at, each in enumerate(hetjob.components(config))
     ]
     return [*lines, "srun " + " \\\n  : ".join(steps)]
@@ -61,7 +61,8 @@ def _worlds(config: Config, run: RunPath, workdir: Path) -> list[str]:
     for at, each in enumerate(hetjob.components(config)):
         world = run.component(at)
         log = f" \\\n    >> {quoting.shell(world.in_shell(run_folder.JOB_LOG))} 2>&1" if at else ""
-        steps += [f"{srun_step_line(each, world, workdir, _own(at, each))}{log} &", "hpcinit_worlds+=($!)"]
+        step = srun_step_line(each, world, workdir, _own(at, each), _own_log(world))
+        steps += [f"{step}{log} &", "hpcinit_worlds+=($!)"]
     return [
         *steps,
         "# Wait for all worlds. The job fails if one of them does.",
@@ -73,7 +74,12 @@ def _worlds(config: Config, run: RunPath, workdir: Path) -> list[str]:
 
 def _own(number: int, config: Config) -> dict[str, Any]:
     """Return srun's options of a component. Without --mem, it would read that of the first one from the environment."""
-    return {"het-group": number, "mem": script.memory_option(config)}
+    return {"het-group": number, "mem": script.memory_option(config), "output": None}
+
+
+def _own_log(run: RunPath) -> list[str]:
+    """Return a command that runs its arguments with the log of its rank as output."""
+    return ["sh", "-c", OWN_LOG, run.in_shell(run_folder.LOGS)]
 
 
 def srun_step_line(
@@ -87,6 +93,8 @@ def srun_step_line(
     here = sys.executable if config.container.image else python
     launcher = ["srun"] if config.cluster.engine == "slurm" else [here, "-m", "hpcinit.local.step"]
     flags = {**options(config, run), **(more or {}), **script.container_options(config, run, workdir)}
+    if str(config.cluster.srun.get("distribution")).startswith("arbitrary"):
+        del flags["nodes"]  # Slurm 26.05 refuses both
     program = [python, "-u", "-m", ENTRIES[config.launch.kind], run.in_shell(run_folder.SPEC)]
     task = [*before, *script.container_prefix(config, run, workdir), *program]
     words = [*launcher, *option_flags({**flags, **config.cluster.srun})]

@@ -62,4 +62,6 @@ def environment(env: Mapping[str, str], here: Node, local_rank: int, pid: int, c
         found["SLURM_TASK_PID"] = str(pid)
     if "SLURM_CPUS_PER_TASK" in env and cpus is not None:
         found["SLURM_CPUS_PER_TASK"] = str(cpus)
+        if env.get("SLURM_TRES_PER_TASK", "").startswith("cpu="):  # since Slurm 24.05
+            found["SLURM_TRES_PER_TASK"] = f"cpu={cpus}"
     return found

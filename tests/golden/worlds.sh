@@ -65,14 +65,16 @@ export OMP_NUM_THREADS=1
 
 # Start the ranks. hpcinit prepares each one as in spec.json, and runs: -m hpcinit.jobs.smoke
 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=2 --export=ALL --mpi=none \
-    --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append \
-    --output=/shared/me/runs/x-0001/logs/rank-%t.log --het-group=0 \
-    /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json &
+    --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --het-group=0 \
+    sh -c 'log=$0/rank-$SLURM_PROCID.log; true >> "$log" && exec >> "$log" 2>&1; exec "$@"' \
+    /shared/me/runs/x-0001/logs /shared/me/venv/bin/python -u -m hpcinit.run \
+    /shared/me/runs/x-0001/spec.json &
 hpcinit_worlds+=($!)
 srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=2 --export=ALL --mpi=none \
-    --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append \
-    --output=/shared/me/runs/x-0001/component-1/logs/rank-%t.log --het-group=1 \
-    /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/component-1/spec.json \
+    --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --het-group=1 \
+    sh -c 'log=$0/rank-$SLURM_PROCID.log; true >> "$log" && exec >> "$log" 2>&1; exec "$@"' \
+    /shared/me/runs/x-0001/component-1/logs /shared/me/venv/bin/python -u -m hpcinit.run \
+    /shared/me/runs/x-0001/component-1/spec.json \
     >> /shared/me/runs/x-0001/component-1/logs/job.log 2>&1 &
 hpcinit_worlds+=($!)
 # Wait for all worlds. The job fails if one of them does.

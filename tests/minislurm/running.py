@@ -149,7 +149,8 @@ class RunningCluster:
         """Start the controller with its saved state, if it does not run, and wait until it accepts connections."""
         log = self.log("slurmctld")
         if self._controller_pid() is None:
-            wait_started(launch(self._holder("ctl"), ["slurmctld"], self.directory, log), "slurmctld", log)
+            # -i: after kill -9, slurmctld 26.05 ends if a file of its state was not written yet.
+            wait_started(launch(self._holder("ctl"), ["slurmctld", "-i"], self.directory, log), "slurmctld", log)
 
         def ready() -> bool:
             if self.answers():

@@ -111,11 +111,9 @@ def test_each_run_is_found_and_cancelled_on_its_cluster(hpcinit: Run, clusters: 
     assert f"on {there.name}" in line
     ambiguous = hpcinit("cancel", job_of(mine), env=here.env)
     assert ambiguous.returncode == 2 and "is a job of two clusters: name the run" in ambiguous.stderr
-    done = hpcinit("exec", other.name, "--", "cat", "/proc/self/mountinfo", env=here.env)
-    assert f"minislurm.{there.name}.n1" in done.stdout, done.stderr
     # A variable in the job would make its srun and squeue ask slurmdbd, which a compute node may not reach.
     done = hpcinit("exec", other.name, "--", "env", env=here.env)
-    assert "SLURM_JOB_ID=" in done.stdout and "SLURM_CLUSTERS=" not in done.stdout
+    assert f"SLURM_CLUSTER_NAME={there.name}\n" in done.stdout and "SLURM_CLUSTERS=" not in done.stdout, done.stderr
 
     cancelled = hpcinit("cancel", other.name, env=here.env)
     assert cancelled.returncode == 0, cancelled.stderr
@@ -209,7 +207,9 @@ def test_the_other_controller_is_down(hpcinit: Run, clusters: tuple[MiniSlurm, M
     there.kill_controller()
     known, away = states(hpcinit, here, mine, other)
     assert (known["name"], known["away"], known["source"]) == ("RUNNING", False, "squeue")
-    assert away["away"] and away["source"] != "squeue" and "can't be reached now" in str(away["reason"])
+    assert away["away"] and away["source"] != "squeue"
+    expected = ("can't be reached now", "Could not get cluster information")  # Slurm 26.05 prints the second one
+    assert any(text in str(away["reason"]) for text in expected), away["reason"]
     failed = hpcinit("cancel", other.name, env=here.env)
     assert failed.returncode == 1 and f"scancel --clusters={there.name} {job_of(other)}: " in failed.stderr
     assert jobs_of(here) == [job_of(mine)]
