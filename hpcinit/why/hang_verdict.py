@@ -37,6 +37,7 @@ NOT_CALLED, DEVICE_STUCK, MISMATCH = "not-called", "device-stuck", "mismatch"
 NO_DUMP, PEER_LOST = "no-dump", "peer-lost"
 CLOCKS_NS = 10 * 10**9  # clocks of two nodes may differ by seconds
 DEFAULT = "default_pg"  # torch's description of the group of all ranks
+EARLIER = 8  # calls before a mismatch that groups with the same duty have made alike
 
 # What must be equal on all ranks of a collective. The others may differ: only rank `root` has the input of a scatter
 # and the output of a gather, and all_to_all and the variants with 'v' divide unevenly.
@@ -280,6 +281,8 @@ class _Search:
             self._look_at_absent(rank, operation, waiting)
         if self._differs(operation, [*waiting, *done]):
             return  # no device can finish it
+        if isinstance(operation[1], Message) and self._may_be_parts(states):
+            return
         first = [rank for rank in waiting if self._is_first(rank, operation)]
         everybody = listed and len(states) == len(concerned) and not absent
         one_way = self._name(operation).lstrip("_").startswith(ONE_WAY)
@@ -289,6 +292,11 @@ class _Search:
             self._blame(rank, DEVICE_STUCK, operation, others, self._does_not_advance(rank, operation, states, done))
         if not stuck and everybody and waiting and len(first) == len(waiting):
             self.unknown.append(self._all_called(operation, concerned, waiting))
+
+    def _may_be_parts(self, states: Mapping[int, str | None]) -> bool:
+        """Return whether a message that no rank has started may be a part of a finished batch, of which dumps of
+        unfinished calls list the parts alone."""
+        return set(states.values()) == {SCHEDULED} and any(self.ranks[rank].only_active for rank in states)
 
     def _look_at_absent(self, rank: int, operation: Operation, waiting: Sequence[int]) -> None:
         """Blame a rank without a call of the operation, unless it waits itself or its dump does not prove it."""
@@ -379,9 +387,11 @@ class _Search:
         counts = Counter(keys.values()).most_common()
         if len(counts) < 2:
             return False
-        tie = len(counts) > 1 and counts[0][1] == counts[1][1]
-        odd = [rank for rank, key in keys.items() if tie or key != counts[0][0]]
-        usual = next(calls[rank] for rank, key in keys.items() if key == counts[0][0])
+        right, tie = counts[0][0], counts[0][1] == counts[1][1]
+        if tie and (elsewhere := self._like_similar_groups(operation, keys, sized=sized, typed=typed)):
+            right, tie = elsewhere, False
+        odd = [rank for rank, key in keys.items() if tie or key != right]
+        usual = next(calls[rank] for rank, key in keys.items() if key == right)
         for rank in odd:
             others = [other for other in calls if other != rank]
             other = usual if not tie else next(calls[one] for one in others if keys[one] != keys[rank])
@@ -396,6 +406,32 @@ class _Search:
         if tie:
             self.unknown.append(f"which of {_ranks(odd)} called the wrong thing: as many ranks did one as the other")
         return True
+
+    def _like_similar_groups(
+        self, operation: Operation, keys: Mapping[int, tuple[Any, ...]], *, sized: bool, typed: bool
+    ) -> tuple[Any, ...] | None:
+        """Return which of two different calls groups of the same kind and size made at this point, as tensor-parallel
+        groups do; None if they made both or neither, or other calls before."""
+        group, what = operation
+        if not group.description or group.description in (DEFAULT, "undefined"):
+            return None
+
+        def key(one: Group, number: int | Message) -> set[tuple[Any, ...]]:
+            members = self.members[one] & self.ranks.keys()
+            found = [call for rank in members if (call := self.ranks[rank].call((one, number)))]
+            if isinstance(number, Message):
+                return {_of_message(call) for call in found}
+            return {_must_agree(call, sized=sized, typed=typed) for call in found if not call.cut}
+
+        seen: set[tuple[Any, ...]] = set()
+        for other in self.members:
+            similar = other.description == group.description and len(self.members[other]) == len(self.members[group])
+            if other == group or not similar:
+                continue
+            before = range(max(what - EARLIER, 0), what) if isinstance(what, int) else ()
+            if all(key(group, number) == key(other, number) for number in before):
+                seen |= key(other, what) & set(keys.values())
+        return seen.pop() if len(seen) == 1 else None
 
     def _elements(self, operation: Operation, ranks: Collection[int]) -> tuple[int, int]:
         """Return how many elements the ranks send and receive in an all_to_all, whose sizes may differ between ranks;
