@@ -49,6 +49,7 @@ SMALLEST = 3  # no recorder keeps fewer calls
 FEW = 64  # finished calls after which a recorder that overwrites entries has hardly lost an unfinished one
 SETTLE_S = 10.0  # ranks write their dumps within this time of each other
 SCHEDULED, STARTED, DONE = "scheduled", "started", "completed"
+CUT = -1  # number of a call whose parts the recorder has overwritten: of messages, or of a collective
 FORGOTTEN = "forgotten"  # called so long ago that the recorder has overwritten it
 
 Batch = list[tuple[int, Mapping[str, Any]]]  # the entries of one call, each with its index in the dump
@@ -348,6 +349,7 @@ def _recording(
     for place, entry in enumerate(entries):
         key = _group_name(entry)
         group = groups.get(key)
+        cut = group is None and _kind(entry) == COALESCED and _order(0, entries[0]) > 0
         if group is None:
             known = group_of(rank, key[0])
             group = groups[key] = known if known.description or not key[1] else replace(known, description=key[1])
@@ -359,7 +361,7 @@ def _recording(
             with_messages.add(group)
         if collective is not None and (not p2p or collective > 0):  # a message has the number of the collective before
             last[group] = max(collective, last.get(group, collective))
-        number = message if p2p else collective
+        number = CUT if cut else message if p2p else collective
         if number is not None:
             found.setdefault((group, p2p, number), []).append((place, entry))
     batches: dict[Operation, Batch] = {}

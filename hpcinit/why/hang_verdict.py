@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from hpcinit.base.text import ranges
 from hpcinit.why import flight_recorder
 from hpcinit.why.flight_recorder import (
+    CUT,
     DONE,
     FORGOTTEN,
     SCHEDULED,
@@ -44,7 +45,7 @@ EARLIER = 8  # calls before a mismatch that groups with the same duty have made 
 UNEVEN = ("all_to_all", "alltoall")
 NO_INPUT, NO_OUTPUT = ("scatter",), ("gather",)
 ONE_WAY = ("broadcast", "reduce_oop", "gather", "scatter", "send", "recv")
-ANY_TYPE = ("scatter", "gather", "broadcast")  # ranks that only receive may give a tensor of another type
+ANY_INPUT_TYPE = ("scatter", "broadcast")  # ranks that only receive may give an input of another type
 
 ADVICE = {
     NOT_CALLED: "its own stack shows where its program is: hpcinit logs --rank {rank}, or while it runs "
@@ -247,6 +248,8 @@ class _Search:
     # The search
 
     def _look_at(self, operation: Operation) -> None:
+        if operation[1] == CUT:
+            return
         concerned = self._concerned(operation)
         states = {rank: self._state(rank, operation) for rank in sorted(concerned & self.ranks.keys())}
         absent = [rank for rank, state in states.items() if state is None]
@@ -285,7 +288,8 @@ class _Search:
             return
         first = [rank for rank in waiting if self._is_first(rank, operation)]
         everybody = listed and len(states) == len(concerned) and not absent
-        one_way = self._name(operation).lstrip("_").startswith(ONE_WAY)
+        name = self._name(operation).lstrip("_").partition(" ")[0]
+        one_way = name == "reduce" or name.startswith(ONE_WAY)
         stuck = self._stuck(states, first, waiting, done, everybody=everybody, one_way=one_way)
         for rank in stuck:
             others = [other for other in waiting if other != rank] or done
@@ -380,8 +384,8 @@ class _Search:
         sized = not any(None in (*call.input_sizes, *call.output_sizes) for call in calls.values())
         typed = not any(None in (*call.input_dtypes, *call.output_dtypes) for call in calls.values())
         if isinstance(operation[1], Message):
-            known = sized and typed
-            keys = {rank: _of_message(call) for rank, call in calls.items() if self.ranks[rank].complete and known}
+            complete = {rank: call for rank, call in calls.items() if self.ranks[rank].complete and sized}
+            keys = {rank: _of_message(call, typed=typed) for rank, call in complete.items()}
         else:
             keys = {rank: _must_agree(call, sized=sized, typed=typed) for rank, call in calls.items()}
         counts = Counter(keys.values()).most_common()
@@ -420,7 +424,7 @@ class _Search:
             members = self.members[one] & self.ranks.keys()
             found = [call for rank in members if (call := self.ranks[rank].call((one, number)))]
             if isinstance(number, Message):
-                return {_of_message(call) for call in found}
+                return {_of_message(call, typed=typed) for call in found}
             return {_must_agree(call, sized=sized, typed=typed) for call in found if not call.cut}
 
         seen: set[tuple[Any, ...]] = set()
@@ -631,13 +635,14 @@ def _must_agree(call: Call, *, sized: bool, typed: bool) -> tuple[Any, ...]:
     """Return the values that must be equal on every rank of a collective. sized, typed: whether all ranks list them."""
     found: list[Any] = []
     for place, kind in enumerate(call.kinds):
+        input_types = None if kind in ANY_INPUT_TYPE or not typed else _types(call.input_dtypes, place)
+        output_types = None if kind in NO_OUTPUT or not typed else _types(call.output_dtypes, place)
         if kind.startswith(UNEVEN) or "_v" in kind[-9:]:
-            found.append((kind,))
+            found.append((kind, input_types, output_types))
             continue
         sizes = None if kind in NO_INPUT or not sized else _nth(call.input_sizes, place)
         results = None if kind in NO_OUTPUT or not sized else _nth(call.output_sizes, place)
-        types = (_types(call.input_dtypes, place), _types(call.output_dtypes, place))
-        found.append((kind, sizes, results, None if kind in ANY_TYPE or not typed else types))
+        found.append((kind, sizes, results, input_types, output_types))
     return tuple(found)
 
 
@@ -650,11 +655,11 @@ def _types(values: Sequence[Any], place: int) -> frozenset[Any]:
     return frozenset(found) if isinstance(found, tuple) else frozenset()
 
 
-def _of_message(call: Call) -> tuple[Any, ...]:
+def _of_message(call: Call, *, typed: bool) -> tuple[Any, ...]:
     """A send's input is its receive's output."""
     send = call.kinds == ("send",)
     sizes, types = (call.input_sizes, call.input_dtypes) if send else (call.output_sizes, call.output_dtypes)
-    return sizes, types
+    return sizes, types if typed else ()
 
 
 def _described(call: Call) -> str:

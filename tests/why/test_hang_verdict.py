@@ -240,6 +240,16 @@ def of(*ranks: list[dict[str, Any]]) -> HangVerdict:
             "all_reduce of [4] Half where ranks 0-1,3",
         ),
         (
+            call(1, "all_to_all"),
+            call(1, "all_to_all", input_dtypes=["Half"]),
+            "all_to_all of [4] Half where ranks 0-1,3 called all_to_all of [4] Float",
+        ),
+        (
+            call(1, "broadcast"),
+            call(1, "broadcast", input_dtypes=["Half"], output_dtypes=["Half"]),
+            "broadcast of [4] Half where ranks 0-1,3 called broadcast of [4] Float",
+        ),
+        (
             call(1, "gather"),
             call(1, "gather", input_sizes=[[9]]),
             "gather of [9] Float where ranks 0-1,3 called gather",
@@ -292,6 +302,15 @@ def test_a_message_of_another_size() -> None:
     found = of([send], [receive])
     assert named(found) == {(0, "mismatch"), (1, "mismatch")}
     assert found.lines()[0].startswith("rank 0 called send of [4] Float where rank 1 called recv of [5] Float")
+    untyped = [[{k: v for k, v in one.items() if "types" not in k} for one in ranks] for ranks in ([send], [receive])]
+    assert named(of(*untyped)) == named(found)
+
+
+def test_ranks_that_finish_a_reduce_early() -> None:
+    """A rank that only sends may finish before the root. Of two others one is the root, and only the other is stuck."""
+    done, waits = call(1, "reduce", state="completed"), call(1, "reduce")
+    found = of([done], [waits], [waits])
+    assert not found.culprits and found.unknown
 
 
 def test_the_oldest_wait_is_first() -> None:
@@ -413,6 +432,20 @@ def test_a_batch_that_waits(step: tuple[int, int]) -> None:
     entries = {0: waits, 1: batch("recv 1<-0", numbers=first)}
     dumps = {rank: {"pg_config": config, "entries": in_group(found, "5", "pp")} for rank, found in entries.items()}
     assert named(hang_verdict.verdict(dumps)) == {(1, NOT_CALLED)}
+
+
+def test_a_batch_whose_parts_are_overwritten() -> None:
+    """The end of a batch alone does not show that it was of messages. Rank 1 finished collective number 1, and rank 0
+    has not finished a batch after it, whose end has the same number."""
+    config = {"5": {"desc": "pp", "ranks": "[0, 1]"}}
+    [part, end] = batch("send 0->1", numbers=(1, 2), state="scheduled")
+    both = {0: [{**end, "record_id": 3}], 1: [{**part, "profiling_name": "nccl:recv 1<-0", "record_id": 2}]}
+    dumps = {
+        rank: {"pg_config": config, "entries": [{**one, "process_group": ("5", "pp")} for one in entries]}
+        for rank, entries in both.items()
+    }
+    found = hang_verdict.verdict(dumps)
+    assert not found.culprits and found.unknown
 
 
 def test_parts_of_finished_batches_among_unfinished_calls() -> None:
