@@ -9,7 +9,8 @@ Fields read from a dump, as written by torch 2.4 to 2.13 (torch/csrc/distributed
     entries[]    process_group (name, description), pg_id, collective_seq_id, p2p_seq_id, is_p2p, profiling_name
                  ('nccl:all_reduce', 'nccl:send 0->1' with ranks of the group), state ('scheduled', 'started',
                  'completed'), retired, record_id, input_sizes, output_sizes, *_dtypes, time_created_ns, timeout_ms.
-                 JSON has no 'entries' for a rank that has called nothing.
+                 JSON has no 'entries' for a rank that has called nothing. The end of a batch of sends and receives
+                 has is_p2p false.
     pg_config    group name -> {desc, ranks: '[0, 1]'} in the group's order, only of groups that the rank has used;
                  gloo leaves it empty
     pg_status    pg_id -> last_enqueued_collective, in JSON as text; it counts sends and receives too, which gloo does
@@ -227,8 +228,8 @@ def _entries(dump: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _batches_are_counted(dumps: Iterable[Sequence[Mapping[str, Any]]]) -> bool:
-    """Return whether each batch of sends and receives has a number of its own among the collectives of its group, as in
-    torch 2.4. A rank that sends more batches has higher numbers there for the same collectives."""
+    """Return whether each batch of sends and receives is numbered as one of the collectives of its group, as in torch
+    2.4. A rank that sends more batches has higher numbers there for the same collectives."""
     steps = Counter(step for entries in dumps for step in _batch_steps(entries))
     return bool(steps[1]) and not steps[0]
 
