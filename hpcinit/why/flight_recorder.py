@@ -9,7 +9,8 @@ Fields read from a dump, as written by torch 2.4 to 2.13 (torch/csrc/distributed
     entries[]    process_group (name, description), pg_id, collective_seq_id, p2p_seq_id, is_p2p, profiling_name
                  ('nccl:all_reduce', 'nccl:send 0->1' with ranks of the group), state ('scheduled', 'started',
                  'completed'), retired, record_id, input_sizes, output_sizes, *_dtypes, time_created_ns, timeout_ms.
-                 JSON has no 'entries' for a rank that has called nothing.
+                 JSON has no 'entries' for a rank that has called nothing. The end of a batch of sends and receives
+                 has is_p2p false.
     pg_config    group name -> {desc, ranks: '[0, 1]'} in the group's order, only of groups that the rank has used;
                  gloo leaves it empty
     pg_status    pg_id -> last_enqueued_collective, in JSON as text; it counts sends and receives too, which gloo does
@@ -26,7 +27,7 @@ import json
 import pickle
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ SMALLEST = 3  # no recorder keeps fewer calls
 FEW = 64  # finished calls after which a recorder that overwrites entries has hardly lost an unfinished one
 SETTLE_S = 10.0  # ranks write their dumps within this time of each other
 SCHEDULED, STARTED, DONE = "scheduled", "started", "completed"
+CUT = -1  # number of a call whose parts the recorder has overwritten: of messages, or of a collective
 FORGOTTEN = "forgotten"  # called so long ago that the recorder has overwritten it
 
 Batch = list[tuple[int, Mapping[str, Any]]]  # the entries of one call, each with its index in the dump
@@ -199,12 +201,96 @@ def recordings(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, Recording]:
         )
         return found or Group(name)
 
-    active = _list_only_active_calls([_entries(dump) for dump in dumps.values()])
-    return {rank: _recording(rank, dump, configs[rank], group_of, active) for rank, dump in dumps.items()}
+    entries = {rank: _entries(dump) for rank, dump in dumps.items()}
+    batched = None
+    if _list_only_active_calls(list(entries.values())):
+        batched = _with_batches_alone(entries.values())
+    elif _batches_are_counted(entries.values()):
+        entries = {rank: _without_batches(found) for rank, found in entries.items()}
+    return {
+        rank: _recording(rank, dump, entries[rank], configs[rank], group_of, batched) for rank, dump in dumps.items()
+    }
 
 
 def _entries(dump: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [entry for entry in dump["entries"] if isinstance(entry, dict)]
+    """Return the entries of a dump. torch marks the end of a batch of sends and receives as no send or receive, but
+    with the numbers of the batch: it belongs to the parts before it."""
+    entries: list[Mapping[str, Any]] = []
+    parts: dict[str, tuple[int, int]] = {}
+    for entry in (entry for entry in dump["entries"] if isinstance(entry, dict)):
+        group, ended = str(entry.get("process_group")), False
+        if _is_message(entry):
+            parts[group] = _numbers(entry)
+        else:
+            ended = parts.pop(group, None) == _numbers(entry) and _is_end(entry)
+        entries.append({**entry, "is_p2p": True} if ended else entry)
+    return entries
+
+
+def _batches_are_counted(dumps: Iterable[Sequence[Mapping[str, Any]]]) -> bool:
+    """Return whether each batch of sends and receives is numbered as one of the collectives of its group, as in torch
+    2.4. A rank that sends more batches has higher numbers there for the same collectives."""
+    steps = Counter(step for entries in dumps for step in _batch_steps(entries))
+    return bool(steps[1]) and not steps[0]
+
+
+def _batch_steps(entries: Sequence[Mapping[str, Any]]) -> Iterator[int]:
+    """For each batch of messages: by how much its collective number is higher than that of the call before it in its
+    group."""
+    calls: dict[str, list[tuple[int, int]]] = {}  # the last two of each group
+    for entry in entries:
+        group, numbers = str(entry.get("process_group")), _numbers(entry)
+        last = calls.setdefault(group, [] if _order(0, entries[0]) else [(0, 0)])
+        if not last or last[-1] != numbers:
+            last.append(numbers)
+        if _is_message(entry) and _is_end(entry) and len(last) > 1:
+            yield numbers[0] - last[-2][0]
+
+
+def _without_batches(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Number the collectives of each group without its batches of sends and receives, and number the latter."""
+    batches: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    before: dict[str, tuple[int, int]] = {}
+    numbered: list[Mapping[str, Any]] = []
+    for entry in entries:
+        group, numbers = str(entry.get("process_group")), _numbers(entry)
+        last = before.get(group, (0, 0))
+        if _is_message(entry):
+            batches[group] += numbers[0] == last[0] + 1
+            calls[group] += numbers != last
+        before[group] = numbers
+        numbered.append({**entry, "collective_seq_id": numbers[0] - batches[group], "p2p_seq_id": calls[group]})
+    return numbered
+
+
+def _numbers(entry: Mapping[str, Any]) -> tuple[int, int]:
+    return _number(entry.get("collective_seq_id")) or 0, _number(entry.get("p2p_seq_id")) or 0
+
+
+def _with_batches_alone(dumps: Iterable[Sequence[Mapping[str, Any]]]) -> set[str]:
+    """Return the names of the groups whose sends and receives are all in batches, as far as dumps of unfinished calls
+    show it: the end of a batch follows its parts, and its parts never start."""
+    batched: set[str] = set()
+    single: set[str] = set()
+    for entries in dumps:
+        messages = [(place, entry) for place, entry in enumerate(entries) if _is_message(entry)]
+        counts = Counter((_group_name(entry)[0], _numbers(entry)) for _, entry in messages)
+        for place, entry in messages:
+            group = _group_name(entry)[0]
+            after = entries[place + 1 : place + 2]
+            followed = any(_order(place + 1, one) == _order(place, entry) + 1 for one in after)
+            if counts[group, _numbers(entry)] > 1:
+                batched.add(group)
+            elif followed or _state([(place, entry)]) == STARTED:
+                single.add(group)
+    return batched - single
+
+
+def _is_message(entry: Mapping[str, Any]) -> bool:
+    """Return whether an entry is a send or receive, or belongs to a batch of them."""
+    known = entry.get("is_p2p")
+    return known if isinstance(known, bool) else bool(PAIR.fullmatch(_kind(entry)))
 
 
 def _list_only_active_calls(dumps: Sequence[Sequence[Mapping[str, Any]]]) -> bool:
@@ -246,10 +332,16 @@ def _configured(dump: Mapping[str, Any]) -> dict[str, Group]:
 
 
 def _recording(
-    rank: int, dump: Mapping[str, Any], config: Mapping[str, Group], group_of: GroupOf, only_active: bool
+    rank: int,
+    dump: Mapping[str, Any],
+    entries: Sequence[Mapping[str, Any]],
+    config: Mapping[str, Group],
+    group_of: GroupOf,
+    batched: Collection[str] | None,
 ) -> Recording:
-    """Made for dumps of thousands of calls: a Call is built only of those that the search looks at."""
-    entries = _entries(dump)
+    """Made for dumps of thousands of calls: a Call is built only of those that the search looks at. batched: the names
+    of the groups with batches of messages, if finished calls are not listed."""
+    only_active = batched is not None
     groups: dict[tuple[str, str], Group] = {}
     last: dict[Group, int] = {}
     ids: dict[str, Group] = {}
@@ -258,25 +350,27 @@ def _recording(
     for place, entry in enumerate(entries):
         key = _group_name(entry)
         group = groups.get(key)
+        cut = group is None and _kind(entry) == COALESCED and _order(0, entries[0]) > 0
         if group is None:
             known = group_of(rank, key[0])
             group = groups[key] = known if known.description or not key[1] else replace(known, description=key[1])
             ids[str(entry.get("pg_id"))] = group
-        p2p = entry["is_p2p"] if isinstance(entry.get("is_p2p"), bool) else bool(PAIR.fullmatch(_kind(entry)))
+        p2p = _is_message(entry)
         collective = _number(entry.get("collective_seq_id", entry.get("seq_id")))
         message = _number(entry.get("p2p_seq_id", entry.get("seq_id")))
         if message:
             with_messages.add(group)
         if collective is not None and (not p2p or collective > 0):  # a message has the number of the collective before
             last[group] = max(collective, last.get(group, collective))
-        number = message if p2p else collective
+        number = CUT if cut else message if p2p else collective
         if number is not None:
             found.setdefault((group, p2p, number), []).append((place, entry))
     batches: dict[Operation, Batch] = {}
     messages: dict[tuple[Group, int, int], list[Batch]] = {}
     places: dict[Group, set[tuple[int, int]]] = {}
     for (group, p2p, number), batch in found.items():
-        if only_active and len(batch) > 1 and not any(_is_end(entry) for _, entry in batch):
+        in_batch = len(batch) > 1 or (p2p and group.name in (batched or ()))
+        if only_active and in_batch and not any(_is_end(entry) for _, entry in batch):
             continue  # a finished batch: its end is not listed, and its parts never change their state
         if not p2p:
             batches[group, number] = batch

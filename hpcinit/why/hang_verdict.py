@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from hpcinit.base.text import ranges
 from hpcinit.why import flight_recorder
 from hpcinit.why.flight_recorder import (
+    CUT,
     DONE,
     FORGOTTEN,
     SCHEDULED,
@@ -37,13 +38,14 @@ NOT_CALLED, DEVICE_STUCK, MISMATCH = "not-called", "device-stuck", "mismatch"
 NO_DUMP, PEER_LOST = "no-dump", "peer-lost"
 CLOCKS_NS = 10 * 10**9  # clocks of two nodes may differ by seconds
 DEFAULT = "default_pg"  # torch's description of the group of all ranks
+EARLIER = 8  # calls before a mismatch that groups with the same duty have made alike
 
 # What must be equal on all ranks of a collective. The others may differ: only rank `root` has the input of a scatter
 # and the output of a gather, and all_to_all and the variants with 'v' divide unevenly.
 UNEVEN = ("all_to_all", "alltoall")
 NO_INPUT, NO_OUTPUT = ("scatter",), ("gather",)
 ONE_WAY = ("broadcast", "reduce_oop", "gather", "scatter", "send", "recv")
-ANY_TYPE = ("scatter", "gather", "broadcast")  # ranks that only receive may give a tensor of another type
+ANY_INPUT_TYPE = ("scatter", "broadcast")  # ranks that only receive may give an input of another type
 
 ADVICE = {
     NOT_CALLED: "its own stack shows where its program is: hpcinit logs --rank {rank}, or while it runs "
@@ -247,6 +249,8 @@ class _Search:
     # The search
 
     def _look_at(self, operation: Operation) -> None:
+        if operation[1] == CUT:
+            return
         concerned = self._concerned(operation)
         states = {rank: self._state(rank, operation) for rank in sorted(concerned & self.ranks.keys())}
         absent = [rank for rank, state in states.items() if state is None]
@@ -284,15 +288,23 @@ class _Search:
             self._look_at_absent(rank, operation, waiting)
         if self._differs(operation, [*waiting, *done]):
             return  # no device can finish it
+        if isinstance(operation[1], Message) and self._may_be_parts(states):
+            return
         first = [rank for rank in waiting if self._is_first(rank, operation)]
         everybody = listed and len(states) == len(concerned) and not absent
-        one_way = self._name(operation).lstrip("_").startswith(ONE_WAY)
+        name = self._name(operation).lstrip("_").partition(" ")[0]
+        one_way = name == "reduce" or name.startswith(ONE_WAY)
         stuck = self._stuck(states, first, waiting, done, everybody=everybody, one_way=one_way)
         for rank in stuck:
             others = [other for other in waiting if other != rank] or done
             self._blame(rank, DEVICE_STUCK, operation, others, self._does_not_advance(rank, operation, states, done))
         if not stuck and everybody and waiting and len(first) == len(waiting):
             self.unknown.append(self._all_called(operation, concerned, waiting))
+
+    def _may_be_parts(self, states: Mapping[int, str | None]) -> bool:
+        """Return whether a message that no rank has started may be a part of a finished batch, of which dumps of
+        unfinished calls list the parts alone."""
+        return set(states.values()) == {SCHEDULED} and any(self.ranks[rank].only_active for rank in states)
 
     def _look_at_absent(self, rank: int, operation: Operation, waiting: Sequence[int]) -> None:
         """Blame a rank without a call of the operation, unless it waits itself or its dump does not prove it."""
@@ -376,16 +388,18 @@ class _Search:
         sized = not any(None in (*call.input_sizes, *call.output_sizes) for call in calls.values())
         typed = not any(None in (*call.input_dtypes, *call.output_dtypes) for call in calls.values())
         if isinstance(operation[1], Message):
-            known = sized and typed
-            keys = {rank: _of_message(call) for rank, call in calls.items() if self.ranks[rank].complete and known}
+            complete = {rank: call for rank, call in calls.items() if self.ranks[rank].complete and sized}
+            keys = {rank: _of_message(call, typed=typed) for rank, call in complete.items()}
         else:
             keys = {rank: _must_agree(call, sized=sized, typed=typed) for rank, call in calls.items()}
         counts = Counter(keys.values()).most_common()
         if len(counts) < 2:
             return False
-        tie = len(counts) > 1 and counts[0][1] == counts[1][1]
-        odd = [rank for rank, key in keys.items() if tie or key != counts[0][0]]
-        usual = next(calls[rank] for rank, key in keys.items() if key == counts[0][0])
+        right, tie = counts[0][0], counts[0][1] == counts[1][1]
+        if tie and (elsewhere := self._like_similar_groups(operation, keys, sized=sized, typed=typed)):
+            right, tie = elsewhere, False
+        odd = [rank for rank, key in keys.items() if tie or key != right]
+        usual = next(calls[rank] for rank, key in keys.items() if key == right)
         for rank in odd:
             others = [other for other in calls if other != rank]
             other = usual if not tie else next(calls[one] for one in others if keys[one] != keys[rank])
@@ -400,6 +414,32 @@ class _Search:
         if tie:
             self.unknown.append(f"which of {_ranks(odd)} called the wrong thing: as many ranks did one as the other")
         return True
+
+    def _like_similar_groups(
+        self, operation: Operation, keys: Mapping[int, tuple[Any, ...]], *, sized: bool, typed: bool
+    ) -> tuple[Any, ...] | None:
+        """Return which of two different calls groups of the same kind and size made at this point, as tensor-parallel
+        groups do; None if they made both or neither, or other calls before."""
+        group, what = operation
+        if not group.description or group.description in (DEFAULT, "undefined"):
+            return None
+
+        def key(one: Group, number: int | Message) -> set[tuple[Any, ...]]:
+            members = self.members[one] & self.ranks.keys()
+            found = [call for rank in members if (call := self.ranks[rank].call((one, number)))]
+            if isinstance(number, Message):
+                return {_of_message(call, typed=typed) for call in found}
+            return {_must_agree(call, sized=sized, typed=typed) for call in found if not call.cut}
+
+        seen: set[tuple[Any, ...]] = set()
+        for other in self.members:
+            similar = other.description == group.description and len(self.members[other]) == len(self.members[group])
+            if other == group or not similar:
+                continue
+            before = range(max(what - EARLIER, 0), what) if isinstance(what, int) else ()
+            if all(key(group, number) == key(other, number) for number in before):
+                seen |= key(other, what) & set(keys.values())
+        return seen.pop() if len(seen) == 1 else None
 
     def _elements(self, operation: Operation, ranks: Collection[int]) -> tuple[int, int]:
         """Return how many elements the ranks send and receive in an all_to_all, whose sizes may differ between ranks;
@@ -599,13 +639,14 @@ def _must_agree(call: Call, *, sized: bool, typed: bool) -> tuple[Any, ...]:
     """Return the values that must be equal on every rank of a collective. sized, typed: whether all ranks list them."""
     found: list[Any] = []
     for place, kind in enumerate(call.kinds):
+        input_types = None if kind in ANY_INPUT_TYPE or not typed else _types(call.input_dtypes, place)
+        output_types = None if kind in NO_OUTPUT or not typed else _types(call.output_dtypes, place)
         if kind.startswith(UNEVEN) or "_v" in kind[-9:]:
-            found.append((kind,))
+            found.append((kind, input_types, output_types))
             continue
         sizes = None if kind in NO_INPUT or not sized else _nth(call.input_sizes, place)
         results = None if kind in NO_OUTPUT or not sized else _nth(call.output_sizes, place)
-        types = (_types(call.input_dtypes, place), _types(call.output_dtypes, place))
-        found.append((kind, sizes, results, None if kind in ANY_TYPE or not typed else types))
+        found.append((kind, sizes, results, input_types, output_types))
     return tuple(found)
 
 
@@ -618,11 +659,11 @@ def _types(values: Sequence[Any], place: int) -> frozenset[Any]:
     return frozenset(found) if isinstance(found, tuple) else frozenset()
 
 
-def _of_message(call: Call) -> tuple[Any, ...]:
+def _of_message(call: Call, *, typed: bool) -> tuple[Any, ...]:
     """A send's input is its receive's output."""
     send = call.kinds == ("send",)
     sizes, types = (call.input_sizes, call.input_dtypes) if send else (call.output_sizes, call.output_dtypes)
-    return sizes, types
+    return sizes, types if typed else ()
 
 
 def _described(call: Call) -> str:

@@ -315,7 +315,7 @@ def _dump(found: Training, rank: int, timed: bool, size: int, gloo: bool) -> dic
                     "state": "scheduled" if part else state,
                     "time_discovered_started_ns": 1 if timed and state != "scheduled" and not part else None,
                     "retired": (true == "completed" or lost) and not part,
-                    "is_p2p": p2p,
+                    "is_p2p": p2p and name != "coalesced",  # as torch marks the end
                 }
             )
     used = {group for group, _ in numbers}  # NCCL lists a group at its first call

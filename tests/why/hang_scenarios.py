@@ -60,7 +60,7 @@ class Job:
         for kind, peer in parts:
             arrow = "->" if kind == "send" else "<-"
             self._entry(rank, group, f"nccl:{kind} {own}{arrow}{self._in(group, peer)}", SCHEDULED, True, (4, 512))
-        self._entry(rank, group, "nccl:coalesced", state, True, None)
+        self._entry(rank, group, "nccl:coalesced", state, False, None)  # torch marks the end as no message
 
     def _in(self, group: str, rank: int) -> int:
         return list(self.groups[group][1]).index(rank)

@@ -250,6 +250,16 @@ def of(*ranks: list[dict[str, Any]]) -> HangVerdict:
             "all_reduce of [4] Half where ranks 0-1,3",
         ),
         (
+            call(1, "all_to_all"),
+            call(1, "all_to_all", input_dtypes=["Half"]),
+            "all_to_all of [4] Half where ranks 0-1,3 called all_to_all of [4] Float",
+        ),
+        (
+            call(1, "broadcast"),
+            call(1, "broadcast", input_dtypes=["Half"], output_dtypes=["Half"]),
+            "broadcast of [4] Half where ranks 0-1,3 called broadcast of [4] Float",
+        ),
+        (
             call(1, "gather"),
             call(1, "gather", input_sizes=[[9]]),
             "gather of [9] Float where ranks 0-1,3 called gather",
@@ -302,6 +312,15 @@ def test_a_message_of_another_size() -> None:
     found = of([send], [receive])
     assert named(found) == {(0, "mismatch"), (1, "mismatch")}
     assert found.lines()[0].startswith("rank 0 called send of [4] Float where rank 1 called recv of [5] Float")
+    untyped = [[{k: v for k, v in one.items() if "types" not in k} for one in ranks] for ranks in ([send], [receive])]
+    assert named(of(*untyped)) == named(found)
+
+
+def test_ranks_that_finish_a_reduce_early() -> None:
+    """A rank that only sends may finish before the root. Of two others one is the root, and only the other is stuck."""
+    done, waits = call(1, "reduce", state="completed"), call(1, "reduce")
+    found = of([done], [waits], [waits])
+    assert not found.culprits and found.unknown
 
 
 def test_the_oldest_wait_is_first() -> None:
@@ -375,6 +394,109 @@ def test_a_lost_peer() -> None:
     for seconds, kind in ((9, hang_verdict.PEER_LOST), (601, NO_DUMP)):
         dump = {"pg_config": config, "entries": [waits], "written_ns": 10**18 + seconds * 10**9}
         assert named(hang_verdict.verdict({0: dump, 1: dump})) == {(2, kind)}
+
+
+def in_group(entries: list[dict[str, Any]], name: str, desc: str) -> list[dict[str, Any]]:
+    return [{**one, "process_group": (name, desc), "record_id": place} for place, one in enumerate(entries)]
+
+
+def batch(*parts: str, numbers: tuple[int, int], state: str = "completed") -> list[dict[str, Any]]:
+    """A batch as torch records it: the parts never change their state, and the end is marked as no message."""
+    seq: dict[str, Any] = {"collective_seq_id": numbers[0], "p2p_seq_id": numbers[1]}
+    end = call(1, "coalesced", input_sizes=[], output_sizes=[], input_dtypes=[], output_dtypes=[], state=state, **seq)
+    return [*(call(1, part, **{**seq, "is_p2p": True}) for part in parts), end]
+
+
+# By how much a batch increases the number of collectives and of messages: torch 2.7, 2.4, and forks between them.
+NUMBERINGS = [(0, 1), (1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("step", NUMBERINGS)
+def test_batches_of_messages(step: tuple[int, int]) -> None:
+    """Pipeline stages have made batches of messages, 2 in the first and last stage and 3 in the middle, and then an
+    all_reduce that the last stage has not called. The same torch numbers it 1, or 3 and 4."""
+    config = {"5": {"desc": "pp", "ranks": "[0, 1, 2]"}}
+    parts = {
+        0: [["send 0->1"], ["recv 0<-1"]],
+        1: [["recv 1<-0"], ["send 1->2", "recv 1<-2"], ["send 1->0"]],
+        2: [["recv 2<-1"], ["send 2->1"]],
+    }
+    dumps = {}
+    for rank, batches in parts.items():
+        at = [(step[0] * place, step[1] * place) for place in range(1, len(batches) + 1)]
+        entries = [entry for one, numbers in zip(batches, at, strict=True) for entry in batch(*one, numbers=numbers)]
+        reduce = call(1, "all_reduce", collective_seq_id=at[-1][0] + 1, p2p_seq_id=at[-1][1], state="started")
+        entries += [reduce] if rank < 2 else []
+        dumps[rank] = {"pg_config": config, "entries": in_group(entries, "5", "pp")}
+    found = hang_verdict.verdict(dumps)
+    assert named(found) == {(2, NOT_CALLED)} and not found.unknown
+    assert found.culprits[0].waiting_ranks == (0, 1) and found.culprits[0].collective == "all_reduce"
+
+
+@pytest.mark.parametrize("step", NUMBERINGS)
+def test_a_batch_that_waits(step: tuple[int, int]) -> None:
+    """Rank 1 received the first batch of rank 0 and has not called the second."""
+    config = {"5": {"desc": "pp", "ranks": "[0, 1]"}}
+    first, second = step, (2 * step[0], 2 * step[1])
+    waits = [*batch("send 0->1", numbers=first), *batch("send 0->1", numbers=second, state="started")]
+    entries = {0: waits, 1: batch("recv 1<-0", numbers=first)}
+    dumps = {rank: {"pg_config": config, "entries": in_group(found, "5", "pp")} for rank, found in entries.items()}
+    assert named(hang_verdict.verdict(dumps)) == {(1, NOT_CALLED)}
+
+
+def test_a_batch_whose_parts_are_overwritten() -> None:
+    """The end of a batch alone does not show that it was of messages. Rank 1 finished collective number 1, and rank 0
+    has not finished a batch after it, whose end has the same number."""
+    config = {"5": {"desc": "pp", "ranks": "[0, 1]"}}
+    [part, end] = batch("send 0->1", numbers=(1, 2), state="scheduled")
+    both = {0: [{**end, "record_id": 3}], 1: [{**part, "profiling_name": "nccl:recv 1<-0", "record_id": 2}]}
+    dumps = {
+        rank: {"pg_config": config, "entries": [{**one, "process_group": ("5", "pp")} for one in entries]}
+        for rank, entries in both.items()
+    }
+    found = hang_verdict.verdict(dumps)
+    assert not found.culprits and found.unknown
+
+
+def test_parts_of_finished_batches_among_unfinished_calls() -> None:
+    """Dumps of unfinished calls list the parts of finished batches, as if no rank had started them. The device of rank 1
+    is stuck. If all batches have one part, the parts may be messages that wait, and no rank is named."""
+    config = {"5": {"desc": "pp", "ranks": "[0, 1]"}}
+    reduce = call(6, "all_reduce", collective_seq_id=1, p2p_seq_id=2)
+    both, expected = ((["send 0->1", "recv 0<-1"], ["recv 1<-0", "send 1->0"]), {(1, DEVICE_STUCK)})
+    for firsts, kinds in ((both, expected), (([], []), set())):
+        dumps = {}
+        for rank, (first, part) in enumerate(zip(firsts, ("send 0->1", "recv 1<-0"), strict=True)):
+            entries = [{**one, "record_id": place} for place, one in enumerate(batch(*first, numbers=(0, 1))[:-1])]
+            entries += [{**batch(part, numbers=(0, 2))[0], "record_id": 3}]
+            entries += [{**reduce, "state": ("started", "scheduled")[rank]}]
+            entries = [{**one, "process_group": ("5", "pp")} for one in entries]
+            dumps[rank] = {"pg_config": config, "entries": entries}
+        found = hang_verdict.verdict(dumps)
+        assert named(found) == kinds and bool(found.unknown) == (not kinds)
+
+
+def test_two_ranks_differ_and_similar_groups_show_which_is_wrong() -> None:
+    """Of ranks 0 and 1, rank 1 made the call that the other tensor-parallel groups made. A group that made other calls
+    before, like another stage of a pipeline, shows nothing."""
+    config = {name: {"desc": "tp", "ranks": ranks} for name, ranks in (("1", "[0, 1]"), ("2", "[2, 3]"))}
+    before, usual, odd = call(1, "broadcast", state="completed"), call(2, "all_reduce"), call(2, "all_reduce", 5)
+    ready = {**usual, "state": "completed"}
+    for first, expected in (
+        (before, {(0, MISMATCH)}),
+        ({**before, "input_sizes": [[7]]}, {(0, MISMATCH), (1, MISMATCH)}),
+    ):
+        dumps = {
+            rank: {"pg_config": {name: config[name]}, "entries": in_group(entries, name, "tp")}
+            for rank, name, entries in (
+                (0, "1", [before, odd]),
+                (1, "1", [before, usual]),
+                (2, "2", [first, ready]),
+                (3, "2", [first, ready]),
+            )
+        }
+        found = hang_verdict.verdict(dumps)
+        assert named(found) == expected and bool(found.unknown) == (len(expected) == 2)
 
 
 def test_messages_name_ranks_of_the_group() -> None:
