@@ -261,26 +261,7 @@ class _Search:
             return
         if isinstance(operation[1], Message) and not all(self.ranks[rank].complete for rank in states):
             done = []  # messages are counted from the oldest pending one: an older one proves nothing
-        left = {rank for rank in concerned & set(self.ended) if states.get(rank) is None}
-        for rank in sorted(concerned - self.ranks.keys() - self.unreadable.keys()):
-            if rank in left:
-                text = "{has} not called {what}, in which {others} {wait}: {its} program has ended with exit status 0"
-                wait = _plural(waiting, "wait")
-                clause = _clause(text, what=self._called(operation), others=_ranks(waiting), wait=wait)
-                self._blame(rank, NOT_CALLED, operation, waiting, clause)
-            elif left:  # the others lose the connection to a rank that has ended, and may fail before they write a dump
-                continue
-            elif waiting and all(self._lost_its_peer(other, operation) for other in waiting):
-                clause = _clause(
-                    "left no dump, and {what} of {others} failed before its timeout: "
-                    "the connection to {its} process broke",
-                    what=self._called(operation),
-                    others=_ranks(waiting),
-                )
-                self._blame(rank, PEER_LOST, operation, waiting, clause)
-            else:
-                clause = _clause("left no dump: {its} process is dead or unresponsive")
-                self._blame(rank, NO_DUMP, operation, waiting, clause)
+        self._look_at_silent(operation, states, waiting)
         # Where messages are counted from the oldest pending one, a receive that waits for its own device has no number.
         guessed = isinstance(operation[1], Message) and not all(self.ranks[rank].complete for rank in states)
         guessed = guessed and not any(self._is_first(rank, operation) for rank in waiting)
@@ -305,6 +286,30 @@ class _Search:
         """Return whether a message that no rank has started may be a part of a finished batch, of which dumps of
         unfinished calls list the parts alone."""
         return set(states.values()) == {SCHEDULED} and any(self.ranks[rank].only_active for rank in states)
+
+    def _look_at_silent(self, operation: Operation, states: Mapping[int, str | None], waiting: Sequence[int]) -> None:
+        """Blame the ranks of the operation without a dump: they have ended, lost their connection, or are dead."""
+        concerned = self._concerned(operation)
+        left = {rank for rank in concerned & set(self.ended) if states.get(rank) is None}
+        for rank in sorted(concerned - self.ranks.keys() - self.unreadable.keys()):
+            if rank in left:
+                text = "{has} not called {what}, in which {others} {wait}: {its} program has ended with exit status 0"
+                wait = _plural(waiting, "wait")
+                clause = _clause(text, what=self._called(operation), others=_ranks(waiting), wait=wait)
+                self._blame(rank, NOT_CALLED, operation, waiting, clause)
+            elif left:  # the others lose the connection to a rank that has ended, and may fail before they write a dump
+                continue
+            elif waiting and all(self._lost_its_peer(other, operation) for other in waiting):
+                clause = _clause(
+                    "left no dump, and {what} of {others} failed before its timeout: "
+                    "the connection to {its} process broke",
+                    what=self._called(operation),
+                    others=_ranks(waiting),
+                )
+                self._blame(rank, PEER_LOST, operation, waiting, clause)
+            else:
+                clause = _clause("left no dump: {its} process is dead or unresponsive")
+                self._blame(rank, NO_DUMP, operation, waiting, clause)
 
     def _look_at_absent(self, rank: int, operation: Operation, waiting: Sequence[int]) -> None:
         """Blame a rank without a call of the operation, unless it waits itself or its dump does not prove it."""
