@@ -432,6 +432,9 @@ def test_a_batch_that_waits(step: tuple[int, int]) -> None:
     entries = {0: waits, 1: batch("recv 1<-0", numbers=first)}
     dumps = {rank: {"pg_config": config, "entries": in_group(found, "5", "pp")} for rank, found in entries.items()}
     assert named(hang_verdict.verdict(dumps)) == {(1, NOT_CALLED)}
+    for dump in dumps.values():  # of unfinished calls alone: the first batch is not a part of the second
+        dump["entries"] = [entry for entry in dump["entries"] if entry["state"] != "completed"]
+    assert named(hang_verdict.verdict(dumps)) <= {(1, NOT_CALLED)}
 
 
 def test_a_batch_whose_parts_are_overwritten() -> None:
