@@ -345,7 +345,7 @@ def _recording(
     groups: dict[tuple[str, str], Group] = {}
     last: dict[Group, int] = {}
     ids: dict[str, Group] = {}
-    found: dict[tuple[Group, bool, int], Batch] = {}
+    found: dict[tuple[Group, bool, int, int | None], Batch] = {}
     with_messages: set[Group] = set()
     for place, entry in enumerate(entries):
         key = _group_name(entry)
@@ -363,12 +363,12 @@ def _recording(
         if collective is not None and (not p2p or collective > 0):  # a message has the number of the collective before
             last[group] = max(collective, last.get(group, collective))
         number = CUT if cut else message if p2p else collective
-        if number is not None:
-            found.setdefault((group, p2p, number), []).append((place, entry))
+        if number is not None:  # torch 2.4 gives batches of messages no number among the messages
+            found.setdefault((group, p2p, number, collective if p2p else None), []).append((place, entry))
     batches: dict[Operation, Batch] = {}
     messages: dict[tuple[Group, int, int], list[Batch]] = {}
     places: dict[Group, set[tuple[int, int]]] = {}
-    for (group, p2p, number), batch in found.items():
+    for (group, p2p, number, _), batch in found.items():
         in_batch = len(batch) > 1 or (p2p and group.name in (batched or ()))
         if only_active and in_batch and not any(_is_end(entry) for _, entry in batch):
             continue  # a finished batch: its end is not listed, and its parts never change their state

@@ -442,6 +442,12 @@ def test_a_batch_that_waits(step: tuple[int, int]) -> None:
     entries = {0: waits, 1: batch("recv 1<-0", numbers=first)}
     dumps = {rank: {"pg_config": config, "entries": in_group(found, "5", "pp")} for rank, found in entries.items()}
     assert named(hang_verdict.verdict(dumps)) == {(1, NOT_CALLED)}
+    # In a dump of unfinished calls alone, the part of the finished batch is not one of the batch that waits.
+    alone = [entry for entry in in_group(waits, "5", "pp") if entry["state"] != "completed"]
+    recording = flight_recorder.recordings({0: {"pg_config": config, "entries": alone}})[0]
+    [group] = recording.groups
+    calls = [recording.call((group, flight_recorder.Message(0, 1, number))) for number in (0, 1)]
+    assert [one and one.state for one in calls] == ["started", None]
 
 
 def test_a_batch_whose_parts_are_overwritten() -> None:
