@@ -403,21 +403,22 @@ class _Search:
         right, tie = counts[0][0], counts[0][1] == counts[1][1]
         if tie and (elsewhere := self._like_similar_groups(operation, keys, sized=sized, typed=typed)):
             right, tie = elsewhere, False
-        odd = [rank for rank, key in keys.items() if tie or key != right]
+        if tie:
+            by_call = [[rank for rank, key in keys.items() if key == each] for each, _ in counts]
+            calling = "; ".join(f"{_ranks(same)} called {_described(calls[same[0]])}" for same in by_call)
+            self.unknown.append(f"{calling} ({_where(operation)}): the dumps do not show whose call is wrong")
+            return True
         usual = next(calls[rank] for rank, key in keys.items() if key == right)
-        for rank in odd:
+        for rank in (rank for rank, key in keys.items() if key != right):
             others = [other for other in calls if other != rank]
-            other = usual if not tie else next(calls[one] for one in others if keys[one] != keys[rank])
             clause = _clause(
                 "called {mine} where {others} called {theirs} ({where})",
                 mine=_described(calls[rank]),
                 others=_ranks(r for r in others if keys[r] != keys[rank]),
-                theirs=_described(other),
+                theirs=_described(usual),
                 where=_where(operation),
             )
             self._blame(rank, MISMATCH, operation, others, clause)
-        if tie:
-            self.unknown.append(f"which of {_ranks(odd)} called the wrong thing: as many ranks did one as the other")
         return True
 
     def _like_similar_groups(
