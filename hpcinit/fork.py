@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcinit import run
-from hpcinit.base import process_title, signals
+from hpcinit.base import processes, signals
 from hpcinit.base.console import say
 from hpcinit.base.errors import HpcinitError, RequestError
 from hpcinit.cli.main import guarded
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     cpus = _cpus_of_ranks(spec)
     if cpus is not None:  # OpenMP and BLAS count CPUs at import, and should count those of one rank
         rank_binding.apply(cpus[0])
-    process_title.set_title(f"hpcinit: fork server of {spec.ranks_per_node} ranks, {spec.name}")
+    processes.set_title(f"hpcinit: fork server of {spec.ranks_per_node} ranks, {spec.name}")
     _set_import_path(spec)
     fork_server.announce_prefork(here, spec, folder)
     try:

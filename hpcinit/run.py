@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hpcinit.base import process_limits, process_title, safe_files
+from hpcinit.base import processes, safe_files
 from hpcinit.base.console import say
 from hpcinit.base.errors import RequestError
 from hpcinit.cli.main import guarded
@@ -40,7 +40,7 @@ NOT_SPECS = {
 
 def main(argv: Sequence[str]) -> int:
     """Run the program of the spec or of the arguments as this rank. Return its exit status; raise RequestError."""
-    process_limits.die_with_agent()
+    processes.die_with_agent()
     if not argv or argv[0] in {"-h", "--help"}:
         print(__doc__)
         return 0 if argv else 2
@@ -68,7 +68,7 @@ def become_rank(
     rank_log.protect()
     what = spec.program if spec else _program_of(list(argv))
     world = launchers.read(os.environ)
-    process_limits.raise_open_files_limit(world.world_size)
+    processes.raise_open_files_limit(world.world_size)
     if doubt := check_clock(os.environ, time.time()):
         say(doubt)
     if world.rank == 0:
@@ -81,7 +81,7 @@ def become_rank(
     if what.kind != "command":
         stack_signal.install(world.rank)
     if what.kind != "command" and world.launcher != "single":
-        process_title.set_title(f"rank {world.rank}/{world.world_size} {Path(what.target).name}")
+        processes.set_title(f"rank {world.rank}/{world.world_size} {Path(what.target).name}")
     # Before the program imports torch, which reads some of them only once. A single process is not a job.
     if world.launcher != "single":
         protected = safeguards.apply(os.environ, folder, world.job) or protected

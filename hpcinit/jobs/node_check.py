@@ -30,7 +30,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcinit.base import failure_kinds, process_limits, safe_files
+from hpcinit.base import failure_kinds, processes, safe_files
 from hpcinit.base.console import say
 from hpcinit.base.errors import BringUpError
 from hpcinit.records import plain_files, run_folder
@@ -96,7 +96,7 @@ def start(wanted: NodeCheck, env: Mapping[str, str]) -> Running | None:
         return None
     if pid == 0:
         with suppress(BaseException):
-            process_limits.die_with_parent(parent)
+            processes.die_with_parent(parent)
             os.setpgid(0, 0)  # finish() ends this group, with the nvidia-smi in it
             _send_answer(theirs, wanted, env)
         os._exit(0)

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hpcinit.base import process_limits, process_title, signals
+from hpcinit.base import processes, signals
 from hpcinit.base.console import say
 from hpcinit.base.errors import HpcinitError
 from hpcinit.base.supervisor import Child, Supervisor
@@ -83,7 +83,7 @@ class ForkSupervisor(Supervisor):
         for child in running:
             say(
                 f"rank {child.number} on {self._here.host} (pid {child.pid}) is still running {self.stuck_s:g} s after "
-                f"SIGKILL, in state {process_title.stuck(child.pid)}: no longer waiting for it"
+                f"SIGKILL, in state {processes.stuck(child.pid)}: no longer waiting for it"
             )
 
     def _say_succeeded(self) -> None:
@@ -197,7 +197,7 @@ def become_child(
 ) -> None:
     """Set up local rank `local_rank` of `here`, first thing in the child. cpus: per local rank; None: unchanged."""
     os.setsid()
-    process_limits.die_with_parent(parent)
+    processes.die_with_parent(parent)
     rank = here.first + local_rank
     _redirect_streams(folder / run_folder.RANK_LOG.format(rank=rank))
     env = forked.environment(os.environ, here, local_rank, os.getpid(), spec.launch.cpus)

@@ -16,7 +16,7 @@ import select
 import signal
 import time
 
-from hpcinit.base import process_limits, process_title, signals
+from hpcinit.base import processes, signals
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 WITHIN_S = 0.3  # Slurm signals one process after the other
@@ -58,14 +58,14 @@ def _listen(write: int, parent: int) -> None:
     """Run the helper: report each signal, and continue a stopped parent whose child has exited. Never return."""
     signals.block(FORWARDED)
     os.setsid()
-    process_limits.die_with_parent(parent)
-    process_title.set_title("hpcinit: signal monitor")
+    processes.die_with_parent(parent)
+    processes.set_title("hpcinit: signal monitor")
     received = signals.Descriptor(FORWARDED)
     while True:
         number = received.wait(LOOK_S)
         if number is not None:
             os.write(write, bytes([number]))
-        elif process_title.state(parent) == "T" and any(
-            process_title.state(child) == "Z" for child in process_title.children(parent)
+        elif processes.state(parent) == "T" and any(
+            processes.state(child) == "Z" for child in processes.children(parent)
         ):
             os.kill(parent, signal.SIGCONT)

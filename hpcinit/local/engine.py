@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from hpcinit.base import process_limits, safe_files, signals
+from hpcinit.base import processes, safe_files, signals
 from hpcinit.base.errors import NOTHING_SUBMITTED, SpecError, SubmitError
 from hpcinit.base.supervisor import Child, Supervisor
 from hpcinit.local import environment_variables, orphans
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     orphans.adopt_orphans()  # no process of the job may outlive it, even if a step was killed
     try:
         script = ["bash", str(path / run_folder.SCRIPT)]
-        die_with_this = partial(process_limits.die_with_parent, os.getpid())
+        die_with_this = partial(processes.die_with_parent, os.getpid())
         job = Supervisor().start(0, script, env, folder=spec.workdir, in_child=die_with_this)
     except OSError as error:
         print(f"hpcinit: error: cannot start the batch script in {spec.workdir}: {error}", flush=True)

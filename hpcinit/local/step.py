@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from hpcinit.base import process_limits, signals
+from hpcinit.base import processes, signals
 from hpcinit.base.console import say
 from hpcinit.base.supervisor import LOOK_S, Child, Supervisor
 from hpcinit.local import environment_variables
@@ -65,7 +65,7 @@ class Step(Supervisor):
         env = {**os.environ, **environment_variables.task(os.environ, self.options.nodes, per_node, rank)}
         output = self.options.output
         path = Path(output.replace("%t", str(rank)).replace("%%", "%")) if output else None
-        die_with_this = partial(process_limits.terminate_with_parent, os.getpid())
+        die_with_this = partial(processes.terminate_with_parent, os.getpid())
         with rank_log.opened(path) if path else contextlib.nullcontext() as log:
             self.start(rank, self.options.command, env, output=log, in_child=die_with_this)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcinit.base import failure_kinds, process_limits
+from hpcinit.base import failure_kinds, processes
 from hpcinit.base.console import say
 from hpcinit.base.errors import BringUpError
 from hpcinit.rendezvous import fingerprint, protocol
@@ -122,7 +122,7 @@ def allow_many_files(ranks: int) -> None:
             f"rank 0 may only have {hard} open files on {fingerprint.identity()['host']} (ulimit -Hn), but each of the "
             f"{ranks} ranks needs two connections: raise the hard limit there to {2 * ranks + 1024} or more"
         )
-    process_limits.raise_open_files_limit(ranks)
+    processes.raise_open_files_limit(ranks)
 
 
 LATE_S = 15.0  # after a failure, ranks that connect this late still get the error: Slurm starts tasks within seconds

@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hpcinit.base import process_limits
+from hpcinit.base import processes
 from hpcinit.base.console import say
 from hpcinit.base.errors import BringUpError
+from hpcinit.base.processes import end_hard
 from hpcinit.records import program_use, run_folder, safeguards, startup_settings
 from hpcinit.records.layout import Layout
 from hpcinit.records.spec import Samples, Spec, Training, of_this_run
 from hpcinit.records.startup_timeout import check_clock
 from hpcinit.rendezvous import join, startup_events
 from hpcinit.rendezvous.process_state import state
-from hpcinit.rendezvous.watchdog import end_hard
 from hpcinit.runtime import (
     affinity,
     deepspeed_setup,
@@ -187,7 +187,7 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
     startup_events.begin_startup(world, folder)
     stack_signal.install(world.rank)
     startup_events.record_event("imported")
-    process_limits.raise_open_files_limit(world.world_size)
+    processes.raise_open_files_limit(world.world_size)
     protected = safeguards.apply(os.environ, folder, world.job)
     if doubt := check_clock(os.environ, time.time()):
         say(doubt)

@@ -16,11 +16,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from hpcinit.base.errors import BringUpError
+from hpcinit.base.processes import end_hard, watchdog
 from hpcinit.records.spec import Spec
 from hpcinit.rendezvous import join, startup_events
 from hpcinit.rendezvous.server import RendezvousServer
 from hpcinit.rendezvous.store import open_store
-from hpcinit.rendezvous.watchdog import Watchdog, end_hard
 from hpcinit.world import World, hosts, network
 
 LATE_S = 15.0  # after the start-up deadline, so that errors which name ranks appear first
@@ -46,7 +46,7 @@ def make(
         missing = (rendezvous.missing("up") if rendezvous else "") or "Rank 0 does not respond."
         return f"rank {world.rank} is not initialized after {timeout.total_seconds() + LATE_S:g} s. {missing}"
 
-    with Watchdog(timeout.total_seconds() + LATE_S, about):
+    with watchdog(timeout.total_seconds() + LATE_S, about):
         try:
             rendezvous = join.join_rendezvous(world, spec, timeout)
             os.environ.update(join.program_environment(world, rendezvous))

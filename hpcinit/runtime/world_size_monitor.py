@@ -13,7 +13,7 @@ import select
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from hpcinit.base import process_title
+from hpcinit.base import processes
 from hpcinit.base.console import say
 from hpcinit.base.errors import HpcinitError
 from hpcinit.records import components, run_folder, world_size
@@ -64,7 +64,7 @@ def start(folder: Path, spec: Spec, world: World) -> None:
 
 def _look(ended: int, folder: Path, spec: Spec, world: World) -> None:
     os.setsid()
-    process_title.set_title("hpcinit: world size monitor")
+    processes.set_title("hpcinit: world size monitor")
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):  # a reader of the program's output must not wait for this process
         os.dup2(nothing, stream)

@@ -289,7 +289,7 @@ def test_a_rank_has_the_cpus_that_it_is_given(tmp_path: Path) -> None:
 
 def test_no_rank_outlives_its_agent(tmp_path: Path) -> None:
     """An agent that is killed with kill -9 takes its ranks with it, also those that ignore SIGTERM."""
-    rank = "import signal, sys, time; from hpcinit.base import process_limits; signal.signal(15, signal.SIG_IGN)\nprocess_limits.die_with_agent(); print('up', flush=True); time.sleep(300)"
+    rank = "import signal, sys, time; from hpcinit.base import processes; signal.signal(15, signal.SIG_IGN)\nprocesses.die_with_agent(); print('up', flush=True); time.sleep(300)"
     agent = f"import os, subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}], env={{**os.environ, 'HPCINIT_PARENT': str(os.getpid())}})"
     with subprocess.Popen([sys.executable, "-c", agent], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "up\n"
@@ -299,7 +299,7 @@ def test_no_rank_outlives_its_agent(tmp_path: Path) -> None:
 
 def test_a_rank_whose_agent_is_gone_already() -> None:
     """If the agent died before the rank could register for it, the rank does not start."""
-    code = "from hpcinit.base import process_limits; process_limits.die_with_agent(); print('up')"
+    code = "from hpcinit.base import processes; processes.die_with_agent(); print('up')"
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "HPCINIT_PARENT": "1"}, capture_output=True, check=False
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.base import process_title, versions
+from hpcinit.base import processes, versions
 from hpcinit.base.errors import RequestError
 from hpcinit.base.supervisor import Supervisor
 from hpcinit.launch import fork_server, preload, rank_binding
@@ -176,18 +176,15 @@ def test_who_was_told_to_end_may_save(tmp_path: Path) -> None:
 
 def test_a_rank_that_ends_leaves_nothing_behind(tmp_path: Path) -> None:
     """A rank's child processes end with it, also after success, and the rank is reaped while the other one continues."""
-    code = (
-        RANK
-        + (
-            "import subprocess\nfrom pathlib import Path\nfrom hpcinit.base import process_title\n"
-            "if rank == 0:\n    while not os.path.exists('here'):\n        time.sleep(0.02)\n"
-            "    child = subprocess.Popen(['sleep', '1000'])\n"
-            "    Path('new').write_text(f'{os.getpid()} {child.pid}')\n    os.rename('new', 'both')\n    os._exit(0)\n"
-            "open('here', 'w').close()\nwhile not os.path.exists('both'):\n    time.sleep(0.02)\n"
-            "other_rank, child = map(int, Path('both').read_text().split())\nend = time.monotonic() + 60\n"
-            "while process_title.state(other_rank) or process_title.state(child) not in ('', 'Z'):\n"  # Z: if init does not reap it
-            "    assert time.monotonic() < end, [process_title.state(other_rank), process_title.state(child)]\n    time.sleep(0.02)\n"
-        )
+    code = RANK + (
+        "import subprocess\nfrom pathlib import Path\nfrom hpcinit.base import processes\n"
+        "if rank == 0:\n    while not os.path.exists('here'):\n        time.sleep(0.02)\n"
+        "    child = subprocess.Popen(['sleep', '1000'])\n"
+        "    Path('new').write_text(f'{os.getpid()} {child.pid}')\n    os.rename('new', 'both')\n    os._exit(0)\n"
+        "open('here', 'w').close()\nwhile not os.path.exists('both'):\n    time.sleep(0.02)\n"
+        "other_rank, child = map(int, Path('both').read_text().split())\nend = time.monotonic() + 60\n"
+        "while processes.state(other_rank) or processes.state(child) not in ('', 'Z'):\n"  # Z: if init does not reap it
+        "    assert time.monotonic() < end, [processes.state(other_rank), processes.state(child)]\n    time.sleep(0.02)\n"
     )
     started = Node(tmp_path, code)
     assert started.end() == (0, ""), started.log(1)
@@ -336,7 +333,7 @@ def test_a_stopped_parent_is_woken_when_a_rank_ends(tmp_path: Path) -> None:
     started = Node(tmp_path, code)
     wait_for(lambda: all("ready" in started.log(rank) for rank in range(2)))
     os.kill(started.process.pid, signal.SIGSTOP)
-    wait_for(lambda: process_title.state(started.process.pid) == "T")
+    wait_for(lambda: processes.state(started.process.pid) == "T")
     (tmp_path / "go").touch()
     status, said = started.end()
     assert status == 1 and "error of rank 1 on 127.0.0.1: ValueError: lost it" in said
@@ -369,7 +366,7 @@ import os, signal, sys, time
 from pathlib import Path
 from hpcinit.world.forked import Node
 from hpcinit.records.spec import Launch
-from hpcinit.base import process_title
+from hpcinit.base import processes
 from hpcinit.launch import fork_server
 
 class NoMonitor:
@@ -384,10 +381,10 @@ if rank == 1:
     Path(sys.argv[1], "file").write_text("never")
 elif rank == 0:
     end = time.monotonic() + 60
-    while len(process_title.children(os.getppid())) < 2 and time.monotonic() < end:  # rank 1 is forked after this one
+    while len(processes.children(os.getppid())) < 2 and time.monotonic() < end:  # rank 1 is forked after this one
         time.sleep(0.02)
-    other = process_title.children(os.getppid())[1]
-    while process_title.state(other) != "D" and time.monotonic() < end:
+    other = processes.children(os.getppid())[1]
+    while processes.state(other) != "D" and time.monotonic() < end:
         time.sleep(0.02)
 if rank is not None:
     os._exit(7)
@@ -407,9 +404,9 @@ def test_a_rank_that_sigkill_does_not_end(tmp_path: Path, frozen: Path) -> None:
         assert parent.wait(120) == 7, (tmp_path / "err").read_text()
     stuck = int((tmp_path / "out").read_text())
     said = f"rank 1 on n1 (pid {stuck}) is still running 0.3 s after SIGKILL, in state D"
-    assert said in (tmp_path / "err").read_text() and process_title.state(stuck) == "D"
+    assert said in (tmp_path / "err").read_text() and processes.state(stuck) == "D"
     subprocess.run(["fsfreeze", "--unfreeze", frozen], check=True)
-    wait_for(lambda: process_title.state(stuck) in ("", "Z"))
+    wait_for(lambda: processes.state(stuck) in ("", "Z"))
 
 
 def test_stop_leaves_a_child_that_sigkill_does_not_end(frozen: Path) -> None:
@@ -418,7 +415,7 @@ def test_stop_leaves_a_child_that_sigkill_does_not_end(frozen: Path) -> None:
     them.stuck_s = 0.3
     stuck = them.start(0, ["bash", "-c", f"echo never > {frozen}/file"], os.environ)
     other = them.start(1, ["sleep", "300"], os.environ)
-    wait_for(lambda: process_title.state(stuck.pid) == "D")
+    wait_for(lambda: processes.state(stuck.pid) == "D")
     them.stop(0.1)
     assert (stuck.code, other.code) == (None, -signal.SIGTERM) and them.running() == [stuck]
     subprocess.run(["fsfreeze", "--unfreeze", frozen], check=True)
@@ -498,4 +495,4 @@ def test_devices_of_each_rank(gpu_bind: str | None, expected: object) -> None:
 
 
 def test_where_a_process_is() -> None:
-    assert process_title.stuck(os.getpid()).startswith("R") and process_title.stuck(2**22 + 1) == "gone"
+    assert processes.stuck(os.getpid()).startswith("R") and processes.stuck(2**22 + 1) == "gone"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.base import process_limits
+from hpcinit.base import processes
 from tests.forking import Node
 from tests.runtime.spawned import free_port
 
@@ -78,7 +78,7 @@ def test_a_thousand_ranks(
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: before)
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
-    process_limits.raise_open_files_limit(1000)
+    processes.raise_open_files_limit(1000)
     assert asked == ([after] if after else [])
 
 
@@ -90,4 +90,4 @@ def test_a_limit_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 100_000))
     monkeypatch.setattr(resource, "setrlimit", refuse)
-    process_limits.raise_open_files_limit(1000)
+    processes.raise_open_files_limit(1000)

@@ -29,7 +29,7 @@ from torch.distributed.elastic.agent.server.api import (
 
 from hpcinit.base import background_writer, signals
 from hpcinit.base.console import say
-from hpcinit.base.process_limits import ENV_PARENT
+from hpcinit.base.processes import ENV_PARENT
 from hpcinit.base.supervisor import Child, Supervisor
 from hpcinit.base.text import brief
 from hpcinit.launch import rank_binding

@@ -1,0 +1,168 @@
+"""This process: its limits, its end with its parent or at a deadline, its title; and process states from /proc."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from hpcinit.base.console import say
+
+# prctl(2)
+PR_SET_PDEATHSIG = 1  # the signal that this process gets when its parent dies
+PR_SET_NAME = 15
+SHORT = 15  # bytes of a process's short name, which top and `ps -o comm` show
+# Loaded here, because a preexec_fn should import nothing.
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def terminate_with_parent(parent: int) -> None:
+    """Have the kernel send SIGTERM to this process when `parent`, its parent, dies."""
+    _signal_at_death_of(parent, signal.SIGTERM)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel send SIGKILL to this process when `parent`, its parent, dies.
+
+    SIGTERM is not enough: a shell that traps it waits for its foreground command, and a rank tries to save.
+    """
+    _signal_at_death_of(parent, signal.SIGKILL)
+
+
+def _signal_at_death_of(parent: int, number: int) -> None:
+    """Have the kernel send the signal when the parent dies; exit now if it is dead already."""
+    if _libc is not None:
+        _libc.prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # the parent died before prctl, which then sends nothing
+        os._exit(128 + number)
+
+
+ENV_PARENT = "HPCINIT_PARENT"  # process id of an agent, in the environment of its ranks
+
+
+def die_with_agent() -> None:
+    """Have the kernel send SIGKILL to this process when the agent in ENV_PARENT dies, however it ends.
+
+    Not SIGTERM: with run.should_stop() a rank would try to save, and never finish without its peers. The variable is
+    removed, because child processes of this process have another parent.
+    """
+    parent = os.environ.pop(ENV_PARENT, "")
+    if parent.isdigit():
+        die_with_parent(int(parent))
+
+
+# Open files (RLIMIT_NOFILE) per other rank: gloo connects all ranks of a group. A run has the default group, up to five
+# groups of its mesh, those of should_stop() and save(), and on rank 0 the rendezvous and torch's store.
+PER_RANK = 10
+BESIDES = 1024  # for the program itself; the usual soft limit
+
+
+def raise_open_files_limit(ranks: int) -> None:
+    """Raise this process's soft limit of open files to what a job of `ranks` needs, or to the hard limit if lower.
+
+    Child processes inherit the limit. Raise nothing: a limit that is too low is reported when a connection fails.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = PER_RANK * ranks + BESIDES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    with contextlib.suppress(ValueError, OSError):
+        most = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+@contextlib.contextmanager
+def watchdog(seconds: float, about: Callable[[], str]) -> Iterator[None]:
+    """Terminate the process if the block takes longer than `seconds`: message, all stacks, exit status 1.
+
+    about: returns the message; it must not block for long. torch's own timeout is not sufficient: a client whose port
+    belonged to a silent server still waited after 200 s with a timeout of 5 s (torch 2.13).
+    """
+
+    def end() -> None:
+        try:
+            reason = about()
+        except Exception as error:
+            reason = f"the start-up timed out, and its state cannot be read: {error!r}"
+        end_hard(reason, stacks=True)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def end_hard(reason: str, stacks: bool = False) -> None:
+    """Print the reason and exit immediately: no exit handler may hang on a group whose peers are dead.
+
+    Nothing may prevent the exit: the program may have replaced or closed its streams.
+    """
+    try:
+        with contextlib.suppress(Exception):
+            say(f"error: {reason}")
+        if stacks:
+            with contextlib.suppress(Exception):
+                faulthandler.dump_traceback(file=2, all_threads=True)  # 2: the original stderr of the process
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+    finally:
+        os._exit(1)
+
+
+def set_title(title: str) -> None:
+    """Show this process as `title` in ps and top: as its short name, and instead of its command line.
+
+    The command line is in this process's own memory (proc(5), stat: arg_start, arg_end), where programs have written
+    titles since sendmail. As much of the title as fits there is shown. Raise nothing.
+    """
+    text = title.encode()
+    # No space in the short name: Slurm 22.05 (proctrack/linuxproc) splits /proc/PID/stat at spaces, and would neither
+    # signal nor kill a process named "(rank 0)".
+    if _libc is not None:
+        _libc.prctl(PR_SET_NAME, text.replace(b" ", b"-")[:SHORT])
+    try:
+        # "4242 (name with ) and blanks) S 4241 ...": the state is field 3, arg_start and arg_end are 48 and 49.
+        words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, end = int(words[48 - 3]), int(words[49 - 3])
+    except (OSError, ValueError, IndexError):
+        return
+    if 0 < start < end:  # both are 0 if the kernel hides them
+        ctypes.memmove(start, text[: end - start - 1].ljust(end - start, b"\0"), end - start)
+
+
+def state(pid: int) -> str:
+    """Return 'R', 'S', 'D', 'T' (stopped, but not by a debugger), 'Z' ... (proc(5), stat), or '' if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def children(pid: int) -> list[int]:
+    """Return the children of a process with one thread, or [] if the kernel does not list them."""
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (OSError, ValueError):
+        return []
+
+
+def stuck(pid: int) -> str:
+    """Return 'D (in nfs_wait_bit_killable)': the state of a process that survives SIGKILL, and its kernel function."""
+    is_in = state(pid)
+    if not is_in:
+        return "gone"
+    try:
+        where = Path(f"/proc/{pid}/wchan").read_text().strip("0\n")
+    except OSError:
+        where = ""
+    return f"{is_in} (in {where})" if where else is_in
