@@ -42,7 +42,7 @@ from typing import Any
 from benchmarks import crowd, formulas
 from hpcinit.rendezvous import connections, server
 from hpcinit.rendezvous.server import RendezvousServer
-from hpcinit.world import World, network
+from hpcinit.world import World, ports
 
 ABSENT = 3  # absent ranks of `missing`
 AHEAD_S = 1.0  # a round is announced this long before it starts
@@ -75,7 +75,7 @@ def _plain(world_size: int) -> None:
     from torch.distributed import TCPStore  # noqa: PLC0415
     from torch.distributed.distributed_c10d import _store_based_barrier  # noqa: PLC0415
 
-    port = network.candidate_ports(str(os.getpid()))[0]
+    port = ports.candidate_ports(str(os.getpid()))[0]
     before, timeout = _usage(), datetime.timedelta(seconds=LATEST_S)
     threading.Thread(target=lambda: (time.sleep(AHEAD_S / 2), _print(port=port)), daemon=True).start()
     store = TCPStore(crowd.HERE, port, world_size, True, timeout, wait_for_workers=True)
@@ -91,7 +91,7 @@ def _done(before: Mapping[str, float]) -> None:
 
 
 def _server(way: str, world_size: int) -> None:
-    candidates = network.candidate_ports(str(os.getpid()))
+    candidates = ports.candidate_ports(str(os.getpid()))
     hosts = tuple(f"n{number}" for number in range(world_size))
     world = World("slurm", 0, world_size, 0, 1, 0, hosts, crowd.HERE, candidates, "77.0.0")
     if way == "slow":

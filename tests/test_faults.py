@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hpcinit.records import timeline
-from hpcinit.world import network
+from hpcinit.world import ports
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, submit
@@ -133,7 +133,7 @@ def test_a_foreign_server_on_the_port(hpcinit: Run, slurm: MiniSlurm, tmp_path: 
     done = submit(hpcinit, slurm, "wait=true", "ranks_per_node=1", "--", "true")
     # The next submission runs sbatch --test-only first, which uses a job id too.
     job = int(json.loads((folder_of(done) / "submission.json").read_text())["job_id"]) + 2
-    port = network.candidate_ports(f"{job}.0.0")[0]
+    port = ports.candidate_ports(f"{job}.0.0")[0]
     code = (
         "import socket, time\n"
         f"server = socket.create_server(('', {port})); print('ready', flush=True); kept = []\n"
@@ -149,7 +149,7 @@ def test_a_foreign_server_on_the_port(hpcinit: Run, slurm: MiniSlurm, tmp_path: 
         foreign.wait()
     assert status == 0 and all(f"up {rank}" in log for rank, log in enumerate(logs))
     settings = next(tmp_path.glob("runs/*/startup.txt")).read_text()
-    assert f"rank 0 at n1:{network.candidate_ports(f'{job}.0.0')[1]}" in settings
+    assert f"rank 0 at n1:{ports.candidate_ports(f'{job}.0.0')[1]}" in settings
 
 
 def with_hosts(tmp_path: Path, rank: int, change: str) -> list[str]:

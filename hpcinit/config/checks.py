@@ -25,7 +25,7 @@ from hpcinit.config import (
 from hpcinit.config.resources import ranks_per_node as ranks_per_node  # noqa: PLC0414 - part of this module
 from hpcinit.config.schema import Config
 from hpcinit.records import run_folder, secret_names
-from hpcinit.world import hosts, ports
+from hpcinit.world import network, ports
 
 T = TypeVar("T")
 # Bindings that hpcinit can do itself where it starts the ranks of a node. srun's others depend on the devices' places.
@@ -198,7 +198,7 @@ def _leaves(prefix: str, value: object, kind: type[T]) -> Iterator[tuple[str, T]
 
 def _arithmetic(config: Config) -> Iterator[str]:
     checks: tuple[Callable[[], object], ...] = (
-        lambda: hosts.rename("node", config.cluster.host_template),
+        lambda: network.rename_host("node", config.cluster.host_template),
         lambda: job_spec.startup_timeout(config),
     )
     for check in checks:

@@ -14,7 +14,7 @@ from pathlib import Path
 from hpcinit.base.safe_files import read_or_empty
 from hpcinit.records.rank_report import Gpu, GpuProcess, Interface, Name, Node, Place
 from hpcinit.records.scratch import ENV_LOCAL_DISK
-from hpcinit.world import hosts, network
+from hpcinit.world import network
 
 GB = 2**30
 MOST_NAMES = 64  # in a large job, resolving every name on every node would overload DNS
@@ -115,7 +115,7 @@ def _some(names: Sequence[str], own: str) -> list[str]:
 
 def _name(host: str) -> Name:
     try:
-        addresses = tuple(hosts.resolve(host))
+        addresses = tuple(network.resolve(host))
     except OSError as error:
         return Name(host, error=error.strerror or str(error))
     try:

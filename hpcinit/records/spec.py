@@ -58,7 +58,7 @@ class Comm:
     """How the process group is created.
 
     backend: 'auto' chooses by the device. collective_timeout_s: None means torch's own. host_template: see
-    hosts.rename(). device_id: whether torch gets the device ('never', 'auto', 'always') and then starts NCCL at once.
+    rename_host(). device_id: whether torch gets the device ('never', 'auto', 'always') and then starts NCCL at once.
     checkpoint_timeout_s: how long ranks wait for each other in run.save and run.load.
     """
 

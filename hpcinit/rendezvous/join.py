@@ -24,7 +24,7 @@ from hpcinit.rendezvous.process_state import state
 from hpcinit.rendezvous.rendezvous_client import ENV_NAT, Refused, RendezvousClient
 from hpcinit.rendezvous.server import RendezvousServer
 from hpcinit.slurm import slurm_client
-from hpcinit.world import World, exports, hosts, network, ports
+from hpcinit.world import World, exports, network, ports
 
 Rendezvous = RendezvousServer | RendezvousClient
 ENV_GLOO = "GLOO_SOCKET_IFNAME"
@@ -169,12 +169,12 @@ def _key(world: World, spec: Spec | None) -> str:
     return hashlib.sha256(f"{nonce.find(world, spec)}|{world.job}".encode()).hexdigest()
 
 
-def addresses(world: World, spec: Spec | None) -> list[hosts.Found]:
+def addresses(world: World, spec: Spec | None) -> list[network.Found]:
     """Return rank 0's addresses as this node sees them, the likeliest first. Raise WorldError with what to fix."""
     published, listening = _read_published(world)
     host, template = published or world.master_addr, spec.comm.host_template if spec else ""
     try:
-        best = hosts.find(host, world.nodes, node_addr=_slurm_address, template=template)
+        best = network.find_address(host, world.nodes, node_addr=_slurm_address, template=template)
     except WorldError as error:
         own = _address_towards_others(world) if world.node_rank == 0 else ""  # its other ranks see the same /etc/hosts
         reaches = "which reaches the other nodes"
@@ -183,20 +183,20 @@ def addresses(world: World, spec: Spec | None) -> list[hosts.Found]:
         if not (own or listening):
             raise
         note = f"{error}; until that is fixed rank 0 listens at {own}, {reaches}"
-        best = hosts.Found(listening or own, note if world.rank == 0 else "")
+        best = network.Found(listening or own, note if world.rank == 0 else "")
     # Another node may list the addresses of the same name in another order.
     others = [
         text
-        for text in _resolve_or_nothing(hosts.rename(host, template)) or _resolve_or_nothing(host)
+        for text in _resolve_or_nothing(network.rename_host(host, template)) or _resolve_or_nothing(host)
         if text != best.address
     ]
-    return [best, *(hosts.Found(text) for text in others if not ipaddress.ip_address(text.split("%")[0]).is_loopback)]
+    return [best, *(network.Found(text) for text in others if not ipaddress.ip_address(text.split("%")[0]).is_loopback)]
 
 
 def _resolve_or_nothing(name: str) -> Sequence[str]:
     """Return the addresses of `name`, none if it does not resolve."""
     try:
-        return hosts.resolve(name)
+        return network.resolve(name)
     except OSError:
         return ()
 
@@ -207,7 +207,7 @@ NODE_ADDRESS_LIMIT = timedelta(seconds=20)  # the other ranks wait meanwhile
 @functools.cache
 def _slurm_address(host: str) -> str | None:
     """Return Slurm's address of the node, for names that do not resolve, or None if Slurm has none."""
-    if alias := hosts.node_aliases(os.environ.get("SLURM_NODE_ALIASES", "")).get(host):
+    if alias := network.node_aliases(os.environ.get("SLURM_NODE_ALIASES", "")).get(host):
         return alias
     try:
         done = slurm_client.run(["scontrol", "--all", "show", "node", host], at_most=NODE_ADDRESS_LIMIT)
@@ -221,7 +221,7 @@ def _address_towards_others(world: World) -> str:
     for host in world.hosts:
         if host != world.host:
             try:
-                return network.towards(hosts.find(host, world.nodes).address)
+                return network.towards(network.find_address(host, world.nodes).address)
             except WorldError:
                 continue
     return ""

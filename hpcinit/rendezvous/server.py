@@ -22,7 +22,7 @@ from hpcinit.rendezvous.connections import Connection, Connections
 from hpcinit.rendezvous.protocol import StartupFailure
 from hpcinit.rendezvous.rendezvous_client import CONNECT_S, SAME_SECRET, SAME_VERSION, JoinRequest, Refused, connect
 from hpcinit.rendezvous.roster import PHASES, Peer, RendezvousEndpoint, Roster
-from hpcinit.world import World, hosts, network, ports
+from hpcinit.world import World, network, ports
 
 # Rank 0's ports: the first free candidate for the server, the next one for the program's own rendezvous.
 
@@ -96,7 +96,7 @@ def look_for_another_rank_0(address: str, ports: Iterable[int], request: JoinReq
             here = fingerprint.identity()
             raise Refused(
                 f"two processes act as rank 0 of this job: pid {here['pid']} on {here['host']}, and a process that "
-                f"listens at {hosts.in_url(address, port)}{_owner_of_port(port)}, which accepted this one as a rank. "
+                f"listens at {network.in_url(address, port)}{_owner_of_port(port)}, which accepted this one as a rank. "
                 "A real rank 0 never does that. Another user may have found out the secret of this job: "
                 f"{SAME_SECRET}"
             )
@@ -159,7 +159,7 @@ class RendezvousServer(RendezvousEndpoint):
         self._store_announced = self._closing = self._waited_long = False
         allow_many_files(world.world_size)
         fixed = bool(os.environ.get(ports.ENV_PORTS))  # the user's own choice is used as it is
-        candidates, warning = (world.master_ports, "") if fixed else network.outside_ephemeral(world.master_ports)
+        candidates, warning = (world.master_ports, "") if fixed else ports.outside_ephemeral(world.master_ports)
         if warning:
             say(f"warning: {warning}")
         listener, self.program_port = listen(address, candidates, self._request)
@@ -212,7 +212,7 @@ class RendezvousServer(RendezvousEndpoint):
         with self._changed:
             missing = self.roster.missing(phase)
             if missing and len(self.roster.peers) == 1:
-                missing += f"; no rank has connected to rank 0 at {hosts.in_url(self.address, self.port)}"
+                missing += f"; no rank has connected to rank 0 at {network.in_url(self.address, self.port)}"
             return missing
 
     def fail(self, error: str) -> None:

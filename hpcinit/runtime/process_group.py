@@ -21,7 +21,7 @@ from hpcinit.records.spec import Spec
 from hpcinit.rendezvous import join, startup_events
 from hpcinit.rendezvous.server import RendezvousServer
 from hpcinit.rendezvous.store import open_store
-from hpcinit.world import World, hosts, network
+from hpcinit.world import World, network
 
 LATE_S = 15.0  # after the start-up deadline, so that errors which name ranks appear first
 SIDE = "hpcinit-side/"  # prefix of the names of side groups
@@ -66,7 +66,7 @@ def make(
         except BaseException as error:
             join.leave_rendezvous(str(error) or type(error).__name__)
             raise
-    return hosts.in_url(
+    return network.in_url(
         world.master_addr, rendezvous.port if isinstance(rendezvous, RendezvousServer) else world.master_ports[0]
     )
 

@@ -21,7 +21,7 @@ from hpcinit.base.errors import BringUpError, RequestError
 from hpcinit.rendezvous import protocol
 from hpcinit.rendezvous.store import serve
 from hpcinit.runtime.process_group import SIDE
-from hpcinit.world.hosts import in_url
+from hpcinit.world.network import in_url
 
 LOOK_S = 0.1  # interval of checks for missing ranks
 LINGER_S = 1.0  # several intervals of LOOK_S

@@ -32,7 +32,7 @@ from hpcinit.submit import (
 )
 from hpcinit.submit.code_snapshot import SnapshotPlan
 from hpcinit.submit.run_path import RunPath
-from hpcinit.world import hosts
+from hpcinit.world import network
 
 FIRST_HOST = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 PORT = "$((20000 + SLURM_JOB_ID % 10000))"  # below the ephemeral ports of Linux, 32768-60999
@@ -148,7 +148,7 @@ def _header(config: Config) -> list[str]:
 
 def _ranks(config: Config, path: RunPath, workdir: Path) -> str:
     """Return the lines that export torch's variables and start the ranks."""
-    host = hosts.rename("HOST", config.cluster.host_template).replace("HOST", FIRST_HOST)
+    host = network.rename_host("HOST", config.cluster.host_template).replace("HOST", FIRST_HOST)
     python, job = environment_checks.python(config), config.job
     target = ["-m", job.module] if job.module else [job.script] if job.script else None
     program = [python, "-u", *target] if target else [job.command or ""]

@@ -1,22 +1,184 @@
-"""This node's network interfaces and addresses, and the candidate ports of a job. Linux."""
+"""From a node's name to an address that every node can reach, and this node's own interfaces. Linux.
+
+For example, the template '{host}i' makes jwb0001i of jwb0001, for a cluster whose fast network has separate names.
+A plain suffix is added to the first label: 'i' makes n1i.site of n1.site. Two kinds of address are never used:
+
+- 127.0.1.1: Debian's installer maps a machine's own name to it, and no other node can connect to it.
+- fe80::1 (link-local): it means a different machine on each interface.
+"""
 
 from __future__ import annotations
 
 import array
 import contextlib
 import fcntl
-import hashlib
 import ipaddress
+import re
 import socket
 import struct
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from hpcinit.world.hosts import Resolver, resolve
+from hpcinit.base.errors import ConfigError, WorldError
 
 SIOCGIFCONF = 0x8912  # linux/sockios.h: all IPv4 addresses, with the names of their interfaces
 _IFREQ = 40  # bytes of struct ifreq on 64 bits: 16 of name, 2 of family, 2 of port, 4 of address, and padding
 _MOST = 512
+Resolver = Callable[[str], Sequence[str]]  # returns a name's addresses; raises OSError if there are none
+PLACEHOLDER = "{host}"
+_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
+# SLURM_NODE_ALIASES "ec0:10.0.0.7:host-7,ec1:[fd00::8]:host-8": node, NodeAddr, NodeHostName
+_ALIAS = re.compile(r"([^:,]+):(\[[^]]*\]|[^:,\[\]]*):([^:,]*)")
+
+
+class Found(NamedTuple):
+    """An address, and a note about how it was found, or ''."""
+
+    address: str
+    note: str = ""
+
+
+def rename_host(host: str, template: str) -> str:
+    """Return `host` on the network that `template` describes: '{host}-ib0', or a plain suffix; '' changes nothing.
+
+    Raise ConfigError if the template has another placeholder than one {host}. Raise WorldError if the result is not a
+    host name.
+    """
+    rest = template.replace(PLACEHOLDER, "", 1)
+    if "{" in rest or "}" in rest:
+        raise ConfigError(
+            f"the host template {template!r} cannot be read, expected {PLACEHOLDER} once and no other braces, as in "
+            "'{host}-ib0', or a plain suffix"
+        )
+    if PLACEHOLDER in template:
+        name = template.replace(PLACEHOLDER, host)
+    else:
+        label, dot, domain = host.partition(".")
+        name = host if _is_address(host) else f"{label}{template}{dot}{domain}"
+    if not (_is_address(name) or (_NAME.fullmatch(name) and len(name) <= 255)):
+        raise WorldError(
+            f"the host template {template!r} makes {name!r} of the node {host!r}, which is not a host name: expected "
+            "letters, digits, '-' and '.'"
+        )
+    return name
+
+
+def resolve(host: str) -> Sequence[str]:
+    """Return the addresses of a name, in the system's order. Raise OSError."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def find_address(
+    host: str,
+    nodes: int,
+    resolver: Resolver = resolve,
+    node_addr: Callable[[str], str | None] = lambda _: None,
+    template: str = "",
+) -> Found:
+    """Return an address of `host` for a job on `nodes` nodes: of its name by the template, else of `host`, else
+    Slurm's.
+
+    All nodes get the same result, unless some can resolve names that others cannot.
+    node_addr: returns Slurm's address of the node (NodeAddr); called only if no name resolves. Raise WorldError.
+    """
+    renamed = rename_host(host, template) if template else host
+    made = f" (which cluster.host_template {template!r} makes of {host})" if renamed != host else ""
+    reason = note = ""
+    for name in dict.fromkeys((renamed, host)):
+        if _is_address(name):
+            return Found(name, note)  # 127.0.0.2 is valid too: a node of the local engine
+        try:
+            return Found(pick_address(name, resolver(name), nodes), note)
+        except OSError as error:
+            why = error.strerror or error
+            problem = f"{name}{made if name == renamed else ''} does not resolve on {socket.gethostname()}: {why}"
+            reason = f"{reason}; {problem}" if reason else problem
+            note = f"{reason}; {host} is used unchanged: fix cluster.host_template, or remove it"
+    return _as_slurm_says(host, nodes, resolver, node_addr, reason, bool(made))
+
+
+def _as_slurm_says(
+    host: str,
+    nodes: int,
+    resolver: Resolver,
+    node_addr: Callable[[str], str | None],
+    reason: str,
+    renamed: bool,
+) -> Found:
+    address = node_addr(host)
+    if not address or address == host:
+        template = (
+            "fix cluster.host_template, or remove it"
+            if renamed
+            else "or give the cluster a host template if its nodes have other names"
+        )
+        raise WorldError(
+            f"{reason}, and Slurm has no other address for it; expected a name that every node can look up: ask the "
+            f"site to add the node to DNS or /etc/hosts, {template}"
+        )
+    note = f"{reason}; using Slurm's address for it, {address}"
+    try:
+        return Found(pick_address(host, [address] if _is_address(address) else resolver(address), nodes), note)
+    except OSError as error:
+        raise WorldError(
+            f"{reason}, and Slurm's address for it, {address}, does not work either: {error.strerror or error}; ask "
+            "the site to add the node to DNS or /etc/hosts"
+        ) from None
+
+
+def pick_address(host: str, addresses: Sequence[str], nodes: int) -> str:
+    """Return one of a name's addresses: no loopback, IPv4 before IPv6, else in the given order.
+
+    Raise WorldError if no other node could connect to any of them.
+    """
+    parsed = [ipaddress.ip_address(text.partition("%")[0]) for text in addresses]
+    usable = [ip for ip in parsed if not (ip.is_loopback or ip.is_link_local or ip.is_unspecified)]
+    if not usable and nodes == 1:
+        usable = [ip for ip in parsed if ip.is_loopback]
+    if not usable:
+        raise WorldError(
+            f"{host} is {', '.join(addresses) or 'no address'} on {socket.gethostname()}, expected an address that the "
+            f"other {nodes - 1} nodes can connect to: a line of /etc/hosts on {socket.gethostname()} maps the name to "
+            "the machine itself; remove the name from that line"
+        )
+    return str(min(usable, key=lambda ip: ip.version))
+
+
+def in_url(host: str, port: int) -> str:
+    """Return 'n1:20000', or '[fd00::1]:20000' for an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def node_aliases(text: str) -> dict[str, str]:
+    """Return the address of each node in SLURM_NODE_ALIASES, which Slurm sets for nodes whose names may not resolve.
+
+    '(null)' is an empty list. Raise WorldError for text that Slurm would not have written.
+    """
+    if text in {"", "(null)"}:
+        return {}
+    found: dict[str, str] = {}
+    at = 0
+    while at <= len(text):
+        alias = _ALIAS.match(text, at)
+        if not alias or text[alias.end() : alias.end() + 1] not in {"", ","}:
+            raise WorldError(
+                f"SLURM_NODE_ALIASES cannot be read at column {at + 1}: {text[at : at + 40]!r}, expected "
+                "NODE:ADDRESS:HOSTNAME,..."
+            )
+        found[alias[1]] = alias[2].strip("[]")
+        at = alias.end() + 1
+    return {node: address for node, address in found.items() if address}
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def holding(address: str) -> str:
@@ -142,55 +304,3 @@ def _ipv6() -> list[tuple[str, ipaddress.IPv6Address]]:
     # "fd000000000000000000000000000002 02 40 00 80     eth0"
     lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
     return [(words[5], ipaddress.IPv6Address(bytes.fromhex(words[0]))) for words in lines]
-
-
-# Ports for the rendezvous: every rank computes them, outside the range that the kernel hands out.
-
-# Linux gives ports 32768-60999 to outgoing connections (net.ipv4.ip_local_port_range), so a listener
-# there sometimes fails: https://github.com/NVIDIA/enroot/issues/243. Services use ports below 20000.
-FIRST_PORT, LAST_PORT = 20_000, 32_767
-PORT_COUNT = 8
-# Some systems give 9000-65000 to outgoing connections. Rank 0 uses these candidates there.
-LOW_FIRST_PORT, LOW_LAST_PORT = 5_000, 8_999
-LOW_PORT_COUNT = 3
-EPHEMERAL, RESERVED = "ip_local_port_range", "ip_local_reserved_ports"
-_SYSCTL = Path("/proc/sys/net/ipv4")  # also for IPv6
-
-
-def candidate_ports(job: str) -> tuple[int, ...]:
-    """Return PORT_COUNT + LOW_PORT_COUNT different ports for one start of one job, the same on every rank.
-
-    job: the name of the job, its step and its restart. A hash spreads the ports: jobs with consecutive ids share
-    nodes, and consecutive ports would collide when one job needs two.
-    """
-    span, low_span = LAST_PORT - FIRST_PORT + 1, LOW_LAST_PORT - LOW_FIRST_PORT + 1
-    digest = hashlib.sha256(job.encode()).digest()
-    start = int.from_bytes(digest[:8], "big") % span
-    # A stride coprime to the spans (12768 = 2^5 x 3 x 7 x 19, and 4000 = 2^5 x 5^3) never repeats within them.
-    usual = (FIRST_PORT + (start + i * 1009) % span for i in range(PORT_COUNT))
-    return (*usual, *(LOW_FIRST_PORT + (start + i * 1009) % low_span for i in range(LOW_PORT_COUNT)))
-
-
-def outside_ephemeral(candidates: Sequence[int]) -> tuple[tuple[int, ...], str]:
-    """Return the candidates with those first that this node does not give to outgoing connections, and a warning if
-    there are fewer than the two that rank 0 needs ('' otherwise)."""
-    try:
-        first, last = map(int, (_SYSCTL / EPHEMERAL).read_text().split())
-        reserved = _port_set((_SYSCTL / RESERVED).read_text())
-    except (OSError, ValueError):  # not Linux, or hidden in a container
-        return tuple(candidates), ""
-    given = {port for port in candidates if first <= port <= last and port not in reserved}
-    ordered = tuple(sorted(candidates, key=lambda port: port in given))
-    if len(candidates) - len(given) >= 2:
-        return ordered, ""
-    return ordered, (
-        f"{socket.gethostname()} gives ports {first}-{last} to outgoing connections (net.ipv4.{EPHEMERAL}), which "
-        f"contain {len(given)} of the {len(candidates)} candidate ports: another program may be using one. The "
-        f"administrator can keep them free: sysctl net.ipv4.{RESERVED}={FIRST_PORT}-{LAST_PORT}"
-    )
-
-
-def _port_set(text: str) -> frozenset[int]:
-    """Return the ports of '8080,9148-9150'."""
-    parts = (part.partition("-") for part in text.strip().split(",") if part)
-    return frozenset(port for first, _, last in parts for port in range(int(first), int(last or first) + 1))

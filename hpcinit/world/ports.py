@@ -1,22 +1,74 @@
-"""The ports that the user has fixed with `comm.ports`, for sites whose firewall opens only some ports.
+"""The candidate ports of a job for the rendezvous, torch's store and MASTER_PORT: every rank computes the same ones.
 
-The batch script exports the value as HPCINIT_PORTS. Rank 0's node then uses no other ports for the rendezvous, torch's
-store and MASTER_PORT. gloo and NCCL still choose ports of the kernel's range for the connections between ranks.
+They are outside the range that the kernel hands out, unless the user has fixed them with `comm.ports`, for sites whose
+firewall opens only some ports. The batch script exports that value as HPCINIT_PORTS, and rank 0's node then uses no
+other ports. gloo and NCCL still choose ports of the kernel's range for the connections between ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from hpcinit.base.errors import WorldError
-from hpcinit.world import World, network, number
+from hpcinit.world import World, number
 
 ENV_PORTS = "HPCINIT_PORTS"
 FROM_ENV = "env"  # the user's own MASTER_PORT, and MASTER_ADDR if it is set
 NEEDED = 3  # the rendezvous, torch's store, and the program's MASTER_PORT
 EXPECTED = f"a port, as in 29500, a range of {NEEDED} or more, as in 20000-20100, or {FROM_ENV}"
+
+# Linux gives ports 32768-60999 to outgoing connections (net.ipv4.ip_local_port_range), so a listener
+# there sometimes fails: https://github.com/NVIDIA/enroot/issues/243. Services use ports below 20000.
+FIRST_PORT, LAST_PORT = 20_000, 32_767
+PORT_COUNT = 8
+# Some systems give 9000-65000 to outgoing connections. Rank 0 uses these candidates there.
+LOW_FIRST_PORT, LOW_LAST_PORT = 5_000, 8_999
+LOW_PORT_COUNT = 3
+EPHEMERAL, RESERVED = "ip_local_port_range", "ip_local_reserved_ports"
+_SYSCTL = Path("/proc/sys/net/ipv4")  # also for IPv6
+
+
+def candidate_ports(job: str) -> tuple[int, ...]:
+    """Return PORT_COUNT + LOW_PORT_COUNT different ports for one start of one job, the same on every rank.
+
+    job: the name of the job, its step and its restart. A hash spreads the ports: jobs with consecutive ids share
+    nodes, and consecutive ports would collide when one job needs two.
+    """
+    span, low_span = LAST_PORT - FIRST_PORT + 1, LOW_LAST_PORT - LOW_FIRST_PORT + 1
+    digest = hashlib.sha256(job.encode()).digest()
+    start = int.from_bytes(digest[:8], "big") % span
+    # A stride coprime to the spans (12768 = 2^5 x 3 x 7 x 19, and 4000 = 2^5 x 5^3) never repeats within them.
+    usual = (FIRST_PORT + (start + i * 1009) % span for i in range(PORT_COUNT))
+    return (*usual, *(LOW_FIRST_PORT + (start + i * 1009) % low_span for i in range(LOW_PORT_COUNT)))
+
+
+def outside_ephemeral(candidates: Sequence[int]) -> tuple[tuple[int, ...], str]:
+    """Return the candidates with those first that this node does not give to outgoing connections, and a warning if
+    there are fewer than the two that rank 0 needs ('' otherwise)."""
+    try:
+        first, last = map(int, (_SYSCTL / EPHEMERAL).read_text().split())
+        reserved = _port_set((_SYSCTL / RESERVED).read_text())
+    except (OSError, ValueError):  # not Linux, or hidden in a container
+        return tuple(candidates), ""
+    given = {port for port in candidates if first <= port <= last and port not in reserved}
+    ordered = tuple(sorted(candidates, key=lambda port: port in given))
+    if len(candidates) - len(given) >= 2:
+        return ordered, ""
+    return ordered, (
+        f"{socket.gethostname()} gives ports {first}-{last} to outgoing connections (net.ipv4.{EPHEMERAL}), which "
+        f"contain {len(given)} of the {len(candidates)} candidate ports: another program may be using one. The "
+        f"administrator can keep them free: sysctl net.ipv4.{RESERVED}={FIRST_PORT}-{LAST_PORT}"
+    )
+
+
+def _port_set(text: str) -> frozenset[int]:
+    """Return the ports of '8080,9148-9150'."""
+    parts = (part.partition("-") for part in text.strip().split(",") if part)
+    return frozenset(port for first, _, last in parts for port in range(int(first), int(last or first) + 1))
 
 
 def problem(text: str) -> str:
@@ -46,7 +98,7 @@ def candidates(text: str, job: str) -> tuple[int, ...]:
         return low + 1, low, low + 2  # the rendezvous uses the first free one, and MASTER_PORT is the next
     size = int(last) - low + 1
     start = int.from_bytes(hashlib.sha256(job.encode()).digest()[:8], "big") % size
-    return tuple(low + (start + i) % size for i in range(min(size, network.PORT_COUNT)))
+    return tuple(low + (start + i) % size for i in range(min(size, PORT_COUNT)))
 
 
 def of_job(env: Mapping[str, str], job: str) -> tuple[int, ...]:
@@ -56,7 +108,7 @@ def of_job(env: Mapping[str, str], job: str) -> tuple[int, ...]:
     """
     text = env.get(ENV_PORTS, "")
     if not text:
-        return network.candidate_ports(job)
+        return candidate_ports(job)
     if reason := problem(text):
         raise WorldError(f"{ENV_PORTS} {reason} (comm.ports in the config sets it)")
     if text == FROM_ENV:

@@ -15,7 +15,7 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 from hpcinit.rendezvous.server import RendezvousServer
-from hpcinit.world import World, network
+from hpcinit.world import World, ports
 ipv4 = Path("/proc/sys/net/ipv4")
 before = (ipv4 / "ip_local_port_range").read_text()
 try:
@@ -23,7 +23,7 @@ try:
         first, last, *reserved = case.split()
         (ipv4 / "ip_local_port_range").write_text(f"{first} {last}")
         (ipv4 / "ip_local_reserved_ports").write_text("".join(reserved) + "\\n")
-        world = World("slurm", 0, 2, 0, 1, 0, ("a", "b"), "127.0.0.1", network.candidate_ports("6.0.0"), "6.0.0")
+        world = World("slurm", 0, 2, 0, 1, 0, ("a", "b"), "127.0.0.1", ports.candidate_ports("6.0.0"), "6.0.0")
         server = RendezvousServer(world, "127.0.0.1", "k", "j", {})
         print(json.dumps([server.port, server.program_port]), flush=True)
         server.close()

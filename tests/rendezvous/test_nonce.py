@@ -17,7 +17,7 @@ import pytest
 
 from hpcinit.base import safe_files
 from hpcinit.rendezvous import nonce, process_state
-from hpcinit.world import World, network
+from hpcinit.world import World, ports
 from tests.minislurm import MiniSlurm
 from tests.rendezvous.test_rendezvous import HERE, free_ports
 from tests.rendezvous.test_rendezvous_attacks import IMPOSTOR, ROOT, another_process, needs_root
@@ -203,7 +203,7 @@ def test_another_user_is_neither_rank_0_nor_rank_1_of_a_plain_srun(slurm: MiniSl
     number = start(slurm, tmp_path, "-N2", "--ntasks-per-node=1", "-w", "n1,n2", "job.sh")
     nobody, job = pwd.getpwnam("nobody"), f"{number}.0.0"
     key = hashlib.sha256(f"|{job}".encode()).hexdigest()
-    candidates = network.candidate_ports(job)
+    candidates = ports.candidate_ports(job)
     address = _address(slurm, "n1")
     known = {
         "uid": nobody.pw_uid,

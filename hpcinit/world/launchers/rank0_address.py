@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hpcinit.base.errors import WorldError
 from hpcinit.slurm import nodelist
-from hpcinit.world import World, network, number
+from hpcinit.world import World, number, ports
 
 
 class Rank0Address(NamedTuple):
@@ -49,7 +49,7 @@ def world_of(env: Mapping[str, str], names: Mapping[str, str], advice: str, sour
         master_addr=address,
         master_ports=(number(env, "MASTER_PORT", advice),)
         if env.get("MASTER_PORT")
-        else network.candidate_ports(source.job),
+        else ports.candidate_ports(source.job),
         job=source.job,
         master_known=known,
         node_count=source.node_count,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from hpcinit.world import World, network
+from hpcinit.world import World, ports
 from hpcinit.world.parent_step import UNKNOWN, Process
 
 NAME = "single"
@@ -18,4 +18,4 @@ def present(env: Mapping[str, str]) -> bool:
 
 def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
     job = f"pid{os.getpid()}"
-    return World(NAME, 0, 1, 0, 1, 0, ("127.0.0.1",), "127.0.0.1", network.candidate_ports(job), job)
+    return World(NAME, 0, 1, 0, 1, 0, ("127.0.0.1",), "127.0.0.1", ports.candidate_ports(job), job)

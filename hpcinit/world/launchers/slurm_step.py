@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpcinit.base.errors import NodelistError, WorldError
 from hpcinit.slurm import nodelist
-from hpcinit.world import World, network, number
+from hpcinit.world import World, number, ports
 from hpcinit.world.parent_step import UNKNOWN, Process
 
 # The hosts of a Slurm step in the order of SLURM_NODEID, and rank 0's host.
@@ -265,7 +265,7 @@ def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
         node_rank=node_rank,
         hosts=placement.hosts,
         master_addr=placement.master,
-        master_ports=network.candidate_ports(job),
+        master_ports=ports.candidate_ports(job),
         job=job,
         master_known=placement.known,
     )
@@ -311,7 +311,7 @@ def _without_step(env: Mapping[str, str], doubt: str) -> World:
         )
     job = f"{env.get('SLURM_JOB_ID') or env.get('SLURM_JOBID')}.batch.{env.get('SLURM_RESTART_COUNT', '0')}"
     host = env.get("SLURMD_NODENAME", "")
-    return World(NAME, 0, 1, 0, 1, 0, (host,) if host else (), "127.0.0.1", network.candidate_ports(job), job)
+    return World(NAME, 0, 1, 0, 1, 0, (host,) if host else (), "127.0.0.1", ports.candidate_ports(job), job)
 
 
 def _tasks_of_job(env: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from hpcinit.base.errors import WorldError
 from hpcinit.records import elastic_restarts
-from hpcinit.world import World, network, number
+from hpcinit.world import World, number, ports
 from hpcinit.world.launchers import slurm_step
 from hpcinit.world.parent_step import UNKNOWN, Process
 
@@ -70,7 +70,7 @@ def _of_our_agents(env: Mapping[str, str], process: Process) -> World:
         node_rank=agents.node_rank,
         hosts=agents.hosts,
         master_addr=agents.master_addr,
-        master_ports=network.candidate_ports(job),
+        master_ports=ports.candidate_ports(job),
         job=job,
         master_known=agents.master_known,
     )
