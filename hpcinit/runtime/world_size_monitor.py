@@ -20,7 +20,7 @@ from hpcinit.records import components, run_folder, world_size
 from hpcinit.records.spec import Spec, load
 from hpcinit.records.world_size import WrongWorldSize
 from hpcinit.world import ENV_WORLD, World, launchers
-from hpcinit.world.launchers import torch_env, torchrun
+from hpcinit.world.launchers.torch_variables import torch_variables, torchrun
 
 # Seconds between two looks at /proc, 13 minutes in total. Most launchers start their ranks within seconds; some scripts
 # copy data first.
@@ -93,8 +93,8 @@ def find(folder: Path, spec: Spec, host: str, proc: Path = Path("/proc")) -> Wro
                     group = launcher.read(env)
                     groups.setdefault(group.job, (group, pid))
         with contextlib.suppress(HpcinitError):  # launchers that leave no other variables, such as DeepSpeed's
-            if torch_env.many(env) and not torchrun.present(env) and env["WORLD_SIZE"] != str(spec.world_size):
-                group = torch_env.read(env)
+            if torch_variables.many(env) and not torchrun.present(env) and env["WORLD_SIZE"] != str(spec.world_size):
+                group = torch_variables.read(env)
                 groups.setdefault(group.job, (group, pid))
     wrong = [found for found in groups.values() if _differs(spec, found[0])]
     if not wrong and len(groups) > 1 and any(part.ranks_per_node > 1 for part in spec.parts):

@@ -15,7 +15,7 @@ import pytest
 
 from hpcinit.base.errors import WorldError
 from hpcinit.world import ENV_WORLD, World, exports, launchers
-from hpcinit.world.launchers import mpich
+from hpcinit.world.launchers import mpi
 from hpcinit.world.parent_step import Process
 from tests.records.recordings import shapes
 from tests.skip_or_fail import skip_or_fail
@@ -364,7 +364,7 @@ def test_two_mpiexecs_of_hydra(tmp_path: Path) -> None:
 
 def test_no_visible_proxy(tmp_path: Path) -> None:
     """Without a proxy of Hydra above a process, or without /proc, the name is empty and nothing is raised."""
-    assert mpich.control_port(os.getpid()) == "" and mpich.control_port(os.getpid(), tmp_path) == ""
+    assert mpi.control_port(os.getpid()) == "" and mpi.control_port(os.getpid(), tmp_path) == ""
 
 
 # --- Horovod itself

@@ -42,7 +42,7 @@ from hpcinit.records.startup_timeout import left_of_job
 from hpcinit.rendezvous import startup_events
 from hpcinit.runtime import interpreter_exit
 from hpcinit.world import World
-from hpcinit.world.launchers.torchrun import ENV_AGENT
+from hpcinit.world.launchers.torch_variables import ENV_AGENT
 
 # The ranks of a node as its agent's children: each in its own session, with its own log.
 

@@ -1,10 +1,4 @@
-"""Who started the ranks. Each module answers the same questions about one launcher:
-
-NAME                           its name in messages and in HPCINIT_STARTED_BY
-VARIABLES                      which variable contains the rank, the size, ...
-present(env) -> bool           whether it started this process
-read(env, process) -> World    everything, from its variables alone
-"""
+"""Who started the ranks: detects the launcher, reads the world from its variables, and compares those of others."""
 
 from __future__ import annotations
 
@@ -16,9 +10,10 @@ from typing import Protocol
 from hpcinit.base.errors import WorldError
 from hpcinit.records import run_folder
 from hpcinit.world import ENV_WORLD, World, ports
-from hpcinit.world import parent_step as processes
-from hpcinit.world.launchers import horovod, mpich, openmpi, single, slurm_step, torch_env, torchrun
-from hpcinit.world.parent_step import UNKNOWN, Process
+from hpcinit.world.launchers import slurm_step
+from hpcinit.world.launchers.mpi import check_horovod, horovod, mpich, openmpi
+from hpcinit.world.launchers.torch_variables import torch_variables, torchrun
+from hpcinit.world.parent_step import UNKNOWN, Process, slurm_step_of_this_process
 
 # Variables of other launchers in the environment that contradict the chosen one.
 
@@ -81,18 +76,39 @@ ENV_STARTED_BY = "HPCINIT_STARTED_BY"
 
 
 class Launcher(Protocol):
-    """The questions that each module answers."""
+    """What each launcher answers; slurm_step is a module, the others are objects.
+
+    NAME: in messages and in HPCINIT_STARTED_BY. VARIABLES: which variable contains the rank, the size, ...
+    present: whether it started this process. read: the world, from its variables alone; raise WorldError.
+    """
 
     NAME: str
-    VARIABLES: dict[str, str]
+    VARIABLES: Mapping[str, str]
 
     def present(self, env: Mapping[str, str]) -> bool: ...
     def read(self, env: Mapping[str, str], process: Process = UNKNOWN) -> World: ...
 
 
+class Single:
+    """A process that nothing launched: the only rank of its world."""
+
+    NAME = "single"
+    VARIABLES: Mapping[str, str] = {}
+
+    def present(self, env: Mapping[str, str]) -> bool:
+        return True
+
+    def read(self, env: Mapping[str, str], process: Process = UNKNOWN) -> World:
+        job = f"pid{os.getpid()}"
+        return World(self.NAME, 0, 1, 0, 1, 0, ("127.0.0.1",), "127.0.0.1", ports.candidate_ports(job), job)
+
+
+single = Single()
+
+
 # The order of detection. torchrun inside a Slurm step is torchrun's world (the step's tasks are its agents), and mpirun
 # inside an allocation is MPI's. The last entry is always present.
-LAUNCHERS: tuple[Launcher, ...] = (torchrun, horovod, openmpi, mpich, slurm_step, torch_env, single)
+LAUNCHERS: tuple[Launcher, ...] = (torchrun, horovod, openmpi, mpich, slurm_step, torch_variables, single)
 
 
 def read(env: Mapping[str, str], started_by: str | None = None, process: Process | None = None) -> World:
@@ -105,15 +121,15 @@ def read(env: Mapping[str, str], started_by: str | None = None, process: Process
     possible.
     """
     if process is None:
-        process = processes.slurm_step_of_this_process() if env is os.environ else UNKNOWN
+        process = slurm_step_of_this_process() if env is os.environ else UNKNOWN
     named = started_by or env.get(ENV_STARTED_BY)
     chosen = _named(named) if named else _present(env, process)
     world = ports.fixed(env, chosen.read(env, process))
     if not named:
         _refuse_two_launchers(env, world, chosen)
         _refuse_ranks_of_nobody(env, world, chosen, process)
-    horovod.check(world)
-    # torchrun and torch_env share their variables, and single has none. Under our agent, Slurm's are the agent's.
+    check_horovod(world)
+    # torchrun and torch_variables share their variables, and single has none. Under our agent, Slurm's are the agent's.
     not_others = (chosen, torchrun, slurm_step if torchrun.by_our_agent(env) else chosen)
     others = [(m.NAME, m.VARIABLES) for m in LAUNCHERS if m not in not_others]
     others.append(("PMIx", {"rank": "PMIX_RANK"}))
@@ -160,7 +176,7 @@ def _refuse_two_launchers(env: Mapping[str, str], world: World, chosen: Launcher
 
 def _refuse_ranks_of_nobody(env: Mapping[str, str], world: World, chosen: Launcher, process: Process) -> None:
     """Raise WorldError if torch's variables describe several ranks, but not all of them are set, or Slurm has one."""
-    if world.world_size > 1 or chosen not in (single, slurm_step) or not torch_env.many(env):
+    if world.world_size > 1 or chosen not in (single, slurm_step) or not torch_variables.many(env):
         return
     if ENV_WORLD in env or slurm_step.starts_this_very_process(env, process):
         return  # inherited from a rank of hpcinit, or set before srun

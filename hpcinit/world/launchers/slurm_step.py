@@ -226,7 +226,7 @@ def _refuse_two_sizes(env: Mapping[str, str]) -> None:
 
 
 NAME = "slurm"
-VARIABLES = {
+VARIABLES: Mapping[str, str] = {
     "rank": "SLURM_PROCID",
     "world_size": "SLURM_NTASKS",
     "local_rank": "SLURM_LOCALID",

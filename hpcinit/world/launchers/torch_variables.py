@@ -1,0 +1,121 @@
+"""Ranks described by torch's variables: started by torchrun, or by a program or launcher that sets them itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from hpcinit.base.errors import WorldError
+from hpcinit.records import elastic_restarts
+from hpcinit.world import ENV_WORLD, World, number, ports
+from hpcinit.world.launchers import slurm_step
+from hpcinit.world.parent_step import UNKNOWN, Process
+
+ENV_AGENT = "HPCINIT_AGENT"  # set for ranks that hpcinit.elastic has started: World.job of the agents
+
+
+class Torchrun:
+    """torchrun (`python -m torch.distributed.run`), or a program built on it, such as accelerate.
+
+    Variables: https://docs.pytorch.org/docs/stable/elastic/run.html. With launch=torchrun the agents are tasks of a
+    Slurm step, one per node, and set HPCINIT_AGENT: the step's variables then name the hosts.
+    """
+
+    NAME = "torchrun"
+    VARIABLES: Mapping[str, str] = {
+        "rank": "RANK",
+        "world_size": "WORLD_SIZE",
+        "local_rank": "LOCAL_RANK",
+        "local_world_size": "LOCAL_WORLD_SIZE",
+    }
+    DO = "torchrun sets it for every worker; start the ranks with torchrun"
+
+    def present(self, env: Mapping[str, str]) -> bool:
+        """Return whether torchrun started this process. A stale RANK is not enough: it always sets its run's id."""
+        return "TORCHELASTIC_RUN_ID" in env
+
+    def by_our_agent(self, env: Mapping[str, str]) -> bool:
+        """Return True for a rank of hpcinit.elastic, False for a rank of a torchrun that such a rank has started."""
+        return self.present(env) and env.get(ENV_AGENT) == env["TORCHELASTIC_RUN_ID"]
+
+    def read(self, env: Mapping[str, str], process: Process = UNKNOWN) -> World:
+        """Return the world from torchrun's own variables. It does not name the hosts, but counts them."""
+        if self.by_our_agent(env):
+            # The agents' step names the hosts and rank 0's host; each restart round has its own ports.
+            agents = slurm_step.read(env, process)
+            job = elastic_restarts.round_folder(agents.job, number(env, "TORCHELASTIC_RESTART_COUNT", self.DO))
+            candidates = ports.candidate_ports(job)
+            return replace(agents, launcher=self.NAME, job=job, master_ports=candidates, **self._ranks(env))
+        address = env.get("MASTER_ADDR")
+        if not address:
+            raise WorldError(f"MASTER_ADDR is not set, expected rank 0's host: {self.DO}")
+        return World(
+            launcher=self.NAME,
+            **self._ranks(env),
+            node_rank=number(env, "GROUP_RANK", self.DO),
+            hosts=(),
+            master_addr=address,
+            master_ports=(number(env, "MASTER_PORT", self.DO),),
+            job=self._job(env, address),
+            node_count=number(env, "GROUP_WORLD_SIZE", self.DO) if "GROUP_WORLD_SIZE" in env else 0,
+        )
+
+    def _ranks(self, env: Mapping[str, str]) -> dict[str, Any]:
+        """Return rank, world_size, local_rank and local_world_size."""
+        return {name: number(env, variable, self.DO) for name, variable in self.VARIABLES.items()}
+
+    def _job(self, env: Mapping[str, str], address: str) -> str:
+        """Return 'RUN.RESTART'. Without --rdzv-id all runs are called 'none'; then use its store's address and port.
+
+        The agents agree on both and pass them to all workers. Two torchruns on a node have different ports.
+        """
+        run = env.get("TORCHELASTIC_RUN_ID", "")
+        if run in {"", "none"}:
+            run = f"none-{address}-{env.get('MASTER_PORT', '')}"
+        return f"{run}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+class TorchVariables:
+    """A program that has set torch's variables (Ray), or a launcher without its own (DeepSpeed, Kubernetes).
+
+    Chosen if all of them are set and no other launcher is visible. Inside a Slurm step they may be stale, and
+    HPCINIT_STARTED_BY=env or init(started_by='env') confirms that they are valid.
+    """
+
+    NAME = "env"
+    VARIABLES: Mapping[str, str] = Torchrun.VARIABLES
+    DO = "with the launcher 'env' you must set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+
+    def present(self, env: Mapping[str, str]) -> bool:
+        """Return True if the variables are complete and not inherited from a rank of hpcinit that started this."""
+        return self.many(env) and bool(env.get("LOCAL_RANK")) and ENV_WORLD not in env
+
+    def many(self, env: Mapping[str, str]) -> bool:
+        """Return True if torch's variables are complete and describe more than one rank."""
+        complete = all(env.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+        return complete and env["WORLD_SIZE"] != "1"
+
+    def read(self, env: Mapping[str, str], process: Process = UNKNOWN) -> World:
+        """Return the world from torch's five variables and LOCAL_WORLD_SIZE (default: all ranks are here)."""
+        address = env.get("MASTER_ADDR")
+        if not address:
+            raise WorldError(f"MASTER_ADDR is not set, expected rank 0's host: {self.DO}")
+        rank, size = number(env, "RANK", self.DO), number(env, "WORLD_SIZE", self.DO)
+        local_size = number(env, "LOCAL_WORLD_SIZE", self.DO) if "LOCAL_WORLD_SIZE" in env else size
+        port = number(env, "MASTER_PORT", self.DO)
+        return World(
+            launcher=self.NAME,
+            rank=rank,
+            world_size=size,
+            local_rank=number(env, "LOCAL_RANK", self.DO),
+            local_world_size=local_size,
+            node_rank=number(env, "GROUP_RANK", self.DO) if "GROUP_RANK" in env else rank // max(local_size, 1),
+            hosts=(),
+            master_addr=address,
+            master_ports=(port,),
+            job=f"{address}:{port}",
+        )
+
+
+torchrun, torch_variables = Torchrun(), TorchVariables()
