@@ -25,7 +25,6 @@ from hpcinit.launch.signal_monitor import SignalMonitor
 from hpcinit.records import run_folder, safeguards
 from hpcinit.records.spec import Spec
 from hpcinit.records.startup_timeout import check_clock
-from hpcinit.world import forked
 from hpcinit.world.launchers import slurm_step
 
 
@@ -38,7 +37,10 @@ def main(argv: Sequence[str]) -> int:
     spec = run.enter(argv[0])
     if doubt := check_clock(os.environ, time.time()):
         say(doubt)
-    here, folder = forked.node(os.environ, spec.nodes, spec.ranks_per_node), Path(os.environ[run_folder.ENV_FOLDER])
+    here, folder = (
+        slurm_step.fork_node(os.environ, spec.nodes, spec.ranks_per_node),
+        Path(os.environ[run_folder.ENV_FOLDER]),
+    )
     if spec.stop.signal:  # keep it pending until there are ranks to receive it
         signals.block([signal.Signals[f"SIG{spec.stop.signal}"]])
     check = node_check.start(spec.check_node, os.environ)

@@ -38,7 +38,7 @@ PACKAGES = {
         ("base", "slurm"),
     ),
     "world": Package(
-        "World, one file per launcher, host names, network interfaces, ports, visible devices",
+        "World, the launchers, host names, network interfaces, ports, visible devices",
         ("base", "slurm", "records"),
     ),
     "deepspeed": Package("ds_config, version checks, op names: data and functions only", ("base", "records")),

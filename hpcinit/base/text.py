@@ -1,4 +1,4 @@
-"""Formats ranges of numbers and errors for messages, and expands paths as users write them."""
+"""Formats and parses ranges of numbers, shortens errors for messages, and expands paths as users write them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,15 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def numbers(text: str) -> set[int]:
+    """Return {0, 1, 2, 3, 8} for '0-3,8'. Raise ValueError."""
+    found: set[int] = set()
+    for word in filter(None, text.strip().split(",")):
+        first, _, last = word.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
 
 
 def rank_names(ranks: Collection[int]) -> str:

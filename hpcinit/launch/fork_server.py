@@ -24,8 +24,8 @@ from hpcinit.records.startup_timeout import left_of_job
 from hpcinit.rendezvous import join, startup_events
 from hpcinit.runtime import program
 from hpcinit.runtime.lifecycle import signal_watch
-from hpcinit.world import World, forked, launchers
-from hpcinit.world.forked import Node
+from hpcinit.world import World, launchers
+from hpcinit.world.launchers.slurm_step import ForkNode, fork_environment
 
 HANDLED = (*FORWARDED, signal.SIGCHLD)
 GRACE_S = 0.5  # from SIGTERM to SIGKILL, for ranks whose peer has failed
@@ -37,7 +37,7 @@ class ForkSupervisor(Supervisor):
     """The ranks of `here`, by their rank number. fork() returns the local rank in each child and None in the parent,
     which then calls wait()."""
 
-    def __init__(self, here: Node, launch: Launch, folder: Path, monitor: SignalMonitor) -> None:
+    def __init__(self, here: ForkNode, launch: Launch, folder: Path, monitor: SignalMonitor) -> None:
         super().__init__()
         self.stuck_s = STUCK_S
         self._here, self._launch, self._folder, self._monitor = here, launch, folder, monitor
@@ -162,14 +162,14 @@ def end_as(code: int) -> int:
 # Ranks that are not forked yet: reports in their name while the fork server imports, and if an import fails.
 
 
-def announce_prefork(here: Node, spec: Spec, folder: Path) -> None:
+def announce_prefork(here: ForkNode, spec: Spec, folder: Path) -> None:
     """Write the fork server's events to the timeline for each rank, so that a rank that hangs in an import is
     listed."""
     for local_rank in range(here.ranks_per_node):
         startup_events.announce(_world_of(here, spec, local_rank), folder)
 
 
-def fail_prefork(here: Node, spec: Spec, folder: Path, error: HpcinitError) -> None:
+def fail_prefork(here: ForkNode, spec: Spec, folder: Path, error: HpcinitError) -> None:
     """Record the error in the log and the error record of the node's first rank, and report it to running ranks."""
     world = _world_of(here, spec, 0)
     with contextlib.suppress(OSError), (folder / run_folder.RANK_LOG.format(rank=world.rank)).open("a") as log:
@@ -184,23 +184,23 @@ def fail_prefork(here: Node, spec: Spec, folder: Path, error: HpcinitError) -> N
             join.leave_rendezvous(str(error))
 
 
-def _world_of(here: Node, spec: Spec, local_rank: int) -> World:
+def _world_of(here: ForkNode, spec: Spec, local_rank: int) -> World:
     """Return the World of a rank that is not forked yet."""
-    return launchers.read(forked.environment(os.environ, here, local_rank, os.getpid(), spec.launch.cpus))
+    return launchers.read(fork_environment(os.environ, here, local_rank, os.getpid(), spec.launch.cpus))
 
 
 # What turns a forked child into a rank: session, log, environment, CPUs, threads, random numbers.
 
 
 def become_child(
-    here: Node, spec: Spec, folder: Path, local_rank: int, parent: int, cpus: list[set[int]] | None
+    here: ForkNode, spec: Spec, folder: Path, local_rank: int, parent: int, cpus: list[set[int]] | None
 ) -> None:
     """Set up local rank `local_rank` of `here`, first thing in the child. cpus: per local rank; None: unchanged."""
     os.setsid()
     processes.die_with_parent(parent)
     rank = here.first + local_rank
     _redirect_streams(folder / run_folder.RANK_LOG.format(rank=rank))
-    env = forked.environment(os.environ, here, local_rank, os.getpid(), spec.launch.cpus)
+    env = fork_environment(os.environ, here, local_rank, os.getpid(), spec.launch.cpus)
     _replace_environment({**env, **rank_binding.devices(spec.launch, local_rank, env)})
     if cpus is not None:
         rank_binding.apply(cpus[local_rank])

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from hpcinit.base.text import ranges
+from hpcinit.base.text import numbers, ranges
 from hpcinit.runtime import devices
 from hpcinit.world import World
-from hpcinit.world.cpus import PROC, SYSFS, cores, cpus, everything, share
+from hpcinit.world.cpus import PROC, SYSFS, cores, everything, share
 from hpcinit.world.visible_devices import read
 
 
@@ -72,7 +72,7 @@ def _choose(
     if not address:
         raise ValueError(f"torch {torch.__version__} does not report the PCI address of {device}")
     node = _numa_node(address, sysfs)
-    near = cpus((sysfs / "bus/pci/devices" / address / "local_cpulist").read_text()) & allowed
+    near = numbers((sysfs / "bus/pci/devices" / address / "local_cpulist").read_text()) & allowed
     if node < 0 or not near:
         raise ValueError(f"the kernel reports no NUMA node or no usable CPU for {device} at {address}")
     where = f"NUMA node {node}, near {device}"

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from hpcinit.base.safe_files import read_or_empty
+from hpcinit.base.text import numbers
 
 SYSFS = Path("/sys")
 PROC = Path("/proc")
@@ -26,18 +27,9 @@ def share(cores: Sequence[Collection[int]], ranks: int, place: int) -> set[int]:
     return {cpu for part in parts[first : first + each + (place < left)] for cpu in part}
 
 
-def cpus(text: str) -> set[int]:
-    """Return the numbers in the kernel's list "0-3,8". Raise ValueError."""
-    found: set[int] = set()
-    for word in filter(None, text.strip().split(",")):
-        first, _, last = word.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
-
-
 def everything(sysfs: Path = SYSFS, proc: Path = PROC) -> set[int]:
     """Return the CPUs that an unbound process of this job could use: those online, within its control group."""
-    online = cpus((sysfs / "devices/system/cpu/online").read_text())
+    online = numbers((sysfs / "devices/system/cpu/online").read_text())
     for line in read_or_empty(proc / "self/cgroup").splitlines():
         # "0::/system.slice/job_7" is version 2, "4:cpuset:/slurm/job_7" version 1.
         _, controllers, path = line.split(":", 2)
@@ -49,7 +41,7 @@ def everything(sysfs: Path = SYSFS, proc: Path = PROC) -> set[int]:
             continue
         # A container may not see the path that its group has outside of it.
         text = read_or_empty(folder / path.lstrip("/") / name) or read_or_empty(folder / name)
-        online &= cpus(text) or online
+        online &= numbers(text) or online
     return online
 
 
@@ -58,5 +50,5 @@ def cores(near: set[int], sysfs: Path = SYSFS) -> list[list[int]]:
     found: dict[tuple[int, ...], list[int]] = {}
     for cpu in sorted(near):
         siblings = read_or_empty(sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        found.setdefault(tuple(sorted(cpus(siblings) or {cpu})), []).append(cpu)
+        found.setdefault(tuple(sorted(numbers(siblings) or {cpu})), []).append(cpu)
     return list(found.values())

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpcinit.base.errors import WorldError
+from hpcinit.base.text import numbers
 from hpcinit.world import World, number
 
 ENV_PORTS = "HPCINIT_PORTS"
@@ -51,7 +52,7 @@ def outside_ephemeral(candidates: Sequence[int]) -> tuple[tuple[int, ...], str]:
     there are fewer than the two that rank 0 needs ('' otherwise)."""
     try:
         first, last = map(int, (_SYSCTL / EPHEMERAL).read_text().split())
-        reserved = _port_set((_SYSCTL / RESERVED).read_text())
+        reserved = numbers((_SYSCTL / RESERVED).read_text())
     except (OSError, ValueError):  # not Linux, or hidden in a container
         return tuple(candidates), ""
     given = {port for port in candidates if first <= port <= last and port not in reserved}
@@ -63,12 +64,6 @@ def outside_ephemeral(candidates: Sequence[int]) -> tuple[tuple[int, ...], str]:
         f"contain {len(given)} of the {len(candidates)} candidate ports: another program may be using one. The "
         f"administrator can keep them free: sysctl net.ipv4.{RESERVED}={FIRST_PORT}-{LAST_PORT}"
     )
-
-
-def _port_set(text: str) -> frozenset[int]:
-    """Return the ports of '8080,9148-9150'."""
-    parts = (part.partition("-") for part in text.strip().split(",") if part)
-    return frozenset(port for first, _, last in parts for port in range(int(first), int(last or first) + 1))
 
 
 def problem(text: str) -> str:

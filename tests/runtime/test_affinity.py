@@ -132,7 +132,7 @@ def test_a_cgroup_is_not_a_binding(monkeypatch: pytest.MonkeyPatch, sysfs: Path,
     """In a job confined to 8 of 16 CPUs by a cgroup, two ranks still split those CPUs, in whole cores."""
     write(sysfs / "proc/self/cgroup", cgroup)
     write(sysfs / file, "0-3,8-11\n")
-    kernel = Kernel(monkeypatch, sysfs, set(affinity.cpus("0-3,8-11")))
+    kernel = Kernel(monkeypatch, sysfs, set(affinity.numbers("0-3,8-11")))
     env = {"SLURM_CPUS_ON_NODE": "8"}
     assert kernel.bind(world(1, 2), torch.device("cuda", 1), env) == "CPU affinity 2-3,10-11 (NUMA node 0, near cuda:1)"
 
@@ -178,7 +178,7 @@ def test_share(cores: list[list[int]], ranks: int, shares: list[set[int]]) -> No
 @pytest.mark.parametrize("text", ["0", "0-3", "0-3,8", "1,3,5", "", "0-1,3-4,127"])
 def test_lists_of_cpus(text: str) -> None:
     """CPU lists in the kernel's format are parsed and formatted without changes."""
-    assert affinity.ranges(affinity.cpus(text + "\n")) == text
+    assert affinity.ranges(affinity.numbers(text + "\n")) == text
 
 
 # With the real kernel.

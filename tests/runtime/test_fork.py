@@ -19,8 +19,7 @@ from hpcinit.base.errors import RequestError
 from hpcinit.base.supervisor import Supervisor
 from hpcinit.launch import fork_server, preload, rank_binding
 from hpcinit.records.spec import Launch
-from hpcinit.world.forked import Node as Place
-from hpcinit.world.forked import environment, node
+from hpcinit.world.launchers.slurm_step import ForkNode, fork_environment, fork_node
 from tests import waiting
 from tests.forking import Node
 from tests.skip_or_fail import skip_or_fail
@@ -364,7 +363,7 @@ def frozen(tmp_path: Path) -> Iterator[Path]:
 STUCK = """
 import os, signal, sys, time
 from pathlib import Path
-from hpcinit.world.forked import Node
+from hpcinit.world.launchers.slurm_step import ForkNode
 from hpcinit.records.spec import Launch
 from hpcinit.base import processes
 from hpcinit.launch import fork_server
@@ -375,7 +374,7 @@ class NoMonitor:
     def saw(self, number): return True
 
 fork_server.GRACE_S, fork_server.STUCK_S = 0.1, 0.3
-ranks = fork_server.ForkSupervisor(Node(0, 1, 2, "n1"), Launch("fork"), Path(), NoMonitor())
+ranks = fork_server.ForkSupervisor(ForkNode(0, 1, 2, "n1"), Launch("fork"), Path(), NoMonitor())
 rank = ranks.fork(lambda local, parent: None)
 if rank == 1:
     Path(sys.argv[1], "file").write_text("never")
@@ -429,14 +428,14 @@ def test_a_step_of_another_shape() -> None:
     with pytest.raises(
         RequestError, match=r"the step has 4 tasks .* but the run has 2 nodes x 2 ranks: start one task"
     ):
-        node(env, 2, 2)
+        fork_node(env, 2, 2)
 
 
 def test_an_environment_names_the_rank_only() -> None:
     """A rank's environment has no rank, binding or process manager of its parent, and no additional variables."""
-    here = Place(1, 2, 2, "n2")
+    here = ForkNode(1, 2, 2, "n2")
     env = {"SLURM_PROCID": "1", "SLURM_CPU_BIND_LIST": "0x3", "PMI_RANK": "1", "HOME": "/root", "SLURM_TASK_PID": "7"}
-    found = environment(env, here, 1, 99, 4)
+    found = fork_environment(env, here, 1, 99, 4)
     assert found["SLURM_PROCID"] == "3" and found["SLURM_TASK_PID"] == "99" and found["HOME"] == "/root"
     assert found["SLURM_TASKS_PER_NODE"] == "2(x2)" and "SLURM_CPUS_PER_TASK" not in found
     assert not found.keys() & {"SLURM_CPU_BIND_LIST", "PMI_RANK", "SLURM_NTASKS_PER_NODE"}

@@ -1,4 +1,4 @@
-"""Ranks started by srun: one Slurm task per rank. hpcinit's local engine sets the same variables.
+"""Ranks started by srun: one Slurm task per rank. The local engine and launch=fork set the same variables.
 
 These were right in every recorded launch (tests/data): SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, the length of
 SLURM_GTIDS, SLURM_STEP_NUM_TASKS. These were not: SLURM_NTASKS (srun --preserve-env), SLURM_NTASKS_PER_NODE,
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcinit.base.errors import NodelistError, WorldError
+from hpcinit.base.errors import NodelistError, RequestError, WorldError
 from hpcinit.slurm import nodelist
 from hpcinit.world import World, number, ports
 from hpcinit.world.parent_step import UNKNOWN, Process
@@ -322,3 +322,67 @@ def _tasks_of_job(env: Mapping[str, str]) -> str:
             return f"{sum(map(int, counts))} tasks"
     nodes, tasks = env.get("SLURM_JOB_NUM_NODES", "1"), env.get("SLURM_NTASKS", "1")
     return f"{nodes} nodes" if tasks == "1" != nodes else f"{tasks} tasks"
+
+
+# With launch=fork, the one Slurm task of a node forks its ranks.
+
+ONE_TASK = "start one task per node: srun --ntasks-per-node=1, as the run folder's job.sh does"
+# Variables that belong to the fork server only: MPI's process managers do not know its ranks, and the CPU and GPU
+# bindings are the server's. SLURM_UMASK stays: it distinguishes a task from a batch script.
+NOT_THEIRS = ("PMI_", "PMI2_", "PMIX_", "SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLURMD_TRES_BIND", "SLURM_TRES_BIND")
+
+
+@dataclass(frozen=True)
+class ForkNode:
+    """The task of a node and its ranks. rank: 0 to nodes - 1, from SLURM_NODEID. host: Slurm's name of the node."""
+
+    rank: int
+    nodes: int
+    ranks_per_node: int
+    host: str
+
+    @property
+    def first(self) -> int:
+        """The rank of this node's first rank."""
+        return self.rank * self.ranks_per_node
+
+
+def fork_node(env: Mapping[str, str], nodes: int, ranks_per_node: int) -> ForkNode:
+    """Return this task's node, checked against the run's size. Raise RequestError if it is not one task per node."""
+    tasks = number(env, "SLURM_STEP_NUM_TASKS", ONE_TASK)
+    if tasks != nodes or env.get("SLURM_LOCALID") != "0":
+        raise RequestError(
+            f"the step has {tasks} tasks (SLURM_STEP_NUM_TASKS) and this is number {env.get('SLURM_LOCALID')} of its "
+            f"node (SLURM_LOCALID), but the run has {nodes} nodes x {ranks_per_node} ranks: {ONE_TASK}"
+        )
+    return ForkNode(number(env, "SLURM_NODEID", ONE_TASK), nodes, ranks_per_node, env.get("SLURMD_NODENAME", ""))
+
+
+def fork_environment(
+    env: Mapping[str, str], here: ForkNode, local_rank: int, pid: int, cpus: int | None
+) -> dict[str, str]:
+    """Return the whole environment of a forked rank, from its parent's: with the variables that srun would have set.
+
+    Ranks are numbered by node, in any task order. tests/test_fork.py compares recordings of both: one Slurm task per
+    rank, and forked ranks.
+    """
+    per_node, world = str(here.ranks_per_node), str(here.nodes * here.ranks_per_node)
+    counts = per_node if here.nodes == 1 else f"{per_node}(x{here.nodes})"
+    found = {name: value for name, value in env.items() if not name.startswith(NOT_THEIRS)}
+    found |= {
+        "SLURM_PROCID": str(here.first + local_rank),
+        "SLURM_LOCALID": str(local_rank),
+        "SLURM_GTIDS": ",".join(str(here.first + other) for other in range(here.ranks_per_node)),
+        "SLURM_DISTRIBUTION": "block",
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), world),
+        **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), counts),
+    }
+    if "SLURM_NTASKS_PER_NODE" in env:
+        found["SLURM_NTASKS_PER_NODE"] = per_node
+    if "SLURM_TASK_PID" in env:  # not set by the local engine
+        found["SLURM_TASK_PID"] = str(pid)
+    if "SLURM_CPUS_PER_TASK" in env and cpus is not None:
+        found["SLURM_CPUS_PER_TASK"] = str(cpus)
+        if env.get("SLURM_TRES_PER_TASK", "").startswith("cpu="):  # since Slurm 24.05
+            found["SLURM_TRES_PER_TASK"] = f"cpu={cpus}"
+    return found
