@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from hpcinit.doctor.private_names import TESTED
+from hpcinit.doctor.login_checks import TESTED
 
 ROOT = Path(__file__).parent.parent
 LOWEST = [line for line in (ROOT / "tests/lowest.txt").read_text().splitlines() if not line.startswith("#")]
@@ -92,15 +92,16 @@ def test_the_tested_versions_are_the_same_everywhere() -> None:
     """
     torch, deepspeed = TESTED["torch"], TESTED["deepspeed"]
     project, make = (ROOT / "pyproject.toml").read_text(), (ROOT / "Makefile").read_text()
+    below: dict[str, str] = {}
     for package, tested in TESTED.items():
         major, minor, *_ = Version(tested.newest).release
-        assert tested.below == f"{major}.{minor + 1}"
+        below[package] = f"{major}.{minor + 1}"
         bound = re.search(rf'"{package}(>=\S+)"', project)
-        assert bound and bound[1] == f">={tested.oldest.removesuffix('.0')},<{tested.below}"
+        assert bound and bound[1] == f">={tested.oldest.removesuffix('.0')},<{below[package]}"
     assert f"TORCH_VERSIONS ?= {torch.oldest} {torch.newest}\n" in make
     assert (
         f"DS18_VERSION := {deepspeed.oldest}\n" in make
-        and f"'deepspeed>={deepspeed.oldest},<{deepspeed.below}'" in make
+        and f"'deepspeed>={deepspeed.oldest},<{below['deepspeed']}'" in make
     )
     text = " ".join((ROOT / "README.md").read_text().split())
     listed = re.findall(r"We test Slurm .*?\. ", text)[0].rpartition("torch ")[2]

@@ -16,8 +16,8 @@ from packaging.version import Version
 
 import hpcinit
 from hpcinit.base import versions
-from hpcinit.doctor import private_names
-from hpcinit.doctor.private_names import NAMES, PrivateName
+from hpcinit.doctor.login_checks import TESTED
+from tests.runtime.private_names import NAMES, PrivateName
 from tests.skip_or_fail import skip_or_fail
 
 PACKAGE = Path(hpcinit.__file__).parent
@@ -203,7 +203,7 @@ def test_a_missing_name_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_installed_versions_are_tested_ones() -> None:
     """The installed versions are between the oldest and the newest tested version that hpcinit declares."""
-    for package, tested in private_names.TESTED.items():
+    for package, tested in TESTED.items():
         if found := versions.installed(package):
             release = Version(Version(found).public)
-            assert Version(tested.oldest) <= release <= Version(tested.newest) < Version(tested.below), package
+            assert Version(tested.oldest) <= release <= Version(tested.newest), package

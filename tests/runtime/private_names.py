@@ -1,7 +1,7 @@
-"""The versions of torch and DeepSpeed that hpcinit is tested with, and their private names that it uses.
+"""The private names of torch and DeepSpeed that hpcinit uses.
 
-A private name can disappear in any release. tests/runtime/test_private_names.py finds every use in hpcinit, and checks
-that each name exists in the installed version; make test, make test-torch and make test-deepspeed-0.18 run it.
+A private name can disappear in any release. test_private_names.py finds every use in hpcinit, and checks that each name
+exists in the installed version; make test, make test-torch and make test-deepspeed-0.18 run it.
 """
 
 from __future__ import annotations
@@ -10,21 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpcinit.base import versions
-
-
-@dataclass(frozen=True)
-class Tested:
-    """oldest and newest: the versions that the tests run with. below: the upper bound in pyproject.toml."""
-
-    oldest: str
-    newest: str
-    below: str
-
-
-TESTED = {
-    "torch": Tested("2.10.0", "2.14.1", "2.15"),
-    "deepspeed": Tested("0.18.5", "0.19.8", "0.20"),
-}
 
 
 @dataclass(frozen=True)
@@ -104,11 +89,3 @@ def _deepspeed() -> Iterator[PrivateName]:
 
 
 NAMES = (*_torch(), *_deepspeed())
-
-
-def newer_than_tested(package: str, version: str) -> str:
-    """Return a note about a version that is newer than all tested ones; '' for others."""
-    tested = TESTED[package]
-    if versions.key(version) <= versions.key(tested.newest):
-        return ""
-    return f"{version} is newer than {tested.newest}, the newest {package} that hpcinit is tested with"
