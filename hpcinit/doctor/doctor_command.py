@@ -6,40 +6,216 @@ Exit status: 0 if no check failed, 1 if one failed, 2 if the request is wrong.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import shlex
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from hpcinit.base import console
-from hpcinit.base.errors import ConfigError, RequestError
+from hpcinit.base.errors import INTERRUPTED, ConfigError, RequestError
 from hpcinit.config import compose, overrides
 from hpcinit.config.request import Request
-from hpcinit.doctor import check_results, job_checks, login_checks
+from hpcinit.doctor import check_results, link_diagnosis, login_checks, node_diagnosis
 from hpcinit.doctor.check_results import FAIL, OK, WARNING, Check
-from hpcinit.observe import find_runs
+from hpcinit.observe import find_runs, state
+from hpcinit.observe.poll import Poll
+from hpcinit.records import node_records, rank_report, run_folder, spec
+from hpcinit.records.node_records import NodeFailure
 from hpcinit.records.rank_report import Report
+from hpcinit.submit import submit_command
+from hpcinit.why import why_command
 
-# Output: a table with colors (rich) in a terminal, else plain lines, or JSON.
-
+# The defaults of the doctor's job. A short job waits less in the queue. A failure is a result, so it is not restarted.
+JOB_DEFAULTS = {"time_min": "15", "restart.max_restarts": "0"}
+POLL_S = 0.5
 MOST_ROWS = 64
 COLUMNS = ("rank", "host", "device", "uuid", "driver", "NUMA", "cores", "stage")
 STYLES = {OK: "green", WARNING: "yellow", FAIL: "bold red"}
 
 
-def show_table(checks: Sequence[Check], title: str = "", quiet: bool = False) -> None:
-    """Print the checks. quiet: only those that are not ok."""
+def main(argv: Sequence[str]) -> int:
+    """Run the command with `argv`: overrides as for `hpcinit submit`, and options. Raise RequestError."""
+    options = console.parse_arguments(parser(), list(argv))
+    if wrong := overrides.not_overrides(options.overrides):
+        raise RequestError(f"{wrong[0]!r} is not an override, expected KEY=VALUE as for hpcinit submit")
+    if options.run:
+        if options.overrides:
+            override = options.overrides[0]
+            raise RequestError(f"--run {options.run} shows an earlier run, which {override} cannot change: remove it")
+        return _of_run(find_runs.find_run(options.run, options.runs_dir), options)
+    on_nodes = any(override.lstrip("+").startswith("nodes=") for override in options.overrides)
+    if options.remember and not on_nodes:
+        raise RequestError("--remember needs results from nodes: add nodes=N, or --run RUN for an earlier run")
+    given = job_overrides(options.overrides) if on_nodes else options.overrides
+    try:
+        [request] = _composed(given)
+    except ConfigError as error:
+        problems = [Check("config", FAIL, problem) for problem in error.problems]
+        _show([*login_checks.version_checks(None), *problems], options)
+        return error.exit_status
+    here = list(login_checks.login_checks(request.config, request.document, os.environ))
+    failed = check_results.worst_status(here) == FAIL
+    if failed or not on_nodes:
+        if on_nodes:
+            console.message("a check failed on this login node, so the doctor's job was not submitted")
+        _show(here, options)
+        return int(failed)
+    status, path = _submit(request, argv)
+    if path is None:
+        return status
+    return wait(path) or _of_run(path, options, here)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hpcinit doctor", description="Check this login node and the compute nodes")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="as for hpcinit submit; nodes=N: check N nodes in a job"
+    )
+    parser.add_argument("--remember", action="store_true", help="exclude nodes that failed from later submissions")
+    parser.add_argument("--run", metavar="RUN", help="show the results of an earlier run: its folder, name or job id")
+    find_runs.add_runs_dir(parser)
+    return console.add_verbosity_options(parser)
+
+
+def _composed(overrides: Sequence[str]) -> Sequence[Request]:
+    found: list[Request] = []
+
+    def keep(requests: Sequence[Request]) -> int:
+        found.extend(requests)
+        return 0
+
+    compose.main(overrides, lambda _: None, keep)
+    return found
+
+
+def _of_run(path: Path, options: argparse.Namespace, before: Sequence[Check] = ()) -> int:
+    """Print the checks of a run of the doctor's job. before: the checks of the login node."""
+    found, reports = checks_of_run(path)
+    every = [*before, *found]
+    _show(every, options, path, reports)
+    for line in remember(path, found) if options.remember else _hint(found, path):
+        console.note(line)
+    return int(check_results.worst_status(every) == FAIL)
+
+
+def _hint(found: Sequence[Check], path: Path) -> list[str]:
+    """Return a line that shows how to exclude the faulty nodes, if there are any."""
+    faulty = sorted({host for check in found if check.status == FAIL for host in check.hosts})
+    run = shlex.quote(str(path))
+    names = ", ".join(faulty)
+    return [f"to exclude {names} from submissions:  hpcinit doctor --remember --run {run}"] if faulty else []
+
+
+def job_overrides(given: Sequence[str]) -> list[str]:
+    """Return the overrides of the doctor's job: the defaults, those `given`, and job=doctor."""
+    keys = {override.lstrip("+").partition("=")[0] for override in given}
+    return [*(f"{key}={value}" for key, value in JOB_DEFAULTS.items() if key not in keys), *given, "job=doctor"]
+
+
+def _submit(request: Request, argv: Sequence[str]) -> tuple[int, Path | None]:
+    """Submit the job as `hpcinit submit` does; return the exit status, and the run folder if there is one.
+
+    The output of the submission goes to stderr, or with -q nowhere.
+    """
+    runs: dict[int, Path] = {}
+    with contextlib.redirect_stdout(io.StringIO() if console.quiet() else sys.stderr):
+        status = submit_command.submit_all([request], ["hpcinit", "doctor", *argv], runs)
+    return status, runs.get(request.number)
+
+
+def wait(path: Path) -> int:
+    """Wait until the run has ended. Return 0, or 130 after Ctrl-C."""
+    out = Console(stderr=True, quiet=console.quiet(), highlight=False, soft_wrap=True)
+    poll, shown, started = Poll(path), "", time.monotonic()
+    try:
+        with out.status("") as line:
+            while not poll.ask():
+                now = f"{poll.now.name} {poll.now.reason}".strip()
+                if now != shown and not out.is_terminal:
+                    out.print(f"[{time.monotonic() - started:.0f} s] {now}", markup=False)
+                shown = now
+                line.update(f"{now}  {time.monotonic() - started:.0f} s")
+                time.sleep(POLL_S)
+    except KeyboardInterrupt:
+        run = shlex.quote(str(path))
+        console.note(f"stopped waiting; the job is still running. See its results with:  hpcinit doctor --run {run}")
+        console.note(f"cancel it with:  hpcinit cancel {run}")
+        return INTERRUPTED
+    return 0
+
+
+def checks_of_run(path: Path) -> tuple[list[Check], list[Report]]:
+    """Return the checks and reports of the run in the folder `path`, also of one that has not ended."""
+    submitted, reports = spec.load(path / run_folder.SPEC), rank_report.read(path)
+    found = list(node_diagnosis.check_nodes(reports, submitted.nodes, submitted.ranks_per_node))
+    found += link_diagnosis.check_links(reports)
+    now = state.read(path)
+    return [*found, *_end_of_job(path, now)], reports
+
+
+def _end_of_job(path: Path, now: state.State) -> Iterator[Check]:
+    """Yield a check of how the job ended, with the verdict of `hpcinit why` if it failed."""
+    if now.name == "COMPLETED":
+        yield Check("job", OK, f"{now.job_id} completed")
+        return
+    verdict = why_command.explain_run(path, now)
+    advice = verdict.do or f"hpcinit why {shlex.quote(str(path))}"
+    yield Check("job", FAIL if now.over else WARNING, f"{now.job_id} is {now.name}: {verdict.headline}", advice)
+
+
+def remember(path: Path, found: Sequence[Check]) -> list[str]:
+    """Add the faulty nodes to the cluster's table of excluded nodes. Return a line about each for the user."""
+    record = state.submission(path)
+    cluster, job = str(record.get("cluster", "")), str(record.get("job_id", ""))
+    faulty = {host: check for check in reversed(found) if check.status == FAIL for host in check.hosts}
+    if record.get("engine") != "slurm":
+        return [f"cluster {cluster} has no nodes to exclude, so --remember had no effect"] if faulty else []
+    table = node_records.file(os.environ, cluster)
+    failures = [
+        NodeFailure(time.time(), host, node_records.DOCTOR, str(path.absolute()), job, f"{check.about}: {check.detail}")
+        for host, check in faulty.items()
+    ]
+    node_records.append(table, node_records.new_record(failures, node_records.read(table)))
+    return [f"{host} is excluded from submissions; to undo: hpcinit nodes --forget {host}" for host in faulty]
+
+
+def _show(
+    checks: Sequence[Check], options: argparse.Namespace, path: Path | None = None, reports: Sequence[Report] = ()
+) -> None:
+    """Print the checks and, if the doctor's job ran, its reports: for people, or with --json as one object."""
+    if not options.json:
+        if not options.quiet:
+            show_ranks(reports)
+        show_table(checks, options.quiet)
+        return
+    found = {"status": check_results.worst_status(checks), "checks": [asdict(check) for check in checks]}
+    if path is not None:
+        record = state.submission(path)
+        sizes = [one for report in reports for one in report.all_reduce]
+        found |= {
+            "run": str(path),
+            "job_id": str(record.get("job_id", "")),
+            "cluster": str(record.get("cluster", "")),
+            "all_reduce": [asdict(one) | {"bus_gb_s": one.bus_gb_s} for one in sizes],
+            "ranks": [asdict(report) for report in reports],
+        }
+    print(json.dumps(found))
+
+
+def show_table(checks: Sequence[Check], quiet: bool) -> None:
+    """Print the checks: with colors in a terminal, else as plain lines. quiet: only those that are not ok."""
     shown = [check for check in checks if not quiet or check.status != OK]
     out = Console(highlight=False, soft_wrap=True)
-    if title:
-        out.print(title, markup=False)
     if out.is_terminal and shown:
         out.print(_table(shown), soft_wrap=False)
     else:
@@ -95,109 +271,3 @@ def _rank(report: Report) -> Sequence[str]:
 
 def _size(size: int) -> str:
     return f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"
-
-
-def document(checks: Sequence[Check]) -> dict[str, Any]:
-    """Return the object that --json prints."""
-    return {"status": check_results.worst_status(checks), "checks": [asdict(check) for check in checks]}
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command with `argv`: overrides as for `hpcinit submit`, and options. Raise RequestError."""
-    options = console.parse_arguments(parser(), list(argv))
-    if wrong := overrides.not_overrides(options.overrides):
-        raise RequestError(f"{wrong[0]!r} is not an override, expected KEY=VALUE as for hpcinit submit")
-    if options.run:
-        if options.overrides:
-            override = options.overrides[0]
-            raise RequestError(f"--run {options.run} shows an earlier run, which {override} cannot change: remove it")
-        return _of_run(find_runs.find_run(options.run, options.runs_dir), options)
-    on_nodes = any(override.lstrip("+").startswith("nodes=") for override in options.overrides)
-    if options.remember and not on_nodes:
-        raise RequestError("--remember needs results from nodes: add nodes=N, or --run RUN for an earlier run")
-    given = job_checks.overrides(options.overrides) if on_nodes else options.overrides
-    try:
-        [request] = _composed(given)
-    except ConfigError as error:
-        return _without_config(error, options)
-    return _on_nodes(request, argv, options) if on_nodes else _login(request, options)
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hpcinit doctor", description="Check this login node and the compute nodes")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="as for hpcinit submit; nodes=N: check N nodes in a job"
-    )
-    parser.add_argument("--remember", action="store_true", help="exclude nodes that failed from later submissions")
-    parser.add_argument("--run", metavar="RUN", help="show the results of an earlier run: its folder, name or job id")
-    find_runs.add_runs_dir(parser)
-    return console.add_verbosity_options(parser)
-
-
-def _composed(overrides: Sequence[str]) -> Sequence[Request]:
-    found: list[Request] = []
-
-    def keep(requests: Sequence[Request]) -> int:
-        found.extend(requests)
-        return 0
-
-    compose.main(overrides, lambda _: None, keep)
-    return found
-
-
-def _without_config(error: ConfigError, options: argparse.Namespace) -> int:
-    """Print the checks that need no config, and each problem of the config."""
-    wrong = [Check("config", FAIL, problem) for problem in error.problems]
-    _show([*login_checks.version_checks(None), *wrong], options)
-    return error.exit_status
-
-
-def _login(request: Request, options: argparse.Namespace) -> int:
-    checks = list(login_checks.login_checks(request.config, request.document, os.environ))
-    _show(checks, options)
-    return int(check_results.worst_status(checks) == FAIL)
-
-
-def _on_nodes(request: Request, argv: Sequence[str], options: argparse.Namespace) -> int:
-    """Check the login node; if no check fails, submit the doctor's job and print its results."""
-    here = list(login_checks.login_checks(request.config, request.document, os.environ))
-    if check_results.worst_status(here) == FAIL:
-        console.message("a check failed on this login node, so the doctor's job was not submitted")
-        _show(here, options)
-        return 1
-    status, path = job_checks.submit(request, argv)
-    if path is None:
-        return status
-    if waited := job_checks.wait(path):
-        return waited
-    return _of_run(path, options, here)
-
-
-def _of_run(path: Path, options: argparse.Namespace, before: Sequence[Check] = ()) -> int:
-    """Print the checks of a run of the doctor's job. before: the checks of the login node."""
-    found, reports = job_checks.checks(path)
-    every = [*before, *found]
-    if options.json:
-        print(json.dumps(document(every) | job_checks.document(path, reports)))
-    else:
-        if not options.quiet:
-            show_ranks(reports)
-        show_table(every, quiet=options.quiet)
-    for line in job_checks.remember(path, found) if options.remember else _hint(found, path):
-        console.note(line)
-    return int(check_results.worst_status(every) == FAIL)
-
-
-def _hint(found: Sequence[Check], path: Path) -> list[str]:
-    """Return a line that shows how to exclude the faulty nodes, if there are any."""
-    faulty = sorted({host for check in found if check.status == FAIL for host in check.hosts})
-    run = shlex.quote(str(path))
-    names = ", ".join(faulty)
-    return [f"to exclude {names} from submissions:  hpcinit doctor --remember --run {run}"] if faulty else []
-
-
-def _show(checks: Sequence[Check], options: argparse.Namespace) -> None:
-    if options.json:
-        print(json.dumps(document(checks)))
-    else:
-        show_table(checks, quiet=options.quiet)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hpcinit.doctor import check_results
 from hpcinit.doctor.check_results import FAIL, OK, WARNING, Check
-from hpcinit.records.rank_report import AllReduce, Interface, Link, Report, Rule, slow_links
+from hpcinit.records.rank_report import Interface, Link, Report, Rule, slow_links
 
 # Speed of GPU links, in 10^9 bytes per second and direction. Data sheets give the sum of both directions.
 
@@ -102,7 +102,7 @@ def _links_between_nodes(links: Sequence[Link], host: Mapping[int, str], on_cpu:
                 yield Check("network", WARNING, detail, "report the cable or switch between them to the site")
     far = [link for link in links if min(link.round_trip_s) > FAR_S and not slow & {host.get(link.a), host.get(link.b)}]
     if far and len(set(host.values())) == 2:
-        healthy, link = False, max(far, key=_best_trip)
+        healthy, link = False, max(far, key=lambda link: min(link.round_trip_s))
         detail = (
             f"the link {_ends(link, host)} is slow: round trip {_formatted(min(link.round_trip_s), 'round trip')}, "
         )
@@ -189,7 +189,7 @@ def _all_reduce(reports: Sequence[Report], on_cpu: bool) -> Iterator[Check]:
         detail = f"{name}: an all-reduce on the node is slow: {own[name][0] * 1e3:.2f} ms, "
         detail += f"{min(own.values())[0] * 1e3:.2f} ms on the fastest node"
         yield Check("all-reduce inside nodes", FAIL, detail, "compare both nodes with: nvidia-smi topo -m", (name,))
-    largest = max((one for report in reports for one in report.all_reduce), key=_message_size, default=None)
+    largest = max((one for report in reports for one in report.all_reduce), key=lambda one: one.size, default=None)
     if largest is None or largest.ranks < 2:
         return
     detail = f"{largest.size / 2**20:g} MiB over {largest.ranks} ranks at {largest.bus_gb_s:.2f} GB/s bus bandwidth"
@@ -203,10 +203,6 @@ def _all_reduce(reports: Sequence[Report], on_cpu: bool) -> Iterator[Check]:
         yield Check("all-reduce", WARNING, f"{detail}, less than half of {expected:g} GB/s ({of_what})", advice)
     else:
         yield Check("all-reduce", OK, f"{detail}, at most {expected:g} GB/s ({of_what})")
-
-
-def _message_size(one: AllReduce) -> int:
-    return one.size
 
 
 def _hardware_gb_s(reports: Sequence[Report]) -> tuple[float | None, str]:
@@ -229,10 +225,6 @@ def _formatted(seconds: float, unit: str) -> str:
     if unit == "bandwidth":
         return f"{1 / seconds:.3g} GB/s"
     return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
-
-
-def _best_trip(link: Link) -> float:
-    return min(link.round_trip_s)
 
 
 def _ends(link: Link, host: Mapping[int, str]) -> str:

@@ -106,28 +106,14 @@ def check_nodes(reports: Sequence[Report], nodes: int, ranks_per_node: int) -> I
     yield from _presence(reports, nodes, ranks_per_node)
     if not reports:
         return
-    for check in (
-        _devices,
-        check_devices,
-        _differences,
-        _names,
-        _interfaces,
-        _places,
-        _memory,
-        _store,
-    ):
+    for check in (_devices, check_devices, _differences, _names, _interfaces, _places, _memory, _store):
         yield from check(reports)
-
-
-def hosts_of(reports: Sequence[Report], nodes: int) -> tuple[str, ...]:
-    """Return the hosts by node; '' for each if no rank reported them."""
-    reported = next((report.hosts for report in reports if report.hosts), ())
-    return reported or ("",) * nodes
 
 
 def _presence(reports: Sequence[Report], nodes: int, ranks_per_node: int) -> Iterator[Check]:
     """Report ranks without a report, or without measurements. Rank r is on node r // ranks_per_node."""
-    hosts, total = hosts_of(reports, nodes), nodes * ranks_per_node
+    hosts: Sequence[str] = next((report.hosts for report in reports if report.hosts), ())  # by node
+    total = nodes * ranks_per_node
     here = {report.rank for report in reports}
     missing = [rank for rank in range(total) if rank not in here]
     for node in sorted({rank // ranks_per_node for rank in missing}):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hpcinit.base.errors import INTERRUPTED
-from hpcinit.doctor import job_checks
+from hpcinit.doctor import doctor_command
 from hpcinit.doctor.check_results import FAIL, OK, Check
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
@@ -147,7 +147,7 @@ def test_without_slurm(hpcinit: Run, tmp_path: Path) -> None:
     assert "ok       ranks: 2 on 2 nodes connected and measured" in done.stdout, done.stdout + done.stderr
     [run] = (tmp_path / "runs").glob("doctor-*")
     found = [Check("network", FAIL, "slow", hosts=("127.0.0.2",))]
-    assert job_checks.remember(run, found) == ["cluster local has no nodes to exclude, so --remember had no effect"]
+    assert doctor_command.remember(run, found) == ["cluster local has no nodes to exclude, so --remember had no effect"]
     done = hpcinit("doctor", "--run", run.name, "nodes=3")
     assert done.returncode == 2 and "nodes=3 cannot change: remove it" in done.stderr
     done = hpcinit("doctor", "--remember")
@@ -166,14 +166,14 @@ def test_ctrl_c_while_waiting(
         def ask(self) -> bool:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(job_checks, "Poll", Interrupted)
-    assert job_checks.wait(tmp_path) == INTERRUPTED
+    monkeypatch.setattr(doctor_command, "Poll", Interrupted)
+    assert doctor_command.wait(tmp_path) == INTERRUPTED
     assert f"hpcinit doctor --run {tmp_path}" in capsys.readouterr().err
 
 
 def test_defaults_of_the_job() -> None:
     """The job is not restarted, and its time limit is 15 minutes unless the command line has another."""
-    assert job_checks.overrides(["nodes=2", "time_min=30"]) == [
+    assert doctor_command.job_overrides(["nodes=2", "time_min=30"]) == [
         "restart.max_restarts=0",
         "nodes=2",
         "time_min=30",
