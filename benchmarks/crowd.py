@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
-from hpcinit.rendezvous import fingerprint, protocol, rendezvous_client, server
+from hpcinit.rendezvous import protocol, rendezvous_client, server
 
 HERE = "127.0.0.1"
 MADE_OF = {"python": "3.11.7", "hpcinit": "0.1.0", "torch": "2.13.0", "commit": "0" * 40, "run": "/runs/train-0001"}
@@ -91,7 +91,7 @@ def _handshake(port: int, rank: int, until: float) -> Talk:
     answer = yield Line(until)
     assert protocol.same(answer["proof"], protocol.proof(KEY, "server", mine, f"{answer['at']}|{JOB}"))
     proof = protocol.proof(KEY, "peer", answer["challenge"], f"{answer['at']}|{rank}")
-    yield protocol.encode({"rank": rank, "proof": proof, "made_of": MADE_OF, **fingerprint.identity()})
+    yield protocol.encode({"rank": rank, "proof": proof, "made_of": MADE_OF, **protocol.identity()})
     answer = yield Line()
     assert "reply" in answer, answer
 

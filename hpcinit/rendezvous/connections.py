@@ -1,4 +1,4 @@
-"""The connections to rank 0's server: their sockets, limits and timeouts. The server knows which rank each one is."""
+"""What rank 0's server keeps: the roster of ranks, and the connections with their limits and timeouts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,126 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from hpcinit.base.console import say
+from hpcinit.base.text import rank_names
 from hpcinit.rendezvous import protocol
-from hpcinit.rendezvous.roster import Peer
+from hpcinit.slurm import nodelist
+
+# The phases that a rank reports, in this order. 'started': hpcinit.run or init has found rank 0. 'imported': it is in
+# init. 'joined': it has connected to torch's store. 'up': the process group works.
+PHASES = ("started", "imported", "joined", "up")
+LONGEST_LIST = 2_000  # characters of a list of ranks or nodes
+
+
+@dataclass(slots=True)
+class Peer:
+    """A rank that has connected. since: when it reached its phase, by time.monotonic()."""
+
+    rank: int
+    host: str
+    pid: int
+    phase: str = PHASES[0]
+    since: float = field(default_factory=time.monotonic)
+    error: str = ""
+    gone: bool = False
+
+    def reached(self, phase: str) -> bool:
+        return PHASES.index(self.phase) >= PHASES.index(phase)
+
+
+class Roster:
+    """The list of all ranks of one start. It is not locked: its owner does that.
+
+    Whether all ranks have reached a phase is counted, because every message checks it. Naming the missing ranks
+    iterates over all of them.
+    """
+
+    def __init__(self, world_size: int, hosts: Sequence[str]) -> None:
+        self.world_size = world_size
+        self.hosts = hosts
+        self.peers: dict[int, Peer] = {}
+        self._reached = dict.fromkeys(PHASES, 0)
+
+    def enter(self, peer: Peer) -> None:
+        """Add the peer, instead of an earlier one of the same rank."""
+        if before := self.peers.get(peer.rank):
+            self._count(before.phase, -1)
+        self.peers[peer.rank] = peer
+        self._count(peer.phase, 1)
+
+    def move(self, peer: Peer, phase: str) -> None:
+        """Record the phase. Raise ValueError if it is not one."""
+        PHASES.index(phase)
+        self._count(peer.phase, -1)
+        peer.phase, peer.since = phase, time.monotonic()
+        self._count(phase, 1)
+
+    def _count(self, phase: str, change: int) -> None:
+        """Add `change` to the counts of `phase` and of all phases before it."""
+        for reached in PHASES[: PHASES.index(phase) + 1]:
+            self._reached[reached] += change
+
+    def all_reached(self, phase: str) -> bool:
+        return self._reached[phase] == self.world_size
+
+    def dead(self) -> list[Peer]:
+        """Return the ranks that disconnected before they were up, the first to disconnect first."""
+        lost = (peer for peer in self.peers.values() if peer.gone and not peer.reached("up"))
+        return sorted(lost, key=lambda peer: peer.since)
+
+    def missing(self, phase: str) -> str:
+        """Return '4 of 8 ranks are missing: ranks 4-5 never connected (no rank connected from n3), rank 6 ...' or
+        ''."""
+        absent = [rank for rank in range(self.world_size) if rank not in self.peers]
+        late = [peer for peer in self.peers.values() if not peer.reached(phase)]
+        if not absent and not late:
+            return ""
+        parts = []
+        if absent:
+            seen = {peer.host for peer in self.peers.values()}
+            empty = [host for host in dict.fromkeys(self.hosts) if host not in seen]
+            where = f" (no rank connected from {_cut(nodelist.compress(empty))})" if empty else ""
+            parts.append(f"{_cut(rank_names(absent))} never connected{where}")
+        for peer in sorted(late, key=lambda peer: peer.rank)[:16]:
+            waited = time.monotonic() - peer.since
+            parts.append(
+                f"rank {peer.rank} on {peer.host} (pid {peer.pid}) {peer.phase} {waited:.0f} s ago but got no further"
+            )
+        if len(late) > 16:
+            parts.append(f"and {len(late) - 16} more")
+        return f"{len(absent) + len(late)} of {self.world_size} ranks are missing: " + "; ".join(parts)
+
+    def first_missing(self, phase: str) -> tuple[int | None, str]:
+        """Return the rank and the host that missing() names first. Return None or '' for one that is not certain: the
+        node of an absent rank is unknown here."""
+        absent = [rank for rank in range(self.world_size) if rank not in self.peers]
+        if absent:
+            seen = {peer.host for peer in self.peers.values()}
+            empty = [host for host in dict.fromkeys(self.hosts) if host not in seen]
+            return (absent[0] if len(absent) == 1 or not empty else None), (empty[0] if empty else "")
+        late = [peer for peer in self.peers.values() if not peer.reached(phase)]
+        first = min(late, key=lambda peer: peer.rank, default=None)
+        return (first.rank, first.host) if first else (None, "")
+
+    def lost(self) -> str:
+        """Return 'rank 3 on n2 (pid 77) died during start-up, after phase 'started': ValueError: boom', or ''."""
+        first = self.dead()[:1]
+        return "".join(
+            f"rank {peer.rank} on {peer.host} (pid {peer.pid}) died during start-up, after phase '{peer.phase}'"
+            + (f": {peer.error}" if peer.error else "; its own log may show the reason")
+            for peer in first
+        )
+
+
+def _cut(text: str) -> str:
+    """Shorten the list: a message is one line to every rank, at most protocol.LONGEST_LINE."""
+    return text if len(text) <= LONGEST_LIST else f"{text[:LONGEST_LIST].rpartition(',')[0]},..."
+
 
 # The server's thread must get its turn quickly while rank 0's program imports and computes.
 #

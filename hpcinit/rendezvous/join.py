@@ -19,7 +19,7 @@ from hpcinit.base.console import say
 from hpcinit.base.errors import BringUpError, WorldError
 from hpcinit.records import run_folder
 from hpcinit.records.spec import Spec
-from hpcinit.rendezvous import fingerprint, nonce, startup_events
+from hpcinit.rendezvous import nonce, protocol, startup_events
 from hpcinit.rendezvous.process_state import state
 from hpcinit.rendezvous.rendezvous_client import ENV_NAT, Refused, RendezvousClient
 from hpcinit.rendezvous.server import RendezvousServer
@@ -46,7 +46,7 @@ def join_rendezvous(world: World, spec: Spec | None, timeout: timedelta) -> Rend
     world = _with_candidate_ports(world)
     job = f"{world.job}#{state.rendezvous_count}"
     folder = Path(os.environ[run_folder.ENV_FOLDER]) if spec else None
-    key, made_of = _key(world, spec), fingerprint.fingerprint(folder)
+    key, made_of = _key(world, spec), protocol.fingerprint(folder)
     notes: list[str] = []
 
     def resolve() -> list[str]:
@@ -239,7 +239,7 @@ def _publish_host(world: World) -> None:
     The file also reveals a second process that claims rank 0 on another node, where it would listen too.
     Raise BringUpError that names both.
     """
-    path, me = _rank_0_file(world), fingerprint.identity()
+    path, me = _rank_0_file(world), protocol.identity()
     if path is None or world.nodes == 1:
         return
     try:
@@ -262,7 +262,7 @@ def _publish_host(world: World) -> None:
 
 def _publish_address(world: World, address: str) -> None:
     """Add the address where rank 0 listens to its file, for nodes that cannot resolve its name."""
-    path, me = _rank_0_file(world), fingerprint.identity()
+    path, me = _rank_0_file(world), protocol.identity()
     if path is not None and world.nodes > 1:
         with contextlib.suppress(OSError):  # only nodes without names need it
             text = f"{world.master_addr}\n{me['host']}\n{me['pid']}\n{address}\n"

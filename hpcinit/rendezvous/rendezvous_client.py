@@ -1,4 +1,7 @@
-"""The side of every rank but rank 0: it connects to the candidate ports until it finds its rank 0."""
+"""The side of every rank but rank 0: it connects to the candidate ports until it finds its rank 0.
+
+RendezvousEndpoint is what both sides do: wait for the other ranks, and receive failures.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import random
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,9 +18,8 @@ from typing import Any, NamedTuple
 from hpcinit.base import failure_kinds
 from hpcinit.base.console import say
 from hpcinit.base.errors import BringUpError, WorldError
-from hpcinit.rendezvous import fingerprint, protocol
+from hpcinit.rendezvous import protocol
 from hpcinit.rendezvous.protocol import StartupFailure
-from hpcinit.rendezvous.roster import RendezvousEndpoint
 from hpcinit.world import World
 
 # The peer's half of the handshake: it checks that this is our rank 0, and whether rank 0 accepts it.
@@ -111,7 +114,7 @@ def _shake_hands(connection: socket.socket, request: JoinRequest, until: float, 
     _check_proof(answer, request, mine, at)  # before using anything else in the answer
     offset.learn(sent, answer.get("clock"), read)
     vouched = protocol.proof(request.key, "peer", protocol.text(answer, "challenge"), f"{at}|{request.rank}")
-    hand = {"rank": request.rank, "proof": vouched, "made_of": dict(request.made_of), **fingerprint.identity()}
+    hand = {"rank": request.rank, "proof": vouched, "made_of": dict(request.made_of), **protocol.identity()}
     sent = protocol.local_time()
     connection.sendall(protocol.encode(hand))
     first, *rest = protocol.receive(connection, lines, deadline)
@@ -161,6 +164,101 @@ LONGEST_SILENCE_S = 60.0  # the longest wait for a server that sends nothing
 def spread_s(world_size: int) -> float:
     """Return how long to wait before connecting, so that not all ranks connect at the same moment."""
     return random.uniform(0, world_size * EACH_S) if world_size > QUEUE else 0.0
+
+
+class RendezvousEndpoint(ABC):
+    """One process's part in the rendezvous.
+
+    address: where rank 0 was found. own_address: of this node, as seen from rank 0. program_port: for the program's own
+    rendezvous. failure: why the start-up has failed, '' if it has not. clock_offset_s: add it to a time of this node
+    (seconds since 1970) for rank 0's time, within clock_uncertainty_s; None if it was not measured.
+    """
+
+    address = ""
+    own_address = ""
+    program_port = 0
+    clock_offset_s: float | None = None
+    clock_uncertainty_s: float | None = None
+
+    def __init__(self) -> None:
+        self._failure: StartupFailure | None = None
+        self._on_failure: Callable[[str], None] | None = None
+        self._changed = threading.Condition()
+        self._all_connected = False
+        self._store_port: int | None = None
+
+    @property
+    def failure(self) -> str:
+        return self._failure.message if self._failure else ""
+
+    @abstractmethod
+    def report_phase(self, phase: str) -> None:
+        """Report the phase that this rank has reached: one of PHASES."""
+
+    @abstractmethod
+    def missing(self, phase: str) -> str:
+        """Return a message about the ranks that have not reached the phase; '' if that is unknown."""
+
+    @abstractmethod
+    def fail(self, error: str) -> None:
+        """Report to all other ranks why this rank failed."""
+
+    @abstractmethod
+    def linger_after_failure(self) -> None:
+        """Wait a moment after fail(), so that ranks that connect late get the error. Only rank 0 does something."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave, without being reported as dead."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Close this process's copies of the sockets; the parent keeps its own."""
+
+    def wait_for_all(self, deadline: float, every_s: float) -> None:
+        """Wait until all ranks have connected. Raise BringUpError that names the missing ranks.
+
+        deadline: by time.monotonic(). every_s: the time between two reports of rank 0 about the missing ranks.
+        """
+        self._wait(lambda: self._all_connected, "started", deadline, every_s)
+
+    def wait_for_store(self, deadline: float, every_s: float) -> int:
+        """Return the port of torch's store when all ranks are in init. Raise BringUpError that names the others."""
+        self._wait(self._is_store_announced, "imported", deadline, every_s)
+        assert self._store_port is not None
+        return self._store_port
+
+    def on_failure(self, act: Callable[[str], None] | None) -> None:
+        """Call `act` when a rank fails, immediately if one already has. None: stop calling."""
+        with self._changed:
+            self._on_failure = act
+            failure = self._failure
+        if act and failure:
+            act(failure.message)
+
+    def _is_store_announced(self) -> bool:
+        return self._store_port is not None
+
+    def _wait(self, done: Callable[[], bool], phase: str, deadline: float, every_s: float) -> None:
+        """Wait until done(). Raise BringUpError after a failure or at the deadline; `phase` is what ranks lack then."""
+        reported_at = time.monotonic()
+        with self._changed:
+            while not (self._failure or done()) and (now := time.monotonic()) <= deadline:
+                if now - reported_at > every_s:
+                    reported_at = now
+                    self._still_waiting(phase)
+                self._changed.wait(max(0.05, min(every_s, deadline - now)))
+            if done() and not self._failure:
+                return
+        raise (self._failure or self._too_late(phase)).error()
+
+    @abstractmethod
+    def _still_waiting(self, phase: str) -> None:
+        """Report the missing ranks, on rank 0."""
+
+    @abstractmethod
+    def _too_late(self, phase: str) -> StartupFailure:
+        """Return the failure to report when the deadline has passed, on this rank and on connected ranks."""
 
 
 class RendezvousClient(RendezvousEndpoint):
@@ -253,7 +351,7 @@ class RendezvousClient(RendezvousEndpoint):
 
     def _too_late(self, phase: str) -> StartupFailure:
         """Return rank 0's answer about the missing ranks, or else that rank 0 does not answer."""
-        found, here = self._ask_who_is_missing(phase), fingerprint.identity()["host"]
+        found, here = self._ask_who_is_missing(phase), protocol.identity()["host"]
         if found:
             return found
         return self._fault_of_rank_0(
@@ -337,7 +435,7 @@ class RendezvousClient(RendezvousEndpoint):
 
     def _not_found(self, seen: Mapping[str, str]) -> str:
         """Return the message for the deadline. seen: the outcome of the last attempt at each address."""
-        me = f"rank {self._world.rank} on {fingerprint.identity()['host']}"
+        me = f"rank {self._world.rank} on {protocol.identity()['host']}"
         what = "; ".join(f"{where}: {outcome}" for where, outcome in seen.items())
         return (
             f"{me} did not find rank 0 at {self._world.master_addr}: {what}. Did rank 0 start there? Does the name "

@@ -17,11 +17,18 @@ from typing import Any
 from hpcinit.base import failure_kinds, processes
 from hpcinit.base.console import say
 from hpcinit.base.errors import BringUpError
-from hpcinit.rendezvous import fingerprint, protocol
-from hpcinit.rendezvous.connections import Connection, Connections
+from hpcinit.rendezvous import protocol
+from hpcinit.rendezvous.connections import PHASES, Connection, Connections, Peer, Roster
 from hpcinit.rendezvous.protocol import StartupFailure
-from hpcinit.rendezvous.rendezvous_client import CONNECT_S, SAME_SECRET, SAME_VERSION, JoinRequest, Refused, connect
-from hpcinit.rendezvous.roster import PHASES, Peer, RendezvousEndpoint, Roster
+from hpcinit.rendezvous.rendezvous_client import (
+    CONNECT_S,
+    SAME_SECRET,
+    SAME_VERSION,
+    JoinRequest,
+    Refused,
+    RendezvousEndpoint,
+    connect,
+)
 from hpcinit.world import World, network, ports
 
 # Rank 0's ports: the first free candidate for the server, the next one for the program's own rendezvous.
@@ -69,7 +76,7 @@ def _bind_candidates(address: str, candidates: tuple[int, ...]) -> tuple[socket.
 
 def _no_ports(address: str, listener: socket.socket | None, refused: list[str]) -> BringUpError:
     """Return the error for too few free ports. listener: bound to the only free one, if any."""
-    tried, here = "; ".join(refused), fingerprint.identity()
+    tried, here = "; ".join(refused), protocol.identity()
     if listener is not None:
         return BringUpError(
             f"rank 0 found only one free port at {address} and needs two, tried {tried}: stop what listens there",
@@ -93,7 +100,7 @@ def look_for_another_rank_0(address: str, ports: Iterable[int], request: JoinReq
         with contextlib.suppress(protocol.NotOurs):
             reply = connect(address, port, request, max(0.01, until - time.monotonic()))
             reply.socket.close()
-            here = fingerprint.identity()
+            here = protocol.identity()
             raise Refused(
                 f"two processes act as rank 0 of this job: pid {here['pid']} on {here['host']}, and a process that "
                 f"listens at {network.in_url(address, port)}{_owner_of_port(port)}, which accepted this one as a rank. "
@@ -119,7 +126,7 @@ def allow_many_files(ranks: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < ranks + FILES_BESIDES:
         raise BringUpError(
-            f"rank 0 may only have {hard} open files on {fingerprint.identity()['host']} (ulimit -Hn), but each of the "
+            f"rank 0 may only have {hard} open files on {protocol.identity()['host']} (ulimit -Hn), but each of the "
             f"{ranks} ranks needs two connections: raise the hard limit there to {2 * ranks + 1024} or more"
         )
     processes.raise_open_files_limit(ranks)
@@ -151,7 +158,7 @@ class RendezvousServer(RendezvousEndpoint):
         self._when_all = when_all
         self.clock_offset_s = self.clock_uncertainty_s = 0.0
         self.roster = Roster(world.world_size, world.hosts)
-        self.roster.enter(Peer(0, **fingerprint.identity()))
+        self.roster.enter(Peer(0, **protocol.identity()))
         self._authenticated: dict[Connection, None] = {}  # the authenticated ranks; guarded by _changed
         self._reported_missing: dict[str, tuple[float, StartupFailure]] = {}  # by phase: when, and who was missing
         self._request = JoinRequest(0, key, job, made_of, nat)
@@ -367,7 +374,7 @@ class RendezvousServer(RendezvousEndpoint):
         connection.send({"reply": self.program_port, **protocol.stamp(connection.received_at)})
         if self._failure:
             connection.send(self._failure.fields("failed"))
-        if different := fingerprint.differences(self._request.made_of, made_of):
+        if different := protocol.differences(self._request.made_of, made_of):
             listed = ", ".join(different)[: protocol.LONGEST_ERROR]
             text = f"rank {peer.rank} on {peer.host} runs a different environment: {listed}"
             self._fail(StartupFailure(text, failure_kinds.PROGRAM, peer.rank, peer.host))
@@ -430,8 +437,7 @@ class RendezvousServer(RendezvousEndpoint):
         """Return who is missing, computed at most once a second: at the deadline every rank asks for it."""
         at, missing = self._reported_missing.get(phase, (-math.inf, None))
         if missing is None or time.monotonic() - at > 1:
-            rank, host = self.roster.first_missing(phase)
-            missing = StartupFailure(self.roster.missing(phase), failure_kinds.START_UP, rank, host)
+            missing = self._missing(phase)
             self._reported_missing[phase] = (time.monotonic(), missing)
         return missing
 

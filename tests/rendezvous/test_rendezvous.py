@@ -13,10 +13,9 @@ import pytest
 
 from hpcinit.base.errors import BringUpError, WorldError
 from hpcinit.base.text import rank_names
-from hpcinit.rendezvous import fingerprint, protocol, rendezvous_client
-from hpcinit.rendezvous.connections import Connection
+from hpcinit.rendezvous import protocol, rendezvous_client
+from hpcinit.rendezvous.connections import Connection, Peer, Roster
 from hpcinit.rendezvous.rendezvous_client import Refused, RendezvousClient
-from hpcinit.rendezvous.roster import Peer, Roster
 from hpcinit.rendezvous.server import RendezvousServer
 from hpcinit.world import World
 
@@ -373,17 +372,17 @@ def test_the_roll_in_words() -> None:
 
 def test_fingerprint_needs_no_imports_and_finds_the_commit(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Versions are read from metadata, and the commit from .git, loose or packed."""
-    assert {"python", "hpcinit", "torch"} <= set(fingerprint.fingerprint())
+    assert {"python", "hpcinit", "torch"} <= set(protocol.fingerprint())
     (tmp_path / ".git/refs/heads").mkdir(parents=True)
     (tmp_path / "sub").mkdir()
     (tmp_path / ".git/HEAD").write_text("ref: refs/heads/main\n")
-    assert fingerprint.commit(tmp_path / "sub") == ""
+    assert protocol.commit(tmp_path / "sub") == ""
     (tmp_path / ".git/packed-refs").write_text("# pack-refs\nabc123 refs/heads/main\n")
-    assert fingerprint.commit(tmp_path / "sub") == "abc123"
+    assert protocol.commit(tmp_path / "sub") == "abc123"
     (tmp_path / ".git/refs/heads/main").write_text("def456\n")
-    assert fingerprint.commit(tmp_path / "sub") == "def456"
+    assert protocol.commit(tmp_path / "sub") == "def456"
     (tmp_path / ".git/HEAD").write_text("0a1b\n")
-    assert fingerprint.commit(tmp_path) == "0a1b"
+    assert protocol.commit(tmp_path) == "0a1b"
 
 
 def test_a_slow_reply_of_rank_0(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from hpcinit.base.errors import BringUpError
-from hpcinit.rendezvous import fingerprint, protocol, rendezvous_client
+from hpcinit.rendezvous import protocol, rendezvous_client
 from hpcinit.rendezvous.rendezvous_client import JoinRequest
 from hpcinit.world import World
 from tests.rendezvous.test_rendezvous import (
@@ -152,7 +152,7 @@ def test_a_client_that_sends_anything_keeps_no_rank_out(world: World) -> None:
             connection.sendall(message(chance, valid))
             if chance.random() < 0.5:  # a second message, after rank 0's challenge
                 select.select([connection], [], [], 0.2)
-                hand = {"rank": 1, "proof": "0" * 64, "made_of": MADE_OF, **fingerprint.identity()}
+                hand = {"rank": 1, "proof": "0" * 64, "made_of": MADE_OF, **protocol.identity()}
                 connection.sendall(message(chance, hand))
     assert [open_client(world, rank).failure for rank in (1, 2)] == ["", ""] and host.failure == ""
     assert sorted(host.roster.peers) == [0, 1, 2]

@@ -15,9 +15,8 @@ import pytest
 
 from hpcinit.base.errors import BringUpError
 from hpcinit.rendezvous import connections, protocol, rendezvous_client, server
-from hpcinit.rendezvous.connections import Connection
+from hpcinit.rendezvous.connections import PHASES, Connection, Peer, Roster
 from hpcinit.rendezvous.rendezvous_client import spread_s
-from hpcinit.rendezvous.roster import PHASES, Peer, Roster
 from hpcinit.world import World
 from tests.rendezvous.test_rendezvous import FOREIGN_SERVERS, HERE, foreign_server, free_ports, open_client, open_server
 

@@ -73,7 +73,7 @@ def fails(rank: int, error: BaseException) -> None:
 @contextlib.contextmanager
 def rendezvous(ranks: range) -> Iterator[list[Any]]:
     """Yield the connections of `ranks`, of a world of 4, to each other; rank 0 listens."""
-    from hpcinit.rendezvous import fingerprint
+    from hpcinit.rendezvous import protocol
     from hpcinit.rendezvous.rendezvous_client import RendezvousClient
     from hpcinit.rendezvous.server import RendezvousServer
 
@@ -82,7 +82,7 @@ def rendezvous(ranks: range) -> Iterator[list[Any]]:
     members: list[Any] = []
     for rank in ranks:
         one = replace(first, rank=rank, local_rank=rank % 2, node_rank=rank // 2)
-        with mock.patch.object(fingerprint, "identity", lambda one=one: {"host": one.host, "pid": 70 + one.rank}):
+        with mock.patch.object(protocol, "identity", lambda one=one: {"host": one.host, "pid": 70 + one.rank}):
             if rank == 0:
                 members.append(RendezvousServer(one, address=HERE, **given))
             else:
