@@ -1,4 +1,4 @@
-"""This process: its limits, its end with its parent or at a deadline, its title; and process states from /proc."""
+"""This process: its limits, its end with its parent or at a deadline, its title; and what /proc shows of processes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hpcinit.base.console import say
+from hpcinit.base.safe_files import read_or_empty
 
 # prctl(2)
 PR_SET_PDEATHSIG = 1  # the signal that this process gets when its parent dies
 PR_SET_NAME = 15
 SHORT = 15  # bytes of a process's short name, which top and `ps -o comm` show
+GENERATIONS = 64  # parents of a process that are read
+PROC = Path("/proc")
 # Loaded here, because a preexec_fn should import nothing.
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -130,39 +133,41 @@ def set_title(title: str) -> None:
     # signal nor kill a process named "(rank 0)".
     if _libc is not None:
         _libc.prctl(PR_SET_NAME, text.replace(b" ", b"-")[:SHORT])
-    try:
-        # "4242 (name with ) and blanks) S 4241 ...": the state is field 3, arg_start and arg_end are 48 and 49.
-        words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        start, end = int(words[48 - 3]), int(words[49 - 3])
-    except (OSError, ValueError, IndexError):
-        return
+    start, end = (int(field) for field in stat("self")[48 - 3 : 50 - 3] or (0, 0))
     if 0 < start < end:  # both are 0 if the kernel hides them
         ctypes.memmove(start, text[: end - start - 1].ljust(end - start, b"\0"), end - start)
 
 
+def stat(pid: int | str, proc: Path = PROC) -> list[str]:
+    """Return the fields of /proc/PID/stat from the third one on, the state; [] if the process is gone."""
+    # "4242 (name with ) and blanks) S 4241 ...": proc(5) numbers the fields from 1.
+    return read_or_empty(proc / str(pid) / "stat").rpartition(")")[2].split()
+
+
 def state(pid: int) -> str:
-    """Return 'R', 'S', 'D', 'T' (stopped, but not by a debugger), 'Z' ... (proc(5), stat), or '' if it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    """Return 'R', 'S', 'D', 'T' (stopped, but not by a debugger), 'Z' ..., or '' if the process is gone."""
+    return next(iter(stat(pid)), "")
 
 
 def children(pid: int) -> list[int]:
     """Return the children of a process with one thread, or [] if the kernel does not list them."""
-    try:
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except (OSError, ValueError):
-        return []
+    return [int(word) for word in read_or_empty(PROC / f"{pid}/task/{pid}/children").split()]
+
+
+def command_lines(pid: int, proc: Path = PROC) -> Iterator[str]:
+    """Yield the command lines of process `pid` and its parents, the nearest first, with NUL between arguments. Stop at
+    the first process that is not visible."""
+    for _ in range(GENERATIONS):
+        yield read_or_empty(proc / str(pid) / "cmdline")
+        fields = stat(pid, proc)
+        if len(fields) < 2 or int(fields[1]) < 2:
+            return
+        pid = int(fields[1])
 
 
 def stuck(pid: int) -> str:
     """Return 'D (in nfs_wait_bit_killable)': the state of a process that survives SIGKILL, and its kernel function."""
-    is_in = state(pid)
+    is_in, where = state(pid), read_or_empty(PROC / f"{pid}/wchan").strip("0")
     if not is_in:
         return "gone"
-    try:
-        where = Path(f"/proc/{pid}/wchan").read_text().strip("0\n")
-    except OSError:
-        where = ""
     return f"{is_in} (in {where})" if where else is_in

@@ -37,7 +37,7 @@ from hpcinit.records import plain_files, run_folder
 from hpcinit.records.spec import CLEAN, OFF, REPLACE, NodeCheck
 from hpcinit.records.timeline import ENV_ALLOCATED
 from hpcinit.slurm import queue
-from hpcinit.world import parent_step
+from hpcinit.world.launchers import slurm_step
 
 if TYPE_CHECKING:
     from hpcinit.records.rank_report import Gpu
@@ -87,7 +87,7 @@ def start(wanted: NodeCheck, env: Mapping[str, str]) -> Running | None:
     """
     if wanted.action == OFF or not all(env.get(name) for name in NEEDED) or env.get("SLURM_LOCALID") != "0":
         return None
-    if run_folder.ENV_ENGINE in env or not parent_step.slurm_step_of_this_process().step:
+    if run_folder.ENV_ENGINE in env or not slurm_step.slurm_step_of_this_process().step:
         return None
     try:
         (ours, theirs), parent = os.pipe(), os.getpid()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import hpcinit
+from hpcinit.base import processes
 from hpcinit.records import timeline
 from hpcinit.rendezvous.process_state import state
 from hpcinit.slurm import nodelist
@@ -114,9 +115,8 @@ def startup_began() -> float | None:
 def _creation_time(pid: int) -> float | None:
     """Return when the kernel created this process, to a hundredth of a second, or None if that cannot be read."""
     try:
-        # "4242 (name with ) and blanks) S ...": starttime is the 22nd field, in clock ticks since the boot, proc(5).
-        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        ticks = int(processes.stat(pid)[22 - 3])  # starttime is the 22nd field, in clock ticks since the boot, proc(5)
         ago = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
+    except (OSError, IndexError):
         return None
     return now() - ago

@@ -16,7 +16,7 @@ import pytest
 from hpcinit.base.errors import WorldError
 from hpcinit.world import ENV_WORLD, World, exports, launchers
 from hpcinit.world.launchers import mpi
-from hpcinit.world.parent_step import Process
+from hpcinit.world.launchers.slurm_step import Process
 from tests.records.recordings import shapes
 from tests.skip_or_fail import skip_or_fail
 

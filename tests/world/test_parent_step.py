@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.world.parent_step import Process, slurm_step_of_this_process
+from hpcinit.world.launchers.slurm_step import Process, slurm_step_of_this_process
 
 
 def proc(folder: Path, cgroup: str = "0::/\n", title: str = "bash\0-l\0", grandparent: str = "1") -> Path:

@@ -9,7 +9,7 @@ import pytest
 from hpcinit.base.errors import WorldError
 from hpcinit.world import World, launchers
 from hpcinit.world.launchers import slurm_step
-from hpcinit.world.parent_step import Process
+from hpcinit.world.launchers.slurm_step import Process
 from tests.records.recordings import Shape, Task, shapes
 
 SHAPES = shapes()

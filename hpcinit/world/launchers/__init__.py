@@ -12,8 +12,8 @@ from hpcinit.records import run_folder
 from hpcinit.world import ENV_WORLD, World, ports
 from hpcinit.world.launchers import slurm_step
 from hpcinit.world.launchers.mpi import check_horovod, horovod, mpich, openmpi
+from hpcinit.world.launchers.slurm_step import UNKNOWN, Process, slurm_step_of_this_process
 from hpcinit.world.launchers.torch_variables import torch_variables, torchrun
-from hpcinit.world.parent_step import UNKNOWN, Process, slurm_step_of_this_process
 
 # Variables of other launchers in the environment that contradict the chosen one.
 

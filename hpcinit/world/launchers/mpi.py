@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpcinit.base.errors import WorldError
+from hpcinit.base.processes import PROC, command_lines
 from hpcinit.slurm import nodelist
 from hpcinit.world import World, number, ports
-from hpcinit.world.parent_step import UNKNOWN, Process, command_lines
+from hpcinit.world.launchers.slurm_step import UNKNOWN, Process
 
 
 class Rank0Unnamed:
@@ -160,7 +161,7 @@ class Mpich(Rank0Unnamed):
         )
 
 
-def control_port(pid: int, proc: Path = Path("/proc")) -> str:
+def control_port(pid: int, proc: Path = PROC) -> str:
     """Return 'n1:35417', at which the mpiexec above process `pid` listens: a name of that mpiexec on every node.
 
     Return '' if there is none (another launcher, a container). Hydra (4.0.2) gives its ranks no job id. The parent of

@@ -7,14 +7,48 @@ ntasks // nodes, the first host of any list (place_of_rank).
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcinit.base import processes
 from hpcinit.base.errors import NodelistError, RequestError, WorldError
+from hpcinit.base.safe_files import read_or_empty
 from hpcinit.slurm import nodelist
 from hpcinit.world import World, number, ports
-from hpcinit.world.parent_step import UNKNOWN, Process
+
+# Which Slurm step created this process, as the kernel sees it: an environment can be inherited, parents cannot. A batch
+# script that was submitted from inside a step of the same shape has exactly the environment of a real rank 0
+# (tests/data/worlds: nested_same_shape). Only the slurmstepd above it differs.
+
+# Slurm's cgroups, version 1 and 2: /slurm/uid_1000/job_43/step_0/task_1, .../slurmstepd.scope/job_43/step_batch/user.
+_CGROUP = re.compile(r"/job_(\d+)/step_(\w+)")
+# slurmstepd sets its process title to "slurmstepd: [43.0]" or "slurmstepd: [43.batch]".
+_TITLE = re.compile(r"slurmstepd: \[(\d+)(?:\+\d+)?\.(\w+)")
+
+
+@dataclass(frozen=True)
+class Process:
+    """pid: of this process; 0 if unknown. step: 'JOB.STEP' of the slurmstepd above it, such as '43.0' or '43.batch'.
+
+    step is '' if no slurmstepd is visible, which proves nothing (containers, hidepid).
+    """
+
+    pid: int = 0
+    step: str = ""
+
+
+UNKNOWN = Process()
+
+
+def slurm_step_of_this_process(proc: Path = processes.PROC) -> Process:
+    """Return this process. Raise nothing: what cannot be read stays empty."""
+    titles = map(_TITLE.match, processes.command_lines(os.getpid(), proc))
+    found = _CGROUP.search(read_or_empty(proc / "self/cgroup")) or next(filter(None, titles), None)
+    return Process(os.getpid(), f"{found[1]}.{found[2]}" if found else "")
+
 
 # The hosts of a Slurm step in the order of SLURM_NODEID, and rank 0's host.
 #

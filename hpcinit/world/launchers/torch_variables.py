@@ -10,7 +10,7 @@ from hpcinit.base.errors import WorldError
 from hpcinit.records import elastic_restarts
 from hpcinit.world import ENV_WORLD, World, number, ports
 from hpcinit.world.launchers import slurm_step
-from hpcinit.world.parent_step import UNKNOWN, Process
+from hpcinit.world.launchers.slurm_step import UNKNOWN, Process
 
 ENV_AGENT = "HPCINIT_AGENT"  # set for ranks that hpcinit.elastic has started: World.job of the agents
 
