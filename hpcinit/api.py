@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcinit.base import errors
-from hpcinit.base.errors import INTERRUPTED, Failure, HpcinitError, RequestError, SubmitError
+from hpcinit.base.errors import INTERRUPTED, NOTHING_SUBMITTED, Failure, HpcinitError, RequestError, SubmitError
 from hpcinit.observe import find_runs, logs, poll, progress, state
 from hpcinit.records import results
 
@@ -206,13 +206,13 @@ def _run(words: Sequence[str]) -> tuple[list[dict[str, Any]], Sequence[str]]:
         raise _reported_error(found)
     text = "\n".join(notes) or f"`{' '.join(command)}` exited with status {process.returncode}"
     if words[0] == "submit":
-        raise SubmitError(text, f"these runs were submitted: {made}" if made else "nothing was submitted")
+        raise SubmitError(text, f"these runs were submitted: {made}" if made else NOTHING_SUBMITTED)
     raise Failure(text)
 
 
 def _interruption(documents: Sequence[Mapping[str, Any]]) -> KeyboardInterrupt:
     made = _run_folders(documents)
-    return KeyboardInterrupt(f"submitted before the interruption: {made}" if made else "nothing was submitted")
+    return KeyboardInterrupt(f"submitted before the interruption: {made}" if made else NOTHING_SUBMITTED)
 
 
 def _run_folders(documents: Sequence[Mapping[str, Any]]) -> str:

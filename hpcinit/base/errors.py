@@ -26,11 +26,7 @@ from typing import Any
 from hpcinit.base import failure_kinds
 
 INTERRUPTED = 130  # the exit status after Ctrl-C: 128 + SIGINT, as in shells
-
-
 NOTHING_SUBMITTED = "nothing was submitted"  # the outcome of most SubmitErrors
-
-
 FIELDS = ("kind", "rank_at_fault", "host_at_fault", "quoted")  # of every HpcinitError: in records and in --json
 
 

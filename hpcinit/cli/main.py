@@ -13,11 +13,12 @@ import shlex
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from hpcinit.base import console
 from hpcinit.base.console import say
 from hpcinit.base.errors import INTERRUPTED, ConfigError, HpcinitError
+from hpcinit.base.processes import PROC
+from hpcinit.base.safe_files import read_or_empty
 from hpcinit.cli.commands import COMMANDS
 
 SLOW_S = 1.0
@@ -71,22 +72,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     # After `run`, --help may be an option of the program.
     if HELP & set(own[1:2] if words[0] == "run" else own[1:]):
         return _help(words)
-    with _waiting_note(words[0]):
+    with _note_if_slow(words[0]):
         return guarded(COMMANDS[words[0]].module, words[1:])
-
-
-def _waiting_note(name: str) -> contextlib.AbstractContextManager[None]:
-    """Print a line in a terminal while Slurm does not answer; not for `run`, whose output is the program's."""
-    if name == "run" or sys.stderr is None or not sys.stderr.isatty():
-        return contextlib.nullcontext()
-    return _note_if_slow(name)
 
 
 @contextlib.contextmanager
 def _note_if_slow(name: str) -> Iterator[None]:
-    """Print 'hpcinit status: waiting for squeue', once, if a command of Slurm runs for more than a second."""
+    """In a terminal, print 'hpcinit status: waiting for squeue' once if a command of Slurm runs for more than a second.
+
+    Not for `run`, whose output is the program's.
+    """
     over = threading.Event()
-    threading.Thread(target=_note_first_slow, args=(name, over), daemon=True).start()
+    if name != "run" and sys.stderr is not None and sys.stderr.isatty():
+        threading.Thread(target=_note_first_slow, args=(name, over), daemon=True).start()
     try:
         yield
     finally:
@@ -96,22 +94,17 @@ def _note_if_slow(name: str) -> Iterator[None]:
 def _note_first_slow(name: str, over: threading.Event) -> None:
     before: set[tuple[str, str]] = set()
     while not over.wait(SLOW_S):
-        running = set(_slurm_commands())
+        running = _slurm_commands()
         if slow := sorted(before & running):
             console.note(f"hpcinit {name}: waiting for {slow[0][1]}")
             return
         before = running
 
 
-def _slurm_commands() -> Iterator[tuple[str, str]]:
-    """Yield (process id, name) for each command of Slurm that this process has started; none without Linux."""
-    for task in Path("/proc/self/task").glob("*/children"):
-        try:
-            for pid in task.read_text().split():
-                if (command := Path(f"/proc/{pid}/comm").read_text().strip()) in SLURM:
-                    yield pid, command
-        except OSError:  # the thread or process has just ended
-            continue
+def _slurm_commands() -> set[tuple[str, str]]:
+    """Return (process id, name) of each command of Slurm that this process has started; none without Linux."""
+    pids = [pid for task in PROC.glob("self/task/*/children") for pid in read_or_empty(task).split()]
+    return {(pid, name) for pid in pids if (name := read_or_empty(PROC / pid / "comm")) in SLURM}
 
 
 def _no_such(words: list[str]) -> str:

@@ -196,7 +196,7 @@ def _of_partition(config: Config, about: str, rows: Sequence[Sequence[str]]) -> 
     total = sum(states.values())
     detail = f"{total} nodes: {', '.join(f'{amount} {state}' for state, amount in states.most_common())}"
     usable = sum(
-        amount for state, amount in states.items() if _without_suffix(state) in USABLE and not state.endswith("*")
+        amount for state, amount in states.items() if state.rstrip("*~#!%$@^-+") in USABLE and not state.endswith("*")
     )
     if any(row[3] != "up" for row in rows):
         advice = "set partition=... to another one, or wait: its jobs do not start"
@@ -205,10 +205,6 @@ def _of_partition(config: Config, about: str, rows: Sequence[Sequence[str]]) -> 
         detail += f"; usable: {usable}, requested: {config.nodes}"
         return Check(about, FAIL, detail, "request fewer nodes=..., or wait")
     return Check(about, OK, detail)
-
-
-def _without_suffix(state: str) -> str:
-    return state.rstrip("*~#!%$@^-+")
 
 
 def _query(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:

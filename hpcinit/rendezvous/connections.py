@@ -213,19 +213,14 @@ class Connections:
         on_disconnect: Callable[[Connection], None],
         ranks: int,
     ) -> None:
-        self._listener, self._on_message, self._on_unreadable, self._on_disconnect = (
-            listener,
-            on_message,
-            on_unreadable,
-            on_disconnect,
-        )
+        self._listener = listener
+        self._on_message, self._on_unreadable, self._on_disconnect = on_message, on_unreadable, on_disconnect
         self._most = UNAUTHENTICATED + ranks
         self._unauthenticated_s = UNAUTHENTICATED_S + ranks * UNAUTHENTICATED_PER_RANK_S
         self._stopping = self._reported_out_of_files = False
         self._unauthenticated: dict[Connection, None] = {}  # the longest silent first
-        self._by_remote: dict[
-            tuple[str, bool], dict[Connection, None]
-        ] = {}  # the same, by address and by whether they sent a greeting
+        # The same, by address and by whether they sent a greeting.
+        self._by_remote: dict[tuple[str, bool], dict[Connection, None]] = {}
         listener.setblocking(False)
         self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -349,9 +344,9 @@ class Connections:
 
     def _close_silent(self, read_until: float) -> None:
         """Close connections that were silent too long. read_until: the time up to which all data was read."""
-        while (
-            longest := next(iter(self._unauthenticated), None)
-        ) and read_until - longest.since >= self._unauthenticated_s:
+        while (longest := next(iter(self._unauthenticated), None)) is not None:
+            if read_until - longest.since < self._unauthenticated_s:
+                return
             self._drop(longest)
 
     def _handle_too_many_files(self) -> None:

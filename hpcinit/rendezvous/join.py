@@ -60,7 +60,7 @@ def join_rendezvous(world: World, spec: Spec | None, timeout: timedelta) -> Rend
         _check_master_addr(world)
         _publish_host(world)
         found: Rendezvous = _open_server(
-            resolve(), lambda address: RendezvousServer(world, address, key, job, made_of, nat, nonce.remove)
+            resolve(), lambda address: RendezvousServer(world, address, key, job, made_of, nat)
         )
         _publish_address(world, found.address)
     else:
@@ -93,7 +93,7 @@ def _check_master_addr(world: World) -> None:
         return
     name = world.master_addr
     found = _resolve_or_nothing(name)
-    if network.of_this_node(found):
+    if network.first_of_ours(found):
         return
     where = f"resolves to {', '.join(found)}" if found else "does not resolve"
     raise BringUpError(

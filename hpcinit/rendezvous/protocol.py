@@ -156,11 +156,6 @@ def receive(connection: socket.socket, lines: Lines, deadline: float | None = No
             return messages
 
 
-def family(address: str) -> socket.AddressFamily:
-    """Return the address family of a numeric address."""
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
 # What a rank sends about itself: its host and process id, and which environment it runs in.
 
 LONGEST_SHOWN = 400  # characters shown of another rank's value

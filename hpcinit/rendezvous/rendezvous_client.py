@@ -87,17 +87,12 @@ def connect(
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return _shake_hands(connection, request, until, max(until, deadline))
-    except TimeoutError:
+    except BaseException as error:
         connection.close()
-        raise Silent("a process listens there but sends nothing") from None
-    except NotRank0 as error:
-        connection.close()
-        raise protocol.NotOurs(str(error)) from None
-    except (OSError, EOFError, protocol.NotOurs):
-        connection.close()
-        raise protocol.NotOurs("another program's server") from None
-    except BaseException:
-        connection.close()
+        if isinstance(error, TimeoutError):
+            raise Silent("a process listens there but sends nothing") from None
+        if isinstance(error, (OSError, EOFError, protocol.NotOurs)) and not isinstance(error, NotRank0):
+            raise protocol.NotOurs("another program's server") from None
         raise
 
 

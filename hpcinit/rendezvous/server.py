@@ -10,14 +10,14 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hpcinit.base import failure_kinds, processes
 from hpcinit.base.console import say
 from hpcinit.base.errors import BringUpError
-from hpcinit.rendezvous import protocol
+from hpcinit.rendezvous import nonce, protocol
 from hpcinit.rendezvous.connections import PHASES, Connection, Connections, Peer, Roster
 from hpcinit.rendezvous.protocol import StartupFailure
 from hpcinit.rendezvous.rendezvous_client import (
@@ -60,9 +60,7 @@ def _bind_candidates(address: str, candidates: tuple[int, ...]) -> tuple[socket.
     listener, refused = None, []
     for port in candidates:
         try:
-            found = socket.create_server(
-                (address, port), family=protocol.family(address), backlog=4096, reuse_port=False
-            )
+            found = socket.create_server((address, port), family=network.family(address), backlog=4096)
         except OSError as error:
             refused.append(f"{port}: {os.strerror(error.errno or 0)}")
             continue
@@ -140,7 +138,6 @@ class RendezvousServer(RendezvousEndpoint):
 
     address: where the ranks reach rank 0. key: the secret of this submission. job: the name of this start.
     made_of: this rank's fingerprint. nat: the other nodes reach this one at a translated address.
-    when_all: called once, in a separate thread, when all ranks have connected.
     Raise BringUpError if no candidate port is free, Refused if another process already listens for this start.
     """
 
@@ -152,10 +149,8 @@ class RendezvousServer(RendezvousEndpoint):
         job: str,
         made_of: Mapping[str, str],
         nat: bool = False,
-        when_all: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
-        self._when_all = when_all
         self.clock_offset_s = self.clock_uncertainty_s = 0.0
         self.roster = Roster(world.world_size, world.hosts)
         self.roster.enter(Peer(0, **protocol.identity()))
@@ -197,9 +192,7 @@ class RendezvousServer(RendezvousEndpoint):
             try:
                 if port in (self.port, self.program_port):
                     raise OSError(errno.EADDRINUSE, "")
-                return socket.create_server(
-                    (self.address, port), family=protocol.family(self.address), backlog=4096, reuse_port=False
-                )
+                return socket.create_server((self.address, port), family=network.family(self.address), backlog=4096)
             except OSError as error:
                 refused.append(f"{port}: {os.strerror(error.errno or 0)}")
         tried = "; ".join(refused)
@@ -292,16 +285,13 @@ class RendezvousServer(RendezvousEndpoint):
         elif not connection.challenge:
             if message.get("hello") != protocol.GREETING or message.get("job") != self._request.job:
                 if str(message.get("hello")).startswith(protocol.PROTOCOL):
-                    connection.send(
-                        {"hello": protocol.GREETING}
-                    )  # so that another version of hpcinit can report what it found
+                    # So that another version of hpcinit can report what it found.
+                    connection.send({"hello": protocol.GREETING})
                 raise protocol.NotOurs("another job")
             self._challenge(connection, message)
         else:
-            rank, at = (
-                protocol.integer(message, "rank", 0, 2**31),
-                protocol.endpoint(connection.where, self._request.nat),
-            )
+            rank = protocol.integer(message, "rank", 0, 2**31)
+            at = protocol.endpoint(connection.where, self._request.nat)
             proof = protocol.proof(self._request.key, "peer", connection.challenge, f"{at}|{rank}")
             if not protocol.same(message.get("proof"), proof):
                 raise protocol.NotOurs("no proof")
@@ -383,7 +373,7 @@ class RendezvousServer(RendezvousEndpoint):
         """Announce what follows from a change. Called under the lock."""
         if not self._all_connected and self.roster.all_reached("started"):
             self._all_connected = True
-            threading.Thread(target=self._when_all, name="hpcinit-all", daemon=True).start()
+            threading.Thread(target=nonce.remove, name="hpcinit-all", daemon=True).start()
             self._send_all({"all": True})
             self._changed.notify_all()
         if not self._store_announced and self._store_port is not None and self.roster.all_reached("imported"):

@@ -18,10 +18,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from hpcinit.base.errors import BringUpError, RequestError
-from hpcinit.rendezvous import protocol
 from hpcinit.rendezvous.store import serve
 from hpcinit.runtime.process_group import SIDE
-from hpcinit.world.network import in_url
+from hpcinit.world.network import family, in_url
 
 LOOK_S = 0.1  # interval of checks for missing ranks
 LINGER_S = 1.0  # several intervals of LOOK_S
@@ -143,7 +142,7 @@ def _open(rank: int, address: str, port: int, world_size: int, deadline: float, 
 
 def _serve(address: str, port: int, world_size: int, deadline: float) -> Store:
     # torch would listen on every interface; this socket listens only on this address.
-    server = socket.create_server((address, port), family=protocol.family(_resolved(address)), backlog=128)
+    server = socket.create_server((address, port), family=family(_resolved(address)), backlog=128)
     return serve(address, server, world_size, timedelta(seconds=_left(deadline)))
 
 

@@ -97,22 +97,11 @@ def find_address(
             problem = f"{name}{made if name == renamed else ''} does not resolve on {socket.gethostname()}: {why}"
             reason = f"{reason}; {problem}" if reason else problem
             note = f"{reason}; {host} is used unchanged: fix cluster.host_template, or remove it"
-    return _as_slurm_says(host, nodes, resolver, node_addr, reason, bool(made))
-
-
-def _as_slurm_says(
-    host: str,
-    nodes: int,
-    resolver: Resolver,
-    node_addr: Callable[[str], str | None],
-    reason: str,
-    renamed: bool,
-) -> Found:
     address = node_addr(host)
     if not address or address == host:
         template = (
             "fix cluster.host_template, or remove it"
-            if renamed
+            if made
             else "or give the cluster a host template if its nodes have other names"
         )
         raise WorldError(
@@ -192,10 +181,14 @@ def holding(address: str) -> str:
     return next((name.partition(":")[0] for name, held in found if held == wanted), "")
 
 
+def family(address: str) -> socket.AddressFamily:
+    """Return the address family of a numeric address."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 def towards(address: str) -> str:
     """Return this node's address from which the kernel would reach `address`, or '' without a route. Send nothing."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with socket.socket(family(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))
         except OSError:
@@ -223,7 +216,7 @@ def blind_spot(name: str, resolver: Resolver = resolve) -> str:
     (torch, GlooDeviceFactory.cpp). Debian's installer maps a machine's own name to 127.0.1.1.
     """
     try:
-        bound = _first_of_ours(resolver(name))
+        bound = first_of_ours(resolver(name))
     except OSError as error:
         return f"{name} does not resolve on {name} itself ({error.strerror or error})"
     if not bound:
@@ -273,15 +266,10 @@ READS: dict[str, tuple[str, Callable[[str, Collection[str]], list[str]]]] = {
 }
 
 
-def of_this_node(addresses: Sequence[str]) -> bool:
-    """Return whether one of `addresses` belongs to this node."""
-    return bool(_first_of_ours(addresses))
-
-
-def _first_of_ours(addresses: Sequence[str]) -> str:
+def first_of_ours(addresses: Sequence[str]) -> str:
+    """Return the first of `addresses` that belongs to this node, or ''."""
     for address in addresses:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
+        with socket.socket(family(address), socket.SOCK_STREAM) as probe:
             try:
                 probe.bind((address, 0))
             except OSError:

@@ -66,7 +66,7 @@ def read(env: Mapping[str, str], kind: str, is_task: bool = False) -> Visible:
     that it started.
     """
     names = _READERS[kind](env) if kind in _READERS else None
-    bound = _PER_TASK.search(_binding(env)) if is_task else None
+    bound = _PER_TASK.search(next((env[name] for name in BINDINGS if name in env), "")) if is_task else None
     own = bound is not None and (names is None or len(names) == int(bound[1]))
     variables = (*VARIABLES.get(kind, ()), *(BINDINGS[:1] if BINDINGS[0] in env else BINDINGS[1:]))
     return Visible(
@@ -162,10 +162,6 @@ def _number(word: str) -> str:
     """Return the index as strtoul reads it: ' 2ampere' is 2. Return '' if there is none."""
     found = re.match(r"\s*\+?(\d+)", word)
     return str(int(found[1])) if found else ""
-
-
-def _binding(env: Mapping[str, str]) -> str:
-    return next((env[name] for name in BINDINGS if name in env), "")
 
 
 def _on_node(env: Mapping[str, str]) -> int | None:

@@ -20,7 +20,7 @@ import pytest
 
 from hpcinit.rendezvous import protocol
 from hpcinit.rendezvous.rendezvous_client import JoinRequest, Refused, connect
-from hpcinit.world import World
+from hpcinit.world import World, network
 from tests.rendezvous.test_rendezvous import HERE, MADE_OF, free_ports, open_client, open_server
 
 ROOT = Path(__file__).parent.parent.parent
@@ -34,7 +34,7 @@ def world() -> World:
 @contextlib.contextmanager
 def relay(listen: tuple[str, int], to: tuple[str, int]) -> Iterator[list[int]]:
     """Run a process in between, which relays data between `listen` and `to`. Yield its clients."""
-    server = socket.create_server(listen, family=protocol.family(listen[0]))
+    server = socket.create_server(listen, family=network.family(listen[0]))
     clients: list[int] = []
 
     def copy(one: socket.socket, other: socket.socket) -> None:

@@ -19,6 +19,14 @@ from hpcinit.base.safe_files import read_or_empty
 from hpcinit.slurm import nodelist
 from hpcinit.world import World, number, ports
 
+NAME = "slurm"
+VARIABLES: Mapping[str, str] = {
+    "rank": "SLURM_PROCID",
+    "world_size": "SLURM_NTASKS",
+    "local_rank": "SLURM_LOCALID",
+}
+USE_SRUN = "start the ranks with srun, because sbatch and salloc alone start none"
+
 # Which Slurm step created this process, as the kernel sees it: an environment can be inherited, parents cannot. A batch
 # script that was submitted from inside a step of the same shape has exactly the environment of a real rank 0
 # (tests/data/worlds: nested_same_shape). Only the slurmstepd above it differs.
@@ -69,14 +77,18 @@ class Placement:
     known: bool = True
 
 
-def place_of_rank(env: Mapping[str, str], node_rank: int, ranks_here: Sequence[int], advice: str) -> Placement:
-    """Return the placement from the step's nodelist, components and host file. Raise WorldError with `advice`."""
-    listed = nodelist.expand(_step_list(env, advice))
-    hosts = by_component(env, listed)
+def place_of_rank(env: Mapping[str, str], node_rank: int, ranks_here: Sequence[int]) -> Placement:
+    """Return the placement from the step's nodelist, components and host file. Raise WorldError."""
+    # SLURM_JOB_NODELIST stays the job's list in a step on a part of the allocation; the step's own is
+    # SLURM_STEP_NODELIST (Slurm, env.c: env_array_for_step).
+    text = env.get("SLURM_STEP_NODELIST")
+    if not text:
+        raise WorldError(f"SLURM_STEP_NODELIST is not set, expected the step's host names: {USE_SRUN}")
+    hosts = by_component(env, nodelist.expand(text))
     own = env.get("SLURMD_NODENAME", "")
     if not node_rank < len(hosts):
         raise WorldError(
-            f"SLURM_NODEID is {node_rank}, but the step has {len(hosts)} hosts ({','.join(hosts)}): {advice}"
+            f"SLURM_NODEID is {node_rank}, but the step has {len(hosts)} hosts ({','.join(hosts)}): {USE_SRUN}"
         )
     if env.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
         master = _of_hostfile(env, hosts, own, ranks_here)
@@ -105,15 +117,6 @@ def components(env: Mapping[str, str]) -> list[list[str]]:
         if lists and all(lists):
             return [nodelist.expand(text) for text in lists if text]
     return []
-
-
-def _step_list(env: Mapping[str, str], advice: str) -> str:
-    # SLURM_JOB_NODELIST stays the job's list in a step on a part of the allocation; the step's own is
-    # SLURM_STEP_NODELIST (Slurm, env.c: env_array_for_step).
-    text = env.get("SLURM_STEP_NODELIST")
-    if not text:
-        raise WorldError(f"SLURM_STEP_NODELIST is not set, expected the step's host names: {advice}")
-    return text
 
 
 def _of_hostfile(env: Mapping[str, str], hosts: Sequence[str], own: str, ranks_here: Sequence[int]) -> str:
@@ -259,15 +262,6 @@ def _refuse_two_sizes(env: Mapping[str, str]) -> None:
         )
 
 
-NAME = "slurm"
-VARIABLES: Mapping[str, str] = {
-    "rank": "SLURM_PROCID",
-    "world_size": "SLURM_NTASKS",
-    "local_rank": "SLURM_LOCALID",
-}
-USE_SRUN = "start the ranks with srun, because sbatch and salloc alone start none"
-
-
 def present(env: Mapping[str, str]) -> bool:
     """Return True in a Slurm task, and in a batch script or salloc shell, where read() reports what is missing."""
     return "SLURM_JOB_ID" in env or "SLURM_JOBID" in env
@@ -287,7 +281,7 @@ def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
     local_rank = number(env, "SLURM_LOCALID", USE_SRUN)
     node_rank = number(env, "SLURM_NODEID", USE_SRUN)
     ranks_here = _ranks_here(env, rank, local_rank)
-    placement = place_of_rank(env, node_rank, ranks_here, USE_SRUN)
+    placement = place_of_rank(env, node_rank, ranks_here)
     job = identity(env)
     return World(
         launcher=NAME,
