@@ -311,9 +311,9 @@ def _as_when_built(name: str, root: Path, env: MutableMapping[str, str], say: Sa
             say(f"set {variable}={value}: DeepSpeed's op {name} was built with it")
         elif env.get(variable) != value:
             say(
-                f"warning: {variable} is {env[variable]}, but was {value or 'not set'} when DeepSpeed's op {name} was built, "
-                f"so torch may compile it again in every job (minutes). Set {variable} as before, or remove {root / name} "
-                "and type hpcinit build-ops"
+                f"warning: {variable} is {env[variable]}, but was {value or 'not set'} when DeepSpeed's op {name} was "
+                f"built, so torch may compile it again in every job (minutes). Set {variable} as before, or remove "
+                f"{root / name} and type hpcinit build-ops"
             )
 
 
