@@ -204,7 +204,13 @@ def _write(fd: int, text: str) -> None:
 
 __all__ = ["build", "check", "environment", "is_built", "ops_needed", "prepare", "shared_cache", "start_uncompiled"]
 
-BUILT = ".hpcinit-built"  # this file in an op's folder marks it as compiled and loaded
+# This file in an op's folder marks it as compiled and loaded. It has COMPILER's variables of the build, as JSON.
+BUILT = ".hpcinit-built"
+# Variables that torch and DeepSpeed put into the commands of a build. ninja compiles an op again if they change.
+COMPILER = (
+    *("CC", "CXX", "CFLAGS", "LDFLAGS", "CUDA_HOME", "PYTORCH_NVCC"),
+    *("TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH"),
+)
 SHARED_MEMORY = "deepspeed_shm_comm"
 VARIABLE = "TORCH_EXTENSIONS_DIR"
 QUIET_S = 1800.0  # no build is running in a folder without changes for this long
@@ -290,6 +296,25 @@ def _prepare(names: Sequence[str], root: Path, built: Path, env: MutableMapping[
         if missing:
             say(f"compiling {', '.join(missing)} (takes minutes); `hpcinit build-ops` compiles once for all jobs")
         _build(missing, root, building, say, None, env)
+        for name in names:
+            _as_when_built(name, root, env, say)
+
+
+def _as_when_built(name: str, root: Path, env: MutableMapping[str, str], say: Say) -> None:
+    """Set the compiler's variables of the build, so that loading the op compiles nothing. Keep the user's values."""
+    recorded: dict[str, str | None] = {}
+    with contextlib.suppress(OSError, ValueError):  # an older version of hpcinit built it
+        recorded = json.loads((root / name / BUILT).read_text())
+    for variable, value in recorded.items():
+        if value is not None and variable not in env:
+            env[variable] = value
+            say(f"set {variable}={value}: DeepSpeed's op {name} was built with it")
+        elif env.get(variable) != value:
+            say(
+                f"warning: {variable} is {env[variable]}, but was {value or 'not set'} when DeepSpeed's op {name} was "
+                f"built, so torch may compile it again in every job (minutes). Set {variable} as before, or remove "
+                f"{root / name} and type hpcinit build-ops"
+            )
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -353,7 +378,7 @@ def _build(
             building(name)
             with _progress(name, say):
                 _compile(name, load, root)
-            (root / name / BUILT).touch()
+            (root / name / BUILT).write_text(json.dumps({each: env.get(each) for each in COMPILER}))
     finally:
         if before is None:
             env.pop(VARIABLE, None)

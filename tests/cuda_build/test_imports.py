@@ -51,6 +51,7 @@ def run(code: str, *before: str, path: str = HERE) -> subprocess.CompletedProces
 
 IMPORTS = {
     "torch": "import torch",
+    "torch._dynamo": "import torch._dynamo",
     "transformers": "import transformers; from transformers import AutoModelForCausalLM",
     "deepspeed": "import faked_gpus, deepspeed",
 }

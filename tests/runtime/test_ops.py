@@ -237,6 +237,32 @@ def test_built_ops_are_copied_into_the_jobs_cache(tmp_path: Path, monkeypatch: p
     assert env["TORCH_EXTENSIONS_DIR"] == str(own)
 
 
+def test_loading_a_built_op_compiles_nothing(folder: Path) -> None:
+    """A rank gets the compiler's variables of the build: with another compiler, torch would compile the op again."""
+    compiler = folder / "compiler"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *" -c "*) echo >> "$0.used";; esac\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    process = run(BUILD, folder, CXX=str(compiler))
+    assert process.wait(150) == 0
+    load = LOAD + "ops.ops_needed = lambda *_: ['tiny']\nops.prepare({}, 'cpu', say=print)\ntiny()\n"
+    objects = [path.stat().st_mtime_ns for path in (folder / "cache/tiny").glob("*.o")]
+    for environment, expected in (
+        ({}, [f"set CXX={compiler}: DeepSpeed's op tiny was built with it"]),
+        ({"CXX": str(compiler)}, []),
+    ):
+        process = run(load, folder, TORCH_EXTENSIONS_DIR=str(folder / "cache"), **environment)
+        lines = [line for line in process.communicate(timeout=150)[0].splitlines() if "CXX" in line]
+        assert (lines, process.returncode) == (expected, 0)
+    assert (folder / "compiler.used").read_text() == "\n"
+    assert [path.stat().st_mtime_ns for path in (folder / "cache/tiny").glob("*.o")] == objects
+    process = run(load, folder, TORCH_EXTENSIONS_DIR=str(folder / "cache"), CXX="c++")
+    assert (
+        f"warning: CXX is c++, but was {compiler} when DeepSpeed's op tiny was built"
+        in process.communicate(timeout=150)[0]
+    )
+    assert [path.stat().st_mtime_ns for path in (folder / "cache/tiny").glob("*.o")] != objects, "torch does compile it"
+
+
 def test_a_job_s_cache_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the job's cache is full, built ops are used in place, with a warning; without any space there is an error."""
     with small_disk(tmp_path / "own") as own:
