@@ -22,7 +22,7 @@ def cpus(
 
     launch.cpu_bind decides if it is set. Otherwise ranks get whole cores in order, if Slurm confines the node's task to
     the CPUs it granted and there are enough. If the job has the whole node and devices, return None: each rank then
-    binds itself to the CPUs near its device (runtime/affinity.py).
+    binds itself to the CPUs near its device (runtime/devices.py).
     """
     kind, _, value = _without_verbosity(launch.cpu_bind).partition(":")
     if kind == "none":

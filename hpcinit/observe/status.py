@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from hpcinit.base import console
 from hpcinit.base.console import plain
 from hpcinit.base.errors import RequestError
-from hpcinit.observe import find_runs, overview, progress, ranking, requests, restarts, state
+from hpcinit.observe import find_runs, overview, progress, requests, restarts, state
 from hpcinit.observe.overview import Run
 from hpcinit.observe.requests import Submission
 from hpcinit.observe.state import State
-from hpcinit.records import world_size
+from hpcinit.records import results, world_size
 from hpcinit.slurm import reasons
 from hpcinit.slurm.queue import QueueQuery
 
@@ -55,7 +55,7 @@ def _json(path: Path, now: State) -> dict[str, Any]:
         "meaning": reasons.explain(now.reason),
         "progress": _finite(document),
         "not_finite": document.get("not_finite", {}),
-        "result": ranking.result(path) if ran else None,
+        "result": result(path) if ran else None,
         "submitted": submission.submitted,
         "arguments": list(submission.arguments),
         "restarts": restarts.document(path) if now.restart is not None else None,
@@ -72,7 +72,7 @@ def _finite(document: dict[str, Any]) -> dict[str, Any]:
     if not document:
         return {}
     given = document["values"].items()
-    values = {name: None if isinstance(value, float) and not isfinite(value) else value for name, value in given}
+    values = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in given}
     return {**{key: value for key, value in document.items() if key != "not_finite"}, "values": values}
 
 
@@ -143,7 +143,7 @@ def details(path: Path, now: State, table: bool = False) -> str:
 
 def result_text(path: Path) -> str:
     """Return 'result 0.25' or 'result 0.25, 3' from result.json, or ''."""
-    value = ranking.result(path)
+    value = result(path)
     if value is None:
         return ""
     return "result " + ", ".join(f"{item:.4g}" for item in (value if isinstance(value, tuple) else (value,)))
@@ -227,7 +227,7 @@ def main(argv: Sequence[str]) -> int:
             console.note(f"{run.path.name:24} {run.error}")
     known = [run for run in runs if not run.error]
     if options.sort:
-        known = ranking.sort(overview.each_task(known), options.sort, options.reverse)
+        known = sort(overview.each_task(known), options.sort, options.reverse)
     _print(known[: options.top], options, each_task=not every)
     return 0
 
@@ -300,3 +300,51 @@ def _table(runs: Sequence[overview.Run], each_task: bool) -> None:
     Console(highlight=False).print(status_table(runs, each_task, about=_arguments(runs)))
     for text in meanings([run for run in runs if run.tasks and each_task]):
         print(plain(text))
+
+
+RESULT, STEP, SUBMITTED = "result", "step", "submitted"
+
+
+def result(path: Path) -> results.Value | None:
+    """Return the value of result.json; None if the run wrote none that is usable."""
+    try:
+        return results.read(path)
+    except RequestError:
+        return None
+
+
+def values(path: Path) -> dict[str, Any]:
+    """Return the values of a run that it can be sorted by."""
+    document = progress.read(path)
+    found: dict[str, Any] = {**document.get("values", {})}
+    if document:
+        found.setdefault(STEP, document["step"])
+    if (value := result(path)) is not None:
+        found.setdefault(RESULT, value)
+    if (submitted := requests.submitted(path)) is not None:
+        found.setdefault(SUBMITTED, submitted)
+    return found
+
+
+def sort(runs: Sequence[Run], key: str, reverse: bool) -> list[Run]:
+    """Return the runs with the smallest value of `key` first; runs without the value, or with NaN, are the last.
+
+    Raise RequestError if no run has the value.
+    """
+    known = [(run, values(run.path)) for run in runs]
+    if runs and not any(key in found for _, found in known):
+        names = ", ".join(dict.fromkeys(name for _, found in known for name in found)) or "none"
+        raise RequestError(f"--sort is {key!r}, but no run has this value; values of these runs: {names}")
+    ranked = [(_number(found.get(key)), run) for run, found in known]
+    usable = sorted(((number, run) for number, run in ranked if number is not None), key=_first, reverse=reverse)
+    return [run for _, run in usable] + [run for number, run in ranked if number is None]
+
+
+def _first(pair: tuple[float, Run]) -> float:
+    return pair[0]
+
+
+def _number(value: object) -> float | None:
+    """Return a number that can be compared; for several objectives, the first one."""
+    first = value[0] if isinstance(value, tuple | list) and value else value
+    return float(first) if isinstance(first, int | float) and not math.isnan(first) else None

@@ -6,11 +6,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import datetime
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from hpcinit.base import console as console_module
 from hpcinit.base.console import plain
@@ -18,9 +23,232 @@ from hpcinit.base.errors import Failure, HpcinitError, RequestError
 from hpcinit.base.text import ranges
 from hpcinit.observe import find_runs, state
 from hpcinit.records import run_folder, spec, timeline
-from hpcinit.records.timeline import Attempt
-from hpcinit.report import page, startup_phases
-from hpcinit.report.startup_phases import Report
+from hpcinit.records.timeline import EVENTS, Attempt
+from hpcinit.report import startup_phases
+from hpcinit.report.startup_phases import NAMES, Phase, Report, seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+HEAD = ("phase", "min", "median", "max", "ends within", "slow ranks, or the last rank, which all waited for")
+
+
+def headline(report: Report) -> str:
+    """Return 'job 43.0.0: 4 ranks on 2 nodes (slurm), started 2026-11-21 14:02:11, ready after 12.3 s'."""
+    attempt = report.attempt
+    start = timeline.begun(attempt)
+    at = f", started {datetime.fromtimestamp(start):%Y-%m-%d %H:%M:%S}" if start else ""
+    plural = "s" * (attempt.world_size != 1), "s" * (attempt.nodes != 1)
+    shape = f"{attempt.world_size} rank{plural[0]} on {attempt.nodes} node{plural[1]} ({attempt.launcher})"
+    ends = [rank.events[timeline.LAST] for rank in attempt.ranks if timeline.LAST in rank.events]
+    if startup_phases.before_init(report):
+        return f"job {attempt.job}: {shape}{at}, the program has not called hpcinit.init()"
+    ready = f", ready after {seconds(max(ends) - start)}" if attempt.complete and start else ", not all ranks are ready"
+    return f"job {attempt.job}: {shape}{at}{ready}"
+
+
+def row(report: Report, phase: Phase) -> tuple[str, ...]:
+    """Return the columns of HEAD for a phase."""
+    last = startup_phases.waited_for(report, phase)
+    about = startup_phases.list_slow(startup_phases.slow_phases(report, phase))
+    if last:
+        about = f"last: {last[0]}, {seconds(last[1])} after half of the ranks"
+    name = f"{phase.name}{' *' * phase.waits}"
+    spread = "" if phase.ends == startup_phases.QUEUE else seconds(phase.spread)
+    return (name, seconds(phase.least), seconds(phase.median), seconds(phase.most), spread, about)
+
+
+def notes(report: Report) -> Iterator[str]:
+    """Yield notes on missing ranks, the timeout and the clocks."""
+    yield from startup_phases.missing_ranks(report)
+    if any(phase.waits for phase in report.phases):
+        yield "* a rank mostly waits for other ranks in these phases"
+    yield from (line for line in (timeout(report), clock_lines(report)) if line)
+
+
+def timeout(report: Report) -> str:
+    """Return the formula of the start-up timeout, and how much of it the slowest rank used; or ''."""
+    attempt = report.attempt
+    if not attempt.formula:
+        return ""
+    waited = attempt.waited_s
+    used = ""
+    if waited is not None and attempt.timeout_s and attempt.complete:
+        used = f"; the longest wait was {seconds(waited)}, {waited / attempt.timeout_s:.0%} of it"
+    return f"start-up timeout: {attempt.formula}{used}"
+
+
+def clock_lines(report: Report) -> str:
+    """Return how far the nodes' clocks differ, and how exact that is, or ''."""
+    others = {host: clock for host, clock in report.clocks.items() if clock.within_s or clock.offset_s}
+    unknown = sorted(set(report.hosts.values()) - report.clocks.keys())
+    parts = []
+    if off := {host: clock for host, clock in others.items() if clock.offset_s}:
+        worst = max(off, key=lambda host: abs(off[host].offset_s))
+        one = off[worst]
+        count = f"corrected the clock{'s' * (len(off) > 1)} of {len(off)} node{'s' * (len(off) > 1)}"
+        largest = f"{worst} by {-one.offset_s:+.3f} s, to within {seconds(one.within_s)}"
+        parts.append(f"{count} (relative to rank 0's node), the largest difference: {largest}")
+    elif others:
+        parts.append("no difference between the nodes' clocks is detectable")
+    if right := [clock.within_s for clock in others.values() if not clock.offset_s]:
+        parts.append(f"{'the other clocks' if off else 'they'} may differ by up to {seconds(max(right))}")
+    if unknown:
+        parts.append(f"no comparison with the clock{'s' * (len(unknown) > 1)} of {', '.join(unknown[:4])}")
+    return "; ".join(parts)
+
+
+def report_lines(report: Report) -> Iterator[str]:
+    """Yield the lines that are printed without a terminal."""
+    yield headline(report)
+    rows = [HEAD, *(row(report, phase) for phase in report.phases)]
+    widths = [max(len(line[column]) for line in rows) for column in range(len(HEAD) - 1)]
+    for line in rows:
+        name, *numbers = (
+            text.ljust(width) if not at else text.rjust(width)
+            for at, (text, width) in enumerate(zip(line, widths, strict=False))
+        )
+        yield f"  {name}  {'  '.join(numbers)}  {line[-1]}".rstrip()
+    yield from notes(report)
+
+
+def terminal_table(report: Report) -> Table:
+    """Return the table that is printed to a terminal."""
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
+    for column, name in enumerate(HEAD):
+        numbers = 0 < column < len(HEAD) - 1
+        table.add_column(name, justify="right" if numbers else "left", no_wrap=column < len(HEAD) - 1)
+    for phase in report.phases:
+        cells = row(report, phase)
+        style = "dim" if phase.waits else ""
+        about = Text(plain(cells[-1]), "yellow" if cells[-1] else "")
+        table.add_row(*(Text(plain(cell), style) for cell in cells[:-1]), about)
+    return table
+
+
+def document(report: Report) -> dict[str, Any]:
+    """Return the JSON document. Times are in seconds; events are since 1970, by the clock of rank 0's node."""
+    attempt = report.attempt
+    return {
+        "job": attempt.job,
+        "launcher": attempt.launcher,
+        "world_size": attempt.world_size,
+        "nodes": attempt.nodes,
+        "complete": attempt.complete,
+        "absent": attempt.absent,
+        "silent_nodes": report.silent_hosts,
+        "missing": startup_phases.missing_ranks(report),
+        "timeout_s": attempt.timeout_s,
+        "formula": attempt.formula,
+        "waited_s": attempt.waited_s,
+        "clocks": {
+            host: {"offset_s": clock.offset_s, "within_s": clock.within_s} for host, clock in report.clocks.items()
+        },
+        "phases": [_phase(report, phase) for phase in report.phases],
+        "ranks": [
+            {"rank": rank.rank, "host": rank.host, "local_rank": rank.local_rank, "moments": dict(rank.events)}
+            for rank in attempt.ranks
+        ],
+    }
+
+
+def _phase(report: Report, phase: Phase) -> dict[str, Any]:
+    last = startup_phases.waited_for(report, phase)
+    return {
+        "name": phase.name,
+        "ends": phase.ends,
+        "waits": phase.waits,
+        **{"min_s": phase.least, "median_s": phase.median, "max_s": phase.most, "spread_s": phase.spread},
+        "slowest": [_slow(one) for one in startup_phases.slow_phases(report, phase)],
+        "waited_for": {**_slow(last[0]), "behind_s": last[1]} if last else None,
+    }
+
+
+def _slow(one: startup_phases.SlowPhase) -> dict[str, Any]:
+    ranks: Sequence[int] = one.ranks
+    return {"host": one.host, "ranks": list(ranks), "whole_node": one.whole, "took_s": one.took}
+
+
+FRAME = Path(__file__).parent / "page.html"
+BAR = 160  # width of a phase's bar in its table, in pixels
+
+
+def render_html(run: Path, reports: Sequence[Report], file: Path) -> str:
+    """Return the page for `file`: links to logs are relative to it."""
+    logs = quote(os.path.relpath(run / run_folder.LOGS, file.parent))
+    logged = {path.name for path in (run / run_folder.LOGS).glob("rank-*.log")}
+    data = {
+        "phases": [{"ends": ends, "name": name, "waits": waits} for ends, (name, waits) in NAMES.items()],
+        "moments": list(EVENTS),
+        "logs": logs,
+        "attempts": [_data(report, logged) for report in reports],
+    }
+    parts = {
+        "TITLE": escape(f"{run.absolute().name}: start-up timeline"),
+        "SECTIONS": "\n".join(_section(number, reports) for number in range(len(reports))),
+        # "<" could close the script element.
+        "DATA": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+    }
+    return re.sub("@([A-Z]+)@", lambda found: parts[found[1]], FRAME.read_text(encoding="utf-8"))
+
+
+def _section(number: int, reports: Sequence[Report]) -> str:
+    report = reports[number]
+    heading = f"Attempt {number + 1} of {len(reports)}: " if len(reports) > 1 else ""
+    longest = max((phase.most for phase in report.phases if phase.ends != startup_phases.QUEUE), default=0.0)
+    rows = "".join(_row(report, phase, longest) for phase in report.phases)
+    heads = "".join(f"<th scope=col>{escape(name)}</th>" for name in (*HEAD[:5], "min | median | max", HEAD[5]))
+    bad = "".join(f"<li class=bad>{escape(line)}</li>" for line in startup_phases.missing_ranks(report))
+    notes = "".join(f"<li>{escape(line)}</li>" for line in (timeout(report), clock_lines(report)) if line)
+    opened = " open" * (number == len(reports) - 1)
+    return (
+        f"<details class=attempt{opened}><summary><h2>{escape(heading + headline(report))}</h2></summary>"
+        f"<ul class=notes>{bad}{notes}</ul>"
+        f'<div class=chart data-attempt="{number}"><noscript>The chart needs JavaScript.</noscript></div>'
+        f"<div class=scroll><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
+        f"<p class=small>* a rank mostly waits for other ranks in this phase (gray in the chart)</p></details>"
+    )
+
+
+def _row(report: Report, phase: Phase, longest: float) -> str:
+    name, *numbers, about = row(report, phase)
+    cells = "".join(f"<td class=n>{escape(number)}</td>" for number in numbers)
+    drawn = _bar(phase, longest) if phase.ends != startup_phases.QUEUE else ""
+    label = f"<span class=key data-phase={phase.ends}></span>{escape(name)}"
+    return f"<tr><th scope=row>{label}</th>{cells}<td>{drawn}</td><td class=about>{escape(about)}</td></tr>"
+
+
+def _bar(phase: Phase, longest: float) -> str:
+    """Return an SVG line from the quickest to the slowest rank, with a mark at the median."""
+    left, middle, right = (
+        max(0.0, value) / longest * BAR if longest else 0.0 for value in (phase.least, phase.median, phase.most)
+    )
+    return (
+        f"<svg width={BAR + 4} height=14 aria-hidden=true><line class=rule x1=2 x2={BAR + 2} y1=7 y2=7 />"
+        f'<rect data-phase={phase.ends} x="{left + 1:.1f}" y=3 width="{max(2.0, right - left):.1f}" height=8 rx=2 />'
+        f'<line class=median x1="{middle + 2:.1f}" x2="{middle + 2:.1f}" y1=0 y2=14 /></svg>'
+    )
+
+
+def _data(report: Report, logs: set[str]) -> dict[str, Any]:
+    """Return events in milliseconds since the first event of the job; -1 for an event that a rank does not have."""
+    attempt = report.attempt
+    hosts = list(dict.fromkeys([*attempt.hosts, *report.hosts.values()]))
+    index = {host: at for at, host in enumerate(hosts)}
+    begins = [event for rank in attempt.ranks for name, event in rank.events.items() if name != "submitted"]
+    zero = min(begins, default=0.0)
+    ranks = []
+    for rank in attempt.ranks:
+        at = [round(1000 * (rank.events[name] - zero)) if name in rank.events else -1 for name in EVENTS]
+        at[0] = -1  # the queue time may be days: it is only in the table
+        ranks.append([rank.rank, index[rank.host], *at])
+    without = sorted({rank.rank for rank in attempt.ranks if f"rank-{rank.rank}.log" not in logs})
+    silent = [index[host] for host in report.silent_hosts]
+    return {"hosts": hosts, "ranks": ranks, "absent": attempt.absent, "silent": silent, "nologs": without}
+
 
 TASK = "task"
 
@@ -129,7 +357,7 @@ def main(argv: Sequence[str]) -> int:
         raise RequestError(f"{path} is a sweep with the tasks {numbers}: name one task, hpcinit report {options.run}/0")
     found = gather_reports(path)
     if options.json:
-        print(json.dumps({"run": str(path), "attempts": [page.document(report) for report in found]}))
+        print(json.dumps({"run": str(path), "attempts": [document(report) for report in found]}))
     else:
         _print(found)
     if options.html or not options.json:
@@ -146,26 +374,26 @@ def main(argv: Sequence[str]) -> int:
 def _print(found: Sequence[Report]) -> None:
     if console_module.quiet():
         for report in found:
-            print(plain(page.headline(report)))
+            print(plain(headline(report)))
         return
     if not sys.stdout.isatty():
         for report in found:
-            print(plain("\n".join(page.report_lines(report))))
+            print(plain("\n".join(report_lines(report))))
         return
     from rich.console import Console  # noqa: PLC0415 - for a terminal only
 
     console = Console(highlight=False)
     for report in found:
-        console.print(plain(page.headline(report)), style="bold", markup=False)
-        console.print(page.terminal_table(report))
-        for line in page.notes(report):
+        console.print(plain(headline(report)), style="bold", markup=False)
+        console.print(terminal_table(report))
+        for line in notes(report):
             console.print(plain(line), markup=False)
 
 
 def _write(file: Path, run: Path, found: Sequence[Report], requested: bool, beside_json: bool) -> None:
     """Write the HTML page. Another user's run folder may be read-only: that is an error only with --html."""
     try:
-        file.write_text(page.render_html(run, found, file), encoding="utf-8")
+        file.write_text(render_html(run, found, file), encoding="utf-8")
     except OSError as error:
         problem = f"cannot write the page {file}: {error.strerror}"
         if requested:

@@ -28,7 +28,6 @@ from hpcinit.records.startup_timeout import check_clock
 from hpcinit.rendezvous import join, startup_events
 from hpcinit.rendezvous.process_state import state
 from hpcinit.runtime import (
-    affinity,
     deepspeed_setup,
     devices,
     init_request,
@@ -193,7 +192,7 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
         say(doubt)
     device = devices.choose(world)  # before the group exists, because NCCL uses the current device
     plan = resolve(request, world, spec, device)
-    notes = [affinity.bind(world, device), plan.binding.why]
+    notes = [devices.bind_cpus(world, device), plan.binding.why]
     if plan.deterministic:
         notes.extend(seeds.make_deterministic(os.environ))
     asked = {"timeout_s": plan.timeout.total_seconds(), "formula": plan.formula} if world.rank == 0 else {}

@@ -15,13 +15,59 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from hpcinit.base.errors import BringUpError
+from hpcinit.base.versions import key
 from hpcinit.records.batch import Batch
 from hpcinit.records.layout import Layout
 from hpcinit.records.spec import SEED_BY, Comm, Hang, Samples, Spec, Training, one_of
 from hpcinit.records.startup_timeout import COLLECTIVE_NCCL_S, COLLECTIVE_OTHER_S, left_of_job
 from hpcinit.records.stop_reasons import Stopping
-from hpcinit.runtime import deepspeed_setup, device_id, devices, process_group
+from hpcinit.runtime import deepspeed_setup, devices, process_group
 from hpcinit.world import World
+
+# Collectives of a bound group deadlock between these two (https://github.com/pytorch/pytorch/issues/153960); DeepSpeed
+# omits device_id for the same versions.
+DEADLOCKS = "2.6.0", "2.7.1"
+FIRST_DEEPSPEED = "0.17.6"  # 0.17.3 to 0.17.5 bind automatically, also where it is an error
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The decision. device: the device_id for torch, or None. why: a note for the log, '' if there is none."""
+
+    device: torch.device | None
+    why: str = ""
+
+
+def decide_device_id(
+    policy: str, device: torch.device, world_size: int, torch_version: str, deepspeed_version: str | None
+) -> Binding:
+    """Return the binding for this device. policy: never, auto or always. deepspeed_version: None without DeepSpeed.
+
+    Raise BringUpError if the policy is 'always' and the device cannot be bound.
+    """
+    if policy == "never":
+        return Binding(None)
+    against = _against(device, world_size, torch_version, deepspeed_version)
+    if policy == "auto":
+        return Binding(None, f"no device_id: {against}") if against else Binding(device, f"device_id {device}")
+    if device.type == "cpu":
+        raise BringUpError(f"comm.device_id=always is not possible: {against}; use auto or never")
+    return Binding(device, f"device_id {device}, although {against}" if against else f"device_id {device}")
+
+
+def _against(device: torch.device, world_size: int, torch_version: str, deepspeed_version: str | None) -> str:
+    """Return the known reason not to bind, or ''."""
+    if device.type == "cpu":
+        return "gloo on a CPU has no device to bind to"
+    if device.type != "cuda":
+        return f"not tested on {device.type}"
+    if world_size == 1:
+        return "a single rank has no peer (DeepSpeed issue 8248)"
+    if key(DEADLOCKS[0]) < key(torch_version) < key(DEADLOCKS[1]):
+        return f"with torch {torch_version} collectives can deadlock (pytorch issue 153960), fixed in {DEADLOCKS[1]}"
+    if deepspeed_version is not None and key(deepspeed_version) < key(FIRST_DEEPSPEED):
+        return f"DeepSpeed {deepspeed_version} is older than {FIRST_DEEPSPEED}, the first to bind on CUDA only"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -63,7 +109,7 @@ class Plan:
     timeout: timedelta
     formula: str
     collective_timeout: timedelta
-    binding: device_id.Binding
+    binding: Binding
     deepspeed: bool
     layout: Layout
     batch: Batch
@@ -107,7 +153,7 @@ def resolve(request: Request, world: World, spec: Spec | None, device: torch.dev
         timeout=timeout,
         formula=formula,
         collective_timeout=request.collective_timeout or timedelta(seconds=comm.collective_timeout_s or default_s),
-        binding=device_id.decide(comm.device_id, device, world.world_size, torch.__version__, above),
+        binding=decide_device_id(comm.device_id, device, world.world_size, torch.__version__, above),
         deepspeed=comm.deepspeed,
         layout=layout,
         batch=_first(request.batch, spec and spec.batch, Samples()).over(layout.data_parallel),

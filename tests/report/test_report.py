@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpcinit.base.errors import Failure, RequestError
-from hpcinit.report import page, report_command, startup_phases
+from hpcinit.report import report_command, startup_phases
 from hpcinit.report.startup_phases import seconds
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
@@ -49,13 +49,13 @@ SHAPE = ["nodes=2", "ranks_per_node=2", "cluster.gpus_per_node=0", "cluster.cpus
 def test_a_slow_node_is_named(tmp_path: Path) -> None:
     """The node with slow imports is named, and its last rank as the one that all waited for."""
     (report,) = report_command.gather_reports(synthetic.run(tmp_path / "run", 8, 8, slow="n0002"))
-    rows = {line.split("  ")[1]: line for line in list(page.report_lines(report))[2:-3]}
+    rows = {line.split("  ")[1]: line for line in list(report_command.report_lines(report))[2:-3]}
     assert "n0002 (ranks 8-15) " in rows["imports"]
     assert re.search(
         r"  last: rank (8|9|1[0-5]) on n0002, 1\d\.\d s after half of the ranks", rows["waits for all ranks *"]
     )
-    assert "328 s; the longest wait was 1" in page.timeout(report)
-    document = page.document(report)
+    assert "328 s; the longest wait was 1" in report_command.timeout(report)
+    document = report_command.document(report)
     (imports,) = [phase for phase in document["phases"] if phase["ends"] == "imported"]
     assert imports["slowest"][0]["ranks"] == list(range(8, 16)) and imports["slowest"][0]["whole_node"]
 
@@ -66,7 +66,7 @@ def test_an_absent_rank_and_a_restart(tmp_path: Path) -> None:
     synthetic.run(run, 4, 2, restart=1)
     again = {"job": "43", "restart": 1, "time": synthetic.START + 390, "reason": "failure"}
     (run / "restarts.jsonl").write_text(json.dumps(again) + "\n")
-    first, second = (list(page.report_lines(report)) for report in report_command.gather_reports(run))
+    first, second = (list(report_command.report_lines(report)) for report in report_command.gather_reports(run))
     assert "not all ranks are ready" in first[0] and "rank 5 did not start: no timeline entry" in first
     assert any(line.startswith("ranks 0-4,6-7 on n0001, n0002, n0003, n0004 stopped after 'device'") for line in first)
     assert "job 43.0.1: 8 ranks on 4 nodes (slurm)" in second[0]
@@ -82,12 +82,12 @@ def test_a_program_without_init(tmp_path: Path) -> None:
         for rank in report.attempt.ranks
     ]
     without = startup_phases.startup_phases(replace(report.attempt, ranks=tuple(ranks)))
-    assert page.headline(without).endswith(", the program has not called hpcinit.init()")
+    assert report_command.headline(without).endswith(", the program has not called hpcinit.init()")
     assert startup_phases.missing_ranks(without)[-1].startswith(
         "a program that calls init_process_group instead of hpcinit.init()"
     )
     one_late = replace(report.attempt, ranks=(*ranks[:3], report.attempt.ranks[3]))
-    assert page.headline(startup_phases.startup_phases(one_late)).endswith(", not all ranks are ready")
+    assert report_command.headline(startup_phases.startup_phases(one_late)).endswith(", not all ranks are ready")
 
 
 @pytest.mark.parametrize(("late_s", "queue"), [(-0.1, [0.1]), (0.4, [0.0]), (1.1, [])])
@@ -103,7 +103,9 @@ def test_a_job_that_starts_at_once(tmp_path: Path, late_s: float, queue: list[fl
 def test_a_node_without_a_rank(tmp_path: Path) -> None:
     """With one rank per node, the node of the absent rank is named."""
     (report,) = report_command.gather_reports(synthetic.run(tmp_path / "run", 4, 1, absent=2))
-    assert "rank 2 did not start: no timeline entry; no rank of n0003 started" in list(page.report_lines(report))
+    assert "rank 2 did not start: no timeline entry; no rank of n0003 started" in list(
+        report_command.report_lines(report)
+    )
 
 
 def test_a_run_that_has_not_started(tmp_path: Path) -> None:
@@ -164,7 +166,7 @@ class Parser(HTMLParser):
 def test_the_page_is_self_contained(tmp_path: Path) -> None:
     """The page is well-formed, loads nothing, contains no absolute path, and escapes hostile names."""
     run = synthetic.run(tmp_path / "a<b>&'c", 8, 8, slow="n0002")
-    html = page.render_html(run, report_command.gather_reports(run), run / "report.html")
+    html = report_command.render_html(run, report_command.gather_reports(run), run / "report.html")
     parser = Parser()
     parser.feed(html)
     assert parser.open == [] and set(parser.loads) == {"data:,"}
@@ -172,7 +174,7 @@ def test_the_page_is_self_contained(tmp_path: Path) -> None:
     assert str(tmp_path) not in html and "a&lt;b&gt;&amp;&#x27;c" in html
     data = json.loads(html.partition('id="data">')[2].partition("</script>")[0])
     assert data["logs"] == "logs" and len(data["attempts"][0]["ranks"]) == 64
-    elsewhere = page.render_html(run, report_command.gather_reports(run), tmp_path / "pages/report.html")
+    elsewhere = report_command.render_html(run, report_command.gather_reports(run), tmp_path / "pages/report.html")
     assert '"logs":"../a%3Cb%3E%26%27c/logs"' in elsewhere
 
 
@@ -181,7 +183,9 @@ def test_the_page_in_a_browser(tmp_path: Path, nodes: int, per_node: int, presse
     """Chromium draws the page without an error: one lane per rank up to 64 ranks, else one lane per node."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None) or skip_or_fail(f"no {BROWSERS[0]}: {HINT}")
     run = synthetic.run(tmp_path / "run", nodes, per_node, slow="n0002")
-    (run / "report.html").write_text(page.render_html(run, report_command.gather_reports(run), run / "report.html"))
+    (run / "report.html").write_text(
+        report_command.render_html(run, report_command.gather_reports(run), run / "report.html")
+    )
     options = [
         "--headless=new",
         "--no-sandbox",

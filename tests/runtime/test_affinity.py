@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpcinit.runtime import affinity, devices
+from hpcinit.runtime import devices
 from hpcinit.world import World
 from tests.world.test_visible_devices import world
 
@@ -50,7 +50,7 @@ class Kernel:
         monkeypatch.setattr(torch, "set_num_threads", lambda count: setattr(self, "threads", count))
 
     def bind(self, of: World, device: torch.device, env: dict[str, str] | None = None) -> str:
-        return affinity.bind(of, device, sysfs=self.sysfs, proc=self.sysfs / "proc", env=env or {})
+        return devices.bind_cpus(of, device, sysfs=self.sysfs, proc=self.sysfs / "proc", env=env or {})
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_cgroup_is_not_a_binding(monkeypatch: pytest.MonkeyPatch, sysfs: Path,
     """In a job confined to 8 of 16 CPUs by a cgroup, two ranks still split those CPUs, in whole cores."""
     write(sysfs / "proc/self/cgroup", cgroup)
     write(sysfs / file, "0-3,8-11\n")
-    kernel = Kernel(monkeypatch, sysfs, set(affinity.numbers("0-3,8-11")))
+    kernel = Kernel(monkeypatch, sysfs, set(devices.numbers("0-3,8-11")))
     env = {"SLURM_CPUS_ON_NODE": "8"}
     assert kernel.bind(world(1, 2), torch.device("cuda", 1), env) == "CPU affinity 2-3,10-11 (NUMA node 0, near cuda:1)"
 
@@ -172,13 +172,13 @@ def test_no_pci_address(monkeypatch: pytest.MonkeyPatch, sysfs: Path) -> None:
 )
 def test_share(cores: list[list[int]], ranks: int, shares: list[set[int]]) -> None:
     """Ranks get whole cores if there are enough, else CPUs, and at least one CPU each."""
-    assert [affinity.share(cores, ranks, place) for place in range(ranks)] == shares
+    assert [devices.share(cores, ranks, place) for place in range(ranks)] == shares
 
 
 @pytest.mark.parametrize("text", ["0", "0-3", "0-3,8", "1,3,5", "", "0-1,3-4,127"])
 def test_lists_of_cpus(text: str) -> None:
     """CPU lists in the kernel's format are parsed and formatted without changes."""
-    assert affinity.ranges(affinity.numbers(text + "\n")) == text
+    assert devices.ranges(devices.numbers(text + "\n")) == text
 
 
 # With the real kernel.
@@ -187,14 +187,15 @@ REAL = """
 import json, os, sys, threading
 from pathlib import Path
 import torch
-from hpcinit.runtime import affinity, devices
+from hpcinit.runtime import devices
+from hpcinit.runtime import devices
 from tests.world.test_visible_devices import world
 
 devices.pci_address = lambda device: "0000:1b:00.0"
 asleep = threading.Event()
 other = threading.Thread(target=asleep.wait)
 other.start()
-note_text = affinity.bind(world(int(sys.argv[1]), 2), torch.device("cuda", int(sys.argv[1])), sysfs=Path(sys.argv[2]))
+note_text = devices.bind_cpus(world(int(sys.argv[1]), 2), torch.device("cuda", int(sys.argv[1])), sysfs=Path(sys.argv[2]))
 print(json.dumps([note_text, sorted(os.sched_getaffinity(0)), sorted(os.sched_getaffinity(other.native_id))]))
 asleep.set()
 """
@@ -206,9 +207,9 @@ def test_the_kernel_binds(tmp_path: Path) -> None:
     Their devices are fakes, both near all CPUs that this test may use.
     """
     mine = os.sched_getaffinity(0)
-    write(tmp_path / "devices/system/cpu/online", affinity.ranges(mine))
+    write(tmp_path / "devices/system/cpu/online", devices.ranges(mine))
     write(tmp_path / "bus/pci/devices/0000:1b:00.0/numa_node", "0")
-    write(tmp_path / "bus/pci/devices/0000:1b:00.0/local_cpulist", affinity.ranges(mine))
+    write(tmp_path / "bus/pci/devices/0000:1b:00.0/local_cpulist", devices.ranges(mine))
     found = []
     for rank in range(2):
         done = subprocess.run(
@@ -217,7 +218,7 @@ def test_the_kernel_binds(tmp_path: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         said, main, other = json.loads(done.stdout)
-        assert main == other and said == f"CPU affinity {affinity.ranges(main)} (NUMA node 0, near cuda:{rank})"
+        assert main == other and said == f"CPU affinity {devices.ranges(main)} (NUMA node 0, near cuda:{rank})"
         found.append(set(main))
     assert found[0] | found[1] == mine
     assert len(mine) == 1 or not found[0] & found[1]

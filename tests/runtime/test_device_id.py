@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpcinit.base.errors import BringUpError
-from hpcinit.runtime.device_id import Binding, decide
+from hpcinit.runtime.init_request import Binding, decide_device_id
 
 CUDA, CPU = torch.device("cuda", 1), torch.device("cpu")
 
@@ -27,15 +27,17 @@ def test_auto(
     device: torch.device, ranks: int, torch_version: str, deepspeed_version: str | None, against: str
 ) -> None:
     """auto binds unless there is a known reason against it, which it reports."""
-    found = decide("auto", device, ranks, torch_version, deepspeed_version)
+    found = decide_device_id("auto", device, ranks, torch_version, deepspeed_version)
     assert found.device == (None if against else device)
     assert found.why.startswith(f"no device_id: {against}" if against else f"device_id {device}")
 
 
 def test_never_and_always() -> None:
     """never does not bind; always binds in spite of known reasons, and is an error on a CPU."""
-    assert decide("never", CUDA, 8, "2.13.0", None) == Binding(None)
-    assert decide("always", CUDA, 8, "2.13.0", None) == Binding(CUDA, "device_id cuda:1")
-    assert decide("always", CUDA, 8, "2.7.0", None).why.startswith("device_id cuda:1, although with torch 2.7.0 coll")
+    assert decide_device_id("never", CUDA, 8, "2.13.0", None) == Binding(None)
+    assert decide_device_id("always", CUDA, 8, "2.13.0", None) == Binding(CUDA, "device_id cuda:1")
+    assert decide_device_id("always", CUDA, 8, "2.7.0", None).why.startswith(
+        "device_id cuda:1, although with torch 2.7.0 coll"
+    )
     with pytest.raises(BringUpError, match="is not possible: gloo on a CPU has no device"):
-        decide("always", CPU, 8, "2.13.0", None)
+        decide_device_id("always", CPU, 8, "2.13.0", None)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 CALL = "    run.should_stop()\n"
-ASK = "from hpcinit.runtime.lifecycle import loaded_code\nprint(loaded_code.uses('should_stop'))\n"
+ASK = "from hpcinit.runtime.lifecycle import stopping\nprint(stopping.program_uses('should_stop'))\n"
 
 
 @pytest.mark.parametrize(

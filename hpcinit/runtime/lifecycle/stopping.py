@@ -7,12 +7,13 @@ import contextlib
 import math
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 
 import torch
 import torch.distributed as dist
@@ -20,13 +21,47 @@ import torch.distributed as dist
 from hpcinit.base import signals
 from hpcinit.base.console import say
 from hpcinit.records import plain_files, run_folder
+from hpcinit.records.hang_report import is_user_code
 from hpcinit.records.startup_timeout import left_of_job
 from hpcinit.records.stop_reasons import NOT_RECORDED, SIGNAL_EARLY, Reason, Stop, Stopping
 from hpcinit.rendezvous.process_state import state
-from hpcinit.runtime.lifecycle import loaded_code, output_watch, phase
+from hpcinit.runtime.lifecycle import output_watch, phase
 from hpcinit.runtime.lifecycle.signal_watch import Watch
 from hpcinit.slurm import queue, slurm_client
 from hpcinit.world import World
+
+
+def program_uses(name: str) -> bool:
+    """Return whether code of the program uses this name: a caller of this function, or a function of a loaded module.
+
+    Code of packages in site-packages, of the standard library and of hpcinit does not count.
+    """
+    frame, codes = sys._getframe(), []
+    while frame.f_back is not None:
+        frame = frame.f_back
+        codes.append(frame.f_code)
+    if any(_is_in(name, code) for code in codes if is_user_code(code.co_filename)):
+        return True
+    own = [module for module in list(sys.modules.values()) if _is_of_the_program(module)]
+    return any(_is_in(name, code) for module in own for code in _codes(module))
+
+
+def _is_of_the_program(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return isinstance(file, str) and is_user_code(file)
+
+
+def _codes(module: ModuleType) -> Iterator[CodeType]:
+    """Yield the code of the module's functions and of the methods of its classes."""
+    for value in list(vars(module).values()):
+        members = vars(value).values() if isinstance(value, type) and value.__module__ == module.__name__ else [value]
+        yield from (one.__code__ for one in list(members) if isinstance(one, FunctionType))
+
+
+def _is_in(name: str, code: CodeType) -> bool:
+    """Return whether the code, or a function defined in it, uses the name."""
+    return name in code.co_names or any(_is_in(name, one) for one in code.co_consts if isinstance(one, CodeType))
+
 
 # `stopped.txt` exists while a training run that can stop early is active, and remains if it stops before its end.
 #
@@ -73,7 +108,7 @@ class StopRecord:
     def _remove(self) -> None:
         """Remove the record at the program's end, but not at the exit of a forked child."""
         if not state.stopped_early and os.getpid() == self._pid:
-            with suppress(OSError):
+            with contextlib.suppress(OSError):
                 self._path.unlink()
 
 
@@ -330,7 +365,7 @@ def watch_first_step() -> FirstStepWatch | None:
     """Return a FirstStepWatch if the program calls should_stop(), and can have one. Others end by SIGTERM at once."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return None
-    return FirstStepWatch() if loaded_code.uses("should_stop") else None
+    return FirstStepWatch() if program_uses("should_stop") else None
 
 
 def end_if_stuck(is_over: Callable[[], bool], longest_s: float) -> None:
