@@ -103,6 +103,27 @@ def collected(numbers: Iterable[int]) -> list[int]:
     return came
 
 
+@contextmanager
+def deferred_interrupts() -> Iterator[list[int]]:
+    """Collect Ctrl-C, SIGTERM and SIGHUP in the yielded list during the block, instead of acting on them.
+
+    An interrupt between sbatch's start and the record of its job id would lose a job. Signals that are ignored (nohup,
+    a script's `&`) stay ignored, and in another thread than the main one nothing is deferred.
+    """
+    received: list[int] = []
+    main = threading.current_thread() is threading.main_thread()  # only it may set signal handlers
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if main else ()
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    before = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, lambda number, frame: received.append(number))
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class Wakeup:
     """Calls `noted(number)` in a thread for each signal that has a Python handler. Create it in the main thread.
 

@@ -2,14 +2,11 @@
 
     python -m hpcinit.local.engine RUN_FOLDER TIME_MIN
 
-This is not a scheduler: a job starts at once, and no resources are reserved. The engine adopts descendants whose
-parent died, and ends them all, so that no process outlives the job.
+This is not a scheduler: a job starts at once, and no resources are reserved.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -26,16 +23,13 @@ import psutil
 from hpcinit.base import processes, safe_files, signals
 from hpcinit.base.errors import NOTHING_SUBMITTED, SpecError, SubmitError
 from hpcinit.base.supervisor import Child, Supervisor
-from hpcinit.local import environment_variables
+from hpcinit.local import environment_variables, orphans
 from hpcinit.records import run_folder
 from hpcinit.records.spec import load
 
 STATE = "local.json"  # in the run folder: the job's state, which squeue would report on Slurm
 GO = b"go\n"  # on the engine's stdin: the job is recorded, run it
 ENDING = (signal.SIGTERM, signal.SIGINT)
-# prctl(2)
-PR_SET_CHILD_SUBREAPER = 36  # orphaned descendants become children of this process, not of init
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 KILL_WAIT_S = 5  # between SIGTERM and SIGKILL; Slurm's KillWait is 30
 
 
@@ -85,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     env |= environment_variables.batch(os.getpid(), spec.name, spec.nodes, spec.ranks_per_node, spec.workdir)
     env[run_folder.ENV_ENGINE] = str(os.getpid())
     state: dict[str, object] = {"state": "RUNNING", "pid": os.getpid(), "started": time.time()}
-    adopt_orphans()  # no process of the job may outlive it, even if a step was killed
+    orphans.adopt_orphans()  # no process of the job may outlive it, even if a step was killed
     try:
         script = ["bash", str(path / run_folder.SCRIPT)]
         die_with_this = partial(processes.die_with_parent, os.getpid())
@@ -94,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"hpcinit: error: cannot start the batch script in {spec.workdir}: {error}", flush=True)
         return _ended(path, state, "FAILED", 1)
     end = _watch(job, stop_signals, time.monotonic() + 60 * time_min)
-    kill_descendants()
+    orphans.kill_descendants()
     code = job.ended() or 0
     status = code if code >= 0 else 128 - code
     return _ended(path, state, end or ("COMPLETED" if status == 0 else "FAILED"), status)
@@ -133,7 +127,7 @@ def _end(job: Child) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         job.signal(number)
         deadline = time.monotonic() + KILL_WAIT_S
-        while time.monotonic() < deadline and group_runs(job.pid):
+        while time.monotonic() < deadline and orphans.group_runs(job.pid):
             time.sleep(0.02)
 
 
@@ -198,44 +192,6 @@ def problem(nodes: int, world_size: int, mem_gb_per_rank: float) -> Iterator[str
             f"{world_size} ranks on {cores} cores: at most {MOST_RANKS_PER_CORE} ranks per core, "
             f"{MOST_RANKS_PER_CORE * cores} in total, start in reasonable time"
         )
-
-
-def adopt_orphans() -> None:
-    """Become the parent of every descendant whose parent dies. Does nothing on systems other than Linux."""
-    if _libc is not None:
-        _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def _reap() -> None:
-    """Reap every child that exited. Do not call this while another thread waits for a child."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
-def kill_descendants() -> None:
-    """Send SIGKILL to all descendants, including adopted orphans, until none is left.
-
-    One pass is not enough: a process may fork after the list was read.
-    """
-    for _ in range(100):
-        _reap()
-        left = psutil.Process().children(recursive=True)
-        if not left:
-            return
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        time.sleep(0.01)
-
-
-def group_runs(group: int) -> bool:
-    """Return whether a descendant of this process runs in this process group."""
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error, OSError):
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                return True
-    return False
 
 
 if __name__ == "__main__":

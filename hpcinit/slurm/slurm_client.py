@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 
-from hpcinit.base import console
+from hpcinit.base import console, signals
 
 # Users' preferences that would hide jobs (SQUEUE_PARTITION), change the output format (SCONTROL_ONELINER,
 # SLURM_TIME_FORMAT) or ask for confirmation (SCANCEL_INTERACTIVE). SLURM_CLUSTERS sends the query to another cluster,
@@ -167,21 +167,29 @@ class Call:
         locale = {} if command[0] == "sbatch" else {"LC_ALL": "C.UTF-8"}
         self.printed = ""  # to stdout, when ends_within() returned False
         self._started = console.started(self.command)
+        # Ctrl-C inside Popen would leave the command running without anybody who could end it.
+        with signals.deferred_interrupts() as received:
+            try:
+                self._process = subprocess.Popen(
+                    self.command,
+                    env=environment(env) | locale,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    encoding="utf-8",
+                    errors="replace",  # a site's job_submit.lua may print in any encoding
+                    start_new_session=True,
+                )
+            except OSError as error:  # ENOENT also if a script's interpreter is missing
+                missing = shutil.which(command[0], path=(os.environ if env is None else env).get("PATH")) is None
+                message = f"{command[0]} is not on PATH" if missing else f"cannot run {command[0]}: {error.strerror}"
+                raise NotStarted(message, missing) from None
         try:
-            self._process = subprocess.Popen(
-                self.command,
-                env=environment(env) | locale,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                encoding="utf-8",
-                errors="replace",  # a site's job_submit.lua may print in any encoding
-                start_new_session=True,
-            )
-        except OSError as error:  # ENOENT also if a script's interpreter is missing
-            missing = shutil.which(command[0], path=(os.environ if env is None else env).get("PATH")) is None
-            message = f"{command[0]} is not on PATH" if missing else f"cannot run {command[0]}: {error.strerror}"
-            raise NotStarted(message, missing) from None
+            for number in received:
+                signal.raise_signal(number)
+        except BaseException:
+            self.drop()
+            raise
 
     def output(self, at_most: timedelta | None = None) -> Output:
         """Wait for the end of the command and return its output. Raise TimedOut, after it was killed."""

@@ -6,12 +6,10 @@ import hashlib
 import json
 import shlex
 import shutil
-import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,26 +98,3 @@ def refuse_duplicate(queued: QueueQuery, request: str) -> None:
             f"this request is already queued as job {job.base_id}: {job.state}, run folder {folder}; to submit it a "
             f"second time add again=true, to cancel the first: {cancel}"
         )
-
-
-# Ctrl-C, a closed terminal and SIGTERM while a job is being submitted.
-
-
-@contextmanager
-def deferred_interrupts() -> Iterator[list[int]]:
-    """Collect SIGINT, SIGTERM and SIGHUP in the yielded list instead of acting on them.
-
-    An interrupt between sbatch's start and the record of its job id would lose a job. Signals that are ignored (nohup,
-    a script's `&`) stay ignored.
-    """
-    received: list[int] = []
-    before = {}
-    if threading.current_thread() is threading.main_thread():  # only it may set signal handlers
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                before[number] = signal.signal(number, lambda number, frame: received.append(number))
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -23,6 +23,7 @@ from typing import Any
 
 import yaml
 
+from hpcinit.base import signals
 from hpcinit.base.errors import ConfigError, MaybeSubmitted, RequestError, SubmitError
 from hpcinit.config import checks, hetjob, secret_files
 from hpcinit.config.schema import Config
@@ -60,12 +61,12 @@ class Transaction:
         env: Mapping[str, str],
         dropped: job_environment.DroppedVariables,
         provenance: Provenance,
-        signals: Sequence[int],
+        received: Sequence[int],
         claims: ExitStack,
     ) -> None:
         self.path, self.env, self.dropped, self.provenance = path, env, dropped, provenance
         self.parts: Sequence[Path] = ()
-        self._config, self._signals, self._claims = config, signals, claims
+        self._config, self._received, self._claims = config, received, claims
         self._request = ""
         self._token = ""  # of the latest call of sbatch; '' before the first
         self._queued: QueueQuery | None = None
@@ -74,7 +75,7 @@ class Transaction:
     @property
     def interrupted(self) -> bool:
         """Whether Ctrl-C, SIGTERM or SIGHUP arrived."""
-        return bool(self._signals)
+        return bool(self._received)
 
     def refuse_duplicates(self, request: str, jobs: int) -> None:
         """Claim the request with this hash and start squeue. jobs: their number. Raise RequestError, SubmitError."""
@@ -178,12 +179,12 @@ def begin(
     slurm = config.cluster.engine == "slurm"
     env, dropped = job_environment.job_environment(os.environ, config.secrets, config.secret_names, devices=slurm)
     with (
-        duplicates.deferred_interrupts() as signals,
+        signals.deferred_interrupts() as received,
         ExitStack() as claims,
         slurm_client.on_cluster(config.cluster.clusters),
     ):
         path = folder.claim(runs_dir_of(config), config.name, below)
-        transaction = Transaction(config, path, env, dropped, provenance, signals, claims)
+        transaction = Transaction(config, path, env, dropped, provenance, received, claims)
         try:
             yield transaction
         except BaseException as seen:

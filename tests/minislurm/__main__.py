@@ -59,10 +59,15 @@ def _status(_: argparse.Namespace) -> int:
     """list the clusters on this machine"""
     for name in names():
         cluster = MiniSlurm(name=name)
-        up = cluster.answers()
+        try:
+            up = cluster.answers()
+            nodes = cluster.run("sinfo") if up else ""
+        except (MiniSlurmError, OSError, ValueError) as error:
+            print(f"{name}: it starts or ends at this moment: {error}")
+            continue
         print(f"{name}: {'up' if up else 'left over, no reply'}, SLURM_CONF={cluster.conf}")
         if up:
-            print(cluster.run("sinfo"))
+            print(nodes)
     if not names():
         print("no cluster is up")
     return 0

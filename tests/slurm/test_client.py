@@ -100,17 +100,25 @@ def test_a_command_that_cannot_be_started(here: Path, monkeypatch: pytest.Monkey
         assert raised.value.missing is missing
 
 
-def test_ctrl_c_ends_the_command_too(here: Path) -> None:
-    """A Ctrl-C that reaches the caller alone leaves no squeue behind."""
+SLOW_START = """
+import subprocess, time
+execute = subprocess.Popen._execute_child
+subprocess.Popen._execute_child = lambda *values: (execute(*values), time.sleep(5))
+"""
+
+
+@pytest.mark.parametrize("before", ["", SLOW_START], ids=["while it runs", "while it starts"])
+def test_ctrl_c_ends_the_command_too(here: Path, before: str) -> None:
+    """A Ctrl-C that reaches the caller alone leaves no squeue behind, and ends the caller."""
     stand_in(here, "squeue", f"echo $$ > {here}/pid; exec sleep 600")
-    code = "from hpcinit.slurm import slurm_client; slurm_client.run(['squeue'])"
+    code = f"{before}\nfrom hpcinit.slurm import slurm_client; slurm_client.run(['squeue'])"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 30
     while not (here / "pid").exists() or not (here / "pid").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    process.wait(30)
+    assert process.wait(30) == -signal.SIGINT
     until(lambda: not _runs(int((here / "pid").read_text())), 30)
 
 
