@@ -122,7 +122,8 @@ class Recording:
     unfinished call in each group and to each peer, in the order of the calls. places: for each group, the ranks in the
     group that its messages name: (the rank's own, its peer's). written_ns: when the dump was written, 0 if unknown.
     only_active: finished calls are not listed (TORCH_INCLUDE_ONLY_ACTIVE), and no unfinished one is missing. counted:
-    the newest call of each group by pg_status, which may be a message. kept: the number of entries in the dump.
+    the newest call of each group by pg_status, which may be a message. maybe_pending: sends and receives that are
+    unfinished, or whose batch has finished. kept: the number of entries in the dump.
     """
 
     rank: int
@@ -137,6 +138,7 @@ class Recording:
     written_ns: int = 0
     only_active: bool = False
     counted: Mapping[Group, int] = field(default_factory=dict)
+    maybe_pending: Sequence[Operation] = ()
     kept: int = 0
     _batches: Mapping[Operation, Batch] = field(default_factory=dict, repr=False)
     _calls: dict[Operation, Call] = field(default_factory=dict, repr=False)
@@ -347,6 +349,7 @@ def _recording(
     ids: dict[str, Group] = {}
     found: dict[tuple[Group, bool, int, int | None], Batch] = {}
     with_messages: set[Group] = set()
+    maybe_pending: list[Operation] = []
     for place, entry in enumerate(entries):
         key = _group_name(entry)
         group = groups.get(key)
@@ -371,7 +374,9 @@ def _recording(
     for (group, p2p, number, _), batch in found.items():
         in_batch = len(batch) > 1 or (p2p and group.name in (batched or ()))
         if only_active and in_batch and not any(_is_end(entry) for _, entry in batch):
-            continue  # a finished batch: its end is not listed, and its parts never change their state
+            # A finished batch: its end is not listed, and its parts never change their state. A single one is a guess.
+            maybe_pending += [(group, Message(*pair, 0)) for _, pair, _ in _messages(batch) if len(batch) == 1]
+            continue
         if not p2p:
             batches[group, number] = batch
             continue
@@ -402,6 +407,7 @@ def _recording(
         written_ns=_integer(dump.get(WRITTEN_NS)),
         only_active=only_active,
         counted=counted,
+        maybe_pending=maybe_pending,
         kept=len(entries),
         _batches=batches,
     )

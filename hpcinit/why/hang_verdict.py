@@ -155,6 +155,8 @@ class _Search:
             self.unknown.append(
                 f"{_ranks(waiting)} {_plural(waiting, 'wait')}, and the dumps do not show for which rank"
             )
+        if not self.found and not self.unknown:
+            self.unknown += [self._may_wait(rank) for rank, one in self.ranks.items() if one.maybe_pending]
         if any(one.kind == NOT_CALLED for one in self.found.values()) and self._is_gloo():
             self.unknown.append(
                 "gloo does not record sends and receives: only the stack of a rank shows whether the rank waits in one"
@@ -321,8 +323,15 @@ class _Search:
         elif isinstance(operation[1], Message) and self.ranks[rank].may_have_forgotten:
             why = "its recorder has overwritten its older calls; TORCH_FR_BUFFER_SIZE=2000 keeps more"
             self.unknown.append(f"{whether}: {why}")
+        elif self.ranks[rank].maybe_pending:
+            self.unknown.append(self._may_wait(rank))
         else:
             self._blame(rank, NOT_CALLED, operation, waiting, self._not_called(rank, operation))
+
+    def _may_wait(self, rank: int) -> str:
+        called = self._called(self.ranks[rank].maybe_pending[-1])
+        why = "a dump of unfinished calls alone (TORCH_INCLUDE_ONLY_ACTIVE) also lists it after its batch has finished"
+        return f"whether rank {rank} waits in {called}: {why}"
 
     def _all_called(self, operation: Operation, concerned: Collection[int], waiting: Sequence[int]) -> str:
         """Return what is unknown if all members have called, and no device is later than the others."""

@@ -122,9 +122,9 @@ def test_a_stuck_device_with_an_unfinished_send(timed: bool) -> None:
 @pytest.mark.parametrize("kind", [NOT_CALLED, DEVICE_STUCK, NO_DUMP])
 def test_dumps_of_unfinished_calls_alone(kind: str) -> None:
     """With TORCH_INCLUDE_ONLY_ACTIVE a missing call may have finished, and finished batches leave parts. No healthy rank
-    is named, and most verdicts are the injected rank."""
+    is named, and most verdicts are the injected rank. In the last four, a receive may be a finished batch of one."""
     right = 0
-    for seed in range(CASES):
+    for seed in (*range(CASES), 981, 1272, 1432, 2458):
         training = hang_dumps.training(seed, kinds=[kind])
         dumps = hang_dumps.dumps(training)
         for dump in dumps.values():
