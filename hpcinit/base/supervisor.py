@@ -158,9 +158,15 @@ class Supervisor:
         self.signal(signal.SIGTERM)
         self.kill_in(grace_s)
 
-    def stop(self, grace_s: float) -> None:
-        """Terminate the children, wait for them without calling hooks, and kill what remains of their groups."""
-        self.terminate(grace_s)
+    def stop(self, grace_s: float, *, terminated: bool = False) -> None:
+        """Terminate the children, wait for them without calling hooks, and kill what remains of their groups.
+
+        terminated: they have received SIGTERM already, and a second one would interrupt what they do about it.
+        """
+        if terminated:
+            self.kill_in(grace_s)
+        else:
+            self.terminate(grace_s)
         while self.running() and not self._kill_if_due():
             time.sleep(LOOK_S)
         for child in self.children.values():

@@ -339,14 +339,23 @@ def report(
     )
 
 
-def without_output(run: Path, job_id: str, restart: object, now_s: float | None = None) -> HangReport | None:
+def before_errors(stacks: Mapping[int, Place], raised: Mapping[int, Place]) -> dict[int, Place]:
+    """Return the positions in the program. A stack outside of it was written after an error had ended the program:
+    then the rank was where the error was raised."""
+    return {rank: raised.get(rank, where) if where.outside else where for rank, where in stacks.items()}
+
+
+def without_output(
+    run: Path, job_id: str, restart: object, now_s: float | None = None, raised: Mapping[int, Place] | None = None
+) -> HangReport | None:
     """Return what the ranks of a program that reports no steps do while none prints; None if one does. now_s: seconds
-    since 1970 while the job runs."""
+    since 1970 while the job runs. raised: where collectives have timed out since, by rank."""
     for folder in _folders(run, (SILENT,), job_id, restart):
         with contextlib.suppress(OSError, ValueError, KeyError):
             marker, noted = plain_files.read(folder / SILENT), (folder / SILENT).stat().st_mtime
             silent_s, complete = float(marker["silent_s"]), marker.get("complete") == "1"
             stacks = places(folder, noted - silent_s - 1.0)  # older ones are of an earlier silence; silent_s is rounded
+            stacks = before_errors(stacks, raised or {})
             if now_s is not None:
                 silent_s += max(0.0, now_s - noted)
             attempt = timeline.read_attempt(run / run_folder.TIMELINE / folder.name)

@@ -118,13 +118,14 @@ def _unreported_hang(path: Path, job_id: str, restart: object, found: Sequence[F
     timeouts = [one.record.time for one in found if causes.is_timeout(one.record)]
     if not timeouts or not all(causes.is_secondary(one.record) for one in found):
         return None
+    raised = {one.record.rank: hang_report.place_of_error(one.record.traceback) for one in found}
     planned = _spec(path)
     for folder in sorted((path / hang_report.FOLDER).glob(f"{_step_of(job_id)}.*.{restart}")):
-        stacks = hang_report.places(folder)
+        stacks = hang_report.before_errors(hang_report.places(folder), raised)
         nodes = list(heartbeats.read(path / heartbeats.FOLDER / folder.name))
         if stacks and any(heartbeat.silent_s is not None for node in nodes for heartbeat in node.heartbeats):
             return hang_report.report(nodes, stacks, min(timeouts), planned.world_size if planned else len(stacks))
-    return hang_report.without_output(path, job_id, restart)
+    return hang_report.without_output(path, job_id, restart, raised=raised)
 
 
 def _silence(path: Path, now: state.State, job_id: str, restart: object) -> HangReport | None:

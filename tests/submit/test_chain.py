@@ -416,10 +416,11 @@ def test_a_training_run_longer_than_the_time_limit(hpcinit: Run, idle_slurm: Min
     args = "job.args=[--steps,24,--micro-batch,4,--context,32,--width,32,--heads,2,--layers,1,--save-every,4]"
     common = ["nodes=2", "ranks_per_node=1", "job=train_gpt", args]
     through = folder_of(submit(hpcinit, slurm, *common, "wait=true", timeout=200))
-    # In the first job every step is slow, so that the time limit is first. In the second job no step is slow.
+    # In the first job every step is slow, so that the time limit is first: Slurm checks it every 30 s. In the second job
+    # no step is slow.
     slow = (
         'import os, time; import torch.nn.functional as F; f = F.cross_entropy\nif os.path.exists("slow"):\n'
-        "    F.cross_entropy = lambda *a: (time.sleep(3), f(*a))[1]\n"
+        "    F.cross_entropy = lambda *a: (time.sleep(6), f(*a))[1]\n"
     )
     Path("sitecustomize.py").write_text(slow)
     Path("slow").touch()

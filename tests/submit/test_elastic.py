@@ -92,6 +92,37 @@ def is_agent(process: psutil.Process, folder: Path) -> bool:
     return process.info["cmdline"] == [sys.executable, "-u", "-m", "hpcinit.elastic", f"{folder}/spec.json"]
 
 
+# Rank 0 fails at once after SIGTERM. Rank 1 saves for longer than agent.GRACE_S, 3 s.
+SAVES = """
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+def handle(number, frame):
+    print("SIGTERM", flush=True)
+    if rank == 0:
+        sys.exit(5)
+    time.sleep(5)
+    print("saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, handle)
+print("up", flush=True)
+time.sleep(300)
+"""
+
+
+def test_a_rank_may_save_when_another_fails_after_sigterm(hpcinit: Run, tmp_path: Path) -> None:
+    """The agent sends no second SIGTERM, and does not kill the rank that saves."""
+    (tmp_path / "saves.py").write_text(SAVES)
+    words = ["cluster=local", "nodes=1", "ranks_per_node=2", "launch=torchrun"]
+    folder = folder_of(hpcinit("submit", *words, "--", "saves.py"))
+    logs = [folder / f"logs/rank-{rank}.log" for rank in range(2)]
+    until(lambda: all(path.exists() and "up" in path.read_text() for path in logs), 120)
+    (its_agent,) = (process for process in psutil.process_iter(["cmdline"]) if is_agent(process, folder))
+    its_agent.terminate()
+    until(lambda: '"exit_status"' in (folder / "exit.json").read_text())
+    assert (printed(folder, 0), printed(folder, 1)) == ("up\nSIGTERM\n", "up\nSIGTERM\nsaved\n"), log(folder)
+    assert "rank 0: Exited with exit code 5" in log(folder)
+
+
 # Print each signal, and exit with status 5 after SIGTERM.
 LISTENS = """
 import os, signal, sys, time

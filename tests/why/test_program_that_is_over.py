@@ -135,6 +135,23 @@ def test_a_rank_that_returned_early(tmp_path: Path, left: str) -> None:
     assert found.headline == "rank 1 on n1 is not in its program: it has ended there, or has not started"
 
 
+TIMED_OUT = """Traceback (most recent call last):
+  File "/home/me/train.py", line 12, in step
+    dist.all_reduce(loss)
+  File "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 9, in all_reduce
+    work.wait()
+RuntimeError: Timed out waiting 15000ms for recv operation to complete"""
+
+
+def test_a_program_that_a_timeout_of_its_collective_has_ended(tmp_path: Path) -> None:
+    """A stack that was written after the error shows no collective, but the rank waited in one as the others did."""
+    assert silence(tmp_path / "before", [IS_OVER, WAITS, WAITS]).rank == 0
+    silence(tmp_path, [IS_OVER, WAITS, WAITS])
+    raised = {0: hang_report.place_of_error(TIMED_OUT)}
+    found = hang_report.without_output(tmp_path, "7", 0, raised=raised)
+    assert found and found.rank is None and [one.ranks for one in found.waiting] == [(0, 1, 2)]
+
+
 def test_steps_were_reported() -> None:
     """The report of a hang of a program that reports steps names the rank that is in its program."""
     node = NodeHeartbeats("n1", 1000.0, tuple(RankHeartbeat(rank, 40 + rank, 3, 9.0) for rank in range(3)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -92,6 +93,7 @@ class Workers(Supervisor):
 
 
 GRACE_S = 3.0  # from SIGTERM to SIGKILL, for ranks that cannot continue without the failed one
+SAVE_S = 30.0  # the same if the job was to end: ranks may be saving. Slurm's default of KillWait.
 WRONG_REQUEST = 2  # exit status of a rank that would fail again after a restart
 
 
@@ -110,7 +112,7 @@ class Agent(SimpleElasticAgent):
         super().__init__(spec)
         self._agent_rendezvous, self._signals, self._start, self._report = rendezvous, agent_signals, start, report
         self._workers: Workers | None = None
-        self._stop_received = False
+        self._stop_received = self._terminated = False
         self.status = 0  # of the rank that failed first in the last round
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -125,7 +127,7 @@ class Agent(SimpleElasticAgent):
         """Stop the ranks. torch 2.13 passes a signal and a time, 2.7 is_restart."""
         self._signals.stop_collecting()
         if self._workers is not None:
-            self._workers.stop(GRACE_S)
+            self._workers.stop(SAVE_S if self._terminated else GRACE_S, terminated=self._terminated)
             self._workers = None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -170,6 +172,7 @@ class Agent(SimpleElasticAgent):
         """Send the ranks the signals that have not reached them."""
         for number, forward in self._signals.take():
             self._stop_received |= number in ENDING
+            self._terminated |= number == signal.SIGTERM
             if forward:
                 ranks.signal(number)
 
