@@ -340,7 +340,7 @@ class Launch:
 
 @dataclass
 class Stop:
-    """When `run.should_stop()` returns True, so that the program saves and exits."""
+    """When `run.should_stop()` returns a reason, so that the program saves and exits."""
 
     margin_s: float = key(
         "time reserved before the limit, besides twice the longest checkpoint so far", Stopping.margin_s, least=0

@@ -89,8 +89,13 @@ def test_accelerate_alone_makes_worlds_of_one_on_cpu(slurm: MiniSlurm, tmp_path:
 
 def test_lightning_names_a_wrong_number_of_devices(hpcinit: Run, tmp_path: Path) -> None:
     """Lightning reads the step's variables: if devices do not match the ranks of a node, every rank exits with an error that names them."""
+    program = tmp_path / "four_devices.py"
+    right = 'devices=int(os.environ["LOCAL_WORLD_SIZE"])'
+    text = (PROGRAMS / "lightning_fit.py").read_text()
+    assert right in text
+    program.write_text(text.replace(right, "devices=4"))
     words = ["cluster=local", "nodes=1", "ranks_per_node=2", "wait=true", "launch.kill_on_bad_exit=false", *LIGHTNING]
-    done = hpcinit("submit", *words, "--", str(PROGRAMS / "lightning_fit.py"), env={"DEVICES": "4"})
+    done = hpcinit("submit", *words, "--", str(program))
     assert done.returncode != 0
     for rank in (0, 1):
         record = json.loads((folder_of(done) / f"errors/rank-{rank}.json").read_text())

@@ -1,12 +1,14 @@
 """Hugging Face's Trainer on a tiny model made from its config: no weights and no data are downloaded."""
 
 import json
+from pathlib import Path
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import reduce
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 
 class Sentences(Dataset[dict[str, torch.Tensor]]):
@@ -32,17 +34,19 @@ class Gradients(TrainerCallback):
 def main() -> None:
     args = TrainingArguments(
         output_dir="out",
-        use_cpu=True,
+        use_cpu=not torch.cuda.is_available(),
         per_device_train_batch_size=1,
         max_steps=2,
-        save_strategy="no",
+        save_steps=1,
         report_to="none",
         disable_tqdm=True,
     )
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1))
     data = Sentences()
     gradients = Gradients()
-    Trainer(model=model, args=args, train_dataset=data, callbacks=[gradients]).train()
+    trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[gradients])
+    last = get_last_checkpoint("out") if Path("out").is_dir() else None
+    trainer.train(resume_from_checkpoint=last)
     state = PartialState()
     total = reduce(torch.tensor(float(args.process_index)), reduction="sum")
     report = {

@@ -5,6 +5,7 @@ import os
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -27,16 +28,16 @@ def main() -> None:
     x = torch.arange(8.0).unsqueeze(1)
     model = Regression()
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator="auto",
         strategy="ddp",
-        devices=int(os.environ.get("DEVICES", "2")),
-        num_nodes=2,
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
         max_epochs=1,
         logger=False,
-        enable_checkpointing=False,
+        callbacks=[ModelCheckpoint("checkpoints", save_last=True)],
         enable_progress_bar=False,
     )
-    trainer.fit(model, DataLoader(TensorDataset(x, 2 * x + 1), batch_size=1, shuffle=True))
+    trainer.fit(model, DataLoader(TensorDataset(x, 2 * x + 1), batch_size=1, shuffle=True), ckpt_path="last")
     total = trainer.strategy.reduce(torch.tensor(float(trainer.global_rank)), reduce_op="sum")
     report = {
         "rank": trainer.global_rank,
