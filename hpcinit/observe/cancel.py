@@ -20,7 +20,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("run", nargs="+", help="run folder, its name, or a job id")
     find_runs.add_runs_dir(parser)
     parser.add_argument(
-        "--save", action="store_true", help="let the program save a checkpoint and exit: run.should_stop() returns a reason"
+        "--save",
+        action="store_true",
+        help="let the program save a checkpoint and exit: run.should_stop() returns a reason",
     )
     return console.add_verbosity_options(parser, "one JSON object per line, for each run")
 
