@@ -21,7 +21,7 @@ from hpcinit.records.layout import Layout
 from hpcinit.records.spec import SEED_BY, Comm, Hang, Samples, Spec, Training, one_of
 from hpcinit.records.startup_timeout import COLLECTIVE_NCCL_S, COLLECTIVE_OTHER_S, left_of_job
 from hpcinit.records.stop_reasons import Stopping
-from hpcinit.runtime import deepspeed_setup, devices, process_group
+from hpcinit.runtime import deepspeed_setup, devices, process_group, seeds
 from hpcinit.world import World
 
 # Collectives of a bound group deadlock between these two (https://github.com/pytorch/pytorch/issues/153960); DeepSpeed
@@ -145,6 +145,7 @@ def resolve(request: Request, world: World, spec: Spec | None, device: torch.dev
     default_s = COLLECTIVE_NCCL_S if backends[device.type] == "nccl" else COLLECTIVE_OTHER_S
     seed_by = _first(request.seed_by, spec and spec.seed_by, "same")
     one_of("seed_by", seed_by, SEED_BY)
+    seed = seeds.checked(_first(request.seed, spec and spec.seed, 0))
     above = deepspeed_setup.deepspeed_version() if comm.deepspeed else None
     layout = _first(request.layout, spec and spec.layout, Layout()).over(world.world_size, spec and spec.ranks_in_a_row)
     return Plan(
@@ -158,7 +159,7 @@ def resolve(request: Request, world: World, spec: Spec | None, device: torch.dev
         layout=layout,
         batch=_first(request.batch, spec and spec.batch, Samples()).over(layout.data_parallel),
         training=training,
-        seed=_first(request.seed, spec and spec.seed, 0),
+        seed=seed,
         seed_by=seed_by,
         deterministic=_first(request.deterministic, spec and spec.deterministic, False),
         stopping=spec.stop if spec else Stopping(),

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_rank, get_world_size, new_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hpcinit.base.errors import RequestError
 from hpcinit.records.layout import Layout
 
 # Combinations of dimensions: ranks with different samples (dp), ranks that share a sharded parameter (fsdp), and ranks
-# over which losses and gradients are averaged (loss).
+# over which losses and gradients are averaged (loss). OpenRLHF's name for cp, with ring attention, is sp.
 COMBINED = {
     "dp": ("dp_replicate", "dp_shard"),
     "fsdp": ("dp_shard", "cp"),
     "loss": ("dp_replicate", "dp_shard", "cp"),
+    "sp": ("cp",),
 }
 # With expert parallelism a data parallel dimension is split in two: ep, and the ranks that have the same experts.
 SPLIT = {"dp_replicate": ("edp_replicate", "ep"), "dp_shard": ("edp_shard", "ep")}
@@ -32,11 +33,12 @@ MEANING = {
     "dp": "other samples",
     "fsdp": "parameters divided",
     "loss": "losses and gradients averaged",
+    "sp": "parts of a sequence",
 }
 
 
-def mesh_dimensions(layout: Layout) -> dict[str, int]:
-    """Return name and size of each mesh dimension above size 1, outermost first; dp_replicate if there is none.
+def all_dimensions(layout: Layout) -> dict[str, int]:
+    """Return name and size of each mesh dimension, outermost first, those of size 1 included.
 
     layout: with every degree computed.
     """
@@ -45,9 +47,22 @@ def mesh_dimensions(layout: Layout) -> dict[str, int]:
     for name, degree in layout.degrees().items():
         if name == split and layout.ep > 1:
             found |= dict(zip(SPLIT[name], (degree // layout.ep, layout.ep), strict=True))
-        elif degree > 1:
+        else:
             found[name] = degree
-    return found or {"dp_replicate": 1}
+    return found
+
+
+def mesh_dimensions(layout: Layout) -> dict[str, int]:
+    """Return name and size of each mesh dimension in use, outermost first; dp_replicate if there is none.
+
+    layout: with every degree computed.
+    """
+    return _in_use(all_dimensions(layout)) or {"dp_replicate": 1}
+
+
+def _in_use(sizes: dict[str, int]) -> dict[str, int]:
+    """Return the dimensions above size 1, and both parts of a split one: they show which dimension ep is a part of."""
+    return {name: size for name, size in sizes.items() if size > 1 or name.startswith("edp_")}
 
 
 def members(names: tuple[str, ...], name: str) -> tuple[str, ...]:
@@ -110,27 +125,57 @@ def _shown(ranks: range) -> str:
 # The device mesh of a layout.
 
 
-def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """Return a mesh of the dimensions larger than 1, outermost first; a plain data parallel one if there is none.
+class Mesh(DeviceMesh):
+    """torch's DeviceMesh of all dimensions, which also has the combinations and second names of MEANING.
 
-    It also contains the combinations (dp, fsdp, loss), which mesh_part() returns; `mesh["loss"]` works too, with a
-    warning from torch 2.11 on. A combination that equals a dimension or another combination gets no separate group.
-    All groups are created here, because every rank must create them in the same order. Needs the process group.
+    `mesh["tp"].get_group()` and `mesh.get_group("tp")` return this rank's group. It has one rank if the
+    dimension has size 1. `mesh["dp"]`, `mesh["fsdp"]` and `mesh["loss"]` are combinations; `mesh["sp"]` is `mesh["cp"]`. Torch itself
+    warns if a program takes a combination from a mesh, and has no second name for a dimension.
+    """
+
+    def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
+        """Return the mesh of one or several dimensions, or of one combination. Raise KeyError for an unknown name."""
+        if not isinstance(mesh_dim_names, str) or mesh_dim_names not in MEANING or mesh_dim_names in _sizes(self):
+            return super().__getitem__(mesh_dim_names)
+        found = mesh_part(self, mesh_dim_names)
+        # Without a dimension above size 1, a dimension of size 1 has the only group: that of this rank alone.
+        return found or super().__getitem__(next(name for name, size in _sizes(self).items() if size == 1))
+
+    def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
+        """Return this rank's group of a dimension or combination. Raise KeyError for an unknown name."""
+        if isinstance(mesh_dim, str) and mesh_dim not in _sizes(self):
+            return self[mesh_dim].get_group()
+        return super().get_group(mesh_dim)
+
+
+def build_mesh(layout: Layout, device: torch.device) -> Mesh:
+    """Return a mesh of all dimensions, outermost first. Needs the process group.
+
+    All groups are created here, because every rank must create them in the same order. There is one for each dimension
+    above size 1, one for each combination that equals no dimension and no other combination, and one of this rank
+    alone, which all dimensions of size 1 share.
 
     layout: with every degree computed.
     """
-    sizes = mesh_dimensions(layout)
-    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    wide, sizes = mesh_dimensions(layout), all_dimensions(layout)
+    used = init_device_mesh(device.type, tuple(wide.values()), mesh_dim_names=tuple(wide))
+    # init_device_mesh() would create such groups for all ranks, one after the other, each with a barrier of all ranks.
+    alone = new_group([get_rank()], use_local_synchronization=True) if get_world_size() > 1 else used.get_group()
+    groups = [used.get_group(name) if name in wide else alone for name in sizes]
+    mesh = DeviceMesh.from_group(
+        groups, device.type, mesh=used.mesh.reshape(tuple(sizes.values())), mesh_dim_names=tuple(sizes)
+    )
+    mesh.__class__ = Mesh  # from_group() is a static method, which cannot create a subclass
+    assert isinstance(mesh, Mesh)
     for name in (*SPLIT, *COMBINED):
-        made = members(tuple(sizes), name)
-        if len(made) > 1 and _called(mesh, name) == name:
+        if len(_members(mesh, name)) > 1 and _called(mesh, name) == name:
             _flattened(mesh, name)
     return mesh
 
 
 def size(mesh: DeviceMesh, name: str) -> int:
     """Return the number of ranks in a dimension or combination. Raise RequestError if MEANING lacks the name."""
-    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    sizes = _sizes(mesh)
     return math.prod([sizes[each] for each in _members(mesh, name)])
 
 
@@ -158,6 +203,12 @@ def mesh_group(mesh: DeviceMesh, name: str) -> ProcessGroup | None:
     return None if found is None else found.get_group()
 
 
+def group(mesh: DeviceMesh, name: str) -> ProcessGroup:
+    """Return this rank's group, of this rank alone if its size is 1. Raise RequestError if MEANING lacks the name."""
+    _check(name)
+    return mesh[name].get_group()
+
+
 def place(mesh: DeviceMesh, name: str) -> int:
     """Return this rank's number in its group, 0 to size - 1. Raise RequestError if MEANING lacks the name."""
     found = mesh_part(mesh, name)
@@ -165,10 +216,18 @@ def place(mesh: DeviceMesh, name: str) -> int:
 
 
 def _members(mesh: DeviceMesh, name: str) -> tuple[str, ...]:
-    names = mesh.mesh_dim_names or ()
+    """Return the dimensions in use that form a dimension or combination."""
+    _check(name)
+    return members(tuple(_in_use(_sizes(mesh))), name)
+
+
+def _check(name: str) -> None:
     if name not in MEANING:
         raise RequestError(f"unknown mesh dimension {name!r}; expected one of: {', '.join(MEANING)}")
-    return members(names, name)
+
+
+def _sizes(mesh: DeviceMesh) -> dict[str, int]:
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
 def _flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:

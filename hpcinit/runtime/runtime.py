@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpcinit.base import background_writer, safe_files
@@ -25,6 +26,7 @@ from hpcinit.records.layout import Layout
 from hpcinit.records.spec import Hang, Training
 from hpcinit.records.startup_timeout import left_of_job
 from hpcinit.records.stop_reasons import Stop, Stopping
+from hpcinit.runtime import mesh as mesh_of_run
 from hpcinit.runtime import process_group, seeds
 from hpcinit.runtime.init_request import Plan, Request
 from hpcinit.runtime.lifecycle import phase
@@ -88,7 +90,7 @@ class Runtime:
     Attributes:
         world: this rank's place in the job: rank, node, hosts, launcher.
         plan: the settings that init() chose. The most common fields of both are properties here.
-        mesh: torch's DeviceMesh, with one dimension per kind of parallelism in use.
+        mesh: torch's DeviceMesh, with one dimension per kind of parallelism; unused ones have size 1.
         folder: the run folder, or None without a submission.
     """
 
@@ -212,6 +214,17 @@ class Runtime:
                 f"backend {self.backend} cannot change its timeout, which remains {self.collective_timeout}"
             )
         self._session.collective_timeout = timeout
+
+    def group(self, name: str) -> ProcessGroup:
+        """Return this rank's process group of a dimension or combination of the mesh.
+
+        It has one rank if the dimension has size 1. Raise RequestError for an unknown name.
+
+        Args:
+            name: pp, dp_replicate, dp_shard, cp, tp, ep, or a combination such as dp (all ranks with other samples);
+                the page 'groups and seeds' lists all names.
+        """
+        return mesh_of_run.group(self.mesh, name)
 
     def loader_options(self, epoch: int = 0) -> dict[str, torch.Generator]:
         """Return options for `DataLoader(dataset, **run.loader_options(epoch))`, seeded for this rank's data share.

@@ -17,18 +17,26 @@ BY = ("same", "rank", "data")
 WEYL = 0x9E3779B9
 
 
+def checked(seed: int) -> int:
+    """Return the seed. Raise RequestError unless it is 0 to 2**63 - 1, which Python, NumPy and torch all accept."""
+    if not 0 <= seed < 2**63:
+        raise RequestError(f"seed is {seed}, expected 0 to 2**63 - 1")
+    return seed
+
+
 def of(seed: int, by: str, rank: int, data_rank: int) -> int:
     """Return this rank's seed, 0 to 2**63 - 1, derived from the run's seed.
 
     by: 'same' gives every rank `seed` itself, so weights and dropout are equal. 'rank' gives each rank its own seed.
     'data' gives each data_rank (Layout.data_rank) its own seed: equal in a tensor, pipeline or context parallel group,
-    different across data parallel ranks. Raise RequestError for another `by`.
+    different across data parallel ranks. Raise RequestError for another `by` or a seed outside of 0 to 2**63 - 1.
 
     Seeds are hashed, not added, so seed 1 on rank 1 is not seed 2 on rank 0. Their low 32 bits always differ between
     ranks, because torch's CPU generator uses only those.
     """
     if by not in BY:
         raise RequestError(f"seed_by is {by!r}, expected one of: {', '.join(BY)}")
+    checked(seed)
     return seed if by == "same" else _mixed(str(seed), rank if by == "rank" else data_rank)
 
 
@@ -47,10 +55,10 @@ def _mixed(text: str, number: int) -> int:
 def seed_all(seed: int) -> None:
     """Seed Python, NumPy (if installed) and torch with all its accelerators.
 
-    seed: 0 to 2**63 - 1. `numpy.random.default_rng()` is not affected: without an argument it gets a random seed from
-    the kernel. Use `default_rng(torch.initial_seed())`.
+    seed: 0 to 2**63 - 1; RequestError for another one. `numpy.random.default_rng()` is not affected: without an
+    argument it gets a random seed from the kernel. Use `default_rng(torch.initial_seed())`.
     """
-    random.seed(seed)
+    random.seed(checked(seed))
     torch.manual_seed(seed)
     try:
         import numpy  # noqa: PLC0415 - optional

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from hpcinit.records.layout import DIMENSIONS
 from hpcinit.records.startup_timeout import COLLECTIVE_NCCL_S, COLLECTIVE_OTHER_S
 from tests.conftest import Run
 from tests.runtime.spawned import without_gloos_line
@@ -134,7 +135,18 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reports]:
 
 def test_runtime_properties(two_ranks: tuple[Path, Reports]) -> None:
     """The Runtime has rank, sizes, hosts, device, backend, timeouts and mesh, and they agree with torch's."""
-    expected = [["127.0.0.1", "127.0.0.2"], "cpu", "gloo", 80.0, 33.0, 99.0, ["dp_replicate"], [2], 5, "script-0001"]
+    expected = [
+        ["127.0.0.1", "127.0.0.2"],
+        "cpu",
+        "gloo",
+        80.0,
+        33.0,
+        99.0,
+        list(DIMENSIONS),
+        [1, 2, 1, 1, 1],
+        5,
+        "script-0001",
+    ]
     for rank, found in enumerate(two_ranks[1]):
         assert found["properties"] == [rank, 2, 0, 1, rank, *expected] and found["torch"] == [rank, 2, "gloo"]
 
@@ -233,7 +245,7 @@ def test_timeout_of_collectives_can_change(four_ranks: Reports) -> None:
 
 def test_an_existing_group_is_adopted(four_ranks: Reports) -> None:
     """A process group that the program created is used if it matches, and shutdown does not destroy it."""
-    expected = [[rank, 4, 77.0, ["dp_replicate", "tp"], True, 4.0] for rank in range(4)]
+    expected = [[rank, 4, 77.0, list(DIMENSIONS), True, 4.0] for rank in range(4)]
     assert [found["adopted"] for found in four_ranks] == expected
 
 
@@ -246,9 +258,10 @@ def test_seeds_by_rank_and_by_data(four_ranks: Reports) -> None:
 
 
 def test_mesh_of_a_layout(four_ranks: Reports) -> None:
-    """With tp 2 the mesh has two dimensions, and adjacent ranks are in one tensor parallel group."""
-    names, mesh = ["dp_replicate", "tp"], [[0, 1], [2, 3]]
-    assert [found["mesh"] for found in four_ranks] == [[names, mesh, mesh[rank // 2]] for rank in range(4)]
+    """With tp 2 the mesh has all dimensions, and adjacent ranks are in one tensor parallel group."""
+    names, mesh = list(DIMENSIONS), [[0, 1], [2, 3]]
+    expected = [[names, [[[[each]] for each in mesh]], mesh[rank // 2]] for rank in range(4)]
+    assert [found["mesh"] for found in four_ranks] == expected
 
 
 WITH_DEEPSPEED = """
@@ -438,7 +451,7 @@ def test_init_can_be_repeated_after_a_wrong_layout(hpcinit: Run, tmp_path: Path)
         with hpcinit.session() as run:
             print(run.mesh.mesh_dim_names)
     """
-    assert ranks(hpcinit, tmp_path, code, f"cluster.python={late}") == ["('dp_replicate',)"] * 2
+    assert ranks(hpcinit, tmp_path, code, f"cluster.python={late}") == [str(DIMENSIONS)] * 2
 
 
 def test_a_wrong_node_clock(hpcinit: Run, tmp_path: Path) -> None:

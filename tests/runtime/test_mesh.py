@@ -55,7 +55,8 @@ def test_groups_match_the_arithmetic(tmp_path: Path) -> None:
 
 
 def test_no_unnecessary_groups(tmp_path: Path) -> None:
-    """Plain data parallelism creates no group besides the default one, nor does a combination that equals another.
+    """Plain data parallelism creates one group besides the default one: that of this rank alone. A combination that equals
+    another creates none.
 
     A combination can equal a dimension, another combination or the world (fake backend, torch's count of its groups).
     """
@@ -71,19 +72,19 @@ def test_no_unnecessary_groups(tmp_path: Path) -> None:
         """),
         tmp_path,
     )
-    # Groups: dp_replicate, tp; then dp_replicate, dp_shard; then those, cp, dp and fsdp of 4 ranks (loss is the world).
-    assert found == [0, 0, 2, 2, 5]
+    # Groups besides this rank's own one: dp_replicate, tp; then dp_replicate, dp_shard; then those, cp, dp and fsdp of 4
+    # ranks (loss is the world).
+    assert found == [1, 1, 3, 3, 6]
 
 
 def test_parts_of_size_one(tmp_path: Path) -> None:
-    """A dimension that a layout does not use has size 1, no group and no mesh; a combination omits its dimensions of
-    size 1; an unknown name is refused (fake backend)."""
+    """mesh_part() omits dimensions of size 1, also from a combination, and refuses an unknown name (fake backend)."""
     found = python(
         FAKE
         + textwrap.dedent("""
         made = built(Layout(1, 2, 2, 2, 1), 5)
         try:
-            mesh.size(made, "sp")
+            mesh.size(made, "rp")
         except RequestError as error:
             refusal = str(error)
         hsdp = mesh.mesh_part(made, "dp_replicate", "fsdp", "tp")
@@ -101,12 +102,42 @@ def test_parts_of_size_one(tmp_path: Path) -> None:
         "places": [2, 1, 5],
         "refusal": found["refusal"],
     }
-    assert found["refusal"].startswith("unknown mesh dimension 'sp'; expected one of: pp, dp_replicate, dp_shard")
+    assert found["refusal"].startswith("unknown mesh dimension 'rp'; expected one of: pp, dp_replicate, dp_shard")
+
+
+def test_every_name_has_a_mesh(tmp_path: Path) -> None:
+    """Every dimension and combination exists in the mesh, with size 1 too, and `mesh[name]` has the group that the
+    arithmetic gives, without a warning; sp is cp; an unknown name is a KeyError (fake backend)."""
+    found = python(
+        FAKE
+        + textwrap.dedent("""
+        import warnings
+        warnings.simplefilter("error")
+        wrong, unknown = [], []
+        for layout in (Layout(1, 1), Layout(1, 1, 8), Layout(1, 2, 2, 2), Layout(2, 2, 2, ep=2), Layout(dp_replicate=4, ep=4), Layout(1, 1, 1, 1, 4)):
+            made = built(layout, 0)
+            for name in mesh.MEANING:
+                expected = list(mesh.group_members(layout, name)[0])
+                for group in (made[name].get_group(), made.get_group(name)):
+                    ranks = dist.get_process_group_ranks(group)
+                    if (ranks, made[name].size(), made[name].get_local_rank()) != (expected, len(expected), 0):
+                        wrong.append([str(layout), name, ranks, expected])
+            for ask in (made.__getitem__, made.get_group):
+                try:
+                    ask("rp")
+                except KeyError as error:
+                    unknown.append("rp" in str(error))
+            dist.destroy_process_group()
+        print(json.dumps([wrong, unknown]))
+        """),
+        tmp_path,
+    )
+    assert found == [[], [True] * 12]
 
 
 def test_combinations_cause_no_warning(tmp_path: Path) -> None:
     """Every part of a mesh, also a flattened one together with others, has the same group each time and causes no
-    warning of torch; slicing a flattened one warns (fake backend)."""
+    warning of torch (fake backend)."""
     found = python(
         FAKE
         + textwrap.dedent("""
@@ -118,13 +149,12 @@ def test_combinations_cause_no_warning(tmp_path: Path) -> None:
                 first, again = mesh.mesh_part(made, *names), mesh.mesh_part(made, *names)
                 assert first is None or [str(each.mesh_dim_names) for each in (first, again)] == [str(first.mesh_dim_names)] * 2
                 assert first is None or first.get_all_groups() == again.get_all_groups(), names
-            quiet = [str(each.message) for each in seen]
             made["loss"]
-        print(json.dumps([quiet, [str(each.message).split(".")[0] for each in seen]]))
+        print(json.dumps([str(each.message) for each in seen]))
         """),
         tmp_path,
     )
-    assert found == [[], ["Slicing a flattened dim from root mesh will be deprecated in PT 2"]]
+    assert found == []
 
 
 def test_real_groups_of_eight_ranks(tmp_path: Path) -> None:
@@ -135,9 +165,9 @@ def test_real_groups_of_eight_ranks(tmp_path: Path) -> None:
         layout = hpcinit.Layout(1, 2, 2, 1, 2, ep=2)
         run = hpcinit.init(layout=layout)
         sums = {}
-        for name in ("dp_replicate", "dp_shard", "ep", "tp", "dp", "loss"):
+        for name in ("dp_replicate", "dp_shard", "ep", "tp", "dp", "loss", "cp", "pp"):
             value = torch.tensor([float(2**run.rank)])
-            dist.all_reduce(value, group=mesh.mesh_group(run.mesh, name))
+            dist.all_reduce(value, group=run.group(name))
             expected = next(sum(2**rank for rank in each) for each in mesh.group_members(layout, name) if run.rank in each)
             sums[name] = [int(value), expected]
         assert mesh.mesh_group(run.mesh, "cp") is None
@@ -148,4 +178,4 @@ def test_real_groups_of_eight_ranks(tmp_path: Path) -> None:
     assert [status for status, _ in ended] == [0] * 8, ended
     for _, output in ended:
         sums: dict[str, Any] = json.loads(output.splitlines()[-1])
-        assert len(sums) == 6 and all(summed == expected for summed, expected in sums.values())
+        assert len(sums) == 8 and all(summed == expected for summed, expected in sums.values())

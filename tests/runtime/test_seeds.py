@@ -64,6 +64,27 @@ def test_seeds_of_ranks(tmp_path: Path) -> None:
 VALUE = 1341732420335840300  # of(1, "rank", 1, 0): a run that is restarted with a newer hpcinit must get the same value
 
 
+def test_seed_out_of_range(tmp_path: Path) -> None:
+    """A seed outside of 0 to 2**63 - 1 is refused with a RequestError, by init() before it creates a group."""
+    found = python(
+        """
+        import json
+        import hpcinit
+        from hpcinit.runtime import seeds
+        refusals = []
+        for seed in (-1, 2**63):
+            for call in (hpcinit.init, lambda seed: seeds.of(seed, "same", 0, 0), lambda seed: seeds.seed_all(seed)):
+                try:
+                    call(seed=seed)
+                except hpcinit.HpcinitError as error:
+                    refusals.append(str(error))
+        print(json.dumps(refusals))
+        """,
+        tmp_path,
+    )
+    assert found == [f"seed is {seed}, expected 0 to 2**63 - 1" for seed in (-1, 2**63) for _ in range(3)]
+
+
 def test_all_libraries_are_seeded(tmp_path: Path) -> None:
     """Python, NumPy and torch repeat with the seed; NumPy uses a short seed unchanged, and all bits of a long one."""
     found = python(
