@@ -27,6 +27,13 @@ INITIALIZE_DIVIDES_SINCE = "0.18.6"
 # device, which initializes CUDA, and a forked rank cannot initialize it again: #7252, #7918, #8078
 IMPORT_LEAVES_CUDA_SINCE = "0.19.3"
 
+# The first DeepSpeed that in stage 3 moves parameters and gradients to the CPU with any optimizer. Earlier ones assert
+# that it is FusedAdam, whatever is moved (runtime/zero/stage3.py, offload_states).
+MOVES_WITHOUT_FUSED_ADAM_SINCE = "0.19.0"
+
+# The first tested DeepSpeed that does not raise for pinned memory on a machine without an accelerator (0.19.3 does).
+PINS_ON_CPU_SINCE = "0.19.6"
+
 # The first DeepSpeed whose DeepCompile works with torch 2.9 and later.
 COMPILES_WITH_TORCH_2_9_SINCE = "0.19.0"
 

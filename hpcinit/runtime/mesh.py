@@ -128,8 +128,8 @@ def _shown(ranks: range) -> str:
 class Mesh(DeviceMesh):
     """torch's DeviceMesh of all dimensions, which also has the combinations and second names of MEANING.
 
-    `mesh["tp"].get_group()` and `mesh.get_group("tp")` return this rank's group. It has one rank if the
-    dimension has size 1. `mesh["dp"]`, `mesh["fsdp"]` and `mesh["loss"]` are combinations; `mesh["sp"]` is `mesh["cp"]`. Torch itself
+    `mesh["tp"].get_group()` and `mesh.get_group("tp")` return this rank's group. It has one rank if the dimension has
+    size 1. `mesh["dp"]`, `mesh["fsdp"]` and `mesh["loss"]` are combinations; `mesh["sp"]` is `mesh["cp"]`. Torch itself
     warns if a program takes a combination from a mesh, and has no second name for a dimension.
     """
 

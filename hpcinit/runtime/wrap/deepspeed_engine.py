@@ -17,6 +17,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from hpcinit.base.console import say
 from hpcinit.base.errors import RequestError
+from hpcinit.base.versions import key
 from hpcinit.deepspeed import deepspeed_config, deepspeed_versions
 from hpcinit.records import wrappers
 from hpcinit.records.batch import Batch
@@ -64,29 +65,40 @@ def undo_first_step(engine: Any) -> None:
 _OF_OPTIMIZER: frozenset[State] = frozenset({"optim_states", "hp_params"})
 
 
-def movable(engine: Any, chosen: frozenset[State]) -> frozenset[State]:
-    """Return the chosen states that are on the device. Raise RequestError if one of them cannot be moved."""
+def off_the_device(engine: Any) -> str:
+    """Return the setting that already keeps states off the device, so that none is moved; '' if there is none.
+
+    DeepSpeed 0.18.5 refuses to move any state then, by an assertion. 0.19.8 moves what is left with offload_optimizer.
+    """
+    found = {"offload_param": engine.zero_offload_param(), "offload_optimizer": engine.zero_offload_optimizer()}
+    return next((f"deepspeed.{name}" for name, value in found.items() if _device(value) != "none"), "")
+
+
+def check_movable(engine: Any, chosen: frozenset[State]) -> None:
+    """Raise RequestError if one of the states cannot be moved."""
     stage = int(engine.zero_optimization_stage())
     if stage == 0:
         raise RequestError("offload_states() does not work with deepspeed.zero_stage 0: use stage 1, 2 or 3")
-    if _device(engine.zero_offload_param()) != "none":
-        raise RequestError(
-            "offload_states() does not work with deepspeed.offload_param, which already keeps them off the device. "
-            "Use deepspeed.offload_param=none, or do not call offload_states()"
-        )
     if not hasattr(engine.optimizer, "offload_states"):  # BF16_Optimizer: of stage 1 with data_types.grad_accum_dtype
         raise RequestError(
             f"offload_states() does not work with DeepSpeed's {type(engine.optimizer).__name__}. Use "
             "deepspeed.zero_stage=2, or remove data_types from deepspeed.ds_config"
         )
-    here = chosen - _elsewhere(engine)
-    if stage == 3 and here & _OF_OPTIMIZER and not _fused(engine):
+    if stage != 3 or _fused(engine):
+        return
+    optimizer, version = type(engine.optimizer.optimizer).__name__, starting.deepspeed_version()
+    if key(version) < key(deepspeed_versions.MOVES_WITHOUT_FUSED_ADAM_SINCE):
         raise RequestError(
-            "offload_states() cannot move optim_states and hp_params with deepspeed.zero_stage 3 and "
-            f"{type(engine.optimizer.optimizer).__name__}: DeepSpeed moves only those of its FusedAdam. Use "
-            "deepspeed.optimizer=adamw, or name the others: include=['lp_params', 'lp_grads', 'contiguous_grad_buffer']"
+            f"offload_states() moves nothing with deepspeed.zero_stage 3, {optimizer} and DeepSpeed {version}, which "
+            "moves only states of its FusedAdam. Use deepspeed.optimizer=adamw on GPUs, or update DeepSpeed to "
+            f"{deepspeed_versions.MOVES_WITHOUT_FUSED_ADAM_SINCE} to move lp_params and lp_grads"
         )
-    return here
+    if chosen & _OF_OPTIMIZER:
+        raise RequestError(
+            f"offload_states() cannot move optim_states and hp_params with deepspeed.zero_stage 3 and {optimizer}: "
+            "DeepSpeed moves only those of its FusedAdam. Use deepspeed.optimizer=adamw on GPUs, or name the others: "
+            "include=['lp_params', 'lp_grads', 'contiguous_grad_buffer']"
+        )
 
 
 def offload_zero_states(
@@ -96,15 +108,10 @@ def offload_zero_states(
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum  # noqa: PLC0415 - takes a second to import
 
     wanted = [OffloadStateTypeEnum(name) for name in sorted(chosen)]
+    pins = engine.device.type != "cpu" or key(starting.deepspeed_version()) >= key(deepspeed_versions.PINS_ON_CPU_SINCE)
+    pin_memory = pin_memory and pins
     engine.offload_states(include=wanted, pin_memory=pin_memory, non_blocking=non_blocking)
     return frozenset(name for name in chosen if OffloadStateTypeEnum(name) in engine.optimizer.offloaded_states)
-
-
-def _elsewhere(engine: Any) -> frozenset[State]:
-    """Return the states that DeepSpeed silently skips (engine.py, _refine_include_states)."""
-    if not engine.zero_use_cpu_optimizer():
-        return frozenset()
-    return _OF_OPTIMIZER | ({"lp_grads"} if engine.zero_optimization_partition_weights() else set())
 
 
 def _fused(engine: Any) -> bool:
@@ -287,10 +294,12 @@ class Engine(Wrapped):
             self.grad_norm = None if norm is None else float(norm)
 
     def _offload(self, chosen: frozenset[State], named: bool, pin_memory: bool, non_blocking: bool) -> frozenset[State]:
-        here = movable(self.engine, chosen)
-        if (skipped := sorted(chosen - here)) and dist.get_rank() == 0:
-            say(f"offload_states() skips {', '.join(skipped)}: deepspeed.offload_optimizer keeps them off the device")
-        return offload_zero_states(self.engine, here, pin_memory, non_blocking) if here else here
+        if setting := off_the_device(self.engine):
+            if dist.get_rank() == 0:
+                say(f"offload_states() moves nothing: {setting} already keeps states off the device")
+            return frozenset()
+        check_movable(self.engine, chosen)
+        return offload_zero_states(self.engine, chosen, pin_memory, non_blocking)
 
     def _reload(self, non_blocking: bool) -> None:
         if self.offloaded:
