@@ -64,7 +64,7 @@ PACKAGES = {
     ),
     "doctor": Package(
         "checks of the login node and of nodes",
-        (*LOGIN, "config", "observe", "why", "submit"),
+        (*LOGIN, "config", "deepspeed", "observe", "why", "submit"),
         ("rich",),
     ),
     "rendezvous": Package(

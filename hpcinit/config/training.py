@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
+from hpcinit.base import versions
 from hpcinit.base.errors import RequestError
 from hpcinit.config import job_spec
 from hpcinit.config.schema import Config, DeepSpeed
+from hpcinit.deepspeed import deepspeed_config, deepspeed_versions
 from hpcinit.deepspeed.deepspeed_config import options
 from hpcinit.records import wrappers
 from hpcinit.records.layout import Layout, divisors_around
@@ -24,7 +26,7 @@ def problems(config: Config) -> Iterator[str]:
         return
     wrong = list(_error(lambda: job_spec.samples(config).over(layout.data_parallel)))
     wrapper = wrappers.get(config.parallel.wrap)
-    yield from (*wrong, *wrapper.problems(layout), *_model(config, layout))
+    yield from (*wrong, *wrapper.problems(layout), *_model(config, layout), *_deepspeed_version(config))
     if not wrapper.needs_deepspeed:
         yield from _unused(config)
     elif not wrong:  # the ds_config contains the batch's numbers
@@ -95,11 +97,15 @@ def _unused(config: Config) -> Iterator[str]:
             yield f"deepspeed.{key.name} is {value!r}, but parallel.wrap is {wrap}: set {use}, or remove it"
 
 
+def _deepspeed_version(config: Config) -> Iterator[str]:
+    """Yield a message if the job starts a DeepSpeed that is too old. Only the job can check another Python's."""
+    found = "" if _elsewhere(config) or not job_spec.uses_deepspeed(config) else versions.installed("deepspeed")
+    if found and (wrong := deepspeed_versions.too_old(found)):
+        yield f"{wrong}: {deepspeed_versions.UPDATE}"
+
+
 def _deepspeed(config: Config, layout: Layout) -> tuple[list[str], list[str]]:
     """Return the problems and the warnings of the ds_config that these options make."""
-    from hpcinit.base import versions  # noqa: PLC0415 - for this wrapper only
-    from hpcinit.deepspeed import deepspeed_config, deepspeed_versions  # noqa: PLC0415 - for this wrapper only
-
     try:
         batch = job_spec.samples(config).over(layout.data_parallel)
         requested = job_spec.training(config)

@@ -11,6 +11,10 @@ from typing import Any
 
 from hpcinit.base.versions import key
 
+# hpcinit resets DeepSpeed's groups by names that older ones lack (runtime/deepspeed_setup.py).
+OLDEST = "0.18.5"
+UPDATE = f"pip install 'deepspeed>={OLDEST},<0.20'"
+
 _TP = "tensor_parallel.autotp_size"
 _DC = "compile.deepcompile"
 
@@ -52,6 +56,19 @@ _KEYS = """
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
 """
 KEYS = frozenset(_KEYS.split())
+
+
+def too_old(deepspeed: str) -> str:
+    """Return what is wrong with a DeepSpeed before OLDEST; '' for others. Raise ValueError for an invalid version.
+
+    Source of the numbers besides OLDEST: OpenRLHF, which needs 0.16.4 and more than 0.17.5 for these two features.
+    """
+    if key(deepspeed) >= key(OLDEST):
+        return ""
+    return (
+        f"DeepSpeed {deepspeed} is installed, expected {OLDEST} or newer, because hpcinit could not start it again in "
+        "the same process; tensor parallelism needs 0.16.4, and moving states to the CPU with ZeRO 1 and 2 needs 0.17.6"
+    )
 
 
 def tp_to_divide(config: Mapping[str, Any], deepspeed: str) -> int:

@@ -19,6 +19,7 @@ from hpcinit.base.text import expanded, home
 from hpcinit.config import job_spec
 from hpcinit.config.resources import ranks_per_node
 from hpcinit.config.schema import Config
+from hpcinit.deepspeed import deepspeed_versions
 from hpcinit.doctor import check_results
 from hpcinit.doctor.check_results import FAIL, OK, WARNING, Check
 from hpcinit.records import node_records
@@ -258,6 +259,8 @@ def version_checks(config: Config | None) -> Iterator[Check]:
     needed = config is not None and job_spec.uses_deepspeed(config)
     if needed and not deepspeed and not other:
         yield Check("deepspeed", FAIL, "not installed, but this request needs it", "pip install deepspeed")
+    elif deepspeed and not other and (older := deepspeed_versions.too_old(deepspeed)):
+        yield Check("deepspeed", FAIL if needed else WARNING, older, deepspeed_versions.UPDATE)
     elif deepspeed and not other and (newer := newer_than_tested("deepspeed", deepspeed)):
         yield Check("deepspeed", WARNING, newer, _advice_on_newer("deepspeed"))
     else:

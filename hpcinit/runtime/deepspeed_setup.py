@@ -9,6 +9,7 @@ import torch
 
 from hpcinit.base.errors import BringUpError
 from hpcinit.base.versions import installed
+from hpcinit.deepspeed import deepspeed_versions
 from hpcinit.runtime import devices, ops
 
 # The names that DeepSpeed 0.19.8 resets in deepspeed.utils.groups._release_process_group_references. DeepSpeed 0.18.5
@@ -35,12 +36,15 @@ _RESET = {
 
 
 def deepspeed_version() -> str:
-    """Return the installed DeepSpeed's version without importing it. Raise BringUpError if it is not installed."""
-    if found := installed("deepspeed"):
-        return found
-    raise BringUpError(
-        f"DeepSpeed is not installed for {sys.executable}, but comm.deepspeed is true: install hpcinit[deepspeed]"
-    )
+    """Return the installed DeepSpeed's version without importing it. Raise BringUpError if it is missing or too old."""
+    found = installed("deepspeed")
+    if not found:
+        raise BringUpError(
+            f"DeepSpeed is not installed for {sys.executable}, but comm.deepspeed is true: install hpcinit[deepspeed]"
+        )
+    if wrong := deepspeed_versions.too_old(found):
+        raise BringUpError(f"{wrong}: {deepspeed_versions.UPDATE}")
+    return found
 
 
 def start_deepspeed(backend: str, timeout: timedelta, device: torch.device) -> bool:

@@ -292,6 +292,10 @@ def test_the_installed_deepspeed_is_checked(monkeypatch: pytest.MonkeyPatch) -> 
     assert found(*elsewhere) == [] and "DeepSpeed version is checked only in the job" in warned(*elsewhere)[-1]
     have["deepspeed"] = "0.19.0"
     assert found(*compiled) == []
+    have["deepspeed"] = "0.17.6"
+    (old,) = found("cluster=mini", "comm.deepspeed=true")
+    assert old.startswith("DeepSpeed 0.17.6 is installed, expected 0.18.5 or newer, because hpcinit could not start it")
+    assert old in found("cluster=mini", "parallel=zero2") and found(*elsewhere) == found("cluster=mini") == []
     have["deepspeed"] = ""
     assert found(*compiled) == [] and "deepspeed not installed here" in warned(*compiled)[-1]
 

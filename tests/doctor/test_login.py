@@ -221,6 +221,17 @@ def test_a_version_newer_than_tested(
         )
 
 
+def test_a_deepspeed_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A DeepSpeed below 0.18.5 fails if the request needs it, and is a warning otherwise. The version is a fake."""
+    found = {"torch": "2.13.0", "deepspeed": "0.17.6"}
+    monkeypatch.setattr(login_checks.versions, "installed", lambda name: found.get(name, ""))
+    for request, status in (([], WARNING), (["comm.deepspeed=true"], FAIL), (["parallel=zero3"], FAIL)):
+        checks = {check.about: check for check in login_checks.version_checks(compose(request))}
+        assert checks["deepspeed"].status == status
+        assert checks["deepspeed"].detail.startswith("DeepSpeed 0.17.6 is installed, expected 0.18.5 or newer")
+        assert checks["deepspeed"].advice == "pip install 'deepspeed>=0.18.5,<0.20'"
+
+
 def test_statuses() -> None:
     """The worst status counts, and the summary counts each status."""
     checks = [Check("a", OK, ""), Check("b", FAIL, ""), Check("c", WARNING, ""), Check("d", OK, "")]

@@ -18,6 +18,7 @@ from hpcinit.records.layout import DIMENSIONS
 from hpcinit.records.startup_timeout import COLLECTIVE_NCCL_S, COLLECTIVE_OTHER_S
 from tests.conftest import Run
 from tests.runtime.spawned import without_gloos_line
+from tests.runtime.test_seeds import python
 
 
 def ranks(hpcinit: Run, tmp_path: Path, code: str, *words: str, nodes: int = 2) -> list[str]:
@@ -301,6 +302,28 @@ def test_deepspeed_uses_torchs_group(with_deepspeed: Reports) -> None:
 def test_deepspeeds_own_group_is_adopted(with_deepspeed: Reports) -> None:
     """A program that initialized DeepSpeed can call init; after shutdown the group and DeepSpeed still work."""
     assert [found["DeepSpeed's group"] for found in with_deepspeed] == [[2, True, 2.0]] * 2
+
+
+def test_a_deepspeed_that_is_too_old(tmp_path: Path) -> None:
+    """If the job's DeepSpeed is below 0.18.5, init() names both versions before it starts anything.
+
+    The old DeepSpeed is a fake: its metadata only.
+    """
+    (tmp_path / "old/deepspeed-0.17.6.dist-info").mkdir(parents=True)
+    (tmp_path / "old/deepspeed-0.17.6.dist-info/METADATA").write_text("Name: deepspeed\nVersion: 0.17.6\n")
+    found = python(
+        """
+        import json
+        import hpcinit, torch
+        try:
+            hpcinit.init(deepspeed=True)
+        except hpcinit.HpcinitError as error:
+            print(json.dumps([str(error), torch.distributed.is_initialized()]))
+        """,
+        tmp_path,
+        PYTHONPATH=str(tmp_path / "old"),
+    )
+    assert found[0].startswith("DeepSpeed 0.17.6 is installed, expected 0.18.5 or newer") and not found[1]
 
 
 def test_settings_are_verified(hpcinit: Run, tmp_path: Path) -> None:
