@@ -59,6 +59,8 @@ def run(program: Program, world: World, spec: Spec | None = None) -> int:
         except BringUpError as error:  # the program has finished anyway
             say(f"warning: the program succeeded on this rank, but {error}")
             join.leave_rendezvous()
+        if note := _accelerates_worlds(world):
+            say(f"warning: {note}")
         if folder and (use := program_use.read(folder)) and use.note:
             say(f"warning: {use.note}; {use.advice}")
     return run_folder.ENDED_EARLY if status == 0 and state.stop_not_recorded else status
@@ -102,6 +104,21 @@ def _python(program: Program, world: World) -> int:
         return 130 if isinstance(found, KeyboardInterrupt) else 1
     _forget(world)
     return 0
+
+
+def _accelerates_worlds(world: World) -> str:
+    """Return a note for rank 0 if accelerate made a separate world of each rank; '' otherwise.
+
+    accelerate does so on machines without a GPU, under torchrun too, and prints nothing.
+    """
+    accelerate = sys.modules.get("accelerate.state")
+    found = getattr(getattr(accelerate, "PartialState", None), "_shared_state", {}).get("num_processes")
+    if world.rank or world.world_size == 1 or found != 1:
+        return ""
+    return (
+        f"accelerate found no GPU, so each of the {world.world_size} ranks was a separate training run; set "
+        '+cluster.env.ACCELERATE_USE_CPU="true", or pass cpu=True to Accelerator()'
+    )
 
 
 def _script(path: Path) -> Callable[[], None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -79,12 +80,15 @@ def test_trains_as_one_world(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, nam
 def test_accelerate_alone_makes_worlds_of_one_on_cpu(slurm: MiniSlurm, tmp_path: Path) -> None:
     """`Accelerator()` ignores the ranks if there is no GPU, unless cpu=True or ACCELERATE_USE_CPU is set.
 
-    This is accelerate's behavior (the same under torchrun). The test shows when it changes, because
+    Rank 0 then logs one line that names the setting. This is accelerate's behavior (the same under torchrun). The test shows when it changes, because
     docs/reference/compatibility.md describes it. It also covers the use without a submitter: `srun python -m hpcinit.run`.
     """
-    step = ["srun", "-N1", "-n2", f"--chdir={tmp_path}", sys.executable, "-m", "hpcinit.run"]
-    printed = slurm.run(*step, str(PROGRAMS / "accelerate_loop.py"))
+    rank = [sys.executable, "-m", "hpcinit.run", str(PROGRAMS / "accelerate_loop.py")]
+    printed = slurm.run("srun", "-N1", "-n2", f"--chdir={tmp_path}", "sh", "-c", f"exec {shlex.join(rank)} 2>&1")
     assert [(r["rank"], r["world"], len(r["seen"])) for r in reports([printed])] == [(0, 1, 8)] * 2
+    assert (
+        printed.count("accelerate found no GPU, so each of the 2 ranks was a separate training run; set +cluster") == 1
+    )
 
 
 def test_lightning_names_a_wrong_number_of_devices(hpcinit: Run, tmp_path: Path) -> None:

@@ -73,6 +73,18 @@ def test_two_torchruns_without_an_id() -> None:
     assert launchers.read(nameless | {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}).job == "none-n1-29400.1"
 
 
+def test_ranks_without_a_job() -> None:
+    """With SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS alone, several ranks are refused: each would be a world of one."""
+    only = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2"}
+    assert refusal(only) == (
+        "SLURM_PROCID is 1, SLURM_LOCALID is 1, SLURM_NTASKS is 2, but SLURM_JOB_ID is not set, so rank 0's host is "
+        "unknown: start the ranks with srun and keep its variables, or set HPCINIT_STARTED_BY=single for a single process"
+    )
+    assert launchers.read(only | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}).world_size == 1
+    assert launchers.read(only | {"HPCINIT_STARTED_BY": "single"}).world_size == 1
+    assert launchers.read(only | TORCHRUN).world_size == 4
+
+
 def test_single() -> None:
     """An environment without any launcher's variables is a single process."""
     world = launchers.read({})

@@ -128,6 +128,7 @@ def read(env: Mapping[str, str], started_by: str | None = None, process: Process
     if not named:
         _refuse_two_launchers(env, world, chosen)
         _refuse_ranks_of_nobody(env, world, chosen, process)
+        _refuse_ranks_without_job(env, chosen)
     check_horovod(world)
     # torchrun and torch_variables share their variables, and single has none. Under our agent, Slurm's are the agent's.
     not_others = (chosen, torchrun, slurm_step if torchrun.by_our_agent(env) else chosen)
@@ -190,3 +191,21 @@ def _refuse_ranks_of_nobody(env: Mapping[str, str], world: World, chosen: Launch
         f"own launcher set these variables, set {ENV_STARTED_BY}=env; if not, unset them, or set "
         f"{ENV_STARTED_BY}={chosen.NAME}"
     )
+
+
+def _refuse_ranks_without_job(env: Mapping[str, str], chosen: Launcher) -> None:
+    """Raise WorldError if Slurm's variables describe one of several ranks, but no job.
+
+    Each rank would be a world of one, and the job would succeed. An environment that a container or a wrapper has
+    filtered looks like this.
+    """
+    names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
+    tasks = env.get("SLURM_NTASKS", "")
+    if chosen is not single or ENV_WORLD in env or not all(map(env.get, names)):
+        return
+    if tasks.isdigit() and int(tasks) > 1:
+        values = ", ".join(f"{name} is {env[name]}" for name in names)
+        raise WorldError(
+            f"{values}, but SLURM_JOB_ID is not set, so rank 0's host is unknown: start the ranks with srun and keep "
+            f"its variables, or set {ENV_STARTED_BY}=single for a single process"
+        )
