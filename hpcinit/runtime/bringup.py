@@ -30,6 +30,7 @@ from hpcinit.rendezvous.process_state import state
 from hpcinit.runtime import (
     deepspeed_setup,
     devices,
+    horovod_setup,
     init_request,
     mesh,
     process_group,
@@ -198,6 +199,7 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
     asked = {"timeout_s": plan.timeout.total_seconds(), "formula": plan.formula} if world.rank == 0 else {}
     startup_events.record_event("device", **asked)
     kept, where = _group(world, spec, plan)
+    horovod_setup.start_horovod(world)
     above = plan.deepspeed and deepspeed_setup.start_deepspeed(plan.backend, plan.collective_timeout, device)
     made = mesh.build_mesh(plan.layout, device)
     collectives = _settle(plan, keep=kept is not None and request.collective_timeout is None)

@@ -62,6 +62,14 @@ def test_horovod_works_together_with_hpcinit(tmp_path: Path) -> None:
         assert each["over"] == {"gloo": True, "mpi": False}
 
 
+def test_init_starts_horovod(tmp_path: Path) -> None:
+    """Under horovodrun, hpcinit.init() calls hvd.init() if the program has not, and both reduce over their own group."""
+    done = horovodrun("with_horovod.py", str(tmp_path), "only-hpcinit")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank, each in enumerate(said(tmp_path, 2)):
+        assert each["theirs"] == [rank, 2, rank, 3.0] and each["ours"] == 3.0
+
+
 @pytest.mark.parametrize("launcher", [MPI, MPIRUN], ids=["horovodrun", "mpirun"])
 def test_horovod_over_mpi(tmp_path: Path, launcher: tuple[str, ...]) -> None:
     """Over MPI, started by horovodrun or by mpirun, hvd.init() and hpcinit agree on rank and size too."""

@@ -1,4 +1,7 @@
-"""Horovod itself and hpcinit in one process, each with its own group. `with_horovod.py FOLDER [another]`."""
+"""Horovod itself and hpcinit in one process, each with its own group. `with_horovod.py FOLDER [another | only-hpcinit]`.
+
+another: the variables name another rank after Horovod has started. only-hpcinit: the program does not call hvd.init().
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ import hpcinit
 
 
 def main() -> None:
-    folder, *another = sys.argv[1:]
+    folder, *options = sys.argv[1:]
     told = {name: text for name, text in os.environ.items() if name.startswith("HOROVOD_")}
-    hvd.init()
-    if another:  # the variables name another rank after Horovod has started
+    if options != ["only-hpcinit"]:
+        hvd.init()
+    if options == ["another"]:
         for name in {"HOROVOD_RANK", "OMPI_COMM_WORLD_RANK"} & os.environ.keys():
             os.environ[name] = str(1 - hvd.rank())
         print(refusal(hpcinit.init), flush=True)
