@@ -151,9 +151,9 @@ class Mesh(DeviceMesh):
 def build_mesh(layout: Layout, device: torch.device) -> Mesh:
     """Return a mesh of all dimensions, outermost first. Needs the process group.
 
-    All groups are created here, because every rank must create them in the same order. There is one for each dimension
-    above size 1, one for each combination that equals no dimension and no other combination, and one of this rank
-    alone, which all dimensions of size 1 share.
+    All groups are created here, because every rank must create them in the same order. Each dimension above size 1 has
+    one, and so does a combination that equals no dimension and no other combination. All dimensions of size 1 share the
+    group of this rank alone.
 
     layout: with every degree computed.
     """

@@ -16,6 +16,8 @@ from tests.minislurm.newer_debian import visible
 from tests.submitting import folder_of, submit
 from tests.systems.jobs import PROGRAMS, said
 
+SCRIPT = Path(__file__).parents[2] / "sbatch/container.sbatch"
+
 
 def image(folder: Path) -> Path:
     """Build an image from a folder with a shell and the system libraries that Python and torch need; return its path."""
@@ -37,11 +39,38 @@ def image(folder: Path) -> Path:
     return folder / "train.sif"
 
 
+def mounts() -> str:
+    """Return this machine's folders that the ranks need, as Apptainer takes them."""
+    return ",".join(f"{path}:{path}" for path in visible() if path.is_dir())
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(600)
+def test_the_script_without_the_submitter(idle_slurm: MiniSlurm, tmp_path: Path) -> None:
+    """sbatch/container.sbatch finds Apptainer, and starts two ranks on two nodes in one image, which form a group."""
+    job = [
+        "sbatch",
+        "--wait",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        f"--chdir={tmp_path}",
+        "--output=job.log",
+        str(SCRIPT),
+    ]
+    set_by_user = {"IMAGE": str(image(tmp_path)), "MOUNTS": mounts(), "PYTHON": sys.executable, "APPTAINER_USERNS": "1"}
+    variables = [f"{name}={value}" for name, value in set_by_user.items()]
+    try:
+        idle_slurm.run("env", *variables, *job, str(PROGRAMS / "in_container.py"), str(tmp_path))
+    finally:
+        print((tmp_path / "job.log").read_text()[-4000:])
+    for rank, each in enumerate(said(tmp_path, 2)):
+        assert (each["rank"], each["world"], each["total"], each["marked"]) == (rank, 2, 3.0, True)
+
+
 @pytest.mark.slurm
 @pytest.mark.timeout(600)
 def test_two_ranks_in_an_image(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
     """Two ranks on two nodes run in one image, in user namespaces, and form a group. The Python is a mount of this machine."""
-    mounts = ",".join(f"{path}:{path}" for path in visible() if path.is_dir())
     words = (
         "nodes=2",
         "ranks_per_node=1",
@@ -49,7 +78,7 @@ def test_two_ranks_in_an_image(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Pa
         "cluster.container.runtime=apptainer",
         f"container.image={image(tmp_path)}",
         f"container.python={sys.executable}",
-        f"container.mounts=[{mounts}]",
+        f"container.mounts=[{mounts()}]",
         "+container.options.userns=true",
     )
     program = (str(PROGRAMS / "in_container.py"), str(tmp_path))
