@@ -42,6 +42,7 @@ def zero(stage: int, param: str = "fp32", **more: Any) -> Training:
 
 
 SHARDED = Layout(dp_replicate=1, dp_shard=-1)
+RING = Layout(dp_replicate=1, cp=2, cp_kind="ring")
 OFFLOAD = {"offload_optimizer": "cpu"}
 ROWS = (
     Row("one rank fp32", training()),
@@ -59,7 +60,8 @@ ROWS = (
     Row("ZeRO 3 bf16", zero(3, "bf16"), needs=("deepspeed",), layout=SHARDED),
     Row("ZeRO 2 bf16, optimizer offloaded", zero(2, "bf16", **OFFLOAD), needs=("deepspeed",), layout=SHARDED),
     *(Row(f"ZeRO {stage} bf16, DeepCompile", zero(stage, "bf16", deepcompile=True), needs=("gpu", "deepspeed", "compiler", "nvcc"), layout=SHARDED) for stage in (1, 3)),
-    *(Row(f"ring attention {param}, 2 ranks over gloo", training(param=param), ranks=2, needs=("gpu",), layout=Layout(dp_replicate=1, cp=2, cp_kind="ring")) for param in ("fp32", "bf16")),
+    *(Row(f"ring attention {param}, 2 ranks over gloo", training(param=param), ranks=2, needs=("gpu",), layout=RING) for param in ("fp32", "bf16")),
+    Row("ring attention with ZeRO 2 bf16, 2 ranks over gloo", zero(2, "bf16"), ranks=2, needs=("gpu", "deepspeed"), layout=RING),
     Row("ZeRO 3 bf16, all offloaded", zero(3, "bf16", offload_param="cpu", **OFFLOAD), needs=("deepspeed",), layout=SHARDED),
 )  # fmt: skip
 
