@@ -172,10 +172,10 @@ def launched(slurm: MiniSlurm, folder: Path, allocation: str, script: str, outpu
     text = (folder / output).read_text()
     places = []
     for line in text.splitlines():
-        label, colon, rest = line.partition(": ")
-        place = line if not (colon and label.strip().isdigit()) else rest
-        host, _, output = place.partition(" ")
-        places.append(Place(int(label) if place is rest else None, host, output))
+        label, _, rest = line.partition(": ")
+        labeled = label.strip().isdigit()  # the labels of srun; torchrun prints empty lines too
+        host, _, output = (rest if labeled else line).partition(" ")
+        places.append(Place(int(label) if labeled else None, host, output))
     return sorted(places, key=lambda place: place.label or 0)
 
 

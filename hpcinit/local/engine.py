@@ -179,12 +179,13 @@ def problem(nodes: int, world_size: int, mem_gb_per_rank: float) -> Iterator[str
     """Yield a message for each limit of this machine that the request exceeds."""
     if nodes > MOST_NODES:
         yield f"nodes={nodes}, but cluster=local has at most {MOST_NODES} (addresses 127.0.0.1 to 127.0.0.254)"
-    free_gb = psutil.virtual_memory().available / 1e9
-    if world_size * mem_gb_per_rank > free_gb:
+    # Not the free memory: another program may need less when the ranks start, and there is no queue to wait in.
+    total_gb = psutil.virtual_memory().total / 1e9
+    if world_size * mem_gb_per_rank > total_gb:
         yield (
             f"{world_size} ranks x {mem_gb_per_rank:g} GB (cluster.mem_gb_per_rank) = "
-            f"{world_size * mem_gb_per_rank:g} GB, but this machine has {free_gb:.1f} GB free: at most "
-            f"{int(free_gb / mem_gb_per_rank)} ranks fit"
+            f"{world_size * mem_gb_per_rank:g} GB, but this machine has {total_gb:.1f} GB: at most "
+            f"{int(total_gb / mem_gb_per_rank)} ranks fit"
         )
     cores = psutil.cpu_count() or 1
     if world_size > MOST_RANKS_PER_CORE * cores:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from tests.small_disks import fill, small_disk
 from tests.submitting import folder_of, submit
 from tests.waiting import until
 
+CHECKOUT = Path(__file__).parents[2]
 STEPS = 8
 FILL = """
 import sys
@@ -77,13 +79,27 @@ with hpcinit.session() as run:
     at("at exit")
     run.result(0.25)
 """
-# A small file system hides /tmp. The test's folder, which may be in /tmp, is mounted again inside it.
+# A small file system hides /tmp. What is needed of it is mounted again: the folders in $KEPT, one per line.
 SMALL = """
 set -e
-mount --bind "$HERE" /mnt
+mount -t tmpfs hpcinit /mnt
+number=0
+while IFS= read -r kept; do
+    number=$((number + 1))
+    mkdir "/mnt/$number"
+    mount --bind "$kept" "/mnt/$number"
+done << KEPT_FOLDERS
+$KEPT
+KEPT_FOLDERS
 mount -t tmpfs -o size=96m,mode=1777 hpcinit /tmp
-mkdir -p "$HERE"
-mount --bind /mnt "$HERE"
+number=0
+while IFS= read -r kept; do
+    number=$((number + 1))
+    mkdir -p "$kept"
+    mount --bind "/mnt/$number" "$kept"
+done << KEPT_FOLDERS
+$KEPT
+KEPT_FOLDERS
 mount -t tmpfs -o size=96m hpcinit /dev/shm
 for disk in runs scratch cache; do mount -t tmpfs -o size=96m hpcinit "$HERE/$disk"; done
 cd "$HERE"
@@ -160,10 +176,12 @@ def trained(here: Path, disk: str, phase: str) -> Ended:
     place = disk if disk.startswith("/") else str(here / disk)
     overrides = ["cluster=local", "wait=true", "time_min=5", "hang.after_s=60", "name=full"]
     if phase == PHASES[0]:
-        overrides.append(f"cluster.setup=['{sys.executable} fill.py {place}']")
+        overrides.append(f"cluster.setup=[{json.dumps(shlex.join([sys.executable, 'fill.py', place]))}]")
     env = {
         **os.environ,
         "HERE": str(here),
+        # The checkout, its packages and Python may be below /tmp too.
+        "KEPT": "\n".join(dict.fromkeys(map(str, (here, CHECKOUT, sys.prefix, sys.base_prefix)))),
         "PLACE": place,
         "HOME": str(here / "home"),
         "XDG_CACHE_HOME": str(here / "cache"),

@@ -18,11 +18,12 @@ from hpcinit.discover import cluster_file
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.minislurm.plugin import require_slurm
+from tests.other_user import User
 from tests.skip_or_fail import skip_or_fail
 from tests.submitting import folder_of, printed
 
 pytestmark = pytest.mark.slurm
-AS_NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+NOBODY = User(65534, 65534, (), Path("/"), "nobody")
 # An ordinary user cannot enter the test's folder.
 AT_ROOT = (
     f"import os, sys; os.chdir('/'); sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
@@ -221,7 +222,7 @@ def test_partitions_of_another_user(slurm: MiniSlurm) -> None:
     slurm.run("scontrol", "create", "PartitionName=dark", "Nodes=n1", "Hidden=YES", "MaxTime=5")
     try:
         done = subprocess.run(
-            [*AS_NOBODY, sys.executable, "-c", f"{AT_ROOT}; sys.exit(main(['discover', '--print']))"],
+            NOBODY.command(sys.executable, "-c", f"{AT_ROOT}; sys.exit(main(['discover', '--print']))"),
             capture_output=True,
             text=True,
             check=False,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,10 @@ wait_for = partial(waiting.until, timeout_s=90, pause_s=0.05)
 
 
 def processes_with(word: str) -> list[psutil.Process]:
-    """Return the running processes that have `word` as an argument."""
+    """Return the running processes that have `word` as an argument; their arguments are in info["cmdline"].
+
+    `process.cmdline()` would read them again, and raise if the process has ended meanwhile.
+    """
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         if word in (process.info["cmdline"] or []) and process.info["status"] != psutil.STATUS_ZOMBIE:
@@ -118,8 +122,9 @@ def test_nothing_is_orphaned_by_kill_9(hpcinit: Run, number: str, victim: str) -
     folder = start(hpcinit, f"sleep {number}", "nodes=2")
     wait_for(lambda: len(processes_with(number)) == 2)
     for process in processes_with(victim):
-        if str(folder) in " ".join(process.cmdline()):
-            process.kill()
+        if str(folder) in " ".join(process.info["cmdline"]):
+            with suppress(psutil.NoSuchProcess):  # the end of the first one ends the others
+                process.kill()
     wait_for(lambda: not processes_with(number))
     wait_for(lambda: engine.read_state(folder)["state"] in {"NODE_FAIL", "FAILED"})
 
@@ -138,7 +143,7 @@ def test_signals_reach_the_ranks(hpcinit: Run) -> None:
     logs = [folder / f"logs/rank-{rank}.log" for rank in (0, 1)]
     wait_for(lambda: all(log.exists() and "ready\n" in log.read_text() for log in logs))
     for process in processes_with("hpcinit.local.step"):
-        if str(folder) in " ".join(process.cmdline()):
+        if str(folder) in " ".join(process.info["cmdline"]):
             process.send_signal(signal.SIGUSR1)
     wait_for(lambda: engine.read_state(folder)["state"] == "COMPLETED")
     assert all("got it\n" in log.read_text() for log in logs)
