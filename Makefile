@@ -13,8 +13,8 @@ DS18 := $(VENV)/deepspeed-$(DS18_VERSION)
 TORCH_VERSIONS ?= 2.10.0 2.14.1
 TORCH_INDEX ?=
 
-# Tests mostly wait for Slurm and for other ranks, so there are more workers than cores. 0: one test after the other.
-PYTEST_WORKERS ?= 6
+# As many as cores and memory allow (tests/workers.py). 0: one test after the other.
+PYTEST_WORKERS ?= $(shell $(BIN)/python -m tests.workers)
 
 COVERAGE_WORKERS ?= 3
 
@@ -39,6 +39,7 @@ help:
 	@echo "make demo          train a small GPT on this machine, with 2 simulated nodes x 2 ranks"
 	@echo "make check         lint, types, and the tests without Slurm and without torch processes: two minutes"
 	@echo "make test          lint and every test; as root also on a real Slurm, which it installs (PYTEST_WORKERS=0: one by one)"
+	@echo "make test-anywhere  the tests that depend on where the checkout is, in clones in /tmp, below a home folder, as another user, ..."
 	@echo "make test-deepspeed-0.18  a part of make test: the DeepSpeed tests with $(DS18_VERSION), the oldest supported version"
 	@echo "make test-torch    a part of the tests with torch $(firstword $(TORCH_VERSIONS)) and $(lastword $(TORCH_VERSIONS)), the oldest and the newest supported version; installs them once (11 GB)"
 	@echo "make test-cuda-build  torch's CUDA build without a GPU: imports before a fork, variables, formats (5.5 GB, once)"
@@ -74,6 +75,11 @@ test: $(VENV)/dev slurm lint
 # The quick check during development. It skips tests that start a cluster, ranks or jobs.
 check: $(VENV)/dev lint
 	$(BIN)/python -m pytest -n $(CHECK_WORKERS) -m 'not slurm and not chaos and not deepspeed and not ranks' $(CHECKED) $(PYTEST)
+
+# The tests that depend on where the checkout is, each time in another place: tests/anywhere.py. PLACES="tmp home" for some.
+.PHONY: test-anywhere
+test-anywhere: $(VENV)/dev slurm
+	$(BIN)/python -m tests.anywhere $(PLACES)
 
 # The tests of DeepSpeed, again with the oldest supported version. Only files with such tests are collected.
 test-deepspeed-0.18: $(DS18)/made slurm

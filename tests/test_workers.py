@@ -20,6 +20,13 @@ def test_every_name_is_that_of_a_file() -> None:
     assert [name for name in (*workers.DEAR, *workers.APART) if not (ROOT / name).is_file()] == []
 
 
+def test_the_number_of_workers_follows_from_cores_and_memory() -> None:
+    """Two cores and 24 GB have six workers, 8 GB three, and a small machine one."""
+    sizes = [(2, 24.0), (2, 8.0), (8, 8.0), (1, 1.0)]
+    assert [workers.number_of_workers(*size) for size in sizes] == [6, 3, 3, 1]
+    assert 0 < workers.available_gb() < 10**5
+
+
 def test_what_goes_one_by_one_shares_no_fixture_of_its_module() -> None:
     """Files whose tests run on several workers have no module fixtures, which each worker would make again."""
     shares = re.compile(r'scope="(module|package|class)"')

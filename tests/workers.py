@@ -1,5 +1,7 @@
 """Distribute the tests among pytest-xdist's workers (`pytest -n 6`, as in `make test`).
 
+`python -m tests.workers` prints how many workers this machine can have.
+
 A file's tests stay together, because its module fixtures (a cluster, a checkpoint of eight ranks) are expensive. Only
 the files in APART, whose tests take long and share nothing, are divided. The files in DEAR start first, so that no
 worker is left with a long one at the end. Each worker is a session and has a cluster if one of its tests uses the
@@ -8,6 +10,8 @@ fixture `slurm`.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -112,3 +116,33 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScope
 
     config.option.loadscopereorder = False  # xdist's own order is by the number of tests
     return ByFile(config, log)
+
+
+# Tests mostly wait for Slurm and for other ranks, so there are more workers than cores. A worker with its cluster and
+# its ranks used up to 2.2 GB.
+PER_CORE, GB_PER_WORKER = 3, 2.3
+# Memory limits of control groups, version 2 and 1; each is below one of these folders, at the path in /proc/self/cgroup.
+LIMITS = (("/sys/fs/cgroup", "memory.max"), ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"))
+
+
+def number_of_workers(cores: int, available_gb: float) -> int:
+    """Return as many workers as cores and memory allow, at least 1."""
+    return max(1, min(PER_CORE * cores, int(available_gb / GB_PER_WORKER)))
+
+
+def available_gb() -> float:
+    """Return the memory that the tests may use: what is available, at most the limit of this process's control groups."""
+    words = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    found = [int(words["MemAvailable"].split()[0]) * 1024 / 1e9]
+    groups = [line.rpartition(":")[2] for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    for top, name in LIMITS:
+        for group in ("", *groups):
+            try:
+                found.append(int(Path(top + group, name).read_text()) / 1e9)
+            except (OSError, ValueError):  # another version, or "max"
+                continue
+    return min(found)
+
+
+if __name__ == "__main__":
+    print(number_of_workers(len(os.sched_getaffinity(0)), available_gb()))

@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch.distributed import ProcessGroup, get_rank, get_world_size, new_group
+from torch.distributed import group as default
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hpcinit.base.errors import RequestError
@@ -125,6 +126,12 @@ def _shown(ranks: range) -> str:
 # The device mesh of a layout.
 
 
+class NotMade:
+    """Stands for the group of this rank alone, until it is needed: see Mesh.complete()."""
+
+    group_name = "the group of one rank, which is made at its first use"
+
+
 class Mesh(DeviceMesh):
     """torch's DeviceMesh of all dimensions, which also has the combinations and second names of MEANING.
 
@@ -133,37 +140,63 @@ class Mesh(DeviceMesh):
     warns if a program takes a combination from a mesh, and has no second name for a dimension.
     """
 
+    completed: DeviceMesh | None = None
+
+    def complete(self) -> DeviceMesh:
+        """Return a mesh of the same dimensions, in which those of size 1 have the group of this rank alone.
+
+        It is made at the first use, and not by init(): making it connects to rank 0's store, which may have ended if
+        rank 0 returned from init() earlier and failed. No other rank takes part, so each may do it at any time.
+        """
+        if self.completed is None:
+            one = get_world_size() == 1
+            alone = default.WORLD if one else new_group([get_rank()], use_local_synchronization=True)
+            assert alone is not None, "the process group was destroyed"
+            groups = [alone if n == 1 else super(Mesh, self).get_group(name) for name, n in _sizes(self).items()]
+            names = self.mesh_dim_names
+            self.completed = DeviceMesh.from_group(groups, self.device_type, mesh=self.mesh, mesh_dim_names=names)
+        return self.completed
+
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
         """Return the mesh of one or several dimensions, or of one combination. Raise KeyError for an unknown name."""
-        if not isinstance(mesh_dim_names, str) or mesh_dim_names not in MEANING or mesh_dim_names in _sizes(self):
-            return super().__getitem__(mesh_dim_names)
-        found = mesh_part(self, mesh_dim_names)
-        # Without a dimension above size 1, a dimension of size 1 has the only group: that of this rank alone.
-        return found or super().__getitem__(next(name for name, size in _sizes(self).items() if size == 1))
+        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else mesh_dim_names
+        sizes = _sizes(self)
+        if len(names) == 1 and names[0] in MEANING and names[0] not in sizes:
+            # Without a dimension above size 1, every dimension of size 1 has the right group.
+            found = mesh_part(self, *names)
+            return found or self.complete()[next(name for name, size in sizes.items() if size == 1)]
+        return self.complete()[mesh_dim_names] if any(sizes.get(name) == 1 for name in names) else self.part(names)
+
+    def part(self, names: tuple[str, ...]) -> DeviceMesh:
+        """Return torch's own part of the mesh. Raise KeyError for an unknown name."""
+        return super().__getitem__(names)
 
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
         """Return this rank's group of a dimension or combination. Raise KeyError for an unknown name."""
-        if isinstance(mesh_dim, str) and mesh_dim not in _sizes(self):
-            return self[mesh_dim].get_group()
-        return super().get_group(mesh_dim)
+        name = (self.mesh_dim_names or ())[mesh_dim] if isinstance(mesh_dim, int) else mesh_dim
+        return super().get_group(None) if name is None else self[name].get_group()
+
+    def get_all_groups(self) -> list[ProcessGroup]:
+        """Return this rank's group of each dimension."""
+        return self.complete().get_all_groups()
 
 
 def build_mesh(layout: Layout, device: torch.device) -> Mesh:
     """Return a mesh of all dimensions, outermost first. Needs the process group.
 
-    All groups are created here, because every rank must create them in the same order. Each dimension above size 1 has
-    one, and so does a combination that equals no dimension and no other combination. All dimensions of size 1 share the
-    group of this rank alone.
+    All groups of several ranks are created here, because every rank must create them in the same order. Each dimension
+    above size 1 has one, and so does a combination that equals no dimension and no other combination.
 
     layout: with every degree computed.
     """
     wide, sizes = mesh_dimensions(layout), all_dimensions(layout)
     used = init_device_mesh(device.type, tuple(wide.values()), mesh_dim_names=tuple(wide))
-    # init_device_mesh() would create such groups for all ranks, one after the other, each with a barrier of all ranks.
-    alone = new_group([get_rank()], use_local_synchronization=True) if get_world_size() > 1 else used.get_group()
-    groups = [used.get_group(name) if name in wide else alone for name in sizes]
+    groups = [used.get_group(name) if sizes[name] > 1 else NotMade() for name in sizes]
     mesh = DeviceMesh.from_group(
-        groups, device.type, mesh=used.mesh.reshape(tuple(sizes.values())), mesh_dim_names=tuple(sizes)
+        groups,  # type: ignore[arg-type]  # only their names are read
+        device.type,
+        mesh=used.mesh.reshape(tuple(sizes.values())),
+        mesh_dim_names=tuple(sizes),
     )
     mesh.__class__ = Mesh  # from_group() is a static method, which cannot create a subclass
     assert isinstance(mesh, Mesh)
@@ -190,7 +223,7 @@ def mesh_part(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
         return None
     flat = [name for name in found if name not in (mesh.mesh_dim_names or ())]
     if not flat:
-        return mesh[found]
+        return mesh[found] if not isinstance(mesh, Mesh) else mesh.part(found)
     if len(found) == 1:
         return _flattened(mesh, found[0])
     # fully_shard does the same (torch/distributed/fsdp/_fully_shard/_fsdp_init.py)
@@ -232,7 +265,9 @@ def _sizes(mesh: DeviceMesh) -> dict[str, int]:
 
 def _flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Return a combination as one dimension; torch caches it by name."""
-    return mesh[_members(mesh, name)]._flatten(name)  # private, but the only way; torchtitan uses it too
+    members = _members(mesh, name)
+    part = mesh.part(members) if isinstance(mesh, Mesh) else mesh[members]
+    return part._flatten(name)  # private, but the only way; torchtitan uses it too
 
 
 def _called(mesh: DeviceMesh, name: str) -> str:

@@ -55,8 +55,7 @@ def test_groups_match_the_arithmetic(tmp_path: Path) -> None:
 
 
 def test_no_unnecessary_groups(tmp_path: Path) -> None:
-    """Plain data parallelism creates one group besides the default one: that of this rank alone. A combination that equals
-    another creates none.
+    """Plain data parallelism creates no group besides the default one, nor does a combination that equals another.
 
     A combination can equal a dimension, another combination or the world (fake backend, torch's count of its groups).
     """
@@ -72,9 +71,8 @@ def test_no_unnecessary_groups(tmp_path: Path) -> None:
         """),
         tmp_path,
     )
-    # Groups besides this rank's own one: dp_replicate, tp; then dp_replicate, dp_shard; then those, cp, dp and fsdp of 4
-    # ranks (loss is the world).
-    assert found == [1, 1, 3, 3, 6]
+    # Groups: dp_replicate, tp; then dp_replicate, dp_shard; then those, cp, dp and fsdp of 4 ranks (loss is the world).
+    assert found == [0, 0, 2, 2, 5]
 
 
 def test_parts_of_size_one(tmp_path: Path) -> None:
@@ -116,6 +114,8 @@ def test_every_name_has_a_mesh(tmp_path: Path) -> None:
         wrong, unknown = [], []
         for layout in (Layout(1, 1), Layout(1, 1, 8), Layout(1, 2, 2, 2), Layout(2, 2, 2, ep=2), Layout(dp_replicate=4, ep=4), Layout(1, 1, 1, 1, 4)):
             made = built(layout, 0)
+            assert layout.ep > 1 or made["pp", "dp_shard"].mesh_dim_names == ("pp", "dp_shard")
+            assert [group.size() for group in made.get_all_groups()] == list(made.shape)
             for name in mesh.MEANING:
                 expected = list(mesh.group_members(layout, name)[0])
                 for group in (made[name].get_group(), made.get_group(name)):

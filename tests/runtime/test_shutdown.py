@@ -78,7 +78,7 @@ def test_init_again_with_another_world(tmp_path: Path) -> None:
     with ranks(code, 3, tmp_path) as started:
         ended = [rank.end() for rank in started]
     assert [status for status, _ in ended] == [0, 0, 0]
-    assert [log.splitlines()[-1] for _, log in ended[:2]] == ["2 (2,) 2.0"] * 2
+    assert [log.splitlines()[-1] for _, log in ended[:2]] == ["2 (1, 2, 1, 1, 1) 2.0"] * 2
 
 
 @pytest.mark.deepspeed

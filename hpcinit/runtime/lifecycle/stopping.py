@@ -126,6 +126,7 @@ TURN_S = 0.25  # interval of checks for a stuck rank
 OWN_WORK = ("/subprocess.py", "/concurrent/futures/_base.py")
 LONGEST_PHASE_S = 3600.0  # a longer save is stuck; most clusters' grace time is shorter
 ASK_S = 2.0
+ASK_ORIGIN_S = 15.0  # once, before a stop counts as the user's and nothing continues; a busy controller needs seconds
 RANKS = 1 << 32
 KILLED_BY_SIGTERM = "is killed by signal: Terminated"  # end of torch's message for a worker, torch/csrc/DataLoader.cpp
 
@@ -262,7 +263,7 @@ class Stopper:
         Slurm reports a preemption time for a job that is being preempted.
         """
         if reason is Reason.USER and not self._file_seen:  # judged by that rank's remaining time
-            self._ask_left(ASK_S)
+            self._ask_left(ASK_ORIGIN_S)
             return self._of_own_signal()
         if reason is not Reason.ENDED:
             return reason
