@@ -17,8 +17,15 @@ PACKAGE = Path(hpcinit.__file__).parent
 HEAVY = ("torch", "deepspeed")
 ONLY_IN = {
     "submitit": {"submit/slurm_executor.py"},
-    "hydra": {"config/hydra_compose.py", "config/combinations.py", "config/variations.py", "config/search_space.py"},
-    "omegaconf": {"config/hydra_compose.py", "config/variations.py", "config/search_space.py"},
+    "hydra": {
+        "config/hydra_compose.py",
+        "config/combinations.py",
+        "config/variations.py",
+        "config/search_space.py",
+        "config/typed_text.py",
+    },
+    "omegaconf": {"config/hydra_compose.py", "config/variations.py", "config/search_space.py", "config/typed_text.py"},
+    "antlr4": {"config/typed_text.py"},
 }
 SITES = (
     *("juwels", "jupiter", "jean", "leonardo", "lumi", "marenostrum", "perlmutter", "frontier", "delta", "alps"),

@@ -22,6 +22,7 @@ from hpcinit.config import (
     slurm_options,
     training,
 )
+from hpcinit.config.request import PLAIN, as_text
 from hpcinit.config.resources import ranks_per_node as ranks_per_node  # noqa: PLC0414 - part of this module
 from hpcinit.config.schema import Config
 from hpcinit.records import run_folder, secret_names
@@ -87,6 +88,18 @@ def _names(config: Config) -> Iterator[str]:
         for name in env:
             if not quoting.ENV_NAME.fullmatch(name):
                 yield f"{key} has {name!r}, expected a name of letters, digits and '_'"
+        yield from (_not_text(f"{key}.{name}", value) for name, value in env.items() if not isinstance(value, str))
+
+
+def _not_text(key: str, value: object) -> str:
+    """Return the message for a variable's value that is no text. The text of a bool and of an integer is known."""
+    shown = as_text(value) if isinstance(value, PLAIN) else str(value)
+    if isinstance(value, float):
+        return (
+            f"{key} is the number {shown}, expected text: YAML reads 1.10 as 1.1, so what you wrote is lost; quote it, "
+            f'as in "{shown}", or type it at submission: +{key}={shown}'
+        )
+    return f"{key} is {shown}, expected text in quotes"
 
 
 def _texts(config: Config) -> Iterator[str]:

@@ -16,6 +16,7 @@ from hpcinit.base.errors import ConfigError, HpcinitError
 from hpcinit.config import explain, variations
 from hpcinit.config.folders import folder
 from hpcinit.config.request import Composer, Prepare, Request
+from hpcinit.config.typed_text import Typed
 
 
 class Searches(Exception):
@@ -82,7 +83,8 @@ def split(overrides: Sequence[str], composer: Composer) -> list[list[str]]:
         for override in parsed:
             if override.is_interval_sweep() or (override.is_sweep_override() and override.is_hydra_override()):
                 raise ConfigError(f"{override.input_line}: expected a list of values, as in 1,2, for a key of hpcinit")
-        combinations = [list(chosen) for chosen in BasicSweeper.split_arguments(parsed, None)[0]]
+        typed: list[Override] = [Typed.of(override) for override in parsed]
+        combinations = [list(chosen) for chosen in BasicSweeper.split_arguments(typed, None)[0]]
     if not combinations:
         raise ConfigError(f"{' '.join(overrides)}: the sweep has no combinations, because a range() or glob() is empty")
     return combinations

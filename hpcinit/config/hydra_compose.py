@@ -28,6 +28,7 @@ from hpcinit.config import overrides as command_line
 from hpcinit.config.folders import folder, user_folders
 from hpcinit.config.request import NAME, Composer, Prepare, Request, Search, Task
 from hpcinit.config.schema import Config
+from hpcinit.config.typed_text import Texts, put
 
 UNUSABLE = (
     HydraException,
@@ -121,18 +122,23 @@ def _every_problem(overrides: Sequence[str], name: str) -> Iterator[str]:
 
 def _request(config: DictConfig, overrides: Sequence[str], combination: str = "") -> Request:
     choices = {str(k): str(v) for k, v in config.hydra.runtime.choices.items()}
+    own = config.hydra
     with open_dict(config):
         del config["hydra"]
     added = [override for override in overrides if override.startswith("+")]
     unread = dict(command_line.unused(added, OmegaConf.to_container(config), choices)) if added else {}
     try:
+        texts = Texts(config, own)
         OmegaConf.resolve(config)
         value = OmegaConf.to_object(config)
+        typed, of_program = texts.typed(), texts.of_program()
     except OmegaConfBaseException as error:
         raise ConfigError(*_unresolved(config, error, choices)) from None
     document = {str(k): v for k, v in OmegaConf.to_container(config).items()}  # type: ignore[union-attr]
+    for place, text in of_program.items():
+        value, document = put(value, place, text), put(document, place, text)
     warnings = [*command_line.repeated(overrides)]
-    return Request(value, document, combination, warnings, unread=unread)  # type: ignore[arg-type]
+    return Request(value, document, combination, warnings, typed=typed, unread=unread)  # type: ignore[arg-type]
 
 
 def _unresolved(config: DictConfig, error: Exception, choices: dict[str, str]) -> list[str]:

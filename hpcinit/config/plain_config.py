@@ -23,7 +23,7 @@ import yaml
 from hpcinit.base.errors import ConfigError
 from hpcinit.config import default_cluster, folders, spellings
 from hpcinit.config import overrides as command_line
-from hpcinit.config.request import NAME, Request
+from hpcinit.config.request import NAME, Request, variable_text
 from hpcinit.config.schema import MISSING, Config
 
 SCHEMA = "hpcinit_schema"  # the first of the primary config's defaults
@@ -59,7 +59,16 @@ def request(line: Sequence[str]) -> Request | None:
         words = command_line.with_quoted_lists(spellings.translate(line, ()))
         values = _composed(words)
         document = {item.name: _resolved(hint, values[item.name], values) for item, hint in _keys(Config)}
-        return Request(_made(Config, document), document, "", list(command_line.repeated(words)))
+        for table in ("cluster", "job"):
+            if any(REFERENCE.search(str(text)) for text in [*values[table]["env"].values(), *values["job"]["args"]]):
+                raise Unsure  # it may refer to a number that the user typed in another way
+            env = document[table]["env"]
+            document[table]["env"] = {name: variable_text(value) for name, value in env.items()}
+        split = [word.partition("=") for word in words]
+        split = [one for one in split if not isinstance(document.get(one[0]), dict)]
+        typed = {key: text if QUOTED.fullmatch(text) is None else text[1:-1] for key, _, text in split}
+        repeated = list(command_line.repeated(words))
+        return Request(_made(Config, document), document, "", repeated, typed=typed)
     except (Unsure, ConfigError, OSError, ValueError, yaml.YAMLError, RecursionError):
         return None
 

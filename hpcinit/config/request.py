@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,6 +14,23 @@ if TYPE_CHECKING:
     from hpcinit.records.results import Value
 
 NAME = "hpcinit"  # of the primary config: conf/hpcinit.yaml
+PLAIN = (bool, int, float, str, type(None))
+Place = tuple[str | int, ...]  # ("job", "args", 1)
+
+
+def as_text(value: object) -> str:
+    """Return a single value as YAML and Hydra spell it: true, not True."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def variable_text(value: Any) -> Any:
+    """Return the text of an environment variable's value in YAML: of a bool and an integer.
+
+    Return any other value unchanged. A float has no text: 1.10 and 1e-3 are 1.1 and 0.001 once YAML is read.
+    """
+    return as_text(value) if isinstance(value, (bool, int)) else value
 
 
 @dataclass(frozen=True)
@@ -21,7 +38,8 @@ class Request:
     """A Config and its origin.
 
     document: the config as plain containers. combination: in a sweep, the overrides that differ, else ''.
-    warnings: one sentence each. number: its position in the sweep, from 0.
+    warnings: one sentence each. number: its position in the sweep, from 0. typed: the text that the user typed for
+    each key with a single value.
     """
 
     config: Config
@@ -29,6 +47,7 @@ class Request:
     combination: str
     warnings: Sequence[str]
     number: int = 0
+    typed: Mapping[str, str] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)  # keys that nothing reads so far, and a warning for each
 
 

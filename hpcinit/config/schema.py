@@ -141,7 +141,7 @@ class Cluster:
     local_disk: Optional[str] = key(
         "folder on the node's own disk, for caches of the job; null: TMPDIR or /tmp", filled=VALUE
     )
-    env: dict[str, str] = key("environment variables of the job", {})
+    env: dict[str, Any] = key("environment variables of the job", {})
     timeout_base_s: Optional[float] = key(
         "start-up timeout: base, as proposed by `hpcinit timeouts fit`; null: 300", above=0
     )
@@ -300,7 +300,7 @@ class Job:
     command: Optional[str] = key("any program on PATH")
     args: list[str] = key("arguments of the program", [])
     check_script: bool = key("refuse a shell script that starts ranks itself (srun, torchrun, mpirun and others)", True)
-    env: dict[str, str] = key("environment variables of this job", {})
+    env: dict[str, Any] = key("environment variables of this job", {})
     workdir: Optional[str] = key("working folder; null: the folder from which you submit", owns="chdir")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import hydra
@@ -24,15 +24,14 @@ from omegaconf.errors import OmegaConfBaseException
 from hpcinit.base.errors import HpcinitError
 from hpcinit.config.folders import folder
 from hpcinit.config.overrides import references
-from hpcinit.config.request import Composer, Request
+from hpcinit.config.request import PLAIN, Composer, Place, Request
+from hpcinit.config.typed_text import Texts, put
 
-PLAIN = (bool, int, float, str, type(None))
 REFERENCE = re.compile(
     r"\$\{([A-Za-z_][\w.]*)\}"
 )  # ${job.name}; anything more complex is assumed to depend on every key
 NUMBERED = re.compile(r"\$\{hydra:job\.(num|id)\}")  # set by Hydra, and known to us
 NUMBER = re.compile(r"0|-?[1-9]\d*")
-Place = tuple[str | int, ...]
 
 
 def number(composed: DictConfig, at: int) -> None:
@@ -130,6 +129,7 @@ class _Base:
     swept: Mapping[str, Place]
     changing: Mapping[str, Place]
     numbered: bool
+    typed: Texts
 
     @classmethod
     def make(
@@ -144,6 +144,7 @@ class _Base:
             return None  # the combination itself, composed in full, reports it
         with open_dict(composed):
             del composed["hydra"]
+        typed = Texts(composed, hydras.hydra)
         raw = OmegaConf.to_container(composed)
         texts = dict(references(raw))
         if any("${hydra:" in NUMBERED.sub("", text) for text in texts.values()):
@@ -156,7 +157,7 @@ class _Base:
         if any(not _leaf(_at(made.document, path)) for path in changing.values()):
             return None
         numbered = any(NUMBERED.search(text) for text in texts.values())
-        return cls(composed, hydras, made, paths, changing, numbered)
+        return cls(composed, hydras, made, paths, changing, numbered, typed)
 
     def varied(self, swept: Sequence[Override], at: int, label: str) -> Request | None:
         config, document = copy.copy(self.made.config), dict(self.made.document)
@@ -165,6 +166,7 @@ class _Base:
             for override in swept:
                 add = override.is_add() or override.is_force_add()
                 OmegaConf.update(self.written, override.key_or_group, override.value(), merge=True, force_add=add)
+                self.typed.set(override)
             if self.numbered:
                 number(self.hydras, at)
             for key, path in (*self.swept.items(), *self.changing.items()):
@@ -172,10 +174,15 @@ class _Base:
                 value = OmegaConf.to_container(value) if OmegaConf.is_list(value) else value
                 if not _leaf(value) and not (key in self.swept and isinstance(value, list)):
                     return None
-                config, document = _put(config, path, value), _put(document, path, value)
+                config, document = put(config, path, value), put(document, path, value)
+            places = {**self.swept, **self.changing}
+            for path, text in self.typed.of_program(places.values()).items():
+                config, document = put(config, path, text), put(document, path, text)
         except OmegaConfBaseException:
             return None
-        return Request(config, document, label, self.made.warnings, unread=dict(self.made.unread))
+        unread = dict(self.made.unread)
+        typed = {**self.made.typed, **self.typed.typed(places)}
+        return Request(config, document, label, self.made.warnings, typed=typed, unread=unread)
 
 
 def _depending(texts: Mapping[str, str], swept: Sequence[str]) -> list[str]:
@@ -214,18 +221,3 @@ def _at(container: Any, path: Place) -> Any:
             return ...
         container = container[part]
     return container
-
-
-def _put(container: Any, path: Place, value: Any) -> Any:
-    """Return `container` with another value at `path`; copy what changes."""
-    if not path:
-        return copy.copy(value)
-    name = path[0]
-    changed = copy.copy(container)
-    if is_dataclass(container):
-        setattr(changed, str(name), _put(getattr(container, str(name)), path[1:], value))
-    elif isinstance(container, list) and isinstance(name, int):
-        changed[name] = _put(container[name], path[1:], value)
-    else:
-        changed[name] = _put(container.get(name), path[1:], value)
-    return changed

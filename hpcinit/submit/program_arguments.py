@@ -10,7 +10,7 @@ from typing import Any
 from hpcinit.base import console
 from hpcinit.base.errors import RequestError
 from hpcinit.config import keys
-from hpcinit.config.request import Request
+from hpcinit.config.request import Request, as_text
 
 # ${lr}, ${model.width}, ${hydra:job.num}; \\${lr} is not replaced
 REFERENCE = re.compile(r"(?P<escape>\\?)\$\{(?P<key>[\w.]+|hydra:job\.num)\}")
@@ -37,10 +37,12 @@ def interpolated(program: Sequence[str], request: Request, given: Collection[str
         request.unread.pop(key, None)
         if found["escape"]:
             return found[0][1:]
+        if key in request.typed:
+            return request.typed[key]
         found_value = request.number if key == NUMBER else _get(request.document, key)
         if isinstance(found_value, (dict, list)):
             raise RequestError(f"${{{key}}} after -- is {found_value}, expected a single value")
-        return str(found_value)
+        return as_text(found_value)
 
     return [REFERENCE.sub(value, argument) for argument in program]
 

@@ -18,7 +18,7 @@ def test_references_are_replaced(hpcinit: Run) -> None:
     program = ["sh", "-c", shell, "-", "--lr=${lr}", "${model.width}x${nodes}", r"\${lr}", "${runs_dir}", "${lrs}"]
     done = hpcinit("submit", *words, "--", *program, env={"HOME": "/home/me"})
     assert done.returncode == 0 and "nothing reads" not in done.stderr, done.stderr
-    assert printed(Path("runs/x-0001"), 1) == "--lr=0.001 8x2 ${lr} ${runs_dir} ${lrs} /home/me none\n"
+    assert printed(Path("runs/x-0001"), 1) == "--lr=1e-3 8x2 ${lr} ${runs_dir} ${lrs} /home/me none\n"
 
 
 def test_a_reference_to_a_list_is_refused(hpcinit: Run) -> None:

@@ -1,0 +1,135 @@
+"""What the user typed for a value, character by character: 1.10 and 1_000, where Hydra's values are 1.1 and 1000.
+
+A program's arguments and environment variables are text, so they get this text instead of Hydra's value. It is read
+from the tokens of Hydra's own parser.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from antlr4 import CommonTokenStream, InputStream
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.grammar.gen.OverrideLexer import OverrideLexer
+from hydra.grammar.gen.OverrideParser import OverrideParser
+from omegaconf import DictConfig, OmegaConf
+
+from hpcinit.config.request import PLAIN, Place, as_text, variable_text
+
+PROGRAM = (("cluster", "env"), ("job", "env"), ("job", "args"))  # the keys whose values the program gets as text
+
+
+class Typed(Override):
+    """An override that Hydra's sweeper splits into the texts that the user typed, instead of into Hydra's spelling."""
+
+    @classmethod
+    def of(cls, override: Override) -> Typed:
+        return cls(**{item.name: getattr(override, item.name) for item in fields(override)})
+
+    def sweep_string_iterator(self) -> Iterator[str]:
+        by_hydra = list(super().sweep_string_iterator())
+        typed = _elements(str(self.input_line))
+        return iter(typed if len(typed) == len(by_hydra) else by_hydra)
+
+    def get_value_element_as_str(self, space_after_sep: bool = False) -> str:
+        if self.is_delete():
+            return str(super().get_value_element_as_str(space_after_sep))
+        return self.get_value_string()
+
+
+def _elements(line: str) -> list[str]:
+    """Return the text of each element of key=1,2 or key=choice(1,2) or key=[1,2]; [] for other overrides."""
+    value = OverrideParser(CommonTokenStream(OverrideLexer(InputStream(line)))).override().value()
+    if value is None:
+        return []
+    found = value.simpleChoiceSweep()
+    if found is None:
+        element = value.element()
+        function = element.function()
+        found = element.listContainer() or (function if function and function.ID().getText() == "choice" else None)
+    return [line[one.start.start : one.stop.stop + 1] for one in found.element()] if found else []
+
+
+def of(override: Override) -> str | list[Any] | None:
+    """Return the text of an override's value; of a list, of each element. None for a table, which has no text.
+
+    A string is without its quotes, and with its interpolations.
+    """
+    value = override.value()
+    line = str(override.input_line)
+    if isinstance(value, list):
+        texts = _elements(line)
+        return [text if _is_rewritten(one) else one for one, text in zip(value, texts or value, strict=True)]
+    if not isinstance(value, PLAIN) or isinstance(value, str):
+        return value if isinstance(value, str) else None
+    text = override.get_value_string().strip()
+    return as_text(value) if "(" in text else text  # int(1.5) is a function of Hydra, which makes another value
+
+
+def _is_rewritten(value: object) -> bool:
+    return isinstance(value, PLAIN) and not isinstance(value, str)
+
+
+class Texts:
+    """A config in which the values of overrides are what the user typed, also where another key refers to them."""
+
+    def __init__(self, config: DictConfig, hydra: DictConfig) -> None:
+        """config: with its interpolations. hydra: Hydra's own table, with the overrides that the config is made of."""
+        overrides: Any = OmegaConf.to_container(hydra.overrides.task)
+        self._config = OmegaConf.create(OmegaConf.to_container(config))
+        self._keys: dict[str, None] = {}  # those that overrides set to a single value
+        for override in OverridesParser.create().parse_overrides(overrides):
+            if not (override.is_delete() or override.package or override.is_hydra_override()):
+                self.set(override)
+
+    def set(self, override: Override) -> None:
+        """Set the value of an override. Ignore a table, and the choice of a group, which is a table in the config."""
+        key, text = override.key_or_group, of(override)
+        if text is None or isinstance(OmegaConf.select(self._config, key), DictConfig):
+            return
+        OmegaConf.update(self._config, key, text, force_add=True)
+        if isinstance(text, str):
+            self._keys[key] = None
+
+    def typed(self, only: Collection[str] | None = None) -> dict[str, str]:
+        """Return the text of each key that an override sets to a single value. only: of these keys."""
+        keys = self._keys if only is None else [key for key in only if key in self._keys]
+        values = {key: OmegaConf.select(self._config, key) for key in keys}
+        return {key: as_text(value) for key, value in values.items() if isinstance(value, PLAIN)}
+
+    def of_program(self, only: Collection[Place] | None = None) -> dict[Place, Any]:
+        """Return what is text for the program: its environment variables and arguments, by their places in the config.
+
+        A value that has no text, such as a float of a YAML file, stays what it is: config/checks.py reports it.
+        only: of these places.
+        """
+        found: dict[Place, Any] = {}
+        for parent in PROGRAM:
+            if only is not None and not any(place[:2] == parent for place in only):
+                continue
+            container = OmegaConf.select(self._config, ".".join(parent))
+            written: Any = OmegaConf.to_container(container) if OmegaConf.is_config(container) else []
+            for name, value in written.items() if isinstance(written, dict) else enumerate(written):
+                refers = isinstance(value, str) and "${" in value
+                known = container[name] if refers else value
+                found[(*parent, name)] = as_text(known) if refers and isinstance(known, PLAIN) else variable_text(known)
+        return found
+
+
+def put(container: Any, path: Place, value: Any) -> Any:
+    """Return `container` with another value at `path`; copy what changes."""
+    if not path:
+        return copy.copy(value)
+    name = path[0]
+    changed = copy.copy(container)
+    if is_dataclass(container):
+        setattr(changed, str(name), put(getattr(container, str(name)), path[1:], value))
+    elif isinstance(container, list) and isinstance(name, int):
+        changed[name] = put(container[name], path[1:], value)
+    else:
+        changed[name] = put(container.get(name), path[1:], value)
+    return changed
