@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from antlr4 import CommonTokenStream, InputStream
+from antlr4 import CommonTokenStream, InputStream  # type: ignore[import-untyped]
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.grammar.gen.OverrideLexer import OverrideLexer
@@ -43,7 +43,8 @@ class Typed(Override):
 
 def _elements(line: str) -> list[str]:
     """Return the text of each element of key=1,2 or key=choice(1,2) or key=[1,2]; [] for other overrides."""
-    value = OverrideParser(CommonTokenStream(OverrideLexer(InputStream(line)))).override().value()
+    parser: Any = OverrideParser(CommonTokenStream(OverrideLexer(InputStream(line))))
+    value = parser.override().value()
     if value is None:
         return []
     found = value.simpleChoiceSweep()
@@ -113,10 +114,13 @@ class Texts:
                 continue
             container = OmegaConf.select(self._config, ".".join(parent))
             written: Any = OmegaConf.to_container(container) if OmegaConf.is_config(container) else []
-            for name, value in written.items() if isinstance(written, dict) else enumerate(written):
+            items: Any = written.items() if isinstance(written, dict) else enumerate(written)
+            for name, value in items:
                 refers = isinstance(value, str) and "${" in value
                 known = container[name] if refers else value
-                found[(*parent, name)] = as_text(known) if refers and isinstance(known, PLAIN) else variable_text(known)
+                text = as_text(known) if refers and isinstance(known, PLAIN) else variable_text(known)
+                place: Place = (*parent, name)
+                found[place] = text
         return found
 
 
