@@ -92,7 +92,7 @@ def _names(config: Config) -> Iterator[str]:
 
 
 def _not_text(key: str, value: object) -> str:
-    """Return the message for a variable's value that is no text. The text of a bool and of an integer is known."""
+    """Return the message for a value of a variable that is not text."""
     shown = as_text(value) if isinstance(value, PLAIN) else str(value)
     if isinstance(value, float):
         return (

@@ -84,7 +84,7 @@ def test_a_range_and_lists() -> None:
 
 @pytest.mark.parametrize("extra", [[], ["+w=1"]])  # without Hydra, and with it
 def test_keys_of_hpcinit(extra: list[str]) -> None:
-    """A program gets the text of hpcinit's own keys as well."""
+    """A program gets the text of keys of hpcinit as well."""
     [one] = made(["gradient_clip=1.50", "nodes=1", "mem_gb=8", "wait=TRUE", *extra])
     assert program(one, "${gradient_clip}", "${mem_gb}", "${wait}", "${nodes}") == ["1.50", "8", "TRUE", "1"]
 
