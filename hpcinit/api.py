@@ -107,12 +107,18 @@ class Run:
         """Cancel the run. save: ask the program to save and exit instead, through `run.should_stop()`."""
         _documents("cancel", *["--save"] * save, str(self.path))
 
-    def result(self) -> results.Value | None:
-        """Return what the program passed to `run.result()`: a number, a tuple of numbers, or None if nothing yet.
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Wait until the run has ended and return what the program passed to `run.result()`; None if nothing.
 
-        Raise RequestError if result.json cannot be read or contains a NaN.
+        Raise Failure with the verdict of `why` if the run failed or was canceled, TimeoutError after `timeout_s`
+        seconds, and RequestError if result.json cannot be read. If Slurm no longer knows the run, return the result
+        that it wrote.
         """
-        return results.read(self.path)
+        ended = self.wait(timeout_s)
+        found = results.read(self.path)
+        if ended == "COMPLETED" or (ended == "UNKNOWN" and found is not None):
+            return found
+        raise Failure(f"{self.name} is {ended}, expected COMPLETED: {self.why()['verdict']}")
 
 
 def submit(*overrides: str, program: Sequence[str | os.PathLike[str]] = (), **keys: Any) -> Run:

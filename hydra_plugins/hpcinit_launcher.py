@@ -157,7 +157,7 @@ class ResultCallback(Callback):
     """In the job: write what the program's function returned on rank 0 to the run folder."""
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
-        """Write the return value if it is a number or a sequence of numbers and the program has written no result."""
+        """Write the return value if JSON can contain it and the program has written no result."""
         from hpcinit.base.errors import RequestError  # noqa: PLC0415
         from hpcinit.records import results, run_folder  # noqa: PLC0415
 
@@ -168,7 +168,7 @@ class ResultCallback(Callback):
         if (Path(folder) / run_folder.RESULT).exists():
             return
         try:
-            results.write_or_print(Path(folder), results.checked_value(value))
+            results.write_or_print(Path(folder), results.reported(value))
         except RequestError as error:
             log.warning(f"no result for the sweeper: {error}")
 

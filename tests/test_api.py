@@ -18,7 +18,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from hpcinit import api
-from hpcinit.base.errors import ConfigError, MaybeSubmitted, RequestError, SubmitError
+from hpcinit.base.errors import ConfigError, Failure, MaybeSubmitted, RequestError, SubmitError
 from tests import waiting
 from tests.minislurm import MiniSlurm
 
@@ -53,6 +53,9 @@ def test_a_run_from_start_to_result(capfd: pytest.CaptureFixture[str], folder: P
     assert run.report()["attempts"] and run.status()["exit_status"] == 0
     assert run == api.find(run.name) == api.find(run.path) == api.runs()[0] and run.path == folder / "runs/train-0001"
     assert capfd.readouterr() == ("", "")
+    failing = api.submit(cluster="local", program=["train.py", "low"])
+    with pytest.raises(Failure, match=r"train-0002 is FAILED, expected COMPLETED: .*ValueError: could not convert"):
+        failing.result()  # which waits
     with pytest.raises(RequestError, match="no log of rank 7, expected one of: 0, 1"):
         run.logs(7)
 
@@ -125,6 +128,8 @@ def test_four_nodes(mini: MiniSlurm) -> None:
     with pytest.raises(RequestError, match="again=true"):
         api.submit(**SMALL, program=["sleep", "600"])
     until(lambda: waiting_run.state == "RUNNING")
+    with pytest.raises(TimeoutError, match=r"sleep-0001 is RUNNING after 0 s"):
+        waiting_run.result(timeout_s=0)
     with pytest.raises(TimeoutError, match=r"sleep-0001 is RUNNING after 0\.5 s"):
         waiting_run.wait(timeout_s=0.5)
     waiting_run.cancel()

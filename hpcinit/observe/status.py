@@ -306,9 +306,9 @@ RESULT, STEP, SUBMITTED = "result", "step", "submitted"
 
 
 def result(path: Path) -> results.Value | None:
-    """Return the value of result.json; None if the run wrote none that is usable."""
+    """Return the value of result.json; None if the run wrote none that is a number."""
     try:
-        return results.read(path)
+        return results.read_numbers(path)
     except RequestError:
         return None
 

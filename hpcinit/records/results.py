@@ -1,13 +1,17 @@
-"""The result of a run, one number or several: result.json, `{"value": 0.25}` or `{"value": [0.25, 3]}`."""
+"""The result of a run: result.json, `{"value": 0.25}`, `{"value": [0.25, 3]}` or another value of JSON.
+
+A search needs one number or several. A report never fails a training run: any other value is a warning.
+"""
 
 from __future__ import annotations
 
 import atexit
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
+from typing import Any
 
 from hpcinit.base import background_writer, safe_files
 from hpcinit.base.console import say
@@ -17,28 +21,47 @@ from hpcinit.records import run_folder
 Value = float | tuple[float, ...]
 
 
-def checked_value(value: object) -> Value:
-    """Return `value` as floats. Raise RequestError if it is neither a number nor a sequence of numbers."""
+def reported(value: object) -> Any:
+    """Return `value` as a value of JSON: numbers as floats, a tensor or array with one element as that element.
+
+    Raise RequestError for anything else.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, Mapping):
+        return {str(key): reported(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+        return [reported(item) for item in value]
+    if getattr(value, "shape", None) is not None and math.prod(value.shape) == 1:  # type: ignore[attr-defined]
+        return reported(value.item())  # type: ignore[attr-defined]
+    advice = "; for a tensor use tensor.tolist()" if hasattr(value, "tolist") else ""
+    raise RequestError(
+        f"the result is {str(value)[:80]!r} ({type(value).__name__}), expected numbers, text, None, or lists and dicts "
+        f"of them{advice}"
+    )
+
+
+def numbers(value: object) -> Value:
+    """Return a result as floats, for a search. Raise RequestError if it is neither a number nor a list of numbers."""
     if _is_number(value):
         return float(value)  # type: ignore[arg-type]
-    if isinstance(value, Sequence) and not isinstance(value, str) and value and all(map(_is_number, value)):
+    if isinstance(value, list) and value and all(map(_is_number, value)):
         return tuple(float(item) for item in value)
     kind = type(value).__name__
-    advice = "; for a tensor use tensor.item()" if hasattr(value, "item") else ""
-    raise RequestError(
-        f"the result is {str(value)[:80]!r} ({kind}), expected a number or a sequence of numbers{advice}"
-    )
+    raise RequestError(f"the result is {str(value)[:80]!r} ({kind}), expected a number or a list of numbers")
 
 
 _unwritten: dict[Path, str] = {}  # the text of each result.json that is not written yet
 
 
-def write(folder: Path, value: Value) -> None:
+def write(folder: Path, value: Any) -> None:
     """Write the result atomically. Raise OSError."""
     safe_files.write_atomically(folder / run_folder.RESULT, json.dumps({"value": value}) + "\n")
 
 
-def write_or_print(folder: Path, value: Value) -> None:
+def write_or_print(folder: Path, value: Any) -> None:
     """Write the result; if that fails, retry until the process ends, then print it. Never raise OSError.
 
     An error here would fail a training run that has finished and saved, and would end the other ranks.
@@ -65,19 +88,30 @@ def _print() -> None:
         say(f"error: {path} could not be written; free disk space and write this result to it: {text}")
 
 
-def read(folder: Path) -> Value | None:
-    """Return the result; None if the run wrote none. Raise RequestError if the file is not a result or contains NaN."""
+def read(folder: Path) -> Any:
+    """Return the result; None if the run wrote none. Raise RequestError if the file is not a result."""
     file = folder / run_folder.RESULT
     try:
-        document = json.loads(file.read_text())
-        value = checked_value(document["value"])
+        return json.loads(file.read_text())["value"]
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, RequestError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RequestError(f'{file} cannot be used: {error!r}; expected {{"value": 0.25}} in it') from None
-    if any(math.isnan(item) for item in (value if isinstance(value, tuple) else (value,))):
-        raise RequestError(f"{file} contains {document['value']}, expected a number: did training diverge?")
-    return value
+
+
+def read_numbers(folder: Path) -> Value | None:
+    """Return the result as floats; None if the run wrote none. Raise RequestError for anything else, and for NaN."""
+    file = folder / run_folder.RESULT
+    value = read(folder)
+    if value is None and not file.exists():
+        return None
+    try:
+        found = numbers(value)
+    except RequestError as error:
+        raise RequestError(f'{file} cannot be used: {error}; expected {{"value": 0.25}} in it') from None
+    if any(math.isnan(item) for item in (found if isinstance(found, tuple) else (found,))):
+        raise RequestError(f"{file} contains {value}, expected a number: did training diverge?")
+    return found
 
 
 def _is_number(value: object) -> bool:

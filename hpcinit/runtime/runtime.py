@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpcinit.base import background_writer, safe_files
+from hpcinit.base.console import say
 from hpcinit.base.errors import BringUpError
 from hpcinit.records import plain_files, program_use, results, run_folder, scratch
 from hpcinit.records.batch import Batch
@@ -476,19 +477,25 @@ class Runtime:
         at_once = bool(new) or step >= total
         background_writer.later(run_folder.PROGRESS, write, every_s=0.0 if at_once else PROGRESS_EVERY_S)
 
-    def result(self, value: float | Sequence[float]) -> None:
-        """Report the result of the training to a waiting sweeper: `run.result(loss)`, or one number per objective.
+    def result(self, value: object) -> None:
+        """Report the result of the training: `run.result(loss)`. Python's API and a sweeper that waits can read it.
 
-        Only rank 0 writes, only if there is a run folder, and the last call counts. Raise RequestError if a value
-        is not a number. If the file cannot be written, hpcinit retries until the process exits, and then prints the
-        result. The exit status is always the program's.
+        Only rank 0 writes, only if there is a run folder, and the last call counts. A value that JSON cannot contain is a
+        warning. If the file cannot be written, hpcinit retries until the process exits, and then prints the result.
+        The exit status is always the program's.
 
         Args:
-            value: one number, or one number per objective.
+            value: a number, or one number per objective, for a sweeper; else also text, None, lists and dicts. A tensor
+                with one element counts as a number.
         """
-        known = results.checked_value(value)
-        if self.rank == 0 and self.folder is not None:
-            results.write_or_print(self.folder, known)
+        if self.rank != 0 or self.folder is None:
+            return
+        try:
+            known = results.reported(value)
+        except Exception as error:  # also of a tensor or a number of another library
+            say(f"warning: run.result() was ignored: {error}")
+            return
+        results.write_or_print(self.folder, known)
 
     def _send_heartbeat(self, step: int) -> None:
         """Record a heartbeat. step: as reported by progress(), or else the number of calls of should_stop()."""

@@ -100,7 +100,7 @@ def _outcome(request: Request, run: Path | None, end: float) -> Value | HpcinitE
     while True:
         status = state.exit_status(run)
         try:
-            value = results.read(run)
+            value = results.read_numbers(run)
         except RequestError as error:
             return Failure(f"{trial}: {error}")
         if status or (status == 0 and value is not None) or time.monotonic() >= end:

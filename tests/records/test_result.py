@@ -20,13 +20,19 @@ from hpcinit.records import results
         (3, 3.0),
         (np.float32(0.5), 0.5),
         (Fraction(1, 4), 0.25),
-        ([1, 2.5], (1.0, 2.5)),
-        ((1e-9,), (1e-9,)),
+        ([1, 2.5], [1.0, 2.5]),
+        ((1e-9,), [1e-9]),
+        (torch.ones(1, 1) / 2, 0.5),
+        (np.ones(1), 1.0),
+        ("low", "low"),
+        (None, None),
+        (True, True),
+        ({"loss": torch.ones(()), 2: [None]}, {"loss": 1.0, "2": [None]}),
     ],
 )
-def test_what_is_written_is_read(tmp_path: Path, value: object, expected: results.Value) -> None:
-    """Numbers of every kind and sequences of them are read back as floats, and no other file is left."""
-    results.write(tmp_path, results.checked_value(value))
+def test_what_is_written_is_read(tmp_path: Path, value: object, expected: object) -> None:
+    """What JSON can contain, and tensors with one element, are read back, and no other file is left."""
+    results.write(tmp_path, results.reported(value))
     assert results.read(tmp_path) == expected
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 
@@ -34,18 +40,18 @@ def test_what_is_written_is_read(tmp_path: Path, value: object, expected: result
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("0.25", "the result is '0.25' (str), expected a number or a sequence of numbers"),
-        (None, "the result is 'None' (NoneType), expected"),
-        (True, "the result is 'True' (bool), expected"),
-        ([], "the result is '[]' (list), expected"),
-        ([1, "2"], "the result is \"[1, '2']\" (list), expected"),
-        (torch.ones(()), "(Tensor), expected a number or a sequence of numbers; for a tensor use tensor.item()"),
+        (b"x", "the result is \"b'x'\" (bytes), expected numbers, text, None, or lists and dicts of them"),
+        ({"a": {1}}, "the result is '{1}' (set), expected"),
+        (
+            torch.ones(2),
+            "(Tensor), expected numbers, text, None, or lists and dicts of them; for a tensor use tensor.tolist()",
+        ),
     ],
 )
-def test_values_that_are_not_a_result(value: object, message: str) -> None:
-    """A value that is not a number is refused with its type, and a tensor with the advice to use item()."""
+def test_values_that_json_cannot_hold(value: object, message: str) -> None:
+    """A value that is not a result is named with its type, and a tensor with the advice to use tolist()."""
     with pytest.raises(RequestError) as raised:
-        results.checked_value(value)
+        results.reported(value)
     assert message in str(raised.value)
 
 
@@ -56,17 +62,28 @@ def test_values_that_are_not_a_result(value: object, message: str) -> None:
         ("0.25", 'expected {"value": 0.25} in it'),
         ('{"loss": 0.25}', "cannot be used: KeyError('value')"),
         ('{"value": "low"}', "the result is 'low' (str)"),
+        ('{"value": null}', "the result is 'None' (NoneType)"),
+        ('{"value": []}', "the result is '[]' (list), expected a number or a list of numbers"),
+        ('{"value": [1, true]}', "the result is '[1, True]' (list)"),
         ('{"value": [1, NaN]}', "expected a number: did training diverge?"),
     ],
 )
-def test_an_unusable_file(tmp_path: Path, text: str, message: str) -> None:
-    """A file that the program wrote and that cannot be used is refused with its path."""
+def test_a_file_that_a_search_cannot_use(tmp_path: Path, text: str, message: str) -> None:
+    """A file that the program wrote and that a search cannot use is refused with its path."""
     (tmp_path / "result.json").write_text(text)
     with pytest.raises(RequestError) as raised:
-        results.read(tmp_path)
+        results.read_numbers(tmp_path)
     assert message in str(raised.value) and str(tmp_path / "result.json") in str(raised.value)
+
+
+def test_numbers(tmp_path: Path) -> None:
+    """A search gets one number, or several as a tuple."""
+    results.write(tmp_path, 3)
+    assert results.read_numbers(tmp_path) == 3.0
+    results.write(tmp_path, [1, 2.5])
+    assert results.read_numbers(tmp_path) == (1.0, 2.5)
 
 
 def test_no_file(tmp_path: Path) -> None:
     """A run without a result is not an error here."""
-    assert results.read(tmp_path) is None
+    assert results.read(tmp_path) is None and results.read_numbers(tmp_path) is None
