@@ -480,8 +480,9 @@ class Runtime:
     def result(self, value: object) -> None:
         """Report the result of the training: `run.result(loss)`. Python's API and a sweeper that waits can read it.
 
-        Only rank 0 writes, only if there is a run folder, and the last call counts. A value that JSON cannot contain is a
-        warning. If the file cannot be written, hpcinit retries until the process exits, and then prints the result.
+        Only rank 0 writes, only if there is a run folder, and the last call counts. hpcinit ignores a value that JSON
+        cannot contain, with a warning. If the file cannot be written, hpcinit retries until the process exits, and then
+        prints the result.
         The exit status is always the program's.
 
         Args:
