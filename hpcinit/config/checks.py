@@ -18,6 +18,7 @@ from hpcinit.config import (
     keys,
     partition,
     program_checks,
+    program_source,
     secret_files,
     slurm_options,
     training,
@@ -41,7 +42,7 @@ def problems(config: Config, *, to_submit: bool = True) -> list[str]:
     """
     values = (_declared, _finite, _names, _texts, slurm_options.problems, _dependencies, _restarts)
     here = (
-        *(program_checks.problems, secret_files.problems, partition.missing_keys),
+        *(program_checks.problems, program_source.problems, secret_files.problems, partition.missing_keys),
         environment_checks.problems,
     )
     found: list[str] = []
@@ -225,4 +226,4 @@ def _arithmetic(config: Config) -> Iterator[str]:
 
 def warnings(config: Config) -> list[str]:
     """Return warnings about a config that has no problems."""
-    return [*partition.warnings(config), *training.warnings(config)]
+    return [*program_source.warnings(config), *partition.warnings(config), *training.warnings(config)]

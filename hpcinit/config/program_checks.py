@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 
 from hpcinit.base.text import expanded
+from hpcinit.config.program_source import PYTHON
 from hpcinit.config.resources import ranks_per_node
 from hpcinit.config.schema import Config
 
-PYTHON = re.compile(r"python[\d.]*")
 OF_SLURM = ("srun", "sbatch", "salloc")  # srun in a step waits forever for cores that the step itself uses
 OF_MPI = ("mpirun", "mpiexec", "mpiexec.hydra", "horovodrun")
 OF_TORCH = ("torchrun", "deepspeed", "accelerate")

@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -35,11 +36,14 @@ def problems(config: Config, env: Mapping[str, str]) -> Iterator[str]:
         yield from found
         return
     if cluster.python and "/" in cluster.python:
-        yield from _packages(config, env, f"cluster.python is {cluster.python!r}", _prefix(Path(cluster.python)))
+        place = prefix_of(Path(cluster.python))
+        yield from _packages(config, env, f"cluster.python is {cluster.python!r}", place, cluster.python)
     elif cluster.venv:
         yield from _packages(config, env, f"cluster.venv is {cluster.venv!r}", expanded(cluster.venv))
-    elif cluster.conda and (prefix := conda_prefix(cluster.conda, env)):
+    elif cluster.conda and (prefix := condaprefix_of(cluster.conda, env)):
         yield from _packages(config, env, f"cluster.conda is {cluster.conda!r}", prefix)
+    elif not cluster.conda and not cluster.python:
+        yield from _own_torch(config, env)
 
 
 def is_folder(environment: str) -> bool:
@@ -47,7 +51,7 @@ def is_folder(environment: str) -> bool:
     return "/" in environment
 
 
-def conda_prefix(environment: str, env: Mapping[str, str]) -> Path | None:
+def condaprefix_of(environment: str, env: Mapping[str, str]) -> Path | None:
     """Return the folder of a conda environment; None for a name whose folder is unknown."""
     if is_folder(environment):
         return expanded(environment)
@@ -78,7 +82,7 @@ def _missing(cluster: Cluster, env: Mapping[str, str]) -> Iterator[str]:
         yield from _no_python("cluster.conda", cluster.conda, "the folder of a conda environment")
         places = [expanded(cluster.conda) / "bin"]
     elif cluster.conda and not cluster.modules and not shutil.which("conda", path=env.get("PATH")):
-        prefix = conda_prefix(cluster.conda, env) or f"/path/of/{cluster.conda}"
+        prefix = condaprefix_of(cluster.conda, env) or f"/path/of/{cluster.conda}"
         yield (
             f"cluster.conda is {cluster.conda!r}, but there is no command conda on PATH: give the environment's "
             f"folder, cluster.conda={prefix}, or load conda's module with cluster.modules, or instead of "
@@ -113,8 +117,30 @@ def _similar(name: str, path: str) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _packages(config: Config, env: Mapping[str, str], what: str, prefix: Path) -> Iterator[str]:
-    """Yield a message if hpcinit, or torch for a program that needs it, is not installed in `prefix`."""
+def _own_torch(config: Config, env: Mapping[str, str]) -> Iterator[str]:
+    """Yield a message if the ranks run the Python that submits, and torch is not installed there."""
+    cluster = config.cluster
+    variable = {**cluster.env, **config.job.env}.get("PYTHONPATH", "")
+    folders = [*map(Path, sys.path), *map(Path, str(variable).split(os.pathsep)), expanded(config.job.workdir or ".")]
+    if cluster.setup or cluster.modules or not _needs_torch(config) or installed("torch", folders):
+        return
+    others = [env.get("VIRTUAL_ENV", ""), env.get("CONDA_PREFIX", ""), ".venv", "venv"]
+    near = (Path(one).absolute() for one in others if one)
+    with_torch = next((str(one) for one in near if installed("torch", search_path(one, env))), "/path/of/environment")
+    yield (
+        f"the ranks run {sys.executable}, the Python that submits, and torch is not installed there: set "
+        f"cluster.venv={with_torch}, or run {sys.executable} -m pip install torch, or set check_paths=false if the job "
+        "gets it from another place"
+    )
+
+
+def _packages(
+    config: Config, env: Mapping[str, str], what: str, prefix: Path, python: str | None = None
+) -> Iterator[str]:
+    """Yield a message if hpcinit, or torch for a program that needs it, is not installed in `prefix`.
+
+    python: the one to install with; None: the environment's.
+    """
     cluster = config.cluster
     folders = search_path(prefix, env)
     if not folders:  # not the layout of an environment: a wrapper script, for example
@@ -133,8 +159,9 @@ def _packages(config: Config, env: Mapping[str, str], what: str, prefix: Path) -
         checkout = CHECKOUT if (CHECKOUT / "pyproject.toml").is_file() else "/path/of/hpcinit"
         packages = " ".join(str(checkout) if name == "hpcinit" else name for name in missing)
         are, them = ("is", "it") if len(missing) == 1 else ("are", "them")
+        python = python or f"{prefix}/bin/python"
         yield (
-            f"{what}, but {names} {are} not installed there: run {prefix}/bin/python -m pip install {packages}, "
+            f"{what}, but {names} {are} not installed there: run {python} -m pip install {packages}, "
             f"or set check_paths=false if the job gets {them} from another place"
         )
 
@@ -186,7 +213,7 @@ def installed(package: str, folders: Sequence[Path]) -> bool:
     return any(next(folder.glob(form.format(package)), None) for folder in folders for form in INSTALLED)
 
 
-def _prefix(python: Path) -> Path:
+def prefix_of(python: Path) -> Path:
     """Return the folder of the environment or installation that a Python belongs to."""
     if (python.parent.parent / "pyvenv.cfg").is_file():
         return python.parent.parent

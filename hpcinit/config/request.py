@@ -45,7 +45,7 @@ class Request:
     config: Config
     document: dict[str, Any]
     combination: str
-    warnings: Sequence[str]
+    warnings: list[str]
     number: int = 0
     typed: Mapping[str, str] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)  # keys that nothing reads so far, and a warning for each

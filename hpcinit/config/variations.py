@@ -182,7 +182,7 @@ class _Base:
             return None
         unread = dict(self.made.unread)
         typed = {**self.made.typed, **self.typed.typed(places)}
-        return Request(config, document, label, self.made.warnings, typed=typed, unread=unread)
+        return Request(config, document, label, list(self.made.warnings), typed=typed, unread=unread)
 
 
 def _depending(texts: Mapping[str, str], swept: Sequence[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import socket
 
 import torch
@@ -9,9 +10,13 @@ import torch.distributed as dist
 
 import hpcinit
 
+LIMIT_S = 50.0  # after all ranks have joined, so that a faulty link does not keep the nodes until the time limit
+
 
 def main() -> None:
     with hpcinit.session() as run:
+        # This is a C thread: it prints the stacks and ends the rank even while NCCL waits and keeps Python's lock.
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
         total = torch.tensor([float(run.rank)], device=run.device)
         dist.all_reduce(total)
         expected = run.world_size * (run.world_size - 1) / 2
@@ -26,6 +31,7 @@ def main() -> None:
                 f"all_reduce gave {total.item():g}, expected {expected:g}, the sum of all ranks: check the nodes with "
                 "hpcinit doctor nodes=N"
             )
+    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

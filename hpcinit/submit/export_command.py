@@ -22,7 +22,6 @@ from hpcinit.records import run_folder
 from hpcinit.submit import (
     code_snapshot,
     job_environment,
-    program_arguments,
     provenance,
     script,
     slurm_executor,
@@ -37,7 +36,7 @@ from hpcinit.world import network
 FIRST_HOST = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 PORT = "$((20000 + SLURM_JOB_ID % 10000))"  # below the ephemeral ports of Linux, 32768-60999
 # Slurm gives each rank its numbers; the program expects torch's names.
-RANK = 'export RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID"; exec "$@"'
+RANK = 'export RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID" GROUP_RANK="$SLURM_NODEID"; exec "$@"'
 # Options of srun that only make sense with hpcinit's run folder.
 OF_THE_RUN_FOLDER = ("output", "open-mode")
 
@@ -82,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
 
     def prepare(request: Request) -> None:
         if program:
-            submit_command.set_program(program, request, program_arguments.given_keys(options.request))
+            submit_command.set_program(program, request, ["hpcinit", "export", *options.request])
         default_cluster.require()
         transaction.check(request.config, request.document)
 
@@ -166,8 +165,9 @@ def _ranks(config: Config, path: RunPath, workdir: Path) -> str:
             f'export MASTER_ADDR="{host}"',
             f'export MASTER_PORT="{PORT}"',
             f"export WORLD_SIZE={config.nodes * ranks_per_node(config)}",
+            f"export LOCAL_WORLD_SIZE={ranks_per_node(config)}",
             "",
-            "# Start the ranks. Each one exports its own RANK and LOCAL_RANK.",
+            "# Start the ranks. Each one exports its own RANK, LOCAL_RANK and GROUP_RANK.",
             " \\\n  ".join(" ".join(quoting.shell(argument) for argument in line) for line in lines),
         ]
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from hpcinit.base import console
 from hpcinit.base.errors import RequestError
-from hpcinit.config import keys
+from hpcinit.config import keys, program_source
 from hpcinit.config.request import Request, as_text
 
 # ${lr}, ${model.width}, ${hydra:job.num}; \\${lr} is not replaced
@@ -22,6 +23,34 @@ LIST = re.compile(r"(?P<option>--?[\w-]+=)?(?P<values>[^\s,=\[\](){}'\"$]+(?:,[^
 def given_keys(arguments: Sequence[str]) -> set[str]:
     """Return the keys that the command line sets."""
     return {argument.partition("=")[0].lstrip("+") for argument in arguments if "=" in argument}
+
+
+def refuse_own_keys(program: Sequence[str], request: Request, command: Sequence[str]) -> None:
+    """Raise RequestError for keys of hpcinit after -- that the program does not read, as its source shows.
+
+    command: the command line before --. Add a warning if there is no source to look at.
+    """
+    own = [
+        argument
+        for before, argument in pairwise(program)
+        if "=" in argument
+        and keys.kind(argument.partition("=")[0].lstrip("+~")) is not None
+        and not before.startswith("-")  # --set seed=1
+    ]
+    path = program_source.source(request.config)
+    if not own or (path and program_source.reads_key_values(path)):
+        return
+    before = [argument for argument in command if argument != "job=program"]
+    rest = [argument for argument in program if argument not in own]
+    are, them = ("is a key", "it") if len(own) == 1 else ("are keys", "them")
+    text = (
+        f"{' '.join(own)} after -- {are} of hpcinit, which only reads those before it: "
+        f"{shlex.join([*before, *own, '--', *rest])}. If the program reads {them}: "
+        f"{shlex.join([*before, '--', '--', *program])}"
+    )
+    if path:
+        raise RequestError(text)
+    request.warnings.append(text)
 
 
 def interpolated(program: Sequence[str], request: Request, given: Collection[str]) -> list[str]:

@@ -17,7 +17,7 @@ from hpcinit.base.text import expanded
 from hpcinit.config.request import Prepare, Request
 from hpcinit.observe import find_runs, state
 from hpcinit.records import run_folder
-from hpcinit.submit import program_arguments, provenance, submit_command, transaction
+from hpcinit.submit import provenance, submit_command, transaction
 
 # Keys that apply to the first submission only: the job it waited for is over, and a resubmission is not a dry run.
 RESET: dict[str, Any] = {"dependency": None, "again": False, "dry_run": False}
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 
     def check(request: Request) -> None:
         if program:
-            submit_command.set_program(program, request, program_arguments.given_keys(options.overrides))
+            submit_command.set_program(program, request, ["hpcinit", "resubmit", options.run, *options.overrides])
         transaction.check(request.config, request.document)
 
     def submit_all(requests: Sequence[Request]) -> int:

@@ -150,6 +150,9 @@ def _end(why: str) -> str:
 
 WRITTEN, COMMAND = "# Written by hpcinit", "# Command: "
 
+# Slurm ends a job whose log has no folder with 0:53, without any message.
+ALONE = "# It needs the run folder that hpcinit submit creates, also for its log. A script without one: hpcinit export"
+
 
 def program_of(config: Config) -> str:
     """Return the user's program with its arguments, as typed after --."""
@@ -216,7 +219,7 @@ def render_at(
     start = [comment(runs)] if program else []
     steps = _command(config, srun_step.step_lines(config, run, workdir))
     command = "\n".join([*_cores_of_tasks(config), *start, *steps])
-    text = slurm_executor.render(run.path, command, parameters(config, run, workdir, code), [*about, *origin])
+    text = slurm_executor.render(run.path, command, parameters(config, run, workdir, code), [*about, *origin, ALONE])
     return _with_components(text, config, run, workdir)
 
 

@@ -7,7 +7,7 @@ import contextlib
 import re
 import shlex
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpcinit.base import console, quoting
@@ -18,6 +18,7 @@ from hpcinit.config.request import Request, Search
 from hpcinit.submit import excluded_nodes, messages, program_arguments, sweep
 from hpcinit.submit import transaction as submission
 
+SMOKE = "hpcinit.jobs.smoke"  # the program without -- train.py
 MULTIRUN = ("-m", "--multirun", "hydra.mode=MULTIRUN")
 
 
@@ -42,11 +43,16 @@ def main(argv: Sequence[str]) -> int:
 
     def prepare(request: Request) -> None:
         if program:
-            set_program(program, request, program_arguments.given_keys(arguments))
+            set_program(program, request, ["hpcinit", "submit", *arguments])
         default_cluster.require()
         submission.check(request.config, request.document)
 
     def submit(requests: Sequence[Request]) -> int:
+        if not program and requests[0].config.job.module == SMOKE and not requests[0].config.dry_run:
+            console.note(
+                f"no program: this is the smoke test, whose time limit is {requests[0].config.time_min} min. To submit "
+                f"your program: hpcinit submit {shlex.join([*arguments, '--', 'train.py'])}"
+            )
         if any(flag in arguments for flag in MULTIRUN):
             program_arguments.check_lists(program, arguments, len(requests))
             program_arguments.check_distinct(requests, program)
@@ -102,7 +108,7 @@ def split_program(argv: Sequence[str], command: str) -> tuple[list[str], list[st
         raise RequestError(f"no program after --, expected one: {command} -- train.py")
     if program == ["-m"]:
         raise RequestError(f"no module after -- -m, expected one: {command} -- -m package.train")
-    if program[0].startswith("-") and program[0] != "-m":
+    if program[0].startswith("-") and program[0] != "-m" and (program[0] != "--" or program[1:2] in ([], ["--"])):
         raise RequestError(
             f"-- {shlex.join(program)} starts with an option, expected the program first: {command} -- train.py "
             f"{shlex.join(program)}"
@@ -110,13 +116,15 @@ def split_program(argv: Sequence[str], command: str) -> tuple[list[str], list[st
     return arguments, program
 
 
-def set_program(program: Sequence[str], request: Request, given: Collection[str]) -> None:
+def set_program(program: Sequence[str], request: Request, command: Sequence[str]) -> None:
     """Make the job run `train.py --lr 3`, `-m package.train ...` or `any-command ...`.
 
-    The program's arguments follow those of job.args, which a sweep may set, unless job already names a program. given:
-    the keys on the command line, whose values replace ${key} in the arguments.
+    The program's arguments follow those of job.args, which a sweep may set, unless job already names a program.
+    command: the command line before --. The values of its keys replace ${key} in the arguments. Raise RequestError if
+    keys of hpcinit are after --; a second -- passes them on to the program.
     """
-    program = program_arguments.interpolated(program, request, given)
+    typed, given = program, program_arguments.given_keys(command)
+    program = program_arguments.interpolated(program[program[0] == "--" :], request, given)
     config, document, job = request.config, request.document, request.config.job
     first = [] if job.script or job.module or job.command else list(job.args)
     job.script = job.module = job.command = None
@@ -129,6 +137,8 @@ def set_program(program: Sequence[str], request: Request, given: Collection[str]
     if config.name == job.name == "program":
         stem = re.sub(r"[^A-Za-z0-9._-]", "_", Path(job.script or job.module or job.command or "").stem)
         config.name = stem if quoting.PLAIN_NAME.fullmatch(stem) else "program"
+    if "--" not in typed:
+        program_arguments.refuse_own_keys(typed, request, command)
     document["name"] = config.name
     document["job"] |= {k: getattr(job, k) for k in ("script", "module", "command", "args")}
 

@@ -159,3 +159,20 @@ def test_a_submission_with_an_incomplete_environment(hpcinit: Run, slurm: MiniSl
     done = submit(hpcinit, slurm, f"cluster.venv={tmp_path}/v", "--", "train.py")
     assert done.returncode == 2 and "but hpcinit and torch are not installed there" in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_submitting_from_an_environment_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without cluster.venv the ranks run the submitting Python; if it has no torch, the message names a Python that exists."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    [message] = found()
+    assert message.startswith(
+        f"the ranks run {sys.executable}, the Python that submits, and torch is not installed there"
+    )
+    assert f"or run {sys.executable} -m pip install torch" in message
+    assert found(script="plain.py") == [] and found("check_paths=false") == []
+    place = venv(tmp_path / "v")
+    (place / "torch").mkdir()
+    (place / "torch/__init__.py").touch()
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / "v"))
+    assert f"set cluster.venv={tmp_path}/v, or run" in found()[0]

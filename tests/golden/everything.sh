@@ -1,5 +1,6 @@
 #!/bin/bash
 # smoke: -m hpcinit.jobs.smoke, 3 nodes x 2 ranks
+# It needs the run folder that hpcinit submit creates, also for its log. A script without one: hpcinit export
 #SBATCH --account=proj-1
 #SBATCH --chdir=/shared/me/project
 #SBATCH --comment='a blank, a # and $HOME'

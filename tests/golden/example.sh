@@ -1,5 +1,6 @@
 #!/bin/bash
 # smoke: -m hpcinit.jobs.smoke, 8 nodes x 4 ranks
+# It needs the run folder that hpcinit submit creates, also for its log. A script without one: hpcinit export
 #SBATCH --chdir=/shared/me/project
 #SBATCH --cpus-per-task=16
 #SBATCH --gpus-per-node=4
@@ -10,7 +11,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=/shared/me/runs/x-0001/logs/job.log
 #SBATCH --partition=gpu
-#SBATCH --time=01:00:00
+#SBATCH --time=00:10:00
 
 # Stop unless sbatch started this script: outside of a job, srun would request one without the options above.
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "not in a Slurm job; start the script with: sbatch $(printf %q "$0")" >&2; exit 2; }
@@ -48,7 +49,7 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
 fi
 
 # When the job reaches its time limit. No rank waits longer for the others at the start.
-export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 60))}" HPCINIT_JOB_LIMIT_S=3600
+export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 10))}" HPCINIT_JOB_LIMIT_S=600
 
 # Modules and the environment of Python.
 type module > /dev/null 2>&1 || . /etc/profile

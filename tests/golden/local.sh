@@ -1,12 +1,13 @@
 #!/bin/bash
 # smoke: -m hpcinit.jobs.smoke, 2 nodes x 2 ranks
+# It needs the run folder that hpcinit submit creates, also for its log. A script without one: hpcinit export
 #SBATCH --chdir=/shared/me/project
 #SBATCH --job-name=smoke
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=2
 #SBATCH --open-mode=append
 #SBATCH --output=/shared/me/runs/x-0001/logs/job.log
-#SBATCH --time=01:00:00
+#SBATCH --time=00:10:00
 
 # A token for Slurm's commands, which sbatch passes to the job. Without it no rank can read it, and srun uses munge.
 unset SLURM_JWT
@@ -32,7 +33,7 @@ trap 'hpcinit_record ended $?' EXIT
 HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}" # for hpcinit report
 
 # When the job reaches its time limit. No rank waits longer for the others at the start.
-export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 60))}" HPCINIT_JOB_LIMIT_S=3600
+export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 10))}" HPCINIT_JOB_LIMIT_S=600
 
 # Variables of cluster.env and job.env.
 export GLOO_SOCKET_IFNAME=lo

@@ -1,5 +1,6 @@
 #!/bin/bash
 # smoke: -m hpcinit.jobs.smoke, 2 nodes x 2 ranks
+# It needs the run folder that hpcinit submit creates, also for its log. A script without one: hpcinit export
 #SBATCH --chdir=/shared/me/project
 #SBATCH --cpus-per-task=2
 #SBATCH --gpus-per-node=2

@@ -25,6 +25,7 @@ dist.all_reduce(total)
 if dist.get_rank() == 0:
     print(f"{dist.get_world_size()} ranks, sum {total.item():g}, {sys.argv[1:]}, {os.environ['MINE']}", flush=True)
 assert os.environ["LOCAL_RANK"] == os.environ["SLURM_LOCALID"]
+assert os.environ["GROUP_RANK"] == os.environ["SLURM_NODEID"] and os.environ["LOCAL_WORLD_SIZE"] == "2"
 dist.destroy_process_group()
 """
 REQUEST = ("nodes=2", "ranks_per_node=2", "launch=fork", "chain=2", "name=plain", "+job.env.MINE=a value")

@@ -1,5 +1,6 @@
 #!/bin/bash
 # train_gpt: -m hpcinit.jobs.train_gpt --steps 60, 2 nodes x 4 ranks
+# It needs the run folder that hpcinit submit creates, also for its log. A script without one: hpcinit export
 #SBATCH --account=proj01
 #SBATCH --chdir=/shared/me/project
 #SBATCH --constraint=gpu

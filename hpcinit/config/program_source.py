@@ -1,0 +1,115 @@
+"""What the source of a Python program shows before the job is queued: syntax errors, and whether it reads key=value.
+
+The program never runs here. A script that the Python of the ranks cannot compile is refused. If that Python cannot be
+started on this machine, another version may accept the script, so there is only a warning.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from hpcinit.base.text import expanded
+from hpcinit.config import compile_script, environment_checks, python_environment
+from hpcinit.config.schema import Config
+
+PYTHON = re.compile(r"python[\d.]*")
+COMPILE_TIMEOUT_S = 5.0  # of the child process; a Python on a slow file system must not delay the submission
+# Names in a script that reads arguments such as nodes=2 itself.
+READERS = {"argv", "from_cli", "parse_known_args", "REMAINDER"}
+
+
+def source(config: Config) -> Path | None:
+    """Return the file of a Python program: a script, `python train.py`, or a module below the working folder."""
+    job, workdir = config.job, expanded(config.job.workdir or ".")
+    name = job.script
+    if job.module:
+        name = f"{job.module.replace('.', '/')}.py"
+    elif job.command and PYTHON.fullmatch(Path(job.command).name):
+        name = next(iter(job.args), "")
+    path = (workdir / (name or "")).absolute()
+    return path if path.suffix == ".py" and path.is_file() else None
+
+
+def reads_key_values(path: Path) -> bool:
+    """Return whether the script's syntax tree shows @hydra.main, OmegaConf.from_cli, sys.argv or another reader."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    return any(map(_reads, ast.walk(tree)))
+
+
+def _reads(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute):
+        return node.attr in READERS
+    if isinstance(node, ast.alias):
+        return node.name in READERS or node.name.partition(".")[0] == "hydra"
+    if isinstance(node, ast.ImportFrom):
+        return (node.module or "").partition(".")[0] == "hydra"
+    # parser.add_argument("overrides", nargs="*")
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+        return any(isinstance(one, ast.Constant) and not str(one.value).startswith("-") for one in node.args[:1])
+    return False
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Yield a message for a script that the Python of the ranks cannot compile."""
+    name, error, certain = _syntax(config)
+    if error and certain:
+        python = environment_checks.python(config)
+        yield f"the program is {name!r}, which {python} cannot compile: {error}. Correct the script"
+
+
+def warnings(config: Config) -> Iterator[str]:
+    """Yield a warning for a script that this Python cannot compile, if the one of the ranks cannot be started here."""
+    name, error, certain = _syntax(config)
+    if error and not certain:
+        yield (
+            f"{name!r} does not compile with Python {sys.version_info[0]}.{sys.version_info[1]}: {error}. "
+            f"{environment_checks.python(config)} of the ranks could not be started here; check its version"
+        )
+
+
+def _syntax(config: Config) -> tuple[str, str, bool]:
+    """Return the script, why it cannot be compiled or '', and whether the Python of the ranks reported that."""
+    path = source(config)
+    if path is None:
+        return "", "", True
+    known = config.check_paths and not (config.container.image or config.job.command)
+    python = environment_checks.python(config) if known else ""
+    try:
+        return path.name, *_compile(python if "/" in python else "", path, path.stat().st_mtime_ns)
+    except OSError:  # the check of the program reports it
+        return path.name, "", True
+
+
+@cache
+def _compile(python: str, path: Path, _mtime_ns: int) -> tuple[str, bool]:
+    """Return why the script cannot be compiled, and whether it was certainly the version of `python`; ''  if unknown.
+
+    It starts `python` only if its version may differ from this one.
+    """
+    python = str(Path(python).expanduser()) if python else ""
+    if python == sys.executable or (python and _is_our_version(python)):
+        return compile_script.syntax_error(str(path)), True
+    if python and os.access(python, os.X_OK):
+        command = [python, "-I", "-S", compile_script.__file__, str(path)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=True)
+            return done.stdout.strip(), True
+        except (OSError, ValueError, subprocess.SubprocessError):
+            pass
+    return compile_script.syntax_error(str(path)), False
+
+
+def _is_our_version(python: str) -> bool:
+    """Return whether the installation or environment of `python` has one version, the same as this one."""
+    versions = {folder.name for folder in python_environment.prefix_of(Path(python)).glob("lib/python3.*")}
+    return versions == {f"python3.{sys.version_info.minor}"} and os.access(python, os.X_OK)
