@@ -70,7 +70,7 @@ def test_a_script_that_does_not_compile_is_refused(hpcinit: Run, tmp_path: Path)
 
 
 def test_the_python_of_the_ranks_compiles(hpcinit: Run, tmp_path: Path) -> None:
-    """Another Python is asked about a script; if it cannot be started here, an error of this one is only a warning."""
+    """Another Python compiles the script; if it cannot be started here, an error of this one is only a warning."""
     script, python = tmp_path / "train.py", tmp_path / "python"
     script.write_text("print 'of another version'\n")
     python.write_text("#!/bin/sh\necho started >> started.txt\n")  # it accepts the script
