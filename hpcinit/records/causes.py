@@ -71,7 +71,7 @@ KINDS = (
      "line; for any other error, if the same node fails again, exclude it (+cluster.sbatch.exclude=NODE) and report it "
      "to the site"),
     (failure_kinds.PORT, r"Address already in use|EADDRINUSE",
-     "another process uses the port: submit again, and hpcinit chooses another one"),
+     "another process uses the port: hpcinit chooses another one at the next start"),
     (failure_kinds.NOT_A_NUMBER, r"\b(nan|NaN|FloatingPointError|loss is (nan|inf))\b",
      "training diverged, the cluster is not the cause: lower the learning rate, clip gradients, resume from an earlier "
      "checkpoint"),

@@ -25,7 +25,7 @@ MEANINGS = (
     (r"Partition(Down|Inactive)", "the partition starts no jobs now; wait, or use another partition"),
     (r"JobHeldUser", "held by the user; release it with: scontrol release JOB"),
     (r"JobHeldAdmin|JobHoldMaxRequeue",
-     "held by an administrator, or after too many requeues; submit it again, or ask the site"),
+     "held by an administrator, or after too many requeues: ask the site, or cancel it before you submit it again"),
     (r"launch failed requeued held", "it could not be started on its node and is held; report it to the site"),
     (r"Reservation(Deleted)?", "its reservation is not active; see scontrol show reservation"),
     (r"Licenses", "it waits for a license that other jobs use"),

@@ -12,7 +12,7 @@ from rich.text import Text
 from hpcinit.base.console import plain
 from hpcinit.base.errors import INTERRUPTED
 from hpcinit.base.text import ranges
-from hpcinit.observe import find_runs, logs, progress, state
+from hpcinit.observe import continuation, find_runs, logs, progress, state
 from hpcinit.observe.overview import exit_status
 from hpcinit.observe.poll import Poll, Polls
 from hpcinit.records import run_folder
@@ -69,9 +69,12 @@ def _shown(line: str, console: Console) -> Text:
 def _report(path: Path, end: state.State, status: int, console: Console) -> None:
     if end.name == "COMPLETED":
         console.print(plain(f"COMPLETED  {progress.line(path)}".rstrip()), markup=False)
-        again = f"{'bash' if end.engine == 'local' else 'sbatch'} {_script(path, end)}"
         console.print(f"logs of all ranks:  hpcinit logs --all {shlex.quote(str(path))}", markup=False)
-        console.print(f"run it again manually:  {again}", markup=False)
+        if what := continuation.continues(path, end):
+            console.print(what, markup=False)
+        else:
+            again = f"{'bash' if end.engine == 'local' else 'sbatch'} {_script(path, end)}"
+            console.print(f"run it again manually:  {again}", markup=False)
         return
     console.print(f"{end.name} {end.reason}".rstrip() + f", exit status {status}", markup=False)
     for text in why_command.lines(path, why_command.explain_run(path, end)):

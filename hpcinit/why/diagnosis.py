@@ -336,7 +336,8 @@ def _of_end(ended: Cancelled | None, found: Evidence) -> Verdict:
         return _verdict(found, head, failure_kinds.REQUEUED, "nothing to fix: no part of the run failed", time=at)
     if "PREEMPT" in why:
         do = "submit it again; run.should_stop() saves when Slurm sends its warning"
-        return _verdict(found, f"a job of higher priority took the nodes{when}", failure_kinds.PREEMPTED, do, time=at)
+        head = f"a job of higher priority took the nodes{when}"
+        return _verdict(found, head, failure_kinds.PREEMPTED, do, time=at, resubmit=True)
     who = f" by {found.who}" if found.who else ""
     head = f"the job was canceled{who}{when} (scancel, hpcinit cancel, or an administrator)"
     return _verdict(found, head, failure_kinds.CANCELLED, "nothing to fix: no part of the run failed", time=at)

@@ -71,8 +71,8 @@ class Verdict:
 
     headline: what failed first, and how. kind: one of base/failure_kinds.py. do: what the user should do. rank: the
     rank that failed, None if no rank did. time: on the common clock, None if unknown. flight: which ranks cause a hang,
-    from torch's flight recorder. resubmit: whether the advice is only to submit the run again; Slurm does that for a
-    requeued job."""
+    from torch's flight recorder. resubmit: whether the advice is to submit the run again. `why` replaces it if anything
+    continues the run (observe/continuation.py)."""
 
     headline: str
     kind: str

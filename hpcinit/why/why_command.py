@@ -16,7 +16,8 @@ from hpcinit.base import console, failure_kinds
 from hpcinit.base.console import plain
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import ranges
-from hpcinit.observe import find_runs, progress, restarts, stacks, state
+from hpcinit.observe import continuation, find_runs, progress, restarts, stacks, state
+from hpcinit.observe.continuation import RESTARTS_ALONE
 from hpcinit.records import hang_report, job_log, run_folder, world_size
 from hpcinit.slurm import memory_use, reasons, slurm_client
 from hpcinit.why import diagnosis, flight_recorder, foreign_job, gather_evidence, hang_verdict, node_exclusion
@@ -34,7 +35,7 @@ NOT_FINITE = (
     "the run has probably diverged: lower the learning rate or clip gradients, and resume from a checkpoint before "
     "that step"
 )
-RESTARTS_ALONE = "it restarts automatically, from its last checkpoint if the program saved one"
+FOREIGN = "squeue --all --me shows whether Slurm restarts the job; submit it again only if it does not"
 UNREACHABLE = "Slurm's controller does not answer"
 MOST_NOW = 4  # groups of ranks with equal stacks in a verdict on a running job
 YOUNG_S, MOMENT_S = 3.0, 1.0  # srun reports a killed rank within a second of its peers
@@ -110,6 +111,8 @@ def _of_dumps(dumps: Mapping[int, Mapping[str, Any]], options: argparse.Namespac
 def _of_logs(job: ForeignJob, options: argparse.Namespace) -> int:
     """Print the verdict on a job that hpcinit did not start."""
     verdict = diagnosis.diagnose(job.logs.evidence)
+    if verdict.resubmit:  # Slurm may requeue the job, and the logs do not show it
+        verdict = replace(verdict, do=FOREIGN, resubmit=False)
     if options.json:
         known = _document(verdict)
         known["unknown"] = [*known["unknown"], *job.unknown]
@@ -156,6 +159,8 @@ def explain_run(path: Path, now: state.State) -> Verdict:
             and (used := memory_use.describe(now.job_id))
         ):
             verdict = replace(verdict, evidence=(*verdict.evidence, used))
+        if verdict.resubmit and (what := continuation.continues(path, now)):
+            verdict = replace(verdict, do=what, resubmit=False)
     return replace(verdict, evidence=(f"warning: {found}", *verdict.evidence)) if found else verdict
 
 
@@ -177,7 +182,7 @@ def _explain(path: Path, now: state.State) -> Verdict:
     if not now.over and not now.purged:
         return _going(path, now, found)
     verdict = diagnosis.diagnose(found)
-    return _chain_is_used_up(now, found, verdict) or _with_disk(path, verdict)
+    return _chain_is_used_up(now, found, verdict) or _with_disk(path, now, verdict)
 
 
 def _chain_is_used_up(now: state.State, found: Evidence, verdict: Verdict) -> Verdict | None:
@@ -191,16 +196,16 @@ def _chain_is_used_up(now: state.State, found: Evidence, verdict: Verdict) -> Ve
         return None
     head = f"the chain is used up: {now.link} ended before the program did, with exit status 143 (SIGTERM)"
     do = "submit again: it resumes if the program saved a checkpoint; chain=N with more jobs, or a larger time_min"
-    return Verdict(f"{head}{found.at_step}", failure_kinds.TIME_LIMIT, do, step=found.step)
+    return Verdict(f"{head}{found.at_step}", failure_kinds.TIME_LIMIT, do, step=found.step, resubmit=True)
 
 
-def _with_disk(path: Path, verdict: Verdict) -> Verdict:
+def _with_disk(path: Path, now: state.State, verdict: Verdict) -> Verdict:
     """Return the verdict with the cause 'disk full' if it has none and the run folder cannot be written."""
     problem = gather_evidence.unwritable(path) if verdict.kind in WITHOUT_CAUSE else ""
     if not problem:
         return verdict
     line = f"the run folder cannot be written ({problem}): error records and logs of this run may be missing"
-    do = f"free space for {path} (df -h, quota) and submit again"
+    do = f"free space for {path} (df -h, quota); {continuation.continues(path, now) or 'then submit again'}"
     return replace(verdict, kind=failure_kinds.DISK, do=do, evidence=(line, *verdict.evidence))
 
 

@@ -124,6 +124,49 @@ def test_a_job_that_waits_for_another_attempt(tmp_path: Path, log: str, reason: 
         assert "submit again" not in verdict.do
 
 
+@pytest.mark.parametrize(
+    ("now", "says"),
+    [
+        (State("PENDING", "5", "slurm", "BeginTime", restart=0), "it restarts automatically"),
+        (
+            State("COMPLETING", "5", "slurm", restart=0),
+            "job 5 is still in the queue (COMPLETING), and Slurm may restart",
+        ),
+        (State("PREEMPTED", "5", "slurm", restart=0, away=True), "unknown: Slurm does not answer"),
+        (State("UNKNOWN", "5", "slurm", restart=0, away=True), "unknown: Slurm does not answer"),
+        (State("FAILED", "5", "slurm", others=("6",)), "the chain still has job 6 in the queue"),
+        (State("PREEMPTED", "5", "slurm", restart=0), "submit it again"),
+    ],
+)
+@pytest.mark.parametrize("log", [PREEMPTED, LOST])
+def test_no_second_job_while_the_first_may_continue(tmp_path: Path, log: str, now: State, says: str) -> None:
+    """`why` advises a new job only if Slurm confirms that nothing continues the run."""
+    mark_started(tmp_path)
+    (tmp_path / run_folder.LOGS).mkdir()
+    (tmp_path / run_folder.JOB_LOG).write_text(log)
+    advice = why_command.explain_run(tmp_path, now).do
+    if says.startswith("submit"):
+        assert advice.startswith(("submit it again", "submit again"))
+    else:
+        assert advice.startswith(says) and "submit" not in advice
+
+
+def test_no_second_job_while_a_dependent_one_is_not_known_to_be_over(tmp_path: Path) -> None:
+    """A run whose script depends on this run's job counts as its continuation, also if Slurm does not answer."""
+    first, second = tmp_path / "x-0001", tmp_path / "x-0002"
+    for run, job in ((first, "5"), (second, "6")):
+        run.mkdir()
+        mark_started(run, job)
+        (run / run_folder.LOGS).mkdir()
+    (first / run_folder.JOB_LOG).write_text(PREEMPTED)
+    now = State("PREEMPTED", "5", "slurm", restart=0)
+    (second / run_folder.SCRIPT).write_text("#!/bin/bash\n#SBATCH --dependency=afterany:55\n")
+    assert why_command.explain_run(first, now).do.startswith("submit it again")
+    (second / run_folder.SCRIPT).write_text("#!/bin/bash\n#SBATCH --dependency=afterok:4,afterany:5\n")
+    advice = why_command.explain_run(first, now).do
+    assert advice.startswith("job 6 (x-0002) was submitted to follow this run, and is UNKNOWN")
+
+
 def test_a_program_without_progress_calls(tmp_path: Path) -> None:
     """The report of a program without run.progress recommends the call, because a hang looks like a long step."""
     assert "calls run.progress(step, total)" in why_command.explain_run(tmp_path, RUNS).do
@@ -212,7 +255,7 @@ def test_the_last_job_of_a_chain_was_terminated(tmp_path: Path, others: tuple[st
     (tmp_path / run_folder.LOGS).mkdir()
     (tmp_path / run_folder.JOB_LOG).write_text("srun: error: n1: task 0: Exited with exit code 143\n")
     leave(tmp_path, 0, "SystemExit: 143")
-    now = State("FAILED", "5", "slurm", exit_status=143, link="job 3 of a chain of 3", others=others, away=True)
+    now = State("FAILED", "5", "slurm", exit_status=143, link="job 3 of a chain of 3", others=others)
     verdict = why_command.explain_run(tmp_path, now)
     assert verdict.headline.startswith("the chain is used up: job 3 of a chain of 3") == used_up, verdict
     assert ("chain=N" in verdict.do) == used_up

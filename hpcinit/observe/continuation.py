@@ -1,0 +1,58 @@
+"""What continues a run without the user: a requeue, a later job of its chain, or a job that depends on it.
+
+A second job on the same checkpoint folder can damage checkpoints. So advice to submit a run again asks here first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpcinit.observe import find_runs, state
+from hpcinit.records import run_folder
+
+RESTARTS_ALONE = "it restarts automatically, from its last checkpoint if the program saved one"
+_DEPENDENCY = re.compile(r"^#SBATCH --dependency=(.*)$", re.MULTILINE)
+
+
+def continues(path: Path, now: state.State) -> str:
+    """Return what will happen to the run by itself, or that it is unknown; '' if nothing continues it.
+
+    now: the state of the run in `path`.
+    """
+    if now.requeued:
+        return RESTARTS_ALONE
+    if now.away:
+        return f"unknown: Slurm does not answer, and the job may still run or restart; wait, then {_look(path)}"
+    if not now.over and not now.purged:
+        return f"job {now.job_id} is still in the queue ({now.name}), and Slurm may restart it; later {_look(path)}"
+    if now.others:  # the chain's end is recorded, so these jobs run nothing (chain_check.sh)
+        jobs = ", ".join(now.others)
+        return f"the chain still has job {jobs} in the queue, which will run nothing: hpcinit cancel {path.name}"
+    return "; ".join(_dependents(path, now)) if now.engine == "slurm" else ""
+
+
+def _look(path: Path) -> str:
+    return f"see hpcinit status {path.name}"
+
+
+def _dependents(path: Path, now: state.State) -> Iterator[str]:
+    """Yield a sentence for each run of the same folder whose job waits for this run, or may run because it ended."""
+    # Slurm drops a dependency once it is fulfilled; the script keeps it.
+    jobs = {job.partition("_")[0] for job in (now.job_id, *state.jobs(state.last_submission(path)))}
+    waits_for = re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, jobs))})(?![\d-])")
+    runs = [run for run in find_runs.all_runs(path.absolute().parent) if run.name != path.name]
+    found = [run for run in runs if any(waits_for.search(text) for text in _DEPENDENCY.findall(_script(run)))]
+    for run, its in zip(found, state.read_all(found), strict=True):
+        if isinstance(its, state.State) and not its.over and not its.purged:
+            yield f"job {its.job_id} ({run.name}) was submitted to follow this run, and is {its.name}: {_look(run)}"
+
+
+def _script(run: Path) -> str:
+    """Return the start of a run's batch script, which has its options, or ''."""
+    try:
+        with (run / run_folder.SCRIPT).open(encoding="utf-8", errors="replace") as file:
+            return file.read(1 << 14)
+    except OSError:
+        return ""
