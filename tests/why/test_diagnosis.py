@@ -206,7 +206,7 @@ def test_two_at_about_the_same_time() -> None:
         ("RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598", "disk", "df -h"),
         ("RuntimeError: basic_ios::clear: iostream error", "disk", "df -h"),
         ("ModuleNotFoundError: No module named 'flash_attn'", "import", "cluster.venv"),
-        ("RuntimeError: The server socket has failed to bind. EADDRINUSE", "port", "submit again"),
+        ("RuntimeError: The server socket has failed to bind. EADDRINUSE", "port", "at the next start"),
         ("AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'", "no-gpu", "cluster.venv"),
         ("AssertionError: Torch not compiled with CUDA enabled", "no-gpu", "cluster.venv"),
         ("FloatingPointError: loss is nan", "not-a-number", "learning rate"),
