@@ -94,11 +94,16 @@ def python_for(user: str) -> str:
     """Return a Python of this version that the user can run; '' if there is none."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     for found in dict.fromkeys((f"{sys.base_prefix}/bin/python{version}", f"/usr/bin/python{version}")):
-        as_user = ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups"] if user else []
-        done = subprocess.run([*as_user, found, "-c", "import venv"], capture_output=True, check=False, cwd="/")
-        if done.returncode == 0:
+        # The shell has lost setpriv's right to read every file; setpriv itself has not.
+        tried = [*as_user(user), "sh", "-c", f"exec '{found}' -c 'import venv'"]
+        if subprocess.run(tried, capture_output=True, check=False, cwd="/").returncode == 0:
             return found
     return ""
+
+
+def as_user(name: str) -> list[str]:
+    """Return the start of a command that runs the rest of it as this user; '' for the current one."""
+    return ["setpriv", f"--reuid={name}", f"--regid={name}", "--init-groups"] if name else []
 
 
 def make_clone(place: Place, python: str) -> None:
@@ -145,7 +150,6 @@ def memory_limit(place: Place) -> Iterator[list[str]]:
 
 def run_tests(place: Place, words: Sequence[str]) -> int:
     """Run pytest in the clone and return its exit status."""
-    as_user = ["setpriv", f"--reuid={place.user}", f"--regid={place.user}", "--init-groups"] if place.user else []
     gb = place.memory_gb or 10**6
     workers = min(
         int(subprocess.check_output([sys.executable, "-m", "tests.workers"], cwd=ROOT)), number_of_workers(10**3, gb)
@@ -161,7 +165,7 @@ def run_tests(place: Place, words: Sequence[str]) -> int:
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(place.load)]
     try:
         with memory_limit(place) as limited:
-            command = [*limited, *as_user, python, "-m", "pytest", "-q", "-n", str(workers), *words]
+            command = [*limited, *as_user(place.user), python, "-m", "pytest", "-q", "-n", str(workers), *words]
             return subprocess.run(command, cwd=place.folder, env=env, stdin=subprocess.DEVNULL, check=False).returncode
     finally:
         for process in busy:

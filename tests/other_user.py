@@ -7,11 +7,14 @@ import os
 import pwd
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.skip_or_fail import skip_or_fail
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,17 @@ class User:
         groups = f"--groups={','.join(map(str, self.groups))}" if self.groups else "--clear-groups"
         kept = ("--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search")
         return ["setpriv", f"--reuid={self.uid}", f"--regid={self.gid}", groups, *kept, "--", *words]
+
+    def python(self) -> str:
+        """Return a Python of this version that the user can start without more rights. Skip if there is none."""
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        for found in dict.fromkeys((f"{sys.base_prefix}/bin/python{version}", f"/usr/bin/python{version}")):
+            as_user = ["setpriv", f"--reuid={self.uid}", f"--regid={self.gid}", "--clear-groups", "--"]
+            # The shell has lost setpriv's right to read every file; setpriv itself has not.
+            tried = [*as_user, "sh", "-c", f"exec '{found}' -c ''"]
+            if subprocess.run(tried, capture_output=True, check=False, cwd="/").returncode == 0:
+                return found
+        return skip_or_fail(f"no Python {version} that another user can start")
 
     def run(
         self, *words: str, env: Mapping[str, str] | None = None, timeout: float = 240

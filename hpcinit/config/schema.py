@@ -402,8 +402,7 @@ class NodeCheck:
     """The check of each node before its ranks start: leftovers of ended jobs, GPU memory in use, free space."""
 
     action: str = key(
-        "report; clean: also remove what your ended jobs left; replace: also replace a node whose GPU memory "
-        "others use by a spare node, or exit; off",
+        "report; replace: also replace a node whose GPU memory others use by a spare node, or exit; off",
         spec.NodeCheck.action,
         choices=spec.NODE_CHECKS,
     )

@@ -1,17 +1,21 @@
-"""Check this node before its ranks start, for what ended jobs have left there.
+"""Check this node before its ranks start, and print what ended jobs have left there.
 
 start() forks a process that checks while the rank itself starts. finish() prints its lines and, with action=replace,
 raises an error if ranks should not start here. If the check crashes or hangs (a dead file server, a driver without a
 reply), the ranks start without it.
 
-Only what provably belongs to an ended job of this user is reported and removed:
+It only reads and prints. It never ends a process and never removes a file, because no check from here can prove that
+nothing needs them. What must not be touched, and how it looks like a leftover:
 
-- a task of a step on this node whose job Slurm no longer runs here
-- a file of torch or NCCL in /dev/shm that is older than this job and that no process uses, if Slurm runs no other job
-  of the user here
+- ranks of another job of this user: squeue omits hidden partitions, and a site's squeue may be cached; the tasks of a
+  heterogeneous job have the leader's id, and squeue lists the components
+- a tmux or a server that the user started in a job and that outlives it on purpose: it has that job's variables
+- tensors in a queue of a program outside of Slurm: with torch's strategy file_system no process maps them, and the pid
+  in their name may be that of another pid namespace
 
-Without proof nothing is printed: if Slurm gives no reply or does not know this job, or if this process is not below a
-slurmstepd (cluster=local, a test with the environment of another job).
+A process is reported as a leftover only if scontrol or sacct shows a final state for every job in its environment and
+its control group. Nothing is printed if Slurm gives no reply, or if this process is not below a slurmstepd
+(cluster=local, a test with the environment of another job).
 """
 
 from __future__ import annotations
@@ -34,9 +38,9 @@ from hpcinit.base import failure_kinds, processes, safe_files
 from hpcinit.base.console import say
 from hpcinit.base.errors import BringUpError
 from hpcinit.records import plain_files, run_folder
-from hpcinit.records.spec import CLEAN, OFF, REPLACE, NodeCheck
+from hpcinit.records.spec import OFF, REPLACE, NodeCheck
 from hpcinit.records.timeline import ENV_ALLOCATED
-from hpcinit.slurm import queue
+from hpcinit.slurm import queue, slurm_client
 from hpcinit.world.launchers import slurm_step
 
 if TYPE_CHECKING:
@@ -50,7 +54,8 @@ NEEDED = (JOB, NODE, CLUSTER, "SLURM_PROCID")
 DAEMONS = {"slurmd", "slurmstepd"}
 SHARED_MEMORY = Path("/dev/shm")
 # torch's (torch_PID_...) and NCCL's segments, which a process keeps mapped. Other programs may close and reopen theirs.
-KNOWN_SEGMENTS = re.compile(r"torch_\d+_\d+_\d+|nccl-\w+")
+KNOWN_SEGMENTS = re.compile(r"torch_(?P<pid>\d+)_\d+_\d+|nccl-\w+")
+MOST_JOBS = 5  # whose state is queried; the ranks wait for the replies
 LITTLE_GB = 1.0
 MUCH_MB = 1024  # of a GPU's memory: services of the site use less
 GB = 2**30
@@ -61,12 +66,11 @@ KILL_S = 1.0  # a killed process that has not ended by then hangs in the kernel
 
 @dataclass(frozen=True)
 class Task:
-    """A process with the environment of a step's task on this node."""
+    """A process with the environment of a step's task on this node. jobs: all ids in its environment and cgroup."""
 
     pid: int
     name: str
-    job: str
-    restart: int
+    jobs: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -175,29 +179,44 @@ def check(wanted: NodeCheck, env: Mapping[str, str]) -> tuple[list[str], str]:
 
 
 def _leftovers(wanted: NodeCheck, env: Mapping[str, str]) -> Iterator[str]:
-    """Remove what ended jobs left, if wanted, and yield a line for each. Slurm's reply is the proof that they ended."""
-    tasks, files = list(_tasks(env)), _old_segments(float(env.get(ENV_ALLOCATED) or 0))
-    if not tasks and not files:
-        return
-    # Half the time, so that squeue ends before this process is killed.
-    active = queue.active_on_node(env[NODE], timedelta(seconds=wanted.timeout_s / 2))
-    if active is None or env[JOB] not in active:
-        return
-    clean = wanted.action in (CLEAN, REPLACE)
+    """Yield a line for each process that ended jobs left, and one for the files."""
+    tasks = list(_tasks(env))
+    jobs = sorted(frozenset[str]().union(*(task.jobs for task in tasks)))[:MOST_JOBS]
+    try:
+        # A quarter of the time for each command, so that all end before this process is killed.
+        ended = {job: queue.has_ended(job, timedelta(seconds=wanted.timeout_s / 4)) for job in jobs}
+    except slurm_client.Unreachable:
+        ended = {}
     for task in tasks:
-        if task.job not in active or task.job == env[JOB]:
-            yield from _leftover_task(task, clean, env)
-    if active == {env[JOB]}:
-        yield from _leftover_files(files, clean)
+        answers = {ended.get(job, False) for job in task.jobs}
+        if answers == {True} and _task(task.pid, env) == task:
+            job = min(task.jobs, key=int)
+            yield (
+                f"process {task.pid} ({task.name}) of job {job}, which has ended, still runs; if you do not need it: "
+                f"kill -9 {task.pid}"
+            )
+        elif False not in answers and _task(task.pid, env) == task:
+            yield (
+                f"process {task.pid} ({task.name}) has the environment of job {'+'.join(sorted(task.jobs))}, which "
+                "Slurm does not report any more; is it a leftover?"
+            )
+    yield from _files(_old_segments(float(env.get(ENV_ALLOCATED) or 0)))
 
 
 def _tasks(env: Mapping[str, str]) -> Iterator[Task]:
-    """Yield this user's tasks on this node that are not of this attempt of this job."""
-    own = (env[JOB], int(env.get(RESTART) or 0))
+    """Yield this user's tasks on this node that are not of this job."""
+    own = _jobs(env)
     for pid in _pids():
         task = _task(pid, env)
-        if task and (task.job, task.restart) != own and not (task.job == own[0] and task.restart > own[1]):
+        if task and not task.jobs & own:
             yield task
+
+
+def _jobs(env: Mapping[str, str], cgroup: str = "") -> frozenset[str]:
+    """Return the job's id, those of its components, and that of a control group."""
+    found = {text for name, text in env.items() if name == JOB or name.startswith("SLURM_JOB_ID_HET_GROUP_")}
+    found.update(re.findall(r"/job_(\d+)", cgroup))
+    return frozenset(text for text in found if text.isdigit())
 
 
 def _pids() -> list[int]:
@@ -218,79 +237,44 @@ def _task(pid: int, env: Mapping[str, str]) -> Task | None:
             return None
         found = dict(line.split("=", 1) for line in text.decode(errors="replace").split("\0") if "=" in line)
         name = (place / "comm").read_text(errors="replace").strip()
-        cgroup = re.search(r"/job_(\d+)", (place / "cgroup").read_text(errors="replace"))
+        jobs = _jobs(found, (place / "cgroup").read_text(errors="replace"))
     except OSError:  # it has ended, or is not readable
         return None
     if name in DAEMONS or run_folder.ENV_ENGINE in found or any(found.get(key) != env.get(key) for key in SAME):
         return None
-    if not found.get(JOB):
-        return None
-    restart = found.get(RESTART, "")
-    job = cgroup[1] if cgroup else found[JOB]  # the cgroup is Slurm's own record
-    return Task(pid, name, job, int(restart) if restart.isdigit() else 0)
-
-
-def _leftover_task(task: Task, clean: bool, env: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line about a process of an ended job, and kill it if `clean`."""
-    what = f"process {task.pid} ({task.name}) of job {task.job}, which has ended"
-    if _task(task.pid, env) != task:
-        return  # it has ended meanwhile
-    if not clean:
-        yield f"{what}, still runs; to end it: kill -9 {task.pid}"
-    elif done := _kill(task, env):
-        yield f"{what}, still ran: {done}"
-
-
-def _kill(task: Task, env: Mapping[str, str]) -> str:
-    """End the process, if it is still the same one. Return what became of it, or '' if it had ended already."""
-    try:
-        descriptor = os.pidfd_open(task.pid)
-    except ProcessLookupError:
-        return ""
-    except OSError as error:
-        return f"cannot end it ({error.strerror}); to end it: kill -9 {task.pid}"
-    try:
-        # The number can belong to another process by now. The descriptor cannot, so it is opened before the check.
-        if _task(task.pid, env) != task:
-            return ""
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        ended = poll.poll(KILL_S * 1000)
-        return "killed" if ended else "killed, but it hangs in the kernel: report the node to the site"
-    except OSError as error:
-        return f"cannot end it ({error.strerror})"
-    finally:
-        os.close(descriptor)
+    return Task(pid, name, jobs) if found.get(JOB) and jobs else None
 
 
 def _old_segments(before: float) -> list[Path]:
-    """Return this user's files in /dev/shm that are older than `before` and that torch or NCCL created."""
+    """Return this user's files in /dev/shm that are older than `before`, and that torch or NCCL created.
+
+    Not those with the pid of a process that runs: it may need them.
+    """
     found = []
     with suppress(OSError):
         for path in SHARED_MEMORY.iterdir():
             with suppress(OSError):
-                about = path.lstat()
-                if about.st_uid == os.geteuid() and about.st_mtime < before and KNOWN_SEGMENTS.fullmatch(path.name):
+                about, known = path.lstat(), KNOWN_SEGMENTS.fullmatch(path.name)
+                if about.st_uid != os.geteuid() or about.st_mtime >= before or not known:
+                    continue
+                if not (known["pid"] and Path(f"/proc/{known['pid']}").exists()):
                     found.append(path)
     return found
 
 
-def _leftover_files(files: Sequence[Path], clean: bool) -> Iterator[str]:
-    """Yield a line about files of ended jobs that no process uses, and remove them if `clean`."""
+def _files(files: Sequence[Path]) -> Iterator[str]:
+    """Yield a line about those files that no process of this user uses."""
     used = _shared_memory_in_use() if files else set()
-    left = [path for path in files if str(path) not in used]
-    size, removed = 0, 0
+    left, size = [path for path in files if str(path) not in used], 0
     for path in left:
         with suppress(OSError):
             size += path.stat().st_blocks * 512
-            if clean:
-                path.unlink()
-                removed += 1
     if left:
-        names = f"{left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}, {size / GB:.2f} GB"
-        done = f"removed {removed}" if clean else "not removed (check_node.action=report)"
-        yield f"files of your ended jobs in {SHARED_MEMORY} ({names}): {done}"
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        yield (
+            f"files of torch or NCCL in {SHARED_MEMORY}, older than this job, that none of your processes has open "
+            f"({left[0]}{more}, {size / GB:.2f} GB): remove them if none of your programs on this node needs them"
+        )
 
 
 def _shared_memory_in_use() -> set[str]:

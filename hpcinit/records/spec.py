@@ -33,7 +33,7 @@ HANG_ACTIONS = ("report", "end")
 CHECKPOINTING = ("none", "full")
 LAUNCHES = ("srun", "fork", "torchrun")
 OF_ONE_RUN = {"format", "name", "nonce", "program"}  # keys of spec.json that are no settings
-OFF, REPORT, CLEAN, REPLACE = NODE_CHECKS = ("off", "report", "clean", "replace")
+OFF, REPORT, REPLACE = NODE_CHECKS = ("off", "report", "replace")
 
 
 def one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
@@ -159,10 +159,10 @@ class Hang:
 class NodeCheck:
     """The check of each node before its ranks start.
 
-    action: 'off', only 'report', also 'clean', also 'replace' the node. timeout_s: the ranks wait no longer.
+    action: 'off', only 'report', also 'replace' the node. timeout_s: the ranks wait no longer.
     """
 
-    action: str = CLEAN
+    action: str = REPORT
     timeout_s: float = 5.0
 
     def __post_init__(self) -> None:

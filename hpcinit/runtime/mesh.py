@@ -127,7 +127,7 @@ def _shown(ranks: range) -> str:
 
 
 class NotMade:
-    """Stands for the group of this rank alone, until it is needed: see Mesh.complete()."""
+    """A placeholder for the group of this rank alone, until Mesh.complete() makes it."""
 
     group_name = "the group of one rank, which is made at its first use"
 

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -177,16 +177,23 @@ def show(ids: Sequence[str], env: Mapping[str, str] | None = None) -> list[Job]:
     return [_of_scontrol(record) for record in scontrol.records(text, "JobId") if "JobState" in record]
 
 
-def active_on_node(node: str, at_most: timedelta) -> set[str] | None:
-    """Return the ids of this user's jobs that Slurm still runs or ends on the node; None if it gives no reply."""
-    user = f"--user={os.geteuid()}"
-    command = ["squeue", "--noheader", user, f"--nodelist={node}", "--states=all", "--format=%A %T"]
-    try:
-        answer = slurm_client.run(command, at_most=at_most)
-    except Unreachable:
-        return None
-    rows = [line.split() for line in answer.stdout.splitlines()]
-    return {row[0] for row in rows if len(row) == 2 and row[1] not in FINAL} if answer.status == 0 else None
+def has_ended(job_id: str, at_most: timedelta) -> bool | None:
+    """Return whether the job has ended, with all of its components or tasks; None if Slurm does not report it.
+
+    Only a final state proves that: squeue omits jobs of hidden partitions, a site's squeue may be cached, and the
+    controller forgets a job some minutes after its end. at_most: the limit of each of the two commands. Raise
+    Unreachable.
+    """
+    shown = slurm_client.run(("scontrol", "--all", "show", "job", job_id), at_most=at_most)
+    states = [record.get("JobState", "") for record in scontrol.records(shown.stdout, "JobId")]
+    if not states and shown.status != 0 and not UNKNOWN_JOB.search(shown.stdout + shown.stderr):
+        raise Unreachable(f"scontrol: {shown.stderr.strip()}")
+    if not states:
+        with suppress(NotStarted):
+            rows = slurm_client.run((*SACCT, f"--jobs={job_id}", "--format=State%40"), at_most=at_most)
+            # 'CANCELLED by 1000'. Without accounting sacct fails.
+            states = [row.split()[0] for row in rows.stdout.splitlines() if row.split()] if rows.status == 0 else []
+    return all(state in FINAL for state in states) if states else None
 
 
 def accounting(arguments: Iterable[str], columns: int, env: Mapping[str, str] | None = None) -> list[list[str]]:

@@ -1,0 +1,176 @@
+"""What the check of a node must not take for a leftover, as an ordinary user on a real Slurm: it ends and removes nothing.
+
+Two jobs of one user share node n1. The second one runs the check and prints what it finds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from hpcinit.slurm import queue
+from tests import other_user
+from tests.minislurm import MiniSlurm
+from tests.minislurm.plugin import require_slurm
+from tests.other_user import User
+from tests.submit.test_restart import finish
+from tests.waiting import until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+ROOT = Path(__file__).parents[1]
+# Everything that the check prints about leftovers, at the end of a line with its own job.
+CHECK = """
+import json, os, sys, time
+from hpcinit.jobs import node_check
+from hpcinit.records.spec import NodeCheck
+env = dict(os.environ, HPCINIT_ALLOCATED=str(time.time()))
+found = list(node_check._leftovers(NodeCheck("replace", 120), env))
+print(json.dumps([os.environ["SLURM_JOB_ID"], found]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def user() -> Iterator[User]:
+    require_slurm()
+    with other_user.made(f"hpcinit-c{os.getpid()}", f"hpcinit-d{os.getpid()}") as user:
+        # The user may not be able to read the checkout. The check needs no other package.
+        shutil.copytree(ROOT / "hpcinit", user.home / "hpcinit", ignore=shutil.ignore_patterns("__pycache__"))
+        yield user
+
+
+@pytest.fixture(scope="module")
+def cluster(user: User) -> Iterator[MiniSlurm]:
+    """secret: squeue does not show its jobs, not even to their owner."""
+    with MiniSlurm(nodes=2, gpus=0, name=f"harm-{os.getpid()}", partitions={"secret": "Hidden=YES"}) as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def _no_jobs_left(cluster: MiniSlurm) -> Iterator[None]:
+    yield
+    cluster.cancel_all()
+
+
+def sbatch(cluster: MiniSlurm, user: User, *words: str) -> str:
+    """Submit as the user; return the job's id."""
+    done = user.run("sbatch", "--parsable", "--output=job-%j.log", *words, env=cluster.env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def found_by_check(cluster: MiniSlurm, user: User) -> list[str]:
+    """Run the check in a job on n1, and return its lines."""
+    (user.home / "check.py").write_text(CHECK)
+    job = sbatch(cluster, user, "-wn1", "--ntasks=1", f"--wrap=srun {user.python()} check.py")
+    assert finish(cluster, job, 150) == "COMPLETED", (user.home / f"job-{job}.log").read_text()
+    lines = (user.home / f"job-{job}.log").read_text().splitlines()
+    found: list[str] = next(json.loads(line)[1] for line in lines if line.startswith("["))
+    return found
+
+
+def sleepers(job: str) -> list[int]:
+    """Return the processes of the job that are `sleep`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (path / "comm").read_text() == "sleep\n" and f"SLURM_JOB_ID={job}\0" in (path / "environ").read_text():
+                found.append(int(path.name))
+    return found
+
+
+RUNNING = {
+    "in a hidden partition": ["--partition=secret", "-wn1", "--ntasks=1", "--wrap=srun sleep 600"],
+    "of an array": ["--array=0-1", "-wn1", "--ntasks=1", "--wrap=srun sleep 600"],
+    "in a step that overlaps": ["-wn1", "--ntasks=1", "--wrap=srun --overlap sleep 600 & srun --overlap sleep 600"],
+}
+
+
+@pytest.mark.parametrize("case", list(RUNNING))
+def test_a_running_job_is_no_leftover(cluster: MiniSlurm, user: User, case: str) -> None:
+    """Ranks of another running job of the user are neither reported nor touched."""
+    job = sbatch(cluster, user, *RUNNING[case])
+    until(lambda: sleepers(job) or any(sleepers(str(int(job) + number)) for number in (1, 2)))
+    assert found_by_check(cluster, user) == []
+    assert sleepers(job) or any(sleepers(str(int(job) + number)) for number in (1, 2))
+
+
+def test_a_running_heterogeneous_job_is_no_leftover(cluster: MiniSlurm, user: User) -> None:
+    """The ranks of a second component have the leader's id; the check sees that the job runs."""
+    script = user.home / "het.sh"
+    script.write_text(
+        "#!/bin/bash\n#SBATCH -wn2 -n1\n#SBATCH hetjob\n#SBATCH -wn1 -n1\nexec srun --het-group=0,1 sleep 600\n"
+    )
+    leader = sbatch(cluster, user, str(script))
+    until(lambda: len(sleepers(leader)) + len(sleepers(str(int(leader) + 1))) == 2)
+    assert found_by_check(cluster, user) == []
+
+
+def test_an_ended_job_s_process_is_reported_and_runs_on(cluster: MiniSlurm, user: User) -> None:
+    """A process that outlives its job, as a tmux server does, is reported with the job's id, and is not ended."""
+    outlives = f'{user.python()} -c "import os, time; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); time.sleep(600)"'
+    job = sbatch(
+        cluster, user, "-wn1", "--ntasks=1", f"--wrap=srun --output=none {outlives} < /dev/null > /dev/null 2>&1"
+    )
+    assert finish(cluster, job, 150) == "COMPLETED"
+    (pid,) = (pid for pid in with_job(job))
+    try:
+        (line,) = found_by_check(cluster, user)
+        assert line.startswith(f"process {pid} (") and f"of job {job}, which has ended, still runs" in line
+        assert Path(f"/proc/{pid}").exists()
+    finally:
+        os.kill(pid, 9)
+
+
+def with_job(job: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"SLURM_JOB_ID={job}\0" in (path / "environ").read_text() and "600" in (path / "cmdline").read_text():
+                found.append(int(path.name))
+    return found
+
+
+def test_tensors_of_a_program_outside_of_slurm_stay(cluster: MiniSlurm, user: User) -> None:
+    """A file of torch that no process maps is not reported while its creator runs, and is never removed."""
+    slurmd = (cluster.directory / "run/n1.pid").read_text().strip()
+    shared = Path(f"/proc/{slurmd}/root/dev/shm")
+    creator = subprocess.Popen(["sleep", "600"])
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    files = [shared / f"torch_{process.pid}_1_1" for process in (creator, ended)]
+    try:
+        for path in files:
+            path.write_bytes(bytes(4096))
+            os.utime(path, (1, 1))
+            os.chown(path, user.uid, user.gid)
+        (line,) = found_by_check(cluster, user)
+        assert f"(/dev/shm/{files[1].name}, " in line and "remove them if none of your programs" in line
+        assert all(path.exists() for path in files)
+    finally:
+        creator.kill()
+        creator.wait()
+        for path in files:
+            path.unlink(missing_ok=True)
+
+
+def test_what_proves_the_end_of_a_job(cluster: MiniSlurm, user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job has ended in a final state only: not while it waits, runs or is requeued, and not if Slurm forgot it."""
+    for name, value in cluster.env.items():
+        monkeypatch.setenv(name, value)
+    limit = timedelta(seconds=30)
+    job = sbatch(cluster, user, "--partition=secret", "-wn1", "--requeue", "--wrap=sleep 600")
+    until(lambda: sleepers(job))
+    assert queue.has_ended(job, limit) is False
+    cluster.run("scontrol", "requeue", job)
+    assert queue.has_ended(job, limit) is False
+    cluster.run("scancel", job)
+    until(lambda: queue.has_ended(job, limit))
+    assert queue.has_ended("4000000", limit) is None
