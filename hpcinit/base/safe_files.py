@@ -5,7 +5,9 @@ Also reads files that may be missing, and finds the type of a file system.
 
 from __future__ import annotations
 
+import errno
 import grp
+import json
 import os
 import pwd
 import re
@@ -14,8 +16,11 @@ from collections.abc import Container
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from hpcinit.base.quoting import shell
+
+_PART = 65536
 
 
 def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
@@ -40,6 +45,74 @@ def read_or_empty(path: Path) -> str:
         return path.read_text(errors="replace").strip()
     except OSError:
         return ""
+
+
+# Reading files of run folders. Several users may write into one runs_dir. Another user's FIFO would block the reader
+# forever, a link to /dev/zero has no end, and 200,000 brackets exhaust the JSON parser's stack.
+
+LARGEST = 2**28  # bytes of a file that is read as a whole; a submission.json of 1,000 tasks has 200 kB
+
+
+def descriptor_of(path: str | Path) -> int:
+    """Open a regular file of this user, or of the owner of its folder, and return its descriptor.
+
+    A folder of another user is read only if the user of the command named it. Raise OSError for anything else, also for
+    a link.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if found.st_uid not in (os.geteuid(), 0) and found.st_uid != Path(path).parent.stat().st_uid:
+            raise OSError(errno.EPERM, f"belongs to {user(found.st_uid)}, not to the owner of its folder", str(path))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_file(path: str | Path) -> BinaryIO:
+    """Open such a file for reading, of any size. Raise OSError."""
+    return os.fdopen(descriptor_of(path), "rb")
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """Return the content of such a file. Raise OSError, also if it has more than LARGEST bytes.
+
+    A thousand runs are read: a file object makes twice as many system calls.
+    """
+    descriptor = descriptor_of(path)
+    try:
+        content = part = os.read(descriptor, _PART)
+        while len(part) == _PART:  # a shorter part is the end of the file
+            content += (part := os.read(descriptor, _PART))
+            if len(content) > LARGEST:
+                raise OSError(errno.EFBIG, f"larger than {LARGEST >> 20} MiB", str(path))
+        return content
+    finally:
+        os.close(descriptor)
+
+
+def read_text(path: str | Path) -> str:
+    """Return the text of such a file; bytes that are not UTF-8 are replaced. Raise OSError."""
+    return read_bytes(path).decode(errors="replace")
+
+
+def read_json(path: str | Path) -> Any:
+    """Return the JSON document in such a file. Raise OSError or ValueError."""
+    try:
+        return json.loads(read_bytes(path))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def is_own(path: str | Path) -> bool:
+    """Return whether this user owns the file or folder. In a shared folder, those of others do not count."""
+    try:
+        return os.lstat(path).st_uid == os.geteuid()
+    except OSError:
+        return False
 
 
 def file_system(path: Path) -> str:

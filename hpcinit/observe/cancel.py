@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from hpcinit.base import console
 from hpcinit.base.errors import Failure, RequestError
 from hpcinit.observe import find_runs, overview, state
 from hpcinit.records import run_folder
-from hpcinit.slurm import slurm_client
+from hpcinit.slurm import slurm_client, tokens
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,8 +32,16 @@ def main(argv: Sequence[str]) -> int:
     options = console.parse_arguments(parser(), list(argv))
     paths = list(dict.fromkeys(find_runs.find_run(word, options.runs_dir) for word in options.run))
     runs = overview.read(paths)
+    unrecorded = {} if options.save else _unrecorded(runs)
+    runs = [run for run in runs if run.path not in unrecorded]
     for run in runs:
         _check(run, options.save)
+    for path, jobs in unrecorded.items():
+        _scancel(jobs)
+        if options.json:
+            print(json.dumps({"run": str(path), "jobs": jobs, "save": False, "over": False}))
+        elif not options.quiet:
+            print(f"{path.name}: {_canceled(jobs)}; hpcinit was killed before it recorded the submission")
     open_jobs = {run.path: _jobs(run) for run in runs}
     if not options.save:
         _cancel(runs, open_jobs)
@@ -46,6 +55,28 @@ def main(argv: Sequence[str]) -> int:
         elif not options.quiet:
             print(f"{run.path.name}: {outcome}")
     return 0
+
+
+def _unrecorded(runs: Sequence[overview.Run]) -> dict[Path, list[str]]:
+    """Return the queued jobs of run folders whose submission is not recorded, found by their script.
+
+    The submitter was killed after sbatch. Raise Failure if squeue does not answer.
+    """
+    scripts = {
+        str(run.path.absolute() / run_folder.SCRIPT): run.path
+        for run in runs
+        if run.error and not (run.path / run_folder.SUBMISSION).exists()
+    }
+    found: dict[Path, list[str]] = {}
+    if scripts:
+        try:
+            jobs = tokens.own_jobs(os.environ, ended=False).jobs()
+        except slurm_client.Unreachable as error:
+            raise Failure(f"{error}; try again when `squeue` answers") from None
+        for job in jobs:
+            if path := scripts.get(job.command):
+                found.setdefault(path, []).append(job.base_id)
+    return found
 
 
 def _check(run: overview.Run, save: bool) -> None:
@@ -80,6 +111,10 @@ def _outcome(run: overview.Run, jobs: Sequence[str], save: bool) -> str:
         waiting = sum(now.name == "PENDING" for _, now in run.parts)
         rest = f"; {waiting} tasks have not started: `hpcinit cancel` cancels them" * bool(run.tasks and waiting)
         return f"will save and exit at its next run.should_stop(); a program that never calls it continues{rest}"
+    return _canceled(jobs)
+
+
+def _canceled(jobs: Sequence[str]) -> str:
     return (
         f"job {jobs[0]} is being cancelled"
         if len(jobs) == 1

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpcinit.base import safe_files
 from hpcinit.base.errors import RequestError
 from hpcinit.observe import state
 from hpcinit.records import run_folder
@@ -44,7 +45,7 @@ def is_sweep(path: Path) -> bool:
 def combinations(path: Path) -> dict[int, str]:
     """Return the combination of each task by its number. Raise RequestError if the file is not readable."""
     try:
-        document = json.loads((path / run_folder.SWEEP).read_text())
+        document = safe_files.read_json(path / run_folder.SWEEP)
         return {int(number): str(text) for number, text in document["tasks"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RequestError(f"{path / run_folder.SWEEP} cannot be read: {error}; was it edited?") from None
@@ -108,12 +109,15 @@ def _job_id(task: Path) -> str:
 
 
 def all_runs(runs_dir: Path) -> list[Path]:
-    """Return all submitted runs in `runs_dir`, the oldest first."""
+    """Return all submitted runs in `runs_dir` of this user, or of the folder's owner, the oldest first."""
     found = []
     with contextlib.suppress(OSError):
+        owners = {os.geteuid(), os.stat(runs_dir).st_uid}  # noqa: PTH116
         for entry in os.scandir(runs_dir):
             with contextlib.suppress(OSError):
-                found.append((os.stat(f"{entry.path}/{run_folder.SUBMISSION}").st_mtime_ns, entry.path))  # noqa: PTH116
+                about = os.lstat(f"{entry.path}/{run_folder.SUBMISSION}")
+                if about.st_uid in owners and stat.S_ISREG(about.st_mode):
+                    found.append((about.st_mtime_ns, entry.path))
     return [Path(path) for _, path in sorted(found)]
 
 

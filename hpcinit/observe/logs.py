@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hpcinit.base import console
+from hpcinit.base import console, safe_files
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import ranges
 from hpcinit.observe import find_runs
@@ -32,7 +32,7 @@ class Tail:
     def lines(self) -> Iterator[str]:
         """Yield the complete lines that were appended since the last call."""
         try:
-            with self._path.open("rb") as file:
+            with safe_files.open_file(self._path) as file:
                 file.seek(self._at)
                 new = file.read()
         except FileNotFoundError:

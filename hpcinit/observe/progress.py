@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -10,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcinit.base import safe_files
 from hpcinit.observe.state import State
 from hpcinit.records import heartbeats, plain_files, run_folder
 from hpcinit.records.stop_reasons import sentence
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 def read(path: Path) -> dict[str, Any]:
     """Return {step, total, values: {name: number}, time}, or {} if there is no readable record."""
     try:
-        with open(f"{path}/{run_folder.PROGRESS}", "rb", buffering=0) as file:  # noqa: PTH123 - many runs
-            document = json.loads(file.read())
+        document = safe_files.read_json(f"{path}/{run_folder.PROGRESS}")
     except (OSError, ValueError):
         return {}
     known = isinstance(document, dict) and {"step", "total", "values"} <= document.keys()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hpcinit.base import safe_files
 from hpcinit.base.errors import RequestError
 from hpcinit.observe import state
 from hpcinit.records import run_folder
@@ -90,7 +90,7 @@ def _different(folders: Mapping[str, Path]) -> dict[str, list[str]]:
 
 def _spec(folder: Path) -> dict[str, Any]:
     try:
-        document = json.loads((folder / run_folder.SPEC).read_bytes())
+        document = safe_files.read_json(folder / run_folder.SPEC)
     except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hpcinit.base import safe_files
 from hpcinit.records import elastic_restarts, run_folder
 
 REASONS = {
@@ -38,8 +39,7 @@ class Restart:
 def read(path: Path) -> list[Restart]:
     """Return the restarts of a run, the first one first. Skip lines that are not readable."""
     try:
-        with open(f"{path}/{run_folder.RESTARTS}", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - many runs
-            return list(_lines(file))
+        return list(_lines(iter(safe_files.read_text(f"{path}/{run_folder.RESTARTS}").splitlines())))
     except OSError:
         return []
 

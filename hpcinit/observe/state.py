@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hpcinit.base import safe_files
 from hpcinit.base.errors import RequestError
 from hpcinit.observe.job_state import NO_REPLY, Known, State, of_slurm, state_of
 from hpcinit.records import run_folder
@@ -201,7 +200,7 @@ def foreign_job(job_id: str) -> queue.Job | None:
 def submission(path: Path) -> dict[str, Any]:
     """Return submission.json. Raise RequestError that describes what the folder contains instead."""
     try:
-        document = json.loads(_read_bytes(f"{path}/{run_folder.SUBMISSION}"))
+        document = safe_files.read_json(f"{path}/{run_folder.SUBMISSION}")
     except FileNotFoundError:
         if (path / run_folder.SCRIPT).exists():
             raise RequestError(_unsubmitted(path)) from None
@@ -286,19 +285,7 @@ def _left(attempt: Mapping[str, Any], job_id: str) -> State:
 
 def _json(path: str | Path) -> dict[str, Any]:
     try:
-        document = json.loads(_read_bytes(path))
+        document = safe_files.read_json(path)
     except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}
-
-
-def _read_bytes(path: str | Path) -> bytes:
-    """Return the content of a file. A thousand runs are read: open() makes twice as many system calls."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        content = part = os.read(descriptor, _PART)
-        while len(part) == _PART:  # a shorter part is the end of the file
-            content += (part := os.read(descriptor, _PART))
-        return content
-    finally:
-        os.close(descriptor)

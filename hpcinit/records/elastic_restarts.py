@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hpcinit.base import safe_files
 from hpcinit.records import run_folder, scratch
 
 LATEST = 1e11  # seconds since 1970: the year 5138
@@ -87,7 +88,7 @@ def agents_folder(step: str) -> str:
 def read(folder: Path) -> Iterator[Restart]:
     """Yield the recorded restarts of the run folder. Skip lines that cannot be read."""
     with suppress(OSError):
-        for line in (folder / run_folder.ELASTIC).read_text().splitlines():
+        for line in safe_files.read_text(folder / run_folder.ELASTIC).splitlines():
             with suppress(ValueError, TypeError, AttributeError):
                 yield from_json(line)
 
@@ -95,7 +96,7 @@ def read(folder: Path) -> Iterator[Restart]:
 def furthest(folder: Path) -> int:
     """Return the last step that rank 0 reported, -1 before the first."""
     try:
-        step = json.loads((folder / run_folder.PROGRESS).read_text())["step"]
+        step = safe_files.read_json(folder / run_folder.PROGRESS)["step"]
     except (OSError, ValueError, KeyError, TypeError):
         return -1
     return step if isinstance(step, int) else -1

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hpcinit.base import safe_files
 from hpcinit.records import run_folder
 
 
@@ -64,7 +65,7 @@ def read(folder: Path, name: str = "rank-*.json") -> Iterator[Found]:
     or that another version wrote."""
     for path in _named(folder, name):
         try:
-            record = run_folder.from_known_fields(ErrorRecord, json.loads(path.read_text()))
+            record = run_folder.from_known_fields(ErrorRecord, safe_files.read_json(path))
             _check_types(record)
             yield Found(record, path.stat().st_mtime)
         except (OSError, ValueError, TypeError, AttributeError, RecursionError):

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
+from hpcinit.base import safe_files
 from hpcinit.base.text import rank_names
 from hpcinit.records import plain_files, run_folder, scratch, timeline
 from hpcinit.records.error_records import ErrorRecord
@@ -130,7 +131,7 @@ def places(folder: Path, since: float = 0.0) -> dict[int, Place]:
         for path in folder.glob(STACK.format(rank="*")):
             number = path.stem.rpartition("-")[2]
             if number.isdigit() and path.stat().st_mtime >= since:
-                found[int(number)] = place(path.read_text(errors="replace"))
+                found[int(number)] = place(safe_files.read_text(path))
     return found
 
 
@@ -447,9 +448,9 @@ def _folders(run: Path, names: Iterable[str], job_id: str, restart: object) -> I
 def _read(folder: Path) -> HangReport | None:
     """Return the report, from its text if the record is incomplete or missing (earlier versions wrote none)."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return from_document(json.loads((folder / RECORD).read_text()))
+        return from_document(safe_files.read_json(folder / RECORD))
     with contextlib.suppress(OSError):
-        if lines := tuple((folder / REPORT).read_text(errors="replace").splitlines()):
+        if lines := tuple(safe_files.read_text(folder / REPORT).splitlines()):
             return HangReport(text=lines)
     return None
 

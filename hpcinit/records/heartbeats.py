@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hpcinit.base import safe_files
+
 FOLDER = "heartbeats"
 STOPPED, IN_KERNEL, GONE, MUTE = "stopped", "in the kernel", "gone", "mute"  # values of RankHeartbeat.state
 FRESH_PERIODS = 3  # a heartbeat thread that is late by this many periods does not run
@@ -47,7 +49,7 @@ def read(folder: Path) -> list[NodeHeartbeats]:
         return []
     for path in paths:
         try:
-            document = json.loads(path.read_text())
+            document = safe_files.read_json(path)
             ranks = tuple(RankHeartbeat(**one) for one in document["heartbeats"])
             found.append(NodeHeartbeats(document["host"], document["time"], ranks))
         except (OSError, ValueError, KeyError, TypeError):

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hpcinit.base import safe_files
 from hpcinit.base.text import home
 from hpcinit.records import run_folder
 
@@ -90,7 +91,7 @@ def file(env: Mapping[str, str], cluster: str) -> Path:
 def read(path: Path) -> list[NodeFailure]:
     """Return the failures in the file; none if it does not exist. Skip other lines."""
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        lines = safe_files.read_text(path).splitlines()
     except OSError:
         return []
     return [one for one in map(_line, lines) if one is not None]

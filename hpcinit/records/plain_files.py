@@ -26,5 +26,5 @@ def write(path: Path, facts: Mapping[str, object]) -> None:
 
 def read(path: Path) -> dict[str, str]:
     """Return the facts in the file, the last one of each key. Raise OSError."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = safe_files.read_text(path).splitlines()
     return {key: value for key, _, value in (line.partition(" ") for line in lines) if key}

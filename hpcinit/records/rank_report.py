@@ -185,7 +185,7 @@ def read(folder: Path) -> list[Report]:
 def _reports(place: Path) -> Iterator[Report]:
     for path in place.glob("rank-*.json"):
         try:
-            yield rank_reports_of(json.loads(path.read_text()))
+            yield rank_reports_of(safe_files.read_json(path))
         except (OSError, ValueError, TypeError):
             continue
 

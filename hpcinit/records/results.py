@@ -92,10 +92,10 @@ def read(folder: Path) -> Any:
     """Return the result; None if the run wrote none. Raise RequestError if the file is not a result."""
     file = folder / run_folder.RESULT
     try:
-        return json.loads(file.read_text())["value"]
+        return safe_files.read_json(file)["value"]
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise RequestError(f'{file} cannot be used: {error!r}; expected {{"value": 0.25}} in it') from None
 
 

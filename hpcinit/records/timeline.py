@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcinit.base import background_writer
+from hpcinit.base import background_writer, safe_files
 from hpcinit.base.errors import HpcinitError
 from hpcinit.records import run_folder, scratch
 from hpcinit.slurm import nodelist
@@ -173,7 +173,7 @@ def read_attempt(folder: Path) -> Attempt | None:
     hosts = 0
     for file in sorted(folder.glob("*.jsonl")):
         try:
-            text = file.read_text(errors="replace")
+            text = safe_files.read_text(file)
         except OSError:
             continue
         hosts += 1

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpcinit.base import safe_files
 from hpcinit.records import run_folder
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def record(folder: Path, found: WrongWorldSize) -> bool:
 def read(folder: Path) -> WrongWorldSize | None:
     """Return the finding of the run, or None if there is none or if it cannot be read."""
     try:
-        document: Mapping[str, object] = json.loads((folder / run_folder.WORLD_SIZE).read_text())
+        document: Mapping[str, object] = safe_files.read_json(folder / run_folder.WORLD_SIZE)
         found = run_folder.from_known_fields(WrongWorldSize, document)
         str(found)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from hpcinit.base import console, versions
+from hpcinit.base import console, safe_files, versions
 from hpcinit.base.errors import RequestError
 from hpcinit.config import compose, keys
 from hpcinit.config.request import Prepare, Request, Task
@@ -77,7 +77,7 @@ def _versions() -> dict[str, str]:
 def read_recorded(run: Path) -> dict[str, Any]:
     """Return the run's config as plain containers. Raise RequestError."""
     try:
-        document = yaml.safe_load((run / run_folder.CONFIG).read_text())
+        document = yaml.safe_load(safe_files.read_text(run / run_folder.CONFIG))
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise RequestError(f"cannot read {run / run_folder.CONFIG}: {reason}; expected the config of a run") from None
@@ -89,7 +89,7 @@ def read_recorded(run: Path) -> dict[str, Any]:
 def recorded_provenance(run: Path) -> dict[str, Any]:
     """Return the run's provenance.json. Raise RequestError."""
     try:
-        document: dict[str, Any] = json.loads((run / run_folder.PROVENANCE).read_text())
+        document: dict[str, Any] = safe_files.read_json(run / run_folder.PROVENANCE)
     except (OSError, ValueError) as error:
         raise RequestError(
             f"cannot read {run / run_folder.PROVENANCE}: {error}; submit with hpcinit submit instead"

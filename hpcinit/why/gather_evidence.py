@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import tempfile
 import time
@@ -13,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from hpcinit.base import background_writer
+from hpcinit.base import background_writer, safe_files
 from hpcinit.base.errors import SpecError
 from hpcinit.observe import logs, progress, state
 from hpcinit.records import (
@@ -189,7 +188,7 @@ def _tails(path: Path, recorded: set[int]) -> tuple[dict[int, str], str]:
 
 def _end(path: Path) -> list[str]:
     try:
-        with path.open("rb") as file:
+        with safe_files.open_file(path) as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
             return file.read().decode(errors="replace").splitlines()
     except OSError:
@@ -252,14 +251,14 @@ def _shown(what: str, name: str) -> str:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(errors="replace")
+        return safe_files.read_text(path)
     except OSError:
         return ""
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text())
+        document = safe_files.read_json(path)
     except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}

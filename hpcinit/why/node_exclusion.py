@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpcinit.base import safe_files
 from hpcinit.base.text import brief
 from hpcinit.records import causes, node_records, run_folder
 from hpcinit.records.node_records import NodeFailure
@@ -24,7 +24,12 @@ FAULTS = (b"Node failure on", b"Task launch for")  # printed by srun; records/jo
 
 
 def record_faulty_nodes(run: Path, found: Evidence) -> None:
-    """Add the node failures in the evidence `found` to the table. A table that cannot be written is no error."""
+    """Add the node failures in the evidence `found` to the table, if it is a run of this user.
+
+    A table that cannot be written is no error.
+    """
+    if not safe_files.is_own(run):
+        return
     submission = _json(run / run_folder.SUBMISSION)
     if submission.get("engine") == "slurm":
         path = node_records.file(os.environ, str(submission.get("cluster", "")))
@@ -78,6 +83,8 @@ def _recent(runs_dir: Path, since: float) -> Iterator[Path]:
 def _changed(paths: Iterable[Path], since: float) -> Iterator[Path]:
     for path in paths:
         with contextlib.suppress(OSError):
+            if not safe_files.is_own(path):  # otherwise another user could decide which nodes these jobs avoid
+                continue
             if (path / run_folder.SWEEP).exists():
                 tasks = [name for name in os.listdir(path) if name.isdigit()][:MOST_TASKS]  # noqa: PTH208
                 yield from _changed((path / name for name in tasks), since)
@@ -115,7 +122,7 @@ def _left(run: Path, job_id: str) -> Evidence:
 
 def _end(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        with safe_files.open_file(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
             return file.read()
     except OSError:
@@ -124,7 +131,7 @@ def _end(path: Path) -> bytes:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text())
+        document = safe_files.read_json(path)
     except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}

@@ -449,3 +449,16 @@ def test_a_closed_terminal_ends_no_submission(sink: str) -> None:
         ["bash", "-c", f'{sys.executable} -c "{code}" {sink}'], capture_output=True, text=True, check=False
     )
     assert done.stdout == "job 4242\n"
+
+
+def test_cancel_after_a_killed_submitter(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
+    """If hpcinit was killed between sbatch and its record, `hpcinit cancel RUN` finds the job by its script."""
+    words = ["nodes=1", "ranks_per_node=1", "gpus_per_node=0", "+cluster.sbatch.begin=now+1hour"]
+    done = submit(hpcinit, idle_slurm, *words, "--", "true")
+    folder, job = folder_of(done), job_id_of(done)
+    (folder / "submission.json").unlink()
+    found = hpcinit("cancel", str(folder), env=idle_slurm.env)
+    assert found.returncode == 0 and f"job {job} is being cancelled; hpcinit was killed before" in found.stdout, found
+    assert "CANCELLED" in idle_slurm.run("scontrol", "show", "job", job)
+    found = hpcinit("cancel", str(folder), env=idle_slurm.env)
+    assert found.returncode == 2 and "hpcinit was killed during the submission" in found.stderr

@@ -1,0 +1,84 @@
+"""What other users put into a shared runs_dir neither stops nor misleads a command."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcinit.base import safe_files
+from hpcinit.why import node_exclusion
+from tests.conftest import Run
+from tests.skip_or_fail import skip_or_fail
+from tests.submitting import folder_of
+
+STRANGER = 65534
+DEEP = "[" * 200_000
+
+
+def plant(folder: Path, kind: str, owner: int) -> None:
+    """Make a run folder whose submission.json is a trap."""
+    folder.mkdir()
+    trap = folder / "submission.json"
+    if kind == "fifo":
+        os.mkfifo(trap)
+    elif kind == "endless":
+        trap.symlink_to("/dev/zero")
+    else:
+        trap.write_text(DEEP)
+    os.lchown(trap, owner, owner)
+    os.chown(folder, owner, owner)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "endless", "deep"])
+@pytest.mark.parametrize("owner", [STRANGER, os.geteuid()])
+def test_commands_do_not_read_traps(hpcinit: Run, kind: str, owner: int) -> None:
+    """A FIFO, a link to /dev/zero and a deep document in a run folder neither block nor break any command."""
+    if os.geteuid() != 0:
+        skip_or_fail("needs root: makes files of another user")
+    done = hpcinit("submit", "cluster=local", "wait=true", "--", "true")
+    mine = folder_of(done)
+    mine.parent.chmod(0o1777)
+    plant(mine.parent / "z-0001", kind, owner)
+    for words in (["status"], ["clean", "--older-than", "0"], ["watch"], ["nodes"], ["why", mine.name]):
+        found = hpcinit(*words, timeout=60)
+        assert "Traceback" not in found.stderr and "MemoryError" not in found.stderr, (words, found.stderr)
+    again = hpcinit("submit", "cluster=local", "again=true", "wait=true", "--", "true", timeout=60)
+    assert again.returncode == 0, again.stderr
+
+
+def test_only_regular_files_of_the_owner_are_read(tmp_path: Path) -> None:
+    """A link, a FIFO and a file of another user are refused; a file of the folder's owner is read."""
+    own = tmp_path / "own"
+    own.write_text("[1]")
+    assert safe_files.read_json(own) == [1]
+    (tmp_path / "link").symlink_to(own)
+    with pytest.raises(OSError) as caught:
+        safe_files.read_text(tmp_path / "link")
+    assert caught.value.errno == errno.ELOOP
+    if os.geteuid() == 0:
+        os.chown(own, STRANGER, STRANGER)
+        with pytest.raises(PermissionError, match="not to the owner of its folder"):
+            safe_files.read_text(own)
+        os.chown(tmp_path, STRANGER, STRANGER)
+        assert safe_files.read_text(own) == "[1]"
+
+
+def test_a_stranger_s_run_excludes_no_node(tmp_path: Path) -> None:
+    """A run folder of another user does not decide which nodes these jobs avoid; the same folder of this user does."""
+    if os.geteuid() != 0:
+        skip_or_fail("needs root: makes files of another user")
+    run = tmp_path / "train-0001"
+    (run / "logs").mkdir(parents=True)
+    (run / "errors").mkdir()
+    (run / "errors/rank-0.json").write_text("{}")
+    (run / "submission.json").write_text(json.dumps({"engine": "slurm", "cluster": "mini", "job_id": "7"}))
+    (run / "logs/job.log").write_text("srun: error: Node failure on n1\n")
+    now = time.time()
+    assert [failure.host for failure in node_exclusion.look(tmp_path, "mini", now, 24)] == ["n1"]
+    os.chown(run, STRANGER, STRANGER)
+    assert node_exclusion.look(tmp_path, "mini", now, 24) == []
