@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from hpcinit.slurm.slurm_client import Call, NotStarted, Unreachable
 
 MOST = 5_000  # ids in one query: an argument may have 128 KiB
 UNKNOWN_JOB = re.compile(r"Invalid job id|\bJob \S+ not found")
+PATIENCE, PATIENCE_KNOWN = timedelta(seconds=30), timedelta(seconds=5)  # for all commands of one query
 LATE_S = 2.0  # the user gets a message if squeue takes longer
 # States of a job that will not run again (squeue(1), JOB STATE CODES, 22.05 to 24.11), and of one that may run.
 FINAL = {
@@ -116,19 +118,19 @@ class QueueQuery:
         self._call = _start(self._command, env)
         self._jobs: list[Job] | Unreachable | None = None
 
-    def jobs(self, late: Callable[[], None] | None = None) -> list[Job]:
-        """Return the jobs. late: called if squeue takes longer than LATE_S. Raise Unreachable."""
+    def jobs(self, late: Callable[[], None] | None = None, at_most: timedelta | None = None) -> list[Job]:
+        """Return the jobs. late: called if squeue takes longer than LATE_S. at_most: a limit. Raise Unreachable."""
         if self._jobs is None:
-            self._jobs = self._read(late)
+            self._jobs = self._read(late, at_most)
         if isinstance(self._jobs, Unreachable):
             raise self._jobs
         return self._jobs
 
-    def _read(self, late: Callable[[], None] | None) -> list[Job] | Unreachable:
+    def _read(self, late: Callable[[], None] | None, at_most: timedelta | None) -> list[Job] | Unreachable:
         if late is not None and isinstance(self._call, Call) and not self._call.ends_within(LATE_S):
             late()
         try:
-            lines = _lines(self._command, self._call)
+            lines = _lines(self._command, self._call, at_most)
         except Unreachable as error:
             return error
         return [_of_squeue(line) for line in lines if line.count(SEPARATOR) >= 7]
@@ -140,20 +142,28 @@ class QueueQuery:
 
 
 def query(queries: Collection[JobQuery], early: QueueQuery | None = None) -> SlurmReply:
-    """Query Slurm at most three times. sacct may reply while the controller is down. early: squeue, already started."""
+    """Query Slurm at most three times. sacct may reply while the controller is down. early: squeue, already started.
+
+    All queries together take at most PATIENCE, or PATIENCE_KNOWN if the end of every job is recorded anyway.
+    """
     ids = {job for one in queries for job in (*one.jobs, one.last)}
     if not ids:
         return SlurmReply()
     found: dict[str, Job] = {}
     unreachable = ""
+    ends = time.monotonic() + (PATIENCE_KNOWN if all(one.ended for one in queries) else PATIENCE).total_seconds()
+
+    def left() -> timedelta:
+        return timedelta(seconds=max(ends - time.monotonic(), 0.1))
+
     try:
-        found = {job.job_id: job for job in (early or _query_of(ids)).jobs()}
+        found = {job.job_id: job for job in (early or _query_of(ids)).jobs(at_most=left())}
     except Unreachable as error:
         unreachable = str(error)
     open_ = {job_id for job_id, job in found.items() if not job.over}
     missing = {one.last: one for one in queries if one.last not in found and not open_.intersection(one.jobs)}
     try:
-        accounted = {job.job_id: job for job in _accounted(missing)}
+        accounted = {job.job_id: job for job in _accounted(missing, left())}
         # A query for a whole array matches its tasks too.
         found |= {job_id: job for job_id, job in accounted.items() if missing.keys() & {job_id, job.base_id}}
     except Unreachable as error:
@@ -161,19 +171,19 @@ def query(queries: Collection[JobQuery], early: QueueQuery | None = None) -> Slu
     rest = [job_id for job_id, one in missing.items() if not one.ended and not (job_id in found and found[job_id].over)]
     if rest and not unreachable:
         try:
-            found |= {job.job_id: job for job in show(rest) if job.job_id in rest}
+            found |= {job.job_id: job for job in show(rest, at_most=left()) if job.job_id in rest}
         except Unreachable as error:
             unreachable = str(error)
     return SlurmReply(found, unreachable)
 
 
-def show(ids: Sequence[str], env: Mapping[str, str] | None = None) -> list[Job]:
+def show(ids: Sequence[str], env: Mapping[str, str] | None = None, at_most: timedelta | None = None) -> list[Job]:
     """Return the jobs of `scontrol show job`, also other users', with exit status. Raise Unreachable.
 
     One id: that job, or nothing if Slurm does not know it. Several: all jobs that the controller has in memory.
     """
     command = ("scontrol", "--all", "show", "job", *(ids if len(ids) == 1 else ()))
-    text = "\n".join(_lines(command, _start(command, env)))
+    text = "\n".join(_lines(command, _start(command, env), at_most))
     return [_of_scontrol(record) for record in scontrol.records(text, "JobId") if "JobState" in record]
 
 
@@ -196,10 +206,12 @@ def has_ended(job_id: str, at_most: timedelta) -> bool | None:
     return all(state in FINAL for state in states) if states else None
 
 
-def accounting(arguments: Iterable[str], columns: int, env: Mapping[str, str] | None = None) -> list[list[str]]:
+def accounting(
+    arguments: Iterable[str], columns: int, env: Mapping[str, str] | None = None, at_most: timedelta | None = None
+) -> list[list[str]]:
     """Return the rows of sacct, one per job, with `columns` cells; none without accounting. Raise Unreachable."""
     command = (*SACCT, *arguments)
-    rows = [line.split("|", columns - 1) for line in _lines(command, _start(command, env))]
+    rows = [line.split("|", columns - 1) for line in _lines(command, _start(command, env), at_most)]
     return [row for row in rows if len(row) == columns]
 
 
@@ -235,12 +247,12 @@ def _of_squeue(line: str) -> Job:
     return Job(job_id, state, "squeue", reason, None, start, seconds(elapsed), left_s, command, comment)
 
 
-def _accounted(ids: Iterable[str]) -> list[Job]:
+def _accounted(ids: Iterable[str], at_most: timedelta | None = None) -> list[Job]:
     """Return the jobs with these ids, of any age."""
     bases, found = sorted({job_id.partition("_")[0] for job_id in ids}), []
     for at in range(0, len(bases), MOST):
         which = f"--jobs={','.join(bases[at : at + MOST])}"
-        for row in accounting([which, "--format=JobID%40,State%40,ExitCode,Start,ElapsedRaw"], 5):
+        for row in accounting([which, "--format=JobID%40,State%40,ExitCode,Start,ElapsedRaw"], 5, at_most=at_most):
             job_id, about, code, start, elapsed = row
             state, *reason = about.split() or ["UNKNOWN"]  # 'CANCELLED by 1000'
             start = "" if start in ("Unknown", "None") else start
@@ -272,14 +284,14 @@ def _start(command: Sequence[str], env: Mapping[str, str] | None) -> Call | NotS
         return error  # raised when the output is needed
 
 
-def _lines(command: Sequence[str], call: Call | NotStarted) -> list[str]:
+def _lines(command: Sequence[str], call: Call | NotStarted, at_most: timedelta | None = None) -> list[str]:
     """Return the lines of the output; none if there is no such job, or no accounting. Raise Unreachable."""
     if isinstance(call, NotStarted):
         if command[0] == "sacct":
             return []
         raise call
     try:
-        output = call.output()
+        output = call.output(at_most)
     except slurm_client.TimedOut as error:
         raise slurm_client.TimedOut(f"{error}: {slurm_client.CHECK}") from None
     if output.status == 0:

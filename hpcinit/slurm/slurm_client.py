@@ -198,7 +198,7 @@ class Call:
             stdout, stderr = self._process.communicate(timeout=limit.total_seconds())
         except subprocess.TimeoutExpired:
             self.drop()
-            raise TimedOut(f"`{short(self.command)}` did not answer in {limit.total_seconds():g} s") from None
+            raise TimedOut(f"`{short(self.command)}` did not answer in {round(limit.total_seconds(), 1):g} s") from None
         except BaseException:
             self.drop()
             raise

@@ -260,3 +260,18 @@ def test_exit_statuses_of_sacct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 def test_times_of_slurm(text: str, seconds: int | None) -> None:
     """Times of squeue and sacct are converted to seconds."""
     assert queue.seconds(text) == seconds
+
+
+def test_a_finished_run_does_not_wait_long_for_slurm(hpcinit: Run, tmp_path: Path) -> None:
+    """If Slurm does not answer, status shows what the run folder records, marked, without waiting for three commands."""
+    for name in ("squeue", "sacct", "scontrol"):
+        command = tmp_path / "bin" / name
+        command.parent.mkdir(exist_ok=True)
+        command.write_text("#!/bin/sh\nexec sleep 600\n")
+        command.chmod(0o755)
+    folder = recorded(tmp_path / "runs", "done", "7")
+    (folder / "job.sh").touch()
+    (folder / "exit.json").write_text('{"job": "7", "pid": 1, "restart": 0, "ended": 1, "exit_status": 0}')
+    # 20 s: less than the 30 s that each of the commands may take otherwise.
+    done = hpcinit("status", str(folder), env={"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}, timeout=20)
+    assert "COMPLETED" in done.stdout and "did not answer in 5 s" in done.stdout + done.stderr, done
