@@ -1,11 +1,12 @@
 """What hpcinit set at each start of the ranks: variables, timeouts, devices, layout.
 
-Rank 0 appends it to a file in the run folder, so that the log has only short lines. A process without a run folder has
-no other place than the log, and prints everything there.
+Rank 0 appends it to a file in the run folder, so that the log has only short lines. A process without a run folder
+prints it with HPCINIT_VERBOSE=1.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +15,14 @@ from hpcinit.base import background_writer
 from hpcinit.base.console import plain, say
 from hpcinit.records import run_folder
 
+ENV_VERBOSE = "HPCINIT_VERBOSE"
+
 
 def record(folder: Path | None, job: str, lines: Sequence[str]) -> None:
-    """Append `lines` to the file in `folder`, or print them if there is no folder. job: World.job, for the heading."""
+    """Append `lines` to the file in `folder`. Without a folder, print them if requested. job: World.job, for the
+    heading."""
     if folder is None:
-        for line in lines:
+        for line in lines if os.environ.get(ENV_VERBOSE, "") not in ("", "0") else ():
             say(line)
         return
     path = folder / run_folder.STARTUP

@@ -29,7 +29,7 @@ HEAD = "hpcinit-nonce-1 "  # it marks the file, so that another private file is 
 # File systems that only one node or one container sees: ranks of other nodes would not find a file on them.
 PRIVATE = {"overlay", "tmpfs", "ramfs", "rootfs", "squashfs", "fuse.fuse-overlayfs", "fuse.squashfuse"}
 FIRST_S = 1.0  # other ranks of a node wait this long for its first rank to create the file
-OLD_S = 7 * 86_400.0  # age at which files in ~/.cache/hpcinit are removed: killed ranks left them
+OLD_S = 86_400.0  # age at which such files are removed: killed ranks left them, and no start takes so long
 WARNING = (
     "warning: the ranks of this job share no secret, because they have no shared writable folder for it: another user "
     "of its nodes who knows the job id can act as a rank, and then run code as you. To prevent it, add this to "
@@ -84,6 +84,7 @@ def _from_shared_file(world: World) -> str:
 def _candidate_folders() -> Iterator[Path]:
     """Yield the folders that may contain the file, the preferred one first."""
     with suppress(OSError):
+        _remove_old(Path.cwd())
         yield Path.cwd()
     with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home folder
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hpcinit"
@@ -94,9 +95,10 @@ def _candidate_folders() -> Iterator[Path]:
 
 
 def _remove_old(folder: Path) -> None:
-    for file in folder.glob(".hpcinit-*"):
+    for file in folder.glob(".hpcinit-*.nonce*"):
         with suppress(OSError):
-            if file.lstat().st_mtime < time.time() - OLD_S:
+            found = file.lstat()
+            if found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode) and found.st_mtime < time.time() - OLD_S:
                 file.unlink()
 
 

@@ -241,15 +241,15 @@ class RendezvousEndpoint(ABC):
             while not (self._failure or done()) and (now := time.monotonic()) <= deadline:
                 if now - reported_at > every_s:
                     reported_at = now
-                    self._still_waiting(phase)
+                    self._still_waiting(phase, deadline - now)
                 self._changed.wait(max(0.05, min(every_s, deadline - now)))
             if done() and not self._failure:
                 return
         raise (self._failure or self._too_late(phase)).error()
 
     @abstractmethod
-    def _still_waiting(self, phase: str) -> None:
-        """Report the missing ranks, on rank 0."""
+    def _still_waiting(self, phase: str, left_s: float) -> None:
+        """Report the missing ranks, on rank 0. left_s: seconds until the deadline."""
 
     @abstractmethod
     def _too_late(self, phase: str) -> StartupFailure:
@@ -341,7 +341,7 @@ class RendezvousClient(RendezvousEndpoint):
             self._changed.wait_for(lambda: self._missing is not None or bool(self._failure), 2)
             return self._failure or self._missing
 
-    def _still_waiting(self, phase: str) -> None:
+    def _still_waiting(self, phase: str, left_s: float) -> None:
         """Print nothing: rank 0 reports it."""
 
     def _too_late(self, phase: str) -> StartupFailure:

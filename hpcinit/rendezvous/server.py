@@ -249,8 +249,8 @@ class RendezvousServer(RendezvousEndpoint):
     def _is_store_announced(self) -> bool:
         return self._store_announced
 
-    def _still_waiting(self, phase: str) -> None:
-        say(f"waiting: {self.missing(phase)}")
+    def _still_waiting(self, phase: str, left_s: float) -> None:
+        say(f"waiting, {left_s:.0f} s left: {self.missing(phase)}")
 
     def _too_late(self, phase: str) -> StartupFailure:
         with self._changed:

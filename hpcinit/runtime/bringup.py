@@ -212,7 +212,7 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
         timeouts = f"start-up timeout {plan.formula}, collective timeout {collectives.total_seconds():g} s"
         set_here = safeguards.describe(os.environ, protected)
         details = [line for line in (where, timeouts, *notes, table, set_here) if line]
-        more = f"; more in {run_folder.STARTUP}" if folder else ""
+        more = f"; more in {run_folder.STARTUP}" if folder else f"; more with {startup_settings.ENV_VERBOSE}=1"
         say(f"{_shape(world)}, {_by_device(plan)}, up in {took_s:.1f} s{more}")
         startup_settings.record(folder, world.job, details)
         if warning := devices.unseen(device):

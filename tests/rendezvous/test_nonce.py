@@ -145,16 +145,21 @@ def test_no_shared_folder_is_a_warning(
         memory.rmdir()
 
 
-def test_old_files_are_removed(places: Path) -> None:
-    """Files that killed ranks left in ~/.cache/hpcinit are removed after a week."""
+def test_old_files_are_removed(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next start in the folder removes files that killed ranks left there a day ago, and nothing else."""
     cache = places / "cache/hpcinit"
     cache.mkdir(parents=True)
-    old, young = cache / ".hpcinit-1.0.0.nonce", cache / ".hpcinit-2.0.0.nonce"
-    for file in (old, young):
-        file.touch()
-    os.utime(old, (time.time() - 8 * 86_400,) * 2)
-    nonce.find(world(), None)
-    assert not old.exists() and young.exists()
+    monkeypatch.setattr(nonce, "PRIVATE", set())
+    for folder in (places / "work", cache):
+        old, torn = folder / ".hpcinit-1.0.0.nonce", folder / ".hpcinit-1.0.0.nonce.n1.7"
+        young, other = folder / ".hpcinit-2.0.0.nonce", folder / ".hpcinit-notes"
+        for file in (old, torn, young, other):
+            file.touch()
+        for file in (old, torn, other):
+            os.utime(file, (time.time() - 90_000,) * 2)
+        nonce._from_shared_file(world())
+        nonce.remove()
+        assert [file.exists() for file in (old, torn, young, other)] == [False, False, True, True]
 
 
 # --- on a cluster

@@ -348,14 +348,14 @@ def test_settings_are_verified(hpcinit: Run, tmp_path: Path) -> None:
 
 
 def test_the_log_line(hpcinit: Run, tmp_path: Path) -> None:
-    """Without a run folder, rank 0 logs the start-up timeout with its terms, such as the remaining time of the job, and its
-    settings."""
+    """Without a run folder, but with HPCINIT_VERBOSE=1, rank 0 logs the start-up timeout with its terms, such as the remaining
+    time of the job, and its settings."""
     torchs = "from torch.distributed.constants import default_pg_timeout, default_pg_nccl_timeout as nccl\n"
     printed = "print(default_pg_timeout.total_seconds(), nccl and nccl.total_seconds())\n"
     init = "import hpcinit\nhpcinit.init(device_id='auto', deterministic=True)\n"
     (tmp_path / "script.py").write_text(torchs + printed + init)
     end = str(int(time.time()) + 200)
-    done = hpcinit("run", "script.py", env={"SLURM_JOB_END_TIME": end})
+    done = hpcinit("run", "script.py", env={"SLURM_JOB_END_TIME": end, "HPCINIT_VERBOSE": "1"})
     said = done.stderr
     other, nccl = done.stdout.splitlines()[0].split()  # the constant for NCCL exists only in builds with NCCL
     assert float(other) == COLLECTIVE_OTHER_S and nccl in ("None", str(COLLECTIVE_NCCL_S))
@@ -487,3 +487,18 @@ def test_a_wrong_node_clock(hpcinit: Run, tmp_path: Path) -> None:
     done = hpcinit("run", "clocked.py", env=env)
     assert (done.returncode, without_gloos_line(done.stdout)) == (0, "60 min left\n"), done.stderr
     assert done.stderr.count("s ago by this node's clock, and the job's limit is 3600 s") == 1
+
+
+@pytest.mark.parametrize("verbose", ["", "1"])
+def test_without_a_submission_init_prints_one_line(tmp_path: Path, verbose: str) -> None:
+    """A program that the user started prints one line, and with HPCINIT_VERBOSE=1 also what hpcinit set."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("HPCINIT", "SLURM", "OMPI"))}
+    env |= {"HPCINIT_VERBOSE": verbose, "PYTHONPATH": str(Path(__file__).parents[2])}
+    code = "import hpcinit; hpcinit.init()"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=True)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("[W")]
+    assert lines[0].startswith("hpcinit: 1 rank on 1 node (single), gloo on cpu, up in ")
+    assert lines[0].endswith("; more with HPCINIT_VERBOSE=1")
+    assert (len(lines) == 1) == (not verbose), lines
+    assert ("TORCH_FR_BUFFER_SIZE=2000" in done.stderr) == bool(verbose)
