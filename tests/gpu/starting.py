@@ -114,7 +114,12 @@ def run(job: Job, folder: Path, meanwhile: Callable[[int], None] = lambda pid: N
 
 
 def _commands(job: Job, folder: Path, argument: str) -> list[tuple[list[str], dict[str, str]]]:
-    base = {**os.environ, **job.env, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    base = {
+        **os.environ,
+        **job.env,
+        "HPCINIT_VERBOSE": "1",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
     python, spec = [sys.executable, "-u"], str(folder / run_folder.SPEC)
     if job.launch == TORCHRUN:
         rendezvous = ["--nnodes", "1", "--nproc-per-node", str(job.ranks), "--master-port", str(_free_port())]
