@@ -225,7 +225,7 @@ def test_preempted_and_restarted(
 def test_accounting_that_missed_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that runs only according to sacct is not waited for forever. sacct is a fake: it takes a lost message."""
 
-    def answer(command: tuple[str, ...], _: object) -> list[str]:
+    def answer(command: tuple[str, ...], *_: object) -> list[str]:
         return ["77|RUNNING|0:0|2026-11-21T13:00:00|12"] if command[0] == "sacct" else []
 
     monkeypatch.setattr(queue, "_lines", answer)
@@ -240,7 +240,7 @@ def test_accounting_that_missed_an_end(tmp_path: Path, monkeypatch: pytest.Monke
 def test_exit_statuses_of_sacct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, status: int | None) -> None:
     """A job that was cancelled while it waited has no exit status, although sacct prints 0:0. Recorded output."""
     line = f"77|{word}|None|0"
-    monkeypatch.setattr(queue, "_lines", lambda command, _: [line] if command[0] == "sacct" else [])
+    monkeypatch.setattr(queue, "_lines", lambda command, *_: [line] if command[0] == "sacct" else [])
     now = state.read(recorded(tmp_path, "x", "77"))
     assert (now.name, now.exit_status) == (word.split("|", maxsplit=1)[0].split(maxsplit=1)[0], status)
 
