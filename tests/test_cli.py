@@ -89,6 +89,20 @@ def test_help_of_submit_lists_the_most_common_settings(hpcinit: Run) -> None:
     assert re.search(r"\.\.\. and \d{3} more: hpcinit submit --help all lists all keys\n", out)
 
 
+def test_help_of_one_key(hpcinit: Run) -> None:
+    """`submit --help KEY` prints default, explanation and expected value of a key, or the keys of a table."""
+    out = hpcinit("submit", "--help", "time_min").stdout
+    assert re.search(
+        r"^  time_min=\$\{cluster.time_min\} +time limit in minutes\n  expected: a whole number of minutes, 1 or more$",
+        out,
+        re.M,
+    )
+    table = hpcinit("submit", "--help", "stop").stdout
+    assert "  stop.margin_s=" in table and "nodes=" not in table
+    wrong = hpcinit("submit", "--help", "tim_min")
+    assert wrong.returncode == 2 and "no such key 'tim_min'; did you mean 'time_min'?" in wrong.stderr
+
+
 @pytest.mark.parametrize("words", [["--help"], ["status", "--help"], ["--version"], ["submit", "--help"]])
 def test_a_closed_pipe(words: list[str]) -> None:
     """`hpcinit --help | head -1` prints no error about the closed pipe."""
@@ -118,6 +132,11 @@ def test_options_of_the_program_are_passed_on(hpcinit: Run) -> None:
     ("line", "guess"),
     [
         ("sumbit nodes=2", "; did you mean 'submit'?"),
+        ("ls", "; did you mean: hpcinit status"),
+        ("ps train-0001", "; did you mean: hpcinit status train-0001"),
+        ("kill 4242", "; did you mean: hpcinit cancel 4242"),
+        ("stop 4242", "; did you mean: hpcinit cancel 4242"),
+        ("version", "; did you mean: hpcinit --version"),
         ("help statsu", "; did you mean 'status'?"),
         ("nodes=2 cluster=mini", "; did you mean: hpcinit submit nodes=2 cluster=mini"),
         ("train.py --lr 'a b'", "; did you mean: hpcinit submit -- train.py --lr 'a b'"),

@@ -121,6 +121,8 @@ def test_tab_completes(folder: Path, shell: str, install: str) -> None:
         ("hpcinit submit cluster=lo", "cluster=local"),
         ("hpcinit doctor cluster=lo", "cluster=local"),
         ("hpcinit submit cluster=mini no", "nodes="),
+        ("hpcinit submit cluster=mini partition=", "partition=high partition=main"),
+        ("hpcinit submit cluster=mini partition=h", "partition=high"),
         ("hpcinit submit clust", "cluster. cluster="),
         ("hpcinit submit hydra.laun", "hydra.launcher."),
         ("hpcinit logs --runs-dir ./runs t", "train-0001"),

@@ -157,6 +157,8 @@ def of_config(before: Sequence[str], word: str) -> list[str] | None:
     if isinstance(table, list) or (equals and isinstance(table, dict) and isinstance(table.get(start), (dict, list))):
         return None
     table = table if isinstance(table, dict) else {}
+    if equals and key == "partition" and (partitions := request.config.cluster.partitions):
+        return [f"{key}={name}" for name in partitions if name.startswith(value)]
     if equals:
         known = table.get(start)
         shown = str(known).lower() if isinstance(known, bool) else known

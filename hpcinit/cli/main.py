@@ -23,6 +23,15 @@ from hpcinit.cli.commands import COMMANDS
 
 SLOW_S = 1.0
 SLURM = {"sacct", "sbatch", "scontrol", "sinfo", "squeue"}
+# Names of other tools for a command.
+MEANT = {
+    **dict.fromkeys(("ls", "ps", "list", "queue", "squeue"), "status"),
+    **dict.fromkeys(("kill", "stop", "scancel"), "cancel"),
+    **dict.fromkeys(("rm", "delete"), "clean"),
+    **dict.fromkeys(("tail", "cat"), "logs"),
+    "sbatch": "submit",
+    "version": "--version",
+}
 HELP, COMPLETION = {"-h", "--help"}, {"-sc", "--shell-completion"}
 
 
@@ -111,6 +120,8 @@ def _no_such(words: list[str]) -> str:
     first = words[0]
     close = [] if first.startswith("-") else difflib.get_close_matches(first, COMMANDS, n=1)  # --nodes is no command
     guess = f"; did you mean {close[0]!r}?" if close else ""
+    if meant := MEANT.get(first):
+        guess = f"; did you mean: hpcinit {shlex.join([meant, *words[1:]])}"
     if first.startswith("-") and set(words[1:2]) & COMMANDS.keys():
         guess = f"; did you mean: hpcinit {shlex.join([words[1], first, *words[2:]])}"
     if "=" in first or first.endswith(".py"):

@@ -8,6 +8,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from hpcinit.base.errors import RequestError
 from hpcinit.config.schema import Config
 
 TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -148,6 +149,20 @@ def help_text(every: bool) -> str:
     parts = [_lines({key: item for key, item in declared().items() if "." not in key})]
     parts += [_lines(dict(_declared(f"{item.name}.", table(item)))) for item in groups]
     return "\n\n".join(parts)
+
+
+def explained(key: str) -> str:
+    """Return the line of `key` in the help, what its value must be and its unit; of a table, the lines of its keys.
+
+    Raise RequestError for an unknown key.
+    """
+    below = {name: item for name, item in declared().items() if name == key or name.startswith(f"{key}.")}
+    if not below:
+        raise RequestError(f"no such key {key!r}{guess(key.rpartition('.')[2], beside(key)) or f'; {ALL}'}")
+    if key not in below:
+        return _lines(below)
+    limits = bounds(below[key].metadata)
+    return f"{_lines(below)}\n  expected: {expected(key)}{f', {limits}' if limits else ''}"
 
 
 def _lines(group: Mapping[str, Field[Any]]) -> str:

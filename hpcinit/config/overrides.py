@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hpcinit.base.errors import ConfigError
-from hpcinit.config import keys
+from hpcinit.config import keys, spellings
 from hpcinit.config.slurm_options import ELSEWHERE, OWNED, REASONS, SAME_VALUE
 
-SHORT = {"N": "nodes", "p": "partition", "A": "account", "q": "qos", "c": "cpus-per-task", "t": "time",
-         "J": "job-name", "n": "ntasks", "D": "chdir", "o": "output", "e": "error", "G": "gpus"}  # fmt: skip
+SHORT = {**spellings.SHORT, "p": "partition", "q": "qos", "n": "ntasks", "D": "chdir", "o": "output", "e": "error",
+         "a": "array"}  # fmt: skip
 FREE = ("deepspeed.ds_config.", "deepspeed.optimizer_params.")  # tables that are passed to DeepSpeed unchecked
 SLURM_TEXT = "dependency"  # the key whose value is Slurm's own text, with commas, colons and ids such as 4242_7
 

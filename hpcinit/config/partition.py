@@ -28,8 +28,10 @@ def problems(config: Config) -> Iterator[str]:
             f"mem_gb={memory:g}, but a node of {_where(config)} has {has.mem_gb:g} GB for jobs: "
             f"mem_gb={has.mem_gb:g} or less, or 0 for all of it"
         )
-    yield from _gpus(config, has)
-    yield from _cores(config, has)
+    impossible = list(_gpus(config, has))
+    yield from impossible
+    if not impossible or config.ranks_per_node is not None:  # else the number of ranks follows from the GPUs
+        yield from _cores(config, has)
 
 
 def _nodes_and_time(config: Config, has: Partition) -> Iterator[str]:
@@ -142,7 +144,10 @@ def _requested_gpus(config: Config, requested: int, there: int, source: str) -> 
         if config.gpus_per_node is not None or not there:
             advice = f"set gpus_per_node={there} or less" if there else "remove it"
         else:
-            advice = f"set nodes={-(-config.gpus // there)}" if config.gpus is not None else "request fewer"
+            gpus, most = config.gpus or requested, resources.partition(config).nodes
+            nodes = -(-gpus // there)
+            too_many = most is not None and nodes > most
+            advice = f"expected at most nodes={most} gpus={(most or 0) * there}" if too_many else f"set nodes={nodes}"
         yield f"{key}, but a node of {where} has {there} GPUs ({source}): {advice}"
     elif requested and ranks > requested:
         yield (

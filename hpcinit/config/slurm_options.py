@@ -50,6 +50,7 @@ ELSEWHERE = {
     **dict.fromkeys(("after", "afterany"), "did you mean dependency=afterany:JOB?"),
     **dict.fromkeys(("after-ok", "afterok"), "did you mean dependency=afterok:JOB?"),
     "test-only": TEST_ONLY,
+    "requeue": "use restart.max_restarts=3, which requeues the job up to 3 times after the failures in restart.on",
     "singleton": "did you mean dependency=singleton?",
 }
 # Common options of sbatch that no key sets.
@@ -63,6 +64,7 @@ OWN_OF_SBATCH = {
     "licenses",
     "begin",
     "nice",
+    "hint",
 }
 
 BOTH = """

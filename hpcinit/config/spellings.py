@@ -14,8 +14,10 @@ from hpcinit.base.errors import ConfigError
 from hpcinit.config import keys
 from hpcinit.config.slurm_options import OWN_OF_SBATCH, SAME_VALUE
 
-# Short options of sbatch that are not options of hpcinit or Hydra. Those: -q (quiet), -p (--package), -c (--cfg).
-SHORT = {"N": "nodes", "A": "account", "t": "time", "J": "job-name", "G": "gpus"}
+# Short options of sbatch with one meaning. -q (quiet) and -p (--package) are options of hpcinit and Hydra.
+SHORT = {"N": "nodes", "A": "account", "t": "time", "J": "job-name", "G": "gpus", "C": "constraint", "w": "nodelist",
+         "x": "exclude", "d": "dependency", "c": "cpus-per-task"}  # fmt: skip
+CORES = re.compile(r"-c=?\d*")  # -c 2, -c2; `-c job` is Hydra's --cfg
 # Options that mean the same as a key.
 SAME = {
     **SAME_VALUE,  # those of sbatch, by the schema
@@ -23,6 +25,11 @@ SAME = {
     "nproc-per-node": "ranks_per_node",
     "nnodes": "nodes",
     "num-nodes": "nodes",
+    # Names without their table. env.X=1 is job.env.X.
+    **{name: f"cluster.{name}" for name in ("venv", "conda", "python", "modules", "setup", "exclusive")},
+    "image": "container.image",
+    "container": "container.image",
+    "cpus": "cpus_per_rank",
 }
 # [days-]hours:minutes:seconds, and the shorter forms of sbatch --time.
 TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
@@ -56,9 +63,10 @@ def _option(argument: str, rest: Sequence[str], flags: Collection[str]) -> tuple
     """Return the option's name with dashes, its value, and whether that is the next argument; '' if it is none."""
     if not argument.startswith("-"):
         key, equals, value = argument.partition("=")
-        own = keys.kind(key) is not None
+        own = keys.kind(key) is not None and key not in SAME  # container is a table, which has no value
         return ("", "", False) if own or not equals else (key.replace("_", "-"), value, False)
-    if argument.partition("=")[0] in flags:
+    cores = CORES.fullmatch(argument) and (argument != "-c" or "".join(rest[:1]).isdigit())
+    if argument.partition("=")[0] in flags and not cores:
         return "", "", False
     short = re.fullmatch(rf"-([{''.join(SHORT)}])=?(.*)", argument)
     name, equals, value = argument.removeprefix("--").partition("=")
@@ -83,6 +91,8 @@ def _key(name: str, value: str) -> str:
     if name in OWN_OF_SBATCH:
         return f"++cluster.sbatch.{name}={_quoted(value)}"
     key = name.replace("-", "_")
+    if key.startswith("env.") and "." not in key[4:]:
+        return f"++job.{key}={value}"
     if keys.kind(key) is not None and not keys.is_group(key):  # --gpus=2, --dry-run=true
         return f"{key}={value}"
     return f"{SAME[name]}={value}" if name in SAME else ""

@@ -94,14 +94,26 @@ def check_distinct(requests: Sequence[Request], program: Sequence[str]) -> None:
         key = next((key for key in request.unread if key in request.combination), None)
         reason, advice = "", "give each value once"
         if key:
-            command = shlex.join(program) if program else "train.py"
             reason, advice = (
                 f", because nothing reads {key}",
-                f"pass it to the program, as in: -- {command} '${{{key}}}'",
+                f"pass it to the program, as in: -- {shlex.join(_passing(key, program or ['train.py']))}",
             )
         raise RequestError(
             f"{names} of this sweep would run the same job{reason}: {advice}, or add again=true to submit both"
         )
+
+
+def _passing(key: str, program: Sequence[str]) -> list[str]:
+    """Return the program with ${key} as the value of its option --key, or as a further argument."""
+    option, passed = f"--{key.rpartition('.')[2]}", list(program)
+    for at, argument in enumerate(passed):
+        if argument.replace("_", "-").startswith(f"{option.replace('_', '-')}="):
+            passed[at] = f"{argument.partition('=')[0]}=${{{key}}}"
+            return passed
+        if argument.replace("_", "-") == option.replace("_", "-") and at + 1 < len(passed):
+            passed[at + 1] = f"${{{key}}}"
+            return passed
+    return [*passed, f"${{{key}}}"]
 
 
 def check_lists(program: Sequence[str], arguments: Sequence[str], combinations: int) -> None:

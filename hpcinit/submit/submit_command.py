@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hpcinit.base import console, quoting
 from hpcinit.base.errors import INTERRUPTED, ConfigError, MaybeSubmitted, RequestError, SubmitError
-from hpcinit.config import checks, compose, default_cluster
+from hpcinit.config import checks, compose, default_cluster, keys
 from hpcinit.config.overrides import sbatchs_quality
 from hpcinit.config.request import Request, Search
 from hpcinit.submit import excluded_nodes, messages, program_arguments, sweep
@@ -38,6 +38,10 @@ def main(argv: Sequence[str]) -> int:
 
         print(f"hpcinit {version('hpcinit')}")
         return 0
+    match arguments:
+        case ["--help" | "-h", key] if key != "all" and not key.startswith("-"):
+            print(keys.explained(key.partition("=")[0].lstrip("+")))
+            return 0
     if program and not any(argument.startswith("job=") for argument in arguments):
         arguments.append("job=program")
 

@@ -98,6 +98,9 @@ CASES = [
     ("hang.after=3", "hang.after=3: no such key 'hang.after'; did you mean 'hang.after_s'?"),
     # options of sbatch and torchrun
     ("gpus_per_task=1", "no such key 'gpus_per_task'; use gpus_per_node=4 or gpus=8"),
+    ("requeue=true", "no such key 'requeue'; use restart.max_restarts=3, which requeues the job"),
+    ("--requeue", "--requeue: no such option, expected key=value; use restart.max_restarts=3"),
+    ("-a 1-3", "hpcinit submits sweeps as arrays: give a key several values and --multirun"),
     ("ntasks=4", "no such key 'ntasks'; set the number of ranks with nodes=2 ranks_per_node=8"),
     ("time=soon", "time=soon: expected a time as in 24:00:00, 1-12:00:00 or 90 (minutes)"),
     ("walltime=3600", "walltime=3600: expected a time as in 24:00:00, or time_min=... in minutes"),

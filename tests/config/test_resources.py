@@ -65,6 +65,7 @@ def test_the_request_per_node(overrides: list[str], expected: tuple[int, int, in
     [
         (["gpus_per_node=9"], "gpus_per_node=9, but a node of partition 'main' of cluster mini has 8 GPUs (cluster.gpus_per_node): set gpus_per_node=8 or less"),
         (["gpus=16"], "gpus=16, but a node of partition 'main' of cluster mini has 8 GPUs (cluster.gpus_per_node): set nodes=2"),
+        (["gpus=40", "nodes=4"], "gpus=40, but a node of partition 'main' of cluster mini has 8 GPUs (cluster.gpus_per_node): expected at most nodes=4 gpus=32"),
         (["gpus=3", "nodes=2"], "gpus=3 is not a multiple of nodes=2: set gpus=2 or gpus=4"),
         (["gpus=2", "gpus_per_node=2"], "gpus=2 and gpus_per_node=2 are both set; remove one"),
         (["gpus=2", "ranks_per_node=4"], "ranks_per_node=4, but gpus=2 requests 2 GPUs per node, and each rank needs one: set ranks_per_node=2 or less"),

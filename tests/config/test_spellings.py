@@ -42,6 +42,18 @@ FLAGS = hydra_compose.flags()
         ("reservation=x", "++cluster.sbatch.reservation=x"),
         ("--constraint=a&b --nodelist n1", "++cluster.sbatch.constraint='a&b' ++cluster.sbatch.nodelist=n1"),
         ("exclude=n[1-2],n4", "++cluster.sbatch.exclude='n[1-2],n4'"),
+        (
+            "-C a100 -w n1 -x n2",
+            "++cluster.sbatch.constraint=a100 ++cluster.sbatch.nodelist=n1 ++cluster.sbatch.exclude=n2",
+        ),
+        ("-c 2", "cpus_per_rank=2"),
+        ("-c2 -d afterok:7", "cpus_per_rank=2 dependency=afterok:7"),
+        ("-c job", "-c job"),
+        ("--hint=nomultithread", "++cluster.sbatch.hint=nomultithread"),
+        ("venv=/v conda=e python=p", "cluster.venv=/v cluster.conda=e cluster.python=p"),
+        ("modules=[a] setup=[b] exclusive=true", "cluster.modules=[a] cluster.setup=[b] cluster.exclusive=true"),
+        ("image=x.sif cpus=4 env.A_B=1.10", "container.image=x.sif cpus_per_rank=4 ++job.env.A_B=1.10"),
+        ("container=x.sif container.image=y.sif", "container.image=x.sif container.image=y.sif"),
         # These stay: hpcinit's own keys and Hydra's flags, and options that mean something else or nothing.
         ("nodes=8 +time=3 a.time=3 ~nodes", "nodes=8 +time=3 a.time=3 ~nodes"),
         ("-m --cfg job -p high --config-name x", "-m --cfg job -p high --config-name x"),

@@ -46,6 +46,8 @@ def test_a_sweep_over_an_argument(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path:
             "+lr=1 and +lr=2 of this sweep would run the same job, because nothing reads lr: pass it to the program, as in: "
             "-- ./toy.sh fixed '${lr}', or add again=true to submit both",
         ),
+        (["+lr=1,2"], ["./toy.sh", "--lr", "1e-3", "x"], "as in: -- ./toy.sh --lr '${lr}' x, or add"),
+        (["+lr=1,2"], ["./toy.sh", "--lr=1e-3"], "as in: -- ./toy.sh '--lr=${lr}', or add"),
         (
             ["seed=1,1"], ["./toy.sh"],
             "combination 0 and combination 1 of this sweep would run the same job: give each value once",
