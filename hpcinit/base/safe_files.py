@@ -57,9 +57,17 @@ def descriptor_of(path: str | Path) -> int:
     """Open a regular file of this user, or of the owner of its folder, and return its descriptor.
 
     A folder of another user is read only if the user of the command named it. Raise OSError for anything else, also for
-    a link.
+    a link, except those that submit makes in the folder of a heterogeneous job's component: '../submission.json'.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        above, name = os.path.split(path)
+        if error.errno != errno.ELOOP or str(Path(path).readlink()) != f"../{name}":
+            raise
+        path = Path(above).absolute().parent / name
+        descriptor = os.open(path, flags)
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):

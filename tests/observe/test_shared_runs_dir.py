@@ -60,6 +60,9 @@ def test_only_regular_files_of_the_owner_are_read(tmp_path: Path) -> None:
     with pytest.raises(OSError) as caught:
         safe_files.read_text(tmp_path / "link")
     assert caught.value.errno == errno.ELOOP
+    (tmp_path / "component").mkdir()
+    (tmp_path / "component/own").symlink_to("../own")
+    assert safe_files.read_json(tmp_path / "component/own") == [1], "as submit makes it for a component"
     if os.geteuid() == 0:
         os.chown(own, STRANGER, STRANGER)
         with pytest.raises(PermissionError, match="not to the owner of its folder"):
