@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import os
 import re
 import shlex
 import sys
@@ -45,6 +46,11 @@ def colored(text: str) -> str:
 def _shown(character: str) -> str:
     code = ord(character)
     return f"\\x{code:02x}" if code < 0x20 or 0x7F <= code < 0xA0 else character
+
+
+def style(text: str) -> str:
+    """Return a style of rich, as 'bold red'; '' with NO_COLOR, which rich applies to colors only."""
+    return "" if os.environ.get("NO_COLOR") else text
 
 
 # Notes and warnings of a command.

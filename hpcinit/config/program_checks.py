@@ -97,8 +97,8 @@ def _nested_launcher(config: Config) -> Iterator[str]:
         "would wait forever for nodes that the job uses" if starter in OF_SLURM else "would be a separate training run"
     )
     yield (
-        f"{given}: it starts its own ranks, but hpcinit already starts one process per rank ({config.nodes} nodes x "
-        f"{ranks}), so every rank {what}. {_alone(args)}{agents}"
+        f"{given}: it starts its own ranks, but hpcinit already starts one process per rank "
+        f"({config.nodes} node{'s' * (config.nodes != 1)} x {ranks}), so every rank {what}. {_alone(args)}{agents}"
     )
 
 

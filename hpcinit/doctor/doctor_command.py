@@ -232,8 +232,8 @@ def _table(checks: Sequence[Check]) -> Table:
     for check in checks:
         detail = Text(check.detail)
         if check.advice and check.status != OK:
-            detail.append(f"\n-> {check.advice}", style=STYLES[check.status])
-        table.add_row(Text(check.status, STYLES[check.status]), Text(check.about), detail)
+            detail.append(f"\n-> {check.advice}", style=console.style(STYLES[check.status]))
+        table.add_row(Text(check.status, console.style(STYLES[check.status])), Text(check.about), detail)
     return table
 
 
@@ -249,7 +249,7 @@ def show_ranks(reports: Sequence[Report]) -> None:
     out = Console(highlight=False, soft_wrap=True)
     rows = [_rank(report) for report in reports[:MOST_ROWS]]
     used = [number for number, name in enumerate(COLUMNS) if any(row[number] for row in rows)]
-    ranks = Table(box=None, pad_edge=False, header_style="bold")
+    ranks = Table(box=None, pad_edge=False, header_style=console.style("bold"))
     for number in used:
         ranks.add_column(COLUMNS[number], no_wrap=True)
     for row in rows:

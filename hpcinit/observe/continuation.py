@@ -42,7 +42,9 @@ def _dependents(path: Path, now: state.State) -> Iterator[str]:
     # Slurm drops a dependency once it is fulfilled; the script keeps it.
     jobs = {job.partition("_")[0] for job in (now.job_id, *state.jobs(state.last_submission(path)))}
     waits_for = re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, jobs))})(?![\d-])")
-    runs = [run for run in find_runs.all_runs(path.absolute().parent) if run.name != path.name]
+    here = path.absolute()
+    here = here.parent if find_runs.is_sweep(here.parent) else here
+    runs = [run for run in find_runs.all_runs(here.parent) if run.name != here.name]
     found = [run for run in runs if any(waits_for.search(text) for text in _DEPENDENCY.findall(_script(run)))]
     for run, its in zip(found, state.read_all(found), strict=True):
         if isinstance(its, state.State) and not its.over and not its.purged:

@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hpcinit.base.console import plain
+from hpcinit.base.console import plain, style
 from hpcinit.observe import find_runs, progress
 from hpcinit.observe.overview import Run
 from hpcinit.observe.state import State
@@ -33,7 +33,7 @@ def status_table(runs: Sequence[Run], each_task: bool, most: int | None = None, 
     each = zip(runs, texts, strict=True)
     rows = [row for run, text in each for row in _rows(run, each_task, most is None, text)]
     used = [number for number, name in enumerate(COLUMNS) if name or any(row[number] for row in rows)]
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style=style("bold"))
     for number in used:
         table.add_column(COLUMNS[number], no_wrap=number < len(COLUMNS) - 1, overflow="fold")
     shown = rows if most is None or len(rows) <= most else rows[: max(1, most - 1)]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import pwd
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -258,8 +259,15 @@ def _accounted(ids: Iterable[str], at_most: timedelta | None = None) -> list[Job
             start = "" if start in ("Unknown", "None") else start
             status = _exit_status(state, code)
             job_id = job_id.removesuffix(LEADER)
-            found.append(Job(job_id, state, "sacct", " ".join(reason), status, start, seconds(elapsed)))
+            found.append(Job(job_id, state, "sacct", _with_name(reason), status, start, seconds(elapsed)))
     return found
+
+
+def _with_name(reason: Sequence[str]) -> str:
+    """Return sacct's text after the state, with the user's name: 'by ada' for ['by', '1000']."""
+    with suppress(IndexError, ValueError, KeyError):  # KeyError: no such user on this machine
+        return f"{reason[0]} {pwd.getpwuid(int(reason[1])).pw_name}"
+    return " ".join(reason)
 
 
 def _of_scontrol(record: Mapping[str, str]) -> Job:

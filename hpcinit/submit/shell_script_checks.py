@@ -66,7 +66,8 @@ def shell_script_problems(config: Config) -> Iterator[str]:
         )
         yield (
             f"{name} starts ranks itself, with {found.launcher} in line {found.number}: '{_short(found.text)}'. "
-            f"hpcinit already starts the script once per rank, {config.nodes} nodes x {ranks}, and each copy {effect}. "
+            f"hpcinit already starts the script once per rank, {config.nodes} "
+            f"node{'s' * (config.nodes != 1)} x {ranks}, and each copy {effect}. "
             f"Submit the program itself, {_program([found])}. If the job does not run this line: job.check_script=false"
         )
         return

@@ -66,7 +66,14 @@ def diagnose_without_record(evidence: Evidence) -> Verdict:
     if output or evidence.exit_status:
         head = f"the batch script ended with exit status {evidence.exit_status} and no rank left an error"
         head += f": {output[-1]}" if output else ""
-        return _verdict(evidence, head, failure_kinds.SCRIPT, _of_status(evidence.exit_status), evidence=output[:-1])
+        return _verdict(
+            evidence,
+            head,
+            failure_kinds.SCRIPT,
+            _of_status(evidence.exit_status),
+            evidence=output[:-1],
+            error=(output or ("",))[-1],
+        )
     about = f"{evidence.state} ({evidence.reason})" if evidence.reason else evidence.state
     return _verdict(
         evidence, f"the cause is unknown: Slurm's state is {about}", failure_kinds.UNKNOWN, "scontrol show job"
@@ -359,7 +366,8 @@ def _of_exit(end: End, rank: int, found: Evidence) -> Verdict:
     head = f"{who} failed first{found.at_step}: {end.how.lower()}"
     head += f": {brief(tail)}" if tail else ""
     do = do if kind != failure_kinds.PROGRAM else "its log has its last output"
-    return _verdict(found, head, kind, do, rank=rank if rank >= 0 else None, host=end.host)
+    error = brief(tail) or end.how
+    return _verdict(found, head, kind, do, rank=rank if rank >= 0 else None, host=end.host, error=error)
 
 
 def _of_status(status: int | None) -> str:
@@ -462,7 +470,7 @@ def _of_record(first: Found, ordered: Sequence[Found], evidence: Evidence) -> Ve
     lines += [evidence.oom] * bool(evidence.oom)
     lines += _others(first, ordered, evidence)
     rank, when = (record.rank if record.rank >= 0 else None), (at if evidence.has_clock else None)
-    return Verdict(head, kind, do, rank, record.host, when, record.step, tuple(lines))
+    return Verdict(head, kind, do, rank, record.host, when, record.step, tuple(lines), error=brief(record.error))
 
 
 def _who(record: ErrorRecord) -> str:

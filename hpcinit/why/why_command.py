@@ -15,12 +15,19 @@ from typing import Any
 from hpcinit.base import console, failure_kinds
 from hpcinit.base.console import plain
 from hpcinit.base.errors import RequestError
-from hpcinit.base.text import ranges
 from hpcinit.observe import continuation, find_runs, progress, restarts, stacks, state
 from hpcinit.observe.continuation import RESTARTS_ALONE
 from hpcinit.records import hang_report, job_log, run_folder, world_size
 from hpcinit.slurm import memory_use, reasons, slurm_client
-from hpcinit.why import diagnosis, flight_recorder, foreign_job, gather_evidence, hang_verdict, node_exclusion
+from hpcinit.why import (
+    diagnosis,
+    flight_recorder,
+    foreign_job,
+    gather_evidence,
+    hang_verdict,
+    node_exclusion,
+    sweep_causes,
+)
 from hpcinit.why.evidence import Evidence, Verdict
 from hpcinit.why.foreign_job import ForeignJob
 
@@ -63,8 +70,7 @@ def main(argv: Sequence[str]) -> int:
             raise
         return _of_logs(other, options)
     if find_runs.is_sweep(path):
-        numbers = ranges(find_runs.combinations(path))
-        raise RequestError(f"{path} is a sweep (tasks {numbers}), expected one task: hpcinit why {options.run}/0")
+        return _of_sweep(path, options)
     now = state.read(path)
     path, verdict = _of_worlds(path, now)
     if options.json:
@@ -74,6 +80,18 @@ def main(argv: Sequence[str]) -> int:
         print(plain(verdict.headline))
     else:
         print(plain("\n".join(lines(path, verdict))))
+    return 0
+
+
+def _of_sweep(path: Path, options: argparse.Namespace) -> int:
+    """Print the causes of a sweep's failed tasks, each once."""
+    tasks = find_runs.read_sweep(path)
+    groups = sweep_causes.grouped(tasks, lambda task: _of_worlds(task.path, task.state)[1])
+    text = sweep_causes.lines(path, tasks, groups)
+    if options.json:
+        print(sweep_causes.document(path, tasks, groups))
+    else:
+        print(plain(text[0] if options.quiet else "\n".join(text)))
     return 0
 
 

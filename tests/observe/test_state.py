@@ -243,6 +243,7 @@ def test_exit_statuses_of_sacct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(queue, "_lines", lambda command, *_: [line] if command[0] == "sacct" else [])
     now = state.read(recorded(tmp_path, "x", "77"))
     assert (now.name, now.exit_status) == (word.split("|", maxsplit=1)[0].split(maxsplit=1)[0], status)
+    assert now.reason == ("by root" if " by 0" in word else "")
 
 
 @pytest.mark.parametrize(

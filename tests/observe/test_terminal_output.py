@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from rich.console import Console
+
+from hpcinit.observe.status_table import status_table
 from tests.conftest import Run
 
 TITLE = "\x1b]0;owned\x07"
@@ -62,3 +67,13 @@ def test_other_outputs_get_every_byte(hpcinit: Run, tmp_path: Path) -> None:
         [sys.executable, "-m", "hpcinit", "logs", "bad-0001"], cwd=tmp_path, capture_output=True, check=True, timeout=60
     ).stdout
     assert TITLE.encode() in output and b" 10%\r 50%\r100% done\n" in output and b"\x1b[5;1Hmoved" in output
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_no_color_means_no_style(monkeypatch: pytest.MonkeyPatch, no_color: str) -> None:
+    """With NO_COLOR the table of `status` on a terminal has no control sequence, not even for bold text."""
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm")
+    out = io.StringIO()
+    Console(file=out, force_terminal=True).print(status_table([], False))
+    assert ("\x1b" in out.getvalue()) == (not no_color)

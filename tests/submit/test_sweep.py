@@ -17,7 +17,7 @@ from hpcinit.submit import array, sweep
 from tests import waiting
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
-from tests.submitting import submit
+from tests.submitting import folder_of, submit
 
 until = partial(waiting.until, timeout_s=200)
 
@@ -228,3 +228,20 @@ def test_a_sweep_of_which_an_array_may_exist(tmp_path: Path, hpcinit: Run, shell
     assert done.returncode == 1 and "the job may exist anyway" in done.stderr
     run = tmp_path / "runs/true-0001"
     assert sorted(path.name for path in run.iterdir() if path.is_dir()) == kept
+
+
+@pytest.mark.slurm
+def test_failed_tasks_are_grouped_by_cause(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: Path) -> None:
+    """`why SWEEP` prints each cause once, with the tasks that it ended, also if ranks, times and numbers differ."""
+    program = "import sys\nn = int(sys.argv[1])\nif n < 3: raise ValueError(f'bad sample {n}')\nif n == 3: {}['lr']\n"
+    (tmp_path / "train.py").write_text(program)
+    words = ["-m", "+n=0,1,2,3,4", "nodes=1", "ranks_per_node=1", "cluster.gpus_per_node=0", "name=s", "wait=true"]
+    done = submit(hpcinit, idle_slurm, *words, "--", "train.py", "${n}")
+    folder = folder_of(done)
+    found = hpcinit("why", str(folder), env=idle_slurm.env)
+    assert found.returncode == 0, found.stderr
+    shown = found.stdout
+    assert shown.startswith("4 of 5 tasks failed (") and "\ntasks 0-2: rank 0 on n" in shown, shown
+    assert shown.count("ValueError: bad sample") == 1 and "\ntask 3: rank 0 on n" in shown and "KeyError: 'lr'" in shown
+    causes = json.loads(hpcinit("why", str(folder), "--json", env=idle_slurm.env).stdout)["causes"]
+    assert [cause["tasks"] for cause in causes] == [[0, 1, 2], [3]]

@@ -1,0 +1,68 @@
+"""The failed tasks of a sweep, grouped by their cause."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcinit.base.text import ranges
+from hpcinit.observe import find_runs
+from hpcinit.observe.find_runs import Task
+from hpcinit.why.evidence import Verdict
+
+
+@dataclass(frozen=True)
+class Group:
+    """Failed tasks with one cause. verdict: on the first of them."""
+
+    tasks: tuple[Task, ...]
+    verdict: Verdict
+
+    @property
+    def numbers(self) -> list[int]:
+        return [task.number for task in self.tasks]
+
+
+def grouped(tasks: Sequence[Task], explain: Callable[[Task], Verdict]) -> list[Group]:
+    """Return the failed tasks by the kind of failure and its error, in which numbers may differ; the most first."""
+    found: dict[tuple[str, str], tuple[list[Task], Verdict]] = {}
+    for task in tasks:
+        if (task.state.over and task.status) or task.state.purged:
+            verdict = explain(task)
+            key = verdict.kind, re.sub(r"\d+", "N", verdict.error)
+            found.setdefault(key, ([], verdict))[0].append(task)
+    groups = [Group(tuple(its), verdict) for its, verdict in found.values()]
+    return sorted(groups, key=lambda group: -len(group.tasks))
+
+
+def lines(path: Path, tasks: Sequence[Task], groups: Sequence[Group]) -> list[str]:
+    """Return the text for a terminal."""
+    failed = sum(len(group.tasks) for group in groups)
+    text = [f"{failed or 'none'} of {len(tasks)} tasks failed ({find_runs.count_states(tasks)})"]
+    for group in groups:
+        plural = "s" * (len(group.tasks) > 1)
+        text.append(f"task{plural} {ranges(group.numbers)}: {group.verdict.headline}")
+        text += [f"  what to do: {group.verdict.do}"] * bool(group.verdict.do)
+        text.append(f"  more:  hpcinit why {shlex.quote(f'{path}/{group.numbers[0]}')}")
+    return text
+
+
+def document(path: Path, tasks: Sequence[Task], groups: Sequence[Group]) -> str:
+    """Return the same as JSON."""
+    return json.dumps({
+        "run": str(path),
+        "tasks": len(tasks),
+        "causes": [
+            {
+                "kind": group.verdict.kind,
+                "headline": group.verdict.headline,
+                "do": group.verdict.do,
+                "tasks": group.numbers,
+            }
+            for group in groups
+        ],
+    })  # fmt: skip
