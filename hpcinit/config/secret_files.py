@@ -14,8 +14,10 @@ from hpcinit.base.text import expanded
 from hpcinit.config.schema import Config
 from hpcinit.records import secret_names
 
-HOW = 'put it in a file (umask 077; cat > ~/.{file}, paste, Ctrl-D), and pass it with "+secrets.{name}=$HOME/.{file}"'
-ASSIGNED = re.compile(r"\b([A-Za-z_][A-Za-z0-9_]*)=(\"[^\"]*\"|'[^']*'|[^\s;&|]*)")
+HOW = (
+    "otherwise put it in a file (umask 077; cat > ~/.{file}, paste, Ctrl-D), "
+    'and pass it with "+secrets.{name}=$HOME/.{file}"'
+)
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -36,35 +38,36 @@ def in_document(document: Mapping[str, Any], patterns: list[str]) -> Iterator[st
         name = key.rpartition(".")[2]
         if key.startswith(("secrets.", "job.env.", "cluster.env.", "job.args", "cluster.setup", "secret_names")):
             continue  # checked by problems()
-        if secret_names.is_secret(name, text, patterns):
-            yield f"{key} looks like a secret and would be written to config.yaml: {_how(name.upper())}"
+        if why := secret_names.reason(name, text, patterns):
+            yield f"{key} looks like a secret ({why}) and would be written to config.yaml; {_how(name, name.upper())}"
 
 
 def _written(config: Config) -> Iterator[str]:
     for key, env in (("cluster.env", config.cluster.env), ("job.env", config.job.env)):
         for name, value in env.items():
-            if secret_names.is_secret(name, str(value), config.secret_names):
-                yield (
-                    f"{key}.{name} looks like a secret and would be written to the script: {_how(name)}; "
-                    f"if it is not a secret: 'secret_names=[-{name}]'"
-                )
+            if why := secret_names.reason(name, str(value), config.secret_names):
+                yield f"{key}.{name} looks like a secret ({why}) and would be written to the script; {_how(name)}"
     for line in config.cluster.setup:
-        for name, value in ASSIGNED.findall(str(line)):
-            if secret_names.is_secret(name, value.strip("'\""), config.secret_names):
-                yield (
-                    f"cluster.setup sets {name}, which looks like a secret and would be written to the script: "
-                    f"{_how(name)}"
-                )
-    for _, option in secret_names.in_arguments([str(word) for word in config.job.args], config.secret_names):
-        name = re.sub(r"[^A-Za-z0-9_]", "_", option.strip("-*")).upper() or "MY_TOKEN"
+        for name, why in secret_names.in_shell(str(line), config.secret_names):
+            yield (
+                f"cluster.setup sets {name}, which looks like a secret ({why}) and would be written to the script; "
+                f"{_how(name)}"
+            )
+    words = [str(word) for word in config.job.args]
+    for at, name, why in secret_names.in_arguments(words, config.secret_names):
+        which, variable = f"the program's argument {name}", re.sub(r"[^A-Za-z0-9_]", "_", name).upper()
+        if name == secret_names.ARGUMENT:
+            which, variable = f"argument {at + 1} of the program", "MY_TOKEN"
         yield (
-            f"the program's argument {option} looks like a secret and would be written to spec.json: {_how(name)}, "
-            f"and read it from the environment in the program; if it is not a secret: 'secret_names=[-{name}]'"
+            f"{which} looks like a secret ({why}) and would be written to spec.json; {_how(name, variable)}, and read "
+            "it from the environment in the program"
         )
 
 
-def _how(name: str) -> str:
-    return HOW.format(name=name, file=name.lower())
+def _how(name: str, variable: str = "") -> str:
+    """Return the advice. variable: of the secret, if it is not `name`."""
+    variable = variable or name
+    return f"{secret_names.unless(name)}; {HOW.format(name=variable, file=variable.lower())}"
 
 
 def _file(name: str, path: Path) -> Iterator[str]:

@@ -22,7 +22,7 @@ from hpcinit.config.schema import Config
 from hpcinit.deepspeed import deepspeed_versions
 from hpcinit.doctor import check_results
 from hpcinit.doctor.check_results import FAIL, OK, WARNING, Check
-from hpcinit.records import node_records
+from hpcinit.records import node_records, secret_names
 from hpcinit.slurm import scontrol, slurm_client
 from hpcinit.submit import job_environment
 from hpcinit.submit import transaction as submission
@@ -329,7 +329,7 @@ def _environment_checks(config: Config, env: Mapping[str, str]) -> Iterator[Chec
         yield Check("environment", OK, "no variables of another job")
     for name in dropped.secrets:
         advice = f"write it to a file with mode 0600 and add '+secrets.{name}=FILE'; "
-        advice += f"if it is not a secret: 'secret_names=[-{name}]'"
+        advice += secret_names.unless(name)
         yield Check("secrets", WARNING, f"{name} looks like a secret, so it is not passed to jobs", advice)
     for name, place in config.secrets.items():
         yield Check("secrets", OK, f"the job reads {name} from {place}")

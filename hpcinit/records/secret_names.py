@@ -1,4 +1,4 @@
-"""Detect secrets: by parts of a name, and by the prefixes of tokens of well-known services."""
+"""Detect secrets: first by the form of the value, then by parts of the name. The user can overrule both."""
 
 from __future__ import annotations
 
@@ -19,12 +19,26 @@ OF_TEXT = re.compile(
     r"|EACH|CONTEXT|MULTI|PREFIX|MIDDLE|SUFFIX|TRIGGER|FAKE|THINK)_TOKEN(_|$)"
     r"|TOKEN_(ID|IDS|INDEX|LEN|LENGTH|LIMIT|COUNT|BUDGET|DROP|DROPOUT|TYPE|LEVEL|SIZE|DIM|EMBED\w*|MIXING|MERGING|LOSS)(_|$)"
 )
-# Hugging Face, GitHub, GitLab, OpenAI and Anthropic, AWS, Slack, NVIDIA, JWT, Google.
-VALUE = re.compile(
-    r"hf_[A-Za-z]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{40,}|glpat-[\w-]{20,}|sk-[\w-]{30,}|A[KS]IA[A-Z0-9]{16}"
-    r"|xox[abpr]-[\w-]{20,}|nvapi-[\w-]{40,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+|AIza[\w-]{35}"
-)
-HARMLESS = re.compile(r"|true|false|none|null|auto|-?[\d.]+|<.*>|\[.*\]|\$.*", re.IGNORECASE | re.DOTALL)
+# Names that are secrets only with a random value: OPENAI_KEY=8c1f..., but not --sort-key image_2.
+OFTEN = re.compile(r"(^|_)(KEY|PASS|AUTH|PW|PSK|BEARER)$")
+# What a value is under any name. The first that matches counts.
+FORMS = {
+    # Hugging Face, GitHub, GitLab, OpenAI and Anthropic, AWS, Slack, NVIDIA, JWT, Google. Not task-... and risk-...
+    "a token of a well-known service": re.compile(
+        r"(?<![\w-])(hf_[A-Za-z]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{40,}|glpat-[\w-]{20,}"
+        r"|sk-(?=[\w-]*\d)[\w-]{16,}|A[KS]IA[A-Z0-9]{16}|xox[abpr]-[\w-]{20,}|nvapi-[\w-]{40,}"
+        r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+|AIza[\w-]{35})"
+    ),
+    # postgres://me:pw@host/db, redis://:pw@host. Not ssh://git@host:22, and not https://me:$PW@host or me:***@host.
+    "a URL with a password": re.compile(r"\b[A-Za-z][\w+.-]*://[^\s/:@]*:(?![$*<{])[^\s/@]+@"),
+    "a private key": re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----"),
+}
+HARMLESS = re.compile(r"|true|false|none|null|auto|-?[\d.]+|<.*>|\[.*\]|\$.*|\s.*", re.IGNORECASE | re.DOTALL)
+PATH = re.compile(r"(~|\.{1,2})?/\S*|https?://\S*")
+OPTION = re.compile(r"[-+]*[\w./@-]+")
+# NAME=value within a line of shell code
+ASSIGNED = re.compile(r"\b([A-Za-z_][A-Za-z0-9_]*)=(\"[^\"]*\"|'[^']*'|[^\s;&|]*)")
+ARGUMENT = "args"  # the name of a program's argument that has none
 HIDDEN = "***"
 
 
@@ -33,43 +47,92 @@ def named(name: str, patterns: Sequence[str] = ()) -> bool:
 
     patterns: additional names (MY_*), or exceptions with '-' in front. The last match counts.
     """
-    plain = name.lstrip("-").replace("-", "_").upper()
+    plain = _plain(name)
     secret = bool(SECRET.search(plain)) and not ONLY_WHERE.search(plain) and not OF_TEXT.search(plain)
     for pattern in patterns:
-        none = pattern.startswith("-")
-        if fnmatchcase(plain, pattern.removeprefix("-").replace("-", "_").upper()):
-            secret = not none
+        if fnmatchcase(plain, _plain(pattern)):
+            secret = not pattern.startswith("-")
     return secret
 
 
+def reason(name: str, value: str, patterns: Sequence[str] = ()) -> str:
+    """Return why `value` under this name is a secret, as in 'a URL with a password'; '' if it is none.
+
+    patterns: as for named(). An exception counts whatever the value is.
+    """
+    plain = _plain(name)
+    if any(p.startswith("-") and fnmatchcase(plain, _plain(p)) for p in patterns):
+        return "its name" if named(name, patterns) else ""
+    for form, pattern in FORMS.items():
+        if pattern.search(value):
+            return form
+    if HARMLESS.fullmatch(value) or (PATH.fullmatch(value) and not _random(value)):
+        return ""
+    if named(name, patterns):
+        return "its name"
+    often = OFTEN.search(plain) and not OF_TEXT.search(plain)
+    return "its name and a random value" if often and (value.startswith("sk-") or _random(value)) else ""
+
+
 def is_secret(name: str, value: str, patterns: Sequence[str] = ()) -> bool:
-    """Return whether `value` under this name is a secret: by the name, or as a token of a well-known service."""
-    plain = name.lstrip("-").replace("-", "_").upper()
-    if any(p.startswith("-") and fnmatchcase(plain, p[1:].replace("-", "_").upper()) for p in patterns):
-        return named(name, patterns)
-    return VALUE.search(value) is not None or (named(name, patterns) and not HARMLESS.fullmatch(value))
+    """Return whether `value` under this name is a secret."""
+    return bool(reason(name, value, patterns))
 
 
-def in_arguments(arguments: Sequence[str], patterns: Sequence[str] = ()) -> Iterator[tuple[int, str]]:
-    """Yield (index, name) of each argument with a secret, as in --api-key X, --api-key=X, job.env.HF_TOKEN=X."""
+def unless(name: str) -> str:
+    """Return the part of a message that shows how to overrule reason()."""
+    return f"if it is not a secret: 'secret_names=[-{name}]'"
+
+
+def in_shell(line: str, patterns: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
+    """Yield (name, reason) of each secret that a line of shell code assigns to a variable."""
+    for name, value in ASSIGNED.findall(line):
+        if why := reason(name, value.strip("'\""), patterns):
+            yield name, why
+
+
+def in_arguments(arguments: Sequence[str], patterns: Sequence[str] = ()) -> Iterator[tuple[int, str, str]]:
+    """Yield (index, name, reason) of each argument with a secret, as in --api-key X, --api-key=X, job.env.HF_TOKEN=X.
+
+    The name of an argument without an option is ARGUMENT.
+    """
     for at, argument in enumerate(arguments):
         option, equals, value = argument.partition("=")
         before = arguments[at - 1] if at else ""
-        if equals and is_secret(option.rpartition(".")[2].lstrip("-+"), value, patterns):
+        if equals and OPTION.fullmatch(option):
             # The value is the path of a file: secrets.HF_TOKEN=~/.hf_token
-            if not option.lstrip("+").startswith("secrets."):
-                yield at, option
+            if option.lstrip("+").startswith("secrets."):
+                continue
+            name = option.rpartition(".")[2].lstrip("-+")
         elif before.startswith("-") and "=" not in before and not argument.startswith("-"):
-            if is_secret(before, argument, patterns):
-                yield at, before
-        elif is_secret("", argument, patterns):
-            yield at, HIDDEN
+            name, value = before.lstrip("-") or ARGUMENT, argument
+        else:
+            name, value = ARGUMENT, argument
+        if why := reason(name, value, patterns):
+            yield at, name, why
+        elif re.search(r"\s", value):  # bash -c 'PGPASSWORD=X psql'. In Python code, token=x is no variable of a shell.
+            for variable, why in in_shell(value, patterns):
+                if variable.isupper():
+                    yield at, variable, why
+                    break
 
 
 def masked(arguments: Sequence[str], patterns: Sequence[str] = ()) -> list[str]:
     """Return the command line with *** instead of each secret."""
     shown = list(arguments)
-    for at, _ in in_arguments(arguments, patterns):
+    for at, _, _ in in_arguments(arguments, patterns):
         option, equals, _ = arguments[at].partition("=")
-        shown[at] = f"{option}={HIDDEN}" if equals else HIDDEN
+        shown[at] = f"{option}={HIDDEN}" if equals and OPTION.fullmatch(option) else HIDDEN
     return shown
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").replace("-", "_").upper()
+
+
+def _random(value: str) -> bool:
+    """Return whether the value contains 16 characters or more in which letters and digits alternate, as in a key."""
+    for run in re.findall(r"[A-Za-z0-9+_-]{16,}", value):
+        if len(re.findall(r"[A-Za-z](?=\d)|\d(?=[A-Za-z])", run)) > 2 and len(set(run)) > 7:
+            return True
+    return False

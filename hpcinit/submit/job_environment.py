@@ -99,7 +99,7 @@ class DroppedVariables:
             name = self.secrets[0]
             parts.append(
                 f"{name} looks like a secret, and Slurm stores a job's environment: put it in a file with mode 0600 "
-                f"and pass '+secrets.{name}=FILE'; if it is not a secret: 'secret_names=[-{name}]'"
+                f"and pass '+secrets.{name}=FILE'; {secret_names.unless(name)}"
             )
         return "; ".join(parts) if parts[0] else ""
 

@@ -39,10 +39,44 @@ def test_a_token_under_any_name() -> None:
     assert not secret_names.is_secret("USE_TOKEN", "true") and not secret_names.is_secret("HF_TOKEN", "$HF_TOKEN")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("DATABASE_URL", "postgres://u:pw@h/db", "a URL with a password"),
+        ("BROKER", "redis://:pw@h:6379/0", "a URL with a password"),
+        ("OPENAI_KEY", "sk-proj-1a2b3c4d5e6f", "a token of a well-known service"),
+        ("OPENAI_KEY", "sk-short", "its name and a random value"),
+        ("SITE_KEY", "8c1f0ab37d5e42f19bb6", "its name and a random value"),
+        ("X", "-----BEGIN OPENSSH PRIVATE KEY-----\nb3Bl", "a private key"),
+        ("HF_TOKEN", "abc", "its name"),
+        ("ORIGIN", "ssh://git@h:22/x", ""),
+        ("DATABASE_URL", "postgres://u:$PW@h/db", ""),
+        ("X", "task-0001-of-a-sweep-with-a-long-name-2", ""),
+        ("SORT_KEY", "image_2_features", ""),
+        ("HF_TOKEN", "/home/me/.hf", ""),
+        ("X", "8c1f0ab37d5e42f19bb6", ""),
+    ],
+)
+def test_the_form_of_a_value(name: str, value: str, why: str) -> None:
+    """The form of a value counts first, the name second. One exception overrules both."""
+    assert secret_names.reason(name, value) == why
+    assert secret_names.reason(name, value, [f"-{name}"]) == ""
+
+
+def test_a_command_that_mentions_secrets() -> None:
+    """A command that only mentions names of secrets has none, and one that sets a variable to a secret has."""
+    assert not [*secret_names.in_arguments(["-c", 'env | grep -E "SECRET|PAT="'])]
+    assert not [*secret_names.in_arguments(["-c", "import x; x.login(token=tok, password=ask())"])]
+    assert [*secret_names.in_arguments(["-c", "cd /x; PGPASSWORD=pw psql"])] == [(1, "PGPASSWORD", "its name")]
+    assert [*secret_names.in_arguments(["a", HF])] == [(1, "args", "a token of a well-known service")]
+    assert not [*secret_names.in_arguments(["a", HF], ["-args"])]
+
+
 def test_command_lines_are_masked() -> None:
     """Each way to write a secret on a command line is masked, and nothing else."""
     arguments = ["submit", "+job.env.HF_TOKEN=abc", "+secrets.HF_TOKEN=/home/me/.hf", "--", "t.py", "--api-key", "abc",
-             "--password=abc", "--use-auth-token", "--lr", "3", f"x={HF}", HF, "--eos_token", "</s>"]  # fmt: skip
+             "--password=abc", "--use-auth-token", "--lr", "3", f"x={HF}", HF, "--eos_token", "</s>",
+                 "--db=postgres://u:pw@h/d?a=b", "postgres://u:pw@h/d?a=b"]  # fmt: skip
     hidden = ["submit", "+job.env.HF_TOKEN=***", "+secrets.HF_TOKEN=/home/me/.hf", "--", "t.py", "--api-key", "***",
-              "--password=***", "--use-auth-token", "--lr", "3", "x=***", "***", "--eos_token", "</s>"]  # fmt: skip
+              "--password=***", "--use-auth-token", "--lr", "3", "x=***", "***", "--eos_token", "</s>", "--db=***", "***"]  # fmt: skip
     assert secret_names.masked(arguments) == hidden

@@ -92,8 +92,10 @@ def test_a_name_that_is_no_secret_is_passed_on(hpcinit: Run) -> None:
         (["+wandb.api_key=s3cr3t-of-this-test"], "wandb.api_key"),
         (["secret_names=[SITE_*]", "+job.env.SITE_X=s3cr3t-of-this-test"], "job.env.SITE_X"),
         (["cluster.setup=['export A_TOKEN=s3cr3t-of-this-test']"], "cluster.setup sets A_TOKEN"),
-        (["--", "true", "--api-key", SECRET], "the program's argument --api-key"),
+        (["--", "true", "--api-key", SECRET], "the program's argument api-key"),
         (["--", "true", f"password={SECRET}"], "the program's argument password"),
+        (["--", "true", f"postgres://me:{SECRET}@host/db"], "argument 1 of the program"),
+        (["+job.env.DATABASE_URL='postgres://me:s3cr3t-of-this-test@host/db'"], "job.env.DATABASE_URL"),
         (["+job.env.HF_TOKEN='s3cr3t-of-this-test\t'"], "job.env.HF_TOKEN"),
     ],
 )
@@ -105,6 +107,15 @@ def test_a_secret_in_the_request(hpcinit: Run, tmp_path: Path, words: list[str],
         assert done.returncode == 2 and f"{key}" in done.stderr and "looks like a secret" in done.stderr
         assert 'and pass it with "+secrets.' in done.stderr and SECRET not in done.stderr + done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_that_looks_for_secrets(hpcinit: Run) -> None:
+    """A command that only mentions names of secrets is submitted, and one argument overrules a wrong refusal."""
+    look = ["sh", "-c", 'env | grep -cE "SECRET|PAT=" || true']
+    assert hpcinit("submit", "dry_run=true", "--", *look).returncode == 0
+    url = ["true", "postgres://me:public@host/db"]
+    assert "'secret_names=[-args]'" in hpcinit("submit", "dry_run=true", "--", *url).stderr
+    assert hpcinit("submit", "dry_run=true", "secret_names=[-args]", "--", *url).returncode == 0
 
 
 def test_replaced_overrides_are_masked(hpcinit: Run) -> None:
