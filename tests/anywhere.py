@@ -161,7 +161,8 @@ def run_tests(place: Place, words: Sequence[str]) -> int:
         "PATH": f"{place.folder}/.venv/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
         **place.env,
     }
-    env.pop("PYTHONPATH", None)
+    for name in ("PYTHONPATH", "PYENV_ROOT"):  # pyenv may be in a folder that the user cannot enter
+        env.pop(name, None)
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(place.load)]
     try:
         with memory_limit(place) as limited:
