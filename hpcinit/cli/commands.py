@@ -107,7 +107,8 @@ COMMANDS = {
         """
   hpcinit clean                     list the finished runs in ./runs with their size, ask, and remove them
   hpcinit clean --older-than 30 --state FAILED,CANCELLED
-  hpcinit clean train-0001 --yes    without a confirmation""",
+  hpcinit clean train-0001 --yes    without a confirmation
+  hpcinit clean --outside           the same for what hpcinit wrote outside of run folders""",
     ),
     "why": Command(
         "hpcinit.why.why_command",

@@ -1,4 +1,7 @@
-"""`hpcinit clean [RUN ...]`: list finished runs with state, age and size, and remove them after a confirmation."""
+"""`hpcinit clean [RUN ...]`: list finished runs with state, age and size, and remove them after a confirmation.
+
+--outside does the same for what hpcinit wrote outside of run folders.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from pathlib import Path
 from hpcinit.base import console
 from hpcinit.base.console import plain
 from hpcinit.base.errors import Failure, RequestError
-from hpcinit.observe import find_runs, overview, state
-from hpcinit.records import heartbeats, run_folder
+from hpcinit.observe import find_runs, outside, overview, state
+from hpcinit.records import heartbeats, run_folder, run_numbers
 
 DAY_S = 86_400.0
 ALIVE_S = 120.0  # a rank that wrote a heartbeat within this time is treated as running
@@ -46,12 +49,17 @@ def parser() -> argparse.ArgumentParser:
         "--older-than", type=float, default=0.0, metavar="DAYS", help="only runs that ended before this"
     )
     parser.add_argument("--state", default="", help="only runs in this state; several: FAILED,CANCELLED")
+    parser.add_argument(
+        "--outside", action="store_true", help="what hpcinit wrote outside of run folders, instead of runs"
+    )
     parser.add_argument("--yes", "-y", action="store_true", help="remove without a confirmation")
     return console.add_verbosity_options(parser, "one JSON object per line, for each finished run")
 
 
 def main(argv: Sequence[str]) -> int:
     options = console.parse_arguments(parser(), list(argv))
+    if options.outside:
+        return _outside(options)
     paths = find_runs.matching_runs(options.run, options.runs_dir)
     named = not find_runs.means_all_runs(options.run)
     found = list(_finished(paths, options, named))
@@ -63,7 +71,9 @@ def main(argv: Sequence[str]) -> int:
             print(plain(one.run.path.name))
         else:
             print(plain(f"{one.run.path.name:24} {one.state:10} {_age(one.age_s):>7}  {_size(one.size):>9}"))
-    if options.yes or (not options.json and _confirmed(found)):
+    size = _size(sum(one.size for one in found))
+    question = f"remove {_count(len(found))} ({size}) with their logs and checkpoints? [y/N] "
+    if options.yes or (not options.json and _confirmed(question)):
         removed = _remove(found)
     else:
         removed = set()
@@ -141,20 +151,62 @@ def _used(folder: Path) -> int:
     return total
 
 
-def _confirmed(found: Sequence[Finished]) -> bool:
+def _confirmed(question: str) -> bool:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return False
-    size = _size(sum(one.size for one in found))
-    question = f"remove {_count(len(found))} ({size}) with their logs and checkpoints? [y/N] "
     try:
         return input(question).strip().lower() in ("y", "yes")
     except EOFError:
         return False
 
 
+def _outside(options: argparse.Namespace) -> int:
+    """List what hpcinit wrote outside of run folders, and remove it after a confirmation. Raise RequestError."""
+    if options.run or options.state or options.older_than:
+        raise RequestError(
+            "--outside is about files that belong to no run, so it takes no run, --state or --older-than: "
+            "hpcinit clean --outside"
+        )
+    found = [(one, _used(one.path)) for one in outside.places(options.runs_dir, os.environ)]
+    free = [one.path for one, _ in found if not one.kept]
+    for one, size in found if not options.json else ():
+        kept = f"; kept: {one.kept}" if one.kept else ""
+        print(plain(str(one.path) if options.quiet else f"{_size(size):>9}  {one.path}  {one.what}{kept}"))
+    removed = set()
+    if options.yes or (free and not options.json and _confirmed(f"remove {len(free)} folders? [y/N] ")):
+        removed = {path for path in free if _removed_folder(path)}
+    elif free:
+        console.note("nothing was removed; to remove without a confirmation: hpcinit clean --outside --yes")
+    for one, size in found if options.json else ():
+        document = {"path": str(one.path), "what": one.what, "bytes": size, "kept": one.kept}
+        print(json.dumps({**document, "removed": one.path in removed}))
+    if not options.json:
+        console.note(
+            "not listed: your settings (~/.config/hpcinit, conf/cluster), the disks of other machines, and files of "
+            "your programs, such as Hydra's multirun/ and outputs/"
+        )
+    if options.yes and len(removed) < len(free):
+        raise Failure(f"{len(free) - len(removed)} folders could not be removed; see the messages above")
+    return 0
+
+
+def _removed_folder(path: Path) -> bool:
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        console.warning(f"cannot remove {path}: {error.strerror} ({error.filename}); remove it with rm -r")
+        return False
+    return True
+
+
 def _remove(found: Sequence[Finished]) -> set[Path]:
     """Remove the folders, after a second look at their states, and return those that were removed."""
-    removed = set()
+    removed: set[Path] = set()
+    try:
+        run_numbers.keep(one.run.path.absolute() for one in found)
+    except OSError as error:
+        console.warning(f"nothing was removed, because {error.filename} cannot be written: {error.strerror}")
+        return removed
     for run in overview.read([one.run.path for one in found]):
         if problem := _problem(run):
             console.warning(f"not removed: {problem}")

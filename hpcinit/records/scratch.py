@@ -36,8 +36,8 @@ def base(env: Mapping[str, str], room: int = 0) -> Path | None:
     that another user writes there would run as this user, so a folder that another user created or can enter is not
     suitable either. room: bytes that must be free on the disk.
     """
-    for parent in (env.get(ENV_LOCAL_DISK, ""), env.get("TMPDIR", ""), "/tmp", "/var/tmp"):
-        folder = Path(parent) / f"hpcinit-{os.geteuid()}"
+    for parent in parents(env):
+        folder = of_user(parent)
         with contextlib.suppress(OSError):
             if not folder.is_absolute():
                 continue
@@ -49,6 +49,33 @@ def base(env: Mapping[str, str], room: int = 0) -> Path | None:
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
                 return folder
     return None
+
+
+def parents(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return where base() looks, in this order; '' for a variable that is not set."""
+    return (env.get(ENV_LOCAL_DISK, ""), env.get("TMPDIR", ""), "/tmp", "/var/tmp")
+
+
+def of_user(parent: str) -> Path:
+    """Return the name of this user's folder in `parent`."""
+    return Path(parent) / f"hpcinit-{os.geteuid()}"
+
+
+def in_use(folder: Path) -> bool:
+    """Return whether a process has locked the job's folder `folder`, or may have."""
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):  # kernels, and what was never a job's folder
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
 
 
 def take(parent: Path, job: str) -> Path:

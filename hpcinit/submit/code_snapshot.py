@@ -20,7 +20,7 @@ from typing import Any
 from hpcinit.base import console
 from hpcinit.base.errors import NOTHING_SUBMITTED, RequestError, SubmitError
 from hpcinit.config.schema import Config
-from hpcinit.records import run_folder
+from hpcinit.records import run_folder, run_numbers
 
 # The checkout: its root, its commit, and its files.
 #
@@ -175,6 +175,8 @@ def _plan(workdir: Path, exclude: tuple[str, ...], max_mb: float) -> SnapshotPla
     for name in sorted(checkout_files(root)):
         info = (root / name).lstat()
         kind = stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode)
+        if run_numbers.is_mark(name):
+            continue
         if kind and not _excluded(name, exclude) and not _is_in_run_folder((root / name).parent, root, folders):
             names.append(name)
             sizes.append(info.st_size)

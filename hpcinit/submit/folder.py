@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import platform
-import re
 import shlex
 import shutil
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from hpcinit.base import safe_files
 from hpcinit.base.errors import NOTHING_SUBMITTED, RequestError, SubmitError
-from hpcinit.records import run_folder
+from hpcinit.records import run_folder, run_numbers
 
 PRIVATE, PRIVATE_FILE = 0o700, 0o600
 
@@ -33,12 +32,9 @@ def next_path(runs_dir: Path, name: str) -> Path:
 
 
 def _free(runs_dir: Path, name: str, promised: Collection[Path] = ()) -> Path:
-    """Return runs_dir/NAME-0001, or the number after the highest existing one."""
-    pattern = re.compile(re.escape(name) + r"-(\d{4,})")
-    there = [path for path in promised if path.parent == runs_dir]
-    there += list(runs_dir.iterdir()) if runs_dir.is_dir() else []
-    taken = [int(m[1]) for path in there if (m := pattern.fullmatch(path.name))]
-    return runs_dir / f"{name}-{max(taken, default=0) + 1:04d}"
+    """Return runs_dir/NAME-0001, or the next number that no run had."""
+    names = {path.name for path in promised if path.parent == runs_dir}
+    return runs_dir / f"{name}-{run_numbers.next_number(runs_dir, name, names):04d}"
 
 
 def claim(runs_dir: Path, name: str, below: Sequence[str] = (run_folder.LOGS, run_folder.ERRORS)) -> Path:
@@ -53,6 +49,7 @@ def claim(runs_dir: Path, name: str, below: Sequence[str] = (run_folder.LOGS, ru
             if problem := safe_files.runs_dir_ownership_problems(runs_dir):
                 raise SubmitError(problem, NOTHING_SUBMITTED)
             path.mkdir(mode=PRIVATE)
+            run_numbers.mark(path)
             for inner in below:
                 (path / inner).mkdir(mode=PRIVATE)
             _refuse_wrong_owner(path, path)
@@ -125,11 +122,13 @@ def write(path: str, text: str) -> None:
 def mark_submitted(path: Path, submission: Mapping[str, object]) -> None:
     """Write submission.json atomically. Its presence means that the job exists."""
     safe_files.write_atomically(path / run_folder.SUBMISSION, json.dumps(submission, indent=2) + "\n", PRIVATE_FILE)
+    run_numbers.remove_lower(path)
 
 
 def discard(path: Path) -> None:
     """Remove a run folder that never became a job."""
     if not (path / run_folder.SUBMISSION).exists():
+        run_numbers.unmark(path)  # first: while the folder exists, no other submission takes its number
         shutil.rmtree(path, ignore_errors=True)
 
 

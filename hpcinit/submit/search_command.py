@@ -17,7 +17,7 @@ from hpcinit.base import console
 from hpcinit.base.errors import INTERRUPTED, Failure, HpcinitError, RequestError
 from hpcinit.config.request import Ended, Request
 from hpcinit.observe import state
-from hpcinit.records import results, run_folder
+from hpcinit.records import results, run_folder, run_numbers
 from hpcinit.records.results import Value
 from hpcinit.submit import folder, job_environment, transaction
 from hpcinit.submit.messages import print_reliably
@@ -50,6 +50,7 @@ class Trials:
         except BaseException:
             if not self._done:
                 with suppress(OSError):
+                    run_numbers.unmark(self._folder)
                     self._folder.rmdir()  # nothing was submitted for it
             raise
         if status == INTERRUPTED:

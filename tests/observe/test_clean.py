@@ -35,7 +35,7 @@ def test_only_finished_runs_are_removed(idle_slurm: MiniSlurm, hpcinit: Run, tmp
     assert listed.returncode == 0
     assert [line.split()[0] for line in listed.stdout.splitlines()] == ["good-0001", "bad-0001", "many-0001"], listed
     assert "nothing was removed; to remove without a confirmation: hpcinit clean --yes" in listed.stderr
-    assert len(list(runs.iterdir())) == 5
+    assert len(list(runs.glob("[!.]*"))) == 5
     for name, about in (("busy-0001", "is RUNNING"), ("waits-0001", "is PENDING")):
         refused = hpcinit("clean", name, "--yes", env=env)
         assert refused.returncode == 2
@@ -49,7 +49,7 @@ def test_only_finished_runs_are_removed(idle_slurm: MiniSlurm, hpcinit: Run, tmp
     assert (Path(document["run"]).name, document["state"], document["removed"]) == ("bad-0001", "FAILED", True)
     assert document["bytes"] > 1000 and document["age_s"] < 600
     assert hpcinit("clean", "--yes", env=env).stderr.startswith("removed 2 runs, ")
-    assert {path.name for path in runs.iterdir()} == {"busy-0001", "waits-0001"}
+    assert {path.name for path in runs.glob("[!.]*")} == {"busy-0001", "waits-0001"}
     assert "no finished runs to remove in" in hpcinit("clean", env=env).stderr
     idle_slurm.cancel_all()
 
@@ -83,7 +83,7 @@ def test_a_terminal_gets_a_question(hpcinit: Run, tmp_path: Path) -> None:
     assert "remove 1 run (3.0 MB) with their logs and checkpoints? [y/N]" in shown and "nothing was removed" in shown
     assert folder.exists()
     assert "removed 1 run, 3.0 MB" in answered(tmp_path, "y")
-    assert not list((tmp_path / "runs").iterdir())
+    assert not list((tmp_path / "runs").glob("[!.]*"))
 
 
 def test_runs_that_may_still_run_are_kept(hpcinit: Run, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_each_combination_becomes_a_job(hpcinit: Run, tmp_path: Path) -> None:
     assert len(lines) == 2
     assert done.stdout.index("== seed=0, sh-0001 ==") < done.stdout.index("COMPLETED")
     assert done.stdout.index("== seed=3, sh-0002 ==") < done.stdout.index("FAILED")
-    assert sorted(path.name for path in tmp_path.rglob("*") if path.parent.name in {"runs", tmp_path.name}) == [
+    assert sorted(path.name for path in tmp_path.rglob("[!.]*") if path.parent.name in {"runs", tmp_path.name}) == [
         "runs", "sh-0001", "sh-0002",
     ]  # fmt: skip
 

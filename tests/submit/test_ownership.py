@@ -196,7 +196,7 @@ def test_the_variables_of_a_swapped_task_are_not_sourced(idle_slurm: MiniSlurm, 
     words = ["-m", "+job.env.GREETING=a,b", "ranks_per_node=1", "+cluster.sbatch.hold=true", f"runs_dir={place}/runs"]
     done = submit(hpcinit, idle_slurm, *words, "cluster.gpus_per_node=0", "cluster.gpu_flag=null", "--", "true")
     assert done.returncode == 0, done.stderr
-    (sweep,) = (place / "runs").iterdir()
+    (sweep,) = (place / "runs").glob("[!.]*")
     job = json.loads((sweep / "0/submission.json").read_text())["job_id"].partition("_")[0]
     for path in (sweep.parent, sweep):
         path.chmod(0o777)

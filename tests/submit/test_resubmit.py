@@ -105,7 +105,7 @@ def test_what_cannot_be_submitted_again(hpcinit: Run, tmp_path: Path, words: lis
     (tmp_path / "runs/bare-0001/provenance.json").unlink()
     done = hpcinit("resubmit", *words)
     assert (done.returncode, done.stdout) == (2, "") and message in done.stderr, done.stderr
-    assert len(list((tmp_path / "runs").iterdir())) == 5
+    assert len(list((tmp_path / "runs").glob("[!.]*"))) == 5
 
 
 def test_the_same_snapshot_or_a_fresh_one(hpcinit: Run, checkout: Path) -> None:
@@ -125,7 +125,7 @@ def test_the_same_snapshot_or_a_fresh_one(hpcinit: Run, checkout: Path) -> None:
     done = hpcinit("resubmit", "x-0001")
     assert done.returncode == 1 and "changed since they were submitted (sha256 " in done.stderr
     assert "--fresh-code uses the checkout as it is now; nothing was submitted" in done.stderr
-    assert sorted(path.name for path in (checkout / "runs").iterdir()) == ["x-0001", "x-0002", "x-0003"]
+    assert sorted(path.name for path in (checkout / "runs").glob("[!.]*")) == ["x-0001", "x-0002", "x-0003"]
 
 
 @pytest.mark.slurm

@@ -1,0 +1,93 @@
+"""The numbers of runs: NAME-0042 in a runs_dir. A number is never used twice, also after its folder was removed.
+
+The highest number of a name is in the name of an empty file, `.NAME-0042.number`: a name is never half-written, also
+not over NFS. A file is removed only after a run with a higher number was submitted. So the highest one remains,
+whatever several login nodes do at the same time. If it is missing, the folders alone decide.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_RUN = re.compile(r"(?P<name>.+)-(?P<number>\d{4,9})")  # more digits: not ours, and no room for the next number
+
+
+def next_number(runs_dir: Path, name: str, promised: Collection[str] = ()) -> int:
+    """Return the number after the highest that this user's folders and marks have, and that no entry has.
+
+    promised: further names of folders that count.
+    """
+    names = {*_names(runs_dir), *promised}
+    found = sorted(((number, one) for one in names for number in _numbers(one, name)), reverse=True)
+    last = next((number for number, one in found if one in promised or _is_ours(runs_dir / one)), 0)
+    # In a shared runs_dir the next entries may be another user's.
+    while names & {f"{name}-{last + 1:04d}", f".{name}-{last + 1:04d}.number"}:
+        last += 1
+    return last + 1
+
+
+def mark(run: Path) -> None:
+    """Record the number of the folder `run`. Raise OSError."""
+    path = _mark(run)
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600))
+
+
+def unmark(run: Path) -> None:
+    """Remove the record of a number whose run was never submitted."""
+    with suppress(OSError):
+        _mark(run).unlink()
+
+
+def remove_lower(run: Path) -> None:
+    """Remove the marks below that of `run`, which was submitted, so that its mark remains."""
+    if not (found := _RUN.fullmatch(run.name)):  # a task of a sweep
+        return
+    for one in _names(run.parent):
+        if one.startswith(".") and any(number < int(found["number"]) for number in _numbers(one, found["name"])):
+            with suppress(OSError):
+                (run.parent / one).unlink()
+
+
+def keep(runs: Iterable[Path]) -> None:
+    """Record the highest number of each name before these folders are removed. Raise OSError."""
+    highest: dict[tuple[Path, str], tuple[int, Path]] = {}
+    for run in runs:
+        if found := _RUN.fullmatch(run.name):
+            key, one = (run.parent, found["name"]), (int(found["number"]), run)
+            highest[key] = max(one, highest.get(key, one))
+    for _, run in highest.values():
+        mark(run)
+
+
+def is_mark(path: str) -> bool:
+    """Return whether the file is a mark of this module."""
+    return bool(re.fullmatch(r"\..+-\d{4,9}\.number", path.rpartition("/")[2]))
+
+
+def _mark(run: Path) -> Path:
+    return run.with_name(f".{run.name}.number")
+
+
+def _numbers(entry: str, name: str) -> Iterator[int]:
+    """Yield the number of `entry`, if it is a folder or a mark of runs with this name."""
+    folder = entry[1:].removesuffix(".number") if entry.startswith(".") and entry.endswith(".number") else entry
+    if (found := _RUN.fullmatch(folder)) and found["name"] == name:
+        yield int(found["number"])
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)  # noqa: PTH208 - names of a thousand folders
+    except OSError:
+        return []
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid == os.geteuid()
+    except OSError:
+        return False
