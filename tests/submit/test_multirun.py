@@ -135,7 +135,7 @@ def test_read_only_runs_dir(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     (tmp_path / "ro").mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=64k", "tmpfs", tmp_path / "ro"], check=True)
     try:
-        assert main(["submit", "-m", "nodes=1,2", "runs_dir=ro/runs"]) == 1
+        assert main(["submit", "-m", "nodes=1,2", "runs_dir=ro/runs", "--", "true"]) == 1
     finally:
         subprocess.run(["umount", tmp_path / "ro"], check=True)
     out, err = capfd.readouterr()
