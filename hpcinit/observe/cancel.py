@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpcinit.base import console
+from hpcinit.base import console, json_output
 from hpcinit.base.errors import Failure, RequestError
 from hpcinit.observe import find_runs, overview, state
 from hpcinit.records import run_folder
@@ -51,7 +51,8 @@ def main(argv: Sequence[str]) -> int:
         outcome = _outcome(run, open_jobs[run.path], options.save)
         if options.json:
             jobs = open_jobs[run.path]
-            print(json.dumps({"run": str(run.path), "jobs": jobs, "save": options.save, "over": not jobs}))
+            fields = {"run": str(run.path), "jobs": jobs, "save": options.save, "over": not jobs}
+            print(json_output.line("cancel", fields))
         elif not options.quiet:
             print(f"{run.path.name}: {outcome}")
     return 0
