@@ -243,5 +243,7 @@ def test_failed_tasks_are_grouped_by_cause(idle_slurm: MiniSlurm, hpcinit: Run, 
     shown = found.stdout
     assert shown.startswith("4 of 5 tasks failed (") and "\ntasks 0-2: rank 0 on n" in shown, shown
     assert shown.count("ValueError: bad sample") == 1 and "\ntask 3: rank 0 on n" in shown and "KeyError: 'lr'" in shown
-    causes = json.loads(hpcinit("why", str(folder), "--json", env=idle_slurm.env).stdout)["causes"]
+    causes = json_documents.parse(hpcinit("why", str(folder), "--json", env=idle_slurm.env).stdout, "why sweep")[0][
+        "causes"
+    ]
     assert [cause["tasks"] for cause in causes] == [[0, 1, 2], [3]]
