@@ -204,7 +204,7 @@ def _run(words: Sequence[str]) -> tuple[list[dict[str, Any]], Sequence[str]]:
     notes = tuple(line.removeprefix("hpcinit: ") for line in err.splitlines() if line.strip())
     if process.returncode == 0:
         return documents, notes
-    found = next((one for one in documents if "type" in one), None)
+    found = next((one for one in documents if one["document"] == "error"), None)
     if process.returncode == INTERRUPTED:
         raise _interruption(documents)
     made = _run_folders(documents)
@@ -223,7 +223,7 @@ def _interruption(documents: Sequence[Mapping[str, Any]]) -> KeyboardInterrupt:
 
 def _run_folders(documents: Sequence[Mapping[str, Any]]) -> str:
     """Return the folders of the runs among the documents, '' if there are none."""
-    return ", ".join(one["run"] for one in documents if "run" in one and "type" not in one)
+    return ", ".join(one["run"] for one in documents if one["document"] == "submit")
 
 
 def _json_lines(out: str) -> list[dict[str, Any]]:

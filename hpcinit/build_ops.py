@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcinit.base import console
+from hpcinit.base import console, json_output
 from hpcinit.base.errors import RequestError
 from hpcinit.base.versions import installed
 from hpcinit.deepspeed import deepspeed_config, deepspeed_ops
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _print_result(given: argparse.Namespace, names: Sequence[str], root: str, text: str) -> None:
     if given.json:
-        print(json.dumps({"ops": list(names), "folder": root}))
+        print(json_output.line("build-ops", {"ops": list(names), "folder": root}))
     elif root or not given.quiet:
         print(root if given.quiet else text)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -19,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from hpcinit import api
 from hpcinit.base.errors import ConfigError, Failure, MaybeSubmitted, RequestError, SubmitError
-from tests import waiting
+from tests import json_documents, waiting
 from tests.minislurm import MiniSlurm
 
 until = partial(waiting.until, timeout_s=200)
@@ -114,7 +113,7 @@ def test_commands_print_errors_as_json(folder: Path) -> None:
     """--json prints an error as an object on stdout, beside the message on stderr."""
     command = [sys.executable, "-m", "hpcinit", "status", "nosuch", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    document = json.loads(done.stdout)
+    [document] = json_documents.parse(done.stdout, "error")
     assert done.returncode == 2 and document["type"] == "RequestError" and document["error"] in done.stderr
 
 

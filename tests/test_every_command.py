@@ -6,6 +6,7 @@ Every command needs an entry in ARGUMENTS.
 from __future__ import annotations
 
 import json
+import math
 import os
 import pty
 import re
@@ -16,10 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.base import console
+from hpcinit.base import console, json_output
 from hpcinit.cli import completion, main
 from hpcinit.cli.commands import COMMANDS
 from hpcinit.discover import live_site
+from tests import json_documents
 from tests.discover import recorded
 
 # The arguments for each command, in a folder with the finished run train-0001. `run` is a rank and has its own tests.
@@ -46,6 +48,8 @@ ARGUMENTS = {
     "build-ops": ["parallel=ddp"],
     "world": [],
 }
+# The documents of docs/reference/json.md that are not called as their command.
+DOCUMENTS = {"render": "script", "export": "script", "resubmit": "submit", "watch": "status"}
 FLAGS = {"--json", "-q", "--quiet", "-v", "--verbose"}
 WITH_TORCH = {"build-ops"}  # runs in another process, because the tests' process must not import torch
 COLOR = re.compile(r"\x1b\[[0-9;]*(?:3[0-7]|9[0-7]|38;[0-9;]+)m")
@@ -107,11 +111,43 @@ def test_json_quiet_and_verbose(here: Path, capfd: pytest.CaptureFixture[str], n
     verbose = answer(capfd, name, "-v")
     undo(here)
     assert {as_json[0], quiet[0], verbose[0]} == {status}
-    found = [json.loads(line) for line in as_json[1].splitlines()]
-    assert all(isinstance(each, dict) for each in found) and (found or name == "nodes")
+    assert json_documents.parse(as_json[1], DOCUMENTS.get(name, name)) or name == "nodes"
     assert len(quiet[1]) <= len(plain) and quiet[2] == ""
     assert len(verbose[1].splitlines()) == len(plain.splitlines())
     assert len(verbose[2].splitlines()) >= len(beside.splitlines())
+
+
+# The documents that the commands print with other arguments.
+OTHERS = [
+    ("submit --json dry_run=true", 0, "script"),
+    ("submit --json -m seed=1,2 dry_run=true -- true", 0, "script"),
+    ("render --json smoke-0001 nodes=2", 1, "diff"),
+    ("timeouts fit --json smoke-0001", 0, "timeouts fit"),
+    ("nodes --json --cluster x --add n1 --why noise", 0, "nodes"),
+    ("nodes --json", 0, "nodes"),
+    ("status --json nowhere", 2, "error"),
+    ("status --json --bogus", 2, "error"),
+    ("submit --json nodse=2", 2, "error"),
+    ("render --json train-0001 smoke-0001 more-0001", 2, "error"),
+    ("render --json train-0001 smoke-0001", 1, "diff"),
+]
+
+
+@pytest.mark.parametrize(("line", "status", "document"), OTHERS)
+def test_other_documents(here: Path, capfd: pytest.CaptureFixture[str], line: str, status: int, document: str) -> None:
+    """Other arguments and errors print documents of the same schema; the kind of an invalid request is `request`."""
+    if "nodes --json" in line:
+        assert main.main(["nodes", "--cluster", "x", "--add", "n1", "--why", "noise"]) == 0
+        capfd.readouterr()
+    assert main.main(line.split()) == status
+    found = json_documents.parse(capfd.readouterr().out, document)
+    assert found and (document != "error" or [one["kind"] for one in found] == ["request"])
+
+
+def test_json_has_no_nan() -> None:
+    """NaN and infinity, which JSON does not have, become null, in lists and objects too."""
+    line = json_output.line("logs", {"values": {"loss": math.nan}, "list": [1.0, (math.inf,)]})
+    assert json.loads(line) == {"document": "logs", "version": 1, "values": {"loss": None}, "list": [1.0, [None]]}
 
 
 def undo(folder: Path) -> None:

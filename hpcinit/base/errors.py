@@ -62,13 +62,14 @@ class HpcinitError(Exception):
     def document(self) -> dict[str, Any]:
         """Return the error as `--json` prints it: the message, the class, and the fields that programs decide by."""
         fields = {name: getattr(self, name) for name in FIELDS}
-        return {"error": str(self), "type": type(self).__name__, **fields}
+        return {"error": str(self), "type": type(self).__name__, "problems": [str(self)], **fields}
 
 
 class RequestError(HpcinitError):
     """The request is wrong, and nothing was started."""
 
     exit_status = 2
+    kind = failure_kinds.REQUEST
 
 
 class NodelistError(RequestError, ValueError):
@@ -91,7 +92,7 @@ class ConfigError(RequestError):
         super().__init__("\n".join(problems))
 
     def document(self) -> dict[str, Any]:
-        """Return the error as `--json` prints it, with the list of problems."""
+        """Return the error as `--json` prints it, with each problem alone."""
         return {**super().document(), "problems": list(self.problems)}
 
 
@@ -104,6 +105,8 @@ class SubmitError(Failure):
 
     A caller that knows more about the outcome raises the problem again with another outcome.
     """
+
+    kind = failure_kinds.SUBMISSION
 
     def __init__(self, problem: str = "", outcome: str = "", separator: str = "; ") -> None:
         self.problem, self.outcome = problem, outcome

@@ -7,14 +7,13 @@ import difflib
 import errno
 import gc
 import importlib
-import json
 import os
 import shlex
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-from hpcinit.base import console
+from hpcinit.base import console, json_output
 from hpcinit.base.console import say
 from hpcinit.base.errors import INTERRUPTED, ConfigError, HpcinitError
 from hpcinit.base.processes import PROC
@@ -177,7 +176,7 @@ def guarded(module: str, argv: Sequence[str]) -> int:
         for problem in error.problems if isinstance(error, ConfigError) else [error]:
             say(f"error: {problem}")
         if "--json" in argv[: argv.index("--") if "--" in argv else None]:
-            print(json.dumps(error.document()), flush=True)
+            print(json_output.line("error", error.document()), flush=True)
         return error.exit_status
     except BrokenPipeError:
         return _ignore_closed_pipe()

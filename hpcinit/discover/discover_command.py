@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import grp
-import json
 import os
 import pwd
 import sys
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from hpcinit.base import console
+from hpcinit.base import console, json_output
 from hpcinit.base.errors import RequestError
 from hpcinit.config import default_cluster, folders
 from hpcinit.discover import cluster_file, live_site
@@ -27,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     user = _this_user()
     seen = live_site.read_site(live_site.query_site(user.name, os.environ), user)
     if options.json:
-        print(json.dumps(_to_json(seen)))
+        print(json_output.line("discover", _to_json(seen)))
         return 0
     name = options.name if options.name is not None else options.output.stem if options.output else seen.cluster
     path = cluster_file.cluster_file_path(name) if options.output is None else options.output

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import os
 import shlex
 import sys
@@ -21,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hpcinit.base import console
+from hpcinit.base import console, json_output
 from hpcinit.base.errors import INTERRUPTED, ConfigError, RequestError
 from hpcinit.config import compose, overrides
 from hpcinit.config.request import Request
@@ -198,18 +197,18 @@ def _show(
             show_ranks(reports)
         show_table(checks, options.quiet)
         return
-    found = {"status": check_results.worst_status(checks), "checks": [asdict(check) for check in checks]}
-    if path is not None:
-        record = state.submission(path)
-        sizes = [one for report in reports for one in report.all_reduce]
-        found |= {
-            "run": str(path),
-            "job_id": str(record.get("job_id", "")),
-            "cluster": str(record.get("cluster", "")),
-            "all_reduce": [asdict(one) | {"bus_gb_s": one.bus_gb_s} for one in sizes],
-            "ranks": [asdict(report) for report in reports],
-        }
-    print(json.dumps(found))
+    record = {} if path is None else state.submission(path)
+    sizes = [one for report in reports for one in report.all_reduce]
+    fields = {
+        "status": check_results.worst_status(checks),
+        "checks": [asdict(check) for check in checks],
+        "run": None if path is None else str(path),
+        "job_id": str(record.get("job_id", "")),
+        "cluster": str(record.get("cluster", "")),
+        "all_reduce": [asdict(one) | {"bus_gb_s": one.bus_gb_s} for one in sizes],
+        "ranks": [asdict(report) for report in reports],
+    }
+    print(json_output.line("doctor", fields))
 
 
 def show_table(checks: Sequence[Check], quiet: bool) -> None:

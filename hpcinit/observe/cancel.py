@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpcinit.base import console
+from hpcinit.base import console, json_output
 from hpcinit.base.errors import Failure, RequestError
 from hpcinit.observe import find_runs, overview, state
 from hpcinit.records import run_folder
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     for path, jobs in unrecorded.items():
         _scancel(jobs)
         if options.json:
-            print(json.dumps({"run": str(path), "jobs": jobs, "save": False, "over": False}))
+            print(_json(path, jobs, save=False))
         elif not options.quiet:
             print(f"{path.name}: {_canceled(jobs)}; hpcinit was killed before it recorded the submission")
     open_jobs = {run.path: _jobs(run) for run in runs}
@@ -50,11 +50,14 @@ def main(argv: Sequence[str]) -> int:
             _request_save(run)
         outcome = _outcome(run, open_jobs[run.path], options.save)
         if options.json:
-            jobs = open_jobs[run.path]
-            print(json.dumps({"run": str(run.path), "jobs": jobs, "save": options.save, "over": not jobs}))
+            print(_json(run.path, open_jobs[run.path], options.save))
         elif not options.quiet:
             print(f"{run.path.name}: {outcome}")
     return 0
+
+
+def _json(path: Path, jobs: Sequence[str], save: bool) -> str:
+    return json_output.line("cancel", {"run": str(path), "jobs": jobs, "save": save, "over": not jobs})
 
 
 def _unrecorded(runs: Sequence[overview.Run]) -> dict[Path, list[str]]:

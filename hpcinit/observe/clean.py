@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcinit.base import console
+from hpcinit.base import console, json_output
 from hpcinit.base.console import plain
 from hpcinit.base.errors import Failure, RequestError
 from hpcinit.observe import find_runs, outside, overview, state
@@ -79,8 +79,9 @@ def main(argv: Sequence[str]) -> int:
         removed = set()
         console.note("nothing was removed; to remove without a confirmation: hpcinit clean --yes")
     for one in found if options.json else ():
-        document = {"run": str(one.run.path), "state": one.state, "age_s": one.age_s, "bytes": one.size}
-        print(json.dumps({**document, "removed": one.run.path in removed}))
+        states = Counter(now.name for _, now in one.run.parts)
+        fields = {"run": str(one.run.path), "states": states, "age_s": one.age_s, "bytes": one.size}
+        print(json_output.line("clean", {**fields, "removed": one.run.path in removed}))
     if removed and not options.json:
         freed = sum(one.size for one in found if one.run.path in removed)
         console.note(f"removed {_count(len(removed))}, {_size(freed)}")

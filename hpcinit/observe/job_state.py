@@ -63,7 +63,9 @@ class State(NamedTuple):  # as queue.Job
         return self.name == "UNKNOWN" and self.source == ""
 
     def to_json(self) -> dict[str, Any]:
-        return self._asdict()
+        """Return the fields, with `state` for the name."""
+        fields = self._asdict()
+        return {"state": fields.pop("name"), **fields}
 
 
 def of_slurm(job: Job) -> State:

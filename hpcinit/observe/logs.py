@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import sys
@@ -12,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hpcinit.base import console, safe_files
+from hpcinit.base import console, json_output, safe_files
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import ranges
 from hpcinit.observe import find_runs
@@ -63,8 +62,7 @@ class Source(NamedTuple):
         """
         if not as_json:
             return self.prefix + (console.colored(line.rstrip("\r").rpartition("\r")[2]) if to_terminal else line)
-        task = {} if self.task is None else {"task": self.task}
-        return json.dumps({**task, "rank": self.rank, "line": line})
+        return json_output.line("logs", {"task": self.task, "rank": self.rank, "line": line})
 
 
 def ranks(path: Path) -> list[int]:

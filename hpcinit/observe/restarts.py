@@ -61,12 +61,12 @@ def left(found: Sequence[Restart]) -> int | None:
 
 
 def document(path: Path) -> Mapping[str, Any]:
-    """Return {count, left, attempts: [{job, restart, time, reason, step, ...}], inside: [...]} for JSON output."""
+    """Return {count, left, attempts: [{job_id, restart, time, reason, step, ...}], inside: [...]} for JSON output."""
     found = read(path)
     return {
         "count": len(found),
         "left": left(found),
-        "attempts": [asdict(one) for one in found],
+        "attempts": [{"job_id" if key == "job" else key: value for key, value in asdict(one).items()} for one in found],
         "inside": [asdict(one) for one in read_inside(path)],
     }
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from hpcinit.base import console
+from hpcinit.base import console, json_output
 from hpcinit.base.errors import Failure, RequestError
 from hpcinit.base.text import rank_names
 from hpcinit.observe import find_runs, job_step, logs, stack_collector
@@ -153,14 +153,14 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         document = {
             "run": str(job.path),
-            "job": job.job_id,
+            "job_id": job.job_id,
             "samples": SAMPLES,
             "groups": [group.document() for group in groups],
             "missing": missing,
             "silent_nodes": silent,
             "error": error if silent else "",
         }
-        print(json.dumps(document))
+        print(json_output.line("stacks", document))
         return 0
     most = 0 if options.quiet else None if options.full or wanted else MOST_FRAMES
     for line in lines(groups, missing, silent, most):

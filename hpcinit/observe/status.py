@@ -6,7 +6,6 @@ Lines for any output, a table with bars for a terminal, JSON for programs.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -15,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpcinit.base import console
+from hpcinit.base import console, json_output
 from hpcinit.base.console import plain
 from hpcinit.base.errors import RequestError
 from hpcinit.observe import find_runs, overview, progress, requests, restarts, state
@@ -31,29 +30,25 @@ OLD_S = 60.0  # the age of the last step is shown from here on
 
 def documents(run: Run) -> Iterator[dict[str, Any]]:
     """Yield one document for a run, or one for each task of a sweep."""
-    if run.error:
-        yield {"run": str(run.path), "error": str(run.error)}
     for task in [run.task] if run.task else run.tasks:
-        yield {
-            "run": str(task.path),
-            "task": task.number,
-            "combination": task.combination,
-            **_json(task.path, task.state),
-        }
+        yield _fields(task.path, task.state, task)
     if run.now and not run.task:
-        yield {"run": str(run.path), **_json(run.path, run.now)}
+        yield _fields(run.path, run.now)
 
 
-def _json(path: Path, now: State) -> dict[str, Any]:
+def _fields(path: Path, now: State, task: find_runs.Task | None = None) -> dict[str, Any]:
     started = now.name not in ("PENDING", find_runs.NOT_SUBMITTED)
     ran = started or now.restart is not None  # then this attempt or an earlier one may have left files
     document = progress.read(path) if started else {}
     submission = requests.read(path)
     return {
+        "run": str(path),
+        "task": task.number if task else None,
+        "combination": task.combination if task else "",
         **now.to_json(),
-        **({"clusters": name} if (name := state.clusters(path)) else {}),
+        "clusters": state.clusters(path),
         "meaning": reasons.explain(now.reason),
-        "progress": _finite(document),
+        "progress": {key: value for key, value in document.items() if key != "not_finite"},
         "not_finite": document.get("not_finite", {}),
         "result": result(path) if ran else None,
         "submitted": submission.submitted,
@@ -65,15 +60,6 @@ def _json(path: Path, now: State) -> dict[str, Any]:
         "no_effect": list(progress.ineffective_options(path, now).no_effect) if now.name == "COMPLETED" else [],
         "warnings": [str(found)] if ran and (found := world_size.read(path)) else [],
     }
-
-
-def _finite(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a progress document with null for NaN and infinity, which JSON does not have."""
-    if not document:
-        return {}
-    given = document["values"].items()
-    values = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in given}
-    return {**{key: value for key, value in document.items() if key != "not_finite"}, "values": values}
 
 
 def lines(run: Run, each_task: bool, about: str = "") -> Iterator[str]:
@@ -236,7 +222,7 @@ def _print(known: Sequence[Run], options: argparse.Namespace, each_task: bool) -
     if options.json:
         for run in known:
             for document in documents(run):
-                print(json.dumps(document))
+                print(json_output.line("status", document))
     elif options.quiet:
         for run in known:
             print(plain("\n".join(shortest(run))))

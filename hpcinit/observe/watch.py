@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcinit.base import console as console_module
+from hpcinit.base import json_output
 from hpcinit.base.console import plain
 from hpcinit.base.errors import INTERRUPTED
 from hpcinit.observe import find_runs, overview, progress, status
@@ -119,7 +119,7 @@ def _not_finite(path: Path, now: State) -> bool:
 def _json(run: overview.Run, printed: dict[Path, Any]) -> Iterator[str]:
     documents = {Path(document["run"]): document for document in status.documents(run)}
     for path, document in documents.items():
-        seen = [document.get(key) for key in ("job_id", "name", "reason", "exit_status", "progress", "hang")]
+        seen = [document.get(key) for key in ("job_id", "state", "reason", "exit_status", "progress", "hang")]
         if printed.get(path) != seen:
             printed[path] = seen
-            yield json.dumps(document)
+            yield json_output.line("status", document)

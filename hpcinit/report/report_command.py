@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from hpcinit.base import console as console_module
+from hpcinit.base import json_output
 from hpcinit.base.console import plain
 from hpcinit.base.errors import Failure, HpcinitError, RequestError
 from hpcinit.base.text import ranges
@@ -357,7 +358,7 @@ def main(argv: Sequence[str]) -> int:
         raise RequestError(f"{path} is a sweep with the tasks {numbers}: name one task, hpcinit report {options.run}/0")
     found = gather_reports(path)
     if options.json:
-        print(json.dumps({"run": str(path), "attempts": [document(report) for report in found]}))
+        print(json_output.line("report", {"run": str(path), "attempts": [document(report) for report in found]}))
     else:
         _print(found)
     if options.html or not options.json:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from hpcinit.base import console as console_module
+from hpcinit.base import json_output
 from hpcinit.base.errors import RequestError
 from hpcinit.config.request import Request
 from hpcinit.observe import find_runs
@@ -58,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
         )
     changed = _changed(run, text)
     if options.json:
-        print(json.dumps({"run": str(run), "script": "\n".join(text) + "\n", "changed_lines": changed}))
+        fields = {"run": str(run), "combination": "", "script": "\n".join(text) + "\n", "changed_lines": changed}
+        print(json_output.line("script", fields))
         return int(changed > 0)
     print("\n".join(text))
     note = f"{changed} lines differ from the submitted script" if changed else "identical to the submitted script"
@@ -115,7 +116,7 @@ def _differ(
     for file, old, new in zip((run_folder.CONFIG, run_folder.SCRIPT), before, after, strict=True):
         lines += difflib.unified_diff(old, new, f"{run.name}/{file}", f"{name}/{file}", lineterm="")
     if as_json:
-        print(json.dumps({"run": str(run), "other": name, "diff": lines}))
+        print(json_output.line("diff", {"run": str(run), "other": name, "diff": lines}))
     elif console_module.quiet():
         pass  # as with diff -q, the exit status is the result
     elif sys.stdout.isatty():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpcinit.base import console, quoting, versions
+from hpcinit.base import console, json_output, quoting, versions
 from hpcinit.base.errors import RequestError
 from hpcinit.base.quoting import option_flags
 from hpcinit.config import compose, default_cluster, environment_checks, hetjob
@@ -64,7 +63,8 @@ def main(argv: Sequence[str]) -> int:
 
     def show(config: Config, workdir: Path, code: SnapshotPlan | None = None, folder: Path | None = None) -> int:
         text = plain_script(config, workdir, code, folder)
-        sys.stdout.write(json.dumps({"script": text}) + "\n" if options.json else text)
+        fields = {"run": str(folder) if folder else None, "combination": "", "script": text, "changed_lines": None}
+        sys.stdout.write(json_output.line("script", fields) + "\n" if options.json else text)
         return 0
 
     if runs:

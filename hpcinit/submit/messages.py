@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
-from hpcinit.base import console
+from hpcinit.base import console, json_output
 from hpcinit.config import checks, hetjob, resources
 from hpcinit.config.request import Request
 from hpcinit.records import components
@@ -40,7 +40,9 @@ MOST_LINES = 40  # of the table of a sweep's tasks
 def announce_script(about: str, text: str, as_json: bool) -> None:
     """Print the script of a dry run. about: which of several scripts, else ''."""
     if as_json:
-        print_reliably(json.dumps({"combination": about, "script": text}))
+        print_reliably(
+            json_output.line("script", {"run": None, "combination": about, "script": text, "changed_lines": None})
+        )
         return
     if about:
         console.note(f"# {about}")
@@ -60,7 +62,7 @@ def announce_job(request: Request, done: Submitted, as_json: bool) -> None:
     if done.missing:
         print(f"hpcinit: error: {done.missing}", file=sys.stderr)
     if as_json:
-        print_reliably(json.dumps(_document(request, done)))
+        print_reliably(_line(request, done.path, done.jobs, done.expected))
     elif console.quiet():
         print_reliably(*done.jobs)
     elif request.combination:
@@ -86,20 +88,23 @@ def _next_commands(runs_dir: str, done: Submitted) -> str:
     return f"watch it:  hpcinit logs -f {run}    cancel it:  hpcinit cancel {run}    if it fails:  hpcinit why {run}"
 
 
-def _document(request: Request, done: Submitted) -> dict[str, object]:
+def _line(request: Request, path: Path, jobs: Sequence[str], expected: str, task: int | None = None) -> str:
+    """Return the JSON of a submitted run. jobs: more than one for a chain. task: its number in a sweep."""
     config = request.config
-    return {
-        "job_id": done.job_id,
-        "jobs": list(done.jobs),  # more than one for a chain
-        "run": str(done.path),
+    fields = {
+        "run": str(path),
+        "job_id": jobs[0],
+        "jobs": list(jobs),
+        "task": task,
+        "combination": request.combination,
         "cluster": config.cluster.name,
         "name": config.name,
         "nodes": config.nodes,
         "ranks_per_node": checks.ranks_per_node(config),
         "request": asdict(resources.of(config)),
-        "combination": request.combination,
-        "expected": done.expected,
+        "expected": expected,
     }
+    return json_output.line("submit", fields)
 
 
 def announce_sweep(requests: Sequence[Request], done: Sweep, as_json: bool) -> bool:
@@ -108,7 +113,10 @@ def announce_sweep(requests: Sequence[Request], done: Sweep, as_json: bool) -> b
     _announce_dropped(done.dropped)
     jobs = list(dict.fromkeys(job.partition("_")[0] for job in done.ids.values()))
     if as_json:
-        print_reliably(*(json.dumps(_task(request, done)) for request in requests if request.number in done.ids))
+        expected = "; ".join(done.expected)
+        for request in requests:
+            if job := done.ids.get(number := request.number):
+                print_reliably(_line(request, done.path / str(number), [job], expected, number))
     elif console.quiet():
         print_reliably(*jobs)
     else:
@@ -121,16 +129,6 @@ def announce_sweep(requests: Sequence[Request], done: Sweep, as_json: bool) -> b
         why = f"{done.refused}\n" if done.refused else ""
         print(f"hpcinit: error: {why}not submitted: {_some(left)}", file=sys.stderr)
     return bool(left)
-
-
-def _task(request: Request, done: Sweep) -> dict[str, object]:
-    return {
-        "job_id": done.ids[request.number],
-        "task": request.number,
-        "run": str(done.path / str(request.number)),
-        "cluster": request.config.cluster.name,
-        "combination": request.combination,
-    }
 
 
 def _table(requests: Sequence[Request], ids: Mapping[int, str]) -> list[str]:

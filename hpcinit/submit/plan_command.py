@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hpcinit.base import console
+from hpcinit.base import console, json_output
 from hpcinit.base.errors import ConfigError, RequestError
 from hpcinit.config import checks, compose, hetjob, job_spec, resources
 from hpcinit.config.request import Request
@@ -270,7 +269,8 @@ def _show_all(requests: Sequence[Request], as_json: bool) -> int:
         found = estimate_memory(request.config)
         advice = remedies(request.config) if found.fits is False else []
         if as_json:
-            print(json.dumps({"combination": request.combination, **_document(request.config, found, advice)}))
+            fields = {"combination": request.combination, **_document(request.config, found, advice)}
+            print(json_output.line("plan", fields))
         elif console.quiet():
             print(verdict(found))
         else:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from hpcinit.base import console
+from hpcinit.base import console, json_output
 from hpcinit.base.errors import INTERRUPTED, Failure, HpcinitError, RequestError
 from hpcinit.config.request import Ended, Request
 from hpcinit.observe import state
@@ -69,7 +69,9 @@ class Trials:
             shutil.move(file, self._folder / file.name)
         best, about = _best(self._folder / FOUND), f"{self._done} trials: {self._folder}"
         if self._as_json:
-            print_reliably(json.dumps({"best": best, "trials": self._done, "folder": str(self._folder)}))
+            print_reliably(
+                json_output.line("search", {"best": best, "trials": self._done, "folder": str(self._folder)})
+            )
         else:
             print_reliably(*([best] if console.quiet() else [best, about]))
         return 0

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from hpcinit.base import console
+from hpcinit.base import console, json_output
 from hpcinit.base.errors import RequestError, SpecError
 from hpcinit.config import folders
 from hpcinit.discover import cluster_file
@@ -51,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     seen = read(find_runs.matching_runs(options.runs, options.runs_dir))
     formula = fit(seen, options.factor)
     if options.json:
-        print(json.dumps(_document(seen, formula, options.factor)))
+        print(json_output.line("timeouts fit", _document(seen, formula, options.factor)))
     else:
         print("\n".join([*([] if options.quiet else _comments(seen, formula, options.factor)), *_yaml(formula)]))
     if options.write:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 
-from hpcinit.base import console
+from hpcinit.base import console, json_output
 from hpcinit.base.errors import RequestError
 
 NODES = tuple(2**power for power in range(15))  # 1 to 16384
@@ -39,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     seconds = {nodes: formula.start_up(nodes).total_seconds() for nodes in NODES}
     if options.json:
         values = {name: {"value": value, "from": source} for name, (value, source) in sources.items()}
-        print(json.dumps({"formula": values, "start_up_s": seconds}))
+        print(json_output.line("timeouts", {"formula": values, "start_up_s": seconds}))
         return 0
     if options.quiet:
         print(f"{formula.start_up(config.nodes).total_seconds():g}")

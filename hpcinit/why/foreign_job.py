@@ -373,7 +373,7 @@ def of_slurm(job_id: str) -> ForeignJob | None:
         return None
     names = {shown.get("StdOut", ""), shown.get("StdErr", ""), f"slurm-{job_id}.out"}
     files = sorted(path for name in names if name and (path := Path(name)).is_file())
-    if not files and _state(known) not in OVER:
+    if not files and state(known) not in OVER:
         return None
     return _job(files, known, None, scontrol.preempted_at(shown))
 
@@ -383,13 +383,13 @@ def _shown(job_id: str) -> dict[str, str]:
 
 
 def _job(files: list[Path], slurm: Mapping[str, str], place: Path | None, preempted_at: str) -> ForeignJob:
-    state = _state(slurm)
+    name = state(slurm)
     dumps = dumps_in(place) if place else {}
-    logs = gather(read(files), state if state in OVER else "", dumps, preempted_at)
+    logs = gather(read(files), name if name in OVER else "", dumps, preempted_at)
     return ForeignJob(tuple(files), logs, slurm)
 
 
-def _state(slurm: Mapping[str, str]) -> str:
+def state(slurm: Mapping[str, str]) -> str:
     """Return the state without its reason: CANCELLED of 'CANCELLED by 1000'."""
     return slurm.get("State", "").partition(" ")[0]
 

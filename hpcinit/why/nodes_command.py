@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from hpcinit.base import console
+from hpcinit.base import console, json_output
 from hpcinit.base.console import plain
 from hpcinit.base.errors import RequestError
 from hpcinit.records import node_records
@@ -115,9 +114,17 @@ def _print_change(nodes: Sequence[tuple[str, str]], excluded: bool, line: str, a
     """Print the change of one or more nodes. nodes: (cluster, host)."""
     if as_json:
         for cluster, host in nodes:
-            print(json.dumps({"cluster": cluster, "host": host, "excluded": excluded}))
+            print(_json(cluster, host, excluded))
     elif not console.quiet():
         print(line)
+
+
+def _json(
+    cluster: str, host: str, excluded: bool, until: float | None = None, failures: Sequence[NodeFailure] = ()
+) -> str:
+    fields = {"cluster": cluster, "host": host, "excluded": excluded, "until": until}
+    known = [{"job_id" if key == "job" else key: value for key, value in asdict(one).items()} for one in failures]
+    return json_output.line("nodes", {**fields, "failures": known})
 
 
 def _show(as_json: bool, limits: Limits, tables: dict[str, Path]) -> None:
@@ -127,9 +134,7 @@ def _show(as_json: bool, limits: Limits, tables: dict[str, Path]) -> None:
             shown, until = True, one.until(limits.limit, limits.expiry_h)
             bad = until is not None
             if as_json:
-                failures = [asdict(failure) for failure in one.failures]
-                document = {"cluster": cluster, "host": one.host, "excluded": bad, "until": until}
-                print(json.dumps({**document, "failures": failures}))
+                print(_json(cluster, one.host, bad, until, one.failures))
             elif console.quiet():
                 print(*([one.host] if bad else []), sep="\n", end="\n" if bad else "")
             else:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcinit.base import json_output
 from hpcinit.base.text import ranges
 from hpcinit.observe import find_runs
 from hpcinit.observe.find_runs import Task
@@ -53,16 +53,13 @@ def lines(path: Path, tasks: Sequence[Task], groups: Sequence[Group]) -> list[st
 
 def document(path: Path, tasks: Sequence[Task], groups: Sequence[Group]) -> str:
     """Return the same as JSON."""
-    return json.dumps({
-        "run": str(path),
-        "tasks": len(tasks),
-        "causes": [
-            {
-                "kind": group.verdict.kind,
-                "headline": group.verdict.headline,
-                "do": group.verdict.do,
-                "tasks": group.numbers,
-            }
-            for group in groups
-        ],
-    })  # fmt: skip
+    causes = [
+        {
+            "kind": group.verdict.kind,
+            "verdict": group.verdict.headline,
+            "advice": group.verdict.do,
+            "tasks": group.numbers,
+        }
+        for group in groups
+    ]
+    return json_output.line("why sweep", {"run": str(path), "tasks": len(tasks), "causes": causes})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shlex
 import time
@@ -12,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hpcinit.base import console, failure_kinds
+from hpcinit.base import console, failure_kinds, json_output
 from hpcinit.base.console import plain
 from hpcinit.base.errors import RequestError
 from hpcinit.observe import continuation, find_runs, progress, restarts, stacks, state
@@ -75,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     path, verdict = _of_worlds(path, now)
     if options.json:
         where = {"run": str(path), "state": now.name, "job_id": now.job_id, "restarts": restarts.document(path)}
-        print(json.dumps({**where, **_document(verdict)}))
+        print(_line(verdict, where))
     elif options.quiet:
         print(plain(verdict.headline))
     else:
@@ -115,7 +114,7 @@ def _of_dumps(dumps: Mapping[int, Mapping[str, Any]], options: argparse.Namespac
     first, *rest = found.lines() or (f"the dumps of {len(dumps)} ranks show no rank that waits in a collective",)
     if options.json:
         kind = found.culprits[0].kind if found.culprits else failure_kinds.UNKNOWN if found else OK
-        print(json.dumps({"verdict": first, "kind": kind, "ranks": sorted(dumps), **found.document()}))
+        print(_line(Verdict(first, kind, evidence=tuple(rest), flight=found), {"dumps": sorted(dumps)}))
     elif options.quiet:
         print(plain(first))
     else:
@@ -132,9 +131,9 @@ def _of_logs(job: ForeignJob, options: argparse.Namespace) -> int:
     if verdict.resubmit:  # Slurm may requeue the job, and the logs do not show it
         verdict = replace(verdict, do=FOREIGN, resubmit=False)
     if options.json:
-        known = _document(verdict)
-        known["unknown"] = [*known["unknown"], *job.unknown]
-        print(json.dumps({"files": [str(path) for path in job.files], **job.slurm, **known}))
+        known = {"job_id": job.slurm.get("JobID", ""), "state": foreign_job.state(job.slurm), "slurm": job.slurm}
+        where = {**known, "files": [str(path) for path in job.files]}
+        print(_line(verdict, where, job.unknown))
     elif options.quiet:
         print(plain(verdict.headline))
     else:
@@ -149,14 +148,30 @@ def _of_logs(job: ForeignJob, options: argparse.Namespace) -> int:
     return 0
 
 
-def _document(verdict: Verdict) -> dict[str, Any]:
-    """Return the verdict for JSON, joined with that of the flight recorder's dumps."""
+# The fields of a verdict that only one of the three has: on a run, on the logs of another launcher, on dumps.
+_WITHOUT: Mapping[str, Any] = {
+    "run": None,
+    "state": "",
+    "job_id": "",
+    "restarts": None,
+    "files": (),
+    "slurm": {},
+    "dumps": (),
+}
+
+
+def _line(verdict: Verdict, where: Mapping[str, Any], unknown: Sequence[str] = ()) -> str:
+    """Return the verdict as JSON, joined with that of the flight recorder's dumps. where: fields of _WITHOUT."""
+    fields = asdict(verdict)
     hang = verdict.flight.document()
-    known = {"verdict": verdict.headline, **asdict(verdict), **hang}
-    known["secondary"] = [*verdict.secondary, *hang["secondary"]]
-    known["culprits"] = known["culprits"] or culprits(verdict)
-    known.pop("flight")
-    return known
+    known = {"verdict": fields.pop("headline"), "kind": fields.pop("kind"), "advice": fields.pop("do")}
+    del fields["flight"]
+    joined = {
+        "secondary": [*verdict.secondary, *hang["secondary"]],
+        "culprits": hang["culprits"] or culprits(verdict),
+        "unknown": [*hang["unknown"], *unknown],
+    }
+    return json_output.line("why", {**_WITHOUT, **where, **known, **fields, **joined})
 
 
 def culprits(verdict: Verdict) -> list[dict[str, Any]]:

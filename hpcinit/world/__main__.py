@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from hpcinit.base import console
+from hpcinit.base import console, json_output
 from hpcinit.cli.main import guarded
 from hpcinit.world import launchers
 
@@ -31,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     options = console.parse_arguments(parser(), list(argv))
     world = launchers.read(os.environ, options.started_by)
     # node_count is the launcher's own count, 0 if it names the nodes instead; the reader of this output wants a number.
-    print(json.dumps(asdict(world) | {"node_count": world.nodes}))
+    print(json_output.line("world", asdict(world) | {"node_count": world.nodes}))
     return 0
 
 

@@ -110,13 +110,13 @@ def _try(hpcinit: Run, slurm: MiniSlurm, wanted: Sequence[tuple[str, str, str]])
         until(lambda run=run: state(slurm, run.job) in {"FAILED", "COMPLETED", "CANCELLED", "TIMEOUT"}, 600)
         found = json.loads(hpcinit("why", str(case.folder), "--json", env=slurm.env).stdout)
         kind, first = EXPECTED[case.fault]
-        right = bool(re.match(first, found["headline"])) and (found["rank"], found["kind"]) == (3, kind)
+        right = bool(re.match(first, found["verdict"])) and (found["rank"], found["kind"]) == (3, kind)
         if not right:
-            wrong.append(f"{case}: rank {found['rank']}, {found['kind']}: {found['headline']}")
+            wrong.append(f"{case}: rank {found['rank']}, {found['kind']}: {found['verdict']}")
         until(lambda run=run: not run.processes(), 60)
         if os.environ.get(ALL) == "1":
             outcome = {
-                "line": found["headline"],
+                "line": found["verdict"],
                 "kind": found["kind"],
                 "right": right,
                 "seconds": _seconds(slurm, run),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import pytest
 from hpcinit.base.errors import INTERRUPTED
 from hpcinit.doctor import doctor_command
 from hpcinit.doctor.check_results import FAIL, OK, Check
+from tests import json_documents
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 
@@ -34,7 +34,7 @@ def test_two_healthy_nodes(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) 
     arguments = (*MINI, "nodes=2", "ranks_per_node=2", "--json")
     done = hpcinit(*arguments, env=idle_slurm.env, timeout=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads(done.stdout)
+    [document] = json_documents.parse(done.stdout, "doctor")
     assert "run folder: " in done.stderr and document["cluster"] == "mini" and document["job_id"]
     assert [check for check in document["checks"] if check["status"] == FAIL] == []
     assert named(document, "ranks")[0]["detail"] == "4 on 2 nodes connected and measured"
@@ -123,7 +123,7 @@ def test_a_node_that_does_not_start(hpcinit: Run, idle_slurm: MiniSlurm, tmp_pat
     python.chmod(0o755)
     arguments = (f"cluster.python={python}", "ranks_per_node=1", "comm.timeout_base_s=20", "comm.timeout_per_node_s=0")
     done = hpcinit(*MINI, "nodes=2", *arguments, "--json", env=idle_slurm.env, timeout=SECONDS)
-    document = json.loads(done.stdout)
+    [document] = json_documents.parse(done.stdout, "doctor")
     lost, stuck = named(document, "ranks")
     assert done.returncode == 1 and [rank["host"] for rank in document["ranks"]] == ["n1"]
     assert (lost["detail"], lost["hosts"]) == ("n2: rank 1 did not start (no rank of the node did)", ["n2"])

@@ -30,7 +30,7 @@ def test_only_finished_runs_are_removed(idle_slurm: MiniSlurm, hpcinit: Run, tmp
     submit(hpcinit, idle_slurm, "-m", "seed=1,2", *SMALL, "wait=true", "name=many", "--", "true")
     submit(hpcinit, idle_slurm, *SMALL, "name=busy", "--", "sleep", "600")
     submit(hpcinit, idle_slurm, *SMALL, "+cluster.sbatch.hold=true", "name=waits", "--", "true")
-    until(lambda: statuses(hpcinit, idle_slurm, "busy-0001")[0]["name"] == "RUNNING")
+    until(lambda: statuses(hpcinit, idle_slurm, "busy-0001")[0]["state"] == "RUNNING")
     listed = hpcinit("clean", env=env)
     assert listed.returncode == 0
     assert [line.split()[0] for line in listed.stdout.splitlines()] == ["good-0001", "bad-0001", "many-0001"], listed
@@ -46,7 +46,7 @@ def test_only_finished_runs_are_removed(idle_slurm: MiniSlurm, hpcinit: Run, tmp
     assert task.returncode == 2 and "is one task of a sweep: remove the whole sweep" in task.stderr
     [failed] = hpcinit("clean", "--state", "failed", "--yes", "--json", env=env).stdout.splitlines()
     document = json.loads(failed)
-    assert (Path(document["run"]).name, document["state"], document["removed"]) == ("bad-0001", "FAILED", True)
+    assert (Path(document["run"]).name, document["states"], document["removed"]) == ("bad-0001", {"FAILED": 1}, True)
     assert document["bytes"] > 1000 and document["age_s"] < 600
     assert hpcinit("clean", "--yes", env=env).stderr.startswith("removed 2 runs, ")
     assert {path.name for path in runs.glob("[!.]*")} == {"busy-0001", "waits-0001"}

@@ -35,7 +35,7 @@ def count_queries(monkeypatch: pytest.MonkeyPatch, run: Path, name: str, seconds
     """Return how often squeue was called in `seconds`, and whether the run was over then."""
     queries: list[str] = []
 
-    def answer(command: tuple[str, ...], _: object) -> list[str]:
+    def answer(command: tuple[str, ...], *_: object) -> list[str]:
         queries.append(command[0])
         return [squeue_line("77", name)] if name else []
 

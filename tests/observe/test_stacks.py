@@ -16,6 +16,7 @@ import pytest
 from hpcinit.observe import stack_collector, stacks
 from hpcinit.observe.stacks import RankStack
 from hpcinit.runtime.lifecycle import stack_signal
+from tests import json_documents
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.minislurm.processes import members
@@ -60,7 +61,7 @@ def report(hpcinit: Run, folder: Path, env: dict[str, str]) -> dict[str, Any]:
     """Return the answer, without groups while the job waits for its nodes."""
     done = hpcinit("stacks", folder.name, "--json", env=env)
     assert done.returncode == 0 or " has not started: job " in done.stderr, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    found = json_documents.parse(done.stdout, "stacks", "error")[0]
     return {"groups": [], **found}
 
 

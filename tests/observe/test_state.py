@@ -65,7 +65,7 @@ def test_after_slurm_purged_a_job(purging: MiniSlurm, hpcinit: Run, tmp_path: Pa
     accounting = purging.shape.accounting
     for program in (("sh", "-c", "exit 0"), ("sh", "-c", "exit 3"), ("sleep", "600")):
         submit(hpcinit, purging, *SMALL, "--", *program)
-    until(lambda: statuses(hpcinit, purging, "sleep-0001")[0]["name"] == "RUNNING")
+    until(lambda: statuses(hpcinit, purging, "sleep-0001")[0]["state"] == "RUNNING")
     [running] = statuses(hpcinit, purging, "sleep-0001", SQUEUE_PARTITION="high", SLURM_TIME_FORMAT="relative")
     assert running["source"] == "squeue" and 0 <= running["elapsed_s"] < 100 and 400 < running["left_s"] <= 600
     assert running["start"][:2] == "20" and running["start"][10] == "T"
@@ -73,25 +73,25 @@ def test_after_slurm_purged_a_job(purging: MiniSlurm, hpcinit: Run, tmp_path: Pa
     until(lambda: not purging.run("squeue", "--noheader", "--states=all", "--me"))
     end = ["COMPLETED", "FAILED", "FAILED" if accounting else "UNKNOWN"]
     now = statuses(hpcinit, purging, "all")
-    assert [run["name"] for run in now] == end
+    assert [run["state"] for run in now] == end
     assert [run["exit_status"] for run in now] == [0, 3, 137 if accounting else None]
     assert {run["source"] for run in now} == ({"sacct"} if accounting else {"exit.json", ""})
     if not accounting:
         assert "no exit status is recorded" in now[2]["reason"]
     _check_dependency(hpcinit, purging, [run["job_id"] for run in now[:2]])
     submit(hpcinit, purging, *SMALL, "--", "sleep", "600")
-    until(lambda: statuses(hpcinit, purging, "sleep-0002")[0]["name"] == "RUNNING")
+    until(lambda: statuses(hpcinit, purging, "sleep-0002")[0]["state"] == "RUNNING")
     if accounting:  # accounting records a start a little later
         until(lambda: "RUNNING" in purging.run("sacct", "--noheader", "-X", "--format=State"))
     purging.stop_controller()
     env, queries = counting_queries(tmp_path)
     now = statuses(hpcinit, purging, **env)
     purging.start_controller()
-    assert [run["name"] for run in now] == [*end, "RUNNING" if accounting else "UNKNOWN"]
+    assert [run["state"] for run in now] == [*end, "RUNNING" if accounting else "UNKNOWN"]
     assert [run["exit_status"] for run in now[:2]] == [0, 3]
     assert now[3]["reason"].startswith("from sacct; squeue: " if accounting else "squeue: ")
     assert queries.read_text().split() == ["squeue", "sacct"]
-    assert statuses(hpcinit, purging, "sleep-0002")[0]["name"] == "RUNNING"
+    assert statuses(hpcinit, purging, "sleep-0002")[0]["state"] == "RUNNING"
     purging.cancel_all()
 
 
@@ -151,7 +151,7 @@ def test_jobs_of_another_user(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: Pat
     ]
     for job_id in ids:
         recorded(tmp_path / "runs", "theirs", job_id)
-    until(lambda: {run["name"] for run in statuses(hpcinit, idle_slurm)} == {"RUNNING"})
+    until(lambda: {run["state"] for run in statuses(hpcinit, idle_slurm)} == {"RUNNING"})
     env, queries = counting_queries(tmp_path)
     now = statuses(hpcinit, idle_slurm, **env)
     assert [(run["job_id"], run["source"]) for run in now] == [(job_id, "scontrol") for job_id in ids]

@@ -42,9 +42,9 @@ def test_until_all_are_over(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: Path)
     out, _ = objects.communicate(timeout=150)
     changes = [json.loads(line) for line in (first + out).splitlines()]
     assert objects.returncode == 7
-    ends = {Path(change["run"]).name: change["name"] for change in changes}
+    ends = {Path(change["run"]).name: change["state"] for change in changes}
     assert ends == {"one-0001": "FAILED", "0": "COMPLETED", "1": "COMPLETED", "2": "FAILED"}
-    seen = [(c["run"], c["name"], c["reason"], c["exit_status"], str(c["progress"])) for c in changes]
+    seen = [(c["run"], c["state"], c["reason"], c["exit_status"], str(c["progress"])) for c in changes]
     assert len(seen) == len(set(seen))
     done = hpcinit("watch", env=idle_slurm.env)
     assert done.returncode == 0 and "have ended" in done.stderr
@@ -72,7 +72,7 @@ time.sleep(600)"""
     os.close(terminal)
     assert text.count("20/60") >= 2 and "RUNNING" in text and "━" in text and "loss 2.5" in text and " left" in text
     assert watch.returncode == 130 and "stopped watching; the jobs continue" in errors
-    assert statuses(hpcinit, idle_slurm, "one-0001")[0]["name"] == "RUNNING"
+    assert statuses(hpcinit, idle_slurm, "one-0001")[0]["state"] == "RUNNING"
     assert "\x1b[3" not in text  # NO_COLOR
 
 

@@ -180,7 +180,7 @@ def test_a_controller_that_is_down_is_queried_once(tmp_path: Path, monkeypatch: 
     queried: list[str] = []
     away = "squeue: slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 
-    def answer(command: tuple[str, ...], _: object) -> list[str]:
+    def answer(command: tuple[str, ...], *_: object) -> list[str]:
         queried.append(command[0])
         raise Unreachable(away)
 

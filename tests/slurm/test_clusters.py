@@ -105,8 +105,8 @@ def test_each_run_is_found_and_cancelled_on_its_cluster(hpcinit: Run, clusters: 
     assert "--clusters" not in (mine / "job.sh").read_text()
     assert "clusters" not in json.loads((mine / "submission.json").read_text())
     assert jobs_of(here) == jobs_of(there) == [job_of(mine)]
-    until(lambda: [one["name"] for one in states(hpcinit, here, mine, other)] == ["RUNNING", "RUNNING"])
-    assert [one.get("clusters") for one in states(hpcinit, here, mine, other)] == [None, there.name]
+    until(lambda: [one["state"] for one in states(hpcinit, here, mine, other)] == ["RUNNING", "RUNNING"])
+    assert [one["clusters"] for one in states(hpcinit, here, mine, other)] == ["", there.name]
     line = hpcinit("status", other.name, env=here.env).stdout
     assert f"on {there.name}" in line
     ambiguous = hpcinit("cancel", job_of(mine), env=here.env)
@@ -119,7 +119,7 @@ def test_each_run_is_found_and_cancelled_on_its_cluster(hpcinit: Run, clusters: 
     assert cancelled.returncode == 0, cancelled.stderr
     until(lambda: not jobs_of(there))
     assert jobs_of(here) == [job_of(mine)]
-    assert [one["name"] for one in states(hpcinit, here, mine, other)] == ["RUNNING", "CANCELLED"]
+    assert [one["state"] for one in states(hpcinit, here, mine, other)] == ["RUNNING", "CANCELLED"]
 
 
 def test_a_run_ends_and_the_next_waits_for_it(hpcinit: Run, clusters: tuple[MiniSlurm, MiniSlurm]) -> None:
@@ -130,7 +130,7 @@ def test_a_run_ends_and_the_next_waits_for_it(hpcinit: Run, clusters: tuple[Mini
     log = (first / "logs/rank-0.log").read_text()
     assert f"SLURM_CLUSTER_NAME={there.name}" in log and "SLURM_CLUSTERS=" not in log
     assert " is UP" in log
-    assert [one["name"] for one in states(hpcinit, here, first)] == ["COMPLETED"]
+    assert [one["state"] for one in states(hpcinit, here, first)] == ["COMPLETED"]
     running = submit(hpcinit, here, there_too, "name=running", *SLEEP)
     words = ("submit", "cluster=mini", "gpus_per_node=0", "cpus_per_rank=1", f"dependency=afterany:{running.name}")
     refused = hpcinit(*words, "--", "true", env=here.env)
@@ -148,16 +148,16 @@ def test_a_sweep_and_a_chain(hpcinit: Run, clusters: tuple[MiniSlurm, MiniSlurm]
     sweep = submit(
         hpcinit, here, there_too, "-m", "seed=1,2", "wait=true", "--", "sh", "-c", "echo task $SLURM_ARRAY_TASK_ID"
     )
-    assert [(one["task"], one["name"], one["clusters"]) for one in states(hpcinit, here, sweep)] == [
+    assert [(one["task"], one["state"], one["clusters"]) for one in states(hpcinit, here, sweep)] == [
         (number, "COMPLETED", there.name) for number in (0, 1)
     ]
     assert "task 1\n" in hpcinit("logs", f"{sweep.name}/1", env=here.env).stdout
     chain = submit(hpcinit, here, there_too, "chain=2", *SLEEP)
     assert len(jobs_of(there)) == 2 and not jobs_of(here)
-    until(lambda: [one["name"] for one in states(hpcinit, here, chain)] == ["RUNNING"])
+    until(lambda: [one["state"] for one in states(hpcinit, here, chain)] == ["RUNNING"])
     assert hpcinit("cancel", chain.name, env=here.env).returncode == 0
     until(lambda: not jobs_of(there))
-    assert [one["name"] for one in states(hpcinit, here, chain)] == ["CANCELLED"]
+    assert [one["state"] for one in states(hpcinit, here, chain)] == ["CANCELLED"]
 
 
 def test_a_failure(hpcinit: Run, clusters: tuple[MiniSlurm, MiniSlurm]) -> None:
@@ -167,19 +167,19 @@ def test_a_failure(hpcinit: Run, clusters: tuple[MiniSlurm, MiniSlurm]) -> None:
     restart = ("restart.max_restarts=1", "restart.on=[failure]")
     run = submit(hpcinit, here, f"cluster.clusters={there.name}", *restart, "--", "train.py")
     # It waits before its first attempt too, then without a number of restarts.
-    until(lambda: [(one["name"], one["restart"]) for one in states(hpcinit, here, run)] == [("PENDING", 0)], 60)
+    until(lambda: [(one["state"], one["restart"]) for one in states(hpcinit, here, run)] == [("PENDING", 0)], 60)
     why = hpcinit("why", run.name, env=here.env).stdout
     assert "ValueError: bad sample 17" in why, why
     begin_now(there, job_of(run))
     until((run / "waits").exists, 60)
     [now] = states(hpcinit, here, run)
-    assert (now["name"], now["restart"], now["clusters"]) == ("RUNNING", 1, there.name)
+    assert (now["state"], now["restart"], now["clusters"]) == ("RUNNING", 1, there.name)
     stacks = hpcinit("stacks", run.name, env=here.env)
     assert "in wait_for_the_end" in stacks.stdout, stacks.stdout + stacks.stderr
     (run / "end").touch()
-    until(lambda: [one["name"] for one in states(hpcinit, here, run)] == ["FAILED"], 60)
+    until(lambda: [one["state"] for one in states(hpcinit, here, run)] == ["FAILED"], 60)
     why = hpcinit("why", run.name, "--json", env=here.env).stdout
-    assert json.loads(why)["rank"] == 0 and "SystemExit: 7" in json.loads(why)["headline"], why
+    assert json.loads(why)["rank"] == 0 and "SystemExit: 7" in json.loads(why)["verdict"], why
     again = hpcinit("resubmit", run.name, env=here.env)
     assert again.returncode == 0 and len(jobs_of(there)) == 1 and not jobs_of(here), again.stderr
 
@@ -203,10 +203,10 @@ def test_the_other_controller_is_down(hpcinit: Run, clusters: tuple[MiniSlurm, M
     """Only the runs of the cluster without a controller lack its reply. A submission to it waits, then makes no job."""
     here, there = clusters
     mine, other = with_equal_ids(hpcinit, clusters)
-    until(lambda: [one["name"] for one in states(hpcinit, here, mine, other)] == ["RUNNING", "RUNNING"])
+    until(lambda: [one["state"] for one in states(hpcinit, here, mine, other)] == ["RUNNING", "RUNNING"])
     there.kill_controller()
     known, away = states(hpcinit, here, mine, other)
-    assert (known["name"], known["away"], known["source"]) == ("RUNNING", False, "squeue")
+    assert (known["state"], known["away"], known["source"]) == ("RUNNING", False, "squeue")
     assert away["away"] and away["source"] != "squeue"
     expected = ("can't be reached now", "Could not get cluster information")  # Slurm 26.05 prints the second one
     assert any(text in str(away["reason"]) for text in expected), away["reason"]

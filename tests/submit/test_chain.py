@@ -17,6 +17,7 @@ from hpcinit.config import checks
 from hpcinit.config.compose import compose
 from hpcinit.config.overrides import with_quoted_lists
 from hpcinit.submit import shell_blocks
+from tests import json_documents
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.skip_or_fail import installed
@@ -25,7 +26,7 @@ from tests.waiting import until
 
 
 def status(hpcinit: Run, slurm: MiniSlurm, folder: Path) -> dict[str, object]:
-    return json.loads(hpcinit("status", "--json", str(folder), env=slurm.env).stdout)
+    return json_documents.parse(hpcinit("status", "--json", str(folder), env=slurm.env).stdout, "status")[0]
 
 
 def jobs(folder: Path) -> list[str]:
@@ -169,7 +170,7 @@ def test_a_job_waits_for_jobs_and_runs(hpcinit: Run, idle_slurm: MiniSlurm) -> N
     assert "Slurm expects" not in done.stdout  # --test-only ignores dependencies
     assert f"#SBATCH --dependency={expected}\n" in (folder_of(done) / "job.sh").read_text()
     now = status(hpcinit, slurm, folder_of(done))
-    assert (now["name"], now["reason"]) == ("PENDING", "Dependency")
+    assert (now["state"], now["reason"]) == ("PENDING", "Dependency")
     slurm.run("scancel", array)
     assert hpcinit("cancel", "first-0001", "links-0001", env=slurm.env).returncode == 0
     until(lambda: status(hpcinit, slurm, folder_of(done))["reason"] == "DependencyNeverSatisfied")
@@ -287,7 +288,7 @@ def test_a_chain_continues_until_the_program_is_done(hpcinit: Run, idle_slurm: M
     until(lambda: states(slurm, ids)[-1] == "COMPLETED")
     assert states(slurm, ids) == ["FAILED", "FAILED", "COMPLETED", "COMPLETED"]
     now = status(hpcinit, slurm, folder)
-    assert (now["name"], now["exit_status"], now["job_id"]) == ("COMPLETED", 0, ids[2])
+    assert (now["state"], now["exit_status"], now["job_id"]) == ("COMPLETED", 0, ids[2])
     assert now["link"] == "job 3 of a chain of 4"
     assert (
         f"job {ids[2]} of this chain completed, so job {ids[3]} has nothing to do"
@@ -343,7 +344,7 @@ def test_a_chain_ends_when_the_program_fails(hpcinit: Run, idle_slurm: MiniSlurm
     until(lambda: states(slurm, jobs(folder)) == ["FAILED"] * 3)
     assert printed(folder, 0) == "attempt 1\nattempt 2\n"
     now = status(hpcinit, slurm, folder)
-    assert (now["name"], now["exit_status"], now["link"]) == ("FAILED", 7, "job 2 of a chain of 3")
+    assert (now["state"], now["exit_status"], now["link"]) == ("FAILED", 7, "job 2 of a chain of 3")
     assert "failed with exit status 7, so job" in (folder / "logs/job.log").read_text()
     until(lambda: status(hpcinit, slurm, after)["reason"] == "DependencyNeverSatisfied")
 

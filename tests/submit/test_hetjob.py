@@ -145,7 +145,7 @@ def test_one_world_over_the_components(hpcinit: Run, idle_slurm: MiniSlurm, tmp_
         *(f"rank-{n}.log" for n in range(5)),
     ]
     status = json.loads(hpcinit("status", "--json", folder.name, env=idle_slurm.env).stdout)
-    assert (status["name"], status["exit_status"]) == ("COMPLETED", 0)
+    assert (status["state"], status["exit_status"]) == ("COMPLETED", 0)
 
 
 @pytest.mark.slurm
@@ -183,11 +183,11 @@ def test_the_stacks_of_all_components_and_cancel(hpcinit: Run, idle_slurm: MiniS
     beside = hpcinit("exec", "--rank", "4", str(folder), "--", "sh", "-c", "echo $SLURMD_NODENAME", env=env)
     assert beside.stdout.split() == [host], beside.stderr
     status = json.loads(hpcinit("status", "--json", str(folder), env=env).stdout)
-    assert (status["name"], status["job_id"]) == ("RUNNING", job_id_of(done))
+    assert (status["state"], status["job_id"]) == ("RUNNING", job_id_of(done))
     assert hpcinit("cancel", str(folder), env=env).returncode == 0
     until(lambda: not idle_slurm.run("squeue", "--noheader").strip(), 60)
     status = json.loads(hpcinit("status", "--json", str(folder), env=env).stdout)
-    assert status["name"] == "CANCELLED"
+    assert status["state"] == "CANCELLED"
 
 
 @pytest.mark.slurm
@@ -211,7 +211,7 @@ def test_a_world_each(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> No
         verdict = json.loads(hpcinit("why", "--json", str(run), env=env).stdout)
         assert (verdict["run"], verdict["rank"], verdict["host"]) == (str(second), 2, other[2][3])
         status = json.loads(hpcinit("status", "--json", str(run), env=env).stdout)
-        assert (status["name"], status["job_id"]) == ("FAILED", job_id_of(done))
+        assert (status["state"], status["job_id"]) == ("FAILED", job_id_of(done))
     assert "ValueError: no" in hpcinit("logs", "--rank", "2", f"{folder.name}/component-1", env=env).stdout
 
 

@@ -155,7 +155,7 @@ def test_preempted_with_a_grace_time(hpcinit: Run, tmp_path: Path) -> None:
             expected = "PREEMPTED" if slurm.version().startswith("24.11") else "COMPLETED"
             assert finish(slurm, job) == expected, log(folder)
             now = json.loads(hpcinit("status", "--json", folder.name, env=slurm.env).stdout)
-            assert (now["name"], now["exit_status"]) == ("COMPLETED", 0)
+            assert (now["state"], now["exit_status"]) == ("COMPLETED", 0)
             assert [(number, why) for number, why, *_ in restarts(folder)] == [(1, "preempted")]
             if name == "saves":
                 assert "saved: preempted\n" in printed(folder, 0)

@@ -17,6 +17,7 @@ from hpcinit.base.errors import Failure
 from hpcinit.config.request import Request
 from hpcinit.config.schema import Config
 from hpcinit.submit import search_command
+from tests import json_documents
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import submit
@@ -88,6 +89,14 @@ def test_on_this_machine(hpcinit: Run, tmp_path: Path) -> None:
     The command ends with the best one, and Hydra makes no folder.
     """
     check_search(hpcinit("submit", *OPTUNA, *TRIAL, ARGS), tmp_path)
+
+
+def test_json_of_a_search(hpcinit: Run, tmp_path: Path) -> None:
+    """--json prints an object for each trial, and one for the search."""
+    one = ("hydra.sweeper.n_trials=1", "hydra.sweeper.n_jobs=1")
+    done = hpcinit("submit", "--json", *OPTUNA, *one, *TRIAL, ARGS)
+    trial, search = json_documents.parse(done.stdout, "submit", "search")
+    assert trial["run"] == trials(tmp_path)[0]["run"] and search["trials"] == 1, done.stderr
 
 
 @pytest.mark.slurm

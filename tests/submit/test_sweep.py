@@ -14,7 +14,7 @@ import pytest
 from hpcinit.cli.main import main
 from hpcinit.config import combinations, hydra_compose
 from hpcinit.submit import array, sweep
-from tests import waiting
+from tests import json_documents, waiting
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, submit
@@ -39,8 +39,8 @@ def fake_sbatch(tmp_path: Path, script: str) -> dict[str, str]:
 
 
 def cancelled(hpcinit: Run, slurm: MiniSlurm) -> list[int]:
-    tasks = [json.loads(line) for line in hpcinit("status", "sleep-0001", "--json", env=slurm.env).stdout.splitlines()]
-    return [task["task"] for task in tasks if task["name"] not in ("PENDING", "RUNNING", "COMPLETING")]
+    tasks = json_documents.parse(hpcinit("status", "sleep-0001", "--json", env=slurm.env).stdout, "status")
+    return [task["task"] for task in tasks if task["state"] not in ("PENDING", "RUNNING", "COMPLETING")]
 
 
 @pytest.mark.slurm
@@ -75,14 +75,14 @@ def test_one_array_runs_every_combination(idle_slurm: MiniSlurm, hpcinit: Run, t
 def test_a_sweep_as_json(idle_slurm: MiniSlurm, hpcinit: Run) -> None:
     """--json prints an object for each task with its run folder, and -q the array's id, on stdout only."""
     done = submit(hpcinit, idle_slurm, "-m", "seed=4,5", "--json", *SMALL, "--", "true")
-    tasks = [json.loads(line) for line in done.stdout.splitlines()]
+    tasks = json_documents.parse(done.stdout, "submit")
     assert [(task["task"], task["combination"]) for task in tasks] == [(0, "seed=4"), (1, "seed=5")]
     for task in tasks:
         assert json.loads((Path(task["run"]) / "submission.json").read_text())["job_id"] == task["job_id"]
     quiet = submit(hpcinit, idle_slurm, "-q", "-m", "seed=6,7", *SMALL, "--", "true")
     assert re.fullmatch(r"\d+\n", quiet.stdout) and quiet.stderr == ""
     chain = submit(hpcinit, idle_slurm, "--json", "chain=2", *SMALL, "--", "true")
-    assert len(json.loads(chain.stdout)["jobs"]) == 2
+    assert len(json_documents.parse(chain.stdout, "submit")[0]["jobs"]) == 2
 
 
 @pytest.mark.slurm
@@ -243,5 +243,7 @@ def test_failed_tasks_are_grouped_by_cause(idle_slurm: MiniSlurm, hpcinit: Run, 
     shown = found.stdout
     assert shown.startswith("4 of 5 tasks failed (") and "\ntasks 0-2: rank 0 on n" in shown, shown
     assert shown.count("ValueError: bad sample") == 1 and "\ntask 3: rank 0 on n" in shown and "KeyError: 'lr'" in shown
-    causes = json.loads(hpcinit("why", str(folder), "--json", env=idle_slurm.env).stdout)["causes"]
+    causes = json_documents.parse(hpcinit("why", str(folder), "--json", env=idle_slurm.env).stdout, "why sweep")[0][
+        "causes"
+    ]
     assert [cause["tasks"] for cause in causes] == [[0, 1, 2], [3]]

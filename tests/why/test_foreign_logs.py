@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from hpcinit.why import diagnosis, foreign_job, why_command
 from hpcinit.why.evidence import Verdict
+from tests import json_documents
 from tests.why import record_foreign_logs
 
 LOGS = Path(__file__).parents[1] / "data/foreign"
@@ -87,7 +87,7 @@ def test_why_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     log = tmp_path / "train.out"
     shutil.copy(LOGS / "torchrun-exception.log", log)
     assert why_command.main([str(log), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    [found] = json_documents.parse(capsys.readouterr().out, "why")
     assert found["verdict"] == "rank 3 on n3 failed first: ValueError: bad sample 17"
     (culprit,) = found["culprits"]
     assert (culprit["rank"], culprit["host"], culprit["kind"]) == (3, "n3", "program")

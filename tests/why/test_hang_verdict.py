@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from hpcinit.why import flight_recorder, hang_verdict, why_command
 from hpcinit.why.hang_verdict import HangVerdict
+from tests import json_documents
 from tests.why import hang_dumps, hang_scenarios
 from tests.why.hang_dumps import DEVICE_STUCK, MISMATCH, NO_DUMP, NOT_CALLED, PEER_LOST, SYMMETRIC
 
@@ -533,7 +533,7 @@ def test_scenarios(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
         for name, data in job.files(as_json=form == "json").items():
             (folder / name).write_bytes(data)
         assert why_command.main([str(folder), "--json"]) == 0
-        document = json.loads(capsys.readouterr().out)
+        [document] = json_documents.parse(capsys.readouterr().out, "why")
         assert {(one["rank"], one["kind"]) for one in document["culprits"]} == expected, scenario.__name__
         keys = ["rank", "host", "kind", "group", "description", "collective", "number", "waiting_ranks", "evidence"]
         assert all(list(one) == keys for one in document["culprits"])

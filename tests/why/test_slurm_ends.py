@@ -86,6 +86,6 @@ def test_the_end_is_the_first_cause(hpcinit: Run, slurm: MiniSlurm, tmp_path: Pa
             slurm.run(command, job)
         until(lambda job=job: state(slurm, job) in OVER, 300)
         found = json.loads(hpcinit("why", read, "--json", env=slurm.env).stdout)
-        if (found["kind"], found["rank"]) != (kind, None) or not found["headline"].startswith(first):
-            wrong.append(f"{case}, {state(slurm, job)}: {found['kind']} {found['headline']}\n{log.read_text()[-2000:]}")
+        if (found["kind"], found["rank"]) != (kind, None) or not found["verdict"].startswith(first):
+            wrong.append(f"{case}, {state(slurm, job)}: {found['kind']} {found['verdict']}\n{log.read_text()[-2000:]}")
     assert not wrong, "\n".join(wrong)
