@@ -180,7 +180,7 @@ def _outside(options: argparse.Namespace) -> int:
         console.note("nothing was removed; to remove without a confirmation: hpcinit clean --outside --yes")
     for one, size in found if options.json else ():
         document = {"path": str(one.path), "what": one.what, "bytes": size, "kept": one.kept}
-        print(json.dumps({**document, "removed": one.path in removed}))
+        print(json_output.line("clean outside", {**document, "removed": one.path in removed}))
     if not options.json:
         console.note(
             "not listed: your settings (~/.config/hpcinit, conf/cluster), the disks of other machines, and files of "
