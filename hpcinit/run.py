@@ -23,7 +23,7 @@ from hpcinit.records.components import shape
 from hpcinit.records.spec import Program, Spec, load, of_this_run
 from hpcinit.records.startup_timeout import check_clock
 from hpcinit.rendezvous import startup_events
-from hpcinit.runtime import interpreter_exit, program, world_size_monitor
+from hpcinit.runtime import extension_locks, interpreter_exit, program, world_size_monitor
 from hpcinit.runtime.lifecycle import stack_signal
 from hpcinit.world import World, launchers
 
@@ -85,6 +85,8 @@ def become_rank(
     # Before the program imports torch, which reads some of them only once. A single process is not a job.
     if world.launcher != "single":
         protected = safeguards.apply(os.environ, folder, world.job) or protected
+        if world.local_rank == 0:
+            extension_locks.clear_abandoned(os.environ, say)
     if world.rank == 0 and (lines := [line for line in (safeguards.describe(os.environ, protected), imported) if line]):
         startup_settings.record(folder, world.job, lines)
     if (restart := os.environ.get("SLURM_RESTART_COUNT", "0")) != "0":  # logs are appended to

@@ -1,4 +1,4 @@
-"""Environment variables that protect a run: a flight recorder for hangs, and caches that no other job shares.
+"""Environment variables that protect a run: a flight recorder for hangs, and caches of kernels on the node's disk.
 
 They are set before torch reads them, only if the user has not set them, and are listed in the run folder.
 """
@@ -35,6 +35,7 @@ def _recorder(dumps: str) -> list[_Variable]:
         # 3 is torch's current default ("a temporary option" in ProcessGroupNCCL.hpp): a rank whose collective failed
         # exits instead of continuing with wrong values.
         _Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", also=("NCCL_ASYNC_ERROR_HANDLING",)),
+        # Without these two, a timeout of NCCL leaves no record of the collective and the rank that it waited for.
         _Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
         _Variable("TORCH_FR_BUFFER_SIZE", "2000", also=("TORCH_NCCL_TRACE_BUFFER_SIZE",)),
     ]
@@ -49,22 +50,21 @@ def _pipe(folder: Path) -> _Variable:
     return _Variable("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", f"{folder}/flight_")
 
 
-def _caches(folder: Path, kept: Path) -> list[_Variable]:
-    """Return the variables of the caches: extensions in `folder`, which ends with the job, and kernels in `kept`.
+def _caches(kept: Path) -> list[_Variable]:
+    """Return the variables of the caches of kernels, in the folder `kept` that outlives the job.
 
-    A build of extensions that was killed leaves a lock, for which later builds would wait forever. See
-    https://github.com/microsoft/DeepSpeed/issues/5205. Triton and Inductor replace whole files instead, so a restart
-    on the same node finds their kernels. Over NFS the ranks race.
+    Triton's default is in the home, where the ranks of several nodes race over NFS. Inductor's default is
+    /tmp/torchinductor_USER, which another user can create first. torch's folder of extensions is left alone: what you
+    compiled on a login node is in it, and a compute node may have no compiler.
     """
     return [
-        _Variable("TORCH_EXTENSIONS_DIR", f"{folder}/torch_extensions"),
         _Variable("TRITON_CACHE_DIR", f"{kept}/triton", also=("TRITON_HOME",)),
         _Variable("TORCHINDUCTOR_CACHE_DIR", f"{kept}/inductor"),
     ]
 
 
 CACHE_ROOM = 64 * 2**20  # bytes that must be free on the disk of the caches: a few compiled kernels
-CACHES = tuple(variable.name for variable in _caches(Path(), Path()))
+CACHES = tuple(variable.name for variable in _caches(Path()))
 
 
 def safeguards(env: Mapping[str, str], caches: tuple[Path, Path] | None, dumps: str) -> dict[str, str]:
@@ -75,7 +75,7 @@ def safeguards(env: Mapping[str, str], caches: tuple[Path, Path] | None, dumps: 
     without the rank at the end, '' if no folder can be written.
     """
     found = {}
-    for variable in _recorder(dumps) + ([*_caches(*caches), _pipe(caches[0])] if caches else []):
+    for variable in _recorder(dumps) + ([*_caches(caches[1]), _pipe(caches[0])] if caches else []):
         if not variable.names & env.keys():
             found[variable.name] = variable.value
     return found
@@ -105,6 +105,16 @@ def apply(environ: MutableMapping[str, str], folder: Path | None, job: str) -> t
     environ.update(added)
     environ[ENV_SET] = " ".join((scratch.folder_name(job), *added))
     return tuple(added)
+
+
+def own_folder(environ: Mapping[str, str]) -> Path | None:
+    """Return the private folder on this node's disk of the job for which apply() ran; None if there is none."""
+    job = environ.get(ENV_SET, "").partition(" ")[0]
+    try:
+        parent = scratch.base(environ, CACHE_ROOM)
+        return scratch.take(parent, job) if parent and job else None
+    except OSError:
+        return None
 
 
 def _cache_folders(environ: Mapping[str, str], job: str) -> tuple[Path, Path] | None:

@@ -30,6 +30,7 @@ from hpcinit.rendezvous.process_state import state
 from hpcinit.runtime import (
     deepspeed_setup,
     devices,
+    extension_locks,
     horovod_setup,
     init_request,
     mesh,
@@ -189,6 +190,8 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
     startup_events.record_event("imported")
     processes.raise_open_files_limit(world.world_size)
     protected = safeguards.apply(os.environ, folder, world.job)
+    if world.local_rank == 0:
+        extension_locks.clear_abandoned(os.environ, say)
     if doubt := check_clock(os.environ, time.time()):
         say(doubt)
     device = devices.choose(world)  # before the group exists, because NCCL uses the current device

@@ -1,7 +1,7 @@
 """DeepSpeed's ops: compile them once per cache before the ranks need them, and handle the locks of killed builds.
 
-`hpcinit build-ops` fills a folder that outlives jobs. Each job copies from it into its own cache, so that a killed rank
-cannot leave a lock that blocks later jobs.
+`hpcinit build-ops` fills a folder that outlives jobs, and so does a job that had to compile. Each job copies from it
+into its own cache, so that a killed rank cannot leave a lock that blocks later jobs.
 """
 
 from __future__ import annotations
@@ -247,32 +247,33 @@ def _processor() -> str:
 
 def shared_cache(env: Mapping[str, str]) -> Path:
     """Return where `hpcinit build-ops` builds: the user's TORCH_EXTENSIONS_DIR, or a folder per environment()."""
-    if env.get(VARIABLE) and not _is_ours(env):
+    if env.get(VARIABLE):
         return Path(env[VARIABLE])
     base = Path(env.get("XDG_CACHE_HOME") or home() / ".cache")
     return base / "hpcinit" / "ops" / environment()
 
 
 def is_built(name: str, env: Mapping[str, str] = os.environ) -> bool:
-    """Return whether prepare() would find the op compiled: in this job's cache, in build-ops's, or in DeepSpeed."""
-    places = {shared_cache(env), Path(env.get(VARIABLE) or shared_cache(env))}
-    return any((place / name / BUILT).exists() for place in places) or _comes_compiled(name)
+    """Return whether prepare() would find the op compiled: in the cache of build-ops, or in DeepSpeed."""
+    return (shared_cache(env) / name / BUILT).exists() or _comes_compiled(name)
 
 
 def prepare(
     config: Mapping[str, Any], device: str, env: MutableMapping[str, str] = os.environ, say: Say = console.say
 ) -> None:
-    """Make the ops that this ds_config needs available in this process's cache. Every rank calls it before DeepSpeed.
+    """Load the ops that this ds_config needs. Every rank calls it before DeepSpeed.
 
-    One of the ranks that share the cache copies the ops that were built before, compiles the missing ones, and removes
-    stale locks; the others wait for it. Raise BringUpError if an op cannot be built or stored.
+    One of the ranks that share a cache copies the ops that were built before, compiles the missing ones, and removes
+    stale locks; the others wait for it. With the user's TORCH_EXTENSIONS_DIR, DeepSpeed loads the ops itself. Otherwise
+    they are loaded from the job's folder here, and the variable stays unset for the user's own extensions. Raise
+    BringUpError if an op cannot be built or stored.
     """
     names = [name for name in ops_needed(config, device) if not _comes_compiled(name)]
     if not names:
         return
-    root = Path(env[VARIABLE]) if env.get(VARIABLE) else shared_cache(env)
-    built = shared_cache(env) if _is_ours(env) else root
-    for place in dict.fromkeys((root, built)):  # the disk of the job's own cache may be full
+    built = shared_cache(env)
+    own = None if env.get(VARIABLE) else safeguards.own_folder(env)
+    for place in (own / "torch_extensions", built) if own else (built,):  # the disk of the job's folder may be full
         try:
             return _prepare(names, place, built, env, say)
         except OSError as error:
@@ -286,7 +287,6 @@ def prepare(
 
 def _prepare(names: Sequence[str], root: Path, built: Path, env: MutableMapping[str, str], say: Say) -> None:
     """Prepare the cache `root`, from the ops in `built` if any. Raise BringUpError, and OSError for a full disk."""
-    env[VARIABLE] = str(root)
     with one_builder(root, say) as building:
         clear(root, say, QUIET_S)
         for name in names:
@@ -294,10 +294,40 @@ def _prepare(names: Sequence[str], root: Path, built: Path, env: MutableMapping[
                 _copy(built / name, root / name)
         missing = [name for name in names if not (root / name / BUILT).exists()]
         if missing:
-            say(f"compiling {', '.join(missing)} (takes minutes); `hpcinit build-ops` compiles once for all jobs")
+            say(f"compiling {', '.join(missing)} (takes minutes); later jobs on such a node use the result")
         _build(missing, root, building, say, None, env)
+        for name in missing if built != root else ():
+            _publish(name, root, built, say)
         for name in names:
             _as_when_built(name, root, env, say)
+    if not env.get(VARIABLE):
+        with _extensions_in(root, env):
+            for name in names:
+                _compile(name, loader(name), root)  # compiles nothing; DeepSpeed keeps what it has loaded
+
+
+def _publish(name: str, root: Path, built: Path, say: Say) -> None:
+    """Keep an op that this job has compiled for later jobs. The first of several nodes is enough."""
+    try:
+        built.mkdir(parents=True, exist_ok=True)
+        _copy(root / name, built / name)
+    except OSError as error:
+        if not (built / name / BUILT).exists():
+            say(f"warning: cannot keep DeepSpeed's op {name} for later jobs in {built}: {error}")
+
+
+@contextlib.contextmanager
+def _extensions_in(root: Path, env: MutableMapping[str, str]) -> Iterator[None]:
+    """Set TORCH_EXTENSIONS_DIR meanwhile."""
+    before = env.get(VARIABLE)
+    env[VARIABLE] = str(root)
+    try:
+        yield
+    finally:
+        if before is None:
+            env.pop(VARIABLE, None)
+        else:
+            env[VARIABLE] = before
 
 
 def _as_when_built(name: str, root: Path, env: MutableMapping[str, str], say: Say) -> None:
@@ -319,10 +349,12 @@ def _as_when_built(name: str, root: Path, env: MutableMapping[str, str], say: Sa
 
 def _copy(source: Path, target: Path) -> None:
     """Copy atomically. Keep the modification times, by which ninja sees that nothing needs compiling."""
-    part = target.with_name(f".{target.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    shutil.copytree(source, part, ignore=shutil.ignore_patterns(TORCH_LOCK))
-    part.rename(target)
+    part = target.with_name(f".{target.name}.{os.uname().nodename}.{os.getpid()}.part")  # nodes may publish at once
+    try:
+        shutil.copytree(source, part, ignore=shutil.ignore_patterns(TORCH_LOCK))
+        part.rename(target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def check(config: Mapping[str, Any], device: str, env: Mapping[str, str] = os.environ, say: Say = console.say) -> None:
@@ -367,9 +399,7 @@ def _build(
     loaders: Mapping[str, Callable[[], Any]] | None,
     env: MutableMapping[str, str],
 ) -> None:
-    before = env.get(VARIABLE)
-    env[VARIABLE] = str(root)
-    try:
+    with _extensions_in(root, env):
         for name in names:
             if (root / name / BUILT).exists():
                 say(f"{name}: already built in {root}")
@@ -379,11 +409,6 @@ def _build(
             with _progress(name, say):
                 _compile(name, load, root)
             (root / name / BUILT).write_text(json.dumps({each: env.get(each) for each in COMPILER}))
-    finally:
-        if before is None:
-            env.pop(VARIABLE, None)
-        else:
-            env[VARIABLE] = before
 
 
 def _compile(name: str, load: Callable[[], Any], root: Path) -> None:
@@ -428,11 +453,6 @@ def _comes_compiled(name: str) -> bool:
     from deepspeed.git_version_info import installed_ops  # noqa: PLC0415 - takes seconds to import
 
     return bool(installed_ops.get(name, False))
-
-
-def _is_ours(env: Mapping[str, str]) -> bool:
-    """Return whether the cache is the job's, set by the safeguards and not by the user."""
-    return VARIABLE in env.get(safeguards.ENV_SET, "").split(" ")[1:]
 
 
 def _remove_it(found: Judgement) -> str:

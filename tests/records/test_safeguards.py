@@ -66,13 +66,12 @@ def below(tmp: Path) -> list[str]:
 
 
 def test_variables() -> None:
-    """The recorder, error handling and the three caches are set: the extensions of this job, and kernels that stay."""
+    """The recorder, error handling and two caches of kernels are set. torch's folder of extensions is left alone."""
     assert safeguards({}, CACHE_FOLDERS, "/d/7.rank_") == {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_FR_DUMP_TEMP_FILE": "/d/7.rank_",
-        "TORCH_EXTENSIONS_DIR": "/c/torch_extensions",
         "TRITON_CACHE_DIR": "/k/triton",
         "TORCHINDUCTOR_CACHE_DIR": "/k/inductor",
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": "/c/flight_",
@@ -141,7 +140,7 @@ def test_a_job_within_a_job(tmp_path: Path) -> None:
     then = "os.execvpe('sh', ['sh', '-c', 'cat; exec \"$0\" -c \"$CODE\" \"\" 8.0.0', sys.executable], os.environ)"
     code = RANK.replace("sys.stdin.read()", then)
     line = end(rank(tmp_path, "", "7.0.0", code=code, env={"CODE": RANK, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}))
-    assert f"/8.0.0-{HOST}/torch_extensions" in line and "flight/8.0.0.rank_" in line
+    assert f"/8.0.0-{HOST}/flight_" in line and "flight/8.0.0.rank_" in line
     assert "DUMP_ON_TIMEOUT" not in line and "7.0.0" not in line
 
 

@@ -21,7 +21,7 @@ from hpcinit import build_ops
 from hpcinit.base import safe_files
 from hpcinit.base.errors import BringUpError, RequestError
 from hpcinit.records import safeguards
-from hpcinit.runtime import ops
+from hpcinit.runtime import extension_locks, ops
 from tests.small_disks import fill, small_disk
 
 ADAMW = {"optimizer": {"type": "AdamW"}}
@@ -222,19 +222,107 @@ def test_a_builder_on_another_node_does_not_count_as_dead(tmp_path: Path) -> Non
     assert ops.Builder(os.uname().nodename, os.getpid(), ops.start_of(os.getpid()), "cpu_adam").alive()
 
 
-def test_built_ops_are_copied_into_the_jobs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job with its own cache copies the built op, without a lock file, and compiles nothing."""
-    cache, own = tmp_path / "xdg", tmp_path / "own"
-    env = {"XDG_CACHE_HOME": str(cache), "TORCH_EXTENSIONS_DIR": str(own), safeguards.ENV_SET: "1 TORCH_EXTENSIONS_DIR"}
-    built = ops.shared_cache(env) / "fused_adam"
-    assert built.is_relative_to(cache) and "-deepspeed" in built.parent.name
-    built.mkdir(parents=True)
-    for name in (ops.BUILT, "fused_adam.so", ops.TORCH_LOCK):
-        (built / name).write_text(name)
-    monkeypatch.setattr(ops, "loader", lambda name: pytest.fail(f"{name} would be compiled"))
-    ops.prepare(ADAMW, "cuda", env, pytest.fail)
-    assert sorted(path.name for path in (own / "fused_adam").iterdir()) == [ops.BUILT, "fused_adam.so"]
-    assert env["TORCH_EXTENSIONS_DIR"] == str(own)
+def job(folder: Path, number: int) -> dict[str, str]:
+    """Return the environment of a job: TMPDIR is the node's disk."""
+    (folder / "disk").mkdir(exist_ok=True)
+    return {
+        "XDG_CACHE_HOME": str(folder / "xdg"), "TMPDIR": str(folder / "disk"), safeguards.ENV_SET: f"{number}.0.0 X"
+    }  # fmt: skip
+
+
+def test_a_job_keeps_what_it_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first job compiles an op in its own folder and keeps it for others. The second one copies it, without the lock
+    of a killed process, and compiles nothing. Neither changes TORCH_EXTENSIONS_DIR. (The compile is a fake.)"""
+    compiled: list[str] = []
+
+    def load() -> None:
+        place = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / "fused_adam"
+        if not (place / "fused_adam.so").exists():
+            compiled.append(str(place))
+            place.mkdir()
+            (place / "fused_adam.so").touch()
+        (place / ops.TORCH_LOCK).touch()
+
+    monkeypatch.setattr(ops, "loader", lambda name: load)
+    monkeypatch.setattr(ops, "files_are_locks", lambda: False)
+    for number in (1, 2):
+        for name, value in job(tmp_path, number).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+        ops.prepare(ADAMW, "cuda", os.environ)
+        assert "TORCH_EXTENSIONS_DIR" not in os.environ
+        kept = ops.shared_cache(os.environ) / "fused_adam"
+        assert sorted(path.name for path in kept.iterdir()) == [ops.BUILT, "fused_adam.so"]
+        assert kept.is_relative_to(tmp_path / "xdg") and [*kept.parent.iterdir()] == [kept]
+    own = tmp_path / "disk" / f"hpcinit-{os.geteuid()}" / f"1.0.0-{os.uname().nodename}"
+    assert compiled == [str(own / "torch_extensions/fused_adam")]
+
+
+JOB = (
+    LOAD
+    + """
+import os
+from hpcinit.records import safeguards
+from hpcinit.runtime import extension_locks
+safeguards.apply(os.environ, None, sys.argv[2])
+extension_locks.clear_abandoned(os.environ, print)
+tiny()
+"""
+)
+
+
+def as_job(folder: Path, number: int, **env: str) -> subprocess.Popen[str]:
+    """Start a job that loads an extension from torch's own folder."""
+    env |= {name: value for name, value in job(folder, number).items() if name != safeguards.ENV_SET}
+    return run(JOB.replace("sys.argv[2]", f"'{number}.0.0'"), folder, **env)
+
+
+def test_a_second_job_does_not_compile_an_extension_again(folder: Path) -> None:
+    """An extension that one job has compiled is used by the next one, as without hpcinit."""
+    compiler = folder / "compiler"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *" -c "*) echo >> "$0.used";; esac\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    for number in (1, 2):
+        process = as_job(folder, number, CXX=str(compiler))
+        assert (process.communicate(timeout=150)[0], process.returncode) == ("", 0)
+    assert (folder / "compiler.used").read_text() == "\n"
+
+
+@with_files
+def test_a_job_removes_the_lock_of_a_killed_one(folder: Path) -> None:
+    """The next job on the node removes the lock of a killed build in torch's folder, and compiles. It waits for a live one."""
+    process = as_job(folder, 1, CXX=str(folder / "slow"))
+    until(folder / "slow.began", process)
+    (lock,) = (folder / "xdg/torch_extensions").glob("*/tiny/lock")
+    said: list[str] = []
+    env = {"XDG_CACHE_HOME": str(folder / "xdg")}
+    extension_locks.clear_abandoned(env, said.append)
+    assert lock.exists() and said == []
+    kill(process)
+    (folder / "slow.began").unlink()
+    process = as_job(folder, 2)
+    assert f"removed the stale lock {lock}" in process.communicate(timeout=150)[0] and process.returncode == 0
+    assert not lock.exists() and (lock.parent / "tiny.so").exists()
+
+
+def test_a_lock_that_another_node_may_hold_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a disk of several nodes a lock stays, and after 30 minutes a warning has the command that removes it.
+
+    The disk type is a fake: there is no NFS here.
+    """
+    monkeypatch.setattr(safe_files, "file_system", lambda path: "nfs4")
+    monkeypatch.setattr(ops, "files_are_locks", lambda: True)  # as with torch 2.13
+    lock = tmp_path / "torch_extensions/py311_cpu/mine" / ops.TORCH_LOCK
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    said: list[str] = []
+    env = {"XDG_CACHE_HOME": str(tmp_path)}
+    extension_locks.clear_abandoned(env, said.append)
+    assert said == []
+    for path in (lock, lock.parent):
+        os.utime(path, (time.time() - ops.QUIET_S - 60,) * 2)
+    extension_locks.clear_abandoned(env, said.append)
+    assert len(said) == 1 and f"remove it: rm {lock}" in said[0] and lock.exists()
 
 
 def test_loading_a_built_op_compiles_nothing(folder: Path) -> None:
@@ -264,22 +352,24 @@ def test_loading_a_built_op_compiles_nothing(folder: Path) -> None:
 
 
 def test_a_job_s_cache_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the job's cache is full, built ops are used in place, with a warning; without any space there is an error."""
-    with small_disk(tmp_path / "own") as own:
-        cache = tmp_path / "xdg"
-        env = {"XDG_CACHE_HOME": str(cache), ops.VARIABLE: str(own), safeguards.ENV_SET: f"1 {ops.VARIABLE}"}
+    """If the job's folder is full, built ops are used in place, with a warning; without any space there is an error."""
+    with small_disk(tmp_path / "disk") as disk:
+        env = job(tmp_path, 1)
+        monkeypatch.setattr(safeguards, "CACHE_ROOM", 0)  # the disk becomes full later
         built = ops.shared_cache(env) / "fused_adam"
         built.mkdir(parents=True)
         (built / ops.BUILT).touch()
         (built / "fused_adam.so").write_bytes(bytes(1 << 16))
-        monkeypatch.setattr(ops, "loader", lambda name: pytest.fail(f"{name} would be compiled"))
-        fill(own)
+        loaded: list[str] = []
+        monkeypatch.setattr(ops, "loader", lambda name: lambda: loaded.append(env[ops.VARIABLE]))
+        own = safeguards.own_folder(env)
+        assert own and own.is_relative_to(disk)
+        fill(disk)
         said: list[str] = []
         ops.prepare(ADAMW, "cuda", env, said.append)
-        assert env[ops.VARIABLE] == str(built.parent)
-        assert f"warning: cannot store DeepSpeed's ops in {own}: " in said[0]
-        env = {ops.VARIABLE: str(own), safeguards.ENV_SET: ""}
-        monkeypatch.setattr(ops, "loader", lambda name: lambda: None)
+        assert loaded == [str(built.parent)]
+        assert f"warning: cannot store DeepSpeed's ops in {own}/torch_extensions: " in said[0]
+        env = {ops.VARIABLE: str(disk / "x"), safeguards.ENV_SET: ""}
         with pytest.raises(
             BringUpError, match=r"cannot store DeepSpeed's ops: .*No space left on device.*Free disk space, or"
         ):

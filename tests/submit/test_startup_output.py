@@ -36,7 +36,7 @@ def test_two_short_lines(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None
     folder = folder_of(done)
     shown = before_the_program((folder / "logs/rank-0.log").read_text())
     assert len(shown) == 2 and all(len(line) < 100 for line in shown), shown
-    assert shown[0] == "hpcinit: set 8 environment variables, listed in startup.txt of the run folder"
+    assert shown[0] == "hpcinit: set 7 environment variables, listed in startup.txt of the run folder"
     assert shown[1].startswith("hpcinit: 2 ranks on 1 node (slurm), gloo on cpu, up in ")
     assert before_the_program((folder / "logs/rank-1.log").read_text()) == []
     assert (folder / "logs/job.log").read_text() == ""

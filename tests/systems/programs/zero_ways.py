@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,7 @@ def part(tensor: Tensor, like: Tensor, place: int) -> Tensor:
 
 
 def main() -> None:
+    os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp()
     with hpcinit.session(deepspeed=True, batch=Samples(micro=2, accumulation=2)) as run:
         found: dict[str, Any] = {
             "alone": [alone(run.batch.total, by_name) for by_name in (False, True)],
