@@ -144,6 +144,13 @@ def test_other_documents(here: Path, capfd: pytest.CaptureFixture[str], line: st
     assert found and (document != "error" or [one["kind"] for one in found] == ["request"])
 
 
+def test_one_place_prints_json() -> None:
+    """No module prints JSON without base/json_output.py, which adds the document's name and the version."""
+    printed = re.compile(r"(?:print|print_reliably|stdout\.write)\(\s*\*?\(?json\.dumps")
+    sources = Path(console.__file__).parents[1].rglob("*.py")
+    assert [path.name for path in sources if printed.search(path.read_text())] == []
+
+
 def test_json_has_no_nan() -> None:
     """NaN and infinity, which JSON does not have, become null, in lists and objects too."""
     line = json_output.line("logs", {"values": {"loss": math.nan}, "list": [1.0, (math.inf,)]})

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from pathlib import Path
 
 import pytest
 
 from hpcinit.records import scratch
+from tests import json_documents
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 
@@ -41,7 +41,7 @@ def listed(hpcinit: Run, env: dict[str, str], *words: str) -> dict[str, dict[str
     done = hpcinit("clean", "--outside", "--json", *words, env=env)
     assert done.returncode == 0, done.stderr
     top = Path.cwd()
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = json_documents.parse(done.stdout, "clean outside")
     return {str(Path(one["path"]).relative_to(top)): one for one in found if Path(one["path"]).is_relative_to(top)}
 
 
