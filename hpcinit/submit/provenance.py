@@ -116,6 +116,13 @@ def recorded_request(document: dict[str, Any], overrides: Sequence[str], prepare
         for key, value in kept.items():
             setattr(request.config.job, key, value)
             request.document["job"][key] = value
+        for key in [key for key in request.unread if key in document]:
+            del request.unread[key]  # the recorded arguments have its value already
+            if given := [one for one in overrides if f"{one.lstrip('+').partition('=')[0]}.".startswith(f"{key}.")]:
+                request.unread[key] = (
+                    f"{given[-1]}: the recorded arguments of the program do not change with {key}; if the program gets "
+                    f"{key} as an argument, give the program and its arguments again after --"
+                )
         prepare(request)
 
     with tempfile.TemporaryDirectory(prefix="hpcinit-") as folder:

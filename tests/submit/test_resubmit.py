@@ -48,6 +48,19 @@ def test_with_other_values(hpcinit: Run) -> None:
     assert before == after
 
 
+def test_the_users_own_key_in_the_recorded_arguments(hpcinit: Run) -> None:
+    """A key that the program got as an argument causes no warning. A changed one does, unless the arguments change too."""
+    first = hpcinit("submit", "+lr=0.1", "wait=true", "name=x", "--", "echo", "${lr}")
+    assert first.returncode == 0, first.stderr
+    again = hpcinit("resubmit", "x-0001")
+    assert again.returncode == 0 and "lr" not in again.stderr, again.stderr
+    changed = hpcinit("resubmit", "x-0001", "lr=0.2", "again=true")
+    assert "lr=0.2: the recorded arguments of the program do not change with lr; if" in changed.stderr
+    given = hpcinit("resubmit", "x-0001", "lr=0.3", "again=true", "--", "echo", "${lr}")
+    assert given.returncode == 0 and "do not change" not in given.stderr, given.stderr
+    assert printed(folder_of(given), 0) == "0.3\n"
+
+
 def test_another_program(hpcinit: Run, tmp_path: Path) -> None:
     """A program after -- replaces the old one with all its arguments, and nothing else."""
     first = folder_of(
