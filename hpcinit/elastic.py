@@ -16,6 +16,7 @@ from hpcinit.base.console import say
 from hpcinit.base.errors import RequestError
 from hpcinit.cli.main import guarded
 from hpcinit.jobs import node_check
+from hpcinit.launch.signal_monitor import SignalMonitor
 from hpcinit.records import run_folder
 from hpcinit.records.spec import Spec
 from hpcinit.records.startup_timeout import check_clock
@@ -32,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
         raise RequestError(f"launch=torchrun needs torch, and {sys.executable} on {os.uname().nodename} lacks it")
     from hpcinit.launch.torchrun import agent_signals  # noqa: PLC0415 - needs torch, so only after the check
 
+    SignalMonitor()  # continues an agent that was stopped and would not see a rank end; it dies with this process
     signals = agent_signals.Signals()  # before torch starts threads: they inherit the blocked signals
     path = Path(argv[0]).absolute()
     spec = enter(argv[0])

@@ -5,8 +5,8 @@ task has started. Forwarding the signal would then deliver it twice: a program t
 twice. If Slurm tracks process groups (pgid), and on cluster=local, the ranks do not get the signal: they have their own
 sessions.
 
-The helper also continues a fork server that was stopped: it would not see a rank end, and the job would continue
-without the rank until its time limit.
+The helper also continues a fork server, or an agent of launch=torchrun, that was stopped: it would not see a rank end,
+and the job would continue without the rank until its time limit.
 """
 
 from __future__ import annotations

@@ -72,6 +72,23 @@ def test_restarts_inside_a_job_and_its_end(hpcinit: Run, tmp_path: Path) -> None
     assert why.startswith("rank 2 on 127.0.0.2 was killed by a signal (Segmentation fault) first"), why
 
 
+STOPS_ITS_AGENT = """
+import os, signal, sys, time
+if os.environ["RANK"] == "1":
+    os.kill(os.getppid(), signal.SIGSTOP)
+    sys.exit(3)
+time.sleep(600)
+"""
+
+
+def test_a_stopped_agent_is_continued_when_a_rank_ends(hpcinit: Run, tmp_path: Path) -> None:
+    """If an agent is stopped with SIGSTOP, the failure of one of its ranks still ends the job."""
+    (tmp_path / "stops.py").write_text(STOPS_ITS_AGENT)
+    words = ["cluster=local", "nodes=1", "ranks_per_node=2", "launch=torchrun", "wait=true"]
+    done = hpcinit("submit", *words, "--", "stops.py", timeout=240)
+    assert done.returncode == 3 and "rank 1: Exited with exit code 3" in log(folder_of(done)), done.stderr
+
+
 def test_an_agent_that_is_killed(hpcinit: Run, tmp_path: Path) -> None:
     """kill -9 of an agent ends the job and all of its ranks."""
     (tmp_path / "waits.py").write_text("import time; print('up', flush=True); time.sleep(300)")
@@ -80,8 +97,9 @@ def test_an_agent_that_is_killed(hpcinit: Run, tmp_path: Path) -> None:
     logs = [folder / f"logs/rank-{rank}.log" for rank in range(2)]
     until(lambda: all(path.exists() and "up" in path.read_text() for path in logs), 120)
     agents = [process for process in psutil.process_iter(["cmdline"]) if is_agent(process, folder)]
-    below = [child for process in agents for child in process.children(recursive=True)]
-    assert len(agents) == 2 and len(below) == 2
+    below = {child for process in agents for child in process.children(recursive=True)}
+    agents = [process for process in agents if process.children()]  # a signal monitor may have its agent's command line
+    assert len(agents) == 2 and len(below) == 4, "a rank and a signal monitor each"
     agents[1].kill()
     until(lambda: '"exit_status"' in (folder / "exit.json").read_text())
     until(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in below))
