@@ -75,7 +75,7 @@ def test_status_of_a_purged_job(hpcinit: Run, slurm: MiniSlurm) -> None:
         record = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps({**record, key: "999999"}))
     state = json.loads(hpcinit("status", "--json", folder.name, env=slurm.env).stdout)
-    assert (state["name"], state["exit_status"], state["source"]) == ("FAILED", 5, "exit.json")
+    assert (state["state"], state["exit_status"], state["source"]) == ("FAILED", 5, "exit.json")
 
 
 def test_a_failing_rank_fails_the_job_and_is_named(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:

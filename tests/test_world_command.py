@@ -59,7 +59,7 @@ def test_one_json_object_with_every_field() -> None:
     found = json.loads(done.stdout)
     assert (done.returncode, done.stderr, found["launcher"]) == (0, "", "single")
     assert list(found) == [
-        "launcher", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "hosts", "master_addr",
+        "document", "version", "launcher", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "hosts", "master_addr",
         "master_ports", "job", "warnings", "master_known", "node_count",
     ]  # fmt: skip
 

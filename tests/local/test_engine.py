@@ -76,7 +76,7 @@ def test_returns_at_once_and_status_follows(hpcinit: Run) -> None:
     assert "RUNNING" in hpcinit("status", folder.name).stdout
     wait_for(lambda: "COMPLETED  exit status 0" in hpcinit("status", folder.name).stdout)
     document = json.loads(hpcinit("status", "--json").stdout)
-    assert (document["name"], document["exit_status"], document["engine"]) == ("COMPLETED", 0, "local")
+    assert (document["state"], document["exit_status"], document["engine"]) == ("COMPLETED", 0, "local")
 
 
 def test_cancel_ends_every_process(hpcinit: Run, number: str) -> None:
