@@ -102,7 +102,9 @@ def _compile(python: str, path: Path, _mtime_ns: int) -> tuple[str, bool]:
     if python and os.access(python, os.X_OK):
         command = [python, "-I", "-S", compile_script.__file__, str(path)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=True)
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=COMPILE_TIMEOUT_S, check=True
+            )
             return done.stdout.strip(), True
         except (OSError, ValueError, subprocess.SubprocessError):
             pass
