@@ -53,6 +53,7 @@ help:
 	@echo "make scale         a real Slurm of 64 nodes on this machine, a rank on each (root; NODES=16 for fewer)"
 	@echo "make chaos         faults during training runs, and a table of the results, docs/chaos.md (root)"
 	@echo "make gpu           the GPU tests, on a machine with a GPU, with a report in build/gpu (PYTHON=python3 PART=1; CPU=1 tests the suite itself)"
+	@echo "make corpus        the answers of hpcinit why to 200 labeled logs, dumps and run folders, in a table (CORPUS='--list wrong')"
 	@echo "make cluster       start a real 4-node Slurm on this machine (root); make cluster-down ends it"
 	@echo "make bench         submit latency and start-up compared with other tools, tables and plots in build/; three hours (root)"
 	@echo "make docs          build the documentation site in site/; warnings are errors"
@@ -159,6 +160,11 @@ chaos: $(VENV)/dev slurm
 gpu: GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
 gpu:
 	@$(GPU_PYTHON) -m tests.gpu --part $(or $(PART),all) --out $(or $(OUT),build/gpu) $(if $(CPU),--cpu) $(if $(ONLY),--only $(ONLY))
+
+# How often `hpcinit why` finds the cause of the labeled cases in tests/corpus; --list wrong prints them. Six minutes.
+.PHONY: corpus
+corpus: $(VENV)/dev
+	@$(BIN)/python -m tests.corpus $(CORPUS)
 
 cluster: slurm
 	@$(BIN)/python -m tests.minislurm up --nodes $(or $(NODES),4) $(if $(ACCOUNTING),--accounting)
