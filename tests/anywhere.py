@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.other_user import python_for
 from tests.workers import number_of_workers
 
 ROOT = Path(__file__).parents[1]
@@ -88,17 +89,6 @@ PLACES = {
     "loaded": lambda: in_tmp(load=2 * (os.cpu_count() or 1)),
 }
 NEED_ROOT = ("user", "8gb")
-
-
-def python_for(user: str) -> str:
-    """Return a Python of this version that the user can run; '' if there is none."""
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    for found in dict.fromkeys((f"{sys.base_prefix}/bin/python{version}", f"/usr/bin/python{version}")):
-        # The shell has lost setpriv's right to read every file; setpriv itself has not.
-        tried = [*as_user(user), "sh", "-c", f"exec '{found}' -c 'import venv'"]
-        if subprocess.run(tried, capture_output=True, check=False, cwd="/").returncode == 0:
-            return found
-    return ""
 
 
 def as_user(name: str) -> list[str]:
@@ -187,7 +177,7 @@ def main() -> int:
             continue
         began = time.monotonic()
         with PLACES[name]() as place:
-            python = python_for(place.user)
+            python = python_for(as_user(place.user))
             if not python:
                 results[name] = (
                     f"skipped: no Python {sys.version_info.major}.{sys.version_info.minor} that a user can run"

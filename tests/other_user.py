@@ -9,12 +9,26 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.skip_or_fail import skip_or_fail
+
+
+def python_for(as_user: Sequence[str]) -> str:
+    """Return a Python of this version that a user can start; '' if there is none.
+
+    as_user: the start of a command that runs the rest of it as that user.
+    """
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    for found in dict.fromkeys((f"{sys.base_prefix}/bin/python{version}", f"/usr/bin/python{version}")):
+        # The shell has lost setpriv's right to read every file; setpriv itself has not.
+        tried = [*as_user, "sh", "-c", f"exec '{found}' -c 'import venv'"]
+        if subprocess.run(tried, capture_output=True, check=False, cwd="/").returncode == 0:
+            return found
+    return ""
 
 
 @dataclass(frozen=True)
@@ -38,14 +52,8 @@ class User:
 
     def python(self) -> str:
         """Return a Python of this version that the user can start without more rights. Skip if there is none."""
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        for found in dict.fromkeys((f"{sys.base_prefix}/bin/python{version}", f"/usr/bin/python{version}")):
-            as_user = ["setpriv", f"--reuid={self.uid}", f"--regid={self.gid}", "--clear-groups", "--"]
-            # The shell has lost setpriv's right to read every file; setpriv itself has not.
-            tried = [*as_user, "sh", "-c", f"exec '{found}' -c ''"]
-            if subprocess.run(tried, capture_output=True, check=False, cwd="/").returncode == 0:
-                return found
-        return skip_or_fail(f"no Python {version} that another user can start")
+        as_user = ["setpriv", f"--reuid={self.uid}", f"--regid={self.gid}", "--clear-groups", "--"]
+        return python_for(as_user) or skip_or_fail("no Python of this version that another user can start")
 
     def run(
         self, *words: str, env: Mapping[str, str] | None = None, timeout: float = 240

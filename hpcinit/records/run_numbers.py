@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from hpcinit.base import safe_files
+
 _RUN = re.compile(r"(?P<name>.+)-(?P<number>\d{4,9})")  # more digits: not ours, and no room for the next number
 
 
@@ -23,7 +25,7 @@ def next_number(runs_dir: Path, name: str, promised: Collection[str] = ()) -> in
     """
     names = {*_names(runs_dir), *promised}
     found = sorted(((number, one) for one in names for number in _numbers(one, name)), reverse=True)
-    last = next((number for number, one in found if one in promised or _is_ours(runs_dir / one)), 0)
+    last = next((number for number, one in found if one in promised or safe_files.is_own(runs_dir / one)), 0)
     # In a shared runs_dir the next entries may be another user's.
     while names & {f"{name}-{last + 1:04d}", f".{name}-{last + 1:04d}.number"}:
         last += 1
@@ -84,10 +86,3 @@ def _names(folder: Path) -> list[str]:
         return os.listdir(folder)  # noqa: PTH208 - names of a thousand folders
     except OSError:
         return []
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        return path.lstat().st_uid == os.geteuid()
-    except OSError:
-        return False
