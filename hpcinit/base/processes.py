@@ -11,7 +11,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hpcinit.base.console import say
 from hpcinit.base.safe_files import read_or_empty
@@ -142,6 +144,57 @@ def stat(pid: int | str, proc: Path = PROC) -> list[str]:
     """Return the fields of /proc/PID/stat from the third one on, the state; [] if the process is gone."""
     # "4242 (name with ) and blanks) S 4241 ...": proc(5) numbers the fields from 1.
     return read_or_empty(proc / str(pid) / "stat").rpartition(")")[2].split()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """A process, described so that another one can find out later whether it has ended.
+
+    Its id does not suffice: the kernel uses ids again, and each boot and each pid namespace (a container) has its own.
+    boot: the id of the kernel's boot. namespace: the pid namespace. started: in clock ticks since the boot. '' if
+    unknown.
+    """
+
+    host: str
+    pid: int
+    boot: str = ""
+    namespace: str = ""
+    started: str = ""
+
+    def has_ended(self) -> bool | None:
+        """Return whether the process has ended; None if that is not visible from this host and pid namespace.
+
+        Where the kernel hides processes of other users (hidepid), call it only for one of this user.
+        """
+        here = identity()
+        if self.host != here["host"] or not (self.boot and here["boot"]):
+            return None
+        if self.boot != here["boot"]:
+            return True
+        if not (self.started and here["started"] and self.namespace) or self.namespace != here["namespace"]:
+            return None
+        return _started(self.pid) != self.started
+
+
+def identity() -> dict[str, Any]:
+    """Return the fields of Process for this process."""
+    try:
+        namespace = str((PROC / "self/ns/pid").readlink())
+    except OSError:
+        namespace = ""
+    return {
+        "host": os.uname().nodename,
+        "pid": os.getpid(),
+        "boot": read_or_empty(PROC / "sys/kernel/random/boot_id").strip(),
+        "namespace": namespace,
+        "started": _started(os.getpid()),
+    }
+
+
+def _started(pid: int) -> str:
+    """Return when the process started, in clock ticks since the boot; '' if it has ended, also as a zombie."""
+    fields = stat(pid)
+    return fields[22 - 3] if fields and fields[0] not in "ZX" else ""
 
 
 def state(pid: int) -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcinit.base import console, safe_files, versions
+from hpcinit.base import console, processes, safe_files, versions
 from hpcinit.base.errors import BringUpError, RequestError
 from hpcinit.base.text import home
 from hpcinit.base.versions import installed
@@ -88,7 +88,7 @@ def judge_lock(path: Path) -> Judgement:
         return Judgement(path, "held", f"process {pid} is compiling", age)
     host = os.uname().nodename
     builder = read_builder(path.parent.parent)
-    if builder and builder.op == path.parent.name and builder.host == host and not builder.alive():
+    if builder and builder.op == path.parent.name and builder.has_ended():
         return Judgement(path, "stale", f"left by {builder}, which has ended", age)
     if owner != os.geteuid():
         return Judgement(path, "unknown", f"owned by user {owner}, whose processes are not visible", age)
@@ -121,28 +121,14 @@ def _has_open(wanted: os.stat_result) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Builder:
-    """The process that builds an op. started: its start in clock ticks since boot, because ids are reused."""
+@dataclass(frozen=True, kw_only=True)
+class Builder(processes.Process):
+    """The process that builds `op`."""
 
-    host: str
-    pid: int
-    started: str
     op: str
-
-    def alive(self) -> bool:
-        """Return whether the process still runs. Call it on the process's own host."""
-        return self.started == start_of(self.pid) != ""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, building {self.op}"
-
-
-def start_of(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        # "4242 (name with ) and blanks) S ...": field 22, the 20th after the last parenthesis
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""
 
 
 def read_builder(root: Path) -> Builder | None:
@@ -162,7 +148,7 @@ def one_builder(root: Path, say: Callable[[str], None], wait_s: float = WAIT_S) 
     fd = os.open(root / OUR_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
 
     def building(op: str) -> None:
-        me = Builder(os.uname().nodename, os.getpid(), start_of(os.getpid()), op)
+        me = Builder(**processes.identity(), op=op)
         _write(fd, json.dumps(vars(me)))
 
     try:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpcinit.base import safe_files
+from hpcinit.base import processes, safe_files
 from hpcinit.base.errors import NOTHING_SUBMITTED, RequestError, SubmitError
 from hpcinit.records import run_folder, run_numbers
 
@@ -151,17 +151,13 @@ TRIES = 20  # a failed try means that another process has just taken or released
 UNREADABLE_S = 60.0  # a claim without complete content counts for this time
 
 
-@dataclass(frozen=True)
-class Owner:
-    """The process that submits. place: host and pid namespace of `pid`. started: the kernel's start time of `pid`.
+@dataclass(frozen=True, kw_only=True)
+class Owner(processes.Process):
+    """The process that submits.
 
-    run: its run folder. expires_s: the claim no longer counts after this many seconds.
+    run: its run folder. since: seconds since 1970. expires_s: the claim no longer counts after this many seconds.
     """
 
-    host: str
-    place: str
-    pid: int
-    started: str
     run: str
     since: float
     expires_s: float
@@ -175,8 +171,7 @@ def claim_held(run: Path, request: str, expires_s: float) -> Iterator[None]:
     another process has the claim, and SubmitError if the file cannot be written.
     """
     path = run.parent / f".submitting-{os.getuid()}-{request}"
-    place = f"{platform.node()} {_link('/proc/self/ns/pid')}"
-    me = Owner(platform.node(), place, os.getpid(), _started(os.getpid()), str(run), time.time(), expires_s)
+    me = Owner(**processes.identity(), run=str(run), since=time.time(), expires_s=expires_s)
     _take(path, me, run)
     try:
         yield
@@ -192,7 +187,7 @@ def _take(path: Path, me: Owner, run: Path) -> None:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             text, owner = _read(path)
-            if not _is_stale(path, owner, run, me.place):
+            if not _is_stale(path, owner, run):
                 raise RequestError(_refusal(path, owner)) from None
             _remove(path, text)
             continue
@@ -219,10 +214,10 @@ def _read(path: Path) -> tuple[str, Owner | None]:
         return text, None
 
 
-def _is_stale(path: Path, owner: Owner | None, run: Path, place: str) -> bool:
+def _is_stale(path: Path, owner: Owner | None, run: Path) -> bool:
     """Return whether the owner is gone. The new run folder's time is the file server's clock, for the claim's age."""
-    if owner is not None and owner.place == place and owner.started:
-        return _started(owner.pid) != owner.started
+    if owner is not None and (ended := owner.has_ended()) is not None:
+        return ended
     try:
         age_s = run.stat().st_mtime - path.stat().st_mtime
     except OSError:  # released meanwhile
@@ -250,19 +245,3 @@ def _refusal(path: Path, owner: Owner | None) -> str:
         f"hpcinit status {shlex.quote(owner.run)}, or add again=true to submit a second job. If that process no longer "
         f"exists, remove its lock, which expires at {until}: rm {shlex.quote(str(path))}"
     )
-
-
-def _started(pid: int) -> str:
-    """Return the start time of a process in clock ticks since boot, proc(5), or '' without such a process."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return fields[19] if fields[0] != "Z" else ""
-
-
-def _link(path: str) -> str:
-    try:
-        return str(Path(path).readlink())
-    except OSError:
-        return ""

@@ -77,7 +77,7 @@ def test_loaded_values(curves: dict[int, Any], name: str) -> None:
 
 
 def begin(folder: Path, step: int, job: str = "") -> of_steps.Unfinished:
-    return of_steps.begin(folder, step, owners.of_this_process(job, 3600))
+    return of_steps.begin(folder, step, owners.of_this_process(job))
 
 
 def publish(unfinished: of_steps.Unfinished, step: int) -> Path:

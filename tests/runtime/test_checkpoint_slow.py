@@ -86,7 +86,7 @@ def test_no_rank_waits_for_a_removal(tmp_path: Path) -> None:
         if run.rank == 0:
             shutil.rmtree = slow_rmtree
             left.mkdir(parents=True)
-            dead = dataclasses.replace(owners.of_this_process("", 3600), pid=2**22 + 1, token="0")
+            dead = dataclasses.replace(owners.of_this_process(""), pid=2**22 + 1, token="0")
             owners.write(left / "owner.json", dead)
         torch.distributed.barrier()
         for step in (1, 2):

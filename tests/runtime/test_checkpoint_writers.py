@@ -245,39 +245,18 @@ def test_content_that_changed_is_not_loaded(tmp_path: Path) -> None:
     assert f"step-00000002 is skipped: {wrong}" in output
 
 
-def test_dead_owners(tmp_path: Path) -> None:
-    """Unfinished steps of dead jobs are removed, and those of jobs that may be alive are kept."""
-    mine = owners.of_this_process("42.1.1", 3600)
-    gone, here = 2**22 + 1, os.getpid()  # the first is above the largest process id of Linux
-    cases = {
-        "attempt before": ("42.0.0", "n2", here, 0, True),
-        "step before": ("42.0.1", "n2", here, 0, True),
-        "other job, process gone": ("41.0.0", mine.host, gone, 0, True),
-        "other job, process there": ("41.0.0", mine.host, here, 0, False),
-        "other job, other host": ("41.0.0", "n2", gone, 3500, False),
-        "other job, other host, long ago": ("41.0.0", "n2", gone, 3700, True),
-        "no job, other host": ("", "n2", gone, 3500, False),
-        "later attempt": ("42.0.2", "n2", gone, 0, False),
-    }
-    for name, (job, host, pid, untouched_s, dead) in cases.items():
-        path = tmp_path / f".step-00000001.{name}.tmp"
-        path.mkdir()
-        owners.write(path / "owner.json", owners.Owner(job, host, pid, "0", time.time(), 3600))
-        for each in (path / "owner.json", path):
-            os.utime(each, (time.time() - untouched_s, time.time() - untouched_s))
-        assert owners.is_dead(owners.Owner(job, host, pid, "0", 0, 3600), mine, untouched_s) == dead, name
-    of_steps.sweep(tmp_path, mine)
-    alive = sorted(f".step-00000001.{name}.tmp" for name, (*_, dead) in cases.items() if not dead)
-    assert left_in(tmp_path) == alive
+def owner(host: str, job: str) -> owners.Owner:
+    return owners.Owner(host=host, pid=1, job=job, token="other", since=time.time())
 
 
 def test_order_of_attempts() -> None:
     """A restart of the job is later than any step before it, and a step later than a restart inside the step before."""
     jobs = ["42.batch.0", "42.0.0", "42.0e1.0", "42.0e2.0", "42.1.0", "42.10.0", "42.0.1", "42.0.10"]
-    attempts = [owners.Owner(job, "n1", 1, "0", 0, 1).attempt for job in jobs]
+    attempts = [owner("n1", job=job).attempt for job in jobs]
     assert attempts == sorted(attempts) and len(set(attempts)) == len(jobs)
-    one = owners.Owner("42.0.0", "n1", 1, "0", 0, 1)
+    one = owner("n1", job="42.0.0")
     assert one.is_same_job(dataclasses.replace(one, job="42.3.1"))
+    assert not one.is_same_job(dataclasses.replace(one, cluster="other"))
     for other in ("43.0.0", "", "127.0.0.1:29500", "none-127.0.0.1-29500.0"):
         assert not one.is_same_job(dataclasses.replace(one, job=other))
     unknown = dataclasses.replace(one, job="127.0.0.1:29500")
@@ -287,7 +266,7 @@ def test_order_of_attempts() -> None:
 def test_a_folder_given_back(tmp_path: Path) -> None:
     """A job that lost the folder can save again after .owner.json is removed; an invalid file is replaced."""
     whole(tmp_path, 1)
-    other = owners.Owner("42.0.0", "n2", 1, "other", time.time(), 3600)
+    other = owner("n2", job="42.0.0")
     owners.write(tmp_path / ".owner.json", other)
     with pytest.raises(
         RequestError, match=r"job 42 \(restart 0, step 0\) on n2 has taken over .* remove .*\.owner\.json"

@@ -86,7 +86,7 @@ def foreign(run: Path, **other: object) -> Path:
     """Return a claim as written on another login node."""
     run.mkdir()
     path = run.parent / f".submitting-{os.getuid()}-{REQUEST}"
-    fields = {"host": "login2", "place": "login2 pid:[1]", "pid": 7, "started": "1", "run": "/runs/x-0001"}
+    fields = {"host": "login2", "boot": "1", "namespace": "pid:[1]", "pid": 7, "started": "1", "run": "/runs/x-0001"}
     path.write_text(json.dumps({**fields, "since": 0.0, "expires_s": 600.0, **other}))
     return path
 

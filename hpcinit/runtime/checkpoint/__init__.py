@@ -13,6 +13,7 @@ torch and DeepSpeed read both formats with pickle: load only checkpoints that yo
 
 from __future__ import annotations
 
+import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ def _save(
     unfinished: Unfinished | None = None
 
     def begin() -> Unfinished:
-        return of_steps.begin(folder, step, owners.of_this_process(job, timeout_s), removals_s=timeout_s / 2)
+        return of_steps.begin(folder, step, owners.of_this_process(job), removals_s=timeout_s / 2)
 
     def publish() -> Path:
         assert unfinished is not None
@@ -196,9 +197,10 @@ def _newest(folder: Path, job: str, timeout: timedelta) -> tuple[Path, Descripti
         checkpoint_folder.wait_for_removals(
             timeout.total_seconds() / 2
         )  # a folder that is being removed must not be found
-        owner = owners.of_this_process(job, timeout.total_seconds())
-        with suppress(OSError):  # the folder may be read-only for this job
-            if owners.claim_after_restart(folder, owner):
+        owner = owners.of_this_process(job)
+        with suppress(OSError):  # the folder may be missing, or read-only for this job
+            owners.claim_after_restart(folder, owner)
+            if os.access(folder, os.W_OK):
                 of_steps.sweep(folder, owner)
         return newest()
 

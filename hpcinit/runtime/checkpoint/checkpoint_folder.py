@@ -14,6 +14,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import threading
 import time
@@ -22,12 +23,14 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from hpcinit.base import safe_files
 from hpcinit.base.console import say
 from hpcinit.base.errors import CheckpointError, RequestError
+from hpcinit.records import run_folder
 from hpcinit.rendezvous.process_state import state
 from hpcinit.runtime.checkpoint import owner as owners
 from hpcinit.runtime.checkpoint.owner import Owner
@@ -191,7 +194,7 @@ def begin(folder: Path, step: int, owner: Owner, removals_s: float = 0.0) -> Unf
         raise RequestError(_exists_already(final))
     folder.mkdir(parents=True, exist_ok=True)
     before = owners.claim(folder, owner)
-    if before is not None and not owners.is_dead(before, owner, untouched_s=0.0):
+    if before is not None and not owners.has_ended(before, owner):
         say(f"{owner} takes over {folder} from {before}; if that job still runs, its next save will fail")
     sweep(folder, owner)
     save = secrets.token_hex(8)
@@ -213,7 +216,6 @@ def publish(unfinished: Unfinished, description: Description) -> Path:
     _see(temporary, description.files)
     document = {"format": FORMAT, **asdict(description)}
     write(temporary / METADATA, (json.dumps(document, indent=1) + "\n").encode())
-    (temporary / OWNER).unlink()
     for inner, _, _ in os.walk(temporary):
         sync(Path(inner))
     final = temporary.parent / name(description.step)
@@ -226,14 +228,15 @@ def publish(unfinished: Unfinished, description: Description) -> Path:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             raise RequestError(_exists_already(final)) from error
         raise
+    (final / OWNER).unlink()  # not before: an unfinished step without it could never be removed
     sync(final.parent)
     return final
 
 
 def sweep(folder: Path, owner: Owner) -> None:
-    """Remove, in the background, renamed folders and the unfinished steps of dead jobs. Raise OSError.
+    """Remove, in the background, renamed folders and this user's unfinished steps whose job has ended. Raise OSError.
 
-    Do not call it while this job writes a step.
+    Print a line for an unfinished step whose job may still run. Do not call it while this job writes a step.
     """
     names = [path.name for path in folder.iterdir()]
     leftovers = [folder / each for each in names if _UNFINISHED.fullmatch(each)]
@@ -241,7 +244,7 @@ def sweep(folder: Path, owner: Owner) -> None:
     for path in aside:
         discard(path)
     for path in leftovers:
-        remove_later(partial(_remove_if_dead, path, owner))
+        remove_later(partial(_remove_if_ended, path, owner))
 
 
 def discard(path: Path) -> None:
@@ -258,21 +261,20 @@ def _exists_already(final: Path) -> str:
     return f"{final} already exists{by}: load it and continue from there, save into another folder, or remove it"
 
 
-def _remove_if_dead(path: Path, mine: Owner) -> None:
+def _remove_if_ended(path: Path, mine: Owner) -> None:
+    if not safe_files.is_own(path):  # its owner removes it
+        return
     owner = owners.read(path / OWNER)
-    untouched_s = time.time() - last_change(path)
-    if owners.is_dead(owner, mine, untouched_s) if owner else untouched_s > mine.timeout_s:
+    ended = None if owner is None else owners.has_ended(owner, mine)
+    if ended:
         remove_folder(path)
+    elif ended is None and path.exists():
+        _report(path, str(owner or "an unknown job"))
 
 
-def last_change(folder: Path) -> float:
-    """Return the time of the last change in the folder, in seconds since 1970."""
-    times = [0.0]
-    for inner, _, names in os.walk(folder):
-        for each in (".", *names):
-            with suppress(OSError):
-                times.append(Path(inner, each).stat().st_mtime)
-    return max(times)
+@cache
+def _report(path: Path, owner: str) -> None:
+    say(f"{owner} may still write this unfinished step. If that job has ended: rm -r {shlex.quote(str(path))}")
 
 
 def newest(folder: Path, say: Callable[[str], None]) -> tuple[Path, Description] | None:
@@ -342,7 +344,7 @@ def describe(path: Path) -> Description:
         raise ValueError(f"it has format {made}, but this version of hpcinit reads format {FORMAT}")
     files = {name: File(**file) for name, file in document.pop("files").items()}
     owner = document.pop("owner")
-    return Description(**document, files=files, owner=Owner(**owner) if owner else None)
+    return Description(**document, files=files, owner=run_folder.from_known_fields(Owner, owner) if owner else None)
 
 
 def files_of(folder: Path, names: Iterable[str], rank: int) -> dict[str, File]:

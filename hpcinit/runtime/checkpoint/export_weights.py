@@ -79,11 +79,21 @@ def _begin(folder: Path, timeout: timedelta) -> Path:
     _refuse_foreign(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     for path in folder.parent.glob(f".{folder.name}.*.tmp"):
-        if time.time() - of_steps.last_change(path) > timeout.total_seconds():
+        if time.time() - _last_change(path) > timeout.total_seconds():
             shutil.rmtree(path, ignore_errors=True)
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")
     temporary.mkdir()
     return temporary
+
+
+def _last_change(folder: Path) -> float:
+    """Return the time of the last change in the folder, in seconds since 1970."""
+    times = [0.0]
+    for inner, _, names in os.walk(folder):
+        for each in (".", *names):
+            with suppress(OSError):
+                times.append(Path(inner, each).stat().st_mtime)
+    return max(times)
 
 
 def _free(folder: Path) -> str:

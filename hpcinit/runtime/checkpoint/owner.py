@@ -16,34 +16,38 @@ import json
 import os
 import re
 import secrets
-import socket
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
+from hpcinit.base import processes
 from hpcinit.base.errors import RequestError
+from hpcinit.records import run_folder
 from hpcinit.rendezvous.process_state import state
+from hpcinit.slurm import queue
+from hpcinit.slurm.slurm_client import NotStarted, Unreachable
 
 CLAIM = ".owner.json"
+SLURM_TIMEOUT = timedelta(seconds=10)  # a job that takes a folder over waits for two commands
 # World.job of a Slurm step: '4242.0.1' is job, step and restart; '4242.0e2.1' is the second restart inside the step.
 _SLURM = re.compile(r"(?P<id>\d+(?:\+\d+)?)\.(?P<step>\d+|batch)(?:e(?P<start>\d+))?\.(?P<restart>\d+)")
 
 
-@dataclass(frozen=True)
-class Owner:
-    """The job whose rank 0 is process `pid` of `host`.
+@dataclass(frozen=True, kw_only=True)
+class Owner(processes.Process):
+    """The job whose rank 0 is this process.
 
-    job: World.job. token: random, unique to this process and job. since: seconds since 1970. timeout_s: the longest
-    time that a save of this job waits for one of its ranks.
+    job: World.job. cluster: Slurm's name of its cluster, which gives the job its id; '' without Slurm. token: random,
+    unique to this process and job. since: seconds since 1970.
     """
 
     job: str
-    host: str
-    pid: int
+    cluster: str = ""
     token: str
     since: float
-    timeout_s: float
 
     def __str__(self) -> str:
         found = _SLURM.fullmatch(self.job)
@@ -67,12 +71,22 @@ class Owner:
         return int(found["restart"]), step, int(found["start"] or 0)
 
     def is_same_job(self, other: Owner) -> bool:
-        return bool(self.slurm_id) and self.slurm_id == other.slurm_id
+        return bool(self.slurm_id) and (self.cluster, self.slurm_id) == (other.cluster, other.slurm_id)
+
+    def is_restart_of(self, other: Owner) -> bool:
+        """Return whether Slurm or the agents of this job started it again after `other`.
+
+        Another step of the same attempt is none: it may run at the same time, for example an evaluation.
+        """
+        mine, before = self.attempt, other.attempt
+        return self.is_same_job(other) and (mine[0] > before[0] or (mine[:2] == before[:2] and mine[2] > before[2]))
 
 
-def of_this_process(job: str, timeout_s: float) -> Owner:
-    """Return this process as an owner. Only `since` and `timeout_s` differ between calls."""
-    return Owner(job, socket.gethostname(), os.getpid(), _token(os.getpid(), job), time.time(), timeout_s)
+def of_this_process(job: str) -> Owner:
+    """Return this process as an owner. Only `since` differs between calls."""
+    me = processes.identity()
+    cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
+    return Owner(**me, job=job, cluster=cluster, token=_token(me["pid"], job), since=time.time())
 
 
 @cache
@@ -83,8 +97,8 @@ def _token(pid: int, job: str) -> str:
 def read(path: Path) -> Owner | None:
     """Return the owner that the file names, or None if the file is missing or invalid."""
     try:
-        return Owner(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        return run_folder.from_known_fields(Owner, json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
 
 
@@ -110,15 +124,10 @@ def claim_after_restart(folder: Path, mine: Owner) -> bool:
     OSError.
     """
     found = read(folder / CLAIM)
-    if found is None or not found.is_same_job(mine):
+    if found is None or not mine.is_restart_of(found):
         return False
-    # Another step of the same attempt may be an evaluation that runs at the same time.
-    restarted = mine.attempt[0] > found.attempt[0] or (
-        mine.attempt[:2] == found.attempt[:2] and mine.attempt[2] > found.attempt[2]
-    )
-    if restarted:
-        claim(folder, mine)
-    return restarted
+    claim(folder, mine)
+    return True
 
 
 def taken_by(folder: Path, mine: Owner) -> Owner | None:
@@ -146,17 +155,19 @@ def write(path: Path, owner: Owner) -> None:
     temporary.replace(path)
 
 
-def is_dead(owner: Owner, mine: Owner, untouched_s: float) -> bool:
-    """Return whether no process can still write the unfinished folder of `owner`.
+def has_ended(owner: Owner, mine: Owner) -> bool | None:
+    """Return whether `owner` can publish nothing more; None if neither its host nor Slurm shows that.
 
-    untouched_s: seconds since the last change there. If neither Slurm's ids nor this host's processes show that the
-    owner has ended, it counts as dead when `untouched_s` is longer than its own timeout.
+    Only rank 0 publishes, so the end of its process suffices. On another node it may be alive, for example suspended,
+    however old its files are: there, only a final state of its Slurm job counts.
     """
-    if owner.token == mine.token or (owner.is_same_job(mine) and owner.attempt <= mine.attempt):
+    if owner.token == mine.token or mine.is_restart_of(owner):
         return True
-    if owner.host == mine.host and not Path(f"/proc/{owner.pid}").exists():
-        return True
-    return untouched_s > owner.timeout_s
+    ended = owner.has_ended()
+    if ended is None and owner.slurm_id and owner.cluster and owner.cluster == mine.cluster:
+        with suppress(NotStarted, Unreachable):
+            ended = queue.has_ended(owner.slurm_id, SLURM_TIMEOUT)
+    return ended
 
 
 def _may_take(folder: Path, mine: Owner, found: Owner) -> bool:
