@@ -29,12 +29,17 @@ KILL_WAIT_S = 2.0
 
 
 class Step(Supervisor):
-    """The tasks of one step. `run()` returns the highest exit code of any task, as srun does."""
+    """The tasks of one step. `run()` returns the highest exit code of any task.
+
+    Tasks that it terminates because another one failed do not count. srun counts them, and returns 143 (128 + SIGTERM)
+    then: in a job on Slurm the batch script looks for the rank that failed.
+    """
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
         self.options = options
         self.parent = os.getppid()  # the batch script
+        self.failed: dict[int, int] = {}  # exit codes by task, once one has failed
 
     def run(self) -> int:
         self.signals = signals.collected((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2))
@@ -44,14 +49,18 @@ class Step(Supervisor):
             self.supervise(self._next_signal)
         finally:
             self.stop(KILL_WAIT_S)
-        return max((code if code >= 0 else 128 - code for code in self.ended().values()), default=0)
+        ended = self.failed or self.ended()
+        return max((code if code >= 0 else 128 - code for code in ended.values()), default=0)
 
     def on_exit(self, child: Child) -> bool:
         code = child.ended() or 0
         if code != 0:
             node = child.number // self.options.ntasks_per_node + 1
             say(f"error: 127.0.0.{node}: task {child.number}: {job_log.how(code)}")
-        return code != 0 and bool(self.options.kill_on_bad_exit)
+        if code == 0 or not self.options.kill_on_bad_exit:
+            return False
+        self.failed = self.ended()
+        return True
 
     def on_signal(self, number: int) -> bool:
         self.signal(number)

@@ -139,6 +139,7 @@ class Ended:
     """A finished run. steps: number of steps. output: the lines of its logs. folder: a copy of its run folder."""
 
     state: str
+    exit_status: int
     steps: int
     output: tuple[str, ...]
     folder: Path
@@ -167,14 +168,14 @@ def _short(line: str) -> str:
     return line.replace(os.uname().nodename, "n1").replace("|", "/")
 
 
-def trained(here: Path, disk: str, phase: str) -> Ended:
-    """Run the program with one rank until its end, with `disk` full at `phase`."""
+def trained(here: Path, disk: str, phase: str, ranks: int = 1) -> Ended:
+    """Run the program until its end, with `disk` full at `phase`."""
     for name in ("runs", "scratch", "cache", "home"):
         (here / name).mkdir()
     (here / "fill.py").write_text(FILL)
     (here / "train.py").write_text(PROGRAM)
     place = disk if disk.startswith("/") else str(here / disk)
-    overrides = ["cluster=local", "wait=true", "time_min=5", "hang.after_s=60", "name=full"]
+    overrides = ["cluster=local", "wait=true", "time_min=5", "hang.after_s=60", "name=full", f"ranks_per_node={ranks}"]
     if phase == PHASES[0]:
         overrides.append(f"cluster.setup=[{json.dumps(shlex.join([sys.executable, 'fill.py', place]))}]")
     env = {
@@ -198,7 +199,8 @@ def trained(here: Path, disk: str, phase: str) -> Ended:
     assert folder.is_dir(), (done.stdout, done.stderr)
     logs = "".join(path.read_text() for path in sorted((folder / "logs").iterdir()))
     steps = (here / "steps").read_text().count("\n") if (here / "steps").exists() else 0
-    return Ended(json.loads((folder / "local.json").read_text())["state"], steps, tuple(logs.splitlines()), folder)
+    end = json.loads((folder / "local.json").read_text())
+    return Ended(end["state"], end["exit_status"], steps, tuple(logs.splitlines()), folder)
 
 
 def _cases() -> Iterator[object]:
@@ -218,7 +220,7 @@ def test_a_full_disk_does_not_end_training(disk: str, phase: str, tmp_path: Path
         disk_table.keep(disk, phase, ended.outcome)
     output = "\n".join(ended.output)
     if (DISKS[disk], phase) == ("runs", "at a save"):
-        assert ended.state == "FAILED" and "was not saved" in output and "No space left on device" in output, output
+        assert ended.state == "FAILED" and ended.exit_status == 1 and "was not saved" in output and "No space left on device" in output, output
         return
     assert (ended.state, ended.steps) == ("COMPLETED", STEPS), output
     if (DISKS[disk], phase) == ("runs", "at exit"):
@@ -229,6 +231,14 @@ def test_a_full_disk_does_not_end_training(disk: str, phase: str, tmp_path: Path
         assert list((ended.folder / "timeline").glob("*/*.jsonl"))
         assert list((ended.folder / "checkpoints").glob("step-*7"))
     assert output.count("hpcinit: warning: progress.json cannot be written") <= 1
+
+
+def test_a_full_disk_at_a_save_is_a_failure(tmp_path: Path) -> None:
+    """With several ranks, a save that fails ends the run with status 1, not with 143, which means: not finished."""
+    if os.geteuid() != 0:
+        skip_or_fail("needs root: mounts file systems")
+    ended = trained(tmp_path, "runs", "at a save", ranks=2)
+    assert (ended.state, ended.exit_status) == ("FAILED", 1), "\n".join(ended.output)
 
 
 def test_the_page_shows_what_was_measured() -> None:
