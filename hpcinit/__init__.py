@@ -58,8 +58,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(import_module(_PUBLIC[name]), name)
+    if name == "api":
+        return import_module("hpcinit.api")
     raise AttributeError(f"module 'hpcinit' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    """Return the public names, so that Tab offers no others."""
+    return [*__all__, "api"]

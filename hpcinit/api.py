@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -28,14 +27,18 @@ from typing import Any
 
 from hpcinit.base import errors
 from hpcinit.base.errors import INTERRUPTED, NOTHING_SUBMITTED, Failure, HpcinitError, RequestError, SubmitError
+from hpcinit.config import python_arguments
 from hpcinit.observe import find_runs, logs, poll, progress, state
 from hpcinit.records import results
 
 __all__ = ["Run", "find", "runs", "submit", "sweep"]
 
 POLL_S = 0.2  # between two reads of the run folder; Slurm is queried less often: observe/poll.py
-_PLAIN = re.compile(r"[A-Za-z_/][\w./+:-]*")  # a value that Hydra reads as this text without quotes
-_OTHER_TYPES = {"true", "false", "null", "nan", "inf"}
+
+
+def __dir__() -> list[str]:
+    """Return the public names, so that Tab offers no others."""
+    return __all__
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,9 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The name of the run folder, 'train-0001'."""
-        return self.path.name
+        """The name that commands accept: 'train-0001', or 'train-0001/0' for a task of a sweep."""
+        task = find_runs.is_sweep(self.path.parent)
+        return f"{self.path.parent.name}/{self.path.name}" if task else self.path.name
 
     @property
     def job_id(self) -> str:
@@ -128,9 +132,9 @@ def submit(*overrides: str, program: Sequence[str | os.PathLike[str]] = (), **ke
     ["train.py", "--lr", "3e-4"], or ["-m", "package.train"], or a command. keys: top-level config keys and groups,
     nodes=8, cluster="x"; a value may be None, a bool, a number, a string, a list or a dict.
 
-    Raise ConfigError with all problems of the config, RequestError if the same request is in the queue,
-    SubmitError if there is no job, and MaybeSubmitted if there may be one. KeyboardInterrupt is raised only after the
-    submission has ended; its argument names the run if there is one.
+    Raise RequestError with all arguments of a wrong type, or if the same request is in the queue. Raise ConfigError
+    with all problems of the config, SubmitError if there is no job, and MaybeSubmitted if there may be one.
+    KeyboardInterrupt is raised only after the submission has ended; its argument names the run if there is one.
     """
     submitted = _submit(overrides, program, keys, multirun=False)
     if len(submitted) != 1:
@@ -147,9 +151,11 @@ def sweep(*overrides: str, program: Sequence[str | os.PathLike[str]] = (), **key
     return _submit(overrides, program, keys, multirun=True)
 
 
-def find(run: str | os.PathLike[str], runs_dir: str | os.PathLike[str] = "runs") -> Run:
+def find(run: str | int | os.PathLike[str], runs_dir: str | os.PathLike[str] = "runs") -> Run:
     """Return a run by its folder, by its name in `runs_dir`, or by its job id. Raise RequestError if there is none."""
-    return Run(find_runs.find_run(os.fspath(run), Path(runs_dir)).absolute())
+    path = find_runs.find_run(str(run), Path(runs_dir)).absolute()
+    tasks = find_runs.combinations(path.parent) if find_runs.is_sweep(path.parent) else {}
+    return Run(path, (), {str(number): text for number, text in tasks.items()}.get(path.name, ""))
 
 
 def runs(runs_dir: str | os.PathLike[str] = "runs") -> list[Run]:
@@ -167,9 +173,8 @@ def runs(runs_dir: str | os.PathLike[str] = "runs") -> list[Run]:
 def _submit(
     overrides: Sequence[str], program: Sequence[str | os.PathLike[str]], keys: Mapping[str, Any], multirun: bool
 ) -> list[Run]:
-    if isinstance(program, str):
-        raise RequestError(f"program is the string {program!r}, expected a list: program=[{program!r}, '--lr', '1e-3']")
-    words = [*overrides, *(f"{key}={override_value(value)}" for key, value in keys.items())]
+    python_arguments.check(overrides, program, keys)
+    words = [*overrides, *(f"{key}={python_arguments.override_value(value)}" for key, value in keys.items())]
     for key in ("wait", "dry_run"):
         if f"{key}=true" in [word.lower() for word in words]:
             raise RequestError(f"{key}=true is for the terminal: {'use Run.wait()' if key == 'wait' else 'remove it'}")
@@ -237,19 +242,3 @@ def _reported_error(document: Mapping[str, Any]) -> HpcinitError:
     for name in errors.FIELDS:
         setattr(error, name, document[name])
     return error
-
-
-def override_value(value: object) -> str:
-    """Return `value` as Hydra's grammar of overrides spells it."""
-    if value is None or isinstance(value, int | float):  # null, true, 3, 0.5
-        return json.dumps(value)
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {override_value(item)}' for key, item in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(override_value, value))}]"
-    text = os.fspath(value) if isinstance(value, os.PathLike) else str(value)
-    if _PLAIN.fullmatch(text) and text.lower() not in _OTHER_TYPES:
-        return text
-    # In quotes, a backslash counts only before a quote: https://hydra.cc/docs/advanced/override_grammar/basic/
-    quoted = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + (found[2] and r"\'"), text)
-    return f"'{quoted}'"

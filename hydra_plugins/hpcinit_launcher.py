@@ -126,10 +126,11 @@ class HpcinitLauncher(Launcher):
     def _submit(self, jobs: Sequence[JobReturn], runs: "list[Run]") -> None:
         """Submit the jobs, as one array where their requests allow it; without a queue, one after the other."""
         from hpcinit import api  # noqa: PLC0415
+        from hpcinit.config.python_arguments import override_value  # noqa: PLC0415
 
         overrides = [*self._overrides, *self._at_once]
         options = {**self._keys, "program": _program()}
-        texts = [api.override_value(self._arguments(job)) for job in jobs]
+        texts = [override_value(self._arguments(job)) for job in jobs]
         if self._keys.get("cluster", "" if shutil.which("sbatch") else "local") == "local":
             for text in texts:
                 runs.append(api.submit(*overrides, f"job.args={text}", "job=program", **options))
@@ -182,6 +183,6 @@ def _program() -> list[str]:
 
 
 def _quoted(path: str) -> str:
-    from hpcinit import api  # noqa: PLC0415
+    from hpcinit.config.python_arguments import override_value  # noqa: PLC0415
 
-    return api.override_value(path)
+    return override_value(path)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import rlcompleter
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,8 +18,10 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+import hpcinit
 from hpcinit import api
 from hpcinit.base.errors import ConfigError, Failure, MaybeSubmitted, RequestError, SubmitError
+from hpcinit.config import python_arguments
 from tests import json_documents, waiting
 from tests.minislurm import MiniSlurm
 
@@ -84,6 +88,68 @@ def test_errors_are_those_of_the_command(folder: Path, monkeypatch: pytest.Monke
     assert not (folder / "runs").exists() or not list((folder / "runs").iterdir())
 
 
+def test_all_wrong_types_at_once(folder: Path) -> None:
+    """Each argument of a wrong type is named with its value, what was expected and what to type; nothing is written."""
+    with pytest.raises(RequestError) as caught:
+        api.submit(
+            {"nodes": 8},  # type: ignore[arg-type]
+            print,  # type: ignore[arg-type]
+            program=["train.py", 3, max, b"x"],  # type: ignore[list-item]
+            nodes={4},
+            job={"env": {"A": [b"x"]}},
+        )
+    lines = str(caught.value).splitlines()
+    parts = [
+        ("argument 1 is {'nodes': 8} (dict), expected an override as text", "nodes=8 as a keyword"),
+        ("argument 2 is the function print, expected an override as text", "save it in a script, program=['train.py']"),
+        ("program[1] is 3 (int), expected text", "'3'"),
+        ("program[2] is the function max, expected text", "program=['train.py', '--lr', '1e-3']"),
+        ("program[3] is b'x' (bytes), expected text", "program=['train.py', '--lr', '1e-3']"),
+        ("nodes is {4} (set), expected None, a bool, a number, text, a path, a list or a dict", "list()"),
+        ("job.env.A[0] is b'x' (bytes), expected None, ", "str()"),
+    ]
+    for line, (first, last) in zip(lines, parts, strict=True):
+        assert line.startswith(first) and last in line, line
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (
+            lambda: 3,
+            r"program is the function .*<lambda>, expected a list: .*save it in a script, program=\['train.py'\]",
+        ),
+        (dict, r"program is the class dict, expected a list: "),
+        (7, r"program is 7 \(int\), expected a list: program=\['train.py', '--lr', '1e-3'\]"),
+        (
+            Path("train.py"),
+            r"program is PosixPath\('train.py'\) \(PosixPath\), expected a list: program=\['train.py'\]",
+        ),
+        (b"train.py", r"program is b'train.py' \(bytes\), expected a list"),
+    ],
+    ids=["lambda", "class", "int", "path", "bytes"],
+)
+@pytest.mark.parametrize("call", [api.submit, api.sweep])
+def test_a_program_that_is_no_list(call: Callable[..., object], program: object, message: str) -> None:
+    """A function, a path or a number as the program is a RequestError that shows the list to type."""
+    with pytest.raises(RequestError, match=message):
+        call(program=program)
+
+
+def test_tab_offers_the_public_names() -> None:
+    """Tab after `api.` and `hpcinit.` offers the documented names and no imports, and each name can be used."""
+    for module, names in ((api, api.__all__), (hpcinit, [*hpcinit.__all__, "api"])):
+        space = {"it": module}
+        completer = rlcompleter.Completer(space)
+        offered = {word.partition("(")[0] for at in range(99) if (word := completer.complete("it.", at))}
+        assert offered == {f"it.{name}" for name in names}
+        assert all(hasattr(module, name) for name in names)
+    code = "import hpcinit; print(hpcinit.api.find.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "find\n"
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -105,7 +171,7 @@ def test_errors_are_those_of_the_command(folder: Path, monkeypatch: pytest.Monke
 )
 def test_values_arrive_as_they_are(value: object) -> None:
     """Hydra reads the override of a Python value as the same value."""
-    override = OverridesParser.create().parse_override(f"key={api.override_value(value)}")
+    override = OverridesParser.create().parse_override(f"key={python_arguments.override_value(value)}")
     assert override.value() == value
 
 
@@ -122,7 +188,7 @@ def test_four_nodes(mini: MiniSlurm) -> None:
     """A run on 4 nodes of the real cluster: its ranks, its state, its result, and the same request refused."""
     run = api.submit(**SMALL, nodes=4, program=["train.py", "3"])
     assert run.wait(timeout_s=200) == "COMPLETED" and run.result() == 3.0
-    assert "rank 3 of 4" in run.logs(3) and api.find(run.job_id) == run
+    assert "rank 3 of 4" in run.logs(3) and api.find(run.job_id) == api.find(int(run.job_id)) == run
     waiting_run = api.submit(**SMALL, program=["sleep", "600"])
     with pytest.raises(RequestError, match="again=true"):
         api.submit(**SMALL, program=["sleep", "600"])
@@ -137,13 +203,17 @@ def test_four_nodes(mini: MiniSlurm) -> None:
 
 @pytest.mark.slurm
 def test_a_sweep_with_a_failing_task(mini: MiniSlurm) -> None:
-    """A sweep of 6 tasks, 2 at a time, returns a run for each; the one that fails does not disturb the others."""
+    """A sweep of 6 tasks, 2 at a time, returns a run for each, by the name that commands accept; one fails alone."""
     code = 'test "$SEED" != 4'
     options = ["sweep.at_once=2", "+job.env.SEED='${seed}'", "seed=1,2,3,4,5,6"]
     runs = api.sweep(*options, **SMALL, program=["sh", "-c", code])
     assert [run.combination for run in runs] == [f"seed={seed}" for seed in range(1, 7)]
     assert [run.wait(timeout_s=300) for run in runs] == ["COMPLETED"] * 3 + ["FAILED"] + ["COMPLETED"] * 2
     assert runs[3].why()["rank"] == 0 and api.runs() == runs
+    assert [run.name for run in runs] == [run.name for run in api.runs()] == [f"sh-0001/{at}" for at in range(6)]
+    assert api.find(runs[3].name) == runs[3] and api.find("sh-0001").name == "sh-0001"
+    with pytest.raises(Failure, match=r"sh-0001/3 is FAILED, expected COMPLETED: "):
+        runs[3].result()
 
 
 @pytest.mark.slurm

@@ -1,0 +1,101 @@
+"""Checks the arguments of the Python API and spells them as overrides. Imports no Hydra, because the API is light."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral, Real
+from reprlib import Repr
+
+from hpcinit.base.errors import RequestError
+
+_PLAIN = re.compile(r"[A-Za-z_/][\w./+:-]*")  # a value that Hydra reads as this text without quotes
+_OTHER_TYPES = {"true", "false", "null", "nan", "inf"}
+_EXAMPLE = "program=['train.py', '--lr', '1e-3']"
+_NO_FUNCTION = (
+    "The ranks are other processes on other nodes, which cannot call it: save it in a script, program=['train.py']"
+)
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = 60  # characters
+
+
+def check(overrides: Sequence[object], program: object, keys: Mapping[str, object]) -> None:
+    """Raise RequestError with all arguments of `api.submit` that have a wrong type."""
+    problems = [
+        *(problem for at, word in enumerate(overrides) for problem in _wrong_override(at, word)),
+        *_wrong_program(program),
+        *(problem for key, value in keys.items() for problem in _wrong_values(key, value)),
+    ]
+    if problems:
+        raise RequestError("\n".join(problems))
+
+
+def override_value(value: object) -> str:
+    """Return `value` as Hydra's grammar of overrides spells it."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)  # null, true
+    if isinstance(value, Real):  # numpy's too
+        return json.dumps(int(value) if isinstance(value, Integral) else float(value))
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {override_value(item)}' for key, item in value.items())}}}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{', '.join(map(override_value, value))}]"
+    text = os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+    if _PLAIN.fullmatch(text) and text.lower() not in _OTHER_TYPES:
+        return text
+    # In quotes, a backslash counts only before a quote: https://hydra.cc/docs/advanced/override_grammar/basic/
+    quoted = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + (found[2] and r"\'"), text)
+    return f"'{quoted}'"
+
+
+def _wrong_override(at: int, word: object) -> Iterator[str]:
+    if callable(word):
+        yield f"argument {at + 1} is {_shown(word)}, expected an override as text, 'nodes=8'. {_NO_FUNCTION}"
+    elif not isinstance(word, str):
+        what = f"argument {at + 1} is {_shown(word)}, expected an override as text"
+        yield f"{what}: 'nodes=8' as an argument, or nodes=8 as a keyword"
+
+
+def _wrong_program(program: object) -> Iterator[str]:
+    if program is None:
+        return
+    if callable(program):
+        yield f"program is {_shown(program)}, expected a list: {_EXAMPLE}. {_NO_FUNCTION}"
+    elif isinstance(program, str):
+        yield f"program is the string {program!r}, expected a list: program=[{program!r}, '--lr', '1e-3']"
+    elif isinstance(program, os.PathLike):
+        yield f"program is {_shown(program)}, expected a list: program=[{os.fspath(program)!r}]"
+    elif not isinstance(program, Sequence) or isinstance(program, bytes | bytearray):
+        yield f"program is {_shown(program)}, expected a list: {_EXAMPLE}"
+    else:
+        for at, word in enumerate(program):
+            if callable(word):
+                yield f"program[{at}] is {_shown(word)}, expected text: {_EXAMPLE}. {_NO_FUNCTION}"
+            elif not isinstance(word, str | os.PathLike):
+                yield f"program[{at}] is {_shown(word)}, expected text: {_as_text(word)}"
+
+
+def _as_text(word: object) -> str:
+    return repr(str(word)) if isinstance(word, Real) else _EXAMPLE
+
+
+def _wrong_values(name: str, value: object) -> Iterator[str]:
+    """Yield a problem for each part of `value` that has no spelling in a config."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _wrong_values(f"{name}.{key}", item)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
+        for at, item in enumerate(value):
+            yield from _wrong_values(f"{name}[{at}]", item)
+    elif not (value is None or isinstance(value, bool | Real | str | os.PathLike)):
+        expected = "expected None, a bool, a number, text, a path, a list or a dict"
+        yield f"{name} is {_shown(value)}, {expected}: convert it first, for example with str(), float() or list()"
+
+
+def _shown(value: object) -> str:
+    if callable(value):
+        name = getattr(value, "__qualname__", type(value).__qualname__)
+        return f"the {'class' if isinstance(value, type) else 'function'} {name}"
+    return f"{_SHORT.repr(value)} ({type(value).__name__})"
