@@ -220,7 +220,12 @@ def test_a_full_disk_does_not_end_training(disk: str, phase: str, tmp_path: Path
         disk_table.keep(disk, phase, ended.outcome)
     output = "\n".join(ended.output)
     if (DISKS[disk], phase) == ("runs", "at a save"):
-        assert ended.state == "FAILED" and ended.exit_status == 1 and "was not saved" in output and "No space left on device" in output, output
+        assert (
+            ended.state == "FAILED"
+            and ended.exit_status == 1
+            and "was not saved" in output
+            and "No space left on device" in output
+        ), output
         return
     assert (ended.state, ended.steps) == ("COMPLETED", STEPS), output
     if (DISKS[disk], phase) == ("runs", "at exit"):
